@@ -1,0 +1,306 @@
+"""The environment of a rank: what launchers write into it, and what Paceline reads out of it.
+
+Its one idea: whichever launcher started the process (`paceline run`, torchrun, Paddle's, Open MPI, MPICH,
+Slurm), its variables become one checked `RankEnvironment`; and the inverse, the variables that
+`paceline run` and `spawn` give to a rank. Pure functions of a mapping; imports only paceline.errors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from paceline.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class RankEnvironment:
+    """Where this process stands in its job.
+
+    Example:
+        The second of two ranks that `paceline run -n 2` started:
+        RankEnvironment(rank=1, world_size=2, local_rank=1, local_world_size=2,
+                        master_addr="127.0.0.1", master_port=23456, job_id="5f0c...")
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int | None  # None: the launcher did not say
+    local_world_size: int | None
+    master_addr: str
+    master_port: int
+    job_id: str  # the same text on every rank of one launch; "" when the launcher gives none
+
+
+@dataclass(frozen=True)
+class _Launcher:
+    """The variables of one launcher; where there are several names, the first that is set counts."""
+
+    name: str
+    rank: str
+    world_size: tuple[str, ...]
+    local_rank: tuple[str, ...]
+    local_world_size: tuple[str, ...]
+
+
+_LAUNCHERS = (
+    _Launcher("torch", "RANK", ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",)),
+    _Launcher(
+        "Paddle",
+        "PADDLE_TRAINER_ID",
+        ("PADDLE_TRAINERS_NUM",),
+        ("PADDLE_LOCAL_RANK", "PADDLE_RANK_IN_NODE"),
+        ("PADDLE_LOCAL_SIZE",),
+    ),
+    _Launcher(
+        "Open MPI",
+        "OMPI_COMM_WORLD_RANK",
+        ("OMPI_COMM_WORLD_SIZE",),
+        ("OMPI_COMM_WORLD_LOCAL_RANK",),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    ),
+    _Launcher("MPICH", "PMI_RANK", ("PMI_SIZE",), ("MPI_LOCALRANKID",), ("MPI_LOCALNRANKS",)),
+    _Launcher("Slurm", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ("SLURM_LOCALID",), ()),
+)
+
+
+def read_rank_environment(
+    environ: Mapping[str, str] | None = None,
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    address: str | None = None,
+    job_id: str | None = None,
+) -> RankEnvironment:
+    """What the environment says about this rank; an argument wins over its variable.
+
+    Args:
+        environ: The variables; None: those of this process.
+        rank: This process's rank.
+        world_size: Number of ranks of the job.
+        address: "host:port" where rank 0 listens.
+        job_id: The same text on every rank, different for every job.
+
+    Raises:
+        ConfigError: A variable is missing, not a number, or out of range; it is named with its value.
+
+    Example:
+        >>> read_rank_environment({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "9"}).rank
+        1
+    """
+    environ = os.environ if environ is None else environ
+    launcher = _find_launcher(environ)
+    if launcher is None and (rank is None or world_size is None):
+        raise ConfigError(
+            "No launcher's variables are set, so this process does not know its rank.",
+            expected="RANK and WORLD_SIZE, or those of Paddle, Open MPI, MPICH or srun",
+            likely="the script was started with plain python",
+            hint="`paceline run -n 2 script.py` starts two ranks; for one: rank=0, world_size=1",
+        )
+    if world_size is None:
+        assert launcher is not None
+        world_size = _require_int(environ, launcher.world_size, launcher)
+        _check_at_least(world_size, 1, _first_set(environ, launcher.world_size))
+    _check_at_least(world_size, 1, "world_size")
+    rank_name = "rank"
+    if rank is None:
+        assert launcher is not None
+        rank_name = launcher.rank
+        rank = _require_int(environ, (launcher.rank,), launcher)
+    _check_range(rank, world_size, rank_name)
+    local_rank = local_world_size = None
+    if launcher is not None:
+        local_rank, local_world_size = _local_place(environ, launcher, rank, world_size)
+    master_addr, master_port = _master(environ, launcher, address, world_size, local_world_size)
+    return RankEnvironment(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        master_addr=master_addr,
+        master_port=master_port,
+        job_id=job_id_from_environment(environ) if job_id is None else job_id,
+    )
+
+
+def job_id_from_environment(environ: Mapping[str, str] | None = None) -> str:
+    """The text that all ranks of this launch share and no other job has; "" if the launcher gives none."""
+    environ = os.environ if environ is None else environ
+    if environ.get("PACELINE_JOB_ID"):
+        return environ["PACELINE_JOB_ID"]
+    run_id = environ.get("TORCHELASTIC_RUN_ID", "")
+    if run_id and run_id != "none":  # torchrun's default, the same for every job
+        return f"torchelastic-{run_id}"
+    if environ.get("PMIX_NAMESPACE"):
+        return f"pmix-{environ['PMIX_NAMESPACE']}"
+    if environ.get("SLURM_JOB_ID"):
+        return f"slurm-{environ['SLURM_JOB_ID']}.{environ.get('SLURM_STEP_ID', '')}"
+    return ""
+
+
+def first_slurm_host(nodelist: str) -> str:
+    """The first host of Slurm's compressed list.
+
+    Example:
+        >>> first_slurm_host("gpu[07-09,12],login1")
+        'gpu07'
+    """
+    match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,\[]*))?", nodelist)
+    return "" if match is None else "".join(part or "" for part in match.groups())
+
+
+def _find_launcher(environ: Mapping[str, str]) -> _Launcher | None:
+    for launcher in _LAUNCHERS:
+        # A batch script has SLURM_PROCID too, but is one process: only srun sets the step's id.
+        if launcher.rank in environ and (launcher.name != "Slurm" or "SLURM_STEP_ID" in environ):
+            return launcher
+    return None
+
+
+def _local_place(
+    environ: Mapping[str, str], launcher: _Launcher, rank: int, world_size: int
+) -> tuple[int | None, int | None]:
+    """Rank and number of ranks on this host, each None when the launcher does not say."""
+    local_world_size = _optional_int(environ, launcher.local_world_size)
+    local_rank = _optional_int(environ, launcher.local_rank)
+    if local_world_size is not None:
+        name = _first_set(environ, launcher.local_world_size)
+        _check_at_least(local_world_size, 1, name)
+        if local_world_size > world_size:
+            raise _bad_value(name, str(local_world_size), f"at most the world size, {world_size}")
+    if local_rank is not None:
+        _check_range(local_rank, local_world_size or world_size, _first_set(environ, launcher.local_rank))
+    return local_rank, local_world_size
+
+
+def _master(
+    environ: Mapping[str, str],
+    launcher: _Launcher | None,
+    address: str | None,
+    world_size: int,
+    local_world_size: int | None,
+) -> tuple[str, int]:
+    """Host and port where rank 0 listens."""
+    if address is not None:
+        return split_address(address, "address")
+    addr = environ.get("MASTER_ADDR") or _default_addr(environ, launcher, world_size, local_world_size)
+    if not addr:
+        raise ConfigError(
+            f"MASTER_ADDR is not set, so {world_size} ranks cannot find each other.",
+            expected="the host name or address of rank 0 in MASTER_ADDR, its port in MASTER_PORT",
+            hint='`paceline run` and torchrun set both; or pass address="host:port"',
+            variable="MASTER_ADDR",
+        )
+    if environ.get("MASTER_PORT"):
+        return addr, _parse_port("MASTER_PORT", environ["MASTER_PORT"])
+    if ":" in addr:
+        return split_address(addr, "MASTER_ADDR")
+    if world_size == 1:
+        return addr, 0  # nobody has to find anybody
+    port = _agreed_port(environ)
+    if port is None:
+        raise ConfigError(
+            "MASTER_PORT is not set.",
+            expected="a free port of rank 0's host, the same on every rank",
+            hint='set MASTER_PORT=29500 for every rank, or pass address="host:port"',
+            variable="MASTER_PORT",
+        )
+    return addr, port
+
+
+def _default_addr(
+    environ: Mapping[str, str], launcher: _Launcher | None, world_size: int, local_world_size: int | None
+) -> str:
+    """Host of rank 0 where MASTER_ADDR is unset: "" if nothing tells it; may be "host:port"."""
+    if world_size == 1 or local_world_size == world_size:
+        return "127.0.0.1"
+    if launcher is None:
+        return ""
+    if launcher.name == "Paddle":
+        endpoints = environ.get("PADDLE_TRAINER_ENDPOINTS", "")
+        return environ.get("PADDLE_MASTER") or endpoints.split(",")[0].strip()
+    if launcher.name == "Slurm":
+        return first_slurm_host(environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_NODELIST", "")))
+    return ""
+
+
+def _agreed_port(environ: Mapping[str, str]) -> int | None:
+    """A port that every rank computes alike from the job's id; None without an id."""
+    job_id = job_id_from_environment(environ)
+    if not job_id:
+        return None
+    digest = hashlib.sha256(job_id.encode()).digest()
+    # 16384-32767: below the range that Linux hands to outgoing connections (32768-60999).
+    return 16384 + int.from_bytes(digest[:8], "big") % 16384
+
+
+def split_address(address: str, name: str) -> tuple[str, int]:
+    """Split "host:port" or "[v6 address]:port"; `name` is what the user knows the text by.
+
+    Raises:
+        ConfigError: There is no host or no valid port.
+    """
+    host, colon, port = address.rpartition(":")
+    host = host.removeprefix("tcp://").removeprefix("[").removesuffix("]")
+    if not colon or not host:
+        raise _bad_value(name, address, '"host:port"')
+    return host, _parse_port(name, port)
+
+
+def _parse_port(name: str, text: str) -> int:
+    if not text.isascii() or not text.isdigit() or not 0 < int(text) < 65536:
+        raise _bad_value(name, text, "a port, 1 to 65535")
+    return int(text)
+
+
+def _first_set(environ: Mapping[str, str], names: tuple[str, ...]) -> str:
+    return next((name for name in names if environ.get(name, "").strip()), names[0] if names else "")
+
+
+def _optional_int(environ: Mapping[str, str], names: tuple[str, ...]) -> int | None:
+    name = _first_set(environ, names)
+    text = environ.get(name, "").strip()
+    if not text:
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise _bad_value(name, environ[name], "an integer") from None
+
+
+def _require_int(environ: Mapping[str, str], names: tuple[str, ...], launcher: _Launcher) -> int:
+    value = _optional_int(environ, names)
+    if value is None:
+        raise ConfigError(
+            f"{launcher.rank} is set, but {names[0]} is {'empty' if names[0] in environ else 'not set'}.",
+            where=f"the environment, as {launcher.name} sets it",
+            expected=f"{launcher.rank} and {names[0]}, both integers",
+            hint="`paceline run -n 2 script.py` and torchrun set both",
+            variable=names[0],
+        )
+    return value
+
+
+def _check_at_least(value: int, least: int, name: str) -> None:
+    if value < least:
+        raise _bad_value(name, str(value), f"at least {least}")
+
+
+def _check_range(value: int, size: int, name: str) -> None:
+    if not 0 <= value < size:
+        raise _bad_value(name, str(value), f"0 to {size - 1}: there are {size} ranks")
+
+
+def _bad_value(name: str, value: str, expected: str) -> ConfigError:
+    return ConfigError(
+        f"{name}={value!r} is not usable.",
+        where="the environment" if name.isupper() else "the arguments",
+        expected=expected,
+        got=repr(value),
+        hint="every rank is started with its own rank and the same world size; `paceline run` does that",
+        variable=name,
+        value=value,
+    )

@@ -1,0 +1,183 @@
+"""The environment of a rank, as every launcher writes it."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.env import (
+    RankEnvironment,
+    first_slurm_host,
+    job_id_from_environment,
+    read_rank_environment,
+    split_address,
+)
+from paceline.errors import ConfigError
+
+TORCH = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "host0", "MASTER_PORT": "29500"}
+
+
+def test_torch_variables() -> None:
+    environ = TORCH | {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "PACELINE_JOB_ID": "abc"}
+    assert read_rank_environment(environ) == RankEnvironment(1, 4, 1, 2, "host0", 29500, "abc")
+
+
+def test_what_the_launcher_does_not_say_is_none() -> None:
+    env = read_rank_environment(TORCH)
+    assert (env.local_rank, env.local_world_size, env.job_id) == (None, None, "")
+
+
+def test_arguments_win_over_variables() -> None:
+    env = read_rank_environment(TORCH, rank=3, world_size=5, address="other:1234", job_id="mine")
+    assert (env.rank, env.world_size, env.master_addr, env.master_port) == (3, 5, "other", 1234)
+    assert env.job_id == "mine"
+
+
+def test_arguments_alone_are_enough() -> None:
+    env = read_rank_environment({}, rank=0, world_size=2, address="[::1]:80")
+    assert (env.rank, env.world_size, env.master_addr, env.master_port) == (0, 2, "::1", 80)
+
+
+def test_one_rank_needs_no_address() -> None:
+    assert read_rank_environment({}, rank=0, world_size=1).master_addr == "127.0.0.1"
+
+
+def test_paddle_variables() -> None:
+    environ = {
+        "PADDLE_TRAINER_ID": "1",
+        "PADDLE_TRAINERS_NUM": "2",
+        "PADDLE_LOCAL_RANK": "1",
+        "PADDLE_TRAINER_ENDPOINTS": "10.0.0.1:6170,10.0.0.1:6171",
+    }
+    env = read_rank_environment(environ)
+    assert (env.rank, env.world_size, env.local_rank) == (1, 2, 1)
+    assert (env.master_addr, env.master_port) == ("10.0.0.1", 6170)
+    assert read_rank_environment(environ | {"PADDLE_MASTER": "m:77"}).master_port == 77
+
+
+def test_open_mpi_on_one_host_needs_nothing_else() -> None:
+    environ = {
+        "OMPI_COMM_WORLD_RANK": "2",
+        "OMPI_COMM_WORLD_SIZE": "3",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "2",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "3",
+        "PMIX_NAMESPACE": "3713990657",
+    }
+    env = read_rank_environment(environ)
+    assert (env.rank, env.world_size, env.local_rank, env.local_world_size) == (2, 3, 2, 3)
+    assert env.master_addr == "127.0.0.1"
+    assert 16384 <= env.master_port < 32768
+    assert env.master_port == read_rank_environment(environ | {"OMPI_COMM_WORLD_RANK": "0"}).master_port
+
+
+def test_open_mpi_on_two_hosts_needs_an_address() -> None:
+    environ = {
+        "OMPI_COMM_WORLD_RANK": "2",
+        "OMPI_COMM_WORLD_SIZE": "4",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    }
+    with pytest.raises(ConfigError, match="MASTER_ADDR"):
+        read_rank_environment(environ)
+
+
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+}
+
+
+def test_slurm_variables() -> None:
+    env = read_rank_environment(SLURM)
+    assert (env.rank, env.world_size, env.local_rank, env.local_world_size) == (5, 8, 1, None)
+    assert (env.master_addr, env.job_id) == ("gpu07", "slurm-4711.0")
+    assert env.master_port != read_rank_environment(SLURM | {"SLURM_STEP_ID": "1"}).master_port
+
+
+def test_a_slurm_batch_script_is_not_a_rank() -> None:
+    batch = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"}
+    with pytest.raises(ConfigError, match="plain python"):
+        read_rank_environment(batch)
+
+
+def test_torch_variables_win_over_slurm() -> None:
+    assert read_rank_environment(SLURM | TORCH).rank == 1
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "host"),
+    [
+        ("node1", "node1"),
+        ("node1,node2", "node1"),
+        ("gpu[07-09,12],login1", "gpu07"),
+        ("rack2-n[1,5]-ib", "rack2-n1-ib"),
+        ("", ""),
+    ],
+)
+def test_first_slurm_host(nodelist: str, host: str) -> None:
+    assert first_slurm_host(nodelist) == host
+
+
+@pytest.mark.parametrize(
+    ("change", "variable", "shown"),
+    [
+        ({"RANK": "4"}, "RANK", "'4'"),
+        ({"RANK": "-1"}, "RANK", "'-1'"),
+        ({"RANK": "one"}, "RANK", "'one'"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE", "'0'"),
+        ({"WORLD_SIZE": "2.0"}, "WORLD_SIZE", "'2.0'"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE", "empty"),
+        ({"LOCAL_RANK": "9"}, "LOCAL_RANK", "'9'"),
+        ({"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_RANK", "'2'"),
+        ({"LOCAL_WORLD_SIZE": "5"}, "LOCAL_WORLD_SIZE", "'5'"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT", "'70000'"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT", "'http'"),
+        ({"MASTER_PORT": ""}, "MASTER_PORT", "not set"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR", "not set"),
+    ],
+)
+def test_bad_variables_are_named_with_their_value(change: dict[str, str], variable: str, shown: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_rank_environment(TORCH | change)
+    assert caught.value.variable == variable  # type: ignore[attr-defined]
+    assert variable in str(caught.value)
+    assert shown in str(caught.value)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_bad_arguments_are_named() -> None:
+    with pytest.raises(ConfigError, match="world_size='0'"):
+        read_rank_environment({}, rank=0, world_size=0)
+    with pytest.raises(ConfigError, match="rank='2'"):
+        read_rank_environment({}, rank=2, world_size=2, address="h:1")
+    with pytest.raises(ConfigError, match="address='h'"):
+        read_rank_environment({}, rank=0, world_size=2, address="h")
+
+
+@given(st.dictionaries(st.sampled_from(sorted(TORCH | SLURM)), st.text(max_size=6)))
+def test_any_environment_is_read_or_refused(environ: dict[str, str]) -> None:
+    try:
+        env = read_rank_environment(environ)
+    except ConfigError:
+        return
+    assert 0 <= env.rank < env.world_size
+    assert env.master_addr
+    assert 0 <= env.master_port < 65536
+
+
+def test_job_ids() -> None:
+    assert job_id_from_environment({}) == ""
+    assert job_id_from_environment({"TORCHELASTIC_RUN_ID": "none"}) == ""
+    assert job_id_from_environment({"TORCHELASTIC_RUN_ID": "x"}) == "torchelastic-x"
+    assert job_id_from_environment({"TORCHELASTIC_RUN_ID": "x", "PACELINE_JOB_ID": "y"}) == "y"
+
+
+def test_split_address_accepts_a_scheme() -> None:
+    assert split_address("tcp://10.0.0.1:80", "address") == ("10.0.0.1", 80)
