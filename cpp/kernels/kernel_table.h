@@ -1,0 +1,49 @@
+// What the dispatcher (kernels.cc) and the compiled sets of loops
+// (kernels_*.cc) share.
+//
+// Only plain data and declarations: a function with a body in here would be
+// compiled for several instruction sets, and the linker might keep the one that
+// this processor cannot run.
+#pragma once
+
+#include <cstddef>
+
+#include "kernels/kernels.h"
+
+namespace paceline {
+
+inline constexpr int kNumDTypes = 10;
+inline constexpr int kNumOps = 5;
+
+/// The arguments of reduce(), checked and never null where a loop reads them.
+struct Request {
+  const void* const* inputs;
+  int num_inputs;
+  void* const* outputs;
+  int num_outputs;
+  size_t count;
+  const double* weights;  ///< null: all 1
+  double total_weight;    ///< of kMean; num_inputs when `weights` is null
+  ReduceStats* stats;     ///< null, or already zero
+};
+
+using ReduceFunction = void (*)(const Request& request);
+
+/// One instruction set's loops; null where the type has no such op.
+struct KernelTable {
+  ReduceFunction reduce[kNumDTypes][kNumOps];
+};
+
+namespace portable {
+extern const KernelTable kKernels;
+}
+#if defined(__x86_64__)
+namespace avx2 {
+extern const KernelTable kKernels;
+}
+namespace avx512 {
+extern const KernelTable kKernels;
+}
+#endif
+
+}  // namespace paceline

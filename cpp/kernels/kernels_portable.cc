@@ -1,0 +1,2 @@
+#define PACELINE_KERNELS portable
+#include "kernels/reduce_blocks.h"

@@ -1,0 +1,235 @@
+// All reductions of one instruction set. kernels_<set>.cc defines
+// PACELINE_KERNELS, the namespace, and includes this; its compile flags make
+// the difference.
+//
+// Arrays are walked in blocks that fit the L1 cache. For each block: the tree
+// over ranks gives the result in a local buffer, the statistics are taken, and
+// only then is it copied to every output, so that an output may be an input.
+// The tree: neighbours are combined four at a time, ((0+1)+(2+3)), which is two
+// levels of the binary tree; sixteen ranks are four such groups, combined
+// likewise; and so on.
+//
+// Standard library functions are kept out: they are inline, and the linker
+// keeps one copy of each, which might be the one compiled for a newer
+// processor.
+#pragma once
+
+#include "kernels/element_loops.h"
+#include "kernels/kernel_table.h"
+
+namespace paceline::PACELINE_KERNELS {
+namespace {
+
+/// The part of every rank's array that is being reduced.
+template <class Format>
+struct Block {
+  using Stored = typename Format::Stored;
+  using Compute = typename Format::Compute;
+
+  const Request& request;
+  size_t offset;
+  size_t count;
+
+  const Stored* stored(int rank) const {
+    return static_cast<const Stored*>(request.inputs[rank]) + offset;
+  }
+
+  // A weight of 0 takes a rank out, whatever its array holds: 0 * NaN would
+  // not.
+  bool has_input(int rank) const {
+    return request.weights == nullptr ||
+           static_cast<Compute>(request.weights[rank]) != 0;
+  }
+
+  // Where the rank's (weighted) values are to be found: in its array if
+  // possible, else in `scratch`.
+  const Compute* values(int rank, Compute* scratch) const {
+    if (!has_input(rank)) {
+      __builtin_memset(scratch, 0, count * sizeof(Compute));
+      return scratch;
+    }
+    const Compute* found = scratch;
+    if constexpr (Converted<Format>) {
+      Format::widen(stored(rank), count, scratch);
+    } else {
+      found = stored(rank);
+    }
+    if constexpr (Floating<Format>) {
+      if (request.weights == nullptr) return found;
+      const auto weight = static_cast<Compute>(request.weights[rank]);
+      for (size_t i = 0; i < count; ++i) scratch[i] = found[i] * weight;
+      found = scratch;
+    }
+    return found;
+  }
+};
+
+// Reduces ranks first .. first + num_ranks - 1.
+template <class Op, class Format, class Finish>
+void reduce_tree(const Block<Format>& block, int first, int num_ranks,
+                 typename Format::Compute* out, Finish finish) {
+  using Compute = typename Format::Compute;
+  alignas(64) Compute scratch[kFanIn][kBlock<Compute>];
+  const Compute* parts[kFanIn] = {};
+  int ranks_per_part = 1;
+  while (ranks_per_part * kFanIn < num_ranks) ranks_per_part *= kFanIn;
+  int num_parts = 0;
+  for (int begin = 0; begin < num_ranks; begin += ranks_per_part, ++num_parts) {
+    const int rest = num_ranks - begin;
+    if (ranks_per_part == 1 || rest == 1) {
+      parts[num_parts] = block.values(first + begin, scratch[num_parts]);
+    } else {
+      const int part_ranks = rest < ranks_per_part ? rest : ranks_per_part;
+      reduce_tree<Op>(block, first + begin, part_ranks, scratch[num_parts],
+                      Keep());
+      parts[num_parts] = scratch[num_parts];
+    }
+  }
+  combine<Op>(parts, num_parts, block.count, out, finish);
+}
+
+template <class Format>
+void note_nonfinite(const Block<Format>& block, ReduceStats* stats) {
+  for (int rank = 0; rank < block.request.num_inputs; ++rank) {
+    const uint64_t bit = uint64_t{1} << (rank % 64);
+    if ((stats->nonfinite_ranks[rank / 64] & bit) != 0 ||
+        !block.has_input(rank))
+      continue;
+    if (has_nonfinite<Format>(block.stored(rank), block.count)) {
+      stats->nonfinite_ranks[rank / 64] |= bit;
+    }
+  }
+}
+
+// What ReduceStats wants to know; does nothing when nobody asked.
+template <class Op, class Format>
+class Observer {
+ public:
+  explicit Observer(ReduceStats* stats) : stats_(stats) {}
+
+  void see(const Block<Format>& block, const typename Format::Stored* result) {
+    if (stats_ == nullptr) return;
+    if constexpr (Converted<Format>) {
+      typename Format::Compute widened[kBlock<typename Format::Compute>];
+      Format::widen(result, block.count, widened);
+      add_squares(widened, block.count, lanes_);
+    } else {
+      add_squares(result, block.count, lanes_);
+    }
+    // An infinity or a NaN stays one through sums and products, but not through
+    // a minimum.
+    constexpr bool kShows = __is_same(Op, Sum) || __is_same(Op, Product);
+    if (!kShows || !(sum_lanes(lanes_) <= __DBL_MAX__))
+      note_nonfinite(block, stats_);
+  }
+
+  void finish() {
+    if (stats_ != nullptr)
+      stats_->squared_norm = Canonical<double>()(sum_lanes(lanes_));
+  }
+
+ private:
+  ReduceStats* stats_;
+  alignas(64) double lanes_[kLanes] = {};
+};
+
+template <class Op, class Format, class Finish>
+void reduce_blocks(const Request& request, Finish finish) {
+  using Stored = typename Format::Stored;
+  using Compute = typename Format::Compute;
+  alignas(64) Compute result[kBlock<Compute>];
+  alignas(64) Stored narrowed[Converted<Format> ? kBlock<Compute> : 1];
+  Observer<Op, Format> observer(request.stats);
+  for (size_t offset = 0; offset < request.count; offset += kBlock<Compute>) {
+    const size_t rest = request.count - offset;
+    const Block<Format> block{request, offset,
+                              rest < kBlock<Compute> ? rest : kBlock<Compute>};
+    reduce_tree<Op>(block, 0, request.num_inputs, result, finish);
+    const Stored* stored;
+    if constexpr (Converted<Format>) {
+      Format::narrow(result, block.count, narrowed);
+      stored = narrowed;
+    } else {
+      stored = result;
+    }
+    if constexpr (Floating<Format>) observer.see(block, stored);
+    for (int i = 0; i < request.num_outputs; ++i) {
+      __builtin_memcpy(static_cast<Stored*>(request.outputs[i]) + offset,
+                       stored, block.count * sizeof(Stored));
+    }
+  }
+  if constexpr (Floating<Format>) observer.finish();
+}
+
+template <class Op, class Format>
+void reduce_array(const Request& request) {
+  if constexpr (Floating<Format>) {
+    reduce_blocks<Op, Format>(request, Canonical<typename Format::Compute>());
+  } else {
+    reduce_blocks<Op, Format>(request, Keep());
+  }
+}
+
+// Dividing by a power of two is multiplying by its inverse, bit for bit, and a
+// tenth of the work.
+template <class T>
+bool is_power_of_two(T x) {
+  constexpr T kLargest = static_cast<T>(uint64_t{1} << 32);
+  return x >= 1 && x <= kLargest &&
+         (static_cast<uint64_t>(x) & (static_cast<uint64_t>(x) - 1)) == 0 &&
+         static_cast<T>(static_cast<uint64_t>(x)) == x;
+}
+
+template <class Format>
+void reduce_mean(const Request& request) {
+  using Compute = typename Format::Compute;
+  const auto total = static_cast<Compute>(request.total_weight);
+  bool has_input = request.weights == nullptr;
+  for (int rank = 0; rank < request.num_inputs && !has_input; ++rank) {
+    has_input = static_cast<Compute>(request.weights[rank]) != 0;
+  }
+  // When every weight is 0 the sum is 0, and so shall be the mean.
+  if (!has_input || is_power_of_two(total)) {
+    reduce_blocks<Sum, Format>(request,
+                               Multiply<Compute>{has_input ? 1 / total : 1});
+  } else {
+    reduce_blocks<Sum, Format>(request, Divide<Compute>{total});
+  }
+}
+
+}  // namespace
+
+// Columns: sum, mean, min, max, product. Rows: the order of DType.
+constinit const KernelTable kKernels = {{
+    {reduce_array<Sum, Float32>, reduce_mean<Float32>,
+     reduce_array<Min, Float32>, reduce_array<Max, Float32>,
+     reduce_array<Product, Float32>},
+    {reduce_array<Sum, Float64>, reduce_mean<Float64>,
+     reduce_array<Min, Float64>, reduce_array<Max, Float64>,
+     reduce_array<Product, Float64>},
+    {reduce_array<Sum, Float16>, reduce_mean<Float16>,
+     reduce_array<Min, Float16>, reduce_array<Max, Float16>,
+     reduce_array<Product, Float16>},
+    {reduce_array<Sum, BFloat16>, reduce_mean<BFloat16>,
+     reduce_array<Min, BFloat16>, reduce_array<Max, BFloat16>,
+     reduce_array<Product, BFloat16>},
+    {reduce_array<Sum, Plain<uint8_t>>, nullptr,
+     reduce_array<Min, Plain<int8_t>>, reduce_array<Max, Plain<int8_t>>,
+     reduce_array<Product, Plain<uint8_t>>},
+    {reduce_array<Sum, Plain<uint16_t>>, nullptr,
+     reduce_array<Min, Plain<int16_t>>, reduce_array<Max, Plain<int16_t>>,
+     reduce_array<Product, Plain<uint16_t>>},
+    {reduce_array<Sum, Plain<uint32_t>>, nullptr,
+     reduce_array<Min, Plain<int32_t>>, reduce_array<Max, Plain<int32_t>>,
+     reduce_array<Product, Plain<uint32_t>>},
+    {reduce_array<Sum, Plain<uint64_t>>, nullptr,
+     reduce_array<Min, Plain<int64_t>>, reduce_array<Max, Plain<int64_t>>,
+     reduce_array<Product, Plain<uint64_t>>},
+    {reduce_array<Sum, Plain<uint8_t>>, nullptr,
+     reduce_array<Min, Plain<uint8_t>>, reduce_array<Max, Plain<uint8_t>>,
+     reduce_array<Product, Plain<uint8_t>>},
+    {reduce_array<Max, Bool>, nullptr, reduce_array<Min, Bool>,
+     reduce_array<Max, Bool>, reduce_array<Min, Bool>},
+}};
+
+}  // namespace paceline::PACELINE_KERNELS
