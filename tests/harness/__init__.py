@@ -1,0 +1,20 @@
+"""Runs one program as several ranks, each in its own process, and checks every one of them.
+
+`@ranks(4)` turns a test into one rank's program; `run_ranks(program, 4)` hands what the ranks returned
+to a test that compares them. No test that uses either can pass while a rank raised, was killed, left
+early, hung or left something behind. docs/design/testing.md tells how.
+
+    decorator.py   what a test writes
+    run.py         the parent: starts the ranks, waits with a deadline
+    server.py      the fork server, which has imported torch before any rank starts
+    rank_main.py   the child: one rank
+    verdict.py     whether a rank did what it should
+    report.py      what pytest shows
+    leftovers.py   what nobody may leave behind
+"""
+
+from tests.harness.decorator import ranks
+from tests.harness.report import RanksFailed
+from tests.harness.run import run_ranks
+
+__all__ = ["RanksFailed", "ranks", "run_ranks"]

@@ -1,0 +1,163 @@
+"""The child: one rank. Sets its process up, runs the program, and files what came of it.
+
+The outcome goes through a file that is renamed when complete: the parent never waits on a pipe that a
+stopped or killed rank holds half-written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import fcntl
+import importlib
+import os
+import pickle
+import resource
+import select
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+STACKS_SIGNAL = signal.SIGRTMAX
+_TESTS = str(Path(__file__).resolve().parents[1]) + os.sep
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all ranks of a run have in common."""
+
+    module: str
+    name: str
+    world_size: int
+    group: str | None
+    kwargs: dict[str, Any]
+    job_id: str
+    folder: Path
+    environ: dict[str, str]
+    warning_filters: list[Any]
+
+    def log(self, rank: int) -> Path:
+        """What the rank printed, and its stacks when they were asked for."""
+        return self.folder / f"rank-{rank}.log"
+
+    def outcome(self, rank: int) -> Path:
+        """What the rank filed; missing if it never got that far."""
+        return self.folder / f"rank-{rank}.outcome"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a rank's program ended, told by the rank itself."""
+
+    at_s: float  # time.monotonic(), one clock for all processes
+    value: Any = None
+    error: str = ""  # the traceback; empty: the program returned
+    error_type: str = ""
+
+
+def main(plan: Plan, rank: int, lifeline: Connection) -> None:
+    """Run the program of `rank`; exit status 1 if it raised."""
+    die_with(lifeline.fileno())
+    _set_up(plan, rank)
+    try:
+        program = find_program(plan.module, plan.name)
+        with _first_argument(plan, rank) as first:
+            value = program(first, **plan.kwargs)
+        outcome = Outcome(time.monotonic(), value)
+        filed = pickle.dumps(outcome)
+    except BaseException as error:  # SystemExit and pytest's Skipped are failures of a rank, too
+        outcome = Outcome(time.monotonic(), None, describe(error, plan.module), type(error).__name__)
+        filed = pickle.dumps(outcome)
+    complete = plan.outcome(rank)
+    partial = complete.with_suffix(".partial")
+    partial.write_bytes(filed)
+    partial.rename(complete)
+    sys.exit(1 if outcome.error else 0)
+
+
+def find_program(module: str, name: str) -> Callable[..., Any]:
+    """The function a rank runs: that of a `@ranks` test, or a plain one."""
+    found = getattr(importlib.import_module(module), name)
+    return getattr(found, "program", found)
+
+
+def die_with(fd: int) -> None:
+    """Have the kernel kill this process as soon as the other end of the pipe `fd` is closed.
+
+    The parent holds that end, and loses it however it dies. PR_SET_PDEATHSIG would follow the fork
+    server instead, and a thread could not fire while the interpreter lock is held.
+    """
+    fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGKILL)  # type: ignore[attr-defined]
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)  # type: ignore[attr-defined]
+    if select.select([fd], [], [], 0)[0]:  # closed before we armed it
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _set_up(plan: Plan, rank: int) -> None:
+    os.setsid()  # the parent finds what the rank started, and left, by its process group
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    log = os.open(plan.log(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    faulthandler.enable(file=2)
+    faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
+    os.environ.clear()
+    os.environ.update(plan.environ, RANK=str(rank), LOCAL_RANK=str(rank))
+    tempfile.tempdir = None
+    warnings.resetwarnings()
+    warnings.filters.extend(plan.warning_filters)  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def _first_argument(plan: Plan, rank: int) -> Iterator[Any]:
+    if plan.group == "paceline":
+        import paceline
+
+        with paceline.init(rank=rank, world_size=plan.world_size, job_id=plan.job_id) as group:
+            yield group
+    elif plan.group is not None:
+        import torch.distributed as dist
+
+        store = f"file://{plan.folder}/store"
+        dist.init_process_group(plan.group, init_method=store, rank=rank, world_size=plan.world_size)
+        yield rank
+        dist.destroy_process_group()
+    else:
+        yield rank
+
+
+def describe(error: BaseException, module: str) -> str:
+    """The traceback, with the local variables of frames that belong to the tests.
+
+    Stands in for pytest's rewritten assertions, which exist in the parent only.
+    """
+    told = traceback.TracebackException.from_exception(error, capture_locals=True)
+    ours = [frame for frame in told.stack if frame.filename != __file__]
+    told.stack = traceback.StackSummary.from_list(ours)
+    test_file = getattr(sys.modules.get(module), "__file__", None)
+    for frame in told.stack:
+        if frame.locals and (frame.filename == test_file or frame.filename.startswith(_TESTS)):
+            frame.locals = {name: _crop(value) for name, value in frame.locals.items()}
+        else:
+            frame.locals = None
+    cause = told.__cause__ or (None if told.__suppress_context__ else told.__context__)
+    while cause is not None:
+        for frame in cause.stack:
+            frame.locals = None
+        cause = cause.__cause__ or cause.__context__
+    return "".join(told.format()).rstrip()
+
+
+def _crop(text: str, limit: int = 300) -> str:
+    return text if len(text) <= limit else f"{text[:limit]} ... ({len(text)} characters)"

@@ -1,0 +1,112 @@
+"""Programs for one rank that go wrong in every way the harness must notice, and a few that do not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def square(rank: int, offset: int = 0) -> int:
+    return rank * rank + offset
+
+
+def environment(rank: int) -> dict[str, str]:
+    return dict(os.environ)
+
+
+def large(rank: int) -> bytes:
+    return bytes([rank]) * 10_000_000
+
+
+def fail_on_last(rank: int, world_size: int) -> None:
+    answer = 41 + rank
+    if rank == world_size - 1:
+        print("about to fail")
+        assert answer == 42
+
+
+def kill_myself(rank: int, victim: int, signum: int) -> None:
+    if rank == victim:
+        os.kill(os.getpid(), signum)
+
+
+def leave_early(rank: int) -> None:
+    if rank == 1:
+        os._exit(0)
+
+
+def exit_with(rank: int, status: int) -> None:
+    if rank == 1:
+        os._exit(status)
+
+
+def system_exit(rank: int) -> None:
+    sys.exit(0)
+
+
+def skip(rank: int) -> None:
+    pytest.skip("too late")
+
+
+def raise_value_error(rank: int) -> None:
+    raise ValueError(f"rank {rank}")
+
+
+def hang_on_one(rank: int) -> None:
+    if rank == 1:
+        the_line_where_it_hangs()
+
+
+def the_line_where_it_hangs() -> None:
+    time.sleep(1000)
+
+
+def stop_on_one(rank: int) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def wait_for_a_failed_peer(rank: int) -> None:
+    if rank == 0:
+        raise RuntimeError("the culprit")
+    time.sleep(1000)
+
+
+def unpicklable(rank: int) -> Any:
+    return lambda: rank
+
+
+def warn(rank: int) -> None:
+    import warnings
+
+    warnings.warn("an old thing", DeprecationWarning, stacklevel=1)
+
+
+def leave_shared_memory(rank: int, name: str) -> None:
+    if rank == 0:
+        Path("/dev/shm", name).write_bytes(b"left")
+
+
+def leave_process(rank: int) -> None:
+    if rank == 1:
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+
+
+def leave_socket(rank: int) -> None:
+    import tempfile
+
+    if rank == 0:
+        Path(tempfile.gettempdir(), "paceline-left").touch()
+
+
+def report_pid_and_sleep(rank: int, folder: Path) -> None:
+    Path(folder, f"{rank}.partial").write_text(str(os.getpid()))
+    Path(folder, f"{rank}.partial").rename(Path(folder, f"{rank}.pid"))
+    time.sleep(1000)

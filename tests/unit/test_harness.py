@@ -1,0 +1,289 @@
+"""The harness must see what torch's own misses. Each test here is a run that must not pass."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from tests.harness import RanksFailed, ranks, run_ranks
+from tests.harness.report import Cause
+from tests.unit import harness_programs as programs
+
+
+def run(program, world_size, kwargs=None, **options):
+    return run_ranks(program, world_size, kwargs, group=None, **options)
+
+
+def fails(program, world_size, kwargs=None, **options) -> RanksFailed:
+    with pytest.raises(RanksFailed) as caught:
+        run(program, world_size, kwargs, **options)
+    return caught.value
+
+
+def test_results_come_back_by_rank():
+    assert run(programs.square, 4, {"offset": 10}) == [10, 11, 14, 19]
+
+
+def test_large_results_come_back():
+    assert [len(result) for result in run(programs.large, 2)] == [10_000_000] * 2
+
+
+def test_environment_is_that_of_a_launcher(monkeypatch):
+    monkeypatch.setenv("SET_BY_THE_TEST", "yes")
+    first, second = run(programs.environment, 2)
+    assert [env["RANK"] for env in (first, second)] == ["0", "1"]
+    assert [env["LOCAL_RANK"] for env in (first, second)] == ["0", "1"]
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        assert first[name] == second[name] == "2"
+    for name in ("MASTER_ADDR", "MASTER_PORT", "PACELINE_JOB_ID", "TMPDIR"):
+        assert first[name] == second[name] != ""
+    assert first["OMP_NUM_THREADS"] == "1"
+    assert first["SET_BY_THE_TEST"] == "yes"
+
+
+def test_two_runs_are_two_jobs():
+    one, two = (run(programs.environment, 1)[0]["PACELINE_JOB_ID"] for _ in range(2))
+    assert one != two
+
+
+def test_a_raising_rank_is_reported_with_traceback_locals_and_output():
+    error = fails(programs.fail_on_last, 4, {"world_size": 4})
+    (failure,) = error.failures
+    assert (failure.rank, failure.cause) == (3, Cause.RAISED)
+    report = str(error)
+    assert "fail_on_last: 1 of 4 ranks failed\n  rank 3 raised AssertionError" in report
+    assert "assert answer == 42" in report
+    assert "answer = 44" in report
+    assert "about to fail" in report
+
+
+# torch.testing's multi-process harness passes when rank 3 of 4 is killed.
+@pytest.mark.parametrize("victim", range(4))
+def test_a_killed_rank_is_reported_whichever_it_is(victim):
+    error = fails(programs.kill_myself, 4, {"victim": victim, "signum": signal.SIGKILL})
+    (failure,) = error.failures
+    assert (failure.rank, failure.cause) == (victim, Cause.DIED)
+    assert failure.summary == "was killed by SIGKILL"
+
+
+def test_a_crashed_rank_shows_its_stack():
+    error = fails(programs.kill_myself, 2, {"victim": 1, "signum": signal.SIGSEGV})
+    assert error.failures[0].summary == "was killed by SIGSEGV"
+    assert "in kill_myself" in str(error)
+
+
+def test_a_declared_death_is_fine():
+    results = run(programs.kill_myself, 3, {"victim": 2, "signum": signal.SIGKILL}, dies={2: signal.SIGKILL})
+    assert results == [None, None, None]
+    run(programs.exit_with, 2, {"status": 7}, dies={1: 7})
+    run(programs.raise_value_error, 2, dies={0: ValueError, 1: ValueError})
+
+
+@pytest.mark.parametrize(
+    "program, kwargs, death, got",
+    [
+        ("square", {}, signal.SIGKILL, "returned, but SIGKILL was expected"),
+        ("square", {}, ValueError, "returned, but ValueError was expected"),
+        ("exit_with", {"status": 7}, 8, "exited with status 7, but exit status 8 was expected"),
+        (
+            "kill_myself",
+            {"victim": 1, "signum": signal.SIGTERM},
+            signal.SIGKILL,
+            "was killed by SIGTERM, but SIGKILL was expected",
+        ),
+        ("leave_early", {}, signal.SIGKILL, "exited with status 0, but SIGKILL was expected"),
+    ],
+)
+def test_a_declared_death_must_happen_as_declared(program, kwargs, death, got):
+    error = fails(getattr(programs, program), 2, kwargs, dies={1: death})
+    assert [(f.rank, f.summary) for f in error.failures] == [(1, got)]
+
+
+def test_leaving_before_the_end_is_a_failure_even_with_status_zero():
+    error = fails(programs.leave_early, 2)
+    assert [(f.rank, f.summary) for f in error.failures] == [
+        (1, "exited with status 0 before its program returned")
+    ]
+
+
+@pytest.mark.parametrize(
+    "program, raised",
+    [
+        (programs.system_exit, "SystemExit"),
+        (programs.skip, "Skipped"),
+        (programs.warn, "DeprecationWarning"),
+        (programs.unpicklable, "AttributeError"),
+    ],
+)
+def test_nothing_but_returning_counts_as_success(program, raised):
+    error = fails(program, 2)
+    assert {f.rank for f in error.failures} == {0, 1}
+    assert all(f.summary.startswith("raised ") for f in error.failures)
+    assert raised in str(error) or "Pickl" in str(error)
+
+
+def test_a_hanging_rank_is_reported_with_its_stack():
+    error = fails(programs.hang_on_one, 2, deadline_s=3)
+    (failure,) = error.failures
+    assert (failure.rank, failure.cause) == (1, Cause.HUNG)
+    assert failure.summary == "was still running after 3 s"
+    assert "in the_line_where_it_hangs" in failure.log
+
+
+def test_a_stopped_rank_is_reported_as_stopped():
+    error = fails(programs.stop_on_one, 2, deadline_s=3)
+    assert [f.summary for f in error.failures] == ["was still running after 3 s, stopped by a signal"]
+
+
+def test_the_culprit_comes_before_the_peers_that_wait_for_it(monkeypatch):
+    monkeypatch.setattr("tests.harness.run._GRACE_S", 1.0)
+    error = fails(programs.wait_for_a_failed_peer, 3)
+    assert [(f.rank, f.summary) for f in error.failures] == [
+        (0, "raised RuntimeError"),
+        (1, "was still running 1 s after rank 0 had failed"),
+        (2, "was still running 1 s after rank 0 had failed"),
+    ]
+    assert "wait_for_a_failed_peer" in error.failures[1].log
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr("tests.harness.leftovers._PATIENCE_S", 0.2)
+
+
+def test_a_name_left_in_dev_shm_is_a_failure(impatient):
+    name = f"left-{uuid.uuid4().hex}"
+    try:
+        error = fails(programs.leave_shared_memory, 2, {"name": name})
+    finally:
+        Path("/dev/shm", name).unlink()
+    assert error.leftovers == [f"/dev/shm/{name}"]
+    assert "every rank was fine, but something was left behind" in str(error)
+
+
+def test_a_process_left_running_is_a_failure_and_is_ended(impatient):
+    error = fails(programs.leave_process, 2)
+    (leftover,) = error.leftovers
+    assert leftover.endswith("started by rank 1")
+    pid = int(leftover.split()[1].rstrip(","))
+    assert wait_until(lambda: is_gone(pid))
+
+
+def test_a_socket_left_in_the_temporary_folder_is_a_failure():
+    assert fails(programs.leave_socket, 2).leftovers == ["$TMPDIR/paceline-left"]
+
+
+def test_ranks_die_with_the_parent(tmp_path):
+    script = (
+        "from tests.harness import run_ranks\n"
+        "from tests.unit.harness_programs import report_pid_and_sleep\n"
+        f"run_ranks(report_pid_and_sleep, 2, {{'folder': {str(tmp_path)!r}}}, group=None)\n"
+    )
+    root = Path(__file__).resolve().parents[2]
+    environ = os.environ | {"TMPDIR": str(tmp_path)}  # killed, it leaves its folder
+    parent = subprocess.Popen([sys.executable, "-c", script], cwd=root, env=environ)
+    try:
+        files = [tmp_path / "0.pid", tmp_path / "1.pid"]
+        assert wait_until(lambda: all(file.exists() for file in files))
+    finally:
+        parent.kill()
+        parent.wait()
+    pids = [int(file.read_text()) for file in files]
+    assert wait_until(lambda: all(is_gone(pid) for pid in pids))
+
+
+def test_a_local_function_is_refused():
+    with pytest.raises(TypeError, match="function of a module"):
+        run(lambda rank: rank, 2)
+
+
+def wait_until(holds, timeout_s=60.0) -> bool:
+    until = time.monotonic() + timeout_s
+    while not holds() and time.monotonic() < until:
+        time.sleep(0.02)
+    return holds()
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+# The decorator, used as tests use it.
+
+
+@ranks(2, group=None)
+def test_body_is_one_rank(rank):
+    assert int(os.environ["RANK"]) == rank
+
+
+@ranks(2, group=None)
+@pytest.mark.parametrize("a, b", [(1, 2), (3, 4)])
+def test_parameters_and_fixtures_reach_every_rank(rank, a, b, tmp_path):
+    assert b == a + 1
+    assert tmp_path.is_dir()
+
+
+@ranks("world_size", group=None)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_world_size_from_a_parameter(rank, world_size):
+    assert int(os.environ["WORLD_SIZE"]) == world_size
+
+
+@ranks(2, group=None, dies={1: signal.SIGKILL})
+def test_declared_death(rank):
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@ranks(2, group="gloo")
+def test_torch_distributed_is_initialised(rank):
+    import torch
+    import torch.distributed as dist
+
+    tensor = torch.tensor([rank + 1])
+    dist.all_reduce(tensor)
+    assert tensor.item() == 3
+    assert torch.get_num_threads() == 1
+
+
+def test_a_failure_under_the_decorator_shows_the_ranks_only(pytester_run):
+    result = pytester_run(
+        """
+        from tests.harness import ranks
+
+        @ranks(2, group=None)
+        def test_wrong(rank):
+            assert rank == 0
+        """
+    )
+    assert "1 failed" in result
+    assert "rank 1 raised AssertionError" in result
+    assert "rank = 1" in result
+    assert "run_ranks" not in result
+
+
+@pytest.fixture
+def pytester_run(tmp_path):
+    def run_pytest(source: str) -> str:
+        import textwrap
+
+        (tmp_path / "test_generated.py").write_text(textwrap.dedent(source))
+        root = Path(__file__).resolve().parents[2]
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
+        environ = os.environ | {"PYTHONPATH": f"{root}:{os.environ.get('PYTHONPATH', '')}"}
+        ended = subprocess.run(
+            [*command, str(tmp_path)], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120
+        )
+        return ended.stdout + ended.stderr
+
+    return run_pytest
