@@ -1,0 +1,208 @@
+"""Do all ranks wrap the same model? Compared once, at wrap.
+
+Every rank describes its model as plain data and exchanges a digest of it. Only where digests differ are the
+full descriptions exchanged, as JSON, so that every rank can name the first difference by parameter and rank.
+
+Imports only the standard library, `errors` and `rendezvous.exchange`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+
+from paceline.errors import ModelMismatchError, format_ranks
+from paceline.rendezvous.exchange import Exchange
+
+
+@dataclass(frozen=True)
+class TensorDescription:
+    """A parameter or a buffer as all ranks must have it.
+
+    Attributes:
+        device: A kind ("cpu", "cuda"), not a number: ranks may use different GPUs.
+        strides: In elements; empty where the usual row-major ones.
+        requires_grad: None for a buffer.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+    strides: tuple[int, ...] = ()
+    requires_grad: bool | None = None
+
+    def __str__(self) -> str:
+        text = f"{self.name}, shape {self.shape}, {self.dtype} on {self.device}"
+        if self.strides:
+            text += f", strides {self.strides}"
+        return text if self.requires_grad is None else f"{text}, requires_grad={self.requires_grad}"
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """What must be the same on all ranks: parameters and buffers in registration order, and options."""
+
+    parameters: tuple[TensorDescription, ...]
+    buffers: tuple[TensorDescription, ...] = ()
+    options: dict[str, str] = field(default_factory=dict)
+
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_json(cls, payload: bytes) -> ModelDescription:
+        plain = json.loads(payload)
+        return cls(
+            parameters=tuple(_tensor(entry) for entry in plain["parameters"]),
+            buffers=tuple(_tensor(entry) for entry in plain["buffers"]),
+            options=plain["options"],
+        )
+
+
+def check_agreement(description: ModelDescription, exchange: Exchange, timeout_s: float) -> None:
+    """Raise on every rank if any two ranks describe different models. Collective.
+
+    Args:
+        description: Of this rank's model.
+        exchange: Connects the ranks.
+        timeout_s: Seconds to wait for the slowest rank.
+
+    Raises:
+        ModelMismatchError: Names the first difference and the ranks on each side of it.
+
+    Example:
+        Rank 0 has `fc.weight` of shape (10, 4) and rank 1 of shape (10, 5): both raise, and both
+        messages name `fc.weight`, the two shapes and the two ranks.
+    """
+    payload = description.to_json()
+    digests = exchange.all_gather(hashlib.sha256(payload).digest(), timeout_s)
+    if len(set(digests)) == 1:
+        return
+    payloads = exchange.all_gather(payload, timeout_s)
+    raise first_difference([ModelDescription.from_json(payload) for payload in payloads])
+
+
+def first_difference(models: Sequence[ModelDescription]) -> ModelMismatchError:
+    """The error that names the first difference between these models, one per rank."""
+    error = _tensors_difference("parameter", [model.parameters for model in models])
+    error = error or _tensors_difference("buffer", [model.buffers for model in models])
+    return error or _options_difference([model.options for model in models])
+
+
+def _tensors_difference(
+    kind: str, models: Sequence[tuple[TensorDescription, ...]]
+) -> ModelMismatchError | None:
+    for place in range(max(map(len, models))):
+        entries = [model[place] if place < len(model) else None for model in models]
+        if len(set(entries)) > 1:
+            return _difference_at(kind, place, entries, models)
+    return None
+
+
+def _difference_at(
+    kind: str,
+    place: int,
+    entries: Sequence[TensorDescription | None],
+    models: Sequence[tuple[TensorDescription, ...]],
+) -> ModelMismatchError:
+    present = [entry for entry in entries if entry is not None]
+    name = present[0].name
+    what, likely = _kind_of_difference(entries, models)
+    seen = _by_ranks(
+        [str(entry) if entry else f"no such {kind}: the model ends before it" for entry in entries]
+    )
+    return ModelMismatchError(
+        f"The replicas of the model differ at {kind} '{name}': {what}.",
+        where=f"{kind} {place + 1} of {' or '.join(_distinct([len(model) for model in models]))}, "
+        "in registration order",
+        seen=seen,
+        likely=likely,
+        hint="build the same model on every rank, from the same arguments; print it on each rank to compare",
+        parameter=name,
+        place=place,
+    )
+
+
+def _kind_of_difference(
+    entries: Sequence[TensorDescription | None], models: Sequence[tuple[TensorDescription, ...]]
+) -> tuple[str, str]:
+    """What differs first, and the likely cause."""
+    other_code = "ranks built the model from different arguments, or run different code"
+    names = [{entry.name for entry in model} for model in models]
+    if None in entries or len({entry.name for entry in entries if entry}) > 1:
+        if all(one == names[0] for one in names):
+            return (
+                "the order differs",
+                "layers are registered in an order that depends on a set, a hash or the rank",
+            )
+        return "some ranks lack it", other_code
+    fields: list[tuple[str, Callable[[TensorDescription], object], str]] = [
+        ("the shape differs", lambda entry: entry.shape, other_code),
+        (
+            "the dtype differs",
+            lambda entry: entry.dtype,
+            ".half(), .double() or .to(dtype) on some ranks only",
+        ),
+        (
+            "the device differs",
+            lambda entry: entry.device,
+            "some ranks found no GPU, or moved the model later",
+        ),
+        (
+            "requires_grad differs",
+            lambda entry: entry.requires_grad,
+            "a layer is frozen or unfrozen on some ranks only",
+        ),
+        (
+            "the memory format differs",
+            lambda entry: entry.strides,
+            ".to(memory_format=...) or a transposed weight on some ranks only",
+        ),
+    ]
+    for what, value, likely in fields:
+        if len({value(entry) for entry in entries if entry}) > 1:
+            return what, likely
+    raise AssertionError("entries do not differ")
+
+
+def _options_difference(options: Sequence[dict[str, str]]) -> ModelMismatchError:
+    key = next(
+        key
+        for key in sorted({key for option in options for key in option})
+        if len({option.get(key) for option in options}) > 1
+    )
+    return ModelMismatchError(
+        f"The ranks wrap the model with different arguments: {key} differs.",
+        seen=_by_ranks([f"{key}={option.get(key, 'absent')}" for option in options]),
+        likely="an argument that depends on the rank",
+        hint=f"pass the same {key} on every rank",
+        parameter=key,
+    )
+
+
+def _by_ranks(texts: Sequence[str]) -> str:
+    """One line for each distinct text, with the ranks that have it."""
+    ranks: dict[str, list[int]] = {}
+    for rank, text in enumerate(texts):
+        ranks.setdefault(text, []).append(rank)
+    return "\n".join(f"{format_ranks(who)}: {text}" for text, who in ranks.items())
+
+
+def _distinct(counts: Sequence[int]) -> list[str]:
+    return [str(count) for count in sorted(set(counts))]
+
+
+def _tensor(entry: dict[str, object]) -> TensorDescription:
+    shape, strides = entry["shape"], entry["strides"]
+    assert isinstance(shape, list) and isinstance(strides, list)
+    return TensorDescription(
+        name=str(entry["name"]),
+        shape=tuple(shape),
+        dtype=str(entry["dtype"]),
+        device=str(entry["device"]),
+        strides=tuple(strides),
+        requires_grad=None if entry["requires_grad"] is None else bool(entry["requires_grad"]),
+    )

@@ -1,0 +1,231 @@
+"""One backward pass over somebody else's asynchronous all-reduce: Gloo, NCCL, MPI.
+
+Words: a *transport* moves bytes and knows the framework's tensors; the *status* is what a rank says of its
+own pass, a few bytes that all ranks gather at its end.
+
+Steps of a pass:
+1. A parameter is marked ready. The buckets that became complete are launched, strictly in the plan's order,
+   because the engine below pairs calls of different ranks by their order.
+2. At the end, places of unmarked parameters are cleared and the remaining buckets launched. So every rank
+   launches the same buckets in every pass, whatever its own backward did, and ranks cannot get out of step.
+3. The status is gathered: number of forwards, weight, how many parameters were unused or not finite.
+   Only if some rank reports any, a second gather tells which.
+The mean is the sum of gradients scaled by weight / world_size beforehand, which keeps 16-bit sums in range,
+and is corrected afterwards where weights differ.
+
+Imports only the standard library, `plan` and `protocol`.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from paceline.reducer.plan import Plan
+from paceline.reducer.protocol import Outcome
+
+_STATUS = struct.Struct("<dIII")
+
+
+class Pending(Protocol):
+    """A bucket on its way."""
+
+    def wait(self) -> None:
+        """Block until the bucket holds the sum; raises at the transport's deadline."""
+        ...
+
+
+class Transport(Protocol):
+    """The arena of one rank, and an engine that reduces ranges of it."""
+
+    rank: int
+    world_size: int
+
+    def launch(self, bucket: int, scale: float) -> Pending:
+        """Scale this rank's part of the bucket and begin to sum it over ranks, in place."""
+        ...
+
+    def rescale(self, factor: float) -> None:
+        """Multiply the whole arena."""
+        ...
+
+    def clear(self, param: int) -> None:
+        """Fill the parameter's place with zeros."""
+        ...
+
+    def take_nonfinite(self) -> list[int]:
+        """Parameters whose own gradient was not finite when its buckets were launched, since last asked."""
+        ...
+
+    def squared_norm(self) -> float:
+        """Of the arena."""
+        ...
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        """Payloads of all ranks, by rank; each rank's has the same length."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Status:
+    """What one rank says of its pass."""
+
+    weight: float
+    forwards: int
+    unused: int
+    nonfinite: int
+
+    def pack(self) -> bytes:
+        return _STATUS.pack(self.weight, self.forwards, self.unused, self.nonfinite)
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> _Status:
+        return cls(*_STATUS.unpack(payload))
+
+
+class EngineReducer:
+    """A `Reducer` whose bytes are moved by a `Transport`.
+
+    Args:
+        plan: The same on all ranks.
+        transport: Owns the arena that the plan describes.
+
+    Example:
+        Of two ranks, rank 0 marks a gradient of [2.0] and rank 1 one of [4.0]; after `finish` the
+        place of that parameter holds [3.0] on both.
+    """
+
+    def __init__(self, plan: Plan, transport: Transport) -> None:
+        self._plan = plan
+        self._transport = transport
+        self._buckets_of: list[list[int]] = [[] for _ in plan.parameters]
+        for number, bucket in enumerate(plan.buckets):
+            for index in bucket.parameters:
+                self._buckets_of[index].append(number)
+        # Gradients on several devices are made by several threads of the framework.
+        self._lock = threading.Lock()
+        self._weight = 1.0
+        self._waited_s = 0.0
+        self._passes = 0
+        self._statuses: list[_Status] = []
+        self._unused: list[list[int]] = [[] for _ in range(transport.world_size)]
+        self._nonfinite: list[tuple[int, int]] = []
+        self._begin_pass()
+
+    @property
+    def waited_s(self) -> float:
+        return self._waited_s
+
+    @property
+    def passes(self) -> int:
+        return self._passes
+
+    def set_weight(self, weight: float) -> None:
+        self._weight = weight
+
+    def mark_ready(self, param: int, grad_pointer: int = 0) -> None:
+        if grad_pointer:
+            raise ValueError("an engine reducer reads gradients from the arena only")
+        with self._lock:
+            if self._marked[param]:
+                raise RuntimeError(f"parameter {param} was marked ready twice in one pass")
+            self._marked[param] = True
+            for number in self._buckets_of[param]:
+                self._missing[number] -= 1
+            self._launch_complete()
+
+    def finish(self, forwards: int, allow_unused: bool) -> int:
+        unused = [index for index, marked in enumerate(self._marked) if not marked]
+        for index in unused:
+            self._transport.clear(index)
+            for number in self._buckets_of[index]:
+                self._missing[number] -= 1
+        self._launch_complete()
+        started = time.perf_counter()
+        for pending in self._pending:
+            pending.wait()
+        nonfinite = self._transport.take_nonfinite()
+        own = _Status(self._weight, forwards, len(unused), len(nonfinite))
+        self._statuses = [_Status.unpack(row) for row in self._transport.all_gather(own.pack())]
+        self._gather_details(unused, nonfinite)
+        self._waited_s += time.perf_counter() - started
+        self._begin_pass()
+        self._passes += 1
+        outcome = self._judge()
+        is_void = Outcome.SKIPPED in outcome or (Outcome.UNUSED in outcome and not allow_unused)
+        if not is_void:
+            self._correct_weights()
+        return int(outcome)
+
+    def unused(self, rank: int) -> list[int]:
+        return list(self._unused[rank])
+
+    def globally_unused(self) -> list[int]:
+        return sorted(set(self._unused[0]).intersection(*self._unused))
+
+    def forwards_by_rank(self) -> list[int]:
+        return [status.forwards for status in self._statuses]
+
+    def nonfinite(self) -> list[tuple[int, int]]:
+        return list(self._nonfinite)
+
+    def squared_norm(self) -> float:
+        return self._transport.squared_norm()
+
+    def close(self) -> None:
+        """Nothing to give back: the transport's memory goes with the last view of it."""
+
+    def _begin_pass(self) -> None:
+        self._marked = [False] * len(self._plan.parameters)
+        self._missing = [len(bucket.parameters) for bucket in self._plan.buckets]
+        self._pending: list[Pending] = []
+
+    def _launch_complete(self) -> None:
+        """Launch buckets in order, up to the first one that still misses a gradient."""
+        scale = self._weight / self._transport.world_size
+        while len(self._pending) < len(self._missing) and not self._missing[len(self._pending)]:
+            self._pending.append(self._transport.launch(len(self._pending), scale))
+
+    def _gather_details(self, unused: Sequence[int], nonfinite: Sequence[int]) -> None:
+        """Learn which parameters the statuses only count. All ranks see the same statuses and agree to."""
+        world_size = self._transport.world_size
+        self._unused = [[] for _ in range(world_size)]
+        self._nonfinite = []
+        if not any(status.unused or status.nonfinite for status in self._statuses):
+            return
+        count = len(self._plan.parameters)
+        bits = _pack_bits(unused, count) + _pack_bits(nonfinite, count)
+        for rank, row in enumerate(self._transport.all_gather(bits)):
+            half = len(row) // 2
+            self._unused[rank] = _unpack_bits(row[:half])
+            self._nonfinite += [(rank, index) for index in _unpack_bits(row[half:])]
+
+    def _judge(self) -> Outcome:
+        outcome = Outcome.GOOD
+        if len(set(self.forwards_by_rank())) > 1:
+            outcome |= Outcome.SKIPPED
+        if any(status.unused for status in self._statuses):
+            outcome |= Outcome.UNUSED
+        if any(status.nonfinite for status in self._statuses):
+            outcome |= Outcome.NONFINITE
+        return outcome
+
+    def _correct_weights(self) -> None:
+        total = sum(status.weight for status in self._statuses)
+        if total != self._transport.world_size:
+            self._transport.rescale(self._transport.world_size / total)
+
+
+def _pack_bits(indices: Sequence[int], count: int) -> bytes:
+    bits = bytearray(-(-count // 8))
+    for index in indices:
+        bits[index // 8] |= 1 << (index % 8)
+    return bytes(bits)
+
+
+def _unpack_bits(bits: bytes) -> list[int]:
+    return [8 * place + bit for place, byte in enumerate(bits) for bit in range(8) if byte >> bit & 1]

@@ -1,0 +1,214 @@
+"""Where each gradient lives, and which bytes are reduced together: a pure function of the parameters.
+
+Words: the *arena* is one flat memory that holds every gradient of a model; a *section* is the part of it
+with one device and one dtype; a *bucket* is a range of bytes of one section that is reduced at once; a
+*block* is BLOCK_ELEMENTS elements of one parameter, counted from its start.
+
+The one idea: parameters lie in the arena one after another, in the order in which backward makes their
+gradients, and buckets are just ranges of it. So a large parameter spreads over several buckets and is
+still one contiguous view. Buckets split a parameter only between blocks: statistics that are summed block
+by block then do not depend on the bucket size.
+
+Imports only the standard library and `errors`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from paceline.errors import ConfigError
+
+BLOCK_ELEMENTS = 16384
+ALIGNMENT_BYTES = 64
+"""A cache line: two parameters never share one, and every vector load of a parameter's start is aligned."""
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """What the plan knows of a parameter. `dtype` and `device` are only compared, never interpreted."""
+
+    name: str
+    numel: int
+    dtype: str
+    itemsize: int
+    device: str
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.itemsize
+
+
+@dataclass(frozen=True)
+class Section:
+    """The part of the arena that holds one dtype on one device."""
+
+    begin_byte: int
+    end_byte: int
+    dtype: str
+    itemsize: int
+    device: str
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A range of bytes of the arena; `parameters` are the indices of those with elements in it."""
+
+    begin_byte: int
+    end_byte: int
+    section: int
+    parameters: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.end_byte - self.begin_byte
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Arena and buckets of a model.
+
+    Attributes:
+        parameters: As given; an index into it means a parameter everywhere in Paceline.
+        order: Parameter indices in the order in which their gradients are expected.
+        offsets: First byte of each parameter in the arena, by index.
+        arena_bytes: Size of the arena; a multiple of 64.
+        sections: Tile the arena.
+        buckets: Tile the arena too; listed in the order in which they are expected to be complete.
+    """
+
+    parameters: tuple[ParameterSpec, ...]
+    order: tuple[int, ...]
+    offsets: tuple[int, ...]
+    arena_bytes: int
+    sections: tuple[Section, ...]
+    buckets: tuple[Bucket, ...]
+
+
+def plan_buckets(
+    parameters: Sequence[ParameterSpec],
+    *,
+    bucket_cap_bytes: int,
+    first_bucket_bytes: int,
+    order: Sequence[int] | None = None,
+) -> Plan:
+    """Lay the gradients out in an arena and cut it into buckets.
+
+    A parameter that fits under the cap is never split; a larger one is cut into pieces of the cap, rounded
+    down to whole blocks. A bucket exceeds its cap only when a single block does.
+
+    Args:
+        parameters: In registration order.
+        bucket_cap_bytes: Largest size of a bucket.
+        first_bucket_bytes: Largest size of the first bucket of each section: small, so that reducing
+            starts early in the backward pass.
+        order: Parameter indices in the order in which backward makes their gradients; None: the reverse
+            of registration, which is right for a model whose layers run in the order they were made.
+
+    Raises:
+        ConfigError: A cap is not positive, or `order` is not a permutation.
+
+    Example:
+        Two float32 parameters of 10 elements and a cap of 1 MiB: offsets (64, 0), one bucket of 128 bytes.
+    """
+    if bucket_cap_bytes < 1 or first_bucket_bytes < 1:
+        raise ConfigError(
+            "A bucket must hold at least one byte.",
+            got=f"bucket_cap_bytes={bucket_cap_bytes}, first_bucket_bytes={first_bucket_bytes}",
+        )
+    specs = tuple(parameters)
+    expected = tuple(order) if order is not None else tuple(reversed(range(len(specs))))
+    if sorted(expected) != list(range(len(specs))):
+        raise ConfigError(
+            "The order of the gradients does not list every parameter once.",
+            expected=f"a permutation of 0 ... {len(specs) - 1}",
+            got=str(expected),
+        )
+    offsets, sections = _lay_out(specs, expected)
+    first_cap = min(first_bucket_bytes, bucket_cap_bytes)
+    buckets = [
+        bucket
+        for number, members in enumerate(_members(specs, expected))
+        for bucket in _cut(number, members, specs, offsets, first_cap, bucket_cap_bytes)
+    ]
+    position = {index: place for place, index in enumerate(expected)}
+    buckets.sort(key=lambda bucket: (max(position[index] for index in bucket.parameters), bucket.begin_byte))
+    arena_bytes = sections[-1].end_byte if sections else 0
+    return Plan(specs, expected, offsets, arena_bytes, sections, tuple(buckets))
+
+
+def complete_order(seen: Iterable[int], count: int) -> tuple[int, ...]:
+    """The order that a backward pass showed, then the parameters it did not show, in reverse registration.
+
+    Example:
+        >>> complete_order([2, 0], 4)
+        (2, 0, 3, 1)
+    """
+    shown = list(dict.fromkeys(seen))
+    missing = set(range(count)).difference(shown)
+    return (*shown, *sorted(missing, reverse=True))
+
+
+def _members(specs: tuple[ParameterSpec, ...], order: tuple[int, ...]) -> list[list[int]]:
+    """Parameter indices of each section; sections in the order in which their first gradient comes."""
+    sections: dict[tuple[str, str], list[int]] = {}
+    for index in order:
+        sections.setdefault((specs[index].device, specs[index].dtype), []).append(index)
+    return list(sections.values())
+
+
+def _lay_out(
+    specs: tuple[ParameterSpec, ...], order: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[Section, ...]]:
+    offsets = [0] * len(specs)
+    sections = []
+    end = 0
+    for members in _members(specs, order):
+        begin = end
+        for index in members:
+            offsets[index] = end
+            end = _aligned(end + specs[index].nbytes)
+        first = specs[members[0]]
+        sections.append(Section(begin, end, first.dtype, first.itemsize, first.device))
+    return tuple(offsets), tuple(sections)
+
+
+def _cut(
+    section: int,
+    members: list[int],
+    specs: tuple[ParameterSpec, ...],
+    offsets: tuple[int, ...],
+    first_cap: int,
+    cap: int,
+) -> list[Bucket]:
+    """Cut one section into buckets that tile it; the space between parameters goes with the one before."""
+    buckets: list[Bucket] = []
+    inside: list[int] = []
+    begin = end = offsets[members[0]]
+
+    def close() -> None:
+        nonlocal begin, inside
+        if end > begin:
+            buckets.append(Bucket(begin, end, section, tuple(inside)))
+        begin, inside = end, []
+
+    for index in members:
+        last_byte = offsets[index] + specs[index].nbytes
+        while end < last_byte:
+            limit = cap if buckets else first_cap
+            if end > begin and last_byte - begin > limit:
+                close()
+                continue
+            inside.append(index)
+            if last_byte - begin <= limit:
+                end = _aligned(last_byte)
+            else:
+                block_bytes = BLOCK_ELEMENTS * specs[index].itemsize
+                end = min(begin + max(1, limit // block_bytes) * block_bytes, _aligned(last_byte))
+                close()
+    close()
+    return buckets
+
+
+def _aligned(byte: int) -> int:
+    return -(-byte // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

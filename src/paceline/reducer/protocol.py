@@ -1,0 +1,85 @@
+"""What a front end asks of a reducer: the calls of one backward pass, whoever moves the bytes.
+
+Two classes satisfy it: `paceline._core.Reducer`, in C++ over memory that the ranks share, and
+`paceline.reducer.engine.EngineReducer`, over somebody else's asynchronous all-reduce. Both give the same
+answers, so a front end has one code path. Imports only the standard library.
+"""
+
+from __future__ import annotations
+
+from enum import IntFlag
+from typing import Protocol
+
+INTERRUPTED = (1 << 31) - 1
+"""`forwards` of a rank whose backward ended in an exception: differs from every count, so all ranks raise."""
+
+
+class Outcome(IntFlag):
+    """What `Reducer.finish` found; the same value on every rank."""
+
+    GOOD = 0
+    UNUSED = 1  # some rank left parameters unused
+    NONFINITE = 2  # some rank's gradients hold an infinity or a NaN
+    SKIPPED = 4  # ranks made different numbers of forwards before this backward
+
+
+class Reducer(Protocol):
+    """Averages the gradients of one model over the ranks, pass after pass. Collective.
+
+    A parameter is meant by its index in the plan. A pass begins with the first `mark_ready` after the
+    previous `finish`.
+    """
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that `finish` spent waiting for other ranks, since the reducer was made."""
+        ...
+
+    @property
+    def passes(self) -> int:
+        """Passes finished so far."""
+        ...
+
+    def set_weight(self, weight: float) -> None:
+        """Weigh this rank's gradients in the next pass's mean, sum(w_r * g_r) / sum(w_r)."""
+        ...
+
+    def mark_ready(self, param: int, grad_pointer: int) -> None:
+        """This rank's gradient of `param` is final, at `grad_pointer`, or in the arena if that is 0.
+
+        Raises:
+            RuntimeError: Marked before in this pass.
+        """
+        ...
+
+    def finish(self, forwards: int, allow_unused: bool) -> int:
+        """End this rank's pass; block until the arena holds the means. Returns an `Outcome`.
+
+        Args:
+            forwards: How many forwards this rank made for this pass; must be the same on all ranks.
+            allow_unused: Let unmarked parameters contribute 0. Otherwise one unmarked parameter on one
+                rank makes the pass void on all ranks.
+        """
+        ...
+
+    def unused(self, rank: int) -> list[int]:
+        """Parameters that `rank` did not mark in the last pass."""
+        ...
+
+    def globally_unused(self) -> list[int]:
+        """Parameters that no rank marked in the last pass."""
+        ...
+
+    def forwards_by_rank(self) -> list[int]: ...
+
+    def nonfinite(self) -> list[tuple[int, int]]:
+        """(rank, parameter) of each gradient of the last pass that was not finite."""
+        ...
+
+    def squared_norm(self) -> float:
+        """Of the last pass's mean gradient, over all parameters."""
+        ...
+
+    def close(self) -> None:
+        """Give the memory back. The reducer is unusable afterwards."""
+        ...

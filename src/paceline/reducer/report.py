@@ -1,0 +1,149 @@
+"""The errors that a backward pass can end in, with names for indices. Pure.
+
+Imports only the standard library, `errors` and `protocol`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from paceline.errors import NonFiniteGradientError, SkippedPassError, UnusedParameterError, format_ranks
+from paceline.reducer.protocol import INTERRUPTED
+
+_SHOWN_NAMES = 6
+_SHOWN_GROUPS = 8
+
+
+def unused_error(unused_by_rank: Sequence[Iterable[int]], names: Sequence[str]) -> UnusedParameterError:
+    """Some rank left parameters without a gradient, and that was not allowed.
+
+    Args:
+        unused_by_rank: Parameter indices, one collection per rank.
+        names: Of the parameters.
+
+    Example:
+        Rank 1 of 2 left `head.bias` out: "1 of 4 parameters got no gradient on rank 1 of 2."
+    """
+    ranks_of = _invert(enumerate(unused_by_rank))
+    world_size = len(unused_by_rank)
+    who = sorted({rank for ranks in ranks_of.values() for rank in ranks})
+    everywhere = len(who) == world_size and all(len(ranks) == world_size for ranks in ranks_of.values())
+    return UnusedParameterError(
+        f"{len(ranks_of)} of {_counted(len(names), 'parameter')} got no gradient on "
+        f"{_of_world(who, world_size)}.",
+        where="the end of backward; the gradients of this pass were not averaged, on any rank",
+        seen=_rows(ranks_of, names),
+        likely="the loss does not depend on these parameters"
+        + ("" if everywhere else ", or these ranks took another branch in forward"),
+        hint="use every output of forward in the loss; if some parameters are meant to be idle in some steps, "
+        "pass find_unused_parameters=True",
+        unused={names[index]: tuple(ranks) for index, ranks in sorted(ranks_of.items())},
+    )
+
+
+def nonfinite_error(
+    pairs: Iterable[tuple[int, int]], names: Sequence[str], world_size: int
+) -> NonFiniteGradientError:
+    """Some rank's gradient held an infinity or a NaN, so the mean does too.
+
+    Args:
+        pairs: (rank, parameter index) of each such gradient.
+        names: Of the parameters.
+        world_size: Number of ranks.
+    """
+    found = sorted(set(pairs))
+    ranks_of = _invert((rank, [index]) for rank, index in found)
+    who = sorted({rank for rank, _ in found})
+    return NonFiniteGradientError(
+        f"The gradient holds an infinity or a NaN on {_of_world(who, world_size)}.",
+        where="the end of backward; the average has it on every rank now",
+        seen=_rows(ranks_of, names),
+        likely="the loss overflowed or divided by zero there: look at that rank's batch, or the learning rate",
+        hint='nonfinite="raise" stops at the first such pass, "ignore" is silent; skip the step, or clip',
+        nonfinite={rank: tuple(names[index] for r, index in found if r == rank) for rank in who},
+    )
+
+
+def skipped_error(forwards_by_rank: Sequence[int]) -> SkippedPassError:
+    """Ranks did not make the same number of forwards before this backward.
+
+    Args:
+        forwards_by_rank: Since each rank's previous synchronised backward; INTERRUPTED for a rank whose
+            backward raised half-way.
+    """
+    world_size = len(forwards_by_rank)
+    interrupted = [rank for rank, count in enumerate(forwards_by_rank) if count == INTERRUPTED]
+    if interrupted:
+        return _interrupted_error(interrupted, world_size)
+    counts = _invert((rank, [count]) for rank, count in enumerate(forwards_by_rank))
+    usual = max(counts, key=lambda count: (len(counts[count]), -count))
+    ahead = [rank for rank, count in enumerate(forwards_by_rank) if count > usual]
+    odd = [rank for rank, count in enumerate(forwards_by_rank) if count != usual]
+    return SkippedPassError(
+        f"{_of_world(odd, world_size).capitalize()} skipped a forward or a backward that others made.",
+        where="the end of backward; the gradients of this pass were not averaged, on any rank",
+        seen="\n".join(
+            f"{format_ranks(ranks)}: {_counted(count, 'forward')} since the last backward"
+            for count, ranks in sorted(counts.items())
+        ),
+        likely="a `continue` between forward and backward, on some ranks only"
+        if ahead
+        else "a forward in a branch that only some ranks took",
+        hint="make the decision to skip the same on every rank, or run backward on a loss times 0",
+        ranks=tuple(odd),
+    )
+
+
+def _interrupted_error(ranks: Sequence[int], world_size: int) -> SkippedPassError:
+    return SkippedPassError(
+        f"The backward of {_of_world(ranks, world_size)} ended in an exception.",
+        where="this pass; its gradients were not averaged, on any rank",
+        seen=f"{format_ranks(ranks)} began another forward after that",
+        likely="an error raised inside backward (out of memory, a failing hook) that the script caught",
+        hint="look at the output there for the exception; after catching one, make every rank repeat the step",
+        ranks=tuple(ranks),
+    )
+
+
+def _of_world(ranks: Sequence[int], world_size: int) -> str:
+    if len(ranks) == world_size > 1:
+        return f"all {world_size} ranks"
+    return f"{format_ranks(ranks)} of {world_size}"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _invert(indices_by_rank: Iterable[tuple[int, Iterable[int]]]) -> dict[int, list[int]]:
+    """Ranks of each index, in rank order."""
+    ranks_of: dict[int, list[int]] = {}
+    for rank, indices in indices_by_rank:
+        for index in indices:
+            ranks_of.setdefault(index, []).append(rank)
+    return ranks_of
+
+
+def _rows(ranks_of: Mapping[int, Sequence[int]], names: Sequence[str]) -> str:
+    """One line per group of ranks: its parameters, the first few by name."""
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for index, ranks in sorted(ranks_of.items()):
+        groups.setdefault(tuple(ranks), []).append(names[index])
+    lines = [
+        f"{format_ranks(ranks)}: {shorten(group)}" for ranks, group in list(groups.items())[:_SHOWN_GROUPS]
+    ]
+    if len(groups) > _SHOWN_GROUPS:
+        lines.append(f"... and {len(groups) - _SHOWN_GROUPS} more combinations of ranks")
+    return "\n".join(lines)
+
+
+def shorten(names: Sequence[str]) -> str:
+    """The first few names and how many more there are.
+
+    Example:
+        >>> shorten(["a", "b"])
+        'a, b'
+    """
+    if len(names) <= _SHOWN_NAMES:
+        return ", ".join(names)
+    return f"{', '.join(names[: _SHOWN_NAMES - 1])} and {len(names) - _SHOWN_NAMES + 1} more"

@@ -1,0 +1,222 @@
+"""The engine reducer against plain arithmetic: ranks are threads, the engine below is a barrier and a sum."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.reducer.engine import EngineReducer
+from paceline.reducer.plan import ParameterSpec, Plan, plan_buckets
+from paceline.reducer.protocol import Outcome
+
+COUNTS = (5, 40000, 0, 17)
+
+
+def make_plan(cap: int = 1024) -> Plan:
+    specs = [ParameterSpec(f"p{i}", count, "float32", 4, "cpu") for i, count in enumerate(COUNTS)]
+    return plan_buckets(specs, bucket_cap_bytes=cap, first_bucket_bytes=cap)
+
+
+class Switchboard:
+    """Pairs the n-th call of each rank, as a process group does, and notices calls that do not match."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._calls: dict[int, dict[int, tuple[str, bytes]]] = {}
+        self._changed = threading.Condition()
+
+    def gather(self, rank: int, call: int, kind: str, payload: bytes) -> list[bytes]:
+        with self._changed:
+            rows = self._calls.setdefault(call, {})
+            rows[rank] = (kind, payload)
+            self._changed.notify_all()
+            assert self._changed.wait_for(lambda: len(rows) == self.world_size, timeout=30)
+            assert len({kind for kind, _ in rows.values()}) == 1, f"call {call} does not match: {rows}"
+            return [rows[peer][1] for peer in range(self.world_size)]
+
+
+class Deferred:
+    """A launched bucket; joins the others only when waited for."""
+
+    def __init__(self, complete: Callable[[], None]) -> None:
+        self.wait = complete
+
+
+class ArrayTransport:
+    def __init__(self, plan: Plan, board: Switchboard, rank: int) -> None:
+        self.rank, self.world_size = rank, board.world_size
+        self.arena = np.full(plan.arena_bytes // 4, 99.0, np.float32)
+        self.plan = plan
+        self.launched: list[int] = []
+        self._board = board
+        self._calls = 0
+        self._nonfinite: set[int] = set()
+        for index in range(len(plan.parameters)):
+            self.place(index)[:] = 0
+
+    def place(self, index: int) -> npt.NDArray[np.float32]:
+        begin = self.plan.offsets[index] // 4
+        return self.arena[begin : begin + self.plan.parameters[index].numel]
+
+    def launch(self, bucket: int, scale: float) -> Deferred:
+        self.launched.append(bucket)
+        part = self.plan.buckets[bucket]
+        flat = self.arena[part.begin_byte // 4 : part.end_byte // 4]
+        self._nonfinite.update(i for i in part.parameters if not np.isfinite(self.place(i)).all())
+        sent = (flat * np.float32(scale)).tobytes()
+        call = self._next_call()
+
+        def complete() -> None:
+            rows = self._board.gather(self.rank, call, f"bucket {bucket}", sent)
+            flat[:] = sum(np.frombuffer(row, np.float32) for row in rows)
+
+        return Deferred(complete)
+
+    def rescale(self, factor: float) -> None:
+        self.arena *= np.float32(factor)
+
+    def clear(self, param: int) -> None:
+        self.place(param)[:] = 0
+
+    def take_nonfinite(self) -> list[int]:
+        found, self._nonfinite = sorted(self._nonfinite), set()
+        return found
+
+    def squared_norm(self) -> float:
+        return sum(float(np.square(self.place(i), dtype=np.float64).sum()) for i in range(len(COUNTS)))
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        return self._board.gather(self.rank, self._next_call(), "gather", payload)
+
+    def _next_call(self) -> int:
+        self._calls += 1
+        return self._calls
+
+
+class Rank:
+    """One rank's reducer and arena; `mark` puts a gradient in its place and marks it."""
+
+    def __init__(self, plan: Plan, board: Switchboard, rank: int) -> None:
+        self.rank = rank
+        self.transport = ArrayTransport(plan, board, rank)
+        self.reducer = EngineReducer(plan, self.transport)
+
+    def mark(self, index: int, value: float) -> None:
+        self.transport.place(index)[:] = value
+        self.reducer.mark_ready(index)
+
+
+def on_ranks(world_size: int, body: Callable[[Rank], None], cap: int = 1024) -> None:
+    """Run `body` for each rank in a thread; re-raise what any raised."""
+    plan, board = make_plan(cap), Switchboard(world_size)
+    errors: list[BaseException] = []
+
+    def guarded(rank: int) -> None:
+        try:
+            body(Rank(plan, board, rank))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    if errors:
+        raise errors[0]
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    orders=st.lists(st.permutations(range(len(COUNTS))), min_size=1, max_size=3),
+    cap=st.sampled_from([64, 1 << 17, 1 << 24]),
+)
+def test_the_mean_does_not_depend_on_who_is_ready_when(orders: list[list[int]], cap: int) -> None:
+    def body(own: Rank) -> None:
+        for _ in range(2):
+            for index in orders[own.rank]:
+                own.mark(index, float(2 * own.rank + index))
+            assert own.reducer.finish(1, allow_unused=False) == Outcome.GOOD
+            assert own.transport.launched == sorted(own.transport.launched)
+            own.transport.launched.clear()
+            for index in range(len(COUNTS)):
+                np.testing.assert_allclose(own.transport.place(index), len(orders) - 1 + index, rtol=1e-6)
+        norm = sum(count * (len(orders) - 1 + index) ** 2 for index, count in enumerate(COUNTS))
+        assert own.reducer.squared_norm() == pytest.approx(norm, rel=1e-5)
+        assert own.reducer.passes == 2
+
+    on_ranks(len(orders), body, cap)
+
+
+def test_weights_make_a_weighted_mean() -> None:
+    def body(own: Rank) -> None:
+        own.reducer.set_weight(1.0 + 2 * own.rank)
+        for index in range(len(COUNTS)):
+            own.mark(index, float(own.rank))
+        own.reducer.finish(1, allow_unused=False)
+        np.testing.assert_allclose(own.transport.place(0), 0.75)
+
+    on_ranks(2, body)
+
+
+def test_an_unused_parameter_is_known_to_all_and_the_next_pass_works() -> None:
+    def body(own: Rank) -> None:
+        for index in (0, 1) if own.rank == 1 else (0, 1, 2, 3):
+            own.mark(index, 1.0)
+        assert own.reducer.finish(1, allow_unused=False) == Outcome.UNUSED
+        assert [own.reducer.unused(rank) for rank in (0, 1)] == [[], [2, 3]]
+        assert own.reducer.globally_unused() == []
+        for index in range(len(COUNTS)):
+            own.mark(index, 3.0)
+        assert own.reducer.finish(1, allow_unused=False) == Outcome.GOOD
+        assert own.reducer.unused(1) == []
+        np.testing.assert_allclose(own.transport.place(3), 3.0)
+
+    on_ranks(2, body)
+
+
+def test_an_unused_parameter_contributes_zero_where_that_is_allowed() -> None:
+    def body(own: Rank) -> None:
+        own.transport.place(3)[:] = 7.0  # left over from before
+        for index in (0, 3) if own.rank == 0 else (0,):
+            own.mark(index, 4.0)
+        assert own.reducer.finish(1, allow_unused=True) == Outcome.UNUSED
+        np.testing.assert_allclose(own.transport.place(3), 2.0)
+        assert own.reducer.globally_unused() == [1, 2]
+
+    on_ranks(2, body)
+
+
+def test_differing_forwards_are_noticed() -> None:
+    def body(own: Rank) -> None:
+        for index in range(len(COUNTS)):
+            own.mark(index, 1.0)
+        assert own.reducer.finish(1 + own.rank, allow_unused=False) == Outcome.SKIPPED
+        assert own.reducer.forwards_by_rank() == [1, 2, 3]
+
+    on_ranks(3, body)
+
+
+def test_nonfinite_gradients_are_known_by_rank() -> None:
+    def body(own: Rank) -> None:
+        for index in range(len(COUNTS)):
+            own.mark(index, float("nan") if (own.rank, index) == (1, 3) else 1.0)
+        assert own.reducer.finish(1, allow_unused=False) == Outcome.NONFINITE
+        assert own.reducer.nonfinite() == [(1, 3)]
+
+    on_ranks(2, body)
+
+
+def test_marking_twice_is_refused() -> None:
+    def body(own: Rank) -> None:
+        own.mark(1, 1.0)
+        with pytest.raises(RuntimeError, match="twice"):
+            own.mark(1, 1.0)
+
+    on_ranks(1, body)

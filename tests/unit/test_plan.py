@@ -1,0 +1,155 @@
+"""The plan: every byte in exactly one bucket, every parameter one aligned range, caps kept."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.errors import ConfigError
+from paceline.reducer.plan import (
+    ALIGNMENT_BYTES,
+    BLOCK_ELEMENTS,
+    ParameterSpec,
+    Plan,
+    complete_order,
+    plan_buckets,
+)
+
+MIB = 1 << 20
+ITEMSIZES = {"float32": 4, "float16": 2, "float64": 8}
+
+
+def spec(numel: int, dtype: str = "float32", device: str = "cpu", name: str = "p") -> ParameterSpec:
+    return ParameterSpec(name, numel, dtype, ITEMSIZES[dtype], device)
+
+
+specs = st.lists(
+    st.builds(
+        spec,
+        st.one_of(st.integers(0, 100), st.integers(0, 5 * BLOCK_ELEMENTS)),
+        st.sampled_from(sorted(ITEMSIZES)),
+        st.sampled_from(["cpu", "cuda:0"]),
+    ),
+    max_size=12,
+)
+caps = st.one_of(st.integers(1, 4096), st.integers(1, 4 * MIB))
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> tuple[Plan, int]:
+    parameters = draw(specs)
+    cap = draw(caps)
+    order = draw(st.one_of(st.none(), st.permutations(range(len(parameters)))))
+    plan = plan_buckets(parameters, bucket_cap_bytes=cap, first_bucket_bytes=draw(caps), order=order)
+    return plan, cap
+
+
+def place(plan: Plan, index: int) -> range:
+    return range(plan.offsets[index], plan.offsets[index] + plan.parameters[index].nbytes)
+
+
+@given(plans())
+def test_parameters_lie_apart_aligned_and_inside(planned: tuple[Plan, int]) -> None:
+    plan, _ = planned
+    places = sorted((place(plan, i) for i in range(len(plan.parameters))), key=lambda p: (p.start, p.stop))
+    assert all(p.start % ALIGNMENT_BYTES == 0 and p.stop <= plan.arena_bytes for p in places)
+    assert all(a.stop <= b.start for a, b in zip(places, places[1:], strict=False))
+
+
+@given(plans())
+def test_buckets_and_sections_tile_the_arena(planned: tuple[Plan, int]) -> None:
+    plan, _ = planned
+    for ranges in (plan.buckets, plan.sections):
+        ordered = sorted(ranges, key=lambda part: (part.begin_byte, part.end_byte))
+        edges = [0, *(part.end_byte for part in ordered)]
+        assert [part.begin_byte for part in ordered] == edges[:-1]
+        assert edges[-1] == plan.arena_bytes
+
+
+@given(plans())
+def test_a_bucket_lists_exactly_the_parameters_in_it(planned: tuple[Plan, int]) -> None:
+    plan, _ = planned
+    for bucket in plan.buckets:
+        section = plan.sections[bucket.section]
+        overlapping = {
+            index
+            for index in range(len(plan.parameters))
+            if place(plan, index).start < bucket.end_byte
+            and place(plan, index).stop > bucket.begin_byte
+            and plan.parameters[index].numel
+        }
+        assert set(bucket.parameters) == overlapping
+        assert section.begin_byte <= bucket.begin_byte < bucket.end_byte <= section.end_byte
+        kinds = {(plan.parameters[i].dtype, plan.parameters[i].device) for i in bucket.parameters}
+        assert kinds == {(section.dtype, section.device)}
+
+
+@given(plans())
+def test_a_bucket_exceeds_its_cap_only_by_alignment_or_by_one_block(planned: tuple[Plan, int]) -> None:
+    plan, cap = planned
+    for bucket in plan.buckets:
+        block_bytes = BLOCK_ELEMENTS * plan.sections[bucket.section].itemsize
+        assert bucket.nbytes < cap + ALIGNMENT_BYTES or bucket.nbytes <= block_bytes
+
+
+@given(plans())
+def test_parameters_are_split_only_between_blocks_and_only_when_too_large(planned: tuple[Plan, int]) -> None:
+    plan, cap = planned
+    for bucket in plan.buckets:
+        for index in bucket.parameters:
+            inside = bucket.end_byte - plan.offsets[index]
+            if inside < plan.parameters[index].nbytes:
+                assert inside % (BLOCK_ELEMENTS * plan.parameters[index].itemsize) == 0
+                assert plan.parameters[index].nbytes > cap or bucket is first_of_section(plan, bucket.section)
+
+
+def first_of_section(plan: Plan, section: int) -> object:
+    return min((b for b in plan.buckets if b.section == section), key=lambda bucket: bucket.begin_byte)
+
+
+@given(plans())
+def test_buckets_are_listed_as_they_become_complete(planned: tuple[Plan, int]) -> None:
+    plan, _ = planned
+    last = [max(plan.order.index(i) for i in bucket.parameters) for bucket in plan.buckets]
+    assert last == sorted(last)
+
+
+def test_default_order_is_reverse_registration() -> None:
+    plan = plan_buckets([spec(10), spec(10)], bucket_cap_bytes=MIB, first_bucket_bytes=MIB)
+    assert plan.offsets == (64, 0)
+    assert [(b.begin_byte, b.end_byte) for b in plan.buckets] == [(0, 128)]
+
+
+def test_given_order_is_the_arena_order() -> None:
+    plan = plan_buckets(
+        [spec(16), spec(16), spec(16)], bucket_cap_bytes=64, first_bucket_bytes=64, order=[1, 2, 0]
+    )
+    assert plan.offsets == (128, 0, 64)
+    assert [bucket.parameters for bucket in plan.buckets] == [(1,), (2,), (0,)]
+
+
+def test_first_bucket_is_small_and_a_large_parameter_spreads() -> None:
+    plan = plan_buckets([spec(10 * MIB // 4)], bucket_cap_bytes=4 * MIB, first_bucket_bytes=MIB)
+    assert [bucket.nbytes // MIB for bucket in plan.buckets] == [1, 4, 4, 1]
+
+
+def test_no_parameter_is_an_empty_plan() -> None:
+    plan = plan_buckets([], bucket_cap_bytes=1, first_bucket_bytes=1)
+    assert (plan.arena_bytes, plan.buckets, plan.sections) == (0, (), ())
+
+
+@pytest.mark.parametrize("order", [[0, 0], [0], [0, 1, 2], [1, 2]])
+def test_an_order_that_is_no_permutation_is_refused(order: list[int]) -> None:
+    with pytest.raises(ConfigError, match="every parameter once"):
+        plan_buckets([spec(1), spec(1)], bucket_cap_bytes=1, first_bucket_bytes=1, order=order)
+
+
+@pytest.mark.parametrize(("cap", "first"), [(0, 1), (1, 0), (-5, 1)])
+def test_caps_must_be_positive(cap: int, first: int) -> None:
+    with pytest.raises(ConfigError, match="at least one byte"):
+        plan_buckets([spec(1)], bucket_cap_bytes=cap, first_bucket_bytes=first)
+
+
+def test_complete_order_appends_what_was_not_seen() -> None:
+    assert complete_order([3, 1, 3], 5) == (3, 1, 4, 2, 0)
