@@ -85,7 +85,7 @@ def main(plan: Plan, rank: int, lifeline: Connection) -> None:
 
 def find_program(module: str, name: str) -> Callable[..., Any]:
     """The function a rank runs: that of a `@ranks` test, or a plain one."""
-    found = getattr(importlib.import_module(module), name)
+    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
     return getattr(found, "program", found)
 
 
@@ -96,8 +96,8 @@ def die_with(fd: int) -> None:
     server instead, and a thread could not fire while the interpreter lock is held.
     """
     fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGKILL)  # type: ignore[attr-defined]
-    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)  # type: ignore[attr-defined]
+    fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
     if select.select([fd], [], [], 0)[0]:  # closed before we armed it
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -89,7 +89,7 @@ def _plan(
             "GLOO_SOCKET_IFNAME": "lo",
             "TMPDIR": str(temporary),
         }
-        filters = list(warnings.filters)  # type: ignore[attr-defined]
+        filters = list(warnings.filters)
         name = program.__name__
         try:
             yield Plan(program.__module__, name, world_size, group, kwargs, job_id, folder, environ, filters)

@@ -1,0 +1,90 @@
+# Needs Python 3.10 or newer, make and g++; everything else comes from Python packages into .venv.
+# Another Python: make PYTHON=python3.12 VENV=.venv-3.12 test
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+ifeq ($(origin PYTHON)$(wildcard $(VENV)/.made),command line$(VENV)/.made)
+ifneq ($(shell $(PYTHON) -V),$(shell cat $(VENV)/.made))
+$(error $(VENV) was made with $(shell cat $(VENV)/.made). Add VENV=.venv-other, or make clean first)
+endif
+endif
+
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+# What the core is built from; a change rebuilds it.
+CORE := pyproject.toml CMakeLists.txt $(shell find cpp -type f)
+CPP_FILES = $(shell find cpp tests/cpp -name '*.cc' -o -name '*.h')
+# The demo wants two ranks at least, and no more than are interesting to watch.
+RANKS ?= $(shell n=$$(nproc); echo $$((n < 2 ? 2 : n > 4 ? 4 : n)))
+
+.PHONY: demo test lint format types sanitizers docs bench clean help
+
+demo: $(VENV)/.core ## Train a small model on several processes, and compare with one process and with torch's DDP
+	@$(BIN)/python examples/digits.py --ranks $(RANKS) $(ARGS)
+
+test: $(VENV)/.core ## Run the tests; ARGS='tests/unit -k bucket' runs some
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/.checks ## Check style: ruff and clang-format
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --check --quiet . || { echo 'make format mends this'; exit 1; }
+	@$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
+
+format: $(VENV)/.checks ## Format all Python and C++ files
+	@$(BIN)/ruff format --quiet .
+	@$(BIN)/clang-format -i $(CPP_FILES)
+
+types: $(VENV)/.core $(VENV)/.checks ## Check types: mypy, strict
+	@$(BIN)/mypy
+
+sanitizers: $(VENV)/.tools ## Run the C++ tests under ASan with UBSan, and under TSan
+	@scripts/sanitizers $(BIN)
+
+docs: $(VENV)/.core $(VENV)/.docs ## Build the documentation into docs/_build
+	@scripts/step 'Building docs/_build/index.html' $(BIN)/python -m sphinx -W --keep-going -q docs docs/_build
+
+bench: $(VENV)/.core ## Measure against Gloo, Open MPI and torch's DDP
+	@$(BIN)/paceline bench all_reduce $(ARGS)
+	@$(BIN)/paceline bench step $(ARGS)
+
+clean: ## Remove everything that make made
+	@rm -rf $(VENV) build docs/_build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+help: ## Show this
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+# Each stamp stands for one installed layer. A second call finds them all in place and starts at once.
+
+$(VENV)/.made:
+	@scripts/check-machine $(PYTHON)
+	@scripts/step "Making $(VENV) with $$($(PYTHON) -V)" $(PYTHON) -m venv $(VENV)
+	@$(PYTHON) -V >$@
+
+$(VENV)/.tools: $(VENV)/.made constraints.txt
+	@scripts/step 'Installing the build tools' $(INSTALL) cmake ninja nanobind scikit-build-core
+	@touch $@
+
+$(VENV)/.torch: $(VENV)/.made constraints.txt
+	@scripts/step 'Installing torch (minutes, the first time)' $(INSTALL) torch numpy
+	@touch $@
+
+# No build isolation: an isolated build would fetch its tools again, and take its time each time.
+$(VENV)/.core: $(VENV)/.tools $(VENV)/.torch $(CORE)
+	@scripts/step 'Building the C++ core and installing paceline' \
+	  $(INSTALL) --no-build-isolation --editable '.[torch,bench,demo,notebook,test]'
+	@touch $@
+
+$(VENV)/.checks: $(VENV)/.made constraints.txt
+	@scripts/step 'Installing ruff, mypy and clang-format' $(INSTALL) ruff mypy clang-format
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.made constraints.txt
+	@scripts/step 'Installing Sphinx' $(INSTALL) sphinx myst-parser furo
+	@touch $@
