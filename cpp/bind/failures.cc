@@ -1,0 +1,88 @@
+#include "bind/failures.h"
+
+#include <string.h>
+
+namespace nb = nanobind;
+
+namespace paceline {
+namespace {
+
+nb::object& failure_factory() {
+  static nb::object* factory = new nb::object(nb::none());  // outlives the interpreter's own teardown
+  return *factory;
+}
+
+nb::dict describe_call(const CallRecord& call) {
+  nb::dict facts;
+  facts["number"] = call.number;
+  facts["kind"] = static_cast<uint32_t>(call.kind);
+  facts["dtype"] = call.dtype;
+  facts["op"] = call.op;
+  facts["root"] = call.root;
+  facts["count"] = call.count;
+  return facts;
+}
+
+template <size_t N>
+std::string bounded(const char (&text)[N]) {
+  return std::string(text, strnlen(text, N));
+}
+
+const char* state_of(const RankLine& line) {
+  const uint32_t life = line.life.load(std::memory_order_acquire);
+  if (has_died(line)) return "dead";
+  return life == kLifeNotYet ? "missing" : life == kLifeLeft ? "left" : "alive";
+}
+
+}  // namespace
+
+void set_failure_factory(nb::object factory) { failure_factory() = std::move(factory); }
+
+nb::list describe_ranks(const HostGroup& group) {
+  nb::list ranks;
+  for (int r = 0; r < group.world(); ++r) {
+    const RankLine& line = group.line(r);
+    const uint64_t number = line.call_number.load(std::memory_order_acquire);
+    nb::dict facts;
+    facts["rank"] = r;
+    facts["pid"] = line.pid.load(std::memory_order_relaxed);
+    facts["state"] = state_of(line);
+    facts["call"] = describe_call(line.call[number & 1]);
+    // The entry that this rank's current call uses: what the other did when the calls differed.
+    facts["same_call"] = describe_call(line.call[group.current_call().number & 1]);
+    facts["activity"] = bounded(line.activity);
+    ranks.append(facts);
+  }
+  return ranks;
+}
+
+nb::dict describe_failure(const Failure& failure, HostGroup* group) {
+  nb::dict facts;
+  facts["reason"] = static_cast<uint32_t>(failure.reason);
+  facts["culprit"] = failure.culprit;
+  facts["waited_s"] = failure.waited_s;
+  facts["message"] = failure.message;
+  nb::list late;
+  for (int r = 0; r < kMaxWorld; ++r) {
+    if ((failure.late[r / 64] >> (r % 64) & 1) != 0) late.append(r);
+  }
+  facts["late"] = late;
+  if (group != nullptr && failure.reason != Reason::kForked) {  // a forked child does not map the region
+    facts["group"] = group->options().name;
+    facts["rank"] = group->rank();
+    facts["world_size"] = group->world();
+    facts["call"] = describe_call(group->current_call());
+    facts["ranks"] = describe_ranks(*group);
+  }
+  return facts;
+}
+
+void raise_failure(const Failure& failure, HostGroup* group) {
+  if (PyErr_Occurred() != nullptr) throw nb::python_error();
+  if (failure_factory().is_none()) throw std::runtime_error(failure.message);
+  const nb::object error = failure_factory()(describe_failure(failure, group));
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+  throw nb::python_error();
+}
+
+}  // namespace paceline

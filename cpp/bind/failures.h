@@ -1,0 +1,19 @@
+// Failures of the core as Python exceptions. The words are written in Python (collectives/failures.py); here
+// only the facts are collected.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include "collectives/host_group.h"
+
+namespace paceline {
+
+void set_failure_factory(nanobind::object factory);
+
+/// Raises what the factory makes of the facts, or the Python exception that is already set.
+[[noreturn]] void raise_failure(const Failure& failure, HostGroup* group);
+
+nanobind::dict describe_failure(const Failure& failure, HostGroup* group);
+nanobind::list describe_ranks(const HostGroup& group);
+
+}  // namespace paceline

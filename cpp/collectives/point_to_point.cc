@@ -1,0 +1,177 @@
+#include "collectives/point_to_point.h"
+
+#include <string.h>
+
+#include <algorithm>
+#include <string>
+
+#include "collectives/host_group.h"
+
+namespace paceline {
+namespace {
+
+// Copies between flat memory and a ring of kOutboxBytes, wrapping at its end.
+void ring_write(std::byte* outbox, uint64_t at, const void* from, size_t bytes) {
+  const size_t start = at % kOutboxBytes;
+  const size_t first = std::min(bytes, kOutboxBytes - start);
+  memcpy(outbox + start, from, first);
+  memcpy(outbox, static_cast<const std::byte*>(from) + first, bytes - first);
+}
+
+void ring_read(const std::byte* outbox, uint64_t at, void* to, size_t bytes) {
+  const size_t start = at % kOutboxBytes;
+  const size_t first = std::min(bytes, kOutboxBytes - start);
+  memcpy(to, outbox + start, first);
+  memcpy(static_cast<std::byte*>(to) + first, outbox, bytes - first);
+}
+
+int queue_key(int peer, bool sends) { return 2 * peer + (sends ? 0 : 1); }
+
+}  // namespace
+
+TransferId Transfers::start(std::byte* data, size_t bytes, int peer, uint64_t tag, bool sends) {
+  TransferId id;
+  {
+    const std::lock_guard lock(mutex_);
+    if (sends) reserve_outbox(peer);
+    auto transfer = std::make_shared<Transfer>();
+    transfer->data = data;
+    transfer->bytes = bytes;
+    transfer->peer = peer;
+    transfer->tag = tag;
+    transfer->sends = sends;
+    id = next_id_++;
+    queues_[queue_key(peer, sends)].push_back(transfer);
+    started_.emplace(id, std::move(transfer));
+    unfinished_.fetch_add(1, std::memory_order_relaxed);
+  }
+  advance_all();
+  return id;
+}
+
+void Transfers::advance_all() {
+  if (unfinished_.load(std::memory_order_relaxed) == 0) return;
+  const std::lock_guard lock(mutex_);
+  for (auto& [key, queue] : queues_) {
+    while (!queue.empty() && advance(*queue.front())) {
+      queue.front()->finished = true;
+      queue.pop_front();
+      unfinished_.fetch_sub(1, std::memory_order_relaxed);
+    }
+  }
+}
+
+bool Transfers::is_finished(TransferId id) {
+  const std::lock_guard lock(mutex_);
+  const auto found = started_.find(id);
+  return found == started_.end() || found->second->finished;
+}
+
+int Transfers::peer_of(TransferId id) {
+  const std::lock_guard lock(mutex_);
+  const auto found = started_.find(id);
+  return found == started_.end() ? -1 : found->second->peer;
+}
+
+void Transfers::collect(TransferId id) {
+  std::shared_ptr<Transfer> transfer;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto found = started_.find(id);
+    if (found == started_.end()) return;
+    transfer = std::move(found->second);
+    started_.erase(found);
+  }
+  if (transfer->is_drained_only) {
+    throw Failure{.reason = Reason::kMismatch,
+                  .culprit = transfer->peer,
+                  .message = "receive from rank " + std::to_string(transfer->peer) + " expected " +
+                             std::to_string(transfer->bytes) + " bytes with tag " +
+                             std::to_string(transfer->tag) + " and got " +
+                             std::to_string(transfer->incoming_bytes) + " bytes with tag " +
+                             std::to_string(transfer->got_tag)};
+  }
+}
+
+bool Transfers::advance(Transfer& transfer) {
+  return transfer.sends ? advance_send(transfer) : advance_receive(transfer);
+}
+
+// Moves what the ring has room for; true when the whole message is in it.
+bool Transfers::advance_send(Transfer& transfer) {
+  Channel& channel = group_.channel(group_.rank(), transfer.peer);
+  std::byte* outbox = group_.slab(group_.rank()) + Layout::outbox_at(transfer.peer);
+  // Relaxed: only this rank writes `written`. Acquire on `read`: the receiver is done with the bytes before.
+  const uint64_t begin = channel.written.load(std::memory_order_relaxed);
+  uint64_t at = begin;
+  size_t room = kOutboxBytes - static_cast<size_t>(at - channel.read.load(std::memory_order_acquire));
+  if (!transfer.header_moved) {
+    if (room < sizeof(MessageHeader)) return false;
+    const MessageHeader header{transfer.bytes, transfer.tag};
+    ring_write(outbox, at, &header, sizeof(header));
+    at += sizeof(header);
+    room -= sizeof(header);
+    transfer.header_moved = true;
+  }
+  const size_t bytes = std::min(room, transfer.bytes - transfer.moved);
+  if (bytes > 0) {
+    fault_point(Point::kSend);
+    ring_write(outbox, at, transfer.data + transfer.moved, bytes);
+    at += bytes;
+    transfer.moved += bytes;
+  }
+  if (at != begin) {
+    channel.written.store(at, std::memory_order_release);
+    ring(transfer.peer);
+  }
+  return transfer.moved == transfer.bytes;
+}
+
+// Moves what has arrived; true when the whole message was read. One that does not fit is read away, so
+// that its sender and the messages behind it go on.
+bool Transfers::advance_receive(Transfer& transfer) {
+  Channel& channel = group_.channel(transfer.peer, group_.rank());
+  const std::byte* outbox = group_.slab(transfer.peer) + Layout::outbox_at(group_.rank());
+  const uint64_t begin = channel.read.load(std::memory_order_relaxed);
+  uint64_t at = begin;
+  // Acquire: pairs with the release in advance_send(); the bytes before `written` are there.
+  size_t available = static_cast<size_t>(channel.written.load(std::memory_order_acquire) - at);
+  if (!transfer.header_moved) {
+    if (available < sizeof(MessageHeader)) return false;
+    MessageHeader header;
+    ring_read(outbox, at, &header, sizeof(header));
+    at += sizeof(header);
+    available -= sizeof(header);
+    transfer.header_moved = true;
+    transfer.incoming_bytes = header.bytes;
+    transfer.got_tag = header.tag;
+    transfer.is_drained_only = header.bytes != transfer.bytes || header.tag != transfer.tag;
+  }
+  const size_t bytes = std::min(available, transfer.incoming_bytes - transfer.moved);
+  if (bytes > 0) {
+    fault_point(Point::kReceive);
+    if (!transfer.is_drained_only) ring_read(outbox, at, transfer.data + transfer.moved, bytes);
+    at += bytes;
+    transfer.moved += bytes;
+  }
+  if (at != begin) {
+    channel.read.store(at, std::memory_order_release);
+    ring(transfer.peer);
+  }
+  return transfer.moved == transfer.incoming_bytes;
+}
+
+void Transfers::ring(int peer) {
+  RankLine& line = group_.mutable_line(peer);
+  line.bell.fetch_add(1, std::memory_order_seq_cst);
+  if (line.bell_sleepers.load(std::memory_order_seq_cst) != 0) futex_wake(line.bell, kWakeAll);
+}
+
+void Transfers::reserve_outbox(int peer) {
+  if (outbox_reserved_.empty()) outbox_reserved_.resize(static_cast<size_t>(group_.world()));
+  if (outbox_reserved_[static_cast<size_t>(peer)]) return;
+  group_.reserve_in_slab(Layout::outbox_at(peer), kOutboxBytes);
+  outbox_reserved_[static_cast<size_t>(peer)] = true;
+}
+
+}  // namespace paceline

@@ -1,0 +1,48 @@
+// Labelled steps of the protocol at which a test can kill, stop or fail this rank.
+//
+// Always compiled in, because the binary that is tested must be the one that is shipped: an unarmed point
+// costs one relaxed load of a word that never changes.
+#pragma once
+
+#include <cstdint>
+
+#include "core/atomics.h"
+
+namespace paceline {
+
+enum class Point : uint32_t {
+  kCallBegin = 0,      ///< a collective was called, nothing is shared yet
+  kBeforeArrive = 1,   ///< own data is in place, the others do not know yet
+  kAfterArrive = 2,    ///< arrived, not yet waiting
+  kBeforeReduce = 3,   ///< everybody arrived, about to reduce a chunk
+  kAfterReduce = 4,    ///< own chunk is written, the others do not know yet
+  kCopyOut = 5,        ///< the result is in the region, about to be copied out
+  kMarkReady = 6,      ///< reducer: a gradient is final
+  kBeforePost = 7,     ///< reducer: a bucket is full
+  kAfterPost = 8,      ///< reducer: a bucket was posted
+  kChunkClaimed = 9,   ///< reducer: owns a chunk that nobody else will reduce
+  kChunkReduced = 10,  ///< reducer: the chunk is written, not yet counted
+  kBeforeEnd = 11,     ///< reducer: the backward pass is over on this rank
+  kAfterEnd = 12,      ///< reducer: everybody's is over
+  kSend = 13,          ///< point to point: about to write a piece
+  kReceive = 14,       ///< point to point: about to read a piece
+  kAllocate = 15,      ///< about to reserve memory
+  kNumPoints = 16,
+};
+
+enum class FaultAction : uint32_t { kKill, kStop, kSegfault, kRaise };
+
+const char* point_name(Point point);
+
+/// Arms this thread (a rank is a thread in the C++ tests): at the `nth` (from 1) passage of `point`, do it.
+void arm_fault(Point point, FaultAction action, uint32_t nth);
+void disarm_fault();
+
+extern std::atomic<bool> any_fault_armed;
+void strike_if_armed(Point point);
+
+inline void fault_point(Point point) {
+  if (any_fault_armed.load(std::memory_order_relaxed)) [[unlikely]] strike_if_armed(point);
+}
+
+}  // namespace paceline

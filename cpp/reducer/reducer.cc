@@ -1,0 +1,393 @@
+#include "reducer/reducer.h"
+
+#include <string.h>
+
+#include <algorithm>
+#include <string>
+
+namespace paceline {
+namespace {
+
+// Chunks large enough that claiming costs nothing, small enough that two ranks share the last bucket.
+constexpr size_t kChunkBytes = 128 * 1024;
+
+constexpr size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
+
+}  // namespace
+
+Reducer::Reducer(HostGroup& group, size_t arena_bytes, std::vector<ParameterSpan> parameters,
+                 std::vector<BucketSpan> buckets)
+    : group_(group), parameters_(std::move(parameters)), arena_bytes_(arena_bytes) {
+  plan(std::move(buckets));
+  allocate();
+}
+
+Reducer::~Reducer() { close(); }
+
+void Reducer::close() {
+  if (closed_) return;
+  closed_ = true;
+  group_.free(arena_at_);
+  group_.free(control_at_);
+}
+
+// Cuts parameters into segments, segments into buckets, buckets into chunks.
+void Reducer::plan(std::vector<BucketSpan> spans) {
+  std::vector<Segment> all;
+  uint32_t order = 0;
+  for (uint32_t p = 0; p < parameters_.size(); ++p) {
+    const auto [offset, count, dtype] = parameters_[p];
+    const size_t size = dtype_bytes(dtype);
+    if (offset + count * size > arena_bytes_) misuse("parameter " + std::to_string(p) + " ends outside the arena");
+    if (!is_supported(dtype, ReduceOp::kMean)) misuse("parameter " + std::to_string(p) + " is not of a floating type");
+    for (size_t at = 0; at < count; at += kBlockElements) {
+      const size_t length = std::min(kBlockElements, count - at);
+      all.push_back({offset + at * size, static_cast<uint32_t>(length), p, order++, dtype});
+    }
+  }
+  std::sort(all.begin(), all.end(), [](const Segment& a, const Segment& b) { return a.offset < b.offset; });
+
+  buckets_of_.resize(parameters_.size());
+  size_t next = 0;
+  for (uint32_t b = 0; b < spans.size(); ++b) {
+    Bucket bucket{};
+    bucket.first_chunk = static_cast<uint32_t>(chunks_.size());
+    size_t chunk_bytes = kChunkBytes;  // "full": the first segment opens a chunk
+    while (next < all.size() && all[next].offset < spans[b].end) {
+      const Segment& segment = all[next++];
+      const size_t bytes = segment.count * dtype_bytes(segment.dtype);
+      if (segment.offset < spans[b].begin || segment.offset + bytes > spans[b].end) {
+        misuse("bucket " + std::to_string(b) + " cuts a block of parameter " + std::to_string(segment.parameter));
+      }
+      const auto index = static_cast<uint32_t>(segments_.size());
+      if (chunk_bytes >= kChunkBytes) {
+        chunks_.push_back({index, index});
+        chunk_bytes = 0;
+      }
+      chunk_bytes += bytes;
+      chunks_.back().end_segment = index + 1;
+      std::vector<uint32_t>& owners = buckets_of_[segment.parameter];
+      if (owners.empty() || owners.back() != b) {
+        owners.push_back(b);
+        ++bucket.parameters;
+      }
+      segments_.push_back(segment);
+    }
+    bucket.end_chunk = static_cast<uint32_t>(chunks_.size());
+    if (bucket.first_chunk == bucket.end_chunk) misuse("bucket " + std::to_string(b) + " is empty");
+    buckets_.push_back(bucket);
+  }
+  if (next != all.size()) misuse("the buckets do not cover the arena");
+  total_chunks_ = chunks_.size();
+  segments_in_order_.resize(segments_.size());
+  for (uint32_t i = 0; i < segments_.size(); ++i) segments_in_order_[segments_[i].order] = i;
+  unused_words_ = (parameters_.size() + 63) / 64;
+  ready_in_pass_.assign(parameters_.size(), 0);
+  copy_back_.assign(parameters_.size(), nullptr);
+  weights_.assign(static_cast<size_t>(group_.world()), 1.0);
+}
+
+void Reducer::allocate() {
+  layout_.buckets_at = round_up(sizeof(PassControl), kLineBytes);
+  layout_.stats_at = layout_.buckets_at + buckets_.size() * sizeof(BucketControl);
+  layout_.headers_at = round_up(layout_.stats_at + 2 * segments_.size() * sizeof(SegmentStats), kLineBytes);
+  layout_.unused_at = layout_.headers_at + 2 * sizeof(PassHeader);
+  layout_.bytes = layout_.unused_at + 2 * unused_words_ * sizeof(uint64_t);
+  control_at_ = group_.allocate(layout_.bytes, -1);
+  try {
+    arena_at_ = group_.allocate(arena_bytes_, -1);
+  } catch (...) {
+    group_.free(control_at_);
+    throw;
+  }
+}
+
+void Reducer::begin_pass() {
+  if (closed_) throw Failure{.reason = Reason::kClosed};
+  group_.check_usable();
+  ++pass_;
+  in_pass_ = true;
+  weights_known_ = false;
+  first_open_bucket_ = 0;
+  for (Bucket& bucket : buckets_) {
+    bucket.pending = bucket.parameters;
+    bucket.posted = false;
+    bucket.exhausted = false;
+    bucket.done = 0;
+  }
+  PassHeader& own = header(group_.rank(), pass_);
+  own.pass = pass_;
+  own.weight = weight_;
+}
+
+void Reducer::mark_ready(size_t parameter, void* gradient) {
+  if (!in_pass_) begin_pass();
+  if (parameter >= parameters_.size()) misuse("no parameter " + std::to_string(parameter));
+  if (ready_in_pass_[parameter] == pass_) {
+    misuse("parameter " + std::to_string(parameter) + " was marked ready twice in one backward pass");
+  }
+  fault_point(Point::kMarkReady);
+  ready_in_pass_[parameter] = pass_;
+  const auto [offset, count, dtype] = parameters_[parameter];
+  std::byte* place = arena() + offset;
+  const bool is_elsewhere = gradient != nullptr && gradient != place;
+  copy_back_[parameter] = is_elsewhere ? gradient : nullptr;
+  if (is_elsewhere) memcpy(place, gradient, count * dtype_bytes(dtype));
+  bool posted = false;
+  for (const uint32_t b : buckets_of_[parameter]) {
+    if (--buckets_[b].pending > 0) continue;
+    post(buckets_[b], b);
+    posted = true;
+  }
+  if (posted) progress(Appetite::kOwnShare);
+}
+
+void Reducer::post(Bucket& bucket, size_t index) {
+  fault_point(Point::kBeforePost);
+  bucket.posted = true;
+  // acq_rel: releases this rank's gradients and header; the last to arrive acquires everybody's.
+  const uint64_t arrived = bucket_control(index).arrived.fetch_add(1, std::memory_order_acq_rel) + 1;
+  if (arrived == pass_ * static_cast<uint64_t>(group_.world())) ring(1);
+  fault_point(Point::kAfterPost);
+}
+
+bool Reducer::claim_chunk(size_t index, uint32_t* chunk) {
+  const Bucket& bucket = buckets_[index];
+  const uint32_t count = bucket.end_chunk - bucket.first_chunk;
+  std::atomic<uint64_t>& claim = bucket_control(index).claim;
+  const uint64_t base = pass_ << 32;
+  uint64_t seen = claim.load(std::memory_order_relaxed);
+  while (true) {
+    const uint64_t next = std::max(seen, base);  // a claim of an earlier pass counts as none
+    if (static_cast<uint32_t>(next) >= count) return false;
+    // Relaxed: a claim only decides who; the data was acquired through `arrived`.
+    if (claim.compare_exchange_weak(seen, next + 1, std::memory_order_relaxed)) {
+      *chunk = bucket.first_chunk + static_cast<uint32_t>(next);
+      return true;
+    }
+  }
+}
+
+void Reducer::progress(Appetite appetite) {
+  const auto world = static_cast<uint32_t>(group_.world());
+  const uint64_t all = pass_ * world;
+  while (first_open_bucket_ < buckets_.size() && buckets_[first_open_bucket_].exhausted) ++first_open_bucket_;
+  for (size_t b = first_open_bucket_; b < buckets_.size(); ++b) {
+    Bucket& bucket = buckets_[b];
+    if (!bucket.posted || bucket.exhausted) continue;
+    const uint32_t chunks = bucket.end_chunk - bucket.first_chunk;
+    const uint32_t most = appetite == Appetite::kAll ? chunks : (chunks + world - 1) / world;
+    if (bucket.done >= most) continue;
+    // Acquire: everybody's gradients of this bucket are in place; partner: the release in post().
+    if (bucket_control(b).arrived.load(std::memory_order_acquire) < all) continue;
+    if (!weights_known_) read_weights();
+    const int64_t start_ns = now_ns();
+    while (bucket.done < most && !bucket.exhausted) {
+      uint32_t chunk = 0;
+      if (!claim_chunk(b, &chunk)) {
+        bucket.exhausted = true;
+        break;
+      }
+      fault_point(Point::kChunkClaimed);
+      reduce_chunk(chunks_[chunk]);
+      fault_point(Point::kChunkReduced);
+      ++bucket.done;
+      // Release: the chunk is written everywhere; partner: the acquire of whoever waits for the count.
+      const uint64_t done_chunks = control().chunks_done.fetch_add(1, std::memory_order_acq_rel) + 1;
+      if (done_chunks == pass_ * total_chunks_) ring(kWakeAll);
+    }
+    reducing_ns_ += now_ns() - start_ns;
+  }
+}
+
+void Reducer::read_weights() {
+  weights_known_ = true;
+  weights_all_one_ = true;
+  for (int r = 0; r < group_.world(); ++r) {
+    weights_[static_cast<size_t>(r)] = header(r, pass_).weight;
+    weights_all_one_ = weights_all_one_ && weights_[static_cast<size_t>(r)] == 1.0;
+  }
+}
+
+void Reducer::reduce_chunk(const Chunk& chunk) {
+  void* arrays[kMaxWorld];
+  SegmentStats* table = stats(pass_);
+  const int world = group_.world();
+  for (uint32_t s = chunk.first_segment; s < chunk.end_segment; ++s) {
+    const Segment& segment = segments_[s];
+    for (int r = 0; r < world; ++r) arrays[r] = arena_of(r) + segment.offset;
+    ReduceStats seen;
+    paceline::reduce(segment.dtype, ReduceOp::kMean, arrays, world, arrays, world, segment.count,
+                     weights_all_one_ ? nullptr : weights_.data(), &seen);
+    table[s] = {seen.squared_norm, {seen.nonfinite_ranks[0], seen.nonfinite_ranks[1]}};
+    if ((seen.nonfinite_ranks[0] | seen.nonfinite_ranks[1]) != 0) {
+      control().nonfinite_pass.store(pass_, std::memory_order_relaxed);  // published by chunks_done
+    }
+  }
+}
+
+void Reducer::ring(int count) {
+  PassControl& shared = control();
+  shared.bell.fetch_add(1, std::memory_order_seq_cst);
+  if (shared.sleepers.load(std::memory_order_seq_cst) != 0) futex_wake(shared.bell, count);
+}
+
+uint32_t Reducer::finish(uint32_t forwards, bool allow_unused) {
+  if (!in_pass_) begin_pass();
+  fault_point(Point::kBeforeEnd);
+  uint64_t* bits = unused_bits(group_.rank(), pass_);
+  std::fill_n(bits, unused_words_, 0);
+  bool any_unused = false;
+  for (size_t p = 0; p < parameters_.size(); ++p) {
+    if (ready_in_pass_[p] == pass_) continue;
+    bits[p / 64] |= uint64_t{1} << (p % 64);
+    any_unused = true;
+  }
+  if (any_unused && allow_unused) add_unused();
+  const uint32_t verdict = end_backward(forwards, any_unused ? kPassUnused : 0);
+  fault_point(Point::kAfterEnd);
+  in_pass_ = false;
+  finished_passes_ = pass_;
+  const bool is_reduced = (verdict & kPassForwardsDiffer) == 0 && ((verdict & kPassUnused) == 0 || allow_unused);
+  if (!is_reduced) {
+    restart_without_reduction();
+    return verdict;
+  }
+  const uint64_t all = pass_ * total_chunks_;
+  // Acquire: pairs with the releases in progress(); the mean is written in this rank's arena.
+  wait_until([&] {
+    progress(Appetite::kAll);
+    return control().chunks_done.load(std::memory_order_acquire) >= all;
+  });
+  for (size_t p = 0; p < parameters_.size(); ++p) {
+    if (ready_in_pass_[p] != pass_ || copy_back_[p] == nullptr) continue;
+    memcpy(copy_back_[p], arena() + parameters_[p].offset,
+           parameters_[p].count * dtype_bytes(parameters_[p].dtype));
+  }
+  const bool is_nonfinite = control().nonfinite_pass.load(std::memory_order_relaxed) == pass_;
+  return verdict | (is_nonfinite ? kPassNonFinite : 0);
+}
+
+// A parameter without a gradient counts as zeros; its buckets can be posted after all.
+void Reducer::add_unused() {
+  for (size_t p = 0; p < parameters_.size(); ++p) {
+    if (ready_in_pass_[p] == pass_) continue;
+    const auto [offset, count, dtype] = parameters_[p];
+    memset(arena() + offset, 0, count * dtype_bytes(dtype));
+    for (const uint32_t b : buckets_of_[p]) {
+      if (--buckets_[b].pending == 0) post(buckets_[b], b);
+    }
+  }
+}
+
+// Says that this rank's backward is over, and waits for the others to say so, reducing meanwhile.
+uint32_t Reducer::end_backward(uint32_t forwards, uint32_t flags) {
+  PassControl& shared = control();
+  PassHeader& own = header(group_.rank(), pass_);
+  own.forwards = forwards;
+  uint64_t first = 0;
+  const uint64_t mine = uint64_t{forwards} + 1;
+  if (!shared.forwards.compare_exchange_strong(first, mine, std::memory_order_relaxed) && first != mine) {
+    flags |= kPassForwardsDiffer;
+  }
+  if (flags != 0) shared.flags.fetch_or(flags, std::memory_order_relaxed);
+  own.ended_pass.store(pass_, std::memory_order_relaxed);
+  // acq_rel: releases this rank's header, unused bits and flags; the last to end acquires everybody's.
+  const uint64_t all = pass_ * static_cast<uint64_t>(group_.world());
+  if (shared.ended.fetch_add(1, std::memory_order_acq_rel) + 1 == all) {
+    shared.verdict.store(shared.flags.load(std::memory_order_relaxed), std::memory_order_relaxed);
+    shared.flags.store(0, std::memory_order_relaxed);
+    shared.forwards.store(0, std::memory_order_relaxed);
+    shared.ended_pass.store(pass_, std::memory_order_release);
+    ring(kWakeAll);
+  }
+  wait_until([&] {
+    progress(Appetite::kAll);
+    return shared.ended_pass.load(std::memory_order_acquire) >= pass_;
+  });
+  return shared.verdict.load(std::memory_order_relaxed);
+}
+
+// Nothing was (or will be) reduced in this pass on any rank; brings the counters to where it would have ended.
+void Reducer::restart_without_reduction() {
+  PassControl& shared = control();
+  const auto world = static_cast<uint64_t>(group_.world());
+  // Two meetings: nobody reduces any more before rank 0 writes; nobody goes on before it has.
+  const auto meet = [&](uint64_t target) {
+    if (shared.restarted.fetch_add(1, std::memory_order_acq_rel) + 1 == target) ring(kWakeAll);
+    wait_until([&] { return shared.restarted.load(std::memory_order_acquire) >= target; });
+  };
+  const uint64_t base = restarts_++ * 2 * world;
+  meet(base + world);
+  if (group_.rank() == 0) {
+    for (size_t b = 0; b < buckets_.size(); ++b) {
+      bucket_control(b).arrived.store(pass_ * world, std::memory_order_relaxed);
+      bucket_control(b).claim.store(pass_ << 32 | UINT32_MAX, std::memory_order_relaxed);
+    }
+    shared.chunks_done.store(pass_ * total_chunks_, std::memory_order_relaxed);
+  }
+  meet(base + 2 * world);
+}
+
+template <class Ready>
+void Reducer::wait_until(Ready ready) {
+  if (ready()) return;
+  const int64_t start_ns = now_ns();
+  const int64_t reducing_before_ns = reducing_ns_;
+  PassControl& shared = control();
+  group_.wait_until(shared.bell, shared.sleepers, group_.timeout_ns(-1), ready, [&](int r) {
+    return header(r, pass_).ended_pass.load(std::memory_order_relaxed) < pass_;
+  });
+  waited_ns_ += now_ns() - start_ns - (reducing_ns_ - reducing_before_ns);
+}
+
+std::vector<size_t> Reducer::unused(int rank) const {
+  const uint64_t* bits = unused_bits(rank, finished_passes_);
+  std::vector<size_t> found;
+  for (size_t p = 0; p < parameters_.size(); ++p) {
+    if ((bits[p / 64] >> (p % 64) & 1) != 0) found.push_back(p);
+  }
+  return found;
+}
+
+std::vector<size_t> Reducer::globally_unused() const {
+  std::vector<size_t> found;
+  for (size_t p = 0; p < parameters_.size(); ++p) {
+    bool everywhere = true;
+    for (int r = 0; r < group_.world() && everywhere; ++r) {
+      everywhere = (unused_bits(r, finished_passes_)[p / 64] >> (p % 64) & 1) != 0;
+    }
+    if (everywhere) found.push_back(p);
+  }
+  return found;
+}
+
+std::vector<uint32_t> Reducer::forwards_by_rank() const {
+  std::vector<uint32_t> found;
+  for (int r = 0; r < group_.world(); ++r) found.push_back(header(r, finished_passes_).forwards);
+  return found;
+}
+
+std::vector<std::pair<int, size_t>> Reducer::nonfinite() const {
+  std::vector<std::pair<int, size_t>> found;
+  if (finished_passes_ == 0 || control().nonfinite_pass.load(std::memory_order_relaxed) != finished_passes_) return found;
+  const SegmentStats* table = stats(finished_passes_);
+  for (const uint32_t s : segments_in_order_) {
+    for (int r = 0; r < group_.world(); ++r) {
+      if ((table[s].nonfinite_ranks[r / 64] >> (r % 64) & 1) == 0) continue;
+      const std::pair<int, size_t> pair{r, segments_[s].parameter};
+      if (std::find(found.begin(), found.end(), pair) == found.end()) found.push_back(pair);
+    }
+  }
+  return found;
+}
+
+double Reducer::squared_norm() const {
+  if (finished_passes_ == 0) return 0;
+  const SegmentStats* table = stats(finished_passes_);
+  double sum = 0;
+  for (const uint32_t s : segments_in_order_) sum += table[s].squared_norm;
+  return sum;
+}
+
+}  // namespace paceline

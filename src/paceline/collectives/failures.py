@@ -1,0 +1,244 @@
+"""The words of the core's errors. Its one idea: facts in, one exception of errors.py out; pure.
+
+The core reports what it saw as a dict (cpp/bind/failures.cc): the reason, the culprit, how long this rank
+waited, what each rank was calling, and whether it is alive. Imports errors and the core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import IntEnum
+from typing import Any
+
+from paceline import _core
+from paceline.collectives.ops import DTYPE_NAMES, ReduceOp
+from paceline.errors import (
+    CollectiveError,
+    ConfigError,
+    DeadlineError,
+    ForkedError,
+    GroupClosedError,
+    MismatchError,
+    PacelineError,
+    PeerLostError,
+    RegionError,
+    format_ranks,
+)
+
+Facts = Mapping[str, Any]
+
+
+class Reason(IntEnum):
+    """As in cpp/core/failure.h."""
+
+    DIED = 1
+    RAISED = 2
+    LEFT = 3
+    DEADLINE = 4
+    MISMATCH = 5
+    CLOSED = 6
+    FORKED = 7
+    INTERRUPTED = 8
+    NO_MEMORY = 9
+    MISUSE = 10
+    INJECTED = 11
+
+
+_KINDS = (
+    "no call yet",
+    "all_reduce",
+    "broadcast",
+    "all_gather",
+    "reduce_scatter",
+    "reduce",
+    "gather",
+    "scatter",
+    "all_to_all",
+    "barrier",
+    "allocate",
+)
+_REDUCTIONS = frozenset({"all_reduce", "reduce", "reduce_scatter"})
+_ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
+
+
+def describe_call(call: Facts) -> str:
+    """A call as people write it.
+
+    Example:
+        "all_reduce(float32 x 1000, sum), call #7"
+    """
+    kind = _KINDS[call["kind"]]
+    details = []
+    if kind in _REDUCTIONS:
+        details.append(f"{DTYPE_NAMES[call['dtype']]} x {call['count']}")
+        details.append(ReduceOp(call["op"]).name.lower())
+    elif call["count"]:
+        details.append(f"{call['count']} bytes")
+    if kind in _ROOTED:
+        details.append(f"root {call['root']}")
+    spelled = f"{kind}({', '.join(details)})" if details else kind
+    return f"{spelled}, call #{call['number']}" if call["number"] else spelled
+
+
+def describe_late(facts: Facts) -> str:
+    """What each rank that did not arrive was last seen doing."""
+    lines = []
+    for rank in facts["late"]:
+        seen = facts["ranks"][rank]
+        if seen["state"] == "missing":
+            lines.append(f"rank {rank} has not joined the group")
+            continue
+        doing = seen["activity"] or f"last call: {describe_call(seen['call'])}"
+        lines.append(f"rank {rank} (pid {seen['pid']}) is {seen['state']}; {doing}")
+    return "\n".join(lines)
+
+
+def make_error(facts: Facts) -> PacelineError:
+    """The exception for what the core saw."""
+    return _MAKERS[Reason(facts["reason"])](facts)
+
+
+def describe_slow(facts: Facts) -> str:
+    """A warning's text: whom this rank has been waiting for."""
+    return (
+        f"rank {facts['rank']} of {facts['world_size']} has waited {facts['waited_s']:.1f} s for "
+        f"{format_ranks(facts['late'])} in group {facts['group']!r}, {_doing(facts)}\n{describe_late(facts)}"
+    )
+
+
+def _doing(facts: Facts) -> str:
+    own = facts["ranks"][facts["rank"]]
+    return own["activity"] or describe_call(facts["call"])
+
+
+def _where(facts: Facts) -> str:
+    if "group" not in facts:
+        return ""
+    return f"rank {facts['rank']} of {facts['world_size']}, group {facts['group']!r}, {_doing(facts)}"
+
+
+def _who(facts: Facts) -> str:
+    lost = facts["late"] or [facts["culprit"]]
+    return f"{format_ranks(lost).capitalize()} of {facts['world_size']}"
+
+
+def _died(facts: Facts) -> PacelineError:
+    pids = [str(facts["ranks"][rank]["pid"]) for rank in facts["late"]]
+    return PeerLostError(
+        f"{_who(facts)} died.",
+        where=_where(facts),
+        seen=f"the kernel reported the end of pid {', '.join(pids)} without a goodbye",
+        likely="it was killed (out of memory?) or crashed; its own output says more",
+        hint="`paceline run` shows the signal that ended it; `dmesg` shows an out-of-memory kill",
+        lost=tuple(facts["late"]),
+        rank=facts["rank"],
+    )
+
+
+def _raised(facts: Facts) -> PacelineError:
+    return PeerLostError(
+        f"Rank {facts['culprit']} of {facts['world_size']} raised.",
+        where=_where(facts),
+        seen=facts["message"],
+        likely="the error above is the cause; this rank only reports it",
+        hint=f"look at rank {facts['culprit']}'s traceback",
+        lost=(facts["culprit"],),
+        rank=facts["rank"],
+    )
+
+
+def _left(facts: Facts) -> PacelineError:
+    return PeerLostError(
+        f"{_who(facts)} left the group while rank {facts['rank']} waited for it.",
+        where=_where(facts),
+        seen=describe_late(facts),
+        likely="it exited or closed the group early: fewer batches, another branch, or sys.exit()",
+        hint="all ranks must make the same calls; give each the same number of batches",
+        lost=tuple(facts["late"]),
+        rank=facts["rank"],
+    )
+
+
+def _deadline(facts: Facts) -> PacelineError:
+    return DeadlineError(
+        f"{_who(facts)} did not arrive within {facts['waited_s']:.1f} s.",
+        where=_where(facts),
+        seen=describe_late(facts),
+        likely="it took another branch, is stuck in its data loader, or was stopped",
+        hint="`timeout_s` gives it longer; `py-spy dump --pid PID` shows where it is",
+        late=tuple(facts["late"]),
+        rank=facts["rank"],
+    )
+
+
+def _mismatch(facts: Facts) -> PacelineError:
+    if facts["message"]:  # point to point: only two ranks are involved
+        seen = facts["message"]
+    else:
+        calls: dict[str, list[int]] = {}
+        for each in facts["ranks"]:
+            calls.setdefault(describe_call(each["same_call"]), []).append(each["rank"])
+        seen = "\n".join(f"{format_ranks(ranks)}: {call}" for call, ranks in calls.items())
+    return MismatchError(
+        f"The ranks of group {facts['group']!r} made different calls.",
+        where=_where(facts),
+        seen=seen,
+        expected="the same collective, with the same type, size, reduction and root, in the same order",
+        likely="a branch that depends on the rank or on its data, or one call more on some rank",
+        hint="nothing was exchanged and the group stays usable",
+        rank=facts["rank"],
+    )
+
+
+def _closed(facts: Facts) -> PacelineError:
+    return GroupClosedError(
+        "The group is closed.", where=_where(facts), hint="make the call before close(), or form a new group"
+    )
+
+
+def _forked(facts: Facts) -> PacelineError:
+    return ForkedError(
+        "A group was used in a forked child.",
+        seen="this process was forked from the one that joined the group, and does not share its memory",
+        likely="a DataLoader worker or a multiprocessing child that touches the group or the wrapped model",
+        hint="use the group in the parent only, or start children with the 'spawn' method",
+    )
+
+
+def _interrupted(facts: Facts) -> PacelineError:
+    return CollectiveError("The call was interrupted by a signal.", where=_where(facts))
+
+
+def _no_memory(facts: Facts) -> PacelineError:
+    return RegionError(
+        "Shared memory could not be reserved.",
+        where=_where(facts),
+        seen=facts["message"],
+        likely="the machine or the container is out of memory",
+        hint="check `free -h` and the container's memory limit; fewer ranks need less",
+    )
+
+
+def _misuse(facts: Facts) -> PacelineError:
+    return ConfigError(f"The core refused a call: {facts['message']}.", where=_where(facts))
+
+
+def _injected(facts: Facts) -> PacelineError:
+    return CollectiveError(f"{facts['message']}.", where=_where(facts))
+
+
+_MAKERS = {
+    Reason.DIED: _died,
+    Reason.RAISED: _raised,
+    Reason.LEFT: _left,
+    Reason.DEADLINE: _deadline,
+    Reason.MISMATCH: _mismatch,
+    Reason.CLOSED: _closed,
+    Reason.FORKED: _forked,
+    Reason.INTERRUPTED: _interrupted,
+    Reason.NO_MEMORY: _no_memory,
+    Reason.MISUSE: _misuse,
+    Reason.INJECTED: _injected,
+}
+
+_core.set_failure_factory(make_error)

@@ -1,0 +1,434 @@
+"""Group: what users hold. Collectives on numpy arrays between the ranks of one host.
+
+Its one idea: check the arguments here, where an error can name them, and leave everything else to the
+core. Imports rendezvous and the core; no framework.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline import _core
+from paceline.collectives import arrays, lifetime
+from paceline.collectives.arrays import Array, address_of, dtype_number
+from paceline.collectives.call_queue import CallQueue
+from paceline.collectives.failures import describe_slow
+from paceline.collectives.ops import ReduceOp, parse_op
+from paceline.collectives.member_exchange import MemberExchange
+from paceline.collectives.work import TransferWork, Work
+from paceline.errors import ConfigError, RendezvousError, format_ranks
+from paceline.rendezvous.exchange import Exchange
+from paceline.rendezvous.host import share_memory
+
+_log = logging.getLogger("paceline")
+
+
+def report_slow(facts: Mapping[str, Any]) -> None:
+    """Log whom this rank has been waiting for."""
+    _log.warning("%s", describe_slow(facts))
+
+
+class Group:
+    """The ranks of one host, and this one's place among them.
+
+    Every collective is called by all ranks, in the same order, with arrays of the same type and size; it
+    blocks until it is done, or until the group's time-out, when it raises on every rank. Ranks that make
+    different calls all get a MismatchError that says what each did, and the group stays usable. When a
+    rank dies or raises, the others raise PeerLostError at once, and the group is over.
+
+    Arrays from `allocate` are reduced where they lie. Others are copied through the region.
+
+    Args of all collectives:
+        timeout_s: Seconds to wait for the slowest rank; None: the group's default.
+        async_op: Return a Work at once; its `wait()` returns what the call would have.
+
+    Example:
+        Rank 0 and rank 1 both run, under `paceline run -n 2`:
+
+        >>> with paceline.init() as group:                           # doctest: +SKIP
+        ...     total = np.full(3, group.rank + 1.0, np.float32)
+        ...     group.all_reduce(total)                              # both now hold [3, 3, 3]
+    """
+
+    def __init__(self, core: _core.HostGroup) -> None:
+        self.core = core
+        self.rank: int = core.rank
+        self.world_size: int = core.world_size
+        self.name: str = core.name
+        self._queue = CallQueue(f"paceline-{core.name}")
+        self._num_subgroups = 0
+        lifetime.watch(core)
+
+    def __repr__(self) -> str:
+        state = "closed" if self.core.is_closed else "open"
+        return f"<paceline.Group {self.name!r}: rank {self.rank} of {self.world_size}, {state}>"
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        if error is not None:
+            lifetime.announce(error)
+        self.close()
+
+    def close(self) -> None:
+        """Leave the group. Not collective; whoever waits for this rank from now on raises."""
+        self._queue.close()
+        self.core.close()
+
+    # --- collectives ---
+
+    def all_reduce(
+        self,
+        array: Array,
+        op: ReduceOp | str = ReduceOp.SUM,
+        *,
+        weight: float = 1.0,
+        timeout_s: float | None = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        """Replace `array` on every rank by the reduction over all ranks.
+
+        The result has the same bits on all ranks and on every run: elements are summed over ranks in a
+        fixed binary tree, 16-bit floats in float32.
+
+        Args:
+            array: Any shape, C-contiguous; float16, bfloat16 (ml_dtypes), float32, float64, int8 ... int64,
+                uint8 or bool. Modified in place.
+            op: A ReduceOp or its name.
+            weight: With "mean": of this rank; the result is sum(w_r * x_r) / sum(w_r).
+
+        Raises:
+            ConfigError: The array does not qualify.
+            MismatchError: Ranks disagree on type, size, op or call order.
+            PeerLostError, DeadlineError: A rank died or is late.
+
+        Example:
+            Rank 0 holds [1, 2] and rank 1 holds [3, 4]; after the call both hold [4, 6].
+
+        Source: one pass in place over everybody's copy; see docs/design/core.md.
+        """
+        op = op if type(op) is ReduceOp else parse_op(op)
+        pointer = address_of(array, "all_reduce")
+        dtype = dtype_number(array, op, "all_reduce")
+        if weight != 1.0 and op is not ReduceOp.MEAN:
+            raise ConfigError("all_reduce: a weight only makes sense for the mean.", got=f"op={op.name.lower()!r}")
+        if async_op or self._queue.newest is not None:
+            return self._make(
+                async_op, self.core.all_reduce, pointer, array.size, dtype, int(op), weight, _seconds(timeout_s)
+            )
+        self.core.all_reduce(pointer, array.size, dtype, op, weight, -1.0 if timeout_s is None else timeout_s)
+        return None
+
+    def reduce(
+        self,
+        array: Array,
+        root: int = 0,
+        op: ReduceOp | str = ReduceOp.SUM,
+        *,
+        timeout_s: float | None = None,
+        async_op: bool = False,
+    ) -> Work | None:
+        """As `all_reduce`, but only `root` gets the result; the others' arrays stay as they are.
+
+        Example:
+            Rank 0 holds [1, 2] and rank 1 holds [3, 4]; after reduce(array, root=1) rank 1 holds [4, 6].
+        """
+        op = parse_op(op)
+        self._check_rank(root, "reduce", "root")
+        pointer, dtype = address_of(array, "reduce"), dtype_number(array, op, "reduce")
+        return self._make(
+            async_op, self.core.reduce, pointer, array.size, dtype, int(op), root, _seconds(timeout_s)
+        )
+
+    def broadcast(
+        self, array: Array, root: int = 0, *, timeout_s: float | None = None, async_op: bool = False
+    ) -> Work | None:
+        """Replace `array` on every rank by that of `root`. Any type; the same number of bytes on all ranks.
+
+        Example:
+            Rank 0 holds [1, 2] and rank 1 holds [3, 4]; after broadcast(array, root=1) both hold [3, 4].
+        """
+        self._check_rank(root, "broadcast", "root")
+        pointer = address_of(array, "broadcast", is_written=self.rank != root)
+        return self._make(async_op, self.core.broadcast, pointer, array.nbytes, root, _seconds(timeout_s))
+
+    def all_gather(self, array: Array, out: Array | None = None, *, timeout_s: float | None = None) -> Array:
+        """Return everybody's `array`, stacked in rank order: shape (world_size, *array.shape).
+
+        Args:
+            array: The same shape and type on all ranks.
+            out: Where to put the result; None: a new array.
+
+        Example:
+            Rank 0 holds [1, 2] and rank 1 holds [3, 4]; both get [[1, 2], [3, 4]].
+        """
+        out = self._out(out, (self.world_size, *array.shape), array.dtype, "all_gather")
+        source = address_of(array, "all_gather", is_written=False)
+        self._make(
+            False, self.core.all_gather, source, address_of(out, "all_gather"), array.nbytes, _seconds(timeout_s)
+        )
+        return out
+
+    def reduce_scatter(
+        self,
+        array: Array,
+        out: Array | None = None,
+        op: ReduceOp | str = ReduceOp.SUM,
+        *,
+        timeout_s: float | None = None,
+    ) -> Array:
+        """Return the reduction over ranks of block `rank` of everybody's `array`.
+
+        Args:
+            array: Shape (world_size, *block).
+            out: Shape `block`; None: a new array.
+
+        Example:
+            Rank 0 holds [[1], [2]] and rank 1 holds [[3], [4]]; rank 0 gets [4], rank 1 gets [6].
+        """
+        op = parse_op(op)
+        self._check_blocks(array, "reduce_scatter")
+        out = self._out(out, array.shape[1:], array.dtype, "reduce_scatter")
+        source = address_of(array, "reduce_scatter", is_written=False)
+        dtype = dtype_number(array, op, "reduce_scatter")
+        target = address_of(out, "reduce_scatter")
+        self._make(
+            False, self.core.reduce_scatter, source, target, out.size, dtype, int(op), _seconds(timeout_s)
+        )
+        return out
+
+    def gather(self, array: Array, root: int = 0, *, timeout_s: float | None = None) -> Array | None:
+        """Return everybody's `array`, stacked in rank order, on `root`; None elsewhere.
+
+        Example:
+            Rank 0 holds [1, 2] and rank 1 holds [3, 4]; rank 0 gets [[1, 2], [3, 4]], rank 1 None.
+        """
+        self._check_rank(root, "gather", "root")
+        out = np.empty((self.world_size, *array.shape), array.dtype) if self.rank == root else None
+        source = address_of(array, "gather", is_written=False)
+        target = 0 if out is None else address_of(out, "gather")
+        self._make(False, self.core.gather, source, target, array.nbytes, root, _seconds(timeout_s))
+        return out
+
+    def scatter(self, array: Array | None, out: Array, root: int = 0, *, timeout_s: float | None = None) -> None:
+        """Give block r of `array` on `root` to rank r, in `out`.
+
+        Args:
+            array: Shape (world_size, *out.shape) on `root`; ignored elsewhere.
+
+        Example:
+            Rank 0 holds [[1, 2], [3, 4]]; rank 0's out becomes [1, 2], rank 1's [3, 4].
+        """
+        self._check_rank(root, "scatter", "root")
+        source = 0
+        if self.rank == root:
+            if array is None or array.shape != (self.world_size, *out.shape) or array.dtype != out.dtype:
+                raise ConfigError(
+                    "scatter: the root's array does not fit.",
+                    expected=f"shape {(self.world_size, *out.shape)}, {out.dtype}",
+                    got="None" if array is None else f"shape {array.shape}, {array.dtype}",
+                )
+            source = address_of(array, "scatter", is_written=False)
+        self._make(
+            False, self.core.scatter, source, address_of(out, "scatter"), out.nbytes, root, _seconds(timeout_s)
+        )
+
+    def all_to_all(self, array: Array, out: Array | None = None, *, timeout_s: float | None = None) -> Array:
+        """Give block r of `array` to rank r; return the blocks that the others gave, in rank order.
+
+        Args:
+            array: Shape (world_size, *block).
+            out: The same shape, and not `array` itself; None: a new array.
+
+        Example:
+            Rank 0 holds [[1], [2]] and rank 1 holds [[3], [4]]; rank 0 gets [[1], [3]], rank 1 [[2], [4]].
+        """
+        self._check_blocks(array, "all_to_all")
+        out = self._out(out, array.shape, array.dtype, "all_to_all")
+        sizes = [array.nbytes // self.world_size] * self.world_size
+        source = address_of(array, "all_to_all", is_written=False)
+        target = address_of(out, "all_to_all")
+        self._make(False, self.core.all_to_all, source, sizes, target, sizes, _seconds(timeout_s))
+        return out
+
+    def barrier(self, *, timeout_s: float | None = None) -> None:
+        """Return once every rank has called it."""
+        self._make(False, self.core.barrier, _seconds(timeout_s))
+
+    # --- between two ranks ---
+
+    def send(
+        self, array: Array, dst: int, tag: int = 0, *, timeout_s: float | None = None, async_op: bool = False
+    ) -> TransferWork | None:
+        """Send `array` to rank `dst`, which must `recv` as many bytes with the same tag, in the same order.
+
+        Blocks until the array may be changed again, which may be before the other rank has received it.
+
+        Example:
+            Rank 0: group.send(array, dst=1). Rank 1: group.recv(array, src=0).
+        """
+        self._check_other(dst, "send", "dst")
+        pointer = address_of(array, "send", is_written=False)
+        work = TransferWork(self.core, self.core.start_send(pointer, array.nbytes, dst, tag), array)
+        return work if async_op else work.wait(timeout_s)
+
+    def recv(
+        self, array: Array, src: int, tag: int = 0, *, timeout_s: float | None = None, async_op: bool = False
+    ) -> TransferWork | None:
+        """Receive into `array` what rank `src` sends. Blocks until it is there.
+
+        Raises:
+            MismatchError: The message has another size or tag; it is dropped.
+        """
+        self._check_other(src, "recv", "src")
+        pointer = address_of(array, "recv")
+        work = TransferWork(self.core, self.core.start_receive(pointer, array.nbytes, src, tag), array)
+        return work if async_op else work.wait(timeout_s)
+
+    # --- memory and sub-groups ---
+
+    def allocate(
+        self, shape: int | Sequence[int], dtype: npt.DTypeLike = np.float32, *, timeout_s: float | None = None
+    ) -> Array:
+        """Return a zeroed array in the memory that the ranks share. Collective.
+
+        Each rank gets its own array; collectives work on it without copying. The memory is given back
+        when the last view of it is gone.
+
+        Raises:
+            RegionError: Some rank lacks the memory; on every rank.
+        """
+        dims = (shape,) if isinstance(shape, int) else tuple(int(n) for n in shape)
+        if any(n < 0 for n in dims):
+            raise ConfigError("allocate: a negative size.", got=f"shape {dims}")
+        self._drain()
+        return arrays.allocate(self.core, dims, np.dtype(dtype), _seconds(timeout_s))
+
+    def subgroup(self, ranks: Sequence[int], *, timeout_s: float | None = None) -> Group | None:
+        """Form a group of some of the ranks. Collective over the whole group.
+
+        Args:
+            ranks: Of this group, the same on all of them; rank i of the new group is ranks[i].
+
+        Returns:
+            The new group; None on ranks that are not in it.
+
+        Example:
+            Four ranks call group.subgroup([0, 2]): rank 2 becomes rank 1 of the new group of two.
+        """
+        members = list(ranks)
+        if not members or len(set(members)) != len(members):
+            raise ConfigError("subgroup: ranks must be different, and at least one.", got=str(members))
+        for rank in members:
+            self._check_rank(rank, "subgroup", "ranks")
+        self._num_subgroups += 1
+        name = f"{self.name}/{self._num_subgroups}"
+        limit_s = self.core.timeout_s if timeout_s is None else timeout_s
+        if self.rank not in members:
+            return None
+        self._drain()
+        return form_group(MemberExchange(self.core, members), name=name, timeout_s=limit_s)
+
+    # --- inside ---
+
+    def _make(self, async_op: bool, call: Callable[..., None], *args: Any) -> Work | None:
+        """Make a call now, or hand it to the queue; a synchronous one waits for what is queued."""
+        if async_op:
+            work = Work(functools.partial(call, *args))
+            self._queue.submit(work)
+            return work
+        if self._queue.newest is not None and not self._queue.is_empty():
+            work = Work(functools.partial(call, *args))
+            self._queue.submit(work)
+            work.wait()
+            return None
+        call(*args)
+        return None
+
+    def _drain(self) -> None:
+        if not self._queue.is_empty():
+            work = Work(lambda: None)
+            self._queue.submit(work)
+            work.wait()
+
+    def _check_rank(self, rank: int, call: str, name: str) -> None:
+        if not 0 <= rank < self.world_size:
+            raise ConfigError(
+                f"{call}: {name} is not a rank of group {self.name!r}.",
+                expected=f"0 to {self.world_size - 1}",
+                got=str(rank),
+            )
+
+    def _check_other(self, rank: int, call: str, name: str) -> None:
+        self._check_rank(rank, call, name)
+        if rank == self.rank:
+            raise ConfigError(f"{call}: {name} is this rank itself.", got=str(rank))
+
+    def _check_blocks(self, array: Array, call: str) -> None:
+        if array.ndim == 0 or array.shape[0] != self.world_size:
+            raise ConfigError(
+                f"{call}: the first axis must have one block per rank.",
+                expected=f"shape ({self.world_size}, ...)",
+                got=f"shape {array.shape}",
+            )
+
+    def _out(self, out: Array | None, shape: tuple[int, ...], dtype: np.dtype[Any], call: str) -> Array:
+        if out is None:
+            return np.empty(shape, dtype)
+        if out.shape != shape or out.dtype != dtype:
+            raise ConfigError(
+                f"{call}: `out` does not fit.",
+                expected=f"shape {shape}, {dtype}",
+                got=f"shape {out.shape}, {out.dtype}",
+            )
+        return out
+
+
+def _seconds(timeout_s: float | None) -> float:
+    return -1.0 if timeout_s is None else float(timeout_s)
+
+
+def form_group(
+    exchange: Exchange,
+    *,
+    name: str,
+    timeout_s: float,
+    warn_after_s: float = 10.0,
+    group_timeout_s: float | None = None,
+) -> Group:
+    """Make a Group of the ranks that an Exchange connects; they must share a host. Collective.
+
+    Args:
+        timeout_s: For the ranks to come together.
+        group_timeout_s: Deadline of each later call; None: `timeout_s`.
+
+    Raises:
+        RendezvousError: The ranks are on several hosts, or one of them did not come.
+    """
+    memory = share_memory(
+        exchange,
+        name=name,
+        timeout_s=timeout_s,
+        warn_after_s=warn_after_s,
+        group_timeout_s=group_timeout_s,
+        slow=report_slow,
+    )
+    if len(memory.hosts) > 1:
+        memory.host_group.close()
+        raise RendezvousError(
+            f"The {exchange.world_size} ranks of group {name!r} do not share one host's memory.",
+            seen="; ".join(format_ranks(ranks) for ranks in memory.hosts),
+            likely="they run on several machines, or in containers with separate networks",
+            hint="paceline.torch.DistributedDataParallel works across hosts, on a torch process group",
+        )
+    return Group(memory.host_group)

@@ -1,0 +1,63 @@
+"""A rank that raises or exits says so, at once, on every group that it is in.
+
+Without this, the others would learn of an uncaught exception only from the end of the process (which takes a
+second to come, in a process with torch in it) and never learn its text.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing.util
+import sys
+import weakref
+from types import TracebackType
+
+from paceline import _core
+from paceline.errors import PeerLostError
+
+_live: weakref.WeakSet[_core.HostGroup] = weakref.WeakSet()
+_installed = False
+
+
+def watch(core: _core.HostGroup) -> None:
+    """Close the group when this process exits, and tell it when this process dies of an exception."""
+    _install()
+    _live.add(core)
+
+
+def announce(error: BaseException) -> None:
+    """Tell the other ranks of all groups that this one raised: they raise too, quoting it.
+
+    For whoever catches exceptions of a rank's program and ends it, as a launcher's worker does. Not
+    collective; does not block.
+    """
+    if isinstance(error, PeerLostError):
+        return  # it is another rank's end that this one reports
+    message = f"{type(error).__name__}: {error}"
+    for core in list(_live):
+        core.abort(message)
+
+
+def close_all() -> None:
+    """Leave all groups in good order. Not collective."""
+    for core in list(_live):
+        core.close()
+
+
+def _install() -> None:
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    previous = sys.excepthook
+
+    def excepthook(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        announce(error)
+        previous(kind, error, traceback)
+
+    sys.excepthook = excepthook
+    atexit.register(close_all)
+    # Children of multiprocessing end without atexit, and catch what their target raises.
+    multiprocessing.util.Finalize(None, close_all, exitpriority=100)

@@ -1,0 +1,55 @@
+"""Reductions and element types, with the numbers that the core knows them by (cpp/kernels/kernels.h)."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from paceline.errors import ConfigError
+
+
+class ReduceOp(IntEnum):
+    """How elements are combined over ranks, in a fixed binary tree over rank order.
+
+    SUM: integers wrap, bool is "or". MEAN: floating types only; weighted if ranks give weights. MIN and MAX:
+    NaN wins. PRODUCT: bool is "and".
+    """
+
+    SUM = 0
+    MEAN = 1
+    MIN = 2
+    MAX = 3
+    PRODUCT = 4
+
+
+DTYPE_NUMBERS = {
+    "float32": 0,
+    "float64": 1,
+    "float16": 2,
+    "bfloat16": 3,
+    "int8": 4,
+    "int16": 5,
+    "int32": 6,
+    "int64": 7,
+    "uint8": 8,
+    "bool": 9,
+}
+DTYPE_NAMES = {number: name for name, number in DTYPE_NUMBERS.items()}
+FLOATING_DTYPES = frozenset({"float32", "float64", "float16", "bfloat16"})
+
+
+def parse_op(op: ReduceOp | str) -> ReduceOp:
+    """`ReduceOp.SUM` from itself or from "sum".
+
+    Raises:
+        ConfigError: There is no such reduction.
+    """
+    if isinstance(op, ReduceOp):
+        return op
+    try:
+        return ReduceOp[op.upper()]
+    except (KeyError, AttributeError):
+        raise ConfigError(
+            "There is no such reduction.",
+            expected=", ".join(repr(each.name.lower()) for each in ReduceOp),
+            got=repr(op),
+        ) from None

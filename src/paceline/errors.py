@@ -1,0 +1,170 @@
+"""Everything that Paceline raises.
+
+    PacelineError                    every error of ours (a RuntimeError)
+    ├── ConfigError                  an argument or an environment variable is wrong (also a ValueError)
+    ├── RendezvousError              the processes did not find each other
+    ├── RegionError                  shared memory could not be reserved or mapped (also a MemoryError)
+    ├── ForkedError                  a group or a wrapped model was used in a forked child
+    ├── CollectiveError              a call on a group failed
+    │   ├── MismatchError            ranks made different calls; the group stays usable
+    │   ├── PeerLostError            a rank died, left or raised; the group is over
+    │   ├── DeadlineError            a rank was too late (also a TimeoutError); the group is over
+    │   └── GroupClosedError         the group was closed, or an earlier error ended it
+    ├── ReplicaError                 the replicas of a model do not fit together
+    │   ├── ModelMismatchError       names, shapes, dtypes, order or requires_grad differ
+    │   ├── UnusedParameterError     a parameter got no gradient on some rank
+    │   ├── SkippedPassError         a rank skipped a forward or a backward
+    │   └── NonFiniteGradientError   a gradient holds an infinity or a NaN
+    └── LaunchError                  a process started by `paceline run` or `spawn` failed
+
+Imports nothing of Paceline. Each message says what happened, where, what was seen, the likely cause and
+what to do; the same facts are fields of the exception, and exceptions pickle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+_ROWS = ("where", "seen", "expected", "got", "likely", "hint")
+
+
+class PacelineError(RuntimeError):
+    """Base of every error that Paceline raises on purpose.
+
+    Args:
+        summary: One sentence: who failed at what.
+        where: Group, call, bucket, parameter names.
+        seen: What this rank saw of the others.
+        expected: What should have been there.
+        got: What was there instead.
+        likely: The likely cause.
+        hint: What to do next.
+        **fields: Facts for programs; they become attributes (`err.rank`, `err.lost`).
+    """
+
+    def __init__(
+        self,
+        summary: str,
+        *,
+        where: str = "",
+        seen: str = "",
+        expected: str = "",
+        got: str = "",
+        likely: str = "",
+        hint: str = "",
+        **fields: Any,
+    ) -> None:
+        self.summary = summary
+        self.where = where
+        self.seen = seen
+        self.expected = expected
+        self.got = got
+        self.likely = likely
+        self.hint = hint
+        self.fields = fields
+        for name, value in fields.items():
+            setattr(self, name, value)
+        super().__init__(self._render())
+
+    def _render(self) -> str:
+        lines = [self.summary]
+        for row in _ROWS:
+            text = getattr(self, row)
+            if text:
+                first, *rest = str(text).splitlines()
+                lines.append(f"  {row:<8} {first}")
+                lines.extend(f"           {line}" for line in rest)
+        return "\n".join(lines)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        rows = {row: getattr(self, row) for row in _ROWS}
+        return _rebuild, (type(self), self.summary, rows, self.fields)
+
+
+def _rebuild(
+    cls: type[PacelineError], summary: str, rows: dict[str, str], fields: dict[str, Any]
+) -> PacelineError:
+    return cls(summary, **rows, **fields)
+
+
+class ConfigError(PacelineError, ValueError):
+    """An argument or an environment variable is wrong; nothing was started."""
+
+
+class RendezvousError(PacelineError):
+    """The processes of a job did not find each other."""
+
+
+class RegionError(PacelineError, MemoryError):
+    """Shared memory could not be created, reserved or mapped."""
+
+
+class ForkedError(PacelineError):
+    """A group or a wrapped model was used in a forked child, which does not share the memory."""
+
+
+class CollectiveError(PacelineError):
+    """A call on a group failed."""
+
+
+class MismatchError(CollectiveError):
+    """Ranks made different calls. Every rank raises, and the group stays usable."""
+
+
+class PeerLostError(CollectiveError):
+    """A rank died, left or raised. `lost` lists the ranks. The group is over."""
+
+    lost: tuple[int, ...] = ()
+
+
+class DeadlineError(CollectiveError, TimeoutError):
+    """A rank did not arrive in time. `late` lists the ranks. The group is over."""
+
+    late: tuple[int, ...] = ()
+
+
+class GroupClosedError(CollectiveError):
+    """The group was closed, or an earlier error ended it."""
+
+
+class ReplicaError(PacelineError):
+    """The replicas of a model do not fit together."""
+
+
+class ModelMismatchError(ReplicaError):
+    """Names, shapes, dtypes, order or requires_grad differ between ranks."""
+
+
+class UnusedParameterError(ReplicaError):
+    """A parameter got no gradient on some rank. `unused` maps parameter names to ranks."""
+
+
+class SkippedPassError(ReplicaError):
+    """A rank skipped a forward or a backward that the others made."""
+
+
+class NonFiniteGradientError(ReplicaError):
+    """A gradient holds an infinity or a NaN. `nonfinite` maps ranks to parameter names."""
+
+
+class LaunchError(PacelineError):
+    """A process that the launcher started failed. `failures` lists them, the first to fail first."""
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Ranks as people write them: 'rank 5', 'ranks 0-4, 6'.
+
+    Example:
+        >>> format_ranks([0, 1, 2, 3, 4, 6])
+        'ranks 0-4, 6'
+    """
+    ordered = sorted(set(ranks))
+    runs: list[tuple[int, int]] = []
+    for rank in ordered:
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1] = (runs[-1][0], rank)
+        else:
+            runs.append((rank, rank))
+    spelled = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return f"{'rank' if len(ordered) == 1 else 'ranks'} {spelled}" if ordered else "no rank"

@@ -1,0 +1,284 @@
+"""An Exchange for the ranks of one host, over an abstract Unix socket: rank 0 is the hub.
+
+Used where nothing else connects the ranks (`paceline.init` under `paceline run`, torchrun, Slurm on one
+host). The address comes from the job, every connection tells its rank, world size and job id, and whoever
+does not fit is refused with the reason; rank 0 raises where the whole job can't work. There is no thread:
+the hub works inside rank 0's own calls.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import time
+from dataclasses import asdict, dataclass
+
+from paceline.errors import RendezvousError, format_ranks
+from paceline.rendezvous.deadline import Deadline
+from paceline.rendezvous.frames import Frame, listen, peer_pid, receive_frame, send_frame
+
+_RETRY_S = 0.01
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What a rank says when it connects."""
+
+    rank: int
+    world_size: int
+    job_id: str
+    name: str
+    pid: int
+
+
+def hub_address(key: str, name: str) -> str:
+    """Abstract socket name for the group `name` of the job that meets at `key`."""
+    digest = hashlib.sha256(f"{key}\0{name}".encode()).hexdigest()[:32]
+    return f"paceline-{os.getuid()}-{digest}"
+
+
+class HubExchange:
+    """Rank 0's side and the others' side of the hub. A context manager; closing it ends the connections.
+
+    Args:
+        rank: Of this process.
+        world_size: Number of ranks.
+        key: What the ranks of a job have in common: "host:port", or the job id.
+        job_id: Refuses strangers that meet at the same key.
+        name: Of the group that is being formed.
+        timeout_s: For everybody to have connected.
+
+    Raises:
+        RendezvousError: The address is in use, a rank is missing at the deadline (it is named), or this
+            rank does not fit the job.
+    """
+
+    def __init__(
+        self, rank: int, world_size: int, *, key: str, job_id: str, name: str, timeout_s: float
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._hello = Hello(rank, world_size, job_id, name, os.getpid())
+        self._key = key
+        self._peers: dict[int, socket.socket] = {}
+        deadline = Deadline(timeout_s)
+        try:
+            if rank == 0:
+                self._serve(hub_address(key, name), deadline)
+            else:
+                self._connect(hub_address(key, name), deadline)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> HubExchange:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for peer in self._peers.values():
+            peer.close()
+        self._peers.clear()
+
+    def all_gather(self, payload: bytes, timeout_s: float) -> list[bytes]:
+        """See `Exchange.all_gather`."""
+        deadline = Deadline(timeout_s)
+        if self.rank == 0:
+            return self._gather_and_spread(payload, deadline)
+        hub = self._peers[0]
+        try:
+            send_frame(hub, Frame.PAYLOAD, payload, deadline)
+            kind, answer = receive_frame(hub, deadline)
+        except OSError as error:
+            raise self._lost_hub(error) from error
+        if kind is not Frame.ALL_PAYLOADS:
+            raise _from_hub(answer)
+        return _split(answer, self.world_size)
+
+    # --- rank 0 ---
+
+    def _serve(self, address: str, deadline: Deadline) -> None:
+        if self.world_size == 1:
+            return
+        try:
+            listener = listen(address, self.world_size)
+        except OSError as error:
+            raise RendezvousError(
+                f"Rank 0 of {self.world_size} can't open the meeting place of this job.",
+                where=f"group {self._hello.name!r} at {self._key}",
+                seen=str(error),
+                likely="another job, or another process with rank 0, is meeting at the same address",
+                hint="give each job its own address or job id: `paceline run` does; else set MASTER_PORT",
+            ) from error
+        with listener:
+            while len(self._peers) < self.world_size - 1:
+                listener.settimeout(max(deadline.left_s(), 1e-3))
+                try:
+                    peer, _ = listener.accept()
+                except TimeoutError:
+                    self._fail_missing(deadline)
+                self._admit(peer, deadline)
+        for peer in self._peers.values():
+            send_frame(peer, Frame.WELCOME, b"", deadline)
+
+    def _admit(self, peer: socket.socket, deadline: Deadline) -> None:
+        """Take a connection in, or refuse it; raises only where the whole job can't work."""
+        try:
+            peer_pid(peer)
+            # A connection that says nothing must not hold the others up for long.
+            kind, raw = receive_frame(peer, Deadline(min(5.0, deadline.left_s())))
+            hello = Hello(**json.loads(raw)) if kind is Frame.HELLO else None
+        except (OSError, ValueError, TypeError, RendezvousError):
+            peer.close()
+            return
+        problem = "it does not speak Paceline's protocol" if hello is None else self._misfit(hello)
+        if not problem:
+            assert hello is not None
+            self._peers[hello.rank] = peer
+            return
+        _try_send(peer, Frame.REFUSED, problem.encode())
+        peer.close()
+        if hello is not None and hello.job_id == self._hello.job_id and hello.world_size != self.world_size:
+            self._fail(
+                RendezvousError(
+                    f"Rank {hello.rank} and rank 0 disagree on the number of ranks.",
+                    where=f"group {self._hello.name!r} at {self._key}",
+                    expected=f"world_size {self.world_size} (rank 0)",
+                    got=f"world_size {hello.world_size} (rank {hello.rank}, pid {hello.pid})",
+                    hint="give every process the same WORLD_SIZE",
+                )
+            )
+
+    def _misfit(self, hello: Hello) -> str:
+        mine = self._hello
+        if hello.job_id != mine.job_id:
+            return f"this is job {mine.job_id or '(none)'!r}, the caller belongs to job {hello.job_id or '(none)'!r}"
+        if hello.world_size != mine.world_size:
+            return f"rank 0 has world_size {mine.world_size}, the caller has {hello.world_size}"
+        if not 0 < hello.rank < mine.world_size:
+            return f"rank {hello.rank} is not one of 1 to {mine.world_size - 1}"
+        if hello.rank in self._peers:
+            return f"rank {hello.rank} has joined already; two processes have the same rank"
+        return ""
+
+    def _fail_missing(self, deadline: Deadline) -> None:
+        missing = sorted(set(range(1, self.world_size)) - set(self._peers))
+        self._fail(
+            RendezvousError(
+                f"{format_ranks(missing).capitalize()} of {self.world_size} did not come within "
+                f"{deadline.timeout_s:.1f} s.",
+                where=f"group {self._hello.name!r} at {self._key}",
+                seen=f"{format_ranks([0, *self._peers])} came",
+                likely="the process did not start, died while importing, or has another address or job id",
+                hint="look at the missing rank's output; `timeout_s` gives slow starters longer",
+                missing=tuple(missing),
+            )
+        )
+
+    def _fail(self, error: RendezvousError) -> None:
+        """Tell everybody who came, then raise."""
+        for peer in self._peers.values():
+            _try_send(peer, Frame.FAILED, str(error).encode())
+        raise error
+
+    def _gather_and_spread(self, payload: bytes, deadline: Deadline) -> list[bytes]:
+        payloads = {0: payload}
+        for rank, peer in sorted(self._peers.items()):
+            try:
+                kind, payloads[rank] = receive_frame(peer, deadline)
+                if kind is not Frame.PAYLOAD:
+                    raise ConnectionError(f"unexpected {kind.name} message")
+            except OSError as error:
+                self._fail(
+                    RendezvousError(
+                        f"Rank {rank} of {self.world_size} was lost while the group was being formed.",
+                        where=f"group {self._hello.name!r} at {self._key}",
+                        seen=str(error) or type(error).__name__,
+                        likely="it died, or is stuck before the same point of the program",
+                        hint="look at that rank's output",
+                        missing=(rank,),
+                    )
+                )
+        ordered = [payloads[rank] for rank in range(self.world_size)]
+        joined = b"".join(len(part).to_bytes(8, "little") + part for part in ordered)
+        for peer in self._peers.values():
+            _try_send(peer, Frame.ALL_PAYLOADS, joined, deadline)
+        return ordered
+
+    # --- the other ranks ---
+
+    def _connect(self, address: str, deadline: Deadline) -> None:
+        hub = self._dial(address, deadline)
+        self._peers[0] = hub
+        try:
+            peer_pid(hub)
+            send_frame(hub, Frame.HELLO, json.dumps(asdict(self._hello)).encode(), deadline)
+            kind, answer = receive_frame(hub, deadline)
+        except OSError as error:
+            raise self._lost_hub(error) from error
+        if kind is Frame.REFUSED:
+            raise RendezvousError(
+                f"Rank {self.rank} of {self.world_size} was refused by rank 0.",
+                where=f"group {self._hello.name!r} at {self._key}",
+                seen=answer.decode(errors="replace"),
+                likely="two jobs share one address, or the ranks were started with different settings",
+                hint="give each job its own MASTER_PORT or PACELINE_JOB_ID, and each process its own rank",
+            )
+        if kind is not Frame.WELCOME:
+            raise _from_hub(answer)
+
+    def _dial(self, address: str, deadline: Deadline) -> socket.socket:
+        while True:
+            hub = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+            try:
+                hub.connect("\0" + address)
+                return hub
+            except OSError as error:
+                hub.close()
+                if deadline.is_over():
+                    raise RendezvousError(
+                        f"Rank {self.rank} of {self.world_size} did not find rank 0 within {deadline.timeout_s:.1f} s.",
+                        where=f"group {self._hello.name!r} at {self._key}",
+                        seen=str(error),
+                        likely="rank 0 did not start, died, is on another host, or has another address or job id",
+                        hint="look at rank 0's output; `timeout_s` gives slow starters longer",
+                        missing=(0,),
+                    ) from error
+            time.sleep(_RETRY_S)  # an abstract address can't be watched for
+
+    def _lost_hub(self, error: OSError) -> RendezvousError:
+        return RendezvousError(
+            f"Rank {self.rank} of {self.world_size} lost rank 0 while the group was being formed.",
+            where=f"group {self._hello.name!r} at {self._key}",
+            seen=str(error) or type(error).__name__,
+            likely="rank 0 died, raised, or waits for another rank that is late",
+            hint="look at rank 0's output",
+            missing=(0,),
+        )
+
+
+def _from_hub(message: bytes) -> RendezvousError:
+    """Rank 0's own error, as it was there."""
+    summary, _, rest = message.decode(errors="replace").partition("\n")
+    return RendezvousError(f"Rank 0 gave up: {summary}", seen=rest.strip())
+
+
+def _split(joined: bytes, world_size: int) -> list[bytes]:
+    parts: list[bytes] = []
+    at = 0
+    for _ in range(world_size):
+        length = int.from_bytes(joined[at : at + 8], "little")
+        parts.append(joined[at + 8 : at + 8 + length])
+        at += 8 + length
+    return parts
+
+
+def _try_send(peer: socket.socket, kind: Frame, payload: bytes, deadline: Deadline | None = None) -> None:
+    try:
+        send_frame(peer, kind, payload, deadline or Deadline(1.0))
+    except OSError:
+        return  # it is gone, or does not listen: the next exchange with it will say so
