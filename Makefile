@@ -21,13 +21,11 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 # What the core is built from; a change rebuilds it.
 CORE := pyproject.toml CMakeLists.txt $(shell find cpp -type f)
 CPP_FILES = $(shell find cpp tests/cpp -name '*.cc' -o -name '*.h')
-# The demo wants two ranks at least, and no more than are interesting to watch.
-RANKS ?= $(shell n=$$(nproc); echo $$((n < 2 ? 2 : n > 4 ? 4 : n)))
 
 .PHONY: demo test lint format types sanitizers docs bench clean help
 
 demo: $(VENV)/.core ## Train a small model on several processes, and compare with one process and with torch's DDP
-	@$(BIN)/python examples/digits.py --ranks $(RANKS) $(ARGS)
+	@$(BIN)/python examples/demo.py $(ARGS)
 
 test: $(VENV)/.core ## Run the tests; ARGS='tests/unit -k bucket' runs some
 	@$(BIN)/python -m pytest $(ARGS)

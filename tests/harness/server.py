@@ -16,7 +16,15 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[2]
-_PRELOADED = ("numpy", "pytest", "hypothesis", "torch", "paceline", "tests.harness.rank_main")
+_PRELOADED = (
+    "numpy",
+    "pytest",
+    "hypothesis",
+    "torch",
+    "paceline.collectives.init",
+    "paceline.torch",
+    "tests.harness.rank_main",
+)
 # Ranks share the cores: one thread each, and the libraries read this when they are imported.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 

@@ -1,0 +1,30 @@
+"""Sphinx's configuration. `make docs` builds with warnings as errors."""
+
+from importlib.metadata import version as version_of
+from importlib.util import find_spec
+
+project = "Paceline"
+author = "The Paceline authors"
+copyright = "The Paceline authors"
+version = release = version_of("paceline")
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+]
+exclude_patterns = ["_build"]
+html_theme = "furo"
+html_title = "Paceline"
+
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_class_signature = "mixed"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+# The framework-free part is documented without torch; the front end needs something to inherit from.
+autodoc_mock_imports = [] if find_spec("torch") else ["torch"]
