@@ -1,5 +1,6 @@
 #include "bind/failures.h"
 
+#include <nanobind/stl/string.h>
 #include <string.h>
 
 namespace nb = nanobind;

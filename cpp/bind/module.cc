@@ -271,7 +271,7 @@ void bind_group(nb::module_& m) {
       "fd"_a, "The 16 bytes that the maker of the region wrote into it.");
 
   constexpr double kDefault = -1.0;
-  nb::class_<PyHostGroup>(m, "HostGroup")
+  nb::class_<PyHostGroup>(m, "HostGroup", nb::is_weak_referenceable())
       .def(nb::init<int, int, nb::bytes, const std::string&, double, double, double, nb::object>(), "fd"_a, "rank"_a, "nonce"_a, "name"_a,
            "timeout_s"_a, "warn_after_s"_a, "spin_us"_a = -1.0, "slow"_a = nb::none())
       .def_prop_ro("rank", [](PyHostGroup& g) { return g.group().rank(); })

@@ -74,6 +74,7 @@ def read_rank_environment(
     world_size: int | None = None,
     address: str | None = None,
     job_id: str | None = None,
+    needs_address: bool = True,
 ) -> RankEnvironment:
     """What the environment says about this rank; an argument wins over its variable.
 
@@ -83,6 +84,7 @@ def read_rank_environment(
         world_size: Number of ranks of the job.
         address: "host:port" where rank 0 listens.
         job_id: The same text on every rank, different for every job.
+        needs_address: Whether a missing address is an error; else it is ("", 0).
 
     Raises:
         ConfigError: A variable is missing, not a number, or out of range; it is named with its value.
@@ -114,7 +116,9 @@ def read_rank_environment(
     local_rank = local_world_size = None
     if launcher is not None:
         local_rank, local_world_size = _local_place(environ, launcher, rank, world_size)
-    master_addr, master_port = _master(environ, launcher, address, world_size, local_world_size)
+    master_addr, master_port = "", 0
+    if needs_address or address is not None:
+        master_addr, master_port = _master(environ, launcher, address, world_size, local_world_size)
     return RankEnvironment(
         rank=rank,
         world_size=world_size,
@@ -215,16 +219,15 @@ def _default_addr(
     environ: Mapping[str, str], launcher: _Launcher | None, world_size: int, local_world_size: int | None
 ) -> str:
     """Host of rank 0 where MASTER_ADDR is unset: "" if nothing tells it; may be "host:port"."""
-    if world_size == 1 or local_world_size == world_size:
-        return "127.0.0.1"
-    if launcher is None:
-        return ""
-    if launcher.name == "Paddle":
+    addr = ""
+    if launcher is not None and launcher.name == "Paddle":
         endpoints = environ.get("PADDLE_TRAINER_ENDPOINTS", "")
-        return environ.get("PADDLE_MASTER") or endpoints.split(",")[0].strip()
-    if launcher.name == "Slurm":
-        return first_slurm_host(environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_NODELIST", "")))
-    return ""
+        addr = environ.get("PADDLE_MASTER") or endpoints.split(",")[0].strip()
+    elif launcher is not None and launcher.name == "Slurm":
+        addr = first_slurm_host(environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_NODELIST", "")))
+    if not addr and (world_size == 1 or local_world_size == world_size):
+        return "127.0.0.1"
+    return addr
 
 
 def _agreed_port(environ: Mapping[str, str]) -> int | None:

@@ -1,5 +1,4 @@
 """The group: collectives on numpy arrays over the memory that the ranks of a host share.
 
-`group` is what users hold; `failures` words the core's errors; `lifetime` makes sure that a rank which
-raises or exits tells the others. May import rendezvous, errors, env and the core.
+`group` is what users hold; `failures` words the core's errors. May import rendezvous, errors, env and the core.
 """

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline import _core
-from paceline.collectives import arrays, lifetime
+from paceline.collectives import arrays
 from paceline.collectives.arrays import Array, address_of, dtype_number
 from paceline.collectives.call_queue import CallQueue
 from paceline.collectives.failures import describe_slow
@@ -24,6 +24,7 @@ from paceline.collectives.ops import ReduceOp, parse_op
 from paceline.collectives.member_exchange import MemberExchange
 from paceline.collectives.work import TransferWork, Work
 from paceline.errors import ConfigError, RendezvousError, format_ranks
+from paceline.rendezvous import lifetime
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.host import share_memory
 
@@ -64,7 +65,6 @@ class Group:
         self.name: str = core.name
         self._queue = CallQueue(f"paceline-{core.name}")
         self._num_subgroups = 0
-        lifetime.watch(core)
 
     def __repr__(self) -> str:
         state = "closed" if self.core.is_closed else "open"

@@ -44,14 +44,19 @@ def init(
     Example:
         Two processes: paceline.init(rank=0, world_size=2, job_id="a") and the same with rank=1.
     """
-    place = read_rank_environment(rank=rank, world_size=world_size, address=address or _no_address(world_size, job_id), job_id=job_id)
+    place = read_rank_environment(
+        rank=rank,
+        world_size=world_size,
+        address=address,
+        job_id=job_id,
+        needs_address=job_id is None and world_size != 1,  # a job id is a meeting place too
+    )
     if place.world_size > MAX_RANKS_PER_HOST:
         raise ConfigError(
             "One host can hold at most 128 ranks.", expected="1 to 128", got=f"world_size {place.world_size}"
         )
     if timeout_s <= 0:
         raise ConfigError("timeout_s must be positive.", got=str(timeout_s))
-    # A job id alone is a meeting place; else host and port are.
     key = place.job_id if address is None and place.job_id else f"{place.master_addr}:{place.master_port}"
     deadline = Deadline(timeout_s)
     with HubExchange(
@@ -65,7 +70,3 @@ def init(
             group_timeout_s=timeout_s,
         )
 
-
-def _no_address(world_size: int | None, job_id: str | None) -> str | None:
-    """A job id, or a lone rank, needs no address; read_rank_environment would ask for one."""
-    return "127.0.0.1:0" if job_id is not None or world_size == 1 else None

@@ -20,6 +20,7 @@ from typing import Any
 
 from paceline import _core
 from paceline.errors import RegionError
+from paceline.rendezvous import lifetime
 from paceline.rendezvous.deadline import Deadline
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.frames import Frame, listen, peer_pid, receive_frame, send_frame
@@ -100,6 +101,7 @@ def share_memory(
         )
     finally:
         os.close(fd)
+    lifetime.watch(host_group)
     hosts: dict[str, list[int]] = {}
     for rank, offer in enumerate(offers):
         hosts.setdefault(offer["hint"], []).append(rank)
