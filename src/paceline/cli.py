@@ -1,0 +1,72 @@
+"""The `paceline` command. Each subcommand's module is imported only when it is asked for."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+from paceline import __version__
+from paceline.errors import PacelineError
+
+_DESCRIPTION = "Data-parallel training on all cores of a machine, and beyond."
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; the value is the exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    name = arguments[0] if arguments else ""
+    try:
+        if name in _COMMANDS:
+            return _COMMANDS[name](arguments[1:])
+        return _no_command(arguments)
+    except PacelineError as error:
+        print(f"paceline {name}: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(arguments: Sequence[str]) -> int:
+    from paceline.launch import cli
+
+    options, command = cli.split_command(arguments)
+    parser = argparse.ArgumentParser(prog="paceline run", allow_abbrev=False)
+    cli.add_arguments(parser)
+    return cli.main(parser.parse_args(options), command)
+
+
+def _bench(arguments: Sequence[str]) -> int:
+    from paceline.observe.bench import cli
+
+    parser = argparse.ArgumentParser(prog="paceline", allow_abbrev=False)
+    cli.register(parser.add_subparsers())
+    parsed = parser.parse_args(["bench", *arguments])
+    return int(parsed.func(parsed))
+
+
+def _stacks(arguments: Sequence[str]) -> int:
+    from paceline.observe import stacks
+
+    parser = argparse.ArgumentParser(
+        prog="paceline stacks", description="Show where the Python threads of a process are."
+    )
+    parser.add_argument("pid", type=int, help="a rank's process id, as errors and reports show it")
+    print(stacks.ask(parser.parse_args(arguments).pid), end="")
+    return 0
+
+
+_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"run": _run, "bench": _bench, "stacks": _stacks}
+
+
+def _no_command(arguments: Sequence[str]) -> int:
+    """--help, --version, and mistakes."""
+    parser = argparse.ArgumentParser(prog="paceline", description=_DESCRIPTION)
+    parser.add_argument("--version", action="store_true", help="show the version")
+    commands = parser.add_subparsers(title="commands", metavar="command")
+    commands.add_parser("run", help="start a script on several ranks: paceline run -n 4 train.py")
+    commands.add_parser("bench", help="measure against the incumbents: paceline bench all_reduce")
+    commands.add_parser("stacks", help="show where a rank's threads are: paceline stacks PID")
+    if parser.parse_args(arguments).version:
+        print(f"paceline {__version__}")
+        return 0
+    parser.print_help(sys.stderr)
+    return 2

@@ -1,0 +1,17 @@
+"""Starting ranks: `paceline run`, `paceline.spawn`, and the supervision of their processes.
+
+May import paceline.errors, paceline.env and paceline.observe; never numpy, torch or the core, so that the
+launcher itself is small and starts at once.
+
+    cli.py         the arguments of `paceline run`
+    spawn.py       `paceline.spawn`; spawned.py is the rank's side of it
+    plan.py        what is to be started: one frozen value that everything below takes
+    variables.py   the environment of each rank (pure)
+    placement.py   threads and cores of each rank (pure); topology.py reads them from the machine
+    ports.py       free ports, and who holds a taken one
+    guardian.py    the process that the user sees: whoever dies, it leaves nothing behind
+    supervise.py   its child: starts the ranks, relays their output, stops them
+    process.py     one rank's process, and everything it started
+    output.py      lines and progress bars of several ranks on one terminal
+    report.py      which rank failed first, and why (pure)
+"""

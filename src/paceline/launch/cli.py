@@ -1,0 +1,186 @@
+"""`paceline run`: its arguments, and what is checked before anything starts."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib.machinery
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from paceline.errors import ConfigError
+from paceline.launch.guardian import run_guarded
+from paceline.launch.plan import Options, make_plan
+from paceline.launch.process import interpreter
+
+_USAGE = """paceline run [options] script.py [arguments ...]
+       paceline run [options] -m module [arguments ...]"""
+_EPILOG = """\
+examples:
+  paceline run -n 4 train.py --lr 0.1         four ranks of one script
+  paceline run -n 2 -m package.train          a module, as python -m
+  paceline run -n 4 --log-dir logs train.py   also each rank's output in logs/rankN.log
+
+Every rank gets the variables of torchrun and of paddle.distributed.launch. When a rank fails the others are
+stopped, and the first failure is shown last. The exit status is that of the first rank to fail, 128 + signal
+if a signal killed it; 124 after --timeout-s; 130 after Ctrl-C (a second Ctrl-C kills at once).
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options; the command itself is cut off by `split_command` before."""
+    parser.usage = _USAGE
+    parser.epilog = _EPILOG
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add(
+        "-n",
+        "--nprocs",
+        default="auto",
+        metavar="N",
+        help="number of ranks; auto (default): one per core",
+    )
+    add("-m", dest="is_module", action="store_true", help="run a module, as python -m; ends the options")
+    add("--master-addr", default="127.0.0.1", metavar="HOST", help="address of rank 0 (default: %(default)s)")
+    add("--master-port", type=int, metavar="PORT", help="port of rank 0 (default: a free one)")
+    add(
+        "--threads",
+        type=int,
+        metavar="N",
+        help="OMP_NUM_THREADS of each rank (default: as set, else cores divided by ranks)",
+    )
+    add(
+        "--bind",
+        choices=("auto", "cores", "none"),
+        default="auto",
+        help="cores: each rank keeps to cores of its own; auto (the default): so, if there are enough",
+    )
+    add(
+        "--prefix",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="[rank N] before each line; auto (the default): not for a single rank, nor for rank 0 on a "
+        "terminal, so that its progress bars work",
+    )
+    add("--log-dir", metavar="DIR", help="write each rank's output to DIR/rankN.log too")
+    add("--timeout-s", type=float, metavar="S", help="stop the job after S seconds")
+    add(
+        "--grace-s",
+        type=float,
+        default=5.0,
+        metavar="S",
+        help="after a failure: seconds until SIGTERM, then until SIGKILL (default: %(default)g)",
+    )
+
+
+def split_command(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Cut the launcher's options from the command that follows them.
+
+    Example:
+        ["-n", "2", "train.py", "-n", "7"] -> (["-n", "2"], ["train.py", "-n", "7"])
+    """
+    parser = argparse.ArgumentParser(add_help=False)
+    add_arguments(parser)
+    takes_value = {
+        name for action in parser._actions if action.nargs is None for name in action.option_strings
+    }
+    index = 0
+    while index < len(arguments) and arguments[index].startswith("-"):
+        if arguments[index] == "--":
+            return list(arguments[:index]), list(arguments[index + 1 :])
+        if arguments[index] == "-m":
+            rest = list(arguments[index + 1 :])
+            return list(arguments[: index + 1]), rest[1:] if rest[:1] == ["--"] else rest
+        index += 2 if arguments[index] in takes_value else 1
+    return list(arguments[:index]), list(arguments[index:])
+
+
+def main(parsed: argparse.Namespace, command: Sequence[str]) -> int:
+    """Run a command on several ranks.
+
+    Args:
+        parsed: The options.
+        command: The script or module and its arguments.
+
+    Returns:
+        The exit status of the job.
+
+    Raises:
+        ConfigError: Something is wrong with the options or the command; nothing was started.
+    """
+    check_command(command, is_module=parsed.is_module)
+    plan = make_plan(
+        " ".join(command[:1]),
+        (*interpreter(), *(("-m",) if parsed.is_module else ()), *command),
+        Options(
+            nprocs=_parse_nprocs(parsed.nprocs),
+            master_addr=parsed.master_addr,
+            master_port=parsed.master_port,
+            threads=parsed.threads,
+            bind=parsed.bind,
+            prefix=parsed.prefix,
+            log_dir=parsed.log_dir,
+            timeout_s=parsed.timeout_s,
+            grace_s=parsed.grace_s,
+        ),
+    )
+    return run_guarded(plan)
+
+
+def check_command(command: Sequence[str], *, is_module: bool) -> None:
+    """Raise unless python would find the script or module.
+
+    Raises:
+        ConfigError: It would not; the message says what is there instead.
+    """
+    if not command:
+        what = "module" if is_module else "script"
+        raise ConfigError(f"No {what} to run.", expected=_USAGE, hint="`paceline run --help` shows examples")
+    is_file = Path(command[0]).exists()
+    if is_module:
+        top = command[0].split(".")[0]
+        if _find_module(top) is None or (is_file and command[0].endswith(".py")):
+            raise ConfigError(
+                f"There is no module {command[0]!r}.",
+                where=f"the current folder, {Path.cwd()}, and the path of {sys.executable}",
+                hint="it is a file: leave -m out" if is_file else "",
+                module=command[0],
+            )
+    elif not is_file:
+        raise ConfigError(
+            f"There is no script {command[0]!r}.",
+            where=f"the current folder, {Path.cwd()}",
+            hint=_script_hint(command),
+            script=command[0],
+        )
+
+
+def _find_module(name: str) -> object | None:
+    return importlib.machinery.PathFinder.find_spec(name, [os.getcwd(), *sys.path])
+
+
+def _script_hint(command: Sequence[str]) -> str:
+    name = command[0]
+    if Path(name).name.startswith("python") and shutil.which(name):
+        rest = " ".join(command[1:]) or "script.py"
+        return f"`paceline run` starts python itself: `paceline run {rest}`"
+    if _find_module(name.split(".")[0]) is not None and not name.endswith(".py"):
+        return f"a module? `paceline run -m {name}`"
+    folder = Path(name).parent
+    names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
+    close = difflib.get_close_matches(Path(name).name, names, n=1)
+    return f"did you mean {folder / close[0]}?" if close else ""
+
+
+def _parse_nprocs(text: str) -> int | None:
+    if text == "auto":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(
+            f"-n {text} is not a number of ranks.", expected="a number, or auto: one per core", got=repr(text)
+        ) from None

@@ -1,0 +1,138 @@
+"""Ranks that `spawn` started, seen from the process that called it.
+
+Its one idea: the guardian reports over a pipe, in lines of JSON; when the pipe ends, so has every rank.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import select
+import signal
+import subprocess
+import threading
+import time
+
+from paceline.errors import LaunchError
+from paceline.launch import report
+from paceline.launch.plan import Plan
+
+_STARTED_WITHIN_S = 60.0
+
+
+class SpawnContext:
+    """Ranks that `spawn(..., join=False)` started."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        guardian: subprocess.Popen[bytes],
+        report_fd: int,
+        lifeline: int,
+        relays: list[threading.Thread],
+        *,
+        is_daemon: bool,
+    ) -> None:
+        self._plan = plan
+        self._guardian = guardian
+        self._report_fd = report_fd
+        self._lifeline = lifeline  # the guardian ends the job when we close it, or cease to be
+        self._relays = relays
+        self._received = b""
+        self._is_over = False
+        self._at_exit = self.stop if is_daemon else self.join
+        atexit.register(self._at_exit)
+
+    def pids(self) -> list[int]:
+        """Process ids of the ranks, by rank.
+
+        Raises:
+            LaunchError: They could not be started.
+        """
+        deadline = time.monotonic() + _STARTED_WITHIN_S
+        while b"\n" not in self._received:
+            if not self._receive(deadline):
+                raise LaunchError(
+                    "The ranks were not started.",
+                    seen=f"no word from the launcher (pid {self._guardian.pid}) in {_STARTED_WITHIN_S:g} s",
+                )
+        pids: list[int] = json.loads(self._received.splitlines()[0])["pids"]
+        return pids
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait until every rank has finished.
+
+        Args:
+            timeout: Seconds to wait; None: as long as it takes.
+
+        Returns:
+            True when all have finished, False when some still run after `timeout`.
+
+        Raises:
+            LaunchError: A rank failed; the others have been stopped.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while not self._is_over:
+            if not self._receive(deadline) and not self._is_over:
+                return False
+        self._raise_for_failure()
+        return True
+
+    def stop(self, signum: int = signal.SIGTERM) -> None:
+        """Stop the ranks that still run, and wait until they have ended.
+
+        Args:
+            signum: What to send first; SIGTERM and SIGKILL follow, each after a grace.
+        """
+        if self._is_over:
+            return
+        self._guardian.send_signal(signum)
+        # SIGINT, then SIGTERM, then SIGKILL, each after a grace; past that the lifeline ends it.
+        deadline = time.monotonic() + 3 * self._plan.options.grace_s + 10.0
+        while not self._is_over and self._receive(deadline):
+            pass
+        self._end()
+
+    def _receive(self, deadline: float | None) -> bool:
+        """Wait for a piece of the report; False when none came before the deadline, or the job is over."""
+        if self._is_over:
+            return False
+        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ready, _, _ = select.select([self._report_fd], [], [], timeout)
+        if not ready:
+            return False
+        data = os.read(self._report_fd, 1 << 16)
+        self._received += data
+        if not data:
+            self._end()
+        return bool(data)
+
+    def _end(self) -> None:
+        if self._is_over:
+            return
+        self._is_over = True
+        atexit.unregister(self._at_exit)
+        os.close(self._lifeline)
+        os.close(self._report_fd)
+        self._guardian.wait()
+        for relay in self._relays:
+            relay.join()
+
+    def _raise_for_failure(self) -> None:
+        lines = self._received.splitlines()
+        result = json.loads(lines[-1]) if len(lines) > 1 else {}
+        if result.get("is_failure"):
+            raise report.launch_error([report.from_json(end) for end in result["ends"]], self._plan.name)
+        if result.get("exit_status") == 0:
+            return
+        status = result.get("exit_status", self._guardian.returncode)
+        raise LaunchError(
+            f"The job did not end within {self._plan.options.timeout_s:g} s and was stopped."
+            if status == report.TIMED_OUT
+            else "The job was stopped before it ended.",
+            where=f"{self._plan.name} on {self._plan.nprocs} ranks",
+            got=f"exit status {status} of its launcher (pid {self._guardian.pid})",
+            exit_status=status,
+            failures=(),
+        )

@@ -1,0 +1,209 @@
+"""The process that the user sees, and the reason why nothing is left behind.
+
+Two processes watch each other. The guardian (this one, whose pid the user knows) starts the supervisor,
+passes signals on to it, and at the end ends whatever is left below itself: as a child subreaper it inherits
+every process whose parent has died, also those that made themselves a session of their own. If the supervisor
+is killed, the guardian cleans up; if the guardian is killed, the kernel tells the supervisor, which does; if
+both are killed at once, the kernel still kills every rank.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from types import FrameType
+
+from paceline.launch.memory_file import read_memory_file
+from paceline.launch.output import Screen
+from paceline.launch.plan import Plan
+from paceline.launch.process import (
+    adopt_orphans,
+    descendants,
+    describe,
+    die_with_parent,
+    kill_descendants,
+    reap_children,
+    send,
+)
+from paceline.launch.supervise import Supervisor
+
+_CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGTSTP, signal.SIGWINCH)
+# Wrappers pass on a Ctrl-C that the terminal has sent us too, and timeout(1) signals both us and our group;
+# a second one from a person takes longer.
+_SECOND_SIGNAL_AFTER_S = 0.3
+# Helpers of a rank's own, such as multiprocessing's resource tracker, need a moment to see that it has ended.
+_LEFTOVER_GRACE_S = 1.0
+
+
+def run_guarded(plan: Plan, lifelines: Sequence[int] = ()) -> int:
+    """Run a plan to its end, and leave no process behind.
+
+    Call it from the main thread of a process that does nothing else.
+
+    Args:
+        plan: What to start.
+        lifelines: Descriptors that become readable when the job must end at once.
+
+    Returns:
+        The exit status of the job.
+    """
+    guardian = _Guardian(plan, lifelines)
+    return guardian.run()
+
+
+def guard(plan_fd: int, lifeline: int, parent: int) -> None:
+    """Run the plan that `spawn` left in a memory file, as long as the process that called it lives."""
+    plan: Plan = pickle.loads(read_memory_file(plan_fd))
+    lifelines = [lifeline]
+    # A fork of the parent may hold the other end of the lifeline; its pidfd speaks of the parent alone.
+    with suppress(OSError):  # Linux before 5.3, or the parent has ended, which the lifeline says too
+        lifelines.append(os.pidfd_open(parent))
+    if os.getppid() != parent:
+        sys.exit(1)
+    sys.exit(run_guarded(plan, lifelines))
+
+
+class _Guardian:
+    def __init__(self, plan: Plan, lifelines: Sequence[int]) -> None:
+        self._plan = plan
+        self._lifelines = list(lifelines)
+        self._supervisor = 0
+        self._status: int | None = None  # of the supervisor, once it has ended
+        self._first_stop_at: float | None = None
+
+    def run(self) -> int:
+        adopt_orphans()
+        wakeup = _catch_signals(_CAUGHT)
+        self._supervisor = _fork_supervisor(self._plan)
+        while self._status is None:
+            ready, _, _ = select.select([wakeup, *self._lifelines], [], [])
+            if any(fd in self._lifelines for fd in ready):
+                kill_descendants()
+                return 128 + signal.SIGKILL
+            for signum in os.read(wakeup, 512):
+                self._on_signal(signum)
+        self._end_leftovers(wakeup)
+        return self._exit_status()
+
+    def _on_signal(self, signum: int) -> None:
+        if signum == signal.SIGCHLD:
+            self._status = reap_children().get(self._supervisor, self._status)
+        elif signum == signal.SIGTSTP:
+            _suspend()
+        elif signum == signal.SIGWINCH:
+            send(self._supervisor, signum)
+        elif self._first_stop_at is None:
+            self._first_stop_at = time.monotonic()
+            send(self._supervisor, signum)
+        elif time.monotonic() - self._first_stop_at > _SECOND_SIGNAL_AFTER_S:
+            kill_descendants()
+            _say(f"paceline: second {signal.Signals(signum).name}: every rank was killed")
+            self._status = 128 + signum
+
+    def _end_leftovers(self, wakeup: int) -> None:
+        deadline = time.monotonic() + _LEFTOVER_GRACE_S
+        while descendants(os.getpid()) and time.monotonic() < deadline:
+            select.select([wakeup], [], [], deadline - time.monotonic())
+            with suppress(BlockingIOError):
+                os.read(wakeup, 512)
+            reap_children()
+        left = [describe(pid) for pid in descendants(os.getpid())]
+        unkillable = kill_descendants()
+        if left:
+            _say(f"paceline: ended what the ranks left behind: {', '.join(left)}")
+        if unkillable:
+            _say(f"paceline: could not end {', '.join(map(describe, unkillable))}")
+
+    def _exit_status(self) -> int:
+        assert self._status is not None
+        if self._status >= 0:
+            return self._status
+        _say(
+            f"paceline: the supervisor was killed by {signal.Signals(-self._status).name}; so was every rank"
+        )
+        return 128 - self._status
+
+
+def _catch_signals(signals: Sequence[int]) -> int:
+    """Have their numbers written to a pipe; its reading end."""
+    wakeup, writer = os.pipe()
+    os.set_blocking(wakeup, False)
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    for signum in signals:
+        if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup, or a shell's background job
+            signal.signal(signum, _nothing)
+    return wakeup
+
+
+def _nothing(signum: int, frame: FrameType | None) -> None:
+    """The signal's number is in the wake-up pipe."""
+
+
+def _fork_supervisor(plan: Plan) -> int:
+    guardian = os.getpid()
+    terminal_group = _terminal_group(plan)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Until the supervisor listens itself, a signal for it would be written to our own wake-up pipe.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _CAUGHT)
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            status = _supervise(plan, guardian, terminal_group)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    return pid
+
+
+def _supervise(plan: Plan, guardian: int, terminal_group: int) -> int:
+    os.setpgid(0, 0)  # the terminal's Ctrl-C comes through the guardian, once
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # and writing to the terminal must not stop us
+    signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+    adopt_orphans()
+
+    def on_sigterm(signum: int, frame: FrameType | None) -> None:
+        # Runs even while a full pipe blocks our output.
+        if os.getppid() != guardian:
+            kill_descendants()
+            os._exit(128 + signal.SIGKILL)
+
+    signal.signal(signal.SIGTERM, on_sigterm)
+    die_with_parent(guardian, signal.SIGTERM)
+    return Supervisor(plan, Screen(), terminal_group).run()
+
+
+def _terminal_group(plan: Plan) -> int:
+    """Our process group, if it is the one that reads the terminal; else 0."""
+    if not plan.passes_stdin:
+        return 0
+    with suppress(OSError):
+        if os.tcgetpgrp(0) == os.getpgrp():
+            return os.getpgrp()
+    return 0
+
+
+def _suspend() -> None:
+    """Ctrl-Z: stop everything, and ourselves; go on together."""
+    ours = descendants(os.getpid())
+    for pid in ours:
+        send(pid, signal.SIGSTOP)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    for pid in ours:
+        send(pid, signal.SIGCONT)
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):
+        os.write(2, text.encode(errors="replace") + b"\n")

@@ -1,0 +1,114 @@
+"""Output of several ranks on one terminal or file: whole lines, each with its rank, and one progress bar.
+
+Its one idea: a line of one rank never cuts a line of another in two. Rank 0 on a terminal is the exception
+that makes progress bars work: its bytes pass as they are, and lines of other ranks are put above what it has
+written of its current line.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+from collections.abc import Sequence
+
+_LONGEST_LINE = 1 << 20
+_LONGEST_REDRAWN = 4096
+_COLOURS = (36, 33, 35, 32, 34, 31)  # cyan, yellow, magenta, green, blue, red
+
+
+class LineBuffer:
+    """Cuts bytes into lines as a terminal would show them in the end.
+
+    Of a progress bar that redraws itself with carriage returns, the last state is the line.
+    """
+
+    def __init__(self) -> None:
+        self._pending = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The lines that `data` completes, without their ends."""
+        *lines, self._pending = (self._pending + data).split(b"\n")
+        self._pending = _last_drawn(self._pending)
+        if len(self._pending) > _LONGEST_LINE:
+            lines.append(self._pending)
+            self._pending = b""
+        return [_last_drawn(line).rstrip(b"\r") for line in lines]
+
+    def flush(self) -> list[bytes]:
+        """The unfinished last line, if there is one."""
+        line, self._pending = self._pending.rstrip(b"\r"), b""
+        return [line] if line else []
+
+
+def _last_drawn(line: bytes) -> bytes:
+    """What is visible after the carriage returns in `line`, with the one that may end it."""
+    if b"\r" not in line:
+        return line
+    end = b"\r" if line.endswith(b"\r") else b""
+    drawn = [part for part in line.split(b"\r") if part]
+    return drawn[-1] + end if drawn else end
+
+
+class Screen:
+    """The launcher's standard output and error, written by nobody else while the job runs."""
+
+    def __init__(self, stdout_fd: int = 1, stderr_fd: int = 2) -> None:
+        self._fds = {1: stdout_fd, 2: stderr_fd}
+        self._is_terminal = {stream: _is_terminal(fd) for stream, fd in self._fds.items()}
+        self._has_colour = "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+        self._unfinished = b""  # what rank 0 has drawn of the terminal's last line
+        self.has_lost_reader = False  # nobody reads our standard output any more
+
+    def is_terminal(self, stream: int) -> bool:
+        return self._is_terminal[stream]
+
+    def prefix(self, rank: int, stream: int) -> bytes:
+        """What stands before each line of a rank."""
+        if self._is_terminal[stream] and self._has_colour:
+            return b"\x1b[%dm[rank %d]\x1b[0m " % (_COLOURS[rank % len(_COLOURS)], rank)
+        return b"[rank %d] " % rank
+
+    def write_lines(self, stream: int, prefix: bytes, lines: Sequence[bytes]) -> None:
+        """Write whole lines."""
+        if not lines:
+            return
+        text = b"".join(prefix + line + b"\n" for line in lines)
+        if self._unfinished and self._is_terminal[stream]:
+            text = b"\r\x1b[K" + text + self._unfinished
+        self._write(stream, text)
+
+    def write_raw(self, stream: int, data: bytes) -> None:
+        """Write bytes as they are, and remember what they leave on the terminal's last line."""
+        self._write(stream, data)
+        if self._is_terminal[stream]:
+            self._unfinished = (self._unfinished + data).rpartition(b"\n")[2]
+            if b"\r" in self._unfinished:
+                self._unfinished = b"\r" + _last_drawn(self._unfinished)
+            if len(self._unfinished) > _LONGEST_REDRAWN:
+                self._unfinished = b""
+
+    def say(self, text: str) -> None:
+        """The launcher's own words, on standard error."""
+        if self._unfinished and self._is_terminal[2]:
+            self._write(2, b"\n")
+            self._unfinished = b""
+        self._write(2, text.encode(errors="replace") + b"\n")
+
+    def _write(self, stream: int, data: bytes) -> None:
+        fd = self._fds[stream]
+        view = memoryview(data)
+        while view:
+            try:
+                view = view[os.write(fd, view) :]
+            except BlockingIOError:  # noqa: PERF203  # somebody made the shared pipe non-blocking
+                select.select([], [fd], [])
+            except OSError:  # the reader is gone; go on reading the ranks, so that none blocks
+                self.has_lost_reader = self.has_lost_reader or stream == 1
+                return
+
+
+def _is_terminal(fd: int) -> bool:
+    try:
+        return os.isatty(fd)
+    except OSError:
+        return False

@@ -1,0 +1,177 @@
+"""A call and its arguments as bytes that another interpreter of this machine can make again.
+
+Its one idea: pickle what can be found by name, as multiprocessing does, and take cloudpickle for what can't:
+what was defined in a notebook, a REPL, or inside another function. The bytes travel in an anonymous memory
+file that only our own children inherit; no network is involved.
+"""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import pickle
+import sys
+from collections import ChainMap
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.context import set_spawning_popen
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+from paceline.errors import ConfigError
+
+
+@dataclass
+class InheritedFd:
+    """A descriptor that the rank inherits under its own number; `detach` is what multiprocessing calls."""
+
+    fd: int
+
+    def detach(self) -> int:
+        return self.fd
+
+
+@dataclass
+class _Inheritance:
+    """Stands for the process being started while multiprocessing's queues, locks and tensors pickle."""
+
+    fds: list[int] = field(default_factory=list)
+    DupFd = InheritedFd
+
+    def duplicate_for_child(self, fd: int) -> int:
+        self.fds.append(fd)
+        return fd
+
+
+@dataclass(frozen=True)
+class Payload:
+    """A call, ready to be made elsewhere."""
+
+    data: bytes
+    fds: tuple[int, ...]  # that the other process must inherit
+
+
+def pack(function: Callable[..., Any], args: tuple[Any, ...]) -> Payload:
+    """Make a call portable.
+
+    Args:
+        function: What to call.
+        args: Its arguments after the rank. Queues and locks of multiprocessing's "spawn" context, and tensors
+            where torch is loaded, are shared; anything else is copied.
+
+    Raises:
+        ConfigError: The function or an argument can't be pickled.
+    """
+    preparation = _preparation()
+    inheritance = _Inheritance()
+    set_spawning_popen(inheritance)  # type: ignore[arg-type]
+    try:
+        is_main_importable = any(name.startswith("init_main_") for name in preparation)
+        call = _pickle_call(function, args, is_main_importable=is_main_importable)
+    finally:
+        set_spawning_popen(None)
+    return Payload(pickle.dumps((preparation, _tracker_fd())) + call, tuple(inheritance.fds) + _tracker_fds())
+
+
+def unpack(data: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The call that `pack` was given, in another process.
+
+    Imports the main script of the parent first, as `__mp_main__`, so that what it defines is found.
+    """
+    from multiprocessing import resource_tracker, spawn
+
+    stream = io.BytesIO(data)
+    preparation, tracker_fd = pickle.load(stream)
+    if tracker_fd is not None:
+        # As multiprocessing does it: one tracker for the whole family, else ours would unlink what others
+        # still use.
+        resource_tracker._resource_tracker._fd = tracker_fd  # type: ignore[attr-defined]
+    spawn.prepare(preparation)
+    function, args = pickle.load(stream)
+    return function, args
+
+
+def _preparation() -> dict[str, Any]:
+    """What multiprocessing.spawn.prepare needs to make a process like this one."""
+    main = sys.modules["__main__"]
+    preparation: dict[str, Any] = {
+        "sys_path": [os.getcwd() if entry == "" else entry for entry in sys.path],
+        "sys_argv": sys.argv,
+        "authkey": bytes(multiprocessing.current_process().authkey),
+    }
+    name = getattr(getattr(main, "__spec__", None), "name", None)
+    path = getattr(main, "__file__", None)
+    if name is not None:
+        preparation["init_main_from_name"] = name
+    elif path is not None and os.path.exists(path):
+        preparation["init_main_from_path"] = os.path.abspath(path)
+    return preparation
+
+
+def _pickle_call(function: Callable[..., Any], args: tuple[Any, ...], *, is_main_importable: bool) -> bytes:
+    reason: Exception | None = None
+    if is_main_importable or not _has_cloudpickle():
+        try:
+            data = bytes(ForkingPickler.dumps((function, args)))
+            if is_main_importable or b"__main__" not in data:
+                return data
+        except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
+            reason = error
+    if not _has_cloudpickle():
+        raise _not_portable(function, reason)
+    return _cloudpickle_call(function, args)
+
+
+def _cloudpickle_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    import cloudpickle
+
+    buffer = io.BytesIO()
+    pickler = cloudpickle.Pickler(buffer)
+    pickler.dispatch_table = ChainMap(ForkingPickler._extra_reducers, pickler.dispatch_table)  # type: ignore[attr-defined]
+    try:
+        pickler.dump((function, args))
+    except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
+        raise ConfigError(
+            f"{_name(function)} or an argument of it cannot be sent to another process.",
+            got=f"{type(error).__name__}: {error}",
+            hint="create locks, files and connections inside the function; "
+            'queues and locks come from multiprocessing.get_context("spawn")',
+        ) from error
+    return buffer.getvalue()
+
+
+def _has_cloudpickle() -> bool:
+    try:
+        import cloudpickle  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def _not_portable(function: Callable[..., Any], reason: Exception | None) -> ConfigError:
+    return ConfigError(
+        f"{_name(function)}, or an argument of it, cannot be found by name from another process.",
+        got=f"{type(reason).__name__}: {reason}" if reason else "defined in a notebook or a REPL",
+        hint="`pip install cloudpickle` (or paceline[notebook]), or define it at the top of a module",
+        function=_name(function),
+    )
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", repr(function))
+
+
+def _tracker_fd() -> int | None:
+    """Of multiprocessing's resource tracker, where the program uses what it tracks."""
+    if "multiprocessing.resource_tracker" not in sys.modules:
+        return None
+    from multiprocessing import resource_tracker
+
+    fd: int | None = resource_tracker.getfd()
+    return fd
+
+
+def _tracker_fds() -> tuple[int, ...]:
+    fd = _tracker_fd()
+    return () if fd is None else (fd,)

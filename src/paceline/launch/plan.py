@@ -1,0 +1,180 @@
+"""What is to be started, decided before anything is: one frozen value per launch.
+
+Its one idea: everything that can be wrong is checked here, while there is nothing to clean up.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.errors import ConfigError
+from paceline.launch.placement import Machine, assign_cores, threads_per_rank
+from paceline.launch.ports import check_port_is_free, free_ports
+from paceline.launch.topology import read_machine
+from paceline.launch.variables import Meeting, new_job_id, rank_environment
+
+MAX_NPROCS = 128  # ranks that the shared memory of one host serves
+
+# A user who places threads by hand does not want a second placement on top.
+_PLACEMENT_VARIABLES = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PROC_BIND", "OMP_PLACES")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asks of the launcher, the same for `paceline run` and `spawn`."""
+
+    nprocs: int | None = None  # None: as many as there are cores
+    master_addr: str = "127.0.0.1"
+    master_port: int | None = None  # None: a free one
+    threads: int | None = None  # None: cores divided by ranks, unless OMP_NUM_THREADS is set
+    bind: str = "auto"  # "auto", "cores", "none"
+    prefix: str = "auto"  # "auto", "always", "never"
+    log_dir: str | None = None
+    timeout_s: float | None = None
+    grace_s: float = 5.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One launch, ready to start. Pickles."""
+
+    name: str  # what messages call it: "train.py"
+    command: tuple[str, ...]  # the same for every rank
+    environments: tuple[Mapping[str, str], ...]  # one per rank
+    cores: tuple[frozenset[int] | None, ...]  # one per rank; None: not bound
+    options: Options
+    passes_stdin: bool = True  # to rank 0
+    inherited_fds: tuple[int, ...] = ()
+    # Set by spawn: where each rank writes the exception that ended it, and where the launcher reports.
+    error_fds: tuple[int, ...] = ()
+    report_fd: int | None = None
+
+    @property
+    def nprocs(self) -> int:
+        return len(self.environments)
+
+
+def make_plan(
+    name: str,
+    command: tuple[str, ...],
+    options: Options,
+    *,
+    inherited: Mapping[str, str] | None = None,
+    machine: Machine | None = None,
+) -> Plan:
+    """Check the options and decide everything that they leave open.
+
+    Args:
+        name: What messages call the job.
+        command: The command line of every rank.
+        options: What the user asks.
+        inherited: The environment that ranks inherit; None: this process's.
+        machine: What the ranks may use; None: read from the machine.
+
+    Raises:
+        ConfigError: An option is out of range, or the port is taken.
+    """
+    machine = read_machine() if machine is None else machine
+    nprocs = min(machine.num_cores, MAX_NPROCS) if options.nprocs is None else options.nprocs
+    _check_options(options, nprocs)
+    if options.log_dir is not None:
+        _make_log_dir(options.log_dir)
+    inherited = os.environ if inherited is None else inherited
+    meeting = _choose_meeting(options, nprocs)
+    environments = tuple(
+        rank_environment(
+            rank,
+            nprocs,
+            meeting,
+            inherited,
+            num_threads=options.threads or threads_per_rank(machine.num_cores, nprocs),
+            is_threads_given=options.threads is not None,
+            has_gpu=Path("/dev/nvidiactl").exists(),
+        )
+        for rank in range(nprocs)
+    )
+    return Plan(
+        name=name,
+        command=command,
+        environments=environments,
+        cores=_choose_cores(options, machine, nprocs, inherited),
+        options=options,
+    )
+
+
+def _check_options(options: Options, nprocs: int) -> None:
+    if not 1 <= nprocs <= MAX_NPROCS:
+        raise ConfigError(
+            f"Cannot start {nprocs} ranks.",
+            expected=f"1 to {MAX_NPROCS} ranks on one machine",
+            got=str(nprocs),
+            hint="-n auto starts one rank per core",
+            nprocs=nprocs,
+        )
+    if options.threads is not None and options.threads < 1:
+        raise _bad_option("threads", options.threads, "at least 1")
+    for name, seconds in (("timeout_s", options.timeout_s), ("grace_s", options.grace_s)):
+        if seconds is not None and not 0 <= seconds < float("inf"):
+            raise _bad_option(name, seconds, "a number of seconds, 0 or more")
+    for name, value, choices in (
+        ("bind", options.bind, ("auto", "cores", "none")),
+        ("prefix", options.prefix, ("auto", "always", "never")),
+    ):
+        if value not in choices:
+            raise _bad_option(name, value, ", ".join(choices))
+
+
+def _make_log_dir(path: str) -> None:
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"The log folder {path!r} cannot be made: {error.strerror}.",
+            hint="--log-dir takes a folder, new or old; it gets a file for each rank",
+        ) from None
+
+
+def _choose_meeting(options: Options, nprocs: int) -> Meeting:
+    if options.master_port is None:
+        master_port, *paddle_ports = free_ports(nprocs + 1)
+    else:
+        master_port = options.master_port
+        if not 0 < master_port < 65536:
+            raise _bad_option("master_port", master_port, "1 to 65535")
+        check_port_is_free(options.master_addr, master_port)
+        paddle_ports = free_ports(nprocs)
+    return Meeting(options.master_addr, master_port, tuple(paddle_ports), new_job_id())
+
+
+def _choose_cores(
+    options: Options, machine: Machine, nprocs: int, inherited: Mapping[str, str]
+) -> tuple[frozenset[int] | None, ...]:
+    unbound = (None,) * nprocs
+    if options.bind == "none":
+        return unbound
+    if options.bind == "auto":
+        is_placed_by_user = any(inherited.get(name) for name in _PLACEMENT_VARIABLES)
+        # Under a quota, every container on the machine would bind to the same first cores.
+        if nprocs == 1 or is_placed_by_user or machine.is_cut_by_quota:
+            return unbound
+    cores = assign_cores(machine.cpus, nprocs)
+    if cores is None and options.bind == "cores":
+        raise ConfigError(
+            f"--bind cores needs a core for each rank, and {nprocs} ranks share {len(machine.cpus)} cores.",
+            hint="--bind none, or fewer ranks",
+            nprocs=nprocs,
+        )
+    return unbound if cores is None else tuple(cores)
+
+
+def _bad_option(name: str, value: object, expected: str) -> ConfigError:
+    return ConfigError(
+        f"{name}={value!r} is not usable.",
+        where=f"--{name.replace('_', '-')} of `paceline run`, {name}= of `paceline.spawn`",
+        expected=expected,
+        got=repr(value),
+        variable=name,
+    )

@@ -1,0 +1,159 @@
+"""One rank's process, and everything that it started.
+
+Its one idea: a process tree whose every member can be found and ended. The kernel kills a rank with its
+parent (PR_SET_PDEATHSIG), and gives orphans to us and not to init (PR_SET_CHILD_SUBREAPER).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def interpreter() -> tuple[str, ...]:
+    """The command line of a Python like this one, whose output is not held back in buffers."""
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
+    return (sys.executable, *flags, "-u")
+
+
+def die_with_parent(parent: int, signum: int) -> None:
+    """Have the kernel send `signum` to this process when the thread of `parent` that started it ends."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
+    if os.getppid() != parent:  # it ended before the call
+        os.kill(os.getpid(), signum)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of every descendant whose own parent ends."""
+    _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Streams:
+    """File descriptors that a rank gets as its standard input, output and error."""
+
+    stdin: int
+    stdout: int
+    stderr: int
+
+
+def start_rank(
+    command: Iterable[str],
+    environment: Mapping[str, str],
+    streams: Streams,
+    *,
+    cores: frozenset[int] | None,
+    process_group: int,
+    inherited_fds: tuple[int, ...] = (),
+) -> subprocess.Popen[bytes]:
+    """Start one rank; call it from the main thread of a process that has no other.
+
+    Args:
+        command: Program and arguments.
+        environment: The whole environment.
+        streams: Standard input, output and error.
+        cores: CPUs that the rank may use; None: all of ours.
+        process_group: The group to join; 0: one of its own, which a Ctrl-C on the terminal does not reach.
+        inherited_fds: Further descriptors that the rank gets.
+    """
+    parent = os.getpid()
+
+    def prepare_child() -> None:
+        die_with_parent(parent, signal.SIGKILL)
+        os.setpgid(0, process_group)
+        signal.signal(signal.SIGTTOU, signal.SIG_DFL)
+        if cores is not None:
+            with suppress(OSError):  # a core went offline since: slower, not wrong
+                os.sched_setaffinity(0, cores)
+
+    return subprocess.Popen(
+        list(command),
+        env=dict(environment),
+        stdin=streams.stdin,
+        stdout=streams.stdout,
+        stderr=streams.stderr,
+        pass_fds=inherited_fds,
+        preexec_fn=prepare_child,
+    )
+
+
+def descendants(ancestor: int) -> list[int]:
+    """Every live process below `ancestor`, nearest first."""
+    children: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            parent = _live_parent(name)
+            if parent is not None:
+                children.setdefault(parent, []).append(int(name))
+    found = list(children.get(ancestor, ()))
+    for pid in found:  # grows while it is walked: breadth first
+        found.extend(children.get(pid, ()))
+    return found
+
+
+def _live_parent(pid: str) -> int | None:
+    """The parent of a process that has not ended; None for a zombie."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            # The name in brackets may itself hold brackets and spaces.
+            state, parent = file.read().rpartition(b")")[2].split()[:2]
+    except (OSError, ValueError):
+        return None
+    return None if state in (b"Z", b"X") else int(parent)
+
+
+def describe(pid: int) -> str:
+    """A process as people know it: "pid 123 (sleep 100)"."""
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            command = file.read().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        command = ""
+    return f"pid {pid} ({command[:80]})" if command else f"pid {pid}"
+
+
+def send(pid: int, signum: int) -> None:
+    """Send a signal to a process that may have ended."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signum)
+
+
+def kill_descendants(within_s: float = 10.0) -> list[int]:
+    """End every process below this one that `adopt_orphans` keeps in reach; return those that would not.
+
+    Kills in rounds: a process that was just being started when its parent died is ours in the next round.
+    """
+    deadline = time.monotonic() + within_s
+    while True:
+        alive = descendants(os.getpid())
+        for pid in alive:
+            send(pid, signal.SIGKILL)
+        reap_children()
+        if not alive or time.monotonic() > deadline:
+            return alive
+        # No signal wakes us here in every state of our handlers, so look again soon.
+        select.select([], [], [], 0.005)
+
+
+def reap_children() -> dict[int, int]:
+    """Exit status of every child that has ended: as `Popen.returncode`, negative for a signal."""
+    ended: dict[int, int] = {}
+    with suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            ended[pid] = os.waitstatus_to_exitcode(status)
+    return ended

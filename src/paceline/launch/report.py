@@ -1,0 +1,236 @@
+"""Which rank failed first, and why. Pure.
+
+Its one idea: the root cause is rarely what ended first. Survivors of a dead rank raise within milliseconds,
+while the dead one may take longer to be torn down; so an end that is a consequence (an error that names a
+lost peer, a signal that the launcher sent) yields to one that is not, and only then does the time count.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from paceline.errors import LaunchError, format_ranks
+
+_TRACEBACK = "Traceback (most recent call last):"
+_FATAL = "Fatal Python error: "
+_CHAIN = (
+    "The above exception was the direct cause of the following exception:",
+    "During handling of the above exception, another exception occurred:",
+)
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+_LAST_LINES = 20
+TIMED_OUT = 124  # exit status of a job stopped for being late, as that of timeout(1)
+
+# What a rank raises because of another one: ours, and those of torch's own backends.
+_CONSEQUENCE = re.compile(
+    r"paceline\.errors\.(PeerLostError|DeadlineError|GroupClosedError)\b"
+    r"|Connection (was |is )?(closed|reset)( by peer)?"
+    r"|Broken pipe"
+    r"|torch\.distributed\.DistNetworkError"
+)
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """How one rank ended."""
+
+    rank: int
+    pid: int
+    status: int  # as Popen.returncode: negative for a signal
+    after_s: float  # from the start to its last traceback, or to its end if it left none
+    stopped_by: int = 0  # the last signal that the launcher sent it before, 0 if none
+    output: str = ""  # the end of its standard error, or the traceback that spawn caught
+
+    @property
+    def is_failure(self) -> bool:
+        return self.status != 0
+
+    @property
+    def signal(self) -> int:
+        """The signal that killed it; 0 if none."""
+        return max(0, -self.status)
+
+    @property
+    def is_stopped_by_launcher(self) -> bool:
+        if not self.stopped_by:
+            return False
+        # Also programs that catch the signal, clean up, and say so with a status of their own.
+        return self.signal in (
+            signal.SIGINT,
+            signal.SIGTERM,
+            signal.SIGHUP,
+            signal.SIGKILL,
+        ) or self.status in (
+            128 + signal.SIGINT,
+            128 + signal.SIGTERM,
+            128 + signal.SIGHUP,
+        )
+
+    @property
+    def exit_status(self) -> int:
+        """What a shell would show: 128 + signal for a signal."""
+        return 128 + self.signal if self.signal else self.status
+
+
+def first_failure(ends: Sequence[RankEnd]) -> RankEnd | None:
+    """The rank that is to blame; None when none failed.
+
+    Example:
+        Rank 1 raised PeerLostError after 0.1 s, and rank 0 was killed by SIGSEGV and gone after 0.4 s:
+        rank 0.
+    """
+    failures = [end for end in ends if end.is_failure]
+    return min(failures, key=lambda end: (_severity(end), end.after_s), default=None)
+
+
+def _severity(end: RankEnd) -> int:
+    """0: a cause of its own; 1: a consequence of another rank's end; 2: stopped by the launcher."""
+    if end.is_stopped_by_launcher:
+        return 2
+    return 1 if not end.signal and _CONSEQUENCE.search(exception_line(traceback_of(end))) else 0
+
+
+def describe_end(end: RankEnd) -> str:
+    """One line: what became of a rank.
+
+    Example:
+        "ValueError: boom (exit status 1)", "killed by SIGSEGV (segmentation fault)", "finished"
+    """
+    if end.is_stopped_by_launcher:
+        return f"stopped by the launcher ({signal_name(end.stopped_by)})"
+    if end.signal:
+        return f"killed by {signal_name(end.signal)}{_MEANING.get(end.signal, '')}"
+    raised = exception_line(traceback_of(end))
+    if raised:
+        return f"{raised.removeprefix('paceline.errors.')} (exit status {end.status})"
+    return f"exit status {end.status}" if end.is_failure else "finished"
+
+
+_MEANING = {
+    int(signal.SIGSEGV): " (segmentation fault)",
+    int(signal.SIGBUS): " (bus error: often a full /dev/shm or disk)",
+    int(signal.SIGABRT): " (abort)",
+    int(signal.SIGILL): " (an instruction that this CPU does not have)",
+    int(signal.SIGFPE): " (integer division by zero)",
+    int(signal.SIGKILL): " (by another process, or by the kernel for lack of memory)",
+}
+
+
+def signal_name(signum: int) -> str:
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"
+
+
+def exception_line(traceback: str) -> str:
+    """The line that names the exception of a traceback; "" without one."""
+    lines = traceback.splitlines()
+    headers = [index for index, line in enumerate(lines) if _is_header(line)]
+    for line in lines[headers[-1] + 1 :] if headers else lines:
+        if line and not line[0].isspace() and not line.startswith(("|", "+")):
+            return line
+    return ""
+
+
+def find_traceback(output: str) -> str:
+    """The last traceback in `output`, with the exceptions that it was raised from; "" without one.
+
+    Also Python's "Fatal Python error" with the stacks after it, and a SyntaxError of the script itself, which
+    Python prints without a header.
+    """
+    lines = _ANSI.sub("", output).splitlines()
+    starts = [index for index, line in enumerate(lines) if _is_header(line)]
+    if not starts:
+        bare = [index for index, line in enumerate(lines) if re.match(r'  File ".*", line \d+$', line)]
+        return "\n".join(lines[bare[0] :]) if bare and "Error: " in lines[-1] else ""
+    start = starts.pop()
+    while starts and any(line in _CHAIN for line in lines[starts[-1] : start]):
+        start = starts.pop()
+    return "\n".join(lines[start:])
+
+
+def _is_header(line: str) -> bool:
+    return line.endswith(_TRACEBACK) or line.startswith(_FATAL)
+
+
+def traceback_of(end: RankEnd) -> str:
+    """The traceback that ended the rank; "" if it did not end by one.
+
+    Python's status after an exception is 1; with another, a traceback was logged and survived.
+    """
+    text = find_traceback(end.output)
+    return text if end.status == 1 or (end.signal and text.startswith(_FATAL)) else ""
+
+
+def evidence(end: RankEnd) -> str:
+    """What the rank said last: its traceback, else its last lines."""
+    lines = _ANSI.sub("", end.output).splitlines()
+    return traceback_of(end) or "\n".join(lines[-_LAST_LINES:])
+
+
+def summary(end: RankEnd, nprocs: int) -> str:
+    """One line: which rank failed first, and how."""
+    which = f"rank {end.rank} of {nprocs} failed first" if nprocs > 1 else "the only rank failed"
+    return f"{which}, after {end.after_s:.1f} s (pid {end.pid}): {describe_end(end)}"
+
+
+def others(ends: Sequence[RankEnd], first: RankEnd) -> list[str]:
+    """What became of the other ranks, one line for those to whom the same happened."""
+    ranks: dict[str, list[int]] = {}
+    for end in sorted(ends, key=lambda end: end.rank):
+        if end.rank != first.rank:
+            ranks.setdefault(describe_end(end), []).append(end.rank)
+    return [f"{format_ranks(who)}: {what}" for what, who in ranks.items()]
+
+
+def render(ends: Sequence[RankEnd], *, log_dir: str | None = None) -> str:
+    """The launcher's last words about a failed job: the first failure stands last, where people look."""
+    first = first_failure(ends)
+    assert first is not None
+    parts = []
+    rest = others(ends, first)
+    if rest:
+        parts.append("\n".join(["paceline: the other ranks:", *(f"  {line}" for line in rest)]))
+    said = evidence(first) if len(ends) > 1 else ""  # of a single rank it stands right above
+    if said:
+        title = "traceback" if traceback_of(first) else "last lines on standard error"
+        parts.append(f"paceline: rank {first.rank}'s {title}:\n{said}")
+    last = f"paceline: {summary(first, len(ends))}"
+    if log_dir is not None:
+        last += f"\n  its whole output is in {log_dir}/rank{first.rank}.log"
+    return "\n\n".join(["", *parts, last])
+
+
+def launch_error(ends: Sequence[RankEnd], name: str) -> LaunchError:
+    """The exception that `spawn` raises for a failed job."""
+    first = first_failure(ends)
+    assert first is not None
+    failures = sorted(
+        (end for end in ends if end.is_failure), key=lambda end: (end is not first, end.after_s)
+    )
+    summary_line = summary(first, len(ends))
+    return LaunchError(
+        summary_line[0].upper() + summary_line[1:],
+        where=f"{name} on {len(ends)} ranks",
+        seen="\n".join(others(ends, first)),
+        got=evidence(first),
+        rank=first.rank,
+        pid=first.pid,
+        exit_status=first.exit_status,
+        signal=first.signal,
+        traceback=traceback_of(first),
+        failures=tuple(failures),
+    )
+
+
+def to_json(end: RankEnd) -> dict[str, Any]:
+    return asdict(end)
+
+
+def from_json(fields: dict[str, Any]) -> RankEnd:
+    return RankEnd(**fields)

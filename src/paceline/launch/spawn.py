@@ -1,0 +1,204 @@
+"""`paceline.spawn`: call a function on several ranks, from a script, a REPL or a notebook.
+
+Its one idea: everything that `paceline run` does for a script (environment, placement, output, the first
+failure, nothing left behind) is done by the same guardian process for a function; this process only sends the
+call, and waits for the report.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TextIO
+
+from paceline.errors import ConfigError
+from paceline.launch import payload, spawned
+from paceline.launch.context import SpawnContext
+from paceline.launch.memory_file import write_memory_file
+from paceline.launch.plan import Options, make_plan
+from paceline.launch.process import interpreter
+
+
+def spawn(
+    fn: Callable[..., Any],
+    args: Iterable[Any] = (),
+    nprocs: int | None = None,
+    join: bool = True,
+    daemon: bool = False,
+    start_method: str = "spawn",
+    *,
+    master_port: int | None = None,
+    threads: int | None = None,
+    bind: str = "auto",
+    prefix: str = "auto",
+    log_dir: str | None = None,
+    timeout_s: float | None = None,
+    grace_s: float = 5.0,
+) -> SpawnContext | None:
+    """Call `fn(rank, *args)` in `nprocs` new processes, each one rank of a job.
+
+    Each rank has the environment that `paceline run` gives, so `paceline.init()` and torch's `env://` work in
+    it. When one fails, the others are stopped. The ranks die with this process, however it ends.
+
+    Args:
+        fn: What to call. Where it can't be imported by name (a notebook, a REPL, a function inside another)
+            cloudpickle must be installed.
+        args: Arguments after the rank. Copied, except tensors (where torch is loaded) and the queues and
+            locks of multiprocessing's "spawn" context, which are shared.
+        nprocs: Number of ranks; None: as many as there are cores.
+        join: Wait for the ranks; else return at once.
+        daemon: With join=False: stop the ranks, instead of waiting for them, when this process ends.
+        start_method: Only "spawn": a forked rank would inherit threads and locks in an unknown state.
+        master_port: Port of rank 0; None: a free one.
+        threads: OMP_NUM_THREADS of each rank; None: as set, else cores divided by ranks.
+        bind: "cores": each rank keeps to cores of its own; "none"; "auto": so, if there are enough.
+        prefix: "always", "never" or "auto": whether "[rank 1]" stands before each line of output.
+        log_dir: A folder that gets each rank's output too, as rankN.log.
+        timeout_s: Stop the job after so many seconds.
+        grace_s: After a failure: seconds until SIGTERM, then until SIGKILL.
+
+    Returns:
+        None, or with join=False a context to join later.
+
+    Raises:
+        ConfigError: An argument is wrong; nothing was started.
+        LaunchError: A rank failed. It carries the first failing rank, its traceback, exit status and signal.
+
+    Example:
+        >>> spawn(train, args=(0.1,), nprocs=2)
+        Two processes run; one calls train(0, 0.1), the other train(1, 0.1).
+    """
+    _check_call(fn, start_method)
+    options = Options(
+        nprocs=nprocs,
+        master_port=master_port,
+        threads=threads,
+        bind=bind,
+        prefix=prefix,
+        log_dir=log_dir,
+        timeout_s=timeout_s,
+        grace_s=grace_s,
+    )
+    context = _start(fn, tuple(args), options, is_daemon=daemon)
+    if not join:
+        return context
+    try:
+        context.join()
+    except BaseException:  # Ctrl-C, in a notebook too
+        context.stop(signal.SIGINT)
+        raise
+    return None
+
+
+def _check_call(fn: Callable[..., Any], start_method: str) -> None:
+    if start_method != "spawn":
+        raise ConfigError(
+            f"start_method={start_method!r} is not supported.",
+            expected='"spawn"',
+            likely="a forked rank would inherit threads and locks in an unknown state",
+            hint="leave start_method out",
+        )
+    if not callable(fn):
+        raise ConfigError("spawn needs a function.", expected="fn(rank, *args)", got=repr(fn))
+    if spawned.is_importing_main():
+        raise ConfigError(
+            "spawn was called while a rank was importing the script that calls it.",
+            likely="the call of spawn is at the top level of the script",
+            hint='put it under `if __name__ == "__main__":`',
+        )
+
+
+def _start(
+    fn: Callable[..., Any], args: tuple[Any, ...], options: Options, *, is_daemon: bool
+) -> SpawnContext:
+    call = payload.pack(fn, args)
+    name = getattr(fn, "__qualname__", repr(fn))
+    payload_fd = write_memory_file("paceline-call", call.data)
+    lifeline, lifeline_end = os.pipe()
+    report_fd, report_end = os.pipe()
+    opened = [payload_fd, lifeline, report_end]
+    try:
+        plan = make_plan(
+            name, _python(f"from paceline.launch.spawned import run_rank; run_rank({payload_fd})"), options
+        )
+        error_fds = tuple(write_memory_file("paceline-error", b"") for _ in range(plan.nprocs))
+        opened += error_fds
+        plan = replace(
+            plan,
+            environments=tuple(
+                {**environment, "PACELINE_ERROR_FD": str(fd)}
+                for environment, fd in zip(plan.environments, error_fds, strict=True)
+            ),
+            passes_stdin=False,
+            inherited_fds=(payload_fd, *call.fds),
+            error_fds=error_fds,
+            report_fd=report_end,
+        )
+        plan_fd = write_memory_file("paceline-plan", pickle.dumps(plan))
+        opened.append(plan_fd)
+        guardian, relays = _start_guardian(
+            _python(
+                f"from paceline.launch.guardian import guard; guard({plan_fd}, {lifeline}, {os.getpid()})"
+            ),
+            (*opened, *call.fds),
+        )
+    except BaseException:
+        os.close(lifeline_end)
+        os.close(report_fd)
+        raise
+    finally:
+        for fd in opened:
+            os.close(fd)
+    return SpawnContext(plan, guardian, report_fd, lifeline_end, relays, is_daemon=is_daemon)
+
+
+def _python(code: str) -> tuple[str, ...]:
+    """A command line that runs `code` where this very package is found."""
+    root = str(Path(__file__).resolve().parents[2])
+    return (*interpreter(), "-c", f"import sys; sys.path.append({root!r}); {code}")
+
+
+def _start_guardian(
+    command: tuple[str, ...], fds: tuple[int, ...]
+) -> tuple[subprocess.Popen[bytes], list[threading.Thread]]:
+    """Start it in a session of its own, so that the terminal's Ctrl-C comes to us alone.
+
+    Where Python's output is not the process's own (a notebook, a test), threads carry the output there.
+    """
+    streams = (sys.stdout, sys.stderr)
+    is_relayed = sys.stdout is not sys.__stdout__ or sys.stderr is not sys.__stderr__
+    for stream in streams:
+        if stream is not None:
+            stream.flush()
+    guardian = subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE if is_relayed else None,
+        stderr=subprocess.PIPE if is_relayed else None,
+        pass_fds=fds,
+        start_new_session=True,
+    )
+    if not is_relayed:
+        return guardian, []
+    relays = [
+        threading.Thread(target=_relay, args=(pipe, stream), daemon=True)
+        for pipe, stream in zip((guardian.stdout, guardian.stderr), streams, strict=True)
+    ]
+    for relay in relays:
+        relay.start()
+    return guardian, relays
+
+
+def _relay(pipe: Any, stream: TextIO | None) -> None:
+    with pipe:
+        for line in pipe:
+            if stream is not None:
+                stream.write(line.decode(errors="replace"))
+                stream.flush()

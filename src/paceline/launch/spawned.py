@@ -1,0 +1,39 @@
+"""A rank of `spawn`: makes the call that it inherited.
+
+Begins as `python -c`, so that it has inherited no thread and no lock.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+
+from paceline.launch import payload
+from paceline.launch.memory_file import read_memory_file
+
+_is_importing_main = False
+
+
+def is_importing_main() -> bool:
+    """This process is a rank that is importing the script which called `spawn`."""
+    return _is_importing_main
+
+
+def run_rank(payload_fd: int) -> None:
+    """Make the call, as one rank; write the exception that ends it where the launcher looks for it."""
+    global _is_importing_main
+    error_fd = int(os.environ.pop("PACELINE_ERROR_FD"))
+    try:
+        _is_importing_main = True
+        function, args = payload.unpack(read_memory_file(payload_fd))
+        _is_importing_main = False
+        function(int(os.environ["LOCAL_RANK"]), *args)
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        # Without this frame: the user's own function comes first.
+        frames = error.__traceback__ and error.__traceback__.tb_next
+        text = "".join(traceback.format_exception(type(error), error, frames))
+        os.write(error_fd, text.encode(errors="replace"))
+        sys.exit(1)

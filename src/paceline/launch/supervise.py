@@ -1,0 +1,267 @@
+"""Starts the ranks, relays their output, and ends the job when one of them fails.
+
+Runs in a process of its own below guardian.py. Its one idea: one loop that waits in `selectors` for output,
+for signals (SIGCHLD among them) and for the next deadline, and polls nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from paceline.errors import format_ranks
+from paceline.launch import report
+from paceline.launch.memory_file import read_memory_file
+from paceline.launch.output import Screen
+from paceline.launch.plan import Plan
+from paceline.launch.process import Streams, reap_children, send, start_rank
+from paceline.launch.wiring import Channel, Wiring, connect, copy_window_size
+
+
+@dataclass
+class _Rank:
+    """One rank while it runs."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    wiring: Wiring
+    started_at: float
+    stopped_by: int = 0  # the last signal that we sent it
+    end: report.RankEnd | None = None
+
+
+@dataclass(frozen=True)
+class _Stop:
+    """The way down, each step taken only if ranks are left by then."""
+
+    exit_status: int | None  # None: the first failing rank's
+    steps: tuple[int, ...]  # signals still to send
+    next_at: float
+
+
+class Supervisor:
+    """Runs one plan to its end.
+
+    Args:
+        plan: What to start.
+        screen: Where output goes.
+        terminal_group: The process group that reads the terminal, which rank 0 joins so that it can too; 0:
+            standard input is no terminal.
+    """
+
+    def __init__(self, plan: Plan, screen: Screen, terminal_group: int = 0) -> None:
+        self._plan = plan
+        self._screen = screen
+        self._terminal_group = terminal_group
+        self._selector = selectors.DefaultSelector()
+        self._ranks: list[_Rank] = []
+        self._stop: _Stop | None = None
+        self._started_at = time.monotonic()
+        self._wakeup = -1
+
+    def run(self) -> int:
+        """Start the ranks, and return the job's exit status when the last of them has ended."""
+        self._listen_for_signals()
+        try:
+            for rank in range(self._plan.nprocs):
+                self._start(rank)
+        except OSError as error:
+            self._screen.say(f"paceline: rank {len(self._ranks)} could not be started: {error}")
+            self._begin_stop(1, signal.SIGKILL)
+        self._tell(pids=[rank.process.pid for rank in self._ranks])
+        while self._running():
+            for key, _ in self._selector.select(self._seconds_to_deadline()):
+                key.data()
+            self._take_due_step()
+        return self._finish()
+
+    def _running(self) -> list[_Rank]:
+        return [rank for rank in self._ranks if rank.end is None]
+
+    # Starting
+
+    def _start(self, rank: int) -> None:
+        plan = self._plan
+        wiring = connect(self._screen, rank, plan.nprocs, plan.options.prefix, self._open_log(rank))
+        stdin = subprocess.DEVNULL if rank or not plan.passes_stdin else 0
+        try:
+            process = start_rank(
+                plan.command,
+                plan.environments[rank],
+                Streams(stdin, wiring.stdout, wiring.stderr),
+                cores=plan.cores[rank],
+                process_group=0 if rank else self._terminal_group,
+                inherited_fds=plan.inherited_fds + plan.error_fds[rank : rank + 1],
+            )
+        finally:
+            wiring.close_rank_ends()
+        self._ranks.append(_Rank(rank, process, wiring, time.monotonic()))
+        for channel in wiring.channels:
+            self._selector.register(
+                channel.fd, selectors.EVENT_READ, lambda channel=channel: self._read(channel)
+            )
+
+    def _open_log(self, rank: int) -> BinaryIO | None:
+        if self._plan.options.log_dir is None:
+            return None
+        return (Path(self._plan.options.log_dir) / f"rank{rank}.log").open("wb", buffering=0)
+
+    # Events
+
+    def _listen_for_signals(self) -> None:
+        self._wakeup, writer = os.pipe()
+        os.set_blocking(self._wakeup, False)
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the guardian blocked them for us up to here
+        self._selector.register(self._wakeup, selectors.EVENT_READ, self._on_signals)
+
+    def _on_signals(self) -> None:
+        for signum in os.read(self._wakeup, 512):
+            if signum == signal.SIGCHLD:
+                self._on_ended()
+            elif signum == signal.SIGWINCH and self._ranks:
+                copy_window_size(self._ranks[0].wiring)
+                send(self._ranks[0].process.pid, signal.SIGWINCH)
+            elif signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                self._on_request_to_stop(signum)
+
+    def _on_request_to_stop(self, signum: int) -> None:
+        self._screen.say(f"paceline: {signal.Signals(signum).name}: stopping {self._plan.nprocs} ranks")
+        self._begin_stop(128 + signum, signum)
+
+    def _on_ended(self) -> None:
+        ended = reap_children()  # of the ranks, and of the orphans that they left us
+        for rank in self._running():
+            status = ended.get(rank.process.pid)
+            if status is not None:
+                rank.process.returncode = status  # Popen did not see it
+                self._on_rank_ended(rank, status)
+
+    def _on_rank_ended(self, rank: _Rank, status: int) -> None:
+        ended_at = time.monotonic()
+        output = self._caught_exception(rank.rank)
+        for channel in rank.wiring.channels:
+            channel.drain()
+            if channel.is_error_output:
+                output = output or channel.tail.decode(errors="replace")
+                if status == 1 and channel.traceback_at is not None:
+                    ended_at = channel.traceback_at  # what came after it is the interpreter's way out
+        rank.end = report.RankEnd(
+            rank=rank.rank,
+            pid=rank.process.pid,
+            status=status,
+            after_s=ended_at - rank.started_at,
+            stopped_by=rank.stopped_by,
+            output=output,
+        )
+        if rank.end.is_failure and self._stop is None:
+            # The others normally raise by themselves within milliseconds: give them the time to say so.
+            self._stop = _Stop(None, (signal.SIGTERM, signal.SIGKILL), ended_at + self._plan.options.grace_s)
+
+    def _caught_exception(self, rank: int) -> str:
+        """The traceback that a rank of `spawn` left for us."""
+        if not self._plan.error_fds:
+            return ""
+        return read_memory_file(self._plan.error_fds[rank]).decode(errors="replace")
+
+    def _read(self, channel: Channel) -> None:
+        if not channel.read() and not channel.is_open:
+            self._selector.unregister(channel.fd)
+            channel.close()
+        if self._screen.has_lost_reader and self._stop is None:
+            self._begin_stop(128 + signal.SIGPIPE, signal.SIGTERM)
+
+    # The way down
+
+    def _begin_stop(self, exit_status: int, signum: int) -> None:
+        """Send `signum` now, and stronger ones to those that are left after each grace."""
+        if self._stop is not None:
+            exit_status_before = self._stop.exit_status  # a failure stays the reason
+            self._stop = replace(self._stop, exit_status=exit_status_before, steps=self._steps_after(signum))
+        else:
+            self._stop = _Stop(exit_status, self._steps_after(signum), 0.0)
+        self._send(signum)
+
+    @staticmethod
+    def _steps_after(signum: int) -> tuple[int, ...]:
+        if signum == signal.SIGKILL:
+            return ()
+        return (signal.SIGKILL,) if signum == signal.SIGTERM else (signal.SIGTERM, signal.SIGKILL)
+
+    def _send(self, signum: int) -> None:
+        assert self._stop is not None
+        for rank in self._running():
+            rank.stopped_by = signum
+            # The terminal has sent its Ctrl-C to rank 0 already, and a second one would break its clean-up.
+            if not (signum == signal.SIGINT and rank.rank == 0 and self._terminal_group):
+                send(rank.process.pid, signum)
+            send(rank.process.pid, signal.SIGCONT)  # a stopped process takes nothing but SIGKILL
+        self._stop = replace(self._stop, next_at=time.monotonic() + self._plan.options.grace_s)
+
+    def _seconds_to_deadline(self) -> float | None:
+        due = []
+        if self._stop is not None:
+            due = [self._stop.next_at] if self._stop.steps else []
+        elif self._plan.options.timeout_s is not None:
+            due = [self._started_at + self._plan.options.timeout_s]
+        return max(0.0, due[0] - time.monotonic()) if due else None
+
+    def _take_due_step(self) -> None:
+        if self._seconds_to_deadline() != 0.0 or not self._running():
+            return
+        ranks = format_ranks(rank.rank for rank in self._running())
+        if self._stop is None:
+            self._screen.say(
+                f"paceline: the job did not end within {self._plan.options.timeout_s:g} s; stopping {ranks}"
+            )
+            self._begin_stop(report.TIMED_OUT, signal.SIGTERM)
+            return
+        signum, *steps = self._stop.steps
+        self._screen.say(
+            f"paceline: {ranks} did not end within {self._plan.options.grace_s:g} s; "
+            f"sending {signal.Signals(signum).name}"
+        )
+        self._stop = replace(self._stop, steps=tuple(steps))
+        self._send(signum)
+
+    # The end
+
+    def _finish(self) -> int:
+        for rank in self._ranks:
+            for channel in rank.wiring.channels:
+                channel.drain()
+                channel.close()
+        ends = [rank.end for rank in self._ranks if rank.end is not None]
+        exit_status, is_failure = self._exit_status(ends)
+        if self._plan.report_fd is not None:
+            self._tell(
+                ends=[report.to_json(end) for end in ends], exit_status=exit_status, is_failure=is_failure
+            )
+        elif is_failure:
+            self._screen.say(report.render(ends, log_dir=self._plan.options.log_dir))
+        return exit_status
+
+    def _exit_status(self, ends: Sequence[report.RankEnd]) -> tuple[int, bool]:
+        """The job's exit status, and whether a rank is to blame for it."""
+        if self._stop is None:
+            return 0, False
+        if self._stop.exit_status is not None:
+            return self._stop.exit_status, False
+        first = report.first_failure(ends)
+        assert first is not None
+        return first.exit_status, True
+
+    def _tell(self, **facts: Any) -> None:
+        """One line of JSON to whoever called `spawn`."""
+        if self._plan.report_fd is not None:
+            with os.fdopen(os.dup(self._plan.report_fd), "w") as file:
+                file.write(json.dumps(facts) + "\n")

@@ -1,0 +1,95 @@
+"""What this process may use of the machine: affinity mask, cgroup quota, cores and NUMA nodes.
+
+Its one idea: read what the kernel says, and where it says nothing assume a flat machine without a limit.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from paceline.launch.placement import Cpu, Machine
+
+
+def read_machine(root: Path = Path("/")) -> Machine:
+    """The machine as this process sees it; `root` is where proc/ and sys/ are."""
+    nodes = _node_of_cpu(root)
+    cpus = tuple(_read_cpu(root, cpu, nodes.get(cpu, 0)) for cpu in sorted(os.sched_getaffinity(0)))
+    return Machine(cpus=cpus, quota=read_quota(root))
+
+
+def parse_cpu_list(text: str) -> set[int]:
+    """CPUs of the kernel's list format.
+
+    Example:
+        >>> sorted(parse_cpu_list("0-2,5"))
+        [0, 1, 2, 5]
+    """
+    cpus: set[int] = set()
+    for begin, end in re.findall(r"(\d+)(?:-(\d+))?", text):
+        cpus.update(range(int(begin), int(end or begin) + 1))
+    return cpus
+
+
+def read_quota(root: Path = Path("/")) -> float | None:
+    """CPUs that the cgroup of this process and those above it pay for; None without a limit."""
+    quotas = [quota for quota in _quotas(root) if quota is not None]
+    return min(quotas, default=None)
+
+
+def _quotas(root: Path) -> Iterator[float | None]:
+    mount = root / "sys/fs/cgroup"
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":  # version 2
+            for folder in _upwards(mount, path):
+                yield _ratio(_read(folder / "cpu.max").split())
+        elif "cpu" in controllers.split(","):  # version 1
+            for folder in _upwards(mount / "cpu", path):
+                yield _ratio([_read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")])
+
+
+def _upwards(mount: Path, path: str) -> Iterator[Path]:
+    """The folder of a cgroup and those above it; in a container, only the mount itself may exist."""
+    folder = mount / path.strip("/")
+    while folder != mount:
+        yield folder
+        folder = folder.parent
+    yield mount
+
+
+def _ratio(words: list[str]) -> float | None:
+    try:
+        quota, period = (int(word) for word in words)
+    except ValueError:  # "max", or no such file
+        return None
+    return quota / period if quota > 0 and period > 0 else None
+
+
+def _node_of_cpu(root: Path) -> dict[int, int]:
+    nodes = {}
+    for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
+        for cpu in parse_cpu_list(_read(folder / "cpulist")):
+            nodes[cpu] = int(folder.name.removeprefix("node"))
+    return nodes
+
+
+def _read_cpu(root: Path, cpu: int, node: int) -> Cpu:
+    folder = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
+    package = _read(folder / "physical_package_id").strip()
+    core = _read(folder / "core_id").strip()
+    return Cpu(
+        node=node,
+        package=int(package) if package.isdigit() else 0,
+        core=int(core) if core.isdigit() else cpu,
+        cpu=cpu,
+    )
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

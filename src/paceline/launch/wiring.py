@@ -1,0 +1,152 @@
+"""The wires between a rank and the launcher's terminal: pipes, or a pseudo-terminal for rank 0.
+
+Its one idea: a rank writes where nobody else does, and we read it without ever blocking.
+"""
+
+from __future__ import annotations
+
+import os
+import pty
+import termios
+import time
+import tty
+from contextlib import suppress
+from dataclasses import dataclass
+from fcntl import ioctl
+from typing import BinaryIO
+
+from paceline.launch.output import LineBuffer, Screen
+
+_READ_BYTES = 1 << 16
+_TAIL_BYTES = 1 << 16
+_DRAINED_READS = 64  # more than a pipe holds: a grandchild that never stops writing must not keep us
+
+
+class Channel:
+    """One output stream of one rank: reads it, shows it, keeps its end for the report.
+
+    Args:
+        screen: Where to show it.
+        fd: Where to read it; given back by `close`.
+        stream: 1 or 2: which of the launcher's streams shows it.
+        prefix: What stands before each line; None: pass bytes as they are.
+        log: A file that gets every byte too.
+    """
+
+    def __init__(
+        self, screen: Screen, fd: int, stream: int, prefix: bytes | None, log: BinaryIO | None
+    ) -> None:
+        os.set_blocking(fd, False)
+        self.fd = fd
+        self.is_open = True
+        self.is_error_output = stream == 2
+        self.tail = b""  # of error output only
+        self.traceback_at: float | None = None  # when the last traceback in it began
+        self._screen = screen
+        self._stream = stream
+        self._prefix = prefix
+        self._log = log
+        self._lines = LineBuffer()
+
+    def read(self) -> bool:
+        """Read and show what is there; False when there was nothing, or the stream has ended."""
+        try:
+            data = os.read(self.fd, _READ_BYTES)
+        except BlockingIOError:
+            return False
+        except OSError:  # EIO: the last writer closed a pseudo-terminal
+            data = b""
+        if not data:
+            self.is_open = False
+            return False
+        self._show(data)
+        return True
+
+    def drain(self) -> None:
+        """Read and show everything that was written up to now."""
+        for _ in range(_DRAINED_READS):
+            if not self.is_open or not self.read():
+                return
+
+    def close(self) -> None:
+        """Show an unfinished last line, and give the descriptor back; only the first call counts."""
+        if self.fd < 0:
+            return
+        if self._prefix is not None:
+            self._screen.write_lines(self._stream, self._prefix, self._lines.flush())
+        os.close(self.fd)
+        self.is_open, self.fd = False, -1
+
+    def _show(self, data: bytes) -> None:
+        if self._log is not None:
+            self._log.write(data)
+        if self.is_error_output:
+            self.tail = (self.tail + data)[-_TAIL_BYTES:]
+            if b"Traceback (most recent call last)" in data:
+                self.traceback_at = time.monotonic()
+        if self._prefix is None:
+            self._screen.write_raw(self._stream, data)
+        else:
+            self._screen.write_lines(self._stream, self._prefix, self._lines.feed(data))
+
+
+@dataclass
+class Wiring:
+    """What one rank writes to, and what reads it."""
+
+    stdout: int
+    stderr: int
+    channels: list[Channel]
+    pty_master: int | None = None  # where rank 0 sees a terminal
+
+    def close_rank_ends(self) -> None:
+        """Once the rank has its copies: else its end of file would never come."""
+        os.close(self.stdout)
+        os.close(self.stderr)
+
+
+def connect(screen: Screen, rank: int, nprocs: int, prefix: str, log: BinaryIO | None) -> Wiring:
+    """Open the streams of a rank.
+
+    Bytes of the only rank, and of rank 0 on a terminal, pass as they are: its progress bars draw themselves.
+    So that they know there is a terminal, they get a pseudo-terminal; one for both streams, to keep their
+    order.
+
+    Args:
+        screen: Where output is shown.
+        rank: The rank.
+        nprocs: Number of ranks.
+        prefix: "auto", "always" or "never": whether "[rank 1]" stands before its lines.
+        log: A file that gets every byte too.
+    """
+    fds: dict[int, int] = {}
+    channels: dict[int, Channel] = {}
+    master = None
+    for stream in (1, 2):
+        is_raw = prefix != "always" and (nprocs == 1 or (rank == 0 and screen.is_terminal(stream)))
+        if is_raw and screen.is_terminal(stream) and master is not None:
+            fds[stream] = os.dup(fds[1])
+            channels[1].is_error_output = True
+            continue
+        if is_raw and screen.is_terminal(stream):
+            reader, fds[stream] = pty.openpty()
+            tty.setraw(fds[stream])  # the real terminal turns \n into \r\n, once
+            master = reader
+        else:
+            reader, fds[stream] = os.pipe()
+        text = None if is_raw else b"" if prefix == "never" else screen.prefix(rank, stream)
+        channels[stream] = Channel(screen, reader, stream, text, log)
+    wiring = Wiring(fds[1], fds[2], list(channels.values()), master)
+    copy_window_size(wiring)
+    return wiring
+
+
+def copy_window_size(wiring: Wiring) -> None:
+    """Make rank 0's terminal as large as the real one."""
+    if wiring.pty_master is None:
+        return
+    for stream in (1, 2):
+        with suppress(OSError):  # that stream is not the terminal
+            size = ioctl(stream, termios.TIOCGWINSZ, bytes(8))
+            ioctl(wiring.pty_master, termios.TIOCSWINSZ, size)
+            return

@@ -1,0 +1,134 @@
+"""Where the Python threads of a process are, asked from outside, even while it is stuck in a lock or in C.
+
+Its one idea: a process that is ready to answer owns an anonymous memory file named `paceline-stacks`, into
+which faulthandler writes its stacks on SIGUSR2. Whoever finds that file in /proc knows that the signal is
+safe to send, and reads the answer there; nothing listens, nothing is on disk. Imports only paceline.errors.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import fcntl
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from paceline.errors import ConfigError
+
+_FILE_NAME = "paceline-stacks"
+_SIGNAL = signal.SIGUSR2
+_answers: int | None = None  # our own file, once there is one; open as long as the process lives
+
+
+def answer_requests() -> bool:
+    """Make this process answer `paceline stacks`; call it as often as you like.
+
+    Returns:
+        False if the program uses SIGUSR2 for something of its own: it is then left alone.
+    """
+    global _answers
+    if _answers is None and signal.getsignal(_SIGNAL) is signal.SIG_DFL:
+        _answers = os.memfd_create(_FILE_NAME)
+        fcntl.fcntl(_answers, fcntl.F_SETFL, os.O_APPEND)  # forked children share the file
+        faulthandler.register(_SIGNAL, file=_answers, all_threads=True, chain=False)
+    return _answers is not None
+
+
+def ask(pid: int, timeout_s: float = 5.0) -> str:
+    """The stacks of all Python threads of a process, innermost call first.
+
+    Args:
+        pid: The process.
+        timeout_s: How long to wait for the answer.
+
+    Raises:
+        ConfigError: There is no such process, or it can't be asked.
+    """
+    folder = Path(f"/proc/{pid}")
+    if not folder.exists():
+        raise ConfigError(
+            f"There is no process {pid}.", hint="errors and reports show the pids of ranks", pid=pid
+        )
+    answers = _find_answers(folder)
+    if answers is None:
+        return _ask_py_spy(pid)
+    if _state(folder) in "Tt":
+        raise ConfigError(
+            f"Process {pid} is stopped, so it cannot answer.",
+            hint=f"`kill -CONT {pid}` lets it go on",
+            pid=pid,
+        )
+    with answers.open("r+b", buffering=0) as file:
+        begin = os.fstat(file.fileno()).st_size
+        os.kill(pid, _SIGNAL)
+        _wait_until_written(file.fileno(), begin, pid, timeout_s)
+        file.seek(begin)
+        text = file.read().decode(errors="replace")
+        file.truncate(begin)  # whoever asks next, and the memory of the process, start afresh
+    return text
+
+
+def _find_answers(folder: Path) -> Path | None:
+    """The file that a process which can be asked owns."""
+    try:
+        for fd in (folder / "fd").iterdir():
+            if os.readlink(fd).startswith(f"/memfd:{_FILE_NAME} "):
+                return fd if _catches_signal(folder) else None
+    except PermissionError:
+        raise ConfigError(
+            f"Process {folder.name} belongs to another user.", hint="ask as that user", pid=int(folder.name)
+        ) from None
+    except OSError:  # ended, or closed a file, while we looked
+        return None
+    return None
+
+
+def _catches_signal(folder: Path) -> bool:
+    for line in (folder / "status").read_text().splitlines():
+        if line.startswith("SigCgt:"):
+            return bool(int(line.split()[1], 16) >> (_SIGNAL - 1) & 1)
+    return False
+
+
+def _state(folder: Path) -> str:
+    return (folder / "stat").read_text().rpartition(")")[2].split()[0]
+
+
+def _wait_until_written(fd: int, begin: int, pid: int, timeout_s: float) -> None:
+    """Wait for the answer, and until it grows no more: faulthandler writes it in many pieces."""
+    deadline = time.monotonic() + timeout_s
+    size = begin
+    while True:
+        time.sleep(0.05)
+        previous, size = size, os.fstat(fd).st_size
+        if size == previous > begin:
+            return
+        if time.monotonic() > deadline:
+            raise ConfigError(
+                f"Process {pid} did not answer within {timeout_s:g} s.",
+                likely="it waits in the kernel for a disk or a network file system",
+                hint="`py-spy dump --pid` may get further",
+                pid=pid,
+            )
+
+
+def _ask_py_spy(pid: int) -> str:
+    if shutil.which("py-spy") is None:
+        raise ConfigError(
+            f"Process {pid} cannot be asked for its stacks.",
+            likely="it has not joined a group yet, is no Python process, or uses SIGUSR2 itself",
+            hint="pip install py-spy; `paceline stacks` then asks any Python process",
+            pid=pid,
+        )
+    done = subprocess.run(["py-spy", "dump", "--pid", str(pid)], capture_output=True, text=True, timeout=60)
+    if done.returncode:
+        raise ConfigError(
+            f"py-spy could not read process {pid}.",
+            got=done.stderr.strip(),
+            hint="in a container it needs the capability SYS_PTRACE",
+            pid=pid,
+        )
+    return done.stdout

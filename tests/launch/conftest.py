@@ -1,0 +1,118 @@
+"""Real launches of tiny scripts, which import no framework."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+# Generous: the machine may be loaded. Every wait ends at once when what it waits for happens.
+WITHIN_S = 60.0
+
+
+class Launcher:
+    """`paceline run` with pipes as its standard streams, in a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._started: list[subprocess.Popen[str]] = []
+
+    def write(self, script: str, name: str = "script.py") -> Path:
+        path = self.folder / name
+        path.write_text(
+            "import os, signal, sys, time\nrank = int(os.environ['RANK'])\n" + textwrap.dedent(script)
+        )
+        return path
+
+    def start(self, *arguments: str, script: str = "", **options: object) -> subprocess.Popen[str]:
+        """Start a launcher; with `script`, that is written to script.py first."""
+        if script:
+            self.write(script)
+        process: subprocess.Popen[str] = subprocess.Popen(
+            [sys.executable, "-m", "paceline", "run", *arguments],
+            cwd=self.folder,
+            stdin=options.pop("stdin", subprocess.DEVNULL),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            **options,  # type: ignore[call-overload]
+        )
+        self._started.append(process)
+        return process
+
+    def run(self, *arguments: str, script: str = "", **options: object) -> subprocess.CompletedProcess[str]:
+        """Run a launcher to its end."""
+        process = self.start(*arguments, script=script, **options)
+        stdout, stderr = process.communicate(timeout=WITHIN_S)
+        return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+    def stop_all(self) -> None:
+        for process in self._started:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+                process.communicate(timeout=WITHIN_S)
+            for stream in (process.stdout, process.stderr, process.stdin):
+                if stream is not None:
+                    stream.close()
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Iterator[Launcher]:
+    launcher = Launcher(tmp_path)
+    yield launcher
+    launcher.stop_all()
+
+
+@pytest.fixture
+def python(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs a program that calls `paceline.spawn`."""
+
+    def run(program: str, *arguments: str, is_file: bool = True) -> subprocess.CompletedProcess[str]:
+        text = textwrap.dedent(program)
+        path = tmp_path / "program.py"
+        path.write_text(text)
+        # From standard input, as in a REPL or a notebook, there is no file that a rank could import.
+        command = [sys.executable, str(path) if is_file else "-", *arguments]
+        return subprocess.run(
+            command,
+            input="" if is_file else text,
+            capture_output=True,
+            text=True,
+            timeout=WITHIN_S,
+            cwd=tmp_path,
+        )
+
+    return run
+
+
+def read_pids(process: subprocess.Popen[str], count: int) -> list[int]:
+    """The numbers that ranks print behind the word "pid"."""
+    assert process.stdout is not None
+    pids: list[int] = []
+    for line in process.stdout:
+        pids += [int(word) for word in line.partition("pid ")[2].split()]
+        if len(pids) == count:
+            return pids
+    raise AssertionError(f"the launcher ended after {len(pids)} of {count} pids")
+
+
+def seconds_until_gone(pids: list[int]) -> float:
+    """How long it takes until none of the processes is left; fails when some stay."""
+    begin = time.monotonic()
+    for pid in pids:
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        ready, _, _ = select.select([fd], [], [], WITHIN_S)
+        os.close(fd)
+        assert ready, f"process {pid} is still there after {WITHIN_S:g} s"
+    return time.monotonic() - begin

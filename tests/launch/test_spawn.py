@@ -1,0 +1,141 @@
+"""`paceline.spawn`: functions on several ranks."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import subprocess
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import paceline
+from paceline.errors import ConfigError, LaunchError
+from paceline.launch import payload
+from tests.launch.programs import fail, put_rank, wait_for_file, write_place
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def test_each_rank_is_called_in_its_environment(tmp_path: Path) -> None:
+    assert paceline.spawn(write_place, (tmp_path, "word"), nprocs=2) is None
+    assert sorted(path.read_text() for path in tmp_path.iterdir()) == ["0 2 0 word", "1 2 1 word"]
+
+
+def test_queues_are_shared_and_output_comes_where_python_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    queue = multiprocessing.get_context("spawn").Queue()
+    paceline.spawn(put_rank, (queue,), nprocs=2)
+    assert sorted(queue.get(timeout=60) for _ in range(2)) == [10, 11]
+    queue.close()
+    queue.join_thread()
+    assert sorted(capsys.readouterr().out.splitlines()) == ["[rank 0] put 0", "[rank 1] put 1"]
+
+
+@pytest.mark.parametrize(
+    ("how", "exit_status", "signum", "words"),
+    [
+        ("raise", 1, 0, "ValueError: boom"),
+        ("kill", 137, signal.SIGKILL, "killed by SIGKILL"),
+    ],
+)
+def test_the_first_failure_is_raised(how: str, exit_status: int, signum: int, words: str) -> None:
+    with pytest.raises(LaunchError) as caught:
+        paceline.spawn(fail, (1, how), nprocs=2, grace_s=0.2)
+    error: Any = caught.value
+    assert (error.rank, error.exit_status, error.signal) == (1, exit_status, signum)
+    assert "Rank 1 of 2 failed first" in str(error)
+    assert words in str(error)
+    assert "rank 0: stopped by the launcher (SIGTERM)" in str(error)
+    assert ("in fail" in error.traceback) == (how == "raise")
+    assert error.failures[0].rank == 1
+
+
+def test_a_context_is_joined_later(tmp_path: Path) -> None:
+    context = paceline.spawn(wait_for_file, (tmp_path / "go",), nprocs=2, join=False)
+    assert context is not None
+    assert len(context.pids()) == 2
+    assert context.join(timeout=0.1) is False
+    (tmp_path / "go").touch()
+    assert context.join(timeout=60) is True
+    assert context.join() is True
+
+
+def test_a_context_can_be_stopped(tmp_path: Path) -> None:
+    context = paceline.spawn(wait_for_file, (tmp_path / "never",), nprocs=2, join=False)
+    assert context is not None
+    context.pids()
+    context.stop()
+    with pytest.raises(LaunchError, match="stopped before it ended"):
+        context.join()
+
+
+@pytest.mark.parametrize("is_file", [True, False])
+def test_functions_of_a_script_and_of_a_notebook(python: Run, is_file: bool) -> None:
+    done = python(
+        """
+        import sys
+        import paceline
+        class Config:
+            scale = 2
+        def scaled(rank, config):
+            print(config.scale * rank)
+        if __name__ == "__main__":
+            paceline.spawn(scaled, (Config(),), nprocs=2)
+            offset = 5
+            exec("def inner(rank): print('inner', offset + rank)")
+            paceline.spawn(inner if "-" in sys.argv else lambda rank: inner(rank), nprocs=1)
+        """,
+        is_file=is_file,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert sorted(lines[:2]) == ["[rank 0] 0", "[rank 1] 2"]
+    assert lines[2:] == ["inner 5"]
+
+
+def test_a_script_without_the_main_guard_is_told(python: Run) -> None:
+    done = python("import paceline\ndef f(rank): pass\npaceline.spawn(f, nprocs=2)\n")
+    assert done.returncode == 1
+    assert '__name__ == "__main__"' in done.stderr
+
+
+def test_ctrl_c_stops_the_ranks(python: Run) -> None:
+    done = python(
+        """
+        import os, signal, time
+        import paceline
+        def stay(rank):
+            print("stays")
+            if rank == 0:
+                os.kill(int(os.environ["CALLER"]), signal.SIGINT)
+            time.sleep(1000)
+        if __name__ == "__main__":
+            os.environ["CALLER"] = str(os.getpid())
+            try:
+                paceline.spawn(stay, nprocs=2, grace_s=0.5)
+            except KeyboardInterrupt:
+                print("interrupted")
+        """
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "interrupted"
+
+
+def test_what_cannot_be_sent_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="cannot be sent"):
+        paceline.spawn(print, (threading.Lock(),), nprocs=1)
+    monkeypatch.setattr(payload, "_has_cloudpickle", lambda: False)
+    with pytest.raises(ConfigError, match="pip install cloudpickle"):
+        paceline.spawn(lambda rank: None, nprocs=1)
+
+
+def test_bad_arguments_are_told() -> None:
+    with pytest.raises(ConfigError, match="start_method='fork'"):
+        paceline.spawn(print, nprocs=1, start_method="fork")
+    with pytest.raises(ConfigError, match="needs a function"):
+        paceline.spawn("print", nprocs=1)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="Cannot start 0 ranks"):
+        paceline.spawn(print, nprocs=0)

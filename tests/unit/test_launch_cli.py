@@ -1,0 +1,131 @@
+"""The command line of `paceline run`, up to where it would start something."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from paceline.cli import main
+from paceline.launch import cli
+from paceline.launch.plan import Plan
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Plan]:
+    """The plans that would have been started, in a folder with script.py."""
+    plans: list[Plan] = []
+    monkeypatch.setattr(cli, "run_guarded", lambda plan: plans.append(plan) or 0)
+    monkeypatch.chdir(tmp_path)
+    Path("script.py").touch()
+    return plans
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "command"),
+    [
+        (["train.py", "-n", "7"], [], ["train.py", "-n", "7"]),
+        (["-n", "2", "train.py", "-n", "7"], ["-n", "2"], ["train.py", "-n", "7"]),
+        (["-n2", "--bind=none", "train.py"], ["-n2", "--bind=none"], ["train.py"]),
+        (["-n", "2", "--", "-odd.py", "--"], ["-n", "2"], ["-odd.py", "--"]),
+        (["-n", "2", "-m", "pkg.mod", "-m"], ["-n", "2", "-m"], ["pkg.mod", "-m"]),
+        (["-m", "--", "pkg"], ["-m"], ["pkg"]),
+        (["--help"], ["--help"], []),
+        (["-n"], ["-n"], []),
+    ],
+)
+def test_split_command(arguments: list[str], options: list[str], command: list[str]) -> None:
+    assert cli.split_command(arguments) == (options, command)
+
+
+def test_the_plan_of_a_script(planned: list[Plan]) -> None:
+    assert main(["run", "-n", "2", "--grace-s", "1", "script.py", "--lr", "1"]) == 0
+    (plan,) = planned
+    assert plan.nprocs == 2
+    assert plan.command[-4:] == ("-u", "script.py", "--lr", "1")
+    assert plan.options.grace_s == 1
+
+
+def test_as_many_ranks_as_cores(planned: list[Plan]) -> None:
+    assert main(["run", "script.py"]) == 0
+    assert 1 <= planned[0].nprocs <= len(os.sched_getaffinity(0))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), ["No script to run", "paceline run --help"]),
+        (("-n", "2"), ["No script to run"]),
+        (("-n", "2", "-m"), ["No module to run"]),
+        (("scrip.py",), ["no script 'scrip.py'", "did you mean script.py?"]),
+        (("python", "script.py"), ["starts python itself", "`paceline run script.py`"]),
+        (("-m", "no_such_module"), ["no module 'no_such_module'"]),
+        (("-m", "script.py"), ["leave -m out"]),
+        (("json.tool",), ["paceline run -m json.tool"]),
+        (("-n", "0", "script.py"), ["Cannot start 0 ranks"]),
+        (("-n", "-1", "script.py"), ["Cannot start -1 ranks"]),
+        (("-n", "1000", "script.py"), ["Cannot start 1000 ranks"]),
+        (("-n", "two", "script.py"), ["-n two is not a number of ranks"]),
+        (("--threads", "0", "script.py"), ["threads=0"]),
+        (("--master-port", "70000", "script.py"), ["master_port=70000"]),
+        (("--master-addr", "nowhere.invalid", "--master-port", "4000", "script.py"), ["nowhere.invalid"]),
+        (("--master-addr", "192.0.2.1", "--master-port", "4000", "script.py"), ["not an address of this"]),
+        (("-n", "128", "--bind", "cores", "script.py"), ["--bind cores needs a core for each rank"]),
+        (("--log-dir", "script.py", "script.py"), ["log folder 'script.py' cannot be made"]),
+        (("--timeout-s", "-1", "script.py"), ["timeout_s=-1.0"]),
+        (("--timeout-s", "nan", "script.py"), ["timeout_s=nan"]),
+        (("--no-such-option", "script.py"), ["--no-such-option"]),
+        (("--np", "2", "script.py"), ["--np"]),
+        (("--bind", "all", "script.py"), ["--bind"]),
+    ],
+)
+def test_mistakes_are_told_before_anything_starts(
+    planned: list[Plan], capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], words: list[str]
+) -> None:
+    try:
+        status = main(["run", *arguments])
+    except SystemExit as exit_of_argparse:
+        status = int(exit_of_argparse.code or 0)
+    assert (status, planned) == (2, [])
+    error = capsys.readouterr().err
+    for word in words:
+        assert word in error
+
+
+def test_a_port_in_use_is_told_with_its_holder(
+    planned: list[Plan], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        assert main(["run", "--master-port", str(port), "script.py"]) == 2
+    error = capsys.readouterr().err
+    assert f"Port {port} is in use" in error
+    assert f"held by pid {os.getpid()}" in error
+    assert planned == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "word"),
+    [(["--version"], 0, "paceline 0"), (["--help"], 0, "stacks"), (["run", "--help"], 0, "--grace-s")],
+)
+def test_version_and_help(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], status: int, word: str
+) -> None:
+    try:
+        assert main(arguments) == status
+    except SystemExit as exit_of_argparse:
+        assert exit_of_argparse.code == status
+    assert word in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [[], ["rum"], ["--no-such-option"]])
+def test_an_unknown_command_is_told(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    try:
+        assert main(arguments) == 2
+    except SystemExit as exit_of_argparse:
+        assert exit_of_argparse.code == 2
+    assert "usage: paceline" in capsys.readouterr().err

@@ -1,0 +1,95 @@
+"""Lines of several ranks on one screen."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import pty
+import tty
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.launch.output import LineBuffer, Screen
+
+TEXT = st.binary(max_size=60).map(
+    lambda data: data.translate(bytes(b"ab\n\r"[byte % 4] for byte in range(256)))
+)
+
+
+@given(TEXT, st.lists(st.integers(0, 60)))
+def test_lines_do_not_depend_on_how_the_bytes_arrive(data: bytes, cuts: list[int]) -> None:
+    whole = LineBuffer()
+    expected = whole.feed(data) + whole.flush()
+    pieces = LineBuffer()
+    bounds = [0, *sorted(cuts), len(data)]
+    lines = [line for begin, stop in itertools.pairwise(bounds) for line in pieces.feed(data[begin:stop])]
+    assert lines + pieces.flush() == expected
+
+
+@given(TEXT.filter(lambda data: b"\r" not in data))
+def test_without_carriage_returns_nothing_changes(data: bytes) -> None:
+    buffer = LineBuffer()
+    lines = buffer.feed(data) + buffer.flush()
+    assert b"\n".join(lines) == data.removesuffix(b"\n")
+
+
+@pytest.mark.parametrize(
+    ("data", "lines"),
+    [
+        (b"dos\r\nunix\n", [b"dos", b"unix"]),
+        (b"\r1%\r50%\r100%\n", [b"100%"]),
+        (b"1%\r50%\r", [b"50%"]),
+        (b"\r\r\n", [b""]),
+    ],
+)
+def test_of_a_progress_bar_the_last_state_stays(data: bytes, lines: list[bytes]) -> None:
+    buffer = LineBuffer()
+    assert buffer.feed(data) + buffer.flush() == lines
+
+
+def test_a_line_without_end_is_cut() -> None:
+    buffer = LineBuffer()
+    assert sum(len(line) for line in buffer.feed(b"x" * (3 << 20))) == 3 << 20
+
+
+@pytest.fixture
+def terminal() -> Iterator[tuple[Screen, int]]:
+    """A screen whose standard output is a terminal, and the end where a person would look."""
+    master, slave = pty.openpty()
+    tty.setraw(slave)
+    reader, writer = os.pipe()
+    yield Screen(slave, writer), master
+    for fd in (master, slave, reader, writer):
+        os.close(fd)
+
+
+def test_lines_of_others_stand_above_a_progress_bar(
+    terminal: tuple[Screen, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    screen, master = terminal
+    screen.write_raw(1, b"epoch 1\n\r10%\r20%")
+    screen.write_lines(1, b"[rank 1] ", [b"hello"])
+    screen.write_raw(1, b"\r30%")
+    seen = os.read(master, 1000)
+    assert seen == b"epoch 1\n\r10%\r20%" + b"\r\x1b[K[rank 1] hello\n" + b"\r20%" + b"\r30%"
+
+
+def test_colour_only_on_a_terminal(terminal: tuple[Screen, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    screen = Screen(*terminal[0]._fds.values())
+    assert b"\x1b[" in screen.prefix(1, 1)
+    assert screen.prefix(1, 2) == b"[rank 1] "
+
+
+def test_a_reader_that_is_gone_is_noticed() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    screen = Screen(writer, writer)
+    screen.write_lines(1, b"", [b"lost"])
+    assert screen.has_lost_reader
+    os.close(writer)

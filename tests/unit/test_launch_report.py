@@ -1,0 +1,127 @@
+"""Which rank is to blame."""
+
+from __future__ import annotations
+
+import pickle
+import signal
+
+import pytest
+
+from paceline.launch.report import (
+    RankEnd,
+    describe_end,
+    exception_line,
+    find_traceback,
+    first_failure,
+    launch_error,
+    render,
+)
+
+FRAME = '  File "train.py", line 3, in <module>\n    step()\n'
+BOOM = f"Traceback (most recent call last):\n{FRAME}ValueError: boom\n"
+LOST = (
+    f"Traceback (most recent call last):\n{FRAME}paceline.errors.PeerLostError: rank 2 died.\n  hint  look\n"
+)
+GLOO = (
+    f"Traceback (most recent call last):\n{FRAME}RuntimeError: [x.cc:1] Connection closed by peer [::1]:9\n"
+)
+
+
+def end(rank: int, status: int, after_s: float = 1.0, output: str = "", stopped_by: int = 0) -> RankEnd:
+    return RankEnd(rank, 100 + rank, status, after_s, stopped_by, output)
+
+
+@pytest.mark.parametrize(
+    ("ends", "rank"),
+    [
+        ([end(0, 0), end(1, 0)], None),
+        ([end(0, 1, 2.0, BOOM), end(1, 1, 1.0, BOOM)], 1),
+        ([end(0, 1, 1.0, LOST), end(1, 1, 2.0, BOOM)], 1),
+        ([end(0, 1, 1.0, GLOO), end(1, 1, 2.0, BOOM)], 1),
+        ([end(0, 1, 1.0, LOST), end(1, -9, 2.0)], 1),
+        ([end(0, 1, 1.0, LOST), end(1, 3, 2.0)], 1),
+        ([end(0, 1, 2.0, LOST), end(1, 1, 1.0, LOST)], 1),
+        ([end(0, -15, 1.0, stopped_by=signal.SIGTERM), end(1, 1, 2.0, LOST)], 1),
+        ([end(0, -9, 1.0, stopped_by=signal.SIGKILL), end(1, 3, 2.0)], 1),
+        # Sent SIGTERM, but died of something else: not our doing.
+        ([end(0, -11, 1.0, stopped_by=signal.SIGTERM), end(1, 1, 0.5, LOST)], 0),
+        # A traceback that was logged and survived, long before exit status 3.
+        ([end(0, 3, 5.0, LOST), end(1, 1, 6.0, BOOM)], 0),
+    ],
+)
+def test_first_failure(ends: list[RankEnd], rank: int | None) -> None:
+    first = first_failure(ends)
+    assert (None if first is None else first.rank) == rank
+
+
+@pytest.mark.parametrize(
+    ("one", "words"),
+    [
+        (end(0, 0), "finished"),
+        (end(0, 3), "exit status 3"),
+        (end(0, 1, output=BOOM), "ValueError: boom (exit status 1)"),
+        (end(0, 1, output=LOST), "PeerLostError: rank 2 died. (exit status 1)"),
+        (end(0, -11), "killed by SIGSEGV (segmentation fault)"),
+        (end(0, -40), "killed by signal 40"),
+        (end(0, -15, stopped_by=signal.SIGTERM), "stopped by the launcher (SIGTERM)"),
+        (end(0, 143, stopped_by=signal.SIGTERM), "stopped by the launcher (SIGTERM)"),
+    ],
+)
+def test_describe_end(one: RankEnd, words: str) -> None:
+    assert describe_end(one) == words
+
+
+def test_the_exit_status_is_that_of_a_shell() -> None:
+    assert [end(0, status).exit_status for status in (0, 3, -9)] == [0, 3, 137]
+
+
+def test_find_traceback_takes_the_last_with_its_causes() -> None:
+    cause = BOOM + "\nThe above exception was the direct cause of the following exception:\n\n" + LOST
+    text = "noise\n" + BOOM + "more noise\n" + cause + "after\n"
+    assert find_traceback(text) == (cause + "after").rstrip("\n")
+    assert exception_line(find_traceback(text)) == "paceline.errors.PeerLostError: rank 2 died."
+
+
+def test_find_traceback_without_colours() -> None:
+    text = BOOM.replace("ValueError", "\x1b[1;35mValueError\x1b[0m")
+    assert find_traceback(text) == BOOM.rstrip("\n")
+
+
+def test_find_traceback_of_a_syntax_error() -> None:
+    text = '  File "train.py", line 1\n    x = = 1\n        ^\nSyntaxError: invalid syntax\n'
+    assert exception_line(find_traceback("warning\n" + text)) == "SyntaxError: invalid syntax"
+
+
+def test_find_traceback_of_a_fatal_error() -> None:
+    text = (
+        "Fatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):\n  File x\n"
+    )
+    assert find_traceback(BOOM + text) == text.rstrip("\n")
+
+
+@pytest.mark.parametrize("text", ["", "\n", "just words\n", "Error: no\n"])
+def test_find_traceback_in_none(text: str) -> None:
+    assert find_traceback(text) == ""
+    assert exception_line(find_traceback(text)) == ""
+
+
+ENDS = [end(0, 1, 1.0, LOST), end(1, 1, 1.0, LOST), end(2, 1, 2.0, BOOM), end(3, 0)]
+
+
+def test_the_report_ends_with_the_first_failure() -> None:
+    lines = render(ENDS, log_dir="logs").splitlines()
+    assert "  ranks 0-1: PeerLostError: rank 2 died. (exit status 1)" in lines
+    assert "  rank 3: finished" in lines
+    assert lines.index("ValueError: boom") > lines.index("  rank 3: finished")
+    assert lines[-2] == (
+        "paceline: rank 2 of 4 failed first, after 2.0 s (pid 102): ValueError: boom (exit status 1)"
+    )
+    assert lines[-1].endswith("logs/rank2.log")
+
+
+def test_the_error_of_spawn_carries_everything() -> None:
+    error = pickle.loads(pickle.dumps(launch_error(ENDS, "train")))
+    assert (error.rank, error.pid, error.exit_status, error.signal) == (2, 102, 1, 0)
+    assert error.traceback == BOOM.rstrip("\n")
+    assert [one.rank for one in error.failures] == [2, 0, 1]
+    assert str(error).startswith("Rank 2 of 4 failed first")
