@@ -15,6 +15,7 @@ extensions = [
     "sphinx.ext.viewcode",
 ]
 exclude_patterns = ["_build"]
+default_role = "literal"  # single backticks, as in the docstrings
 html_theme = "furo"
 html_title = "Paceline"
 

@@ -10,8 +10,10 @@ import time
 import uuid
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from paceline.errors import PeerLostError
 from tests.harness import RanksFailed, ranks, run_ranks
 from tests.harness.report import Cause
 from tests.unit import harness_programs as programs
@@ -287,3 +289,32 @@ def pytester_run(tmp_path):
         return ended.stdout + ended.stderr
 
     return run_pytest
+
+
+# With a group, which is what most tests use.
+
+
+@ranks(4)
+@pytest.mark.parametrize("count", [1, 1000])
+def test_the_group_spans_all_ranks(group, count):
+    assert (group.rank, group.world_size) == (int(os.environ["RANK"]), 4)
+    array = np.full(count, group.rank + 1.0)
+    group.all_reduce(array)
+    np.testing.assert_array_equal(array, np.full(count, 10.0))
+
+
+@ranks(3, dies={1: signal.SIGKILL})
+def test_survivors_of_a_declared_death_hear_of_it(group):
+    if group.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerLostError) as caught:
+        group.barrier()
+    assert caught.value.lost == (1,)
+
+
+@ranks(2, dies={0: ValueError})
+def test_a_declared_exception_reaches_the_peers(group):
+    if group.rank == 0:
+        raise ValueError("declared")
+    with pytest.raises(PeerLostError):
+        group.barrier()

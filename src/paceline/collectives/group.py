@@ -163,7 +163,7 @@ class Group:
         return self._make(async_op, self.core.broadcast, pointer, array.nbytes, root, _seconds(timeout_s))
 
     def all_gather(self, array: Array, out: Array | None = None, *, timeout_s: float | None = None) -> Array:
-        """Return everybody's `array`, stacked in rank order: shape (world_size, *array.shape).
+        """Return everybody's `array`, stacked in rank order: shape `(world_size, *array.shape)`.
 
         Args:
             array: The same shape and type on all ranks.
@@ -190,7 +190,7 @@ class Group:
         """Return the reduction over ranks of block `rank` of everybody's `array`.
 
         Args:
-            array: Shape (world_size, *block).
+            array: Shape `(world_size, *block)`.
             out: Shape `block`; None: a new array.
 
         Example:
@@ -224,7 +224,7 @@ class Group:
         """Give block r of `array` on `root` to rank r, in `out`.
 
         Args:
-            array: Shape (world_size, *out.shape) on `root`; ignored elsewhere.
+            array: Shape `(world_size, *out.shape)` on `root`; ignored elsewhere.
 
         Example:
             Rank 0 holds [[1, 2], [3, 4]]; rank 0's out becomes [1, 2], rank 1's [3, 4].
@@ -247,7 +247,7 @@ class Group:
         """Give block r of `array` to rank r; return the blocks that the others gave, in rank order.
 
         Args:
-            array: Shape (world_size, *block).
+            array: Shape `(world_size, *block)`.
             out: The same shape, and not `array` itself; None: a new array.
 
         Example:
