@@ -8,14 +8,19 @@
 
 namespace paceline {
 
-/// Gives Python's lock away when the call sleeps (or at once), and takes it back at the call's end or when
-/// Python must be asked something.
+/// Gives Python's lock away when the call sleeps (or at once), and takes it
+/// back at the call's end or when Python must be asked something.
 class CallHooks final : public Hooks {
  public:
-  CallHooks(HostGroup* group, const nanobind::object& slow, bool unlock_now) : group_(group), slow_(slow) {
+  CallHooks(HostGroup* group, const nanobind::object& slow, bool unlock_now)
+      : group_(group), slow_(slow) {
+    current_hooks = this;
     if (unlock_now) before_block();
   }
-  ~CallHooks() override { lock(); }
+  ~CallHooks() override {
+    current_hooks = outer_;
+    lock();
+  }
   CallHooks(const CallHooks&) = delete;
   CallHooks& operator=(const CallHooks&) = delete;
 
@@ -45,6 +50,7 @@ class CallHooks final : public Hooks {
   }
 
  private:
+  Hooks* const outer_ = current_hooks;
   HostGroup* group_;
   const nanobind::object& slow_;
   PyThreadState* saved_ = nullptr;

@@ -9,7 +9,8 @@ namespace paceline {
 namespace {
 
 nb::object& failure_factory() {
-  static nb::object* factory = new nb::object(nb::none());  // outlives the interpreter's own teardown
+  static nb::object* factory =
+      new nb::object(nb::none());  // outlives the interpreter's own teardown
   return *factory;
 }
 
@@ -37,7 +38,9 @@ const char* state_of(const RankLine& line) {
 
 }  // namespace
 
-void set_failure_factory(nb::object factory) { failure_factory() = std::move(factory); }
+void set_failure_factory(nb::object factory) {
+  failure_factory() = std::move(factory);
+}
 
 nb::list describe_ranks(const HostGroup& group) {
   nb::list ranks;
@@ -49,8 +52,10 @@ nb::list describe_ranks(const HostGroup& group) {
     facts["pid"] = line.pid.load(std::memory_order_relaxed);
     facts["state"] = state_of(line);
     facts["call"] = describe_call(line.call[number & 1]);
-    // The entry that this rank's current call uses: what the other did when the calls differed.
-    facts["same_call"] = describe_call(line.call[group.current_call().number & 1]);
+    // The entry that this rank's current call uses: what the other did when the
+    // calls differed.
+    facts["same_call"] =
+        describe_call(line.call[group.current_call().number & 1]);
     facts["activity"] = bounded(line.activity);
     ranks.append(facts);
   }
@@ -68,7 +73,9 @@ nb::dict describe_failure(const Failure& failure, HostGroup* group) {
     if ((failure.late[r / 64] >> (r % 64) & 1) != 0) late.append(r);
   }
   facts["late"] = late;
-  if (group != nullptr && failure.reason != Reason::kForked) {  // a forked child does not map the region
+  if (group != nullptr &&
+      failure.reason !=
+          Reason::kForked) {  // a forked child does not map the region
     facts["group"] = group->options().name;
     facts["rank"] = group->rank();
     facts["world_size"] = group->world();
@@ -82,7 +89,8 @@ void raise_failure(const Failure& failure, HostGroup* group) {
   if (PyErr_Occurred() != nullptr) throw nb::python_error();
   if (failure_factory().is_none()) throw std::runtime_error(failure.message);
   const nb::object error = failure_factory()(describe_failure(failure, group));
-  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+  PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())),
+                  error.ptr());
   throw nb::python_error();
 }
 

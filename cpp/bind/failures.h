@@ -1,5 +1,5 @@
-// Failures of the core as Python exceptions. The words are written in Python (collectives/failures.py); here
-// only the facts are collected.
+// Failures of the core as Python exceptions. The words are written in Python
+// (collectives/failures.py); here only the facts are collected.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -10,7 +10,8 @@ namespace paceline {
 
 void set_failure_factory(nanobind::object factory);
 
-/// Raises what the factory makes of the facts, or the Python exception that is already set.
+/// Raises what the factory makes of the facts, or the Python exception that is
+/// already set.
 [[noreturn]] void raise_failure(const Failure& failure, HostGroup* group);
 
 nanobind::dict describe_failure(const Failure& failure, HostGroup* group);

@@ -12,11 +12,14 @@
 namespace paceline {
 namespace {
 
-// Measured on a 2-core virtual machine: a futex wake-up costs 10 to 60 us there, and two ranks that do the
-// same work arrive within less than that. See benchmarks/results/.
+// Measured on a 2-core virtual machine: a futex wake-up costs 10 to 60 us
+// there, and two ranks that do the same work arrive within less than that. See
+// benchmarks/results/.
 constexpr double kDefaultSpinUs = 50;
 
-constexpr size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
+constexpr size_t round_up(size_t bytes, size_t unit) {
+  return (bytes + unit - 1) / unit * unit;
+}
 
 // Cores that the CPU controller of this cgroup grants, or a large number.
 double cgroup_cores() {
@@ -26,46 +29,54 @@ double cgroup_cores() {
   double period = 0;
   const int fields = fscanf(file, "%lf %lf", &quota, &period);
   fclose(file);
-  return fields == 2 && period > 0 ? quota / period : 1e9;  // "max 100000" does not parse as two numbers
+  return fields == 2 && period > 0
+             ? quota / period
+             : 1e9;  // "max 100000" does not parse as two numbers
 }
 
 }  // namespace
 
-HostGroup::HostGroup(int fd, int rank, const uint64_t nonce[2], const GroupOptions& options, Hooks* hooks)
-    : HostGroup(std::make_shared<Region>(fd), rank, nonce, options, hooks) {}
+HostGroup::HostGroup(int fd, int rank, const uint64_t nonce[2],
+                     const GroupOptions& options)
+    : HostGroup(std::make_shared<Region>(fd), rank, nonce, options) {}
 
-HostGroup::HostGroup(std::shared_ptr<Region> region, int rank, const uint64_t nonce[2],
-                     const GroupOptions& options, Hooks* hooks)
+HostGroup::HostGroup(std::shared_ptr<Region> region, int rank,
+                     const uint64_t nonce[2], const GroupOptions& options)
     : region_(std::move(region)),
       options_(options),
       rank_(rank),
       fork_generation_(fork_generation()),
-      header_(reinterpret_cast<Header*>(region_->data())),
-      hooks_(hooks) {
+      header_(reinterpret_cast<Header*>(region_->data())) {
   attach(nonce);
 }
 
 void HostGroup::attach(const uint64_t nonce[2]) {
   if (region_->size() < sizeof(Header) || header_->magic != kMagic ||
       header_->abi_version != kAbiVersion) {
-    misuse("the shared region was made by another version of Paceline; all ranks must use the same one");
+    misuse(
+        "the shared region was made by another version of Paceline; all ranks "
+        "must use the same one");
   }
   if (header_->nonce[0] != nonce[0] || header_->nonce[1] != nonce[1]) {
     misuse("the shared region belongs to another job");
   }
   layout_ = {static_cast<int>(header_->world), header_->slab_bytes};
-  if (rank_ < 0 || rank_ >= layout_.world || layout_.region_bytes() > region_->size()) {
-    misuse("rank " + std::to_string(rank_) + " does not fit a region made for " +
-           std::to_string(layout_.world) + " ranks");
+  if (rank_ < 0 || rank_ >= layout_.world ||
+      layout_.region_bytes() > region_->size()) {
+    misuse("rank " + std::to_string(rank_) +
+           " does not fit a region made for " + std::to_string(layout_.world) +
+           " ranks");
   }
   std::byte* base = region_->data();
   blocks_ = {reinterpret_cast<Block*>(base + layout_.blocks_at()), kMaxBlocks};
-  lines_ = {reinterpret_cast<RankLine*>(base + layout_.rank_lines_at()), header_->world};
+  lines_ = {reinterpret_cast<RankLine*>(base + layout_.rank_lines_at()),
+            header_->world};
   region_->reserve(layout_.slab_at(rank_), Layout::buffers_bytes());
 
   RankLine& own = lines_[static_cast<size_t>(rank_)];
   if (own.pid.exchange(static_cast<uint32_t>(getpid())) != 0) {
-    misuse("another process has taken the place of rank " + std::to_string(rank_));
+    misuse("another process has taken the place of rank " +
+           std::to_string(rank_));
   }
   cpu_set_t affinity;
   static_assert(sizeof(affinity) == sizeof(own.affinity));
@@ -80,12 +91,18 @@ void HostGroup::attach(const uint64_t nonce[2]) {
   std::atomic<uint32_t> no_sleepers{0};  // whoever attaches always wakes
   wait_until(
       header_->attached, no_sleepers, timeout_ns(-1),
-      [&] { return header_->attached.load(std::memory_order_acquire) == header_->world; },
-      [&](int r) { return line(r).life.load(std::memory_order_acquire) == kLifeNotYet; });
+      [&] {
+        return header_->attached.load(std::memory_order_acquire) ==
+               header_->world;
+      },
+      [&](int r) {
+        return line(r).life.load(std::memory_order_acquire) == kLifeNotYet;
+      });
   decide_spinning();
 }
 
-// Spinning is right only while every rank of this host can have a core of its own.
+// Spinning is right only while every rank of this host can have a core of its
+// own.
 void HostGroup::decide_spinning() {
   cpu_set_t all;
   CPU_ZERO(&all);
@@ -98,23 +115,26 @@ void HostGroup::decide_spinning() {
   const double cores = std::min<double>(CPU_COUNT(&all), cgroup_cores());
   const bool fits = cores >= world();
   if (world() == 1) return;
-  spin_ns_ = static_cast<int64_t>(1000 * (options_.spin_us >= 0 ? options_.spin_us : fits ? kDefaultSpinUs : 0));
-  // With more ranks than cores, one yield often lets the late rank run: 5 us instead of a 20 us sleep.
+  spin_ns_ =
+      static_cast<int64_t>(1000 * (options_.spin_us >= 0 ? options_.spin_us
+                                   : fits                ? kDefaultSpinUs
+                                                         : 0));
+  // With more ranks than cores, one yield often lets the late rank run: 5 us
+  // instead of a 20 us sleep.
   yields_ = fits ? 0 : 2;
 }
 
 HostGroup::~HostGroup() {
   close();
-  if (fork_generation_ != fork_generation()) keeper_->abandon();
+  // A child forked from the group's process has a keeper object, but not its
+  // thread.
+  if (keeper_ != nullptr) keeper_->abandon();
 }
 
 void HostGroup::close() {
   if (closed_ || keeper_ == nullptr) return;
   closed_ = true;
-  if (fork_generation_ != fork_generation()) {
-    keeper_->abandon();
-    return;
-  }
+  if (fork_generation_ != fork_generation()) return;
   transfers_->advance_all();
   keeper_.reset();
 }
@@ -133,7 +153,8 @@ void HostGroup::set_activity(const char* text) {
 }
 
 void HostGroup::check_usable() const {
-  if (fork_generation_ != fork_generation()) throw Failure{.reason = Reason::kForked};
+  if (fork_generation_ != fork_generation())
+    throw Failure{.reason = Reason::kForked};
   if (closed_) throw Failure{.reason = Reason::kClosed};
   if (header_->abort.load(std::memory_order_acquire) != 0) fail_from_abort(0);
 }
@@ -141,7 +162,8 @@ void HostGroup::check_usable() const {
 void HostGroup::fail_from_abort(double waited_s) const {
   const uint32_t word = header_->abort.load(std::memory_order_acquire);
   const auto by = static_cast<int>(word >> 8 & 0xff);
-  Failure failure{.reason = static_cast<Reason>(word >> 16), .culprit = static_cast<int>(word & 0xff)};
+  Failure failure{.reason = static_cast<Reason>(word >> 16),
+                  .culprit = static_cast<int>(word & 0xff)};
   failure.waited_s = waited_s;
   if (failure.reason == Reason::kDeadline) {
     const RankLine& noticed = line(by);
@@ -150,12 +172,14 @@ void HostGroup::fail_from_abort(double waited_s) const {
     failure.waited_s = noticed.waited_s;
   } else {
     for (int r = 0; r < world(); ++r) {
-      if (r == failure.culprit || has_died(line(r))) failure.late[r / 64] |= uint64_t{1} << (r % 64);
+      if (r == failure.culprit || has_died(line(r)))
+        failure.late[r / 64] |= uint64_t{1} << (r % 64);
     }
   }
   if (failure.reason == Reason::kRaised) {
     const RankLine& raised = line(failure.culprit);
-    failure.message.assign(raised.message, strnlen(raised.message, sizeof(raised.message)));
+    failure.message.assign(raised.message,
+                           strnlen(raised.message, sizeof(raised.message)));
   }
   throw failure;
 }
@@ -169,8 +193,8 @@ void HostGroup::fail_deadline(const Failure& so_far) {
   fail_from_abort(so_far.waited_s);
 }
 
-void HostGroup::begin(CallKind kind, size_t count, DType dtype, ReduceOp op, int root, double weight,
-                      double timeout_s) {
+void HostGroup::begin(CallKind kind, size_t count, DType dtype, ReduceOp op,
+                      int root, double weight, double timeout_s) {
   check_usable();
   fault_point(Point::kCallBegin);
   call_ = {.number = call_.number + 1,
@@ -190,41 +214,50 @@ bool HostGroup::meet(uint64_t place) {
   fault_point(Point::kBeforeArrive);
   Gate& gate = header_->gate;
   RankLine& own = lines_[static_cast<size_t>(rank_)];
-  // Relaxed: this rank itself took part in the phase before, so it knows the value.
+  // Relaxed: this rank itself took part in the phase before, so it knows the
+  // value.
   const uint32_t phase = gate.phase.load(std::memory_order_relaxed);
   uint32_t flags = 0;
   uint64_t first = 0;
   const uint64_t mine = call_.fingerprint();
-  if (!gate.fingerprint.compare_exchange_strong(first, mine, std::memory_order_relaxed) && first != mine) {
+  if (!gate.fingerprint.compare_exchange_strong(first, mine,
+                                                std::memory_order_relaxed) &&
+      first != mine) {
     flags |= kCallsDiffer;
   }
   first = 0;
   // Place 0 ("not in the region") is stored as 1, so that it too is compared.
   const uint64_t place_word = place + 1;
-  if (!gate.place.compare_exchange_strong(first, place_word, std::memory_order_relaxed) &&
+  if (!gate.place.compare_exchange_strong(first, place_word,
+                                          std::memory_order_relaxed) &&
       first != place_word) {
     flags |= kPlacesDiffer;
   }
   if (flags != 0) gate.flags.fetch_or(flags, std::memory_order_relaxed);
   own.arrivals.store(phase + 1, std::memory_order_relaxed);
-  // acq_rel: the release half publishes this rank's data and its flags; the acquire half lets the last
-  // to arrive see everybody's.
-  if (gate.arrived.fetch_add(1, std::memory_order_acq_rel) + 1 == header_->world) {
-    gate.verdict.store(gate.flags.load(std::memory_order_relaxed), std::memory_order_relaxed);
+  // acq_rel: the release half publishes this rank's data and its flags; the
+  // acquire half lets the last to arrive see everybody's.
+  if (gate.arrived.fetch_add(1, std::memory_order_acq_rel) + 1 ==
+      header_->world) {
+    gate.verdict.store(gate.flags.load(std::memory_order_relaxed),
+                       std::memory_order_relaxed);
     gate.flags.store(0, std::memory_order_relaxed);
     gate.fingerprint.store(0, std::memory_order_relaxed);
     gate.place.store(0, std::memory_order_relaxed);
     gate.arrived.store(0, std::memory_order_relaxed);
-    // seq_cst: a release for the resets and everybody's data (partner: the acquire below), and ordered
-    // before the look at the sleepers.
+    // seq_cst: a release for the resets and everybody's data (partner: the
+    // acquire below), and ordered before the look at the sleepers.
     gate.phase.store(phase + 1, std::memory_order_seq_cst);
-    if (gate.sleepers.load(std::memory_order_seq_cst) != 0) futex_wake(gate.phase, kWakeAll);
+    if (gate.sleepers.load(std::memory_order_seq_cst) != 0)
+      futex_wake(gate.phase, kWakeAll);
   }
   fault_point(Point::kAfterArrive);
   wait_until(
       gate.phase, gate.sleepers, call_timeout_ns_,
       [&] { return gate.phase.load(std::memory_order_acquire) != phase; },
-      [&](int r) { return line(r).arrivals.load(std::memory_order_relaxed) != phase + 1; });
+      [&](int r) {
+        return line(r).arrivals.load(std::memory_order_relaxed) != phase + 1;
+      });
   const uint32_t verdict = gate.verdict.load(std::memory_order_relaxed);
   if ((verdict & kCallsDiffer) != 0) throw Failure{.reason = Reason::kMismatch};
   return place != 0 && (verdict & kPlacesDiffer) == 0;
@@ -257,7 +290,8 @@ std::optional<size_t> HostGroup::find_heap_space(size_t bytes) const {
   std::vector<std::pair<size_t, size_t>> used;
   for (const Block& block : blocks_) {
     const size_t length = block.bytes.load(std::memory_order_acquire);
-    if (length != 0) used.emplace_back(block.offset.load(std::memory_order_relaxed), length);
+    if (length != 0)
+      used.emplace_back(block.offset.load(std::memory_order_relaxed), length);
   }
   std::sort(used.begin(), used.end());
   size_t at = round_up(layout_.heap_at(), kPageBytes);
@@ -270,20 +304,25 @@ std::optional<size_t> HostGroup::find_heap_space(size_t bytes) const {
 }
 
 size_t HostGroup::allocate(size_t bytes, double timeout_s) {
-  begin(CallKind::kAllocate, bytes, DType::kUInt8, ReduceOp::kSum, 0, 1, timeout_s);
+  begin(CallKind::kAllocate, bytes, DType::kUInt8, ReduceOp::kSum, 0, 1,
+        timeout_s);
   const size_t length = round_up(std::max<size_t>(bytes, 1), kPageBytes);
   meet();
   if (rank_ == 0) {
-    // Rank 0 decides, because garbage collectors free in another order on each rank.
+    // Rank 0 decides, because garbage collectors free in another order on each
+    // rank.
     auto entry = static_cast<uint32_t>(kMaxBlocks);
     for (uint32_t i = 0; i < kMaxBlocks; ++i) {
       Block& block = blocks_[i];
-      // Acquire: pairs with the release in free(); the last owner has given its memory back.
+      // Acquire: pairs with the release in free(); the last owner has given its
+      // memory back.
       if (block.bytes.load(std::memory_order_relaxed) != 0 &&
           block.owners.load(std::memory_order_acquire) == 0) {
         block.bytes.store(0, std::memory_order_relaxed);
       }
-      if (block.bytes.load(std::memory_order_relaxed) == 0 && entry == kMaxBlocks) entry = i;
+      if (block.bytes.load(std::memory_order_relaxed) == 0 &&
+          entry == kMaxBlocks)
+        entry = i;
     }
     const std::optional<size_t> offset = find_heap_space(length);
     if (entry < kMaxBlocks && offset) {
@@ -297,12 +336,14 @@ size_t HostGroup::allocate(size_t bytes, double timeout_s) {
     header_->allocated_block.store(entry, std::memory_order_release);
   }
   meet();
-  const uint32_t entry = header_->allocated_block.load(std::memory_order_acquire);
+  const uint32_t entry =
+      header_->allocated_block.load(std::memory_order_acquire);
   if (entry == kMaxBlocks) {
     throw Failure{.reason = Reason::kNoMemory,
-                  .message = "no room for " + std::to_string(length) + " bytes per rank in a slab of " +
-                             std::to_string(layout_.slab_bytes) + " (or " + std::to_string(kMaxBlocks) +
-                             " arrays are alive)"};
+                  .message = "no room for " + std::to_string(length) +
+                             " bytes per rank in a slab of " +
+                             std::to_string(layout_.slab_bytes) + " (or " +
+                             std::to_string(kMaxBlocks) + " arrays are alive)"};
   }
   const size_t offset = blocks_[entry].offset.load(std::memory_order_relaxed);
   std::optional<Failure> own_failure;
@@ -315,42 +356,53 @@ size_t HostGroup::allocate(size_t bytes, double timeout_s) {
     header_->allocation_failures.fetch_add(1, std::memory_order_relaxed);
   }
   meet();
-  const uint32_t failures = header_->allocation_failures.load(std::memory_order_relaxed);
+  const uint32_t failures =
+      header_->allocation_failures.load(std::memory_order_relaxed);
   if (failures == 0) return offset;
   free(offset);
   if (own_failure) throw *own_failure;
   throw Failure{.reason = Reason::kNoMemory,
-                .message = std::to_string(failures) + " of " + std::to_string(world()) +
-                           " ranks could not reserve " + std::to_string(length) + " bytes"};
+                .message = std::to_string(failures) + " of " +
+                           std::to_string(world()) +
+                           " ranks could not reserve " +
+                           std::to_string(length) + " bytes"};
 }
 
 void HostGroup::free(size_t offset) {
   if (fork_generation_ != fork_generation()) return;
   for (Block& block : blocks_) {
     const size_t length = block.bytes.load(std::memory_order_acquire);
-    if (length == 0 || block.offset.load(std::memory_order_relaxed) != offset) continue;
-    if (block.owners.load(std::memory_order_relaxed) == 0) continue;  // an older block, not reclaimed yet
+    if (length == 0 || block.offset.load(std::memory_order_relaxed) != offset)
+      continue;
+    if (block.owners.load(std::memory_order_relaxed) == 0)
+      continue;  // an older block, not reclaimed yet
     region_->release(layout_.slab_at(rank_) + offset, length);
     block.owners.fetch_sub(1, std::memory_order_release);
     return;
   }
 }
 
-TransferId HostGroup::start_send(const void* data, size_t bytes, int destination, uint64_t tag) {
+TransferId HostGroup::start_send(const void* data, size_t bytes,
+                                 int destination, uint64_t tag) {
   check_usable();
   if (destination == rank_ || destination < 0 || destination >= world()) {
-    misuse("send to rank " + std::to_string(destination) + " of " + std::to_string(world()));
+    misuse("send to rank " + std::to_string(destination) + " of " +
+           std::to_string(world()));
   }
-  auto* unchanged = static_cast<std::byte*>(const_cast<void*>(data));  // a send only reads it
+  auto* unchanged =
+      static_cast<std::byte*>(const_cast<void*>(data));  // a send only reads it
   return transfers_->start(unchanged, bytes, destination, tag, true);
 }
 
-TransferId HostGroup::start_receive(void* data, size_t bytes, int source, uint64_t tag) {
+TransferId HostGroup::start_receive(void* data, size_t bytes, int source,
+                                    uint64_t tag) {
   check_usable();
   if (source == rank_ || source < 0 || source >= world()) {
-    misuse("receive from rank " + std::to_string(source) + " of " + std::to_string(world()));
+    misuse("receive from rank " + std::to_string(source) + " of " +
+           std::to_string(world()));
   }
-  return transfers_->start(static_cast<std::byte*>(data), bytes, source, tag, false);
+  return transfers_->start(static_cast<std::byte*>(data), bytes, source, tag,
+                           false);
 }
 
 bool HostGroup::test(TransferId id) {
@@ -366,7 +418,8 @@ void HostGroup::wait(TransferId id, double timeout_s) {
     const int peer = transfers_->peer_of(id);
     transfers_->advance_all();
     wait_until(
-        own.bell, own.bell_sleepers, timeout_ns(timeout_s), [&] { return transfers_->is_finished(id); },
+        own.bell, own.bell_sleepers, timeout_ns(timeout_s),
+        [&] { return transfers_->is_finished(id); },
         [&](int r) { return r == peer; });
   }
   transfers_->collect(id);

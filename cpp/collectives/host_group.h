@@ -1,8 +1,9 @@
 // One rank's end of a group of ranks that map the same region.
 //
-// Every collective is built from two things: data that each rank puts where the others can read it (its
-// small buffers, its staging buffers, or an array that lies in the region), and meet(), which returns once
-// every rank has got there. Ranks call the same collectives in the same order; meet() compares what they
+// Every collective is built from two things: data that each rank puts where the
+// others can read it (its small buffers, its staging buffers, or an array that
+// lies in the region), and meet(), which returns once every rank has got there.
+// Ranks call the same collectives in the same order; meet() compares what they
 // call and makes all of them fail together when they differ.
 #pragma once
 
@@ -30,30 +31,40 @@
 
 namespace paceline {
 
-/// What a call does around sleeping. The core knows nothing of Python's lock; the binding does.
+/// What a thread does around sleeping. The core knows nothing of Python's lock;
+/// the binding does.
 struct Hooks {
   virtual ~Hooks() = default;
-  virtual void before_block() {}                    ///< about to sleep
-  virtual bool interrupted() { return false; }      ///< a signal arrived: true gives the call up
-  virtual void slow(const Failure& /*so_far*/) {}   ///< waited for the warning time
+  virtual void before_block() {}  ///< about to sleep
+  virtual bool interrupted() {
+    return false;
+  }  ///< a signal arrived: true gives the call up
+  virtual void slow(const Failure& /*so_far*/) {
+  }  ///< waited for the warning time
 };
+
+/// Of this thread's call under way; null: none.
+inline thread_local Hooks* current_hooks = nullptr;
 
 struct GroupOptions {
   std::string name = "world";
   double timeout_s = 300;
   double warn_after_s = 10;
-  /// How long to spin before sleeping, in microseconds; negative: 50 when the host's ranks fit its cores, else 0.
+  /// How long to spin before sleeping, in microseconds; negative: 50 when the
+  /// host's ranks fit its cores, else 0.
   double spin_us = -1;
 };
 
 class HostGroup {
  public:
-  /// Maps the region behind `fd` and takes place `rank` in it. Reserves this rank's share. Blocks until
-  /// every rank has attached.
-  HostGroup(int fd, int rank, const uint64_t nonce[2], const GroupOptions& options, Hooks* hooks);
-  /// The same on a mapping that several ranks of one process share: ranks as threads, for the C++ tests.
-  HostGroup(std::shared_ptr<Region> region, int rank, const uint64_t nonce[2], const GroupOptions& options,
-            Hooks* hooks);
+  /// Maps the region behind `fd` and takes place `rank` in it. Reserves this
+  /// rank's share. Blocks until every rank has attached.
+  HostGroup(int fd, int rank, const uint64_t nonce[2],
+            const GroupOptions& options);
+  /// The same on a mapping that several ranks of one process share: ranks as
+  /// threads, for the C++ tests.
+  HostGroup(std::shared_ptr<Region> region, int rank, const uint64_t nonce[2],
+            const GroupOptions& options);
   ~HostGroup();
   HostGroup(const HostGroup&) = delete;
   HostGroup& operator=(const HostGroup&) = delete;
@@ -62,87 +73,115 @@ class HostGroup {
   int world() const { return layout_.world; }
   const GroupOptions& options() const { return options_; }
 
-  // --- collectives; pointers into the region are used where they are, others are copied through it ---
-  void all_reduce(void* data, size_t count, DType dtype, ReduceOp op, double weight, double timeout_s);
-  void reduce(void* data, size_t count, DType dtype, ReduceOp op, int root, double timeout_s);
-  void reduce_scatter(const void* in, void* out, size_t count, DType dtype, ReduceOp op, double timeout_s);
+  // --- collectives; pointers into the region are used where they are, others
+  // are copied through it ---
+  void all_reduce(void* data, size_t count, DType dtype, ReduceOp op,
+                  double weight, double timeout_s);
+  void reduce(void* data, size_t count, DType dtype, ReduceOp op, int root,
+              double timeout_s);
+  void reduce_scatter(const void* in, void* out, size_t count, DType dtype,
+                      ReduceOp op, double timeout_s);
   void broadcast(void* data, size_t bytes, int root, double timeout_s);
   void all_gather(const void* in, void* out, size_t bytes, double timeout_s);
-  void gather(const void* in, void* out, size_t bytes, int root, double timeout_s);
-  void scatter(const void* in, void* out, size_t bytes, int root, double timeout_s);
-  /// in_bytes[r] go to rank r, out_bytes[r] come from it; both arrays are contiguous in rank order.
+  void gather(const void* in, void* out, size_t bytes, int root,
+              double timeout_s);
+  void scatter(const void* in, void* out, size_t bytes, int root,
+               double timeout_s);
+  /// in_bytes[r] go to rank r, out_bytes[r] come from it; both arrays are
+  /// contiguous in rank order.
   void all_to_all(const void* in, std::span<const uint64_t> in_bytes, void* out,
                   std::span<const uint64_t> out_bytes, double timeout_s);
   void barrier(double timeout_s);
 
-  // --- point to point: started in order per pair, finished by wait(); never blocks in start ---
-  TransferId start_send(const void* data, size_t bytes, int destination, uint64_t tag);
+  // --- point to point: started in order per pair, finished by wait(); never
+  // blocks in start ---
+  TransferId start_send(const void* data, size_t bytes, int destination,
+                        uint64_t tag);
   TransferId start_receive(void* data, size_t bytes, int source, uint64_t tag);
   bool test(TransferId id);
   void wait(TransferId id, double timeout_s);
 
   // --- memory ---
-  /// Collective: the same offset on every rank, page-aligned and zeroed. Throws on every rank when one lacks memory.
+  /// Collective: the same offset on every rank, page-aligned and zeroed. Throws
+  /// on every rank when one lacks memory.
   size_t allocate(size_t bytes, double timeout_s);
-  /// Not collective: gives this rank's share back; the offset is used again once all ranks have freed it.
+  /// Not collective: gives this rank's share back; the offset is used again
+  /// once all ranks have freed it.
   void free(size_t offset);
-  std::byte* slab(int rank) const { return region_->data() + layout_.slab_at(rank); }
+  std::byte* slab(int rank) const {
+    return region_->data() + layout_.slab_at(rank);
+  }
 
   // --- the state of the group ---
-  /// Tells the others that this rank raised; they raise too, quoting the message.
+  /// Tells the others that this rank raised; they raise too, quoting the
+  /// message.
   void abort(const char* message);
   /// Leaves in good order. Idempotent; later calls throw Failure{kClosed}.
   void close();
   bool is_closed() const { return closed_; }
   void set_activity(const char* text);
-  const RankLine& line(int rank) const { return lines_[static_cast<size_t>(rank)]; }
+  const RankLine& line(int rank) const {
+    return lines_[static_cast<size_t>(rank)];
+  }
   const CallRecord& current_call() const { return call_; }
-  /// Throws unless this process may use the group: not closed, not forked, not aborted.
+  /// Throws unless this process may use the group: not closed, not forked, not
+  /// aborted.
   void check_usable() const;
   void die_for_test() { keeper_->die(); }
 
   // --- for the reducer and for transfers ---
-  /// Blocks until `ready()`. Sleeps on `word` (whoever makes ready() true changes it, then wakes it if
-  /// `sleepers` is not 0). `is_late(r)` tells whom to blame. Point-to-point traffic goes on meanwhile.
+  /// Blocks until `ready()`. Sleeps on `word` (whoever makes ready() true
+  /// changes it, then wakes it if `sleepers` is not 0). `is_late(r)` tells whom
+  /// to blame. Point-to-point traffic goes on meanwhile.
   template <class Ready, class IsLate>
-  void wait_until(std::atomic<uint32_t>& word, std::atomic<uint32_t>& sleepers, int64_t timeout_ns,
-                  Ready ready, IsLate is_late);
+  void wait_until(std::atomic<uint32_t>& word, std::atomic<uint32_t>& sleepers,
+                  int64_t timeout_ns, Ready ready, IsLate is_late);
   int64_t timeout_ns(double timeout_s) const {
     return seconds_to_ns(timeout_s < 0 ? options_.timeout_s : timeout_s);
   }
-  /// A call's begin and end; nested calls are a bug. Held while the call runs, so that two threads of one
-  /// process take turns.
+  /// Held while a collective runs, so that two threads of one process take
+  /// turns. Messages and the reducer do without: what they wait for must not
+  /// depend on a collective that waits for them.
   std::mutex& call_mutex() { return call_mutex_; }
   Channel& channel(int source, int destination) {
-    auto* channels = reinterpret_cast<Channel*>(region_->data() + layout_.channels_at());
+    auto* channels =
+        reinterpret_cast<Channel*>(region_->data() + layout_.channels_at());
     return channels[source * world() + destination];
   }
   RankLine& mutable_line(int rank) { return lines_[static_cast<size_t>(rank)]; }
   void reserve_in_slab(size_t offset, size_t bytes) {
     region_->reserve(layout_.slab_at(rank_) + offset, bytes);
   }
-  void set_hooks(Hooks* hooks) { hooks_ = hooks; }
-  Hooks* hooks() const { return hooks_; }
 
  private:
   void attach(const uint64_t nonce[2]);
   void decide_spinning();
 
-  void begin(CallKind kind, size_t count, DType dtype, ReduceOp op, int root, double weight,
-             double timeout_s);
-  /// Arrives at the gate and waits for everybody. Throws kMismatch on every rank when calls differ.
-  /// Returns whether `place` was the same on all ranks and not 0.
+  void begin(CallKind kind, size_t count, DType dtype, ReduceOp op, int root,
+             double weight, double timeout_s);
+  /// Arrives at the gate and waits for everybody. Throws kMismatch on every
+  /// rank when calls differ. Returns whether `place` was the same on all ranks
+  /// and not 0.
   bool meet(uint64_t place = 0);
-  /// 0 when the pointer is not in this rank's heap; else a number that is equal at equal offsets.
+  /// 0 when the pointer is not in this rank's heap; else a number that is equal
+  /// at equal offsets.
   uint64_t place_of(const void* data, size_t bytes) const;
-  void reduce_everywhere_or_at(int root, void* data, size_t count, DType dtype, ReduceOp op);
+  void reduce_everywhere_or_at(int root, void* data, size_t count, DType dtype,
+                               ReduceOp op);
   template <class ArrayOf>
-  void reduce_chunk(ArrayOf array_of, int root, size_t count, DType dtype, ReduceOp op);
-  void reduce_through_pieces(int root, std::byte* data, size_t count, DType dtype, ReduceOp op);
-  void gather_everywhere_or_at(int root, const void* in, void* out, size_t bytes);
+  void reduce_chunk(ArrayOf array_of, int root, size_t count, DType dtype,
+                    ReduceOp op);
+  void reduce_through_pieces(int root, std::byte* data, size_t count,
+                             DType dtype, ReduceOp op);
+  void gather_everywhere_or_at(int root, const void* in, void* out,
+                               size_t bytes);
   const double* weights(double (&storage)[kMaxWorld]) const;
-  std::byte* small(int rank) const { return slab(rank) + Layout::small_at(call_.number & 1); }
-  std::byte* piece(int rank, uint64_t step) const { return slab(rank) + Layout::piece_at(step & 1); }
+  std::byte* small(int rank) const {
+    return slab(rank) + Layout::small_at(call_.number & 1);
+  }
+  std::byte* piece(int rank, uint64_t step) const {
+    return slab(rank) + Layout::piece_at(step & 1);
+  }
 
   [[noreturn]] void fail_from_abort(double waited_s) const;
   [[noreturn]] void fail_deadline(const Failure& so_far);
@@ -158,12 +197,12 @@ class HostGroup {
   std::span<RankLine> lines_;
   std::unique_ptr<Keeper> keeper_;
   std::unique_ptr<Transfers> transfers_;
-  Hooks* hooks_;
   std::mutex call_mutex_;
   CallRecord call_;
   int64_t call_timeout_ns_ = 0;
-  /// Counts pieces over all calls, so that the two staging buffers alternate from call to call too: the last
-  /// piece of one call may still be read while the first of the next is written.
+  /// Counts pieces over all calls, so that the two staging buffers alternate
+  /// from call to call too: the last piece of one call may still be read while
+  /// the first of the next is written.
   uint64_t step_ = 0;
   int64_t spin_ns_ = 0;
   int yields_ = 0;
@@ -171,7 +210,8 @@ class HostGroup {
 };
 
 template <class Ready, class IsLate>
-void HostGroup::wait_until(std::atomic<uint32_t>& word, std::atomic<uint32_t>& sleepers, int64_t timeout_ns,
+void HostGroup::wait_until(std::atomic<uint32_t>& word,
+                           std::atomic<uint32_t>& sleepers, int64_t timeout_ns,
                            Ready ready, IsLate is_late) {
   if (ready()) return;
   const int64_t start_ns = now_ns();
@@ -191,18 +231,22 @@ void HostGroup::wait_until(std::atomic<uint32_t>& word, std::atomic<uint32_t>& s
   const int64_t deadline_ns = start_ns + timeout_ns;
   int64_t warn_ns = start_ns + seconds_to_ns(options_.warn_after_s);
   RankLine& own = lines_[static_cast<size_t>(rank_)];
-  if (hooks_ != nullptr) hooks_->before_block();
-  // seq_cst: orders this announcement before the look at `word`; partner: the change of the word before
-  // the look at `sleepers` of whoever wakes.
+  Hooks* const hooks = current_hooks;
+  if (hooks != nullptr) hooks->before_block();
+  // seq_cst: orders this announcement before the look at `word`; partner: the
+  // change of the word before the look at `sleepers` of whoever wakes.
   struct Announced {
     std::atomic<uint32_t>& count;
-    explicit Announced(std::atomic<uint32_t>& c) : count(c) { count.fetch_add(1, std::memory_order_seq_cst); }
+    explicit Announced(std::atomic<uint32_t>& c) : count(c) {
+      count.fetch_add(1, std::memory_order_seq_cst);
+    }
     ~Announced() { count.fetch_sub(1, std::memory_order_seq_cst); }
   } announced(sleepers), at_bell(own.bell_sleepers);
 
   while (true) {
     const uint32_t seen = word.load(std::memory_order_seq_cst);
-    const uint32_t departures = header_->departures.load(std::memory_order_seq_cst);
+    const uint32_t departures =
+        header_->departures.load(std::memory_order_seq_cst);
     const uint32_t bell = own.bell.load(std::memory_order_seq_cst);
     transfers_->advance_all();
     if (ready()) return;
@@ -226,14 +270,18 @@ void HostGroup::wait_until(std::atomic<uint32_t>& word, std::atomic<uint32_t>& s
     const int64_t now = now_ns();
     if (now >= deadline_ns) fail_deadline(so_far);
     if (now >= warn_ns) {
-      if (hooks_ != nullptr) hooks_->slow(so_far);
+      if (hooks != nullptr) hooks->slow(so_far);
       warn_ns = INT64_MAX;
     }
-    const FutexWait waits[] = {
-        {&word, seen}, {&header_->abort, 0}, {&header_->departures, departures}, {&own.bell, bell}};
-    if (futex_wait_any(waits, std::min(deadline_ns, warn_ns)) == FutexResult::kInterrupted &&
-        hooks_ != nullptr && hooks_->interrupted()) {
-      throw Failure{.reason = Reason::kInterrupted, .waited_s = so_far.waited_s};
+    const FutexWait waits[] = {{&word, seen},
+                               {&header_->abort, 0},
+                               {&header_->departures, departures},
+                               {&own.bell, bell}};
+    if (futex_wait_any(waits, std::min(deadline_ns, warn_ns)) ==
+            FutexResult::kInterrupted &&
+        hooks != nullptr && hooks->interrupted()) {
+      throw Failure{.reason = Reason::kInterrupted,
+                    .waited_s = so_far.waited_s};
     }
   }
 }

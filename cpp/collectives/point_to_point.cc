@@ -11,7 +11,8 @@ namespace paceline {
 namespace {
 
 // Copies between flat memory and a ring of kOutboxBytes, wrapping at its end.
-void ring_write(std::byte* outbox, uint64_t at, const void* from, size_t bytes) {
+void ring_write(std::byte* outbox, uint64_t at, const void* from,
+                size_t bytes) {
   const size_t start = at % kOutboxBytes;
   const size_t first = std::min(bytes, kOutboxBytes - start);
   memcpy(outbox + start, from, first);
@@ -29,7 +30,8 @@ int queue_key(int peer, bool sends) { return 2 * peer + (sends ? 0 : 1); }
 
 }  // namespace
 
-TransferId Transfers::start(std::byte* data, size_t bytes, int peer, uint64_t tag, bool sends) {
+TransferId Transfers::start(std::byte* data, size_t bytes, int peer,
+                            uint64_t tag, bool sends) {
   TransferId id;
   {
     const std::lock_guard lock(mutex_);
@@ -83,13 +85,14 @@ void Transfers::collect(TransferId id) {
     started_.erase(found);
   }
   if (transfer->is_drained_only) {
-    throw Failure{.reason = Reason::kMismatch,
-                  .culprit = transfer->peer,
-                  .message = "receive from rank " + std::to_string(transfer->peer) + " expected " +
-                             std::to_string(transfer->bytes) + " bytes with tag " +
-                             std::to_string(transfer->tag) + " and got " +
-                             std::to_string(transfer->incoming_bytes) + " bytes with tag " +
-                             std::to_string(transfer->got_tag)};
+    throw Failure{
+        .reason = Reason::kMismatch,
+        .culprit = transfer->peer,
+        .message = "receive from rank " + std::to_string(transfer->peer) +
+                   " expected " + std::to_string(transfer->bytes) +
+                   " bytes with tag " + std::to_string(transfer->tag) +
+                   " and got " + std::to_string(transfer->incoming_bytes) +
+                   " bytes with tag " + std::to_string(transfer->got_tag)};
   }
 }
 
@@ -100,11 +103,15 @@ bool Transfers::advance(Transfer& transfer) {
 // Moves what the ring has room for; true when the whole message is in it.
 bool Transfers::advance_send(Transfer& transfer) {
   Channel& channel = group_.channel(group_.rank(), transfer.peer);
-  std::byte* outbox = group_.slab(group_.rank()) + Layout::outbox_at(transfer.peer);
-  // Relaxed: only this rank writes `written`. Acquire on `read`: the receiver is done with the bytes before.
+  std::byte* outbox =
+      group_.slab(group_.rank()) + Layout::outbox_at(transfer.peer);
+  // Relaxed: only this rank writes `written`. Acquire on `read`: the receiver
+  // is done with the bytes before.
   const uint64_t begin = channel.written.load(std::memory_order_relaxed);
   uint64_t at = begin;
-  size_t room = kOutboxBytes - static_cast<size_t>(at - channel.read.load(std::memory_order_acquire));
+  size_t room =
+      kOutboxBytes -
+      static_cast<size_t>(at - channel.read.load(std::memory_order_acquire));
   if (!transfer.header_moved) {
     if (room < sizeof(MessageHeader)) return false;
     const MessageHeader header{transfer.bytes, transfer.tag};
@@ -127,15 +134,18 @@ bool Transfers::advance_send(Transfer& transfer) {
   return transfer.moved == transfer.bytes;
 }
 
-// Moves what has arrived; true when the whole message was read. One that does not fit is read away, so
-// that its sender and the messages behind it go on.
+// Moves what has arrived; true when the whole message was read. One that does
+// not fit is read away, so that its sender and the messages behind it go on.
 bool Transfers::advance_receive(Transfer& transfer) {
   Channel& channel = group_.channel(transfer.peer, group_.rank());
-  const std::byte* outbox = group_.slab(transfer.peer) + Layout::outbox_at(group_.rank());
+  const std::byte* outbox =
+      group_.slab(transfer.peer) + Layout::outbox_at(group_.rank());
   const uint64_t begin = channel.read.load(std::memory_order_relaxed);
   uint64_t at = begin;
-  // Acquire: pairs with the release in advance_send(); the bytes before `written` are there.
-  size_t available = static_cast<size_t>(channel.written.load(std::memory_order_acquire) - at);
+  // Acquire: pairs with the release in advance_send(); the bytes before
+  // `written` are there.
+  size_t available =
+      static_cast<size_t>(channel.written.load(std::memory_order_acquire) - at);
   if (!transfer.header_moved) {
     if (available < sizeof(MessageHeader)) return false;
     MessageHeader header;
@@ -145,12 +155,15 @@ bool Transfers::advance_receive(Transfer& transfer) {
     transfer.header_moved = true;
     transfer.incoming_bytes = header.bytes;
     transfer.got_tag = header.tag;
-    transfer.is_drained_only = header.bytes != transfer.bytes || header.tag != transfer.tag;
+    transfer.is_drained_only =
+        header.bytes != transfer.bytes || header.tag != transfer.tag;
   }
-  const size_t bytes = std::min(available, transfer.incoming_bytes - transfer.moved);
+  const size_t bytes =
+      std::min(available, transfer.incoming_bytes - transfer.moved);
   if (bytes > 0) {
     fault_point(Point::kReceive);
-    if (!transfer.is_drained_only) ring_read(outbox, at, transfer.data + transfer.moved, bytes);
+    if (!transfer.is_drained_only)
+      ring_read(outbox, at, transfer.data + transfer.moved, bytes);
     at += bytes;
     transfer.moved += bytes;
   }
@@ -164,11 +177,13 @@ bool Transfers::advance_receive(Transfer& transfer) {
 void Transfers::ring(int peer) {
   RankLine& line = group_.mutable_line(peer);
   line.bell.fetch_add(1, std::memory_order_seq_cst);
-  if (line.bell_sleepers.load(std::memory_order_seq_cst) != 0) futex_wake(line.bell, kWakeAll);
+  if (line.bell_sleepers.load(std::memory_order_seq_cst) != 0)
+    futex_wake(line.bell, kWakeAll);
 }
 
 void Transfers::reserve_outbox(int peer) {
-  if (outbox_reserved_.empty()) outbox_reserved_.resize(static_cast<size_t>(group_.world()));
+  if (outbox_reserved_.empty())
+    outbox_reserved_.resize(static_cast<size_t>(group_.world()));
   if (outbox_reserved_[static_cast<size_t>(peer)]) return;
   group_.reserve_in_slab(Layout::outbox_at(peer), kOutboxBytes);
   outbox_reserved_[static_cast<size_t>(peer)] = true;

@@ -1,4 +1,5 @@
-// Messages between two ranks: rings of bytes in the sender's outbox, moved on whenever either end looks.
+// Messages between two ranks: rings of bytes in the sender's outbox, moved on
+// whenever either end looks.
 #pragma once
 
 #include <cstddef>
@@ -22,13 +23,15 @@ struct MessageHeader {
   uint64_t tag;
 };
 
-/// The messages that this rank has started and not finished. Starting never blocks; every wait of the
-/// group moves all of them on, so that two ranks that both send before they receive can't deadlock.
+/// The messages that this rank has started and not finished. Starting never
+/// blocks; every wait of the group moves all of them on, so that two ranks that
+/// both send before they receive can't deadlock.
 class Transfers {
  public:
   explicit Transfers(HostGroup& group) : group_(group) {}
 
-  TransferId start(std::byte* data, size_t bytes, int peer, uint64_t tag, bool sends);
+  TransferId start(std::byte* data, size_t bytes, int peer, uint64_t tag,
+                   bool sends);
   void advance_all();
   bool is_finished(TransferId id);
   /// Forgets a finished transfer; throws what went wrong with it.
@@ -45,7 +48,8 @@ class Transfers {
     bool sends;
     size_t moved = 0;
     bool header_moved = false;
-    bool is_drained_only = false;  ///< the message does not fit: read it away, then raise
+    bool is_drained_only =
+        false;  ///< the message does not fit: read it away, then raise
     size_t incoming_bytes = 0;
     bool finished = false;
     uint64_t got_tag = 0;
@@ -62,7 +66,8 @@ class Transfers {
   std::mutex mutex_;
   TransferId next_id_ = 1;
   std::unordered_map<TransferId, std::shared_ptr<Transfer>> started_;
-  std::unordered_map<int, Queue> queues_;  ///< by peer, sends at 2 * peer, receives at 2 * peer + 1
+  std::unordered_map<int, Queue>
+      queues_;  ///< by peer, sends at 2 * peer, receives at 2 * peer + 1
   std::vector<bool> outbox_reserved_;
   std::atomic<size_t> unfinished_{0};
 };

@@ -9,9 +9,12 @@
 namespace paceline {
 namespace {
 
-constexpr size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
+constexpr size_t round_up(size_t bytes, size_t unit) {
+  return (bytes + unit - 1) / unit * unit;
+}
 
-constexpr uint64_t mix(uint64_t x) {  // the finalizer of MurmurHash3: every input bit reaches every output bit
+constexpr uint64_t mix(uint64_t x) {  // the finalizer of MurmurHash3: every
+                                      // input bit reaches every output bit
   x ^= x >> 33;
   x *= 0xff51afd7ed558ccdULL;
   x ^= x >> 33;
@@ -19,16 +22,18 @@ constexpr uint64_t mix(uint64_t x) {  // the finalizer of MurmurHash3: every inp
   return x ^ x >> 33;
 }
 
-// Virtual memory is nearly free, but address space limits exist: take what the machine could fill at
-// most, and no more than 8 TiB in all.
+// Virtual memory is nearly free, but address space limits exist: take what the
+// machine could fill at most, and no more than 8 TiB in all.
 size_t largest_slab(int world) {
-  const size_t memory = static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * kPageBytes;
+  const size_t memory =
+      static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * kPageBytes;
   const size_t share = (size_t{8} << 40) / static_cast<size_t>(world);
   return round_up(std::min(memory, share), kPageBytes);
 }
 
 bool can_map(size_t bytes) {
-  void* mapped = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* mapped = mmap(nullptr, bytes, PROT_NONE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (mapped == MAP_FAILED) return false;
   munmap(mapped, bytes);
   return true;
@@ -37,12 +42,16 @@ bool can_map(size_t bytes) {
 }  // namespace
 
 uint64_t CallRecord::fingerprint() const {
-  const uint64_t shape = static_cast<uint64_t>(kind) | uint64_t{dtype} << 8 | uint64_t{op} << 16 |
-                         static_cast<uint64_t>(static_cast<uint32_t>(root)) << 32;
-  return mix(number ^ mix(shape ^ mix(count))) | 1;  // never 0, which means "nobody"
+  const uint64_t shape =
+      static_cast<uint64_t>(kind) | uint64_t{dtype} << 8 | uint64_t{op} << 16 |
+      static_cast<uint64_t>(static_cast<uint32_t>(root)) << 32;
+  return mix(number ^ mix(shape ^ mix(count))) |
+         1;  // never 0, which means "nobody"
 }
 
-size_t Layout::blocks_at() const { return round_up(sizeof(Header), kLineBytes); }
+size_t Layout::blocks_at() const {
+  return round_up(sizeof(Header), kLineBytes);
+}
 
 size_t Layout::rank_lines_at() const {
   return round_up(blocks_at() + kMaxBlocks * sizeof(Block), kLineBytes);
@@ -59,7 +68,8 @@ size_t Layout::control_bytes() const {
 
 int create_region(int world, const uint64_t nonce[2]) {
   Layout layout{world, largest_slab(world)};
-  const size_t least = round_up(layout.heap_at() + (size_t{64} << 20), kPageBytes);
+  const size_t least =
+      round_up(layout.heap_at() + (size_t{64} << 20), kPageBytes);
   while (!can_map(layout.region_bytes()) && layout.slab_bytes / 2 >= least) {
     layout.slab_bytes = round_up(layout.slab_bytes / 2, kPageBytes);
   }

@@ -1,9 +1,11 @@
 // What lies where in the region, and the words by which ranks talk.
 //
-//   Header | Block table | RankLine x world | Channel x world^2 | slab of rank 0 | slab of rank 1 | ...
-//   slab:  small buffers (2) | staging buffers (2) | outboxes (one per destination) | heap
+//   Header | Block table | RankLine x world | Channel x world^2 | slab of rank
+//   0 | slab of rank 1 | ... slab:  small buffers (2) | staging buffers (2) |
+//   outboxes (one per destination) | heap
 //
-// Everything in Header, RankLine and Channel starts as zeros, which is the right start for all of it.
+// Everything in Header, RankLine and Channel starts as zeros, which is the
+// right start for all of it.
 #pragma once
 
 #include <cstddef>
@@ -25,7 +27,8 @@ inline constexpr size_t kMaxBlocks = 4096;
 /// Payloads up to this are exchanged with one synchronisation instead of two.
 /// See benchmarks/results/all_reduce_*.md for where the two meet.
 inline constexpr size_t kSmallBytes = 16 * 1024;
-/// Piece in which arrays outside the region pass through it: two of them stay in a core's L2 cache.
+/// Piece in which arrays outside the region pass through it: two of them stay
+/// in a core's L2 cache.
 inline constexpr size_t kPieceBytes = 256 * 1024;
 inline constexpr size_t kOutboxBytes = 128 * 1024;
 
@@ -43,7 +46,8 @@ enum class CallKind : uint32_t {
   kAllocate = 10,
 };
 
-/// What a rank says it is calling; compared over ranks, and evidence when they differ.
+/// What a rank says it is calling; compared over ranks, and evidence when they
+/// differ.
 struct CallRecord {
   uint64_t number = 0;  ///< counts this rank's calls, from 1
   uint64_t count = 0;   ///< elements or bytes
@@ -59,19 +63,22 @@ struct CallRecord {
 inline constexpr uint32_t kCallsDiffer = 1;
 inline constexpr uint32_t kPlacesDiffer = 2;
 
-/// A barrier that counts arrivals and resets itself. It also compares two words over the ranks: what they
-/// call, and where their array lies.
+/// A barrier that counts arrivals and resets itself. It also compares two words
+/// over the ranks: what they call, and where their array lies.
 struct alignas(kLineBytes) Gate {
   std::atomic<uint64_t> fingerprint;  ///< of the first to arrive; 0: nobody has
   std::atomic<uint64_t> place;        ///< of the first to arrive; 0: nobody has
-  std::atomic<uint32_t> flags;        ///< kCallsDiffer, kPlacesDiffer of the phase under way
+  std::atomic<uint32_t>
+      flags;  ///< kCallsDiffer, kPlacesDiffer of the phase under way
   std::atomic<uint32_t> arrived;
-  alignas(kLineBytes) std::atomic<uint32_t> phase;  ///< futex word: completed phases
-  std::atomic<uint32_t> verdict;                    ///< flags of the phase completed last
+  alignas(kLineBytes)
+      std::atomic<uint32_t> phase;  ///< futex word: completed phases
+  std::atomic<uint32_t> verdict;    ///< flags of the phase completed last
   std::atomic<uint32_t> sleepers;
 };
 
-/// A block that Group.allocate handed out: the same offset in every rank's slab.
+/// A block that Group.allocate handed out: the same offset in every rank's
+/// slab.
 struct Block {
   std::atomic<uint64_t> offset;  ///< in the slab
   std::atomic<uint64_t> bytes;   ///< 0: the entry is free
@@ -87,50 +94,64 @@ struct Header {
   uint64_t slab_bytes;
   uint64_t nonce[2];  ///< of the job; a rank that maps the wrong memory notices
 
-  /// Futex word: 0, or why the group is over: reason << 16 | who noticed << 8 | culprit. Set once, by CAS.
+  /// Futex word: 0, or why the group is over: reason << 16 | who noticed << 8 |
+  /// culprit. Set once, by CAS.
   alignas(kLineBytes) std::atomic<uint32_t> abort;
-  /// Futex word: counts ranks that left in good order, so that who waits for one of them looks again.
+  /// Futex word: counts ranks that left in good order, so that who waits for
+  /// one of them looks again.
   alignas(kLineBytes) std::atomic<uint32_t> departures;
   /// Futex word: counts ranks that have attached.
   std::atomic<uint32_t> attached;
 
   Gate gate;
-  /// Result of an allocation, decided by rank 0 between two barriers; kMaxBlocks: refused.
+  /// Result of an allocation, decided by rank 0 between two barriers;
+  /// kMaxBlocks: refused.
   alignas(kLineBytes) std::atomic<uint32_t> allocated_block;
   std::atomic<uint32_t> allocation_failures;
 };
 
-/// States of RankLine::life beyond the holder's thread id and the kernel's FUTEX_OWNER_DIED.
+/// States of RankLine::life beyond the holder's thread id and the kernel's
+/// FUTEX_OWNER_DIED.
 inline constexpr uint32_t kLifeNotYet = 0;
 inline constexpr uint32_t kLifeLeft = 0x3fffffff;  // no thread id is as large
 
 /// What one rank tells the others. Written by its owner alone.
 struct alignas(kLineBytes) RankLine {
-  // The kernel finds `life` at a fixed distance from the list node when the holder's thread ends.
+  // The kernel finds `life` at a fixed distance from the list node when the
+  // holder's thread ends.
   void* robust_next;
-  std::atomic<uint32_t> life;  ///< futex word: the keeper thread's id, marked by the kernel when it dies
+  std::atomic<uint32_t> life;  ///< futex word: the keeper thread's id, marked
+                               ///< by the kernel when it dies
   std::atomic<uint32_t> pid;
-  uint8_t affinity[128];  ///< cpu_set_t of the process, to tell whether the ranks of this host fit it
+  uint8_t affinity[128];  ///< cpu_set_t of the process, to tell whether the
+                          ///< ranks of this host fit it
   std::atomic<uint32_t> affinity_known;
 
-  /// Calls n and n + 1 use different entries; n + 2 reuses n's, which nobody reads once all are in n + 1.
+  /// Calls n and n + 1 use different entries; n + 2 reuses n's, which nobody
+  /// reads once all are in n + 1.
   alignas(kLineBytes) CallRecord call[2];
   std::atomic<uint64_t> call_number;
-  std::atomic<uint32_t> arrivals;  ///< gate phases that this rank has arrived in
+  std::atomic<uint32_t>
+      arrivals;  ///< gate phases that this rank has arrived in
 
-  alignas(kLineBytes) std::atomic<uint32_t> bell;  ///< futex word: point-to-point traffic for this rank
+  alignas(kLineBytes) std::atomic<
+      uint32_t> bell;  ///< futex word: point-to-point traffic for this rank
   std::atomic<uint32_t> bell_sleepers;
 
-  alignas(kLineBytes) uint64_t late[2];  ///< whom this rank gave up on, when `abort` names it
+  alignas(kLineBytes)
+      uint64_t late[2];  ///< whom this rank gave up on, when `abort` names it
   double waited_s;
-  char message[1024];   ///< why this rank raised, when `abort` names it
-  char activity[128];   ///< what the rank was last doing, in words
+  char message[1024];  ///< why this rank raised, when `abort` names it
+  char activity[128];  ///< what the rank was last doing, in words
 };
 
-/// One direction between two ranks: a ring of bytes in the sender's outbox. Positions only grow.
+/// One direction between two ranks: a ring of bytes in the sender's outbox.
+/// Positions only grow.
 struct alignas(kLineBytes) Channel {
-  std::atomic<uint64_t> written;  ///< release: publishes the bytes before it; partner: receiver's acquire
-  alignas(kLineBytes) std::atomic<uint64_t> read;  ///< release: frees the bytes before it
+  std::atomic<uint64_t> written;  ///< release: publishes the bytes before it;
+                                  ///< partner: receiver's acquire
+  alignas(kLineBytes)
+      std::atomic<uint64_t> read;  ///< release: frees the bytes before it
 };
 
 /// Offsets of the parts; a function of the world size and the slab size alone.
@@ -142,24 +163,33 @@ struct Layout {
   size_t rank_lines_at() const;
   size_t channels_at() const;
   size_t control_bytes() const;  ///< everything before the slabs
-  size_t slab_at(int rank) const { return control_bytes() + slab_bytes * static_cast<size_t>(rank); }
+  size_t slab_at(int rank) const {
+    return control_bytes() + slab_bytes * static_cast<size_t>(rank);
+  }
   size_t region_bytes() const { return slab_at(world); }
 
-  static constexpr size_t small_at(uint64_t parity) { return kSmallBytes * parity; }
-  static constexpr size_t piece_at(uint64_t parity) { return 2 * kSmallBytes + kPieceBytes * parity; }
-  static constexpr size_t buffers_bytes() { return 2 * (kSmallBytes + kPieceBytes); }
+  static constexpr size_t small_at(uint64_t parity) {
+    return kSmallBytes * parity;
+  }
+  static constexpr size_t piece_at(uint64_t parity) {
+    return 2 * kSmallBytes + kPieceBytes * parity;
+  }
+  static constexpr size_t buffers_bytes() {
+    return 2 * (kSmallBytes + kPieceBytes);
+  }
   static size_t outbox_at(int destination) {
     return buffers_bytes() + kOutboxBytes * static_cast<size_t>(destination);
   }
   size_t heap_at() const { return outbox_at(world); }
 };
 
-/// Creates a region for `world` ranks and writes its header. Slabs shrink until the file can be mapped.
-/// Returns the descriptor. Throws Failure{kNoMemory}.
+/// Creates a region for `world` ranks and writes its header. Slabs shrink until
+/// the file can be mapped. Returns the descriptor. Throws Failure{kNoMemory}.
 int create_region(int world, const uint64_t nonce[2]);
 
 inline uint32_t pack_abort(Reason reason, int by, int culprit) {
-  return static_cast<uint32_t>(reason) << 16 | static_cast<uint32_t>(by & 0xff) << 8 |
+  return static_cast<uint32_t>(reason) << 16 |
+         static_cast<uint32_t>(by & 0xff) << 8 |
          static_cast<uint32_t>(culprit & 0xff);
 }
 

@@ -25,10 +25,12 @@ thread_local Armed armed;
 
 const char* point_name(Point point) {
   static constexpr const char* kNames[] = {
-      "call_begin",   "before_arrive", "after_arrive", "before_reduce", "after_reduce",  "copy_out",
-      "mark_ready",   "before_post",   "after_post",   "chunk_claimed", "chunk_reduced", "before_end",
-      "after_end",    "send",          "receive",      "allocate"};
-  static_assert(sizeof(kNames) / sizeof(kNames[0]) == static_cast<size_t>(Point::kNumPoints));
+      "call_begin",   "before_arrive", "after_arrive",  "before_reduce",
+      "after_reduce", "copy_out",      "mark_ready",    "before_post",
+      "after_post",   "chunk_claimed", "chunk_reduced", "before_end",
+      "after_end",    "send",          "receive",       "allocate"};
+  static_assert(sizeof(kNames) / sizeof(kNames[0]) ==
+                static_cast<size_t>(Point::kNumPoints));
   return kNames[static_cast<uint32_t>(point)];
 }
 
@@ -40,7 +42,9 @@ void arm_fault(Point point, FaultAction action, uint32_t nth) {
 void disarm_fault() { armed = {}; }
 
 void strike_if_armed(Point point) {
-  if (armed.point != point || armed.passages_left == 0 || --armed.passages_left > 0) return;
+  if (armed.point != point || armed.passages_left == 0 ||
+      --armed.passages_left > 0)
+    return;
   switch (armed.action) {
     case FaultAction::kKill:
       kill(getpid(), SIGKILL);
@@ -52,8 +56,9 @@ void strike_if_armed(Point point) {
       raise(SIGSEGV);
       break;
     case FaultAction::kRaise:
-      throw Failure{.reason = Reason::kInjected,
-                    .message = std::string("injected fault at ") + point_name(point)};
+      throw Failure{
+          .reason = Reason::kInjected,
+          .message = std::string("injected fault at ") + point_name(point)};
   }
 }
 

@@ -1,7 +1,9 @@
-// Labelled steps of the protocol at which a test can kill, stop or fail this rank.
+// Labelled steps of the protocol at which a test can kill, stop or fail this
+// rank.
 //
-// Always compiled in, because the binary that is tested must be the one that is shipped: an unarmed point
-// costs one relaxed load of a word that never changes.
+// Always compiled in, because the binary that is tested must be the one that is
+// shipped: an unarmed point costs one relaxed load of a word that never
+// changes.
 #pragma once
 
 #include <cstdint>
@@ -34,7 +36,8 @@ enum class FaultAction : uint32_t { kKill, kStop, kSegfault, kRaise };
 
 const char* point_name(Point point);
 
-/// Arms this thread (a rank is a thread in the C++ tests): at the `nth` (from 1) passage of `point`, do it.
+/// Arms this thread (a rank is a thread in the C++ tests): at the `nth` (from
+/// 1) passage of `point`, do it.
 void arm_fault(Point point, FaultAction action, uint32_t nth);
 void disarm_fault();
 
@@ -42,7 +45,8 @@ extern std::atomic<bool> any_fault_armed;
 void strike_if_armed(Point point);
 
 inline void fault_point(Point point) {
-  if (any_fault_armed.load(std::memory_order_relaxed)) [[unlikely]] strike_if_armed(point);
+  if (any_fault_armed.load(std::memory_order_relaxed)) [[unlikely]]
+    strike_if_armed(point);
 }
 
 }  // namespace paceline

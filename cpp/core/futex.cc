@@ -19,7 +19,8 @@ namespace {
 constexpr int64_t kRecheckNs = 20'000'000;
 constexpr uint32_t kFutex2SizeU32 = 0x02;
 
-// The kernel's struct futex_waitv, spelled here because headers before 5.16 lack it.
+// The kernel's struct futex_waitv, spelled here because headers before 5.16
+// lack it.
 struct KernelWait {
   uint64_t value;
   uint64_t address;
@@ -30,8 +31,10 @@ struct KernelWait {
 std::atomic<bool> waitv_disabled{false};
 
 bool probe_futex_waitv() {
-  // Zero waiters are EINVAL where the call exists; ENOSYS or a seccomp filter's EPERM where it does not.
-  return syscall(SYS_futex_waitv, nullptr, 0, 0, nullptr, 0) == -1 && errno == EINVAL;
+  // Zero waiters are EINVAL where the call exists; ENOSYS or a seccomp filter's
+  // EPERM where it does not.
+  return syscall(SYS_futex_waitv, nullptr, 0, 0, nullptr, 0) == -1 &&
+         errno == EINVAL;
 }
 
 timespec to_timespec(int64_t ns) {
@@ -49,10 +52,13 @@ FutexResult classify(long rc) {
 FutexResult wait_on_first(const FutexWait& wait, int64_t deadline_ns) {
   const int64_t left = std::max<int64_t>(0, deadline_ns - now_ns());
   const timespec timeout = to_timespec(std::min(left, kRecheckNs));
-  const long rc = syscall(SYS_futex, wait.word, FUTEX_WAIT, wait.expected, &timeout, nullptr, 0);
+  const long rc = syscall(SYS_futex, wait.word, FUTEX_WAIT, wait.expected,
+                          &timeout, nullptr, 0);
   const FutexResult result = classify(rc);
-  // A short slice that ran out is no deadline: the caller looks at the other words and comes back.
-  if (result == FutexResult::kTimedOut && left > kRecheckNs) return FutexResult::kWoken;
+  // A short slice that ran out is no deadline: the caller looks at the other
+  // words and comes back.
+  if (result == FutexResult::kTimedOut && left > kRecheckNs)
+    return FutexResult::kWoken;
   return result;
 }
 
@@ -65,15 +71,18 @@ bool has_futex_waitv() {
 
 void disable_futex_waitv(bool disabled) { waitv_disabled.store(disabled); }
 
-FutexResult futex_wait_any(std::span<const FutexWait> waits, int64_t deadline_ns) {
+FutexResult futex_wait_any(std::span<const FutexWait> waits,
+                           int64_t deadline_ns) {
   if (!has_futex_waitv()) return wait_on_first(waits.front(), deadline_ns);
   KernelWait kernel[kMaxFutexWaits];
   const size_t count = std::min<size_t>(waits.size(), kMaxFutexWaits);
   for (size_t i = 0; i < count; ++i) {
-    kernel[i] = {waits[i].expected, reinterpret_cast<uint64_t>(waits[i].word), kFutex2SizeU32, 0};
+    kernel[i] = {waits[i].expected, reinterpret_cast<uint64_t>(waits[i].word),
+                 kFutex2SizeU32, 0};
   }
   const timespec deadline = to_timespec(std::max<int64_t>(0, deadline_ns));
-  return classify(syscall(SYS_futex_waitv, kernel, count, 0, &deadline, CLOCK_MONOTONIC));
+  return classify(
+      syscall(SYS_futex_waitv, kernel, count, 0, &deadline, CLOCK_MONOTONIC));
 }
 
 void futex_wake(std::atomic<uint32_t>& word, int count) {

@@ -18,10 +18,12 @@ inline constexpr int kMaxFutexWaits = 128;  // FUTEX_WAITV_MAX of Linux
 
 enum class FutexResult { kWoken, kTimedOut, kInterrupted };
 
-/// Sleeps until any of `waits` is woken or already differs, or until `deadline_ns` (monotonic).
-/// Without futex_waitv (before Linux 5.16, or forbidden) it sleeps on the first word alone and returns
-/// after 20 ms at the latest, so callers re-check the others: spurious kWoken is always possible.
-FutexResult futex_wait_any(std::span<const FutexWait> waits, int64_t deadline_ns);
+/// Sleeps until any of `waits` is woken or already differs, or until
+/// `deadline_ns` (monotonic). Without futex_waitv (before Linux 5.16, or
+/// forbidden) it sleeps on the first word alone and returns after 20 ms at the
+/// latest, so callers re-check the others: spurious kWoken is always possible.
+FutexResult futex_wait_any(std::span<const FutexWait> waits,
+                           int64_t deadline_ns);
 
 /// Wakes up to `count` sleepers of `word`, in any process.
 void futex_wake(std::atomic<uint32_t>& word, int count);

@@ -14,7 +14,8 @@
 namespace paceline {
 namespace {
 
-// Only a safety net where futex_waitv exists; without it, futex_wait_any returns within 20 ms anyway.
+// Only a safety net where futex_waitv exists; without it, futex_wait_any
+// returns within 20 ms anyway.
 constexpr int64_t kRecheckNs = 1'000'000'000;
 
 void block_all_signals() {
@@ -32,8 +33,10 @@ bool has_died(const RankLine& line) {
 
 void abort_group(Header& header, Reason reason, int by, int culprit) {
   uint32_t none = 0;
-  // Release: publishes the message, the late ranks and the waiting time of rank `by`.
-  header.abort.compare_exchange_strong(none, pack_abort(reason, by, culprit), std::memory_order_acq_rel);
+  // Release: publishes the message, the late ranks and the waiting time of rank
+  // `by`.
+  header.abort.compare_exchange_strong(none, pack_abort(reason, by, culprit),
+                                       std::memory_order_acq_rel);
   futex_wake(header.abort, kWakeAll);
 }
 
@@ -66,14 +69,17 @@ void Keeper::die() {
 void Keeper::run() {
   block_all_signals();
   RankLine& line = ranks_[static_cast<size_t>(rank_)];
-  // This thread's own robust list replaces glibc's, which it does not use: it locks no robust mutex.
+  // This thread's own robust list replaces glibc's, which it does not use: it
+  // locks no robust mutex.
   list_.list.next = reinterpret_cast<robust_list*>(&line.robust_next);
-  list_.futex_offset = static_cast<long>(reinterpret_cast<std::byte*>(&line.life) -
-                                        reinterpret_cast<std::byte*>(&line.robust_next));
+  list_.futex_offset =
+      static_cast<long>(reinterpret_cast<std::byte*>(&line.life) -
+                        reinterpret_cast<std::byte*>(&line.robust_next));
   line.robust_next = &list_.list;
   syscall(SYS_set_robust_list, &list_, sizeof(list_));
   const auto thread_id = static_cast<uint32_t>(syscall(SYS_gettid));
-  // FUTEX_WAITERS from the start: the kernel only wakes somebody at death if it is set.
+  // FUTEX_WAITERS from the start: the kernel only wakes somebody at death if it
+  // is set.
   line.life.store(thread_id | FUTEX_WAITERS, std::memory_order_release);
   state_.store(kHolding, std::memory_order_release);
   futex_wake(state_, kWakeAll);
@@ -89,7 +95,8 @@ void Keeper::run() {
   }
 }
 
-// Sleeps on the life words of all others and on state_; the array holds 127 + 1 words, the kernel's limit.
+// Sleeps on the life words of all others and on state_; the array holds 127 + 1
+// words, the kernel's limit.
 void Keeper::watch() {
   std::array<FutexWait, kMaxFutexWaits> waits;
   while (state_.load(std::memory_order_acquire) == kHolding) {

@@ -1,8 +1,10 @@
-// The memory that the processes of a host share: one sealed memfd, mapped whole by each of them.
+// The memory that the processes of a host share: one sealed memfd, mapped whole
+// by each of them.
 //
-// The file is sparse and as large as anybody could want; only what is reserved takes memory. It has no
-// name, so nothing can leak or be squatted, and Docker's 64 MB limit on /dev/shm does not apply. It goes
-// away with the last process that maps it, whatever killed that process.
+// The file is sparse and as large as anybody could want; only what is reserved
+// takes memory. It has no name, so nothing can leak or be squatted, and
+// Docker's 64 MB limit on /dev/shm does not apply. It goes away with the last
+// process that maps it, whatever killed that process.
 #pragma once
 
 #include <cstddef>
@@ -12,19 +14,22 @@ namespace paceline {
 
 class Region {
  public:
-  /// Creates the file: `bytes` long, zeroed, sealed against resizing, close-on-exec. Returns its descriptor.
+  /// Creates the file: `bytes` long, zeroed, sealed against resizing,
+  /// close-on-exec. Returns its descriptor.
   static int create(size_t bytes);
 
-  /// Maps the file behind `fd` (which stays the caller's). Not inherited by forks, not in core dumps.
+  /// Maps the file behind `fd` (which stays the caller's). Not inherited by
+  /// forks, not in core dumps.
   explicit Region(int fd);
   ~Region();
   Region(const Region&) = delete;
   Region& operator=(const Region&) = delete;
 
-  /// Backs [offset, offset + bytes) with memory now, so that the lack of it is an error here and not a
-  /// SIGBUS later. Throws Failure{kNoMemory}.
+  /// Backs [offset, offset + bytes) with memory now, so that the lack of it is
+  /// an error here and not a SIGBUS later. Throws Failure{kNoMemory}.
   void reserve(size_t offset, size_t bytes);
-  /// Gives the memory behind the range back; it reads as zeros afterwards and needs reserve() again.
+  /// Gives the memory behind the range back; it reads as zeros afterwards and
+  /// needs reserve() again.
   void release(size_t offset, size_t bytes);
 
   std::byte* data() const { return data_; }
@@ -37,7 +42,8 @@ class Region {
   uint32_t fork_generation_ = 0;
 };
 
-/// Grows by one in every forked child: an object that remembers another value belongs to the parent.
+/// Grows by one in every forked child: an object that remembers another value
+/// belongs to the parent.
 uint32_t fork_generation();
 
 }  // namespace paceline

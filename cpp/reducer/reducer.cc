@@ -8,16 +8,22 @@
 namespace paceline {
 namespace {
 
-// Chunks large enough that claiming costs nothing, small enough that two ranks share the last bucket.
+// Chunks large enough that claiming costs nothing, small enough that two ranks
+// share the last bucket.
 constexpr size_t kChunkBytes = 128 * 1024;
 
-constexpr size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
+constexpr size_t round_up(size_t bytes, size_t unit) {
+  return (bytes + unit - 1) / unit * unit;
+}
 
 }  // namespace
 
-Reducer::Reducer(HostGroup& group, size_t arena_bytes, std::vector<ParameterSpan> parameters,
+Reducer::Reducer(HostGroup& group, size_t arena_bytes,
+                 std::vector<ParameterSpan> parameters,
                  std::vector<BucketSpan> buckets)
-    : group_(group), parameters_(std::move(parameters)), arena_bytes_(arena_bytes) {
+    : group_(group),
+      parameters_(std::move(parameters)),
+      arena_bytes_(arena_bytes) {
   plan(std::move(buckets));
   allocate();
 }
@@ -38,26 +44,34 @@ void Reducer::plan(std::vector<BucketSpan> spans) {
   for (uint32_t p = 0; p < parameters_.size(); ++p) {
     const auto [offset, count, dtype] = parameters_[p];
     const size_t size = dtype_bytes(dtype);
-    if (offset + count * size > arena_bytes_) misuse("parameter " + std::to_string(p) + " ends outside the arena");
-    if (!is_supported(dtype, ReduceOp::kMean)) misuse("parameter " + std::to_string(p) + " is not of a floating type");
+    if (offset + count * size > arena_bytes_)
+      misuse("parameter " + std::to_string(p) + " ends outside the arena");
+    if (!is_supported(dtype, ReduceOp::kMean))
+      misuse("parameter " + std::to_string(p) + " is not of a floating type");
     for (size_t at = 0; at < count; at += kBlockElements) {
       const size_t length = std::min(kBlockElements, count - at);
-      all.push_back({offset + at * size, static_cast<uint32_t>(length), p, order++, dtype});
+      all.push_back({offset + at * size, static_cast<uint32_t>(length), p,
+                     order++, dtype});
     }
   }
-  std::sort(all.begin(), all.end(), [](const Segment& a, const Segment& b) { return a.offset < b.offset; });
+  std::sort(all.begin(), all.end(), [](const Segment& a, const Segment& b) {
+    return a.offset < b.offset;
+  });
 
   buckets_of_.resize(parameters_.size());
   size_t next = 0;
   for (uint32_t b = 0; b < spans.size(); ++b) {
     Bucket bucket{};
     bucket.first_chunk = static_cast<uint32_t>(chunks_.size());
-    size_t chunk_bytes = kChunkBytes;  // "full": the first segment opens a chunk
+    size_t chunk_bytes =
+        kChunkBytes;  // "full": the first segment opens a chunk
     while (next < all.size() && all[next].offset < spans[b].end) {
       const Segment& segment = all[next++];
       const size_t bytes = segment.count * dtype_bytes(segment.dtype);
-      if (segment.offset < spans[b].begin || segment.offset + bytes > spans[b].end) {
-        misuse("bucket " + std::to_string(b) + " cuts a block of parameter " + std::to_string(segment.parameter));
+      if (segment.offset < spans[b].begin ||
+          segment.offset + bytes > spans[b].end) {
+        misuse("bucket " + std::to_string(b) + " cuts a block of parameter " +
+               std::to_string(segment.parameter));
       }
       const auto index = static_cast<uint32_t>(segments_.size());
       if (chunk_bytes >= kChunkBytes) {
@@ -74,13 +88,15 @@ void Reducer::plan(std::vector<BucketSpan> spans) {
       segments_.push_back(segment);
     }
     bucket.end_chunk = static_cast<uint32_t>(chunks_.size());
-    if (bucket.first_chunk == bucket.end_chunk) misuse("bucket " + std::to_string(b) + " is empty");
+    if (bucket.first_chunk == bucket.end_chunk)
+      misuse("bucket " + std::to_string(b) + " is empty");
     buckets_.push_back(bucket);
   }
   if (next != all.size()) misuse("the buckets do not cover the arena");
   total_chunks_ = chunks_.size();
   segments_in_order_.resize(segments_.size());
-  for (uint32_t i = 0; i < segments_.size(); ++i) segments_in_order_[segments_[i].order] = i;
+  for (uint32_t i = 0; i < segments_.size(); ++i)
+    segments_in_order_[segments_[i].order] = i;
   unused_words_ = (parameters_.size() + 63) / 64;
   ready_in_pass_.assign(parameters_.size(), 0);
   copy_back_.assign(parameters_.size(), nullptr);
@@ -89,8 +105,11 @@ void Reducer::plan(std::vector<BucketSpan> spans) {
 
 void Reducer::allocate() {
   layout_.buckets_at = round_up(sizeof(PassControl), kLineBytes);
-  layout_.stats_at = layout_.buckets_at + buckets_.size() * sizeof(BucketControl);
-  layout_.headers_at = round_up(layout_.stats_at + 2 * segments_.size() * sizeof(SegmentStats), kLineBytes);
+  layout_.stats_at =
+      layout_.buckets_at + buckets_.size() * sizeof(BucketControl);
+  layout_.headers_at =
+      round_up(layout_.stats_at + 2 * segments_.size() * sizeof(SegmentStats),
+               kLineBytes);
   layout_.unused_at = layout_.headers_at + 2 * sizeof(PassHeader);
   layout_.bytes = layout_.unused_at + 2 * unused_words_ * sizeof(uint64_t);
   control_at_ = group_.allocate(layout_.bytes, -1);
@@ -122,9 +141,11 @@ void Reducer::begin_pass() {
 
 void Reducer::mark_ready(size_t parameter, void* gradient) {
   if (!in_pass_) begin_pass();
-  if (parameter >= parameters_.size()) misuse("no parameter " + std::to_string(parameter));
+  if (parameter >= parameters_.size())
+    misuse("no parameter " + std::to_string(parameter));
   if (ready_in_pass_[parameter] == pass_) {
-    misuse("parameter " + std::to_string(parameter) + " was marked ready twice in one backward pass");
+    misuse("parameter " + std::to_string(parameter) +
+           " was marked ready twice in one backward pass");
   }
   fault_point(Point::kMarkReady);
   ready_in_pass_[parameter] = pass_;
@@ -145,8 +166,10 @@ void Reducer::mark_ready(size_t parameter, void* gradient) {
 void Reducer::post(Bucket& bucket, size_t index) {
   fault_point(Point::kBeforePost);
   bucket.posted = true;
-  // acq_rel: releases this rank's gradients and header; the last to arrive acquires everybody's.
-  const uint64_t arrived = bucket_control(index).arrived.fetch_add(1, std::memory_order_acq_rel) + 1;
+  // acq_rel: releases this rank's gradients and header; the last to arrive
+  // acquires everybody's.
+  const uint64_t arrived =
+      bucket_control(index).arrived.fetch_add(1, std::memory_order_acq_rel) + 1;
   if (arrived == pass_ * static_cast<uint64_t>(group_.world())) ring(1);
   fault_point(Point::kAfterPost);
 }
@@ -158,10 +181,13 @@ bool Reducer::claim_chunk(size_t index, uint32_t* chunk) {
   const uint64_t base = pass_ << 32;
   uint64_t seen = claim.load(std::memory_order_relaxed);
   while (true) {
-    const uint64_t next = std::max(seen, base);  // a claim of an earlier pass counts as none
+    const uint64_t next =
+        std::max(seen, base);  // a claim of an earlier pass counts as none
     if (static_cast<uint32_t>(next) >= count) return false;
-    // Relaxed: a claim only decides who; the data was acquired through `arrived`.
-    if (claim.compare_exchange_weak(seen, next + 1, std::memory_order_relaxed)) {
+    // Relaxed: a claim only decides who; the data was acquired through
+    // `arrived`.
+    if (claim.compare_exchange_weak(seen, next + 1,
+                                    std::memory_order_relaxed)) {
       *chunk = bucket.first_chunk + static_cast<uint32_t>(next);
       return true;
     }
@@ -171,15 +197,20 @@ bool Reducer::claim_chunk(size_t index, uint32_t* chunk) {
 void Reducer::progress(Appetite appetite) {
   const auto world = static_cast<uint32_t>(group_.world());
   const uint64_t all = pass_ * world;
-  while (first_open_bucket_ < buckets_.size() && buckets_[first_open_bucket_].exhausted) ++first_open_bucket_;
+  while (first_open_bucket_ < buckets_.size() &&
+         buckets_[first_open_bucket_].exhausted)
+    ++first_open_bucket_;
   for (size_t b = first_open_bucket_; b < buckets_.size(); ++b) {
     Bucket& bucket = buckets_[b];
     if (!bucket.posted || bucket.exhausted) continue;
     const uint32_t chunks = bucket.end_chunk - bucket.first_chunk;
-    const uint32_t most = appetite == Appetite::kAll ? chunks : (chunks + world - 1) / world;
+    const uint32_t most =
+        appetite == Appetite::kAll ? chunks : (chunks + world - 1) / world;
     if (bucket.done >= most) continue;
-    // Acquire: everybody's gradients of this bucket are in place; partner: the release in post().
-    if (bucket_control(b).arrived.load(std::memory_order_acquire) < all) continue;
+    // Acquire: everybody's gradients of this bucket are in place; partner: the
+    // release in post().
+    if (bucket_control(b).arrived.load(std::memory_order_acquire) < all)
+      continue;
     if (!weights_known_) read_weights();
     const int64_t start_ns = now_ns();
     while (bucket.done < most && !bucket.exhausted) {
@@ -192,8 +223,10 @@ void Reducer::progress(Appetite appetite) {
       reduce_chunk(chunks_[chunk]);
       fault_point(Point::kChunkReduced);
       ++bucket.done;
-      // Release: the chunk is written everywhere; partner: the acquire of whoever waits for the count.
-      const uint64_t done_chunks = control().chunks_done.fetch_add(1, std::memory_order_acq_rel) + 1;
+      // Release: the chunk is written everywhere; partner: the acquire of
+      // whoever waits for the count.
+      const uint64_t done_chunks =
+          control().chunks_done.fetch_add(1, std::memory_order_acq_rel) + 1;
       if (done_chunks == pass_ * total_chunks_) ring(kWakeAll);
     }
     reducing_ns_ += now_ns() - start_ns;
@@ -205,7 +238,8 @@ void Reducer::read_weights() {
   weights_all_one_ = true;
   for (int r = 0; r < group_.world(); ++r) {
     weights_[static_cast<size_t>(r)] = header(r, pass_).weight;
-    weights_all_one_ = weights_all_one_ && weights_[static_cast<size_t>(r)] == 1.0;
+    weights_all_one_ =
+        weights_all_one_ && weights_[static_cast<size_t>(r)] == 1.0;
   }
 }
 
@@ -217,11 +251,14 @@ void Reducer::reduce_chunk(const Chunk& chunk) {
     const Segment& segment = segments_[s];
     for (int r = 0; r < world; ++r) arrays[r] = arena_of(r) + segment.offset;
     ReduceStats seen;
-    paceline::reduce(segment.dtype, ReduceOp::kMean, arrays, world, arrays, world, segment.count,
+    paceline::reduce(segment.dtype, ReduceOp::kMean, arrays, world, arrays,
+                     world, segment.count,
                      weights_all_one_ ? nullptr : weights_.data(), &seen);
-    table[s] = {seen.squared_norm, {seen.nonfinite_ranks[0], seen.nonfinite_ranks[1]}};
+    table[s] = {seen.squared_norm,
+                {seen.nonfinite_ranks[0], seen.nonfinite_ranks[1]}};
     if ((seen.nonfinite_ranks[0] | seen.nonfinite_ranks[1]) != 0) {
-      control().nonfinite_pass.store(pass_, std::memory_order_relaxed);  // published by chunks_done
+      control().nonfinite_pass.store(
+          pass_, std::memory_order_relaxed);  // published by chunks_done
     }
   }
 }
@@ -229,7 +266,8 @@ void Reducer::reduce_chunk(const Chunk& chunk) {
 void Reducer::ring(int count) {
   PassControl& shared = control();
   shared.bell.fetch_add(1, std::memory_order_seq_cst);
-  if (shared.sleepers.load(std::memory_order_seq_cst) != 0) futex_wake(shared.bell, count);
+  if (shared.sleepers.load(std::memory_order_seq_cst) != 0)
+    futex_wake(shared.bell, count);
 }
 
 uint32_t Reducer::finish(uint32_t forwards, bool allow_unused) {
@@ -248,13 +286,15 @@ uint32_t Reducer::finish(uint32_t forwards, bool allow_unused) {
   fault_point(Point::kAfterEnd);
   in_pass_ = false;
   finished_passes_ = pass_;
-  const bool is_reduced = (verdict & kPassForwardsDiffer) == 0 && ((verdict & kPassUnused) == 0 || allow_unused);
+  const bool is_reduced = (verdict & kPassForwardsDiffer) == 0 &&
+                          ((verdict & kPassUnused) == 0 || allow_unused);
   if (!is_reduced) {
     restart_without_reduction();
     return verdict;
   }
   const uint64_t all = pass_ * total_chunks_;
-  // Acquire: pairs with the releases in progress(); the mean is written in this rank's arena.
+  // Acquire: pairs with the releases in progress(); the mean is written in this
+  // rank's arena.
   wait_until([&] {
     progress(Appetite::kAll);
     return control().chunks_done.load(std::memory_order_acquire) >= all;
@@ -264,11 +304,13 @@ uint32_t Reducer::finish(uint32_t forwards, bool allow_unused) {
     memcpy(copy_back_[p], arena() + parameters_[p].offset,
            parameters_[p].count * dtype_bytes(parameters_[p].dtype));
   }
-  const bool is_nonfinite = control().nonfinite_pass.load(std::memory_order_relaxed) == pass_;
+  const bool is_nonfinite =
+      control().nonfinite_pass.load(std::memory_order_relaxed) == pass_;
   return verdict | (is_nonfinite ? kPassNonFinite : 0);
 }
 
-// A parameter without a gradient counts as zeros; its buckets can be posted after all.
+// A parameter without a gradient counts as zeros; its buckets can be posted
+// after all.
 void Reducer::add_unused() {
   for (size_t p = 0; p < parameters_.size(); ++p) {
     if (ready_in_pass_[p] == pass_) continue;
@@ -280,22 +322,27 @@ void Reducer::add_unused() {
   }
 }
 
-// Says that this rank's backward is over, and waits for the others to say so, reducing meanwhile.
+// Says that this rank's backward is over, and waits for the others to say so,
+// reducing meanwhile.
 uint32_t Reducer::end_backward(uint32_t forwards, uint32_t flags) {
   PassControl& shared = control();
   PassHeader& own = header(group_.rank(), pass_);
   own.forwards = forwards;
   uint64_t first = 0;
   const uint64_t mine = uint64_t{forwards} + 1;
-  if (!shared.forwards.compare_exchange_strong(first, mine, std::memory_order_relaxed) && first != mine) {
+  if (!shared.forwards.compare_exchange_strong(first, mine,
+                                               std::memory_order_relaxed) &&
+      first != mine) {
     flags |= kPassForwardsDiffer;
   }
   if (flags != 0) shared.flags.fetch_or(flags, std::memory_order_relaxed);
   own.ended_pass.store(pass_, std::memory_order_relaxed);
-  // acq_rel: releases this rank's header, unused bits and flags; the last to end acquires everybody's.
+  // acq_rel: releases this rank's header, unused bits and flags; the last to
+  // end acquires everybody's.
   const uint64_t all = pass_ * static_cast<uint64_t>(group_.world());
   if (shared.ended.fetch_add(1, std::memory_order_acq_rel) + 1 == all) {
-    shared.verdict.store(shared.flags.load(std::memory_order_relaxed), std::memory_order_relaxed);
+    shared.verdict.store(shared.flags.load(std::memory_order_relaxed),
+                         std::memory_order_relaxed);
     shared.flags.store(0, std::memory_order_relaxed);
     shared.forwards.store(0, std::memory_order_relaxed);
     shared.ended_pass.store(pass_, std::memory_order_release);
@@ -308,21 +355,27 @@ uint32_t Reducer::end_backward(uint32_t forwards, uint32_t flags) {
   return shared.verdict.load(std::memory_order_relaxed);
 }
 
-// Nothing was (or will be) reduced in this pass on any rank; brings the counters to where it would have ended.
+// Nothing was (or will be) reduced in this pass on any rank; brings the
+// counters to where it would have ended.
 void Reducer::restart_without_reduction() {
   PassControl& shared = control();
   const auto world = static_cast<uint64_t>(group_.world());
-  // Two meetings: nobody reduces any more before rank 0 writes; nobody goes on before it has.
+  // Two meetings: nobody reduces any more before rank 0 writes; nobody goes on
+  // before it has.
   const auto meet = [&](uint64_t target) {
-    if (shared.restarted.fetch_add(1, std::memory_order_acq_rel) + 1 == target) ring(kWakeAll);
-    wait_until([&] { return shared.restarted.load(std::memory_order_acquire) >= target; });
+    if (shared.restarted.fetch_add(1, std::memory_order_acq_rel) + 1 == target)
+      ring(kWakeAll);
+    wait_until([&] {
+      return shared.restarted.load(std::memory_order_acquire) >= target;
+    });
   };
   const uint64_t base = restarts_++ * 2 * world;
   meet(base + world);
   if (group_.rank() == 0) {
     for (size_t b = 0; b < buckets_.size(); ++b) {
       bucket_control(b).arrived.store(pass_ * world, std::memory_order_relaxed);
-      bucket_control(b).claim.store(pass_ << 32 | UINT32_MAX, std::memory_order_relaxed);
+      bucket_control(b).claim.store(pass_ << 32 | UINT32_MAX,
+                                    std::memory_order_relaxed);
     }
     shared.chunks_done.store(pass_ * total_chunks_, std::memory_order_relaxed);
   }
@@ -335,9 +388,11 @@ void Reducer::wait_until(Ready ready) {
   const int64_t start_ns = now_ns();
   const int64_t reducing_before_ns = reducing_ns_;
   PassControl& shared = control();
-  group_.wait_until(shared.bell, shared.sleepers, group_.timeout_ns(-1), ready, [&](int r) {
-    return header(r, pass_).ended_pass.load(std::memory_order_relaxed) < pass_;
-  });
+  group_.wait_until(
+      shared.bell, shared.sleepers, group_.timeout_ns(-1), ready, [&](int r) {
+        return header(r, pass_).ended_pass.load(std::memory_order_relaxed) <
+               pass_;
+      });
   waited_ns_ += now_ns() - start_ns - (reducing_ns_ - reducing_before_ns);
 }
 
@@ -355,7 +410,8 @@ std::vector<size_t> Reducer::globally_unused() const {
   for (size_t p = 0; p < parameters_.size(); ++p) {
     bool everywhere = true;
     for (int r = 0; r < group_.world() && everywhere; ++r) {
-      everywhere = (unused_bits(r, finished_passes_)[p / 64] >> (p % 64) & 1) != 0;
+      everywhere =
+          (unused_bits(r, finished_passes_)[p / 64] >> (p % 64) & 1) != 0;
     }
     if (everywhere) found.push_back(p);
   }
@@ -364,19 +420,24 @@ std::vector<size_t> Reducer::globally_unused() const {
 
 std::vector<uint32_t> Reducer::forwards_by_rank() const {
   std::vector<uint32_t> found;
-  for (int r = 0; r < group_.world(); ++r) found.push_back(header(r, finished_passes_).forwards);
+  for (int r = 0; r < group_.world(); ++r)
+    found.push_back(header(r, finished_passes_).forwards);
   return found;
 }
 
 std::vector<std::pair<int, size_t>> Reducer::nonfinite() const {
   std::vector<std::pair<int, size_t>> found;
-  if (finished_passes_ == 0 || control().nonfinite_pass.load(std::memory_order_relaxed) != finished_passes_) return found;
+  if (finished_passes_ == 0 ||
+      control().nonfinite_pass.load(std::memory_order_relaxed) !=
+          finished_passes_)
+    return found;
   const SegmentStats* table = stats(finished_passes_);
   for (const uint32_t s : segments_in_order_) {
     for (int r = 0; r < group_.world(); ++r) {
       if ((table[s].nonfinite_ranks[r / 64] >> (r % 64) & 1) == 0) continue;
       const std::pair<int, size_t> pair{r, segments_[s].parameter};
-      if (std::find(found.begin(), found.end(), pair) == found.end()) found.push_back(pair);
+      if (std::find(found.begin(), found.end(), pair) == found.end())
+        found.push_back(pair);
     }
   }
   return found;

@@ -1,22 +1,29 @@
-// One backward pass after the other: gradients become ready, buckets are posted, chunks are reduced by
-// whoever has time, and at the end every rank holds the mean.
+// One backward pass after the other: gradients become ready, buckets are
+// posted, chunks are reduced by whoever has time, and at the end every rank
+// holds the mean.
 //
 // Words
-//   arena    one contiguous piece of each rank's slab, at the same offset, that holds all gradients
-//   bucket   a byte range of the arena; posted by a rank once every gradient in it is final there
-//   segment  at most kBlockElements of one parameter: the unit of the statistics, the same for every bucket size
+//   arena    one contiguous piece of each rank's slab, at the same offset, that
+//   holds all gradients bucket   a byte range of the arena; posted by a rank
+//   once every gradient in it is final there segment  at most kBlockElements of
+//   one parameter: the unit of the statistics, the same for every bucket size
 //   chunk    a run of segments of one bucket: the unit of work
 //
 // Steps of pass p (counters only grow; nothing is reset)
-//   1. a rank posts bucket b:  arrived[b] += 1          (release; all its gradients of b are in place)
-//   2. arrived[b] == N * p:    b is complete, any rank may claim chunks of it   (acquire)
-//   3. claim[b] = (p, next):   a compare-and-swap hands each chunk to exactly one rank, which reads everybody's
+//   1. a rank posts bucket b:  arrived[b] += 1          (release; all its
+//   gradients of b are in place)
+//   2. arrived[b] == N * p:    b is complete, any rank may claim chunks of it
+//   (acquire)
+//   3. claim[b] = (p, next):   a compare-and-swap hands each chunk to exactly
+//   one rank, which reads everybody's
 //                              copy and writes the mean into everybody's copy
 //   4. chunks_done += 1        (release)
-//   5. a rank's backward ends: ended += 1, with what it left unused; ended == N * p decides whether to go on
-//   6. chunks_done == p * all: the pass is complete; who was waiting copies its gradients out
-// Chunks are claimed, not assigned: a rank that is behind in its backward has the least time for them, and
-// those who wait for it have the most.
+//   5. a rank's backward ends: ended += 1, with what it left unused; ended == N
+//   * p decides whether to go on
+//   6. chunks_done == p * all: the pass is complete; who was waiting copies its
+//   gradients out
+// Chunks are claimed, not assigned: a rank that is behind in its backward has
+// the least time for them, and those who wait for it have the most.
 #pragma once
 
 #include <cstddef>
@@ -47,7 +54,8 @@ inline constexpr uint32_t kPassForwardsDiffer = 4;
 class Reducer {
  public:
   /// Collective: allocates the arena and the counters.
-  Reducer(HostGroup& group, size_t arena_bytes, std::vector<ParameterSpan> parameters,
+  Reducer(HostGroup& group, size_t arena_bytes,
+          std::vector<ParameterSpan> parameters,
           std::vector<BucketSpan> buckets);
   ~Reducer();
   Reducer(const Reducer&) = delete;
@@ -58,7 +66,8 @@ class Reducer {
   void set_weight(double weight) { weight_ = weight; }
   /// Gradient `parameter` is final at `gradient` (null: in the arena already).
   void mark_ready(size_t parameter, void* gradient);
-  /// Ends this rank's pass; blocks until the pass is complete everywhere. Returns kPass... flags.
+  /// Ends this rank's pass; blocks until the pass is complete everywhere.
+  /// Returns kPass... flags.
   uint32_t finish(uint32_t forwards, bool allow_unused);
   /// Whether this rank has marked gradients of a pass that it has not finished.
   bool in_pass() const { return in_pass_; }
@@ -78,7 +87,8 @@ class Reducer {
     size_t offset;  ///< bytes into the arena
     uint32_t count;
     uint32_t parameter;
-    uint32_t order;  ///< in which squared norms are summed: by parameter, then by block
+    uint32_t order;  ///< in which squared norms are summed: by parameter, then
+                     ///< by block
     DType dtype;
   };
   struct Chunk {
@@ -88,23 +98,28 @@ class Reducer {
   struct Bucket {
     uint32_t first_chunk;
     uint32_t end_chunk;
-    uint32_t parameters = 0;    ///< that have a part in it
-    uint32_t pending = 0;       ///< of those, not ready in this pass
-    bool posted = false;        ///< by this rank
-    bool exhausted = false;     ///< nothing left to claim
-    uint32_t done = 0;          ///< chunks that this rank has reduced in this pass
+    uint32_t parameters = 0;  ///< that have a part in it
+    uint32_t pending = 0;     ///< of those, not ready in this pass
+    bool posted = false;      ///< by this rank
+    bool exhausted = false;   ///< nothing left to claim
+    uint32_t done = 0;  ///< chunks that this rank has reduced in this pass
   };
   // In rank 0's copy of the control block.
   struct alignas(kLineBytes) PassControl {
     std::atomic<uint64_t> ended;
-    std::atomic<uint32_t> flags;          ///< kPassUnused, kPassForwardsDiffer of the pass that is ending
-    std::atomic<uint64_t> forwards;       ///< of the first to end, plus 1; 0: nobody has
-    std::atomic<uint64_t> restarted;      ///< arrivals at the barrier that resets a pass without reduction
+    std::atomic<uint32_t>
+        flags;  ///< kPassUnused, kPassForwardsDiffer of the pass that is ending
+    std::atomic<uint64_t>
+        forwards;  ///< of the first to end, plus 1; 0: nobody has
+    std::atomic<uint64_t> restarted;  ///< arrivals at the barrier that resets a
+                                      ///< pass without reduction
     alignas(kLineBytes) std::atomic<uint64_t> chunks_done;
     std::atomic<uint64_t> nonfinite_pass;  ///< last pass that saw one
-    alignas(kLineBytes) std::atomic<uint64_t> ended_pass;  ///< last pass whose end was decided
-    std::atomic<uint32_t> verdict;                         ///< flags of that pass
-    alignas(kLineBytes) std::atomic<uint32_t> bell;        ///< futex word: something above changed
+    alignas(kLineBytes)
+        std::atomic<uint64_t> ended_pass;  ///< last pass whose end was decided
+    std::atomic<uint32_t> verdict;         ///< flags of that pass
+    alignas(kLineBytes)
+        std::atomic<uint32_t> bell;  ///< futex word: something above changed
     std::atomic<uint32_t> sleepers;
   };
   struct alignas(kLineBytes) BucketControl {
@@ -115,12 +130,14 @@ class Reducer {
     double squared_norm;
     uint64_t nonfinite_ranks[2];
   };
-  // In each rank's own copy; two, because a fast rank may be one pass ahead of one that still reads.
+  // In each rank's own copy; two, because a fast rank may be one pass ahead of
+  // one that still reads.
   struct alignas(kLineBytes) PassHeader {
     uint64_t pass;
     double weight;
     uint32_t forwards;
-    std::atomic<uint64_t> ended_pass;  ///< evidence: the last pass this rank has ended
+    std::atomic<uint64_t>
+        ended_pass;  ///< evidence: the last pass this rank has ended
   };
 
   void plan(std::vector<BucketSpan> buckets);
@@ -128,8 +145,9 @@ class Reducer {
   void begin_pass();
   void post(Bucket& bucket, size_t index);
   void add_unused();
-  /// How much of the complete buckets a rank reduces: in the middle of its backward no more than 1/N of each
-  /// (a rank that is behind should not do the others' work as well), at its end all that is left.
+  /// How much of the complete buckets a rank reduces: in the middle of its
+  /// backward no more than 1/N of each (a rank that is behind should not do the
+  /// others' work as well), at its end all that is left.
   enum class Appetite { kOwnShare, kAll };
   void progress(Appetite appetite);
   bool claim_chunk(size_t bucket, uint32_t* chunk);
@@ -142,19 +160,27 @@ class Reducer {
   void ring(int count);
 
   std::byte* arena_of(int rank) const { return group_.slab(rank) + arena_at_; }
-  std::byte* control_of(int rank) const { return group_.slab(rank) + control_at_; }
-  PassControl& control() const { return *reinterpret_cast<PassControl*>(control_of(0)); }
+  std::byte* control_of(int rank) const {
+    return group_.slab(rank) + control_at_;
+  }
+  PassControl& control() const {
+    return *reinterpret_cast<PassControl*>(control_of(0));
+  }
   BucketControl& bucket_control(size_t index) const {
-    return reinterpret_cast<BucketControl*>(control_of(0) + layout_.buckets_at)[index];
+    return reinterpret_cast<BucketControl*>(control_of(0) +
+                                            layout_.buckets_at)[index];
   }
   SegmentStats* stats(uint64_t pass) const {
-    return reinterpret_cast<SegmentStats*>(control_of(0) + layout_.stats_at) + (pass & 1) * segments_.size();
+    return reinterpret_cast<SegmentStats*>(control_of(0) + layout_.stats_at) +
+           (pass & 1) * segments_.size();
   }
   PassHeader& header(int rank, uint64_t pass) const {
-    return reinterpret_cast<PassHeader*>(control_of(rank) + layout_.headers_at)[pass & 1];
+    return reinterpret_cast<PassHeader*>(control_of(rank) +
+                                         layout_.headers_at)[pass & 1];
   }
   uint64_t* unused_bits(int rank, uint64_t pass) const {
-    return reinterpret_cast<uint64_t*>(control_of(rank) + layout_.unused_at) + (pass & 1) * unused_words_;
+    return reinterpret_cast<uint64_t*>(control_of(rank) + layout_.unused_at) +
+           (pass & 1) * unused_words_;
   }
 
   HostGroup& group_;
@@ -177,13 +203,16 @@ class Reducer {
   uint64_t finished_passes_ = 0;
   bool in_pass_ = false;
   double weight_ = 1;
-  std::vector<uint64_t> ready_in_pass_;   ///< by parameter: the last pass it was ready in
-  std::vector<void*> copy_back_;          ///< by parameter: where the mean goes, null: it stays in the arena
+  std::vector<uint64_t>
+      ready_in_pass_;  ///< by parameter: the last pass it was ready in
+  std::vector<void*> copy_back_;  ///< by parameter: where the mean goes, null:
+                                  ///< it stays in the arena
   bool weights_known_ = false;
   bool weights_all_one_ = true;
   std::vector<double> weights_;
   size_t first_open_bucket_ = 0;
-  uint64_t restarts_ = 0;  ///< passes that ended without reduction; the same on all ranks
+  uint64_t restarts_ =
+      0;  ///< passes that ended without reduction; the same on all ranks
   int64_t waited_ns_ = 0;
   int64_t reducing_ns_ = 0;
   bool closed_ = false;

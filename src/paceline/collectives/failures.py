@@ -22,6 +22,7 @@ from paceline.errors import (
     PacelineError,
     PeerLostError,
     RegionError,
+    RendezvousError,
     format_ranks,
 )
 
@@ -95,6 +96,14 @@ def describe_late(facts: Facts) -> str:
 
 def make_error(facts: Facts) -> PacelineError:
     """The exception for what the core saw."""
+    if "group" not in facts and facts["late"]:  # the group was still being formed
+        return RendezvousError(
+            f"{format_ranks(facts['late']).capitalize()} did not attach to the shared memory within "
+            f"{facts['waited_s']:.1f} s.",
+            likely="it died after it had found the others",
+            hint="look at its output",
+            missing=tuple(facts["late"]),
+        )
     return _MAKERS[Reason(facts["reason"])](facts)
 
 
