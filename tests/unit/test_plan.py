@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -54,7 +56,7 @@ def test_parameters_lie_apart_aligned_and_inside(planned: tuple[Plan, int]) -> N
     plan, _ = planned
     places = sorted((place(plan, i) for i in range(len(plan.parameters))), key=lambda p: (p.start, p.stop))
     assert all(p.start % ALIGNMENT_BYTES == 0 and p.stop <= plan.arena_bytes for p in places)
-    assert all(a.stop <= b.start for a, b in zip(places, places[1:], strict=False))
+    assert all(a.stop <= b.start for a, b in pairwise(places))
 
 
 @given(plans())

@@ -35,8 +35,8 @@ def unused_error(unused_by_rank: Sequence[Iterable[int]], names: Sequence[str]) 
         seen=_rows(ranks_of, names),
         likely="the loss does not depend on these parameters"
         + ("" if everywhere else ", or these ranks took another branch in forward"),
-        hint="use every output of forward in the loss; if some parameters are meant to be idle in some steps, "
-        "pass find_unused_parameters=True",
+        hint="use every output of forward in the loss; if some parameters are meant to be idle in some "
+        "steps, pass find_unused_parameters=True",
         unused={names[index]: tuple(ranks) for index, ranks in sorted(ranks_of.items())},
     )
 
@@ -58,7 +58,7 @@ def nonfinite_error(
         f"The gradient holds an infinity or a NaN on {_of_world(who, world_size)}.",
         where="the end of backward; the average has it on every rank now",
         seen=_rows(ranks_of, names),
-        likely="the loss overflowed or divided by zero there: look at that rank's batch, or the learning rate",
+        likely="the loss overflowed or divided by zero there: look at its batch, and at the learning rate",
         hint='nonfinite="raise" stops at the first such pass, "ignore" is silent; skip the step, or clip',
         nonfinite={rank: tuple(names[index] for r, index in found if r == rank) for rank in who},
     )
@@ -100,7 +100,7 @@ def _interrupted_error(ranks: Sequence[int], world_size: int) -> SkippedPassErro
         where="this pass; its gradients were not averaged, on any rank",
         seen=f"{format_ranks(ranks)} began another forward after that",
         likely="an error raised inside backward (out of memory, a failing hook) that the script caught",
-        hint="look at the output there for the exception; after catching one, make every rank repeat the step",
+        hint="look at the output there for the exception; after one, make every rank repeat the step",
         ranks=tuple(ranks),
     )
 

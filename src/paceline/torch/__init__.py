@@ -1,0 +1,14 @@
+"""Paceline for PyTorch: `DistributedDataParallel`, and the torch.distributed backend "paceline".
+
+    from paceline.torch import DistributedDataParallel as DDP
+
+Importing this package makes `torch.distributed.init_process_group("paceline")` work. The only package of
+Paceline that imports torch; may import everything below it.
+"""
+
+from paceline.torch import backend
+from paceline.torch.distributed import DistributedDataParallel
+
+backend.register()
+
+__all__ = ["DistributedDataParallel"]

@@ -1,0 +1,102 @@
+"""The arena as tensors: each gradient's place, shaped and strided like its parameter.
+
+Two kinds of memory: what `_core.Reducer` shares between the ranks of a host, and ordinary tensors, one for
+each section of the plan. Either way a gradient's place is one view.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+from paceline.reducer.plan import Plan
+
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+"""Gradients that both kinds of reducer average."""
+
+
+class Arena:
+    """The gradients of a model in flat memory.
+
+    Attributes:
+        sections: One flat tensor for each section of the plan.
+        views: Each parameter's place, by index.
+    """
+
+    def __init__(
+        self, plan: Plan, parameters: Sequence[torch.Tensor], sections: Sequence[torch.Tensor]
+    ) -> None:
+        self.plan = plan
+        self.sections = list(sections)
+        self.views = [self._view(index, parameter) for index, parameter in enumerate(parameters)]
+
+    @classmethod
+    def on_memory(cls, plan: Plan, parameters: Sequence[torch.Tensor], pointer: int, owner: object) -> Arena:
+        """An arena over the bytes at `pointer`; every view keeps `owner` alive, which keeps them mapped."""
+        memory = (ctypes.c_char * max(1, plan.arena_bytes)).from_address(pointer)
+        memory.owner = owner  # type: ignore[attr-defined]
+        sections = []
+        for section in plan.sections:
+            count = (section.end_byte - section.begin_byte) // section.itemsize
+            dtype = DTYPES[section.dtype]
+            sections.append(
+                torch.frombuffer(memory, dtype=dtype, count=count, offset=section.begin_byte)
+                if count
+                else torch.empty(0, dtype=dtype)
+            )
+        return cls(plan, parameters, sections)
+
+    @classmethod
+    def allocate(cls, plan: Plan, parameters: Sequence[torch.Tensor]) -> Arena:
+        """An arena in memory of each section's own device, filled with zeros."""
+        sections = [
+            torch.zeros(
+                (section.end_byte - section.begin_byte) // section.itemsize,
+                dtype=DTYPES[section.dtype],
+                device=section.device,
+            )
+            for section in plan.sections
+        ]
+        return cls(plan, parameters, sections)
+
+    def bucket(self, number: int) -> torch.Tensor:
+        """All elements of a bucket, flat."""
+        bucket = self.plan.buckets[number]
+        section = self.plan.sections[bucket.section]
+        first, last = (
+            (byte - section.begin_byte) // section.itemsize for byte in (bucket.begin_byte, bucket.end_byte)
+        )
+        return self.sections[bucket.section][first:last]
+
+    def _view(self, index: int, parameter: torch.Tensor) -> torch.Tensor:
+        spec = self.plan.parameters[index]
+        offset = self.plan.offsets[index]
+        number, section = next(
+            (number, section)
+            for number, section in enumerate(self.plan.sections)
+            if (section.dtype, section.device) == (spec.dtype, spec.device)
+        )
+        first = (offset - section.begin_byte) // section.itemsize
+        place = self.sections[number][first : first + spec.numel]
+        if is_dense(parameter):
+            # As the parameter lies in memory, so that autograd's own layout of the gradient fits.
+            return place.as_strided(parameter.shape, parameter.stride())
+        return place.view(parameter.shape)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill a range of memory, in any order of dimensions, and none lies twice."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True

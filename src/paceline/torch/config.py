@@ -1,0 +1,175 @@
+"""The arguments of `DistributedDataParallel`, checked and made one frozen object.
+
+The one idea: an argument of torch's DDP is honoured, or refused with a sentence; none is silently ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline.errors import ConfigError
+
+MIB = 1 << 20
+DEFAULT_BUCKET_CAP_MB = 25.0  # torch's defaults, so that ranks of either overlap alike
+DEFAULT_FIRST_BUCKET_BYTES = MIB
+NONFINITE_POLICIES = ("warn", "raise", "ignore")
+REDUCE_THROUGH = ("auto", "memory", "group")
+
+_IGNORABLE: Mapping[str, Sequence[Any]] = {
+    # Values that ask for nothing. `check_reduction`: what torch once checked, Paceline always checks.
+    "dim": (0,),
+    "check_reduction": (False, True),
+    "delay_all_reduce_named_params": (None, []),
+    "param_to_hook_all_reduce": (None,),
+    "mixed_precision": (None,),
+    "skip_all_reduce_unused_params": (False,),
+    "bucket_cap_mb_list": (None, []),
+    "batched_grad_copy": (False,),
+}
+
+
+@dataclass(frozen=True)
+class DDPConfig:
+    """What a wrapped model was asked to do.
+
+    Attributes:
+        device: Inputs are moved there; None: they are taken as they are.
+        bucket_cap_bytes: Largest bucket.
+        first_bucket_bytes: Largest first bucket.
+        init_sync: Broadcast rank 0's parameters (and buffers) when wrapping.
+        init_sync_buffers: Buffers too.
+        broadcast_buffers: Give every rank rank 0's buffers after each synchronised backward.
+        gradients_in_arena: Gradients are views of the arena.
+        allow_unused: A parameter without a gradient contributes 0.
+        nonfinite: What to do about infinities and NaNs: "warn" once, "raise", or "ignore".
+        reduce_through: "memory" that the ranks share, the process "group", or the better one ("auto").
+        timeout_s: Seconds to wait for the slowest rank; None: the process group's own time-out.
+        warn_after_s: Seconds after which a late rank is named in a warning; None: the default.
+    """
+
+    device: torch.device | None
+    bucket_cap_bytes: int
+    first_bucket_bytes: int
+    init_sync: bool
+    init_sync_buffers: bool
+    broadcast_buffers: bool
+    gradients_in_arena: bool
+    allow_unused: bool
+    nonfinite: str
+    reduce_through: str
+    timeout_s: float | None
+    warn_after_s: float | None
+
+    def agreed_options(self) -> dict[str, str]:
+        """The options that must be the same on all ranks, or their collectives would not match."""
+        return {
+            "bucket_cap_mb": str(self.bucket_cap_bytes / MIB),
+            "init_sync": str(self.init_sync),
+            "broadcast_buffers": f"{self.broadcast_buffers}, {self.init_sync_buffers} at wrap",
+            "find_unused_parameters or static_graph": str(self.allow_unused),
+            "nonfinite": self.nonfinite,
+            "reduce_through": self.reduce_through,
+        }
+
+
+def make_config(
+    *,
+    device_ids: Sequence[int | torch.device] | None,
+    output_device: int | torch.device | None,
+    broadcast_buffers: bool | None,
+    forward_sync_buffers: bool | None,
+    init_sync: bool,
+    bucket_cap_mb: float | None,
+    find_unused_parameters: bool,
+    gradient_as_bucket_view: bool,
+    static_graph: bool,
+    nonfinite: str,
+    reduce_through: str,
+    timeout_s: float | None,
+    warn_after_s: float | None,
+    **unsupported: Any,
+) -> DDPConfig:
+    """Check the constructor's arguments; see `DistributedDataParallel` for what they mean.
+
+    Raises:
+        ConfigError: An argument has a value that is not supported or makes no sense.
+    """
+    for name, value in unsupported.items():
+        if not any(value is harmless or value == harmless for harmless in _IGNORABLE[name]):
+            raise ConfigError(
+                f"DistributedDataParallel: {name} is not supported yet.",
+                got=f"{name}={value!r}",
+                hint=f"leave {name} out",
+            )
+    cap_mb = DEFAULT_BUCKET_CAP_MB if bucket_cap_mb is None else float(bucket_cap_mb)
+    _require(cap_mb > 0, "bucket_cap_mb", bucket_cap_mb, "a positive number of MiB, or None for 25")
+    _require(nonfinite in NONFINITE_POLICIES, "nonfinite", nonfinite, _one_of(NONFINITE_POLICIES))
+    _require(reduce_through in REDUCE_THROUGH, "reduce_through", reduce_through, _one_of(REDUCE_THROUGH))
+    for name, seconds in (("timeout_s", timeout_s), ("warn_after_s", warn_after_s)):
+        _require(seconds is None or seconds > 0, name, seconds, "a positive number of seconds, or None")
+    if forward_sync_buffers is not None and broadcast_buffers is not None:
+        raise ConfigError(
+            "DistributedDataParallel: broadcast_buffers and forward_sync_buffers are one switch.",
+            got=f"broadcast_buffers={broadcast_buffers}, forward_sync_buffers={forward_sync_buffers}",
+            hint="pass one of them",
+        )
+    cap_bytes = max(1, int(cap_mb * MIB))
+    return DDPConfig(
+        device=_single_device(device_ids, output_device),
+        bucket_cap_bytes=cap_bytes,
+        first_bucket_bytes=min(cap_bytes, DEFAULT_FIRST_BUCKET_BYTES),
+        init_sync=bool(init_sync),
+        init_sync_buffers=broadcast_buffers is not False,
+        broadcast_buffers=broadcast_buffers is not False and forward_sync_buffers is not False,
+        gradients_in_arena=bool(gradient_as_bucket_view),
+        # A static graph promises that the same parameters are unused in every pass; allowing it is enough.
+        allow_unused=bool(find_unused_parameters) or bool(static_graph),
+        nonfinite=nonfinite,
+        reduce_through=reduce_through,
+        timeout_s=timeout_s,
+        warn_after_s=warn_after_s,
+    )
+
+
+def _single_device(
+    device_ids: Sequence[int | torch.device] | None, output_device: int | torch.device | None
+) -> torch.device | None:
+    if not device_ids:
+        _require(output_device is None, "output_device", output_device, "None where device_ids is None")
+        return None
+    _require(
+        len(device_ids) == 1,
+        "device_ids",
+        device_ids,
+        "one device: each process drives one, or device_ids=None",
+    )
+    device = _as_device(device_ids[0])
+    if output_device is not None:
+        _require(
+            _as_device(output_device) == device, "output_device", output_device, f"{device}, as device_ids"
+        )
+    return device
+
+
+def _as_device(device: int | torch.device) -> torch.device:
+    if isinstance(device, int):
+        accelerator = torch.accelerator.current_accelerator()
+        return torch.device("cuda" if accelerator is None else accelerator.type, device)
+    return torch.device(device)
+
+
+def _require(holds: bool, name: str, got: object, expected: str) -> None:
+    if not holds:
+        raise ConfigError(
+            f"DistributedDataParallel: {name} has a value that makes no sense.",
+            expected=f"{name}: {expected}",
+            got=f"{name}={got!r}",
+        )
+
+
+def _one_of(choices: Sequence[str]) -> str:
+    return " or ".join(f'"{choice}"' for choice in choices)

@@ -1,0 +1,206 @@
+"""`DistributedDataParallel`: a module that averages its gradients over the ranks behind backward().
+
+What it does is elsewhere: `config` (arguments), `peers` (the group), `parameters` (what is kept in step),
+`passes` (each backward). This file is the module that users hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from paceline.reducer.agreement import ModelDescription, check_agreement
+from paceline.torch.buffers import broadcast_tensors
+from paceline.torch.config import make_config
+from paceline.torch.parameters import ManagedTensors
+from paceline.torch.passes import GradientPasses
+from paceline.torch.peers import find_peers
+from paceline.torch.reduction import ReductionFactory
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from paceline.collectives.group import Group
+
+
+class DistributedDataParallel(nn.Module):
+    """Trains one model on several processes: a drop-in for `torch.nn.parallel.DistributedDataParallel`.
+
+    Every rank wraps the same model and runs forward and backward on its own share of the batch. When
+    backward() returns, every parameter's .grad is the mean over the ranks, with the same bits on each; or
+    every rank has raised. Ranks of one host average in memory that they share; other groups, and parameters
+    on a GPU, go through the process group's own all_reduce.
+
+    Collective: every rank constructs it, and runs the same number of synchronised backwards.
+
+    Args:
+        module: The model. Its parameters must not be added, replaced or (un)frozen afterwards.
+        device_ids: One device to which inputs are moved, or None.
+        output_device: The same device, or None.
+        broadcast_buffers: Give every rank rank 0's buffers (running statistics), when wrapping and at the
+            end of each synchronised backward. None: yes.
+        init_sync: Give every rank rank 0's parameters when wrapping.
+        process_group: A process group of torch, or a `paceline.Group`. None: torch's default group, or,
+            where torch.distributed is not initialised, a group formed from the environment that
+            `paceline run` (or torchrun, or mpirun) has set.
+        bucket_cap_mb: Most MiB that are averaged at once; None: 25. The result does not depend on it.
+        find_unused_parameters: Let a parameter that got no gradient contribute 0. Otherwise that raises, on
+            every rank. A parameter unused on all ranks keeps its .grad.
+        gradient_as_bucket_view: Keep .grad in the memory where it is averaged: gradients are held once.
+        static_graph: A promise that lets parameters be unused, like find_unused_parameters.
+        device_mesh: A mesh of one dimension, instead of process_group.
+        forward_sync_buffers: As broadcast_buffers, but not when wrapping.
+        nonfinite: What to do when a gradient holds an infinity or a NaN: "warn" (once), "raise" (on every
+            rank) or "ignore".
+        timeout_s: Seconds to wait for the slowest rank; None: the group's own time-out.
+        warn_after_s: Seconds after which a late rank is named in a warning; None: 10.
+        reduce_through: "memory" that the ranks share, the process "group", or the better one that is
+            possible ("auto").
+        dim, check_reduction, mixed_precision and the other arguments of torch's class: not supported
+            yet; a value that asks for something is refused.
+
+    Raises:
+        ConfigError: An argument, or the model, is not supported; the message says which and why.
+        ModelMismatchError: The ranks wrapped different models; names the first difference.
+
+    Attributes:
+        module: The wrapped model.
+        require_backward_grad_sync: Whether the next forward begins a synchronised pass; see no_sync().
+
+    Example:
+        >>> model = DistributedDataParallel(nn.Linear(4, 1))
+        >>> model(batch).sum().backward()   # rank 0's .grad was 1, rank 1's was 3: now 2 on both
+    """
+
+    module: nn.Module
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | Group | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Any = None,
+        param_to_hook_all_reduce: Any = None,
+        mixed_precision: Any = None,
+        device_mesh: DeviceMesh | None = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: list[int] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        *,
+        nonfinite: str = "warn",
+        timeout_s: float | None = None,
+        warn_after_s: float | None = None,
+        reduce_through: str = "auto",
+    ) -> None:
+        arguments = dict(locals())
+        for name in ("self", "module", "process_group", "device_mesh", "__class__"):
+            del arguments[name]
+        super().__init__()
+        self._arguments = arguments
+        self._config = make_config(**arguments)
+        self.module = module
+        self.require_backward_grad_sync = True
+        self._tensors = ManagedTensors(module)
+        self._peers = find_peers(process_group, device_mesh, timeout_s, warn_after_s)
+        # Alone, there is nothing to average, and nothing may cost; but "raise" is also for one rank.
+        is_alone = self._peers.world_size == 1 and nonfinite != "raise"
+        self._check_model()
+        self._passes = None if is_alone else self._begin_passes()
+
+    def _check_model(self) -> None:
+        parameters, buffers = self._tensors.describe()
+        description = ModelDescription(parameters, buffers, self._config.agreed_options())
+        if self._peers.world_size > 1:
+            check_agreement(description, self._peers.exchange, self._peers.timeout_s)
+        self._tensors.check_trainable()
+
+    def _begin_passes(self) -> GradientPasses:
+        factory = ReductionFactory(self._peers, self._tensors.device_kinds, self._config)
+        if self._config.init_sync:
+            buffers = list(self._tensors.buffers.values()) if self._config.init_sync_buffers else []
+            values = [*self._tensors.all_parameters.values(), *buffers]
+            broadcast_tensors(values, self._peers.rank, self._peers.broadcast)
+        return GradientPasses(self._tensors, self._peers, factory, self._config)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module; where gradients will be needed, get ready to average them."""
+        if self._config.device is not None:
+            inputs, kwargs = _moved((inputs, kwargs), self._config.device)
+        if self._passes is None or not torch.is_grad_enabled():
+            return self.module(*inputs, **kwargs)
+        self._tensors.check_unchanged()
+        is_syncing = self.require_backward_grad_sync
+        self._passes.begin_forward(is_syncing=is_syncing, is_training=self.module.training)
+        output = self.module(*inputs, **kwargs)
+        if is_syncing:
+            self._passes.watch(output)
+        return output
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it, forward and backward accumulate gradients on this rank only.
+
+        The first synchronised backward afterwards averages all that has accumulated.
+
+        Example:
+            >>> with model.no_sync():
+            ...     loss(model(first_half)).backward()
+            >>> loss(model(second_half)).backward()     # the mean over ranks of the sum of both
+        """
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = before
+
+    def grad_norm(self) -> float:
+        """The 2-norm of the last backward's mean gradient, over all parameters; the same on every rank.
+
+        Costs nothing where gradients are averaged in shared memory. Call it before changing .grad.
+        """
+        if self._passes is not None:
+            return math.sqrt(self._passes.reduction.reducer.squared_norm())
+        squares = [p.grad.double().square().sum() for p in self._tensors.trainable if p.grad is not None]
+        return math.sqrt(sum(float(square) for square in squares))
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this rank has spent waiting for the others at the end of backward, in all passes."""
+        return 0.0 if self._passes is None else self._passes.waited_s
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """Torch's process group, or None where a `paceline.Group` connects the ranks."""
+        return self._peers.process_group
+
+    @property
+    def reduces_through(self) -> str:
+        """Where gradients are averaged: "memory", "group", or "nothing" for a single rank."""
+        return "nothing" if self._passes is None else self._passes.path
+
+    def __reduce__(self) -> Any:
+        # As torch's: the copy belongs to the default group of the process that makes it. Collective there.
+        return functools.partial(type(self), **self._arguments), (self.module,)
+
+
+def _moved(inputs: Any, device: torch.device) -> Any:
+    return pytree.tree_map(lambda item: item.to(device) if isinstance(item, torch.Tensor) else item, inputs)

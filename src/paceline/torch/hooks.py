@@ -1,0 +1,151 @@
+"""The hook of each parameter: it hands the finished gradient over, in as few Python steps as possible.
+
+Three kinds. In *pointer* mode the reducer copies the gradient into the arena and, at the end, the mean back.
+In *copy* mode torch does both. In *view* mode the gradient itself moves into the arena and stays there.
+
+A hook runs some hundred times in every backward: it is a closure over what it needs, and whatever is rare is
+a call of something else.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+
+from paceline.errors import ConfigError, ForkedError
+from paceline.reducer.protocol import Reducer
+
+Hook = Callable[[torch.Tensor], None]
+
+
+class PassState:
+    """Where one model is in its passes; hooks and the front end share it.
+
+    Attributes:
+        is_syncing: Whether the pass under way is averaged; no_sync() makes forward clear it.
+        is_armed: Whether the end of this pass is already queued in autograd's engine.
+        handed: Gradients handed over in this pass, in that order. Keeps the memory alive that the reducer
+            reads and writes by pointer.
+        staged: Those of them whose mean torch copies back.
+        accumulated: Parameters that got local gradients, in no_sync(), since the last synchronised pass.
+        forwards: Of this rank since the last synchronised pass.
+    """
+
+    __slots__ = ("accumulated", "arm", "forwards", "handed", "is_armed", "is_syncing", "pid", "staged")
+
+    def __init__(self) -> None:
+        self.is_syncing = True
+        self.is_armed = False
+        self.handed: dict[int, torch.Tensor] = {}
+        self.staged: list[int] = []
+        self.accumulated: set[int] = set()
+        self.forwards = 0
+        self.pid = os.getpid()
+        self.arm: Callable[[], None]
+
+    def begin_next(self) -> None:
+        self.is_armed = False
+        self.handed.clear()
+        self.staged.clear()
+        self.accumulated.clear()
+        self.forwards = 0
+
+    def check_process(self) -> None:
+        if os.getpid() != self.pid:
+            raise ForkedError(
+                "A model wrapped in DistributedDataParallel was used in a forked child.",
+                seen=f"wrapped in process {self.pid}, used in process {os.getpid()}",
+                likely="a data loader's worker, or multiprocessing with the start method 'fork'",
+                hint="use `ddp.module` in the child; or start it with the method 'spawn' and wrap there",
+            )
+
+
+def pointer_hook(state: PassState, index: int, name: str, view: torch.Tensor, reducer: Reducer) -> Hook:
+    """For a reducer that takes pointers; only for gradients that lie in memory as their place does."""
+    mark_ready, handed, dtype, strides = reducer.mark_ready, state.handed, view.dtype, view.stride()
+    stage = copy_hook(state, index, name, view, reducer)
+    is_row_major = view.is_contiguous()
+
+    def hand_over(parameter: torch.Tensor) -> None:
+        if not state.is_syncing:
+            state.accumulated.add(index)
+            return
+        if not state.is_armed:
+            state.arm()
+        gradient = parameter.grad
+        if (
+            gradient is None
+            or gradient.dtype is not dtype
+            or gradient.is_sparse
+            or not (gradient.is_contiguous() if is_row_major else gradient.stride() == strides)
+        ):
+            stage(parameter)
+            return
+        handed[index] = gradient
+        mark_ready(index, gradient.data_ptr())
+
+    return hand_over
+
+
+def copy_hook(state: PassState, index: int, name: str, view: torch.Tensor, reducer: Reducer) -> Hook:
+    """For any reducer and any layout of the gradient."""
+    mark_ready, handed, staged = reducer.mark_ready, state.handed, state.staged
+    copy = view.copy_
+
+    def hand_over(parameter: torch.Tensor) -> None:
+        if not state.is_syncing:
+            state.accumulated.add(index)
+            return
+        if not state.is_armed:
+            state.arm()
+        gradient = parameter.grad
+        if gradient is None or gradient.dtype is not view.dtype or gradient.is_sparse:
+            raise unsupported_gradient(name, gradient, view)
+        with torch.no_grad():
+            copy(gradient)
+        handed[index] = gradient
+        staged.append(index)
+        mark_ready(index, 0)
+
+    return hand_over
+
+
+def view_hook(state: PassState, index: int, name: str, view: torch.Tensor, reducer: Reducer) -> Hook:
+    """For gradients that live in the arena: autograd's own tensor moves in when it made a new one."""
+    mark_ready, handed = reducer.mark_ready, state.handed
+
+    def hand_over(parameter: torch.Tensor) -> None:
+        if state.is_syncing and not state.is_armed:
+            state.arm()
+        gradient = parameter.grad
+        if gradient is not view:
+            if gradient is None or gradient.dtype is not view.dtype or gradient.is_sparse:
+                raise unsupported_gradient(name, gradient, view)
+            with torch.no_grad():
+                view.copy_(gradient)
+            parameter.grad = view
+        if not state.is_syncing:
+            state.accumulated.add(index)
+            return
+        handed[index] = view
+        mark_ready(index, 0)
+
+    return hand_over
+
+
+def unsupported_gradient(name: str, gradient: torch.Tensor | None, view: torch.Tensor) -> ConfigError:
+    if gradient is None:
+        got, likely = "no gradient", "another hook of this parameter set its gradient to None"
+    elif gradient.is_sparse:
+        got, likely = "a sparse gradient", "an embedding with sparse=True; these are not supported yet"
+    else:
+        got = f"a gradient of {gradient.dtype}"
+        likely = "the model was converted, by .half() or .to(), after it had been wrapped"
+    return ConfigError(
+        f"DistributedDataParallel cannot average the gradient of '{name}'.",
+        expected=f"a dense gradient of {view.dtype}",
+        got=got,
+        likely=likely,
+    )

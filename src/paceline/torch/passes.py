@@ -1,0 +1,240 @@
+"""One backward pass after the other, from the first gradient to the last mean.
+
+A pass begins at the first hook that fires: a parameter's, or that of an output of forward, so that a rank on
+which no parameter gets a gradient ends its pass too. Whichever comes first queues `_end` in autograd's
+engine, which calls it when the backward is over; it waits for the other ranks and judges the pass.
+
+The order in which gradients came in the first pass, on rank 0, becomes everybody's plan.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from array import array
+from types import FrameType
+
+import torch
+from torch.autograd import Variable
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
+
+from paceline.reducer.plan import Plan, complete_order, plan_buckets
+from paceline.reducer.protocol import INTERRUPTED, Outcome
+from paceline.reducer.report import nonfinite_error, skipped_error, unused_error
+from paceline.torch.buffers import broadcast_tensors
+from paceline.torch.config import DDPConfig
+from paceline.torch.hooks import PassState, copy_hook, pointer_hook, view_hook
+from paceline.torch.parameters import ManagedTensors
+from paceline.torch.peers import Peers
+from paceline.torch.reduction import Reduction, ReductionFactory
+
+
+class GradientPasses:
+    """Averages the gradients of one model in each backward.
+
+    Args:
+        tensors: The model's.
+        peers: The ranks that train it.
+        factory: Makes the memory and the reducer of each plan.
+        config: Of the wrapped model.
+    """
+
+    def __init__(
+        self, tensors: ManagedTensors, peers: Peers, factory: ReductionFactory, config: DDPConfig
+    ) -> None:
+        self.state = PassState()
+        self.state.arm = self._arm
+        self._tensors = tensors
+        self._peers = peers
+        self._factory = factory
+        self._config = config
+        self._has_warned = False
+        self._waited_before_s = 0.0
+        self._handles: list[RemovableHandle] = []
+        self._plan = self._make_plan(None)
+        self._reduction = factory.make(self._plan, tensors.trainable)
+        # With one bucket for each kind of parameter, any order is as good as any other.
+        self._is_order_final = len(self._plan.buckets) <= len(self._plan.sections)
+        self._install_hooks()
+
+    @property
+    def path(self) -> str:
+        """Where gradients are averaged: "memory" or "group"."""
+        return self._factory.path
+
+    @property
+    def reduction(self) -> Reduction:
+        return self._reduction
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this rank has spent waiting for the others at the end of backward, in all passes."""
+        return self._waited_before_s + self._reduction.reducer.waited_s
+
+    def begin_forward(self, *, is_syncing: bool, is_training: bool) -> None:
+        """Note a forward whose gradients will be needed.
+
+        Raises:
+            ForkedError: This process is a forked child of the one that wrapped the model.
+            SkippedPassError: The backward before this forward ended in an exception, on this rank.
+        """
+        state = self.state
+        state.check_process()
+        if state.is_armed and torch._C._current_graph_task_id() == -1:
+            self._give_up_interrupted()
+        state.is_syncing = is_syncing
+        # Forwards in eval mode often have no backward, on some ranks only; such a rank skips nothing.
+        if is_syncing and is_training:
+            state.forwards += 1
+
+    def watch(self, output: object) -> None:
+        """Let the backward of these outputs begin a pass even if it reaches no parameter."""
+        tensors = [output] if isinstance(output, torch.Tensor) else pytree.tree_leaves(output)
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                tensor.register_hook(self._on_output_gradient)  # type: ignore[no-untyped-call]
+
+    def _on_output_gradient(self, _: torch.Tensor) -> None:
+        state = self.state
+        if state.is_syncing and not state.is_armed and _is_in_plain_backward():
+            self._arm()
+
+    def _arm(self) -> None:
+        self.state.check_process()
+        self.state.is_armed = True  # first: gradients on another device come from another thread
+        Variable._execution_engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        """The end of this rank's backward: wait for the others, judge, and bring the means home."""
+        state = self.state
+        try:
+            if len(state.handed) < len(self._tensors.trainable):
+                self._hand_over_accumulated()
+            outcome = self._reduction.reducer.finish(state.forwards, self._config.allow_unused)
+            if outcome:
+                self._judge(Outcome(outcome))
+            self._bring_home()
+            order = None if self._is_order_final else list(state.handed)
+        finally:
+            state.begin_next()
+        if order is not None:
+            self._adopt_order(order)
+        if self._config.broadcast_buffers and self._tensors.buffers:
+            broadcast_tensors(self._tensors.current_buffers(), self._peers.rank, self._peers.broadcast)
+
+    def _hand_over_accumulated(self) -> None:
+        """Hand over gradients that this backward did not touch but that count all the same.
+
+        Those of no_sync() passes; and, where unused parameters are allowed, any gradient that is left
+        from before: the others add to theirs, so it must take part in the mean.
+        """
+        state = self.state
+        for index, parameter in enumerate(self._tensors.trainable):
+            counts = index in state.accumulated or self._config.allow_unused
+            if index not in state.handed and counts and parameter.grad is not None:
+                self._hooks[index](parameter)
+
+    def _judge(self, outcome: Outcome) -> None:
+        """Raise, warn or go on; the same on every rank."""
+        reducer, names = self._reduction.reducer, self._tensors.names
+        ranks = range(self._peers.world_size)
+        if Outcome.SKIPPED in outcome:
+            raise skipped_error(reducer.forwards_by_rank())
+        if Outcome.UNUSED in outcome and not self._config.allow_unused:
+            raise unused_error([reducer.unused(rank) for rank in ranks], names)
+        if Outcome.NONFINITE in outcome and self._config.nonfinite != "ignore":
+            error = nonfinite_error(reducer.nonfinite(), names, self._peers.world_size)
+            if self._config.nonfinite == "raise":
+                raise error
+            if not self._has_warned:
+                self._has_warned = True
+                warnings.warn(f"{error}\n  (reported once)", RuntimeWarning, stacklevel=2)
+
+    def _bring_home(self) -> None:
+        """Make every parameter's .grad the mean, where the reducer has not done so itself."""
+        state, views = self.state, self._reduction.arena.views
+        with torch.no_grad():
+            for index in state.staged:
+                state.handed[index].copy_(views[index])
+            if len(state.handed) == len(views):
+                return
+            nobodys = set(self._reduction.reducer.globally_unused())
+            for index, parameter in enumerate(self._tensors.trainable):
+                if index not in state.handed and index not in nobodys:
+                    view = views[index]
+                    parameter.grad = view if self._config.gradients_in_arena else view.clone()
+
+    def _adopt_order(self, order: list[int]) -> None:
+        """Plan anew, in the order that rank 0 saw; once, after the first good pass. Collective."""
+        self._is_order_final = True
+        count = len(self._tensors.trainable)
+        payload = torch.frombuffer(array("i", complete_order(order, count)), dtype=torch.uint8)
+        self._peers.broadcast(payload)
+        plan = self._make_plan(payload.view(torch.int32).tolist())
+        if plan == self._plan:
+            return
+        before = self._reduction
+        self._waited_before_s += before.reducer.waited_s
+        self._plan, self._reduction = plan, self._factory.make(plan, self._tensors.trainable)
+        if self._config.gradients_in_arena:
+            self._move_gradients(before)
+        self._install_hooks()
+        before.reducer.close()
+
+    def _move_gradients(self, before: Reduction) -> None:
+        views = zip(self._tensors.trainable, before.arena.views, self._reduction.arena.views)
+        for parameter, old, new in views:
+            if parameter.grad is old:
+                parameter.grad = new.copy_(old)
+
+    def _install_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        make = copy_hook
+        if self._config.gradients_in_arena:
+            make = view_hook
+        elif self._reduction.takes_pointers:
+            make = pointer_hook
+        reducer, views = self._reduction.reducer, self._reduction.arena.views
+        self._hooks = [
+            make(self.state, index, name, view, reducer)
+            for index, (name, view) in enumerate(zip(self._tensors.names, views))
+        ]
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            for parameter, hook in zip(self._tensors.trainable, self._hooks)
+        ]
+
+    def _give_up_interrupted(self) -> None:
+        """End the pass that an exception broke off, so that all ranks learn of it and can go on."""
+        outcome = Outcome(self._reduction.reducer.finish(INTERRUPTED, self._config.allow_unused))
+        forwards = self._reduction.reducer.forwards_by_rank()
+        self.state.begin_next()
+        if Outcome.SKIPPED in outcome:
+            raise skipped_error(forwards)
+
+    def _make_plan(self, order: list[int] | None) -> Plan:
+        return plan_buckets(
+            self._tensors.specs(),
+            bucket_cap_bytes=self._config.bucket_cap_bytes,
+            first_bucket_bytes=self._config.first_bucket_bytes,
+            order=order,
+        )
+
+
+def _is_in_plain_backward() -> bool:
+    """Whether the hook that asks was called by backward(), rather than by autograd.grad().
+
+    Autograd does not tell, and autograd.grad() (a gradient penalty, say) is no pass: it leaves .grad alone.
+    Nor is backward(inputs=...) one unless a parameter's hook says so. On a GPU hooks run in a thread of
+    their own, where this cannot be seen: there only a parameter's gradient begins a pass.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is torch.autograd.grad.__code__:
+            return False
+        if frame.f_code is torch.autograd.backward.__code__:
+            return frame.f_locals.get("inputs") is None
+        frame = frame.f_back
+    return False

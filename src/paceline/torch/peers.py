@@ -1,0 +1,178 @@
+"""The group that a model is wrapped over, whichever kind it is, as DDP needs it.
+
+The one idea: DDP asks a group for three things: bytes from everybody (`exchange`), rank 0's bytes
+(`broadcast`), and, if its ranks share one host, their shared memory (`share_host`). A torch process group of
+any backend offers them, and so does a `paceline.Group`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+import torch.distributed as dist
+
+from paceline.env import read_rank_environment
+from paceline.errors import ConfigError
+from paceline.rendezvous.exchange import Exchange
+from paceline.torch.exchange import ProcessGroupExchange
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from paceline import _core
+    from paceline.collectives.group import Group
+
+_DEFAULT_TIMEOUT_S = 1800.0  # torch's own, where a process group does not say
+_DEFAULT_WARN_AFTER_S = 10.0
+
+_environment_group: Group | None = None  # one for all models of this process
+
+
+class Peers(Protocol):
+    """The ranks that train one model."""
+
+    timeout_s: float
+    warn_after_s: float
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def exchange(self) -> Exchange: ...
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """Torch's group, if there is one."""
+        ...
+
+    def broadcast(self, payload: torch.Tensor) -> None:
+        """Replace a flat uint8 tensor by rank 0's. Collective."""
+        ...
+
+    def share_host(self) -> _core.HostGroup | None:
+        """The memory of all ranks, or None if they do not share one host. Collective."""
+        ...
+
+
+class ProcessGroupPeers:
+    """Peers over a process group of torch: gloo, nccl, mpi or paceline."""
+
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float | None, warn_after_s: float | None) -> None:
+        self.process_group = group
+        self.exchange = ProcessGroupExchange(group)
+        self.rank = self.exchange.rank
+        self.world_size = self.exchange.world_size
+        self.timeout_s = timeout_s or _timeout_of(group)
+        self.warn_after_s = warn_after_s or _DEFAULT_WARN_AFTER_S
+
+    def broadcast(self, payload: torch.Tensor) -> None:
+        dist.broadcast(payload, src=dist.get_global_rank(self.process_group, 0), group=self.process_group)
+
+    def share_host(self) -> _core.HostGroup | None:
+        # Here, not above: a process that only reduces through the group needs no core.
+        from paceline.collectives.group import report_slow
+        from paceline.rendezvous.host import share_memory
+
+        memory = share_memory(
+            self.exchange,
+            name=f"DDP over {dist.get_backend(self.process_group)}",
+            timeout_s=self.timeout_s,
+            warn_after_s=self.warn_after_s,
+            slow=report_slow,
+        )
+        if len(memory.hosts) > 1:
+            memory.host_group.close()
+            return None
+        return memory.host_group
+
+
+class GroupPeers:
+    """Peers over a `paceline.Group`, whose ranks share one host."""
+
+    process_group = None
+
+    def __init__(self, group: Group, timeout_s: float | None, warn_after_s: float | None) -> None:
+        from paceline.collectives.member_exchange import MemberExchange
+
+        self.exchange = MemberExchange(group.core, range(group.world_size))
+        self.rank = group.rank
+        self.world_size = group.world_size
+        self.timeout_s = timeout_s or group.core.timeout_s
+        self.warn_after_s = warn_after_s or _DEFAULT_WARN_AFTER_S
+        self._group = group
+
+    def broadcast(self, payload: torch.Tensor) -> None:
+        on_host = payload.cpu()
+        self._group.core.broadcast(on_host.data_ptr(), on_host.numel(), 0)
+        if on_host is not payload:
+            payload.copy_(on_host)
+
+    def share_host(self) -> _core.HostGroup | None:
+        return self._group.core
+
+
+def find_peers(
+    process_group: dist.ProcessGroup | Group | None,
+    device_mesh: DeviceMesh | None,
+    timeout_s: float | None,
+    warn_after_s: float | None,
+) -> Peers:
+    """The group that was passed, else torch's default group, else one formed from the environment.
+
+    Raises:
+        ConfigError: There is none, or both a group and a mesh were passed.
+    """
+    if device_mesh is not None:
+        process_group = _group_of_mesh(device_mesh, process_group)
+    if process_group is None and dist.is_available() and dist.is_initialized():
+        process_group = dist.group.WORLD
+    if isinstance(process_group, dist.ProcessGroup):
+        return ProcessGroupPeers(process_group, timeout_s, warn_after_s)
+    return GroupPeers(process_group or _group_from_environment(), timeout_s, warn_after_s)
+
+
+def _group_of_mesh(mesh: DeviceMesh, process_group: dist.ProcessGroup | Group | None) -> dist.ProcessGroup:
+    if process_group is not None:
+        raise ConfigError(
+            "DistributedDataParallel: process_group and device_mesh both name the ranks.",
+            hint="pass one of them",
+        )
+    if mesh.ndim != 1:
+        raise ConfigError(
+            "DistributedDataParallel: only a device_mesh of one dimension is supported.",
+            got=f"{mesh.ndim} dimensions",
+            hint='pass the data-parallel dimension only, e.g. device_mesh["dp"]',
+        )
+    group: dist.ProcessGroup = mesh.get_group(mesh_dim=0)
+    return group
+
+
+def _group_from_environment() -> Group:
+    try:
+        read_rank_environment()
+    except ConfigError as error:
+        raise ConfigError(
+            "DistributedDataParallel: no process group has been initialised.",
+            seen=error.summary,
+            expected="torch.distributed.init_process_group(), or a start with `paceline run`",
+            hint="`paceline run -n 2 script.py` needs no init_process_group",
+        ) from error
+    global _environment_group
+    if _environment_group is None or _environment_group.core.is_closed:
+        from paceline.collectives.init import init
+
+        _environment_group = init(name="paceline.torch")
+    return _environment_group
+
+
+def _timeout_of(group: dist.ProcessGroup) -> float:
+    """The time-out that the user gave to init_process_group, as far as the backend tells."""
+    try:
+        backend = group._get_backend(torch.device("cpu"))
+        return float(backend.options._timeout.total_seconds())
+    except (RuntimeError, AttributeError):
+        return _DEFAULT_TIMEOUT_S

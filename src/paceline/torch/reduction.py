@@ -1,0 +1,103 @@
+"""Who averages the gradients: memory that the ranks share, or the process group below.
+
+The one idea: a `Reduction` is an arena of tensors and a `Reducer` over it, made anew whenever the plan
+changes; the hooks see no difference between the two kinds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from paceline.errors import ConfigError
+from paceline.reducer.engine import EngineReducer
+from paceline.reducer.plan import Plan
+from paceline.reducer.protocol import Reducer
+from paceline.torch.arena import Arena
+from paceline.torch.config import DDPConfig
+from paceline.torch.engine import ProcessGroupTransport
+from paceline.torch.peers import Peers, ProcessGroupPeers
+
+if TYPE_CHECKING:
+    from paceline import _core
+
+# kernels.h: enum class DType.
+_CORE_DTYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3}
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """The gradients' memory and who averages it.
+
+    Attributes:
+        arena: Every gradient's place.
+        reducer: Averages the places over the ranks.
+        takes_pointers: Whether the reducer copies a gradient into the arena, and the mean back to it, itself.
+    """
+
+    arena: Arena
+    reducer: Reducer
+    takes_pointers: bool
+
+
+class ReductionFactory:
+    """Makes reductions for one wrapped model. Collective, as is each of its calls.
+
+    Args:
+        peers: The ranks that train the model.
+        device_kinds: Of the trainable parameters, the same on all ranks.
+        config: Of the wrapped model.
+    """
+
+    def __init__(self, peers: Peers, device_kinds: set[str], config: DDPConfig) -> None:
+        self._peers = peers
+        self._checks_finite = config.nonfinite != "ignore"
+        on_host = device_kinds == {"cpu"}
+        self.host_group: _core.HostGroup | None = None
+        if on_host and config.reduce_through != "group":
+            self.host_group = peers.share_host()
+        if self.host_group is None:
+            self._check_group(on_host, config)
+
+    @property
+    def path(self) -> str:
+        """ "memory" or "group"."""
+        return "group" if self.host_group is None else "memory"
+
+    def make(self, plan: Plan, parameters: Sequence[torch.Tensor]) -> Reduction:
+        """An arena for this plan, filled with zeros, and its reducer. Collective."""
+        if self.host_group is not None:
+            from paceline import _core
+
+            reducer = _core.Reducer(
+                self.host_group,
+                plan.arena_bytes,
+                list(plan.offsets),
+                [spec.numel for spec in plan.parameters],
+                [_CORE_DTYPES[spec.dtype] for spec in plan.parameters],
+                [(bucket.begin_byte, bucket.end_byte) for bucket in plan.buckets],
+            )
+            shared = Arena.on_memory(plan, parameters, reducer.arena_pointer, owner=reducer)
+            return Reduction(shared, reducer, takes_pointers=True)
+        assert isinstance(self._peers, ProcessGroupPeers)
+        arena = Arena.allocate(plan, parameters)
+        transport = ProcessGroupTransport(arena, self._peers, checks_finite=self._checks_finite)
+        return Reduction(arena, EngineReducer(plan, transport), takes_pointers=False)
+
+    def _check_group(self, on_host: bool, config: DDPConfig) -> None:
+        """Without shared memory, gradients need a process group of torch."""
+        if config.reduce_through == "memory":
+            raise ConfigError(
+                'DistributedDataParallel: reduce_through="memory" is not possible here.',
+                seen="parameters on a GPU" if not on_host else "ranks on several hosts",
+                hint='leave reduce_through at "auto"',
+            )
+        if not isinstance(self._peers, ProcessGroupPeers):
+            raise ConfigError(
+                "DistributedDataParallel: a paceline.Group averages gradients in host memory only.",
+                seen="parameters on a GPU" if not on_host else f"reduce_through={config.reduce_through!r}",
+                hint='call torch.distributed.init_process_group("nccl" or "gloo") before wrapping the model',
+            )

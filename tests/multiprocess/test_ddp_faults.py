@@ -1,0 +1,193 @@
+"""What goes wrong on one rank is an error on all of them, in the same backward, that names rank and parameter."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import warnings
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from paceline.errors import (
+    CollectiveError,
+    NonFiniteGradientError,
+    PeerLostError,
+    SkippedPassError,
+    UnusedParameterError,
+)
+from paceline.torch import DistributedDataParallel
+from tests.harness import ranks
+from tests.multiprocess.ddp_models import Branches, two_layers
+
+PATHS = ["group", "memory"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(3, group="gloo")
+def test_an_unused_parameter_raises_on_all_ranks(rank: int, path: str) -> None:
+    model = Branches()
+    del model.never
+    ddp = DistributedDataParallel(model, reduce_through=path)
+    x = torch.ones(1, 3)
+    for _ in range(2):
+        with pytest.raises(UnusedParameterError) as caught:
+            ddp(x, "left" if rank == 1 else "both").sum().backward()
+        assert caught.value.unused == {"right.weight": (1,), "right.bias": (1,)}
+        assert "rank 1: right.weight, right.bias" in str(caught.value)
+    model.zero_grad()
+    ddp(x * (1 + rank), "both").sum().backward()
+    assert_close(model.right.weight.grad, torch.full((2, 3), 2.0))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(2, group="gloo")
+def test_a_rank_on_which_no_parameter_is_used_ends_its_pass_too(rank: int, path: str) -> None:
+    ddp = DistributedDataParallel(Branches(), reduce_through=path)
+    x = torch.ones(1, 3, requires_grad=True)
+    with pytest.raises(UnusedParameterError, match=r"rank 1: left.weight, left.bias, right.weight"):
+        ddp(x, "none" if rank == 1 else "both").sum().backward()
+    allowed = DistributedDataParallel(Branches(), reduce_through=path, find_unused_parameters=True)
+    allowed(x, "none" if rank == 1 else "both").sum().backward()
+    assert_close(allowed.module.left.weight.grad, torch.full((2, 3), 0.5))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("view", [False, True])
+@ranks(2, group="gloo")
+def test_unused_parameters_contribute_nothing_where_allowed(rank: int, path: str, view: bool) -> None:
+    model = Branches()
+    ddp = DistributedDataParallel(
+        model, reduce_through=path, find_unused_parameters=True, gradient_as_bucket_view=view
+    )
+    x = torch.ones(1, 3)
+    for _ in range(2):
+        ddp.zero_grad(set_to_none=True)
+        ddp(x, "left" if rank == 1 else "both").sum().backward()
+        assert_close(model.left.weight.grad, torch.ones(2, 3))
+        assert_close(model.right.weight.grad, torch.full((2, 3), 0.5))
+        assert model.never.weight.grad is None
+    # Without zeroing, what is left from before is the same everywhere and stays part of the mean.
+    ddp(x, "left" if rank == 1 else "right").sum().backward()
+    assert_close(model.left.weight.grad, torch.full((2, 3), 1.5))
+    assert_close(model.right.weight.grad, torch.ones(2, 3))
+    assert model.never.weight.grad is None
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(2, group="gloo")
+def test_a_static_graph_may_leave_parameters_out(rank: int, path: str) -> None:
+    ddp = DistributedDataParallel(Branches(), reduce_through=path, static_graph=True)
+    ddp(torch.ones(1, 3), "left").sum().backward()
+    assert ddp.module.right.weight.grad is None
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(3, group="gloo")
+def test_a_skipped_backward_raises_in_the_pass_it_happens_in(rank: int, path: str) -> None:
+    ddp = DistributedDataParallel(two_layers(), reduce_through=path)
+    x = torch.ones(1, 4)
+    ddp(x).sum().backward()
+    loss = ddp(x).sum()
+    if rank == 2:
+        loss = ddp(x).sum()  # goes on to the next batch
+    with pytest.raises(SkippedPassError, match="Rank 2 of 3 skipped") as caught:
+        loss.backward()
+    assert caught.value.ranks == (2,)
+    ddp(x).sum().backward()
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(2, group="gloo")
+def test_a_backward_that_raised_half_way_is_told_to_all(rank: int, path: str) -> None:
+    model = two_layers()
+    ddp = DistributedDataParallel(model, reduce_through=path, bucket_cap_mb=0.0001)
+    x = torch.ones(1, 4)
+
+    def fail(_: torch.Tensor) -> None:
+        raise MemoryError("out of memory, say")
+
+    if rank == 1:
+        handle = model[0].weight.register_post_accumulate_grad_hook(fail)
+        with pytest.raises(MemoryError):
+            ddp(x).sum().backward()
+        handle.remove()
+    with pytest.raises(SkippedPassError, match="The backward of rank 1 of 2 ended in an exception"):
+        ddp(x).sum().backward()
+    model.zero_grad()
+    ddp(x * (1 + rank)).sum().backward()
+    assert_close(model[2].bias.grad, torch.ones(2))
+
+
+def nan_on(rank: int, guilty: int) -> torch.Tensor:
+    return torch.full((1, 4), float("nan") if rank == guilty else 1.0)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(2, group="gloo")
+def test_a_nan_is_reported_with_rank_and_parameters(rank: int, path: str) -> None:
+    wrap = {
+        policy: DistributedDataParallel(two_layers(), reduce_through=path, nonfinite=policy)
+        for policy in ("warn", "raise", "ignore")
+    }
+    with pytest.raises(NonFiniteGradientError, match="on rank 1 of 2") as caught:
+        wrap["raise"](nan_on(rank, 1)).sum().backward()
+    assert caught.value.nonfinite == {1: ("0.weight", "0.bias", "2.weight")}
+    with pytest.warns(RuntimeWarning, match="rank 1: 0.weight, 0.bias, 2.weight"):
+        wrap["warn"](nan_on(rank, 1)).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        wrap["warn"](nan_on(rank, 1)).sum().backward()  # once
+        wrap["ignore"](nan_on(rank, 1)).sum().backward()
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(2, group="gloo")
+def test_large_values_that_are_finite_are_no_alarm(rank: int, path: str) -> None:
+    ddp = DistributedDataParallel(two_layers(), reduce_through=path, nonfinite="raise")
+    (ddp(torch.ones(1, 4)).sum() * 3e37).backward()  # the sum of all gradients overflows, no gradient does
+
+
+@ranks(3, group="gloo", dies={1: signal.SIGKILL})
+def test_a_killed_rank_is_named_at_once(rank: int) -> None:
+    model = two_layers()
+    ddp = DistributedDataParallel(model)
+    ddp(torch.ones(1, 4)).sum().backward()
+    if rank == 1:
+        model[0].weight.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+    started = time.monotonic()
+    with pytest.raises(PeerLostError) as caught:
+        ddp(torch.ones(1, 4)).sum().backward()
+    assert caught.value.lost == (1,)
+    assert time.monotonic() - started < 5  # 100 ms where nothing else runs
+
+
+@ranks(2, group="gloo", dies={1: signal.SIGKILL})
+def test_a_killed_rank_ends_the_others_backward_over_gloo(rank: int) -> None:
+    ddp = DistributedDataParallel(two_layers(), reduce_through="group", timeout_s=20)
+    ddp(torch.ones(1, 4)).sum().backward()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(CollectiveError, match="over torch's gloo process group"):
+        ddp(torch.ones(1, 4)).sum().backward()
+
+
+@ranks(2, group="gloo", dies={1: ValueError})
+def test_a_rank_that_raises_is_quoted_by_the_others(rank: int) -> None:
+    ddp = DistributedDataParallel(two_layers())
+    if rank == 1:
+        raise ValueError("bad batch")
+    with pytest.raises(PeerLostError):
+        ddp(torch.ones(1, 4)).sum().backward()
+
+
+@ranks(2, group="gloo")
+def test_autograd_grad_is_no_pass(rank: int) -> None:
+    """A gradient penalty calls autograd.grad() through the model before backward()."""
+    ddp = DistributedDataParallel(two_layers())
+    x = torch.full((1, 4), 1.0 + rank, requires_grad=True)
+    for _ in range(2):
+        (slope,) = torch.autograd.grad(ddp(x).sum(), x, create_graph=True)
+        (ddp(x).sum() + slope.square().sum()).backward()

@@ -1,0 +1,182 @@
+"""Gradients of DistributedDataParallel against one process with the whole batch, and against torch's own."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.testing import assert_close
+
+from paceline.torch import DistributedDataParallel
+from tests.harness import ranks, run_ranks
+from tests.multiprocess.ddp_models import Branches, bits, gradients, mixed, share, train, two_layers
+
+PATHS = ["group", "memory"]
+WORLD = 2
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("view", [False, True])
+@ranks(WORLD, group="gloo")
+def test_three_steps_equal_one_process_in_float64(rank: int, path: str, view: bool) -> None:
+    for set_to_none in (True, False):
+        model, x = two_layers(), torch.randn(8, 4, generator=torch.Generator().manual_seed(7))
+        alone = copy.deepcopy(model).double()
+        ddp = DistributedDataParallel(model, reduce_through=path, gradient_as_bucket_view=view)
+        assert ddp.reduces_through == path
+        train(ddp, share(x, rank, WORLD), set_to_none=set_to_none)
+        train(alone, x.double(), set_to_none=set_to_none)
+        for ours, expected in zip(ddp.parameters(), alone.parameters(), strict=True):
+            assert_close(ours.double(), expected, rtol=1e-5, atol=1e-6)
+            assert_close(ours.grad.double(), expected.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(WORLD, group="gloo")
+def test_bits_equal_those_of_torch(rank: int, path: str) -> None:
+    """Halving is exact, so with two ranks nobody may differ by a bit."""
+    x = torch.randn(8, 1, 4, 4, generator=torch.Generator().manual_seed(rank))
+    ours = DistributedDataParallel(mixed(), reduce_through=path, bucket_cap_mb=0.001)
+    theirs = TorchDDP(mixed(), forward_sync_buffers=True)
+    for model in (ours, theirs):
+        train(model, x)
+    assert gradients(ours).keys() == gradients(theirs).keys()
+    for name, parameter in ours.named_parameters():
+        assert torch.equal(parameter, theirs.get_parameter(name)), name
+        if parameter.requires_grad:
+            assert torch.equal(parameter.grad, theirs.get_parameter(name).grad), name
+
+
+def train_with_caps(rank: int, path: str) -> list[list[bytes]]:
+    """One rank's weights after training with each bucket size and layout, and after a second run."""
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(rank))
+    found = []
+    for cap, view in [(0.01, False), (1, False), (1, True), (25, False), (1000, False), (0.01, False)]:
+        model = two_layers(9000)  # three blocks and a bit
+        train(
+            DistributedDataParallel(
+                model, reduce_through=path, bucket_cap_mb=cap, gradient_as_bucket_view=view
+            ),
+            x,
+        )
+        found.append(bits(model))
+    return found
+
+
+def test_bits_do_not_depend_on_rank_or_bucket_size() -> None:
+    for path in PATHS:
+        results = run_ranks(train_with_caps, 3, {"path": path}, group="gloo")
+        if path == "group":  # gloo's own order of summation depends on the size of the array
+            assert results[0] == results[1] == results[2]
+        else:
+            assert all(weights == results[0][0] for result in results for weights in result)
+
+
+@ranks(3)
+def test_twenty_runs_give_the_same_bits(group: object) -> None:
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(group.rank))
+    seen = set()
+    for _ in range(20):
+        model = two_layers()
+        ddp = DistributedDataParallel(model, process_group=group, bucket_cap_mb=0.0001)
+        train(ddp, x, steps=2)
+        seen.add((*bits(model), ddp.grad_norm()))
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("view", [False, True])
+@ranks(WORLD, group="gloo")
+def test_no_sync_accumulates_and_the_next_pass_averages_all(rank: int, path: str, view: bool) -> None:
+    model, x = two_layers(), torch.randn(8, 4, generator=torch.Generator().manual_seed(7))
+    alone = copy.deepcopy(model)
+    ddp = DistributedDataParallel(model, reduce_through=path, gradient_as_bucket_view=view)
+    own = share(x, rank, WORLD)
+    for _ in range(2):
+        with ddp.no_sync():
+            ddp(own[:2]).square().mean().backward()
+            local = model[0].weight.grad.clone()
+        ddp(own[2:]).square().mean().backward()
+        for part in (share(x, 0, 2), share(x, 1, 2)):
+            (alone(part[:2]).square().mean() / 2 + alone(part[2:]).square().mean() / 2).backward()
+        for ours, expected in zip(ddp.parameters(), alone.parameters(), strict=True):
+            assert_close(ours.grad, expected.grad)
+        assert not torch.equal(local, model[0].weight.grad)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(WORLD, group="gloo")
+def test_what_accumulated_counts_even_if_the_last_backward_leaves_it_out(rank: int, path: str) -> None:
+    model = Branches()
+    del model.never
+    ddp = DistributedDataParallel(model, reduce_through=path)
+    x = torch.full((1, 3), 1.0 + rank)
+    with ddp.no_sync():
+        ddp(x, "both").sum().backward()
+    ddp(x, "left").sum().backward()
+    assert_close(model.left.weight.grad, torch.full((2, 3), 3.0))
+    assert_close(model.right.weight.grad, torch.full((2, 3), 1.5))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(WORLD, group="gloo")
+def test_layouts_of_memory(rank: int, path: str) -> None:
+    """Channels last, transposed, expanded gradients: each arrives where its parameter expects it."""
+    for view in (False, True):
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(16, 5, bias=True))
+        model = model.to(memory_format=torch.channels_last)
+        model[2].weight = nn.Parameter(torch.randn(16, 5).t())
+        ddp = DistributedDataParallel(model, reduce_through=path, gradient_as_bucket_view=view)
+        x = torch.randn(4, 3, 4, 4, generator=torch.Generator().manual_seed(7))
+        alone = copy.deepcopy(model)
+        for _ in range(2):
+            ddp(share(x, rank, WORLD)).sum(1).mean().backward()
+            alone(x).sum(1).mean().backward()
+        for ours, expected in zip(ddp.parameters(), alone.parameters(), strict=True):
+            assert_close(ours.grad, expected.grad)
+            assert ours.grad.stride() == ours.stride()
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@ranks(WORLD, group="gloo")
+def test_other_dtypes(rank: int, path: str, dtype: torch.dtype) -> None:
+    model = two_layers().to(dtype)
+    ddp = DistributedDataParallel(model, reduce_through=path)
+    ddp(torch.full((2, 4), 1.0 + rank, dtype=dtype)).sum().backward()
+    assert model[2].bias.grad.dtype == dtype
+    assert_close(model[2].bias.grad, torch.full((2,), 2.0, dtype=dtype))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("view", [False, True])
+@ranks(WORLD, group="gloo")
+def test_the_order_of_the_first_pass_becomes_the_plan(rank: int, path: str, view: bool) -> None:
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    model = nn.Module()
+    model.second, model.first = second, first  # registered against the order of use
+    model.forward = lambda x: second(first(x))
+    ddp = DistributedDataParallel(
+        model, reduce_through=path, gradient_as_bucket_view=view, bucket_cap_mb=0.0001
+    )
+    x = torch.full((2, 3), 1.0 + rank)
+    orders = []
+    for _ in range(3):
+        orders.append(ddp._passes.reduction.arena.plan.order)
+        ddp(x).sum().backward()
+        assert_close(second.bias.grad, torch.full((3,), 2.0 * len(orders)))
+    assert orders[0] == (3, 2, 1, 0)
+    # second.weight and second.bias (0 and 1) come first in backward, in either order.
+    assert set(orders[1][:2]) == {0, 1} and orders[2] == orders[1]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(WORLD, group="gloo")
+def test_grad_norm_is_that_of_the_mean(rank: int, path: str) -> None:
+    ddp = DistributedDataParallel(two_layers(), reduce_through=path)
+    ddp(torch.randn(3, 4)).sum().backward()
+    norm = torch.cat([p.grad.flatten() for p in ddp.parameters()]).double().norm().item()
+    assert ddp.grad_norm() == pytest.approx(norm, rel=1e-6)
