@@ -7,6 +7,7 @@ are plain bytes; nothing is pickled.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from datetime import timedelta
 
@@ -182,10 +183,8 @@ class StoreExchange:
         """Delete this rank's key of a round that everybody has read: all have written a later one."""
         if round_number < 1:
             return
-        try:
+        with contextlib.suppress(RuntimeError):  # a store may lack deletion; some bytes stay until it ends
             self._store.delete_key(self._key(round_number, self._rank))
-        except RuntimeError:
-            pass  # Stores may lack deletion; a few bytes stay until the store ends.
 
     def _missing(self) -> list[int]:
         ranks = range(self._world_size)

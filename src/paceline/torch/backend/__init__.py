@@ -1,0 +1,16 @@
+"""The torch.distributed backend "paceline": stock calls, served from the memory that the ranks share.
+
+    registration    tells torch the name, and forms a group when torch asks for one
+    process_group   torch's calls, translated one by one
+    identity        what torch asks a group about itself
+    reductions, movements, staging   what a call does with its tensors
+    work, transfer  what a call returns
+    other_devices   groups like "cpu:paceline,cuda:nccl"
+
+May import torch, collectives, rendezvous, errors, the core, and of paceline.torch the exchange only.
+Design: docs/design/torch_backend.md.
+"""
+
+from paceline.torch.backend.registration import register
+
+__all__ = ["register"]

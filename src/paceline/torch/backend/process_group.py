@@ -1,0 +1,249 @@
+"""The process group that serves stock `torch.distributed` calls from the memory that the ranks share.
+
+May import torch, the core's types, collectives, errors and its neighbours in this folder. Its one idea: a
+synchronous call runs at once in the caller's thread and answers with one shared, finished Work; an
+asynchronous one goes to the group's queue. torch's names and arguments are kept, so each method is the
+translation of one call.
+"""
+# torch overloads these methods by argument types; a Python subclass has the form that torch itself calls.
+# mypy: disable-error-code="override,assignment"
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed import ReduceOp, Work
+from torch.distributed.distributed_c10d import Store
+
+from paceline.collectives.call_queue import CallQueue
+from paceline.errors import ConfigError
+from paceline.torch.backend import movements, reductions
+from paceline.torch.backend.identity import NamedProcessGroup
+from paceline.torch.backend.reductions import KERNELS, NO_KERNEL
+from paceline.torch.backend.transfer import Mailbox, TransferWork
+from paceline.torch.backend.work import FINISHED, CallWork
+
+if TYPE_CHECKING:
+    from paceline._core import HostGroup
+
+Tensor = torch.Tensor
+Tensors = Sequence[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What torch's option objects say where a caller passes none; one class does for all of them."""
+
+    asyncOp: bool = True
+    reduceOp: Any = ReduceOp.SUM
+    rootRank: int = 0
+    timeout: timedelta = timedelta(seconds=-1)
+
+
+DEFAULTS = _Options()
+
+
+class PacelineProcessGroup(NamedProcessGroup):
+    """A torch process group whose ranks are the processes of one host.
+
+    Made by `torch.distributed.init_process_group("paceline")` and `new_group()`, not by users.
+
+    Args:
+        core: The group in the core; closed with this object.
+        store: Of torch, for whoever asks the group for it.
+        timeout_s: Deadline of every call.
+
+    Example:
+        Rank 0 holds [1, 2] and rank 1 holds [3, 4]; after `torch.distributed.all_reduce(tensor)` both
+        hold [4, 6].
+    """
+
+    def __init__(self, core: HostGroup, store: Store, timeout_s: float) -> None:
+        super().__init__(core.rank, core.world_size, store)
+        self._core = core
+        self._core_all_reduce = core.all_reduce  # looked up once: the shortest calls feel it
+        self._timeout_s = timeout_s
+        # Inference mode may write to any tensor: to those that require a gradient, and to its own.
+        self._queue = CallQueue(f"{core.name}, rank {core.rank}", torch.inference_mode)
+        self._mailbox = Mailbox(core, self._queue)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Deadline of each call from now on; torch.distributed.init_process_group's `timeout` until then."""
+        self._timeout_s = timeout.total_seconds()
+
+    # --- reductions ---
+
+    def allreduce(self, tensors: Tensors, opts: Any = DEFAULTS) -> Work:
+        # The path of most calls, hence the least Python: a synchronous call on a contiguous tensor.
+        op = opts.reduceOp
+        if not opts.asyncOp and self._queue.newest is None and len(tensors) == 1:
+            tensor = tensors[0]
+            number, ops = KERNELS.get(tensor.dtype, NO_KERNEL)
+            code = ops.get(hash(op))
+            try:
+                pointer = tensor.data_ptr()
+            except RuntimeError:  # a sparse tensor: explained below
+                pointer = 0
+            if pointer and code is not None and tensor.is_contiguous():
+                self._core_all_reduce(pointer, tensor.numel(), number, code, 1.0, self._timeout_s)
+                return FINISHED
+        return self._make(opts, reductions.all_reduce(self._core, tensors, op, self._timeout_s), tensors)
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = DEFAULTS) -> Work:
+        call = reductions.all_reduce(self._core, tensors, opts.reduceOp, self._timeout_s)
+        return self._make(opts, call, tensors)
+
+    def reduce(self, tensors: Tensors, opts: Any = DEFAULTS) -> Work:
+        call = reductions.reduce(self._core, _only(tensors), opts.reduceOp, opts.rootRank, self._timeout_s)
+        return self._make(opts, call, tensors)
+
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = DEFAULTS) -> Work:
+        call = reductions.reduce_scatter(
+            self._core, _only(outputs), _only(inputs), opts.reduceOp, self._timeout_s
+        )
+        return self._make(opts, call, outputs)
+
+    def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any = DEFAULTS) -> Work:
+        call = reductions.reduce_scatter_single(self._core, output, source, opts.reduceOp, self._timeout_s)
+        return self._make(opts, call, [output])
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Tensors, inputs: Tensors, opts: Any = DEFAULTS
+    ) -> Work:
+        one = partial(reductions.reduce_scatter_single, op=opts.reduceOp, timeout_s=self._timeout_s)
+        calls = [one(self._core, *pair) for pair in zip(outputs, inputs, strict=True)]
+        return self._make(opts, reductions.in_turn(calls), outputs)
+
+    # --- movements ---
+
+    def broadcast(self, tensors: Tensors, opts: Any = DEFAULTS) -> Work:
+        call = movements.broadcast(self._core, tensors, opts.rootRank, self._timeout_s)
+        return self._make(opts, call, tensors)
+
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = DEFAULTS) -> Work:
+        call = movements.all_gather(self._core, _only(outputs), _only(inputs), self._timeout_s)
+        return self._make(opts, call, outputs[0])
+
+    def allgather_coalesced(
+        self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any = DEFAULTS
+    ) -> Work:
+        per_input = zip(*output_lists, strict=True)
+        calls = [
+            movements.all_gather(self._core, outputs, source, self._timeout_s)
+            for outputs, source in zip(per_input, inputs, strict=True)
+        ]
+        return self._make(opts, reductions.in_turn(calls), [t for tensors in output_lists for t in tensors])
+
+    def all_gather_single(self, output: Tensor, source: Tensor, opts: Any = DEFAULTS) -> Work:
+        call = movements.all_gather_single(self._core, output, source, self._timeout_s)
+        return self._make(opts, call, [output])
+
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = DEFAULTS) -> Work:
+        calls = [
+            movements.all_gather_single(self._core, output, source, self._timeout_s)
+            for output, source in zip(outputs, inputs, strict=True)
+        ]
+        return self._make(opts, reductions.in_turn(calls), outputs)
+
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = DEFAULTS) -> Work:
+        targets = outputs[0] if outputs else []
+        call = movements.gather(self._core, targets, _only(inputs), opts.rootRank, self._timeout_s)
+        return self._make(opts, call, targets)
+
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = DEFAULTS) -> Work:
+        sources = inputs[0] if inputs else []
+        call = movements.scatter(self._core, _only(outputs), sources, opts.rootRank, self._timeout_s)
+        return self._make(opts, call, outputs)
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = DEFAULTS) -> Work:
+        return self._make(opts, movements.all_to_all(self._core, outputs, inputs, self._timeout_s), outputs)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        source: Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: Any = DEFAULTS,
+    ) -> Work:
+        call = movements.all_to_all_single(
+            self._core, output, source, output_splits, input_splits, self._timeout_s
+        )
+        return self._make(opts, call, [output])
+
+    # The names of torch before 2.13.
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    # --- messages and barriers ---
+
+    def send(self, tensors: Tensors, destination: int, tag: int = 0) -> TransferWork:
+        return self._mailbox.send(_only(tensors), destination, tag, self._timeout_s)
+
+    def recv(self, tensors: Tensors, source: int, tag: int = 0) -> TransferWork:
+        return self._mailbox.receive(_only(tensors), source, tag, self._timeout_s)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
+        raise ConfigError(
+            "The paceline backend can't receive from any rank that happens to send.",
+            where=f"recv of a tensor of shape {tuple(_only(tensors).shape)} without a source",
+            hint="name the source: recv(tensor, src=rank); or use a gloo group for this exchange",
+        )
+
+    def barrier(self, opts: Any = DEFAULTS) -> Work:
+        seconds = opts.timeout.total_seconds()
+        timeout_s = seconds if seconds > 0 else self._timeout_s
+        return self._make(opts, partial(self._core.barrier, timeout_s), [])
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        """Nothing to do: a call here costs less than gathering several into one would save."""
+
+    def _end_coalescing(self, device: torch.device) -> Work:
+        return FINISHED if self._queue.is_empty() else self._queued(_nothing, [])
+
+    def _make(self, opts: Any, call: Callable[[], None], results: Tensors) -> Work:
+        """Run `call` now, or in the queue where it is asynchronous or others are before it."""
+        if opts.asyncOp or not self._queue.is_empty():
+            return self._queued(call, results)
+        call()
+        return FINISHED
+
+    def _queued(self, call: Callable[[], None], results: Tensors) -> CallWork:
+        work = CallWork(call, list(results))
+        self._queue.submit(work)
+        return work
+
+    # --- the end ---
+
+    def shutdown(self) -> None:
+        """Leave in good order, after the calls in the queue. Later calls raise GroupClosedError."""
+        self._queue.close()
+        self._core.close()
+
+    def abort(self) -> None:
+        """Leave at once; the other ranks' calls raise."""
+        self._core.abort("torch.distributed aborted the process group on this rank")
+        self.shutdown()
+
+
+def _only(tensors: Sequence[Any]) -> Any:
+    if len(tensors) != 1:
+        raise ConfigError(
+            "torch's multi-device collectives are not served.",
+            expected="one tensor per rank (or one list of them)",
+            got=f"{len(tensors)}",
+            hint="start one process per device",
+        )
+    return tensors[0]
+
+
+def _nothing() -> None:
+    pass

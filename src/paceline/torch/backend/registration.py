@@ -1,0 +1,51 @@
+"""Makes `torch.distributed.init_process_group("paceline")` work.
+
+`register()` tells torch the name; torch then calls `_create` on every rank of each group that is to be
+formed. May import torch, collectives, rendezvous, errors and its neighbours in this folder.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.collectives.group import report_slow
+from paceline.errors import ConfigError, format_ranks
+from paceline.rendezvous.host import share_memory
+from paceline.torch.backend.other_devices import MixedProcessGroup
+from paceline.torch.backend.process_group import PacelineProcessGroup
+from paceline.torch.exchange import StoreExchange
+
+NAME = "paceline"
+
+
+def register() -> None:
+    """Make the name known to torch.distributed. More than once does no harm."""
+    if dist.is_available() and NAME.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+
+
+def _create(options: Any, _: Any) -> PacelineProcessGroup:
+    """Form one group. `options` is torch's _DistributedBackendOptions."""
+    timeout_s = options.timeout.total_seconds()
+    name = f"torch group {options.group_id}"
+    exchange = StoreExchange(options.store, options.group_rank, options.group_size, NAME)
+    memory = share_memory(exchange, name=name, timeout_s=timeout_s, slow=report_slow)
+    if len(memory.hosts) > 1:
+        memory.host_group.close()
+        raise _several_hosts(memory.hosts)
+    kind = MixedProcessGroup if torch.accelerator.is_available() else PacelineProcessGroup
+    return kind(memory.host_group, options.store, timeout_s)
+
+
+def _several_hosts(hosts: tuple[tuple[int, ...], ...]) -> ConfigError:
+    return ConfigError(
+        "The paceline backend serves process groups whose ranks share one host's memory.",
+        seen="; ".join(f"host {number}: {format_ranks(ranks)}" for number, ranks in enumerate(hosts)),
+        likely="the job spans several machines, or containers that can't reach each other's memory",
+        hint='use init_process_group("gloo") and wrap the model in paceline.torch.DistributedDataParallel, '
+        "which shares memory inside each host and uses gloo between them",
+        hosts=hosts,
+    )

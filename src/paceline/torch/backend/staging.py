@@ -1,0 +1,69 @@
+"""Tensors as the core wants them: contiguous memory, and one block where torch passes a list.
+
+May import torch and errors. Its one idea: what is contiguous already is used where it lies; anything else
+passes through a contiguous copy, which is written back. Data that is only moved keeps its bits, whatever
+the dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from paceline.errors import ConfigError
+
+
+def as_input(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` or a contiguous copy of it, its conjugation (a flag that raw memory lacks) applied."""
+    check_tensor(tensor)
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor.contiguous()
+
+
+def as_output(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` or an empty contiguous tensor like it, to be given to `write_back()` when filled."""
+    check_tensor(tensor)
+    if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def write_back(filled: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Copy what the core wrote into the caller's tensor, unless it went there directly."""
+    if filled is not tensor:
+        with torch.inference_mode():  # tensors that require a gradient may be written to
+            tensor.copy_(filled.view(tensor.shape))
+
+
+def check_tensor(tensor: torch.Tensor) -> None:
+    """Raises ConfigError for what is not a dense tensor in memory."""
+    if not tensor.is_cpu:
+        raise ConfigError(
+            f"This process group has no backend for {tensor.device.type} tensors.",
+            got=f"shape {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}",
+            hint="move it to the CPU first",
+        )
+    if tensor.layout is not torch.strided:
+        raise ConfigError(
+            f"The paceline backend does not take {tensor.layout} tensors.",
+            got=f"shape {tuple(tensor.shape)}, {tensor.dtype}",
+            expected="a dense tensor",
+            hint="call to_dense() first, or use a gloo group for sparse tensors",
+        )
+
+
+def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A new flat tensor with the elements of all tensors, one tensor after the other."""
+    return torch.cat([as_input(tensor).reshape(-1) for tensor in tensors])
+
+
+def split(block: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """The inverse of `joined`: copy stretches of a flat tensor into the caller's tensors."""
+    with torch.inference_mode():
+        begin = 0
+        for tensor in tensors:
+            check_tensor(tensor)
+            tensor.copy_(block[begin : begin + tensor.numel()].view(tensor.shape))
+            begin += tensor.numel()

@@ -1,0 +1,184 @@
+"""Asynchronous calls, messages, deadlines and ends of the torch backend."""
+
+from __future__ import annotations
+
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from paceline.errors import ConfigError, DeadlineError, GroupClosedError, MismatchError, PeerLostError
+from tests.harness import ranks
+from tests.multiprocess.torch_groups import torch_group
+
+
+@ranks(3, group=None)
+def test_calls_in_flight_keep_their_order(rank):
+    """Kinds are mixed, synchronous calls come in between, and the waits run backwards."""
+    with torch_group(rank):
+        tensors = [torch.full((1000,), float(rank + i)) for i in range(30)]
+        gathered = [[torch.zeros(4) for _ in range(3)] for _ in tensors]
+        works = []
+        for i, tensor in enumerate(tensors):
+            works.append(dist.all_reduce(tensor, async_op=True))
+            works.append(dist.all_gather(gathered[i], torch.full((4,), float(rank * i)), async_op=True))
+            if i % 5 == 0:
+                dist.broadcast(told := torch.full((3,), float(rank)), i % 3)
+                assert told.tolist() == [i % 3] * 3
+        for work in reversed(works):
+            work.wait()
+        for i, tensor in enumerate(tensors):
+            assert tensor.unique().tolist() == [3 * i + 3]
+            assert [t.unique().tolist() for t in gathered[i]] == [[0], [i], [2 * i]] if i else True
+        dist.barrier(async_op=True).wait()
+
+
+@ranks(2, group=None)
+def test_futures_deliver_results_and_errors(rank):
+    with torch_group(rank):
+        for is_late in (False, True):
+            work = dist.all_reduce(torch.full((2,), rank + 1.0), async_op=True)
+            if is_late:
+                work.wait()
+            doubled = work.get_future().then(lambda future: future.value()[0] * 2)
+            assert doubled.wait().tolist() == [6, 6]
+            assert work.is_completed() and work.is_success() and work.exception() is None
+            assert work.result()[0].tolist() == [3, 3]
+
+        work = dist.all_reduce(torch.zeros(2 + rank), async_op=True)
+        with pytest.raises(RuntimeError, match="made different calls"):
+            work.get_future().wait()
+        with pytest.raises(MismatchError, match="float32 x 2, sum"):
+            work.wait()
+        assert work.is_completed() and not work.is_success() and isinstance(work.exception(), MismatchError)
+        dist.barrier()  # the group is still good
+
+
+@ranks(2, group=None)
+def test_a_wait_can_be_shorter_than_the_call(rank):
+    with torch_group(rank):
+        if rank == 0:
+            work = dist.barrier(async_op=True)
+            with pytest.raises(RuntimeError, match="not done after"):
+                work.wait(timedelta(seconds=0.05))
+            dist.send(torch.ones(1), 1)
+            work.wait()
+        else:
+            dist.recv(torch.zeros(1), 0)
+            dist.barrier()
+
+
+@ranks(3, group=None)
+def test_messages(rank):
+    with torch_group(rank):
+        following, preceding = (rank + 1) % 3, (rank - 1) % 3
+        big, got = torch.full((200_000,), float(rank)), torch.zeros(200_000)
+        ring = [dist.P2POp(dist.irecv, got, preceding), dist.P2POp(dist.isend, big, following)]
+        for work in dist.batch_isend_irecv(ring):
+            work.wait()
+        assert got.unique().tolist() == [preceding]
+
+        # All send before they receive.
+        works = [dist.isend(torch.full((4, 3), rank + 10.0 * i).t(), following, tag=i) for i in range(5)]
+        for i in range(5):
+            strided = torch.zeros(4, 3).t()
+            assert dist.recv(strided, preceding, tag=i) == preceding
+            assert strided.unique().tolist() == [preceding + 10.0 * i]
+        for work in works:
+            work.wait()
+            assert work.is_completed()
+
+        # A message passes while a collective is in flight.
+        work = dist.all_reduce(total := torch.ones(3), async_op=True) if rank == 0 else None
+        if rank == 1:
+            dist.send(torch.tensor([5.0]), 0)
+        if rank == 0:
+            dist.recv(one := torch.zeros(1), 1)
+            assert one.item() == 5
+            work.wait()
+        else:
+            dist.all_reduce(total := torch.ones(3))
+        assert total.tolist() == [3, 3, 3]
+
+        if rank == 0:
+            dist.send(torch.zeros(2), 1)
+        if rank == 1:
+            with pytest.raises(MismatchError, match=r"expected 12 bytes .* got 8 bytes"):
+                dist.recv(torch.zeros(3), 0)
+
+
+@ranks(2, group=None)
+def test_a_dropped_receive_still_arrives(rank):
+    with torch_group(rank):
+        if rank == 0:
+            dist.irecv(target := torch.zeros(3, 2).t(), 1)  # nobody holds the Work
+            dist.irecv(last := torch.zeros(1), 1).wait()
+            assert dist.isend(torch.zeros(1), 1).wait()
+            assert (last.item(), target.unique().tolist()) == (2, [1])
+        else:
+            dist.send(torch.ones(2, 3), 0)
+            dist.send(torch.full((1,), 2.0), 0)
+            dist.recv(torch.zeros(1), 0)
+
+
+@ranks(3, group=None)
+def test_the_deadline_is_that_of_the_group_or_of_the_barrier(rank):
+    with torch_group(rank):
+        group = dist.new_group([0, 1], timeout=timedelta(seconds=0.3))
+        if rank == 0:
+            begin = time.monotonic()
+            with pytest.raises(DeadlineError, match="Rank 1 of 2 did not arrive") as caught:
+                dist.all_reduce(torch.zeros(1), group=group)
+            assert 0.25 < time.monotonic() - begin < 10
+            assert caught.value.late == (1,)
+        dist.barrier()
+
+
+@ranks(3, group=None, dies={1: signal.SIGKILL})
+def test_a_killed_rank_is_named(rank):
+    with torch_group(rank):
+        dist.barrier()
+        if rank == 1:
+            signal.raise_signal(signal.SIGKILL)
+        works = [dist.all_reduce(torch.zeros(10), async_op=True) for _ in range(3)]
+        with pytest.raises(PeerLostError, match="Rank 1 of 3 died"):
+            works[0].wait()
+        with pytest.raises((PeerLostError, GroupClosedError)):
+            dist.all_reduce(torch.zeros(10))
+
+
+@ranks(2, group=None)
+def test_a_destroyed_group_is_closed(rank):
+    with torch_group(rank):
+        group = dist.new_group([0, 1])
+        last = dist.all_reduce(torch.ones(1), group=group, async_op=True)
+        dist.destroy_process_group(group)
+        assert last.wait()
+        with pytest.raises(GroupClosedError):
+            group.allreduce([torch.ones(1)]).wait()
+    with torch_group(rank, "cpu:paceline"):  # and there can be another
+        dist.all_reduce(tensor := torch.ones(1))
+        assert tensor.item() == 2
+
+
+@ranks(2, group=None)
+def test_leaving_without_destroying(rank):
+    """The other rank learns of it at once, and the exit neither hangs nor says anything."""
+    manager = torch_group(rank)
+    manager.__enter__()
+    group = dist.new_group([0, 1])
+    dist.barrier(group=group)
+    if rank == 1:
+        with pytest.raises(PeerLostError, match="Rank 0 of 2 left"):
+            dist.all_reduce(torch.ones(1), group=group)
+
+
+def test_ranks_on_several_hosts_are_told_what_to_do():
+    from paceline.torch.backend.registration import _several_hosts
+
+    error = _several_hosts(((0, 1), (2, 3)))
+    assert isinstance(error, ConfigError) and error.hosts == ((0, 1), (2, 3))
+    assert "host 1: ranks 2-3" in str(error) and "DistributedDataParallel" in str(error)
