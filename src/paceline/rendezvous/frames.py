@@ -20,6 +20,8 @@ _LONGEST_FRAME = 1 << 30
 
 
 class Frame(IntEnum):
+    """What a frame holds: its first byte."""
+
     HELLO = 1
     WELCOME = 2
     REFUSED = 3
