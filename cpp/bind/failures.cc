@@ -85,12 +85,19 @@ nb::dict describe_failure(const Failure& failure, HostGroup* group) {
   return facts;
 }
 
-void raise_failure(const Failure& failure, HostGroup* group) {
-  if (PyErr_Occurred() != nullptr) throw nb::python_error();
-  if (failure_factory().is_none()) throw std::runtime_error(failure.message);
+void set_error(const Failure& failure, HostGroup* group) {
+  if (PyErr_Occurred() != nullptr) return;
+  if (failure_factory().is_none()) {
+    PyErr_SetString(PyExc_RuntimeError, failure.message.c_str());
+    return;
+  }
   const nb::object error = failure_factory()(describe_failure(failure, group));
   PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())),
                   error.ptr());
+}
+
+void raise_failure(const Failure& failure, HostGroup* group) {
+  set_error(failure, group);
   throw nb::python_error();
 }
 

@@ -10,8 +10,10 @@ namespace paceline {
 
 void set_failure_factory(nanobind::object factory);
 
-/// Raises what the factory makes of the facts, or the Python exception that is
-/// already set.
+/// Sets what the factory makes of the facts as Python's exception, unless one
+/// is set already.
+void set_error(const Failure& failure, HostGroup* group);
+/// Raises the same.
 [[noreturn]] void raise_failure(const Failure& failure, HostGroup* group);
 
 nanobind::dict describe_failure(const Failure& failure, HostGroup* group);

@@ -12,6 +12,10 @@
 #include <nanobind/stl/vector.h>
 #include <unistd.h>
 
+#include <chrono>
+#include <mutex>
+#include <type_traits>
+
 #include "bind/call.h"
 #include "bind/failures.h"
 #include "collectives/host_group.h"
@@ -34,6 +38,8 @@ void* as_pointer(Pointer pointer) { return reinterpret_cast<void*>(pointer); }
 // Payloads from which copying takes longer than handing Python's lock to
 // another thread and back.
 constexpr size_t kUnlockBytes = 64 * 1024;
+/// How long to wait for another thread's collective before a look at signals.
+constexpr std::chrono::milliseconds kLockSlice{100};
 
 DType checked_dtype(int dtype) {
   if (dtype < 0 || dtype > static_cast<int>(DType::kBool))
@@ -56,6 +62,9 @@ void check_root(const HostGroup& group, int root) {
   }
 }
 
+template <class Body>
+using Result = std::invoke_result_t<Body, HostGroup&>;
+
 /// A HostGroup, and how to build its errors.
 class PyHostGroup {
  public:
@@ -66,20 +75,18 @@ class PyHostGroup {
     uint64_t words[2];
     memcpy(words, nonce.c_str(), sizeof(words));
     slow_ = std::move(slow);
-    CallHooks hooks(nullptr, slow_, true);
-    try {
+    {
+      CallHooks hooks(nullptr, slow_, true);
       group_ = std::make_unique<HostGroup>(
           fd, rank, words,
           GroupOptions{name, timeout_s, warn_after_s, spin_us});
-    } catch (const Failure& failure) {
-      hooks.lock();
-      raise_failure(failure, nullptr);
     }
+    call(kUnlockBytes, [](HostGroup& group) { group.join(); });
   }
 
   /// Turns failures of `body` into Python exceptions.
   template <class Body>
-  auto guard(CallHooks& hooks, Body body) {
+  Result<Body> guard(CallHooks& hooks, Body body) {
     try {
       return body(*group_);
     } catch (const Failure& failure) {
@@ -93,24 +100,32 @@ class PyHostGroup {
 
   /// Runs `body`, which will copy about `bytes`.
   template <class Body>
-  auto call(size_t bytes, Body body) {
+  Result<Body> call(size_t bytes, Body body) {
+    check_not_forked();
     CallHooks hooks(group_.get(), slow_, bytes >= kUnlockBytes);
     return guard(hooks, body);
   }
 
   /// The same for a collective: those of one process take turns.
   template <class Body>
-  auto collective(size_t bytes, Body body) {
+  Result<Body> collective(size_t bytes, Body body) {
+    check_not_forked();
     CallHooks hooks(group_.get(), slow_, bytes >= kUnlockBytes);
-    std::unique_lock<std::mutex> turn(group_->call_mutex(), std::try_to_lock);
-    if (!turn.owns_lock()) {
-      hooks.before_block();
-      turn.lock();
+    std::unique_lock turn(group_->call_mutex(), std::try_to_lock);
+    if (!turn.owns_lock()) hooks.before_block();
+    while (!turn.owns_lock() && !turn.try_lock_for(kLockSlice)) {
+      if (hooks.interrupted()) throw nb::python_error();
     }
     return guard(hooks, body);
   }
 
   HostGroup& group() { return *group_; }
+  /// Before anything else is touched: a forked child maps no region, and a lock
+  /// may have been held by a thread that it does not have.
+  void check_not_forked() {
+    if (group_->is_forked())
+      raise_failure({.reason = Reason::kForked}, group_.get());
+  }
 
   void all_reduce(Pointer data, size_t count, int dtype, int op, double weight,
                   double timeout_s) {
@@ -247,7 +262,10 @@ class PyReducer {
       return reducer_->finish(forwards, allow_unused);
     });
   }
-  Reducer& reducer() { return *reducer_; }
+  Reducer& reducer() {
+    group_->check_not_forked();
+    return *reducer_;
+  }
 
  private:
   nb::object owner_;
@@ -308,11 +326,7 @@ void bind_group(nb::module_& m) {
           misuse("create_region: world or nonce is wrong");
         uint64_t words[2];
         memcpy(words, nonce.c_str(), sizeof(words));
-        try {
-          return create_region(world, words);
-        } catch (const Failure& failure) {
-          raise_failure(failure, nullptr);
-        }
+        return create_region(world, words);
       },
       "world"_a, "nonce"_a,
       "Returns the descriptor of a sealed memfd that holds a region for "
@@ -374,6 +388,14 @@ void bind_group(nb::module_& m) {
       .def("start_receive", &PyHostGroup::start_receive, "pointer"_a,
            "nbytes"_a, "src"_a, "tag"_a = 0)
       .def("test", &PyHostGroup::test, "transfer"_a)
+      .def(
+          "forget",
+          [](PyHostGroup& g, TransferId id) { return g.group().forget(id); },
+          "transfer"_a)
+      .def("check_usable",
+           [](PyHostGroup& g) {
+             g.call(0, [](HostGroup& group) { group.check_usable(); });
+           })
       .def("wait", &PyHostGroup::wait, "transfer"_a, "timeout_s"_a = kDefault)
       .def("allocate", &PyHostGroup::allocate, "nbytes"_a,
            "timeout_s"_a = kDefault)
@@ -398,7 +420,10 @@ void bind_group(nb::module_& m) {
              nb::gil_scoped_release unlocked;
              g.group().close();
            })
-      .def("records", [](PyHostGroup& g) { return describe_ranks(g.group()); });
+      .def("records", [](PyHostGroup& g) {
+        g.check_not_forked();
+        return describe_ranks(g.group());
+      });
 }
 
 void bind_reducer(nb::module_& m) {
@@ -448,6 +473,14 @@ NB_MODULE(_core, m) {
   // torch keeps process groups, and so their cores, beyond the end of the
   // interpreter. That is no mistake of ours, and no news for users.
   nb::set_leak_warnings(false);
+  nb::register_exception_translator(
+      [](const std::exception_ptr& thrown, void*) {
+        try {
+          std::rethrow_exception(thrown);
+        } catch (const paceline::Failure& failure) {  // outside of any call
+          paceline::set_error(failure, nullptr);
+        }
+      });
   m.attr("ABI_VERSION") = paceline::kAbiVersion;
   m.attr("MAX_RANKS") = paceline::kMaxWorld;
   m.def("set_failure_factory", &paceline::set_failure_factory, "factory"_a,

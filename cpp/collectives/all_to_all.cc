@@ -1,17 +1,28 @@
 // all_to_all: rank s sends in_bytes[d] bytes to rank d, which may differ for
 // every pair.
 //
-// First the ranks exchange how much they send, so that all know the number of
-// steps and a pair that disagrees is found before any data moves. Then, step by
-// step: a staging buffer is divided into one slot per destination; each rank
-// fills its slots, all meet, each copies its slot out of everybody's buffer.
+// First the ranks exchange how much they send and expect, so that all know the
+// number of steps, and all come to the same verdict if a pair disagrees. Then,
+// step by step: a staging buffer is divided into one slot per destination; each
+// rank fills its slots, all meet, each copies its slot out of everybody's
+// buffer.
 #include <string.h>
 
-#include <numeric>
+#include <string>
 
 #include "collectives/host_group.h"
 
 namespace paceline {
+namespace {
+
+/// In a rank's small buffer.
+struct Sizes {
+  uint64_t sends[kMaxWorld];
+  uint64_t expects[kMaxWorld];
+};
+static_assert(sizeof(Sizes) <= kSmallBytes);
+
+}  // namespace
 
 void HostGroup::all_to_all(const void* in, std::span<const uint64_t> in_bytes,
                            void* out, std::span<const uint64_t> out_bytes,
@@ -21,22 +32,28 @@ void HostGroup::all_to_all(const void* in, std::span<const uint64_t> in_bytes,
     misuse("all_to_all needs one size per rank, for sending and for receiving");
   }
   begin(CallKind::kAllToAll, 0, DType::kUInt8, ReduceOp::kSum, 0, 1, timeout_s);
-  memcpy(small(rank_), in_bytes.data(), ranks * sizeof(uint64_t));
-  meet();
+  const auto sizes_of = [&](size_t r) {
+    return reinterpret_cast<Sizes*>(small(static_cast<int>(r)));
+  };
   const auto me = static_cast<size_t>(rank_);
-  uint64_t most = 0;
-  int culprit = -1;
-  for (int source = 0; source < world(); ++source) {
-    uint64_t sends[kMaxWorld];
-    memcpy(sends, small(source), ranks * sizeof(uint64_t));
-    most = std::max(most, *std::max_element(sends, sends + ranks));
-    if (sends[me] != out_bytes[static_cast<size_t>(source)] && culprit < 0)
-      culprit = source;
-  }
-  // The second meeting carries the verdict: who disagrees calls something else
-  // from here on.
-  if (culprit >= 0) call_.root = culprit + 1;
+  std::copy(in_bytes.begin(), in_bytes.end(), sizes_of(me)->sends);
+  std::copy(out_bytes.begin(), out_bytes.end(), sizes_of(me)->expects);
   meet();
+  uint64_t most = 0;
+  for (size_t source = 0; source < ranks; ++source) {
+    for (size_t to = 0; to < ranks; ++to) {
+      const uint64_t sent = sizes_of(source)->sends[to];
+      const uint64_t expected = sizes_of(to)->expects[source];
+      most = std::max(most, sent);
+      if (sent == expected) continue;
+      throw Failure{.reason = Reason::kMismatch,
+                    .culprit = static_cast<int>(source),
+                    .message = "all_to_all: rank " + std::to_string(source) +
+                               " sends " + std::to_string(sent) +
+                               " bytes to rank " + std::to_string(to) +
+                               ", which expects " + std::to_string(expected)};
+    }
+  }
 
   const size_t slot_bytes = kPieceBytes / ranks / kLineBytes * kLineBytes;
   for (size_t begin = 0; begin < most; begin += slot_bytes, ++step_) {

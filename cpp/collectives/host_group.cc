@@ -88,6 +88,9 @@ void HostGroup::attach(const uint64_t nonce[2]) {
   keeper_ = std::make_unique<Keeper>(*header_, lines_, rank_);
   header_->attached.fetch_add(1, std::memory_order_seq_cst);
   futex_wake(header_->attached, kWakeAll);
+}
+
+void HostGroup::join() {
   std::atomic<uint32_t> no_sleepers{0};  // whoever attaches always wakes
   wait_until(
       header_->attached, no_sleepers, timeout_ns(-1),
@@ -132,29 +135,30 @@ HostGroup::~HostGroup() {
 }
 
 void HostGroup::close() {
-  if (closed_ || keeper_ == nullptr) return;
-  closed_ = true;
-  if (fork_generation_ != fork_generation()) return;
-  transfers_->advance_all();
+  if (keeper_ == nullptr || closed_.exchange(true)) return;
+  if (is_forked()) return;
+  if (header_->abort.load(std::memory_order_acquire) == 0)
+    transfers_->advance_all();
   keeper_.reset();
 }
 
 void HostGroup::abort(const char* message) {
-  if (closed_ || fork_generation_ != fork_generation()) return;
+  if (closed_ || is_forked()) return;
+  // The first reason stays, and whoever reads it must not see it change.
+  if (header_->abort.load(std::memory_order_acquire) != 0) return;
   RankLine& own = lines_[static_cast<size_t>(rank_)];
   snprintf(own.message, sizeof(own.message), "%s", message);
   abort_group(*header_, Reason::kRaised, rank_, rank_);
 }
 
 void HostGroup::set_activity(const char* text) {
-  if (closed_ || fork_generation_ != fork_generation()) return;
+  if (closed_ || is_forked()) return;
   RankLine& own = lines_[static_cast<size_t>(rank_)];
   snprintf(own.activity, sizeof(own.activity), "%s", text);
 }
 
 void HostGroup::check_usable() const {
-  if (fork_generation_ != fork_generation())
-    throw Failure{.reason = Reason::kForked};
+  if (is_forked()) throw Failure{.reason = Reason::kForked};
   if (closed_) throw Failure{.reason = Reason::kClosed};
   if (header_->abort.load(std::memory_order_acquire) != 0) fail_from_abort(0);
 }
@@ -234,7 +238,6 @@ bool HostGroup::meet(uint64_t place) {
     flags |= kPlacesDiffer;
   }
   if (flags != 0) gate.flags.fetch_or(flags, std::memory_order_relaxed);
-  own.arrivals.store(phase + 1, std::memory_order_relaxed);
   // acq_rel: the release half publishes this rank's data and its flags; the
   // acquire half lets the last to arrive see everybody's.
   if (gate.arrived.fetch_add(1, std::memory_order_acq_rel) + 1 ==
@@ -251,6 +254,9 @@ bool HostGroup::meet(uint64_t place) {
     if (gate.sleepers.load(std::memory_order_seq_cst) != 0)
       futex_wake(gate.phase, kWakeAll);
   }
+  // Only now: a rank that is stopped before its arrival has its full effect
+  // must not look as if it had arrived.
+  own.arrivals.store(phase + 1, std::memory_order_relaxed);
   fault_point(Point::kAfterArrive);
   wait_until(
       gate.phase, gate.sleepers, call_timeout_ns_,
@@ -299,46 +305,62 @@ std::optional<size_t> HostGroup::find_heap_space(size_t bytes) const {
     if (offset - at >= bytes) break;
     at = offset + length;
   }
-  if (at + bytes > layout_.slab_bytes) return std::nullopt;
+  if (bytes > layout_.slab_bytes || at > layout_.slab_bytes - bytes)
+    return std::nullopt;
   return at;
+}
+
+// By rank 0, because garbage collectors free in another order on each rank.
+void HostGroup::decide_allocation(size_t length) {
+  uint32_t entry = kNoRoom;
+  for (uint32_t i = 0; i < kMaxBlocks; ++i) {
+    Block& block = blocks_[i];
+    const size_t old_length = block.bytes.load(std::memory_order_relaxed);
+    // Acquire: pairs with the release in free(); no rank uses it any more.
+    if (old_length != 0 && block.owners.load(std::memory_order_acquire) == 0) {
+      const size_t offset = block.offset.load(std::memory_order_relaxed);
+      for (int r = 0; r < world(); ++r)
+        region_->release(layout_.slab_at(r) + offset, old_length);
+      block.bytes.store(0, std::memory_order_relaxed);
+    }
+    if (block.bytes.load(std::memory_order_relaxed) == 0 && entry == kNoRoom)
+      entry = i;
+  }
+  const std::optional<size_t> offset = find_heap_space(length);
+  if (!offset) entry = kNoRoom;
+  try {  // for all ranks at once: each by itself would find enough
+    if (offset) Region::check_memory(uint64_t{length} * header_->world);
+  } catch (const Failure&) {
+    entry = kNoMemoryLeft;
+  }
+  if (entry < kMaxBlocks) {
+    blocks_[entry].offset.store(*offset, std::memory_order_relaxed);
+    blocks_[entry].owners.store(header_->world, std::memory_order_relaxed);
+    blocks_[entry].bytes.store(length, std::memory_order_release);
+  }
+  header_->allocation_failures.store(0, std::memory_order_relaxed);
+  header_->allocated_block.store(entry, std::memory_order_release);
 }
 
 size_t HostGroup::allocate(size_t bytes, double timeout_s) {
   begin(CallKind::kAllocate, bytes, DType::kUInt8, ReduceOp::kSum, 0, 1,
         timeout_s);
+  // More than any slab: refused below, and no sum overflows on the way there.
+  bytes = std::min(bytes, size_t{1} << 60);
   const size_t length = round_up(std::max<size_t>(bytes, 1), kPageBytes);
   meet();
-  if (rank_ == 0) {
-    // Rank 0 decides, because garbage collectors free in another order on each
-    // rank.
-    auto entry = static_cast<uint32_t>(kMaxBlocks);
-    for (uint32_t i = 0; i < kMaxBlocks; ++i) {
-      Block& block = blocks_[i];
-      // Acquire: pairs with the release in free(); the last owner has given its
-      // memory back.
-      if (block.bytes.load(std::memory_order_relaxed) != 0 &&
-          block.owners.load(std::memory_order_acquire) == 0) {
-        block.bytes.store(0, std::memory_order_relaxed);
-      }
-      if (block.bytes.load(std::memory_order_relaxed) == 0 &&
-          entry == kMaxBlocks)
-        entry = i;
-    }
-    const std::optional<size_t> offset = find_heap_space(length);
-    if (entry < kMaxBlocks && offset) {
-      blocks_[entry].offset.store(*offset, std::memory_order_relaxed);
-      blocks_[entry].owners.store(header_->world, std::memory_order_relaxed);
-      blocks_[entry].bytes.store(length, std::memory_order_release);
-    } else {
-      entry = kMaxBlocks;
-    }
-    header_->allocation_failures.store(0, std::memory_order_relaxed);
-    header_->allocated_block.store(entry, std::memory_order_release);
-  }
+  if (rank_ == 0) decide_allocation(length);
   meet();
   const uint32_t entry =
       header_->allocated_block.load(std::memory_order_acquire);
-  if (entry == kMaxBlocks) {
+  if (entry == kNoMemoryLeft) {
+    throw Failure{.reason = Reason::kNoMemory,
+                  .message = std::to_string(world()) + " ranks need " +
+                             std::to_string(length) +
+                             " bytes each, which the machine or the container "
+                             "does not have left"};
+  }
+  if (entry == kNoRoom) {
     throw Failure{.reason = Reason::kNoMemory,
                   .message = "no room for " + std::to_string(length) +
                              " bytes per rank in a slab of " +
@@ -368,15 +390,16 @@ size_t HostGroup::allocate(size_t bytes, double timeout_s) {
                            std::to_string(length) + " bytes"};
 }
 
-void HostGroup::free(size_t offset) {
-  if (fork_generation_ != fork_generation()) return;
+void HostGroup::free(size_t offset, bool others_still_read) {
+  if (is_forked()) return;
   for (Block& block : blocks_) {
     const size_t length = block.bytes.load(std::memory_order_acquire);
     if (length == 0 || block.offset.load(std::memory_order_relaxed) != offset)
       continue;
     if (block.owners.load(std::memory_order_relaxed) == 0)
       continue;  // an older block, not reclaimed yet
-    region_->release(layout_.slab_at(rank_) + offset, length);
+    if (!others_still_read)
+      region_->release(layout_.slab_at(rank_) + offset, length);
     block.owners.fetch_sub(1, std::memory_order_release);
     return;
   }
@@ -416,13 +439,28 @@ void HostGroup::wait(TransferId id, double timeout_s) {
     check_usable();
     RankLine& own = lines_[static_cast<size_t>(rank_)];
     const int peer = transfers_->peer_of(id);
-    transfers_->advance_all();
-    wait_until(
-        own.bell, own.bell_sleepers, timeout_ns(timeout_s),
-        [&] { return transfers_->is_finished(id); },
-        [&](int r) { return r == peer; });
+    try {
+      wait_until(
+          own.bell, own.bell_sleepers, timeout_ns(timeout_s),
+          [&] {
+            transfers_->advance_all();
+            return transfers_->is_finished(id);
+          },
+          [&](int r) { return r == peer; });
+    } catch (const Failure&) {
+      // The caller may free the array now; another thread of this rank must
+      // not go on filling it.
+      transfers_->forget(id, true);
+      throw;
+    }
   }
   transfers_->collect(id);
+}
+
+bool HostGroup::forget(TransferId id) {
+  if (is_forked()) return true;
+  return transfers_->forget(
+      id, closed_ || header_->abort.load(std::memory_order_acquire) != 0);
 }
 
 }  // namespace paceline

@@ -55,10 +55,12 @@ struct GroupOptions {
   double spin_us = -1;
 };
 
+inline constexpr int64_t kSignalRecheckNs = 500'000'000;
+
 class HostGroup {
  public:
   /// Maps the region behind `fd` and takes place `rank` in it. Reserves this
-  /// rank's share. Blocks until every rank has attached.
+  /// rank's share. Does not block: join() comes next.
   HostGroup(int fd, int rank, const uint64_t nonce[2],
             const GroupOptions& options);
   /// The same on a mapping that several ranks of one process share: ranks as
@@ -66,6 +68,8 @@ class HostGroup {
   HostGroup(std::shared_ptr<Region> region, int rank, const uint64_t nonce[2],
             const GroupOptions& options);
   ~HostGroup();
+  /// Blocks until every rank has taken its place.
+  void join();
   HostGroup(const HostGroup&) = delete;
   HostGroup& operator=(const HostGroup&) = delete;
 
@@ -100,14 +104,18 @@ class HostGroup {
   TransferId start_receive(void* data, size_t bytes, int source, uint64_t tag);
   bool test(TransferId id);
   void wait(TransferId id, double timeout_s);
+  /// Lets go of a transfer that nobody will wait for. False: it is under way,
+  /// and its memory must stay. Never blocks, never throws.
+  bool forget(TransferId id);
 
   // --- memory ---
   /// Collective: the same offset on every rank, page-aligned and zeroed. Throws
   /// on every rank when one lacks memory.
   size_t allocate(size_t bytes, double timeout_s);
   /// Not collective: gives this rank's share back; the offset is used again
-  /// once all ranks have freed it.
-  void free(size_t offset);
+  /// once all ranks have freed it. `others_still_read`: the memory stays until
+  /// then, too.
+  void free(size_t offset, bool others_still_read = false);
   std::byte* slab(int rank) const {
     return region_->data() + layout_.slab_at(rank);
   }
@@ -119,6 +127,9 @@ class HostGroup {
   /// Leaves in good order. Idempotent; later calls throw Failure{kClosed}.
   void close();
   bool is_closed() const { return closed_; }
+  /// Whether this process is a child forked from the one that joined; it does
+  /// not map the region.
+  bool is_forked() const { return fork_generation_ != fork_generation(); }
   void set_activity(const char* text);
   const RankLine& line(int rank) const {
     return lines_[static_cast<size_t>(rank)];
@@ -142,7 +153,7 @@ class HostGroup {
   /// Held while a collective runs, so that two threads of one process take
   /// turns. Messages and the reducer do without: what they wait for must not
   /// depend on a collective that waits for them.
-  std::mutex& call_mutex() { return call_mutex_; }
+  std::timed_mutex& call_mutex() { return call_mutex_; }
   Channel& channel(int source, int destination) {
     auto* channels =
         reinterpret_cast<Channel*>(region_->data() + layout_.channels_at());
@@ -186,6 +197,7 @@ class HostGroup {
   [[noreturn]] void fail_from_abort(double waited_s) const;
   [[noreturn]] void fail_deadline(const Failure& so_far);
   std::optional<size_t> find_heap_space(size_t bytes) const;
+  void decide_allocation(size_t length);
 
   std::shared_ptr<Region> region_;
   GroupOptions options_;
@@ -197,7 +209,7 @@ class HostGroup {
   std::span<RankLine> lines_;
   std::unique_ptr<Keeper> keeper_;
   std::unique_ptr<Transfers> transfers_;
-  std::mutex call_mutex_;
+  std::timed_mutex call_mutex_;
   CallRecord call_;
   int64_t call_timeout_ns_ = 0;
   /// Counts pieces over all calls, so that the two staging buffers alternate
@@ -206,7 +218,7 @@ class HostGroup {
   uint64_t step_ = 0;
   int64_t spin_ns_ = 0;
   int yields_ = 0;
-  bool closed_ = false;
+  std::atomic<bool> closed_{false};
 };
 
 template <class Ready, class IsLate>
@@ -250,6 +262,7 @@ void HostGroup::wait_until(std::atomic<uint32_t>& word,
     const uint32_t bell = own.bell.load(std::memory_order_seq_cst);
     transfers_->advance_all();
     if (ready()) return;
+    if (closed_) throw Failure{.reason = Reason::kClosed};
 
     Failure so_far{.reason = Reason::kDeadline};
     so_far.waited_s = static_cast<double>(now_ns() - start_ns) * 1e-9;
@@ -262,13 +275,17 @@ void HostGroup::wait_until(std::atomic<uint32_t>& word,
       so_far.late[r / 64] |= uint64_t{1} << (r % 64);
       if (so_far.culprit < 0) so_far.culprit = r;
       if (line(r).life.load(std::memory_order_acquire) == kLifeLeft) {
+        transfers_->advance_all();  // its last message may have come meanwhile
         if (ready()) return;
         abort_group(*header_, Reason::kLeft, rank_, r);
         fail_from_abort(so_far.waited_s);
       }
     }
     const int64_t now = now_ns();
-    if (now >= deadline_ns) fail_deadline(so_far);
+    if (now >= deadline_ns) {
+      if (ready()) return;  // it came while we looked whom to blame
+      fail_deadline(so_far);
+    }
     if (now >= warn_ns) {
       if (hooks != nullptr) hooks->slow(so_far);
       warn_ns = INT64_MAX;
@@ -277,8 +294,10 @@ void HostGroup::wait_until(std::atomic<uint32_t>& word,
                                {&header_->abort, 0},
                                {&header_->departures, departures},
                                {&own.bell, bell}};
-    if (futex_wait_any(waits, std::min(deadline_ns, warn_ns)) ==
-            FutexResult::kInterrupted &&
+    // A signal that came before the sleep does not end it: look again soon.
+    const int64_t wake_ns =
+        std::min({deadline_ns, warn_ns, now + kSignalRecheckNs});
+    if (futex_wait_any(waits, wake_ns) != FutexResult::kWoken &&
         hooks != nullptr && hooks->interrupted()) {
       throw Failure{.reason = Reason::kInterrupted,
                     .waited_s = so_far.waited_s};

@@ -96,6 +96,21 @@ void Transfers::collect(TransferId id) {
   }
 }
 
+bool Transfers::forget(TransferId id, bool is_over) {
+  const std::lock_guard lock(mutex_);
+  const auto found = started_.find(id);
+  if (found == started_.end()) return true;
+  const std::shared_ptr<Transfer> transfer = found->second;
+  if (!transfer->finished) {
+    if (!is_over) return false;
+    Queue& queue = queues_[queue_key(transfer->peer, transfer->sends)];
+    std::erase(queue, transfer);
+    unfinished_.fetch_sub(1, std::memory_order_relaxed);
+  }
+  started_.erase(found);
+  return true;
+}
+
 bool Transfers::advance(Transfer& transfer) {
   return transfer.sends ? advance_send(transfer) : advance_receive(transfer);
 }

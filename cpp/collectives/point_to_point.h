@@ -36,6 +36,9 @@ class Transfers {
   bool is_finished(TransferId id);
   /// Forgets a finished transfer; throws what went wrong with it.
   void collect(TransferId id);
+  /// Forgets a transfer that is finished, or, when `is_over`, any: its memory
+  /// is not touched from then on. False: it is still under way.
+  bool forget(TransferId id, bool is_over);
   /// Whom an unfinished transfer waits for.
   int peer_of(TransferId id);
 

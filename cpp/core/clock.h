@@ -3,6 +3,7 @@
 
 #include <time.h>
 
+#include <algorithm>
 #include <cstdint>
 
 namespace paceline {
@@ -13,7 +14,9 @@ inline int64_t now_ns() {
   return int64_t{ts.tv_sec} * 1'000'000'000 + ts.tv_nsec;
 }
 
+/// Thirty years stand for "for ever": a sum of two still fits.
 inline int64_t seconds_to_ns(double seconds) {
+  seconds = std::min(seconds, 1e9);
   return static_cast<int64_t>(seconds * 1e9);
 }
 

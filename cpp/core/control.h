@@ -85,7 +85,8 @@ struct Block {
   std::atomic<uint32_t> owners;  ///< ranks that have not freed it
 };
 
-enum class HeaderState : uint32_t { kFresh = 0, kReady = 1 };
+inline constexpr uint32_t kNoRoom = kMaxBlocks;
+inline constexpr uint32_t kNoMemoryLeft = kMaxBlocks + 1;
 
 struct Header {
   uint64_t magic;
@@ -104,8 +105,8 @@ struct Header {
   std::atomic<uint32_t> attached;
 
   Gate gate;
-  /// Result of an allocation, decided by rank 0 between two barriers;
-  /// kMaxBlocks: refused.
+  /// Result of an allocation, decided by rank 0 between two barriers: the
+  /// block's number, kNoRoom or kNoMemoryLeft.
   alignas(kLineBytes) std::atomic<uint32_t> allocated_block;
   std::atomic<uint32_t> allocation_failures;
 };

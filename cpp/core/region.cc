@@ -9,7 +9,10 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cinttypes>
+#include <initializer_list>
+#include <optional>
 #include <string>
 
 #include "core/atomics.h"
@@ -23,29 +26,49 @@ namespace {
                 .message = std::string(what) + ": " + strerror(error)};
 }
 
-bool read_number(const char* path, uint64_t* value) {
+/// The sum of the numbers behind `names` in a file of lines "name number" or
+/// "name: number kB"; unknown names count as 0. No value: no such file.
+std::optional<uint64_t> read_sum(const char* path,
+                                 std::initializer_list<const char*> names) {
   FILE* file = fopen(path, "re");
-  if (file == nullptr) return false;
-  const bool ok =
-      fscanf(file, "%" SCNu64, value) == 1;  // "max" is no number: no limit
+  if (file == nullptr) return std::nullopt;
+  uint64_t sum = 0;
+  char name[64];
+  uint64_t number = 0;
+  while (fscanf(file, "%63s %" SCNu64 "%*[^\n]", name, &number) == 2) {
+    for (const char* wanted : names)
+      if (strcmp(name, wanted) == 0) sum += number;
+  }
   fclose(file);
-  return ok;
+  return sum;
 }
 
-// A memfd is charged to the memory cgroup, where too much is an OOM kill and
-// not ENOSPC: ask first.
-void check_cgroup(size_t bytes) {
-  uint64_t limit = 0;
-  uint64_t current = 0;
-  if (!read_number("/sys/fs/cgroup/memory.max", &limit)) return;
-  if (!read_number("/sys/fs/cgroup/memory.current", &current)) return;
-  if (current + bytes > limit) {
-    throw Failure{.reason = Reason::kNoMemory,
-                  .message = "the memory cgroup allows " +
-                             std::to_string(limit) + " bytes, " +
-                             std::to_string(current) + " are in use and " +
-                             std::to_string(bytes) + " more are needed"};
-  }
+std::optional<uint64_t> read_number(const char* path) {
+  FILE* file = fopen(path, "re");
+  if (file == nullptr) return std::nullopt;
+  uint64_t value = 0;
+  const bool ok = fscanf(file, "%" SCNu64, &value) == 1;  // "max": no limit
+  fclose(file);
+  return ok ? std::optional(value) : std::nullopt;
+}
+
+// What this process's memory cgroup still grants. Cached files are in use too,
+// but go when the memory is needed.
+uint64_t left_in_cgroup() {
+  const auto limit = read_number("/sys/fs/cgroup/memory.max");
+  const auto current = read_number("/sys/fs/cgroup/memory.current");
+  if (!limit || !current) return UINT64_MAX;
+  const uint64_t cached =
+      read_sum("/sys/fs/cgroup/memory.stat", {"inactive_file", "active_file"})
+          .value_or(0);
+  const uint64_t used = *current - std::min(cached, *current);
+  return *limit - std::min(used, *limit);
+}
+
+uint64_t left_on_machine() {
+  const auto kib =
+      read_sum("/proc/meminfo", {"MemAvailable:", "SwapFree:"}).value_or(0);
+  return kib == 0 ? UINT64_MAX : kib * 1024;
 }
 
 std::atomic<uint32_t> forks{0};
@@ -101,9 +124,19 @@ Region::~Region() {
   close(fd_);
 }
 
+void Region::check_memory(uint64_t bytes) {
+  const uint64_t left = std::min(left_in_cgroup(), left_on_machine());
+  if (bytes <= left) return;
+  throw Failure{.reason = Reason::kNoMemory,
+                .message = std::to_string(bytes) +
+                           " bytes are needed, and the machine or the "
+                           "container has " +
+                           std::to_string(left) + " left"};
+}
+
 void Region::reserve(size_t offset, size_t bytes) {
   if (bytes == 0) return;
-  check_cgroup(bytes);
+  check_memory(bytes);
   const int error = posix_fallocate(fd_, static_cast<off_t>(offset),
                                     static_cast<off_t>(bytes));
   if (error != 0) no_memory("reserving shared memory", error);

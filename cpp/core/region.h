@@ -25,6 +25,10 @@ class Region {
   Region(const Region&) = delete;
   Region& operator=(const Region&) = delete;
 
+  /// Throws Failure{kNoMemory} unless this much memory is left. A memfd is
+  /// charged to the memory cgroup, where too much is an OOM kill and not an
+  /// error: ask first.
+  static void check_memory(uint64_t bytes);
   /// Backs [offset, offset + bytes) with memory now, so that the lack of it is
   /// an error here and not a SIGBUS later. Throws Failure{kNoMemory}.
   void reserve(size_t offset, size_t bytes);

@@ -50,7 +50,9 @@ def reduced(inputs: list[Array], op: str) -> Array:
     with np.errstate(over="ignore"):
         if op == "product":  # of the values as the type holds them; float16 overflows to infinity
             return np.multiply.reduce(stacked, 0, dtype=stacked.dtype)
-        return {"sum": np.add, "min": np.minimum, "max": np.maximum}[op].reduce(stacked, 0, dtype=stacked.dtype)
+        return {"sum": np.add, "min": np.minimum, "max": np.maximum}[op].reduce(
+            stacked, 0, dtype=stacked.dtype
+        )
 
 
 def ops_of(dtype: str) -> tuple[str, ...]:

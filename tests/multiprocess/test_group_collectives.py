@@ -101,17 +101,24 @@ def test_all_to_all_and_all_gather_in_place(group, world_size):
     for dtype in ("int16", "float64"):
         for count in edge_counts(dtype, world_size):
             # Block d of rank s holds s * world_size + d.
-            blocks = [[np.full(count, s * world_size + d, dtype) for d in range(world_size)] for s in range(world_size)]
+            blocks = [
+                [np.full(count, s * world_size + d, dtype) for d in range(world_size)]
+                for s in range(world_size)
+            ]
             for placement in PLACEMENTS:
                 array = places.put(np.stack(blocks[group.rank]), placement)
                 expected = np.stack([blocks[source][group.rank] for source in range(world_size)])
-                assert_array_equal(group.all_to_all(array), expected, f"all_to_all {dtype} {count} {placement}")
+                assert_array_equal(
+                    group.all_to_all(array), expected, f"all_to_all {dtype} {count} {placement}"
+                )
 
                 inputs = inputs_of(group, count, dtype)
                 array = places.put(np.zeros((world_size, count), dtype), placement)
                 array[group.rank] = inputs[group.rank]
                 assert group.all_gather(array[group.rank], array) is array
-                assert_array_equal(array, np.stack(inputs), f"all_gather in place {dtype} {count} {placement}")
+                assert_array_equal(
+                    array, np.stack(inputs), f"all_gather in place {dtype} {count} {placement}"
+                )
 
 
 @pytest.mark.parametrize("world_size", [9, 16])

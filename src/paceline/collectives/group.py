@@ -65,6 +65,7 @@ class Group:
         self.name: str = core.name
         self._queue = CallQueue(f"paceline-{core.name}")
         self._num_subgroups = 0
+        self._orphans: list[TransferWork] = []  # messages under way whose Work was dropped
 
     def __repr__(self) -> str:
         state = "closed" if self.core.is_closed else "open"
@@ -121,11 +122,12 @@ class Group:
         pointer = address_of(array, "all_reduce")
         dtype = dtype_number(array, op, "all_reduce")
         if weight != 1.0 and op is not ReduceOp.MEAN:
-            raise ConfigError("all_reduce: a weight only makes sense for the mean.", got=f"op={op.name.lower()!r}")
-        if async_op or self._queue.newest is not None:
-            return self._make(
-                async_op, self.core.all_reduce, pointer, array.size, dtype, int(op), weight, _seconds(timeout_s)
+            raise ConfigError(
+                "all_reduce: a weight only makes sense for the mean.", got=f"op={op.name.lower()!r}"
             )
+        if async_op or self._queue.newest is not None:
+            args = (pointer, array.size, dtype, int(op), weight, _seconds(timeout_s))
+            return self._make(async_op, array, self.core.all_reduce, *args)
         self.core.all_reduce(pointer, array.size, dtype, op, weight, -1.0 if timeout_s is None else timeout_s)
         return None
 
@@ -146,9 +148,8 @@ class Group:
         op = parse_op(op)
         self._check_rank(root, "reduce", "root")
         pointer, dtype = address_of(array, "reduce"), dtype_number(array, op, "reduce")
-        return self._make(
-            async_op, self.core.reduce, pointer, array.size, dtype, int(op), root, _seconds(timeout_s)
-        )
+        args = (pointer, array.size, dtype, int(op), root, _seconds(timeout_s))
+        return self._make(async_op, array, self.core.reduce, *args)
 
     def broadcast(
         self, array: Array, root: int = 0, *, timeout_s: float | None = None, async_op: bool = False
@@ -160,7 +161,9 @@ class Group:
         """
         self._check_rank(root, "broadcast", "root")
         pointer = address_of(array, "broadcast", is_written=self.rank != root)
-        return self._make(async_op, self.core.broadcast, pointer, array.nbytes, root, _seconds(timeout_s))
+        return self._make(
+            async_op, array, self.core.broadcast, pointer, array.nbytes, root, _seconds(timeout_s)
+        )
 
     def all_gather(self, array: Array, out: Array | None = None, *, timeout_s: float | None = None) -> Array:
         """Return everybody's `array`, stacked in rank order: shape `(world_size, *array.shape)`.
@@ -174,9 +177,9 @@ class Group:
         """
         out = self._out(out, (self.world_size, *array.shape), array.dtype, "all_gather")
         source = address_of(array, "all_gather", is_written=False)
-        self._make(
-            False, self.core.all_gather, source, address_of(out, "all_gather"), array.nbytes, _seconds(timeout_s)
-        )
+        target = address_of(out, "all_gather")
+        args = (source, target, array.nbytes, _seconds(timeout_s))
+        self._make(False, (array, out), self.core.all_gather, *args)
         return out
 
     def reduce_scatter(
@@ -202,9 +205,8 @@ class Group:
         source = address_of(array, "reduce_scatter", is_written=False)
         dtype = dtype_number(array, op, "reduce_scatter")
         target = address_of(out, "reduce_scatter")
-        self._make(
-            False, self.core.reduce_scatter, source, target, out.size, dtype, int(op), _seconds(timeout_s)
-        )
+        args = (source, target, out.size, dtype, int(op), _seconds(timeout_s))
+        self._make(False, (array, out), self.core.reduce_scatter, *args)
         return out
 
     def gather(self, array: Array, root: int = 0, *, timeout_s: float | None = None) -> Array | None:
@@ -217,10 +219,13 @@ class Group:
         out = np.empty((self.world_size, *array.shape), array.dtype) if self.rank == root else None
         source = address_of(array, "gather", is_written=False)
         target = 0 if out is None else address_of(out, "gather")
-        self._make(False, self.core.gather, source, target, array.nbytes, root, _seconds(timeout_s))
+        args = (source, target, array.nbytes, root, _seconds(timeout_s))
+        self._make(False, (array, out), self.core.gather, *args)
         return out
 
-    def scatter(self, array: Array | None, out: Array, root: int = 0, *, timeout_s: float | None = None) -> None:
+    def scatter(
+        self, array: Array | None, out: Array, root: int = 0, *, timeout_s: float | None = None
+    ) -> None:
         """Give block r of `array` on `root` to rank r, in `out`.
 
         Args:
@@ -239,9 +244,8 @@ class Group:
                     got="None" if array is None else f"shape {array.shape}, {array.dtype}",
                 )
             source = address_of(array, "scatter", is_written=False)
-        self._make(
-            False, self.core.scatter, source, address_of(out, "scatter"), out.nbytes, root, _seconds(timeout_s)
-        )
+        args = (source, address_of(out, "scatter"), out.nbytes, root, _seconds(timeout_s))
+        self._make(False, (array, out), self.core.scatter, *args)
 
     def all_to_all(self, array: Array, out: Array | None = None, *, timeout_s: float | None = None) -> Array:
         """Give block r of `array` to rank r; return the blocks that the others gave, in rank order.
@@ -258,12 +262,13 @@ class Group:
         sizes = [array.nbytes // self.world_size] * self.world_size
         source = address_of(array, "all_to_all", is_written=False)
         target = address_of(out, "all_to_all")
-        self._make(False, self.core.all_to_all, source, sizes, target, sizes, _seconds(timeout_s))
+        args = (source, sizes, target, sizes, _seconds(timeout_s))
+        self._make(False, (array, out), self.core.all_to_all, *args)
         return out
 
     def barrier(self, *, timeout_s: float | None = None) -> None:
         """Return once every rank has called it."""
-        self._make(False, self.core.barrier, _seconds(timeout_s))
+        self._make(False, None, self.core.barrier, _seconds(timeout_s))
 
     # --- between two ranks ---
 
@@ -279,7 +284,8 @@ class Group:
         """
         self._check_other(dst, "send", "dst")
         pointer = address_of(array, "send", is_written=False)
-        work = TransferWork(self.core, self.core.start_send(pointer, array.nbytes, dst, tag), array)
+        transfer = self.core.start_send(pointer, array.nbytes, dst, _checked_tag(tag))
+        work = TransferWork(self.core, transfer, array, self._orphans)
         return work if async_op else work.wait(timeout_s)
 
     def recv(
@@ -292,7 +298,8 @@ class Group:
         """
         self._check_other(src, "recv", "src")
         pointer = address_of(array, "recv")
-        work = TransferWork(self.core, self.core.start_receive(pointer, array.nbytes, src, tag), array)
+        transfer = self.core.start_receive(pointer, array.nbytes, src, _checked_tag(tag))
+        work = TransferWork(self.core, transfer, array, self._orphans)
         return work if async_op else work.wait(timeout_s)
 
     # --- memory and sub-groups ---
@@ -341,22 +348,26 @@ class Group:
 
     # --- inside ---
 
-    def _make(self, async_op: bool, call: Callable[..., None], *args: Any) -> Work | None:
-        """Make a call now, or hand it to the queue; a synchronous one waits for what is queued."""
-        if async_op:
-            work = Work(functools.partial(call, *args))
-            self._queue.submit(work)
-            return work
-        if self._queue.newest is not None and not self._queue.is_empty():
-            work = Work(functools.partial(call, *args))
-            self._queue.submit(work)
-            work.wait()
+    def _make(self, async_op: bool, keep: object, call: Callable[..., None], *args: Any) -> Work | None:
+        """Make a call now, or hand it to the queue; a synchronous one waits for what is queued.
+
+        Args:
+            keep: The arrays behind the addresses in `args`, alive until the call is over.
+        """
+        if not async_op and (self._queue.newest is None or self._queue.is_empty()):
+            call(*args)
             return None
-        call(*args)
+        self.core.check_usable()  # in a forked child nobody serves the queue
+        work = Work(functools.partial(call, *args), keep)
+        self._queue.submit(work)
+        if async_op:
+            return work
+        work.wait()
         return None
 
     def _drain(self) -> None:
         if not self._queue.is_empty():
+            self.core.check_usable()
             work = Work(lambda: None)
             self._queue.submit(work)
             work.wait()
@@ -396,6 +407,12 @@ class Group:
 
 def _seconds(timeout_s: float | None) -> float:
     return -1.0 if timeout_s is None else float(timeout_s)
+
+
+def _checked_tag(tag: int) -> int:
+    if not 0 <= tag < 1 << 64:
+        raise ConfigError("A message's tag must fit 64 bits.", expected="0 to 2**64 - 1", got=f"tag {tag}")
+    return tag
 
 
 def form_group(

@@ -1,4 +1,8 @@
-"""What an asynchronous call returns. Imports errors and the core."""
+"""What an asynchronous call returns. Imports errors and the core.
+
+The core knows addresses only; what is under way keeps its arrays alive here, even if the caller drops both
+the array and the Work.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +22,9 @@ class Work:
         `work.wait()`; the array must not be touched in between.
     """
 
-    def __init__(self, call: Callable[[], Any]) -> None:
+    def __init__(self, call: Callable[[], Any], arrays: object = None) -> None:
         self._call: Callable[[], Any] | None = call
+        self._arrays = arrays
         self._result: Any = None
         self._error: BaseException | None = None
         self._over = threading.Event()
@@ -32,6 +37,7 @@ class Work:
             self._result = call()
         except BaseException as error:  # belongs to whoever waits
             self._error = error
+        self._arrays = None
         self._over.set()
 
     @property
@@ -62,16 +68,32 @@ class Work:
 class TransferWork:
     """A message that was started with `async_op=True`. It moves on in every call on the group."""
 
-    def __init__(self, core: _core.HostGroup, transfer: int, array: object) -> None:
+    def __init__(
+        self, core: _core.HostGroup, transfer: int, array: object, orphans: list[TransferWork]
+    ) -> None:
         self._core = core
-        self._transfer = transfer
+        self._transfer: int | None = transfer
         self._array = array  # keeps the memory alive until the transfer is over
+        self._orphans = orphans
 
     @property
     def is_over(self) -> bool:
         """Whether the message has left or arrived whole."""
-        return self._core.test(self._transfer)
+        return self._transfer is None or self._core.test(self._transfer)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until the message has left (send) or arrived (recv). Raises what went wrong with it."""
-        self._core.wait(self._transfer, -1.0 if timeout_s is None else timeout_s)
+        if self._transfer is not None:
+            transfer, self._transfer = self._transfer, None
+            self._core.wait(transfer, -1.0 if timeout_s is None else timeout_s)
+
+    def __del__(self) -> None:
+        # Nobody will wait for it any more. If it is still under way, whoever holds `orphans` takes over.
+        if self._transfer is not None and not self._core.forget(self._transfer):
+            self._orphans[:] = [each for each in self._orphans if not each._forget()]
+            self._orphans.append(self)
+
+    def _forget(self) -> bool:
+        if self._transfer is not None and self._core.forget(self._transfer):
+            self._transfer = None
+        return self._transfer is None
