@@ -18,6 +18,14 @@ import pytest
 WITHIN_S = 60.0
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _compiled_once() -> Iterator[None]:
+    """Let the many processes of these tests share compiled modules, as those of an installed package do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+        yield
+
+
 class Launcher:
     """`paceline run` with pipes as its standard streams, in a folder of its own."""
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -22,14 +19,12 @@ def put_rank(rank: int, queue: Any) -> None:
     print("put", rank)
 
 
-def fail(rank: int, culprit: int, how: str) -> None:
-    if rank == culprit:
-        if how == "raise":
-            raise ValueError("boom")
-        if how == "exit":
-            sys.exit(3)
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(1000)
+def hang_or_fail(rank: int, hangs: Path) -> None:
+    if rank == 0:
+        hangs.touch()
+        time.sleep(1000)
+    wait_for_file(rank, hangs)
+    raise ValueError("boom")
 
 
 def wait_for_file(rank: int, path: Path) -> None:

@@ -61,12 +61,11 @@ def test_the_launcher_is_killed_while_nobody_reads_its_output(launcher: Launcher
     assert seconds_until_gone(pids) < FAST_S
 
 
-@pytest.mark.parametrize("end", ["", "    if rank == 0: sys.exit(3)\n    time.sleep(1000)\n"])
-def test_what_ranks_leave_behind_is_ended_and_told(launcher: Launcher, end: str) -> None:
-    process = launcher.start("-n", "2", "--grace-s", "0.2", "script.py", script=FAMILY + end)
+def test_what_ranks_leave_behind_is_ended_and_told(launcher: Launcher) -> None:
+    process = launcher.start("-n", "2", "script.py", script=FAMILY)
     pids = read_pids(process, 6)
     _, stderr = process.communicate(timeout=60)
-    assert process.returncode == (3 if end else 0)
+    assert process.returncode == 0
     assert stderr.count("(sleep 1000)") == 4
     assert seconds_until_gone(pids) < FAST_S
 
@@ -93,7 +92,7 @@ SPAWNING = """
 """
 
 
-@pytest.mark.parametrize("how", ["join", "fork", "exit"])
+@pytest.mark.parametrize("how", ["fork", "exit"])
 def test_the_process_that_called_spawn_ends(tmp_path: Path, how: str) -> None:
     program = tmp_path / "program.py"
     program.write_text(textwrap.dedent(SPAWNING))

@@ -56,8 +56,10 @@ def test_a_line_without_end_is_cut() -> None:
 
 
 @pytest.fixture
-def terminal() -> Iterator[tuple[Screen, int]]:
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Screen, int]]:
     """A screen whose standard output is a terminal, and the end where a person would look."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
     master, slave = pty.openpty()
     tty.setraw(slave)
     reader, writer = os.pipe()
@@ -66,22 +68,38 @@ def terminal() -> Iterator[tuple[Screen, int]]:
         os.close(fd)
 
 
-def test_lines_of_others_stand_above_a_progress_bar(
-    terminal: tuple[Screen, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("NO_COLOR", "1")
+def read(master: int, expected: bytes) -> bytes:
+    """As many bytes as are expected; a terminal hands them out in pieces."""
+    seen = b""
+    while len(seen) < len(expected):
+        seen += os.read(master, len(expected) - len(seen))
+    return seen
+
+
+def test_lines_of_others_stand_above_a_progress_bar(terminal: tuple[Screen, int]) -> None:
     screen, master = terminal
     screen.write_raw(1, b"epoch 1\n\r10%\r20%")
     screen.write_lines(1, b"[rank 1] ", [b"hello"])
     screen.write_raw(1, b"\r30%")
-    seen = os.read(master, 1000)
-    assert seen == b"epoch 1\n\r10%\r20%" + b"\r\x1b[K[rank 1] hello\n" + b"\r20%" + b"\r30%"
+    expected = b"epoch 1\n\r10%\r20%" + b"\r\x1b[2K[rank 1] hello\n" + b"\r20%" + b"\r30%"
+    assert read(master, expected) == expected
 
 
-def test_colour_only_on_a_terminal(terminal: tuple[Screen, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setenv("TERM", "xterm")
-    screen = Screen(*terminal[0]._fds.values())
+def test_lines_of_others_stand_above_rows_that_are_drawn_together(terminal: tuple[Screen, int]) -> None:
+    screen, master = terminal
+    back = b"\r\x1b[2K\x1b[1A\x1b[2K"
+    pieces = (b"train 0%\nval 0%", back, b"train 1%\n", b"val 1%")
+    for piece in pieces:
+        screen.write_raw(1, piece)
+    screen.write_lines(1, b"[rank 1] ", [b"hello"])
+    screen.write_raw(1, b"\ndone\n")
+    screen.write_lines(1, b"[rank 1] ", [b"hello"])
+    expected = b"".join(pieces) + back + b"[rank 1] hello\ntrain 1%\nval 1%" + b"\ndone\n[rank 1] hello\n"
+    assert read(master, expected) == expected
+
+
+def test_colour_only_on_a_terminal(terminal: tuple[Screen, int]) -> None:
+    screen, _ = terminal
     assert b"\x1b[" in screen.prefix(1, 1)
     assert screen.prefix(1, 2) == b"[rank 1] "
 

@@ -8,11 +8,14 @@ written of its current line.
 from __future__ import annotations
 
 import os
+import re
 import select
 from collections.abc import Sequence
 
 _LONGEST_LINE = 1 << 20
-_LONGEST_REDRAWN = 4096
+_LONGEST_REDRAWN = 1 << 14
+# How rich, tqdm and others go back to the top of several rows that they draw again.
+_REDRAW = re.compile(rb"\r?(?:\x1b\[2K)?(?:\x1b\[1A(?:\x1b\[2K)?)+")
 _COLOURS = (36, 33, 35, 32, 34, 31)  # cyan, yellow, magenta, green, blue, red
 
 
@@ -56,7 +59,8 @@ class Screen:
         self._fds = {1: stdout_fd, 2: stderr_fd}
         self._is_terminal = {stream: _is_terminal(fd) for stream, fd in self._fds.items()}
         self._has_colour = "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
-        self._unfinished = b""  # what rank 0 has drawn of the terminal's last line
+        self._drawn = b""  # rank 0's unfinished last line, or the rows that it redraws together
+        self._rows_above = 0  # of those rows, how many stand above the last
         self.has_lost_reader = False  # nobody reads our standard output any more
 
     def is_terminal(self, stream: int) -> bool:
@@ -73,25 +77,33 @@ class Screen:
         if not lines:
             return
         text = b"".join(prefix + line + b"\n" for line in lines)
-        if self._unfinished and self._is_terminal[stream]:
-            text = b"\r\x1b[K" + text + self._unfinished
+        if self._drawn and self._is_terminal[stream]:
+            erased = b"\r\x1b[2K" + b"\x1b[1A\x1b[2K" * self._drawn.count(b"\n")
+            text = erased + text + self._drawn
         self._write(stream, text)
 
     def write_raw(self, stream: int, data: bytes) -> None:
-        """Write bytes as they are, and remember what they leave on the terminal's last line."""
+        """Write bytes as they are, and remember what a line put above them must draw again."""
         self._write(stream, data)
-        if self._is_terminal[stream]:
-            self._unfinished = (self._unfinished + data).rpartition(b"\n")[2]
-            if b"\r" in self._unfinished:
-                self._unfinished = b"\r" + _last_drawn(self._unfinished)
-            if len(self._unfinished) > _LONGEST_REDRAWN:
-                self._unfinished = b""
+        if not self._is_terminal[stream]:
+            return
+        drawn = self._drawn + data
+        for redraw in _REDRAW.finditer(drawn):
+            self._rows_above = redraw.group().count(b"\x1b[1A")
+        rows = _REDRAW.split(drawn)[-1].split(b"\n")
+        if len(rows) > self._rows_above + 1:  # it draws no more, or something longer
+            rows, self._rows_above = rows[-1:], 0
+        if b"\r" in rows[-1]:
+            rows[-1] = b"\r" + _last_drawn(rows[-1])
+        self._drawn = b"\n".join(rows)
+        if len(self._drawn) > _LONGEST_REDRAWN:
+            self._drawn = b""
 
     def say(self, text: str) -> None:
         """The launcher's own words, on standard error."""
-        if self._unfinished and self._is_terminal[2]:
+        if self._drawn and self._is_terminal[2]:
             self._write(2, b"\n")
-            self._unfinished = b""
+            self._drawn = b""
         self._write(2, text.encode(errors="replace") + b"\n")
 
     def _write(self, stream: int, data: bytes) -> None:

@@ -203,7 +203,7 @@ def render(ends: Sequence[RankEnd], *, log_dir: str | None = None) -> str:
     last = f"paceline: {summary(first, len(ends))}"
     if log_dir is not None:
         last += f"\n  its whole output is in {log_dir}/rank{first.rank}.log"
-    return "\n\n".join(["", *parts, last])
+    return "\n" + "\n\n".join([*parts, last])
 
 
 def launch_error(ends: Sequence[RankEnd], name: str) -> LaunchError:

@@ -11,6 +11,7 @@ import traceback
 
 from paceline.launch import payload
 from paceline.launch.memory_file import read_memory_file
+from paceline.observe.stacks import answer_requests
 
 _is_importing_main = False
 
@@ -24,6 +25,7 @@ def run_rank(payload_fd: int) -> None:
     """Make the call, as one rank; write the exception that ends it where the launcher looks for it."""
     global _is_importing_main
     error_fd = int(os.environ.pop("PACELINE_ERROR_FD"))
+    answer_requests()
     try:
         _is_importing_main = True
         function, args = payload.unpack(read_memory_file(payload_fd))

@@ -24,6 +24,9 @@ from paceline.launch.output import Screen
 from paceline.launch.plan import Plan
 from paceline.launch.process import Streams, reap_children, send, start_rank
 from paceline.launch.wiring import Channel, Wiring, connect, copy_window_size
+from paceline.observe import stacks
+
+_SHOWN_STACKS = 4  # one would often do, and those of 128 ranks would bury the report
 
 
 @dataclass
@@ -223,6 +226,7 @@ class Supervisor:
             self._screen.say(
                 f"paceline: the job did not end within {self._plan.options.timeout_s:g} s; stopping {ranks}"
             )
+            self._show_stacks()
             self._begin_stop(report.TIMED_OUT, signal.SIGTERM)
             return
         signum, *steps = self._stop.steps
@@ -230,8 +234,17 @@ class Supervisor:
             f"paceline: {ranks} did not end within {self._plan.options.grace_s:g} s; "
             f"sending {signal.Signals(signum).name}"
         )
+        if signum == signal.SIGTERM:
+            self._show_stacks()
         self._stop = replace(self._stop, steps=tuple(steps))
         self._send(signum)
+
+    def _show_stacks(self) -> None:
+        """Where ranks hang that are about to be stopped, as far as they can say."""
+        for rank in self._running()[:_SHOWN_STACKS]:
+            text = stacks.ask_if_ready(rank.process.pid, timeout_s=1.0)
+            if text is not None:
+                self._screen.say(f"paceline: where rank {rank.rank} is:\n{text.rstrip()}")
 
     # The end
 

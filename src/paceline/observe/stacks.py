@@ -20,6 +20,7 @@ from paceline.errors import ConfigError
 
 _FILE_NAME = "paceline-stacks"
 _SIGNAL = signal.SIGUSR2
+_STOPPED = ("T", "t")
 _answers: int | None = None  # our own file, once there is one; open as long as the process lives
 
 
@@ -40,6 +41,8 @@ def answer_requests() -> bool:
 def ask(pid: int, timeout_s: float = 5.0) -> str:
     """The stacks of all Python threads of a process, innermost call first.
 
+    A process that does not answer by itself is read with py-spy, where that is installed.
+
     Args:
         pid: The process.
         timeout_s: How long to wait for the answer.
@@ -47,42 +50,45 @@ def ask(pid: int, timeout_s: float = 5.0) -> str:
     Raises:
         ConfigError: There is no such process, or it can't be asked.
     """
-    folder = Path(f"/proc/{pid}")
-    if not folder.exists():
+    state = _state(pid)
+    if not state:
         raise ConfigError(
             f"There is no process {pid}.", hint="errors and reports show the pids of ranks", pid=pid
         )
-    answers = _find_answers(folder)
-    if answers is None:
-        return _ask_py_spy(pid)
-    if _state(folder) in "Tt":
+    if state in _STOPPED:
         raise ConfigError(
             f"Process {pid} is stopped, so it cannot answer.",
             hint=f"`kill -CONT {pid}` lets it go on",
             pid=pid,
         )
-    with answers.open("r+b", buffering=0) as file:
-        begin = os.fstat(file.fileno()).st_size
-        os.kill(pid, _SIGNAL)
-        _wait_until_written(file.fileno(), begin, pid, timeout_s)
-        file.seek(begin)
-        text = file.read().decode(errors="replace")
-        file.truncate(begin)  # whoever asks next, and the memory of the process, start afresh
+    answer = ask_if_ready(pid, timeout_s)
+    return _ask_py_spy(pid) if answer is None else answer
+
+
+def ask_if_ready(pid: int, timeout_s: float = 5.0) -> str | None:
+    """The stacks of a process that answers by itself; None if it does not, for whatever reason."""
+    try:
+        answers = _find_answers(Path(f"/proc/{pid}"))
+        if answers is None or _state(pid) in _STOPPED:
+            return None
+        with answers.open("r+b", buffering=0) as file:
+            begin = os.fstat(file.fileno()).st_size
+            os.kill(pid, _SIGNAL)
+            if not _is_written(file.fileno(), begin, timeout_s):
+                return None
+            file.seek(begin)
+            text = file.read().decode(errors="replace")
+            file.truncate(begin)  # whoever asks next, and the memory of the process, start afresh
+    except OSError:  # it ended, closed a file, or is another user's
+        return None
     return text
 
 
 def _find_answers(folder: Path) -> Path | None:
     """The file that a process which can be asked owns."""
-    try:
-        for fd in (folder / "fd").iterdir():
-            if os.readlink(fd).startswith(f"/memfd:{_FILE_NAME} "):
-                return fd if _catches_signal(folder) else None
-    except PermissionError:
-        raise ConfigError(
-            f"Process {folder.name} belongs to another user.", hint="ask as that user", pid=int(folder.name)
-        ) from None
-    except OSError:  # ended, or closed a file, while we looked
-        return None
+    for fd in (folder / "fd").iterdir():
+        if os.readlink(fd).startswith(f"/memfd:{_FILE_NAME} "):
+            return fd if _catches_signal(folder) else None
     return None
 
 
@@ -93,33 +99,32 @@ def _catches_signal(folder: Path) -> bool:
     return False
 
 
-def _state(folder: Path) -> str:
-    return (folder / "stat").read_text().rpartition(")")[2].split()[0]
+def _state(pid: int) -> str:
+    """The kernel's letter for what a process does; "" if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
 
 
-def _wait_until_written(fd: int, begin: int, pid: int, timeout_s: float) -> None:
+def _is_written(fd: int, begin: int, timeout_s: float) -> bool:
     """Wait for the answer, and until it grows no more: faulthandler writes it in many pieces."""
     deadline = time.monotonic() + timeout_s
     size = begin
-    while True:
+    while time.monotonic() < deadline:
         time.sleep(0.05)
         previous, size = size, os.fstat(fd).st_size
         if size == previous > begin:
-            return
-        if time.monotonic() > deadline:
-            raise ConfigError(
-                f"Process {pid} did not answer within {timeout_s:g} s.",
-                likely="it waits in the kernel for a disk or a network file system",
-                hint="`py-spy dump --pid` may get further",
-                pid=pid,
-            )
+            return True
+    return False
 
 
 def _ask_py_spy(pid: int) -> str:
     if shutil.which("py-spy") is None:
         raise ConfigError(
             f"Process {pid} cannot be asked for its stacks.",
-            likely="it has not joined a group yet, is no Python process, or uses SIGUSR2 itself",
+            likely="it has not joined a group yet, is no Python process or another user's, uses SIGUSR2 "
+            "itself, or waits in the kernel for a file",
             hint="pip install py-spy; `paceline stacks` then asks any Python process",
             pid=pid,
         )

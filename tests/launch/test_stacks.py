@@ -1,0 +1,73 @@
+"""`paceline stacks`: where a process is, asked from outside."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from paceline.errors import ConfigError
+from paceline.observe import stacks
+
+PROGRAM = """
+import signal, threading
+from paceline.observe import stacks
+if "own" in __import__("sys").argv:
+    signal.signal(signal.SIGUSR2, lambda *_: None)
+print(stacks.answer_requests(), stacks.answer_requests(), flush=True)
+lock = threading.Lock()
+lock.acquire()
+def stuck_here():
+    lock.acquire()
+stuck_here()
+"""
+
+
+@pytest.fixture
+def stuck(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
+    """A process that hangs in a lock, and has said whether it can be asked."""
+    command = [sys.executable, "-c", PROGRAM, *getattr(request, "param", ())]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        yield process
+        process.kill()
+
+
+def test_a_stuck_process_answers_as_often_as_asked(stuck: subprocess.Popen[str]) -> None:
+    assert stuck.stdout is not None
+    assert stuck.stdout.readline() == "True True\n"
+    while "in stuck_here" not in stacks.ask(stuck.pid, timeout_s=60):
+        pass  # it has said that it is ready, but is still on its way there
+    assert stacks.ask(stuck.pid, timeout_s=60).count("in stuck_here") == 1
+    assert stuck.poll() is None
+
+
+@pytest.mark.parametrize("stuck", [["own"]], indirect=True)
+def test_a_program_with_its_own_use_of_the_signal_is_left_alone(
+    stuck: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert stuck.stdout is not None
+    assert stuck.stdout.readline() == "False False\n"
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(ConfigError, match="cannot be asked"):
+        stacks.ask(stuck.pid)
+    assert stuck.poll() is None
+
+
+def test_a_stopped_process_is_told(stuck: subprocess.Popen[str]) -> None:
+    assert stuck.stdout is not None
+    stuck.stdout.readline()
+    stuck.send_signal(signal.SIGSTOP)
+    os.waitpid(stuck.pid, os.WUNTRACED)
+    with pytest.raises(ConfigError, match="is stopped"):
+        stacks.ask(stuck.pid)
+
+
+def test_a_process_that_is_not_there() -> None:
+    with subprocess.Popen(["true"]) as process:
+        process.wait()
+    with pytest.raises(ConfigError, match="no process"):
+        stacks.ask(process.pid)
