@@ -1,4 +1,4 @@
-"""What goes wrong on one rank is an error on all of them, in the same backward, that names rank and parameter."""
+"""What goes wrong on one rank is an error on all, in the same backward, that names rank and parameter."""
 
 from __future__ import annotations
 

@@ -116,8 +116,9 @@ def describe_slow(facts: Facts) -> str:
 
 
 def _doing(facts: Facts) -> str:
-    own = facts["ranks"][facts["rank"]]
-    return own["activity"] or describe_call(facts["call"])
+    activity = facts["ranks"][facts["rank"]]["activity"]
+    call = describe_call(facts["call"])
+    return f"{activity}; last call: {call}" if activity else call
 
 
 def _where(facts: Facts) -> str:

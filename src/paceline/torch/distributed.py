@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -137,8 +138,11 @@ class DistributedDataParallel(nn.Module):
         if self._config.init_sync:
             buffers = list(self._tensors.buffers.values()) if self._config.init_sync_buffers else []
             values = [*self._tensors.all_parameters.values(), *buffers]
-            broadcast_tensors(values, self._peers.rank, self._peers.broadcast)
-        return GradientPasses(self._tensors, self._peers, factory, self._config)
+            broadcast_tensors(values, self._peers.rank, factory.broadcast)
+        passes = GradientPasses(self._tensors, self._peers, factory, self._config)
+        # The hooks are the parameters', which may live on and be wrapped again.
+        weakref.finalize(self, passes.close).atexit = False
+        return passes
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the wrapped module; where gradients will be needed, get ready to average them."""

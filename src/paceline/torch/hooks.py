@@ -92,7 +92,7 @@ def pointer_hook(state: PassState, index: int, name: str, view: torch.Tensor, re
 def copy_hook(state: PassState, index: int, name: str, view: torch.Tensor, reducer: Reducer) -> Hook:
     """For any reducer and any layout of the gradient."""
     mark_ready, handed, staged = reducer.mark_ready, state.handed, state.staged
-    copy = view.copy_
+    copy, dtype = view.copy_, view.dtype
 
     def hand_over(parameter: torch.Tensor) -> None:
         if not state.is_syncing:
@@ -101,10 +101,10 @@ def copy_hook(state: PassState, index: int, name: str, view: torch.Tensor, reduc
         if not state.is_armed:
             state.arm()
         gradient = parameter.grad
-        if gradient is None or gradient.dtype is not view.dtype or gradient.is_sparse:
+        if gradient is None or gradient.dtype is not dtype or gradient.is_sparse:
             raise unsupported_gradient(name, gradient, view)
-        with torch.no_grad():
-            copy(gradient)
+        # Only backward(create_graph=True) needs detach(), which takes as long as the rest of the hook.
+        copy(gradient.detach() if gradient.requires_grad else gradient)
         handed[index] = gradient
         staged.append(index)
         mark_ready(index, 0)
@@ -114,17 +114,16 @@ def copy_hook(state: PassState, index: int, name: str, view: torch.Tensor, reduc
 
 def view_hook(state: PassState, index: int, name: str, view: torch.Tensor, reducer: Reducer) -> Hook:
     """For gradients that live in the arena: autograd's own tensor moves in when it made a new one."""
-    mark_ready, handed = reducer.mark_ready, state.handed
+    mark_ready, handed, copy, dtype = reducer.mark_ready, state.handed, view.copy_, view.dtype
 
     def hand_over(parameter: torch.Tensor) -> None:
         if state.is_syncing and not state.is_armed:
             state.arm()
         gradient = parameter.grad
         if gradient is not view:
-            if gradient is None or gradient.dtype is not view.dtype or gradient.is_sparse:
+            if gradient is None or gradient.dtype is not dtype or gradient.is_sparse:
                 raise unsupported_gradient(name, gradient, view)
-            with torch.no_grad():
-                view.copy_(gradient)
+            copy(gradient.detach() if gradient.requires_grad else gradient)  # as in copy_hook
             parameter.grad = view
         if not state.is_syncing:
             state.accumulated.add(index)

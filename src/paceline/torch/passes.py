@@ -51,6 +51,7 @@ class GradientPasses:
         self._config = config
         self._has_warned = False
         self._waited_before_s = 0.0
+        self._pass_number = 1
         self._handles: list[RemovableHandle] = []
         self._plan = self._make_plan(None)
         self._reduction = factory.make(self._plan, tensors.trainable)
@@ -72,6 +73,12 @@ class GradientPasses:
         """Seconds that this rank has spent waiting for the others at the end of backward, in all passes."""
         return self._waited_before_s + self._reduction.reducer.waited_s
 
+    def close(self) -> None:
+        """Remove the hooks. The memory goes with the last gradient that lies in it."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
     def begin_forward(self, *, is_syncing: bool, is_training: bool) -> None:
         """Note a forward whose gradients will be needed.
 
@@ -84,6 +91,7 @@ class GradientPasses:
         if state.is_armed and torch._C._current_graph_task_id() == -1:
             self._give_up_interrupted()
         state.is_syncing = is_syncing
+        self._say("in forward of")
         # Forwards in eval mode often have no backward, on some ranks only; such a rank skips nothing.
         if is_syncing and is_training:
             state.forwards += 1
@@ -104,6 +112,7 @@ class GradientPasses:
         self.state.check_process()
         self.state.is_armed = True  # first: gradients on another device come from another thread
         Variable._execution_engine.queue_callback(self._end)
+        self._say("in backward of")
 
     def _end(self) -> None:
         """The end of this rank's backward: wait for the others, judge, and bring the means home."""
@@ -118,10 +127,18 @@ class GradientPasses:
             order = None if self._is_order_final else list(state.handed)
         finally:
             state.begin_next()
+            self._say("after backward of")
+            self._pass_number += 1
         if order is not None:
             self._adopt_order(order)
         if self._config.broadcast_buffers and self._tensors.buffers:
-            broadcast_tensors(self._tensors.current_buffers(), self._peers.rank, self._peers.broadcast)
+            broadcast_tensors(self._tensors.current_buffers(), self._peers.rank, self._factory.broadcast)
+
+    def _say(self, doing: str) -> None:
+        """Let the errors of other ranks tell what this one was doing."""
+        core = self._factory.host_group
+        if core is not None:
+            core.set_activity(f"{doing} pass {self._pass_number}")
 
     def _hand_over_accumulated(self) -> None:
         """Hand over gradients that this backward did not touch but that count all the same.
@@ -170,7 +187,7 @@ class GradientPasses:
         self._is_order_final = True
         count = len(self._tensors.trainable)
         payload = torch.frombuffer(array("i", complete_order(order, count)), dtype=torch.uint8)
-        self._peers.broadcast(payload)
+        self._factory.broadcast(payload)
         plan = self._make_plan(payload.view(torch.int32).tolist())
         if plan == self._plan:
             return
@@ -189,8 +206,7 @@ class GradientPasses:
                 parameter.grad = new.copy_(old)
 
     def _install_hooks(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+        self.close()
         make = copy_hook
         if self._config.gradients_in_arena:
             make = view_hook

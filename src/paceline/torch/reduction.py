@@ -67,6 +67,13 @@ class ReductionFactory:
         """ "memory" or "group"."""
         return "group" if self.host_group is None else "memory"
 
+    def broadcast(self, payload: torch.Tensor) -> None:
+        """Replace a flat uint8 tensor by rank 0's, by the shortest way. Collective."""
+        if self.host_group is not None and payload.device.type == "cpu":
+            self.host_group.broadcast(payload.data_ptr(), payload.numel(), 0)
+        else:
+            self._peers.broadcast(payload)
+
     def make(self, plan: Plan, parameters: Sequence[torch.Tensor]) -> Reduction:
         """An arena for this plan, filled with zeros, and its reducer. Collective."""
         if self.host_group is not None:

@@ -1,0 +1,293 @@
+"""The wrapper as users hold it: what it broadcasts, refuses, passes through, and which groups it takes."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import warnings
+import weakref
+from collections import namedtuple
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+from paceline.errors import ConfigError, DeadlineError, ForkedError, ModelMismatchError
+from paceline.torch import DistributedDataParallel
+from tests.harness import ranks
+from tests.multiprocess.ddp_models import bits, mixed, train, two_layers
+
+PATHS = ["group", "memory"]
+Pair = namedtuple("Pair", "value extra")
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(2, group="gloo")
+def test_wrapping_gives_all_ranks_the_weights_of_rank_0(rank: int, path: str) -> None:
+    torch.manual_seed(rank)
+    model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3), nn.Linear(2, 2).requires_grad_(False))
+    model = model.to(memory_format=torch.channels_last)
+    model[1].running_mean.fill_(rank + 1.0)
+    before = bits(model)
+    DistributedDataParallel(model, reduce_through=path, init_sync=False)
+    assert bits(model) == before
+    DistributedDataParallel(model, reduce_through=path, broadcast_buffers=False)
+    assert_close(model[1].running_mean, torch.full((3,), rank + 1.0))
+    DistributedDataParallel(model, reduce_through=path)
+    gathered: list[Any] = [None, None]
+    dist.all_gather_object(gathered, bits(model))
+    assert gathered[0] == gathered[1]
+    assert_close(model[1].running_mean, torch.ones(3))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(2, group="gloo")
+def test_buffers_are_those_of_rank_0_after_each_pass(rank: int, path: str) -> None:
+    x = torch.randn(4, 1, 4, 4, generator=torch.Generator().manual_seed(rank))
+    synced = mixed()
+    train(DistributedDataParallel(synced, reduce_through=path), x)
+    gathered: list[Any] = [None, None]
+    dist.all_gather_object(gathered, bits(synced))
+    assert gathered[0] == gathered[1]
+    apart = mixed()
+    train(DistributedDataParallel(apart, reduce_through=path, forward_sync_buffers=False), x)
+    dist.all_gather_object(gathered, apart.norm.running_mean.tolist())
+    assert gathered[0] != gathered[1]
+
+
+@ranks(2, group="gloo")
+def test_evaluation_on_one_rank_waits_for_nobody(rank: int) -> None:
+    ddp = DistributedDataParallel(mixed())
+    x = torch.randn(4, 1, 4, 4)
+    if rank == 0:
+        ddp.eval()
+        ddp(x)
+        with torch.no_grad():
+            ddp(x)
+        ddp.train()
+    train(ddp, x)
+
+
+@ranks(2, group="gloo")
+def test_the_module_shines_through(rank: int) -> None:
+    model = mixed()
+    ddp = DistributedDataParallel(model)
+    assert ddp.module is model
+    assert list(ddp.state_dict()) == [f"module.{name}" for name in model.state_dict()]
+    ddp.load_state_dict(ddp.state_dict())
+    assert not ddp.eval().module.training
+    assert ddp.process_group is dist.group.WORLD
+    again = pickle.loads(pickle.dumps(DistributedDataParallel(two_layers(), bucket_cap_mb=1)))
+    train(again, torch.ones(1, 4))
+
+
+class Outputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> dict[str, Any]:
+        y = self.layer(x) * scale
+        return {"pair": Pair(y, [y.sum()]), "name": "outputs", "constant": x}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(2, group="gloo")
+def test_a_module_can_be_wrapped_again_after_its_wrapper_is_gone(rank: int, path: str) -> None:
+    model = two_layers()
+    x = torch.full((1, 4), 1.0 + rank)
+    for view in (True, False):
+        ddp = DistributedDataParallel(model, reduce_through=path, gradient_as_bucket_view=view)
+        model.zero_grad()
+        ddp(x).sum().backward()
+        passes = weakref.ref(ddp._passes)
+        del ddp
+        assert not model[0].weight._post_accumulate_grad_hooks
+        assert_close(model[2].bias.grad, torch.ones(2))  # still there, wherever it lies
+        model.zero_grad()
+        gc.collect()
+        assert passes() is None
+    model(x).sum().backward()  # on its own again
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, use_reentrant: bool) -> None:
+        super().__init__()
+        self.layers = two_layers()
+        self._use_reentrant = use_reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.layers, x, use_reentrant=self._use_reentrant)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@ranks(2, group="gloo")
+def test_activation_checkpointing(rank: int, use_reentrant: bool) -> None:
+    model = Checkpointed(use_reentrant)
+    for view in (False, True):
+        ddp = DistributedDataParallel(model, gradient_as_bucket_view=view, bucket_cap_mb=0.0001)
+        x = torch.full((1, 4), 1.0 + rank, requires_grad=True)
+        for _ in range(2):
+            model.zero_grad()
+            (ddp(x).sum() * (1 + rank)).backward()
+            assert_close(model.layers[2].bias.grad, torch.full((2,), 1.5))
+        del ddp
+
+
+@ranks(2, group="gloo")
+def test_second_derivatives_may_be_taken_after_backward(rank: int) -> None:
+    for view in (False, True):
+        ddp = DistributedDataParallel(two_layers(), gradient_as_bucket_view=view)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, about the cycle that create_graph makes
+            ddp(torch.full((1, 4), 1.0 + rank)).sum().backward(create_graph=True)
+        assert_close(ddp.module[2].bias.grad.detach(), torch.ones(2))
+        ddp.zero_grad(set_to_none=True)
+
+
+@ranks(2, group="gloo")
+def test_structured_outputs_and_keywords(rank: int) -> None:
+    ddp = DistributedDataParallel(Outputs())
+    out = ddp(torch.full((1, 3), 1.0 + rank), scale=2.0)
+    assert isinstance(out["pair"], Pair) and out["name"] == "outputs"
+    (out["pair"].value.sum() + out["pair"].extra[0]).backward()
+    assert_close(ddp.module.layer.weight.grad, torch.full((3, 3), 6.0))
+
+
+@ranks(2, group=None)
+def test_without_torch_distributed_the_environment_makes_the_group(rank: int) -> None:
+    model = two_layers()
+    ddp = DistributedDataParallel(model)
+    assert ddp.reduces_through == "memory" and ddp.process_group is None
+    second = DistributedDataParallel(two_layers())  # shares the group
+    for each in (ddp, second):
+        each(torch.full((1, 4), 1.0 + rank)).sum().backward()
+    assert_close(model[2].bias.grad, torch.ones(2))
+    with pytest.raises(ConfigError, match="host memory only"):
+        DistributedDataParallel(two_layers(), reduce_through="group")
+
+
+@ranks(2, group="gloo")
+def test_sub_groups_and_meshes(rank: int) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    alone = [dist.new_group([r]) for r in range(2)][rank]
+    single = DistributedDataParallel(two_layers(), process_group=alone)
+    assert single.reduces_through == "nothing"
+    single(torch.full((1, 4), 1.0 + rank)).sum().backward()
+    assert single.grad_norm() > 0 and single.waited_s == 0
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    train(DistributedDataParallel(two_layers(), device_mesh=mesh["dp"]), torch.ones(1, 4))
+    with pytest.raises(ConfigError, match="2 dimensions"):
+        DistributedDataParallel(two_layers(), device_mesh=mesh)
+    with pytest.raises(ConfigError, match="pass one of them"):
+        DistributedDataParallel(two_layers(), device_mesh=mesh["dp"], process_group=alone)
+
+
+@ranks(1, group="gloo")
+def test_one_rank_alone_may_ask_for_errors(rank: int) -> None:
+    ddp = DistributedDataParallel(two_layers(), nonfinite="raise")
+    train(ddp, torch.ones(1, 4))
+    with pytest.raises(Exception, match="infinity or a NaN on rank 0 of 1"):
+        ddp(torch.full((1, 4), float("nan"))).sum().backward()
+
+
+@ranks(3, group="gloo")
+def test_different_models_are_refused_on_every_rank(rank: int) -> None:
+    with pytest.raises(ModelMismatchError, match=r"'0.weight'(?s:.*)rank 1: 0.weight, shape \(6, 4\)"):
+        DistributedDataParallel(two_layers(6 if rank == 1 else 5))
+    swapped = [nn.Linear(2, 2), nn.LayerNorm(2)]
+    with pytest.raises(ModelMismatchError, match="bucket_cap_mb differs"):
+        DistributedDataParallel(two_layers(), bucket_cap_mb=1 + rank)
+    model = two_layers()
+    model[2].bias.requires_grad_(rank != 2)
+    with pytest.raises(ModelMismatchError, match=r"'2.bias': requires_grad differs(?s:.*)rank 2: "):
+        DistributedDataParallel(model)
+    named = nn.ModuleDict({str(i): swapped[i] for i in ([0, 1] if rank else [1, 0])})
+    with pytest.raises(ModelMismatchError, match="the order differs"):
+        DistributedDataParallel(named)
+
+
+@ranks(2, group="gloo")
+def test_models_that_cannot_be_wrapped(rank: int) -> None:
+    with pytest.raises(ConfigError, match="doesn't have any parameter"):
+        DistributedDataParallel(two_layers().requires_grad_(False))
+    with pytest.raises(ConfigError, match="sparse gradients are not supported yet"):
+        DistributedDataParallel(nn.EmbeddingBag(3, 2, sparse=True))
+    with pytest.raises(ConfigError, match="complex64"):
+        DistributedDataParallel(nn.Linear(2, 2, dtype=torch.complex64))
+
+
+@ranks(2, group="gloo")
+def test_a_model_changed_after_wrapping_is_noticed_at_the_next_forward(rank: int) -> None:
+    x = torch.ones(1, 4)
+
+    def wrapped() -> tuple[nn.Sequential, DistributedDataParallel]:
+        model = two_layers()
+        model[0].bias.requires_grad_(False)
+        return model, DistributedDataParallel(model)
+
+    model, ddp = wrapped()
+    model[2].weight.requires_grad_(False)
+    with pytest.raises(ConfigError, match=r"frozen: 2\.weight"):
+        ddp(x)
+    model[2].weight.requires_grad_(True)
+    ddp(x)
+    model, ddp = wrapped()
+    model[0].bias.requires_grad_(True)
+    with pytest.raises(ConfigError, match=r"unfrozen: 0\.bias"):
+        ddp(x)
+    model, ddp = wrapped()
+    model.append(nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match=r"added: 3\.weight, 3\.bias"):
+        ddp(x)
+    model, ddp = wrapped()
+    model[2].weight = nn.Parameter(torch.ones(2, 5))
+    with pytest.raises(ConfigError, match=r"replaced: 2\.weight"):
+        ddp(x)
+
+
+@ranks(2, group="gloo")
+def test_a_model_converted_after_wrapping_is_noticed_at_the_gradient(rank: int) -> None:
+    ddp = DistributedDataParallel(two_layers())
+    ddp.double()
+    with pytest.raises(ConfigError, match=r"dense gradient of torch\.float32"):
+        ddp(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
+
+
+@ranks(2, group="gloo")
+def test_a_forked_child_is_refused(rank: int) -> None:
+    ddp = DistributedDataParallel(two_layers())
+    child = os.fork()
+    if child == 0:
+        try:
+            ddp(torch.ones(1, 4))
+        except ForkedError:
+            os._exit(3)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    train(ddp, torch.ones(1, 4))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(2, group="gloo")
+def test_a_late_rank_is_an_error_at_the_time_out(rank: int, path: str) -> None:
+    ddp = DistributedDataParallel(two_layers(), reduce_through=path, timeout_s=3, warn_after_s=0.1)
+    ddp(torch.ones(1, 4)).sum().backward()
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:
+        store.wait(["rank 0 has raised"])
+        return
+    with pytest.raises(DeadlineError) as caught, warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of a rank that is late, before the time-out
+        ddp(torch.ones(1, 4)).sum().backward()
+    store.set("rank 0 has raised", "")
+    assert "3.0 s" in str(caught.value)
+    if path == "memory":
+        assert caught.value.late == (1,)
+        assert "after backward of pass 1" in str(caught.value)
