@@ -6,6 +6,9 @@ SHELL := bash
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
+# What the caller set for another environment must not reach into ours.
+unexport PYTHONPATH PYTHONHOME
+
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
