@@ -1,0 +1,105 @@
+"""`make demo`: trains digits on several processes and shows that nothing is lost and time is won.
+
+Runs `examples/digits.py` with `paceline run` on N processes, then on one with the same global batches, then
+on N with torch's own DistributedDataParallel on Gloo, and compares. Ends with exit status 1 if the replicas
+differ or the model is not good enough.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+DIGITS = Path(__file__).with_name("digits.py")
+LEAST_ACCURACY = 0.97
+LIMIT_S = 300.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one run of digits.py gave."""
+
+    accuracy: float
+    samples_per_s: float
+    replicas_are_identical: bool
+    weights: dict[str, torch.Tensor]
+
+
+def main() -> int:
+    as_written = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_written)
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--ranks", type=int, default=min(4, max(2, cores)), help="default: cores, 2 to 4")
+    parser.add_argument("--epochs", type=int, default=15)
+    args = parser.parse_args()
+    several = run(f"{args.ranks} processes, Paceline", args.ranks, args.epochs, [])
+    alone = run("1 process, the same global batches", 1, args.epochs, [])
+    # Not bound to cores: Gloo has threads of its own, and torch's launcher binds nothing either.
+    theirs = run(
+        f"{args.ranks} processes, torch's DDP on Gloo", args.ranks, args.epochs, ["--ddp", "torch"], "none"
+    )
+    show(args.ranks, several, alone, theirs)
+    if not several.replicas_are_identical:
+        print("demo: the replicas differ", file=sys.stderr)
+        return 1
+    if several.accuracy < LEAST_ACCURACY:
+        print(f"demo: test accuracy {several.accuracy:.4f} is below {LEAST_ACCURACY}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def run(title: str, ranks: int, epochs: int, options: list[str], bind: str = "auto") -> Run:
+    """Run digits.py with `paceline run`, its output on our terminal."""
+    print(f"\n{title}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="paceline-demo-") as folder:
+        weights, report = Path(folder, "weights.pt"), Path(folder, "report.json")
+        launcher = [sys.executable, "-m", "paceline", "run", "-n", str(ranks), "--bind", bind]
+        script = [str(DIGITS), "--epochs", str(epochs), "--save", str(weights), "--report", str(report)]
+        result = subprocess.run([*launcher, *script, *options], timeout=LIMIT_S, check=False)
+        if result.returncode:
+            raise SystemExit(result.returncode)  # the launcher has said why
+        return Run(**json.loads(report.read_text()), weights=torch.load(weights, weights_only=True))
+
+
+def show(ranks: int, several: Run, alone: Run, theirs: Run) -> None:
+    """The table at the end."""
+    differences = [(several.weights[name] - weights).abs().max() for name, weights in alone.weights.items()]
+    difference = torch.stack(differences).max().item()
+    largest = max(weights.abs().max().item() for weights in alone.weights.values())
+    replicas = "yes" if several.replicas_are_identical else "NO"
+    rows = [
+        (f"test accuracy, {ranks} processes", f"{several.accuracy:.4f}"),
+        ("test accuracy, 1 process", f"{alone.accuracy:.4f}"),
+        (
+            f"largest difference of a weight, 1 or {ranks} processes",
+            f"{difference:.1e} of {largest:.2f}",
+        ),
+        (f"all {ranks} replicas bit-identical", replicas),
+        ("speed, 1 process", f"{alone.samples_per_s:,.0f} samples/s"),
+        (f"speed, {ranks} processes, Paceline", f"{several.samples_per_s:,.0f} samples/s"),
+        (f"speed, {ranks} processes, torch's DDP on Gloo", f"{theirs.samples_per_s:,.0f} samples/s"),
+    ]
+    print()
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        for name, value in rows:
+            print(f"{name:<56} {value}")
+        return
+    table = Table("handwritten digits", "", title="Paceline demo", title_justify="left")
+    for name, value in rows:
+        table.add_row(name, value)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

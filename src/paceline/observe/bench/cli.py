@@ -1,0 +1,188 @@
+"""`paceline bench ...`: the command line of the bench. Imports the benches only when one is run."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from paceline.observe.bench.contest import Entry, Plan
+    from paceline.observe.bench.report import Report
+
+_EPILOG = """\
+Contenders take turns, round after round, so that whatever else this machine does hits all alike.
+Results meant to be kept: --markdown benchmarks/results (a folder: the file names itself).
+"""
+
+
+def register(subparsers: Any) -> None:
+    """Add `bench` to the subparsers of the `paceline` command."""
+    bench = subparsers.add_parser("bench", help="measure Paceline against Gloo, Open MPI, torch's DDP")
+    benches = bench.add_subparsers(dest="bench", required=True, metavar="WHAT")
+    _add_all_reduce(benches)
+    _add_step(benches)
+    _add_killed(benches)
+    _add_memory(benches)
+
+
+def _add(benches: Any, name: str, run: Callable[..., int], rounds: int, what: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = benches.add_parser(
+        name,
+        help=what,
+        description=what,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--ranks", type=_at_least(2), default=2, metavar="N", help="processes (default 2)")
+    parser.add_argument(
+        "--rounds", type=_at_least(1), default=rounds, metavar="N", help=f"samples of each (default {rounds})"
+    )
+    parser.add_argument("--only", type=_names, default=(), metavar="A,B", help="contenders (default: all)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table and how it was made")
+    parser.set_defaults(func=functools.partial(_guarded, run))
+    return parser
+
+
+def _add_all_reduce(benches: Any) -> None:
+    parser = _add(benches, "all_reduce", _all_reduce, 30, "time of one all_reduce, by size")
+    parser.add_argument(
+        "--sizes", type=_sizes, default=None, metavar="A,B", help="default 4,16KiB,256KiB,4MiB,25MiB"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw it (needs matplotlib)")
+
+
+def _add_step(benches: Any) -> None:
+    parser = _add(benches, "step", _step, 30, "what data parallelism adds to a training step")
+    parser.add_argument(
+        "--models", type=_names, default=(), metavar="A,B", help="of toy,rl,mlp,gpt,cnn (default: all)"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw it (needs matplotlib)")
+    parser.add_argument(
+        "--system-malloc", action="store_true", help="leave malloc as it is (default: it keeps freed memory)"
+    )
+
+
+def _add_killed(benches: Any) -> None:
+    parser = _add(
+        benches, "killed", _killed, 5, "time from SIGKILL of a rank until all survivors have raised"
+    )
+    parser.add_argument(
+        "--resident",
+        type=_at_least(0),
+        default=1024,
+        metavar="MIB",
+        help="memory it holds (default 1024)",
+    )
+
+
+def _add_memory(benches: Any) -> None:
+    _add(benches, "memory", _memory, 5, "memory that gradients and their buckets take, peak over a step")
+
+
+def _all_reduce(arguments: argparse.Namespace) -> int:
+    from paceline.observe.bench import all_reduce, plot
+
+    report = all_reduce.run(_plan(arguments, all_reduce.ENTRIES), arguments.sizes or all_reduce.SIZES)
+    return _finish(report, arguments, plot.draw_all_reduce)
+
+
+def _step(arguments: argparse.Namespace) -> int:
+    from paceline.observe.bench import plot, step
+
+    _check_names("--models", arguments.models, step.MODELS)
+    environment = {} if arguments.system_malloc else step.STEADY_MALLOC
+    report = step.run(_plan(arguments, step.ENTRIES, environment), arguments.models or step.MODELS)
+    return _finish(report, arguments, plot.draw_step)
+
+
+def _killed(arguments: argparse.Namespace) -> int:
+    from paceline.observe.bench import killed
+
+    return _finish(killed.run(_plan(arguments, killed.ENTRIES), arguments.resident), arguments)
+
+
+def _memory(arguments: argparse.Namespace) -> int:
+    from paceline.observe.bench import memory
+
+    return _finish(memory.run(_plan(arguments, memory.ENTRIES)), arguments)
+
+
+Draw = Callable[["Report", Path], None]
+
+
+def _finish(report: Report, arguments: argparse.Namespace, draw: Draw | None = None) -> int:
+    report.show()
+    if arguments.json:
+        report.write_json(arguments.json)
+    if arguments.markdown:
+        print(f"written: {report.write_markdown(arguments.markdown)}")
+    if draw is not None and arguments.plot:
+        draw(report, arguments.plot)
+    return 0 if report.is_complete else 1
+
+
+def _guarded(run: Callable[[argparse.Namespace], int], arguments: argparse.Namespace) -> int:
+    """Run a bench; what the user can put right ends with one message and exit status 2."""
+    try:
+        _check_outputs(arguments)
+        return run(arguments)
+    except ConfigError as error:
+        print(f"paceline bench: {error}", file=sys.stderr)
+        return 2
+
+
+def _check_outputs(arguments: argparse.Namespace) -> None:
+    """Before the minutes of measuring, not after them."""
+    for option in ("json", "markdown", "plot"):
+        path: Path | None = getattr(arguments, option, None)
+        if path is not None and not path.parent.is_dir():
+            raise ConfigError(f"--{option} {path}: there is no folder {path.parent}")
+    if getattr(arguments, "plot", None) and not importlib.util.find_spec("matplotlib"):
+        raise ConfigError("--plot needs matplotlib", hint="pip install 'paceline[bench]'")
+
+
+def _plan(
+    arguments: argparse.Namespace, entries: Sequence[Entry], environment: Mapping[str, str] | None = None
+) -> Plan:
+    from paceline.observe.bench.contest import Plan, status_line
+
+    _check_names("--only", arguments.only, [entry.key for entry in entries])
+    command = "paceline " + shlex.join(sys.argv[1:])
+    return Plan(arguments.ranks, arguments.rounds, arguments.only, command, status_line, environment or {})
+
+
+def _check_names(option: str, names: Sequence[str], known: Sequence[str]) -> None:
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ConfigError(f"{option}: unknown {', '.join(unknown)}", expected=", ".join(known))
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    from paceline.observe.bench.units import parse_size
+
+    try:
+        return tuple(parse_size(part) for part in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
+        return int(text)
+
+    return parse

@@ -1,0 +1,220 @@
+"""Runs contenders against each other: start all, then round after round, one sample each.
+
+Imports only the rest of the bench. A contender that fails is taken out, its reason kept; the others go on.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from paceline.observe.bench.conductor import ContenderFailed, Job, Launch
+from paceline.observe.bench.machine import usable_cores
+from paceline.observe.bench.rounds import iterations_for
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of a bench's list of contenders.
+
+    Attributes:
+        key: Name on the command line and in JSON.
+        label: Name in tables.
+        target: `module:class` of the object that each rank makes.
+        options: Keyword arguments for it.
+        missing: Returns why it can't run here, or "".
+        launch: Returns how to start its processes, given the number of ranks.
+    """
+
+    key: str
+    label: str
+    target: str
+    options: dict[str, Any] = field(default_factory=dict)
+    missing: Callable[[], str] = lambda: ""
+    launch: Callable[[int], Launch] = lambda ranks: Launch()
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether a failure of it is a failure of Paceline."""
+        return self.key.startswith("paceline")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the user asked for, of every bench.
+
+    Attributes:
+        ranks: Number of processes of each contender.
+        rounds: Samples of each contender.
+        only: Keys of the contenders to run; empty: all.
+        command: The command that makes the same report again.
+        say: Called with a line whenever something worth telling happens.
+        environment: What all contenders find in their environment.
+    """
+
+    ranks: int
+    rounds: int
+    only: tuple[str, ...]
+    command: str
+    say: Callable[[str], None]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def chosen(self, entries: Iterable[Entry]) -> list[Entry]:
+        """Those of `entries` that the user wants."""
+        return [entry for entry in entries if not self.only or entry.key in self.only]
+
+    def able(self, entries: Iterable[Entry]) -> tuple[list[Entry], list[str]]:
+        """Those chosen that can run here, and a note on each that can't."""
+        chosen = self.chosen(entries)
+        absent = [f"{entry.label} is absent: {entry.missing()}." for entry in chosen if entry.missing()]
+        return [entry for entry in chosen if not entry.missing()], absent
+
+    def contest(self, entries: Iterable[Entry]) -> Contest:
+        """A contest of those chosen; start it with `with`."""
+        return Contest(self.chosen(entries), self.ranks, self.say, self.environment)
+
+    def notes(self, contest: Contest) -> list[str]:
+        """What every report says of its contest: too few cores, who is absent, who failed and why."""
+        cores = usable_cores()
+        notes = [f"{self.ranks} ranks share {cores} cores."] if self.ranks > cores else []
+        notes += [f"{label} is absent: {why}." for label, why in contest.absent.items()]
+        return notes + [f"{label} failed: {why}" for label, why in contest.failures.items()]
+
+
+@dataclass
+class Timing:
+    """The samples of one contender: `samples[rank][round]`, seconds per call."""
+
+    iterations: int
+    samples: list[list[float]]
+
+
+class Contender:
+    """An entry and its running job; remembers why it failed."""
+
+    def __init__(self, entry: Entry, ranks: int, environment: Mapping[str, str]) -> None:
+        self.entry = entry
+        self.failure = ""
+        launch = entry.launch(ranks)
+        launch = Launch(launch.prefix, {**environment, **launch.environment})
+        self.job = Job(entry.label, entry.target, ranks, launch, entry.options)
+
+    def attempt(self, action: Callable[[Job], Any], during: str) -> Any:
+        """Do something with the job; on failure remember why, end the job and return None."""
+        if self.failure:
+            return None
+        try:
+            return action(self.job)
+        except ContenderFailed as error:
+            self.take_out(f"{during}: {error}")
+            return None
+
+    def take_out(self, why: str) -> None:
+        """End the job and remember why."""
+        self.failure = why
+        self.job.close()
+
+
+class Contest:
+    """The contenders of one bench, started. Use with `with`; ends every process that it started.
+
+    Args:
+        entries: Who takes part; those that can't run here are told in `absent` and left out.
+        ranks: Number of processes of each.
+        say: Called with a line whenever something worth telling happens.
+        environment: What all of them find in their environment.
+    """
+
+    def __init__(
+        self,
+        entries: Iterable[Entry],
+        ranks: int,
+        say: Callable[[str], None],
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self.absent: dict[str, str] = {}
+        self.contenders: list[Contender] = []
+        self._ranks = ranks
+        self._say = say
+        for entry in entries:
+            why = entry.missing()
+            if why:
+                self.absent[entry.label] = why
+            else:
+                self.contenders.append(Contender(entry, ranks, environment or {}))
+
+    def __enter__(self) -> Contest:
+        try:
+            for contender in self.contenders:
+                self._say(f"starting {contender.entry.label}")
+                contender.attempt(lambda job: job.start(), "start")
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close()
+
+    @property
+    def failures(self) -> dict[str, str]:
+        """Why, by label, of those that failed."""
+        return {c.entry.label: c.failure for c in self.contenders if c.failure}
+
+    @property
+    def ours_failed(self) -> bool:
+        """Whether something of Paceline failed."""
+        return any(c.failure and c.entry.is_ours for c in self.contenders)
+
+    def on_all(self, method: str, during: str, **arguments: Any) -> dict[str, list[Any]]:
+        """Call a method on every contender, one after the other; results by key of the good."""
+        results = {}
+        for contender in self.contenders:
+            result = contender.attempt(
+                lambda job: job.call(method, limit_s=120.0, **arguments), f"{during}, {method}"
+            )
+            if result is not None:
+                results[contender.entry.key] = result
+        return results
+
+    def measure(self, during: str, rounds: int, sample_s: float, at_most: int = 10_000) -> dict[str, Timing]:
+        """Time every contender in turn, `rounds` times round; by key, of those that did not fail."""
+        timings: dict[str, Timing] = {}
+        for contender in self.contenders:
+            iterations = self._calibrate(contender, during, sample_s, at_most)
+            timings[contender.entry.key] = Timing(iterations, [[] for _ in range(self._ranks)])
+        for number in range(rounds):
+            self._say(f"{during}: round {number + 1} of {rounds}")
+            for contender in self.contenders:
+                timing = timings[contender.entry.key]
+                for rank, seconds in enumerate(_sample(contender, during, timing.iterations)):
+                    timing.samples[rank].append(seconds / timing.iterations)
+        return {c.entry.key: timings[c.entry.key] for c in self.contenders if not c.failure}
+
+    def _calibrate(self, contender: Contender, during: str, sample_s: float, at_most: int) -> int:
+        iterations = 1
+        for goal_s in (sample_s / 4, sample_s):  # the first calls also warm caches and pages
+            elapsed = _sample(contender, during, iterations)
+            if elapsed:
+                iterations = iterations_for(max(elapsed) / iterations, goal_s, at_most)
+        return iterations
+
+    def _close(self) -> None:
+        for contender in self.contenders:
+            contender.job.close()
+
+
+def _sample(contender: Contender, during: str, iterations: int) -> Sequence[float]:
+    elapsed = contender.attempt(lambda job: job.call("time", limit_s=120.0, iterations=iterations), during)
+    return elapsed or []
+
+
+def status_line(text: str) -> None:
+    """Show what is going on, on a terminal only: one line of standard error, replaced each time."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)

@@ -1,0 +1,102 @@
+"""Pictures of a report, drawn with matplotlib from the same values that its JSON holds."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+from paceline.observe.bench import all_reduce, step
+from paceline.observe.bench.report import Report
+from paceline.observe.bench.units import format_size
+
+# Ours in one hue from dark to light, theirs in others; told apart without colour by the markers.
+_STYLES = {
+    "paceline_region": ("#0b5394", "o"),
+    "paceline_any": ("#3d85c6", "s"),
+    "paceline_torch": ("#9fc5e8", "^"),
+    "paceline": ("#3d85c6", "s"),
+    "paceline_view": ("#0b5394", "o"),
+    "gloo": ("#cc4125", "D"),
+    "torch": ("#cc4125", "D"),
+    "torch_view": ("#e69138", "P"),
+    "openmpi": ("#6aa84f", "v"),
+}
+
+
+def draw_all_reduce(report: Report, path: Path) -> None:
+    """Time of a call against its size, both logarithmic; the bands hold half of the samples."""
+    figure, axes = _figure(8, 5)
+    for entry in all_reduce.ENTRIES:
+        rows = [row for row in report.data["rows"] if row["contender"] == entry.key]
+        if not rows:
+            continue
+        color, marker = _STYLES[entry.key]
+        sizes = [row["bytes"] for row in rows]
+        axes.plot(sizes, [row["median_s"] for row in rows], marker=marker, color=color, label=entry.label)
+        quartiles = [_quartiles(row["samples_s"]) for row in rows]
+        lows, highs = zip(*quartiles, strict=True)
+        axes.fill_between(sizes, lows, highs, color=color, alpha=0.2)
+    sizes = sorted({row["bytes"] for row in report.data["rows"]})
+    axes.set(xscale="log", yscale="log", title=report.title)
+    axes.set(xlabel="bytes", ylabel="seconds of one all_reduce")
+    axes.set_xticks(sizes, [format_size(size) for size in sizes], minor=False)
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend()
+    _save(figure, report, path)
+
+
+def draw_step(report: Report, path: Path) -> None:
+    """One panel per model: what each way adds to a step, with its 95 % interval."""
+    models = list(dict.fromkeys(row["model"] for row in report.data["rows"]))
+    figure, panels = _figure(2.6 * len(models) + 1, 4.6, len(models))
+    labels = {entry.key: entry.label for entry in step.ENTRIES}
+    for model, axes in zip(models, panels if len(models) > 1 else [panels], strict=True):
+        of_model = [row for row in report.data["rows"] if row["model"] == model]
+        rows = [row for row in of_model if "overhead_s" in row]
+        for at, row in enumerate(rows):
+            median, low, high = (row["overhead_s"][name] * 1e3 for name in ("median", "low", "high"))
+            color, _ = _STYLES[row["way"]]
+            axes.bar(at, median, color=color, label=labels[row["way"]])
+            axes.errorbar(at, median, [[median - low], [high - median]], color="black", capsize=4)
+            axes.annotate(f"{median:.3g}", (at, max(high, 0)), ha="center", va="bottom")
+        alone = [row["median_s"] for row in of_model if row["way"] == "alone"]
+        axes.set(title=f"{model}\nalone: {alone[0] * 1e3:.3g} ms" if alone else model, xticks=[])
+        axes.axhline(0, color="black", linewidth=0.8)
+        axes.margins(y=0.15)
+    figure.supylabel("overhead of a step, ms")
+    first = panels[0] if len(models) > 1 else panels
+    figure.legend(
+        *first.get_legend_handles_labels(),
+        loc="lower center",
+        bbox_to_anchor=(0.5, 0.06),
+        ncols=4,
+        frameon=False,
+    )
+    figure.suptitle(report.title)
+    _save(figure, report, path, bottom=0.14)
+
+
+def _figure(width: float, height: float, panels: int = 1) -> tuple[Any, Any]:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot.subplots(1, panels, figsize=(width, height))
+
+
+def _save(figure: Any, report: Report, path: Path, bottom: float = 0.06) -> None:
+    figure.text(0.01, 0.01, report.machine.describe(), fontsize=6, color="gray", va="bottom")
+    figure.tight_layout(rect=(0, bottom, 1, 1))
+    figure.savefig(path, dpi=150)
+
+
+def _quartiles(samples: list[list[float]]) -> tuple[float, float]:
+    """Of the rank with the slowest median: the rank that the line shows."""
+    slowest = max(samples, key=statistics.median)
+    if len(slowest) < 2:
+        return slowest[0], slowest[0]
+    low, _, high = statistics.quantiles(slowest, n=4)
+    return low, high

@@ -1,0 +1,96 @@
+"""The models of `paceline bench step`, with a batch for each rank that any rank can make again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model and its data.
+
+    Attributes:
+        build: Makes the module; call under a fixed seed.
+        batch: Makes a rank's inputs and targets from a generator seeded with the rank.
+    """
+
+    build: Callable[[], nn.Module]
+    batch: Callable[[torch.Generator], Batch]
+
+    def seeded(self) -> nn.Module:
+        """The module with the same weights wherever it is called."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return self.build()
+
+    def batch_of(self, rank: int) -> Batch:
+        """The batch that this rank trains on."""
+        return self.batch(torch.Generator().manual_seed(1000 + rank))
+
+
+class _Block(nn.Module):
+    """A transformer block: attention, then a two-layer perceptron, both on the residual stream."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+        self.norm_2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        thirds = self.qkv(self.norm_1(x)).chunk(3, -1)
+        q, k, v = (third.unflatten(-1, (self.heads, -1)).transpose(1, 2) for third in thirds)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(mixed.transpose(1, 2).flatten(2))
+        out: Tensor = x + self.mlp(self.norm_2(x))
+        return out
+
+
+def _stack(width: int, depth: int) -> nn.Module:
+    return nn.Sequential(*(_Block(width, heads=8) for _ in range(depth)))
+
+
+def _mlp(widths: list[int], activation: Callable[[], nn.Module]) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for fan_in, fan_out in pairwise(widths):
+        layers += [nn.Linear(fan_in, fan_out), activation()]
+    return nn.Sequential(*layers[:-1])
+
+
+def _conv(channels_in: int, channels_out: int) -> list[nn.Module]:
+    return [
+        nn.Conv2d(channels_in, channels_out, 3, padding=1, bias=False),
+        nn.BatchNorm2d(channels_out),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+    ]
+
+
+def _cnn() -> nn.Module:
+    body = [*_conv(3, 32), *_conv(32, 64), *_conv(64, 128)]
+    return nn.Sequential(*body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))
+
+
+def _normal(inputs: tuple[int, ...], targets: tuple[int, ...]) -> Callable[[torch.Generator], Batch]:
+    return lambda rng: (torch.randn(inputs, generator=rng), torch.randn(targets, generator=rng))
+
+
+MODELS = {
+    # As in the distributed tutorials of torch and Paddle.
+    "toy": Model(lambda: _mlp([10, 10, 1], nn.ReLU), _normal((20, 10), (20, 1))),
+    # A policy network of reinforcement learning: many tiny steps.
+    "rl": Model(lambda: _mlp([64, 256, 256, 8], nn.Tanh), _normal((64, 64), (64, 8))),
+    "mlp": Model(lambda: _mlp([1024] * 5, nn.ReLU), _normal((32, 1024), (32, 1024))),
+    "gpt": Model(lambda: _stack(256, 6), _normal((4, 64, 256), (4, 64, 256))),
+    "cnn": Model(_cnn, _normal((16, 3, 32, 32), (16, 10))),
+}

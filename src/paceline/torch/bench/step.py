@@ -1,0 +1,102 @@
+"""One training step of a model: alone, in torch's DistributedDataParallel, and in Paceline's.
+
+A step is what users write: zero_grad(), forward, loss, backward(), SGD. Gradients are checked before
+anything is timed, against the mean over all ranks' batches computed here without any communication.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from paceline.observe.bench.machine import usable_cores
+from paceline.torch.bench.all_reduce import form_group
+from paceline.torch.bench.models import MODELS, Model
+
+
+class Step:
+    """A rank of one way to train.
+
+    Args:
+        rank: This rank.
+        world_size: Number of ranks.
+        way: `alone`, `torch` or `paceline`.
+        view: For the two DDPs, `gradient_as_bucket_view`.
+    """
+
+    def __init__(self, rank: int, world_size: int, way: str, view: bool = False) -> None:
+        torch.set_num_threads(max(1, usable_cores() // world_size))
+        self._rank = rank
+        self._world_size = world_size
+        self._way = way
+        self._view = view
+        if way != "alone":
+            form_group("gloo", rank, world_size)
+
+    def prepare(self, model: str) -> dict[str, Any]:
+        """Build and wrap the model and check one backward pass; says what it is and its gradients' digest."""
+        plan = MODELS[model]
+        self._module = self._wrap(plan.seeded())
+        self._inputs, self._targets = plan.batch_of(self._rank)
+        self._optimizer = torch.optim.SGD(self._module.parameters(), lr=1e-4)
+        self._backward()
+        gradients = [parameter.grad for parameter in self._module.parameters() if parameter.grad is not None]
+        ranks = [self._rank] if self._way == "alone" else list(range(self._world_size))
+        _check_close(gradients, plan, ranks)
+        return {
+            "parameters": sum(parameter.numel() for parameter in self._module.parameters()),
+            "tensors": len(gradients),
+            "gradient_digest": _digest(gradients),
+        }
+
+    def time(self, iterations: int) -> float:
+        """Seconds for `iterations` steps, after one that brings the ranks together."""
+        self._step()
+        start = time.perf_counter()
+        for _ in range(iterations):
+            self._step()
+        return time.perf_counter() - start
+
+    def _wrap(self, module: nn.Module) -> nn.Module:
+        if self._way == "alone":
+            return module
+        if self._way == "torch":
+            return TorchDDP(module, gradient_as_bucket_view=self._view)
+        from paceline.torch import DistributedDataParallel
+
+        return DistributedDataParallel(module, gradient_as_bucket_view=self._view)
+
+    def _backward(self) -> None:
+        self._optimizer.zero_grad()
+        torch.autograd.backward(nn.functional.mse_loss(self._module(self._inputs), self._targets))
+
+    def _step(self) -> None:
+        self._backward()
+        self._optimizer.step()
+
+
+def _check_close(gradients: list[Tensor], plan: Model, ranks: list[int]) -> None:
+    """Raise unless `gradients` are the mean over `ranks`, up to float32's rounding."""
+    module = plan.seeded()
+    for rank in ranks:
+        inputs, targets = plan.batch_of(rank)
+        torch.autograd.backward(nn.functional.mse_loss(module(inputs), targets) / len(ranks))
+    expected = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    names = [name for name, _ in module.named_parameters()]
+    for name, got, want in zip(names, gradients, expected, strict=True):
+        scale = want.abs().max().item()
+        if not torch.allclose(got, want, rtol=1e-3, atol=1e-4 * scale + 1e-7):
+            worst = (got - want).abs().max().item()
+            raise ArithmeticError(f"wrong gradient of {name}: off by {worst:.3g} of {scale:.3g}")
+
+
+def _digest(gradients: list[Tensor]) -> str:
+    digest = hashlib.sha256()
+    for gradient in gradients:
+        digest.update(gradient.detach().contiguous().numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,40 @@
+"""Objects for workers of the bench, as test_bench.py needs them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+
+class Obedient:
+    """Does as it is told, the bad things on rank `bad`."""
+
+    def __init__(self, rank: int, world_size: int, bad: int = -1) -> None:
+        self._is_bad = rank == bad
+        self._rank = rank
+        self._world_size = world_size
+
+    def double(self, number: int) -> int:
+        return 2 * number + self._rank
+
+    def prepare(self, nbytes: int) -> None:
+        pass
+
+    def time(self, iterations: int) -> float:
+        if self._is_bad and iterations > 1:
+            raise ArithmeticError("wrong answer")
+        return 0.001 * iterations
+
+    def misbehave(self, how: str) -> None:
+        if not self._is_bad:
+            return
+        if how == "raise":
+            raise ValueError("no good\nsecond line")
+        if how == "exit":
+            os._exit(3)
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "hang":
+            while True:
+                time.sleep(1)

@@ -1,0 +1,142 @@
+"""The bench's conductor against workers that obey, raise, die and hang; and one real run of each bench."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from paceline.observe.bench.conductor import ContenderFailed, Job
+from paceline.observe.bench.contest import Contest, Entry
+
+OBEDIENT = "tests.multiprocess.bench_subjects:Obedient"
+needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+
+
+def job_of(**options: object) -> Job:
+    return Job("subject", OBEDIENT, 2, options=options)
+
+
+def assert_all_gone(job: Job) -> None:
+    for pid in job.pids:
+        assert not Path(f"/proc/{pid}").exists()
+
+
+def test_results_come_by_rank_and_nothing_is_left():
+    with job_of() as job:
+        job.start()
+        assert job.call("double", number=5) == [10, 11]
+        assert job.call("double", number=6) == [12, 13]
+    assert_all_gone(job)
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("raise", "rank 1 raised ValueError: no good"),
+        ("exit", "rank 1 ended with exit code 3"),
+        ("kill", "rank 1 was ended by SIGKILL"),
+        ("hang", "rank 1 took longer than 2 s"),
+    ],
+)
+def test_what_goes_wrong_on_one_rank_is_told(how, why):
+    with job_of(bad=1) as job:
+        job.start()
+        start = time.monotonic()
+        with pytest.raises(ContenderFailed, match=why):
+            job.call("misbehave", how=how, limit_s=2.0)
+        assert time.monotonic() - start < 30
+        assert job.is_over
+        with pytest.raises(ContenderFailed, match=why):
+            job.call("double", number=1)
+    assert_all_gone(job)
+
+
+def test_a_job_that_can_not_start_tells_why():
+    job = Job("subject", "tests.multiprocess.bench_subjects:Missing", 2)
+    with job, pytest.raises(ContenderFailed, match="has no attribute 'Missing'"):
+        job.start()
+    assert_all_gone(job)
+
+
+def test_survivors_answer_after_a_kill():
+    with job_of() as job:
+        job.start()
+        job.kill(1)
+        job.send("double", number=1)
+        answers = job.collect(10.0)
+    assert answers[0] == {"result": 2}
+    assert "SIGKILL" in answers[1]["error"]
+
+
+def test_a_contender_that_fails_leaves_and_the_others_go_on():
+    said: list[str] = []
+    entries = [
+        Entry("paceline_x", "Good", OBEDIENT),
+        Entry("gloo", "Bad", OBEDIENT, {"bad": 0}),
+        Entry("mpi", "Absent", OBEDIENT, missing=lambda: "it is not here"),
+    ]
+    with Contest(entries, 2, said.append) as contest:
+        contest.on_all("prepare", "4 B", nbytes=4)
+        timings = contest.measure("4 B", rounds=3, sample_s=0.02)
+    assert list(timings) == ["paceline_x"]
+    assert timings["paceline_x"].iterations == 20
+    assert timings["paceline_x"].samples == [[pytest.approx(0.001)] * 3] * 2
+    assert contest.absent == {"Absent": "it is not here"}
+    assert "raised ArithmeticError: wrong answer" in contest.failures["Bad"]
+    assert not contest.ours_failed
+
+
+def bench(tmp_path: Path, *arguments: str) -> dict[str, object]:
+    """Run `paceline bench`; it must succeed. Its JSON."""
+    path = tmp_path / "report.json"
+    command = [sys.executable, "-m", "paceline", "bench", *arguments, "--rounds", "1", "--json", str(path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    content: dict[str, object] = json.loads(path.read_text())
+    assert content["is_complete"] is True
+    return content
+
+
+def test_all_reduce_without_torch(tmp_path):
+    content = bench(tmp_path, "all_reduce", "--sizes", "4,64KiB", "--only", "paceline_region,paceline_any")
+    assert [(row["bytes"], row["contender"]) for row in content["rows"]] == [
+        (4, "paceline_region"),
+        (4, "paceline_any"),
+        (65536, "paceline_region"),
+        (65536, "paceline_any"),
+    ]
+    assert all(row["median_s"] > 0 for row in content["rows"])
+
+
+@needs_torch
+def test_step_against_torch(tmp_path):
+    plot = tmp_path / "step.png"
+    drawing = ["--plot", str(plot)] if importlib.util.find_spec("matplotlib") else []
+    only = "alone,torch,paceline_view"
+    content = bench(tmp_path, "step", "--models", "toy", "--only", only, *drawing)
+    ways = {row["way"] for row in content["rows"]}
+    assert ways == set(only.split(","))
+    assert not drawing or plot.stat().st_size > 10_000
+
+
+@needs_torch
+def test_killed_is_noticed(tmp_path):
+    content = bench(tmp_path, "killed", "--only", "paceline", "--resident", "16")
+    (one,) = content["rows"]["paceline"]
+    assert one["named"] and max(one["seconds"]) < 10
+
+
+@needs_torch
+def test_memory_counts_gradients(tmp_path):
+    if not os.path.exists("/proc/self/smaps_rollup"):
+        pytest.skip("this kernel has no smaps_rollup")
+    content = bench(tmp_path, "memory", "--only", "alone,paceline_view")
+    for row in content["rows"].values():
+        assert row["peak_bytes"] > 0.8 * row["gradient_bytes"]

@@ -1,0 +1,70 @@
+"""The examples, as a user runs them; small."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("sklearn")
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+def run(*command: str) -> str:
+    """Run a command to success; its output."""
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, cwd=ROOT)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+def digits(launcher: list[str], folder: Path, *options: str) -> tuple[dict[str, object], dict[str, object]]:
+    """Run digits.py; its report and its weights."""
+    report, weights = folder / "report.json", folder / "weights.pt"
+    files = ["--report", str(report), "--save", str(weights)]
+    run(*launcher, str(EXAMPLES / "digits.py"), "--epochs", "2", *files, *options)
+    return json.loads(report.read_text()), torch.load(weights, weights_only=True)
+
+
+def paceline_run(ranks: int) -> list[str]:
+    return [sys.executable, "-m", "paceline", "run", "-n", str(ranks)]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_several_processes_train_the_model_of_one(tmp_path, ranks):
+    report, several = digits(paceline_run(ranks), tmp_path)
+    _, alone = digits([sys.executable], tmp_path)
+    assert report["replicas_are_identical"] is True
+    assert several.keys() == alone.keys()
+    for name, weights in several.items():
+        torch.testing.assert_close(
+            weights, alone[name], rtol=0, atol=2e-5, msg=lambda text, n=name: f"{n}: {text}"
+        )
+
+
+def test_digits_runs_with_torchs_ddp_and_gets_the_same_model(tmp_path):
+    _, ours = digits(paceline_run(2), tmp_path)
+    _, theirs = digits(paceline_run(2), tmp_path, "--ddp", "torch")
+    for name, weights in ours.items():
+        torch.testing.assert_close(weights, theirs[name], rtol=0, atol=2e-5)
+
+
+def test_digits_refuses_a_batch_that_can_not_be_shared():
+    command = [*paceline_run(2), str(EXAMPLES / "digits.py"), "--batch", "5"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert ended.returncode == 1
+    assert "--batch 5 can't be shared equally by 2 processes" in ended.stdout + ended.stderr
+
+
+def test_gpt_learns_and_writes():
+    small = ["--steps", "20", "--characters", "30000", "--width", "32", "--layers", "1", "--sample", "40"]
+    shown = run(*paceline_run(2), str(EXAMPLES / "gpt.py"), *small)
+    assert "2 processes" in shown
+    bits = next(line for line in shown.splitlines() if "bits per character" in line)
+    assert float(bits.rpartition(" ")[2]) < 6.6  # better than blind
+    assert "def " in shown

@@ -1,0 +1,75 @@
+"""The command line of the bench, without running a bench."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from paceline.observe.bench import all_reduce, killed, memory, step
+from paceline.observe.bench.cli import register
+from paceline.observe.bench.contest import Plan
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="paceline")
+    register(parser.add_subparsers())
+    return parser.parse_args(["bench", *arguments])
+
+
+def test_arguments_are_read():
+    arguments = parse("all_reduce", "--ranks", "4", "--sizes", "4,16KiB", "--only", "gloo, paceline_any")
+    assert (arguments.ranks, arguments.sizes, arguments.only) == (4, (4, 16384), ("gloo", "paceline_any"))
+    assert parse("step", "--models", "toy").models == ("toy",)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("all_reduce", "--ranks", "1"), "at least 2"),
+        (("all_reduce", "--rounds", "x"), "at least 1"),
+        (("all_reduce", "--sizes", "16KB"), "'16KB' is no size"),
+        (("killed", "--resident", "-1"), "at least 0"),
+        (("walk",), "invalid choice"),
+    ],
+)
+def test_wrong_arguments_are_named(capsys, arguments, complaint):
+    with pytest.raises(SystemExit):
+        parse(*arguments)
+    assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("all_reduce", "--only", "glue"), "unknown glue"),
+        (("step", "--models", "resnet"), "unknown resnet"),
+        (("step", "--json", "/no/such/folder/x.json"), "no folder"),
+    ],
+)
+def test_what_only_shows_at_run_time_is_told_before_anything_starts(capsys, arguments, complaint):
+    parsed = parse(*arguments)
+    assert parsed.func(parsed) == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_a_missing_matplotlib_is_told_before_anything_starts(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    parsed = parse("all_reduce", "--plot", str(tmp_path / "x.png"))
+    assert parsed.func(parsed) == 2
+    assert "matplotlib" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("bench", [all_reduce, step, killed, memory])
+def test_contenders_have_different_names(bench):
+    assert len({entry.key for entry in bench.ENTRIES}) == len(bench.ENTRIES)
+    assert len({entry.label for entry in bench.ENTRIES}) == len(bench.ENTRIES)
+
+
+def test_absent_contenders_are_told(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    plan = Plan(2, 1, (), "paceline bench", print)
+    able, absent = plan.able(all_reduce.ENTRIES)
+    assert {entry.key for entry in able} == {"paceline_region", "paceline_any"}
+    assert "Gloo is absent: torch is not installed." in absent
+    assert "Open MPI is absent: mpi4py is not installed." in absent
