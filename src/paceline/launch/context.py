@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import select
 import signal
 import subprocess
 import threading
@@ -17,8 +16,10 @@ import time
 from paceline.errors import LaunchError
 from paceline.launch import report
 from paceline.launch.plan import Plan
+from paceline.launch.process import wait_readable
 
 _STARTED_WITHIN_S = 60.0
+_ENDED_WITHIN_S = 20.0  # once the lifeline is cut
 
 
 class SpawnContext:
@@ -98,9 +99,7 @@ class SpawnContext:
         """Wait for a piece of the report; False when none came before the deadline, or the job is over."""
         if self._is_over:
             return False
-        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
-        ready, _, _ = select.select([self._report_fd], [], [], timeout)
-        if not ready:
+        if not wait_readable([self._report_fd], None if deadline is None else deadline - time.monotonic()):
             return False
         data = os.read(self._report_fd, 1 << 16)
         self._received += data
@@ -115,7 +114,11 @@ class SpawnContext:
         atexit.unregister(self._at_exit)
         os.close(self._lifeline)
         os.close(self._report_fd)
-        self._guardian.wait()
+        try:
+            self._guardian.wait(_ENDED_WITHIN_S)
+        except subprocess.TimeoutExpired:  # somebody has stopped it
+            self._guardian.kill()
+            self._guardian.wait()
         for relay in self._relays:
             relay.join()
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import select
 import signal
 import sys
 import time
@@ -31,6 +30,7 @@ from paceline.launch.process import (
     kill_descendants,
     reap_children,
     send,
+    wait_readable,
 )
 from paceline.launch.supervise import Supervisor
 
@@ -38,8 +38,6 @@ _CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.
 # Wrappers pass on a Ctrl-C that the terminal has sent us too, and timeout(1) signals both us and our group;
 # a second one from a person takes longer.
 _SECOND_SIGNAL_AFTER_S = 0.3
-# Helpers of a rank's own, such as multiprocessing's resource tracker, need a moment to see that it has ended.
-_LEFTOVER_GRACE_S = 1.0
 
 
 def run_guarded(plan: Plan, lifelines: Sequence[int] = ()) -> int:
@@ -83,13 +81,15 @@ class _Guardian:
         wakeup = _catch_signals(_CAUGHT)
         self._supervisor = _fork_supervisor(self._plan)
         while self._status is None:
-            ready, _, _ = select.select([wakeup, *self._lifelines], [], [])
-            if any(fd in self._lifelines for fd in ready):
+            ready = wait_readable([wakeup, *self._lifelines])
+            if not ready.isdisjoint(self._lifelines):
                 kill_descendants()
                 return 128 + signal.SIGKILL
             for signum in os.read(wakeup, 512):
                 self._on_signal(signum)
-        self._end_leftovers(wakeup)
+        unkillable = kill_descendants()  # none is there, unless the supervisor was killed
+        if unkillable:
+            _say(f"paceline: could not end {', '.join(map(describe, unkillable))}")
         return self._exit_status()
 
     def _on_signal(self, signum: int) -> None:
@@ -106,20 +106,6 @@ class _Guardian:
             kill_descendants()
             _say(f"paceline: second {signal.Signals(signum).name}: every rank was killed")
             self._status = 128 + signum
-
-    def _end_leftovers(self, wakeup: int) -> None:
-        deadline = time.monotonic() + _LEFTOVER_GRACE_S
-        while descendants(os.getpid()) and time.monotonic() < deadline:
-            select.select([wakeup], [], [], deadline - time.monotonic())
-            with suppress(BlockingIOError):
-                os.read(wakeup, 512)
-            reap_children()
-        left = [describe(pid) for pid in descendants(os.getpid())]
-        unkillable = kill_descendants()
-        if left:
-            _say(f"paceline: ended what the ranks left behind: {', '.join(left)}")
-        if unkillable:
-            _say(f"paceline: could not end {', '.join(map(describe, unkillable))}")
 
     def _exit_status(self) -> int:
         assert self._status is not None

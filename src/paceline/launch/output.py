@@ -113,7 +113,9 @@ class Screen:
             try:
                 view = view[os.write(fd, view) :]
             except BlockingIOError:  # noqa: PERF203  # somebody made the shared pipe non-blocking
-                select.select([], [fd], [])
+                writable = select.poll()
+                writable.register(fd, select.POLLOUT)
+                writable.poll()
             except OSError:  # the reader is gone; go on reading the ranks, so that none blocks
                 self.has_lost_reader = self.has_lost_reader or stream == 1
                 return

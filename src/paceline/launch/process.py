@@ -19,6 +19,8 @@ from dataclasses import dataclass
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+# Helpers of a rank's own, such as multiprocessing's resource tracker, need a moment to see that it has ended.
+_LEFTOVER_GRACE_S = 1.0
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -130,6 +132,30 @@ def send(pid: int, signum: int) -> None:
         os.kill(pid, signum)
 
 
+def wait_readable(fds: Iterable[int], timeout_s: float | None = None) -> set[int]:
+    """Those of `fds` that can be read or have ended; empty when none could in time. Any number will do."""
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return {fd for fd, _ in poll.poll(None if timeout_s is None else max(0.0, timeout_s) * 1000)}
+
+
+def end_leftovers(wakeup: int) -> list[str]:
+    """End what ended ranks have left below this process; return what had to be killed, as people know it.
+
+    Args:
+        wakeup: A descriptor that becomes readable on SIGCHLD.
+    """
+    deadline = time.monotonic() + _LEFTOVER_GRACE_S
+    while descendants(os.getpid()) and time.monotonic() < deadline:
+        if wait_readable([wakeup], deadline - time.monotonic()):
+            os.read(wakeup, 512)
+        reap_children()
+    left = [describe(pid) for pid in descendants(os.getpid())]
+    kill_descendants()
+    return left
+
+
 def kill_descendants(within_s: float = 10.0) -> list[int]:
     """End every process below this one that `adopt_orphans` keeps in reach; return those that would not.
 
@@ -143,8 +169,7 @@ def kill_descendants(within_s: float = 10.0) -> list[int]:
         reap_children()
         if not alive or time.monotonic() > deadline:
             return alive
-        # No signal wakes us here in every state of our handlers, so look again soon.
-        select.select([], [], [], 0.005)
+        time.sleep(0.005)  # called in every state of our signal handlers, so nothing is sure to wake us
 
 
 def reap_children() -> dict[int, int]:

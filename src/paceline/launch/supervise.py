@@ -22,10 +22,11 @@ from paceline.launch import report
 from paceline.launch.memory_file import read_memory_file
 from paceline.launch.output import Screen
 from paceline.launch.plan import Plan
-from paceline.launch.process import Streams, reap_children, send, start_rank
+from paceline.launch.process import Streams, end_leftovers, reap_children, send, start_rank
 from paceline.launch.wiring import Channel, Wiring, connect, copy_window_size
 from paceline.observe import stacks
 
+_KILLED_WITHIN_S = 30.0
 _SHOWN_STACKS = 4  # one would often do, and those of 128 ranks would bury the report
 
 
@@ -69,6 +70,7 @@ class Supervisor:
         self._stop: _Stop | None = None
         self._started_at = time.monotonic()
         self._wakeup = -1
+        self._is_given_up = False  # a rank did not even end by SIGKILL
 
     def run(self) -> int:
         """Start the ranks, and return the job's exit status when the last of them has ended."""
@@ -80,7 +82,7 @@ class Supervisor:
             self._screen.say(f"paceline: rank {len(self._ranks)} could not be started: {error}")
             self._begin_stop(1, signal.SIGKILL)
         self._tell(pids=[rank.process.pid for rank in self._ranks])
-        while self._running():
+        while self._running() and not self._is_given_up:
             for key, _ in self._selector.select(self._seconds_to_deadline()):
                 key.data()
             self._take_due_step()
@@ -208,12 +210,15 @@ class Supervisor:
             if not (signum == signal.SIGINT and rank.rank == 0 and self._terminal_group):
                 send(rank.process.pid, signum)
             send(rank.process.pid, signal.SIGCONT)  # a stopped process takes nothing but SIGKILL
-        self._stop = replace(self._stop, next_at=time.monotonic() + self._plan.options.grace_s)
+        grace_s = self._plan.options.grace_s
+        if signum == signal.SIGKILL:  # to give back much memory takes long
+            grace_s = max(grace_s, _KILLED_WITHIN_S)
+        self._stop = replace(self._stop, next_at=time.monotonic() + grace_s)
 
     def _seconds_to_deadline(self) -> float | None:
         due = []
         if self._stop is not None:
-            due = [self._stop.next_at] if self._stop.steps else []
+            due = [self._stop.next_at]
         elif self._plan.options.timeout_s is not None:
             due = [self._started_at + self._plan.options.timeout_s]
         return max(0.0, due[0] - time.monotonic()) if due else None
@@ -228,6 +233,12 @@ class Supervisor:
             )
             self._show_stacks()
             self._begin_stop(report.TIMED_OUT, signal.SIGTERM)
+            return
+        if not self._stop.steps:
+            self._screen.say(
+                f"paceline: {ranks} did not end by SIGKILL: stuck in the kernel, on a disk perhaps"
+            )
+            self._is_given_up = True
             return
         signum, *steps = self._stop.steps
         self._screen.say(
@@ -249,10 +260,15 @@ class Supervisor:
     # The end
 
     def _finish(self) -> int:
-        for rank in self._ranks:
-            for channel in rank.wiring.channels:
-                channel.drain()
-                channel.close()
+        channels = [channel for rank in self._ranks for channel in rank.wiring.channels]
+        for channel in channels:
+            channel.drain()
+        left = end_leftovers(self._wakeup)
+        for channel in channels:
+            channel.drain()
+            channel.close()
+        if left:
+            self._screen.say(f"paceline: ended what the ranks left behind: {', '.join(left)}")
         ends = [rank.end for rank in self._ranks if rank.end is not None]
         exit_status, is_failure = self._exit_status(ends)
         if self._plan.report_fd is not None:
