@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.launch.output import LineBuffer, Screen
+from paceline.launch.output import LineBuffer, Screen, TracebackKeeper
 
 TEXT = st.binary(max_size=60).map(
     lambda data: data.translate(bytes(b"ab\n\r"[byte % 4] for byte in range(256)))
@@ -53,6 +53,15 @@ def test_of_a_progress_bar_the_last_state_stays(data: bytes, lines: list[bytes])
 def test_a_line_without_end_is_cut() -> None:
     buffer = LineBuffer()
     assert sum(len(line) for line in buffer.feed(b"x" * (3 << 20))) == 3 << 20
+
+
+def test_a_traceback_comes_as_a_whole() -> None:
+    keeper = TracebackKeeper()
+    block = [b"Traceback (most recent call last):", b'  File "x"', b"    step()", b"ValueError: boom"]
+    assert keeper.feed([b"before", *block[:2]]) == [b"before"]
+    assert keeper.feed(block[2:3]) == []
+    assert keeper.feed([block[3], b"after", *block[:1]]) == [*block, b"after"]
+    assert keeper.flush() == block[:1]
 
 
 @pytest.fixture

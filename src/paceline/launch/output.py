@@ -13,6 +13,7 @@ import select
 from collections.abc import Sequence
 
 _LONGEST_LINE = 1 << 20
+_LONGEST_TRACEBACK = 1000  # lines; a RecursionError folds its own
 _LONGEST_REDRAWN = 1 << 14
 # How rich, tqdm and others go back to the top of several rows that they draw again.
 _REDRAW = re.compile(rb"\r?(?:\x1b\[2K)?(?:\x1b\[1A(?:\x1b\[2K)?)+")
@@ -41,6 +42,32 @@ class LineBuffer:
         """The unfinished last line, if there is one."""
         line, self._pending = self._pending.rstrip(b"\r"), b""
         return [line] if line else []
+
+
+class TracebackKeeper:
+    """Keeps the lines of a traceback together: several ranks often print theirs at the same moment."""
+
+    def __init__(self) -> None:
+        self._held: list[bytes] = []
+
+    def feed(self, lines: Sequence[bytes]) -> list[bytes]:
+        """The lines that can be shown now: all, but for a traceback whose last line has not come."""
+        shown: list[bytes] = []
+        for line in lines:
+            if self._held:
+                self._held.append(line)
+                if not line.startswith(b" ") or len(self._held) > _LONGEST_TRACEBACK:
+                    shown += self.flush()
+            elif line.startswith(b"Traceback (most recent call last):"):
+                self._held.append(line)
+            else:
+                shown.append(line)
+        return shown
+
+    def flush(self) -> list[bytes]:
+        """What is held, finished or not."""
+        held, self._held = self._held, []
+        return held
 
 
 def _last_drawn(line: bytes) -> bytes:

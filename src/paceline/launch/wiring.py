@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fcntl import ioctl
 from typing import BinaryIO
 
-from paceline.launch.output import LineBuffer, Screen
+from paceline.launch.output import LineBuffer, Screen, TracebackKeeper
 
 _READ_BYTES = 1 << 16
 _TAIL_BYTES = 1 << 16
@@ -47,6 +47,7 @@ class Channel:
         self._prefix = prefix
         self._log = log
         self._lines = LineBuffer()
+        self._tracebacks = TracebackKeeper()
 
     def read(self) -> bool:
         """Read and show what is there; False when there was nothing, or the stream has ended."""
@@ -73,7 +74,8 @@ class Channel:
         if self.fd < 0:
             return
         if self._prefix is not None:
-            self._screen.write_lines(self._stream, self._prefix, self._lines.flush())
+            lines = self._tracebacks.feed(self._lines.flush()) + self._tracebacks.flush()
+            self._screen.write_lines(self._stream, self._prefix, lines)
         os.close(self.fd)
         self.is_open, self.fd = False, -1
 
@@ -87,7 +89,8 @@ class Channel:
         if self._prefix is None:
             self._screen.write_raw(self._stream, data)
         else:
-            self._screen.write_lines(self._stream, self._prefix, self._lines.feed(data))
+            lines = self._tracebacks.feed(self._lines.feed(data))
+            self._screen.write_lines(self._stream, self._prefix, lines)
 
 
 @dataclass
