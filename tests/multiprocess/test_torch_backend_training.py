@@ -1,50 +1,23 @@
-"""torch's own DDP, FSDP2, DeviceMesh and functional collectives on the paceline backend."""
+"""torch's own DDP, functional collectives and sub-groups on the paceline backend."""
 
 from __future__ import annotations
 
-import copy
+import signal
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from paceline.errors import ConfigError
 from tests.harness import ranks
 from tests.multiprocess.torch_groups import torch_group
+from tests.multiprocess.torch_training import model, reference, train
 
-STEPS, ROWS = 3, 4
 # Renamed in torch 2.13.
 _all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
 _reduce_scatter = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
-
-
-def model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(10, 50), nn.ReLU(), nn.Linear(50, 20), nn.ReLU(), nn.Linear(20, 1))
-
-
-def batch(step: int, world_size: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(step)
-    return torch.randn(ROWS * world_size, 10, generator=generator, dtype=torch.float64)
-
-
-def train(net: nn.Module, rank: int | None, world_size: int) -> None:
-    """`rank` None: one process with the whole batch."""
-    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
-    for step in range(STEPS):
-        rows = batch(step, world_size)
-        net(rows if rank is None else rows[rank * ROWS :][:ROWS]).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def reference(world_size: int) -> list[torch.Tensor]:
-    train(net := model().double(), None, world_size)
-    return [parameter.detach() for parameter in net.parameters()]
 
 
 @ranks(2, group=None)
@@ -58,33 +31,16 @@ def test_stock_ddp_trains_as_one_process_does(rank):
         assert all(torch.equal(a, b) for a, b in zip(*everybodys, strict=True))
 
 
-@ranks(2, group=None)
-def test_fsdp2_trains_as_one_process_does(rank):
+@ranks(2, group=None, dies={1: signal.SIGKILL})
+def test_stock_ddp_raises_when_a_rank_is_killed(rank):
     with torch_group(rank):
-        mesh = init_device_mesh("cpu", (2,))
-        net = model().double()
-        for layer in net:
-            if isinstance(layer, nn.Linear):
-                fully_shard(layer, mesh=mesh)
-        train(fully_shard(net, mesh=mesh), rank, 2)
-        torch.testing.assert_close([p.full_tensor().detach() for p in net.parameters()], reference(2))
-
-
-@ranks(4, group=None)
-def test_device_mesh_of_two_by_two(rank):
-    with torch_group(rank):
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
-        for name, expected in (("rows", 2 * (rank % 2) + 2), ("columns", 4 * (rank // 2) + 1)):
-            dist.all_reduce(tensor := torch.full((3,), float(rank)), group=mesh.get_group(name))
-            assert tensor.tolist() == [expected] * 3
-        matrix = torch.arange(64, dtype=torch.float64).view(8, 8)
-        sharded = distribute_tensor(matrix, mesh, [Shard(0), Shard(1)])
-        torch.testing.assert_close((sharded @ sharded).full_tensor(), matrix @ matrix)
-
-        # Hybrid: sharded over columns, replicated over rows.
-        net = fully_shard(model().double(), mesh=mesh)
-        train(net, rank, 4)
-        torch.testing.assert_close([p.full_tensor().detach() for p in net.parameters()], reference(4))
+        net = DistributedDataParallel(model())
+        net(torch.ones(1, 10)).sum().backward()
+        loss = net(torch.ones(1, 10)).sum()
+        if rank == 1:
+            signal.raise_signal(signal.SIGKILL)
+        with pytest.raises(RuntimeError, match="Rank 1 of 2 died"):
+            loss.backward()
 
 
 @ranks(3, group=None)
@@ -132,7 +88,19 @@ def test_coalesced_calls(rank):
         assert [t.item() for t in gathered] == [0, 1]
 
 
-def test_the_reference_learns():
-    """Or the comparisons above would say nothing."""
-    before = [parameter.detach() for parameter in copy.deepcopy(model().double()).parameters()]
-    assert all(not torch.equal(a, b) for a, b in zip(before, reference(2), strict=True))
+@ranks(2, group=None)
+def test_other_devices_get_their_own_backend(rank):
+    """Without a GPU: the backend for its tensors is made, and connects the ranks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.accelerator, "is_available", lambda: True)
+        with torch_group(rank, "cpu:paceline,cuda:gloo") as group:
+            assert [device.type for device in group._device_types] == ["cpu", "cuda"]
+            for make in (dist.all_reduce, lambda t: dist.reduce_scatter(t, [t.clone(), t.clone()])):
+                make(tensor := torch.ones(2))
+                assert tensor.tolist() == [2, 2]
+            with pytest.raises(ConfigError, match="no backend for meta tensors"):
+                dist.all_reduce(torch.ones(2, device="meta"))
+            backend = group._get_backend(torch.device("cuda"))
+            assert isinstance(backend, dist.ProcessGroupGloo)
+            backend.allreduce([tensor]).wait()
+            assert tensor.tolist() == [4, 4]

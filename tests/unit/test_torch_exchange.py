@@ -1,0 +1,74 @@
+"""StoreExchange with ranks as threads: torch's stores don't care."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.errors import RendezvousError
+from paceline.torch.exchange import StoreExchange
+
+
+def on_ranks(program, world_size):
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(program, range(world_size)))
+
+
+@given(st.lists(st.lists(st.binary(max_size=40), min_size=3, max_size=3), min_size=1, max_size=4))
+def test_every_rank_gets_everybodys_bytes(rounds):
+    store = dist.HashStore()
+
+    def program(rank):
+        exchange = StoreExchange(store, rank, 3, "a")
+        return [exchange.all_gather(payloads[rank], 30) for payloads in rounds]
+
+    assert on_ranks(program, 3) == [rounds] * 3
+
+
+def test_groups_with_one_name_and_store_do_not_mix():
+    store = dist.HashStore()
+
+    def program(rank):
+        got = []
+        for generation in range(3):
+            exchange = StoreExchange(store, rank, 2, "a")
+            got += [exchange.all_gather(bytes([rank, generation, i]), 30) for i in range(2)]
+        return got
+
+    expected = [
+        [bytes([rank, generation, i]) for rank in range(2)] for generation in range(3) for i in range(2)
+    ]
+    assert on_ranks(program, 2) == [expected] * 2
+
+
+def test_old_keys_are_deleted():
+    store = dist.HashStore()
+
+    def program(rank):
+        exchange = StoreExchange(store, rank, 2, "a")
+        for _ in range(20):
+            exchange.all_gather(b"x", 30)
+
+    on_ranks(program, 2)
+    assert store.num_keys() == 4  # a count and the last payload of each rank
+
+
+def test_missing_ranks_are_named():
+    exchange = StoreExchange(dist.HashStore(), 1, 4, "a")
+    with pytest.raises(RendezvousError, match=r"gave up waiting for ranks 0, 2-3 after 0\.1 s") as caught:
+        exchange.all_gather(b"x", 0.1)
+    assert caught.value.missing == (0, 2, 3)
+
+
+def test_ranks_that_disagree_on_the_world_size_are_told_at_once():
+    store = dist.HashStore()
+
+    def program(rank):
+        with pytest.raises(RendezvousError, match="disagree about the world size"):
+            StoreExchange(store, rank, 2 + rank, "a").all_gather(b"x", 30)
+
+    on_ranks(program, 2)
