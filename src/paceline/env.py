@@ -90,8 +90,8 @@ def read_rank_environment(
         ConfigError: A variable is missing, not a number, or out of range; it is named with its value.
 
     Example:
-        >>> read_rank_environment({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "9"}).rank
-        1
+        >>> read_rank_environment({"RANK": "0", "WORLD_SIZE": "1"}).master_addr
+        '127.0.0.1'
     """
     environ = os.environ if environ is None else environ
     launcher = _find_launcher(environ)
