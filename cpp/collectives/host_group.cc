@@ -71,12 +71,16 @@ void HostGroup::attach(const uint64_t nonce[2]) {
   blocks_ = {reinterpret_cast<Block*>(base + layout_.blocks_at()), kMaxBlocks};
   lines_ = {reinterpret_cast<RankLine*>(base + layout_.rank_lines_at()),
             header_->world};
-  region_->reserve(layout_.slab_at(rank_), Layout::buffers_bytes());
-
   RankLine& own = lines_[static_cast<size_t>(rank_)];
   if (own.pid.exchange(static_cast<uint32_t>(getpid())) != 0) {
     misuse("another process has taken the place of rank " +
            std::to_string(rank_));
+  }
+  try {
+    region_->reserve(layout_.slab_at(rank_), Layout::buffers_bytes());
+  } catch (const Failure& failure) {
+    abort(failure.message.c_str());  // the others need not wait for this rank
+    throw;
   }
   cpu_set_t affinity;
   static_assert(sizeof(affinity) == sizeof(own.affinity));
@@ -214,7 +218,7 @@ void HostGroup::begin(CallKind kind, size_t count, DType dtype, ReduceOp op,
   own.call_number.store(call_.number, std::memory_order_release);
 }
 
-bool HostGroup::meet(uint64_t place) {
+Places HostGroup::meet(uint64_t place) {
   fault_point(Point::kBeforeArrive);
   Gate& gate = header_->gate;
   RankLine& own = lines_[static_cast<size_t>(rank_)];
@@ -266,7 +270,8 @@ bool HostGroup::meet(uint64_t place) {
       });
   const uint32_t verdict = gate.verdict.load(std::memory_order_relaxed);
   if ((verdict & kCallsDiffer) != 0) throw Failure{.reason = Reason::kMismatch};
-  return place != 0 && (verdict & kPlacesDiffer) == 0;
+  if ((verdict & kPlacesDiffer) != 0) return Places::kDifferent;
+  return place == 0 ? Places::kOutside : Places::kInRegion;
 }
 
 uint64_t HostGroup::place_of(const void* data, size_t bytes) const {
@@ -278,6 +283,8 @@ uint64_t HostGroup::place_of(const void* data, size_t bytes) const {
 }
 
 const double* HostGroup::weights(double (&storage)[kMaxWorld]) const {
+  // Reading them touches a cache line of every rank.
+  if (static_cast<ReduceOp>(call_.op) != ReduceOp::kMean) return nullptr;
   bool all_one = true;
   for (int r = 0; r < world(); ++r) {
     storage[r] = line(r).call[call_.number & 1].weight;

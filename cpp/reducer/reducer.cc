@@ -33,8 +33,11 @@ Reducer::~Reducer() { close(); }
 void Reducer::close() {
   if (closed_) return;
   closed_ = true;
+  in_pass_ = false;
   group_.free(arena_at_);
-  group_.free(control_at_);
+  // The counters are in rank 0's share: others may still be reading how the
+  // last pass ended.
+  group_.free(control_at_, true);
 }
 
 // Cuts parameters into segments, segments into buckets, buckets into chunks.
@@ -57,6 +60,12 @@ void Reducer::plan(std::vector<BucketSpan> spans) {
   std::sort(all.begin(), all.end(), [](const Segment& a, const Segment& b) {
     return a.offset < b.offset;
   });
+  for (size_t i = 1; i < all.size(); ++i) {
+    if (all[i - 1].offset + all[i - 1].bytes() > all[i].offset) {
+      misuse("parameters " + std::to_string(all[i - 1].parameter) + " and " +
+             std::to_string(all[i].parameter) + " overlap in the arena");
+    }
+  }
 
   buckets_of_.resize(parameters_.size());
   size_t next = 0;
@@ -67,7 +76,7 @@ void Reducer::plan(std::vector<BucketSpan> spans) {
         kChunkBytes;  // "full": the first segment opens a chunk
     while (next < all.size() && all[next].offset < spans[b].end) {
       const Segment& segment = all[next++];
-      const size_t bytes = segment.count * dtype_bytes(segment.dtype);
+      const size_t bytes = segment.bytes();
       if (segment.offset < spans[b].begin ||
           segment.offset + bytes > spans[b].end) {
         misuse("bucket " + std::to_string(b) + " cuts a block of parameter " +
@@ -144,6 +153,7 @@ void Reducer::mark_ready(size_t parameter, void* gradient) {
   if (parameter >= parameters_.size())
     misuse("no parameter " + std::to_string(parameter));
   if (ready_in_pass_[parameter] == pass_) {
+    group_.check_usable();  // a pass that the group did not survive never ended
     misuse("parameter " + std::to_string(parameter) +
            " was marked ready twice in one backward pass");
   }
@@ -213,6 +223,8 @@ void Reducer::progress(Appetite appetite) {
       continue;
     if (!weights_known_) read_weights();
     const int64_t start_ns = now_ns();
+    PassHeader& own = header(group_.rank(), pass_);
+    own.is_reducing.store(1, std::memory_order_relaxed);
     while (bucket.done < most && !bucket.exhausted) {
       uint32_t chunk = 0;
       if (!claim_chunk(b, &chunk)) {
@@ -229,6 +241,7 @@ void Reducer::progress(Appetite appetite) {
           control().chunks_done.fetch_add(1, std::memory_order_acq_rel) + 1;
       if (done_chunks == pass_ * total_chunks_) ring(kWakeAll);
     }
+    own.is_reducing.store(0, std::memory_order_relaxed);
     reducing_ns_ += now_ns() - start_ns;
   }
 }
@@ -295,7 +308,7 @@ uint32_t Reducer::finish(uint32_t forwards, bool allow_unused) {
   const uint64_t all = pass_ * total_chunks_;
   // Acquire: pairs with the releases in progress(); the mean is written in this
   // rank's arena.
-  wait_until([&] {
+  wait_until(kEnded, [&] {
     progress(Appetite::kAll);
     return control().chunks_done.load(std::memory_order_acquire) >= all;
   });
@@ -336,7 +349,6 @@ uint32_t Reducer::end_backward(uint32_t forwards, uint32_t flags) {
     flags |= kPassForwardsDiffer;
   }
   if (flags != 0) shared.flags.fetch_or(flags, std::memory_order_relaxed);
-  own.ended_pass.store(pass_, std::memory_order_relaxed);
   // acq_rel: releases this rank's header, unused bits and flags; the last to
   // end acquires everybody's.
   const uint64_t all = pass_ * static_cast<uint64_t>(group_.world());
@@ -348,7 +360,8 @@ uint32_t Reducer::end_backward(uint32_t forwards, uint32_t flags) {
     shared.ended_pass.store(pass_, std::memory_order_release);
     ring(kWakeAll);
   }
-  wait_until([&] {
+  own.stage.store(stage(kEnded), std::memory_order_relaxed);
+  wait_until(kEnded, [&] {
     progress(Appetite::kAll);
     return shared.ended_pass.load(std::memory_order_acquire) >= pass_;
   });
@@ -362,15 +375,17 @@ void Reducer::restart_without_reduction() {
   const auto world = static_cast<uint64_t>(group_.world());
   // Two meetings: nobody reduces any more before rank 0 writes; nobody goes on
   // before it has.
-  const auto meet = [&](uint64_t target) {
+  const auto meet = [&](Stage next, uint64_t target) {
     if (shared.restarted.fetch_add(1, std::memory_order_acq_rel) + 1 == target)
       ring(kWakeAll);
-    wait_until([&] {
+    header(group_.rank(), pass_)
+        .stage.store(stage(next), std::memory_order_relaxed);
+    wait_until(next, [&] {
       return shared.restarted.load(std::memory_order_acquire) >= target;
     });
   };
   const uint64_t base = restarts_++ * 2 * world;
-  meet(base + world);
+  meet(kVoid, base + world);
   if (group_.rank() == 0) {
     for (size_t b = 0; b < buckets_.size(); ++b) {
       bucket_control(b).arrived.store(pass_ * world, std::memory_order_relaxed);
@@ -379,19 +394,20 @@ void Reducer::restart_without_reduction() {
     }
     shared.chunks_done.store(pass_ * total_chunks_, std::memory_order_relaxed);
   }
-  meet(base + 2 * world);
+  meet(kReset, base + 2 * world);
 }
 
 template <class Ready>
-void Reducer::wait_until(Ready ready) {
+void Reducer::wait_until(Stage awaited, Ready ready) {
   if (ready()) return;
   const int64_t start_ns = now_ns();
   const int64_t reducing_before_ns = reducing_ns_;
   PassControl& shared = control();
   group_.wait_until(
       shared.bell, shared.sleepers, group_.timeout_ns(-1), ready, [&](int r) {
-        return header(r, pass_).ended_pass.load(std::memory_order_relaxed) <
-               pass_;
+        const PassHeader& theirs = header(r, pass_);
+        return theirs.stage.load(std::memory_order_relaxed) < stage(awaited) ||
+               theirs.is_reducing.load(std::memory_order_relaxed) != 0;
       });
   waited_ns_ += now_ns() - start_ns - (reducing_ns_ - reducing_before_ns);
 }

@@ -90,6 +90,7 @@ class Reducer {
     uint32_t order;  ///< in which squared norms are summed: by parameter, then
                      ///< by block
     DType dtype;
+    size_t bytes() const { return count * dtype_bytes(dtype); }
   };
   struct Chunk {
     uint32_t first_segment;
@@ -136,8 +137,8 @@ class Reducer {
     uint64_t pass;
     double weight;
     uint32_t forwards;
-    std::atomic<uint64_t>
-        ended_pass;  ///< evidence: the last pass this rank has ended
+    std::atomic<uint64_t> stage;  ///< evidence: how far this rank has come
+    std::atomic<uint32_t> is_reducing;  ///< evidence: others wait for its chunk
   };
 
   void plan(std::vector<BucketSpan> buckets);
@@ -155,8 +156,12 @@ class Reducer {
   void read_weights();
   uint32_t end_backward(uint32_t forwards, uint32_t flags);
   void restart_without_reduction();
+  /// Stages of a pass that others wait for; kVoid and kReset only if nothing is
+  /// reduced.
+  enum Stage : uint64_t { kEnded = 1, kVoid = 2, kReset = 3 };
+  uint64_t stage(Stage of_this_pass) const { return pass_ * 4 + of_this_pass; }
   template <class Ready>
-  void wait_until(Ready ready);
+  void wait_until(Stage awaited, Ready ready);
   void ring(int count);
 
   std::byte* arena_of(int rank) const { return group_.slab(rank) + arena_at_; }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from paceline.collectives.ops import DTYPE_NUMBERS, FLOATING_DTYPES, ReduceOp
 from paceline.errors import ConfigError
 
 Array = npt.NDArray[Any]
+
+_NO_ROOM_BYTES = 1 << 63  # what no region has room for, and the core's size_t can hold
 
 
 def address_of(array: Array, what: str, *, is_written: bool = True) -> int:
@@ -30,7 +33,9 @@ def address_of(array: Array, what: str, *, is_written: bool = True) -> int:
             hint="np.ascontiguousarray(array) makes a copy that is",
         )
     if is_written and not flags.writeable:
-        raise ConfigError(f"{what} writes into the array, but it is read-only.", hint="pass a copy: array.copy()")
+        raise ConfigError(
+            f"{what} writes into the array, but it is read-only.", hint="pass a copy: array.copy()"
+        )
     address: int = array.__array_interface__["data"][0]
     return address
 
@@ -51,7 +56,9 @@ def dtype_number(array: Array, op: ReduceOp, what: str) -> int:
         )
     if op is ReduceOp.MEAN and name not in FLOATING_DTYPES:
         raise ConfigError(
-            f"{what}: the mean needs a floating type.", got=name, hint='use "sum", or array.astype(np.float32)'
+            f"{what}: the mean needs a floating type.",
+            got=name,
+            hint='use "sum", or array.astype(np.float32)',
         )
     return number
 
@@ -59,7 +66,9 @@ def dtype_number(array: Array, op: ReduceOp, what: str) -> int:
 class _Block:
     """A piece of this rank's share of the region; gives it back when the last array on it is gone."""
 
-    def __init__(self, core: _core.HostGroup, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    def __init__(
+        self, core: _core.HostGroup, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]
+    ) -> None:
         self._core = core
         self._offset = offset
         self.__array_interface__ = {
@@ -75,8 +84,15 @@ class _Block:
 
 def allocate(core: _core.HostGroup, shape: tuple[int, ...], dtype: np.dtype[Any], timeout_s: float) -> Array:
     """A zeroed array in the region, at the same place on every rank. Collective."""
-    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    block = _Block(core, core.allocate(nbytes, timeout_s), shape, np.dtype(np.uint8) if dtype.kind == "V" else dtype)
+    if dtype.hasobject:
+        raise ConfigError("allocate can't hold Python objects.", got=str(dtype))
+    nbytes = math.prod(shape) * dtype.itemsize
+    block = _Block(
+        core,
+        core.allocate(min(nbytes, _NO_ROOM_BYTES), timeout_s),
+        shape,
+        np.dtype(np.uint8) if dtype.kind == "V" else dtype,
+    )
     if dtype.kind == "V":  # an extension type (ml_dtypes' bfloat16) has no typestr of its own
         block.__array_interface__["shape"] = (nbytes,)
         return np.asarray(block).view(dtype).reshape(shape)

@@ -20,8 +20,8 @@ from paceline.collectives import arrays
 from paceline.collectives.arrays import Array, address_of, dtype_number
 from paceline.collectives.call_queue import CallQueue
 from paceline.collectives.failures import describe_slow
-from paceline.collectives.ops import ReduceOp, parse_op
 from paceline.collectives.member_exchange import MemberExchange
+from paceline.collectives.ops import ReduceOp, parse_op
 from paceline.collectives.work import TransferWork, Work
 from paceline.errors import ConfigError, RendezvousError, format_ranks
 from paceline.rendezvous import lifetime
@@ -119,17 +119,19 @@ class Group:
         Source: one pass in place over everybody's copy; see docs/design/core.md.
         """
         op = op if type(op) is ReduceOp else parse_op(op)
-        pointer = address_of(array, "all_reduce")
-        dtype = dtype_number(array, op, "all_reduce")
         if weight != 1.0 and op is not ReduceOp.MEAN:
             raise ConfigError(
                 "all_reduce: a weight only makes sense for the mean.", got=f"op={op.name.lower()!r}"
             )
-        if async_op or self._queue.newest is not None:
-            args = (pointer, array.size, dtype, int(op), weight, _seconds(timeout_s))
-            return self._make(async_op, array, self.core.all_reduce, *args)
-        self.core.all_reduce(pointer, array.size, dtype, op, weight, -1.0 if timeout_s is None else timeout_s)
-        return None
+        limit_s = -1.0 if timeout_s is None else timeout_s
+        # The short way, without a look at the array in Python, which takes longer than a small call itself.
+        is_alone = not async_op and self._queue.newest is None
+        if is_alone and self.core.all_reduce_array(array, op, weight, limit_s):
+            return None
+        pointer = address_of(array, "all_reduce")
+        dtype = dtype_number(array, op, "all_reduce")
+        args = (pointer, array.size, dtype, int(op), weight, limit_s)
+        return self._make(async_op, array, self.core.all_reduce, *args)
 
     def reduce(
         self,
@@ -286,7 +288,10 @@ class Group:
         pointer = address_of(array, "send", is_written=False)
         transfer = self.core.start_send(pointer, array.nbytes, dst, _checked_tag(tag))
         work = TransferWork(self.core, transfer, array, self._orphans)
-        return work if async_op else work.wait(timeout_s)
+        if async_op:
+            return work
+        work.wait(timeout_s)
+        return None
 
     def recv(
         self, array: Array, src: int, tag: int = 0, *, timeout_s: float | None = None, async_op: bool = False
@@ -300,7 +305,10 @@ class Group:
         pointer = address_of(array, "recv")
         transfer = self.core.start_receive(pointer, array.nbytes, src, _checked_tag(tag))
         work = TransferWork(self.core, transfer, array, self._orphans)
-        return work if async_op else work.wait(timeout_s)
+        if async_op:
+            return work
+        work.wait(timeout_s)
+        return None
 
     # --- memory and sub-groups ---
 

@@ -69,4 +69,3 @@ def init(
             warn_after_s=warn_after_s,
             group_timeout_s=timeout_s,
         )
-

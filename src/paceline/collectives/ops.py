@@ -37,17 +37,20 @@ DTYPE_NAMES = {number: name for name, number in DTYPE_NUMBERS.items()}
 FLOATING_DTYPES = frozenset({"float32", "float64", "float16", "bfloat16"})
 
 
+_BY_NAME: dict[ReduceOp | str, ReduceOp] = {
+    spelling: op for op in ReduceOp for spelling in (op, op.name, op.name.lower())
+}
+
+
 def parse_op(op: ReduceOp | str) -> ReduceOp:
     """`ReduceOp.SUM` from itself or from "sum".
 
     Raises:
         ConfigError: There is no such reduction.
     """
-    if isinstance(op, ReduceOp):
-        return op
     try:
-        return ReduceOp[op.upper()]
-    except (KeyError, AttributeError):
+        return _BY_NAME[op]
+    except (KeyError, TypeError):
         raise ConfigError(
             "There is no such reduction.",
             expected=", ".join(repr(each.name.lower()) for each in ReduceOp),

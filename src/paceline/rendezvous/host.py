@@ -72,15 +72,20 @@ def share_memory(
     hint = _host_hint()
     while True:
         with _Door(exchange.world_size) as door:
-            offers = _all_gather(exchange, {"hint": hint, "address": door.address, "nonce": door.nonce}, deadline)
+            offers = _all_gather(
+                exchange, {"hint": hint, "address": door.address, "nonce": door.nonce}, deadline
+            )
             mates = tuple(rank for rank, offer in enumerate(offers) if offer["hint"] == hint)
             leader = mates[0]
             fd, problem = _region_fd(exchange.rank, mates, offers[leader], door, deadline)
-            states = _all_gather(exchange, {"problem": problem, "memory": problem == "memory"}, deadline)
+            try:
+                states = _all_gather(exchange, {"problem": problem, "memory": problem == "memory"}, deadline)
+            except BaseException:
+                _close(fd)
+                raise
         if not any(state["problem"] for state in states):
             break
-        if fd >= 0:
-            os.close(fd)
+        _close(fd)
         if any(states[rank]["memory"] for rank in mates):
             raise RegionError(
                 f"Rank {leader} could not create the shared memory of group {name!r}.",
@@ -100,12 +105,17 @@ def share_memory(
             slow=slow,
         )
     finally:
-        os.close(fd)
+        _close(fd)
     lifetime.watch(host_group)
     hosts: dict[str, list[int]] = {}
     for rank, offer in enumerate(offers):
         hosts.setdefault(offer["hint"], []).append(rank)
     return HostMemory(host_group, tuple(tuple(ranks) for ranks in hosts.values()))
+
+
+def _close(fd: int) -> None:
+    if fd >= 0:
+        os.close(fd)
 
 
 def _all_gather(exchange: Exchange, facts: dict[str, Any], deadline: Deadline) -> list[dict[str, Any]]:

@@ -11,15 +11,21 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import selectors
 import socket
 import time
 from dataclasses import asdict, dataclass
+from typing import NoReturn
 
 from paceline.errors import RendezvousError, format_ranks
 from paceline.rendezvous.deadline import Deadline
 from paceline.rendezvous.frames import Frame, listen, peer_pid, receive_frame, send_frame
 
 _RETRY_S = 0.01
+# For one message that is due at once, from a process that may have to wait for a core.
+_PATIENCE_S = 2.0
+# Rank 0 knows who is missing: the others give it this long to say so after their own deadline.
+_GRACE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,14 @@ class Hello:
     job_id: str
     name: str
     pid: int
+
+
+def parse_hello(raw: bytes) -> Hello:
+    """Raises ValueError or TypeError if it is none."""
+    hello = Hello(**json.loads(raw))
+    if not all(isinstance(number, int) for number in (hello.rank, hello.world_size, hello.pid)):
+        raise TypeError("rank, world_size and pid must be numbers")
+    return hello
 
 
 def hub_address(key: str, name: str) -> str:
@@ -92,7 +106,7 @@ class HubExchange:
         hub = self._peers[0]
         try:
             send_frame(hub, Frame.PAYLOAD, payload, deadline)
-            kind, answer = receive_frame(hub, deadline)
+            kind, answer = receive_frame(hub, Deadline(deadline.left_s() + _GRACE_S))
         except OSError as error:
             raise self._lost_hub(error) from error
         if kind is not Frame.ALL_PAYLOADS:
@@ -110,28 +124,53 @@ class HubExchange:
             raise RendezvousError(
                 f"Rank 0 of {self.world_size} can't open the meeting place of this job.",
                 where=f"group {self._hello.name!r} at {self._key}",
-                seen=str(error),
+                seen=f"{error}. {self._ask_who_is_there(address)}",
                 likely="another job, or another process with rank 0, is meeting at the same address",
                 hint="give each job its own address or job id: `paceline run` does; else set MASTER_PORT",
             ) from error
-        with listener:
-            while len(self._peers) < self.world_size - 1:
-                listener.settimeout(max(deadline.left_s(), 1e-3))
-                try:
-                    peer, _ = listener.accept()
-                except TimeoutError:
-                    self._fail_missing(deadline)
-                self._admit(peer, deadline)
+        with listener, selectors.DefaultSelector() as waiting:
+            waiting.register(listener, selectors.EVENT_READ)
+            try:
+                self._admit_all(listener, waiting, deadline)
+            finally:
+                for key in list(waiting.get_map().values()):
+                    if key.fileobj is not listener:
+                        key.fileobj.close()  # type: ignore[union-attr]
         for peer in self._peers.values():
-            send_frame(peer, Frame.WELCOME, b"", deadline)
+            _try_send(peer, Frame.WELCOME, b"", deadline)
 
-    def _admit(self, peer: socket.socket, deadline: Deadline) -> None:
+    def _ask_who_is_there(self, address: str) -> str:
+        """What a hub that listens at our address says of us; empty: nothing."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as hub:
+            try:
+                hub.settimeout(_PATIENCE_S)
+                hub.connect("\0" + address)
+                send_frame(hub, Frame.HELLO, json.dumps(asdict(self._hello)).encode(), Deadline(_PATIENCE_S))
+                kind, answer = receive_frame(hub, Deadline(_PATIENCE_S))
+            except OSError:
+                return ""
+        return f"It says: {answer.decode(errors='replace')}" if kind is Frame.REFUSED else ""
+
+    def _admit_all(
+        self, listener: socket.socket, waiting: selectors.BaseSelector, deadline: Deadline
+    ) -> None:
+        """Until all ranks have come. A connection that says nothing holds nobody up."""
+        while len(self._peers) < self.world_size - 1:
+            if deadline.is_over():
+                self._fail_missing(deadline)
+            for key, _ in waiting.select(deadline.left_s()):
+                if key.fileobj is listener:
+                    waiting.register(listener.accept()[0], selectors.EVENT_READ)
+                else:
+                    waiting.unregister(key.fileobj)
+                    self._admit(key.fileobj)  # type: ignore[arg-type]
+
+    def _admit(self, peer: socket.socket) -> None:
         """Take a connection in, or refuse it; raises only where the whole job can't work."""
         try:
             peer_pid(peer)
-            # A connection that says nothing must not hold the others up for long.
-            kind, raw = receive_frame(peer, Deadline(min(5.0, deadline.left_s())))
-            hello = Hello(**json.loads(raw)) if kind is Frame.HELLO else None
+            kind, raw = receive_frame(peer, Deadline(_PATIENCE_S))
+            hello = parse_hello(raw) if kind is Frame.HELLO else None
         except (OSError, ValueError, TypeError, RendezvousError):
             peer.close()
             return
@@ -156,16 +195,17 @@ class HubExchange:
     def _misfit(self, hello: Hello) -> str:
         mine = self._hello
         if hello.job_id != mine.job_id:
-            return f"this is job {mine.job_id or '(none)'!r}, the caller belongs to job {hello.job_id or '(none)'!r}"
+            ours, theirs = mine.job_id or "(none)", hello.job_id or "(none)"
+            return f"this is job {ours!r}, the caller belongs to job {theirs!r}"
         if hello.world_size != mine.world_size:
             return f"rank 0 has world_size {mine.world_size}, the caller has {hello.world_size}"
-        if not 0 < hello.rank < mine.world_size:
-            return f"rank {hello.rank} is not one of 1 to {mine.world_size - 1}"
-        if hello.rank in self._peers:
+        if not 0 <= hello.rank < mine.world_size:
+            return f"rank {hello.rank} is not one of 0 to {mine.world_size - 1}"
+        if hello.rank in (0, *self._peers):
             return f"rank {hello.rank} has joined already; two processes have the same rank"
         return ""
 
-    def _fail_missing(self, deadline: Deadline) -> None:
+    def _fail_missing(self, deadline: Deadline) -> NoReturn:
         missing = sorted(set(range(1, self.world_size)) - set(self._peers))
         self._fail(
             RendezvousError(
@@ -179,7 +219,7 @@ class HubExchange:
             )
         )
 
-    def _fail(self, error: RendezvousError) -> None:
+    def _fail(self, error: RendezvousError) -> NoReturn:
         """Tell everybody who came, then raise."""
         for peer in self._peers.values():
             _try_send(peer, Frame.FAILED, str(error).encode())
@@ -188,26 +228,30 @@ class HubExchange:
     def _gather_and_spread(self, payload: bytes, deadline: Deadline) -> list[bytes]:
         payloads = {0: payload}
         for rank, peer in sorted(self._peers.items()):
-            try:
-                kind, payloads[rank] = receive_frame(peer, deadline)
-                if kind is not Frame.PAYLOAD:
-                    raise ConnectionError(f"unexpected {kind.name} message")
-            except OSError as error:
-                self._fail(
-                    RendezvousError(
-                        f"Rank {rank} of {self.world_size} was lost while the group was being formed.",
-                        where=f"group {self._hello.name!r} at {self._key}",
-                        seen=str(error) or type(error).__name__,
-                        likely="it died, or is stuck before the same point of the program",
-                        hint="look at that rank's output",
-                        missing=(rank,),
-                    )
-                )
+            payloads[rank] = self._receive_payload(rank, peer, deadline)
         ordered = [payloads[rank] for rank in range(self.world_size)]
         joined = b"".join(len(part).to_bytes(8, "little") + part for part in ordered)
         for peer in self._peers.values():
             _try_send(peer, Frame.ALL_PAYLOADS, joined, deadline)
         return ordered
+
+    def _receive_payload(self, rank: int, peer: socket.socket, deadline: Deadline) -> bytes:
+        try:
+            kind, payload = receive_frame(peer, deadline)
+            if kind is not Frame.PAYLOAD:
+                raise ConnectionError(f"unexpected {kind.name} message")
+        except OSError as error:
+            self._fail(
+                RendezvousError(
+                    f"Rank {rank} of {self.world_size} was lost while the group was being formed.",
+                    where=f"group {self._hello.name!r} at {self._key}",
+                    seen=str(error) or type(error).__name__,
+                    likely="it died, or is stuck before the same point of the program",
+                    hint="look at that rank's output",
+                    missing=(rank,),
+                )
+            )
+        return payload
 
     # --- the other ranks ---
 
@@ -217,7 +261,7 @@ class HubExchange:
         try:
             peer_pid(hub)
             send_frame(hub, Frame.HELLO, json.dumps(asdict(self._hello)).encode(), deadline)
-            kind, answer = receive_frame(hub, deadline)
+            kind, answer = receive_frame(hub, Deadline(deadline.left_s() + _GRACE_S))
         except OSError as error:
             raise self._lost_hub(error) from error
         if kind is Frame.REFUSED:
@@ -241,10 +285,12 @@ class HubExchange:
                 hub.close()
                 if deadline.is_over():
                     raise RendezvousError(
-                        f"Rank {self.rank} of {self.world_size} did not find rank 0 within {deadline.timeout_s:.1f} s.",
+                        f"Rank {self.rank} of {self.world_size} did not find rank 0 within "
+                        f"{deadline.timeout_s:.1f} s.",
                         where=f"group {self._hello.name!r} at {self._key}",
                         seen=str(error),
-                        likely="rank 0 did not start, died, is on another host, or has another address or job id",
+                        likely="rank 0 did not start, died, is on another host, or has another address "
+                        "or job id",
                         hint="look at rank 0's output; `timeout_s` gives slow starters longer",
                         missing=(0,),
                     ) from error

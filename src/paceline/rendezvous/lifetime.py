@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import atexit
 import multiprocessing.util
+import os
 import sys
 import weakref
 from types import TracebackType
 
 from paceline import _core
-from paceline.errors import PeerLostError
 
 _live: weakref.WeakSet[_core.HostGroup] = weakref.WeakSet()
-_installed = False
+_installed_in = 0  # the process; a forked child loses multiprocessing's list of what to do at its end
 
 
 def watch(core: _core.HostGroup) -> None:
@@ -29,10 +29,10 @@ def announce(error: BaseException) -> None:
     """Tell the other ranks of all groups that this one raised: they raise too, quoting it.
 
     For whoever catches exceptions of a rank's program and ends it, as a launcher's worker does. Not
-    collective; does not block.
+    collective; does not block. A group that is over already keeps its first reason.
     """
-    if isinstance(error, PeerLostError):
-        return  # it is another rank's end that this one reports
+    if isinstance(error, SystemExit) and error.code in (None, 0):
+        return  # it leaves, in good order
     message = f"{type(error).__name__}: {error}"
     for core in list(_live):
         core.abort(message)
@@ -45,15 +45,13 @@ def close_all() -> None:
 
 
 def _install() -> None:
-    global _installed
-    if _installed:
+    global _installed_in
+    if _installed_in == os.getpid():
         return
-    _installed = True
+    _installed_in = os.getpid()
     previous = sys.excepthook
 
-    def excepthook(
-        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-    ) -> None:
+    def excepthook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         announce(error)
         previous(kind, error, traceback)
 

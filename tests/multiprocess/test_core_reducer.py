@@ -1,0 +1,266 @@
+"""The reducer in C++, driven with numpy arrays: means, weights, verdicts, statistics, and long runs."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+
+import numpy as np
+import pytest
+from numpy.testing import assert_array_equal
+
+from paceline import _core
+from paceline.errors import ConfigError, GroupClosedError
+from tests.harness import ranks, run_ranks
+from tests.multiprocess.reducer_world import FORWARDS_DIFFER, MODEL, NONFINITE, UNUSED, World, cut
+
+
+def run_pass(world, step, *, order=None, elsewhere=(), forwards=1, allow_unused=False):
+    """One pass that marks the parameters of `order`. Returns the flags and where the means are."""
+    got = {}
+    for param in range(len(world.model)) if order is None else order:
+        got[param] = world.mark(param, step, param in elsewhere)
+    return world.reducer.finish(forwards, allow_unused), got
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@ranks("world_size")
+def test_mean_of_all_gradients(group, world_size):
+    for cap_bytes in (1, 100_000, 1 << 30):
+        world = World(group, cap_bytes=cap_bytes)
+        for step in range(4):
+            elsewhere = {step, step + 2}
+            flags, got = run_pass(world, step, elsewhere=elsewhere)
+            assert flags == 0
+            world.check(got, step)
+            assert world.reducer.passes == step + 1
+            assert world.reducer.globally_unused() == world.reducer.unused(0) == []
+            assert world.reducer.nonfinite() == []
+        assert world.reducer.waited_s >= 0
+        world.reducer.close()
+
+
+@ranks(3)
+def test_weights(group):
+    world = World(group)
+    all_weights = ([1.0, 2.0, 1.0], [1.0, 1.0, 1.0], [0.25, 0.0, 8.0], [3.0, 3.0, 3.0])
+    for step, weights in enumerate(all_weights):
+        world.reducer.set_weight(weights[group.rank])
+        flags, got = run_pass(world, step, elsewhere={1})
+        assert flags == 0
+        world.check(got, step, weights)
+
+
+@ranks(3)
+def test_unused_parameters(group):
+    """Allowed: they count as zeros. Not allowed: nothing is reduced, everybody learns whose they were."""
+    world = World(group)
+    everything = list(range(len(MODEL)))
+    left_out = {0: [2], 1: [], 2: [0, 2, 7]}
+    order = [param for param in everything if param not in left_out[group.rank]]
+
+    flags, got = run_pass(world, 0, order=order, elsewhere={3}, allow_unused=True)
+    assert flags == UNUSED
+    assert [world.reducer.unused(rank) for rank in range(3)] == list(left_out.values())
+    assert world.reducer.globally_unused() == []
+    expected = {
+        param: sum(world.gradient(r, param, 0) for r in range(3) if param not in left_out[r]) / 3
+        for param in got
+    }
+    for param, array in got.items():
+        np.testing.assert_allclose(array, expected[param], rtol=1e-6, atol=1e-7)
+
+    for step in range(1, 5):  # a void pass, then a good one, and again
+        flags, got = run_pass(world, step, order=order if step % 2 else everything)
+        assert flags == (UNUSED if step % 2 else 0)
+        assert world.reducer.unused(2) == (left_out[2] if step % 2 else [])
+        if flags == 0:
+            world.check(got, step)
+
+    flags, _ = run_pass(world, 9, order=[p for p in everything if p not in (4, 6)], allow_unused=True)
+    assert flags == UNUSED
+    assert world.reducer.globally_unused() == [4, 6]
+    assert_array_equal(world.views[6], 0)
+
+
+@ranks(3)
+def test_forwards_that_differ(group):
+    """Nothing is reduced, everybody learns the counts, and the next passes are good."""
+    world = World(group)
+    for step in range(6):
+        is_void = step in (0, 1, 4)
+        forwards = step + 1 + (is_void and group.rank == 2)
+        flags, got = run_pass(world, step, forwards=forwards, allow_unused=step % 2 == 0)
+        assert flags == (FORWARDS_DIFFER if is_void else 0)
+        assert world.reducer.forwards_by_rank() == [step + 1, step + 1, step + 1 + is_void]
+        if not is_void:
+            world.check(got, step)
+    # A rank that made no backward at all ends its pass at once.
+    flags, _ = run_pass(world, 6, order=[] if group.rank == 1 else None, forwards=group.rank != 1)
+    assert flags == UNUSED | FORWARDS_DIFFER
+    assert world.reducer.unused(1) == list(range(len(MODEL)))
+    flags, got = run_pass(world, 7)
+    assert flags == 0
+    world.check(got, 7)
+
+
+@ranks(3)
+def test_nonfinite_gradients_are_told_by_rank_and_parameter(group):
+    world = World(group)
+    bad = {0: {2: np.inf}, 1: {}, 2: {2: np.nan, 7: -np.inf}}
+    for step in range(3):
+        for param in range(len(MODEL)):
+            if step != 1 or param not in bad[group.rank]:
+                world.mark(param, step)
+            else:
+                world.views[param][:] = world.gradient(group.rank, param, step)
+                world.views[param][-1] = bad[group.rank][param]
+                world.reducer.mark_ready(param, 0)
+        flags = world.reducer.finish(1, False)
+        assert flags == (NONFINITE if step == 1 else 0)
+        assert world.reducer.nonfinite() == ([(0, 2), (2, 2), (2, 7)] if step == 1 else [])
+        if step != 1:
+            assert np.isfinite(world.reducer.squared_norm())
+
+
+def squared_norms(group, cap_bytes, seed):
+    """The norms of three passes, with random readiness on each rank."""
+    world = World(group, cap_bytes=cap_bytes)
+    norms = []
+    for step in range(3):
+        order = list(range(len(MODEL)))
+        random.Random(f"{seed}/{group.rank}/{step}").shuffle(order)
+        flags, _ = run_pass(world, step, order=order)
+        assert flags == 0
+        norms.append(world.reducer.squared_norm())
+        mean = sum(float((world.mean(param, step) ** 2).sum()) for param in range(len(MODEL)))
+        assert norms[-1] == pytest.approx(mean, rel=1e-6)
+    return norms, [view.tobytes() for view in world.views]
+
+
+def all_squared_norms(group):
+    runs = [
+        squared_norms(group, cap_bytes, seed)
+        for seed, cap_bytes in enumerate([1, 50_000, 100_000, 1 << 20, 1 << 30, 50_000])
+    ]
+    isas = [isa for isa in range(3) if _core.set_isa(isa)]
+    for isa in isas:
+        _core.set_isa(isa)
+        runs.append(squared_norms(group, 70_000, isa))
+    return runs
+
+
+def test_same_bits_for_all_bucket_sizes_orders_and_instruction_sets():
+    for world_size in (2, 3):
+        everybody = run_ranks(all_squared_norms, world_size)
+        first = everybody[0][0]
+        assert all(run == first for runs in everybody for run in runs)
+
+
+@ranks(3)
+def test_several_reducers_in_one_group(group):
+    """Two models at once, their passes interleaved, collectives between; opened and closed in between."""
+    small = [(100, "float32"), (40_000, "float16"), (5, "float64")]
+    one, two = World(group, cap_bytes=40_000), World(group, small, cap_bytes=1)
+    for step in range(3):
+        got_one = {param: one.mark(param, step) for param in (5, 3, 0)}
+        got_two = {param: two.mark(param, step) for param in (2, 0, 1)}
+        got_one |= {param: one.mark(param, step, True) for param in (7, 6, 4, 2, 1)}
+        assert two.reducer.finish(1, False) == 0
+        assert one.reducer.finish(1, False) == 0
+        one.check(got_one, step)
+        two.check(got_two, step)
+        total = np.full(50_000, group.rank)
+        group.all_reduce(total)
+        assert_array_equal(total, 3)
+        three = World(group, small)
+        flags, got = run_pass(three, step)
+        assert flags == 0
+        three.check(got, step)
+        three.reducer.close()
+
+
+@ranks(3)
+def test_closing_at_once_does_not_take_the_verdict_from_the_others(group):
+    """The counters live in rank 0's memory, which may close as soon as it is through."""
+    for step in range(40):
+        world = World(group, [(1000, "float32")])
+        if group.rank == 1:
+            time.sleep(0.002)
+        flags, got = run_pass(world, step, elsewhere={0})
+        if group.rank == 0:
+            world.reducer.close()
+        assert flags == 0
+        world.check(got, step)
+        if group.rank != 0:
+            time.sleep(0.001 * group.rank)
+            norm = world.reducer.squared_norm()
+            assert norm == pytest.approx(float((world.mean(0, step) ** 2).sum()), rel=1e-6)
+
+
+@ranks(3)
+def test_long_run_with_random_order_and_delays(group):
+    """300 passes; each rank has its own order and its own pauses, and some passes are void."""
+    own, shared = random.Random(group.rank), random.Random(77)
+    world = World(group, [(count // 8, dtype) for count, dtype in MODEL], cap_bytes=4000)
+    for step in range(300):
+        order = list(range(len(MODEL)))
+        own.shuffle(order)
+        kind = shared.choice(["good"] * 8 + ["unused", "forwards"])
+        if kind == "unused" and group.rank == step % 3:
+            order.pop()
+        got = {}
+        for param in order:
+            if own.random() < 0.02:
+                time.sleep(own.random() * 0.003)
+            got[param] = world.mark(param, step, own.random() < 0.3)
+        flags = world.reducer.finish(1 + (kind == "forwards" and group.rank == 1), False)
+        assert flags == {"good": 0, "unused": UNUSED, "forwards": FORWARDS_DIFFER}[kind], f"pass {step}"
+        if flags == 0:
+            world.check(got, step)
+
+
+@ranks(2)
+def test_misuse(group):
+    world = World(group, [(10, "float32"), (20, "float32")])
+    world.mark(0, 0)
+    with pytest.raises(ConfigError, match="parameter 0 was marked ready twice"):
+        world.mark(0, 0)
+    with pytest.raises(ConfigError, match="no parameter 2"):
+        world.reducer.mark_ready(2, 0)
+    assert world.reducer.in_pass
+    world.mark(1, 0)
+    assert world.reducer.finish(1, False) == 0
+    world.reducer.close()
+    world.reducer.close()
+    with pytest.raises(GroupClosedError):
+        world.reducer.mark_ready(0, 0)
+    with pytest.raises(GroupClosedError):
+        world.reducer.finish(1, False)
+
+    for change, problem in (
+        ({"counts": [10, 2000]}, "ends outside the arena"),
+        ({"dtypes": [0, 6]}, "not of a floating type"),
+        ({"buckets": [(0, 64)]}, "do not cover"),
+        ({"buckets": [(0, 64), (64, 192), (192, 256)]}, "bucket 2 is empty"),
+        ({"buckets": [(0, 96), (96, 192)]}, "cuts a block of parameter 1"),
+        ({"counts": [10]}, "one entry per parameter"),
+        ({"offsets": [0, 32]}, "overlap"),
+    ):
+        plan = {
+            "offsets": [0, 64],
+            "counts": [10, 20],
+            "dtypes": [0, 0],
+            "buckets": [(0, 64), (64, 192)],
+        } | change
+        with pytest.raises(ConfigError, match=problem):
+            _core.Reducer(group.core, 192, **plan)
+    group.barrier()  # all of this was refused before anything was shared
+
+
+def test_cut_covers_the_arena():
+    for cap_bytes in (1, 100_000, 1 << 30):
+        buckets = cut(MODEL, cap_bytes)
+        assert buckets[0][0] == 0
+        assert all(one[1] == two[0] for one, two in itertools.pairwise(buckets))
