@@ -1,8 +1,8 @@
 // The innermost loops, written so that the compiler vectorises them; see
 // formats.h for the namespaces.
 //
-// Each runs over one block, from L1 cache to L1 cache, except that combine()
-// reads the ranks' arrays.
+// Each runs over one block. combine() reads the ranks' arrays and copy() writes
+// them; everything between stays in the L1 cache.
 #pragma once
 
 #include "kernels/formats.h"
@@ -13,8 +13,7 @@ namespace {
 constexpr int kFanIn = 4;  // inputs that combine() takes at a time
 constexpr int kLanes = 16;
 
-// ---- Operators. Integers come as unsigned for sum and product, which wrap.
-// -------------------------------
+// Operators. Integers come as unsigned for sum and product, which wrap.
 
 struct Sum {
   template <class T>
@@ -48,8 +47,7 @@ struct Max {
   }
 };
 
-// ---- Finishing touches, applied once all ranks are in
-// ----------------------------------------------------
+// What is done to an element once all ranks are in.
 
 struct Keep {
   template <class T>
@@ -58,6 +56,7 @@ struct Keep {
   }
 };
 
+// Leaves one NaN: see formats.h.
 template <class T>
 struct Canonical {
   static constexpr T kNan = sizeof(T) == 4 ? static_cast<T>(__builtin_nanf(""))
@@ -76,9 +75,6 @@ struct Divide {
   T divisor;
   T operator()(T x) const { return Canonical<T>()(x / divisor); }
 };
-
-// ---- Loops
-// -----------------------------------------------------------------------------------------------
 
 template <class Op, int kInputs, class T, class Finish>
 void combine(const T* const* inputs, size_t count, T* __restrict out,
@@ -111,11 +107,6 @@ void combine(const T* const* inputs, int num_inputs, size_t count, T* out,
   }
 }
 
-template <class T>
-void multiply(const T* in, T factor, size_t count, T* __restrict out) {
-  for (size_t i = 0; i < count; ++i) out[i] = in[i] * factor;
-}
-
 template <class Format>
 bool has_nonfinite(const typename Format::Stored* in, size_t count) {
   using Bits = typename Format::Bits;
@@ -127,41 +118,39 @@ bool has_nonfinite(const typename Format::Stored* in, size_t count) {
   return found != 0;
 }
 
-// Element i goes to lane i % 16, whatever the width of a register. Spelled with
-// the compiler's vectors, since GCC 12 leaves the plain loop scalar.
+// Element i goes to lane i % 16, whatever the width of a register: the compiler
+// vectorises over the lanes.
 template <class T>
 void add_squares(const T* in, size_t count, double* lanes) {
-  typedef T Values __attribute__((vector_size(kLanes / 2 * sizeof(T))));
-  typedef double Squares
-      __attribute__((vector_size(kLanes / 2 * sizeof(double))));
-  constexpr size_t kHalf = kLanes / 2;
-  Squares sums[2];
-  __builtin_memcpy(sums, lanes, sizeof(sums));
+  double sums[kLanes];
+  for (int lane = 0; lane < kLanes; ++lane) sums[lane] = lanes[lane];
   size_t i = 0;
   for (; i + kLanes <= count; i += kLanes) {
-    Values low, high;
-    __builtin_memcpy(&low, in + i, sizeof(low));
-    __builtin_memcpy(&high, in + i + kHalf, sizeof(high));
-    const Squares wide_low = __builtin_convertvector(low, Squares);
-    const Squares wide_high = __builtin_convertvector(high, Squares);
-    sums[0] += wide_low * wide_low;
-    sums[1] += wide_high * wide_high;
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const double value = static_cast<double>(in[i + lane]);
+      sums[lane] += value * value;
+    }
   }
-  __builtin_memcpy(lanes, sums, sizeof(sums));
-  for (size_t lane = 0; i < count; ++i, ++lane) {
+  for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = sums[lane];
+  for (int lane = 0; i < count; ++i, ++lane) {
     const double value = static_cast<double>(in[i]);
     lanes[lane] += value * value;
   }
 }
 
-// The same tree as over ranks.
+// Halves are added up until one is left, which is a tree too.
 double sum_lanes(const double* lanes) {
   double sums[kLanes];
-  __builtin_memcpy(sums, lanes, sizeof(sums));
-  for (int n = kLanes; n > 1; n /= 2) {
-    for (int i = 0; i < n / 2; ++i) sums[i] = sums[2 * i] + sums[2 * i + 1];
+  for (int lane = 0; lane < kLanes; ++lane) sums[lane] = lanes[lane];
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    for (int lane = 0; lane < half; ++lane) sums[lane] += sums[lane + half];
   }
   return sums[0];
+}
+
+template <class T>
+void copy(const T* from, size_t count, T* __restrict to) {
+  for (size_t i = 0; i < count; ++i) to[i] = from[i];
 }
 
 }  // namespace

@@ -1,9 +1,11 @@
 // Reductions over the arrays of several ranks, element by element.
 //
-// One idea: an element is reduced over ranks in a fixed binary tree over rank order,
-// ((0+1)+(2+3))+..., an odd one out at a level being carried up unchanged. 16-bit floats are widened to
-// float32 first and rounded once at the end. Nothing depends on vector width: every instruction set
-// gives the same bits, which is why this folder is compiled without contraction and without fast-math.
+// One idea: an element is reduced over ranks in a fixed binary tree over rank
+// order, ((0+1)+(2+3))+..., an odd one out at a level being carried up
+// unchanged. 16-bit floats are widened to float32 first and rounded once at the
+// end. Nothing depends on vector width: every instruction set gives the same
+// bits, which is why this folder is compiled without contraction and without
+// fast-math.
 #pragma once
 
 #include <cstddef>
@@ -25,8 +27,9 @@ enum class DType : uint8_t {
 };
 
 enum class ReduceOp : uint8_t {
-  kSum = 0,      ///< bool: logical or; integers wrap
-  kMean = 1,     ///< sum / number of ranks, or sum(w_r * x_r) / sum(w_r); floating types only
+  kSum = 0,  ///< bool: logical or; integers wrap
+  /// sum / number of ranks, or sum(w_r * x_r) / sum(w_r); floating types only
+  kMean = 1,
   kMin = 2,      ///< NaN wins; bool: logical and
   kMax = 3,      ///< NaN wins; bool: logical or
   kProduct = 4,  ///< bool: logical and
@@ -38,8 +41,10 @@ inline constexpr int kMaxRanks = 128;
 
 /// What one reduction saw on its way, free of a further pass.
 struct ReduceStats {
-  double squared_norm = 0;               ///< of the result; summed in fixed 16 lanes, independent of Isa
-  uint64_t nonfinite_ranks[2] = {0, 0};  ///< bit r: rank r's input held an infinity or a NaN
+  /// of the result; summed in fixed 16 lanes, independent of Isa
+  double squared_norm = 0;
+  /// bit r: rank r's input held an infinity or a NaN (and its weight was not 0)
+  uint64_t nonfinite_ranks[2] = {0, 0};
 };
 
 size_t dtype_bytes(DType dtype);
@@ -47,18 +52,20 @@ size_t dtype_bytes(DType dtype);
 /// Floating types take every op, integers and bool all but kMean.
 bool is_supported(DType dtype, ReduceOp op);
 
-/// The fastest set that this processor runs; PACELINE_ISA=portable|avx2|avx512 lowers it.
+/// The fastest set that this processor runs; PACELINE_ISA=portable|avx2|avx512
+/// lowers it.
 Isa best_isa();
 /// For tests: use `isa` from now on. False when this processor lacks it.
 bool set_isa(Isa isa);
 Isa current_isa();
 
-/// Reduces `count` elements of `num_inputs` arrays (1..kMaxRanks) and writes the result to each of
-/// `num_outputs` arrays. An output may be one of the inputs (in place); partial overlap is not allowed.
-/// `weights`: one per input, or null for all 1; only with kMean. `stats`: may be null; filled for
+/// Reduces `count` elements of `num_inputs` arrays (1..kMaxRanks) and writes
+/// the result to each of `num_outputs` arrays. An output may be one of the
+/// inputs (in place); partial overlap is not allowed. `weights`: one per input,
+/// or null for all 1; only with kMean. `stats`: may be null; filled for
 /// floating types, and set rather than added to.
 void reduce(DType dtype, ReduceOp op, const void* const* inputs, int num_inputs,
-            void* const* outputs, int num_outputs, size_t count, const double* weights,
-            ReduceStats* stats);
+            void* const* outputs, int num_outputs, size_t count,
+            const double* weights, ReduceStats* stats);
 
 }  // namespace paceline

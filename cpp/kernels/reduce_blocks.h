@@ -107,29 +107,33 @@ class Observer {
  public:
   explicit Observer(ReduceStats* stats) : stats_(stats) {}
 
+  // Call before the block's inputs are overwritten.
   void see(const Block<Format>& block, const typename Format::Stored* result) {
+    using Compute = typename Format::Compute;
     if (stats_ == nullptr) return;
     if constexpr (Converted<Format>) {
-      typename Format::Compute widened[kBlock<typename Format::Compute>];
+      Compute widened[kBlock<Compute>];
       Format::widen(result, block.count, widened);
       add_squares(widened, block.count, lanes_);
     } else {
       add_squares(result, block.count, lanes_);
     }
-    // An infinity or a NaN stays one through sums and products, but not through
-    // a minimum.
+    squared_norm_ = sum_lanes(lanes_);
+    // An infinity or a NaN stays one in sums and products, not in a minimum.
     constexpr bool kShows = __is_same(Op, Sum) || __is_same(Op, Product);
-    if (!kShows || !(sum_lanes(lanes_) <= __DBL_MAX__))
+    if (!kShows || !(squared_norm_ <= __DBL_MAX__)) {
       note_nonfinite(block, stats_);
+    }
   }
 
   void finish() {
-    if (stats_ != nullptr)
-      stats_->squared_norm = Canonical<double>()(sum_lanes(lanes_));
+    if (stats_ == nullptr) return;
+    stats_->squared_norm = Canonical<double>()(squared_norm_);
   }
 
  private:
   ReduceStats* stats_;
+  double squared_norm_ = 0;
   alignas(64) double lanes_[kLanes] = {};
 };
 
@@ -154,8 +158,8 @@ void reduce_blocks(const Request& request, Finish finish) {
     }
     if constexpr (Floating<Format>) observer.see(block, stored);
     for (int i = 0; i < request.num_outputs; ++i) {
-      __builtin_memcpy(static_cast<Stored*>(request.outputs[i]) + offset,
-                       stored, block.count * sizeof(Stored));
+      copy(stored, block.count,
+           static_cast<Stored*>(request.outputs[i]) + offset);
     }
   }
   if constexpr (Floating<Format>) observer.finish();
@@ -172,12 +176,10 @@ void reduce_array(const Request& request) {
 
 // Dividing by a power of two is multiplying by its inverse, bit for bit, and a
 // tenth of the work.
-template <class T>
-bool is_power_of_two(T x) {
-  constexpr T kLargest = static_cast<T>(uint64_t{1} << 32);
-  return x >= 1 && x <= kLargest &&
-         (static_cast<uint64_t>(x) & (static_cast<uint64_t>(x) - 1)) == 0 &&
-         static_cast<T>(static_cast<uint64_t>(x)) == x;
+bool is_power_of_two(double x) {
+  constexpr int kNonMantissaBits = 12;
+  return x >= 1 && x <= 0x1p64 &&
+         __builtin_bit_cast(uint64_t, x) << kNonMantissaBits == 0;
 }
 
 template <class Format>
@@ -189,7 +191,7 @@ void reduce_mean(const Request& request) {
     has_input = static_cast<Compute>(request.weights[rank]) != 0;
   }
   // When every weight is 0 the sum is 0, and so shall be the mean.
-  if (!has_input || is_power_of_two(total)) {
+  if (!has_input || is_power_of_two(request.total_weight)) {
     reduce_blocks<Sum, Format>(request,
                                Multiply<Compute>{has_input ? 1 / total : 1});
   } else {
