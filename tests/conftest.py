@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 from hypothesis import HealthCheck, settings
 
@@ -16,3 +17,8 @@ settings.load_profile("paceline")
 for _name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
     os.environ.pop(_name, None)
 os.environ.pop("PACELINE_JOB_ID", None)
+
+# Started in the background of a script, pytest inherits an ignored SIGINT, and would hand that on to every
+# process whose answer to Ctrl-C a test asks for.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
