@@ -63,10 +63,18 @@ def run(title: str, ranks: int, epochs: int, options: list[str], bind: str = "au
         weights, report = Path(folder, "weights.pt"), Path(folder, "report.json")
         launcher = [sys.executable, "-m", "paceline", "run", "-n", str(ranks), "--bind", bind]
         script = [str(DIGITS), "--epochs", str(epochs), "--save", str(weights), "--report", str(report)]
-        result = subprocess.run([*launcher, *script, *options], timeout=LIMIT_S, check=False)
+        try:
+            result = subprocess.run([*launcher, *script, *options], timeout=LIMIT_S, check=False)
+        except subprocess.TimeoutExpired:
+            raise SystemExit(f"demo: training took longer than {LIMIT_S:.0f} s") from None
         if result.returncode:
             raise SystemExit(result.returncode)  # the launcher has said why
         return Run(**json.loads(report.read_text()), weights=torch.load(weights, weights_only=True))
+
+
+def speed(run: Run, alone: Run) -> str:
+    """Samples per second, and how many times those of one process."""
+    return f"{run.samples_per_s:,.0f} samples/s ({run.samples_per_s / alone.samples_per_s:.2f}x)"
 
 
 def show(ranks: int, several: Run, alone: Run, theirs: Run) -> None:
@@ -78,14 +86,11 @@ def show(ranks: int, several: Run, alone: Run, theirs: Run) -> None:
     rows = [
         (f"test accuracy, {ranks} processes", f"{several.accuracy:.4f}"),
         ("test accuracy, 1 process", f"{alone.accuracy:.4f}"),
-        (
-            f"largest difference of a weight, 1 or {ranks} processes",
-            f"{difference:.1e} of {largest:.2f}",
-        ),
+        (f"largest difference of a weight, 1 or {ranks} processes", f"{difference:.1e} of {largest:.2f}"),
         (f"all {ranks} replicas bit-identical", replicas),
-        ("speed, 1 process", f"{alone.samples_per_s:,.0f} samples/s"),
-        (f"speed, {ranks} processes, Paceline", f"{several.samples_per_s:,.0f} samples/s"),
-        (f"speed, {ranks} processes, torch's DDP on Gloo", f"{theirs.samples_per_s:,.0f} samples/s"),
+        ("speed, 1 process", speed(alone, alone)),
+        (f"speed, {ranks} processes, Paceline", speed(several, alone)),
+        (f"speed, {ranks} processes, torch's DDP on Gloo", speed(theirs, alone)),
     ]
     print()
     try:

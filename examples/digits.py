@@ -32,8 +32,7 @@ def main() -> None:
     args = parse_arguments()
     if "RANK" in os.environ:  # (1) several processes: let them find each other
         dist.init_process_group("gloo")
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    rank, ranks = place()
     if args.batch % ranks:
         raise SystemExit(f"--batch {args.batch} can't be shared equally by {ranks} processes")
 
@@ -63,7 +62,7 @@ def train(
 ) -> float:
     """Train for `args.epochs` and return the speed in samples per second, all processes together."""
     seconds = 0.0
-    with Live("digits", args.epochs * len(loader), is_shown=is_first()) as live:
+    with Live("digits", args.epochs * len(loader), is_shown=place()[0] == 0) as live:
         for epoch in range(args.epochs):
             sampler.set_epoch(epoch)  # (5) another order in every epoch, the same on all processes
             start = time.perf_counter()
@@ -126,10 +125,11 @@ def evaluate(model: nn.Module, data: TensorDataset) -> float:
 
 def finish(args: argparse.Namespace, model: nn.Module, accuracy: float, speed: float) -> None:
     """Say how it went, and write what was asked for."""
+    rank, ranks = place()
     are_identical = replicas_are_identical(model)
-    if is_first():
-        replicas = "bit-identical" if are_identical else "DIFFERENT"
-        print(f"test accuracy {accuracy:.4f}, {speed:,.0f} samples/s, replicas {replicas}", flush=True)
+    if rank == 0:
+        replicas = f", replicas {'bit-identical' if are_identical else 'DIFFERENT'}" if ranks > 1 else ""
+        print(f"test accuracy {accuracy:.4f}, {speed:,.0f} samples/s{replicas}", flush=True)
         if args.save:
             torch.save(getattr(model, "module", model).state_dict(), args.save)
         if args.report:
@@ -152,9 +152,9 @@ def replicas_are_identical(model: nn.Module) -> bool:
     return all(torch.equal(mine, other) for other in everyones)
 
 
-def is_first() -> bool:
-    """Whether this is the process that reports."""
-    return not dist.is_initialized() or dist.get_rank() == 0
+def place() -> tuple[int, int]:
+    """Which process this is, and of how many."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.observe.bench.conductor import Launch
-from paceline.observe.bench.contest import Entry, Plan, Timing
+from paceline.observe.bench.contest import Entry, Plan, Timing, bound
 from paceline.observe.bench.machine import Machine
 from paceline.observe.bench.report import Report
 from paceline.observe.bench.rounds import slowest_median
@@ -49,9 +49,9 @@ def _mpi_launch(ranks: int) -> Launch:
 _HERE = "paceline.observe.bench.on_numpy"
 _TORCH = "paceline.torch.bench.all_reduce"
 ENTRIES = (
-    Entry("paceline_region", "Paceline, in the region", f"{_HERE}:PacelineInRegion"),
-    Entry("paceline_any", "Paceline, any array", f"{_HERE}:PacelineAnyArray"),
-    Entry("paceline_torch", "Paceline, torch backend", f"{_TORCH}:PacelineBackend", missing=no_torch),
+    Entry("paceline_region", "Paceline, in the region", f"{_HERE}:PacelineInRegion", launch=bound),
+    Entry("paceline_any", "Paceline, any array", f"{_HERE}:PacelineAnyArray", launch=bound),
+    Entry("paceline_torch", "Paceline, torch backend", f"{_TORCH}:PacelineBackend", {}, no_torch, bound),
     Entry("gloo", "Gloo", f"{_TORCH}:Gloo", missing=no_torch),
     Entry("openmpi", "Open MPI", f"{_HERE}:OpenMpi", missing=_no_mpi, launch=_mpi_launch),
 )
@@ -86,6 +86,7 @@ def run(plan: Plan, sizes: Sequence[int]) -> Report:
         notes=[
             f"Median of {plan.rounds} rounds on each rank, then the slowest rank; contenders take turns.",
             "Back-to-back calls on the same memory, sum in place; answers were checked against a known sum.",
+            "Ranks are bound to cores where their own launcher does that: not Gloo's, as under torchrun.",
             *plan.notes(contest),
         ],
         data={"ranks": plan.ranks, "rounds": plan.rounds, "rows": _as_data(timings)},

@@ -125,7 +125,7 @@ def _finish(report: Report, arguments: argparse.Namespace, draw: Draw | None = N
         report.write_json(arguments.json)
     if arguments.markdown:
         print(f"written: {report.write_markdown(arguments.markdown)}")
-    if draw is not None and arguments.plot:
+    if draw is not None and arguments.plot and report.data["rows"]:
         draw(report, arguments.plot)
     return 0 if report.is_complete else 1
 

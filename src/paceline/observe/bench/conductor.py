@@ -3,7 +3,7 @@
 One idea: commands and answers are JSON lines over a Unix socket in a private directory, so the same worker
 runs under any launcher (plain processes here, `mpirun` for Open MPI), and whatever goes wrong (an
 exception, a crash, a hang) arrives here as a `ContenderFailed` that says why.
-Imports only the standard library.
+Imports only the rest of the bench.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from paceline.observe.bench.machine import usable_cores
+
 START_LIMIT_S = 180.0
 # A worker ends itself at the limit; this much later it is ended from here.
 GRACE_S = 5.0
@@ -41,10 +43,12 @@ class Launch:
     Attributes:
         prefix: What comes before `python`, such as `mpirun -n 2`; empty: one plain process per rank.
         environment: What the processes find in their environment, besides ours.
+        cores: The cores of each rank, by rank; empty: the ranks are not bound.
     """
 
     prefix: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    cores: tuple[frozenset[int], ...] = ()
 
 
 class _Channel:
@@ -224,6 +228,8 @@ class Job:
             "LOCAL_WORLD_SIZE": str(self.world_size),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(_free_port()),
+            # The same for all contenders, and so that all ranks together fit the cores.
+            "OMP_NUM_THREADS": str(max(1, usable_cores() // self.world_size)),
             "PACELINE_JOB_ID": secrets.token_hex(8),
             "PACELINE_BENCH_DIRECTORY": self._directory.name,
         }
@@ -232,6 +238,8 @@ class Job:
             return
         for rank in range(self.world_size):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            if self._launch.cores:
+                own["PACELINE_BENCH_CORES"] = ",".join(map(str, sorted(self._launch.cores[rank])))
             self._processes.append(self._popen(worker, {**common, **own}))
 
     def _popen(self, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:

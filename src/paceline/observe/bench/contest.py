@@ -7,13 +7,27 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
+from paceline.launch.placement import assign_cores
+from paceline.launch.topology import read_machine
 from paceline.observe.bench.conductor import ContenderFailed, Job, Launch
 from paceline.observe.bench.machine import usable_cores
 from paceline.observe.bench.rounds import iterations_for
+
+
+def unbound(ranks: int) -> Launch:
+    """As torch's launcher starts processes: anywhere."""
+    return Launch()
+
+
+def bound(ranks: int) -> Launch:
+    """As `paceline run` starts processes: each on cores of its own, where there are enough."""
+    machine = read_machine()
+    cores = None if machine.is_cut_by_quota else assign_cores(machine.cpus, ranks)
+    return Launch(cores=tuple(cores or ()))
 
 
 @dataclass(frozen=True)
@@ -34,7 +48,7 @@ class Entry:
     target: str
     options: dict[str, Any] = field(default_factory=dict)
     missing: Callable[[], str] = lambda: ""
-    launch: Callable[[int], Launch] = lambda ranks: Launch()
+    launch: Callable[[int], Launch] = unbound
 
     @property
     def is_ours(self) -> bool:
@@ -99,7 +113,7 @@ class Contender:
         self.entry = entry
         self.failure = ""
         launch = entry.launch(ranks)
-        launch = Launch(launch.prefix, {**environment, **launch.environment})
+        launch = replace(launch, environment={**environment, **launch.environment})
         self.job = Job(entry.label, entry.target, ranks, launch, entry.options)
 
     def attempt(self, action: Callable[[Job], Any], during: str) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.observe.bench.all_reduce import no_torch
 from paceline.observe.bench.conductor import ContenderFailed, Job
-from paceline.observe.bench.contest import Entry, Plan
+from paceline.observe.bench.contest import Entry, Plan, bound, unbound
 from paceline.observe.bench.machine import Machine
 from paceline.observe.bench.report import Report
 from paceline.observe.bench.units import format_size, format_time
@@ -17,7 +17,8 @@ _LIMIT_S = 90.0
 
 
 def _entry(key: str, label: str, **options: Any) -> Entry:
-    return Entry(key, label, "paceline.torch.bench.killed:UntilError", options, missing=no_torch)
+    launch = unbound if options["way"] == "torch" else bound
+    return Entry(key, label, "paceline.torch.bench.killed:UntilError", options, no_torch, launch)
 
 
 ENTRIES = (

@@ -1,4 +1,7 @@
-"""What a measurement was made on: processor, cores, load and versions. Imports only the standard library."""
+"""What a measurement was made on: processor, cores, load and versions.
+
+Imports the launcher's view of the cores.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ import re
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+
+from paceline.launch.topology import read_machine
 
 _PACKAGES = ("paceline", "numpy", "torch", "mpi4py")
 
@@ -70,13 +75,7 @@ class Machine:
 
 def usable_cores() -> int:
     """Cores that this process may use: its affinity mask, cut by the cgroup's quota."""
-    cores = len(os.sched_getaffinity(0))
-    quota = Path("/sys/fs/cgroup/cpu.max")
-    if quota.exists():
-        limit, _, period = quota.read_text().partition(" ")
-        if limit != "max":
-            cores = min(cores, max(1, round(int(limit) / int(period))))
-    return cores
+    return read_machine().num_cores
 
 
 def _processor() -> str:

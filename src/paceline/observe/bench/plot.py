@@ -23,10 +23,13 @@ _STYLES = {
     "openmpi": ("#6aa84f", "v"),
 }
 
+# A legend between the axes and the line that names the machine.
+_BELOW: dict[str, Any] = {"loc": "lower center", "bbox_to_anchor": (0.5, 0.06), "frameon": False}
+
 
 def draw_all_reduce(report: Report, path: Path) -> None:
     """Time of a call against its size, both logarithmic; the bands hold half of the samples."""
-    figure, axes = _figure(8, 5)
+    figure, axes = _figure(8, 5.5)
     for entry in all_reduce.ENTRIES:
         rows = [row for row in report.data["rows"] if row["contender"] == entry.key]
         if not rows:
@@ -43,8 +46,8 @@ def draw_all_reduce(report: Report, path: Path) -> None:
     axes.set_xticks(sizes, [format_size(size) for size in sizes], minor=False)
     axes.minorticks_off()
     axes.grid(alpha=0.3)
-    axes.legend()
-    _save(figure, report, path)
+    figure.legend(*axes.get_legend_handles_labels(), **_BELOW, ncols=3)
+    _save(figure, report, path, bottom=0.17)
 
 
 def draw_step(report: Report, path: Path) -> None:
@@ -67,13 +70,7 @@ def draw_step(report: Report, path: Path) -> None:
         axes.margins(y=0.15)
     figure.supylabel("overhead of a step, ms")
     first = panels[0] if len(models) > 1 else panels
-    figure.legend(
-        *first.get_legend_handles_labels(),
-        loc="lower center",
-        bbox_to_anchor=(0.5, 0.06),
-        ncols=4,
-        frameon=False,
-    )
+    figure.legend(*first.get_legend_handles_labels(), **_BELOW, ncols=4)
     figure.suptitle(report.title)
     _save(figure, report, path, bottom=0.14)
 
@@ -87,7 +84,7 @@ def _figure(width: float, height: float, panels: int = 1) -> tuple[Any, Any]:
     return pyplot.subplots(1, panels, figsize=(width, height))
 
 
-def _save(figure: Any, report: Report, path: Path, bottom: float = 0.06) -> None:
+def _save(figure: Any, report: Report, path: Path, bottom: float) -> None:
     figure.text(0.01, 0.01, report.machine.describe(), fontsize=6, color="gray", va="bottom")
     figure.tight_layout(rect=(0, bottom, 1, 1))
     figure.savefig(path, dpi=150)

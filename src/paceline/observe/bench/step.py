@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.observe.bench.all_reduce import no_torch
-from paceline.observe.bench.contest import Contest, Entry, Plan, Timing
+from paceline.observe.bench.contest import Contest, Entry, Plan, Timing, bound, unbound
 from paceline.observe.bench.machine import Machine
 from paceline.observe.bench.report import Report
 from paceline.observe.bench.rounds import Interval, overhead, slowest_median
@@ -24,7 +24,8 @@ STEADY_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD
 
 def entry(key: str, label: str, **options: Any) -> Entry:
     """An entry of `paceline.torch.bench.step`; `options` are those of its Step."""
-    return Entry(key, label, "paceline.torch.bench.step:Step", options, missing=no_torch)
+    launch = unbound if options["way"] == "torch" else bound
+    return Entry(key, label, "paceline.torch.bench.step:Step", options, no_torch, launch)
 
 
 ENTRIES = (
@@ -47,7 +48,7 @@ def run(plan: Plan, models: Sequence[str]) -> Report:
             facts = contest.on_all("prepare", model, model=model)
             _check_replicas(contest, facts)
             timings = contest.measure(model, plan.rounds, SAMPLE_S)
-            heading = f"{model}, {_count(facts)} parameters"
+            heading = f"{model}{_size_of(facts)}"
             rows += [*_rows(contest, heading, timings), []]
             data += _as_data(model, facts, timings)
     return Report(
@@ -63,6 +64,7 @@ def run(plan: Plan, models: Sequence[str]) -> Report:
             *_malloc_note(plan),
             "'alone' runs on all ranks at once, so that the cores are as busy as with synchronisation. "
             "torch's overhead: the smaller one of its two ways.",
+            "Ranks are bound to cores as `paceline run` does; those of torch's DDP are not, as torchrun's.",
             "Gradients were checked before timing: close to the mean as computed on one process, and the "
             "same bits on all ranks.",
             *plan.notes(contest),
@@ -90,9 +92,12 @@ def _check_replicas(contest: Contest, facts: dict[str, list[dict[str, Any]]]) ->
             contender.take_out("gradients differ between ranks")
 
 
-def _count(facts: dict[str, list[dict[str, Any]]]) -> str:
-    count = next((by_rank[0]["parameters"] for by_rank in facts.values()), 0)
-    return f"{count / 1e6:.1f} M" if count >= 1e6 else f"{count / 1e3:.0f} k" if count >= 1e4 else str(count)
+def _size_of(facts: dict[str, list[dict[str, Any]]]) -> str:
+    if not facts:
+        return ""
+    count = next(iter(facts.values()))[0]["parameters"]
+    size = f"{count / 1e6:.1f} M" if count >= 1e6 else f"{count / 1e3:.0f} k" if count >= 1e4 else str(count)
+    return f", {size} parameters"
 
 
 def _rows(contest: Contest, heading: str, timings: dict[str, Timing]) -> list[list[str]]:

@@ -22,6 +22,9 @@ _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "RANK")
 
 def main(path: str) -> None:
     """Say hello on the socket at `path`, then obey."""
+    cores = os.environ.get("PACELINE_BENCH_CORES")
+    if cores:  # before any library starts threads, which inherit it
+        os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
     rank = next(int(os.environ[name]) for name in _RANK_VARIABLES if name in os.environ)
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from paceline.observe.bench.machine import usable_cores
 from paceline.torch.bench.all_reduce import form_group
 from paceline.torch.bench.models import MODELS, Model
 
@@ -30,7 +29,6 @@ class Step:
     """
 
     def __init__(self, rank: int, world_size: int, way: str, view: bool = False) -> None:
-        torch.set_num_threads(max(1, usable_cores() // world_size))
         self._rank = rank
         self._world_size = world_size
         self._way = way
