@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, TYPE_CHECKING, cast
 
 import torch
 from torch.distributed import ReduceOp
@@ -90,7 +90,7 @@ def real_view(tensor: torch.Tensor) -> torch.Tensor:
 
 def _state(op: ReduceOp) -> tuple[Any, float | torch.Tensor | None]:
     """The op as an enum value, and PREMUL_SUM's factor."""
-    state: tuple[Any, float | torch.Tensor | None] = op.__getstate__()  # type: ignore[attr-defined]
+    state: tuple[Any, float | torch.Tensor | None] = cast(Any, op).__getstate__()
     return state
 
 
