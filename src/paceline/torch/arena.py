@@ -54,8 +54,20 @@ class Arena:
         return cls(plan, parameters, sections)
 
     @classmethod
-    def allocate(cls, plan: Plan, parameters: Sequence[torch.Tensor]) -> Arena:
-        """An arena in memory of each section's own device, filled with zeros."""
+    def allocate(
+        cls, plan: Plan, parameters: Sequence[torch.Tensor], instead_of: Arena | None = None
+    ) -> Arena:
+        """An arena in memory of each section's own device, filled with zeros.
+
+        In that of another arena if there is one: another order of the same parameters has sections of the
+        same sizes.
+        """
+        if instead_of is not None:
+            kinds = {
+                (s.dtype, s.device): memory
+                for s, memory in zip(instead_of.plan.sections, instead_of.sections)
+            }
+            return cls(plan, parameters, [kinds[s.dtype, s.device].zero_() for s in plan.sections])
         sections = [
             torch.zeros(
                 (section.end_byte - section.begin_byte) // section.itemsize,

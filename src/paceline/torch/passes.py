@@ -193,11 +193,14 @@ class GradientPasses:
             return
         before = self._reduction
         self._waited_before_s += before.reducer.waited_s
-        self._plan, self._reduction = plan, self._factory.make(plan, self._tensors.trainable)
+        self._plan = plan
         if self._config.gradients_in_arena:
+            self._reduction = self._factory.make(plan, self._tensors.trainable)
             self._move_gradients(before)
+            before.reducer.close()
+        else:  # the arena is free, so there need never be two
+            self._reduction = self._factory.make(plan, self._tensors.trainable, instead_of=before)
         self._install_hooks()
-        before.reducer.close()
 
     def _move_gradients(self, before: Reduction) -> None:
         views = zip(self._tensors.trainable, before.arena.views, self._reduction.arena.views)

@@ -74,11 +74,21 @@ class ReductionFactory:
         else:
             self._peers.broadcast(payload)
 
-    def make(self, plan: Plan, parameters: Sequence[torch.Tensor]) -> Reduction:
-        """An arena for this plan, filled with zeros, and its reducer. Collective."""
+    def make(
+        self, plan: Plan, parameters: Sequence[torch.Tensor], instead_of: Reduction | None = None
+    ) -> Reduction:
+        """An arena for this plan, filled with zeros, and its reducer. Collective.
+
+        Args:
+            plan: The same on all ranks.
+            parameters: Those that the plan lists.
+            instead_of: Another plan's reduction, which is over: its memory is given back, or used again.
+        """
         if self.host_group is not None:
             from paceline import _core
 
+            if instead_of is not None:
+                instead_of.reducer.close()
             reducer = _core.Reducer(
                 self.host_group,
                 plan.arena_bytes,
@@ -90,7 +100,7 @@ class ReductionFactory:
             shared = Arena.on_memory(plan, parameters, reducer.arena_pointer, owner=reducer)
             return Reduction(shared, reducer, takes_pointers=True)
         assert isinstance(self._peers, ProcessGroupPeers)
-        arena = Arena.allocate(plan, parameters)
+        arena = Arena.allocate(plan, parameters, instead_of.arena if instead_of is not None else None)
         transport = ProcessGroupTransport(arena, self._peers, checks_finite=self._checks_finite)
         return Reduction(arena, EngineReducer(plan, transport), takes_pointers=False)
 
