@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import statistics
 import time
 from typing import Any
 
@@ -92,7 +93,7 @@ def _row(entry: Entry, tries: list[dict[str, Any]]) -> list[str]:
     slowest = sorted(max(one["seconds"]) for one in good)
     named = sum(one["named"] for one in good)
     count = f"{len(good)} of {len(tries)}" if len(good) < len(tries) else str(len(tries))
-    median = slowest[len(slowest) // 2]
+    median = statistics.median(slowest)
     error = str(good[0]["error"]).splitlines()[0][:60]
     times = [format_time(median), format_time(slowest[-1])]
     return [entry.label, count, *times, f"{named} of {len(good)}", error]
