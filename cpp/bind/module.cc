@@ -16,6 +16,7 @@
 #include <mutex>
 #include <type_traits>
 
+#include "bind/buffer.h"
 #include "bind/call.h"
 #include "bind/failures.h"
 #include "collectives/host_group.h"
@@ -134,6 +135,20 @@ class PyHostGroup {
       group.all_reduce(as_pointer(data), count, type, checked_op(op, type),
                        weight, timeout_s);
     });
+  }
+  /// The same on a numpy array; false: it is not one that can be taken as it
+  /// is.
+  bool all_reduce_array(nb::handle array, int op, double weight,
+                        double timeout_s) {
+    const ArrayBuffer buffer(array.ptr());
+    if (!buffer.dtype() ||
+        !is_supported(*buffer.dtype(), static_cast<ReduceOp>(op)))
+      return false;
+    collective(buffer.count(), [&](HostGroup& group) {
+      group.all_reduce(buffer.data(), buffer.count(), *buffer.dtype(),
+                       static_cast<ReduceOp>(op), weight, timeout_s);
+    });
+    return true;
   }
   void reduce(Pointer data, size_t count, int dtype, int op, int root,
               double timeout_s) {
@@ -363,6 +378,8 @@ void bind_group(nb::module_& m) {
                    [](PyHostGroup& g) { return g.group().is_closed(); })
       .def("all_reduce", &PyHostGroup::all_reduce, "pointer"_a, "count"_a,
            "dtype"_a, "op"_a, "weight"_a = 1.0, "timeout_s"_a = kDefault)
+      .def("all_reduce_array", &PyHostGroup::all_reduce_array, "array"_a,
+           "op"_a, "weight"_a, "timeout_s"_a)
       .def("reduce", &PyHostGroup::reduce, "pointer"_a, "count"_a, "dtype"_a,
            "op"_a, "root"_a, "timeout_s"_a = kDefault)
       .def("reduce_scatter", &PyHostGroup::reduce_scatter, "in_pointer"_a,

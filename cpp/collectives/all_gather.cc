@@ -40,7 +40,7 @@ void HostGroup::gather_everywhere_or_at(int root, const void* in, void* out,
     return;
   }
   const uint64_t place = place_of(in, bytes);
-  if (meet(place)) {
+  if (meet(place) == Places::kInRegion) {
     copy_all([&](int r) { return slab(r) + place; }, 0, bytes);
     meet();
     return;

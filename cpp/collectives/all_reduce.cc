@@ -8,21 +8,26 @@
 //   N small buffers by itself. Bytes read per rank: B + N * B, all in cache.
 // In the region, two synchronisations and no copy:
 //   1. meet;  2. rank r reduces chunk r of everybody's array and writes the
-//   mean into everybody's array;
-//   3. meet.  Over all ranks, each byte of each array is read once and written
-//   once.
+//   mean into everybody's array;  3. meet.  Over all ranks, each byte of each
+//   array is read once and written once.
 // Any other array, in pieces of kPieceBytes through two staging buffers, one
-// synchronisation a piece:
-//   step k: copy piece k in;  meet;  reduce own chunk of piece k in place; copy
-//   piece k - 1 out. Two buffers are enough: piece k + 1 goes where piece k - 1
-//   was, which this rank has just copied out and which the others finished
-//   reducing before they arrived in step k.
+// synchronisation a piece. What costs is not the copies but the cache lines
+// that change owner between cores:
+//   N <= kDirectRanks, step k: copy piece k in;  meet;  reduce all of
+//   everybody's piece k straight into the own array. N - 1 lines travel per
+//   line of result. else, step k: copy piece k in;  meet;  reduce own chunk of
+//   piece k in place; copy piece k - 1 out. About 2 lines travel, but more is
+//   copied. Two buffers are enough: piece k + 1 goes where piece k - 1 was, and
+//   nobody needs that any more once all have arrived in step k.
 #include <string.h>
 
 #include "collectives/host_group.h"
 
 namespace paceline {
 namespace {
+
+constexpr size_t kTinyBytes = 2048;
+constexpr int kDirectRanks = 2;  // more were not measured: 2 cores
 
 struct Range {
   size_t begin;
@@ -59,27 +64,36 @@ void HostGroup::reduce(void* data, size_t count, DType dtype, ReduceOp op,
 void HostGroup::reduce_everywhere_or_at(int root, void* data, size_t count,
                                         DType dtype, ReduceOp op) {
   const size_t bytes = count * dtype_bytes(dtype);
-  if (bytes <= kSmallBytes) {
-    memcpy(small(rank_), data, bytes);
-    meet();
-    if (root >= 0 && root != rank_) return;
-    double storage[kMaxWorld];
-    const void* inputs[kMaxWorld];
-    for (int r = 0; r < world(); ++r) inputs[r] = small(r);
-    fault_point(Point::kBeforeReduce);
-    paceline::reduce(dtype, op, inputs, world(), &data, 1, count,
-                     weights(storage), nullptr);
-    return;
-  }
-  const uint64_t place = place_of(data, bytes);
-  if (meet(place)) {
+  // Below kTinyBytes the second synchronisation costs more than a copy.
+  const uint64_t place = bytes <= kTinyBytes ? 0 : place_of(data, bytes);
+  if (bytes <= kSmallBytes && place == 0) memcpy(small(rank_), data, bytes);
+  const Places places = meet(place);
+  if (places == Places::kInRegion) {
     reduce_chunk([&](int r) { return slab(r) + place; }, root, count, dtype,
                  op);
     meet();
+  } else if (places == Places::kOutside && bytes <= kSmallBytes) {
+    if (root < 0 || root == rank_)
+      reduce_all([&](int r) { return small(r); }, data, count, dtype, op);
+  } else if (world() <= kDirectRanks) {
+    reduce_from_pieces(root, static_cast<std::byte*>(data), count, dtype, op);
   } else {
     reduce_through_pieces(root, static_cast<std::byte*>(data), count, dtype,
                           op);
   }
+}
+
+// Everybody's array at array_of(rank), whole, into `out`.
+template <class ArrayOf>
+void HostGroup::reduce_all(ArrayOf array_of, void* out, size_t count,
+                           DType dtype, ReduceOp op) {
+  double storage[kMaxWorld];
+  const void* inputs[kMaxWorld];
+  for (int r = 0; r < world(); ++r) inputs[r] = array_of(r);
+  fault_point(Point::kBeforeReduce);
+  paceline::reduce(dtype, op, inputs, world(), &out, 1, count, weights(storage),
+                   nullptr);
+  fault_point(Point::kAfterReduce);
 }
 
 // This rank's chunk of the arrays at array_of(rank), in place; root < 0: the
@@ -99,6 +113,22 @@ void HostGroup::reduce_chunk(ArrayOf array_of, int root, size_t count,
   paceline::reduce(dtype, op, arrays, world(), outputs, root < 0 ? world() : 1,
                    chunk.size(), weights(storage), nullptr);
   fault_point(Point::kAfterReduce);
+}
+
+void HostGroup::reduce_from_pieces(int root, std::byte* data, size_t count,
+                                   DType dtype, ReduceOp op) {
+  const size_t size = dtype_bytes(dtype);
+  const size_t most = kPieceBytes / size;
+  for (size_t begin = 0; begin < count; begin += most, ++step_) {
+    const size_t elements = std::min(most, count - begin);
+    std::byte* own = data + begin * size;
+    memcpy(piece(rank_, step_), own, elements * size);
+    meet();
+    if (root >= 0 && root != rank_) continue;
+    // The own array rather than its copy: it is in the cache just as well.
+    reduce_all([&](int r) { return r == rank_ ? own : piece(r, step_); }, own,
+               elements, dtype, op);
+  }
 }
 
 void HostGroup::reduce_through_pieces(int root, std::byte* data, size_t count,

@@ -21,7 +21,7 @@ void HostGroup::broadcast(void* data, size_t bytes, int root,
     return;
   }
   const uint64_t place = place_of(data, bytes);
-  if (meet(place)) {
+  if (meet(place) == Places::kInRegion) {
     fault_point(Point::kCopyOut);
     if (!is_root) memcpy(data, slab(root) + place, bytes);
     meet();

@@ -57,6 +57,13 @@ struct GroupOptions {
 
 inline constexpr int64_t kSignalRecheckNs = 500'000'000;
 
+/// Where the ranks' arrays of one call lie.
+enum class Places {
+  kDifferent,  ///< at different offsets, or not all in the region
+  kOutside,    ///< all outside the region
+  kInRegion,   ///< all in the region, at the same offset
+};
+
 class HostGroup {
  public:
   /// Maps the region behind `fd` and takes place `rank` in it. Reserves this
@@ -171,9 +178,8 @@ class HostGroup {
   void begin(CallKind kind, size_t count, DType dtype, ReduceOp op, int root,
              double weight, double timeout_s);
   /// Arrives at the gate and waits for everybody. Throws kMismatch on every
-  /// rank when calls differ. Returns whether `place` was the same on all ranks
-  /// and not 0.
-  bool meet(uint64_t place = 0);
+  /// rank when calls differ. Returns how the `place`s of all ranks compare.
+  Places meet(uint64_t place = 0);
   /// 0 when the pointer is not in this rank's heap; else a number that is equal
   /// at equal offsets.
   uint64_t place_of(const void* data, size_t bytes) const;
@@ -182,8 +188,13 @@ class HostGroup {
   template <class ArrayOf>
   void reduce_chunk(ArrayOf array_of, int root, size_t count, DType dtype,
                     ReduceOp op);
+  template <class ArrayOf>
+  void reduce_all(ArrayOf array_of, void* out, size_t count, DType dtype,
+                  ReduceOp op);
   void reduce_through_pieces(int root, std::byte* data, size_t count,
                              DType dtype, ReduceOp op);
+  void reduce_from_pieces(int root, std::byte* data, size_t count, DType dtype,
+                          ReduceOp op);
   void gather_everywhere_or_at(int root, const void* in, void* out,
                                size_t bytes);
   const double* weights(double (&storage)[kMaxWorld]) const;

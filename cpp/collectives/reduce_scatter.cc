@@ -36,7 +36,7 @@ void HostGroup::reduce_scatter(const void* in, void* out, size_t count,
     return;
   }
   const uint64_t place = place_of(in, block_bytes * ranks);
-  if (meet(place)) {
+  if (meet(place) == Places::kInRegion) {
     for (int r = 0; r < world(); ++r)
       inputs[r] = slab(r) + place + block_bytes * static_cast<size_t>(rank_);
     // `out` may be a part of `in`; nobody else reads this rank's block there.

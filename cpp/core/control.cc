@@ -66,8 +66,8 @@ size_t Layout::control_bytes() const {
   return round_up(channels_at() + pairs * sizeof(Channel), kPageBytes);
 }
 
-int create_region(int world, const uint64_t nonce[2]) {
-  Layout layout{world, largest_slab(world)};
+int create_region(int world, const uint64_t nonce[2], size_t slab_limit) {
+  Layout layout{world, std::min(largest_slab(world), slab_limit)};
   const size_t least =
       round_up(layout.heap_at() + (size_t{64} << 20), kPageBytes);
   while (!can_map(layout.region_bytes()) && layout.slab_bytes / 2 >= least) {

@@ -185,8 +185,10 @@ struct Layout {
 };
 
 /// Creates a region for `world` ranks and writes its header. Slabs shrink until
-/// the file can be mapped. Returns the descriptor. Throws Failure{kNoMemory}.
-int create_region(int world, const uint64_t nonce[2]);
+/// the file can be mapped, or to `slab_limit` (sanitizers leave little address
+/// space). Returns the descriptor. Throws Failure{kNoMemory}.
+int create_region(int world, const uint64_t nonce[2],
+                  size_t slab_limit = SIZE_MAX);
 
 inline uint32_t pack_abort(Reason reason, int by, int culprit) {
   return static_cast<uint32_t>(reason) << 16 |
