@@ -36,14 +36,14 @@ struct Product {
 struct Min {
   template <class T>
   static T apply(T a, T b) {
-    return (a < b) | (a != a) ? a : b;
+    return ((a < b) | (a != a)) ? a : b;
   }
 };
 
 struct Max {
   template <class T>
   static T apply(T a, T b) {
-    return (a > b) | (a != a) ? a : b;
+    return ((a > b) | (a != a)) ? a : b;
   }
 };
 
