@@ -1,0 +1,254 @@
+// What the survivors learn: of calls that differ, deaths, goodbyes, deadlines
+// and ranks that raise, whatever they are waiting in.
+
+#include <string.h>
+
+#include <string>
+#include <vector>
+
+#include "check.h"
+#include "core/faults.h"
+#include "group_world.h"
+
+namespace paceline {
+namespace {
+
+using testing::failure_of;
+using testing::is_late;
+using testing::run_group;
+
+void sum(HostGroup& group, size_t count) {
+  std::vector<float> array(count, 1);
+  group.all_reduce(array.data(), count, DType::kFloat32, ReduceOp::kSum, 1, -1);
+  for (const float each : array)
+    CHECK_EQ(each, static_cast<float>(group.world()));
+}
+
+TEST(calls_that_differ_fail_everywhere_and_the_group_stays) {
+  run_group(3, [](HostGroup& group) {
+    const bool odd = group.rank() == 1;
+    uint8_t bytes[64] = {};
+    float floats[64] = {};
+    const std::vector<std::function<void()>> disagreements = {
+        [&] { group.broadcast(bytes, odd ? 8 : 9, 0, -1); },
+        [&] { group.broadcast(bytes, 8, odd ? 1 : 0, -1); },
+        [&] { odd ? group.barrier(-1) : group.broadcast(bytes, 8, 0, -1); },
+        [&] {
+          group.all_reduce(floats, 4, odd ? DType::kInt32 : DType::kFloat32,
+                           ReduceOp::kSum, 1, -1);
+        },
+        [&] {
+          group.all_reduce(floats, 4, DType::kFloat32,
+                           odd ? ReduceOp::kMax : ReduceOp::kSum, 1, -1);
+        },
+        [&] { odd ? (void)group.allocate(4, -1) : group.barrier(-1); },
+        [&] {
+          odd ? (void)group.allocate(4, -1) : (void)group.allocate(5, -1);
+        },
+        [&] {
+          std::vector<uint8_t> large(2 * kPieceBytes);
+          odd ? group.broadcast(large.data(), large.size(), 0, -1)
+              : group.all_gather(bytes, large.data(), 8, -1);
+        },
+    };
+    for (const auto& disagree : disagreements) {
+      CHECK_EQ(failure_of(disagree).reason, Reason::kMismatch);
+      sum(group, 10);
+      sum(group, kPieceBytes);
+    }
+  });
+}
+
+TEST(sizes_of_all_to_all_that_differ_are_told) {
+  run_group(3, [](HostGroup& group) {
+    std::vector<uint8_t> in(64), out(64);
+    std::vector<uint64_t> sends(3, 8), expects(3, 8);
+    if (group.rank() == 2) expects[1] = 9;
+    const Failure failure = failure_of(
+        [&] { group.all_to_all(in.data(), sends, out.data(), expects, -1); });
+    CHECK_EQ(failure.reason, Reason::kMismatch);
+    CHECK(failure.message ==
+          "all_to_all: rank 1 sends 8 bytes to rank 2, which expects 9");
+    sum(group, 3);
+  });
+}
+
+/// Rank 1 stops at `point` of `call`, as a SIGKILL would stop it; the others
+/// must learn of it in the same call or the next.
+void check_death(Point point, uint32_t nth,
+                 const std::function<void(HostGroup&)>& call) {
+  run_group(3, [&](HostGroup& group) {
+    group.barrier(-1);
+    if (group.rank() == 1) {
+      arm_fault(point, FaultAction::kRaise, nth);
+      const Failure injected = failure_of([&] { call(group); });
+      disarm_fault();
+      CHECK_EQ(injected.reason, Reason::kInjected);
+      group.die_for_test();
+      return;
+    }
+    const Failure failure = failure_of([&] {
+      call(group);
+      group.barrier(-1);
+    });
+    CHECK_EQ(failure.reason, Reason::kDied);
+    CHECK_EQ(failure.culprit, 1);
+    CHECK(is_late(failure, 1));
+    // The group is over, and says so.
+    CHECK_EQ(failure_of([&] { group.barrier(-1); }).reason, Reason::kDied);
+  });
+}
+
+TEST(a_death_at_every_step_of_a_collective) {
+  const auto sum_of = [](size_t count) {
+    return [count](HostGroup& group) { sum(group, count); };
+  };
+  for (const Point point :
+       {Point::kCallBegin, Point::kBeforeArrive, Point::kAfterArrive})
+    for (const size_t count : {size_t{4}, kPieceBytes})
+      check_death(point, 1, sum_of(count));
+  check_death(Point::kBeforeReduce, 1, sum_of(4));
+  check_death(Point::kBeforeReduce, 3, sum_of(kPieceBytes));
+  check_death(Point::kAfterReduce, 2, sum_of(kPieceBytes));
+  check_death(Point::kCopyOut, 1, sum_of(kPieceBytes));
+  check_death(Point::kAllocate, 1,
+              [](HostGroup& group) { group.allocate(5000, -1); });
+}
+
+TEST(a_death_in_a_message) {
+  for (const Point point : {Point::kSend, Point::kReceive}) {
+    check_death(point, 2, [&](HostGroup& group) {
+      std::vector<uint8_t> data(4 * kOutboxBytes);
+      const bool sends = (group.rank() == 1) == (point == Point::kSend);
+      if (group.rank() == 2) return;
+      const int peer = 1 - group.rank();
+      group.wait(sends ? group.start_send(data.data(), data.size(), peer, 0)
+                       : group.start_receive(data.data(), data.size(), peer, 0),
+                 -1);
+    });
+  }
+}
+
+TEST(a_death_without_futex_waitv) {
+  disable_futex_waitv(true);
+  check_death(Point::kBeforeArrive, 1,
+              [](HostGroup& group) { sum(group, 10); });
+  disable_futex_waitv(false);
+}
+
+TEST(several_deaths_at_once_are_all_named) {
+  run_group(5, [](HostGroup& group) {
+    group.barrier(-1);
+    if (group.rank() % 2 == 1) return group.die_for_test();
+    while (!has_died(group.line(1)) || !has_died(group.line(3))) sched_yield();
+    const Failure failure = failure_of([&] { group.barrier(-1); });
+    CHECK_EQ(failure.reason, Reason::kDied);
+    CHECK(is_late(failure, 1) && is_late(failure, 3));
+    CHECK(!is_late(failure, 0) && !is_late(failure, 2));
+  });
+}
+
+TEST(a_rank_that_raises_is_quoted) {
+  run_group(3, [](HostGroup& group) {
+    if (group.rank() == 2) {
+      group.abort("ValueError: no such file");
+      group.abort("a second thought");
+      return;
+    }
+    const Failure failure = failure_of([&] { group.barrier(-1); });
+    CHECK_EQ(failure.reason, Reason::kRaised);
+    CHECK_EQ(failure.culprit, 2);
+    CHECK(failure.message == "ValueError: no such file");
+  });
+}
+
+TEST(a_rank_that_leaves_while_others_wait_for_it) {
+  run_group(3, [](HostGroup& group) {
+    group.barrier(-1);
+    if (group.rank() == 0) return group.close();
+    const Failure failure = failure_of([&] { group.barrier(-1); });
+    CHECK_EQ(failure.reason, Reason::kLeft);
+    CHECK_EQ(failure.culprit, 0);
+  });
+}
+
+TEST(a_rank_that_is_late_is_named_everywhere) {
+  run_group(4,
+            [](HostGroup& group) {
+              // The latch is outside of the group: rank 2 is alive and does
+              // nothing.
+              static std::atomic<int> raised{0};
+              if (group.rank() == 2) {
+                while (raised.load() < 3) sched_yield();
+                raised = 0;
+                CHECK_EQ(failure_of([&] { group.barrier(-1); }).reason,
+                         Reason::kDeadline);
+                return;
+              }
+              const Failure failure = failure_of([&] { group.barrier(0.3); });
+              CHECK_EQ(failure.reason, Reason::kDeadline);
+              CHECK(is_late(failure, 2));
+              CHECK(failure.waited_s >= 0.3);
+              raised.fetch_add(1);
+            },
+            {.timeout_s = 60});
+}
+
+TEST(a_wait_is_reported_once_after_the_warning_time) {
+  struct Counting : Hooks {
+    void slow(const Failure& so_far) override {
+      ++count;
+      named = is_late(so_far, 1);
+    }
+    int count = 0;
+    bool named = false;
+  };
+  run_group(2,
+            [](HostGroup& group) {
+              static std::atomic<bool> was_told{false};
+              if (group.rank() == 1) {
+                while (!was_told.load()) sched_yield();
+                group.barrier(-1);
+                return;
+              }
+              Counting hooks;
+              struct Watching : Hooks {
+                explicit Watching(Counting& c) : counting(c) {}
+                void slow(const Failure& so_far) override {
+                  counting.slow(so_far);
+                  was_told = true;
+                }
+                Counting& counting;
+              } watching(hooks);
+              current_hooks = &watching;
+              group.barrier(-1);
+              current_hooks = nullptr;
+              CHECK_EQ(hooks.count, 1);
+              CHECK(hooks.named);
+            },
+            {.timeout_s = 60, .warn_after_s = 0.05});
+}
+
+TEST(a_closed_group_refuses_and_wakes_its_own_waits) {
+  run_group(2, [](HostGroup& group) {
+    static std::atomic<bool> is_over{false};
+    if (group.rank() == 1) {
+      while (!is_over.load()) sched_yield();
+    } else {
+      // Another thread of this rank waits when it closes.
+      std::thread waiting([&] {
+        CHECK_EQ(failure_of([&] { group.barrier(-1); }).reason,
+                 Reason::kClosed);
+      });
+      while (group.line(0).call_number.load() == 0) sched_yield();
+      group.close();
+      waiting.join();
+      CHECK_EQ(failure_of([&] { group.barrier(-1); }).reason, Reason::kClosed);
+      group.close();
+      is_over = true;
+    }
+  });
+}
+
+}  // namespace
+}  // namespace paceline

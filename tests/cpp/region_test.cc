@@ -1,0 +1,101 @@
+// The region by itself: sealed, sparse, reserved and given back, not inherited.
+
+#include "core/region.h"
+
+#include <fcntl.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "check.h"
+#include "core/control.h"
+#include "group_world.h"
+
+namespace paceline {
+namespace {
+
+constexpr size_t kBytes = size_t{64} << 20;
+
+size_t resident_bytes(int fd) {
+  struct stat status;
+  CHECK_EQ(fstat(fd, &status), 0);
+  return static_cast<size_t>(status.st_blocks) * 512;
+}
+
+TEST(a_region_is_sparse_sealed_and_closed_on_exec) {
+  const int fd = Region::create(kBytes);
+  CHECK_EQ(resident_bytes(fd), size_t{0});
+  CHECK_EQ(ftruncate(fd, kBytes / 2), -1);
+  CHECK_EQ(ftruncate(fd, kBytes * 2), -1);
+  CHECK(fcntl(fd, F_GETFD) & FD_CLOEXEC);
+  close(fd);
+}
+
+TEST(memory_is_reserved_and_given_back) {
+  const int fd = Region::create(kBytes);
+  Region one(fd);
+  Region two(fd);
+  CHECK_EQ(one.size(), kBytes);
+  one.reserve(1 << 20, 4 << 20);
+  CHECK_EQ(resident_bytes(fd), size_t{4} << 20);
+  memset(one.data() + (1 << 20), 7, 4 << 20);
+  CHECK_EQ(static_cast<int>(two.data()[(5 << 20) - 1]), 7);
+  two.release(1 << 20, 4 << 20);
+  CHECK_EQ(resident_bytes(fd), size_t{0});
+  one.reserve(1 << 20, 4 << 20);
+  CHECK_EQ(static_cast<int>(one.data()[1 << 20]), 0);
+  one.reserve(0, 0);
+  one.release(0, 0);
+  close(fd);
+}
+
+TEST(more_memory_than_there_is_is_refused) {
+  Region::check_memory(1 << 20);
+  const Failure failure =
+      testing::failure_of([] { Region::check_memory(uint64_t{1} << 50); });
+  CHECK_EQ(failure.reason, Reason::kNoMemory);
+  CHECK(failure.message.find("1125899906842624 bytes are needed") == 0);
+}
+
+TEST(an_unsealed_file_is_refused) {
+  const int fd = memfd_create("test", MFD_CLOEXEC);
+  CHECK_EQ(ftruncate(fd, kBytes), 0);
+  CHECK_EQ(testing::failure_of([&] { Region region(fd); }).reason,
+           Reason::kNoMemory);
+  close(fd);
+}
+
+TEST(a_group_refuses_memory_of_another_job_and_a_taken_place) {
+  const uint64_t nonce[2] = {1, 2};
+  const uint64_t other[2] = {1, 3};
+  const int fd = create_region(2, nonce, size_t{32} << 20);
+  const GroupOptions options{.timeout_s = 0.2};
+  const auto join_as = [&](int rank, const uint64_t (&with)[2]) {
+    return testing::failure_of([&] { HostGroup(fd, rank, with, options); });
+  };
+  CHECK_EQ(join_as(0, other).reason, Reason::kMisuse);
+  CHECK_EQ(join_as(2, nonce).reason, Reason::kMisuse);
+  CHECK_EQ(join_as(-1, nonce).reason, Reason::kMisuse);
+  HostGroup first(fd, 0, nonce, options);
+  CHECK_EQ(join_as(0, nonce).reason, Reason::kMisuse);
+  // Rank 1 never comes.
+  const Failure late = testing::failure_of([&] { first.join(); });
+  CHECK_EQ(late.reason, Reason::kDeadline);
+  CHECK(testing::is_late(late, 1) && !testing::is_late(late, 0));
+  close(fd);
+}
+
+TEST(a_fork_counts_in_the_child_alone) {
+  const uint32_t before = fork_generation();
+  const pid_t child = fork();
+  if (child == 0) _exit(fork_generation() == before + 1 ? 0 : 1);
+  int status = -1;
+  waitpid(child, &status, 0);
+  CHECK_EQ(status, 0);
+  CHECK_EQ(fork_generation(), before);
+}
+
+}  // namespace
+}  // namespace paceline
