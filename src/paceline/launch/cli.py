@@ -6,7 +6,7 @@ import argparse
 import difflib
 import importlib.machinery
 import os
-import shutil
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -164,7 +164,7 @@ def _find_module(name: str) -> object | None:
 
 def _script_hint(command: Sequence[str]) -> str:
     name = command[0]
-    if Path(name).name.startswith("python") and shutil.which(name):
+    if re.fullmatch(r"python[\d.]*", Path(name).name):
         rest = " ".join(command[1:]) or "script.py"
         return f"`paceline run` starts python itself: `paceline run {rest}`"
     if _find_module(name.split(".")[0]) is not None and not name.endswith(".py"):
