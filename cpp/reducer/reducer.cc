@@ -109,6 +109,7 @@ void Reducer::plan(std::vector<BucketSpan> spans) {
   unused_words_ = (parameters_.size() + 63) / 64;
   ready_in_pass_.assign(parameters_.size(), 0);
   copy_back_.assign(parameters_.size(), nullptr);
+  reduced_in_pass_.assign(segments_.size(), 0);
   weights_.assign(static_cast<size_t>(group_.world()), 1.0);
 }
 
@@ -246,6 +247,22 @@ void Reducer::progress(Appetite appetite) {
   }
 }
 
+std::byte* Reducer::own_place_of(const Segment& segment) const {
+  auto* gradient = static_cast<std::byte*>(copy_back_[segment.parameter]);
+  if (gradient == nullptr) return nullptr;
+  return gradient + (segment.offset - parameters_[segment.parameter].offset);
+}
+
+// What other ranks reduced lies in the arena only.
+void Reducer::copy_back() {
+  for (size_t s = 0; s < segments_.size(); ++s) {
+    std::byte* own = own_place_of(segments_[s]);
+    if (own == nullptr || reduced_in_pass_[s] == pass_) continue;
+    memcpy(own, arena() + segments_[s].offset,
+           segments_[s].count * dtype_bytes(segments_[s].dtype));
+  }
+}
+
 void Reducer::read_weights() {
   weights_known_ = true;
   weights_all_one_ = true;
@@ -263,6 +280,12 @@ void Reducer::reduce_chunk(const Chunk& chunk) {
   for (uint32_t s = chunk.first_segment; s < chunk.end_segment; ++s) {
     const Segment& segment = segments_[s];
     for (int r = 0; r < world; ++r) arrays[r] = arena_of(r) + segment.offset;
+    // Where the gradient is not in the arena, it is read and replaced where it
+    // is: one copy less to bring back.
+    if (std::byte* own = own_place_of(segment); own != nullptr) {
+      arrays[group_.rank()] = own;
+      reduced_in_pass_[s] = pass_;
+    }
     ReduceStats seen;
     paceline::reduce(segment.dtype, ReduceOp::kMean, arrays, world, arrays,
                      world, segment.count,
@@ -312,11 +335,7 @@ uint32_t Reducer::finish(uint32_t forwards, bool allow_unused) {
     progress(Appetite::kAll);
     return control().chunks_done.load(std::memory_order_acquire) >= all;
   });
-  for (size_t p = 0; p < parameters_.size(); ++p) {
-    if (ready_in_pass_[p] != pass_ || copy_back_[p] == nullptr) continue;
-    memcpy(copy_back_[p], arena() + parameters_[p].offset,
-           parameters_[p].count * dtype_bytes(parameters_[p].dtype));
-  }
+  copy_back();
   const bool is_nonfinite =
       control().nonfinite_pass.load(std::memory_order_relaxed) == pass_;
   return verdict | (is_nonfinite ? kPassNonFinite : 0);
@@ -329,6 +348,7 @@ void Reducer::add_unused() {
     if (ready_in_pass_[p] == pass_) continue;
     const auto [offset, count, dtype] = parameters_[p];
     memset(arena() + offset, 0, count * dtype_bytes(dtype));
+    copy_back_[p] = nullptr;
     for (const uint32_t b : buckets_of_[p]) {
       if (--buckets_[b].pending == 0) post(buckets_[b], b);
     }

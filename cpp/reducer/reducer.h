@@ -153,6 +153,9 @@ class Reducer {
   void progress(Appetite appetite);
   bool claim_chunk(size_t bucket, uint32_t* chunk);
   void reduce_chunk(const Chunk& chunk);
+  /// Where this rank's gradient is, if not in the arena; else null.
+  std::byte* own_place_of(const Segment& segment) const;
+  void copy_back();
   void read_weights();
   uint32_t end_backward(uint32_t forwards, uint32_t flags);
   void restart_without_reduction();
@@ -210,6 +213,8 @@ class Reducer {
   double weight_ = 1;
   std::vector<uint64_t>
       ready_in_pass_;  ///< by parameter: the last pass it was ready in
+  std::vector<uint64_t> reduced_in_pass_;  ///< by segment: the last pass in
+                                           ///< which this rank reduced it
   std::vector<void*> copy_back_;  ///< by parameter: where the mean goes, null:
                                   ///< it stays in the arena
   bool weights_known_ = false;
