@@ -1,9 +1,5 @@
-// paceline._core: the core as Python sees it. The only file that includes
+// paceline._core: the core as Python sees it. The only folder that includes
 // Python.
-//
-// Pointers cross as integers. A call holds Python's lock until it sleeps or has
-// much to copy, because giving the lock away and taking it back costs more than
-// a small collective.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -12,281 +8,19 @@
 #include <nanobind/stl/vector.h>
 #include <unistd.h>
 
-#include <chrono>
-#include <mutex>
-#include <type_traits>
-
-#include "bind/buffer.h"
-#include "bind/call.h"
 #include "bind/failures.h"
-#include "collectives/host_group.h"
+#include "bind/py_host_group.h"
+#include "bind/py_reducer.h"
 #include "core/control.h"
 #include "core/faults.h"
 #include "core/futex.h"
 #include "kernels/kernels.h"
-#include "reducer/reducer.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace paceline {
 namespace {
-
-using Pointer = uintptr_t;
-
-void* as_pointer(Pointer pointer) { return reinterpret_cast<void*>(pointer); }
-
-// Payloads from which copying takes longer than handing Python's lock to
-// another thread and back.
-constexpr size_t kUnlockBytes = 64 * 1024;
-/// How long to wait for another thread's collective before a look at signals.
-constexpr std::chrono::milliseconds kLockSlice{100};
-
-DType checked_dtype(int dtype) {
-  if (dtype < 0 || dtype > static_cast<int>(DType::kBool))
-    misuse("unknown dtype number " + std::to_string(dtype));
-  return static_cast<DType>(dtype);
-}
-
-ReduceOp checked_op(int op, DType dtype) {
-  if (op < 0 || op > static_cast<int>(ReduceOp::kProduct))
-    misuse("unknown op number " + std::to_string(op));
-  if (!is_supported(dtype, static_cast<ReduceOp>(op)))
-    misuse("mean needs a floating type");
-  return static_cast<ReduceOp>(op);
-}
-
-void check_root(const HostGroup& group, int root) {
-  if (root < 0 || root >= group.world()) {
-    misuse("root " + std::to_string(root) + " is not a rank of a group of " +
-           std::to_string(group.world()));
-  }
-}
-
-template <class Body>
-using Result = std::invoke_result_t<Body, HostGroup&>;
-
-/// A HostGroup, and how to build its errors.
-class PyHostGroup {
- public:
-  PyHostGroup(int fd, int rank, nb::bytes nonce, const std::string& name,
-              double timeout_s, double warn_after_s, double spin_us,
-              nb::object slow) {
-    if (nonce.size() != 16) misuse("the nonce must have 16 bytes");
-    uint64_t words[2];
-    memcpy(words, nonce.c_str(), sizeof(words));
-    slow_ = std::move(slow);
-    {
-      CallHooks hooks(nullptr, slow_, true);
-      group_ = std::make_unique<HostGroup>(
-          fd, rank, words,
-          GroupOptions{name, timeout_s, warn_after_s, spin_us});
-    }
-    call(kUnlockBytes, [](HostGroup& group) { group.join(); });
-  }
-
-  /// Turns failures of `body` into Python exceptions.
-  template <class Body>
-  Result<Body> guard(CallHooks& hooks, Body body) {
-    try {
-      return body(*group_);
-    } catch (const Failure& failure) {
-      // Whoever waits for this rank in the same call would wait in vain.
-      if (failure.reason == Reason::kInterrupted)
-        group_->abort("interrupted by a signal (KeyboardInterrupt?)");
-      hooks.lock();
-      raise_failure(failure, group_.get());
-    }
-  }
-
-  /// Runs `body`, which will copy about `bytes`.
-  template <class Body>
-  Result<Body> call(size_t bytes, Body body) {
-    check_not_forked();
-    CallHooks hooks(group_.get(), slow_, bytes >= kUnlockBytes);
-    return guard(hooks, body);
-  }
-
-  /// The same for a collective: those of one process take turns.
-  template <class Body>
-  Result<Body> collective(size_t bytes, Body body) {
-    check_not_forked();
-    CallHooks hooks(group_.get(), slow_, bytes >= kUnlockBytes);
-    std::unique_lock turn(group_->call_mutex(), std::try_to_lock);
-    if (!turn.owns_lock()) hooks.before_block();
-    while (!turn.owns_lock() && !turn.try_lock_for(kLockSlice)) {
-      if (hooks.interrupted()) throw nb::python_error();
-    }
-    return guard(hooks, body);
-  }
-
-  HostGroup& group() { return *group_; }
-  /// Before anything else is touched: a forked child maps no region, and a lock
-  /// may have been held by a thread that it does not have.
-  void check_not_forked() {
-    if (group_->is_forked())
-      raise_failure({.reason = Reason::kForked}, group_.get());
-  }
-
-  void all_reduce(Pointer data, size_t count, int dtype, int op, double weight,
-                  double timeout_s) {
-    collective(count, [&](HostGroup& group) {
-      const DType type = checked_dtype(dtype);
-      group.all_reduce(as_pointer(data), count, type, checked_op(op, type),
-                       weight, timeout_s);
-    });
-  }
-  /// The same on a numpy array; false: it is not one that can be taken as it
-  /// is.
-  bool all_reduce_array(nb::handle array, int op, double weight,
-                        double timeout_s) {
-    const ArrayBuffer buffer(array.ptr());
-    if (!buffer.dtype() ||
-        !is_supported(*buffer.dtype(), static_cast<ReduceOp>(op)))
-      return false;
-    collective(buffer.count(), [&](HostGroup& group) {
-      group.all_reduce(buffer.data(), buffer.count(), *buffer.dtype(),
-                       static_cast<ReduceOp>(op), weight, timeout_s);
-    });
-    return true;
-  }
-  void reduce(Pointer data, size_t count, int dtype, int op, int root,
-              double timeout_s) {
-    collective(count, [&](HostGroup& group) {
-      check_root(group, root);
-      const DType type = checked_dtype(dtype);
-      group.reduce(as_pointer(data), count, type, checked_op(op, type), root,
-                   timeout_s);
-    });
-  }
-  void reduce_scatter(Pointer in, Pointer out, size_t count, int dtype, int op,
-                      double timeout_s) {
-    collective(count, [&](HostGroup& group) {
-      const DType type = checked_dtype(dtype);
-      group.reduce_scatter(as_pointer(in), as_pointer(out), count, type,
-                           checked_op(op, type), timeout_s);
-    });
-  }
-  void broadcast(Pointer data, size_t bytes, int root, double timeout_s) {
-    collective(bytes, [&](HostGroup& group) {
-      check_root(group, root);
-      group.broadcast(as_pointer(data), bytes, root, timeout_s);
-    });
-  }
-  void all_gather(Pointer in, Pointer out, size_t bytes, double timeout_s) {
-    collective(bytes, [&](HostGroup& group) {
-      group.all_gather(as_pointer(in), as_pointer(out), bytes, timeout_s);
-    });
-  }
-  void gather(Pointer in, Pointer out, size_t bytes, int root,
-              double timeout_s) {
-    collective(bytes, [&](HostGroup& group) {
-      check_root(group, root);
-      group.gather(as_pointer(in), as_pointer(out), bytes, root, timeout_s);
-    });
-  }
-  void scatter(Pointer in, Pointer out, size_t bytes, int root,
-               double timeout_s) {
-    collective(bytes, [&](HostGroup& group) {
-      check_root(group, root);
-      group.scatter(as_pointer(in), as_pointer(out), bytes, root, timeout_s);
-    });
-  }
-  void all_to_all(Pointer in, const std::vector<uint64_t>& in_bytes,
-                  Pointer out, const std::vector<uint64_t>& out_bytes,
-                  double timeout_s) {
-    collective(kUnlockBytes, [&](HostGroup& group) {
-      group.all_to_all(as_pointer(in), in_bytes, as_pointer(out), out_bytes,
-                       timeout_s);
-    });
-  }
-  void barrier(double timeout_s) {
-    collective(0, [&](HostGroup& group) { group.barrier(timeout_s); });
-  }
-  TransferId start_send(Pointer data, size_t bytes, int destination,
-                        uint64_t tag) {
-    return call(bytes, [&](HostGroup& group) {
-      return group.start_send(as_pointer(data), bytes, destination, tag);
-    });
-  }
-  TransferId start_receive(Pointer data, size_t bytes, int source,
-                           uint64_t tag) {
-    return call(bytes, [&](HostGroup& group) {
-      return group.start_receive(as_pointer(data), bytes, source, tag);
-    });
-  }
-  bool test(TransferId id) {
-    return call(kUnlockBytes, [&](HostGroup& group) { return group.test(id); });
-  }
-  void wait(TransferId id, double timeout_s) {
-    call(kUnlockBytes, [&](HostGroup& group) { group.wait(id, timeout_s); });
-  }
-  void send(Pointer data, size_t bytes, int destination, uint64_t tag,
-            double timeout_s) {
-    wait(start_send(data, bytes, destination, tag), timeout_s);
-  }
-  void recv(Pointer data, size_t bytes, int source, uint64_t tag,
-            double timeout_s) {
-    wait(start_receive(data, bytes, source, tag), timeout_s);
-  }
-  size_t allocate(size_t bytes, double timeout_s) {
-    return collective(kUnlockBytes, [&](HostGroup& group) {
-      return group.allocate(bytes, timeout_s);
-    });
-  }
-  Pointer pointer(size_t offset, int rank) {
-    check_root(*group_, rank);
-    return reinterpret_cast<Pointer>(group_->slab(rank) + offset);
-  }
-
- private:
-  std::unique_ptr<HostGroup> group_;
-  nb::object slow_;
-};
-
-/// A Reducer, with the group kept alive behind it.
-class PyReducer {
- public:
-  PyReducer(nb::object group, size_t arena_bytes,
-            const std::vector<size_t>& offsets,
-            const std::vector<size_t>& counts, const std::vector<int>& dtypes,
-            const std::vector<std::pair<size_t, size_t>>& buckets)
-      : owner_(std::move(group)), group_(nb::cast<PyHostGroup*>(owner_)) {
-    group_->collective(kUnlockBytes, [&](HostGroup& core) {
-      if (offsets.size() != counts.size() || offsets.size() != dtypes.size()) {
-        misuse("offsets, counts and dtypes must have one entry per parameter");
-      }
-      std::vector<ParameterSpan> parameters;
-      for (size_t i = 0; i < offsets.size(); ++i) {
-        parameters.push_back({offsets[i], counts[i], checked_dtype(dtypes[i])});
-      }
-      std::vector<BucketSpan> spans;
-      for (const auto& [begin, end] : buckets) spans.push_back({begin, end});
-      reducer_ = std::make_unique<Reducer>(
-          core, arena_bytes, std::move(parameters), std::move(spans));
-    });
-  }
-
-  void mark_ready(size_t parameter, Pointer gradient) {
-    group_->call(0, [&](HostGroup&) {
-      reducer_->mark_ready(parameter, as_pointer(gradient));
-    });
-  }
-  uint32_t finish(uint32_t forwards, bool allow_unused) {
-    return group_->call(kUnlockBytes, [&](HostGroup&) {
-      return reducer_->finish(forwards, allow_unused);
-    });
-  }
-  Reducer& reducer() {
-    group_->check_not_forked();
-    return *reducer_;
-  }
-
- private:
-  nb::object owner_;
-  PyHostGroup* group_;
-  std::unique_ptr<Reducer> reducer_;
-};
 
 void bind_kernels(nb::module_& m) {
   m.def(
@@ -480,7 +214,7 @@ void bind_reducer(nb::module_& m) {
       .def("nonfinite", [](PyReducer& r) { return r.reducer().nonfinite(); })
       .def("squared_norm",
            [](PyReducer& r) { return r.reducer().squared_norm(); })
-      .def("close", [](PyReducer& r) { r.reducer().close(); });
+      .def("close", &PyReducer::close);
 }
 
 }  // namespace

@@ -9,10 +9,6 @@
 namespace paceline {
 namespace {
 
-constexpr size_t round_up(size_t bytes, size_t unit) {
-  return (bytes + unit - 1) / unit * unit;
-}
-
 constexpr uint64_t mix(uint64_t x) {  // the finalizer of MurmurHash3: every
                                       // input bit reaches every output bit
   x ^= x >> 33;

@@ -32,6 +32,10 @@ inline constexpr size_t kSmallBytes = 16 * 1024;
 inline constexpr size_t kPieceBytes = 256 * 1024;
 inline constexpr size_t kOutboxBytes = 128 * 1024;
 
+inline constexpr size_t round_up(size_t bytes, size_t unit) {
+  return (bytes + unit - 1) / unit * unit;
+}
+
 enum class CallKind : uint32_t {
   kNone = 0,
   kAllReduce = 1,

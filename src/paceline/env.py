@@ -114,7 +114,7 @@ def read_rank_environment(
         rank = _require_int(environ, (launcher.rank,), launcher)
     _check_range(rank, world_size, rank_name)
     local_rank = local_world_size = None
-    if launcher is not None:
+    if launcher is not None and _is_place_of(environ, launcher, rank, world_size):
         local_rank, local_world_size = _local_place(environ, launcher, rank, world_size)
     master_addr, master_port = "", 0
     if needs_address or address is not None:
@@ -162,6 +162,12 @@ def _find_launcher(environ: Mapping[str, str]) -> _Launcher | None:
         if launcher.rank in environ and (launcher.name != "Slurm" or "SLURM_STEP_ID" in environ):
             return launcher
     return None
+
+
+def _is_place_of(environ: Mapping[str, str], launcher: _Launcher, rank: int, world_size: int) -> bool:
+    """Whether the launcher means this place; arguments may put the process into another, smaller job."""
+    launched = _optional_int(environ, (launcher.rank,)), _optional_int(environ, launcher.world_size)
+    return launched == (rank, world_size)
 
 
 def _local_place(

@@ -63,6 +63,29 @@ def dtype_number(array: Array, op: ReduceOp, what: str) -> int:
     return number
 
 
+def check_blocks(array: Array, world_size: int, what: str) -> None:
+    """Raises ConfigError unless the first axis has one block per rank."""
+    if array.ndim == 0 or array.shape[0] != world_size:
+        raise ConfigError(
+            f"{what}: the first axis must have one block per rank.",
+            expected=f"shape ({world_size}, ...)",
+            got=f"shape {array.shape}",
+        )
+
+
+def take_or_make(out: Array | None, shape: tuple[int, ...], dtype: np.dtype[Any], what: str) -> Array:
+    """`out`, or a new array where it is None. Raises ConfigError when it does not fit."""
+    if out is None:
+        return np.empty(shape, dtype)
+    if out.shape != shape or out.dtype != dtype:
+        raise ConfigError(
+            f"{what}: `out` does not fit.",
+            expected=f"shape {shape}, {dtype}",
+            got=f"shape {out.shape}, {out.dtype}",
+        )
+    return out
+
+
 class _Block:
     """A piece of this rank's share of the region; gives it back when the last array on it is gone."""
 

@@ -7,8 +7,7 @@ core. Imports rendezvous and the core; no framework.
 from __future__ import annotations
 
 import functools
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -17,23 +16,14 @@ import numpy.typing as npt
 
 from paceline import _core
 from paceline.collectives import arrays
-from paceline.collectives.arrays import Array, address_of, dtype_number
+from paceline.collectives.arrays import Array, address_of, check_blocks, dtype_number, take_or_make
 from paceline.collectives.call_queue import CallQueue
-from paceline.collectives.failures import describe_slow
+from paceline.collectives.formation import form_core
 from paceline.collectives.member_exchange import MemberExchange
 from paceline.collectives.ops import ReduceOp, parse_op
 from paceline.collectives.work import TransferWork, Work
-from paceline.errors import ConfigError, RendezvousError, format_ranks
+from paceline.errors import ConfigError
 from paceline.rendezvous import lifetime
-from paceline.rendezvous.exchange import Exchange
-from paceline.rendezvous.host import share_memory
-
-_log = logging.getLogger("paceline")
-
-
-def report_slow(facts: Mapping[str, Any]) -> None:
-    """Log whom this rank has been waiting for."""
-    _log.warning("%s", describe_slow(facts))
 
 
 class Group:
@@ -177,7 +167,7 @@ class Group:
         Example:
             Rank 0 holds [1, 2] and rank 1 holds [3, 4]; both get [[1, 2], [3, 4]].
         """
-        out = self._out(out, (self.world_size, *array.shape), array.dtype, "all_gather")
+        out = take_or_make(out, (self.world_size, *array.shape), array.dtype, "all_gather")
         source = address_of(array, "all_gather", is_written=False)
         target = address_of(out, "all_gather")
         args = (source, target, array.nbytes, _seconds(timeout_s))
@@ -202,8 +192,8 @@ class Group:
             Rank 0 holds [[1], [2]] and rank 1 holds [[3], [4]]; rank 0 gets [4], rank 1 gets [6].
         """
         op = parse_op(op)
-        self._check_blocks(array, "reduce_scatter")
-        out = self._out(out, array.shape[1:], array.dtype, "reduce_scatter")
+        check_blocks(array, self.world_size, "reduce_scatter")
+        out = take_or_make(out, array.shape[1:], array.dtype, "reduce_scatter")
         source = address_of(array, "reduce_scatter", is_written=False)
         dtype = dtype_number(array, op, "reduce_scatter")
         target = address_of(out, "reduce_scatter")
@@ -259,8 +249,8 @@ class Group:
         Example:
             Rank 0 holds [[1], [2]] and rank 1 holds [[3], [4]]; rank 0 gets [[1], [3]], rank 1 [[2], [4]].
         """
-        self._check_blocks(array, "all_to_all")
-        out = self._out(out, array.shape, array.dtype, "all_to_all")
+        check_blocks(array, self.world_size, "all_to_all")
+        out = take_or_make(out, array.shape, array.dtype, "all_to_all")
         sizes = [array.nbytes // self.world_size] * self.world_size
         source = address_of(array, "all_to_all", is_written=False)
         target = address_of(out, "all_to_all")
@@ -352,7 +342,7 @@ class Group:
         if self.rank not in members:
             return None
         self._drain()
-        return form_group(MemberExchange(self.core, members), name=name, timeout_s=limit_s)
+        return Group(form_core(MemberExchange(self.core, members), name=name, timeout_s=limit_s))
 
     # --- inside ---
 
@@ -393,25 +383,6 @@ class Group:
         if rank == self.rank:
             raise ConfigError(f"{call}: {name} is this rank itself.", got=str(rank))
 
-    def _check_blocks(self, array: Array, call: str) -> None:
-        if array.ndim == 0 or array.shape[0] != self.world_size:
-            raise ConfigError(
-                f"{call}: the first axis must have one block per rank.",
-                expected=f"shape ({self.world_size}, ...)",
-                got=f"shape {array.shape}",
-            )
-
-    def _out(self, out: Array | None, shape: tuple[int, ...], dtype: np.dtype[Any], call: str) -> Array:
-        if out is None:
-            return np.empty(shape, dtype)
-        if out.shape != shape or out.dtype != dtype:
-            raise ConfigError(
-                f"{call}: `out` does not fit.",
-                expected=f"shape {shape}, {dtype}",
-                got=f"shape {out.shape}, {out.dtype}",
-            )
-        return out
-
 
 def _seconds(timeout_s: float | None) -> float:
     return -1.0 if timeout_s is None else float(timeout_s)
@@ -421,39 +392,3 @@ def _checked_tag(tag: int) -> int:
     if not 0 <= tag < 1 << 64:
         raise ConfigError("A message's tag must fit 64 bits.", expected="0 to 2**64 - 1", got=f"tag {tag}")
     return tag
-
-
-def form_group(
-    exchange: Exchange,
-    *,
-    name: str,
-    timeout_s: float,
-    warn_after_s: float = 10.0,
-    group_timeout_s: float | None = None,
-) -> Group:
-    """Make a Group of the ranks that an Exchange connects; they must share a host. Collective.
-
-    Args:
-        timeout_s: For the ranks to come together.
-        group_timeout_s: Deadline of each later call; None: `timeout_s`.
-
-    Raises:
-        RendezvousError: The ranks are on several hosts, or one of them did not come.
-    """
-    memory = share_memory(
-        exchange,
-        name=name,
-        timeout_s=timeout_s,
-        warn_after_s=warn_after_s,
-        group_timeout_s=group_timeout_s,
-        slow=report_slow,
-    )
-    if len(memory.hosts) > 1:
-        memory.host_group.close()
-        raise RendezvousError(
-            f"The {exchange.world_size} ranks of group {name!r} do not share one host's memory.",
-            seen="; ".join(format_ranks(ranks) for ranks in memory.hosts),
-            likely="they run on several machines, or in containers with separate networks",
-            hint="paceline.torch.DistributedDataParallel works across hosts, on a torch process group",
-        )
-    return Group(memory.host_group)

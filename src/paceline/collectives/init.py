@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from paceline.collectives.group import Group, form_group
+from paceline.collectives.formation import form_core
+from paceline.collectives.group import Group
 from paceline.env import read_rank_environment
 from paceline.errors import ConfigError
 from paceline.rendezvous.deadline import Deadline
@@ -62,10 +63,11 @@ def init(
     with HubExchange(
         place.rank, place.world_size, key=key, job_id=place.job_id, name=name, timeout_s=timeout_s
     ) as exchange:
-        return form_group(
+        core = form_core(
             exchange,
             name=name,
             timeout_s=max(deadline.left_s(), 1.0),
             warn_after_s=warn_after_s,
             group_timeout_s=timeout_s,
         )
+    return Group(core)

@@ -74,7 +74,7 @@ class ProcessGroupPeers:
 
     def share_host(self) -> _core.HostGroup | None:
         # Here, not above: a process that only reduces through the group needs no core.
-        from paceline.collectives.group import report_slow
+        from paceline.collectives.formation import report_slow
         from paceline.rendezvous.host import share_memory
 
         memory = share_memory(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.collectives.group import report_slow
+from paceline.collectives.formation import report_slow
 from paceline.errors import ConfigError, format_ranks
 from paceline.rendezvous.host import share_memory
 from paceline.torch.backend.other_devices import MixedProcessGroup

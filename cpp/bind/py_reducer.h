@@ -1,0 +1,58 @@
+// Reducer as Python calls it.
+#pragma once
+
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "bind/py_host_group.h"
+#include "reducer/reducer.h"
+
+namespace paceline {
+
+/// A Reducer, with the group kept alive behind it.
+class PyReducer {
+ public:
+  PyReducer(nb::object group, size_t arena_bytes,
+            const std::vector<size_t>& offsets,
+            const std::vector<size_t>& counts, const std::vector<int>& dtypes,
+            const std::vector<std::pair<size_t, size_t>>& buckets)
+      : owner_(std::move(group)), group_(nb::cast<PyHostGroup*>(owner_)) {
+    group_->collective(kUnlockBytes, [&](HostGroup& core) {
+      if (offsets.size() != counts.size() || offsets.size() != dtypes.size()) {
+        misuse("offsets, counts and dtypes must have one entry per parameter");
+      }
+      std::vector<ParameterSpan> parameters;
+      for (size_t i = 0; i < offsets.size(); ++i) {
+        parameters.push_back({offsets[i], counts[i], checked_dtype(dtypes[i])});
+      }
+      std::vector<BucketSpan> spans;
+      for (const auto& [begin, end] : buckets) spans.push_back({begin, end});
+      reducer_ = std::make_unique<Reducer>(
+          core, arena_bytes, std::move(parameters), std::move(spans));
+    });
+  }
+
+  void mark_ready(size_t parameter, Pointer gradient) {
+    group_->call(0, [&](HostGroup&) {
+      reducer_->mark_ready(parameter, as_pointer(gradient));
+    });
+  }
+  uint32_t finish(uint32_t forwards, bool allow_unused) {
+    return group_->call(kUnlockBytes, [&](HostGroup&) {
+      return reducer_->finish(forwards, allow_unused);
+    });
+  }
+  void close() { reducer_->close(); }
+  Reducer& reducer() {
+    group_->check_not_forked();
+    return *reducer_;
+  }
+
+ private:
+  nb::object owner_;
+  PyHostGroup* group_;
+  std::unique_ptr<Reducer> reducer_;
+};
+
+}  // namespace paceline

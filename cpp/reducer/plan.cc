@@ -1,0 +1,108 @@
+// From parameters and buckets to segments and chunks, and their memory; see the
+// words in reducer.h.
+#include <algorithm>
+#include <string>
+
+#include "reducer/reducer.h"
+
+namespace paceline {
+namespace {
+
+// Chunks large enough that claiming costs nothing, small enough that two ranks
+// share the last bucket.
+constexpr size_t kChunkBytes = 128 * 1024;
+
+}  // namespace
+
+// Cuts parameters into segments, segments into buckets, buckets into chunks.
+void Reducer::plan(std::vector<BucketSpan> spans) {
+  std::vector<Segment> all;
+  uint32_t order = 0;
+  for (uint32_t p = 0; p < parameters_.size(); ++p) {
+    const auto [offset, count, dtype] = parameters_[p];
+    const size_t size = dtype_bytes(dtype);
+    if (offset + count * size > arena_bytes_)
+      misuse("parameter " + std::to_string(p) + " ends outside the arena");
+    if (!is_supported(dtype, ReduceOp::kMean))
+      misuse("parameter " + std::to_string(p) + " is not of a floating type");
+    for (size_t at = 0; at < count; at += kBlockElements) {
+      const size_t length = std::min(kBlockElements, count - at);
+      all.push_back({offset + at * size, static_cast<uint32_t>(length), p,
+                     order++, dtype});
+    }
+  }
+  std::sort(all.begin(), all.end(), [](const Segment& a, const Segment& b) {
+    return a.offset < b.offset;
+  });
+  for (size_t i = 1; i < all.size(); ++i) {
+    if (all[i - 1].offset + all[i - 1].bytes() > all[i].offset) {
+      misuse("parameters " + std::to_string(all[i - 1].parameter) + " and " +
+             std::to_string(all[i].parameter) + " overlap in the arena");
+    }
+  }
+
+  buckets_of_.resize(parameters_.size());
+  size_t next = 0;
+  for (uint32_t b = 0; b < spans.size(); ++b) {
+    Bucket bucket{};
+    bucket.first_chunk = static_cast<uint32_t>(chunks_.size());
+    size_t chunk_bytes =
+        kChunkBytes;  // "full": the first segment opens a chunk
+    while (next < all.size() && all[next].offset < spans[b].end) {
+      const Segment& segment = all[next++];
+      const size_t bytes = segment.bytes();
+      if (segment.offset < spans[b].begin ||
+          segment.offset + bytes > spans[b].end) {
+        misuse("bucket " + std::to_string(b) + " cuts a block of parameter " +
+               std::to_string(segment.parameter));
+      }
+      const auto index = static_cast<uint32_t>(segments_.size());
+      if (chunk_bytes >= kChunkBytes) {
+        chunks_.push_back({index, index});
+        chunk_bytes = 0;
+      }
+      chunk_bytes += bytes;
+      chunks_.back().end_segment = index + 1;
+      std::vector<uint32_t>& owners = buckets_of_[segment.parameter];
+      if (owners.empty() || owners.back() != b) {
+        owners.push_back(b);
+        ++bucket.parameters;
+      }
+      segments_.push_back(segment);
+    }
+    bucket.end_chunk = static_cast<uint32_t>(chunks_.size());
+    if (bucket.first_chunk == bucket.end_chunk)
+      misuse("bucket " + std::to_string(b) + " is empty");
+    buckets_.push_back(bucket);
+  }
+  if (next != all.size()) misuse("the buckets do not cover the arena");
+  total_chunks_ = chunks_.size();
+  segments_in_order_.resize(segments_.size());
+  for (uint32_t i = 0; i < segments_.size(); ++i)
+    segments_in_order_[segments_[i].order] = i;
+  unused_words_ = (parameters_.size() + 63) / 64;
+  ready_in_pass_.assign(parameters_.size(), 0);
+  copy_back_.assign(parameters_.size(), nullptr);
+  reduced_in_pass_.assign(segments_.size(), 0);
+  weights_.assign(static_cast<size_t>(group_.world()), 1.0);
+}
+
+void Reducer::allocate() {
+  layout_.buckets_at = round_up(sizeof(PassControl), kLineBytes);
+  layout_.stats_at =
+      layout_.buckets_at + buckets_.size() * sizeof(BucketControl);
+  layout_.headers_at =
+      round_up(layout_.stats_at + 2 * segments_.size() * sizeof(SegmentStats),
+               kLineBytes);
+  layout_.unused_at = layout_.headers_at + 2 * sizeof(PassHeader);
+  layout_.bytes = layout_.unused_at + 2 * unused_words_ * sizeof(uint64_t);
+  control_at_ = group_.allocate(layout_.bytes, -1);
+  try {
+    arena_at_ = group_.allocate(arena_bytes_, -1);
+  } catch (...) {
+    group_.free(control_at_);
+    throw;
+  }
+}
+
+}  // namespace paceline

@@ -1,0 +1,56 @@
+"""From an Exchange to the core of a group. Imports rendezvous, errors and the core."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from paceline import _core
+from paceline.collectives.failures import describe_slow
+from paceline.errors import RendezvousError, format_ranks
+from paceline.rendezvous.exchange import Exchange
+from paceline.rendezvous.host import share_memory
+
+_log = logging.getLogger("paceline")
+
+
+def report_slow(facts: Mapping[str, Any]) -> None:
+    """Log whom this rank has been waiting for."""
+    _log.warning("%s", describe_slow(facts))
+
+
+def form_core(
+    exchange: Exchange,
+    *,
+    name: str,
+    timeout_s: float,
+    warn_after_s: float = 10.0,
+    group_timeout_s: float | None = None,
+) -> _core.HostGroup:
+    """Make the core of a group of the ranks that an Exchange connects; they must share a host. Collective.
+
+    Args:
+        timeout_s: For the ranks to come together.
+        group_timeout_s: Deadline of each later call; None: `timeout_s`.
+
+    Raises:
+        RendezvousError: The ranks are on several hosts, or one of them did not come.
+    """
+    memory = share_memory(
+        exchange,
+        name=name,
+        timeout_s=timeout_s,
+        warn_after_s=warn_after_s,
+        group_timeout_s=group_timeout_s,
+        slow=report_slow,
+    )
+    if len(memory.hosts) > 1:
+        memory.host_group.close()
+        raise RendezvousError(
+            f"The {exchange.world_size} ranks of group {name!r} do not share one host's memory.",
+            seen="; ".join(format_ranks(ranks) for ranks in memory.hosts),
+            likely="they run on several machines, or in containers with separate networks",
+            hint="paceline.torch.DistributedDataParallel works across hosts, on a torch process group",
+        )
+    return memory.host_group
