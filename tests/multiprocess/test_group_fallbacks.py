@@ -1,0 +1,48 @@
+"""Machines with less: no futex_waitv, no vector units. The answers have the same bits."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+
+import numpy as np
+import pytest
+
+import paceline
+from paceline import _core
+from tests.harness import ranks, run_ranks
+from tests.multiprocess.test_group_sequences import run_sequence
+
+
+@pytest.mark.parametrize("without", [{0, 1, 2}, {1}])
+@ranks(3, group=None)
+def test_without_futex_waitv(rank, without):
+    """On all ranks, as on a kernel before 5.16, or on one, as under a seccomp filter."""
+    _core.disable_futex_waitv(rank in without)
+    assert not _core.has_futex_waitv() or rank not in without
+    job_id = os.environ["PACELINE_JOB_ID"]
+    with paceline.init(rank=rank, world_size=3, job_id=job_id, timeout_s=60) as group:
+        run_sequence(group, 11, 80)
+
+
+def digest_of_means(group):
+    """Of random inputs, whose sums do depend on the order of additions."""
+    digest = hashlib.sha256()
+    random = np.random.default_rng(group.rank)
+    for dtype in ("float32", "float64", "float16"):
+        for count in (5, 4099, 100_003):
+            array = random.standard_normal(count).astype(dtype)
+            for op, weight in (("sum", 1.0), ("mean", 1.0), ("mean", 0.3 + group.rank)):
+                result = array.copy()
+                group.all_reduce(result, op, weight=weight)
+                digest.update(result.tobytes())
+    return os.environ["PACELINE_ISA"], _core.best_isa(), digest.hexdigest()
+
+
+def test_same_bits_on_every_instruction_set(monkeypatch):
+    answers = []
+    for isa in ("portable", "avx2", "avx512"):
+        monkeypatch.setenv("PACELINE_ISA", isa)
+        answers += run_ranks(digest_of_means, 3)
+    assert answers[0][:2] == ("portable", 0)
+    assert len({digest for *_, digest in answers}) == 1

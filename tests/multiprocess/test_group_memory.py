@@ -1,0 +1,107 @@
+"""Arrays in the region: shapes, zeroes, freeing in any order, and memory that there is not."""
+
+from __future__ import annotations
+
+import gc
+import random
+
+import numpy as np
+import pytest
+from numpy.testing import assert_array_equal
+
+from paceline.errors import ConfigError, RegionError
+from tests.harness import ranks
+
+
+@ranks(2)
+def test_shapes_and_types(group):
+    for shape, dtype in (
+        ((), "float64"),
+        ((0,), "int8"),
+        ((3, 0, 2), "float32"),
+        ((5, 7), "bool"),
+        (9, "int16"),
+    ):
+        array = group.allocate(shape, dtype)
+        assert array.shape == ((shape,) if isinstance(shape, int) else shape)
+        assert array.dtype == np.dtype(dtype)
+        assert array.flags.c_contiguous and array.flags.writeable and array.ctypes.data % 64 == 0
+        assert not array.any()
+    pair = group.allocate(3, np.dtype([("a", "i4"), ("b", "f8")]))
+    pair["b"] = 2
+    assert pair.tolist() == [(0, 2.0)] * 3
+    with pytest.raises(ConfigError, match="negative"):
+        group.allocate((3, -1))
+    with pytest.raises(ConfigError, match="Python objects"):
+        group.allocate(3, object)
+
+
+@ranks(3)
+def test_freed_in_another_order_on_each_rank(group):
+    shared, own = random.Random(1), random.Random(group.rank)
+    held = []
+    for step in range(80):
+        if shared.random() < 0.6 or len(held) < 4:
+            count = shared.randrange(1, 60_000)
+            array = group.allocate(count, np.int64)
+            assert not array.any()  # also where another array was before
+            array[:] = group.rank + step
+            held.append((array, step))
+        else:
+            gone = shared.sample(range(len(held)), 3)
+            for index in sorted(gone, key=lambda _: own.random()):
+                held[index][0][:] = -1
+                held[index] = (None, -1)
+            held = [each for each in held if each[0] is not None]
+        array, value = held[shared.randrange(len(held))]
+        total = array[:100].copy()
+        group.all_reduce(total)
+        assert_array_equal(total, 3 * value + 3)
+        if own.random() < 0.1:
+            gc.collect()
+    for array, value in held:
+        assert_array_equal(array, group.rank + value)
+
+
+@ranks(2)
+def test_a_view_keeps_the_memory(group):
+    view = group.allocate(1000)[10:20]
+    view[:] = group.rank + 1
+    for _ in range(5):
+        group.allocate(1000)[:] = 99
+    group.all_reduce(view)
+    assert_array_equal(view, 3)
+
+
+@ranks(2)
+def test_memory_that_there_is_not(group):
+    with open("/proc/meminfo", encoding="ascii") as file:
+        total_bytes = int(file.readline().split()[1]) * 1024
+    for shape in ((1 << 30, 1 << 30), (1 << 40, 1 << 40), 1 << 62, total_bytes, total_bytes // 2 - (1 << 26)):
+        with pytest.raises(RegionError, match=r"bytes"):
+            group.allocate(shape, np.uint8)
+    array = group.allocate(1 << 20)  # and the group goes on
+    array[:] = 1
+    group.all_reduce(array)
+    assert_array_equal(array, 2)
+
+
+@ranks(1)
+def test_too_many_arrays(group):
+    arrays = [group.allocate(1) for _ in range(4096)]
+    with pytest.raises(RegionError, match="4096 arrays are alive"):
+        group.allocate(1)
+    del arrays[100:]
+    assert len({each.ctypes.data for each in [*arrays, group.allocate(1)]}) == 101
+
+
+@ranks(2)
+def test_memory_outlives_a_closed_group(group):
+    inner = group.subgroup([0, 1])
+    array = inner.allocate(1000)
+    inner.close()
+    del inner
+    array[:] = 5
+    assert array.sum() == 5000
+    del array
+    group.barrier()

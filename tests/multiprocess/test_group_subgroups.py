@@ -1,0 +1,65 @@
+"""Groups of some of the ranks: order, overlap, nesting."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.testing import assert_array_equal
+
+from tests.harness import ranks
+
+
+@ranks(4)
+def test_order_overlap_and_nesting(group):
+    rank = group.rank
+    evens, odds = group.subgroup([0, 2]), group.subgroup([3, 1])
+    overlapping = group.subgroup([1, 2, 3])
+    everybody = group.subgroup([3, 2, 1, 0])
+    mine = evens or odds
+    assert (evens is None) == (rank % 2 == 1) and (odds is None) == (rank % 2 == 0)
+    assert mine.rank == ([0, 2] if evens else [3, 1]).index(rank)
+    assert everybody.rank == 3 - rank
+    assert {group.name, mine.name, everybody.name} == {"world", mine.name, "world/4"}
+    nested = overlapping.subgroup([2, 0]) if overlapping else None  # ranks 3 and 1 of the whole
+    for repeat in range(30):
+        value = rank + repeat
+        for each, members in ((mine, [0, 2] if evens else [3, 1]), (everybody, range(4))):
+            array = np.full(1 + repeat * 3000, value)
+            each.all_reduce(array)
+            assert_array_equal(array, sum(member + repeat for member in members))
+        if overlapping:
+            assert_array_equal(overlapping.all_gather(np.array([rank]))[:, 0], [1, 2, 3])
+        if nested:
+            assert_array_equal(nested.all_gather(np.array([rank]))[:, 0], [3, 1])
+        group.barrier()
+
+
+@ranks(3)
+def test_a_closed_subgroup_does_not_concern_the_others(group):
+    for repeat in range(5):
+        inner = group.subgroup([0, 2])
+        if inner:
+            with inner:
+                array = inner.allocate(1000)
+                array[:] = repeat
+                inner.all_reduce(array)
+                assert_array_equal(array, 2 * repeat)
+        total = np.ones(3)
+        group.all_reduce(total)
+        assert_array_equal(total, 3)
+
+
+@ranks(2)
+def test_messages_of_a_group_and_its_subgroup_do_not_mix(group):
+    inner = group.subgroup([1, 0])
+    other = 1 - group.rank
+    works = [
+        group.send(np.array([1]), other, async_op=True),
+        inner.send(np.array([2]), group.rank, async_op=True),
+    ]
+    got = np.zeros(1, np.int64)
+    inner.recv(got, group.rank)
+    assert got[0] == 2
+    group.recv(got, other)
+    assert got[0] == 1
+    for work in works:
+        work.wait()
