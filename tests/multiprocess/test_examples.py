@@ -27,7 +27,7 @@ def digits(launcher: list[str], folder: Path, *options: str) -> tuple[dict[str, 
     """Run digits.py; its report and its weights."""
     report, weights = folder / "report.json", folder / "weights.pt"
     files = ["--report", str(report), "--save", str(weights)]
-    run(*launcher, str(EXAMPLES / "digits.py"), "--epochs", "2", *files, *options)
+    run(*launcher, str(EXAMPLES / "digits.py"), "--epochs", "1", *files, *options)
     return json.loads(report.read_text()), torch.load(weights, weights_only=True)
 
 
@@ -35,23 +35,29 @@ def paceline_run(ranks: int) -> list[str]:
     return [sys.executable, "-m", "paceline", "run", "-n", str(ranks)]
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_several_processes_train_the_model_of_one(tmp_path, ranks):
-    report, several = digits(paceline_run(ranks), tmp_path)
-    _, alone = digits([sys.executable], tmp_path)
-    assert report["replicas_are_identical"] is True
-    assert several.keys() == alone.keys()
-    for name, weights in several.items():
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    return digits(paceline_run(2), tmp_path_factory.mktemp("two_ranks"))
+
+
+def assert_same_weights(some, others):
+    assert some.keys() == others.keys()
+    for name, weights in some.items():
         torch.testing.assert_close(
-            weights, alone[name], rtol=0, atol=2e-5, msg=lambda text, n=name: f"{n}: {text}"
+            weights, others[name], rtol=0, atol=2e-5, msg=lambda text, n=name: f"{n}: {text}"
         )
 
 
-def test_digits_runs_with_torchs_ddp_and_gets_the_same_model(tmp_path):
-    _, ours = digits(paceline_run(2), tmp_path)
+def test_several_processes_train_the_model_of_one(two_ranks, tmp_path):
+    report, several = two_ranks
+    _, alone = digits([sys.executable], tmp_path)
+    assert report["replicas_are_identical"] is True
+    assert_same_weights(several, alone)
+
+
+def test_digits_runs_with_torchs_ddp_and_gets_the_same_model(two_ranks, tmp_path):
     _, theirs = digits(paceline_run(2), tmp_path, "--ddp", "torch")
-    for name, weights in ours.items():
-        torch.testing.assert_close(weights, theirs[name], rtol=0, atol=2e-5)
+    assert_same_weights(two_ranks[1], theirs)
 
 
 def test_digits_refuses_a_batch_that_can_not_be_shared():
