@@ -101,6 +101,7 @@ void bind_group(nb::module_& m) {
                     double, nb::object>(),
            "fd"_a, "rank"_a, "nonce"_a, "name"_a, "timeout_s"_a,
            "warn_after_s"_a, "spin_us"_a = -1.0, "slow"_a = nb::none())
+      .def("join", &PyHostGroup::join)
       .def_prop_ro("rank", [](PyHostGroup& g) { return g.group().rank(); })
       .def_prop_ro("world_size",
                    [](PyHostGroup& g) { return g.group().world(); })

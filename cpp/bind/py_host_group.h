@@ -69,12 +69,11 @@ class PyHostGroup {
     uint64_t words[2];
     memcpy(words, nonce.c_str(), sizeof(words));
     slow_ = std::move(slow);
-    {
-      CallHooks hooks(nullptr, slow_, true);
-      group_ = std::make_unique<HostGroup>(
-          fd, rank, words,
-          GroupOptions{name, timeout_s, warn_after_s, spin_us});
-    }
+    CallHooks hooks(nullptr, slow_, true);
+    group_ = std::make_unique<HostGroup>(
+        fd, rank, words, GroupOptions{name, timeout_s, warn_after_s, spin_us});
+  }
+  void join() {
     call(kUnlockBytes, [](HostGroup& group) { group.join(); });
   }
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline import _core
-from paceline.errors import RegionError
+from paceline.errors import PacelineError, RegionError, format_ranks
 from paceline.rendezvous import lifetime
 from paceline.rendezvous.deadline import Deadline
 from paceline.rendezvous.exchange import Exchange
@@ -94,6 +94,7 @@ def share_memory(
             )
         if problem:
             hint = f"alone-{exchange.rank}-{secrets.token_hex(8)}"
+    host_group, problem = None, ""
     try:
         host_group = _core.HostGroup(
             fd,
@@ -104,13 +105,38 @@ def share_memory(
             warn_after_s,
             slow=slow,
         )
+    except PacelineError as error:
+        problem = f"{error.summary} {error.seen}"
     finally:
         _close(fd)
+    _join(host_group, exchange, problem, name, deadline)
+    assert host_group is not None
     lifetime.watch(host_group)
     hosts: dict[str, list[int]] = {}
     for rank, offer in enumerate(offers):
         hosts.setdefault(offer["hint"], []).append(rank)
     return HostMemory(host_group, tuple(tuple(ranks) for ranks in hosts.values()))
+
+
+def _join(
+    host_group: _core.HostGroup | None, exchange: Exchange, problem: str, name: str, deadline: Deadline
+) -> None:
+    """Wait for the others in the memory, unless one of them could not map it."""
+    try:
+        problems = [state["problem"] for state in _all_gather(exchange, {"problem": problem}, deadline)]
+        failed = [rank for rank, each in enumerate(problems) if each]
+        if failed or host_group is None:
+            raise RegionError(
+                f"{format_ranks(failed).capitalize()} could not take the shared memory of group {name!r}.",
+                seen="\n".join(problems[rank] for rank in failed),
+                likely="the machine or the container is out of memory",
+                hint="`free -h`, `ulimit -a`, and the container's memory limit",
+            )
+        host_group.join()
+    except BaseException:
+        if host_group is not None:
+            host_group.close()
+        raise
 
 
 def _close(fd: int) -> None:

@@ -222,7 +222,8 @@ class HubExchange:
     def _fail(self, error: RendezvousError) -> NoReturn:
         """Tell everybody who came, then raise."""
         for peer in self._peers.values():
-            _try_send(peer, Frame.FAILED, str(error).encode())
+            told = {"text": str(error), "missing": error.fields.get("missing", ())}
+            _try_send(peer, Frame.FAILED, json.dumps(told).encode())
         raise error
 
     def _gather_and_spread(self, payload: bytes, deadline: Deadline) -> list[bytes]:
@@ -309,8 +310,9 @@ class HubExchange:
 
 def _from_hub(message: bytes) -> RendezvousError:
     """Rank 0's own error, as it was there."""
-    summary, _, rest = message.decode(errors="replace").partition("\n")
-    return RendezvousError(f"Rank 0 gave up: {summary}", seen=rest.strip())
+    told = json.loads(message)
+    summary, _, rest = told["text"].partition("\n")
+    return RendezvousError(f"Rank 0 gave up: {summary}", seen=rest.strip(), missing=tuple(told["missing"]))
 
 
 def _split(joined: bytes, world_size: int) -> list[bytes]:

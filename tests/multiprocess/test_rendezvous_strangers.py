@@ -1,0 +1,164 @@
+"""Whoever else speaks at the meeting place, or dies there, does not harm or hang the job."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from dataclasses import asdict
+
+import pytest
+
+import paceline
+from paceline import _core
+from paceline.errors import PacelineError, RegionError, RendezvousError
+from paceline.rendezvous.deadline import Deadline
+from paceline.rendezvous.frames import Frame, listen, receive_frame, send_frame
+from paceline.rendezvous.hub import Hello, hub_address
+from tests.harness import ranks, run_ranks
+
+
+def init(rank, world_size, **options):
+    job_id = os.environ["PACELINE_JOB_ID"]
+    return paceline.init(rank=rank, world_size=world_size, **{"job_id": job_id, "timeout_s": 30} | options)
+
+
+def hello_of(rank, world_size):
+    return Hello(rank, world_size, os.environ["PACELINE_JOB_ID"], "world", os.getpid())
+
+
+def dial():
+    """A connection to rank 0's meeting place, as soon as it is there."""
+    deadline = Deadline(20)
+    while True:
+        peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            peer.connect("\0" + hub_address(os.environ["PACELINE_JOB_ID"], "world"))
+            return peer
+        except OSError:
+            peer.close()
+            assert not deadline.is_over()
+            time.sleep(0.01)
+
+
+def frame(kind, payload):
+    return bytes([kind]) + len(payload).to_bytes(8, "little") + payload
+
+
+GARBAGE = [
+    b"",
+    b"GET / HTTP/1.1\r\n\r\n",
+    b"\xff" * 100,
+    frame(1, b"{"),
+    frame(1, b"[1, 2]"),
+    frame(1, b'{"rank": 1}'),
+    frame(1, json.dumps(asdict(Hello(1, 2, "", "", 0)) | {"rank": "one"}).encode()),
+    frame(2, b"welcome"),
+    frame(99, b"?"),
+    (1).to_bytes(1, "little") + (1 << 60).to_bytes(8, "little"),
+    frame(1, b"x")[:5],  # and no more: half a message
+]
+
+
+@ranks(2, group=None)
+def test_strangers_are_turned_away(rank):
+    if rank == 0:
+        group = init(0, 2)
+    else:
+        silent = [dial() for _ in range(3)]  # say nothing, and stay
+        for garbage in GARBAGE:
+            with dial() as peer:
+                peer.sendall(garbage)
+        started = time.monotonic()
+        group = init(1, 2)
+        assert time.monotonic() - started < 10
+        for peer in silent:
+            peer.close()
+    with group:
+        group.barrier()
+
+
+def die_as(rank, who):
+    """Rank `who` of 3 dies in the middle of the rendezvous; the others tell what they learned, and when."""
+    if rank == who == 0:
+        listener = listen(hub_address(os.environ["PACELINE_JOB_ID"], "world"), 3)
+        for _ in range(2):
+            peer, _ = listener.accept()
+            receive_frame(peer, Deadline(20))
+        os._exit(9)
+    if rank == who:
+        peer = dial()
+        send_frame(peer, Frame.HELLO, json.dumps(asdict(hello_of(rank, 3))).encode(), Deadline(20))
+        receive_frame(peer, Deadline(20))  # everybody has come
+        os._exit(9)
+    started = time.monotonic()
+    try:
+        init(rank, 3)
+    except RendezvousError as error:
+        return error.missing, str(error), time.monotonic() - started
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_a_death_during_the_rendezvous_is_told_at_once(who):
+    answers = run_ranks(die_as, 3, {"who": who}, group=None, dies={who: 9})
+    for missing, text, waited_s in (answer for answer in answers if answer is not None):
+        assert missing == (who,)
+        assert "lost" in text
+        assert waited_s < 15
+
+
+def fail_to_map(rank, how):
+    """Rank 1 has the region's descriptor, and then dies, or cannot map it."""
+    if rank == 1:
+
+        def fail(*_args, **_options):
+            if how == "dies":
+                os._exit(9)
+            raise RegionError("Shared memory could not be reserved.", seen="mapping: Cannot allocate memory")
+
+        _core.HostGroup = fail
+    started = time.monotonic()
+    try:
+        init(rank, 3)
+    except PacelineError as error:
+        return type(error), str(error), time.monotonic() - started
+
+
+def test_a_rank_that_cannot_map_the_region_is_told_on_all():
+    for rank, (kind, text, waited_s) in enumerate(run_ranks(fail_to_map, 3, {"how": "raises"}, group=None)):
+        assert kind is RegionError
+        assert "Cannot allocate memory" in text
+        assert "ank 1" in text or rank == 1
+        assert waited_s < 15
+
+
+def test_a_rank_that_dies_before_it_maps_the_region():
+    answers = run_ranks(fail_to_map, 3, {"how": "dies"}, group=None, dies={1: 9})
+    for kind, text, waited_s in (answers[0], answers[2]):
+        assert kind is RendezvousError
+        assert "Rank 1 of 3 was lost" in text
+        assert waited_s < 15
+
+
+@ranks(2, group=None)
+def test_a_region_of_another_job_is_not_taken(rank):
+    """The nonce proves that the memory is the announced one."""
+    nonce = bytes(range(16))
+    fd = _core.create_region(1, nonce)
+    assert _core.region_nonce(fd) == nonce
+    with pytest.raises(PacelineError, match="belongs to another job"):
+        _core.HostGroup(fd, 0, bytes(16), "x", 1.0, 1.0)
+    with pytest.raises(PacelineError, match="does not fit a region made for 1 ranks"):
+        _core.HostGroup(fd, 1, nonce, "x", 1.0, 1.0)
+    with pytest.raises(PacelineError, match="16 bytes"):
+        _core.HostGroup(fd, 0, b"short", "x", 1.0, 1.0)
+    with pytest.raises(PacelineError, match="world or nonce"):
+        _core.create_region(129, nonce)
+    empty = os.memfd_create("empty")
+    with pytest.raises(RegionError, match="not sealed"):
+        _core.HostGroup(empty, 0, nonce, "x", 1.0, 1.0)
+    with pytest.raises(RegionError, match="can't be read"):
+        _core.region_nonce(empty)
+    os.close(empty)
+    os.close(fd)
