@@ -1,0 +1,182 @@
+"""The folders are the architecture. Read from the source text: nothing here imports what it checks."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "src" / "paceline"
+
+# Top to bottom, as in docs/design: a layer imports from layers below it and from itself. Folders that
+# share a row do not import each other, but for the bottom row.
+LAYERS = (
+    ("paceline.__main__",),
+    ("paceline.cli",),
+    ("paceline",),
+    ("paceline.torch", "paceline.paddle"),
+    ("paceline.observe.bench",),  # it measures all that is below; a front end adds its own contests to it
+    ("paceline.launch",),
+    ("paceline.data",),
+    ("paceline.reducer",),
+    ("paceline.collectives",),
+    ("paceline.rendezvous",),
+    ("paceline.observe",),
+    ("paceline.errors", "paceline.config", "paceline.env", "paceline._core"),
+)
+BOTTOM = len(LAYERS) - 1
+# Names that say nothing about what is in a file.
+VAGUE = {"utils", "util", "helpers", "helper", "common", "misc"}
+MOST_LINES = 400
+CODE = ("src", "cpp", "tests", "examples", "benchmarks", "scripts", "docs")
+
+
+def python_files() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def layer_of(module: str) -> tuple[int, str]:
+    """Its row in LAYERS, and the entry there that it belongs to."""
+    matches = [
+        (len(entry), row, entry)
+        for row, entries in enumerate(LAYERS)
+        for entry in entries
+        if module == entry or (entry != "paceline" and module.startswith(f"{entry}."))
+    ]
+    if not matches:
+        raise AssertionError(f"{module} is in no layer of design.md")
+    _, row, entry = max(matches)
+    return row, entry
+
+
+def imports_of(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and full module name of each import, at whatever depth it stands."""
+    package = module_of(path) if path.name == "__init__.py" else module_of(path).rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1])
+            module = ".".join(filter(None, [base if node.level else "", node.module]))
+            yield from ((node.lineno, whole_name(module, alias.name)) for alias in node.names)
+
+
+def whole_name(module: str, name: str) -> str:
+    """`from a import b` imports module a.b if there is one, else a."""
+    folder = PACKAGE.parent.joinpath(*module.split("."))
+    is_module = (folder / f"{name}.py").exists() or (folder / name).is_dir() or name == "_core"
+    return f"{module}.{name}" if is_module else module
+
+
+def spell(path: Path, line: int, what: str) -> str:
+    return f"{path.relative_to(ROOT)}:{line}: {what}"
+
+
+def test_imports_point_down_only():
+    wrong = []
+    for path in python_files():
+        row, entry = layer_of(module_of(path))
+        for line, imported in imports_of(path):
+            if imported.split(".")[0] != "paceline":
+                continue
+            below, other = layer_of(imported)
+            if below < row or (below == row and other != entry and row != BOTTOM):
+                wrong.append(spell(path, line, f"{entry} imports {imported}, which is not below it"))
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("framework", ["torch", "paddle"])
+def test_only_the_front_end_imports_its_framework(framework):
+    wrong = [
+        spell(path, line, f"imports {imported}")
+        for path in python_files()
+        if layer_of(module_of(path))[1] != f"paceline.{framework}"
+        for line, imported in imports_of(path)
+        if imported.split(".")[0] == framework
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_only_bind_includes_python():
+    wrong = [
+        spell(path, number, line)
+        for path in sorted((ROOT / "cpp").rglob("*.[ch]*"))
+        if path.parent.name != "bind"
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if line.startswith("#include") and ("Python.h" in line or "nanobind" in line)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_import_paceline_is_light():
+    heavy = ("torch", "paddle", "rich", "matplotlib", "sklearn", "cloudpickle", "multiprocessing.forkserver")
+    code = f"import paceline, sys; print([name for name in {heavy!r} if name in sys.modules])"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.strip() == "[]"
+
+
+def test_files_are_named_for_what_they_hold_and_fit_in_one_sitting():
+    wrong = []
+    for top in CODE:
+        for path in sorted((ROOT / top).rglob("*")):
+            if path.suffix not in {".py", ".pyi", ".cc", ".h"}:
+                continue
+            if path.stem in VAGUE:
+                wrong.append(spell(path, 1, "a name that says nothing"))
+            lines = len(path.read_text().splitlines())
+            if lines > MOST_LINES:
+                wrong.append(
+                    spell(path, lines, f"more than {MOST_LINES} lines: which two ideas does it hold?")
+                )
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_public_name_has_a_docstring():
+    """Every module and class has one; of what a folder's __init__ exports, functions and methods too."""
+    exported = {name for path in python_files() if path.name == "__init__.py" for name in exports_of(path)}
+    wrong = []
+    for path in python_files():
+        tree = ast.parse(path.read_text(), str(path))
+        if not ast.get_docstring(tree):
+            wrong.append(spell(path, 1, "the module has none"))
+        for node in public_definitions(tree):
+            is_class = isinstance(node, ast.ClassDef)
+            if not ast.get_docstring(node) and (is_class or node.name in exported):
+                wrong.append(spell(path, node.lineno, node.name))
+            if is_class and node.name in exported:
+                wrong += [
+                    spell(path, method.lineno, f"{node.name}.{method.name}")
+                    for method in public_definitions(node)
+                    if not ast.get_docstring(method)
+                ]
+    assert not wrong, "\n".join(wrong)
+
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+def exports_of(path: Path) -> list[str]:
+    for node in ast.parse(path.read_text(), str(path)).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return list(ast.literal_eval(node.value))
+    return []
+
+
+def public_definitions(parent: ast.Module | ast.ClassDef) -> Iterator[Definition]:
+    """Functions and classes that need a docstring; overloads and setters have theirs elsewhere."""
+    for node in parent.body:
+        if isinstance(node, Definition) and not node.name.startswith("_"):
+            decorators = {ast.unparse(decorator).rpartition(".")[2] for decorator in node.decorator_list}
+            if not decorators & {"overload", "setter"}:
+                yield node
