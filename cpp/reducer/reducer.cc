@@ -28,9 +28,14 @@ void Reducer::close() {
   group_.free(control_at_, true);
 }
 
-void Reducer::begin_pass() {
+// A pass that the group did not survive stays as it is: going on with it would
+// write where gradients were that the caller has given up since.
+void Reducer::check_usable() const {
   if (closed_) throw Failure{.reason = Reason::kClosed};
   group_.check_usable();
+}
+
+void Reducer::begin_pass() {
   ++pass_;
   in_pass_ = true;
   weights_known_ = false;
@@ -47,11 +52,11 @@ void Reducer::begin_pass() {
 }
 
 void Reducer::mark_ready(size_t parameter, void* gradient) {
+  check_usable();
   if (!in_pass_) begin_pass();
   if (parameter >= parameters_.size())
     misuse("no parameter " + std::to_string(parameter));
   if (ready_in_pass_[parameter] == pass_) {
-    group_.check_usable();  // a pass that the group did not survive never ended
     misuse("parameter " + std::to_string(parameter) +
            " was marked ready twice in one backward pass");
   }
@@ -204,6 +209,7 @@ void Reducer::ring(int count) {
 }
 
 uint32_t Reducer::finish(uint32_t forwards, bool allow_unused) {
+  check_usable();
   if (!in_pass_) begin_pass();
   fault_point(Point::kBeforeEnd);
   uint64_t* bits = unused_bits(group_.rank(), pass_);

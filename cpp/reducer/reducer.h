@@ -143,6 +143,7 @@ class Reducer {
 
   void plan(std::vector<BucketSpan> buckets);
   void allocate();
+  void check_usable() const;
   void begin_pass();
   void post(Bucket& bucket, size_t index);
   void add_unused();
