@@ -176,7 +176,11 @@ void HostGroup::fail_from_abort(double waited_s) const {
     failure.waited_s = noticed.waited_s;
   } else {
     for (int r = 0; r < world(); ++r) {
-      if (r == failure.culprit || has_died(line(r)))
+      // Who died after it had learned of the end did so because of it.
+      const bool is_victim =
+          has_died(line(r)) &&
+          line(r).is_informed.load(std::memory_order_relaxed) == 0;
+      if (r == failure.culprit || is_victim)
         failure.late[r / 64] |= uint64_t{1} << (r % 64);
     }
   }
@@ -185,6 +189,8 @@ void HostGroup::fail_from_abort(double waited_s) const {
     failure.message.assign(raised.message,
                            strnlen(raised.message, sizeof(raised.message)));
   }
+  lines_[static_cast<size_t>(rank_)].is_informed.store(
+      1, std::memory_order_relaxed);
   throw failure;
 }
 

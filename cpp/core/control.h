@@ -146,6 +146,7 @@ struct alignas(kLineBytes) RankLine {
   alignas(kLineBytes)
       uint64_t late[2];  ///< whom this rank gave up on, when `abort` names it
   double waited_s;
+  std::atomic<uint32_t> is_informed;  ///< has raised because of `abort`
   char message[1024];  ///< why this rank raised, when `abort` names it
   char activity[128];  ///< what the rank was last doing, in words
 };

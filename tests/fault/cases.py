@@ -1,0 +1,165 @@
+"""Runs programs with faults, many in one process start, and tells what each rank saw.
+
+A harness rank, which is in no group, forks the ranks of each case; so a case costs milliseconds. The driver
+sees how each of them ended, and the survivors hand in what they raised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import paceline
+from paceline import _core
+from paceline.errors import PacelineError
+from tests.fault.faults import Action, Fault
+from tests.harness import run_ranks
+
+_MOST_STEPS = 10_000  # a fault that has not struck by then is not on the program's way
+_PATIENCE_S = 45.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """`world_size` ranks run `program`, and the faults strike.
+
+    `kills_stopped`: when all ranks that a fault stops have stopped, they are killed, all at once.
+    """
+
+    program: Callable[[Any], Callable[[int], None]]
+    faults: tuple[Fault, ...]
+    world_size: int = 3
+    timeout_s: float = 60.0
+    without_waitv: bool = False
+    kills_stopped: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.program.__name__}: {' and '.join(map(str, self.faults))}"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """How one rank ended."""
+
+    status: int  # negative: the signal that ended it
+    kind: str = ""  # of the exception
+    text: str = ""
+    ranks: tuple[int, ...] = ()  # that it names: `lost` or `late`
+    after_s: float = 0.0  # how long after the kill of `kills_stopped` it raised
+
+
+@dataclass
+class _Running:
+    case: Case
+    pids: list[int]
+    pipes: list[int]
+    killed_s: float = 0.0
+    seen: dict[int, Seen] = field(default_factory=dict)
+
+
+def run_cases(cases: list[Case], at_once: int = 2) -> list[list[Seen]]:
+    """What every rank of every case saw; a rank that was stopped is killed when the others have ended.
+
+    Raises:
+        RanksFailed: A rank hung, or something was left behind.
+    """
+    (answers,) = run_ranks(_drive, 1, {"cases": cases, "at_once": at_once}, group=None, deadline_s=170.0)
+    return answers
+
+
+def _drive(_: int, cases: list[Case], at_once: int) -> list[list[Seen]]:
+    answers = []
+    for begin in range(0, len(cases), at_once):
+        running = [_start(case, begin + i) for i, case in enumerate(cases[begin : begin + at_once])]
+        answers += [_finish(each) for each in running]
+    return answers
+
+
+def _start(case: Case, number: int) -> _Running:
+    job_id = f"{os.environ['PACELINE_JOB_ID']}/{number}"
+    pids, pipes = [], []
+    for rank in range(case.world_size):
+        reading, writing = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(reading)
+            _run_rank(case, rank, job_id, writing)
+        os.close(writing)
+        pids.append(pid)
+        pipes.append(reading)
+    return _Running(case, pids, pipes)
+
+
+def _run_rank(case: Case, rank: int, job_id: str, writing: int) -> None:
+    """In the forked child; does not return."""
+    status = 1
+    try:
+        _core.disable_futex_waitv(case.without_waitv)
+        group = paceline.init(rank=rank, world_size=case.world_size, job_id=job_id, timeout_s=case.timeout_s)
+        step = case.program(group)
+        group.barrier(timeout_s=60)  # a slow start is no fault
+        for number in range(_MOST_STEPS):
+            for fault in case.faults:
+                fault.arm(rank, number)
+            step(number)
+    except BaseException as error:
+        raised_s = time.monotonic()
+        if not isinstance(error, PacelineError) or "injected" in str(error):
+            sys.excepthook(type(error), error, error.__traceback__)  # as the interpreter would
+        named = getattr(error, "lost", ()) or getattr(error, "late", ())
+        seen = Seen(0, type(error).__name__, str(error), named, raised_s)  # made relative by the driver
+        with contextlib.suppress(OSError), os.fdopen(writing, "wb") as pipe:
+            pipe.write(pickle.dumps(seen))
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _finish(running: _Running) -> list[Seen]:
+    """Wait for all ranks; what a fault has stopped is killed, at the end or as the case says."""
+    waiting = dict(enumerate(running.pids))
+    stopping = {fault.rank for fault in running.case.faults if fault.action is Action.STOP}
+    stopped: set[int] = set()
+    until = time.monotonic() + _PATIENCE_S
+    while waiting and time.monotonic() < until:
+        for rank, pid in list(waiting.items()):
+            done, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED)
+            if done and os.WIFSTOPPED(status):
+                stopped.add(rank)
+            elif done:
+                running.seen[rank] = _read(running, rank, os.waitstatus_to_exitcode(status))
+                del waiting[rank]
+        if stopped == stopping and running.case.kills_stopped and not running.killed_s:
+            running.killed_s = time.monotonic()
+            for rank in stopped:
+                os.kill(running.pids[rank], signal.SIGKILL)
+        elif set(waiting) == stopped and not running.killed_s:
+            break
+        time.sleep(0.001)
+    for rank, pid in waiting.items():
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        running.seen[rank] = Seen(-signal.SIGSTOP, "stopped" if rank in stopped else "hung")
+    for pipe in running.pipes:
+        os.close(pipe)
+    return [running.seen[rank] for rank in range(running.case.world_size)]
+
+
+def _read(running: _Running, rank: int, status: int) -> Seen:
+    """What a rank handed in, with the status that it ended with."""
+    parts = []
+    pipe = running.pipes[rank]
+    while select.select([pipe], [], [], 0)[0] and (part := os.read(pipe, 1 << 16)):
+        parts.append(part)
+    if not parts:
+        return Seen(status)
+    seen: Seen = pickle.loads(b"".join(parts))
+    return replace(seen, status=status, after_s=seen.after_s - running.killed_s)

@@ -1,0 +1,85 @@
+"""One line names a fault: `faults.kill(rank=2, step=3, at=Point.AFTER_POST)`.
+
+A fault strikes inside the core, at a labelled step of its protocol (cpp/core/faults.h); there is no timing
+in it. `arm` is called by every rank before every step of its program.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from paceline import _core
+
+
+class Point(IntEnum):
+    """Steps of the protocol, as in cpp/core/faults.h."""
+
+    CALL_BEGIN = 0
+    BEFORE_ARRIVE = 1
+    AFTER_ARRIVE = 2
+    BEFORE_REDUCE = 3
+    AFTER_REDUCE = 4
+    COPY_OUT = 5
+    MARK_READY = 6
+    BEFORE_POST = 7
+    AFTER_POST = 8
+    CHUNK_CLAIMED = 9
+    CHUNK_REDUCED = 10
+    BEFORE_END = 11
+    AFTER_END = 12
+    SEND = 13
+    RECEIVE = 14
+    ALLOCATE = 15
+
+
+class Action(IntEnum):
+    """What happens there."""
+
+    KILL = 0
+    STOP = 1
+    SEGFAULT = 2
+    RAISE = 3
+
+
+@dataclass(frozen=True)
+class Fault:
+    """In step `step` of its program, or as soon afterwards as it comes there, `rank` does `action` at `at`.
+
+    `nth`: not at the first passage but at this one.
+    """
+
+    rank: int
+    action: Action
+    at: Point
+    step: int = 1
+    nth: int = 1
+
+    def __str__(self) -> str:
+        nth = f" ({self.nth})" if self.nth > 1 else ""
+        return f"{self.action.name.lower()} rank {self.rank} at {self.at.name.lower()}{nth}"
+
+    def arm(self, rank: int, step: int) -> None:
+        """If this is the rank and the step: from now on the fault can strike."""
+        if (rank, step) == (self.rank, self.step):
+            _core.arm_fault(self.at, self.action, self.nth)
+
+
+def kill(rank: int, at: Point, step: int = 1, nth: int = 1) -> Fault:
+    """SIGKILL, as the kernel's out-of-memory killer sends it."""
+    return Fault(rank, Action.KILL, at, step, nth)
+
+
+def stop(rank: int, at: Point, step: int = 1, nth: int = 1) -> Fault:
+    """SIGSTOP: the rank is alive, and does nothing any more."""
+    return Fault(rank, Action.STOP, at, step, nth)
+
+
+def segfault(rank: int, at: Point, step: int = 1, nth: int = 1) -> Fault:
+    """SIGSEGV."""
+    return Fault(rank, Action.SEGFAULT, at, step, nth)
+
+
+def raise_error(rank: int, at: Point, step: int = 1, nth: int = 1) -> Fault:
+    """An exception, which ends the rank's program."""
+    return Fault(rank, Action.RAISE, at, step, nth)

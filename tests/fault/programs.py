@@ -1,0 +1,95 @@
+"""What ranks do when a fault strikes: a program is one step, made again and again until something ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from tests.multiprocess.reducer_world import World
+
+Step = Callable[[int], None]
+_LARGE = 150_000  # float64s: several pieces
+
+
+def small(group: Any) -> Step:
+    """One synchronisation per call."""
+    return lambda step: group.all_reduce(np.ones(10))
+
+
+def heavy(group: Any) -> Step:
+    """As `small`, but rank 1 has half a gigabyte, which the kernel must tear down when it dies."""
+    ballast = np.ones(1 << 26 if group.rank == 1 else 10)
+    return lambda step: group.all_reduce(ballast[:10])
+
+
+def in_region(group: Any) -> Step:
+    """Reduced where they lie, between two synchronisations."""
+    array = group.allocate(_LARGE)
+    return lambda step: group.all_reduce(array)
+
+
+def in_pieces(group: Any) -> Step:
+    """Copied through the region."""
+    array = np.ones(_LARGE)
+    return lambda step: group.all_reduce(array)
+
+
+def movements(group: Any) -> Step:
+    """Each of the calls that only copy, from any array and from the region."""
+    world = group.world_size
+    array, blocks, out = np.ones(_LARGE), np.ones((world, _LARGE)), np.ones(_LARGE)
+    shared = group.allocate(_LARGE)
+
+    def step(_: int) -> None:
+        group.broadcast(array)
+        group.broadcast(shared, root=1)
+        group.all_gather(array)
+        group.gather(shared, root=1)
+        group.scatter(blocks, out, root=2)
+        group.all_to_all(blocks)
+        group.reduce_scatter(blocks)
+
+    return step
+
+
+def messages(group: Any) -> Step:
+    """Around the ring, longer than a channel holds."""
+    out, into = np.ones(_LARGE), np.ones(_LARGE)
+
+    def step(_: int) -> None:
+        sent = group.send(out, (group.rank + 1) % group.world_size, async_op=True)
+        group.recv(into, (group.rank - 1) % group.world_size)
+        sent.wait()
+
+    return step
+
+
+def allocations(group: Any) -> Step:
+    """A new array in each step."""
+    return lambda step: group.allocate(5000).fill(step)
+
+
+def passes(group: Any) -> Step:
+    """Backward passes in which every gradient is used."""
+    world = World(group, [(40_000, "float32")] * 3, cap_bytes=60_000)
+
+    def step(number: int) -> None:
+        for param in range(3):
+            world.mark(param, number, elsewhere=param == 1)
+        assert world.reducer.finish(1, False) == 0
+
+    return step
+
+
+def void_passes(group: Any) -> Step:
+    """Backward passes of which nothing is reduced: rank 0 leaves a parameter out."""
+    world = World(group, [(40_000, "float32")] * 3, cap_bytes=60_000)
+
+    def step(number: int) -> None:
+        for param in range(3 if group.rank else 2):
+            world.mark(param, number)
+        assert world.reducer.finish(1, False) == 1
+
+    return step

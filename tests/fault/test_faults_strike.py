@@ -1,0 +1,28 @@
+"""The labels of the tests are those of the core, and a fault that is not armed does nothing."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline import _core
+from tests.fault.faults import Action, Fault, Point, kill
+
+
+def test_points_are_those_of_the_core():
+    assert [point.name.lower() for point in Point] == _core.fault_points()
+    assert [point.value for point in Point] == list(range(len(Point)))
+
+
+def test_a_fault_says_what_it_is():
+    assert str(kill(rank=2, step=3, at=Point.AFTER_POST)) == "kill rank 2 at after_post"
+    assert str(Fault(0, Action.STOP, Point.SEND, nth=2)) == "stop rank 0 at send (2)"
+
+
+@pytest.mark.parametrize(("rank", "step"), [(0, 1), (1, 0), (2, 2)])
+def test_only_the_rank_and_step_that_are_meant_are_armed(rank, step, monkeypatch):
+    armed = []
+    monkeypatch.setattr(_core, "arm_fault", lambda *fault: armed.append(fault))
+    kill(rank=1, step=2, at=Point.SEND).arm(rank, step)
+    assert not armed
+    kill(rank=rank, step=step, at=Point.SEND).arm(rank, step)
+    assert armed == [(Point.SEND, Action.KILL, 1)]
