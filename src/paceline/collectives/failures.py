@@ -22,7 +22,6 @@ from paceline.errors import (
     PacelineError,
     PeerLostError,
     RegionError,
-    RendezvousError,
     format_ranks,
 )
 
@@ -58,6 +57,7 @@ _KINDS = (
     "barrier",
     "allocate",
 )
+_STATES = {"alive": "is alive", "dead": "is dead", "left": "has left"}
 _REDUCTIONS = frozenset({"all_reduce", "reduce", "reduce_scatter"})
 _ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 
@@ -90,20 +90,12 @@ def describe_late(facts: Facts) -> str:
             lines.append(f"rank {rank} has not joined the group")
             continue
         doing = seen["activity"] or f"last call: {describe_call(seen['call'])}"
-        lines.append(f"rank {rank} (pid {seen['pid']}) is {seen['state']}; {doing}")
+        lines.append(f"rank {rank} (pid {seen['pid']}) {_STATES[seen['state']]}; {doing}")
     return "\n".join(lines)
 
 
 def make_error(facts: Facts) -> PacelineError:
     """The exception for what the core saw."""
-    if "group" not in facts and facts["late"]:  # the group was still being formed
-        return RendezvousError(
-            f"{format_ranks(facts['late']).capitalize()} did not attach to the shared memory within "
-            f"{facts['waited_s']:.1f} s.",
-            likely="it died after it had found the others",
-            hint="look at its output",
-            missing=tuple(facts["late"]),
-        )
     return _MAKERS[Reason(facts["reason"])](facts)
 
 

@@ -1,0 +1,154 @@
+"""The words of the core's errors: facts in, one exception out."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from paceline import errors
+from paceline.collectives.failures import Reason, describe_call, describe_late, describe_slow, make_error
+
+
+def call(kind, number=7, **details):
+    return {"kind": kind, "number": number, "dtype": 0, "op": 0, "root": 0, "count": 0} | details
+
+
+def rank_facts(rank, state="alive", activity="", **details):
+    same = details.pop("same_call", call(9))
+    return {
+        "rank": rank,
+        "pid": 1000 + rank,
+        "state": state,
+        "activity": activity,
+        "call": call(1, count=10),
+        "same_call": same,
+    } | details
+
+
+def facts(reason, **details):
+    """Rank 1 of 4 calls all_reduce; `late` and the rest as given."""
+    return {
+        "reason": int(reason),
+        "culprit": 2,
+        "late": [2],
+        "waited_s": 1.25,
+        "message": "",
+        "group": "world",
+        "rank": 1,
+        "world_size": 4,
+        "call": call(1, count=1000),
+        "ranks": [rank_facts(rank) for rank in range(4)],
+    } | details
+
+
+def without_group(reason, **details):
+    """What is known outside of a group: its making, or a forked child."""
+    return {"reason": int(reason), "culprit": -1, "late": [], "waited_s": 0.0, "message": ""} | details
+
+
+@pytest.mark.parametrize(
+    ("described", "expected"),
+    [
+        (call(1, count=1000), "all_reduce(float32 x 1000, sum), call #7"),
+        (call(1, count=0, dtype=5, op=4), "all_reduce(int16 x 0, product), call #7"),
+        (call(5, count=3, dtype=3, op=1, root=2), "reduce(bfloat16 x 3, mean, root 2), call #7"),
+        (call(4, count=3, dtype=9, op=3), "reduce_scatter(bool x 3, max), call #7"),
+        (call(2, count=12, root=3), "broadcast(12 bytes, root 3), call #7"),
+        (call(3, count=12), "all_gather(12 bytes), call #7"),
+        (call(6, count=0), "gather(root 0), call #7"),
+        (call(7, count=8, root=1), "scatter(8 bytes, root 1), call #7"),
+        (call(8), "all_to_all, call #7"),
+        (call(9), "barrier, call #7"),
+        (call(10, count=64), "allocate(64 bytes), call #7"),
+        (call(0, number=0), "no call yet"),
+    ],
+)
+def test_a_call_as_people_write_it(described, expected):
+    assert describe_call(described) == expected
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind", "summary"),
+    [
+        (Reason.DIED, errors.PeerLostError, "Rank 2 of 4 died."),
+        (Reason.RAISED, errors.PeerLostError, "Rank 2 of 4 raised."),
+        (Reason.LEFT, errors.PeerLostError, "Rank 2 of 4 left the group while rank 1 waited for it."),
+        (Reason.DEADLINE, errors.DeadlineError, "Rank 2 of 4 did not arrive within 1.2 s."),
+        (Reason.MISMATCH, errors.MismatchError, "The ranks of group 'world' made different calls."),
+        (Reason.CLOSED, errors.GroupClosedError, "The group is closed."),
+        (Reason.FORKED, errors.ForkedError, "A group was used in a forked child."),
+        (Reason.INTERRUPTED, errors.CollectiveError, "The call was interrupted by a signal."),
+        (Reason.NO_MEMORY, errors.RegionError, "Shared memory could not be reserved."),
+        (Reason.MISUSE, errors.ConfigError, "The core refused a call: too odd."),
+        (Reason.INJECTED, errors.CollectiveError, "too odd."),
+    ],
+)
+def test_every_reason_has_its_error(reason, kind, summary):
+    error = make_error(facts(reason, message="too odd"))
+    assert type(error) is kind
+    assert error.summary == summary
+    copy = pickle.loads(pickle.dumps(error))
+    assert (type(copy), str(copy), copy.fields) == (kind, str(error), error.fields)
+    if reason not in (Reason.FORKED,):
+        assert error.where == "rank 1 of 4, group 'world', all_reduce(float32 x 1000, sum), call #7"
+
+
+def test_every_reason_is_known():
+    assert {int(reason) for reason in Reason} == set(range(1, 12))
+    for reason in (Reason.CLOSED, Reason.FORKED, Reason.NO_MEMORY, Reason.MISUSE):  # possible without a group
+        assert make_error(without_group(reason, message="x")).where == ""
+
+
+def test_the_lost_and_the_late_are_fields():
+    many = {"late": [0, 2, 3], "culprit": 2}
+    died = make_error(facts(Reason.DIED, **many))
+    assert died.lost == (0, 2, 3) and died.rank == 1
+    assert died.summary == "Ranks 0, 2-3 of 4 died."
+    assert "pid 1000, 1002, 1003" in died.seen
+    late = make_error(facts(Reason.DEADLINE, **many))
+    assert late.late == (0, 2, 3)
+    assert isinstance(late, TimeoutError)
+    raised = make_error(facts(Reason.RAISED, message="ValueError: 7", **many))
+    assert raised.lost == (2,)  # the others are its consequence
+    assert raised.seen == "ValueError: 7"
+
+
+def test_late_ranks_are_told_by_what_they_do():
+    ranks = [
+        rank_facts(0, "missing"),
+        rank_facts(1, "alive", "in backward of step 912"),
+        rank_facts(2, "dead"),
+        rank_facts(3, "left"),
+    ]
+    told = describe_late(facts(Reason.DEADLINE, late=[0, 1, 2, 3], ranks=ranks)).splitlines()
+    assert told == [
+        "rank 0 has not joined the group",
+        "rank 1 (pid 1001) is alive; in backward of step 912",
+        "rank 2 (pid 1002) is dead; last call: all_reduce(float32 x 10, sum), call #7",
+        "rank 3 (pid 1003) has left; last call: all_reduce(float32 x 10, sum), call #7",
+    ]
+
+
+def test_a_slow_wait_is_told_in_one_line_and_what_was_seen():
+    told = describe_slow(facts(Reason.DEADLINE, waited_s=10.04))
+    first, second = told.splitlines()
+    assert first == (
+        "rank 1 of 4 has waited 10.0 s for rank 2 in group 'world', all_reduce(float32 x 1000, sum), call #7"
+    )
+    assert second.startswith("rank 2 (pid 1002) is alive")
+
+
+def test_a_mismatch_lists_each_call_once():
+    ranks = [
+        rank_facts(rank, same_call=call(9 if rank == 3 else 3, count=8 * (rank == 1))) for rank in range(4)
+    ]
+    error = make_error(facts(Reason.MISMATCH, ranks=ranks))
+    assert error.seen.splitlines() == [
+        "ranks 0, 2: all_gather, call #7",
+        "rank 1: all_gather(8 bytes), call #7",
+        "rank 3: barrier, call #7",
+    ]
+    assert error.rank == 1
+    of_two = make_error(facts(Reason.MISMATCH, message="receive from rank 2 expected 8 bytes"))
+    assert of_two.seen == "receive from rank 2 expected 8 bytes"
