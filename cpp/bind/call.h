@@ -3,10 +3,17 @@
 
 #include <nanobind/nanobind.h>
 
+#include <atomic>
+
 #include "bind/failures.h"
 #include "collectives/host_group.h"
 
 namespace paceline {
+
+/// Calls that have given Python's lock away and not taken it back yet. At the
+/// end of the interpreter their threads would be ended inside of C++, which
+/// ends the process; so the interpreter waits for them.
+inline std::atomic<int> calls_without_lock{0};
 
 /// Gives Python's lock away when the call sleeps (or at once), and takes it
 /// back at the call's end or when Python must be asked something.
@@ -25,11 +32,15 @@ class CallHooks final : public Hooks {
   CallHooks& operator=(const CallHooks&) = delete;
 
   void before_block() override {
-    if (saved_ == nullptr) saved_ = PyEval_SaveThread();
+    if (saved_ != nullptr) return;
+    calls_without_lock.fetch_add(1);
+    saved_ = PyEval_SaveThread();
   }
   void lock() {
-    if (saved_ != nullptr) PyEval_RestoreThread(saved_);
+    if (saved_ == nullptr) return;
+    PyEval_RestoreThread(saved_);
     saved_ = nullptr;
+    calls_without_lock.fetch_sub(1);
   }
   bool interrupted() override {
     lock();

@@ -237,6 +237,7 @@ NB_MODULE(_core, m) {
   m.attr("MAX_RANKS") = paceline::kMaxWorld;
   m.def("set_failure_factory", &paceline::set_failure_factory, "factory"_a,
         "factory(facts: dict) -> the exception to raise.");
+  m.def("calls_under_way", [] { return paceline::calls_without_lock.load(); });
   m.def("has_futex_waitv", &paceline::has_futex_waitv);
   m.def("disable_futex_waitv", &paceline::disable_futex_waitv, "disabled"_a);
   paceline::bind_kernels(m);

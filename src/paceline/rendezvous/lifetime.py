@@ -10,10 +10,12 @@ import atexit
 import multiprocessing.util
 import os
 import sys
+import time
 import weakref
 from types import TracebackType
 
 from paceline import _core
+from paceline.rendezvous.deadline import Deadline
 
 _live: weakref.WeakSet[_core.HostGroup] = weakref.WeakSet()
 _installed_in = 0  # the process; a forked child loses multiprocessing's list of what to do at its end
@@ -44,6 +46,14 @@ def close_all() -> None:
         core.close()
 
 
+def _leave() -> None:
+    """At the end of the interpreter: no thread may still be inside of the core when it is gone."""
+    close_all()  # which ends the calls of other threads
+    deadline = Deadline(2.0)
+    while _core.calls_under_way() and not deadline.is_over():
+        time.sleep(0.001)
+
+
 def _install() -> None:
     global _installed_in
     if _installed_in == os.getpid():
@@ -56,6 +66,6 @@ def _install() -> None:
         previous(kind, error, traceback)
 
     sys.excepthook = excepthook
-    atexit.register(close_all)
+    atexit.register(_leave)
     # Children of multiprocessing end without atexit, and catch what their target raises.
     multiprocessing.util.Finalize(None, close_all, exitpriority=100)
