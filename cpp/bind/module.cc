@@ -182,9 +182,9 @@ void bind_reducer(nb::module_& m) {
   nb::class_<PyReducer>(m, "Reducer")
       .def(nb::init<nb::object, size_t, const std::vector<size_t>&,
                     const std::vector<size_t>&, const std::vector<int>&,
-                    const std::vector<std::pair<size_t, size_t>>&>(),
+                    const std::vector<std::pair<size_t, size_t>>&, bool>(),
            "group"_a, "arena_bytes"_a, "offsets"_a, "counts"_a, "dtypes"_a,
-           "buckets"_a)
+           "buckets"_a, "assigns_chunks"_a = false)
       .def_prop_ro("arena_pointer",
                    [](PyReducer& r) {
                      return reinterpret_cast<Pointer>(r.reducer().arena());

@@ -16,7 +16,8 @@ class PyReducer {
   PyReducer(nb::object group, size_t arena_bytes,
             const std::vector<size_t>& offsets,
             const std::vector<size_t>& counts, const std::vector<int>& dtypes,
-            const std::vector<std::pair<size_t, size_t>>& buckets)
+            const std::vector<std::pair<size_t, size_t>>& buckets,
+            bool assigns_chunks)
       : owner_(std::move(group)), group_(nb::cast<PyHostGroup*>(owner_)) {
     group_->collective(kUnlockBytes, [&](HostGroup& core) {
       if (offsets.size() != counts.size() || offsets.size() != dtypes.size()) {
@@ -28,8 +29,9 @@ class PyReducer {
       }
       std::vector<BucketSpan> spans;
       for (const auto& [begin, end] : buckets) spans.push_back({begin, end});
-      reducer_ = std::make_unique<Reducer>(
-          core, arena_bytes, std::move(parameters), std::move(spans));
+      reducer_ =
+          std::make_unique<Reducer>(core, arena_bytes, std::move(parameters),
+                                    std::move(spans), assigns_chunks);
     });
   }
 

@@ -116,15 +116,15 @@ void HostGroup::decide_spinning() {
     CPU_OR(&all, &all, &one);
   }
   const double cores = std::min<double>(CPU_COUNT(&all), cgroup_cores());
-  const bool fits = cores >= world();
+  has_core_per_rank_ = cores >= world();
   if (world() == 1) return;
   spin_ns_ =
       static_cast<int64_t>(1000 * (options_.spin_us >= 0 ? options_.spin_us
-                                   : fits                ? kDefaultSpinUs
+                                   : has_core_per_rank_  ? kDefaultSpinUs
                                                          : 0));
   // With more ranks than cores, one yield often lets the late rank run: 5 us
   // instead of a 20 us sleep.
-  yields_ = fits ? 0 : 2;
+  yields_ = has_core_per_rank_ ? 0 : 2;
 }
 
 HostGroup::~HostGroup() {

@@ -82,6 +82,8 @@ class HostGroup {
 
   int rank() const { return rank_; }
   int world() const { return layout_.world; }
+  /// Whether every rank of this host can have a core of its own.
+  bool has_core_per_rank() const { return has_core_per_rank_; }
   const GroupOptions& options() const { return options_; }
 
   // --- collectives; pointers into the region are used where they are, others
@@ -229,6 +231,7 @@ class HostGroup {
   uint64_t step_ = 0;
   int64_t spin_ns_ = 0;
   int yields_ = 0;
+  bool has_core_per_rank_ = false;
   std::atomic<bool> closed_{false};
 };
 

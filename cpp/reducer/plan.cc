@@ -11,6 +11,7 @@ namespace {
 // Chunks large enough that claiming costs nothing, small enough that two ranks
 // share the last bucket.
 constexpr size_t kChunkBytes = 128 * 1024;
+constexpr uint32_t kAssignedChunksPerRank = 2;
 
 }  // namespace
 
@@ -78,8 +79,13 @@ void Reducer::plan(std::vector<BucketSpan> spans) {
   if (next != all.size()) misuse("the buckets do not cover the arena");
   total_chunks_ = chunks_.size();
   segments_in_order_.resize(segments_.size());
-  for (uint32_t i = 0; i < segments_.size(); ++i)
+  first_in_order_.assign(parameters_.size() + 1, 0);
+  for (uint32_t i = 0; i < segments_.size(); ++i) {
     segments_in_order_[segments_[i].order] = i;
+    ++first_in_order_[segments_[i].parameter + 1];
+  }
+  for (size_t p = 0; p < parameters_.size(); ++p)
+    first_in_order_[p + 1] += first_in_order_[p];
   unused_words_ = (parameters_.size() + 63) / 64;
   ready_in_pass_.assign(parameters_.size(), 0);
   copy_back_.assign(parameters_.size(), nullptr);
@@ -87,7 +93,7 @@ void Reducer::plan(std::vector<BucketSpan> spans) {
   weights_.assign(static_cast<size_t>(group_.world()), 1.0);
 }
 
-void Reducer::allocate() {
+void Reducer::allocate(bool assigns_chunks) {
   layout_.buckets_at = round_up(sizeof(PassControl), kLineBytes);
   layout_.stats_at =
       layout_.buckets_at + buckets_.size() * sizeof(BucketControl);
@@ -97,11 +103,37 @@ void Reducer::allocate() {
   layout_.unused_at = layout_.headers_at + 2 * sizeof(PassHeader);
   layout_.bytes = layout_.unused_at + 2 * unused_words_ * sizeof(uint64_t);
   control_at_ = group_.allocate(layout_.bytes, -1);
+  // The next allocation, a collective, brings it to the others.
+  if (group_.rank() == 0)
+    control().assigns_chunks = assigns_chunks && group_.has_core_per_rank();
   try {
     arena_at_ = group_.allocate(arena_bytes_, -1);
   } catch (...) {
     group_.free(control_at_);
     throw;
+  }
+}
+
+// Small buckets are better reduced by the first who can.
+void Reducer::assign_chunks() {
+  if (control().assigns_chunks == 0) return;
+  const auto world = static_cast<uint32_t>(group_.world());
+  const auto rank = static_cast<uint32_t>(group_.rank());
+  for (uint32_t b = 0; b < buckets_.size(); ++b) {
+    Bucket& bucket = buckets_[b];
+    const uint32_t count = bucket.end_chunk - bucket.first_chunk;
+    if (count < kAssignedChunksPerRank * world) continue;
+    bucket.is_assigned = true;
+    // Begins with another rank in each bucket: none gets all the odd ones.
+    bucket.first_own_chunk =
+        bucket.first_chunk + (rank + world - b % world) % world;
+    for (uint32_t c = bucket.first_chunk; c < bucket.end_chunk; ++c) {
+      const uint32_t owner = (c - bucket.first_chunk + b) % world;
+      if (owner == rank) ++own_chunks_;
+      for (uint32_t s = chunks_[c].first_segment; s < chunks_[c].end_segment;
+           ++s)
+        segments_[s].owner = static_cast<int>(owner);
+    }
   }
 }
 

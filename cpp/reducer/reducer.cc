@@ -8,12 +8,13 @@
 namespace paceline {
 Reducer::Reducer(HostGroup& group, size_t arena_bytes,
                  std::vector<ParameterSpan> parameters,
-                 std::vector<BucketSpan> buckets)
+                 std::vector<BucketSpan> buckets, bool assigns_chunks)
     : group_(group),
       parameters_(std::move(parameters)),
       arena_bytes_(arena_bytes) {
   plan(std::move(buckets));
-  allocate();
+  allocate(assigns_chunks);
+  assign_chunks();
 }
 
 Reducer::~Reducer() { close(); }
@@ -49,6 +50,7 @@ void Reducer::begin_pass() {
   PassHeader& own = header(group_.rank(), pass_);
   own.pass = pass_;
   own.weight = weight_;
+  own.owed.store(own_chunks_, std::memory_order_relaxed);
 }
 
 void Reducer::mark_ready(size_t parameter, void* gradient) {
@@ -62,11 +64,10 @@ void Reducer::mark_ready(size_t parameter, void* gradient) {
   }
   fault_point(Point::kMarkReady);
   ready_in_pass_[parameter] = pass_;
-  const auto [offset, count, dtype] = parameters_[parameter];
-  std::byte* place = arena() + offset;
-  const bool is_elsewhere = gradient != nullptr && gradient != place;
+  const bool is_elsewhere = gradient != nullptr &&
+                            gradient != arena() + parameters_[parameter].offset;
   copy_back_[parameter] = is_elsewhere ? gradient : nullptr;
-  if (is_elsewhere) memcpy(place, gradient, count * dtype_bytes(dtype));
+  if (is_elsewhere) copy_in(parameter);
   bool posted = false;
   for (const uint32_t b : buckets_of_[parameter]) {
     if (--buckets_[b].pending > 0) continue;
@@ -74,6 +75,16 @@ void Reducer::mark_ready(size_t parameter, void* gradient) {
     posted = true;
   }
   if (posted) progress(Appetite::kOwnShare);
+}
+
+// What this rank reduces itself is read where it is; the others need the rest.
+void Reducer::copy_in(size_t parameter) {
+  const size_t end = first_in_order_[parameter + 1];
+  for (size_t i = first_in_order_[parameter]; i < end; ++i) {
+    const Segment& segment = segments_[segments_in_order_[i]];
+    if (segment.owner == group_.rank()) continue;
+    memcpy(arena() + segment.offset, own_place_of(segment), segment.bytes());
+  }
 }
 
 void Reducer::post(Bucket& bucket, size_t index) {
@@ -90,6 +101,11 @@ void Reducer::post(Bucket& bucket, size_t index) {
 bool Reducer::claim_chunk(size_t index, uint32_t* chunk) {
   const Bucket& bucket = buckets_[index];
   const uint32_t count = bucket.end_chunk - bucket.first_chunk;
+  if (bucket.is_assigned) {
+    *chunk = bucket.first_own_chunk +
+             bucket.done * static_cast<uint32_t>(group_.world());
+    return *chunk < bucket.end_chunk;
+  }
   std::atomic<uint64_t>& claim = bucket_control(index).claim;
   const uint64_t base = pass_ << 32;
   uint64_t seen = claim.load(std::memory_order_relaxed);
@@ -138,6 +154,7 @@ void Reducer::progress(Appetite appetite) {
       reduce_chunk(chunks_[chunk]);
       fault_point(Point::kChunkReduced);
       ++bucket.done;
+      if (bucket.is_assigned) own.owed.fetch_sub(1, std::memory_order_relaxed);
       // Release: the chunk is written everywhere; partner: the acquire of
       // whoever waits for the count.
       const uint64_t done_chunks =
@@ -160,8 +177,7 @@ void Reducer::copy_back() {
   for (size_t s = 0; s < segments_.size(); ++s) {
     std::byte* own = own_place_of(segments_[s]);
     if (own == nullptr || reduced_in_pass_[s] == pass_) continue;
-    memcpy(own, arena() + segments_[s].offset,
-           segments_[s].count * dtype_bytes(segments_[s].dtype));
+    memcpy(own, arena() + segments_[s].offset, segments_[s].bytes());
   }
 }
 
@@ -329,65 +345,15 @@ void Reducer::wait_until(Stage awaited, Ready ready) {
   group_.wait_until(
       shared.bell, shared.sleepers, group_.timeout_ns(-1), ready, [&](int r) {
         const PassHeader& theirs = header(r, pass_);
+        // What a rank owes is its own fault only once all gradients are there.
+        const bool can_reduce =
+            shared.ended_pass.load(std::memory_order_relaxed) >= pass_;
         return theirs.stage.load(std::memory_order_relaxed) < stage(awaited) ||
-               theirs.is_reducing.load(std::memory_order_relaxed) != 0;
+               theirs.is_reducing.load(std::memory_order_relaxed) != 0 ||
+               (can_reduce && awaited == kEnded &&
+                theirs.owed.load(std::memory_order_relaxed) != 0);
       });
   waited_ns_ += now_ns() - start_ns - (reducing_ns_ - reducing_before_ns);
-}
-
-std::vector<size_t> Reducer::unused(int rank) const {
-  const uint64_t* bits = unused_bits(rank, finished_passes_);
-  std::vector<size_t> found;
-  for (size_t p = 0; p < parameters_.size(); ++p) {
-    if ((bits[p / 64] >> (p % 64) & 1) != 0) found.push_back(p);
-  }
-  return found;
-}
-
-std::vector<size_t> Reducer::globally_unused() const {
-  std::vector<size_t> found;
-  for (size_t p = 0; p < parameters_.size(); ++p) {
-    bool everywhere = true;
-    for (int r = 0; r < group_.world() && everywhere; ++r) {
-      everywhere =
-          (unused_bits(r, finished_passes_)[p / 64] >> (p % 64) & 1) != 0;
-    }
-    if (everywhere) found.push_back(p);
-  }
-  return found;
-}
-
-std::vector<uint32_t> Reducer::forwards_by_rank() const {
-  std::vector<uint32_t> found;
-  for (int r = 0; r < group_.world(); ++r)
-    found.push_back(header(r, finished_passes_).forwards);
-  return found;
-}
-
-std::vector<std::pair<int, size_t>> Reducer::nonfinite() const {
-  std::vector<std::pair<int, size_t>> found;
-  if (finished_passes_ == 0 ||
-      control().nonfinite_pass.load(std::memory_order_relaxed) !=
-          finished_passes_)
-    return found;
-  const SegmentStats* table = stats(finished_passes_);
-  for (const uint32_t s : segments_in_order_) {
-    for (int r = 0; r < group_.world(); ++r) {
-      if ((table[s].nonfinite_ranks[r / 64] >> (r % 64) & 1) == 0) continue;
-      const std::pair<int, size_t> pair{r, segments_[s].parameter};
-      if (std::find(found.begin(), found.end(), pair) == found.end())
-        found.push_back(pair);
-    }
-  }
-  return found;
-}
-
-double Reducer::squared_norm() const {
-  if (finished_passes_ == 0) return 0;
-  const SegmentStats* table = stats(finished_passes_);
-  double sum = 0;
-  for (const uint32_t s : segments_in_order_) sum += table[s].squared_norm;
-  return sum;
 }
 
 }  // namespace paceline

@@ -22,8 +22,12 @@
 //   * p decides whether to go on
 //   6. chunks_done == p * all: the pass is complete; who was waiting copies its
 //   gradients out
-// Chunks are claimed, not assigned: a rank that is behind in its backward has
-// the least time for them, and those who wait for it have the most.
+// Chunks are claimed: a rank that is behind in its backward has the least time
+// for them, and those who wait for it have the most. In a large bucket they are
+// assigned, to the ranks in turn, if gradients lie outside of the arena and
+// every rank has a core of its own: what a rank reduces itself need not be
+// copied into the arena (with two ranks, half of all), and it reads and
+// replaces it where it is.
 #pragma once
 
 #include <cstddef>
@@ -54,9 +58,10 @@ inline constexpr uint32_t kPassForwardsDiffer = 4;
 class Reducer {
  public:
   /// Collective: allocates the arena and the counters.
+  /// `assigns_chunks`: gradients will lie outside of the arena; see the words.
   Reducer(HostGroup& group, size_t arena_bytes,
           std::vector<ParameterSpan> parameters,
-          std::vector<BucketSpan> buckets);
+          std::vector<BucketSpan> buckets, bool assigns_chunks);
   ~Reducer();
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
@@ -83,6 +88,7 @@ class Reducer {
   void close();
 
  private:
+  static constexpr int kNobody = -1;
   struct Segment {
     size_t offset;  ///< bytes into the arena
     uint32_t count;
@@ -90,6 +96,7 @@ class Reducer {
     uint32_t order;  ///< in which squared norms are summed: by parameter, then
                      ///< by block
     DType dtype;
+    int owner = kNobody;  ///< the rank that its chunk is assigned to
     size_t bytes() const { return count * dtype_bytes(dtype); }
   };
   struct Chunk {
@@ -104,6 +111,8 @@ class Reducer {
     bool posted = false;      ///< by this rank
     bool exhausted = false;   ///< nothing left to claim
     uint32_t done = 0;  ///< chunks that this rank has reduced in this pass
+    bool is_assigned = false;  ///< every world-th chunk is one rank's
+    uint32_t first_own_chunk = 0;
   };
   // In rank 0's copy of the control block.
   struct alignas(kLineBytes) PassControl {
@@ -122,6 +131,7 @@ class Reducer {
     alignas(kLineBytes)
         std::atomic<uint32_t> bell;  ///< futex word: something above changed
     std::atomic<uint32_t> sleepers;
+    uint32_t assigns_chunks;  ///< as rank 0 decided, once
   };
   struct alignas(kLineBytes) BucketControl {
     std::atomic<uint64_t> arrived;
@@ -139,12 +149,16 @@ class Reducer {
     uint32_t forwards;
     std::atomic<uint64_t> stage;  ///< evidence: how far this rank has come
     std::atomic<uint32_t> is_reducing;  ///< evidence: others wait for its chunk
+    std::atomic<uint32_t> owed;  ///< evidence: assigned chunks that it has not
+                                 ///< reduced yet
   };
 
   void plan(std::vector<BucketSpan> buckets);
-  void allocate();
+  void allocate(bool assigns_chunks);
+  void assign_chunks();
   void check_usable() const;
   void begin_pass();
+  void copy_in(size_t parameter);
   void post(Bucket& bucket, size_t index);
   void add_unused();
   /// How much of the complete buckets a rank reduces: in the middle of its
@@ -200,6 +214,8 @@ class Reducer {
   std::vector<Bucket> buckets_;
   std::vector<std::vector<uint32_t>> buckets_of_;  ///< by parameter
   std::vector<uint32_t> segments_in_order_;
+  std::vector<uint32_t> first_in_order_;  ///< by parameter, and the end
+  uint32_t own_chunks_ = 0;  ///< assigned to this rank, of all buckets
   size_t total_chunks_ = 0;
   size_t unused_words_ = 0;
   struct ControlLayout {  ///< offsets into the control block

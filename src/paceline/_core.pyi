@@ -96,6 +96,7 @@ class Reducer:
         counts: list[int],
         dtypes: list[int],
         buckets: list[tuple[int, int]],
+        assigns_chunks: bool = False,
     ) -> None: ...
     @property
     def arena_pointer(self) -> int: ...

@@ -47,7 +47,7 @@ class Model {
       at = end;
     }
     if (begin < at) buckets.push_back({begin, at});
-    reducer_ = std::make_unique<Reducer>(group, at, spans, buckets);
+    reducer_ = std::make_unique<Reducer>(group, at, spans, buckets, false);
   }
 
   Reducer& reducer() { return *reducer_; }
@@ -180,6 +180,42 @@ TEST(gradients_elsewhere_get_the_mean_back) {
                                         4);
     }
   });
+}
+
+// Four chunks for each rank, so that they are assigned where there are cores.
+TEST(assigned_chunks_with_random_readiness) {
+  run_group(2,
+            [](HostGroup& group) {
+              constexpr size_t kLarge = 200'000;
+              constexpr size_t kBytes = kLarge * sizeof(float);
+              Reducer reducer(group, 3 * kBytes,
+                              {{0, kLarge, DType::kFloat32},
+                               {kBytes, kLarge, DType::kFloat32},
+                               {2 * kBytes, kLarge, DType::kFloat32}},
+                              {{0, 2 * kBytes}, {2 * kBytes, 3 * kBytes}},
+                              true);
+              std::mt19937 own(5 + static_cast<unsigned>(group.rank()));
+              std::vector<std::vector<float>> gradients(
+                  3, std::vector<float>(kLarge));
+              for (int step = 0; step < 12; ++step) {
+                const bool is_void = step % 4 == 3;
+                size_t order[] = {0, 1, 2};
+                std::shuffle(order, order + 3, own);
+                for (const size_t p : order) {
+                  if (is_void && p == 1 && group.rank() == 0) continue;
+                  for (size_t i = 0; i < kLarge; ++i)
+                    gradients[p][i] = Model::value(group.rank(), p, i, step);
+                  reducer.mark_ready(p, gradients[p].data());
+                }
+                CHECK_EQ(reducer.finish(1, false), is_void ? kPassUnused : 0u);
+                for (size_t p = 0; p < 3 && !is_void; ++p)
+                  for (size_t i = 0; i < kLarge; ++i)
+                    CHECK_EQ(gradients[p][i], (Model::value(0, p, i, step) +
+                                               Model::value(1, p, i, step)) /
+                                                  2);
+              }
+            },
+            {.timeout_s = 60});
 }
 
 TEST(reducers_come_and_go) {

@@ -59,7 +59,9 @@ def cut(model: Model, cap_bytes: int) -> list[tuple[int, int]]:
 class World:
     """One rank's reducer and the views of its arena."""
 
-    def __init__(self, group: Any, model: Model = MODEL, cap_bytes: int = 100_000) -> None:
+    def __init__(
+        self, group: Any, model: Model = MODEL, cap_bytes: int = 100_000, assigns_chunks: bool = False
+    ) -> None:
         *offsets, arena_bytes = offsets_of(model)
         self.group = group
         self.model = model
@@ -70,6 +72,7 @@ class World:
             [count for count, _ in model],
             [DTYPE_NUMBERS[dtype] for _, dtype in model],
             cut(model, cap_bytes),
+            assigns_chunks,
         )
         memory = (ctypes.c_byte * arena_bytes).from_address(self.reducer.arena_pointer)
         self.views = [

@@ -41,6 +41,30 @@ def test_mean_of_all_gradients(group, world_size):
         world.reducer.close()
 
 
+@ranks(2)
+def test_assigned_chunks_give_the_bits_of_claimed_ones(group):
+    """In large buckets each rank reduces its own chunks; some gradients lie in the arena all the same."""
+    model = [(300_000, "float32"), (10, "float32"), (200_001, "float64")]
+    claimed, assigned = (World(group, model, 1 << 30, assigns_chunks=assigns) for assigns in (False, True))
+    for step in range(8):
+        elsewhere = {0, 1, 2} - {(step + group.rank) % 4}
+        order = [0, 1] if step == 3 and group.rank == 1 else [2, 0, 1]
+        results = []
+        for world in (claimed, assigned):
+            world.reducer.set_weight(1.0 + step * group.rank)
+            flags, got = run_pass(world, step, order=order, elsewhere=elsewhere, allow_unused=step < 6)
+            assert flags == (UNUSED if step == 3 else 0)
+            results.append((flags, world.reducer.squared_norm(), {p: a.tobytes() for p, a in got.items()}))
+            if step != 3:
+                world.check(got, step, [1.0, 1.0 + step])
+        assert results[0] == results[1]
+    flags, _ = run_pass(assigned, 8, order=[0, 1], elsewhere={0})
+    assert flags == UNUSED
+    flags, got = run_pass(assigned, 9, elsewhere={0, 2})
+    assert flags == 0
+    assigned.check(got, 9, [1.0, 8.0])
+
+
 @ranks(3)
 def test_weights(group):
     world = World(group)

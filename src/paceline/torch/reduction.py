@@ -55,6 +55,7 @@ class ReductionFactory:
     def __init__(self, peers: Peers, device_kinds: set[str], config: DDPConfig) -> None:
         self._peers = peers
         self._checks_finite = config.nonfinite != "ignore"
+        self._gradients_in_arena = config.gradients_in_arena
         on_host = device_kinds == {"cpu"}
         self.host_group: _core.HostGroup | None = None
         if on_host and config.reduce_through != "group":
@@ -96,6 +97,7 @@ class ReductionFactory:
                 [spec.numel for spec in plan.parameters],
                 [_CORE_DTYPES[spec.dtype] for spec in plan.parameters],
                 [(bucket.begin_byte, bucket.end_byte) for bucket in plan.buckets],
+                assigns_chunks=not self._gradients_in_arena,
             )
             shared = Arena.on_memory(plan, parameters, reducer.arena_pointer, owner=reducer)
             return Reduction(shared, reducer, takes_pointers=True)

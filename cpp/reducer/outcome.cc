@@ -1,0 +1,63 @@
+// What a finished pass was like; see reducer.h.
+#include <algorithm>
+
+#include "reducer/reducer.h"
+
+namespace paceline {
+
+std::vector<size_t> Reducer::unused(int rank) const {
+  const uint64_t* bits = unused_bits(rank, finished_passes_);
+  std::vector<size_t> found;
+  for (size_t p = 0; p < parameters_.size(); ++p) {
+    if ((bits[p / 64] >> (p % 64) & 1) != 0) found.push_back(p);
+  }
+  return found;
+}
+
+std::vector<size_t> Reducer::globally_unused() const {
+  std::vector<size_t> found;
+  for (size_t p = 0; p < parameters_.size(); ++p) {
+    bool everywhere = true;
+    for (int r = 0; r < group_.world() && everywhere; ++r) {
+      everywhere =
+          (unused_bits(r, finished_passes_)[p / 64] >> (p % 64) & 1) != 0;
+    }
+    if (everywhere) found.push_back(p);
+  }
+  return found;
+}
+
+std::vector<uint32_t> Reducer::forwards_by_rank() const {
+  std::vector<uint32_t> found;
+  for (int r = 0; r < group_.world(); ++r)
+    found.push_back(header(r, finished_passes_).forwards);
+  return found;
+}
+
+std::vector<std::pair<int, size_t>> Reducer::nonfinite() const {
+  std::vector<std::pair<int, size_t>> found;
+  if (finished_passes_ == 0 ||
+      control().nonfinite_pass.load(std::memory_order_relaxed) !=
+          finished_passes_)
+    return found;
+  const SegmentStats* table = stats(finished_passes_);
+  for (const uint32_t s : segments_in_order_) {
+    for (int r = 0; r < group_.world(); ++r) {
+      if ((table[s].nonfinite_ranks[r / 64] >> (r % 64) & 1) == 0) continue;
+      const std::pair<int, size_t> pair{r, segments_[s].parameter};
+      if (std::find(found.begin(), found.end(), pair) == found.end())
+        found.push_back(pair);
+    }
+  }
+  return found;
+}
+
+double Reducer::squared_norm() const {
+  if (finished_passes_ == 0) return 0;
+  const SegmentStats* table = stats(finished_passes_);
+  double sum = 0;
+  for (const uint32_t s : segments_in_order_) sum += table[s].squared_norm;
+  return sum;
+}
+
+}  // namespace paceline
