@@ -69,7 +69,7 @@ $(VENV)/.made:
 	@$(PYTHON) -V >$@
 
 $(VENV)/.tools: $(VENV)/.made constraints.txt
-	@scripts/step 'Installing the build tools' $(INSTALL) cmake ninja nanobind scikit-build-core
+	@scripts/step 'Installing the build tools' $(INSTALL) cmake ninja nanobind numpy scikit-build-core
 	@touch $@
 
 $(VENV)/.torch: $(VENV)/.made constraints.txt

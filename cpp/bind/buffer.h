@@ -1,8 +1,11 @@
-// numpy arrays by the buffer protocol: a tenth of the time that asking the
-// array's attributes takes in Python.
+// numpy arrays by numpy's own structure: a twentieth of the time that asking
+// the array's attributes takes in Python, a fifth of the buffer protocol's.
 #pragma once
 
 #include <Python.h>
+
+#define NPY_NO_DEPRECATED_API NPY_1_7_API_VERSION
+#include <numpy/arrayobject.h>
 
 #include <optional>
 
@@ -10,64 +13,48 @@
 
 namespace paceline {
 
-/// A writable, C-contiguous array of a type that the kernels know, for as long
-/// as this object lives.
-class ArrayBuffer {
- public:
-  explicit ArrayBuffer(PyObject* array) {
-    constexpr int kFlags = PyBUF_C_CONTIGUOUS | PyBUF_WRITABLE | PyBUF_FORMAT;
-    if (PyObject_GetBuffer(array, &view_, kFlags) != 0) {
-      PyErr_Clear();  // the caller finds out what is wrong, and says so better
-      return;
-    }
-    is_held_ = true;
-    dtype_ = parse(view_.format, view_.itemsize);
-  }
-  ~ArrayBuffer() {
-    if (is_held_) PyBuffer_Release(&view_);
-  }
-  ArrayBuffer(const ArrayBuffer&) = delete;
-  ArrayBuffer& operator=(const ArrayBuffer&) = delete;
-
-  /// Nothing: it is no such array.
-  const std::optional<DType>& dtype() const { return dtype_; }
-  void* data() const { return view_.buf; }
-  size_t count() const {
-    return static_cast<size_t>(view_.len) / dtype_bytes(*dtype_);
-  }
-
- private:
-  // One letter in native byte order; everything else takes the slow way.
-  static std::optional<DType> parse(const char* format, Py_ssize_t bytes) {
-    if (format == nullptr || format[0] == '\0' || format[1] != '\0') return {};
-    switch (format[0]) {
-      case 'f':
-        return DType::kFloat32;
-      case 'd':
-        return DType::kFloat64;
-      case 'e':
-        return DType::kFloat16;
-      case 'b':
-        return DType::kInt8;
-      case 'B':
-        return DType::kUInt8;
-      case '?':
-        return DType::kBool;
-      case 'h':
-      case 'i':
-      case 'l':
-      case 'q':
-        return bytes == 2   ? DType::kInt16
-               : bytes == 4 ? DType::kInt32
-                            : DType::kInt64;
-      default:
-        return {};
-    }
-  }
-
-  Py_buffer view_{};
-  bool is_held_ = false;
-  std::optional<DType> dtype_;
+/// A writable, aligned, C-contiguous array of a type that the kernels know; the
+/// caller keeps it alive.
+struct ArrayBuffer {
+  void* data;
+  size_t count;
+  DType dtype;
 };
+
+inline std::optional<DType> dtype_of(PyArrayObject* array) {
+  switch (PyArray_TYPE(array)) {
+    case NPY_FLOAT:
+      return DType::kFloat32;
+    case NPY_DOUBLE:
+      return DType::kFloat64;
+    case NPY_HALF:
+      return DType::kFloat16;
+    case NPY_BYTE:
+      return DType::kInt8;
+    case NPY_UBYTE:
+      return DType::kUInt8;
+    case NPY_BOOL:
+      return DType::kBool;
+    case NPY_SHORT:
+      return DType::kInt16;
+    case NPY_INT:
+      return DType::kInt32;
+    case NPY_LONG:
+    case NPY_LONGLONG:
+      return PyArray_ITEMSIZE(array) == 4 ? DType::kInt32 : DType::kInt64;
+    default:  // types of other packages, bfloat16 among them
+      return {};
+  }
+}
+
+/// Nothing: `object` is no such array.
+inline std::optional<ArrayBuffer> array_buffer(PyObject* object) {
+  if (!PyArray_Check(object)) return {};
+  auto* array = reinterpret_cast<PyArrayObject*>(object);
+  const std::optional<DType> dtype = dtype_of(array);
+  if (!dtype || !PyArray_ISCARRAY(array)) return {};
+  return ArrayBuffer{PyArray_DATA(array),
+                     static_cast<size_t>(PyArray_SIZE(array)), *dtype};
+}
 
 }  // namespace paceline

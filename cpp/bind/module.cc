@@ -222,6 +222,7 @@ void bind_reducer(nb::module_& m) {
 }  // namespace paceline
 
 NB_MODULE(_core, m) {
+  if (PyArray_ImportNumPyAPI() != 0) throw nb::python_error();
   // torch keeps process groups, and so their cores, beyond the end of the
   // interpreter. That is no mistake of ours, and no news for users.
   nb::set_leak_warnings(false);

@@ -129,15 +129,17 @@ class PyHostGroup {
     });
   }
   /// The same on a numpy array; false: it is not one that can be taken as it
-  /// is.
-  bool all_reduce_array(nb::handle array, int op, double weight,
+  /// is. `ordinal` is a handle because Python's enumerations are no exact ints,
+  /// which nanobind converts through a new object.
+  bool all_reduce_array(nb::handle array, nb::handle ordinal, double weight,
                         double timeout_s) {
-    const ArrayBuffer buffer(array.ptr());
-    if (!buffer.dtype() ||
-        !is_supported(*buffer.dtype(), static_cast<ReduceOp>(op)))
+    const std::optional<ArrayBuffer> buffer = array_buffer(array.ptr());
+    const long op = PyLong_AsLong(ordinal.ptr());
+    if (op == -1 && PyErr_Occurred() != nullptr) throw nb::python_error();
+    if (!buffer || !is_supported(buffer->dtype, static_cast<ReduceOp>(op)))
       return false;
-    collective(buffer.count(), [&](HostGroup& group) {
-      group.all_reduce(buffer.data(), buffer.count(), *buffer.dtype(),
+    collective(buffer->count, [&](HostGroup& group) {
+      group.all_reduce(buffer->data, buffer->count, buffer->dtype,
                        static_cast<ReduceOp>(op), weight, timeout_s);
     });
     return true;

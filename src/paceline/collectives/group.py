@@ -53,6 +53,7 @@ class Group:
         self.rank: int = core.rank
         self.world_size: int = core.world_size
         self.name: str = core.name
+        self._all_reduce_array = core.all_reduce_array
         self._queue = CallQueue(f"paceline-{core.name}")
         self._num_subgroups = 0
         self._orphans: list[TransferWork] = []  # messages under way whose Work was dropped
@@ -108,7 +109,8 @@ class Group:
 
         Source: one pass in place over everybody's copy; see docs/design/core.md.
         """
-        op = op if type(op) is ReduceOp else parse_op(op)
+        if type(op) is not ReduceOp:
+            op = parse_op(op)
         if weight != 1.0 and op is not ReduceOp.MEAN:
             raise ConfigError(
                 "all_reduce: a weight only makes sense for the mean.", got=f"op={op.name.lower()!r}"
@@ -116,7 +118,7 @@ class Group:
         limit_s = -1.0 if timeout_s is None else timeout_s
         # The short way, without a look at the array in Python, which takes longer than a small call itself.
         is_alone = not async_op and self._queue.newest is None
-        if is_alone and self.core.all_reduce_array(array, op, weight, limit_s):
+        if is_alone and self._all_reduce_array(array, op, weight, limit_s):
             return None
         pointer = address_of(array, "all_reduce")
         dtype = dtype_number(array, op, "all_reduce")
