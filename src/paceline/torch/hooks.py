@@ -9,57 +9,15 @@ a call of something else.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import torch
 
-from paceline.errors import ConfigError, ForkedError
+from paceline.errors import ConfigError
+from paceline.reducer.pass_state import PassState
 from paceline.reducer.protocol import Reducer
 
 Hook = Callable[[torch.Tensor], None]
-
-
-class PassState:
-    """Where one model is in its passes; hooks and the front end share it.
-
-    Attributes:
-        is_syncing: Whether the pass under way is averaged; no_sync() makes forward clear it.
-        is_armed: Whether the end of this pass is already queued in autograd's engine.
-        handed: Gradients handed over in this pass, in that order. Keeps the memory alive that the reducer
-            reads and writes by pointer.
-        staged: Those of them whose mean torch copies back.
-        accumulated: Parameters that got local gradients, in no_sync(), since the last synchronised pass.
-        forwards: Of this rank since the last synchronised pass.
-    """
-
-    __slots__ = ("accumulated", "arm", "forwards", "handed", "is_armed", "is_syncing", "pid", "staged")
-
-    def __init__(self) -> None:
-        self.is_syncing = True
-        self.is_armed = False
-        self.handed: dict[int, torch.Tensor] = {}
-        self.staged: list[int] = []
-        self.accumulated: set[int] = set()
-        self.forwards = 0
-        self.pid = os.getpid()
-        self.arm: Callable[[], None]
-
-    def begin_next(self) -> None:
-        self.is_armed = False
-        self.handed.clear()
-        self.staged.clear()
-        self.accumulated.clear()
-        self.forwards = 0
-
-    def check_process(self) -> None:
-        if os.getpid() != self.pid:
-            raise ForkedError(
-                "A model wrapped in DistributedDataParallel was used in a forked child.",
-                seen=f"wrapped in process {self.pid}, used in process {os.getpid()}",
-                likely="a data loader's worker, or multiprocessing with the start method 'fork'",
-                hint="use `ddp.module` in the child; or start it with the method 'spawn' and wrap there",
-            )
 
 
 def pointer_hook(state: PassState, index: int, name: str, view: torch.Tensor, reducer: Reducer) -> Hook:

@@ -10,7 +10,6 @@ The order in which gradients came in the first pass, on rank 0, becomes everybod
 from __future__ import annotations
 
 import sys
-import warnings
 from array import array
 from types import FrameType
 
@@ -19,12 +18,13 @@ from torch.autograd import Variable
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
+from paceline.reducer.pass_state import PassState
 from paceline.reducer.plan import Plan, complete_order, plan_buckets
-from paceline.reducer.protocol import INTERRUPTED, Outcome
-from paceline.reducer.report import nonfinite_error, skipped_error, unused_error
+from paceline.reducer.protocol import Outcome
+from paceline.reducer.verdict import Judge, give_up_interrupted
 from paceline.torch.buffers import broadcast_tensors
 from paceline.torch.config import DDPConfig
-from paceline.torch.hooks import PassState, copy_hook, pointer_hook, view_hook
+from paceline.torch.hooks import copy_hook, pointer_hook, view_hook
 from paceline.torch.parameters import ManagedTensors
 from paceline.torch.peers import Peers
 from paceline.torch.reduction import Reduction, ReductionFactory
@@ -49,7 +49,9 @@ class GradientPasses:
         self._peers = peers
         self._factory = factory
         self._config = config
-        self._has_warned = False
+        self._judge = Judge(
+            tensors.names, peers.world_size, allow_unused=config.allow_unused, nonfinite=config.nonfinite
+        )
         self._waited_before_s = 0.0
         self._pass_number = 1
         self._handles: list[RemovableHandle] = []
@@ -122,7 +124,7 @@ class GradientPasses:
                 self._hand_over_accumulated()
             outcome = self._reduction.reducer.finish(state.forwards, self._config.allow_unused)
             if outcome:
-                self._judge(Outcome(outcome))
+                self._judge.judge(Outcome(outcome), self._reduction.reducer)
             self._bring_home()
             order = None if self._is_order_final else list(state.handed)
         finally:
@@ -151,22 +153,6 @@ class GradientPasses:
             counts = index in state.accumulated or self._config.allow_unused
             if index not in state.handed and counts and parameter.grad is not None:
                 self._hooks[index](parameter)
-
-    def _judge(self, outcome: Outcome) -> None:
-        """Raise, warn or go on; the same on every rank."""
-        reducer, names = self._reduction.reducer, self._tensors.names
-        ranks = range(self._peers.world_size)
-        if Outcome.SKIPPED in outcome:
-            raise skipped_error(reducer.forwards_by_rank())
-        if Outcome.UNUSED in outcome and not self._config.allow_unused:
-            raise unused_error([reducer.unused(rank) for rank in ranks], names)
-        if Outcome.NONFINITE in outcome and self._config.nonfinite != "ignore":
-            error = nonfinite_error(reducer.nonfinite(), names, self._peers.world_size)
-            if self._config.nonfinite == "raise":
-                raise error
-            if not self._has_warned:
-                self._has_warned = True
-                warnings.warn(f"{error}\n  (reported once)", RuntimeWarning, stacklevel=2)
 
     def _bring_home(self) -> None:
         """Make every parameter's .grad the mean, where the reducer has not done so itself."""
@@ -227,11 +213,10 @@ class GradientPasses:
 
     def _give_up_interrupted(self) -> None:
         """End the pass that an exception broke off, so that all ranks learn of it and can go on."""
-        outcome = Outcome(self._reduction.reducer.finish(INTERRUPTED, self._config.allow_unused))
-        forwards = self._reduction.reducer.forwards_by_rank()
+        error = give_up_interrupted(self._reduction.reducer, allow_unused=self._config.allow_unused)
         self.state.begin_next()
-        if Outcome.SKIPPED in outcome:
-            raise skipped_error(forwards)
+        if error is not None:
+            raise error
 
     def _make_plan(self, order: list[int] | None) -> Plan:
         return plan_buckets(

@@ -24,9 +24,6 @@ from paceline.torch.peers import Peers, ProcessGroupPeers
 if TYPE_CHECKING:
     from paceline import _core
 
-# kernels.h: enum class DType.
-_CORE_DTYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3}
-
 
 @dataclass(frozen=True)
 class Reduction:
@@ -86,19 +83,12 @@ class ReductionFactory:
             instead_of: Another plan's reduction, which is over: its memory is given back, or used again.
         """
         if self.host_group is not None:
-            from paceline import _core
+            # Here, not above: a process that only reduces through the group needs no core.
+            from paceline.reducer.host import make_host_reducer
 
             if instead_of is not None:
                 instead_of.reducer.close()
-            reducer = _core.Reducer(
-                self.host_group,
-                plan.arena_bytes,
-                list(plan.offsets),
-                [spec.numel for spec in plan.parameters],
-                [_CORE_DTYPES[spec.dtype] for spec in plan.parameters],
-                [(bucket.begin_byte, bucket.end_byte) for bucket in plan.buckets],
-                assigns_chunks=not self._gradients_in_arena,
-            )
+            reducer = make_host_reducer(self.host_group, plan, gradients_in_arena=self._gradients_in_arena)
             shared = Arena.on_memory(plan, parameters, reducer.arena_pointer, owner=reducer)
             return Reduction(shared, reducer, takes_pointers=True)
         assert isinstance(self._peers, ProcessGroupPeers)

@@ -1,0 +1,56 @@
+"""What a front end remembers between the hooks of one backward pass. The same for every framework.
+
+Imports only the standard library and `errors`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from paceline.errors import ForkedError
+
+
+class PassState:
+    """Where one model is in its passes; hooks and the front end share it.
+
+    Attributes:
+        is_syncing: Whether the pass under way is averaged; no_sync() makes forward clear it.
+        is_armed: Whether a pass is under way, so that the end of this backward ends it.
+        handed: Gradients handed over in this pass, in that order. Keeps the memory alive that the reducer
+            reads and writes by pointer.
+        staged: Those of them whose mean the front end copies back.
+        accumulated: Parameters that got local gradients, in no_sync(), since the last synchronised pass.
+        forwards: Of this rank since the last synchronised pass.
+    """
+
+    __slots__ = ("accumulated", "arm", "forwards", "handed", "is_armed", "is_syncing", "pid", "staged")
+
+    def __init__(self) -> None:
+        self.is_syncing = True
+        self.is_armed = False
+        self.handed: dict[int, Any] = {}
+        self.staged: list[int] = []
+        self.accumulated: set[int] = set()
+        self.forwards = 0
+        self.pid = os.getpid()
+        self.arm: Callable[[], None]
+
+    def begin_next(self) -> None:
+        """Forget the pass that is over."""
+        self.is_armed = False
+        self.handed.clear()
+        self.staged.clear()
+        self.accumulated.clear()
+        self.forwards = 0
+
+    def check_process(self) -> None:
+        """Raise ForkedError in a forked child, which has the model but not the memory."""
+        if os.getpid() != self.pid:
+            raise ForkedError(
+                "A model wrapped for data-parallel training was used in a forked child.",
+                seen=f"wrapped in process {self.pid}, used in process {os.getpid()}",
+                likely="a data loader's worker, or multiprocessing with the start method 'fork'",
+                hint="use `.module` in the child; or start it with the method 'spawn' and wrap there",
+            )

@@ -1,0 +1,59 @@
+"""What the outcome of a pass means for the user. The same for every framework, and on every rank.
+
+Imports only the standard library, `protocol` and `report`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+from paceline.reducer.protocol import INTERRUPTED, Outcome, Reducer
+from paceline.reducer.report import nonfinite_error, skipped_error, unused_error
+
+
+class Judge:
+    """Raises, warns or lets the ranks go on.
+
+    Args:
+        names: Of the parameters, by index in the plan.
+        world_size: Number of ranks.
+        allow_unused: A parameter without a gradient contributes 0.
+        nonfinite: What to do about infinities and NaNs: "warn" once, "raise", or "ignore".
+    """
+
+    def __init__(self, names: Sequence[str], world_size: int, *, allow_unused: bool, nonfinite: str) -> None:
+        self._names = names
+        self._world_size = world_size
+        self._allow_unused = allow_unused
+        self._nonfinite = nonfinite
+        self._has_warned = False
+
+    def judge(self, outcome: Outcome, reducer: Reducer) -> None:
+        """Look at what `reducer.finish` returned; the same on every rank.
+
+        Raises:
+            SkippedPassError, UnusedParameterError: The pass is void.
+            NonFiniteGradientError: The means are in place, but hold an infinity or a NaN.
+        """
+        if Outcome.SKIPPED in outcome:
+            raise skipped_error(reducer.forwards_by_rank())
+        if Outcome.UNUSED in outcome and not self._allow_unused:
+            raise unused_error([reducer.unused(rank) for rank in range(self._world_size)], self._names)
+        if Outcome.NONFINITE in outcome and self._nonfinite != "ignore":
+            error = nonfinite_error(reducer.nonfinite(), self._names, self._world_size)
+            if self._nonfinite == "raise":
+                raise error
+            if not self._has_warned:
+                self._has_warned = True
+                warnings.warn(f"{error}\n  (reported once)", RuntimeWarning, stacklevel=3)
+
+
+def give_up_interrupted(reducer: Reducer, *, allow_unused: bool) -> Exception | None:
+    """End a pass that an exception broke off, so that all ranks learn of it and can go on. Collective.
+
+    Returns:
+        What to raise, on this rank as on the others.
+    """
+    outcome = Outcome(reducer.finish(INTERRUPTED, allow_unused))
+    return skipped_error(reducer.forwards_by_rank()) if Outcome.SKIPPED in outcome else None
