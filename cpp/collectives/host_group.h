@@ -232,6 +232,7 @@ class HostGroup {
   int64_t spin_ns_ = 0;
   int yields_ = 0;
   bool has_core_per_rank_ = false;
+  static constexpr int64_t kSpinAloneNs = 4000;  ///< then with yields
   std::atomic<bool> closed_{false};
 };
 
@@ -242,12 +243,16 @@ void HostGroup::wait_until(std::atomic<uint32_t>& word,
   if (ready()) return;
   const int64_t start_ns = now_ns();
   if (spin_ns_ > 0) {
+    int64_t spun_ns = 0;
     do {
       for (int i = 0; i < 32; ++i) {
         cpu_relax();
         if (ready()) return;
       }
-    } while (now_ns() - start_ns < spin_ns_);
+      // The scheduler may have put the late rank on this very core.
+      if (spun_ns > kSpinAloneNs) sched_yield();
+      spun_ns = now_ns() - start_ns;
+    } while (spun_ns < spin_ns_);
   }
   for (int i = 0; i < yields_; ++i) {
     sched_yield();
