@@ -16,6 +16,7 @@ from numpy.testing import assert_array_equal
 
 import paceline
 from paceline.errors import ConfigError, DeadlineError, ForkedError, GroupClosedError, PeerLostError
+from paceline.observe.stacks import ask
 from tests.harness import ranks, run_ranks
 
 
@@ -284,3 +285,12 @@ def test_a_loss_in_one_group_is_quoted_in_the_others():
     _, _, told = run_ranks(nest, 3, group=None, dies={0: PeerLostError, 1: 5})
     assert "Rank 0 of 2 raised" in told
     assert "PeerLostError: Rank 1 of 2 died" in told
+
+
+@ranks(2)
+def test_a_rank_that_others_wait_for_can_be_asked_where_it_is(group):
+    pids = group.all_gather(np.array([os.getpid()]))
+    if group.rank == 0:
+        stacks = ask(int(pids[1, 0]))
+        assert "test_a_rank_that_others_wait_for_can_be_asked_where_it_is" in stacks
+    group.barrier()

@@ -167,7 +167,7 @@ def _deadline(facts: Facts) -> PacelineError:
         where=_where(facts),
         seen=describe_late(facts),
         likely="it took another branch, is stuck in its data loader, or was stopped",
-        hint="`timeout_s` gives it longer; `py-spy dump --pid PID` shows where it is",
+        hint="`timeout_s` gives it longer; `paceline stacks PID` shows where it is",
         late=tuple(facts["late"]),
         rank=facts["rank"],
     )

@@ -20,6 +20,7 @@ from typing import Any
 
 from paceline import _core
 from paceline.errors import PacelineError, RegionError, format_ranks
+from paceline.observe.stacks import answer_requests
 from paceline.rendezvous import lifetime
 from paceline.rendezvous.deadline import Deadline
 from paceline.rendezvous.exchange import Exchange
@@ -68,6 +69,7 @@ def share_memory(
         RendezvousError: A rank did not take part in time.
         RegionError: There is not enough memory; on every rank of that host.
     """
+    answer_requests()  # whoever will wait for this rank may ask where it is
     deadline = Deadline(timeout_s)
     hint = _host_hint()
     while True:
