@@ -282,9 +282,11 @@ uint32_t Reducer::end_backward(uint32_t forwards, uint32_t flags) {
   own.forwards = forwards;
   uint64_t first = 0;
   const uint64_t mine = uint64_t{forwards} + 1;
-  if (!shared.forwards.compare_exchange_strong(first, mine,
-                                               std::memory_order_relaxed) &&
-      first != mine) {
+  if (forwards == kFinished) {
+    flags |= kPassFinished;
+  } else if (!shared.forwards.compare_exchange_strong(
+                 first, mine, std::memory_order_relaxed) &&
+             first != mine) {
     flags |= kPassForwardsDiffer;
   }
   if (flags != 0) shared.flags.fetch_or(flags, std::memory_order_relaxed);

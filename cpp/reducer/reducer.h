@@ -54,6 +54,9 @@ inline constexpr size_t kBlockElements = 16384;
 inline constexpr uint32_t kPassUnused = 1;
 inline constexpr uint32_t kPassNonFinite = 2;
 inline constexpr uint32_t kPassForwardsDiffer = 4;
+inline constexpr uint32_t kPassFinished = 8;
+/// `forwards` of a rank that has no more data; agrees with every number.
+inline constexpr uint32_t kFinished = (uint32_t{1} << 31) - 2;
 
 class Reducer {
  public:
@@ -118,7 +121,7 @@ class Reducer {
   struct alignas(kLineBytes) PassControl {
     std::atomic<uint64_t> ended;
     std::atomic<uint32_t>
-        flags;  ///< kPassUnused, kPassForwardsDiffer of the pass that is ending
+        flags;  ///< kPass..., but for kPassNonFinite, of the pass that is ending
     std::atomic<uint64_t>
         forwards;  ///< of the first to end, plus 1; 0: nobody has
     std::atomic<uint64_t> restarted;  ///< arrivals at the barrier that resets a

@@ -10,8 +10,8 @@ Steps of a pass:
    launches the same buckets in every pass, whatever its own backward did, and ranks cannot get out of step.
 3. The status is gathered: number of forwards, weight, how many parameters were unused or not finite.
    Only if some rank reports any, a second gather tells which.
-The mean is the sum of gradients scaled by weight / world_size beforehand, which keeps 16-bit sums in range,
-and is corrected afterwards where weights differ.
+The mean is the sum of gradients scaled beforehand by weight / (the ranks' total weight in the previous pass),
+which keeps 16-bit sums in range, and is corrected afterwards where the total has changed.
 
 Imports only the standard library, `plan` and `protocol`.
 """
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from paceline.reducer.plan import Plan
-from paceline.reducer.protocol import Outcome
+from paceline.reducer.protocol import FINISHED, Outcome
 
 _STATUS = struct.Struct("<dIII")
 
@@ -46,7 +46,10 @@ class Transport(Protocol):
     world_size: int
 
     def launch(self, bucket: int, scale: float) -> Pending:
-        """Scale this rank's part of the bucket and begin to sum it over ranks, in place."""
+        """Scale this rank's part of the bucket and begin to sum it over ranks, in place.
+
+        A scale of 0 makes it zeros, whatever it held, and what it held counts as finite.
+        """
         ...
 
     def rescale(self, factor: float) -> None:
@@ -109,6 +112,7 @@ class EngineReducer:
         # Gradients on several devices are made by several threads of the framework.
         self._lock = threading.Lock()
         self._weight = 1.0
+        self._expected_weight = float(transport.world_size)
         self._waited_s = 0.0
         self._passes = 0
         self._statuses: list[_Status] = []
@@ -186,7 +190,7 @@ class EngineReducer:
 
     def _launch_complete(self) -> None:
         """Launch buckets in order, up to the first one that still misses a gradient."""
-        scale = self._weight / self._transport.world_size
+        scale = self._weight / self._expected_weight
         while len(self._pending) < len(self._missing) and not self._missing[len(self._pending)]:
             self._pending.append(self._transport.launch(len(self._pending), scale))
 
@@ -206,7 +210,10 @@ class EngineReducer:
 
     def _judge(self) -> Outcome:
         outcome = Outcome.GOOD
-        if len(set(self.forwards_by_rank())) > 1:
+        counts = set(self.forwards_by_rank())
+        if FINISHED in counts:
+            outcome |= Outcome.FINISHED
+        if len(counts - {FINISHED}) > 1:
             outcome |= Outcome.SKIPPED
         if any(status.unused for status in self._statuses):
             outcome |= Outcome.UNUSED
@@ -216,8 +223,9 @@ class EngineReducer:
 
     def _correct_weights(self) -> None:
         total = sum(status.weight for status in self._statuses)
-        if total != self._transport.world_size:
-            self._transport.rescale(self._transport.world_size / total)
+        if total not in (0, self._expected_weight):  # 0: there are only zeros
+            self._transport.rescale(self._expected_weight / total)
+            self._expected_weight = total
 
 
 def _pack_bits(indices: Sequence[int], count: int) -> bytes:

@@ -13,6 +13,9 @@ from typing import Protocol
 INTERRUPTED = (1 << 31) - 1
 """`forwards` of a rank whose backward ended in an exception: differs from every count, so all ranks raise."""
 
+FINISHED = (1 << 31) - 2
+"""`forwards` of a rank that has no more data: agrees with every count."""
+
 
 class Outcome(IntFlag):
     """What `Reducer.finish` found; the same value on every rank."""
@@ -21,6 +24,7 @@ class Outcome(IntFlag):
     UNUSED = 1  # some rank left parameters unused
     NONFINITE = 2  # some rank's gradients hold an infinity or a NaN
     SKIPPED = 4  # ranks made different numbers of forwards before this backward
+    FINISHED = 8  # some rank has no more data
 
 
 class Reducer(Protocol):
@@ -56,7 +60,8 @@ class Reducer(Protocol):
         """End this rank's pass; block until the arena holds the means. Returns an `Outcome`.
 
         Args:
-            forwards: How many forwards this rank made for this pass; must be the same on all ranks.
+            forwards: How many forwards this rank made for this pass; must be the same on all ranks,
+                but for those that say FINISHED.
             allow_unused: Let unmarked parameters contribute 0. Otherwise one unmarked parameter on one
                 rank makes the pass void on all ranks.
         """

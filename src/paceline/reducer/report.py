@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from paceline.errors import NonFiniteGradientError, SkippedPassError, UnusedParameterError, format_ranks
-from paceline.reducer.protocol import INTERRUPTED
+from paceline.reducer.protocol import FINISHED, INTERRUPTED
 
 _SHOWN_NAMES = 6
 _SHOWN_GROUPS = 8
@@ -69,16 +69,17 @@ def skipped_error(forwards_by_rank: Sequence[int]) -> SkippedPassError:
 
     Args:
         forwards_by_rank: Since each rank's previous synchronised backward; INTERRUPTED for a rank whose
-            backward raised half-way.
+            backward raised half-way, FINISHED for one without data.
     """
     world_size = len(forwards_by_rank)
     interrupted = [rank for rank, count in enumerate(forwards_by_rank) if count == INTERRUPTED]
     if interrupted:
         return _interrupted_error(interrupted, world_size)
-    counts = _invert((rank, [count]) for rank, count in enumerate(forwards_by_rank))
+    active = [(rank, count) for rank, count in enumerate(forwards_by_rank) if count != FINISHED]
+    counts = _invert((rank, [count]) for rank, count in active)
     usual = max(counts, key=lambda count: (len(counts[count]), -count))
-    ahead = [rank for rank, count in enumerate(forwards_by_rank) if count > usual]
-    odd = [rank for rank, count in enumerate(forwards_by_rank) if count != usual]
+    ahead = [rank for rank, count in active if count > usual]
+    odd = [rank for rank, count in active if count != usual]
     return SkippedPassError(
         f"{_of_world(odd, world_size).capitalize()} skipped a forward or a backward that others made.",
         where="the end of backward; the gradients of this pass were not averaged, on any rank",

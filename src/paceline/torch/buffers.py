@@ -20,14 +20,17 @@ def broadcast_tensors(
     rank: int,
     broadcast: Callable[[torch.Tensor], None],
     piece_bytes: int = PIECE_BYTES,
+    *,
+    root: int = 0,
 ) -> None:
-    """Replace the values of `tensors` by rank 0's. Collective.
+    """Replace the values of `tensors` by those of the rank `root`. Collective.
 
     Args:
         tensors: The same shapes, strides and dtypes on all ranks.
         rank: Of this process.
-        broadcast: Replaces a flat uint8 tensor by rank 0's.
+        broadcast: Replaces a flat uint8 tensor by that of `root`.
         piece_bytes: Most bytes of one broadcast.
+        root: Whose values; the same on all ranks.
 
     Example:
         Rank 0 passes [1.0, 2.0] and rank 1 passes [3.0, 4.0]; after the call both hold [1.0, 2.0].
@@ -41,7 +44,7 @@ def broadcast_tensors(
             copies = [(tensor, tensor.contiguous()) for tensor in group if not is_dense(tensor)]
             flat = [_as_bytes(tensor) for tensor in group if is_dense(tensor)]
             for piece in _pack(flat + [_as_bytes(copy) for _, copy in copies], piece_bytes):
-                _broadcast_piece(piece, rank, broadcast)
+                _broadcast_piece(piece, rank == root, broadcast)
             for tensor, copy in copies:
                 tensor.copy_(copy)
 
@@ -66,12 +69,12 @@ def _pack(tensors: Iterable[torch.Tensor], piece_bytes: int) -> Iterator[list[to
         yield piece
 
 
-def _broadcast_piece(parts: list[torch.Tensor], rank: int, broadcast: Callable[[torch.Tensor], None]) -> None:
+def _broadcast_piece(parts: list[torch.Tensor], is_root: bool, broadcast: Callable[[torch.Tensor], None]) -> None:
     if len(parts) == 1:
         broadcast(parts[0])
         return
     packed = torch.cat(parts)
     broadcast(packed)
-    if rank != 0:
+    if not is_root:
         for part, received in zip(parts, torch.split(packed, [part.numel() for part in parts])):
             part.copy_(received)

@@ -5,13 +5,14 @@ The one idea: an argument of torch's DDP is honoured, or refused with a sentence
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from paceline.errors import ConfigError
+from paceline.torch.weights import Weight, as_weight
 
 MIB = 1 << 20
 DEFAULT_BUCKET_CAP_MB = 25.0  # torch's defaults, so that ranks of either overlap alike
@@ -45,6 +46,7 @@ class DDPConfig:
         broadcast_buffers: Give every rank rank 0's buffers after each synchronised backward.
         gradients_in_arena: Gradients are views of the arena.
         allow_unused: A parameter without a gradient contributes 0.
+        weight: Of this rank's gradients; a function computes it from forward's arguments.
         nonfinite: What to do about infinities and NaNs: "warn" once, "raise", or "ignore".
         reduce_through: "memory" that the ranks share, the process "group", or the better one ("auto").
         timeout_s: Seconds to wait for the slowest rank; None: the process group's own time-out.
@@ -59,6 +61,7 @@ class DDPConfig:
     broadcast_buffers: bool
     gradients_in_arena: bool
     allow_unused: bool
+    weight: float | Callable[..., Weight] | None
     nonfinite: str
     reduce_through: str
     timeout_s: float | None
@@ -87,6 +90,7 @@ def make_config(
     find_unused_parameters: bool,
     gradient_as_bucket_view: bool,
     static_graph: bool,
+    weight: float | Callable[..., Weight] | None,
     nonfinite: str,
     reduce_through: str,
     timeout_s: float | None,
@@ -128,6 +132,7 @@ def make_config(
         gradients_in_arena=bool(gradient_as_bucket_view),
         # A static graph promises that the same parameters are unused in every pass; allowing it is enough.
         allow_unused=bool(find_unused_parameters) or bool(static_graph),
+        weight=weight if weight is None or callable(weight) else as_weight(weight),
         nonfinite=nonfinite,
         reduce_through=reduce_through,
         timeout_s=timeout_s,

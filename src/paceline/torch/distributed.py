@@ -10,7 +10,7 @@ import contextlib
 import functools
 import math
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +25,7 @@ from paceline.torch.parameters import ManagedTensors
 from paceline.torch.passes import GradientPasses
 from paceline.torch.peers import find_peers
 from paceline.torch.reduction import ReductionFactory
+from paceline.torch.weights import Weight, as_weight
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -59,6 +60,8 @@ class DistributedDataParallel(nn.Module):
         static_graph: A promise that lets parameters be unused, like find_unused_parameters.
         device_mesh: A mesh of one dimension, instead of process_group.
         forward_sync_buffers: As broadcast_buffers, but not when wrapping.
+        weight: Of this rank's gradients in the mean: a number, or a function that gets forward's arguments
+            and returns it (of tokens, say). None: 1, or what weight() says.
         nonfinite: What to do when a gradient holds an infinity or a NaN: "warn" (once), "raise" (on every
             rank) or "ignore".
         timeout_s: Seconds to wait for the slowest rank; None: the group's own time-out.
@@ -106,6 +109,7 @@ class DistributedDataParallel(nn.Module):
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
         *,
+        weight: float | Callable[..., Weight] | None = None,
         nonfinite: str = "warn",
         timeout_s: float | None = None,
         warn_after_s: float | None = None,
@@ -122,7 +126,7 @@ class DistributedDataParallel(nn.Module):
         self._tensors = ManagedTensors(module)
         self._peers = find_peers(process_group, device_mesh, timeout_s, warn_after_s)
         # Alone, there is nothing to average, and nothing may cost; but "raise" is also for one rank.
-        is_alone = self._peers.world_size == 1 and nonfinite != "raise"
+        is_alone = self._peers.world_size == 1 and nonfinite != "raise" and weight is None
         self._check_model()
         self._passes = None if is_alone else self._begin_passes()
 
@@ -153,16 +157,52 @@ class DistributedDataParallel(nn.Module):
         self._tensors.check_unchanged()
         is_syncing = self.require_backward_grad_sync
         self._passes.begin_forward(is_syncing=is_syncing, is_training=self.module.training)
+        if self._config.weight is not None:
+            weight = self._config.weight
+            given = weight(*inputs, **kwargs) if callable(weight) else weight
+            self._passes.weights.add_forward(as_weight(given))
         output = self.module(*inputs, **kwargs)
-        if is_syncing:
+        if is_syncing or self._passes.weights.is_used:
             self._passes.watch(output)
         return output
 
+    def weight(self, weight: Weight) -> contextlib.AbstractContextManager[None]:
+        """Weigh this rank's gradients: in the backwards within `with`, or, called plainly, in the next one.
+
+        The gradient becomes sum(w * g) / sum(w) over all ranks, and over all micro-batches of no_sync(): if
+        each loss is the mean over its own tokens and w their number, that is the gradient of the mean over
+        all tokens of the step. So don't divide the loss by the number of micro-batches, and clear .grad
+        before the first one: what is there counts as part of it. A rank with weight 0 takes part with
+        whatever gradients it has, NaNs included, and adds nothing.
+
+        In one step every micro-batch of a rank has a weight or none has. A rank without one weighs 1. In
+        float16 over a process group the first weighted pass may overflow where a weight is large; later
+        ones use the scale of the one before.
+
+        Args:
+            weight: 0 or more; of any size, only the ratios count.
+
+        Raises:
+            ConfigError: It is negative, infinite, NaN, or no number.
+
+        Example:
+            Rank 0 has 3 tokens and a gradient of 1, rank 1 has 1 token and a gradient of 5:
+
+            >>> with model.weight(num_tokens):
+            ...     loss.backward()             # .grad is (3 * 1 + 1 * 5) / 4 = 2 on both
+        """
+        value = as_weight(weight)
+        if self._passes is None:  # alone, there still are micro-batches
+            self._passes = self._begin_passes()
+            self._passes.state.is_syncing = self.require_backward_grad_sync
+        return self._passes.weights.give(value)
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it, forward and backward accumulate gradients on this rank only.
+        """Within it, backwards accumulate gradients on this rank only, as do those of forwards within it.
 
-        The first synchronised backward afterwards averages all that has accumulated.
+        The first synchronised backward afterwards averages all that has accumulated. It is enough to put
+        the backward inside.
 
         Example:
             >>> with model.no_sync():
@@ -172,7 +212,8 @@ class DistributedDataParallel(nn.Module):
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
         try:
-            yield
+            with contextlib.nullcontext() if self._passes is None else self._passes.local():
+                yield
         finally:
             self.require_backward_grad_sync = before
 

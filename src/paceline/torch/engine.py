@@ -54,9 +54,11 @@ class ProcessGroupTransport:
 
     def launch(self, bucket: int, scale: float) -> BucketWork:
         flat = self._buckets[bucket]
-        if self._checks_finite:
+        if self._checks_finite and scale:
             self._note_nonfinite(bucket, flat)
-        if scale != 1.0:
+        if scale == 0.0:
+            flat.zero_()
+        elif scale != 1.0:
             flat.mul_(scale)
         try:
             work = dist.all_reduce(flat, group=self._group, async_op=True)

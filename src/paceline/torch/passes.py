@@ -9,9 +9,9 @@ The order in which gradients came in the first pass, on rank 0, becomes everybod
 
 from __future__ import annotations
 
-import sys
+import contextlib
 from array import array
-from types import FrameType
+from collections.abc import Iterator
 
 import torch
 from torch.autograd import Variable
@@ -28,6 +28,8 @@ from paceline.torch.hooks import copy_hook, pointer_hook, view_hook
 from paceline.torch.parameters import ManagedTensors
 from paceline.torch.peers import Peers
 from paceline.torch.reduction import Reduction, ReductionFactory
+from paceline.torch.running_call import RunningCall, running_call
+from paceline.torch.weights import MicroBatchWeights
 
 
 class GradientPasses:
@@ -38,6 +40,10 @@ class GradientPasses:
         peers: The ranks that train it.
         factory: Makes the memory and the reducer of each plan.
         config: Of the wrapped model.
+
+    Attributes:
+        state: Shared with the hooks.
+        weights: Of this rank's micro-batches.
     """
 
     def __init__(
@@ -45,6 +51,7 @@ class GradientPasses:
     ) -> None:
         self.state = PassState()
         self.state.arm = self._arm
+        self.weights = MicroBatchWeights(tensors.trainable, self.state)
         self._tensors = tensors
         self._peers = peers
         self._factory = factory
@@ -52,6 +59,7 @@ class GradientPasses:
         self._judge = Judge(
             tensors.names, peers.world_size, allow_unused=config.allow_unused, nonfinite=config.nonfinite
         )
+        self._begun_forwards = 0
         self._waited_before_s = 0.0
         self._pass_number = 1
         self._handles: list[RemovableHandle] = []
@@ -77,6 +85,10 @@ class GradientPasses:
 
     def close(self) -> None:
         """Remove the hooks. The memory goes with the last gradient that lies in it."""
+        self.weights.close()
+        self._remove_hooks()
+
+    def _remove_hooks(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -92,6 +104,9 @@ class GradientPasses:
         state.check_process()
         if state.is_armed and torch._C._current_graph_task_id() == -1:
             self._give_up_interrupted()
+        if self.weights.is_used and torch._C._current_graph_task_id() == -1:
+            self.weights.give_up_interrupted()
+        self._begun_forwards += 1
         state.is_syncing = is_syncing
         self._say("in forward of")
         # Forwards in eval mode often have no backward, on some ranks only; such a rank skips nothing.
@@ -107,11 +122,29 @@ class GradientPasses:
 
     def _on_output_gradient(self, _: torch.Tensor) -> None:
         state = self.state
-        if state.is_syncing and not state.is_armed and _is_in_plain_backward():
+        if not state.is_syncing:
+            self.weights.watch_local()
+        elif not state.is_armed and running_call() is RunningCall.BACKWARD:
             self._arm()
+
+    @contextlib.contextmanager
+    def local(self) -> Iterator[None]:
+        """Within it, backwards do not synchronise, whatever their forward was to do.
+
+        Nor does a later backward of a forward that ran within it.
+        """
+        before, begun_before = self.state.is_syncing, self._begun_forwards
+        self.state.is_syncing = False
+        try:
+            yield
+        finally:
+            if self._begun_forwards == begun_before:
+                self.state.is_syncing = before
 
     def _arm(self) -> None:
         self.state.check_process()
+        if self.weights.is_used:
+            self._reduction.reducer.set_weight(self.weights.begin())
         self.state.is_armed = True  # first: gradients on another device come from another thread
         Variable._execution_engine.queue_callback(self._end)
         self._say("in backward of")
@@ -129,6 +162,7 @@ class GradientPasses:
             order = None if self._is_order_final else list(state.handed)
         finally:
             state.begin_next()
+            self.weights.end()
             self._say("after backward of")
             self._pass_number += 1
         if order is not None:
@@ -195,7 +229,7 @@ class GradientPasses:
                 parameter.grad = new.copy_(old)
 
     def _install_hooks(self) -> None:
-        self.close()
+        self._remove_hooks()
         make = copy_hook
         if self._config.gradients_in_arena:
             make = view_hook
@@ -215,6 +249,7 @@ class GradientPasses:
         """End the pass that an exception broke off, so that all ranks learn of it and can go on."""
         error = give_up_interrupted(self._reduction.reducer, allow_unused=self._config.allow_unused)
         self.state.begin_next()
+        self.weights.end()
         if error is not None:
             raise error
 
@@ -225,20 +260,3 @@ class GradientPasses:
             first_bucket_bytes=self._config.first_bucket_bytes,
             order=order,
         )
-
-
-def _is_in_plain_backward() -> bool:
-    """Whether the hook that asks was called by backward(), rather than by autograd.grad().
-
-    Autograd does not tell, and autograd.grad() (a gradient penalty, say) is no pass: it leaves .grad alone.
-    Nor is backward(inputs=...) one unless a parameter's hook says so. On a GPU hooks run in a thread of
-    their own, where this cannot be seen: there only a parameter's gradient begins a pass.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is torch.autograd.grad.__code__:
-            return False
-        if frame.f_code is torch.autograd.backward.__code__:
-            return frame.f_locals.get("inputs") is None
-        frame = frame.f_back
-    return False

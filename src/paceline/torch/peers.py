@@ -49,8 +49,8 @@ class Peers(Protocol):
         """Torch's group, if there is one."""
         ...
 
-    def broadcast(self, payload: torch.Tensor) -> None:
-        """Replace a flat uint8 tensor by rank 0's. Collective."""
+    def broadcast(self, payload: torch.Tensor, root: int = 0) -> None:
+        """Replace a flat uint8 tensor by that of the rank `root`. Collective."""
         ...
 
     def share_host(self) -> _core.HostGroup | None:
@@ -69,8 +69,8 @@ class ProcessGroupPeers:
         self.timeout_s = timeout_s or _timeout_of(group)
         self.warn_after_s = warn_after_s or _DEFAULT_WARN_AFTER_S
 
-    def broadcast(self, payload: torch.Tensor) -> None:
-        dist.broadcast(payload, src=dist.get_global_rank(self.process_group, 0), group=self.process_group)
+    def broadcast(self, payload: torch.Tensor, root: int = 0) -> None:
+        dist.broadcast(payload, src=dist.get_global_rank(self.process_group, root), group=self.process_group)
 
     def share_host(self) -> _core.HostGroup | None:
         # Here, not above: a process that only reduces through the group needs no core.
@@ -105,9 +105,9 @@ class GroupPeers:
         self.warn_after_s = warn_after_s or _DEFAULT_WARN_AFTER_S
         self._group = group
 
-    def broadcast(self, payload: torch.Tensor) -> None:
+    def broadcast(self, payload: torch.Tensor, root: int = 0) -> None:
         on_host = payload.cpu()
-        self._group.core.broadcast(on_host.data_ptr(), on_host.numel(), 0)
+        self._group.core.broadcast(on_host.data_ptr(), on_host.numel(), root)
         if on_host is not payload:
             payload.copy_(on_host)
 

@@ -65,12 +65,12 @@ class ReductionFactory:
         """ "memory" or "group"."""
         return "group" if self.host_group is None else "memory"
 
-    def broadcast(self, payload: torch.Tensor) -> None:
-        """Replace a flat uint8 tensor by rank 0's, by the shortest way. Collective."""
+    def broadcast(self, payload: torch.Tensor, root: int = 0) -> None:
+        """Replace a flat uint8 tensor by that of the rank `root`, by the shortest way. Collective."""
         if self.host_group is not None and payload.device.type == "cpu":
-            self.host_group.broadcast(payload.data_ptr(), payload.numel(), 0)
+            self.host_group.broadcast(payload.data_ptr(), payload.numel(), root)
         else:
-            self._peers.broadcast(payload)
+            self._peers.broadcast(payload, root)
 
     def make(
         self, plan: Plan, parameters: Sequence[torch.Tensor], instead_of: Reduction | None = None
