@@ -69,7 +69,9 @@ def _pack(tensors: Iterable[torch.Tensor], piece_bytes: int) -> Iterator[list[to
         yield piece
 
 
-def _broadcast_piece(parts: list[torch.Tensor], is_root: bool, broadcast: Callable[[torch.Tensor], None]) -> None:
+def _broadcast_piece(
+    parts: list[torch.Tensor], is_root: bool, broadcast: Callable[[torch.Tensor], None]
+) -> None:
     if len(parts) == 1:
         broadcast(parts[0])
         return
