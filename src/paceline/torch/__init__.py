@@ -7,8 +7,9 @@ Paceline that imports torch; may import everything below it.
 """
 
 from paceline.torch import backend
+from paceline.torch.data_parallel import DataParallel
 from paceline.torch.distributed import DistributedDataParallel
 
 backend.register()
 
-__all__ = ["DistributedDataParallel"]
+__all__ = ["DataParallel", "DistributedDataParallel"]
