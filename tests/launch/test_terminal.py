@@ -33,11 +33,12 @@ class Terminal:
             stdout=slave,
             stderr=slave,
             start_new_session=True,
-            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=_take_terminal,
             env=os.environ | {"NO_COLOR": "1"},
         )
         os.close(slave)
         self.seen = ""
+        self.is_open = True
 
     def type(self, text: str) -> None:
         os.write(self.master, text.encode())
@@ -54,11 +55,21 @@ class Terminal:
     def wait(self) -> int:
         return self.process.wait(WITHIN_S)
 
+    def hang_up(self) -> None:
+        os.close(self.master)
+        self.is_open = False
+
     def close(self) -> None:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
             self.process.wait(WITHIN_S)
-        os.close(self.master)
+        if self.is_open:
+            self.hang_up()
+
+
+def _take_terminal() -> None:
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup's ignoring is inherited, and respected
 
 
 @pytest.fixture
@@ -134,8 +145,9 @@ def test_ctrl_z_stops_all_and_fg_continues(launcher: Launcher, terminals: list[T
 
 def test_a_terminal_that_closes_ends_the_job(launcher: Launcher, terminals: list[Terminal]) -> None:
     terminal = Terminal(launcher, "print('pid', os.getpid(), '.')\ntime.sleep(1000)")
+    terminals.append(terminal)
     seen = terminal.read_until(" .", count=2)
     pids = [int(part.split()[0]) for part in seen.split("pid ")[1:]]
-    os.close(terminal.master)
+    terminal.hang_up()
     assert terminal.wait() in (128 + signal.SIGHUP, 128 + signal.SIGPIPE)
     seconds_until_gone(pids)

@@ -53,7 +53,7 @@ def draw_all_reduce(report: Report, path: Path) -> None:
 def draw_step(report: Report, path: Path) -> None:
     """One panel per model: what each way adds to a step, with its 95 % interval."""
     models = list(dict.fromkeys(row["model"] for row in report.data["rows"]))
-    figure, panels = _figure(2.6 * len(models) + 1, 4.6, len(models))
+    figure, panels = _figure(max(6.0, 2.6 * len(models) + 1), 4.6, len(models))
     labels = {entry.key: entry.label for entry in step.ENTRIES}
     for model, axes in zip(models, panels if len(models) > 1 else [panels], strict=True):
         of_model = [row for row in report.data["rows"] if row["model"] == model]
@@ -70,9 +70,9 @@ def draw_step(report: Report, path: Path) -> None:
         axes.margins(y=0.15)
     figure.supylabel("overhead of a step, ms")
     first = panels[0] if len(models) > 1 else panels
-    figure.legend(*first.get_legend_handles_labels(), **_BELOW, ncols=4)
+    figure.legend(*first.get_legend_handles_labels(), **_BELOW, ncols=4 if len(models) > 3 else 2)
     figure.suptitle(report.title)
-    _save(figure, report, path, bottom=0.14)
+    _save(figure, report, path, bottom=0.14 if len(models) > 3 else 0.2)
 
 
 def _figure(width: float, height: float, panels: int = 1) -> tuple[Any, Any]:
