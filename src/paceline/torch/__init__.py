@@ -9,7 +9,8 @@ Paceline that imports torch; may import everything below it.
 from paceline.torch import backend
 from paceline.torch.data_parallel import DataParallel
 from paceline.torch.distributed import DistributedDataParallel
+from paceline.torch.sync_batch_norm import SyncBatchNorm
 
 backend.register()
 
-__all__ = ["DataParallel", "DistributedDataParallel"]
+__all__ = ["DataParallel", "DistributedDataParallel", "SyncBatchNorm"]

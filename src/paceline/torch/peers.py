@@ -151,6 +151,11 @@ def _group_of_mesh(mesh: DeviceMesh, process_group: dist.ProcessGroup | Group | 
     return group
 
 
+def formed_group() -> Group | None:
+    """The group that some model of this process formed from the environment, if one has."""
+    return _environment_group
+
+
 def _group_from_environment() -> Group:
     try:
         read_rank_environment()

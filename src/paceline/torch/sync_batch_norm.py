@@ -1,0 +1,222 @@
+"""`SyncBatchNorm`: batch norm over the batches of all ranks, on any device, the CPU too.
+
+The one idea: ranks exchange mean, variance and number of samples through `GatherRows`, which autograd
+differentiates; everything else is ordinary tensor arithmetic. So backward is right for ranks with batches of
+different sizes, and so are second derivatives.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from paceline.collectives.group import Group
+from paceline.errors import ConfigError
+from paceline.torch.peers import formed_group
+
+
+class GatherRows(torch.autograd.Function):
+    """Everybody's row, stacked in rank order; backward gives each rank the sum of its row's gradients.
+
+    Collective, forward and backward.
+
+    Example:
+        Rank 0 holds [1] and rank 1 holds [2]; both get [[1], [2]].
+    """
+
+    @staticmethod
+    def forward(ctx: Any, group: Any, row: torch.Tensor) -> torch.Tensor:
+        """Gather."""
+        ctx.group = group
+        if isinstance(group, Group):
+            return torch.from_numpy(group.all_gather(row.detach().cpu().numpy())).to(row.device)
+        rows = [torch.empty_like(row) for _ in range(group.size())]
+        dist.all_gather(rows, row.contiguous(), group=group)
+        return torch.stack(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
+        """Sum over ranks; itself differentiable."""
+        return None, _sum_of_own_row(ctx.group, gradient)
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """The sum over ranks; its gradient is that too."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Any, value: torch.Tensor) -> torch.Tensor:
+        ctx.group = group
+        if isinstance(group, Group):
+            on_host = value.detach().cpu().contiguous().clone()
+            group.all_reduce(on_host.numpy())
+            return on_host.to(value.device)
+        total = value.detach().contiguous().clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, _SumOverRanks.apply(ctx.group, gradient)  # type: ignore[no-untyped-call]
+
+
+def _sum_of_own_row(group: Any, gradient: torch.Tensor) -> torch.Tensor:
+    rank = group.rank if isinstance(group, Group) else dist.get_rank(group)
+    total: torch.Tensor = _SumOverRanks.apply(group, gradient)  # type: ignore[no-untyped-call]
+    return total[rank]
+
+
+class SyncBatchNorm(nn.SyncBatchNorm):
+    """Batch norm whose statistics are those of all ranks' batches together; also on the CPU.
+
+    A drop-in for `torch.nn.SyncBatchNorm`, with its arguments, attributes and state_dict. Batches may have
+    different sizes on different ranks, and be empty on some. In eval mode, or alone, it is batch norm.
+
+    Collective: forward in training mode, and its backward. Blocks until all ranks have arrived.
+
+    Args:
+        *args: As torch's: num_features, eps, momentum, affine, track_running_stats.
+        process_group: A process group of torch or a `paceline.Group`. None: torch's default group; or that
+            which `DistributedDataParallel` formed from the environment.
+        **kwargs: As torch's.
+
+    Raises:
+        ValueError: All ranks together have a single value per channel.
+
+    Example:
+        >>> model = SyncBatchNorm.convert_sync_batchnorm(model)
+        >>> model = DistributedDataParallel(model)
+    """
+
+    def __init__(self, *args: Any, process_group: Any = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.process_group = process_group
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Normalise each channel (dimension 1) by the statistics of all ranks.
+
+        Args:
+            input: Shape (batch, channels, ...), floating. 16-bit types are summed in float32.
+        """
+        group = _group(self.process_group) if self.training else None
+        if group is None:
+            return self._alone(input)
+        self._check_input_dim(input)
+        self._check_non_zero_input_channels(input)
+        mean, variance, count = _statistics(group, input)
+        if count.item() < 2:
+            raise ConfigError(
+                "SyncBatchNorm: Expected more than 1 value per channel when training.",
+                got=f"input of shape {tuple(input.shape)} on this rank, {int(count.item())} over all ranks",
+            )
+        self._track(mean.detach(), variance.detach(), count)
+        shape = (1, -1, *[1] * (input.dim() - 2))
+        scale = torch.rsqrt(variance + self.eps)
+        if self.weight is not None:
+            scale = scale * self.weight
+        centred = input - mean.view(shape)
+        if self.bias is None:
+            return (centred * scale.view(shape)).to(input.dtype)
+        return torch.addcmul(self.bias.to(scale.dtype).view(shape), centred, scale.view(shape)).to(
+            input.dtype
+        )
+
+    def _alone(self, input: torch.Tensor) -> torch.Tensor:
+        # torch's own forward refuses the CPU only where it would synchronise; this is its plain batch norm.
+        return nn.BatchNorm2d.forward(cast("Any", _AnyDimension(self)), input)
+
+    def _track(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
+        """Move the running statistics towards those of this batch."""
+        if not self.track_running_stats or self.running_mean is None or self.running_var is None:
+            return
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        step = self.momentum if self.momentum is not None else 1.0 / self.num_batches_tracked.item()
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), step)
+        unbiased = variance * (count / (count - 1))
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), step)
+
+    @classmethod
+    def convert_sync_batchnorm(cls, module: nn.Module, process_group: Any = None) -> Any:
+        """The module with every batch norm in it replaced by one of this class; parameters are kept.
+
+        Args:
+            module: Of any kind; a batch norm itself is replaced by the result.
+            process_group: As the constructor's.
+        """
+        return _convert(cls, module, process_group, {})
+
+
+class _AnyDimension:
+    """A batch norm without its check of the number of dimensions, which differs between torch's classes."""
+
+    def __init__(self, module: nn.SyncBatchNorm) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _convert(
+    cls: type[SyncBatchNorm], module: nn.Module, group: Any, done: dict[int, nn.Module]
+) -> nn.Module:
+    if id(module) in done:  # a module used in two places stays one
+        return done[id(module)]
+    new = module
+    if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        new = cls(
+            module.num_features,
+            module.eps,
+            module.momentum,
+            module.affine,
+            module.track_running_stats,
+            process_group=group,
+        )
+        new._parameters.update(module._parameters)
+        new._buffers.update(module._buffers)
+        new.train(module.training)
+    done[id(module)] = new
+    for name, child in module._modules.items():
+        if child is not None:
+            new._modules[name] = _convert(cls, child, group, done)
+    return new
+
+
+def _group(given: Any) -> Any:
+    """The group whose ranks share statistics; None where there is one rank."""
+    group = given
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    if group is None:
+        group = formed_group()
+    if group is None:
+        return None
+    size = group.world_size if isinstance(group, Group) else group.size()
+    return group if size > 1 else None
+
+
+def _statistics(group: Any, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Mean, biased variance and number of samples of each channel, over all ranks.
+
+    Each rank's own mean and variance travel, not sums of squares, which cancel where a mean is large.
+
+    Source: Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing sample
+    variances", 1979.
+    """
+    dims = [dim for dim in range(input.dim()) if dim != 1]
+    channels = input.shape[1]
+    values = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+    if values.numel():
+        variance, mean = torch.var_mean(values, dims, correction=0)
+    else:  # nothing to add, but the others wait for this rank in backward too
+        mean = variance = values.sum(dims)
+    own = mean.new_full((1,), values.numel() // channels)
+    rows: torch.Tensor = GatherRows.apply(group, torch.cat([mean, variance, own]))  # type: ignore[no-untyped-call]
+    means, variances, counts = rows[:, :channels], rows[:, channels:-1], rows[:, -1:].detach()
+    total = counts.sum()
+    shares = counts / total.clamp(min=1)
+    whole = (shares * means).sum(0)
+    spread = (shares * (variances + (means - whole).square())).sum(0)
+    return whole, spread, total

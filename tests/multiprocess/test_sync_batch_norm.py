@@ -1,0 +1,108 @@
+"""SyncBatchNorm on the CPU against torch's batch norm of the whole batch in one process."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from paceline.torch import DistributedDataParallel, SyncBatchNorm
+from tests.harness import ranks
+
+SIZES = [[3, 3], [5, 1], [6, 0]]
+
+
+def own_part(x: torch.Tensor, sizes: list[int], rank: int) -> torch.Tensor:
+    return x.split(sizes)[rank]
+
+
+def reference_shape(x: torch.Tensor) -> torch.Tensor:
+    """(N, C) or (N, C, L): how the rest is shaped makes no difference to the statistics."""
+    return x.flatten(2) if x.dim() > 2 else x
+
+
+def check(group: Any, rank: int) -> None:
+    """Three training steps and an evaluation, for several shapes, sizes and options."""
+    for shape, options in [((4,), {}), ((4, 3, 2), {"momentum": None}), ((4, 5), {"affine": False})]:
+        for sizes in SIZES:
+            torch.manual_seed(3)
+            whole = nn.BatchNorm1d(4, **options).double()
+            x = (torch.randn(6, *shape, dtype=torch.float64) * 2 + 100).requires_grad_()
+            weights = torch.randn(x.shape, dtype=torch.float64)
+            ours = SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(whole), group)
+            own_x = own_part(x.detach(), sizes, rank).clone().requires_grad_()
+            for _ in range(3):
+                expected = whole(reference_shape(x)).view(x.shape)
+                out = ours(own_x)
+                assert_close(out, own_part(expected, sizes, rank))
+                (expected * weights).sum().backward()
+                (out * own_part(weights, sizes, rank)).sum().backward()
+            assert_close(own_x.grad, own_part(x.grad, sizes, rank), rtol=1e-6, atol=1e-9)
+            assert_close(ours.running_mean, whole.running_mean)
+            assert_close(ours.running_var, whole.running_var)
+            assert ours.num_batches_tracked == 3
+            evaluated = whole.eval()(reference_shape(x)).view(x.shape)
+            assert_close(ours.eval()(own_x), own_part(evaluated, sizes, rank))
+
+
+@ranks(2)
+def test_over_a_group_of_ours(group: Any) -> None:
+    check(group, group.rank)
+
+
+@ranks(2, group="gloo")
+def test_over_a_group_of_torch(rank: int) -> None:
+    check(None, rank)
+
+
+@ranks(2, group="gloo")
+def test_parameters_train_as_on_one_process(rank: int) -> None:
+    torch.manual_seed(3)
+    whole = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 1)).double()
+    ours = DistributedDataParallel(SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(whole)))
+    x = torch.randn(6, 2, 4, 4).double()
+    ours(x.chunk(2)[rank]).square().mean().backward()
+    whole(x).square().mean().backward()
+    for mine, theirs in zip(ours.parameters(), whole.parameters(), strict=True):
+        assert_close(mine.grad, theirs.grad)
+
+
+@ranks(2, group="gloo")
+def test_second_derivatives(rank: int) -> None:
+    torch.manual_seed(3)
+    x = torch.randn(4, 2, dtype=torch.float64, requires_grad=True)
+    own = x.detach().chunk(2)[rank].clone().requires_grad_()
+    whole = nn.BatchNorm1d(2).double()
+    ours = SyncBatchNorm.convert_sync_batchnorm(copy.deepcopy(whole))
+    for module, value in ((whole, x), (ours, own)):
+        (slope,) = torch.autograd.grad(module(value).pow(3).sum(), value, create_graph=True)
+        slope.square().sum().backward()
+    assert_close(own.grad, x.grad.chunk(2)[rank])
+
+
+@ranks(2, group="gloo")
+def test_sixteen_bits_and_a_single_value(rank: int) -> None:
+    norm = SyncBatchNorm(2)
+    out = norm(torch.full((1, 2), 1.0 + 2 * rank, dtype=torch.bfloat16))
+    assert out.dtype == torch.bfloat16
+    assert_close(out.float(), torch.full((1, 2), 2.0 * rank - 1), rtol=1e-2, atol=1e-2)
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        norm(torch.ones(1 - rank, 2))
+
+
+def test_alone_it_is_batch_norm_and_conversion_keeps_everything() -> None:
+    shared = nn.BatchNorm1d(3)
+    model = nn.ModuleDict({"a": shared, "b": nn.Sequential(shared, nn.BatchNorm1d(3, affine=False).eval())})
+    names = list(model.state_dict())
+    x = torch.randn(4, 3)
+    expected = copy.deepcopy(shared)(x)
+    converted = SyncBatchNorm.convert_sync_batchnorm(model)
+    assert list(converted.state_dict()) == names
+    assert converted["a"] is converted["b"][0] and converted["a"].weight is shared.weight
+    assert isinstance(converted["b"][1], nn.SyncBatchNorm) and not converted["b"][1].training
+    assert torch.equal(converted["a"](x), expected)
+    assert SyncBatchNorm(3)(torch.randn(2, 3, 4, 4)).shape == (2, 3, 4, 4)
