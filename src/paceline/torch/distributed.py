@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.utils import _pytree as pytree
 
 from paceline.reducer.agreement import ModelDescription, check_agreement
@@ -25,6 +26,7 @@ from paceline.torch.parameters import ManagedTensors
 from paceline.torch.passes import GradientPasses
 from paceline.torch.peers import find_peers
 from paceline.torch.reduction import ReductionFactory
+from paceline.torch.uneven import DDPJoinHook, Joining, take_part_until_all_finished
 from paceline.torch.weights import Weight, as_weight
 
 if TYPE_CHECKING:
@@ -123,6 +125,8 @@ class DistributedDataParallel(nn.Module):
         self._config = make_config(**arguments)
         self.module = module
         self.require_backward_grad_sync = True
+        self._join_config: Any = None  # torch's Join sets it
+        self._joining: Joining | None = None
         self._tensors = ManagedTensors(module)
         self._peers = find_peers(process_group, device_mesh, timeout_s, warn_after_s)
         # Alone, there is nothing to average, and nothing may cost; but "raise" is also for one rank.
@@ -156,6 +160,8 @@ class DistributedDataParallel(nn.Module):
             return self.module(*inputs, **kwargs)
         self._tensors.check_unchanged()
         is_syncing = self.require_backward_grad_sync
+        if self._join_config is not None and self._join_config.enable and self._joining is not None:
+            self._joining.notify(self, is_syncing)
         self._passes.begin_forward(is_syncing=is_syncing, is_training=self.module.training)
         if self._config.weight is not None:
             weight = self._config.weight
@@ -196,6 +202,74 @@ class DistributedDataParallel(nn.Module):
             self._passes = self._begin_passes()
             self._passes.state.is_syncing = self.require_backward_grad_sync
         return self._passes.weights.give(value)
+
+    def finished(self, after_pass: Callable[[], object] | None = None) -> None:
+        """Say that this rank has no more data, and take part without any until all ranks have said so.
+
+        Call it once on every rank, after its loop over the data. Ranks may make different numbers of steps:
+        in each pass the mean is over those that have data. Blocks until the last rank is there, which may
+        take up to the time-out for each of its steps; then all ranks get its parameters and buffers.
+        Gradients that no_sync() has accumulated are dropped. Training may go on afterwards.
+
+        Args:
+            after_pass: Called after each pass of the others, with the means in .grad: an optimizer's `step`
+                keeps its state the same on all ranks.
+
+        Example:
+            Rank 0 has 3 batches and rank 1 has 5; in the last two steps the gradient is rank 1's alone:
+
+            >>> for batch in batches:
+            ...     train_step(batch)
+            >>> model.finished(optimizer.step)
+        """
+        if self._passes is not None:
+            take_part_until_all_finished(self._passes, after_pass)
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """A context in which ranks may make different numbers of steps, as torch's; see also finished().
+
+        A rank that leaves it takes part in the others' passes, and at its end all ranks have the model of
+        one that went on longest. One forward for each backward.
+
+        Args:
+            divide_by_initial_world_size: Divide sums of gradients by the number of all ranks; False: of
+                those that still have data.
+            enable: False: as if there were no context.
+            throw_on_early_termination: Raise RuntimeError on all ranks as soon as one has no more data.
+
+        Raises:
+            ConfigError: The ranks are connected by a `paceline.Group`; torch's Join needs a process group.
+        """
+        return Join(
+            [self],  # type: ignore[list-item]  # of the shape of a Joinable
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> DDPJoinHook:
+        """What torch's `Join` runs when this rank has no more data; part of its `Joinable` protocol."""
+        divide = bool(kwargs.get("divide_by_initial_world_size", True))
+        self._joining = Joining(self._passes, self._peers.process_group, self.join_device)
+        return DDPJoinHook(self._joining, divide, self._leave_join)
+
+    def _leave_join(self) -> None:
+        self._joining = self._join_config = None
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where `Join` keeps its flags: the device of the model's parameters."""
+        return self._tensors.trainable[0].device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup | None:
+        """The group over which `Join` asks who has joined."""
+        return self.process_group
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -10,8 +10,9 @@ The order in which gradients came in the first pass, on rank 0, becomes everybod
 from __future__ import annotations
 
 import contextlib
+import functools
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch.autograd import Variable
@@ -20,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.reducer.pass_state import PassState
 from paceline.reducer.plan import Plan, complete_order, plan_buckets
-from paceline.reducer.protocol import Outcome
+from paceline.reducer.protocol import FINISHED, Outcome
 from paceline.reducer.verdict import Judge, give_up_interrupted
 from paceline.torch.buffers import broadcast_tensors
 from paceline.torch.config import DDPConfig
@@ -44,6 +45,7 @@ class GradientPasses:
     Attributes:
         state: Shared with the hooks.
         weights: Of this rank's micro-batches.
+        active: Ranks that had data in the last pass. Others shadow it.
     """
 
     def __init__(
@@ -60,6 +62,8 @@ class GradientPasses:
             tensors.names, peers.world_size, allow_unused=config.allow_unused, nonfinite=config.nonfinite
         )
         self._begun_forwards = 0
+        self._all_ranks = range(peers.world_size)
+        self.active: Sequence[int] = self._all_ranks
         self._waited_before_s = 0.0
         self._pass_number = 1
         self._handles: list[RemovableHandle] = []
@@ -153,12 +157,15 @@ class GradientPasses:
         """The end of this rank's backward: wait for the others, judge, and bring the means home."""
         state = self.state
         try:
-            if len(state.handed) < len(self._tensors.trainable):
+            if len(state.handed) < len(self._tensors.trainable) and state.forwards != FINISHED:
                 self._hand_over_accumulated()
             outcome = self._reduction.reducer.finish(state.forwards, self._config.allow_unused)
+            self.active = self._all_ranks
             if outcome:
+                self._note_active(Outcome(outcome))
                 self._judge.judge(Outcome(outcome), self._reduction.reducer)
-            self._bring_home()
+            if self.active:
+                self._bring_home()
             order = None if self._is_order_final else list(state.handed)
         finally:
             state.begin_next()
@@ -167,8 +174,46 @@ class GradientPasses:
             self._pass_number += 1
         if order is not None:
             self._adopt_order(order)
-        if self._config.broadcast_buffers and self._tensors.buffers:
-            broadcast_tensors(self._tensors.current_buffers(), self._peers.rank, self._factory.broadcast)
+        if self._config.broadcast_buffers and self._tensors.buffers and self.active:
+            self._broadcast(self._tensors.current_buffers(), self.active[0])
+
+    @property
+    def world_size(self) -> int:
+        return self._peers.world_size
+
+    def shadow(self, *, weight: float) -> bool:
+        """Take part in a pass of the others without gradients. Collective.
+
+        Every rank that shadows gets the means in .grad as well.
+
+        Returns:
+            Whether any rank had data.
+        """
+        self.state.check_process()
+        reducer = self._reduction.reducer
+        reducer.set_weight(weight)
+        if not self._config.allow_unused:  # nothing is unused because this rank has no data
+            for index, view in enumerate(self._reduction.arena.views):
+                view.zero_()
+                reducer.mark_ready(index, 0)
+        self.state.forwards = FINISHED
+        self._end()
+        self._reduction.reducer.set_weight(1.0)
+        return bool(self.active)
+
+    def broadcast_model(self, root: int) -> None:
+        """Give every rank the parameters and buffers of the rank `root`. Collective."""
+        tensors = [*self._tensors.all_parameters.values(), *self._tensors.current_buffers()]
+        self._broadcast(tensors, root)
+
+    def _broadcast(self, tensors: Sequence[torch.Tensor], root: int) -> None:
+        broadcast = functools.partial(self._factory.broadcast, root=root)
+        broadcast_tensors(tensors, self._peers.rank, broadcast, root=root)
+
+    def _note_active(self, outcome: Outcome) -> None:
+        if Outcome.FINISHED in outcome:
+            forwards = self._reduction.reducer.forwards_by_rank()
+            self.active = [rank for rank, count in enumerate(forwards) if count != FINISHED]
 
     def _say(self, doing: str) -> None:
         """Let the errors of other ranks tell what this one was doing."""

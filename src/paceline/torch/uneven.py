@@ -1,0 +1,108 @@
+"""Ranks that run out of data before the others: `ddp.finished()`, and torch's `Join`.
+
+The one idea: such a rank takes part in the others' passes with no gradients and a weight of 0, until every
+rank has none left; each rank says so in the status that ends a pass, so nobody asks. Then it gets the model
+of the rank that went on longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join, JoinHook
+
+from paceline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from paceline.torch.passes import GradientPasses
+
+
+def take_part_until_all_finished(passes: GradientPasses, after_pass: Callable[[], object] | None) -> None:
+    """Shadow the others' passes, then take over the model of those who went on longest. Collective."""
+    last_active = passes.active
+    while passes.shadow(weight=0.0):
+        last_active = passes.active
+        if after_pass is not None:
+            after_pass()
+    if len(last_active) < passes.world_size:
+        passes.broadcast_model(last_active[0])
+
+
+class Joining:
+    """One wrapped model within torch's `Join`.
+
+    Args:
+        passes: Of the model; None if it is alone.
+        group: Torch's group, or None where a `paceline.Group` connects the ranks.
+        device: Of the model's parameters.
+    """
+
+    def __init__(
+        self, passes: GradientPasses | None, group: dist.ProcessGroup | None, device: torch.device
+    ) -> None:
+        if group is None:
+            raise ConfigError(
+                "DistributedDataParallel: torch's Join needs a process group of torch.",
+                seen="a paceline.Group connects the ranks",
+                hint="call ddp.finished() on each rank when its data ends; or torch.distributed."
+                "init_process_group() before wrapping the model",
+            )
+        self.group = group
+        on_cpu = "cpu" in {kind.type for kind in group._device_types}
+        self.device = torch.device("cpu") if on_cpu else device
+        self._passes = passes
+        self._work: dist.Work | None = None  # kept: dropping one that is under way may end it
+
+    def notify(self, joinable: Any, is_syncing: bool) -> None:
+        """Tell those who have run out that this rank begins a forward, and whether it will synchronise."""
+        self._work = Join.notify_join_context(joinable)
+        self._any(is_syncing)
+
+    def shadow(self, divide_by_initial_world_size: bool) -> None:
+        """Take part in the backward that the others are about to make, if it synchronises."""
+        if self._any(False) and self._passes is not None:
+            # With a weight of 1 the zeros count, so the others' sum is divided by the whole world size.
+            self._passes.shadow(weight=1.0 if divide_by_initial_world_size else 0.0)
+
+    def take_last_model(self, is_last: bool) -> None:
+        """Everybody gets the model of a rank that has not run out before the others."""
+        if self._passes is None:
+            return
+        votes = torch.tensor([dist.get_rank(self.group) if is_last else -1], device=self.device)
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.group)
+        self._passes.broadcast_model(int(votes.item()))
+
+    def _any(self, is_syncing: bool) -> bool:
+        votes = torch.tensor([int(is_syncing)], device=self.device)
+        dist.all_reduce(votes, group=self.group)
+        return bool(votes.item())
+
+
+class DDPJoinHook(JoinHook):
+    """What `Join` runs on a rank that has run out.
+
+    Args:
+        joining: Of the model.
+        divide_by_initial_world_size: Divide by the number of all ranks, not of those that have data.
+        leave: Called when all have joined.
+    """
+
+    def __init__(
+        self, joining: Joining, divide_by_initial_world_size: bool, leave: Callable[[], None]
+    ) -> None:
+        super().__init__()
+        self._joining = joining
+        self._divide_by_initial_world_size = divide_by_initial_world_size
+        self._leave = leave
+
+    def main_hook(self) -> None:
+        """Shadow one iteration of the others."""
+        self._joining.shadow(self._divide_by_initial_world_size)
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """All have joined: the model becomes the same on all ranks."""
+        self._joining.take_last_model(is_last_joiner)
+        self._leave()

@@ -1,0 +1,198 @@
+"""Ranks with different numbers of batches: nobody waits for ever, and nobody's batch counts twice."""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.testing import assert_close
+
+from paceline.errors import ConfigError
+from paceline.torch import DistributedDataParallel
+from tests.harness import ranks
+from tests.multiprocess.ddp_models import Branches, bits, mixed, two_layers
+
+PATHS = ["group", "memory"]
+
+
+def batches(count: int, rank: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(2, 4, generator=generator) for _ in range(count)]
+
+
+def sgd(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter -= 0.1 * parameter.grad
+
+
+def reference(model: nn.Module, data: list[list[torch.Tensor]], divide_by: int | None = None) -> nn.Module:
+    """One process: in each step the mean over the ranks that still have a batch."""
+    alone = copy.deepcopy(model).double()
+    for step in range(max(map(len, data))):
+        active = [rows[step] for rows in data if step < len(rows)]
+        alone.zero_grad()
+        for x in active:
+            ((alone(x.double()) ** 2).mean() / (divide_by or len(active))).backward()
+        sgd(alone)
+    return alone
+
+
+def assert_same(model: nn.Module, expected: nn.Module) -> None:
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-6)
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, bits(model))
+    assert all(row == gathered[0] for row in gathered)
+
+
+def step(ddp: DistributedDataParallel, x: torch.Tensor) -> None:
+    ddp.zero_grad()
+    (ddp(x) ** 2).mean().backward()
+    sgd(ddp.module)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("view", [False, True])
+@ranks(3, group="gloo")
+def test_a_rank_that_has_finished_weighs_nothing(rank: int, path: str, view: bool) -> None:
+    model = two_layers()
+    ddp = DistributedDataParallel(
+        model, reduce_through=path, gradient_as_bucket_view=view, bucket_cap_mb=0.0001
+    )
+    # In the first epoch rank 0, whose order and buffers count, has nothing at all.
+    for counts, after_pass in [((0, 3, 1), False), ((2, 2, 2), False), ((3, 1, 0), True)]:
+        data = [batches(count, r) for r, count in enumerate(counts)]
+        expected = reference(model, data)
+        for x in data[rank]:
+            step(ddp, x)
+        ddp.finished((lambda: sgd(model)) if after_pass else None)
+        assert_same(model, expected)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(2, group="gloo")
+def test_buffers_come_from_those_who_have_data(rank: int, path: str) -> None:
+    model = mixed()
+    ddp = DistributedDataParallel(model, reduce_through=path)
+    for _ in range(2 * rank):
+        ddp(torch.randn(4, 1, 4, 4)).sum().backward()
+    ddp.finished()
+    assert model.norm.num_batches_tracked == 2
+    gathered: list[Any] = [None, None]
+    dist.all_gather_object(gathered, bits(model))
+    assert gathered[0] == gathered[1]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(2, group="gloo")
+def test_unused_everywhere_is_unused_though_a_rank_has_finished(rank: int, path: str) -> None:
+    model = Branches()
+    ddp = DistributedDataParallel(model, reduce_through=path, find_unused_parameters=True)
+    ddp(torch.ones(1, 3), "both").sum().backward()
+    model.zero_grad()
+    if rank == 0:
+        ddp(torch.ones(1, 3), "left").sum().backward()
+        assert_close(model.left.bias.grad, torch.ones(2))
+        assert model.never.bias.grad is None and model.right.bias.grad is None
+    ddp.finished()
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(2, group="gloo")
+def test_weights_and_finished_ranks_together(rank: int, path: str) -> None:
+    ddp = DistributedDataParallel(two_layers(), reduce_through=path)
+    for _ in range(1 + rank):
+        ddp.zero_grad()
+        with ddp.weight(5):
+            ddp(torch.full((1, 4), 1.0 + rank)).sum().backward()
+    ddp.finished()
+    assert_close(ddp.module[2].bias.grad, torch.ones(2))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("divide_by_initial", [True, False])
+@ranks(2, group="gloo")
+def test_join_as_torch_has_it(rank: int, path: str, divide_by_initial: bool) -> None:
+    model = two_layers()
+    ddp = DistributedDataParallel(model, reduce_through=path)
+    for counts in [(4, 1), (1, 3), (2, 2)]:
+        data = [batches(count, r) for r, count in enumerate(counts)]
+        expected = reference(model, data, 2 if divide_by_initial else None)
+        with ddp.join(divide_by_initial_world_size=divide_by_initial):
+            for x in data[rank]:
+                step(ddp, x)
+        assert_same(model, expected)
+    with ddp.join(enable=False):
+        step(ddp, batches(1, rank)[0])
+    if rank == 0:  # the context is over: a forward waits for nobody
+        ddp.eval()(torch.ones(1, 4))
+
+
+class Counter(Joinable):
+    """Adds up how many ranks are there; another joinable beside the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = torch.zeros(1)
+
+    def __call__(self) -> None:
+        Join.notify_join_context(self)
+        votes = torch.ones(1)
+        dist.all_reduce(votes)
+        self.count += votes
+
+    def join_hook(self, **_: Any) -> JoinHook:
+        class Hook(JoinHook):
+            def main_hook(self) -> None:
+                dist.all_reduce(torch.zeros(1))
+
+        return Hook()
+
+    join_device = torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> Any:
+        return dist.group.WORLD
+
+
+@ranks(2, group="gloo")
+def test_join_with_another_joinable_and_no_sync(rank: int) -> None:
+    ddp, counter = DistributedDataParallel(two_layers()), Counter()
+    data = batches(2 + rank * 2, rank)
+    with Join([ddp, counter]):
+        for number, x in enumerate(data):
+            if number % 2:
+                (ddp(x) ** 2).mean().backward()
+            else:
+                with ddp.no_sync():
+                    (ddp(x) ** 2).mean().backward()
+            counter()
+    assert counter.count == (4 if rank == 0 else 6)
+
+
+@ranks(2, group="gloo")
+def test_early_termination_raises_everywhere(rank: int) -> None:
+    ddp = DistributedDataParallel(two_layers())
+    with pytest.raises(RuntimeError, match="exhausted"), ddp.join(throw_on_early_termination=True):
+        for x in batches(1 + rank, rank):
+            step(ddp, x)
+
+
+@ranks(2, group=None)
+def test_a_group_of_ours_can_finish_but_not_join(rank: int) -> None:
+    ddp = DistributedDataParallel(two_layers())
+    with pytest.raises(ConfigError, match=r"ddp\.finished\(\)"):
+        ddp.join()
+    for x in batches(1 + rank, rank):
+        step(ddp, x)
+    began = time.monotonic()
+    ddp.finished()
+    assert time.monotonic() - began < 30
