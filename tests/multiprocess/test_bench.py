@@ -140,3 +140,10 @@ def test_memory_counts_gradients(tmp_path):
     content = bench(tmp_path, "memory", "--only", "alone,paceline_view")
     for row in content["rows"].values():
         assert row["peak_bytes"] > 0.8 * row["gradient_bytes"]
+
+
+@needs_torch
+def test_features_are_compared_with_the_default(tmp_path):
+    content = bench(tmp_path, "features", "--only", "paceline,static")
+    ways = [(row["model"], row["way"], row["parameters"]) for row in content["rows"]]
+    assert ways == [(m, w, p) for m, p in (("many", 300), ("gpt", 72)) for w in ("paceline", "static")]

@@ -31,6 +31,7 @@ def register(subparsers: Any) -> None:
     _add_step(benches)
     _add_killed(benches)
     _add_memory(benches)
+    _add(benches, "features", _features, 30, "what find_unused_parameters and static_graph add to a step")
 
 
 def _add(benches: Any, name: str, run: Callable[..., int], rounds: int, what: str) -> argparse.ArgumentParser:
@@ -114,6 +115,12 @@ def _memory(arguments: argparse.Namespace) -> int:
     from paceline.observe.bench import memory
 
     return _finish(memory.run(_plan(arguments, memory.ENTRIES)), arguments)
+
+
+def _features(arguments: argparse.Namespace) -> int:
+    from paceline.observe.bench import features, step
+
+    return _finish(features.run(_plan(arguments, features.ENTRIES, step.STEADY_MALLOC)), arguments)
 
 
 Draw = Callable[["Report", Path], None]

@@ -31,9 +31,9 @@ def entry(key: str, label: str, **options: Any) -> Entry:
 ENTRIES = (
     entry("alone", "alone, no synchronisation", way="alone"),
     entry("torch", "torch DDP on Gloo", way="torch"),
-    entry("torch_view", "torch DDP on Gloo, bucket view", way="torch", view=True),
+    entry("torch_view", "torch DDP on Gloo, bucket view", way="torch", gradient_as_bucket_view=True),
     entry("paceline", "Paceline DDP", way="paceline"),
-    entry("paceline_view", "Paceline DDP, bucket view", way="paceline", view=True),
+    entry("paceline_view", "Paceline DDP, bucket view", way="paceline", gradient_as_bucket_view=True),
 )
 
 

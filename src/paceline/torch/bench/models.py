@@ -92,5 +92,7 @@ MODELS = {
     "rl": Model(lambda: _mlp([64, 256, 256, 8], nn.Tanh), _normal((64, 64), (64, 8))),
     "mlp": Model(lambda: _mlp([1024] * 5, nn.ReLU), _normal((32, 1024), (32, 1024))),
     "gpt": Model(lambda: _stack(256, 6), _normal((4, 64, 256), (4, 64, 256))),
+    # 300 parameters of almost nothing: what is left is the cost of handing each over.
+    "many": Model(lambda: _mlp([8] * 151, nn.Tanh), _normal((4, 8), (4, 8))),
     "cnn": Model(_cnn, _normal((16, 3, 32, 32), (16, 10))),
 }

@@ -25,14 +25,14 @@ class Step:
         rank: This rank.
         world_size: Number of ranks.
         way: `alone`, `torch` or `paceline`.
-        view: For the two DDPs, `gradient_as_bucket_view`.
+        options: Further arguments of the two DDPs.
     """
 
-    def __init__(self, rank: int, world_size: int, way: str, view: bool = False) -> None:
+    def __init__(self, rank: int, world_size: int, way: str, **options: Any) -> None:
         self._rank = rank
         self._world_size = world_size
         self._way = way
-        self._view = view
+        self._options = options
         if way != "alone":
             form_group("gloo", rank, world_size)
 
@@ -64,10 +64,10 @@ class Step:
         if self._way == "alone":
             return module
         if self._way == "torch":
-            return TorchDDP(module, gradient_as_bucket_view=self._view)
+            return TorchDDP(module, **self._options)
         from paceline.torch import DistributedDataParallel
 
-        return DistributedDataParallel(module, gradient_as_bucket_view=self._view)
+        return DistributedDataParallel(module, **self._options)
 
     def _backward(self) -> None:
         self._optimizer.zero_grad()
