@@ -10,6 +10,7 @@
 
 #include "bind/failures.h"
 #include "bind/py_host_group.h"
+#include "bind/py_permutation.h"
 #include "bind/py_reducer.h"
 #include "core/control.h"
 #include "core/faults.h"
@@ -218,6 +219,16 @@ void bind_reducer(nb::module_& m) {
       .def("close", &PyReducer::close);
 }
 
+void bind_permutation(nb::module_& m) {
+  nb::class_<PyPermutation>(m, "Permutation")
+      .def(nb::init<uint64_t, uint64_t>(), "length"_a, "key"_a)
+      .def_prop_ro("length", &PyPermutation::length)
+      .def("fill", &PyPermutation::fill, "out"_a, "start"_a, "stride"_a = 1,
+           "out[i] = the index at place start + i * stride.")
+      .def("map", &PyPermutation::map, "places"_a,
+           "Replaces each place by its index.");
+}
+
 }  // namespace
 }  // namespace paceline
 
@@ -245,4 +256,5 @@ NB_MODULE(_core, m) {
   paceline::bind_faults(m);
   paceline::bind_group(m);
   paceline::bind_reducer(m);
+  paceline::bind_permutation(m);
 }

@@ -1,72 +1,51 @@
-"""A sampler that gives every rank its share of a data set, a different one in every epoch.
+"""DistributedSampler: a drop-in for torch's that stores no list, repeats nothing unasked, and resumes.
 
-The one idea: all ranks draw the same permutation from (seed, epoch), and rank r takes places r,
-r + world_size, ... of it. So the batches of one step, of all ranks together, are consecutive places of the
-permutation, and one process with a batch world_size times as large sees the same global batches.
-
-Imports only the standard library, numpy, `env` and `errors`.
+The one idea: all ranks compute the same permutation from (seed, epoch), and rank r takes places r,
+r + num_replicas, ... of it. So the batches of one step, of all ranks together, are consecutive places, and
+one process with a batch num_replicas times as large sees the same global batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sized
+from collections.abc import Sized
 
-import numpy as np
-import numpy.typing as npt
-
-from paceline.env import read_rank_environment
+from paceline.data.deal import Deal, Ending, SampleDeal, Share
+from paceline.data.epochs import EpochSampler
+from paceline.data.order import InOrder, Order, Shuffled, derive_key
+from paceline.data.place import find_place
+from paceline.data.state import identify
 from paceline.errors import ConfigError
 
 
-def rank_indices(
-    length: int, rank: int, world_size: int, *, seed: int, epoch: int, shuffle: bool, drop_last: bool
-) -> npt.NDArray[np.int64]:
-    """The samples of one rank in one epoch; the same number on every rank.
-
-    Args:
-        length: Number of samples in the data set.
-        rank: Of this process.
-        world_size: Number of ranks.
-        seed: The same on all ranks.
-        epoch: Another epoch is another permutation.
-        shuffle: Permute; otherwise in order.
-        drop_last: Leave out up to world_size - 1 samples; otherwise repeat as many from the start.
-
-    Example:
-        length=5, world_size=2, no shuffle: rank 0 gets [0, 2, 4] and rank 1 gets [1, 3, 0];
-        with drop_last [0, 2] and [1, 3].
-    """
-    order = np.arange(length, dtype=np.int64)
-    if shuffle:
-        order = np.random.default_rng([seed, epoch]).permutation(order)
-    share = samples_per_rank(length, world_size, drop_last=drop_last)
-    places = np.arange(rank, share * world_size, world_size)
-    return order[places % length] if length else order
-
-
-def samples_per_rank(length: int, world_size: int, *, drop_last: bool) -> int:
-    """How many samples `rank_indices` gives to each rank."""
-    return length // world_size if drop_last else -(-length // world_size)
-
-
-class DistributedSampler:
+class DistributedSampler(EpochSampler[int]):
     """Iterates over this rank's sample indices; pass it as `sampler=` to a torch `DataLoader`.
 
-    The arguments are those of `torch.utils.data.DistributedSampler`. No framework is needed.
+    The arguments are those of `torch.utils.data.DistributedSampler`, and more. Each iteration is another
+    epoch with another permutation, with or without `set_epoch`; every rank must iterate equally often.
+    The permutation is computed as it is needed: any number of samples takes the same memory, and an epoch
+    starts at once.
+
+    To save a position inside an epoch, call `commit(samples)` after each optimizer step and store
+    `state_dict()` in the checkpoint. What a loader's workers have fetched ahead does not count.
 
     Args:
-        dataset: Anything with a length.
-        num_replicas: Number of ranks; None: as the launcher says (WORLD_SIZE).
-        rank: Of this process; None: as the launcher says (RANK).
-        shuffle: Permute the samples, differently in every epoch (see `set_epoch`).
-        seed: Of the permutation; the same on all ranks.
-        drop_last: Leave samples out, rather than repeat some, where they do not divide evenly.
+        dataset: Anything with a length, up to 2**63 - 1 samples. Only the length is used.
+        num_replicas: Number of ranks; None: that of torch.distributed, if initialised, else the launcher's.
+        rank: Of this process; None: as above.
+        shuffle: Permute the samples, differently in every epoch.
+        seed: Of the permutation; any integer, the same on all ranks.
+        drop_last: Leave up to num_replicas - 1 samples out, rather than repeat some.
+        pad: Repeat samples where they do not divide evenly, so that all ranks have equally many. False:
+            every sample exactly once; some ranks get one less than others.
+        reshuffle: Move on to the next epoch with each iteration. False: only `set_epoch` does.
+        dataset_id: Name by which a saved state knows the data; None: its fingerprint or its type.
 
     Raises:
-        ConfigError: The rank or the number of ranks is missing or out of range.
+        ConfigError: The rank or the number of ranks is missing or out of range, or options contradict.
 
     Example:
-        Of two ranks and 4 samples, without shuffling, rank 0 iterates over 0, 2 and rank 1 over 1, 3.
+        Of two ranks and 5 samples, without shuffling, rank 0 iterates over 0, 2, 4 and rank 1 over 1, 3, 0;
+        with pad=False rank 1 iterates over 1, 3.
     """
 
     def __init__(
@@ -77,40 +56,41 @@ class DistributedSampler:
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
+        *,
+        pad: bool = True,
+        reshuffle: bool = True,
+        dataset_id: str | None = None,
     ) -> None:
+        num_replicas, rank = find_place(self.name, num_replicas, rank)
+        self._ending = choose_ending(self.name, drop_last, pad)
         self.dataset = dataset
-        if num_replicas is None or rank is None:
-            place = read_rank_environment(rank=rank, world_size=num_replicas)
-            rank, num_replicas = place.rank, place.world_size
-        self.num_replicas = num_replicas
-        self.rank = rank
-        if self.num_replicas < 1 or not 0 <= self.rank < self.num_replicas:
-            raise ConfigError(
-                "DistributedSampler: the rank is out of range.",
-                expected="num_replicas >= 1 and 0 <= rank < num_replicas",
-                got=f"rank={self.rank}, num_replicas={self.num_replicas}",
-            )
         self.shuffle = shuffle
         self.seed = seed
         self.drop_last = drop_last
-        self.epoch = 0
+        identity = {"dataset": dataset_id or identify(dataset), "seed": seed, "shuffle": shuffle}
+        super().__init__(len(dataset), num_replicas, rank, reshuffle=reshuffle, identity=identity)
 
-    def __len__(self) -> int:
-        return samples_per_rank(len(self.dataset), self.num_replicas, drop_last=self.drop_last)
+    def _deal(self, start: int) -> Deal[int]:
+        return SampleDeal(Share(self._length, start, self.num_replicas, self.rank, self._ending))
 
-    def __iter__(self) -> Iterator[int]:
-        indices = rank_indices(
-            len(self.dataset),
-            self.rank,
-            self.num_replicas,
-            seed=self.seed,
-            epoch=self.epoch,
-            shuffle=self.shuffle,
-            drop_last=self.drop_last,
+    def _order(self, epoch: int) -> Order:
+        if not self.shuffle:
+            return InOrder(self._length)
+        return Shuffled(self._length, derive_key(self.seed, epoch))
+
+
+def choose_ending(name: str, drop_last: bool, pad: bool) -> Ending:
+    """Turn two arguments into one of three endings.
+
+    Raises:
+        ConfigError: Samples were to be dropped, and not.
+    """
+    if drop_last and not pad:
+        raise ConfigError(
+            f"{name}: drop_last=True and pad=False contradict each other.",
+            likely="pad=False means that every sample is seen exactly once",
+            hint="leave drop_last out; or leave pad out, to drop samples",
         )
-        # One at a time: a list of Python integers would take 28 bytes for each sample.
-        return map(int, indices)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the permutation; call it with the same epoch on every rank before iterating."""
-        self.epoch = epoch
+    if drop_last:
+        return Ending.DROP
+    return Ending.PAD if pad else Ending.UNEVEN

@@ -1,0 +1,56 @@
+// Permutation as Python sees it: checks places, and takes numpy arrays.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include "bind/buffer.h"
+#include "data/permutation.h"
+
+namespace paceline {
+
+class PyPermutation {
+ public:
+  PyPermutation(uint64_t length, uint64_t key)
+      : permutation_(checked(length), key) {}
+
+  uint64_t length() const { return permutation_.length(); }
+
+  void fill(nanobind::handle out, uint64_t start, uint64_t stride) const {
+    const ArrayBuffer array = int64_array(out);
+    if (array.count == 0) return;
+    const auto last =
+        start + static_cast<unsigned __int128>(array.count - 1) * stride;
+    if (last >= length())
+      throw nanobind::index_error("fill: a place is beyond the permutation");
+    permutation_.fill(static_cast<int64_t*>(array.data), array.count, start,
+                      stride);
+  }
+
+  void map(nanobind::handle places) const {
+    const ArrayBuffer array = int64_array(places);
+    auto* values = static_cast<int64_t*>(array.data);
+    for (size_t i = 0; i < array.count; ++i) {
+      if (static_cast<uint64_t>(values[i]) >= length())
+        throw nanobind::index_error("map: a place is beyond the permutation");
+    }
+    permutation_.map(values, array.count);
+  }
+
+ private:
+  static uint64_t checked(uint64_t length) {
+    if (length > uint64_t{1} << 63)
+      throw nanobind::value_error("a permutation has at most 2**63 places");
+    return length;
+  }
+  static ArrayBuffer int64_array(nanobind::handle object) {
+    const auto array = array_buffer(object.ptr());
+    if (!array || array->dtype != DType::kInt64)
+      throw nanobind::type_error(
+          "expected a C-contiguous, writable int64 array");
+    return *array;
+  }
+
+  Permutation permutation_;
+};
+
+}  // namespace paceline

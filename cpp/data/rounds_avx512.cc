@@ -1,0 +1,2 @@
+#define PACELINE_ROUNDS avx512
+#include "data/round_loops.h"

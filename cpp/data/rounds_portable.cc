@@ -1,0 +1,2 @@
+#define PACELINE_ROUNDS portable
+#include "data/round_loops.h"

@@ -1,0 +1,113 @@
+"""DistributedBatchSampler: Paddle's, and torch's batch_sampler; global batches that no world size changes.
+
+The one idea: a step takes the next places of the epoch's order, as many as the global batch has, and deals
+them out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+
+from paceline.data.deal import BatchDeal, Deal, Share
+from paceline.data.epochs import EpochSampler
+from paceline.data.order import InOrder, Order, Shuffled, derive_key
+from paceline.data.place import find_place
+from paceline.data.sampler import choose_ending
+from paceline.data.state import identify
+from paceline.errors import ConfigError
+
+
+class DistributedBatchSampler(EpochSampler[list[int]]):
+    """Iterates over this rank's batches of sample indices; pass it as `batch_sampler=` to a `DataLoader`.
+
+    The arguments are those of `paddle.io.DistributedBatchSampler`, and more; it works in torch's and in
+    Paddle's loaders. Epochs move on by themselves, and `commit()`, once after each optimizer step, and
+    `state_dict()` work as in `DistributedSampler`, counting batches.
+
+    Args:
+        dataset: Anything with a length. Only the length is used.
+        batch_size: Samples of one step on each rank; None with `global_batch_size`.
+        num_replicas: Number of ranks; None: that of torch.distributed, if initialised, else the launcher's.
+        rank: Of this process; None: as above.
+        shuffle: Permute the samples, differently in every epoch.
+        drop_last: Leave out a last step that has fewer samples.
+        seed: Of the permutation; any integer, the same on all ranks.
+        pad: Repeat samples where those of the last step do not divide evenly. False: every sample exactly
+            once; in the last step some ranks get one less, or none and then no batch.
+        global_batch_size: Samples of one step on all ranks together, whatever their number: training goes
+            through the same batches on 2 ranks as on 8. Where the ranks do not divide it, some get one
+            sample less: weight their gradients by the number of samples.
+        reshuffle: Move on to the next epoch with each iteration. False: only `set_epoch` does.
+        dataset_id: Name by which a saved state knows the data; None: its fingerprint or its type.
+
+    Raises:
+        ConfigError: An argument is missing, out of range or contradicts another.
+
+    Example:
+        Of two ranks and 7 samples, in order, with batch_size=2: rank 0 iterates over [0, 2], [4, 6] and
+        rank 1 over [1, 3], [5, 0]; with pad=False over [1, 3], [5].
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        batch_size: int | None = None,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = False,
+        drop_last: bool = False,
+        *,
+        seed: int = 0,
+        pad: bool = True,
+        global_batch_size: int | None = None,
+        reshuffle: bool = True,
+        dataset_id: str | None = None,
+    ) -> None:
+        num_replicas, rank = find_place(self.name, num_replicas, rank)
+        self.global_batch_size = choose_global_batch(self.name, batch_size, global_batch_size, num_replicas)
+        self.batch_size = batch_size
+        self._ending = choose_ending(self.name, drop_last, pad)
+        self.dataset = dataset
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_last = drop_last
+        identity = {"dataset": dataset_id or identify(dataset), "seed": seed, "shuffle": shuffle}
+        super().__init__(len(dataset), num_replicas, rank, reshuffle=reshuffle, identity=identity)
+
+    def commit(self, count: int = 1) -> None:
+        """Say that an optimizer step has used `count` more of this rank's batches. See DistributedSampler."""
+        super().commit(count)
+
+    def _deal(self, start: int) -> Deal[list[int]]:
+        share = Share(self._length, start, self.num_replicas, self.rank, self._ending)
+        return BatchDeal(share, self.global_batch_size)
+
+    def _order(self, epoch: int) -> Order:
+        if not self.shuffle:
+            return InOrder(self._length)
+        return Shuffled(self._length, derive_key(self.seed, epoch))
+
+
+def choose_global_batch(
+    name: str, batch_size: int | None, global_batch_size: int | None, num_replicas: int
+) -> int:
+    """Samples of one step on all ranks together, from whichever of two arguments was given.
+
+    Raises:
+        ConfigError: Both or none were given, or there are fewer than one sample for each rank.
+    """
+    if (batch_size is None) == (global_batch_size is None):
+        raise ConfigError(
+            f"{name}: one of batch_size and global_batch_size is needed.",
+            got=f"batch_size={batch_size}, global_batch_size={global_batch_size}",
+            hint="batch_size counts the samples of one rank, global_batch_size those of all ranks",
+        )
+    total = global_batch_size if batch_size is None else batch_size * num_replicas
+    assert total is not None
+    if total < num_replicas:
+        raise ConfigError(
+            f"{name}: a step must have at least one sample for each rank.",
+            expected=f"batch_size >= 1, or global_batch_size >= {num_replicas}",
+            got=f"batch_size={batch_size}, global_batch_size={global_batch_size}, {num_replicas} ranks",
+        )
+    return total

@@ -1,0 +1,202 @@
+"""Epochs that move on by themselves, and can be left and entered in the middle.
+
+The one idea: how far an epoch has come is one number, the place below which everything was committed by an
+optimizer step on every rank. `EpochSampler` keeps it; subclasses say what is dealt out, and from what order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from operator import length_hint
+from typing import Any, Generic, TypeVar, cast
+
+from paceline.data.deal import Deal
+from paceline.data.order import Order
+from paceline.data.state import check_state
+from paceline.errors import ConfigError
+
+Item = TypeVar("Item")
+
+
+class Pass(chain[Item]):
+    """One iteration over a sampler: yields from lists, at the speed of `itertools.chain`.
+
+    It begins, and takes the sampler's epoch, with its first item: loaders make iterators that they never
+    use. Its state counts what was drawn, for loaders that keep such states by batch (StatefulDataLoader).
+    """
+
+    _sampler: EpochSampler[Item]
+    _run: _Run[Item] | None
+
+    @classmethod
+    def over(cls, sampler: EpochSampler[Item]) -> Pass[Item]:
+        """A pass that has not begun."""
+
+        def lists() -> Iterator[Iterator[Item]]:
+            run = one._run = sampler._begin()
+            for items in run.deal.blocks(run.order):
+                run.given += len(items)
+                run.current = iter(items)
+                yield run.current
+
+        one = cast("Pass[Item]", cls.from_iterable(lists()))
+        one._sampler = sampler
+        one._run = None
+        return one
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as if all that was drawn were committed."""
+        if self._run is None:
+            return self._sampler.state_dict()
+        return self._sampler._state_at(self._run, self._run.drawn)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there; only before the first item is drawn."""
+        if self._run is not None:
+            raise ConfigError(f"{self._sampler.name}: a state can't be loaded into an iteration under way.")
+        self._sampler.load_state_dict(state)
+
+
+class _Run(Generic[Item]):
+    """What a pass that has begun goes through."""
+
+    def __init__(self, epoch: int, deal: Deal[Item], order: Order) -> None:
+        self.epoch = epoch
+        self.deal = deal
+        self.order = order
+        self.given = 0
+        self.current: Iterator[Item] = iter(())
+        self.committed = 0
+
+    @property
+    def drawn(self) -> int:
+        """Items that were taken out of the pass."""
+        return self.given - length_hint(self.current)
+
+
+class EpochSampler(Generic[Item]):
+    """What all samplers here share: epochs, commits, and states.
+
+    Args:
+        length: Places of an epoch.
+        num_replicas: Number of ranks.
+        rank: Of this process.
+        reshuffle: Whether each iteration is a new epoch.
+        identity: What a state must agree in: name -> value.
+    """
+
+    def __init__(
+        self, length: int, num_replicas: int, rank: int, *, reshuffle: bool, identity: Mapping[str, Any]
+    ) -> None:
+        self.num_replicas = num_replicas
+        self.rank = rank
+        self.epoch = 0
+        self._length = length
+        self._reshuffle = reshuffle
+        self._identity = {"length": length, **identity}
+        self._start = 0  # the place where the pass under way, or else the next one, starts
+        self._is_pending = True  # whether the next pass is over self.epoch, and not over the one after it
+        self._run: _Run[Item] | None = None
+
+    @property
+    def name(self) -> str:
+        """How errors call it."""
+        return type(self).__name__
+
+    def _deal(self, start: int) -> Deal[Item]:
+        raise NotImplementedError
+
+    def _order(self, epoch: int) -> Order:
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        """Items of this rank in the epoch under way or about to begin; after a resume, what is left."""
+        is_next_whole = self._run is None and not self._is_pending
+        return self._deal(0 if is_next_whole else self._start).size
+
+    def __iter__(self) -> Iterator[Item]:
+        """Draw this rank's items of one epoch: the one that was set or loaded, else the next one."""
+        return Pass.over(self)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next iteration; call it with the same number on every rank.
+
+        Without it each iteration moves on by one epoch (unless `reshuffle=False`). After
+        `load_state_dict`, setting the epoch that was loaded keeps the position inside it.
+
+        Raises:
+            ConfigError: The epoch is negative.
+        """
+        if epoch < 0:
+            raise ConfigError(
+                f"{self.name}: an epoch can't be negative.", expected="0, 1, ...", got=str(epoch)
+            )
+        if self._run is not None or epoch != self.epoch:
+            self._start = 0
+            self._run = None
+        self.epoch = epoch
+        self._is_pending = True
+
+    def _begin(self) -> _Run[Item]:
+        if not self._is_pending:
+            self._start = 0
+            self.epoch += self._reshuffle
+        self._is_pending = False
+        self._run = _Run(self.epoch, self._deal(self._start), self._order(self.epoch))
+        return self._run
+
+    def commit(self, count: int) -> None:
+        """Say that an optimizer step has used `count` more of this rank's items; states count these only.
+
+        Not collective; but every rank commits what it did in each step.
+
+        Raises:
+            ConfigError: More than was drawn.
+        """
+        drawn = 0 if self._run is None else self._run.drawn
+        committed = count + (0 if self._run is None else self._run.committed)
+        if count < 0 or committed > drawn:
+            raise ConfigError(
+                f"{self.name}.commit: more than was drawn in epoch {self.epoch}.",
+                where=f"rank {self.rank} of {self.num_replicas}",
+                expected=f"0 to {drawn} in all",
+                got=f"{committed} (this call: {count})",
+                hint="count this rank's own samples (batches, if the sampler makes batches), once per step",
+            )
+        if self._run is not None:
+            self._run.committed = committed
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the epoch stands: what was committed, by all ranks together. Plain numbers and texts.
+
+        Not collective. It assumes that every rank has committed as many steps as this one. Where ranks have
+        unequally many items, save that of rank 0, which has the most.
+        """
+        if self._run is not None:
+            return self._state_at(self._run, self._run.committed)
+        is_complete = 0 < self._start >= self._deal(self._start).end
+        return self._describe(self.epoch, self._start, is_complete)
+
+    def _state_at(self, run: _Run[Item], items: int) -> dict[str, Any]:
+        position = run.deal.reached(items)
+        return self._describe(run.epoch, position, position >= run.deal.end)
+
+    def _describe(self, epoch: int, position: int, is_complete: bool) -> dict[str, Any]:
+        state = {"version": 1, "sampler": self.name, "epoch": epoch, "position": position}
+        return {**state, "is_complete": is_complete, **self._identity}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken, with any number of ranks; load the same state on every rank.
+
+        The next iteration yields this rank's part of the samples that were not committed, each once over
+        all ranks; if there are none, it is the next epoch.
+
+        Raises:
+            ConfigError: The state is of another data set (both lengths are told), seed or kind of sampler.
+        """
+        check_state(self.name, state, self._identity)
+        self.epoch = int(state["epoch"])
+        self._is_pending = not state["is_complete"]
+        self._start = int(state["position"]) if self._is_pending else self._length
+        self._run = None

@@ -1,0 +1,57 @@
+"""Where a sampler's process stands: its rank, and of how many. Imports env and errors; no framework.
+
+Arguments win; then torch.distributed, if it is loaded and initialised (looked up, never imported); then the
+launcher's variables, Paddle's among them.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from paceline.env import read_rank_environment
+from paceline.errors import ConfigError
+
+
+def find_place(name: str, num_replicas: int | None, rank: int | None) -> tuple[int, int]:
+    """Number of ranks and rank of a sampler called `name`.
+
+    Raises:
+        ConfigError: One of them is missing or out of range.
+    """
+    if num_replicas is None or rank is None:
+        group = _torch_group()
+        if group is not None:
+            num_replicas = group.get_world_size() if num_replicas is None else num_replicas
+            rank = group.get_rank() if rank is None else rank
+        elif (num_replicas is None or num_replicas >= 1) and (rank is None or rank >= 0):
+            place = read_rank_environment(rank=rank, world_size=num_replicas, needs_address=False)
+            num_replicas, rank = place.world_size, place.rank
+    if num_replicas is None or rank is None or num_replicas < 1 or not 0 <= rank < num_replicas:
+        raise ConfigError(
+            f"{name}: the rank is out of range.",
+            expected="num_replicas >= 1 and 0 <= rank < num_replicas",
+            got=f"rank={rank}, num_replicas={num_replicas}",
+        )
+    return num_replicas, rank
+
+
+def _torch_group() -> Any:
+    """The module torch.distributed, if the script has initialised it; else None."""
+    torch = sys.modules.get("torch")
+    distributed = getattr(torch, "distributed", None)
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return distributed
+
+
+def loader_worker() -> tuple[int, int]:
+    """Which worker of a torch or Paddle DataLoader this process is, and of how many; (0, 1) outside."""
+    for framework, path in (("torch", ("utils", "data")), ("paddle", ("io",))):
+        module: Any = sys.modules.get(framework)
+        for name in path:
+            module = getattr(module, name, None)
+        info = module.get_worker_info() if module is not None else None
+        if info is not None:
+            return int(info.id), int(info.num_workers)
+    return 0, 1

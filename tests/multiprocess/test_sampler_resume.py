@@ -1,0 +1,20 @@
+"""Jobs killed by SIGKILL at random steps go on with other numbers of ranks: each sample committed once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.multiprocess.sampler_lives import LENGTH
+
+
+@pytest.mark.parametrize("kind", ["samples", "batches"])
+def test_fifty_kills_lose_and_repeat_nothing(tmp_path: Path, kind: str) -> None:
+    program = [sys.executable, "-m", "tests.multiprocess.sampler_lives", str(tmp_path), kind, "50", "7"]
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout) == {"once": LENGTH, "never": 0, "deaths": 50}
