@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from paceline.errors import ConfigError
+from paceline.torch.buffer_policy import check_policies
 from paceline.torch.weights import Weight, as_weight
 
 MIB = 1 << 20
@@ -44,6 +45,7 @@ class DDPConfig:
         init_sync: Broadcast rank 0's parameters (and buffers) when wrapping.
         init_sync_buffers: Buffers too.
         broadcast_buffers: Give every rank rank 0's buffers after each synchronised backward.
+        buffers: What is done with buffers whose name matches a pattern.
         gradients_in_arena: Gradients are views of the arena.
         allow_unused: A parameter without a gradient contributes 0.
         weight: Of this rank's gradients; a function computes it from forward's arguments.
@@ -59,6 +61,7 @@ class DDPConfig:
     init_sync: bool
     init_sync_buffers: bool
     broadcast_buffers: bool
+    buffers: Mapping[str, str]
     gradients_in_arena: bool
     allow_unused: bool
     weight: float | Callable[..., Weight] | None
@@ -73,6 +76,7 @@ class DDPConfig:
             "bucket_cap_mb": str(self.bucket_cap_bytes / MIB),
             "init_sync": str(self.init_sync),
             "broadcast_buffers": f"{self.broadcast_buffers}, {self.init_sync_buffers} at wrap",
+            "buffers": str(self.buffers),
             "find_unused_parameters or static_graph": str(self.allow_unused),
             "nonfinite": self.nonfinite,
             "reduce_through": self.reduce_through,
@@ -90,6 +94,7 @@ def make_config(
     find_unused_parameters: bool,
     gradient_as_bucket_view: bool,
     static_graph: bool,
+    buffers: Mapping[str, str] | None,
     weight: float | Callable[..., Weight] | None,
     nonfinite: str,
     reduce_through: str,
@@ -129,6 +134,7 @@ def make_config(
         init_sync=bool(init_sync),
         init_sync_buffers=broadcast_buffers is not False,
         broadcast_buffers=broadcast_buffers is not False and forward_sync_buffers is not False,
+        buffers=check_policies(buffers),
         gradients_in_arena=bool(gradient_as_bucket_view),
         # A static graph promises that the same parameters are unused in every pass; allowing it is enough.
         allow_unused=bool(find_unused_parameters) or bool(static_graph),

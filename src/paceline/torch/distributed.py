@@ -10,7 +10,7 @@ import contextlib
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.utils import _pytree as pytree
 
+from paceline.errors import ConfigError
 from paceline.reducer.agreement import ModelDescription, check_agreement
 from paceline.torch.buffers import broadcast_tensors
 from paceline.torch.config import make_config
@@ -26,6 +27,7 @@ from paceline.torch.parameters import ManagedTensors
 from paceline.torch.passes import GradientPasses
 from paceline.torch.peers import find_peers
 from paceline.torch.reduction import ReductionFactory
+from paceline.torch.statistics import clip
 from paceline.torch.uneven import DDPJoinHook, Joining, take_part_until_all_finished
 from paceline.torch.weights import Weight, as_weight
 
@@ -62,6 +64,9 @@ class DistributedDataParallel(nn.Module):
         static_graph: A promise that lets parameters be unused, like find_unused_parameters.
         device_mesh: A mesh of one dimension, instead of process_group.
         forward_sync_buffers: As broadcast_buffers, but not when wrapping.
+        buffers: What is done with buffers after each synchronised backward, by name pattern ("*.running_*"):
+            "average" them, "broadcast" those of rank 0, or leave them "local". The first match counts;
+            without one, broadcast_buffers says. Integers are broadcast where others are averaged.
         weight: Of this rank's gradients in the mean: a number, or a function that gets forward's arguments
             and returns it (of tokens, say). None: 1, or what weight() says.
         nonfinite: What to do when a gradient holds an infinity or a NaN: "warn" (once), "raise" (on every
@@ -111,6 +116,7 @@ class DistributedDataParallel(nn.Module):
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
         *,
+        buffers: Mapping[str, str] | None = None,
         weight: float | Callable[..., Weight] | None = None,
         nonfinite: str = "warn",
         timeout_s: float | None = None,
@@ -297,9 +303,70 @@ class DistributedDataParallel(nn.Module):
         Costs nothing where gradients are averaged in shared memory. Call it before changing .grad.
         """
         if self._passes is not None:
-            return math.sqrt(self._passes.reduction.reducer.squared_norm())
+            return math.sqrt(self._passes.squared_norm())
         squares = [p.grad.double().square().sum() for p in self._tensors.trainable if p.grad is not None]
         return math.sqrt(sum(float(square) for square in squares))
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> torch.Tensor:
+        """Scale all gradients so that their norm is at most `max_norm`; returns the norm that they had.
+
+        As torch.nn.utils.clip_grad_norm_, but for gradients that are as backward left them the norm is
+        known already. After the first call; that one computes it.
+
+        Args:
+            max_norm: The largest norm allowed.
+            norm_type: Of the p-norm; others than 2 are computed.
+            scaler: If gradients are still scaled by it: `max_norm` and the result are those of unscaled
+                gradients. Leave it out after `scaler.unscale_()`.
+
+        Example:
+            Rank 0's gradient is 6 and rank 1's 10: the norm is 8, and after clip_grad_norm_(2) both hold 2.
+        """
+        is_known = self._passes is not None and norm_type == 2.0
+        known = self._passes.known_norm() if is_known and self._passes is not None else None
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        return clip(self._tensors.trainable, max_norm * scale, known, norm_type) / scale
+
+    def nonfinite(self) -> dict[int, tuple[str, ...]]:
+        """Whose gradients held an infinity or a NaN in the last pass: {rank: (parameter names)}.
+
+        The same on every rank, and found without looking at gradients again. Empty: all were finite.
+
+        Raises:
+            ConfigError: Nobody has looked, because of nonfinite="ignore" over a process group.
+
+        Example:
+            After a NaN in the batch of rank 1: {1: ("head.weight", "head.bias")}.
+        """
+        if self._passes is None:
+            parameters = zip(self._tensors.names, self._tensors.trainable)
+            names = [n for n, p in parameters if p.grad is not None and not torch.isfinite(p.grad).all()]
+            return {0: tuple(names)} if names else {}
+        if self._config.nonfinite == "ignore" and self._passes.path == "group":
+            raise ConfigError(
+                'DistributedDataParallel: with nonfinite="ignore" a process group looks for none.',
+                hint='pass nonfinite="warn" or "raise"',
+            )
+        return self._passes.nonfinite()
+
+    def sync_buffers(self) -> None:
+        """Bring the buffers in step now, as `buffers` and rank 0 say. Collective.
+
+        Also those that broadcast_buffers=False leaves alone after each backward, but not those that
+        `buffers` calls "local". For an evaluation on all ranks; one on rank 0 alone needs no call.
+        """
+        if self._passes is not None:
+            self._passes.buffers.sync(range(self._peers.world_size), on_demand=True)
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether a synchronised backward brings buffers in step."""
+        return self._passes is not None and self._passes.buffers.is_needed
 
     @property
     def waited_s(self) -> float:

@@ -52,10 +52,10 @@ class ManagedTensors:
         )
         return parameters, tuple(_describe(name, b, requires_grad=None) for name, b in self.buffers.items())
 
-    def current_buffers(self) -> list[torch.Tensor]:
+    def current_buffers(self) -> dict[str, torch.Tensor]:
         """The buffers that the module has now: modules may replace theirs."""
         now = dict(self._module.named_buffers())
-        return [now[name] for name in self.buffers if name in now]
+        return {name: now[name] for name in self.buffers if name in now}
 
     def check_trainable(self) -> None:
         """Refuse what cannot be averaged; on every rank alike, because all have the same parameters."""

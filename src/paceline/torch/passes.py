@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from array import array
 from collections.abc import Iterator, Sequence
 
@@ -23,6 +24,7 @@ from paceline.reducer.pass_state import PassState
 from paceline.reducer.plan import Plan, complete_order, plan_buckets
 from paceline.reducer.protocol import FINISHED, Outcome
 from paceline.reducer.verdict import Judge, give_up_interrupted
+from paceline.torch.buffer_sync import BufferSync
 from paceline.torch.buffers import broadcast_tensors
 from paceline.torch.config import DDPConfig
 from paceline.torch.hooks import copy_hook, pointer_hook, view_hook
@@ -30,6 +32,7 @@ from paceline.torch.parameters import ManagedTensors
 from paceline.torch.peers import Peers
 from paceline.torch.reduction import Reduction, ReductionFactory
 from paceline.torch.running_call import RunningCall, running_call
+from paceline.torch.statistics import FreshGradients
 from paceline.torch.weights import MicroBatchWeights
 
 
@@ -45,6 +48,8 @@ class GradientPasses:
     Attributes:
         state: Shared with the hooks.
         weights: Of this rank's micro-batches.
+        buffers: Keeps them in step.
+        gradients: Whether they are still those of the last pass.
         active: Ranks that had data in the last pass. Others shadow it.
     """
 
@@ -53,6 +58,9 @@ class GradientPasses:
     ) -> None:
         self.state = PassState()
         self.state.arm = self._arm
+        self.buffers = BufferSync(tensors, peers, factory, config.buffers, config.broadcast_buffers)
+        self.gradients = FreshGradients(tensors.trainable)
+        self._of_first: tuple[float, list[tuple[int, int]]] | None = None
         self.weights = MicroBatchWeights(tensors.trainable, self.state)
         self._tensors = tensors
         self._peers = peers
@@ -86,6 +94,24 @@ class GradientPasses:
     def waited_s(self) -> float:
         """Seconds that this rank has spent waiting for the others at the end of backward, in all passes."""
         return self._waited_before_s + self._reduction.reducer.waited_s
+
+    def squared_norm(self) -> float:
+        """Of the last pass's mean gradient."""
+        return self._reduction.reducer.squared_norm() if self._of_first is None else self._of_first[0]
+
+    def known_norm(self) -> float | None:
+        """The 2-norm of all .grad, if it is that of the last pass's means."""
+        if not self.gradients.are_unchanged() or self._reduction.reducer.globally_unused():
+            return None
+        return math.sqrt(self.squared_norm())
+
+    def nonfinite(self) -> dict[int, tuple[str, ...]]:
+        """Names of parameters whose gradient was not finite in the last pass, by rank."""
+        pairs = self._reduction.reducer.nonfinite() if self._of_first is None else self._of_first[1]
+        found: dict[int, list[str]] = {}
+        for rank, index in sorted(set(pairs)):
+            found.setdefault(rank, []).append(self._tensors.names[index])
+        return {rank: tuple(names) for rank, names in found.items()}
 
     def close(self) -> None:
         """Remove the hooks. The memory goes with the last gradient that lies in it."""
@@ -167,15 +193,18 @@ class GradientPasses:
             if self.active:
                 self._bring_home()
             order = None if self._is_order_final else list(state.handed)
+            self._of_first = None
         finally:
             state.begin_next()
             self.weights.end()
+            if self.gradients.is_used:
+                self.gradients.note()
             self._say("after backward of")
             self._pass_number += 1
         if order is not None:
             self._adopt_order(order)
-        if self._config.broadcast_buffers and self._tensors.buffers and self.active:
-            self._broadcast(self._tensors.current_buffers(), self.active[0])
+        if self.buffers.is_needed and self.active:
+            self.buffers.sync(self.active, on_demand=False)
 
     @property
     def world_size(self) -> int:
@@ -203,10 +232,7 @@ class GradientPasses:
 
     def broadcast_model(self, root: int) -> None:
         """Give every rank the parameters and buffers of the rank `root`. Collective."""
-        tensors = [*self._tensors.all_parameters.values(), *self._tensors.current_buffers()]
-        self._broadcast(tensors, root)
-
-    def _broadcast(self, tensors: Sequence[torch.Tensor], root: int) -> None:
+        tensors = [*self._tensors.all_parameters.values(), *self._tensors.current_buffers().values()]
         broadcast = functools.partial(self._factory.broadcast, root=root)
         broadcast_tensors(tensors, self._peers.rank, broadcast, root=root)
 
@@ -257,6 +283,7 @@ class GradientPasses:
         if plan == self._plan:
             return
         before = self._reduction
+        self._of_first = (before.reducer.squared_norm(), before.reducer.nonfinite())
         self._waited_before_s += before.reducer.waited_s
         self._plan = plan
         if self._config.gradients_in_arena:

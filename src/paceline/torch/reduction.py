@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
+from paceline.collectives.ops import ReduceOp
 from paceline.errors import ConfigError
 from paceline.reducer.engine import EngineReducer
 from paceline.reducer.plan import Plan
@@ -19,6 +21,7 @@ from paceline.reducer.protocol import Reducer
 from paceline.torch.arena import Arena
 from paceline.torch.config import DDPConfig
 from paceline.torch.engine import ProcessGroupTransport
+from paceline.torch.parameters import dtype_name
 from paceline.torch.peers import Peers, ProcessGroupPeers
 
 if TYPE_CHECKING:
@@ -71,6 +74,16 @@ class ReductionFactory:
             self.host_group.broadcast(payload.data_ptr(), payload.numel(), root)
         else:
             self._peers.broadcast(payload, root)
+
+    def sum(self, values: torch.Tensor) -> None:
+        """Replace a flat float32 or float64 tensor by its sum over ranks. Collective."""
+        if self.host_group is not None and values.device.type == "cpu":
+            from paceline.reducer.host import CORE_DTYPES
+
+            dtype = CORE_DTYPES[dtype_name(values.dtype)]
+            self.host_group.all_reduce(values.data_ptr(), values.numel(), dtype, ReduceOp.SUM)
+        else:
+            dist.all_reduce(values, group=self._peers.process_group)
 
     def make(
         self, plan: Plan, parameters: Sequence[torch.Tensor], instead_of: Reduction | None = None

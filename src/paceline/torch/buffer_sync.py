@@ -1,0 +1,83 @@
+"""Buffers that are averaged, broadcast or left alone after each pass, or on demand."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from paceline.torch.buffer_policy import policy_of
+from paceline.torch.buffers import broadcast_tensors
+from paceline.torch.parameters import ManagedTensors
+from paceline.torch.peers import Peers
+from paceline.torch.reduction import ReductionFactory
+
+
+class BufferSync:
+    """Keeps the buffers of one model in step.
+
+    Args:
+        tensors: The model's.
+        peers: The ranks that train it.
+        factory: Moves bytes between them.
+        patterns: Policies by name pattern, as those of file names; the first match counts.
+        broadcasts: Whether buffers that no pattern matches are broadcast after each pass.
+    """
+
+    def __init__(
+        self,
+        tensors: ManagedTensors,
+        peers: Peers,
+        factory: ReductionFactory,
+        patterns: Mapping[str, str],
+        broadcasts: bool,
+    ) -> None:
+        self._tensors = tensors
+        self._peers = peers
+        self._factory = factory
+        policies = {name: policy_of(name, patterns) for name in tensors.buffers}
+        self._averaged = {name for name, policy in policies.items() if policy == "average"}
+        named = {name for name, policy in policies.items() if policy == "broadcast"}
+        unnamed = {name for name, policy in policies.items() if policy is None}
+        self._on_demand = named | unnamed
+        self._after_pass = named | unnamed if broadcasts else named
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether any buffer changes after a pass."""
+        return bool(self._averaged or self._after_pass)
+
+    def sync(self, active: Sequence[int], *, on_demand: bool) -> None:
+        """Bring the buffers in step. Collective.
+
+        Args:
+            active: Ranks whose values count; the first is the one that broadcasts.
+            on_demand: Include buffers that are left alone after a pass, but for those that a pattern says
+                to leave alone.
+        """
+        now = self._tensors.current_buffers()
+        chosen = self._on_demand if on_demand else self._after_pass
+        broadcast = functools.partial(self._factory.broadcast, root=active[0])
+        copied = [buffer for name, buffer in now.items() if name in chosen]
+        averaged = [buffer for name, buffer in now.items() if name in self._averaged]
+        # Counters and other integers have no mean.
+        copied += [buffer for buffer in averaged if not buffer.is_floating_point()]
+        broadcast_tensors(copied, self._peers.rank, broadcast, root=active[0])
+        self._average([buffer for buffer in averaged if buffer.is_floating_point()], active)
+
+    def _average(self, buffers: Sequence[torch.Tensor], active: Sequence[int]) -> None:
+        kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for buffer in buffers:
+            wide = torch.float64 if buffer.dtype is torch.float64 else torch.float32
+            kinds.setdefault((buffer.device, wide), []).append(buffer)
+        with torch.no_grad():
+            for (_, dtype), group in kinds.items():
+                flat = torch.cat([buffer.detach().to(dtype).flatten() for buffer in group])
+                if self._peers.rank not in active:
+                    flat.zero_()
+                self._factory.sum(flat)
+                flat /= len(active)
+                means = torch.split(flat, [buffer.numel() for buffer in group])
+                for buffer, mean in zip(group, means):
+                    buffer.copy_(mean.view(buffer.shape))

@@ -1,0 +1,57 @@
+"""What a pass found out on the way: the gradient's norm and who had infinities, for clipping without a pass.
+
+The one idea: the norm of the means is known when backward returns. It is that of .grad as long as nobody has
+changed .grad, which version counters tell; they are only looked at in models that clip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+
+class FreshGradients:
+    """Whether .grad is what the last pass made it.
+
+    Attributes:
+        is_used: Whether anybody has asked. Until then nothing is noted, and the answer is no.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self.is_used = False
+        self._parameters = parameters
+        self._seen: list[tuple[int, int]] | None = None
+
+    def note(self) -> None:
+        """A pass has just ended."""
+        self._seen = self._fingerprint()
+
+    def are_unchanged(self) -> bool:
+        """Whether nobody has changed a gradient since note()."""
+        self.is_used = True
+        return self._seen is not None and self._seen == self._fingerprint()
+
+    def _fingerprint(self) -> list[tuple[int, int]]:
+        gradients = [p.grad for p in self._parameters]
+        return [(id(g), g._version) for g in gradients if g is not None]
+
+
+def clip(
+    parameters: Sequence[nn.Parameter], max_norm: float, known_norm: float | None, norm_type: float
+) -> torch.Tensor:
+    """Scale gradients so that their norm is at most `max_norm`; returns the norm that they had.
+
+    Args:
+        known_norm: Their 2-norm; None: to be computed.
+    """
+    if known_norm is None:
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    # As in torch: a NaN stays a NaN, and a norm that is small enough changes nothing.
+    factor = max_norm / (known_norm + 1e-6)
+    if not factor >= 1.0:
+        with torch.no_grad():
+            torch._foreach_mul_(gradients, factor)
+    return torch.tensor(known_norm, device=gradients[0].device if gradients else None)

@@ -1,0 +1,167 @@
+"""What a pass finds out on the way, and buffers by name pattern."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing import assert_close
+
+from paceline.errors import ConfigError
+from paceline.torch import DistributedDataParallel
+from tests.harness import ranks
+from tests.multiprocess.ddp_models import gradients, mixed, two_layers
+
+PATHS = ["group", "memory"]
+
+
+def backward(ddp: DistributedDataParallel, scale: float = 1.0) -> dict[str, torch.Tensor]:
+    """The means, before anybody changes them."""
+    ddp.zero_grad()
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
+    (ddp(x).sum() * scale).backward()
+    return gradients(ddp.module)
+
+
+def norm_of(means: dict[str, torch.Tensor]) -> float:
+    return math.sqrt(sum(float(mean.double().square().sum()) for mean in means.values()))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("view", [False, True])
+@ranks(2, group="gloo")
+def test_clipping_needs_no_pass_for_the_norm(rank: int, path: str, view: bool, monkeypatch) -> None:
+    ddp = DistributedDataParallel(
+        two_layers(), reduce_through=path, gradient_as_bucket_view=view, bucket_cap_mb=0.0001
+    )
+    ddp.clip_grad_norm_(1.0)  # from now on gradients are watched
+    for max_norm in (0.5, 1e6, 2.0):
+        means = backward(ddp)
+        with monkeypatch.context() as patch:
+            patch.setattr(nn.utils, "clip_grad_norm_", None)  # nobody computes a norm
+            total = ddp.clip_grad_norm_(max_norm)
+        assert float(total) == pytest.approx(norm_of(means), rel=1e-5)
+        factor = min(1.0, max_norm / (norm_of(means) + 1e-6))
+        for name, parameter in ddp.module.named_parameters():
+            assert_close(parameter.grad, means[name] * factor, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(2, group="gloo")
+def test_gradients_that_were_changed_are_looked_at_again(rank: int, path: str) -> None:
+    ddp = DistributedDataParallel(two_layers(), reduce_through=path)
+    ddp.clip_grad_norm_(1.0)
+    means = backward(ddp)
+    ddp.module[2].weight.grad.mul_(3)
+    means["2.weight"] *= 3
+    assert float(ddp.clip_grad_norm_(1.0)) == pytest.approx(norm_of(means), rel=1e-5)
+    assert float(ddp.clip_grad_norm_(9.0)) == pytest.approx(1.0, rel=1e-4)
+    biggest = max(float(mean.abs().max()) for mean in backward(ddp).values())
+    assert float(ddp.clip_grad_norm_(1.0, norm_type=math.inf)) == pytest.approx(biggest)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(2, group="gloo", deadline_s=240)  # the first optimizer of a process takes its time
+def test_clipping_with_a_grad_scaler(rank: int, path: str) -> None:
+    ddp = DistributedDataParallel(two_layers(), reduce_through=path, nonfinite="ignore")
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    assert scaler.scale(torch.ones(())) == 256
+    for unscales in (True, False, False):
+        means = backward(ddp)
+        before = {name: p.detach().clone() for name, p in ddp.module.named_parameters()}
+        backward(ddp, scale=256.0)
+        if unscales:
+            scaler.unscale_(optimizer)
+            total = ddp.clip_grad_norm_(0.5)
+        else:
+            total = ddp.clip_grad_norm_(0.5, scaler=scaler)
+        assert float(total) == pytest.approx(norm_of(means), rel=1e-4)
+        scaler.step(optimizer)
+        for name, parameter in ddp.module.named_parameters():
+            assert_close(parameter, before[name] - means[name] * 0.5 / norm_of(means), rtol=1e-4, atol=1e-6)
+        scaler.update()
+    before = {name: p.detach().clone() for name, p in ddp.module.named_parameters()}
+    backward(ddp, scale=math.inf if rank else 256.0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 128.0  # on the rank without an infinity too
+    for name, parameter in ddp.module.named_parameters():
+        assert torch.equal(parameter, before[name])
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(2, group="gloo")
+@pytest.mark.filterwarnings("ignore:The gradient holds")
+def test_who_had_infinities(rank: int, path: str) -> None:
+    ddp = DistributedDataParallel(two_layers(), reduce_through=path, bucket_cap_mb=0.0001)
+    backward(ddp, math.nan if rank == 1 else 1.0)
+    assert ddp.nonfinite() == {1: ("0.weight", "0.bias", "2.weight", "2.bias")}
+    backward(ddp)
+    assert ddp.nonfinite() == {}
+    silent = DistributedDataParallel(two_layers(), reduce_through=path, nonfinite="ignore")
+    backward(silent)
+    if path == "group":
+        with pytest.raises(ConfigError, match="looks for none"):
+            silent.nonfinite()
+
+
+@ranks(1, group="gloo")
+def test_statistics_of_a_rank_alone(rank: int) -> None:
+    ddp = DistributedDataParallel(two_layers())
+    means = backward(ddp)
+    assert float(ddp.clip_grad_norm_(0.5)) == pytest.approx(norm_of(means), rel=1e-5)
+    backward(ddp, math.nan)
+    assert ddp.nonfinite() == {0: ("0.weight", "0.bias", "2.weight", "2.bias")}
+    ddp.sync_buffers()
+    assert not ddp.will_sync_module_buffers()
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(2, group="gloo")
+def test_buffers_are_averaged_broadcast_or_left_alone_by_name(rank: int, path: str) -> None:
+    model = mixed()
+    model.register_buffer("seen", torch.zeros(2, dtype=torch.float64))
+    model.register_buffer("low", torch.zeros(2, dtype=torch.bfloat16))
+    policies = {"norm.*_mean": "average", "norm.*": "local", "seen": "average", "l?w": "average"}
+    ddp = DistributedDataParallel(model, reduce_through=path, buffers=policies)
+    assert ddp.will_sync_module_buffers()
+
+    def fill() -> None:
+        model.norm.running_mean.data.fill_(2.0 + 2 * rank)
+        model.norm.running_var.data.fill_(1.0 + rank)
+        model.seen.fill_(rank)
+        model.low.fill_(rank)
+
+    def check() -> None:
+        assert_close(model.norm.running_mean, torch.full((3,), 3.0))
+        assert_close(model.norm.running_var, torch.full((3,), 1.0 + rank))
+        assert_close(model.seen, torch.full((2,), 0.5, dtype=torch.float64))
+        assert_close(model.low, torch.full((2,), 0.5, dtype=torch.bfloat16))
+
+    model.norm.eval()  # so that it leaves them alone
+    out = ddp(torch.ones(2, 1, 4, 4)).sum()
+    fill()
+    out.backward()
+    check()
+    fill()
+    ddp.sync_buffers()
+    check()
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(2, group="gloo")
+def test_buffers_on_demand_only(rank: int, path: str) -> None:
+    model = mixed()
+    ddp = DistributedDataParallel(model, reduce_through=path, broadcast_buffers=False)
+    assert not ddp.will_sync_module_buffers()
+    ddp(torch.full((2, 1, 4, 4), float(rank))).sum().backward()
+    with torch.no_grad():
+        model.norm.running_mean.fill_(float(rank))
+    ddp.sync_buffers()
+    assert not model.norm.running_mean.any()
+    with pytest.raises(ConfigError, match="for each name pattern"):
+        DistributedDataParallel(mixed(), buffers={"*": "mean"})
