@@ -74,6 +74,7 @@ class World:
             cut(model, cap_bytes),
             assigns_chunks,
         )
+        self._elsewhere: dict[int, Array] = {}
         memory = (ctypes.c_byte * arena_bytes).from_address(self.reducer.arena_pointer)
         self.views = [
             np.frombuffer(memory, dtype, count, offset) for (count, dtype), offset in zip(model, offsets)
@@ -98,6 +99,7 @@ class World:
         """This rank's gradient is final, in the arena or elsewhere. Returns where the mean comes."""
         values = self.gradient(self.group.rank, param, step)
         if elsewhere:
+            self._elsewhere[param] = values  # the reducer reads and writes it until the pass has ended
             self.reducer.mark_ready(param, values.ctypes.data)
             return values
         self.views[param][:] = values

@@ -32,9 +32,9 @@ def _entry(key: str, label: str, **options: Any) -> Entry:
 ENTRIES = (
     _entry("alone", "alone, no synchronisation", way="alone"),
     _entry("torch", "torch DDP on Gloo", way="torch"),
-    _entry("torch_view", "torch DDP on Gloo, bucket view", way="torch", view=True),
+    _entry("torch_view", "torch DDP on Gloo, bucket view", way="torch", gradient_as_bucket_view=True),
     _entry("paceline", "Paceline DDP", way="paceline"),
-    _entry("paceline_view", "Paceline DDP, bucket view", way="paceline", view=True),
+    _entry("paceline_view", "Paceline DDP, bucket view", way="paceline", gradient_as_bucket_view=True),
 )
 
 
