@@ -30,7 +30,7 @@ CPP_FILES = $(shell find cpp tests/cpp -name '*.cc' -o -name '*.h')
 demo: $(VENV)/.core ## Train a small model on several processes, and compare with one process and with torch's DDP
 	@$(BIN)/python examples/demo.py $(ARGS)
 
-test: $(VENV)/.core ## Run the tests; ARGS='tests/unit -k bucket' runs some
+test: $(VENV)/.core $(VENV)/.paddle ## Run the tests; ARGS='tests/unit -k bucket' runs some
 	@$(BIN)/python -m pytest $(ARGS)
 
 lint: $(VENV)/.checks ## Check style: ruff and clang-format
@@ -42,13 +42,13 @@ format: $(VENV)/.checks ## Format all Python and C++ files
 	@$(BIN)/ruff format --quiet .
 	@$(BIN)/clang-format -i $(CPP_FILES)
 
-types: $(VENV)/.core $(VENV)/.checks ## Check types: mypy, strict
+types: $(VENV)/.core $(VENV)/.paddle $(VENV)/.checks ## Check types: mypy, strict
 	@$(BIN)/mypy
 
 sanitizers: $(VENV)/.tools ## Run the C++ tests under ASan with UBSan, and under TSan
 	@scripts/sanitizers $(BIN)
 
-docs: $(VENV)/.core $(VENV)/.docs ## Build the documentation into docs/_build
+docs: $(VENV)/.core $(VENV)/.paddle $(VENV)/.docs ## Build the documentation into docs/_build
 	@scripts/step 'Building docs/_build/index.html' $(BIN)/python -m sphinx -W --keep-going -q docs docs/_build
 
 bench: $(VENV)/.core ## Measure against Gloo, Open MPI and torch's DDP
@@ -74,6 +74,10 @@ $(VENV)/.tools: $(VENV)/.made constraints.txt
 
 $(VENV)/.torch: $(VENV)/.made constraints.txt
 	@scripts/step 'Installing torch (minutes, the first time)' $(INSTALL) torch numpy
+	@touch $@
+
+$(VENV)/.paddle: $(VENV)/.made constraints.txt
+	@scripts/step 'Installing PaddlePaddle (a minute, the first time)' $(INSTALL) paddlepaddle numpy
 	@touch $@
 
 # No build isolation: an isolated build would fetch its tools again, and take its time each time.

@@ -23,6 +23,7 @@ _PRELOADED = (
     "torch",
     "paceline.collectives.init",
     "paceline.torch",
+    "paceline.paddle",
     "tests.harness.rank_main",
 )
 # Ranks share the cores: one thread each, and the libraries read this when they are imported.

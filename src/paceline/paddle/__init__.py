@@ -1,0 +1,16 @@
+"""Paceline for PaddlePaddle: `DataParallel`, and the same with torch's arguments.
+
+    from paceline.paddle import DataParallel
+
+The only package of Paceline that imports paddle, and it does not import torch; may import everything below
+it. Paddle's private calls are all in `internals`.
+"""
+
+from paceline.paddle import versions
+
+versions.check()
+
+from paceline.paddle.distributed import DistributedDataParallel, init_parallel_env  # noqa: E402
+from paceline.paddle.parallel import DataParallel  # noqa: E402
+
+__all__ = ["DataParallel", "DistributedDataParallel", "init_parallel_env"]

@@ -1,0 +1,161 @@
+"""The arguments of `DataParallel`, Paddle's and torch's, checked and made one frozen object.
+
+The one idea: an argument is honoured, or refused with a sentence; none is silently ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import paddle
+
+from paceline.errors import ConfigError
+
+MIB = 1 << 20
+NONFINITE_POLICIES = ("warn", "raise", "ignore")
+
+_HARMLESS: Mapping[str, Sequence[Any]] = {
+    # Values that ask for nothing. `strategy` is deprecated in Paddle, which ignores it.
+    # `check_reduction`: what torch once checked, Paceline always checks.
+    "dim": (0,),
+    "check_reduction": (False, True),
+    "delay_all_reduce_named_params": (None, []),
+    "param_to_hook_all_reduce": (None,),
+    "mixed_precision": (None,),
+    "device_mesh": (None,),
+    "skip_all_reduce_unused_params": (False,),
+    "bucket_cap_mb_list": (None, []),
+    "batched_grad_copy": (False,),
+}
+
+
+@dataclass(frozen=True)
+class DataParallelConfig:
+    """What a wrapped model was asked to do.
+
+    Attributes:
+        bucket_cap_bytes: Largest bucket.
+        first_bucket_bytes: Largest first bucket.
+        init_sync: Broadcast rank 0's parameters (and buffers) when wrapping.
+        init_sync_buffers: Buffers and running statistics too.
+        broadcast_buffers: Give every rank rank 0's buffers after each synchronised backward.
+        gradients_in_arena: Gradients live in the memory where they are averaged.
+        allow_unused: A parameter without a gradient contributes 0.
+        nonfinite: What to do about infinities and NaNs: "warn" once, "raise", or "ignore".
+        timeout_s: Seconds to wait for the slowest rank; None: the group's own time-out.
+    """
+
+    bucket_cap_bytes: int
+    first_bucket_bytes: int
+    init_sync: bool
+    init_sync_buffers: bool
+    broadcast_buffers: bool
+    gradients_in_arena: bool
+    allow_unused: bool
+    nonfinite: str
+    timeout_s: float | None
+
+    def agreed_options(self) -> dict[str, str]:
+        """The options that must be the same on all ranks, or their collectives would not match."""
+        return {
+            "bucket_cap_mb or comm_buffer_size": str(self.bucket_cap_bytes / MIB),
+            "last_comm_buffer_size": str(self.first_bucket_bytes / MIB),
+            "init_sync": str(self.init_sync),
+            "broadcast_buffers": f"{self.broadcast_buffers}, {self.init_sync_buffers} at wrap",
+            "gradient_as_bucket_view": str(self.gradients_in_arena),
+            "find_unused_parameters or static_graph": str(self.allow_unused),
+            "nonfinite": self.nonfinite,
+        }
+
+
+def make_config(
+    *,
+    comm_buffer_size: float,
+    last_comm_buffer_size: float,
+    bucket_cap_mb: float | None,
+    device_ids: Sequence[Any] | None,
+    output_device: Any,
+    broadcast_buffers: bool | None,
+    forward_sync_buffers: bool | None,
+    init_sync: bool,
+    find_unused_parameters: bool,
+    gradient_as_bucket_view: bool,
+    static_graph: bool,
+    nonfinite: str,
+    timeout_s: float | None,
+    **harmless: Any,
+) -> DataParallelConfig:
+    """Check the constructor's arguments; see `DataParallel` for what they mean.
+
+    Raises:
+        ConfigError: An argument has a value that is not supported or makes no sense.
+    """
+    for name, value in harmless.items():
+        if not any(value is allowed or value == allowed for allowed in _HARMLESS[name]):
+            raise ConfigError(
+                f"DataParallel: {name} is not supported.", got=f"{name}={value!r}", hint=f"leave {name} out"
+            )
+    cap_mb = float(comm_buffer_size if bucket_cap_mb is None else bucket_cap_mb)
+    cap_name = "comm_buffer_size" if bucket_cap_mb is None else "bucket_cap_mb"
+    _require(cap_mb > 0, cap_name, cap_mb, "a positive number of MiB")
+    _require(
+        last_comm_buffer_size > 0, "last_comm_buffer_size", last_comm_buffer_size, "a positive number of MiB"
+    )
+    _require(
+        nonfinite in NONFINITE_POLICIES,
+        "nonfinite",
+        nonfinite,
+        " or ".join(f'"{policy}"' for policy in NONFINITE_POLICIES),
+    )
+    _require(timeout_s is None or timeout_s > 0, "timeout_s", timeout_s, "a positive number, or None")
+    if forward_sync_buffers is not None and broadcast_buffers is not None:
+        raise ConfigError(
+            "DataParallel: broadcast_buffers and forward_sync_buffers are one switch.",
+            got=f"broadcast_buffers={broadcast_buffers}, forward_sync_buffers={forward_sync_buffers}",
+            hint="pass one of them",
+        )
+    _check_devices(device_ids, output_device)
+    cap_bytes = max(1, int(cap_mb * MIB))
+    return DataParallelConfig(
+        bucket_cap_bytes=cap_bytes,
+        first_bucket_bytes=min(cap_bytes, max(1, int(last_comm_buffer_size * MIB))),
+        init_sync=bool(init_sync),
+        init_sync_buffers=broadcast_buffers is not False,
+        broadcast_buffers=broadcast_buffers is not False and forward_sync_buffers is not False,
+        gradients_in_arena=bool(gradient_as_bucket_view),
+        # A static graph promises that the same parameters are unused in every pass; allowing it is enough.
+        allow_unused=bool(find_unused_parameters) or bool(static_graph),
+        nonfinite=nonfinite,
+        timeout_s=timeout_s,
+    )
+
+
+def _check_devices(device_ids: Sequence[Any] | None, output_device: Any) -> None:
+    """Each process drives one device, and here it is the CPU."""
+    if not device_ids:
+        _require(output_device is None, "output_device", output_device, "None where device_ids is None")
+        return
+    _require(len(device_ids) == 1, "device_ids", device_ids, "one device: each process drives one; or None")
+    for name, device in (("device_ids", device_ids[0]), ("output_device", output_device)):
+        if device is not None and not _is_cpu(device):
+            raise ConfigError(
+                f"DataParallel: {name} names a device whose gradients cannot be averaged yet.",
+                expected='"cpu", paddle.CPUPlace(), or None',
+                got=f"{name}={device!r}",
+                hint=f"leave {name} out to train on the CPU",
+            )
+
+
+def _is_cpu(device: Any) -> bool:
+    return isinstance(device, paddle.CPUPlace) or str(device).lower() in ("cpu", "place(cpu)")
+
+
+def _require(holds: bool, name: str, got: object, expected: str) -> None:
+    if not holds:
+        raise ConfigError(
+            f"DataParallel: {name} has a value that makes no sense.",
+            expected=f"{name}: {expected}",
+            got=f"{name}={got!r}",
+        )

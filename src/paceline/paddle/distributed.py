@@ -1,0 +1,74 @@
+"""What code that comes from torch.distributed, or from paddle.distributed, calls by its own names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from paddle import nn
+
+from paceline.collectives.group import Group
+from paceline.paddle.parallel import DataParallel
+from paceline.paddle.peers import environment_group
+
+
+class DistributedDataParallel(DataParallel):
+    """`DataParallel` with the signature of torch's class, for code converted from torch.
+
+    The arguments mean what they do there; see `DataParallel`.
+
+    Example:
+        >>> model = DistributedDataParallel(model, find_unused_parameters=True)
+        >>> model(batch).sum().backward()   # rank 0's gradient was 1, rank 1's was 3: now 2 on both
+    """
+
+    def __init__(
+        self,
+        module: nn.Layer,
+        device_ids: Sequence[Any] | None = None,
+        output_device: Any = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: Any = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            module,
+            device_ids=device_ids,
+            output_device=output_device,
+            dim=dim,
+            broadcast_buffers=broadcast_buffers,
+            init_sync=init_sync,
+            process_group=process_group,
+            bucket_cap_mb=bucket_cap_mb,
+            find_unused_parameters=find_unused_parameters,
+            check_reduction=check_reduction,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            static_graph=static_graph,
+            **options,
+        )
+
+
+def init_parallel_env() -> Group | None:
+    """Bring the processes of one host together; what paddle.distributed.init_parallel_env() does, faster.
+
+    Needs no store of Paddle's. DataParallel does it by itself, so calling it is optional. Collective; blocks
+    until all processes that the launcher started have come.
+
+    Returns:
+        The group, with its own collectives on numpy arrays; None in a single process. paddle.distributed's
+        collectives need paddle.distributed.init_parallel_env().
+
+    Raises:
+        RendezvousError: A process is missing at the deadline.
+
+    Example:
+        Rank 0 and rank 1 both call it, under `paceline run -n 2`: both get a group of world_size 2.
+    """
+    return environment_group()

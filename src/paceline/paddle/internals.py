@@ -1,0 +1,79 @@
+"""Everything private that Paceline calls in Paddle, in one file. Written for Paddle 3.3.
+
+Each function has a test in tests/multiprocess/test_paddle_internals.py that fails when Paddle changes what
+it stands on. Nothing else in `paceline.paddle` touches a name of Paddle's that is not documented.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from paddle import Tensor
+from paddle.base import core
+
+
+def on_gradient(parameter: Tensor, hook: Callable[[], None]) -> None:
+    """Call `hook` in every backward, once the gradient of `parameter` is accumulated.
+
+    It stays for the life of the parameter, which keeps it alive, and must not raise: Paddle goes on with an
+    exception pending. A part of the graph that backward runs on its own (reentrant recompute) may make it
+    fire more than once.
+    """
+    parameter._register_backward_hook(hook)
+
+
+def gradient_of(parameter: Tensor) -> Tensor | None:
+    """The gradient itself; `parameter.grad` makes a new tensor over the same memory."""
+    return parameter._grad_ivar()
+
+
+def move_memory(gradient: Tensor, place: Tensor) -> None:
+    """Let `gradient` live in the memory of `place`, with its shape and strides; no value is copied."""
+    gradient.get_tensor()._share_data_with(place.get_tensor())
+
+
+def count_as_gradient(parameter: Tensor) -> None:
+    """Let the next backward add to the gradient even after clear_grad(), which makes it replace it."""
+    parameter._unset_fake_empty()
+
+
+def is_sparse(gradient: Tensor) -> bool:
+    """Whether it is a SelectedRows, as an embedding with sparse=True makes it."""
+    result: bool = gradient.is_selected_rows()
+    return result
+
+
+def rows_of(gradient: Tensor) -> tuple[list[int], np.ndarray[Any, Any]]:
+    """Row numbers, which may repeat, and a copy of the values, of a sparse gradient."""
+    selected = gradient.get_selected_rows()
+    return list(selected.rows()), np.array(selected.get_tensor())
+
+
+def set_rows(gradient: Tensor, rows: list[int], values: np.ndarray[Any, Any]) -> None:
+    """Replace the rows and values of a sparse gradient."""
+    selected = gradient.get_selected_rows()
+    selected.set_rows(rows)
+    selected.get_tensor().set(values, core.CPUPlace())
+    selected.sync_index()
+
+
+def give_rows(parameter: Tensor, rows: list[int], values: np.ndarray[Any, Any]) -> None:
+    """Give a parameter without a gradient a sparse one."""
+    kind = core.VarDesc.VarType
+    dtype = {"float32": kind.FP32, "float64": kind.FP64}[str(values.dtype)]
+    gradient = core.eager.Tensor(
+        dtype, list(parameter.shape), f"{parameter.name}@GRAD", kind.SELECTED_ROWS, True
+    )
+    gradient.get_selected_rows().set_height(parameter.shape[0])
+    set_rows(gradient, rows, values)
+    parameter.grad = gradient
+
+
+def wrap_run_backward(wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace the function behind Tensor.backward() and paddle.autograd.backward(), for the whole process.
+
+    Both look it up for each call, and nothing else does: paddle.grad() calls another.
+    """
+    core.eager.run_backward = wrapper(core.eager.run_backward)

@@ -1,0 +1,247 @@
+"""`DataParallel`: a layer that averages its gradients over the ranks behind backward().
+
+What it does is elsewhere: `config` (arguments), `peers` (the ranks), `tensors` (what is kept in step),
+`passes` (each backward). This file is the layer that users hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import paddle
+from paddle import nn
+
+from paceline.collectives.init import init
+from paceline.paddle import backward_calls
+from paceline.paddle.config import make_config
+from paceline.paddle.passes import GradientPasses
+from paceline.paddle.peers import Peers, find_peers
+from paceline.paddle.tensors import ManagedTensors
+from paceline.paddle.values import broadcast_values
+from paceline.reducer.agreement import ModelDescription, check_agreement
+
+_NOT_OPTIONS = ("self", "layers", "group", "process_group", "strategy", "__class__")
+
+
+class DataParallel(nn.Layer):
+    """Trains one model on several processes: a drop-in for `paddle.DataParallel`, with torch's arguments.
+
+    Every rank wraps the same model and runs forward and backward on its own share of the batch. When
+    backward() returns, every parameter's gradient is the mean over the ranks, with the same bits on each; or
+    every rank has raised. Gradients are averaged in memory that the ranks of one host share.
+
+    Attributes and methods of the model are reached through the wrapper. Parameters with `no_sync = True` are
+    left to each rank.
+
+    Collective: every rank constructs it, and runs the same number of synchronised backwards.
+
+    Args:
+        layers: The model. Its parameters must not be added, replaced or unfrozen afterwards.
+        strategy: Deprecated; ignored, as by Paddle.
+        comm_buffer_size: Most MiB that are averaged at once. The result does not depend on it.
+        last_comm_buffer_size: Most MiB of the bucket that is averaged first.
+        find_unused_parameters: Let a parameter that got no gradient contribute 0. Otherwise that raises, on
+            every rank. A parameter unused on all ranks keeps its gradient.
+        group: A group of paddle.distributed, or a `paceline.Group`. None: that of paddle.distributed, or,
+            where it is not initialised, one formed from the environment that the launcher has set.
+        device_ids: The CPU, as the only entry, or None.
+        output_device: The same device, or None.
+        dim: 0, the only dimension along which a batch is shared.
+        broadcast_buffers: Give every rank rank 0's buffers and running statistics, when wrapping and at the
+            end of each synchronised backward. None: yes.
+        forward_sync_buffers: As broadcast_buffers, but not when wrapping.
+        init_sync: Give every rank rank 0's parameters when wrapping.
+        process_group: Another name of `group`.
+        bucket_cap_mb: Another name of `comm_buffer_size`, and before it.
+        gradient_as_bucket_view: Keep gradients in the memory where they are averaged: they are held once.
+        static_graph: A promise that lets parameters be unused, like find_unused_parameters.
+        check_reduction: Accepted: what it once checked is always checked.
+        nonfinite: What to do when a gradient holds an infinity or a NaN: "warn" (once), "raise" (on every
+            rank) or "ignore".
+        timeout_s: Seconds to wait for the slowest rank, where the group does not say.
+
+    Raises:
+        ConfigError: An argument, or the model, is not supported; the message says which and why.
+        ModelMismatchError: The ranks wrapped different models; names the first difference.
+
+    Attributes:
+        module: The wrapped model; `_layers` is Paddle's name for it.
+        grad_need_sync: Whether the next forward begins a synchronised pass; see no_sync().
+
+    Example:
+        >>> model = DataParallel(nn.Linear(4, 1))
+        >>> model(batch).sum().backward()   # rank 0's gradient was 1, rank 1's was 3: now 2 on both
+    """
+
+    def __init__(
+        self,
+        layers: nn.Layer,
+        strategy: Any = None,
+        comm_buffer_size: float = 25,
+        last_comm_buffer_size: float = 1,
+        find_unused_parameters: bool = False,
+        group: Any = None,
+        *,
+        device_ids: Sequence[Any] | None = None,
+        output_device: Any = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: Any = None,
+        bucket_cap_mb: float | None = None,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Any = None,
+        param_to_hook_all_reduce: Any = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Any = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        nonfinite: str = "warn",
+        timeout_s: float | None = None,
+    ) -> None:
+        options = {name: value for name, value in locals().items() if name not in _NOT_OPTIONS}
+        super().__init__(f"{layers.full_name()}_data_parallel")
+        self._config = make_config(**options)
+        self._layers = layers
+        self.find_unused_parameters = find_unused_parameters
+        self.grad_need_sync = True
+        self._tensors = ManagedTensors(layers)
+        self._tensors.check_trainable()
+        peers = find_peers(process_group if group is None else group, timeout_s)
+        if peers is None and nonfinite == "raise":  # that is for one rank, too
+            alone = init(rank=0, world_size=1, name="paceline.paddle")
+            peers = find_peers(alone, timeout_s)
+        self._passes = None if peers is None else self._begin_passes(peers)
+
+    def _begin_passes(self, peers: Peers) -> GradientPasses:
+        parameters, buffers = self._tensors.describe()
+        description = ModelDescription(parameters, buffers, self._config.agreed_options())
+        check_agreement(description, peers.exchange, peers.timeout_s)
+        if self._config.init_sync:
+            values = list(self._tensors.all_parameters.values())
+            if self._config.init_sync_buffers:
+                values += self._tensors.buffers.values()
+            broadcast_values(values, peers.host_group)
+        return GradientPasses(self._tensors, peers, self._config)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the wrapped model; where gradients will be needed, get ready to average them."""
+        # Within backward it is recompute that runs the model again.
+        if self._passes is None or not paddle.is_grad_enabled() or backward_calls.depth():
+            return self._layers(*inputs, **kwargs)
+        self._tensors.check_unchanged()
+        is_syncing = self.grad_need_sync
+        self._passes.begin_forward(is_syncing=is_syncing, is_training=self._layers.training)
+        output = self._layers(*inputs, **kwargs)
+        if is_syncing:
+            self._passes.watch(output)
+        return output
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it, forward and backward accumulate gradients on this rank only.
+
+        The first synchronised backward afterwards averages all that has accumulated.
+
+        Example:
+            >>> with model.no_sync():
+            ...     loss(model(first_half)).backward()
+            >>> loss(model(second_half)).backward()     # the mean over ranks of the sum of both
+        """
+        before = self.grad_need_sync
+        self.grad_need_sync = False
+        try:
+            yield
+        finally:
+            self.grad_need_sync = before
+
+    def grad_norm(self) -> float:
+        """The 2-norm of the last backward's mean gradient, over all dense parameters; the same on every rank.
+
+        Costs nothing: it is found while the gradients are averaged. Call it before changing them.
+        """
+        if self._passes is not None:
+            return math.sqrt(self._passes.reducer.squared_norm())
+        gradients = [p.grad.astype("float64") for p in self._tensors.trainable if p.grad is not None]
+        return math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients))
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this rank has spent waiting for the others at the end of backward, in all passes."""
+        return 0.0 if self._passes is None else self._passes.waited_s
+
+    @property
+    def module(self) -> nn.Layer:
+        """The wrapped model."""
+        return self._layers
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "_layers":
+                raise
+            return getattr(self._layers, name)
+
+    # --- what is saved, under the wrapped model's own names ---
+
+    def state_dict(
+        self,
+        destination: dict[str, Any] | None = None,
+        include_sublayers: bool = True,
+        structured_name_prefix: str = "",
+        **options: Any,
+    ) -> dict[str, Any]:
+        """The wrapped model's state_dict(): its names have no prefix, whether it is wrapped or not."""
+        result: dict[str, Any] = self._layers.state_dict(
+            destination=destination,
+            include_sublayers=include_sublayers,
+            structured_name_prefix=structured_name_prefix,
+            **options,
+        )
+        return result
+
+    def set_state_dict(
+        self, state_dict: dict[str, Any], use_structured_name: bool = True
+    ) -> tuple[list[str], list[str]]:
+        """Load values into the wrapped model.
+
+        Args:
+            state_dict: As state_dict() gives it.
+            use_structured_name: Whether the keys are the model's names of its parameters, or each
+                parameter's own `.name`.
+
+        Returns:
+            Keys that were missing and keys that were not expected, as Layer.set_state_dict does.
+        """
+        result: tuple[list[str], list[str]] = self._layers.set_state_dict(
+            state_dict, use_structured_name=use_structured_name
+        )
+        return result
+
+    set_dict = set_state_dict
+    load_dict = set_state_dict
+
+    # --- deprecated in Paddle ---
+
+    def scale_loss(self, loss: paddle.Tensor) -> paddle.Tensor:
+        """Return the loss as it is: deprecated and without effect, as in Paddle."""
+        _warn_of_deprecated("scale_loss")
+        return loss
+
+    def apply_collective_grads(self) -> None:
+        """Do nothing: deprecated and without effect, as in Paddle."""
+        _warn_of_deprecated("apply_collective_grads")
+
+
+def _warn_of_deprecated(name: str) -> None:
+    text = f"DataParallel.{name}() does nothing: gradients are averaged by backward(). Remove the call."
+    warnings.warn(text, DeprecationWarning, stacklevel=3)

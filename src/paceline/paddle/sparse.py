@@ -1,0 +1,63 @@
+"""Sparse gradients (SelectedRows): the rows that any rank touched, with the mean of their values.
+
+The one idea: every rank gets everybody's rows, in rank order, each value divided by the number of ranks. A
+row that several ranks touched stands there several times, which Paddle's optimizers add up, as they do for
+a word that occurs twice in one batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import paddle
+
+from paceline import _core
+from paceline.errors import ConfigError
+from paceline.paddle import internals
+
+
+def average_rows(parameter: paddle.Tensor, name: str, group: _core.HostGroup) -> None:
+    """Replace the sparse gradient of `parameter` by the mean over ranks. Collective.
+
+    A rank without a gradient contributes no rows, and gets everybody's.
+
+    Example:
+        Rank 0 has row 1 with [2, 2], rank 1 row 4 with [6, 6]; both get rows 1 and 4 with [1, 1], [3, 3].
+    """
+    gradient = internals.gradient_of(parameter)
+    if gradient is not None and not internals.is_sparse(gradient):
+        raise ConfigError(
+            f"DataParallel cannot average the gradient of '{name}'.",
+            expected="a sparse gradient, as that of nn.Embedding(sparse=True)",
+            got="a dense one",
+            likely="the weight is used outside of its embedding, too",
+            hint="make the embedding with sparse=False",
+        )
+    width = [int(size) for size in parameter.shape[1:]]
+    rows, values = (
+        ([], np.empty((0, *width), np.float32)) if gradient is None else internals.rows_of(gradient)
+    )
+    counts = _gather(np.array([len(rows)], np.int64), group)[:, 0]
+    most = int(counts.max())
+    if most == 0:
+        return
+    dtype = np.dtype(str(parameter.dtype).removeprefix("paddle."))
+    padded_rows, padded_values = np.zeros(most, np.int64), np.zeros((most, *width), dtype)
+    padded_rows[: len(rows)], padded_values[: len(rows)] = rows, values
+    all_rows, all_values = _gather(padded_rows, group), _gather(padded_values, group)
+    mine = [all_rows[rank, :count] for rank, count in enumerate(counts)]
+    mean = np.concatenate([all_values[rank, :count] for rank, count in enumerate(counts)])
+    mean /= group.world_size
+    rows = np.concatenate(mine).tolist()
+    if gradient is None:
+        internals.give_rows(parameter, rows, mean)
+    else:
+        internals.set_rows(gradient, rows, mean)
+
+
+def _gather(array: np.ndarray[Any, Any], group: _core.HostGroup) -> np.ndarray[Any, Any]:
+    out = np.empty((group.world_size, *array.shape), array.dtype)
+    if array.nbytes:
+        group.all_gather(array.ctypes.data, out.ctypes.data, array.nbytes)
+    return out

@@ -1,0 +1,131 @@
+"""The parameters, buffers and running statistics of a wrapped layer."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import paddle
+from paddle import nn
+
+from paceline.errors import ConfigError
+from paceline.paddle.arena import DTYPES, dtype_name
+from paceline.reducer.agreement import TensorDescription
+from paceline.reducer.plan import ParameterSpec
+from paceline.reducer.report import shorten
+
+RUNNING_STATISTICS = ("_mean", "_variance")
+"""Batch normalisation keeps these as parameters that are not trained, where torch has buffers."""
+
+
+class ManagedTensors:
+    """What DataParallel keeps in step: gradients of what is trained, values of what is not.
+
+    Parameters with `no_sync = True` are left alone, as by Paddle's.
+    """
+
+    def __init__(self, layer: nn.Layer) -> None:
+        named = [(name, p) for name, p in layer.named_parameters() if not getattr(p, "no_sync", False)]
+        sparse = {
+            id(child.weight)
+            for child in layer.sublayers(include_self=True)
+            if isinstance(child, nn.Embedding) and child._sparse
+        }
+        statistics = _running_statistics(layer)
+        trained = [(name, p) for name, p in named if not p.stop_gradient]
+        self.all_parameters = {name: p for name, p in named if id(p) not in statistics}
+        self.names = [name for name, p in trained if id(p) not in sparse]
+        self.trainable = [p for _, p in trained if id(p) not in sparse]
+        self.sparse = {name: p for name, p in trained if id(p) in sparse}
+        self.frozen = [p for p in self.all_parameters.values() if p.stop_gradient]
+        self.buffers = {name: p for name, p in named if id(p) in statistics}
+        self.buffers |= {name: b for name, b in layer.named_buffers() if isinstance(b, paddle.Tensor)}
+        self._layer = layer
+        # Walking the layers takes far longer than comparing the dictionaries in which they keep things.
+        layers = layer.sublayers(include_self=True)
+        self._slots = [child._parameters for child in layers] + [child._sub_layers for child in layers]
+        self._seen = self._identities()
+
+    def specs(self) -> list[ParameterSpec]:
+        return [
+            ParameterSpec(name, int(p.size), dtype_name(p.dtype), p.element_size(), "cpu")
+            for name, p in zip(self.names, self.trainable)
+        ]
+
+    def describe(self) -> tuple[tuple[TensorDescription, ...], tuple[TensorDescription, ...]]:
+        """Parameters and buffers, as they must be on all ranks."""
+        parameters = tuple(_describe(name, p, not p.stop_gradient) for name, p in self.all_parameters.items())
+        return parameters, tuple(_describe(name, b, None) for name, b in self.buffers.items())
+
+    def current_buffers(self) -> list[paddle.Tensor]:
+        """The buffers and running statistics that the layer has now: layers may replace theirs."""
+        now = dict(self._layer.named_buffers()) | dict(self._layer.named_parameters())
+        return [now[name] for name in self.buffers if name in now]
+
+    def check_trainable(self) -> None:
+        """Refuse what cannot be averaged; on every rank alike, because all have the same parameters."""
+        if not self.trainable and not self.sparse:
+            raise ConfigError(
+                "DataParallel is not needed: this model does not have any parameters to train.",
+                seen=f"{len(self.all_parameters)} parameters, all with stop_gradient=True",
+                hint="call the layer itself; or unfreeze parameters before wrapping it",
+            )
+        for name, parameter in [*zip(self.names, self.trainable), *self.sparse.items()]:
+            if dtype_name(parameter.dtype) not in DTYPES:
+                raise ConfigError(
+                    f"DataParallel: the dtype of '{name}' is not supported.",
+                    expected=", ".join(DTYPES),
+                    got=dtype_name(parameter.dtype),
+                )
+            if not parameter.place.is_cpu_place():
+                raise ConfigError(
+                    f"DataParallel: '{name}' is not on the CPU.",
+                    expected="parameters on the CPU: gradients are averaged in host memory",
+                    got=str(parameter.place),
+                    hint='paddle.set_device("cpu") before the model is built',
+                )
+
+    def check_unchanged(self) -> None:
+        """Raise if parameters were added, removed, replaced or unfrozen since the model was wrapped."""
+        if self._identities() == self._seen and all(p.stop_gradient for p in self.frozen):
+            return
+        now = dict(self._layer.named_parameters())
+        before = self.all_parameters | self.buffers
+        left_alone = {name for name, p in now.items() if getattr(p, "no_sync", False)}
+        changes = {
+            "added": [name for name in now if name not in before and name not in left_alone],
+            "removed": [name for name in self.all_parameters if name not in now],
+            "replaced": [name for name in now if name in before and now[name] is not before[name]],
+            "unfrozen": [
+                name for name, p in before.items() if not p.stop_gradient and id(p) in map(id, self.frozen)
+            ],
+        }
+        rows = [f"{what}: {shorten(names)}" for what, names in changes.items() if names]
+        raise ConfigError(
+            "The parameters of a wrapped model have changed.",
+            seen="\n".join(rows) or "a sublayer was added, removed or replaced",
+            likely="the model was changed after DataParallel() had wrapped it",
+            hint="make such changes first, then wrap; or wrap `.module` again, on every rank",
+        )
+
+    def _identities(self) -> list[int]:
+        return [id(item) for item in itertools.chain.from_iterable(slot.values() for slot in self._slots)]
+
+
+def _running_statistics(layer: nn.Layer) -> set[int]:
+    found: set[int] = set()
+    for child in layer.sublayers(include_self=True):
+        kept: list[Any] = [child._parameters.get(name) for name in RUNNING_STATISTICS]
+        if all(p is not None and p.stop_gradient for p in kept):
+            found.update(map(id, kept))
+    return found
+
+
+def _describe(name: str, tensor: paddle.Tensor, requires_grad: bool | None) -> TensorDescription:
+    return TensorDescription(
+        name=name,
+        shape=tuple(tensor.shape),
+        dtype=dtype_name(tensor.dtype),
+        device="cpu" if tensor.place.is_cpu_place() else str(tensor.place),
+        requires_grad=requires_grad,
+    )

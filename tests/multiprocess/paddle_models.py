@@ -1,0 +1,75 @@
+"""Small models, data and references for the tests of paceline.paddle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import paddle
+from paddle import nn
+
+
+class Branches(nn.Layer):
+    """Which of its two layers is used is for the caller to say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(3, 2)
+        self.right = nn.Linear(3, 2)
+
+    def forward(self, x: paddle.Tensor, branch: str) -> paddle.Tensor:
+        if branch == "both":
+            return self.left(x) + self.right(x)
+        if branch == "none":
+            return x * 1
+        return {"left": self.left, "right": self.right}[branch](x)
+
+
+def two_layers(width: int = 5) -> nn.Sequential:
+    paddle.seed(1)
+    return nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 2))
+
+
+def batch(rows: int = 8, columns: int = 4, seed: int = 7) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((rows, columns)).astype(np.float32)
+
+
+def share(array: np.ndarray, rank: int, world_size: int = 2) -> paddle.Tensor:
+    return paddle.to_tensor(np.split(array, world_size)[rank])
+
+
+def squares(output: paddle.Tensor) -> paddle.Tensor:
+    return (output**2).mean()
+
+
+def train(
+    model: nn.Layer,
+    x: paddle.Tensor,
+    steps: int = 3,
+    clear: Callable[[nn.Layer], None] = nn.Layer.clear_gradients,
+    call: Callable[[nn.Layer, paddle.Tensor], paddle.Tensor] = lambda model, x: model(x),
+) -> None:
+    """A few steps of SGD on the mean of the squared outputs."""
+    optimizer = paddle.optimizer.SGD(0.1, parameters=model.parameters())
+    for step in range(steps):
+        clear(model)
+        squares(call(model, x + 0.1 * step)).backward()
+        optimizer.step()
+
+
+def gradients(model: nn.Layer) -> list[np.ndarray | None]:
+    return [None if p.grad is None else p.grad.numpy() for p in model.parameters()]
+
+
+def bits(model: nn.Layer) -> list[bytes]:
+    """All parameters, their gradients, and running statistics, as bytes."""
+    found = [p.numpy().tobytes() for p in model.parameters()]
+    return found + [p.grad.numpy().tobytes() for p in model.parameters() if p.grad is not None]
+
+
+def assert_same_on_all_ranks(model: nn.Layer, group: object) -> None:
+    for values in model.parameters():
+        for tensor in (values, values.grad):
+            if tensor is not None:
+                everybodys = group.all_gather(np.ascontiguousarray(tensor.numpy()).view(np.uint8))
+                assert all(np.array_equal(everybodys[0], other) for other in everybodys)

@@ -1,0 +1,289 @@
+"""Gradients of paceline.paddle.DataParallel against one process with the whole batch, and Paddle's own."""
+
+from __future__ import annotations
+
+import numpy as np
+import paddle
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+from paddle import nn
+from paddle.distributed.fleet.utils import recompute
+
+from paceline.errors import NonFiniteGradientError, SkippedPassError, UnusedParameterError
+from paceline.paddle import DataParallel
+from tests.harness import ranks
+from tests.multiprocess.paddle_models import (
+    Branches,
+    assert_same_on_all_ranks,
+    batch,
+    gradients,
+    share,
+    squares,
+    train,
+    two_layers,
+)
+
+VIEWS = [False, True]
+CLEARS = {
+    "clear_gradients": nn.Layer.clear_gradients,
+    "without zeros": lambda model: model.clear_gradients(set_to_zero=False),
+    "each": lambda model: [p.clear_grad() for p in model.parameters()],
+    "none": lambda model: [setattr(p, "grad", None) for p in model.parameters()],
+}
+
+
+def close(model: nn.Layer, alone: nn.Layer) -> None:
+    for ours, expected in zip(model.parameters(), alone.parameters(), strict=True):
+        assert_allclose(ours.numpy(), expected.numpy(), rtol=1e-5, atol=1e-6)
+        assert_allclose(ours.grad.numpy(), expected.grad.numpy(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("cap", [25, 0.00005])
+@ranks(2)
+def test_three_steps_equal_one_process_in_float64(group: object, view: bool, cap: float) -> None:
+    for clear in CLEARS.values():
+        model, x = two_layers(), batch()
+        alone = two_layers().to(dtype="float64")
+        wrapped = DataParallel(
+            model, group=group, gradient_as_bucket_view=view, comm_buffer_size=cap, last_comm_buffer_size=cap
+        )
+        train(wrapped, share(x, group.rank), clear=clear)
+        train(alone, paddle.to_tensor(x.astype(np.float64)), clear=clear)
+        close(wrapped, alone)
+        assert_same_on_all_ranks(wrapped, group)
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@ranks(2)
+def test_no_sync_accumulates_and_the_next_pass_averages_all(group: object, view: bool) -> None:
+    model, alone, x = two_layers(), two_layers(), batch()
+    wrapped = DataParallel(model, group=group, gradient_as_bucket_view=view)
+    own = share(x, group.rank)
+    for _ in range(2):  # without clearing in between
+        with wrapped.no_sync():
+            squares(wrapped(own[:2])).backward()
+        before = gradients(model)
+        squares(wrapped(own[2:])).backward()
+        assert not np.array_equal(before[0], gradients(model)[0])
+        for part in (share(x, 0), share(x, 1)):
+            (squares(alone(part[:2])) / 2 + squares(alone(part[2:])) / 2).backward()
+        for ours, expected in zip(gradients(model), gradients(alone), strict=True):
+            assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@ranks(2)
+def test_a_parameter_unused_on_one_rank(group: object, view: bool) -> None:
+    x = paddle.full([1, 3], 1.0 + group.rank)
+    strict = DataParallel(Branches(), group=group, gradient_as_bucket_view=view)
+    with pytest.raises(UnusedParameterError, match=r"rank 1: left.weight, left.bias\s+rank 0: right.weight"):
+        strict(x, "right" if group.rank else "left").sum().backward()
+    model = Branches()
+    wrapped = DataParallel(model, group=group, gradient_as_bucket_view=view, find_unused_parameters=True)
+    for _ in range(3):
+        wrapped.clear_gradients(set_to_zero=False)
+        wrapped(x, "right" if group.rank else "left").sum().backward()
+        assert_array_equal(model.left.weight.grad.numpy(), np.full((3, 2), 0.5))
+        assert_array_equal(model.right.weight.grad.numpy(), np.full((3, 2), 1.0))
+    wrapped.clear_gradients(set_to_zero=False)
+    x.stop_gradient = False
+    wrapped(x, "left" if group.rank else "none").sum().backward()  # rank 0 uses nothing at all
+    assert_array_equal(model.left.weight.grad.numpy(), np.full((3, 2), 1.0))
+    assert model.right.weight.grad is None
+
+
+@ranks(2)
+def test_a_skipped_backward_is_named_on_every_rank(group: object) -> None:
+    wrapped = DataParallel(two_layers(), group=group)
+    for skips in (True, False):
+        loss = wrapped(paddle.ones([1, 4])).sum()
+        if skips and group.rank == 1:
+            loss = wrapped(paddle.ones([1, 4])).sum()
+        if skips:
+            with pytest.raises(SkippedPassError, match="Rank 1 of 2 skipped"):
+                loss.backward()
+        else:
+            loss.backward()
+
+
+@ranks(2)
+def test_a_backward_that_raises_is_told_to_all_and_the_next_is_good(group: object) -> None:
+    class Fails(paddle.autograd.PyLayer):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, dy):
+            if fails:
+                raise ValueError("on purpose")
+            return dy
+
+    model = two_layers()
+    wrapped = DataParallel(model, group=group)
+    model[1].register_forward_post_hook(lambda layer, i, out: Fails.apply(out))
+    for number in range(3):
+        fails = number == 1 and group.rank == 1
+        if number == 1:
+            caught = OSError if fails else SkippedPassError
+            with pytest.raises(caught):
+                wrapped(paddle.ones([1, 4])).sum().backward()
+            if fails:
+                with pytest.raises(SkippedPassError, match="rank 1 of 2 ended in an exception"):
+                    wrapped(paddle.ones([1, 4]))
+            wrapped.clear_gradients()
+            continue
+        wrapped(paddle.ones([1, 4])).sum().backward()
+    assert_same_on_all_ranks(model, group)
+
+
+@ranks(2)
+def test_nonfinite_gradients_name_rank_and_parameter(group: object) -> None:
+    x = paddle.full([1, 4], float("nan") if group.rank else 1.0)
+    loud = DataParallel(two_layers(), group=group, nonfinite="raise")
+    with pytest.raises(NonFiniteGradientError, match="infinity or a NaN on rank 1 of 2"):
+        loud(x).sum().backward()
+    warned = DataParallel(two_layers(), group=group)
+    with pytest.warns(RuntimeWarning, match="reported once"):
+        warned(x).sum().backward()
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@ranks(2)
+def test_gradients_that_do_not_lie_in_memory_as_their_parameter(group: object, view: bool) -> None:
+    x, factors = batch(), paddle.arange(12, dtype="float32").reshape([4, 3])
+
+    def loss(weight: paddle.Tensor, part: paddle.Tensor) -> paddle.Tensor:
+        return ((part @ weight.t()) * factors).sum()
+
+    class Transposed(nn.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            paddle.seed(1)
+            self.weight = self.create_parameter([3, 4])
+
+        def forward(self, part: paddle.Tensor) -> paddle.Tensor:
+            return loss(self.weight, part)
+
+    model, alone = Transposed(), Transposed()
+    wrapped = DataParallel(model, group=group, gradient_as_bucket_view=view)
+    for _ in range(3):
+        wrapped(share(x, group.rank)).backward()
+        (alone(share(x, 0)) / 2 + alone(share(x, 1)) / 2).backward()
+        assert_allclose(model.weight.grad.numpy(), alone.weight.grad.numpy(), rtol=1e-5, atol=1e-5)
+
+
+# Paddle has no kernels for float16 on the CPU.
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+@ranks(2)
+def test_other_dtypes(group: object, dtype: str) -> None:
+    for view in VIEWS:
+        weight = paddle.create_parameter([3, 40], dtype, default_initializer=nn.initializer.Constant(1.0))
+        model = nn.Layer()
+        model.weight = weight
+        model.forward = lambda x, weight=weight: (weight * x).sum()
+        wrapped = DataParallel(model, group=group, gradient_as_bucket_view=view)
+        wrapped(paddle.full([1], 1.0 + 2 * group.rank, dtype)).backward()
+        assert weight.grad.dtype == weight.dtype
+        assert_array_equal(weight.grad.astype("float32").numpy(), np.full((3, 40), 2.0))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@ranks(2)
+def test_recompute_of_a_layer_that_is_used_twice(group: object, reentrant: bool) -> None:
+    def call(model: nn.Layer, x: paddle.Tensor) -> paddle.Tensor:
+        return model(x)
+
+    class Blocks(nn.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            paddle.seed(1)
+            self.first, self.shared, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+            self.recomputes = True
+
+        def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+            x = self.first(x)
+            for _ in range(2):
+                x = recompute(self.shared, x, use_reentrant=reentrant) if self.recomputes else self.shared(x)
+            return self.last(x)
+
+    model, alone, x = Blocks(), Blocks(), batch()
+    alone.recomputes = False
+    wrapped = DataParallel(model, group=group, comm_buffer_size=0.00005)
+    train(wrapped, share(x, group.rank), call=call)
+    train(alone, paddle.to_tensor(x))
+    close(wrapped, alone)
+    assert_same_on_all_ranks(model, group)
+
+
+@ranks(2)
+def test_several_backwards_of_one_forward_and_two_models(group: object) -> None:
+    models, alones, x = [two_layers(), two_layers(7)], [two_layers(), two_layers(7)], batch()
+    wrapped = [DataParallel(model, group=group) for model in models]
+
+    def losses(pair: list[nn.Layer], part: paddle.Tensor) -> list[paddle.Tensor]:
+        first, second = (model(part) for model in pair)
+        return [squares(first), first.mean(), squares(first + second)]
+
+    for _ in range(2):
+        for loss in losses(wrapped, share(x, group.rank)):
+            loss.backward(retain_graph=True)
+        for part in (share(x, 0), share(x, 1)):
+            for loss in losses(alones, part):
+                (loss / 2).backward(retain_graph=True)
+        for model, alone in zip(models, alones):
+            for ours, expected in zip(gradients(model), gradients(alone), strict=True):
+                assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+@ranks(2)
+def test_sparse_rows_of_an_embedding(group: object) -> None:
+    class Words(nn.Layer):
+        def __init__(self, sparse: bool) -> None:
+            super().__init__()
+            paddle.seed(1)
+            self.table, self.head = nn.Embedding(6, 3, sparse=sparse), nn.Linear(3, 2)
+
+        def forward(self, words: paddle.Tensor | None) -> paddle.Tensor:
+            return self.head(paddle.ones([2, 3]) if words is None else self.table(words))
+
+    sparse, dense = Words(True), Words(False)
+    wrapped = DataParallel(sparse, group=group, find_unused_parameters=True)
+    reference = DataParallel(dense, group=group, find_unused_parameters=True)
+    optimizers = [paddle.optimizer.SGD(0.5, parameters=model.parameters()) for model in (sparse, dense)]
+    for words in ([[1, 3, 1], [3, 4, 5]], [[2, 2], None]):  # in the second step rank 1 looks none up
+        mine = None if words[group.rank] is None else paddle.to_tensor(words[group.rank])
+        for model, optimizer in zip((wrapped, reference), optimizers):
+            squares(model(mine)).backward()
+            optimizer.step()
+            optimizer.clear_grad()
+        assert_allclose(sparse.table.weight.numpy(), dense.table.weight.numpy(), rtol=1e-5, atol=1e-6)
+        assert_same_on_all_ranks(sparse, group)
+
+
+def step_of(rank: int, wrap: object) -> list[np.ndarray]:
+    model = two_layers()
+    wrapped = wrap(model)
+    train(wrapped, share(batch(), rank))
+    return [*gradients(model), *(p.numpy() for p in model.parameters())]
+
+
+@ranks(2, group=None, deadline_s=120)
+def test_gradients_equal_those_of_paddles_own(rank: int) -> None:
+    import os
+
+    import paddle.distributed as dist
+
+    ports = os.environ["MASTER_PORT"]
+    os.environ |= {
+        "PADDLE_TRAINER_ID": str(rank),
+        "PADDLE_TRAINERS_NUM": "2",
+        "PADDLE_CURRENT_ENDPOINT": f"127.0.0.1:{int(ports) + rank}",
+        "PADDLE_MASTER": f"127.0.0.1:{ports}",
+        "PADDLE_DISTRI_BACKEND": "gloo",
+    }
+    dist.init_parallel_env()
+    ours, theirs = step_of(rank, DataParallel), step_of(rank, paddle.DataParallel)
+    for mine, expected in zip(ours, theirs, strict=True):
+        assert_allclose(mine, expected, rtol=1e-6, atol=1e-7)

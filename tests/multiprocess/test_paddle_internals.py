@@ -1,0 +1,161 @@
+"""Each private call of Paddle (internals.py) does what Paceline relies on; fails when Paddle changes it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+
+import numpy as np
+import paddle
+import pytest
+from numpy.testing import assert_array_equal
+from paddle import nn
+
+from paceline.paddle import backward_calls, internals, versions
+from paceline.paddle.arena import places
+from paceline.reducer.plan import ParameterSpec, plan_buckets
+from tests.harness import ranks
+
+
+@ranks(1, group=None)
+def test_a_hook_fires_once_after_accumulation(rank: int) -> None:
+    layer, seen = nn.Linear(2, 2), []
+    internals.on_gradient(layer.weight, lambda: seen.append(internals.gradient_of(layer.weight).sum().item()))
+    x = layer(paddle.ones([1, 2]))
+    layer(x).sum().backward()
+    assert len(seen) == 1 and seen[0] == layer.weight.grad.sum().item()
+    paddle.grad(layer(paddle.ones([1, 2])).sum(), [layer.weight])
+    assert len(seen) == 1
+
+
+@ranks(1, group=None)
+def test_a_gradient_is_the_memory_itself_and_moves_into_other_memory(rank: int) -> None:
+    layer = nn.Linear(2, 2)
+    assert internals.gradient_of(layer.weight) is None
+    layer(paddle.ones([1, 2])).sum().backward()
+    gradient = internals.gradient_of(layer.weight)
+    assert gradient.data_ptr() == layer.weight.grad.data_ptr()
+    place = paddle.full([2, 2], 5.0)
+    internals.move_memory(gradient, place)
+    assert internals.gradient_of(layer.weight).data_ptr() == place.data_ptr()
+    layer(paddle.ones([1, 2])).sum().backward()  # accumulates there
+    assert_array_equal(place.numpy(), np.full((2, 2), 6.0))
+    strided = paddle.arange(4, dtype="float32").reshape([2, 2]).t()
+    internals.move_memory(gradient, strided)
+    assert_array_equal(layer.weight.grad.numpy(), [[0, 2], [1, 3]])
+
+
+@ranks(1, group=None)
+def test_a_cleared_gradient_counts_again_when_asked_to(rank: int) -> None:
+    layer = nn.Linear(2, 2)
+    for counts in (True, False):
+        layer(paddle.ones([1, 2])).sum().backward()
+        layer.weight.clear_grad()
+        if counts:
+            internals.count_as_gradient(layer.weight)
+        before = internals.gradient_of(layer.weight).data_ptr()
+        internals.gradient_of(layer.weight).detach().fill_(3.0)
+        layer(paddle.ones([1, 2])).sum().backward()
+        if counts:
+            assert internals.gradient_of(layer.weight).data_ptr() == before
+            assert_array_equal(layer.weight.grad.numpy(), np.full((2, 2), 4.0))
+        else:
+            assert_array_equal(layer.weight.grad.numpy(), np.full((2, 2), 1.0))
+
+
+@ranks(1, group=None)
+def test_sparse_rows_are_read_and_replaced(rank: int) -> None:
+    table = nn.Embedding(6, 2, sparse=True)
+    table(paddle.to_tensor([1, 3, 1])).sum().backward()
+    gradient = internals.gradient_of(table.weight)
+    assert internals.is_sparse(gradient) and not internals.is_sparse(table.weight)
+    rows, values = internals.rows_of(gradient)
+    assert rows == [1, 3, 1]
+    assert_array_equal(values, np.ones((3, 2)))
+    other = nn.Embedding(6, 2, sparse=True)
+    internals.set_rows(gradient, [0, 5], np.full((2, 2), 7, np.float32))
+    internals.give_rows(other.weight, [0, 5], np.full((2, 2), 7, np.float32))
+    for weight in (table.weight, other.weight):
+        before = weight.numpy()
+        paddle.optimizer.SGD(1.0, parameters=[weight]).step()
+        assert_array_equal((before - weight.numpy()).round(4)[:, 0], [7, 0, 0, 0, 0, 7])
+
+
+@ranks(1, group=None)
+def test_every_backward_goes_through_one_function_and_grad_does_not(rank: int) -> None:
+    backward_calls.watch()
+    layer, depths = nn.Linear(2, 2), []
+    out = layer(paddle.ones([1, 2]))
+    internals.on_gradient(layer.weight, lambda: depths.append(backward_calls.depth()))
+    out.sum().backward(retain_graph=True)
+    paddle.autograd.backward([out.sum()], retain_graph=True)
+    x = paddle.ones([1, 2])
+    x.stop_gradient = False
+    out = layer(x)
+    out.register_hook(lambda gradient: depths.append(backward_calls.depth()))
+    paddle.grad(out.sum(), [x])
+    assert depths == [1, 1, 0], depths
+    assert backward_calls.depth() == 0
+
+
+@ranks(1, group=None)
+def test_an_error_at_the_end_of_backward_reaches_the_user_as_it_is(rank: int) -> None:
+    def fail() -> None:
+        raise KeyError("as it is")
+
+    backward_calls.watch()
+    layer, ended = nn.Linear(2, 2), []
+    armed = [fail, lambda: ended.append(True)]
+    internals.on_gradient(layer.bias, lambda: [backward_calls.at_end(end) for end in armed])
+    with pytest.raises(KeyError, match="as it is"):
+        layer(paddle.ones([1, 2])).sum().backward()
+    assert ended  # the other model's pass ended all the same
+
+
+@ranks(1, group=None)
+def test_places_are_views_of_one_memory(rank: int) -> None:
+    import ctypes
+
+    model = [paddle.zeros([2, 3]), paddle.zeros([5], "bfloat16"), paddle.zeros([4], "float64")]
+    specs = [
+        ParameterSpec(str(n), p.size, str(p.dtype).split(".")[1], p.element_size(), "cpu")
+        for n, p in enumerate(model)
+    ]
+    plan = plan_buckets(specs, bucket_cap_bytes=1 << 20, first_bucket_bytes=1 << 20)
+    memory = ctypes.create_string_buffer(plan.arena_bytes + 64)
+    views = places(plan, model, ctypes.addressof(memory), memory)
+    for view, like, offset in zip(views, model, plan.offsets):
+        assert (view.shape, view.dtype) == (like.shape, like.dtype)
+        assert view.data_ptr() == ctypes.addressof(memory) + offset
+        view.fill_(1.0)
+    assert sum(float(view.astype("float64").sum()) for view in views) == 15
+
+
+def test_importing_the_front_end_imports_no_torch() -> None:
+    code = "import paceline.paddle, sys; print('torch' in sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    ("version", "message"),
+    [
+        ("", "not installed"),
+        ("3.2.9", "does not support PaddlePaddle 3.2.9"),
+        ("3.4.0", "3.4.0"),
+        ("3.3.2", ""),
+    ],
+)
+def test_the_version_is_checked(version: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "installed", lambda: version)
+    if message:
+        with pytest.raises(ImportError, match=message):
+            versions.check()
+    else:
+        versions.check()
+
+
+def test_the_installed_version_is_found() -> None:
+    assert versions.installed() == importlib.metadata.version("paddlepaddle")

@@ -1,0 +1,296 @@
+"""paceline.paddle.DataParallel as a layer: its arguments, what it saves, what it refuses and forwards."""
+
+from __future__ import annotations
+
+import gc
+import os
+import warnings
+import weakref
+
+import numpy as np
+import paddle
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+from paddle import nn
+
+import paceline.paddle
+from paceline.errors import ConfigError, ForkedError, ModelMismatchError
+from paceline.paddle import DataParallel, DistributedDataParallel
+from tests.harness import ranks
+from tests.multiprocess.paddle_models import (
+    assert_same_on_all_ranks,
+    batch,
+    share,
+    squares,
+    train,
+    two_layers,
+)
+
+
+@ranks(2, group=None)
+def test_the_environment_makes_the_group(rank: int) -> None:
+    group = paceline.paddle.init_parallel_env()
+    assert (group.rank, group.world_size) == (rank, 2) and paceline.paddle.init_parallel_env() is group
+    for _ in range(2):
+        model = two_layers()
+        DataParallel(model)(paddle.full([1, 4], 1.0 + rank)).sum().backward()
+        assert_array_equal(model[2].bias.grad.numpy(), np.ones(2))
+    assert_same_on_all_ranks(model, group)
+
+
+@ranks(1, group=None)
+def test_a_single_process_trains_alone(rank: int) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        del os.environ[name]
+    with pytest.warns(RuntimeWarning, match="this process trains alone"):
+        model = DataParallel(two_layers())
+    model(paddle.ones([1, 4])).sum().backward()
+    assert model.grad_norm() > 0 and model.waited_s == 0
+
+
+@ranks(2)
+def test_everybody_starts_with_rank_0s_values(group: object) -> None:
+    def build() -> nn.Layer:
+        paddle.seed(group.rank)
+        model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1D(3), nn.Linear(3, 3), nn.Linear(3, 2))
+        model[1]._mean.set_value(paddle.full([3], float(group.rank)))
+        model[2].weight.stop_gradient = True
+        model[3].bias.no_sync = True
+        model[3].bias.set_value(paddle.full([2], float(group.rank)))
+        return model
+
+    model = build()
+    wrapped = DataParallel(model, group=group)
+    assert_same_on_all_ranks(nn.Sequential(model[0], model[1], model[2]), group)
+    assert_array_equal(model[3].bias.numpy(), [group.rank] * 2)  # no_sync: left to each rank
+    squares(wrapped(share(batch(), group.rank))).backward()
+    everybodys = group.all_gather(model[3].bias.grad.numpy())
+    assert not np.array_equal(everybodys[0], everybodys[1])
+    DataParallel(build(), group=group, init_sync=False)
+
+
+@pytest.mark.parametrize("broadcast", [True, False])
+@ranks(2)
+def test_running_statistics_are_rank_0s_after_each_backward(group: object, broadcast: bool) -> None:
+    class Counting(nn.BatchNorm1D):
+        def __init__(self) -> None:
+            super().__init__(4)
+            self.register_buffer("seen", paddle.zeros([1]))
+
+        def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+            self.seen = self.seen + x.sum()  # replaces the buffer
+            return super().forward(x)
+
+    model = nn.Sequential(Counting(), nn.Linear(4, 2))
+    wrapped = DataParallel(model, group=group, broadcast_buffers=broadcast)
+    for _ in range(2):
+        squares(wrapped(share(batch(), group.rank))).backward()
+    for values in (model[0]._mean, model[0]._variance, model[0].seen):
+        everybodys = group.all_gather(values.numpy())
+        assert np.array_equal(everybodys[0], everybodys[1]) == broadcast
+
+
+@ranks(2)
+def test_attributes_of_the_model_are_reached_through_the_wrapper(group: object) -> None:
+    class Model(nn.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 2)
+            self.scale = 3
+
+        def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+            return self.layer(x)
+
+        def describe(self) -> str:
+            return f"scale {self.scale}"
+
+    model = Model()
+    wrapped = DataParallel(model, group=group)
+    assert wrapped.describe() == "scale 3" and wrapped.layer is model.layer
+    assert wrapped.module is model and wrapped._layers is model
+    with pytest.raises(AttributeError, match="nowhere"):
+        _ = wrapped.nowhere
+    wrapped.eval()
+    assert not model.training
+    assert [name for name, _ in wrapped.named_parameters()] == ["_layers.layer.weight", "_layers.layer.bias"]
+
+
+@ranks(2)
+def test_what_is_saved_has_the_models_own_names(group: object) -> None:
+    model = two_layers()
+    model.register_buffer("kept", paddle.ones([1]))
+    wrapped = DataParallel(model, group=group)
+    saved = wrapped.state_dict()
+    assert list(saved) == list(model.state_dict()) == ["kept", "0.weight", "0.bias", "2.weight", "2.bias"]
+    into: dict[str, object] = {}
+    assert wrapped.state_dict(into) is into and len(into) == 5
+    assert list(wrapped.state_dict(include_sublayers=False)) == ["kept"]
+    assert next(iter(wrapped.state_dict(structured_name_prefix="m."))).startswith("m.")
+    values = {name: paddle.full_like(value, 2.0) for name, value in saved.items()}
+    for load in (wrapped.set_state_dict, wrapped.set_dict, wrapped.load_dict):
+        assert load(values) == ([], [])
+        assert load(values | {"other": values["kept"]}) == ([], ["other"])
+    assert_array_equal(model[2].bias.numpy(), [2, 2])
+    by_parameter = {model[2].bias.name: paddle.full([2], 5.0)}
+    with pytest.warns(UserWarning, match="Skip loading"):  # Paddle's own
+        missing, unexpected = wrapped.set_state_dict(by_parameter, use_structured_name=False)
+    assert_array_equal(model[2].bias.numpy(), [5, 5])
+    assert len(missing) == 4 and not unexpected
+    train(wrapped, paddle.ones([1, 4]), steps=1)
+
+
+@ranks(2)
+def test_torchs_and_paddles_arguments(group: object) -> None:
+    x = paddle.full([1, 4], 1.0 + group.rank)
+    accepted = [
+        {"device_ids": [paddle.CPUPlace()], "output_device": "cpu"},
+        {"device_ids": ["cpu"]},
+        {"device_ids": []},
+        {"dim": 0},
+        {"broadcast_buffers": False},
+        {"init_sync": False},
+        {"process_group": group},
+        {"bucket_cap_mb": 0.001},
+        {"find_unused_parameters": True},
+        {"check_reduction": True},
+        {"gradient_as_bucket_view": True},
+        {"static_graph": True},
+        {"forward_sync_buffers": True},
+    ]
+    for options in accepted:
+        for kind in (DataParallel, DistributedDataParallel):
+            model = two_layers()
+            wrapped = kind(model, **({"process_group": group} | options))
+            wrapped(x).sum().backward()
+            assert_array_equal(model[2].bias.grad.numpy(), np.ones(2))
+    positional = DataParallel(two_layers(), None, 30, 2, True, group)
+    assert positional.find_unused_parameters and positional.grad_need_sync
+    refused = [
+        ({"device_ids": ["gpu:0"]}, "names a device"),
+        ({"device_ids": ["cpu", "cpu"]}, "one device"),
+        ({"output_device": "cpu"}, "None where device_ids is None"),
+        ({"dim": 1}, "dim is not supported"),
+        ({"mixed_precision": "bf16"}, "mixed_precision is not supported"),
+        ({"comm_buffer_size": 0}, "comm_buffer_size"),
+        ({"last_comm_buffer_size": -1}, "last_comm_buffer_size"),
+        ({"nonfinite": "shout"}, "nonfinite"),
+        ({"timeout_s": 0}, "timeout_s"),
+        ({"broadcast_buffers": True, "forward_sync_buffers": True}, "one switch"),
+        ({"process_group": "world"}, "not a group of processes"),
+    ]
+    for options, message in refused:
+        with pytest.raises(ConfigError, match=message):
+            DataParallel(two_layers(), **options)
+
+
+@ranks(2)
+def test_deprecated_methods_do_nothing(group: object) -> None:
+    wrapped = DataParallel(two_layers(), strategy=object(), group=group)
+    loss = wrapped(paddle.ones([1, 4])).sum()
+    with pytest.warns(DeprecationWarning, match="scale_loss"):
+        assert wrapped.scale_loss(loss) is loss
+    loss.backward()
+    with pytest.warns(DeprecationWarning, match="apply_collective_grads"):
+        assert wrapped.apply_collective_grads() is None
+
+
+@ranks(2)
+def test_different_models_are_refused_on_every_rank(group: object) -> None:
+    with pytest.raises(ModelMismatchError, match=r"'0.weight'(?s:.*)rank 1: 0.weight, shape \(4, 6\)"):
+        DataParallel(two_layers(5 + group.rank), group=group)
+    with pytest.raises(ModelMismatchError, match="comm_buffer_size differs"):
+        DataParallel(two_layers(), group=group, comm_buffer_size=1 + group.rank)
+    model = two_layers()
+    model[2].bias.stop_gradient = group.rank == 1
+    with pytest.raises(ModelMismatchError, match=r"'2.bias': requires_grad differs"):
+        DataParallel(model, group=group)
+
+
+@ranks(2)
+def test_models_that_cannot_be_wrapped_and_changes_after_wrapping(group: object) -> None:
+    frozen = two_layers()
+    for parameter in frozen.parameters():
+        parameter.stop_gradient = True
+    with pytest.raises(ConfigError, match="does not have any parameters to train"):
+        DataParallel(frozen, group=group)
+    model, x = two_layers(), paddle.ones([1, 4])
+    model[0].bias.stop_gradient = True
+    wrapped = DataParallel(model, group=group)
+    model[0].bias.stop_gradient = False
+    with pytest.raises(ConfigError, match=r"unfrozen: 0\.bias"):
+        wrapped(x)
+    model = two_layers()
+    wrapped = DataParallel(model, group=group)
+    model.add_sublayer("3", nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match=r"added: 3\.weight, 3\.bias"):
+        wrapped(x)
+    model = two_layers()
+    wrapped = DataParallel(model, group=group)
+    model.to(dtype="float64")
+    with pytest.raises(ConfigError, match=r"dense gradient of float32"):
+        wrapped(x.astype("float64")).sum().backward()
+
+
+@ranks(2)
+def test_a_forked_child_is_refused(group: object) -> None:
+    wrapped = DataParallel(two_layers(), group=group)
+    child = os.fork()
+    if child == 0:
+        try:
+            wrapped(paddle.ones([1, 4]))
+        except ForkedError:
+            os._exit(3)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    train(wrapped, paddle.ones([1, 4]), steps=1)
+
+
+@ranks(2)
+def test_a_model_may_be_wrapped_again_and_a_wrapper_is_let_go(group: object) -> None:
+    model = two_layers()
+    first = DataParallel(model, group=group)
+    train(first, paddle.ones([1, 4]), steps=1)
+    gone = weakref.ref(first._passes)
+    del first
+    gc.collect()
+    assert gone() is None
+    second = DataParallel(model, group=group)
+    second.clear_gradients()
+    second(paddle.full([1, 4], 1.0 + group.rank)).sum().backward()
+    assert_array_equal(model[2].bias.grad.numpy(), np.ones(2))
+
+
+@ranks(2)
+def test_gradients_of_a_penalty_are_no_pass(group: object) -> None:
+    model = two_layers()
+    # The slope does not depend on the last bias.
+    wrapped = DataParallel(model, group=group, find_unused_parameters=True)
+    x = share(batch(), group.rank)
+    x.stop_gradient = False
+    (slope,) = paddle.grad(wrapped(x).sum(), [x], create_graph=True)
+    (slope**2).sum().backward()
+    assert_same_on_all_ranks(model[0], group)
+
+
+@ranks(2)
+def test_grad_norm_is_that_of_the_mean(group: object) -> None:
+    model = two_layers()
+    wrapped = DataParallel(model, group=group)
+    squares(wrapped(share(batch(), group.rank))).backward()
+    norm = np.sqrt(sum((p.grad.numpy().astype(np.float64) ** 2).sum() for p in model.parameters()))
+    assert_allclose(wrapped.grad_norm(), norm, rtol=1e-6)
+
+
+@ranks(2)
+def test_to_static(group: object) -> None:
+    paddle.seed(1)
+    layer = paddle.jit.to_static(two_layers(), full_graph=True)
+    alone, x = two_layers(), batch()
+    wrapped = DataParallel(layer, group=group)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Paddle's compiler
+        output = wrapped(share(x, group.rank))
+    squares(output).backward()
+    squares(alone(paddle.to_tensor(x))).backward()
+    for ours, expected in zip(wrapped.parameters(), alone.parameters(), strict=True):
+        assert_allclose(ours.grad.numpy(), expected.grad.numpy(), rtol=1e-5, atol=1e-6)
