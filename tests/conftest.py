@@ -1,7 +1,12 @@
-"""What all tests share: hypothesis without a deadline, and an environment that knows of no launcher."""
+"""What all tests share: hypothesis without a deadline, and an environment that knows of no launcher.
+
+Where PaddlePaddle is not installed, the files that test it are left out, and the first lines of output say
+so.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 
@@ -22,3 +27,10 @@ os.environ.pop("PACELINE_JOB_ID", None)
 # process whose answer to Ctrl-C a test asks for.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+_has_paddle = importlib.util.find_spec("paddle") is not None
+collect_ignore_glob = [] if _has_paddle else ["*/test_paddle_*.py"]
+
+
+def pytest_report_header() -> list[str]:
+    return [] if _has_paddle else ["paddle: not installed, test_paddle_*.py are left out"]

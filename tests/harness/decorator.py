@@ -19,6 +19,7 @@ def ranks(
     world_size: int | str,
     *,
     group: str | None = "paceline",
+    framework: str = "torch",
     dies: Mapping[int, Death] | None = None,
     deadline_s: float = 60.0,
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
@@ -34,6 +35,8 @@ def ranks(
             and the first argument is the rank. None: only the environment is set (RANK, WORLD_SIZE,
             LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, PACELINE_JOB_ID); the first
             argument is the rank.
+        framework: What the server that the ranks start from has imported, 'torch' or 'paddle', or the name
+            of the test's parameter that holds it. The test is skipped where Paddle is not installed.
         dies: Ranks that must not return, and how they end: a signal, an exit status, or an exception type.
         deadline_s: After this many seconds the stacks of all ranks are shown and the test fails.
 
@@ -57,8 +60,12 @@ def ranks(
             if group not in (None, "paceline") and importlib.util.find_spec("torch") is None:
                 pytest.skip("torch is not installed")
             count = kwargs[world_size] if isinstance(world_size, str) else world_size
+            imported = kwargs.get(framework, framework)
+            if imported == "paddle" and importlib.util.find_spec("paddle") is None:
+                pytest.skip("PaddlePaddle is not installed")
+            options = {"group": group, "framework": imported, "dies": dies, "deadline_s": deadline_s}
             try:
-                run_ranks(test, count, kwargs, group=group, dies=dies, deadline_s=deadline_s)
+                run_ranks(test, count, kwargs, **options)
             except RanksFailed as failed:
                 pytest.fail(str(failed), pytrace=False)
 

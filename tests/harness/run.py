@@ -34,6 +34,7 @@ def run_ranks(
     kwargs: Mapping[str, Any] | None = None,
     *,
     group: str | None = "paceline",
+    framework: str = "torch",
     dies: Mapping[int, Death] | None = None,
     deadline_s: float = 60.0,
 ) -> list[Any]:
@@ -52,7 +53,7 @@ def run_ranks(
         )
     before = leftovers.shm_names()
     with _plan(program, world_size, dict(kwargs or {}), group) as plan:
-        run = _Run(plan, dict(dies or {}), deadline_s)
+        run = _Run(plan, framework, dict(dies or {}), deadline_s)
         try:
             run.start()
             run.wait()
@@ -113,22 +114,27 @@ class _Child:
 @dataclass
 class _Run:
     plan: Plan
+    framework: str
     dies: dict[int, Death]
     deadline_s: float
     children: list[_Child] = field(default_factory=list)
     started_s: float = 0.0
 
     def start(self) -> None:
+        with server.starting_from(self.framework):
+            self.started_s = time.monotonic()  # importing it once, in the server, is nobody's delay
+            for number in range(self.plan.world_size):
+                self._start_rank(number)
+
+    def _start_rank(self, number: int) -> None:
         context = server.context()
-        self.started_s = time.monotonic()  # importing torch once, in the server, is nobody's delay
-        for number in range(self.plan.world_size):
-            theirs, ours = context.Pipe(duplex=False)
-            process = context.Process(target=rank_main.main, args=(self.plan, number, theirs), daemon=False)
-            child = _Child(number, process, ours)
-            process.start()
-            theirs.close()
-            child.pid = process.pid or 0
-            self.children.append(child)
+        theirs, ours = context.Pipe(duplex=False)
+        process = context.Process(target=rank_main.main, args=(self.plan, number, theirs), daemon=False)
+        child = _Child(number, process, ours)
+        process.start()
+        theirs.close()
+        child.pid = process.pid or 0
+        self.children.append(child)
 
     def wait(self) -> None:
         """Until every rank ended, or the deadline passed, or a failed rank's peers had their grace."""

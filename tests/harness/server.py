@@ -1,6 +1,7 @@
-"""The fork server: imports what is slow to import once, so that a rank starts in milliseconds.
+"""The fork servers: each has imported one framework, which is slow, so that a rank starts in milliseconds.
 
-Forking from it is safe where forking from pytest is not: it runs no thread and no test.
+Forking from them is safe where forking from pytest is not: they run no thread and no test. No server has both
+frameworks, so that a test of one finds what a user of that one has.
 """
 
 from __future__ import annotations
@@ -16,29 +17,40 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[2]
-_PRELOADED = (
-    "numpy",
-    "pytest",
-    "hypothesis",
-    "torch",
-    "paceline.collectives.init",
-    "paceline.torch",
-    "paceline.paddle",
-    "tests.harness.rank_main",
-)
+_PRELOADED = ("numpy", "pytest", "hypothesis", "paceline.collectives.init", "tests.harness.rank_main")
+_PRELOADED_OF = {"torch": ("torch", "paceline.torch"), "paddle": ("paceline.paddle",)}
 # Ranks share the cores: one thread each, and the libraries read this when they are imported.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
-@functools.cache
 def context() -> ForkServerContext:
-    """The multiprocessing context whose server has everything imported; starts it on the first call."""
-    started = multiprocessing.get_context("forkserver")
-    started.set_forkserver_preload([__name__])
+    """The multiprocessing context whose processes start from a server; see `starting_from`."""
+    return multiprocessing.get_context("forkserver")
+
+
+@contextlib.contextmanager
+def starting_from(framework: str) -> Iterator[None]:
+    """Within it, processes of `context` start from the server that has this framework imported.
+
+    Starts the server on the first call. multiprocessing has one server for a process, and finds it by a
+    function of its module.
+    """
+    before = forkserver.connect_to_new_process
+    forkserver.connect_to_new_process = _server(framework).connect_to_new_process
+    try:
+        yield
+    finally:
+        forkserver.connect_to_new_process = before
+
+
+@functools.cache
+def _server(framework: str) -> forkserver.ForkServer:
+    server = forkserver.ForkServer()
+    server.set_forkserver_preload([__name__])
     python_path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH", "")]))
-    with _environment(PYTHONPATH=python_path, PACELINE_PRELOAD="1", **ONE_THREAD):
-        forkserver.ensure_running()
-    return started
+    with _environment(PYTHONPATH=python_path, PACELINE_PRELOAD=framework, **ONE_THREAD):
+        server.ensure_running()
+    return server
 
 
 @contextlib.contextmanager
@@ -52,12 +64,12 @@ def _environment(**values: str) -> Iterator[None]:
         os.environ.update(before)
 
 
-def _preload() -> None:
-    for name in _PRELOADED:
+def _preload(framework: str) -> None:
+    for name in (*_PRELOADED, *_PRELOADED_OF[framework]):
         # Whatever is wrong with a module: the rank that needs it reports it, where it can be read.
         with contextlib.suppress(Exception):
             importlib.import_module(name)
 
 
-if os.environ.pop("PACELINE_PRELOAD", None):
-    _preload()
+if _framework := os.environ.pop("PACELINE_PRELOAD", None):
+    _preload(_framework)

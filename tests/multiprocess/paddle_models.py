@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import numpy as np
 import paddle
 from paddle import nn
+
+from tests import harness
+
+ranks = functools.partial(harness.ranks, framework="paddle")
 
 
 class Branches(nn.Layer):

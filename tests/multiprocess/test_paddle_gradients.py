@@ -11,12 +11,12 @@ from paddle.distributed.fleet.utils import recompute
 
 from paceline.errors import NonFiniteGradientError, SkippedPassError, UnusedParameterError
 from paceline.paddle import DataParallel
-from tests.harness import ranks
 from tests.multiprocess.paddle_models import (
     Branches,
     assert_same_on_all_ranks,
     batch,
     gradients,
+    ranks,
     share,
     squares,
     train,

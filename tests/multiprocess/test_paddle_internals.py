@@ -15,7 +15,7 @@ from paddle import nn
 from paceline.paddle import backward_calls, internals, versions
 from paceline.paddle.arena import places
 from paceline.reducer.plan import ParameterSpec, plan_buckets
-from tests.harness import ranks
+from tests.multiprocess.paddle_models import ranks
 
 
 @ranks(1, group=None)

@@ -16,10 +16,10 @@ from paddle import nn
 import paceline.paddle
 from paceline.errors import ConfigError, ForkedError, ModelMismatchError
 from paceline.paddle import DataParallel, DistributedDataParallel
-from tests.harness import ranks
 from tests.multiprocess.paddle_models import (
     assert_same_on_all_ranks,
     batch,
+    ranks,
     share,
     squares,
     train,

@@ -21,6 +21,10 @@ def environment(rank: int) -> dict[str, str]:
     return dict(os.environ)
 
 
+def frameworks(rank: int) -> list[str]:
+    return [name for name in ("torch", "paddle") if name in sys.modules]
+
+
 def large(rank: int) -> bytes:
     return bytes([rank]) * 10_000_000
 

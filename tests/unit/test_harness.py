@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -48,6 +49,13 @@ def test_environment_is_that_of_a_launcher(monkeypatch):
         assert first[name] == second[name] != ""
     assert first["OMP_NUM_THREADS"] == "1"
     assert first["SET_BY_THE_TEST"] == "yes"
+
+
+@pytest.mark.parametrize("framework", ["torch", "paddle"])
+def test_ranks_start_with_one_framework_imported(framework):
+    if importlib.util.find_spec(framework) is None:
+        pytest.skip(f"{framework} is not installed")
+    assert run(programs.frameworks, 1, framework=framework) == [[framework]]
 
 
 def test_two_runs_are_two_jobs():
