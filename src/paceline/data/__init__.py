@@ -2,5 +2,12 @@
 
 from paceline.data.batch_sampler import DistributedBatchSampler
 from paceline.data.sampler import DistributedSampler
+from paceline.data.subset import SubsetDistributedSampler
+from paceline.data.weighted import WeightedDistributedSampler
 
-__all__ = ["DistributedBatchSampler", "DistributedSampler"]
+__all__ = [
+    "DistributedBatchSampler",
+    "DistributedSampler",
+    "SubsetDistributedSampler",
+    "WeightedDistributedSampler",
+]

@@ -1,0 +1,188 @@
+"""WeightedDistributedSampler: samples drawn by weight, shared by the ranks.
+
+The one idea: draw number p of an epoch is a function of (seed, epoch, p), on whichever rank, so that draws
+can be dealt out and resumed as places of a permutation can. Imports its neighbours here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.data.order import Indices, Order, derive_key, places_from
+from paceline.data.sampler import DistributedSampler
+from paceline.errors import ConfigError
+
+Floats = npt.NDArray[np.float64]
+
+
+class WeightedDistributedSampler(DistributedSampler):
+    """Draws samples with probabilities in proportion to weights; pass it as `sampler=` to a `DataLoader`.
+
+    The arguments of torch's WeightedRandomSampler, which has no ranks, and of `DistributedSampler`. All
+    ranks together draw what one process would. `commit()` and `state_dict()` work as there.
+
+    Takes 8 bytes a sample on every rank with replacement; without, as many for each draw and, when an
+    epoch starts, 24 a sample and the time to sort.
+
+    Args:
+        weights: One for each sample of the data set; 0 or more, not all 0. They need not add up to 1.
+        num_samples: Draws of one epoch, by all ranks together; None: as many as weights.
+        replacement: Whether a sample may be drawn again in the same epoch. Without, heavy samples come
+            early, and a whole epoch holds each sample of a positive weight once.
+        num_replicas: Number of ranks; None: that of torch.distributed, if initialised, else the launcher's.
+        rank: Of this process; None: as above.
+        seed: Any integer, the same on all ranks.
+        drop_last: Leave up to num_replicas - 1 draws out, rather than repeat some.
+        pad: Repeat draws where they do not divide evenly. False: some ranks get one less.
+        reshuffle: Move on to the next epoch with each iteration. False: only `set_epoch` does.
+
+    Raises:
+        ConfigError: As DistributedSampler; a weight is negative or not finite, all are 0, or without
+            replacement there are fewer positive ones than draws.
+
+    Example:
+        With weights [0, 1, 1], num_samples=2 and without replacement, of two ranks one gets 1 and the
+        other 2.
+
+    Source: without replacement, Efraimidis and Spirakis, Information Processing Letters 97(5), 2006.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[float] | npt.NDArray[np.floating],
+        num_samples: int | None = None,
+        replacement: bool = True,
+        *,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        seed: int = 0,
+        drop_last: bool = False,
+        pad: bool = True,
+        reshuffle: bool = True,
+    ) -> None:
+        self._weights = checked_weights(self.name, weights)
+        self.replacement = replacement
+        draws = len(self._weights) if num_samples is None else num_samples
+        positive = int((self._weights > 0).sum())
+        most = draws if replacement and positive else positive
+        if draws < 0 or draws > most:
+            raise ConfigError(
+                f"{self.name}: num_samples is out of range.",
+                expected=f"0 or more; without replacement at most {positive}, the number of positive weights",
+                got=f"{draws}, replacement={replacement}",
+            )
+        self._sums = np.cumsum(self._weights) if replacement else np.empty(0)
+        digest = hashlib.blake2b(self._weights.tobytes(), digest_size=8).hexdigest()
+        super().__init__(
+            range(draws),
+            num_replicas,
+            rank,
+            True,
+            seed,
+            drop_last,
+            pad=pad,
+            reshuffle=reshuffle,
+            dataset_id=f"{len(self._weights)} weights ({digest}), "
+            f"{'with' if replacement else 'without'} replacement",
+        )
+
+    def _order(self, epoch: int) -> Order:
+        key = derive_key(self.seed, epoch, "weighted")
+        if self.replacement:
+            return Draws(self._sums, self._length, key)
+        return Listed(_draw_without_replacement(self._weights, self._length, key))
+
+
+class Draws:
+    """Independent draws: place -> sample, with probabilities given by running sums of weights."""
+
+    def __init__(self, sums: Floats, length: int, key: int) -> None:
+        self.length = length
+        self._sums = sums
+        self._key = key
+
+    def at(self, start: int, stride: int, count: int) -> Indices:
+        """See Order."""
+        if count == 0:
+            return np.empty(0, np.int64)
+        total = self._sums[-1]
+        points = uniform(places_from(start, stride, count), self._key) * total
+        # Rounding may reach the total itself, which lies behind the last sample of a positive weight.
+        points = np.minimum(points, np.nextafter(total, 0))
+        indices: Indices = np.searchsorted(self._sums, points, side="right").astype(np.int64, copy=False)
+        return indices
+
+
+class Listed:
+    """An order that is stored."""
+
+    def __init__(self, indices: Indices) -> None:
+        self.length = len(indices)
+        self._indices = indices
+
+    def at(self, start: int, stride: int, count: int) -> Indices:
+        """See Order."""
+        return (
+            self._indices[start : start + (count - 1) * stride + 1 : stride] if count else self._indices[:0]
+        )
+
+
+def uniform(places: Indices, key: int) -> Floats:
+    """Numbers of [0, 1), one for each place, independent of each other: SplitMix64 by counter, 53 bits."""
+    z = places.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(key)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z ^= z >> np.uint64(31)
+    return (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _draw_without_replacement(weights: Floats, count: int, key: int) -> Indices:
+    """Each sample waits for a time that is exponential with its weight as rate; the first ones are drawn."""
+    positive = np.flatnonzero(weights)
+    times = -logarithm(1.0 - uniform(positive, key)) / weights[positive]
+    if count < len(times):
+        # All up to the last one that is drawn, so that ties are broken by index below.
+        latest = np.partition(times, count - 1)[count - 1] if count else -1.0
+        early = times <= latest
+        positive, times = positive[early], times[early]
+    return positive[np.argsort(times, kind="stable")[:count]]
+
+
+def logarithm(x: Floats) -> Floats:
+    """Natural logarithm of numbers of (0, 1], to 1e-14, with the same bits on every processor.
+
+    numpy's differs in the last bit between processors, and ranks on two kinds of them would then disagree
+    on the order of two samples. Here are only +, -, * and /, which are rounded alike everywhere.
+    """
+    fraction, exponent = np.frexp(x)
+    is_small = fraction < 0.7071067811865476
+    fraction = np.where(is_small, fraction * 2, fraction)
+    s = (fraction - 1) / (fraction + 1)  # log(fraction) = 2 (s + s^3 / 3 + s^5 / 5 + ...), |s| < 0.172
+    square = s * s
+    total = np.zeros_like(s)
+    for odd in range(19, 0, -2):
+        total = total * square + 1.0 / odd
+    result: Floats = 2 * s * total + (exponent - is_small) * 0.6931471805599453
+    return result
+
+
+def checked_weights(name: str, weights: Sequence[float] | npt.NDArray[np.floating]) -> Floats:
+    """A copy as float64.
+
+    Raises:
+        ConfigError: Not one row of finite numbers, 0 or more, or all of several are 0.
+    """
+    array = np.array(weights, np.float64)
+    bad = np.flatnonzero(~(np.isfinite(array) & (array >= 0)))
+    if array.ndim != 1 or bad.size or (array.size and not array.sum() > 0) or np.isinf(array.sum()):
+        where = f"weights[{bad[0]}] = {array.flat[bad[0]]}" if bad.size else f"shape {array.shape}"
+        raise ConfigError(
+            f"{name}: these weights can't be drawn by.",
+            expected="one finite number for each sample, 0 or more, with a positive, finite sum",
+            got=f"{where}, sum {array.sum()}",
+        )
+    return array
