@@ -1,11 +1,13 @@
 """Which samples each rank trains on: pure index arithmetic. Imports numpy, `errors`, `env` and the core."""
 
 from paceline.data.batch_sampler import DistributedBatchSampler
+from paceline.data.bucketed import BucketedSampler
 from paceline.data.sampler import DistributedSampler
 from paceline.data.subset import SubsetDistributedSampler
 from paceline.data.weighted import WeightedDistributedSampler
 
 __all__ = [
+    "BucketedSampler",
     "DistributedBatchSampler",
     "DistributedSampler",
     "SubsetDistributedSampler",

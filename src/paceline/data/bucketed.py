@@ -1,0 +1,204 @@
+"""BucketedSampler: batches of samples of similar length, with as many tokens on every rank.
+
+The one idea: which samples make a global batch depends on the seed and the lengths alone, and not on the
+number of ranks; ranks then share out each batch. So, as in `deal`, what is done is one number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.data.batch_sampler import choose_global_batch
+from paceline.data.deal import Deal, Ending, Share
+from paceline.data.epochs import EpochSampler
+from paceline.data.order import Indices, InOrder, Order, Shuffled, derive_key
+from paceline.data.place import find_place
+from paceline.data.sampler import choose_ending
+from paceline.data.subset import checked_indices
+from paceline.errors import ConfigError
+
+
+class BucketedSampler(EpochSampler[list[int]]):
+    """Iterates over this rank's batches of samples of similar length; pass it as `batch_sampler=`.
+
+    For ragged data, such as text: little padding inside a batch, and in each step about as many tokens on
+    every rank, so that none waits for another. The epoch's permutation is cut into pools of `pool_batches`
+    global batches; a pool is sorted by length and cut into global batches, which come in random order; the
+    samples of each are dealt to ranks, the longest first, to the rank that has the fewest tokens so far.
+
+    `commit()`, once after each optimizer step, and `state_dict()` work as in `DistributedBatchSampler`.
+    Takes 8 bytes for each sample on every rank, and 100 for each of a pool.
+
+    Args:
+        lengths: Of each sample, in tokens or whatever costs time: integers, 0 or more.
+        global_batch_size: Samples of one step on all ranks together.
+        num_replicas: Number of ranks; None: that of torch.distributed, if initialised, else the launcher's.
+        rank: Of this process; None: as above.
+        shuffle: Permute samples and batches, differently in every epoch. False: pools in order, short
+            samples first in each.
+        seed: Any integer, the same on all ranks.
+        drop_last: Leave out the epoch's last step if it has fewer samples.
+        pad: Repeat samples of the last step where the ranks do not divide it. False: every sample exactly
+            once; in the last step some ranks get one less, or none and then no batch.
+        pool_batches: Global batches that are sorted together. More: less padding, less random batches.
+        reshuffle: Move on to the next epoch with each iteration. False: only `set_epoch` does.
+
+    Raises:
+        ConfigError: An argument is out of range or contradicts another.
+
+    Example:
+        Lengths [1, 9, 2, 8], global_batch_size=2, two ranks: one step has samples 0 and 2, one on each
+        rank, and the other 1 and 3.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int] | npt.NDArray[np.integer],
+        global_batch_size: int,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        *,
+        pad: bool = True,
+        pool_batches: int = 64,
+        reshuffle: bool = True,
+    ) -> None:
+        num_replicas, rank = find_place(self.name, num_replicas, rank)
+        choose_global_batch(self.name, None, global_batch_size, num_replicas)
+        if pool_batches < 1:
+            raise ConfigError(
+                f"{self.name}: a pool holds at least one batch.", got=f"pool_batches={pool_batches}"
+            )
+        self.global_batch_size = global_batch_size
+        self._ending = choose_ending(self.name, drop_last, pad)
+        self._lengths = checked_indices(self.name, lengths, "lengths")
+        self._pool_batches = pool_batches
+        self.shuffle = shuffle
+        self.seed = seed
+        identity = {
+            "dataset": hashlib.blake2b(self._lengths.tobytes(), digest_size=8).hexdigest(),
+            "seed": seed,
+            "shuffle": shuffle,
+            "global_batch_size": global_batch_size,
+            "pool_batches": pool_batches,
+        }
+        super().__init__(len(self._lengths), num_replicas, rank, reshuffle=reshuffle, identity=identity)
+
+    def commit(self, count: int = 1) -> None:
+        """Say that an optimizer step has used `count` more of this rank's batches. See DistributedSampler."""
+        super().commit(count)
+
+    def _deal(self, start: int) -> Deal[list[int]]:
+        share = Share(self._length, start, self.num_replicas, self.rank, self._ending)
+        return _BucketDeal(share, self.global_batch_size, self._lengths)
+
+    def _order(self, epoch: int) -> Order:
+        keys = [
+            derive_key(self.seed, epoch, part) if self.shuffle else None for part in ("bucketed", "pools")
+        ]
+        return Bucketed(self._lengths, self.global_batch_size, self._pool_batches, *keys)
+
+
+class Bucketed:
+    """The order behind BucketedSampler: global batch after global batch, a pool at a time.
+
+    Args:
+        lengths: Of each sample.
+        batch: Samples of a global batch.
+        pool_batches: Global batches of a pool.
+        key: Of the permutation of all samples; None: in order.
+        pool_key: Of the order of batches in each pool; None: short ones first.
+    """
+
+    def __init__(
+        self, lengths: Indices, batch: int, pool_batches: int, key: int | None, pool_key: int | None
+    ) -> None:
+        self.length = len(lengths)
+        self._lengths = lengths
+        self._batch = batch
+        self._pool = batch * pool_batches
+        self._pool_key = pool_key
+        self._base: Order = InOrder(self.length) if key is None else Shuffled(self.length, key)
+        self._newest: tuple[int, Indices] = (-1, np.empty(0, np.int64))
+
+    def at(self, start: int, stride: int, count: int) -> Indices:
+        """See Order; at its best where places go up by one."""
+        parts = []
+        while count > 0:
+            pool, offset = divmod(start, self._pool)
+            indices = self._sorted_pool(pool)[offset::stride][:count]
+            parts.append(indices)
+            start += len(indices) * stride
+            count -= len(indices)
+        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+
+    def _sorted_pool(self, pool: int) -> Indices:
+        """A pool sorted by length and cut into batches, which are permuted; a short batch stays last."""
+        if self._newest[0] != pool:
+            first = pool * self._pool
+            samples = self._base.at(first, 1, min(self._pool, self.length - first))
+            samples = samples[np.argsort(self._lengths[samples], kind="stable")]
+            whole = len(samples) // self._batch
+            if self._pool_key is not None:
+                batches = samples[: whole * self._batch].reshape(whole, self._batch)
+                order = Shuffled(whole, derive_key(self._pool_key, pool)).at(0, 1, whole)
+                samples = np.concatenate([batches[order].reshape(-1), samples[whole * self._batch :]])
+            self._newest = (pool, samples)
+        return self._newest[1]
+
+
+class _BucketDeal:
+    """A rank's batches: of each global batch, as many samples as the others have, and as many tokens."""
+
+    def __init__(self, share: Share, batch: int, lengths: Indices) -> None:
+        self._share = share
+        self._batch = batch
+        self._lengths = lengths
+        self._whole, rest = divmod(share.left, batch)
+        self._last = 0 if share.ending is Ending.DROP else share.part_of(rest)
+        self.size = self._whole + (self._last > 0)
+        self.end = share.start + self._whole * batch if share.ending is Ending.DROP else share.length
+
+    def reached(self, items: int) -> int:
+        """See Deal."""
+        return min(self.end, self._share.start + items * self._batch)
+
+    def blocks(self, order: Order) -> Iterator[list[list[int]]]:
+        """See Deal."""
+        share = self._share
+        for number in range(self.size):
+            start = share.start + number * self._batch
+            samples = order.at(start, 1, min(self._batch, share.length - start))
+            if share.ending is Ending.PAD and number == self._whole:
+                most = -(-len(samples) // share.num_replicas) * share.num_replicas
+                samples = np.resize(samples, most)  # repeats them from the first one on
+            yield [balanced(samples, self._lengths[samples], share.num_replicas)[share.rank]]
+
+
+def balanced(samples: Indices, lengths: Indices, num_replicas: int) -> list[list[int]]:
+    """Share samples out: as many for every rank (or one less for some), and about as many tokens.
+
+    Row by row, of as many samples as there are ranks, long ones first: the longest of a row goes to the rank
+    with the fewest tokens so far. Ranks then differ by less than the longest sample.
+
+    Example:
+        Lengths [9, 8, 2, 1] and two ranks: samples of 9 and 1 for one, of 8 and 2 for the other.
+    """
+    descending = np.argsort(-lengths, kind="stable")
+    tokens = np.zeros(num_replicas, np.int64)
+    shares: list[list[int]] = [[] for _ in range(num_replicas)]
+    # The incomplete row first, so that it goes to the first ranks, which `Share` expects to have more.
+    rest = len(samples) % num_replicas
+    rows = [descending[:rest], *descending[rest:].reshape(-1, num_replicas)]
+    for number, row in enumerate(rows):
+        ranks = np.arange(len(row)) if number == 0 else np.argsort(tokens, kind="stable")
+        for rank, at in zip(ranks.tolist(), row.tolist()):
+            shares[rank].append(int(samples[at]))
+            tokens[rank] += lengths[at]
+    return shares
