@@ -2,12 +2,14 @@
 
 from paceline.data.batch_sampler import DistributedBatchSampler
 from paceline.data.bucketed import BucketedSampler
+from paceline.data.chunked import ChunkedShuffle
 from paceline.data.sampler import DistributedSampler
 from paceline.data.subset import SubsetDistributedSampler
 from paceline.data.weighted import WeightedDistributedSampler
 
 __all__ = [
     "BucketedSampler",
+    "ChunkedShuffle",
     "DistributedBatchSampler",
     "DistributedSampler",
     "SubsetDistributedSampler",
