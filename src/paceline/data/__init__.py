@@ -4,6 +4,7 @@ from paceline.data.batch_sampler import DistributedBatchSampler
 from paceline.data.bucketed import BucketedSampler
 from paceline.data.chunked import ChunkedShuffle
 from paceline.data.sampler import DistributedSampler
+from paceline.data.stream import DistributedStream
 from paceline.data.subset import SubsetDistributedSampler
 from paceline.data.weighted import WeightedDistributedSampler
 
@@ -12,6 +13,7 @@ __all__ = [
     "ChunkedShuffle",
     "DistributedBatchSampler",
     "DistributedSampler",
+    "DistributedStream",
     "SubsetDistributedSampler",
     "WeightedDistributedSampler",
 ]

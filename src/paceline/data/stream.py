@@ -1,0 +1,119 @@
+"""DistributedStream: iterable data in shards, each read by one worker of one rank.
+
+The one idea: a consumer is one worker of one rank; shards are dealt to consumers as places are to ranks. Of
+shards that do not suffice for all, several consumers read the same one, and each keeps a part of it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, Generic, TypeVar
+
+from paceline.data.order import Shuffled, derive_key
+from paceline.data.place import find_place, loader_worker
+from paceline.errors import ConfigError
+
+Shard = TypeVar("Shard")
+Sample = TypeVar("Sample")
+
+
+class DistributedStream(Generic[Shard, Sample]):
+    """An iterable data set over shards: all ranks and loader workers together see every element once.
+
+    Pass it to torch's `DataLoader`, with any number of workers: it passes for an `IterableDataset` there. For
+    Paddle's, inherit from both: `class Lines(DistributedStream, paddle.io.IterableDataset)`.
+
+    Ranks get unequally many elements unless the shards are alike; it has no length, and no place to resume
+    at inside of an epoch.
+
+    Args:
+        shards: Names, paths, ... of the parts of the data, the same in the same order on all ranks.
+        read: Returns the elements of a shard, always in the same order. Workers call it; for worker processes
+            that are not forked it must be picklable.
+        num_replicas: Number of ranks; None: that of torch.distributed, if initialised, else the launcher's.
+        rank: Of this process; None: as above.
+        shuffle: Permute the shards, differently in every epoch. Elements keep their order inside a shard.
+        seed: Of the permutation; any integer, the same on all ranks.
+
+    Raises:
+        ConfigError: The rank or the number of ranks is missing or out of range.
+
+    Example:
+        Shards ["a", "b", "c", "d"], two ranks with two workers each: every worker reads one of them. With
+        shards ["a", "b"] two workers read each, and one yields its elements 0, 2, ..., the other 1, 3, ...
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        read: Callable[[Shard], Iterable[Sample]],
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+    ) -> None:
+        self.num_replicas, self.rank = find_place(type(self).__name__, num_replicas, rank)
+        self.shards = shards
+        self.read = read
+        self.shuffle = shuffle
+        self.seed = seed
+        self.epoch = 0
+        _pass_for_iterable(type(self))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of the shards, with the same number on every rank.
+
+        A stream does not move on by itself: the workers of a loader hold copies of it, which would not
+        notice. Call it before iterating over the loader; persistent workers keep the epoch they started in.
+
+        Raises:
+            ConfigError: The epoch is negative.
+        """
+        if epoch < 0:
+            raise ConfigError(
+                f"{type(self).__name__}: an epoch can't be negative.", expected="0, 1, ...", got=str(epoch)
+            )
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Sample]:
+        """The elements of this worker of this rank; outside of a loader, of this rank."""
+        worker, num_workers = loader_worker()
+        # Neighbouring consumers are of different ranks, so that shards are spread over ranks first.
+        consumer = worker * self.num_replicas + self.rank
+        for shard, part, parts in deal_shards(len(self.shards), consumer, self.num_replicas * num_workers):
+            elements = self.read(self.shards[self._shard_at(shard)])
+            yield from islice(elements, part, None, parts)
+
+    def _shard_at(self, place: int) -> int:
+        if not self.shuffle:
+            return place
+        key = derive_key(self.seed, self.epoch, "shards")
+        return int(Shuffled(len(self.shards), key).at(place, 1, 1)[0])
+
+
+def deal_shards(num_shards: int, consumer: int, num_consumers: int) -> Iterator[tuple[int, int, int]]:
+    """What a consumer reads: (place of the shard, which part of it, of how many parts).
+
+    Whole shards as long as there is one for everybody; those that are left are shared by several.
+
+    Example:
+        Five shards and four consumers: each reads a whole one, and a quarter of the fifth.
+    """
+    whole, rest = divmod(num_shards, num_consumers)
+    for round_ in range(whole):
+        yield round_ * num_consumers + consumer, 0, 1
+    if rest:
+        # Consumer c reads shard c % rest: some shards have one reader more.
+        place = consumer % rest
+        readers = num_consumers // rest + (place < num_consumers % rest)
+        yield whole * num_consumers + place, consumer // rest, readers
+
+
+def _pass_for_iterable(cls: type[Any]) -> None:
+    """Let torch's DataLoader take it for an IterableDataset, if torch is loaded."""
+    torch: Any = sys.modules.get("torch")
+    data = getattr(getattr(torch, "utils", None), "data", None)
+    if data is not None and not issubclass(cls, data.IterableDataset):
+        data.IterableDataset.register(cls)
