@@ -3,6 +3,7 @@
 from paceline.data.batch_sampler import DistributedBatchSampler
 from paceline.data.bucketed import BucketedSampler
 from paceline.data.chunked import ChunkedShuffle
+from paceline.data.evaluation import EvaluationSampler
 from paceline.data.sampler import DistributedSampler
 from paceline.data.stream import DistributedStream
 from paceline.data.subset import SubsetDistributedSampler
@@ -14,6 +15,7 @@ __all__ = [
     "DistributedBatchSampler",
     "DistributedSampler",
     "DistributedStream",
+    "EvaluationSampler",
     "SubsetDistributedSampler",
     "WeightedDistributedSampler",
 ]
