@@ -120,8 +120,8 @@ class Reducer {
   // In rank 0's copy of the control block.
   struct alignas(kLineBytes) PassControl {
     std::atomic<uint64_t> ended;
-    std::atomic<uint32_t>
-        flags;  ///< kPass..., but for kPassNonFinite, of the pass that is ending
+    std::atomic<uint32_t> flags;  ///< kPass..., but for kPassNonFinite, of the
+                                  ///< pass that is ending
     std::atomic<uint64_t>
         forwards;  ///< of the first to end, plus 1; 0: nobody has
     std::atomic<uint64_t> restarted;  ///< arrivals at the barrier that resets a
