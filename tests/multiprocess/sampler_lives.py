@@ -3,6 +3,8 @@
 A rank "trains" by appending its indices to a file. As in a real job, a step ends only when all ranks have
 done it, and rank 0 then writes a checkpoint, by renaming a complete file. What was done after the last
 checkpoint died with the weights, so it is not counted. Forks its ranks from a process that has numpy loaded.
+
+Also a program, for more kills or other seeds: python -m tests.multiprocess.sampler_lives FOLDER KIND KILLS SEED
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import random
 import signal
 import struct
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
@@ -104,7 +107,9 @@ class Life:
 
     def _meet(self, rank: int, step: int) -> None:
         struct.pack_into("<q", self.done, 8 * rank, step)
+        deadline = time.monotonic() + 60
         while min(struct.unpack(f"<{self.world_size}q", self.done[:])) < step < 1 << 60:
+            assert time.monotonic() < deadline, f"step {step}: somebody never came"
             os.sched_yield()
 
     def _die_at(self, rank: int, step: int, point: str) -> None:

@@ -6,12 +6,21 @@ Without the harness: in its ranks, which watch their parent by signals, torch ta
 from __future__ import annotations
 
 import importlib.util
-import warnings
+from collections.abc import Iterable
 from itertools import islice
+from typing import Any
 
 import pytest
 
-from paceline.data import DistributedBatchSampler, DistributedSampler
+from paceline.data import (
+    BucketedSampler,
+    ChunkedShuffle,
+    DistributedBatchSampler,
+    DistributedSampler,
+    EvaluationSampler,
+    SubsetDistributedSampler,
+    WeightedDistributedSampler,
+)
 from tests.harness import ranks
 
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
@@ -71,22 +80,54 @@ def test_batches_through_a_loader(workers: int) -> None:
         assert [batch.tolist() for batch in loader] == list(plain)
 
 
-@needs_torchdata
-@pytest.mark.parametrize("workers", [0, 2])
-def test_stateful_data_loader_keeps_its_place(workers: int) -> None:
+@needs_torch
+def test_every_kind_of_sampler_goes_through_a_loader() -> None:
+    from torch.utils.data import DataLoader
+
+    def samplers() -> list[Iterable[int]]:
+        return [
+            SubsetDistributedSampler(range(50, LENGTH), 2, 1),
+            WeightedDistributedSampler(range(LENGTH), num_replicas=2, rank=1),
+            ChunkedShuffle(range(LENGTH), 2, 1, block_size=10, window_blocks=3),
+            EvaluationSampler(range(LENGTH), 2, 1),
+        ]
+
+    for plain, loaded in zip(samplers(), samplers(), strict=True):
+        loader = DataLoader(range(LENGTH), batch_size=5, sampler=loaded, num_workers=1)
+        assert [i for batch in loader for i in batch.tolist()] == list(plain)
+    bucketed, loaded = [BucketedSampler(range(LENGTH), 8, 2, 1) for _ in range(2)]
+    loader = DataLoader(range(LENGTH), batch_sampler=loaded, num_workers=1)
+    assert [batch.tolist() for batch in loader] == list(bucketed)
+
+
+def stateful_loader(kind: str, world_size: int, rank: int, workers: int) -> Any:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    lives: list[list[list[int]]] = []
-    states: list[dict[str, object]] = []
-    for batches in (3, 4, None):
-        for rank in range(2):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # it uses what newer versions of torch deprecate
-                sampler = DistributedSampler(range(LENGTH), 2, rank, seed=2, pad=False)
-                loader = StatefulDataLoader(range(LENGTH), 5, sampler=sampler, num_workers=workers)
-                if len(states) == 2:
-                    loader.load_state_dict(states.pop(0))
-                lives.append([batch.tolist() for batch in islice(loader, batches)])
-                states.append(loader.state_dict())
-    assert [len(seen) for seen in lives] == [3, 3, 4, 4, 4, 4]
-    assert sorted(i for seen in lives for batch in seen for i in batch) == list(range(LENGTH))
+    if kind == "samples":
+        sampler = DistributedSampler(range(LENGTH), world_size, rank, seed=2, pad=False)
+        return StatefulDataLoader(range(LENGTH), 5, sampler=sampler, num_workers=workers)
+    batches = DistributedBatchSampler(range(LENGTH), 5, world_size, rank, shuffle=True, pad=False)
+    return StatefulDataLoader(range(LENGTH), batch_sampler=batches, num_workers=workers)
+
+
+@needs_torchdata
+@pytest.mark.parametrize("kind", ["samples", "batches"])
+@pytest.mark.parametrize("workers", [0, 2])
+# It uses what newer versions of torch deprecate.
+@pytest.mark.filterwarnings("ignore")
+def test_stateful_data_loader_keeps_its_place(kind: str, workers: int) -> None:
+    """Its state, of rank 0, goes on with another number of ranks too."""
+    seen: list[int] = []
+    state: dict[str, object] | None = None
+    for world_size, batches in ((2, 3), (2, 2), (3, 2), (1, None)):
+        states = []
+        for rank in range(world_size):
+            loader = stateful_loader(kind, world_size, rank, workers)
+            if state is not None:
+                loader.load_state_dict(state)
+            seen += [i for batch in islice(loader, batches) for i in batch.tolist()]
+            states.append(loader.state_dict())
+        state = states[0]
+        if batches is not None:
+            assert len(set(seen)) == len(seen) < LENGTH
+    assert sorted(seen) == list(range(LENGTH))

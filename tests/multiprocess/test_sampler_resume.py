@@ -12,9 +12,9 @@ import pytest
 from tests.multiprocess.sampler_lives import LENGTH
 
 
-@pytest.mark.parametrize("kind", ["samples", "batches"])
-def test_fifty_kills_lose_and_repeat_nothing(tmp_path: Path, kind: str) -> None:
-    program = [sys.executable, "-m", "tests.multiprocess.sampler_lives", str(tmp_path), kind, "50", "7"]
+@pytest.mark.parametrize(("kind", "kills"), [("samples", 50), ("batches", 15)])
+def test_kills_lose_and_repeat_nothing(tmp_path: Path, kind: str, kills: int) -> None:
+    program = [sys.executable, "-m", "tests.multiprocess.sampler_lives", str(tmp_path), kind, str(kills), "7"]
     ended = subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)
     assert ended.returncode == 0, ended.stderr
-    assert json.loads(ended.stdout) == {"once": LENGTH, "never": 0, "deaths": 50}
+    assert json.loads(ended.stdout) == {"once": LENGTH, "never": 0, "deaths": kills}

@@ -97,6 +97,28 @@ def test_a_finished_epoch_leads_to_the_next() -> None:
     assert list(again) == done
 
 
+@pytest.mark.parametrize("make", [one_by_one, in_batches])
+def test_iterators_have_states_that_count_what_was_drawn(make) -> None:
+    """What a loader needs that keeps a state for each batch; it may make iterators that it never uses."""
+    sampler = make(100, 2, 0)
+    whole = list(make(100, 2, 0))
+    items = iter(sampler)
+    iter(sampler)
+    states = [items.state_dict()]
+    for _ in whole:
+        next(items)
+        states.append(json.loads(json.dumps(items.state_dict())))
+    for number, state in enumerate(states[:-1]):
+        resumed = iter(make(100, 2, 0))
+        resumed.load_state_dict(state)
+        assert list(resumed) == whole[number:]
+    assert states[-1]["is_complete"]
+    # The sampler itself counts what was committed.
+    assert sampler.state_dict()["position"] == 0
+    with pytest.raises(ConfigError, match="under way"):
+        resumed.load_state_dict(states[0])
+
+
 def test_length_counts_what_is_left() -> None:
     sampler = one_by_one(100, 2, 0)
     assert len(sampler) == 50

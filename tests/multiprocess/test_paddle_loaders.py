@@ -1,0 +1,75 @@
+"""Samplers inside Paddle's DataLoader, with and without workers."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+
+from paceline.data import DistributedBatchSampler, DistributedSampler, DistributedStream
+
+# Newer Pythons warn of forks beside threads, which is what the loader does.
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+LENGTH = 103
+SHARDS = [range(10), range(10, 13), range(13, 40)]
+
+
+class Numbers(paddle.io.Dataset):
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> np.int64:
+        return np.int64(index)
+
+
+class Stream(DistributedStream[range, int], paddle.io.IterableDataset):
+    pass
+
+
+def values(batch: Any) -> list[int]:
+    return np.asarray(batch[0] if isinstance(batch, (list, tuple)) else batch).tolist()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_and_epochs_and_states(workers: int) -> None:
+    sampler = DistributedBatchSampler(Numbers(), 5, 2, 1, shuffle=True, pad=False)
+    plain = DistributedBatchSampler(Numbers(), 5, 2, 1, shuffle=True, pad=False)
+    loader = paddle.io.DataLoader(Numbers(), batch_sampler=sampler, num_workers=workers)
+    assert len(loader) == len(plain)
+    first = list(plain)
+    assert [values(batch) for batch in loader] == first
+    # The next iteration is the next epoch, which nobody has set; and it can be left and entered again.
+    second = list(plain)
+    assert second != first
+    assert [values(batch) for batch in islice(loader, 4)] == second[:4]
+    sampler.commit(4)
+    resumed = DistributedBatchSampler(Numbers(), 5, 2, 1, shuffle=True, pad=False)
+    resumed.load_state_dict(sampler.state_dict())
+    loader = paddle.io.DataLoader(Numbers(), batch_sampler=resumed, num_workers=workers)
+    assert [values(batch) for batch in loader] == second[4:]
+
+
+def test_it_is_paddles_without_shuffling() -> None:
+    """Where the ranks' batches are filled; Paddle also deals batch by batch, and we sample by sample."""
+    for rank in range(2):
+        ours = list(DistributedBatchSampler(Numbers(), 1, 2, rank))
+        theirs = paddle.io.DistributedBatchSampler(Numbers(), 1, num_replicas=2, rank=rank)
+        assert ours == list(theirs)
+
+
+def test_single_samples_through_paddles_batch_sampler() -> None:
+    sampler = DistributedSampler(Numbers(), 2, 0)
+    batches = paddle.io.BatchSampler(sampler=sampler, batch_size=4)
+    assert [i for batch in batches for i in batch] == list(DistributedSampler(Numbers(), 2, 0))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_workers_share_a_stream(workers: int) -> None:
+    seen = []
+    for rank in range(2):
+        loader = paddle.io.DataLoader(Stream(SHARDS, iter, 2, rank), batch_size=4, num_workers=workers)
+        seen += [i for batch in loader for i in values(batch)]
+    assert sorted(seen) == list(range(40))
