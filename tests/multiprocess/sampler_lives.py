@@ -4,7 +4,7 @@ A rank "trains" by appending its indices to a file. As in a real job, a step end
 done it, and rank 0 then writes a checkpoint, by renaming a complete file. What was done after the last
 checkpoint died with the weights, so it is not counted. Forks its ranks from a process that has numpy loaded.
 
-Also a program, for more kills or other seeds: python -m tests.multiprocess.sampler_lives FOLDER KIND KILLS SEED
+For more kills or other seeds: python -m tests.multiprocess.sampler_lives FOLDER KIND KILLS SEED
 """
 
 from __future__ import annotations
