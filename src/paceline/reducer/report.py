@@ -138,6 +138,19 @@ def _rows(ranks_of: Mapping[int, Sequence[int]], names: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
+def names_by_rank(pairs: Iterable[tuple[int, int]], names: Sequence[str]) -> dict[int, tuple[str, ...]]:
+    """Names of parameters for each rank that (rank, parameter index) pairs name.
+
+    Example:
+        >>> names_by_rank([(1, 0), (1, 0), (0, 1)], ["weight", "bias"])
+        {0: ('bias',), 1: ('weight',)}
+    """
+    indices: dict[int, list[int]] = {}
+    for rank, index in sorted(set(pairs)):
+        indices.setdefault(rank, []).append(index)
+    return {rank: tuple(names[index] for index in found) for rank, found in indices.items()}
+
+
 def shorten(names: Sequence[str]) -> str:
     """The first few names and how many more there are.
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from paceline.torch.buffer_policy import policy_of
+from paceline.reducer.buffer_policy import policy_of
 from paceline.torch.buffers import broadcast_tensors
 from paceline.torch.parameters import ManagedTensors
 from paceline.torch.peers import Peers

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from paceline.errors import ConfigError
-from paceline.torch.buffer_policy import check_policies
-from paceline.torch.weights import Weight, as_weight
+from paceline.reducer.buffer_policy import check_policies
+from paceline.reducer.micro_batches import as_weight
+from paceline.torch.weights import Weight
 
 MIB = 1 << 20
 DEFAULT_BUCKET_CAP_MB = 25.0  # torch's defaults, so that ranks of either overlap alike

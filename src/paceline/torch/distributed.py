@@ -21,6 +21,8 @@ from torch.utils import _pytree as pytree
 
 from paceline.errors import ConfigError
 from paceline.reducer.agreement import ModelDescription, check_agreement
+from paceline.reducer.finished import take_part_until_all_finished
+from paceline.reducer.micro_batches import as_weight
 from paceline.torch.buffers import broadcast_tensors
 from paceline.torch.config import make_config
 from paceline.torch.parameters import ManagedTensors
@@ -28,8 +30,8 @@ from paceline.torch.passes import GradientPasses
 from paceline.torch.peers import find_peers
 from paceline.torch.reduction import ReductionFactory
 from paceline.torch.statistics import clip
-from paceline.torch.uneven import DDPJoinHook, Joining, take_part_until_all_finished
-from paceline.torch.weights import Weight, as_weight
+from paceline.torch.uneven import DDPJoinHook, Joining
+from paceline.torch.weights import Weight
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -1,4 +1,4 @@
-"""What a pass found out on the way: the gradient's norm and who had infinities, for clipping without a pass.
+"""What a pass found out on the way: the gradient's norm, for clipping without a pass.
 
 The one idea: the norm of the means is known when backward returns. It is that of .grad as long as nobody has
 changed .grad, which version counters tell; they are only looked at in models that clip.
@@ -12,30 +12,10 @@ import torch
 from torch import nn
 
 
-class FreshGradients:
-    """Whether .grad is what the last pass made it.
-
-    Attributes:
-        is_used: Whether anybody has asked. Until then nothing is noted, and the answer is no.
-    """
-
-    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
-        self.is_used = False
-        self._parameters = parameters
-        self._seen: list[tuple[int, int]] | None = None
-
-    def note(self) -> None:
-        """A pass has just ended."""
-        self._seen = self._fingerprint()
-
-    def are_unchanged(self) -> bool:
-        """Whether nobody has changed a gradient since note()."""
-        self.is_used = True
-        return self._seen is not None and self._seen == self._fingerprint()
-
-    def _fingerprint(self) -> list[tuple[int, int]]:
-        gradients = [p.grad for p in self._parameters]
-        return [(id(g), g._version) for g in gradients if g is not None]
+def fingerprint(parameters: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """Tells whether a gradient was changed, or replaced."""
+    gradients = [p.grad for p in parameters]
+    return [(id(g), g._version) for g in gradients if g is not None]
 
 
 def clip(

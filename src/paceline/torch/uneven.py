@@ -1,8 +1,7 @@
-"""Ranks that run out of data before the others: `ddp.finished()`, and torch's `Join`.
+"""Ranks that run out of data before the others, in torch's `Join`; see also `reducer.finished`.
 
-The one idea: such a rank takes part in the others' passes with no gradients and a weight of 0, until every
-rank has none left; each rank says so in the status that ends a pass, so nobody asks. Then it gets the model
-of the rank that went on longest.
+The one idea: such a rank takes part in the others' passes without gradients, and asks before each of them, as
+torch's `Join` does, whether there will be one.
 """
 
 from __future__ import annotations
@@ -18,17 +17,6 @@ from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
     from paceline.torch.passes import GradientPasses
-
-
-def take_part_until_all_finished(passes: GradientPasses, after_pass: Callable[[], object] | None) -> None:
-    """Shadow the others' passes, then take over the model of those who went on longest. Collective."""
-    last_active = passes.active
-    while passes.shadow(weight=0.0):
-        last_active = passes.active
-        if after_pass is not None:
-            after_pass()
-    if len(last_active) < passes.world_size:
-        passes.broadcast_model(last_active[0])
 
 
 class Joining:

@@ -1,0 +1,252 @@
+"""One backward pass after the other, for every framework: what a front end adds are its hooks and tensors.
+
+A pass begins when the front end calls `_arm`, at the first gradient of a backward, and ends in `_end`, when
+that backward is over: this rank waits for the others, judges, and brings the means home.
+
+Imports only what is in this folder and the standard library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+from paceline.reducer.fresh_gradients import FreshGradients
+from paceline.reducer.micro_batches import MicroBatchWeights
+from paceline.reducer.pass_state import PassState
+from paceline.reducer.protocol import FINISHED, Outcome, Reducer
+from paceline.reducer.report import names_by_rank
+from paceline.reducer.verdict import Judge, give_up_interrupted
+
+
+class PassOptions(Protocol):
+    """What a wrapped model was asked to do, as far as passes need it."""
+
+    @property
+    def allow_unused(self) -> bool: ...
+
+
+class BackwardPasses(ABC):
+    """Averages the gradients of one model in each backward.
+
+    Args:
+        names: Of the trainable parameters, by index in the plan.
+        world_size: Number of ranks.
+
+    Attributes:
+        state: Shared with the hooks.
+        weights: Of this rank's micro-batches.
+        gradients: Whether they are still those of the last pass.
+        active: Ranks that had data in the last pass. Others shadow it.
+        is_order_final: Whether the plan will not change any more.
+    """
+
+    weights: MicroBatchWeights
+    gradients: FreshGradients
+    is_order_final: bool
+    _config: PassOptions
+    _judge: Judge
+
+    def __init__(self, names: Sequence[str], world_size: int) -> None:
+        self.state = PassState()
+        self.state.arm = self._arm
+        self.world_size = world_size
+        self.active: Sequence[int] = range(world_size)
+        self._all_ranks = range(world_size)
+        self._names = names
+        self._begun_forwards = 0
+        self._waited_before_s = 0.0
+        self._pass_number = 1
+        self._of_first: tuple[float, list[tuple[int, int]]] | None = None
+
+    # --- what a front end adds ---
+
+    @property
+    @abstractmethod
+    def reducer(self) -> Reducer:
+        """That of the plan in use."""
+
+    @abstractmethod
+    def _is_in_backward(self) -> bool:
+        """Whether this thread runs a backward: a forward within it is a recomputation."""
+
+    @abstractmethod
+    def _call_at_end(self, end: Callable[[], None]) -> None:
+        """Call `end` when the backward that runs is over."""
+
+    @abstractmethod
+    def _has_gradient(self, index: int) -> bool:
+        """Whether the parameter has a gradient."""
+
+    @abstractmethod
+    def _hand_over(self, index: int) -> None:
+        """Give the parameter's gradient to the reducer."""
+
+    @abstractmethod
+    def _bring_home(self) -> None:
+        """Make every parameter's gradient the mean, where the reducer has not done so itself."""
+
+    @abstractmethod
+    def _clear_place(self, index: int) -> None:
+        """Fill the parameter's place in the arena with zeros."""
+
+    @abstractmethod
+    def _adopt_order(self, order: list[int]) -> None:
+        """Plan anew, in the order that rank 0 saw; once, after the first good pass. Collective."""
+
+    @abstractmethod
+    def _sync_buffers(self) -> None:
+        """Bring buffers in step after a pass. Collective."""
+
+    @abstractmethod
+    def _tell(self, activity: str) -> None:
+        """Let the errors of other ranks tell what this one was doing."""
+
+    def _prepare_end(self) -> None:  # noqa: B027  # most need nothing
+        """At the end of backward, before this rank says that it is there."""
+
+    def _forget_interrupted(self) -> None:  # noqa: B027
+        """Drop what a front end remembers of a pass that an exception broke off."""
+
+    # --- what all front ends do ---
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this rank has spent waiting for the others at the end of backward, in all passes."""
+        return self._waited_before_s + self.reducer.waited_s
+
+    def squared_norm(self) -> float:
+        """Of the last pass's mean gradient."""
+        return self.reducer.squared_norm() if self._of_first is None else self._of_first[0]
+
+    def known_norm(self) -> float | None:
+        """The 2-norm of all gradients, if it is that of the last pass's means."""
+        if not self.gradients.are_unchanged() or self.reducer.globally_unused():
+            return None
+        return math.sqrt(self.squared_norm())
+
+    def nonfinite(self) -> dict[int, tuple[str, ...]]:
+        """Names of parameters whose gradient was not finite in the last pass, by rank."""
+        pairs = self.reducer.nonfinite() if self._of_first is None else self._of_first[1]
+        return names_by_rank(pairs, self._names)
+
+    def begin_forward(self, *, is_syncing: bool, is_training: bool) -> None:
+        """Note a forward whose gradients will be needed.
+
+        Raises:
+            ForkedError: This process is a forked child of the one that wrapped the model.
+            SkippedPassError: The backward before this forward ended in an exception, on this rank.
+        """
+        state = self.state
+        state.check_process()
+        if state.is_armed and not self._is_in_backward():
+            self._give_up_interrupted()
+        if self.weights.is_used and not self._is_in_backward():
+            self.weights.give_up_interrupted()
+        self._begun_forwards += 1
+        state.is_syncing = is_syncing
+        self._say("in forward of")
+        # Forwards in eval mode often have no backward, on some ranks only; such a rank skips nothing.
+        if is_syncing and is_training:
+            state.forwards += 1
+
+    @contextlib.contextmanager
+    def local(self) -> Iterator[None]:
+        """Within it, backwards do not synchronise, whatever their forward was to do.
+
+        Nor does a later backward of a forward that ran within it.
+        """
+        before, begun_before = self.state.is_syncing, self._begun_forwards
+        self.state.is_syncing = False
+        try:
+            yield
+        finally:
+            if self._begun_forwards == begun_before:
+                self.state.is_syncing = before
+
+    def shadow(self, *, weight: float) -> bool:
+        """Take part in a pass of the others without gradients. Collective.
+
+        Every rank that shadows gets the means as its gradients as well.
+
+        Returns:
+            Whether any rank had data.
+        """
+        self.state.check_process()
+        self.reducer.set_weight(weight)
+        if not self._config.allow_unused:  # nothing is unused because this rank has no data
+            for index in range(len(self._names)):
+                self._clear_place(index)
+                self.reducer.mark_ready(index, 0)
+        self.state.forwards = FINISHED
+        self._end()
+        self.reducer.set_weight(1.0)
+        return bool(self.active)
+
+    def _arm(self) -> None:
+        self.state.check_process()
+        if self.weights.is_used:
+            self.reducer.set_weight(self.weights.begin())
+        self.state.is_armed = True  # first: gradients on another device come from another thread
+        self._call_at_end(self._end)
+        self._say("in backward of")
+
+    def _end(self) -> None:
+        """The end of this rank's backward: wait for the others, judge, and bring the means home."""
+        state = self.state
+        self._prepare_end()
+        try:
+            if len(state.handed) < len(self._names) and state.forwards != FINISHED:
+                self._hand_over_accumulated()
+            outcome = self.reducer.finish(state.forwards, self._config.allow_unused)
+            self.active = self._all_ranks
+            if outcome:
+                self._note_active(Outcome(outcome))
+                self._judge.judge(Outcome(outcome), self.reducer)
+            if self.active:
+                self._bring_home()
+            order = None if self.is_order_final else list(state.handed)
+            self._of_first = None
+        finally:
+            state.begin_next()
+            self.weights.end()
+            if self.gradients.is_used:
+                self.gradients.note()
+            self._say("after backward of")
+            self._pass_number += 1
+        if order is not None:
+            self._adopt_order(order)
+        if self.active:
+            self._sync_buffers()
+
+    def _note_active(self, outcome: Outcome) -> None:
+        if Outcome.FINISHED in outcome:
+            forwards = self.reducer.forwards_by_rank()
+            self.active = [rank for rank, count in enumerate(forwards) if count != FINISHED]
+
+    def _hand_over_accumulated(self) -> None:
+        """Hand over gradients that this backward did not touch but that count all the same.
+
+        Those of no_sync() passes; and, where unused parameters are allowed, any gradient that is left
+        from before: the others add to theirs, so it must take part in the mean.
+        """
+        state = self.state
+        for index in range(len(self._names)):
+            counts = index in state.accumulated or self._config.allow_unused
+            if index not in state.handed and counts and self._has_gradient(index):
+                self._hand_over(index)
+
+    def _say(self, doing: str) -> None:
+        self._tell(f"{doing} pass {self._pass_number}")
+
+    def _give_up_interrupted(self) -> None:
+        """End the pass that an exception broke off, so that all ranks learn of it and can go on."""
+        self._forget_interrupted()
+        error = give_up_interrupted(self.reducer, allow_unused=self._config.allow_unused)
+        self.state.begin_next()
+        self.weights.end()
+        if error is not None:
+            raise error

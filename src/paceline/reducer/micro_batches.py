@@ -1,0 +1,158 @@
+"""The weighted mean, over the micro-batches of one rank: each gradient as their running mean.
+
+The one idea: after micro-batches with weights w_1 ... w_n, the gradient is sum(w_i * g_i) / W with
+W = sum(w_i). A micro-batch of weight w keeps that true: what is there shrinks by W / (W + w) before the
+framework adds to it, and each incoming gradient by w / (W + w). The reducer then weighs the ranks by their W,
+so the mean over ranks and micro-batches is that of one process with the whole batch. A single micro-batch
+needs no scaling at all.
+
+Models that were never given a weight pay nothing: the hooks come with the first weight. Imports only the
+standard library, `errors` and `pass_state`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+
+from paceline.errors import ConfigError
+from paceline.reducer.pass_state import PassState
+
+
+class MicroBatchWeights(ABC):
+    """The weights of one rank's micro-batches, and what they do to its gradients.
+
+    Args:
+        state: Of the model's passes.
+
+    Attributes:
+        is_used: Whether any weight was ever given.
+    """
+
+    def __init__(self, state: PassState) -> None:
+        self.is_used = False
+        self._state = state
+        self._scopes: list[float] = []
+        self._once: float | None = None
+        self._of_forwards: float | None = None
+        self._is_open = False  # a backward is under way that has begun to weigh
+        self._weight = 0.0
+        self._share = 1.0
+        self._total = 0.0
+        self._count = 0
+
+    @abstractmethod
+    def _install(self) -> None:
+        """Have `_share_of_incoming` multiply each gradient before the framework accumulates it."""
+
+    @abstractmethod
+    def _shrink(self, factor: float) -> None:
+        """Multiply what has accumulated."""
+
+    @abstractmethod
+    def _call_at_end(self, end: Callable[[], None]) -> None:
+        """Call `end` when the backward that runs is over."""
+
+    def use(self) -> None:
+        """Have the hooks that weighing needs."""
+        if not self.is_used:
+            self.is_used = True
+            self._install()
+
+    def give(self, weight: float) -> contextlib.AbstractContextManager[None]:
+        """Weigh the next backward; or, if the result is entered, those within."""
+        self.use()
+        self._once = weight
+        return self._scope(weight)
+
+    def add_forward(self, weight: float) -> None:
+        """Count a forward whose weight is known; those of several forwards before a backward add up."""
+        self.use()
+        self._of_forwards = weight + (self._of_forwards or 0.0)
+
+    @contextlib.contextmanager
+    def _scope(self, weight: float) -> Iterator[None]:
+        self._once = None
+        self._scopes.append(weight)
+        try:
+            yield
+        finally:
+            self._scopes.pop()
+
+    def begin(self) -> float:
+        """A backward begins (again to say so does nothing). Returns W of this rank, this backward counted.
+
+        Raises:
+            ConfigError: Some micro-batches since the last synchronised pass have a weight and others none.
+        """
+        if self._is_open:
+            return self._total + self._weight
+        given = self._given()
+        if given is None and self._count == 0:
+            return 1.0
+        if given is None or (self._count == 0 and self._state.accumulated):
+            raise ConfigError(
+                "Some micro-batches of this step have a weight and others have none.",
+                likely="weight() was called for some backwards between two steps only",
+                hint="give every micro-batch its weight, those in no_sync() too",
+            )
+        self._is_open = True
+        self._weight = given
+        total = self._total + given
+        self._share = 1.0 if self._count == 0 else (given / total if total else 0.0)
+        if 0 < self._total < total:
+            self._shrink(self._total / total)
+        if not self._state.is_syncing:
+            self._call_at_end(self._end_local)
+        return total
+
+    def end(self) -> None:
+        """A synchronised pass is over, or given up."""
+        self._close_backward()
+        self._total, self._count = 0.0, 0
+
+    def give_up_interrupted(self) -> None:
+        """Forget a backward that ended in an exception, and with it what has accumulated."""
+        if self._is_open:
+            self.end()
+
+    def _share_of_incoming(self) -> float:
+        """What a gradient is multiplied by before it is accumulated. 0 takes it out, whatever it holds."""
+        if not self._is_open:
+            self.begin()
+        return self._share if self._is_open else 1.0
+
+    def _given(self) -> float | None:
+        if self._once is not None:
+            return self._once
+        return self._scopes[-1] if self._scopes else self._of_forwards
+
+    def _end_local(self) -> None:
+        self._total += self._weight
+        self._count += 1
+        self._close_backward()
+
+    def _close_backward(self) -> None:
+        self._is_open = False
+        self._once = self._of_forwards = None
+
+
+def as_weight(weight: object) -> float:
+    """A weight as a float.
+
+    Raises:
+        ConfigError: It is not a finite number, or is negative.
+    """
+    try:
+        value = float(weight)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError):
+        value = math.nan
+    if not (math.isfinite(value) and value >= 0):
+        raise ConfigError(
+            "The weight of a rank's gradients makes no sense.",
+            expected="a finite number, 0 or more: of samples, of tokens",
+            got=f"weight={weight!r}",
+        )
+    return value
