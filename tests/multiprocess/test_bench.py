@@ -147,3 +147,11 @@ def test_features_are_compared_with_the_default(tmp_path):
     content = bench(tmp_path, "features", "--only", "paceline,static")
     ways = [(row["model"], row["way"], row["parameters"]) for row in content["rows"]]
     assert ways == [(m, w, p) for m, p in (("many", 300), ("gpt", 72)) for w in ("paceline", "static")]
+
+
+@needs_torch
+def test_indices_are_counted(tmp_path):
+    content = bench(tmp_path, "data", "--length", "100000")
+    found = {(row["task"], row["contender"]): row["indices"] for row in content["rows"]}
+    counts = {"start": 1, "bulk": 5000, "iterate": 1000, "loader": 100}
+    assert found == {(task, way): n for task, n in counts.items() for way in ("paceline", "torch")}

@@ -6,7 +6,7 @@ import argparse
 
 import pytest
 
-from paceline.observe.bench import all_reduce, killed, memory, step
+from paceline.observe.bench import all_reduce, data, killed, memory, step
 from paceline.observe.bench.cli import register
 from paceline.observe.bench.contest import Plan
 
@@ -30,6 +30,7 @@ def test_arguments_are_read():
         (("all_reduce", "--rounds", "x"), "at least 1"),
         (("all_reduce", "--sizes", "16KB"), "'16KB' is no size"),
         (("killed", "--resident", "-1"), "at least 0"),
+        (("data", "--length", "10"), "at least 1000"),
         (("walk",), "invalid choice"),
     ],
 )
@@ -60,7 +61,7 @@ def test_a_missing_matplotlib_is_told_before_anything_starts(monkeypatch, capsys
     assert "matplotlib" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("bench", [all_reduce, step, killed, memory])
+@pytest.mark.parametrize("bench", [all_reduce, step, killed, memory, data])
 def test_contenders_have_different_names(bench):
     assert len({entry.key for entry in bench.ENTRIES}) == len(bench.ENTRIES)
     assert len({entry.label for entry in bench.ENTRIES}) == len(bench.ENTRIES)

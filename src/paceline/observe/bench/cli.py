@@ -32,9 +32,12 @@ def register(subparsers: Any) -> None:
     _add_killed(benches)
     _add_memory(benches)
     _add(benches, "features", _features, 30, "what find_unused_parameters and static_graph add to a step")
+    _add_data(benches)
 
 
-def _add(benches: Any, name: str, run: Callable[..., int], rounds: int, what: str) -> argparse.ArgumentParser:
+def _add(
+    benches: Any, name: str, run: Callable[..., int], rounds: int, what: str, has_ranks: bool = True
+) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = benches.add_parser(
         name,
         help=what,
@@ -42,7 +45,12 @@ def _add(benches: Any, name: str, run: Callable[..., int], rounds: int, what: st
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--ranks", type=_at_least(2), default=2, metavar="N", help="processes (default 2)")
+    if has_ranks:
+        parser.add_argument(
+            "--ranks", type=_at_least(2), default=2, metavar="N", help="processes (default 2)"
+        )
+    else:
+        parser.set_defaults(ranks=1)
     parser.add_argument(
         "--rounds", type=_at_least(1), default=rounds, metavar="N", help=f"samples of each (default {rounds})"
     )
@@ -89,6 +97,24 @@ def _add_memory(benches: Any) -> None:
     _add(benches, "memory", _memory, 5, "memory that gradients and their buckets take, peak over a step")
 
 
+def _add_data(benches: Any) -> None:
+    parser = _add(
+        benches,
+        "data",
+        _data,
+        5,
+        "how fast indices come, against torch's DistributedSampler",
+        has_ranks=False,
+    )
+    parser.add_argument(
+        "--length",
+        type=_at_least(1000),
+        default=10**8,
+        metavar="N",
+        help="samples of the largest data set (default 10^8, of which torch's makes 5 GB)",
+    )
+
+
 def _all_reduce(arguments: argparse.Namespace) -> int:
     from paceline.observe.bench import all_reduce, plot
 
@@ -121,6 +147,12 @@ def _features(arguments: argparse.Namespace) -> int:
     from paceline.observe.bench import features, step
 
     return _finish(features.run(_plan(arguments, features.ENTRIES, step.STEADY_MALLOC)), arguments)
+
+
+def _data(arguments: argparse.Namespace) -> int:
+    from paceline.observe.bench import data
+
+    return _finish(data.run(_plan(arguments, data.ENTRIES), arguments.length), arguments)
 
 
 Draw = Callable[["Report", Path], None]
