@@ -52,6 +52,10 @@ class CallQueue:
             return self.newest is None
 
     def submit(self, call: QueuedCall) -> None:
+        if threading.current_thread() is self._thread:
+            # A callback of a call that is over makes another one, and may wait for it right here.
+            call.run()
+            return
         with self._guard:
             if self._thread is None:
                 # A daemon, so that a rank that leaves without closing its groups can exit at all.

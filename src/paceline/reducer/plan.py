@@ -137,6 +137,11 @@ def plan_buckets(
     return Plan(specs, expected, offsets, arena_bytes, sections, tuple(buckets))
 
 
+def has_one_order(plan: Plan) -> bool:
+    """Whether any order is as good as any other: there is one bucket for each kind of parameter."""
+    return len(plan.buckets) <= len({(section.dtype, section.device) for section in plan.sections})
+
+
 def complete_order(seen: Iterable[int], count: int) -> tuple[int, ...]:
     """The order that a backward pass showed, then the parameters it did not show, in reverse registration.
 

@@ -94,6 +94,7 @@ class Arena:
             (number, section)
             for number, section in enumerate(self.plan.sections)
             if (section.dtype, section.device) == (spec.dtype, spec.device)
+            and section.begin_byte <= offset <= section.end_byte - spec.nbytes
         )
         first = (offset - section.begin_byte) // section.itemsize
         place = self.sections[number][first : first + spec.numel]

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from paceline.reducer.buffer_policy import policy_of
+from paceline.torch.buffer_hook import BufferHook
 from paceline.torch.buffers import broadcast_tensors
 from paceline.torch.parameters import ManagedTensors
 from paceline.torch.peers import Peers
@@ -23,6 +24,9 @@ class BufferSync:
         factory: Moves bytes between them.
         patterns: Policies by name pattern, as those of file names; the first match counts.
         broadcasts: Whether buffers that no pattern matches are broadcast after each pass.
+
+    Attributes:
+        hook: Does it instead, where a user has registered one.
     """
 
     def __init__(
@@ -33,6 +37,7 @@ class BufferSync:
         patterns: Mapping[str, str],
         broadcasts: bool,
     ) -> None:
+        self.hook: BufferHook | None = None
         self._tensors = tensors
         self._peers = peers
         self._factory = factory

@@ -24,6 +24,7 @@ from paceline.reducer.agreement import ModelDescription, check_agreement
 from paceline.reducer.finished import take_part_until_all_finished
 from paceline.reducer.micro_batches import as_weight
 from paceline.torch.buffers import broadcast_tensors
+from paceline.torch.comm_hooks import CommHooks
 from paceline.torch.config import make_config
 from paceline.torch.parameters import ManagedTensors
 from paceline.torch.passes import GradientPasses
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from paceline.collectives.group import Group
 
 
-class DistributedDataParallel(nn.Module):
+class DistributedDataParallel(CommHooks, nn.Module):
     """Trains one model on several processes: a drop-in for `torch.nn.parallel.DistributedDataParallel`.
 
     Every rank wraps the same model and runs forward and backward on its own share of the batch. When

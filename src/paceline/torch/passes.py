@@ -20,13 +20,16 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.reducer.backward_passes import BackwardPasses
 from paceline.reducer.fresh_gradients import FreshGradients
-from paceline.reducer.plan import Plan, complete_order, plan_buckets
+from paceline.reducer.plan import Plan, complete_order, has_one_order, plan_buckets
 from paceline.reducer.protocol import Reducer
 from paceline.reducer.verdict import Judge
+from paceline.reducer.whole_buckets import plan_whole_buckets
 from paceline.torch.buffer_sync import BufferSync
 from paceline.torch.buffers import broadcast_tensors
 from paceline.torch.config import DDPConfig
+from paceline.torch.hooked import CommHook
 from paceline.torch.hooks import copy_hook, pointer_hook, view_hook
+from paceline.torch.optimizer_in_backward import Steppers, step_in_backward, take_over_optimizers
 from paceline.torch.parameters import ManagedTensors
 from paceline.torch.peers import Peers
 from paceline.torch.reduction import Reduction, ReductionFactory
@@ -65,11 +68,11 @@ class GradientPasses(BackwardPasses):
         self._judge = Judge(
             tensors.names, peers.world_size, allow_unused=config.allow_unused, nonfinite=config.nonfinite
         )
+        self._in_backward: Steppers = []
         self._handles: list[RemovableHandle] = []
         self._plan = self._make_plan(None)
         self._reduction = factory.make(self._plan, tensors.trainable)
-        # With one bucket for each kind of parameter, any order is as good as any other.
-        self.is_order_final = len(self._plan.buckets) <= len(self._plan.sections)
+        self.is_order_final = has_one_order(self._plan)
         self._install_hooks()
 
     @property
@@ -96,8 +99,18 @@ class GradientPasses(BackwardPasses):
             handle.remove()
         self._handles.clear()
 
+    def begin_forward(self, *, is_syncing: bool, is_training: bool) -> None:
+        """Note a forward whose gradients will be needed."""
+        if not self._begun_forwards:
+            self._in_backward = take_over_optimizers(self._tensors.trainable)
+        super().begin_forward(is_syncing=is_syncing, is_training=is_training)
+        if self.buffers.hook is not None and is_syncing:
+            self.buffers.hook.before_forward(self._tensors.current_buffers())
+
     def watch(self, output: object) -> None:
         """Let the backward of these outputs begin a pass even if it reaches no parameter."""
+        if self.buffers.hook is not None and self.state.is_syncing:
+            self.buffers.hook.after_forward(self._tensors.current_buffers())
         tensors = [output] if isinstance(output, torch.Tensor) else pytree.tree_leaves(output)
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
@@ -126,7 +139,9 @@ class GradientPasses(BackwardPasses):
         self._reduction.arena.views[index].zero_()
 
     def _sync_buffers(self) -> None:
-        if self.buffers.is_needed:
+        if self.buffers.hook is not None:
+            self.buffers.hook.end_pass()
+        elif self.buffers.is_needed:
             self.buffers.sync(self.active, on_demand=False)
 
     def broadcast_model(self, root: int) -> None:
@@ -141,6 +156,10 @@ class GradientPasses(BackwardPasses):
             core.set_activity(activity)
 
     def _bring_home(self) -> None:
+        self._place_means()
+        step_in_backward(self._in_backward)
+
+    def _place_means(self) -> None:
         state, views = self.state, self._reduction.arena.views
         with torch.no_grad():
             for index in state.staged:
@@ -161,6 +180,15 @@ class GradientPasses(BackwardPasses):
         plan = self._make_plan(payload.view(torch.int32).tolist())
         if plan == self._plan:
             return
+        self._replace_reduction(plan)
+
+    def use_hook(self, hook: CommHook) -> None:
+        """Give every bucket to a hook from now on. Collective."""
+        self._factory.hook = hook
+        self._replace_reduction(self._make_plan(list(self._plan.order)))
+        self.is_order_final = self.is_order_final or has_one_order(self._plan)
+
+    def _replace_reduction(self, plan: Plan) -> None:
         before = self._reduction
         self._of_first = (before.reducer.squared_norm(), before.reducer.nonfinite())
         self._waited_before_s += before.reducer.waited_s
@@ -197,9 +225,9 @@ class GradientPasses(BackwardPasses):
         ]
 
     def _make_plan(self, order: list[int] | None) -> Plan:
+        first, others = self._config.first_bucket_bytes, self._config.bucket_cap_bytes
+        if self._factory.hook is not None:
+            return plan_whole_buckets(self._tensors.specs(), caps_bytes=[first, others], order=order)
         return plan_buckets(
-            self._tensors.specs(),
-            bucket_cap_bytes=self._config.bucket_cap_bytes,
-            first_bucket_bytes=self._config.first_bucket_bytes,
-            order=order,
+            self._tensors.specs(), bucket_cap_bytes=others, first_bucket_bytes=first, order=order
         )

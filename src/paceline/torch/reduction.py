@@ -21,6 +21,7 @@ from paceline.reducer.protocol import Reducer
 from paceline.torch.arena import Arena
 from paceline.torch.config import DDPConfig
 from paceline.torch.engine import ProcessGroupTransport
+from paceline.torch.hooked import CommHook, HookTransport
 from paceline.torch.parameters import dtype_name
 from paceline.torch.peers import Peers, ProcessGroupPeers
 
@@ -57,6 +58,7 @@ class ReductionFactory:
         self._checks_finite = config.nonfinite != "ignore"
         self._gradients_in_arena = config.gradients_in_arena
         on_host = device_kinds == {"cpu"}
+        self.hook: CommHook | None = None
         self.host_group: _core.HostGroup | None = None
         if on_host and config.reduce_through != "group":
             self.host_group = peers.share_host()
@@ -66,7 +68,7 @@ class ReductionFactory:
     @property
     def path(self) -> str:
         """ "memory" or "group"."""
-        return "group" if self.host_group is None else "memory"
+        return "group" if self.host_group is None or self.hook is not None else "memory"
 
     def broadcast(self, payload: torch.Tensor, root: int = 0) -> None:
         """Replace a flat uint8 tensor by that of the rank `root`, by the shortest way. Collective."""
@@ -95,6 +97,8 @@ class ReductionFactory:
             parameters: Those that the plan lists.
             instead_of: Another plan's reduction, which is over: its memory is given back, or used again.
         """
+        if self.hook is not None:
+            return self._make_hooked(plan, parameters, self.hook, instead_of)
         if self.host_group is not None:
             # Here, not above: a process that only reduces through the group needs no core.
             from paceline.reducer.host import make_host_reducer
@@ -107,6 +111,17 @@ class ReductionFactory:
         assert isinstance(self._peers, ProcessGroupPeers)
         arena = Arena.allocate(plan, parameters, instead_of.arena if instead_of is not None else None)
         transport = ProcessGroupTransport(arena, self._peers, checks_finite=self._checks_finite)
+        return Reduction(arena, EngineReducer(plan, transport), takes_pointers=False)
+
+    def _make_hooked(
+        self, plan: Plan, parameters: Sequence[torch.Tensor], hook: CommHook, instead_of: Reduction | None
+    ) -> Reduction:
+        """In memory of its own: a hook's arena has no gaps, and so another size than any other."""
+        assert isinstance(self._peers, ProcessGroupPeers)
+        if instead_of is not None:
+            instead_of.reducer.close()
+        arena = Arena.allocate(plan, parameters)
+        transport = HookTransport(arena, self._peers, parameters, hook, checks_finite=self._checks_finite)
         return Reduction(arena, EngineReducer(plan, transport), takes_pointers=False)
 
     def _check_group(self, on_host: bool, config: DDPConfig) -> None:

@@ -127,7 +127,11 @@ class PacelineProcessGroup(NamedProcessGroup):
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = DEFAULTS) -> Work:
         call = movements.all_gather(self._core, _only(outputs), _only(inputs), self._timeout_s)
-        return self._make(opts, call, outputs[0])
+        work = self._make(opts, call, outputs[0])
+        if isinstance(work, CallWork):
+            # As NCCL's future, one tensor of all ranks' parts: torch's quantization hooks count on it.
+            work.deliver = lambda: [torch.stack(tuple(outputs[0]))]
+        return work
 
     def allgather_coalesced(
         self, output_lists: Sequence[Tensors], inputs: Tensors, opts: Any = DEFAULTS

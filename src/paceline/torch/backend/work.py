@@ -54,6 +54,9 @@ class CallWork(Work):
     Args:
         call: Blocks until the collective is done.
         tensors: What `result()` and the future deliver; kept alive until then.
+
+    Attributes:
+        deliver: Makes what the future delivers, where that is something else than `tensors`.
     """
 
     _futures_guard = threading.Lock()
@@ -62,6 +65,7 @@ class CallWork(Work):
         super().__init__()
         self._call: Callable[[], None] | None = call
         self._tensors = tensors
+        self.deliver: Callable[[], list[Any]] | None = None
         self._error: BaseException | None = None
         self._future: torch.futures.Future[Any] | None = None
         self.is_over = False
@@ -132,7 +136,7 @@ class CallWork(Work):
     def _deliver(self, future: torch.futures.Future[Any]) -> None:
         future.set_result(None)
 
-    def _value(self, _: torch.futures.Future[Any]) -> list[torch.Tensor]:
+    def _value(self, _: torch.futures.Future[Any]) -> list[Any]:
         if self._error is not None:
             raise self._error
-        return self._tensors
+        return self._tensors if self.deliver is None else self.deliver()

@@ -1,0 +1,229 @@
+"""Buckets through a user's hook: what torch calls a communication hook, with torch's own unmodified.
+
+A hook gets a state and a `GradBucket`, and returns a future of the tensor that replaces the bucket's buffer.
+One hook at a time: the next begins when the future of the one before is done. Hooks make further calls on
+the process group when a call of theirs completes, and only so do these have one order on all ranks.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline.errors import ConfigError
+from paceline.torch.arena import Arena
+from paceline.torch.engine import ProcessGroupTransport
+from paceline.torch.peers import ProcessGroupPeers
+
+
+class GradBucket:
+    """What a hook sees of a bucket: the members of `torch.distributed.GradBucket`.
+
+    Args:
+        index: Of the bucket; the first is complete first.
+        buffer: All its elements, flat.
+        gradients: Views of the buffer, shaped like the parameters.
+        parameters: The parameters.
+        is_last: Whether it is the last bucket of the pass.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        buffer: torch.Tensor,
+        gradients: list[torch.Tensor],
+        parameters: list[torch.Tensor],
+        is_last: bool,
+    ) -> None:
+        self._index = index
+        self._buffer = buffer
+        self._gradients = gradients
+        self._places = [(view.storage_offset() - buffer.storage_offset(), view) for view in gradients]
+        self._parameters = parameters
+        self._is_last = is_last
+
+    def index(self) -> int:
+        return self._index
+
+    def buffer(self) -> torch.Tensor:
+        return self._buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        return list(self._gradients)  # of the buffer as it is now
+
+    def parameters(self) -> list[torch.Tensor]:
+        return list(self._parameters)
+
+    def is_last(self) -> bool:
+        return self._is_last
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        """Let `buffer()` return another tensor from now on."""
+        self._buffer = buffer
+        self._gradients = [
+            buffer[first : first + view.numel()].as_strided(view.shape, view.stride())
+            for first, view in self._places
+        ]
+
+
+@dataclass(frozen=True)
+class CommHook:
+    """A hook that was registered, and the state that it gets."""
+
+    state: Any
+    call: Callable[[Any, Any], Any]
+
+    @property
+    def name(self) -> str:
+        return str(getattr(self.call, "__qualname__", type(self.call).__name__))
+
+
+class HookTransport(ProcessGroupTransport):
+    """A `Transport` that gives each bucket to a hook.
+
+    Args:
+        arena: With whole parameters in its buckets.
+        peers: The process group that the hook, too, will use.
+        parameters: Those that the plan lists.
+        hook: Replaces the all_reduce. It gets gradients that are not divided by anything.
+        checks_finite: As `ProcessGroupTransport`'s.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        peers: ProcessGroupPeers,
+        parameters: Sequence[torch.Tensor],
+        hook: CommHook,
+        *,
+        checks_finite: bool,
+    ) -> None:
+        super().__init__(arena, peers, checks_finite=checks_finite)
+        self._hook = hook
+        self._parameters = list(parameters)
+        self._latest: _HookWork | None = None
+
+    def launch(self, bucket: int, scale: float) -> _HookWork:  # type: ignore[override]
+        """Give a bucket to the hook, which divides by the world size; the rest of `scale` is a weight."""
+        if self._latest is not None:
+            self._latest.wait()
+        flat = self._buckets[bucket]
+        members = self._arena.plan.buckets[bucket].parameters
+        with torch.no_grad():
+            if self._checks_finite and scale:
+                self._note_nonfinite(bucket, flat)
+            weight = scale * self.world_size
+            if weight == 0.0:
+                flat.zero_()  # 0 * NaN would be NaN
+            elif not math.isclose(weight, 1.0, rel_tol=1e-12):  # 1 / 49 * 49 is not 1
+                flat.mul_(weight)
+            shown = GradBucket(
+                bucket,
+                flat,
+                [self._arena.views[index] for index in members],
+                [self._parameters[index] for index in members],
+                bucket == len(self._buckets) - 1,
+            )
+            future = self._hook.call(self._hook.state, shown)
+        if not isinstance(future, torch._C.Future):  # the base of torch.futures.Future
+            raise _wrong_result(
+                self._hook.name, "a torch.futures.Future of a tensor", type(future).__name__, TypeHookError
+            )
+        self._latest = _HookWork(self, future, bucket)
+        return self._latest
+
+    def finish(self, future: torch._C.Future[Any], bucket: int) -> None:
+        """Wait for a hook's future, with the deadline, and put its tensor into the bucket."""
+        self._poll(_FutureWork(future), bucket)  # type: ignore[arg-type]
+        try:
+            value = future.wait()
+        except RuntimeError as error:
+            raise self._worded(error, bucket) from error
+        if isinstance(value, (list, tuple)) and len(value) == 1:
+            value = value[0]  # what the futures of torch's own collectives hold
+        flat = self._buckets[bucket]
+        if not isinstance(value, torch.Tensor):
+            raise _wrong_result(
+                self._hook.name, "a future of a tensor", f"one of {type(value).__name__}", TypeHookError
+            )
+        if value.numel() != flat.numel() or value.is_floating_point() != flat.is_floating_point():
+            raise _wrong_result(
+                self._hook.name,
+                f"a tensor like bucket.buffer(), shape {tuple(flat.shape)}, {flat.dtype}",
+                f"shape {tuple(value.shape)}, {value.dtype}",
+                ConfigError,
+            )
+        if value.data_ptr() != flat.data_ptr():
+            with torch.no_grad():
+                flat.copy_(value.reshape(flat.shape))
+
+    def take_nonfinite(self) -> list[int]:
+        self._latest = None
+        return super().take_nonfinite()
+
+
+class TypeHookError(ConfigError, TypeError):
+    """A hook returned something of the wrong type."""
+
+
+class _HookWork:
+    """A bucket in the hands of a hook."""
+
+    def __init__(self, transport: HookTransport, future: torch._C.Future[Any], bucket: int) -> None:
+        self._transport = transport
+        self._future: torch._C.Future[Any] | None = future
+        self._bucket = bucket
+
+    def wait(self) -> None:
+        future, self._future = self._future, None
+        if future is not None:
+            self._transport.finish(future, self._bucket)
+
+
+class _FutureWork:
+    """A future as `_poll` sees work."""
+
+    def __init__(self, future: torch._C.Future[Any]) -> None:
+        self.is_completed = future.done
+
+
+def check_hook(hook: Any) -> None:
+    """Refuse what cannot be a hook, with torch's exception types.
+
+    Raises:
+        TypeHookError: It is not callable.
+        ConfigError: Its annotations are those of something else.
+    """
+    if not callable(hook):
+        raise TypeHookError("register_comm_hook: Communication hook must be callable.", got=repr(hook))
+    try:
+        signature = inspect.signature(hook)
+    except ValueError:  # written in C: nothing to look at
+        return
+    bucket = signature.parameters.get("bucket")
+    buckets = (inspect.Parameter.empty, torch._C._distributed_c10d.GradBucket, GradBucket)
+    if bucket is not None and not isinstance(bucket.annotation, str) and bucket.annotation not in buckets:
+        raise ConfigError(
+            "register_comm_hook: bucket annotation should be dist.GradBucket.", got=str(bucket.annotation)
+        )
+    returned = signature.return_annotation
+    futures = (inspect.Signature.empty, torch.futures.Future, torch.futures.Future[torch.Tensor])
+    if not isinstance(returned, str) and returned not in futures:
+        raise ConfigError(
+            "register_comm_hook: return annotation should be torch.futures.Future[torch.Tensor].",
+            got=str(returned),
+        )
+
+
+def _wrong_result(name: str, expected: str, got: str, kind: type[ConfigError]) -> ConfigError:
+    return kind(
+        f"The communication hook '{name}' returned something that is no averaged bucket.",
+        expected=expected,
+        got=got,
+        hint="return work.get_future().then(lambda f: f.value()[0] / world_size)",
+    )

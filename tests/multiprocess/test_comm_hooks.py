@@ -1,0 +1,290 @@
+"""Communication hooks: torch's own, unmodified, against torch's DDP with the same hook; and wrong ones."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    debugging_hooks,
+    default_hooks,
+    post_localSGD_hook,
+    powerSGD_hook,
+    quantization_hooks,
+)
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.nn.parallel.distributed import _BufferCommHookLocation
+from torch.testing import assert_close
+
+from paceline.errors import ModelMismatchError
+from paceline.torch import DistributedDataParallel
+from tests.harness import ranks
+from tests.multiprocess.ddp_models import two_layers
+from tests.multiprocess.torch_groups import torch_group
+
+Make = Callable[[], tuple[Any, Any]]
+
+
+def power(**options: Any) -> Any:
+    return powerSGD_hook.PowerSGDState(
+        None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0.5, **options
+    )
+
+
+def local_sgd() -> Any:
+    return post_localSGD_hook.PostLocalSGDState(dist.group.WORLD, dist.new_group([dist.get_rank()]), 2)
+
+
+# Each makes the state and the hook anew, since states keep what they have seen.
+HOOKS: dict[str, Make] = {
+    "allreduce": lambda: (None, default_hooks.allreduce_hook),
+    "fp16": lambda: (None, default_hooks.fp16_compress_hook),
+    "fp16 wrapper": lambda: (None, default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
+    "noop": lambda: (None, debugging_hooks.noop_hook),
+    "PowerSGD": lambda: (power(), powerSGD_hook.powerSGD_hook),
+    "PowerSGD, fp16": lambda: (
+        power(),
+        default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook),
+    ),
+    "post-localSGD": lambda: (local_sgd(), post_localSGD_hook.post_localSGD_hook),
+}
+
+# Their arithmetic expects futures like NCCL's: over Gloo they fail, in torch's DDP as well.
+QUANTIZED: dict[str, Make] = {
+    "quantized": lambda: (None, quantization_hooks.quantization_pertensor_hook),
+    "quantized by channel": lambda: (None, quantization_hooks.quantization_perchannel_hook),
+}
+
+
+def model() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Linear(24, 16, bias=False)  # one parameter: its place in a bucket is the same for both
+
+
+def gradients_of(ddp: Any, make: Make, rank: int) -> list[torch.Tensor]:
+    """Of four steps, without changing the weights."""
+    ddp.register_comm_hook(*make())
+    found = []
+    for step in range(4):
+        x = torch.randn(5, 24, generator=torch.Generator().manual_seed(10 * step + rank))
+        ddp.zero_grad()
+        ddp(x).pow(2).mean().backward()
+        found.append(ddp.module.weight.grad.clone())
+    return found
+
+
+# Torch's own DDP makes torch import its compiler, which a loaded machine does in a minute.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+@ranks(2, group="gloo", deadline_s=240)
+def test_torchs_hooks_give_what_they_give_in_torch(rank: int) -> None:
+    for name, make in HOOKS.items():
+        for view in (False, True):
+            ours = gradients_of(DistributedDataParallel(model(), gradient_as_bucket_view=view), make, rank)
+            theirs = gradients_of(TorchDDP(model()), make, rank)
+            for mine, other in zip(ours, theirs, strict=True):
+                assert_close(mine, other, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+@ranks(2, group=None)
+def test_torchs_hooks_over_our_backend(rank: int) -> None:
+    with torch_group(rank):
+        x = torch.full((2, 24), 1.0 + rank)
+        plain = gradients_of(DistributedDataParallel(model()), HOOKS["allreduce"], rank)
+        for name, make in {**HOOKS, **QUANTIZED}.items():
+            if name in ("noop", "post-localSGD"):
+                continue  # these leave each rank its own
+            ddp = DistributedDataParallel(model())
+            found = gradients_of(ddp, make, rank)
+            if name in QUANTIZED:
+                assert_close(found, plain, rtol=0, atol=0.02)
+            both = [torch.empty_like(ddp.module.weight) for _ in range(2)]
+            dist.all_gather(both, ddp.module.weight.grad)
+            assert torch.equal(*both), name
+        ddp = DistributedDataParallel(model())
+        ddp.register_comm_hook(None, default_hooks.bf16_compress_hook)  # torch refuses it on the CPU
+        ddp(x).sum().backward()
+        assert_close(ddp.module.weight.grad, torch.full((16, 24), 3.0))
+
+
+@ranks(2, group="gloo")
+def test_buckets_hold_whole_parameters_and_exactly_them(rank: int) -> None:
+    seen: list[list[Any]] = []
+
+    def hook(state: str, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        assert state == "state" and bucket.buffer().numel() == sum(p.numel() for p in bucket.parameters())
+        for view, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
+            assert view.shape == parameter.shape
+            assert view.untyped_storage().data_ptr() == bucket.buffer().untyped_storage().data_ptr()
+        seen[-1].append((bucket.index(), bucket.is_last(), len(bucket.parameters())))
+        return default_hooks.allreduce_hook(None, bucket)
+
+    net = two_layers()
+    ddp = DistributedDataParallel(net, bucket_cap_mb=0.00001)
+    ddp.register_comm_hook("state", hook)
+    for step in range(3):
+        seen.append([])
+        ddp.zero_grad()
+        with ddp.no_sync():
+            ddp(torch.ones(1, 4) * rank).sum().backward()
+        ddp(torch.ones(1, 4) * rank).sum().backward()
+        assert_close(net[2].bias.grad, torch.full((2,), 2.0)), step
+    assert seen[0] == seen[2]
+    assert [index for index, _, _ in seen[0]] == list(range(len(seen[0])))
+    assert [last for _, last, _ in seen[0]] == [False] * (len(seen[0]) - 1) + [True]
+    assert sum(count for _, _, count in seen[0]) == 4
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@ranks(2, group="gloo")
+def test_builtin_hooks_and_the_fused_optimizer(rank: int) -> None:
+    ddp = DistributedDataParallel(model())
+    ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    ddp(torch.full((1, 24), 1.0 + 2 * rank)).sum().backward()
+    assert_close(ddp.module.weight.grad, torch.full((16, 24), 2.0))
+
+    ddp = DistributedDataParallel(model())
+    before = ddp.module.weight.detach().clone()
+    ddp._register_fused_optim(torch.optim.SGD, 0.5)
+    for _ in range(2):
+        ddp.zero_grad()
+        ddp(torch.full((1, 24), 1.0 + 2 * rank)).sum().backward()
+    assert_close(ddp.module.weight.detach(), before - 2 * 0.5 * 2.0)
+
+
+@pytest.mark.parametrize("view", [False, True])
+@ranks(2, group="gloo")
+def test_a_hook_may_lengthen_its_buffer_for_a_while(rank: int, view: bool) -> None:
+    """As batched PowerSGD does, which torch 2.13 then ends itself: its _orthogonalize refuses the shape."""
+
+    def hook(state: Any, bucket: Any) -> Any:
+        flat, count = bucket.buffer(), bucket.buffer().numel()
+        flat.resize_(count + 1000)[count:] = 7
+        flat.resize_(count)
+        return default_hooks.allreduce_hook(None, bucket)
+
+    net = two_layers()
+    ddp = DistributedDataParallel(net, bucket_cap_mb=0.00001, gradient_as_bucket_view=view)
+    ddp.register_comm_hook(None, hook)
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(torch.ones(1, 4)).sum().backward()
+        expected = torch.autograd.grad(net(torch.ones(1, 4)).sum(), list(net.parameters()))
+        assert_close([p.grad for p in net.parameters()], list(expected))
+
+
+@ranks(2, group="gloo")
+def test_a_weighted_mean_through_a_hook(rank: int) -> None:
+    ddp = DistributedDataParallel(model())
+    ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    with ddp.weight(3 - 2 * rank):
+        ddp(torch.full((1, 24), 1.0 + 4 * rank)).sum().backward()
+    assert_close(ddp.module.weight.grad, torch.full((16, 24), 2.0))
+
+
+def returning(value: Any) -> Any:
+    def hook(state: Any, bucket: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            future.set_result(value)
+            return future
+        return value
+
+    return hook
+
+
+@ranks(2, group="gloo")
+def test_wrong_hooks_are_refused(rank: int) -> None:
+    wrong = [
+        (returning(None), TypeError, r"torch.futures.Future of a tensor"),
+        (returning(torch.zeros(3)), ValueError, r"shape \(3,\)"),
+        (returning(torch.zeros(24 * 16, dtype=torch.int64)), ValueError, r"torch.int64"),
+    ]
+    for hook, error, text in wrong:
+        ddp = DistributedDataParallel(model())
+        ddp.register_comm_hook(None, hook)
+        with pytest.raises(error, match=text):
+            ddp(torch.ones(1, 24)).sum().backward()
+    ddp = DistributedDataParallel(model())
+    with pytest.raises(TypeError, match="must be callable"):
+        ddp.register_comm_hook(None, 3)
+    annotated = returning(None)
+    annotated.__annotations__ = {"bucket": int}
+    with pytest.raises(ValueError, match="bucket annotation should be"):
+        ddp.register_comm_hook(None, annotated)
+    ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    with pytest.raises(RuntimeError, match="can only be called once"):
+        ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    other = [default_hooks.allreduce_hook, default_hooks.fp16_compress_hook][rank]
+    with pytest.raises(ModelMismatchError, match="communication hook differs"):
+        DistributedDataParallel(model()).register_comm_hook(None, other)
+
+
+@ranks(2)
+def test_a_group_of_ours_has_no_hooks(group: Any) -> None:
+    with pytest.raises(ValueError, match="needs a process group of torch"):
+        DistributedDataParallel(model(), process_group=group).register_comm_hook(None, returning(None))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::FutureWarning")
+@ranks(2, group=None)
+def test_optimizers_within_backward_step_with_the_mean(rank: int) -> None:
+    """torch's ZeRO hook, which torch refuses over Gloo, and its optimizers in backward."""
+    from torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step
+    from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in_backward
+
+    def zero(ddp: Any) -> int:
+        sharded = ZeroRedundancyOptimizer(
+            ddp.module.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1
+        )
+        ddp.register_comm_hook(None, hook_with_zero_step(default_hooks.allreduce_hook, ddp, sharded))
+        return 2  # passes in which it only learns the buckets
+
+    def in_backward(ddp: Any) -> int:
+        _apply_optimizer_in_backward(torch.optim.SGD, ddp.module.parameters(), {"lr": 0.1})
+        return 0
+
+    with torch_group(rank):
+        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(3))
+        for install, view in ((zero, False), (in_backward, False), (in_backward, True)):
+            net = two_layers()
+            alone = copy.deepcopy(net)
+            ddp = DistributedDataParallel(net, bucket_cap_mb=0.00001, gradient_as_bucket_view=view)
+            idle = install(ddp)
+            optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+            for step in range(5):
+                alone.zero_grad()
+                alone(x).mean().backward()
+                if step >= idle:
+                    optimizer.step()
+                ddp.zero_grad()
+                ddp(x[rank : rank + 1]).mean().backward()
+                assert install is zero or all(p.grad is None for p in net.parameters())
+            assert_close(list(net.parameters()), list(alone.parameters()))
+
+
+@ranks(2, group="gloo")
+def test_a_hook_keeps_buffers_in_step(rank: int) -> None:
+    def add(state: str, buffers: dict[str, torch.Tensor]) -> Any:
+        assert state == "state"
+        called.append(set(buffers))
+        return [dist.all_reduce(buffers["running_mean"], async_op=True).get_future()]
+
+    for location in (None, _BufferCommHookLocation.PRE_FORWARD):
+        called: list[set[str]] = []
+        ddp = DistributedDataParallel(nn.BatchNorm1d(2, momentum=1.0))
+        ddp._register_buffer_comm_hook("state", add, *([] if location is None else [location]))
+        x = torch.tensor([[1.0, 2.0], [3.0, 4.0]]) + rank
+        ddp(x).sum().backward()
+        mean = [5.0, 7.0] if location is None else [2.0 + rank, 3.0 + rank]
+        assert_close(ddp.module.running_mean, torch.tensor(mean))
+        with ddp.no_sync():
+            ddp(x).sum().backward()
+        assert called == [{"running_mean", "running_var", "num_batches_tracked"}]
+    with pytest.raises(TypeError, match="must be callable"):
+        ddp._register_buffer_comm_hook(None, 3)
