@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sized
 
+from paceline.data.arguments import length_of, whole_number
 from paceline.data.deal import BatchDeal, Deal, Share
 from paceline.data.epochs import EpochSampler
 from paceline.data.order import InOrder, Order, Shuffled, derive_key
@@ -69,10 +70,12 @@ class DistributedBatchSampler(EpochSampler[list[int]]):
         self._ending = choose_ending(self.name, drop_last, pad)
         self.dataset = dataset
         self.shuffle = shuffle
-        self.seed = seed
+        self.seed = whole_number(self.name, "seed", seed)
         self.drop_last = drop_last
-        identity = {"dataset": dataset_id or identify(dataset), "seed": seed, "shuffle": shuffle}
-        super().__init__(len(dataset), num_replicas, rank, reshuffle=reshuffle, identity=identity)
+        identity = {"dataset": dataset_id or identify(dataset), "seed": self.seed, "shuffle": shuffle}
+        super().__init__(
+            length_of(self.name, dataset), num_replicas, rank, reshuffle=reshuffle, identity=identity
+        )
 
     def commit(self, count: int = 1) -> None:
         """Say that an optimizer step has used `count` more of this rank's batches. See DistributedSampler."""
@@ -94,7 +97,7 @@ def choose_global_batch(
     """Samples of one step on all ranks together, from whichever of two arguments was given.
 
     Raises:
-        ConfigError: Both or none were given, or there are fewer than one sample for each rank.
+        ConfigError: Both or none were given, it is no integer, or it gives less than one sample to each rank.
     """
     if (batch_size is None) == (global_batch_size is None):
         raise ConfigError(
@@ -102,8 +105,10 @@ def choose_global_batch(
             got=f"batch_size={batch_size}, global_batch_size={global_batch_size}",
             hint="batch_size counts the samples of one rank, global_batch_size those of all ranks",
         )
-    total = global_batch_size if batch_size is None else batch_size * num_replicas
-    assert total is not None
+    if batch_size is not None:
+        total = whole_number(name, "batch_size", batch_size) * num_replicas
+    elif global_batch_size is not None:
+        total = whole_number(name, "global_batch_size", global_batch_size)
     if total < num_replicas:
         raise ConfigError(
             f"{name}: a step must have at least one sample for each rank.",

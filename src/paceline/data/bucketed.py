@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from paceline.data.arguments import whole_number
 from paceline.data.batch_sampler import choose_global_batch
 from paceline.data.deal import Deal, Ending, Share
 from paceline.data.epochs import EpochSampler
@@ -70,23 +71,22 @@ class BucketedSampler(EpochSampler[list[int]]):
         reshuffle: bool = True,
     ) -> None:
         num_replicas, rank = find_place(self.name, num_replicas, rank)
-        choose_global_batch(self.name, None, global_batch_size, num_replicas)
+        self.global_batch_size = choose_global_batch(self.name, None, global_batch_size, num_replicas)
+        self._pool_batches = whole_number(self.name, "pool_batches", pool_batches)
         if pool_batches < 1:
             raise ConfigError(
                 f"{self.name}: a pool holds at least one batch.", got=f"pool_batches={pool_batches}"
             )
-        self.global_batch_size = global_batch_size
         self._ending = choose_ending(self.name, drop_last, pad)
         self._lengths = checked_indices(self.name, lengths, "lengths")
-        self._pool_batches = pool_batches
         self.shuffle = shuffle
-        self.seed = seed
+        self.seed = whole_number(self.name, "seed", seed)
         identity = {
             "dataset": hashlib.blake2b(self._lengths.tobytes(), digest_size=8).hexdigest(),
-            "seed": seed,
+            "seed": self.seed,
             "shuffle": shuffle,
-            "global_batch_size": global_batch_size,
-            "pool_batches": pool_batches,
+            "global_batch_size": self.global_batch_size,
+            "pool_batches": self._pool_batches,
         }
         super().__init__(len(self._lengths), num_replicas, rank, reshuffle=reshuffle, identity=identity)
 

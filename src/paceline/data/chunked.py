@@ -10,6 +10,7 @@ from collections.abc import Sized
 
 import numpy as np
 
+from paceline.data.arguments import whole_number
 from paceline.data.order import Indices, Order, Shuffled, derive_key, places_from
 from paceline.data.sampler import DistributedSampler
 from paceline.errors import ConfigError
@@ -58,6 +59,8 @@ class ChunkedShuffle(DistributedSampler):
         reshuffle: bool = True,
         dataset_id: str | None = None,
     ) -> None:
+        self.block_size = whole_number(self.name, "block_size", block_size)
+        self.window_blocks = whole_number(self.name, "window_blocks", window_blocks)
         if block_size < 1 or window_blocks < 1:
             raise ConfigError(
                 f"{self.name}: a block and a window hold at least one.",
@@ -75,9 +78,7 @@ class ChunkedShuffle(DistributedSampler):
             reshuffle=reshuffle,
             dataset_id=dataset_id,
         )
-        self.block_size = block_size
-        self.window_blocks = window_blocks
-        self._identity |= {"block_size": block_size, "window_blocks": window_blocks}
+        self._identity |= {"block_size": self.block_size, "window_blocks": self.window_blocks}
 
     @property
     def window_samples(self) -> int:

@@ -11,6 +11,7 @@ from itertools import chain
 from operator import length_hint
 from typing import Any, Generic, TypeVar, cast
 
+from paceline.data.arguments import whole_number
 from paceline.data.deal import Deal
 from paceline.data.order import Order
 from paceline.data.state import check_state
@@ -128,6 +129,7 @@ class EpochSampler(Generic[Item]):
         Raises:
             ConfigError: The epoch is negative.
         """
+        epoch = whole_number(self.name, "epoch", epoch)
         if epoch < 0:
             raise ConfigError(
                 f"{self.name}: an epoch can't be negative.", expected="0, 1, ...", got=str(epoch)

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from paceline.data.arguments import length_of
 from paceline.data.place import find_place
 from paceline.errors import ConfigError, MismatchError, format_ranks
 
@@ -48,7 +49,7 @@ class EvaluationSampler:
 
     def __init__(self, dataset: Sized, num_replicas: int | None = None, rank: int | None = None) -> None:
         self.num_replicas, self.rank = find_place(type(self).__name__, num_replicas, rank)
-        self._length = len(dataset)
+        self._length = length_of(type(self).__name__, dataset)
 
     def part(self, rank: int) -> range:
         """The indices of any rank."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from paceline.data.arguments import whole_number
 from paceline.env import read_rank_environment
 from paceline.errors import ConfigError
 
@@ -27,6 +28,9 @@ def find_place(name: str, num_replicas: int | None, rank: int | None) -> tuple[i
         elif (num_replicas is None or num_replicas >= 1) and (rank is None or rank >= 0):
             place = read_rank_environment(rank=rank, world_size=num_replicas, needs_address=False)
             num_replicas, rank = place.world_size, place.rank
+    if num_replicas is not None and rank is not None:
+        num_replicas = whole_number(name, "num_replicas", num_replicas)
+        rank = whole_number(name, "rank", rank)
     if num_replicas is None or rank is None or num_replicas < 1 or not 0 <= rank < num_replicas:
         raise ConfigError(
             f"{name}: the rank is out of range.",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sized
 
+from paceline.data.arguments import length_of, whole_number
 from paceline.data.deal import Deal, Ending, SampleDeal, Share
 from paceline.data.epochs import EpochSampler
 from paceline.data.order import InOrder, Order, Shuffled, derive_key
@@ -65,10 +66,12 @@ class DistributedSampler(EpochSampler[int]):
         self._ending = choose_ending(self.name, drop_last, pad)
         self.dataset = dataset
         self.shuffle = shuffle
-        self.seed = seed
+        self.seed = whole_number(self.name, "seed", seed)
         self.drop_last = drop_last
-        identity = {"dataset": dataset_id or identify(dataset), "seed": seed, "shuffle": shuffle}
-        super().__init__(len(dataset), num_replicas, rank, reshuffle=reshuffle, identity=identity)
+        identity = {"dataset": dataset_id or identify(dataset), "seed": self.seed, "shuffle": shuffle}
+        super().__init__(
+            length_of(self.name, dataset), num_replicas, rank, reshuffle=reshuffle, identity=identity
+        )
 
     def _deal(self, start: int) -> Deal[int]:
         return SampleDeal(Share(self._length, start, self.num_replicas, self.rank, self._ending))

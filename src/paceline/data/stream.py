@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
+from paceline.data.arguments import whole_number
 from paceline.data.order import Shuffled, derive_key
 from paceline.data.place import find_place, loader_worker
 from paceline.errors import ConfigError
@@ -58,7 +59,7 @@ class DistributedStream(Generic[Shard, Sample]):
         self.shards = shards
         self.read = read
         self.shuffle = shuffle
-        self.seed = seed
+        self.seed = whole_number(type(self).__name__, "seed", seed)
         self.epoch = 0
         _pass_for_iterable(type(self))
 
@@ -71,6 +72,7 @@ class DistributedStream(Generic[Shard, Sample]):
         Raises:
             ConfigError: The epoch is negative.
         """
+        epoch = whole_number(type(self).__name__, "epoch", epoch)
         if epoch < 0:
             raise ConfigError(
                 f"{type(self).__name__}: an epoch can't be negative.", expected="0, 1, ...", got=str(epoch)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from paceline.data.arguments import whole_number
 from paceline.data.order import Indices, Order, derive_key, places_from
 from paceline.data.sampler import DistributedSampler
 from paceline.errors import ConfigError
@@ -66,7 +67,9 @@ class WeightedDistributedSampler(DistributedSampler):
     ) -> None:
         self._weights = checked_weights(self.name, weights)
         self.replacement = replacement
-        draws = len(self._weights) if num_samples is None else num_samples
+        draws = len(self._weights)
+        if num_samples is not None:
+            draws = whole_number(self.name, "num_samples", num_samples)
         positive = int((self._weights > 0).sum())
         most = draws if replacement and positive else positive
         if draws < 0 or draws > most:
