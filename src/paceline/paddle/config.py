@@ -5,13 +5,15 @@ The one idea: an argument is honoured, or refused with a sentence; none is silen
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import paddle
 
 from paceline.errors import ConfigError
+from paceline.reducer.buffer_policy import check_policies
+from paceline.reducer.micro_batches import as_weight
 
 MIB = 1 << 20
 NONFINITE_POLICIES = ("warn", "raise", "ignore")
@@ -41,8 +43,10 @@ class DataParallelConfig:
         init_sync: Broadcast rank 0's parameters (and buffers) when wrapping.
         init_sync_buffers: Buffers and running statistics too.
         broadcast_buffers: Give every rank rank 0's buffers after each synchronised backward.
+        buffers: What is done with buffers whose name matches a pattern.
         gradients_in_arena: Gradients live in the memory where they are averaged.
         allow_unused: A parameter without a gradient contributes 0.
+        weight: Of this rank's gradients; a function computes it from forward's arguments.
         nonfinite: What to do about infinities and NaNs: "warn" once, "raise", or "ignore".
         timeout_s: Seconds to wait for the slowest rank; None: the group's own time-out.
     """
@@ -52,8 +56,10 @@ class DataParallelConfig:
     init_sync: bool
     init_sync_buffers: bool
     broadcast_buffers: bool
+    buffers: Mapping[str, str]
     gradients_in_arena: bool
     allow_unused: bool
+    weight: float | Callable[..., Any] | None
     nonfinite: str
     timeout_s: float | None
 
@@ -64,6 +70,7 @@ class DataParallelConfig:
             "last_comm_buffer_size": str(self.first_bucket_bytes / MIB),
             "init_sync": str(self.init_sync),
             "broadcast_buffers": f"{self.broadcast_buffers}, {self.init_sync_buffers} at wrap",
+            "buffers": str(dict(self.buffers)),
             "gradient_as_bucket_view": str(self.gradients_in_arena),
             "find_unused_parameters or static_graph": str(self.allow_unused),
             "nonfinite": self.nonfinite,
@@ -83,6 +90,8 @@ def make_config(
     find_unused_parameters: bool,
     gradient_as_bucket_view: bool,
     static_graph: bool,
+    buffers: Mapping[str, str] | None,
+    weight: Any,
     nonfinite: str,
     timeout_s: float | None,
     **harmless: Any,
@@ -124,9 +133,11 @@ def make_config(
         init_sync=bool(init_sync),
         init_sync_buffers=broadcast_buffers is not False,
         broadcast_buffers=broadcast_buffers is not False and forward_sync_buffers is not False,
+        buffers=check_policies(buffers),
         gradients_in_arena=bool(gradient_as_bucket_view),
         # A static graph promises that the same parameters are unused in every pass; allowing it is enough.
         allow_unused=bool(find_unused_parameters) or bool(static_graph),
+        weight=weight if weight is None or callable(weight) else as_weight(weight),
         nonfinite=nonfinite,
         timeout_s=timeout_s,
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import paddle
@@ -20,9 +20,12 @@ from paceline.paddle import backward_calls
 from paceline.paddle.config import make_config
 from paceline.paddle.passes import GradientPasses
 from paceline.paddle.peers import Peers, find_peers
+from paceline.paddle.statistics import clip
 from paceline.paddle.tensors import ManagedTensors
 from paceline.paddle.values import broadcast_values
 from paceline.reducer.agreement import ModelDescription, check_agreement
+from paceline.reducer.finished import take_part_until_all_finished
+from paceline.reducer.micro_batches import as_weight
 
 _NOT_OPTIONS = ("self", "layers", "group", "process_group", "strategy", "__class__")
 
@@ -60,6 +63,11 @@ class DataParallel(nn.Layer):
         gradient_as_bucket_view: Keep gradients in the memory where they are averaged: they are held once.
         static_graph: A promise that lets parameters be unused, like find_unused_parameters.
         check_reduction: Accepted: what it once checked is always checked.
+        buffers: What is done with buffers and running statistics after each synchronised backward, by name
+            pattern ("*._mean"): "average" them, "broadcast" those of rank 0, or leave them "local". The first
+            match counts; without one, broadcast_buffers says. Integers are broadcast, not averaged.
+        weight: Of this rank's gradients in the mean: a number, or a function that gets forward's arguments
+            and returns it (of tokens, say). None: 1, or what weight() says.
         nonfinite: What to do when a gradient holds an infinity or a NaN: "warn" (once), "raise" (on every
             rank) or "ignore".
         timeout_s: Seconds to wait for the slowest rank, where the group does not say.
@@ -104,6 +112,8 @@ class DataParallel(nn.Layer):
         bucket_cap_mb_list: Any = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        buffers: Mapping[str, str] | None = None,
+        weight: float | Callable[..., Any] | None = None,
         nonfinite: str = "warn",
         timeout_s: float | None = None,
     ) -> None:
@@ -116,9 +126,9 @@ class DataParallel(nn.Layer):
         self._tensors = ManagedTensors(layers)
         self._tensors.check_trainable()
         peers = find_peers(process_group if group is None else group, timeout_s)
-        if peers is None and nonfinite == "raise":  # that is for one rank, too
-            alone = init(rank=0, world_size=1, name="paceline.paddle")
-            peers = find_peers(alone, timeout_s)
+        # Alone, there is nothing to average, and nothing may cost; but these are also for one rank.
+        if peers is None and (nonfinite == "raise" or weight is not None):
+            peers = _alone()
         self._passes = None if peers is None else self._begin_passes(peers)
 
     def _begin_passes(self, peers: Peers) -> GradientPasses:
@@ -140,16 +150,22 @@ class DataParallel(nn.Layer):
         self._tensors.check_unchanged()
         is_syncing = self.grad_need_sync
         self._passes.begin_forward(is_syncing=is_syncing, is_training=self._layers.training)
+        if self._config.weight is not None:
+            weight = self._config.weight
+            self._passes.weights.add_forward(
+                as_weight(weight(*inputs, **kwargs) if callable(weight) else weight)
+            )
         output = self._layers(*inputs, **kwargs)
-        if is_syncing:
+        if is_syncing or self._passes.weights.is_used:
             self._passes.watch(output)
         return output
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it, forward and backward accumulate gradients on this rank only.
+        """Within it, backwards accumulate gradients on this rank only, as do those of forwards within it.
 
-        The first synchronised backward afterwards averages all that has accumulated.
+        The first synchronised backward afterwards averages all that has accumulated. It is enough to put
+        the backward inside.
 
         Example:
             >>> with model.no_sync():
@@ -159,9 +175,61 @@ class DataParallel(nn.Layer):
         before = self.grad_need_sync
         self.grad_need_sync = False
         try:
-            yield
+            with contextlib.nullcontext() if self._passes is None else self._passes.local():
+                yield
         finally:
             self.grad_need_sync = before
+
+    def weight(self, weight: Any) -> contextlib.AbstractContextManager[None]:
+        """Weigh this rank's gradients: in the backwards within `with`, or, called plainly, in the next one.
+
+        The gradient becomes sum(w * g) / sum(w) over all ranks, and over all micro-batches of no_sync(): if
+        each loss is the mean over its own tokens and w their number, that is the gradient of the mean over
+        all tokens of the step. So don't divide the loss by the number of micro-batches, and clear gradients
+        before the first one: what is there counts as part of it. A rank with weight 0 takes part with
+        whatever gradients it has, NaNs included, and adds nothing.
+
+        In one step every micro-batch of a rank has a weight or none has. A rank without one weighs 1.
+
+        Args:
+            weight: 0 or more; of any size, only the ratios count.
+
+        Raises:
+            ConfigError: It is negative, infinite, NaN, or no number.
+
+        Example:
+            Rank 0 has 3 tokens and a gradient of 1, rank 1 has 1 token and a gradient of 5:
+
+            >>> with model.weight(num_tokens):
+            ...     loss.backward()             # the gradient is (3 * 1 + 1 * 5) / 4 = 2 on both
+        """
+        value = as_weight(weight)
+        if self._passes is None:  # alone, there still are micro-batches
+            self._passes = self._begin_passes(_alone())
+            self._passes.state.is_syncing = self.grad_need_sync
+        return self._passes.weights.give(value)
+
+    def finished(self, after_pass: Callable[[], object] | None = None) -> None:
+        """Say that this rank has no more data, and take part without any until all ranks have said so.
+
+        Call it once on every rank, after its loop over the data. Ranks may make different numbers of steps:
+        in each pass the mean is over those that have data. Blocks until the last rank is there, which may
+        take up to the time-out for each of its steps; then all ranks get its parameters and buffers.
+        Gradients that no_sync() has accumulated are dropped. Training may go on afterwards.
+
+        Args:
+            after_pass: Called after each pass of the others, with the means as gradients: an optimizer's
+                `step` keeps its state the same on all ranks.
+
+        Example:
+            Rank 0 has 3 batches and rank 1 has 5; in the last two steps the gradient is rank 1's alone:
+
+            >>> for batch in batches:
+            ...     train_step(batch)
+            >>> model.finished(optimizer.step)
+        """
+        if self._passes is not None:
+            take_part_until_all_finished(self._passes, after_pass)
 
     def grad_norm(self) -> float:
         """The 2-norm of the last backward's mean gradient, over all dense parameters; the same on every rank.
@@ -169,9 +237,49 @@ class DataParallel(nn.Layer):
         Costs nothing: it is found while the gradients are averaged. Call it before changing them.
         """
         if self._passes is not None:
-            return math.sqrt(self._passes.reducer.squared_norm())
+            return math.sqrt(self._passes.squared_norm())
         gradients = [p.grad.astype("float64") for p in self._tensors.trainable if p.grad is not None]
         return math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients))
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> paddle.Tensor:
+        """Scale all dense gradients so that their norm is at most `max_norm`; returns the norm they had.
+
+        As paddle.nn.utils.clip_grad_norm_, but for gradients that are as backward left them the norm is
+        known already. After the first call; that one computes it.
+
+        Args:
+            max_norm: The largest norm allowed.
+            norm_type: Of the p-norm; others than 2 are computed.
+
+        Example:
+            Rank 0's gradient is 6 and rank 1's 10: the norm is 8, and after clip_grad_norm_(2) both hold 2.
+        """
+        is_known = self._passes is not None and norm_type == 2.0
+        known = self._passes.known_norm() if is_known and self._passes is not None else None
+        return clip(self._tensors.trainable, max_norm, known, norm_type)
+
+    def nonfinite(self) -> dict[int, tuple[str, ...]]:
+        """Whose gradients held an infinity or a NaN in the last pass: {rank: (parameter names)}.
+
+        The same on every rank, and found without looking at gradients again. Empty: all were finite.
+
+        Example:
+            After a NaN in the batch of rank 1: {1: ("head.weight", "head.bias")}.
+        """
+        if self._passes is not None:
+            return self._passes.nonfinite()
+        parameters = zip(self._tensors.names, self._tensors.trainable)
+        names = [n for n, p in parameters if p.grad is not None and not bool(p.grad.isfinite().all())]
+        return {0: tuple(names)} if names else {}
+
+    def sync_buffers(self) -> None:
+        """Bring buffers and running statistics in step now, as `buffers` and rank 0 say. Collective.
+
+        Also those that broadcast_buffers=False leaves alone after each backward, but not those that
+        `buffers` calls "local". For an evaluation on all ranks; one on rank 0 alone needs no call.
+        """
+        if self._passes is not None:
+            self._passes.buffers.sync(range(self._passes.world_size), on_demand=True)
 
     @property
     def waited_s(self) -> float:
@@ -240,6 +348,12 @@ class DataParallel(nn.Layer):
     def apply_collective_grads(self) -> None:
         """Do nothing: deprecated and without effect, as in Paddle."""
         _warn_of_deprecated("apply_collective_grads")
+
+
+def _alone() -> Peers:
+    peers = find_peers(init(rank=0, world_size=1, name="paceline.paddle"), None)
+    assert peers is not None
+    return peers
 
 
 def _warn_of_deprecated(name: str) -> None:

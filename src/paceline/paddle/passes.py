@@ -1,7 +1,7 @@
-"""One backward pass after the other, from the first gradient to the last mean.
+"""The backward passes of a Paddle layer: its hooks and its tensors.
 
 A pass begins at the first gradient, or at that of an output of forward, so that a rank on which no parameter
-gets a gradient ends its pass too. It ends when backward() is over: this rank waits for the others and judges.
+gets a gradient ends its pass too. It ends when backward() is over.
 
 In the first pass, gradients are handed over at its end. What fires more than once in it, or inside an inner
 backward (reentrant recompute), is handed over at the end of all further passes, when it is complete.
@@ -9,53 +9,64 @@ backward (reentrant recompute), is handed over at the end of all further passes,
 
 from __future__ import annotations
 
+import functools
 import weakref
 from array import array
 from collections.abc import Callable
 
 import paddle
 
+from paceline import _core
 from paceline.errors import ConfigError
 from paceline.paddle import backward_calls, internals
 from paceline.paddle.arena import dtype_name, places
 from paceline.paddle.config import DataParallelConfig
 from paceline.paddle.peers import Peers
 from paceline.paddle.sparse import average_rows
+from paceline.paddle.statistics import fingerprint
 from paceline.paddle.tensors import ManagedTensors
-from paceline.paddle.values import broadcast_values
+from paceline.paddle.values import BufferSync, broadcast_values
+from paceline.paddle.weights import PaddleWeights
+from paceline.reducer.backward_passes import BackwardPasses
+from paceline.reducer.fresh_gradients import FreshGradients
 from paceline.reducer.host import make_host_reducer
-from paceline.reducer.pass_state import PassState
 from paceline.reducer.plan import Plan, complete_order, plan_buckets
-from paceline.reducer.protocol import Outcome
-from paceline.reducer.verdict import Judge, give_up_interrupted
+from paceline.reducer.verdict import Judge
 
 
-class GradientPasses:
+class GradientPasses(BackwardPasses):
     """Averages the gradients of one model in each backward.
 
     Args:
         tensors: The model's.
         peers: The ranks that train it.
         config: Of the wrapped model.
+
+    Attributes:
+        buffers: Keeps them in step.
     """
 
+    weights: PaddleWeights
+    _config: DataParallelConfig
+
     def __init__(self, tensors: ManagedTensors, peers: Peers, config: DataParallelConfig) -> None:
-        self.state = PassState()
+        super().__init__(tensors.names, peers.world_size)
+        self._error: BaseException | None = None  # of a hook, which must not raise
+        self.buffers = BufferSync(tensors, peers.host_group, config.buffers, config.broadcast_buffers)
+        self.gradients = FreshGradients(functools.partial(fingerprint, tensors.trainable))
+        self.weights = PaddleWeights(tensors.trainable, list(tensors.sparse), self.state, self._keep_error)
         self._tensors = tensors
         self._peers = peers
         self._config = config
         self._judge = Judge(
             tensors.names, peers.world_size, allow_unused=config.allow_unused, nonfinite=config.nonfinite
         )
-        self._error: BaseException | None = None  # of a hook, which must not raise
-        self._waited_before_s = 0.0
-        self._pass_number = 1
         self._is_first = True
         self._at_end: dict[int, None] = {}  # to be handed over at the end of this pass, in this order
         self._always_at_end: set[int] = set()
         self._adopt(self._make_plan(None))
         # With one bucket for each kind of parameter, any order is as good as any other.
-        self._is_order_final = len(self._plan.buckets) <= len(self._plan.sections)
+        self.is_order_final = len(self._plan.buckets) <= len(self._plan.sections)
         backward_calls.watch()
         for index, parameter in enumerate(tensors.trainable):
             internals.on_gradient(parameter, _weak_hook(self, index))
@@ -63,26 +74,9 @@ class GradientPasses:
             internals.on_gradient(parameter, _weak_hook(self, None))
 
     @property
-    def waited_s(self) -> float:
-        """Seconds that this rank has spent waiting for the others at the end of backward, in all passes."""
-        return self._waited_before_s + self.reducer.waited_s
-
-    def begin_forward(self, *, is_syncing: bool, is_training: bool) -> None:
-        """Note a forward whose gradients will be needed.
-
-        Raises:
-            ForkedError: This process is a forked child of the one that wrapped the model.
-            SkippedPassError: The backward before this forward ended in an exception, on this rank.
-        """
-        state = self.state
-        state.check_process()
-        if state.is_armed:
-            self._give_up_interrupted()
-        state.is_syncing = is_syncing
-        self._say("in forward of")
-        # Forwards in eval mode often have no backward, on some ranks only; such a rank skips nothing.
-        if is_syncing and is_training:
-            state.forwards += 1
+    def reducer(self) -> _core.Reducer:
+        """That of the plan in use."""
+        return self._reducer
 
     def watch(self, output: object) -> None:
         """Let the backward of these outputs begin a pass even if it reaches no parameter."""
@@ -99,11 +93,25 @@ class GradientPasses:
 
     def _on_output_gradient(self, _: paddle.Tensor) -> None:
         """The backward of an output has begun, or paddle.grad() through it, which is no pass."""
-        if self.state.is_syncing and not self.state.is_armed and backward_calls.depth():
-            try:
+        try:
+            if not self.state.is_syncing:
+                self.weights.watch_local()
+            elif not self.state.is_armed and backward_calls.depth():
                 self._arm()
-            except BaseException as error:
-                self._error = error
+        except BaseException as error:
+            self._keep_error(error)
+
+    def _keep_error(self, error: BaseException) -> None:
+        if self._error is None:
+            self._error = error
+            # Where no pass is under way, its end will not raise it.
+            if not self.state.is_armed:
+                backward_calls.at_end(self._raise_kept)
+
+    def _raise_kept(self) -> None:
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
 
     def on_gradient(self, index: int | None) -> None:
         """A parameter's gradient is accumulated; None: that of one with sparse gradients."""
@@ -111,7 +119,7 @@ class GradientPasses:
             try:
                 self._take(index)
             except BaseException as error:
-                self._error = error
+                self._keep_error(error)
 
     def _take(self, index: int | None) -> None:
         state = self.state
@@ -130,12 +138,6 @@ class GradientPasses:
             self._at_end[index] = None
         else:
             self._hand_over(index)
-
-    def _arm(self) -> None:
-        self.state.check_process()
-        self.state.is_armed = True
-        backward_calls.at_end(self._end)
-        self._say("in backward of")
 
     def _check_not_handed(self, index: int) -> None:
         if index in self.state.handed:
@@ -185,57 +187,47 @@ class GradientPasses:
             likely=likely,
         )
 
-    def _end(self) -> None:
-        """The end of this rank's backward: wait for the others, judge, and bring the means home."""
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error  # the pass stays open; the next forward tells the other ranks
-        state = self.state
-        try:
-            for index in self._at_end:
-                self._hand_over(index)
-            if len(state.handed) < len(self._tensors.trainable):
-                self._hand_over_accumulated()
-            outcome = Outcome(self.reducer.finish(state.forwards, self._config.allow_unused))
-            if outcome:
-                self._judge.judge(outcome, self.reducer)
-            self._bring_home()
-            order = None if self._is_order_final else list(state.handed)
-        finally:
-            self._begin_next()
-        self._is_first = False
-        for name, parameter in self._tensors.sparse.items():
-            average_rows(parameter, name, self._peers.host_group)
-        if order is not None:
-            self._adopt_order(order)
-        if self._config.broadcast_buffers and self._tensors.buffers:
-            broadcast_values(self._tensors.current_buffers(), self._peers.host_group)
+    def _is_in_backward(self) -> bool:
+        return backward_calls.depth() > 0
 
-    def _begin_next(self) -> None:
-        self.state.begin_next()
+    def _call_at_end(self, end: Callable[[], None]) -> None:
+        backward_calls.at_end(end)
+
+    def _has_gradient(self, index: int) -> bool:
+        return internals.gradient_of(self._tensors.trainable[index]) is not None
+
+    def _clear_place(self, index: int) -> None:
+        self._places[index].zero_()
+
+    def _tell(self, activity: str) -> None:
+        self._peers.host_group.set_activity(activity)
+
+    def _prepare_end(self) -> None:
+        self._raise_kept()  # the pass stays open; the next forward tells the other ranks
+
+    def _hand_over_rest(self) -> None:
+        pending, self._at_end = self._at_end, {}
+        self._is_first = self._is_first and not pending
+        for index in pending:
+            self._hand_over(index)
+        super()._hand_over_rest()
+
+    def _forget_interrupted(self) -> None:
+        self._error = None
         self._at_end.clear()
-        self._say("after backward of")
-        self._pass_number += 1
 
-    def _say(self, doing: str) -> None:
-        """Let the errors of other ranks tell what this one was doing."""
-        self._peers.host_group.set_activity(f"{doing} pass {self._pass_number}")
+    def _sync_others(self) -> None:
+        for name, parameter in self._tensors.sparse.items():
+            average_rows(parameter, name, self._peers.host_group, self.weight)
+        if self.buffers.is_needed:
+            self.buffers.sync(self.active, on_demand=False)
 
-    def _hand_over_accumulated(self) -> None:
-        """Hand over gradients that this backward did not touch but that count all the same.
-
-        Those of no_sync() passes; and, where unused parameters are allowed, any gradient that is left
-        from before: the others add to theirs, so it must take part in the mean.
-        """
-        state = self.state
-        for index, parameter in enumerate(self._tensors.trainable):
-            counts = index in state.accumulated or self._config.allow_unused
-            if index not in state.handed and counts and internals.gradient_of(parameter) is not None:
-                internals.count_as_gradient(parameter)
-                self._hand_over(index)
+    def broadcast_model(self, root: int) -> None:
+        """Give every rank the parameters and buffers of the rank `root`. Collective."""
+        values = [*self._tensors.all_parameters.values(), *self._tensors.current_buffers().values()]
+        broadcast_values(values, self._peers.host_group, root=root)
 
     def _bring_home(self) -> None:
-        """Make every parameter's gradient the mean, where the reducer has not done so itself."""
         state = self.state
         with paddle.no_grad():
             if len(state.handed) == len(self._places):
@@ -248,8 +240,7 @@ class GradientPasses:
                         internals.move_memory(internals.gradient_of(parameter), self._places[index])
 
     def _adopt_order(self, order: list[int]) -> None:
-        """Plan anew, in the order that rank 0 saw; once, after the first good pass. Collective."""
-        self._is_order_final = True
+        self.is_order_final = True
         agreed = array("i", complete_order(order, len(self._tensors.trainable)))
         address, count = agreed.buffer_info()
         self._peers.host_group.broadcast(address, count * agreed.itemsize, 0)
@@ -257,6 +248,7 @@ class GradientPasses:
         if plan == self._plan:
             return
         before, moved = self.reducer, self._gradients_in_places()
+        self._of_first = (before.squared_norm(), before.nonfinite())
         self._waited_before_s += before.waited_s
         if not moved:  # the arena is free, so there need never be two
             before.close()
@@ -282,18 +274,10 @@ class GradientPasses:
     def _adopt(self, plan: Plan) -> None:
         self._plan = plan
         in_arena = self._config.gradients_in_arena
-        self.reducer = make_host_reducer(self._peers.host_group, plan, gradients_in_arena=in_arena)
+        self._reducer = make_host_reducer(self._peers.host_group, plan, gradients_in_arena=in_arena)
         self._places = places(plan, self._tensors.trainable, self.reducer.arena_pointer, self.reducer)
         self._pointers = [place.data_ptr() for place in self._places]
         self._dtypes = [place.dtype for place in self._places]
-
-    def _give_up_interrupted(self) -> None:
-        """End the pass that an exception broke off, so that all ranks learn of it and can go on."""
-        self._error = None
-        error = give_up_interrupted(self.reducer, allow_unused=self._config.allow_unused)
-        self._begin_next()
-        if error is not None:
-            raise error
 
     def _make_plan(self, order: list[int] | None) -> Plan:
         return plan_buckets(

@@ -1,8 +1,8 @@
 """Sparse gradients (SelectedRows): the rows that any rank touched, with the mean of their values.
 
-The one idea: every rank gets everybody's rows, in rank order, each value divided by the number of ranks. A
-row that several ranks touched stands there several times, which Paddle's optimizers add up, as they do for
-a word that occurs twice in one batch.
+The one idea: every rank gets everybody's rows, in rank order, each value times that rank's share of the
+weight. A row that several ranks touched stands there several times, which Paddle's optimizers add up, as they
+do for a word that occurs twice in one batch.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from paceline.errors import ConfigError
 from paceline.paddle import internals
 
 
-def average_rows(parameter: paddle.Tensor, name: str, group: _core.HostGroup) -> None:
-    """Replace the sparse gradient of `parameter` by the mean over ranks. Collective.
+def average_rows(parameter: paddle.Tensor, name: str, group: _core.HostGroup, weight: float = 1.0) -> None:
+    """Replace the sparse gradient of `parameter` by the mean over ranks, weighed. Collective.
 
-    A rank without a gradient contributes no rows, and gets everybody's.
+    A rank without a gradient contributes no rows, and gets everybody's; its weight counts all the same.
 
     Example:
         Rank 0 has row 1 with [2, 2], rank 1 row 4 with [6, 6]; both get rows 1 and 4 with [1, 1], [3, 3].
@@ -38,7 +38,10 @@ def average_rows(parameter: paddle.Tensor, name: str, group: _core.HostGroup) ->
     rows, values = (
         ([], np.empty((0, *width), np.float32)) if gradient is None else internals.rows_of(gradient)
     )
-    counts = _gather(np.array([len(rows)], np.int64), group)[:, 0]
+    if weight == 0.0:
+        rows, values = [], values[:0]
+    facts = _gather(np.array([len(rows), weight], np.float64), group)
+    counts, weights = facts[:, 0].astype(np.int64), facts[:, 1]
     most = int(counts.max())
     if most == 0:
         return
@@ -47,8 +50,8 @@ def average_rows(parameter: paddle.Tensor, name: str, group: _core.HostGroup) ->
     padded_rows[: len(rows)], padded_values[: len(rows)] = rows, values
     all_rows, all_values = _gather(padded_rows, group), _gather(padded_values, group)
     mine = [all_rows[rank, :count] for rank, count in enumerate(counts)]
-    mean = np.concatenate([all_values[rank, :count] for rank, count in enumerate(counts)])
-    mean /= group.world_size
+    shares = (weights / weights.sum()).astype(dtype)
+    mean = np.concatenate([all_values[rank, :count] * shares[rank] for rank, count in enumerate(counts)])
     rows = np.concatenate(mine).tolist()
     if gradient is None:
         internals.give_rows(parameter, rows, mean)

@@ -57,10 +57,10 @@ class ManagedTensors:
         parameters = tuple(_describe(name, p, not p.stop_gradient) for name, p in self.all_parameters.items())
         return parameters, tuple(_describe(name, b, None) for name, b in self.buffers.items())
 
-    def current_buffers(self) -> list[paddle.Tensor]:
+    def current_buffers(self) -> dict[str, paddle.Tensor]:
         """The buffers and running statistics that the layer has now: layers may replace theirs."""
         now = dict(self._layer.named_buffers()) | dict(self._layer.named_parameters())
-        return [now[name] for name in self.buffers if name in now]
+        return {name: now[name] for name in self.buffers if name in now}
 
     def check_trainable(self) -> None:
         """Refuse what cannot be averaged; on every rank alike, because all have the same parameters."""

@@ -39,6 +39,7 @@ class BackwardPasses(ABC):
     Attributes:
         state: Shared with the hooks.
         weights: Of this rank's micro-batches.
+        weight: Of this rank in the pass under way, or the last one.
         gradients: Whether they are still those of the last pass.
         active: Ranks that had data in the last pass. Others shadow it.
         is_order_final: Whether the plan will not change any more.
@@ -54,6 +55,7 @@ class BackwardPasses(ABC):
         self.state = PassState()
         self.state.arm = self._arm
         self.world_size = world_size
+        self.weight = 1.0
         self.active: Sequence[int] = range(world_size)
         self._all_ranks = range(world_size)
         self._names = names
@@ -98,8 +100,8 @@ class BackwardPasses(ABC):
         """Plan anew, in the order that rank 0 saw; once, after the first good pass. Collective."""
 
     @abstractmethod
-    def _sync_buffers(self) -> None:
-        """Bring buffers in step after a pass. Collective."""
+    def _sync_others(self) -> None:
+        """Bring in step, after a pass, what the reducer does not average: buffers. Collective."""
 
     @abstractmethod
     def _tell(self, activity: str) -> None:
@@ -176,6 +178,7 @@ class BackwardPasses(ABC):
             Whether any rank had data.
         """
         self.state.check_process()
+        self.weight = weight
         self.reducer.set_weight(weight)
         if not self._config.allow_unused:  # nothing is unused because this rank has no data
             for index in range(len(self._names)):
@@ -183,13 +186,15 @@ class BackwardPasses(ABC):
                 self.reducer.mark_ready(index, 0)
         self.state.forwards = FINISHED
         self._end()
+        self.weight = 1.0
         self.reducer.set_weight(1.0)
         return bool(self.active)
 
     def _arm(self) -> None:
         self.state.check_process()
         if self.weights.is_used:
-            self.reducer.set_weight(self.weights.begin())
+            self.weight = self.weights.begin()
+            self.reducer.set_weight(self.weight)
         self.state.is_armed = True  # first: gradients on another device come from another thread
         self._call_at_end(self._end)
         self._say("in backward of")
@@ -199,8 +204,7 @@ class BackwardPasses(ABC):
         state = self.state
         self._prepare_end()
         try:
-            if len(state.handed) < len(self._names) and state.forwards != FINISHED:
-                self._hand_over_accumulated()
+            self._hand_over_rest()
             outcome = self.reducer.finish(state.forwards, self._config.allow_unused)
             self.active = self._all_ranks
             if outcome:
@@ -220,12 +224,16 @@ class BackwardPasses(ABC):
         if order is not None:
             self._adopt_order(order)
         if self.active:
-            self._sync_buffers()
+            self._sync_others()
 
     def _note_active(self, outcome: Outcome) -> None:
         if Outcome.FINISHED in outcome:
             forwards = self.reducer.forwards_by_rank()
             self.active = [rank for rank, count in enumerate(forwards) if count != FINISHED]
+
+    def _hand_over_rest(self) -> None:
+        if len(self.state.handed) < len(self._names) and self.state.forwards != FINISHED:
+            self._hand_over_accumulated()
 
     def _hand_over_accumulated(self) -> None:
         """Hand over gradients that this backward did not touch but that count all the same.

@@ -6,7 +6,7 @@ or left alone with `broadcast_buffers=False`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
 from paceline.errors import ConfigError
@@ -24,7 +24,7 @@ def check_policies(patterns: Mapping[str, str] | None) -> dict[str, str]:
     for pattern, policy in checked.items():
         if policy not in POLICIES:
             raise ConfigError(
-                "DistributedDataParallel: buffers has a value that makes no sense.",
+                "The argument buffers has a value that makes no sense.",
                 expected='"average", "broadcast" or "local" for each name pattern',
                 got=f"buffers={{{pattern!r}: {policy!r}}}",
             )
@@ -34,3 +34,35 @@ def check_policies(patterns: Mapping[str, str] | None) -> dict[str, str]:
 def policy_of(name: str, patterns: Mapping[str, str]) -> str | None:
     """What the first pattern that matches says; None: none does."""
     return next((policy for pattern, policy in patterns.items() if fnmatchcase(name, pattern)), None)
+
+
+class BufferPolicies:
+    """Names of buffers by what is done with them.
+
+    Args:
+        names: Of all buffers.
+        patterns: Policies by name pattern, as those of file names; the first match counts.
+        broadcasts: Whether buffers that no pattern matches are broadcast after each pass.
+
+    Attributes:
+        averaged: After each pass, and on demand.
+        after_pass: Those broadcast after each pass.
+        on_demand: Those broadcast when somebody asks: all but averaged ones and those called "local".
+    """
+
+    def __init__(self, names: Iterable[str], patterns: Mapping[str, str], broadcasts: bool) -> None:
+        policies = {name: policy_of(name, patterns) for name in names}
+        named = {name for name, policy in policies.items() if policy == "broadcast"}
+        unnamed = {name for name, policy in policies.items() if policy is None}
+        self.averaged = {name for name, policy in policies.items() if policy == "average"}
+        self.on_demand = named | unnamed
+        self.after_pass = named | unnamed if broadcasts else named
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether any buffer changes after a pass."""
+        return bool(self.averaged or self.after_pass)
+
+    def broadcast(self, *, on_demand: bool) -> set[str]:
+        """Names of those to broadcast."""
+        return self.on_demand if on_demand else self.after_pass

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from paceline.reducer.buffer_policy import policy_of
+from paceline.reducer.buffer_policy import BufferPolicies
 from paceline.torch.buffer_hook import BufferHook
 from paceline.torch.buffers import broadcast_tensors
 from paceline.torch.parameters import ManagedTensors
@@ -41,17 +41,12 @@ class BufferSync:
         self._tensors = tensors
         self._peers = peers
         self._factory = factory
-        policies = {name: policy_of(name, patterns) for name in tensors.buffers}
-        self._averaged = {name for name, policy in policies.items() if policy == "average"}
-        named = {name for name, policy in policies.items() if policy == "broadcast"}
-        unnamed = {name for name, policy in policies.items() if policy is None}
-        self._on_demand = named | unnamed
-        self._after_pass = named | unnamed if broadcasts else named
+        self._policies = BufferPolicies(tensors.buffers, patterns, broadcasts)
 
     @property
     def is_needed(self) -> bool:
         """Whether any buffer changes after a pass."""
-        return bool(self._averaged or self._after_pass)
+        return self._policies.is_needed
 
     def sync(self, active: Sequence[int], *, on_demand: bool) -> None:
         """Bring the buffers in step. Collective.
@@ -62,10 +57,10 @@ class BufferSync:
                 to leave alone.
         """
         now = self._tensors.current_buffers()
-        chosen = self._on_demand if on_demand else self._after_pass
+        chosen = self._policies.broadcast(on_demand=on_demand)
         broadcast = functools.partial(self._factory.broadcast, root=active[0])
         copied = [buffer for name, buffer in now.items() if name in chosen]
-        averaged = [buffer for name, buffer in now.items() if name in self._averaged]
+        averaged = [buffer for name, buffer in now.items() if name in self._policies.averaged]
         # Counters and other integers have no mean.
         copied += [buffer for buffer in averaged if not buffer.is_floating_point()]
         broadcast_tensors(copied, self._peers.rank, broadcast, root=active[0])

@@ -138,7 +138,7 @@ class GradientPasses(BackwardPasses):
     def _clear_place(self, index: int) -> None:
         self._reduction.arena.views[index].zero_()
 
-    def _sync_buffers(self) -> None:
+    def _sync_others(self) -> None:
         if self.buffers.hook is not None:
             self.buffers.hook.end_pass()
         elif self.buffers.is_needed:

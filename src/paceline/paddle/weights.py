@@ -1,0 +1,85 @@
+"""The weights of micro-batches, for Paddle: hooks that scale gradients before Paddle accumulates them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import paddle
+
+from paceline.errors import ConfigError
+from paceline.paddle import backward_calls, internals
+from paceline.reducer.micro_batches import MicroBatchWeights
+from paceline.reducer.pass_state import PassState
+
+
+class PaddleWeights(MicroBatchWeights):
+    """See `MicroBatchWeights`.
+
+    Args:
+        parameters: Those with dense gradients.
+        sparse_names: Names of those with sparse ones.
+        state: Of the model's passes.
+        keep_error: Called with an exception that a hook must not raise.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[paddle.Tensor],
+        sparse_names: Sequence[str],
+        state: PassState,
+        keep_error: Callable[[BaseException], None],
+    ) -> None:
+        super().__init__(state)
+        self._parameters = parameters
+        self._sparse_names = sparse_names
+        self._keep_error = keep_error
+
+    def watch_local(self) -> None:
+        """An output of a forward in no_sync() has got its gradient: its backward begins."""
+        if not self._is_open and backward_calls.depth():
+            self.begin()
+
+    def _install(self) -> None:
+        for parameter in self._parameters:
+            parameter.register_hook(_weak_hook(self))
+
+    def _shrink(self, factor: float) -> None:
+        if self._sparse_names:
+            raise ConfigError(
+                "Micro-batches cannot be weighed in a model with sparse gradients.",
+                seen=f"sparse: {', '.join(self._sparse_names)}",
+                hint="make the embedding with sparse=False, or give one weight to each step",
+            )
+        with paddle.no_grad():
+            for parameter in self._parameters:
+                gradient = internals.gradient_of(parameter)
+                if gradient is not None:
+                    gradient.scale_(factor)
+
+    def _call_at_end(self, end: Callable[[], None]) -> None:
+        backward_calls.at_end(end)
+
+    def scale(self, gradient: paddle.Tensor) -> paddle.Tensor | None:
+        """Runs before Paddle adds a gradient to that of a parameter, and in paddle.grad()."""
+        if not backward_calls.depth():
+            return None
+        try:
+            share = self._share_of_incoming()
+        except BaseException as error:
+            self._keep_error(error)
+            return None
+        if share == 1.0:
+            return None
+        # A weight of 0 takes a gradient out, whatever it holds: 0 * NaN would be NaN.
+        return gradient * share if share else paddle.zeros_like(gradient)
+
+
+def _weak_hook(weights: PaddleWeights) -> Callable[[paddle.Tensor], paddle.Tensor | None]:
+    find = weakref.ref(weights)
+
+    def hook(gradient: paddle.Tensor) -> paddle.Tensor | None:
+        found = find()
+        return None if found is None else found.scale(gradient)
+
+    return hook

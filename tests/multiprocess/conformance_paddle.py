@@ -1,0 +1,68 @@
+"""What the conformance tests do, said in Paddle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import paddle
+from paddle import nn
+
+from paceline.paddle import DataParallel
+from tests.multiprocess.conformance_numpy import WIDTH, initial
+
+STATISTIC = "*._mean"
+
+
+class Branches(nn.Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, x: paddle.Tensor, branch: str) -> paddle.Tensor:
+        return getattr(self, branch)(x)
+
+
+def network() -> nn.Layer:
+    model = nn.Sequential(nn.Linear(4, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 2))
+    for parameter, value in zip(model.parameters(), initial()):
+        parameter.set_value(value)
+    return model
+
+
+def normalised() -> nn.Layer:
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1D(3))
+
+
+def wrap(model: nn.Layer, group: object, **options: Any) -> Any:
+    return DataParallel(model, group=group, **options)
+
+
+def loss(model: Any, x: np.ndarray, *arguments: str) -> paddle.Tensor:
+    return model(paddle.to_tensor(x), *arguments).square().mean()
+
+
+def backward(*losses: paddle.Tensor) -> None:
+    for each in losses:
+        each.backward()
+
+
+def gradients(model: nn.Layer) -> list[np.ndarray | None]:
+    return [None if p.grad is None else p.grad.numpy() for p in model.parameters() if not p.stop_gradient]
+
+
+def parameters(model: nn.Layer) -> list[np.ndarray]:
+    return [p.numpy() for p in model.parameters() if not p.stop_gradient]
+
+
+def statistic(model: nn.Layer) -> np.ndarray:
+    return model[1]._mean.numpy()
+
+
+def clear(model: nn.Layer) -> None:
+    model.clear_gradients()
+
+
+def step(model: nn.Layer, lr: float = 0.1) -> None:
+    for parameter in model.parameters():
+        parameter.set_value(parameter - lr * parameter.grad)

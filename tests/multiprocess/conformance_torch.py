@@ -1,0 +1,71 @@
+"""What the conformance tests do, said in torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from paceline.torch import DistributedDataParallel
+from tests.multiprocess.conformance_numpy import WIDTH, initial
+
+STATISTIC = "*.running_mean"
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor, branch: str) -> torch.Tensor:
+        return getattr(self, branch)(x)
+
+
+def network() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 2))
+    with torch.no_grad():
+        for parameter, value in zip(model.parameters(), initial()):
+            parameter.copy_(torch.from_numpy(value.T.copy()))
+    return model
+
+
+def normalised() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+
+
+def wrap(model: nn.Module, group: object, **options: Any) -> Any:
+    return DistributedDataParallel(model, process_group=group, **options)
+
+
+def loss(model: Any, x: np.ndarray, *arguments: str) -> torch.Tensor:
+    return model(torch.from_numpy(x), *arguments).square().mean()
+
+
+def backward(*losses: torch.Tensor) -> None:
+    for each in losses:
+        each.backward()
+
+
+def gradients(model: nn.Module) -> list[np.ndarray | None]:
+    """As numpy's reference has them: weights are (in, out)."""
+    return [None if p.grad is None else p.grad.numpy().T.copy() for p in model.parameters()]
+
+
+def parameters(model: nn.Module) -> list[np.ndarray]:
+    return [p.detach().numpy().T.copy() for p in model.parameters()]
+
+
+def statistic(model: nn.Module) -> np.ndarray:
+    return model[1].running_mean.numpy().copy()
+
+
+def clear(model: nn.Module) -> None:
+    model.zero_grad()
+
+
+def step(model: nn.Module, lr: float = 0.1) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= lr * parameter.grad

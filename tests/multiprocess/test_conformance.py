@@ -1,0 +1,223 @@
+"""What one front end promises, the other one promises: each scenario is written once and run for both.
+
+The reference is plain numpy on the whole batch, in float64.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+
+from paceline.errors import (
+    ConfigError,
+    ModelMismatchError,
+    NonFiniteGradientError,
+    SkippedPassError,
+    UnusedParameterError,
+)
+from tests.harness import ranks
+from tests.multiprocess import conformance_numpy as reference
+from tests.multiprocess.conformance_numpy import Arrays, batch
+
+both = pytest.mark.parametrize("framework", ["torch", "paddle"])
+on_two_ranks = ranks(2, framework="framework")
+
+
+def adapter(framework: str) -> ModuleType:
+    return importlib.import_module(f"tests.multiprocess.conformance_{framework}")
+
+
+def close(found: Arrays, expected: Arrays) -> None:
+    assert len(found) == len(expected)
+    for some, others in zip(found, expected):
+        assert_allclose(some, others, rtol=1e-5, atol=1e-6)
+
+
+def same_on_all_ranks(arrays: Arrays, group: object) -> None:
+    for array in arrays:
+        everybodys = group.all_gather(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        assert all(np.array_equal(everybodys[0], other) for other in everybodys)
+
+
+@both
+@on_two_ranks
+def test_training_equals_one_process_with_the_whole_batch(group: object, framework: str) -> None:
+    do, batches = adapter(framework), [batch(seed=seed) for seed in range(3)]
+    results = []
+    for cap, view in [(25, False), (25, True), (0.00005, False), (0.00005, True)]:
+        model = do.network()
+        wrapped = do.wrap(model, group, bucket_cap_mb=cap, gradient_as_bucket_view=view)
+        for x in batches:
+            do.clear(wrapped)
+            do.backward(do.loss(wrapped, np.split(x, 2)[group.rank]))
+            do.step(model)
+        close(do.parameters(model), reference.trained(batches))
+        same_on_all_ranks(do.parameters(model) + do.gradients(model), group)
+        results.append(do.parameters(model))
+    for other in results[1:]:  # bit for bit the same, whatever the size of a bucket
+        assert all(np.array_equal(some, same) for some, same in zip(results[0], other))
+
+
+@both
+@on_two_ranks
+def test_accumulation_and_several_backwards(group: object, framework: str) -> None:
+    do, x = adapter(framework), batch()
+    own = np.split(x, 2)[group.rank]
+    for inside in ("forward and backward", "backward"):
+        model = do.network()
+        wrapped = do.wrap(model, group)
+        if inside == "backward":
+            loss = do.loss(wrapped, own[:2])
+            with wrapped.no_sync():
+                do.backward(loss)
+        else:
+            with wrapped.no_sync():
+                do.backward(do.loss(wrapped, own[:2]))
+        do.backward(do.loss(wrapped, own[2:]))
+        quarters = [reference.gradients(reference.initial(), part) for part in np.split(x, 4)]
+        close(do.gradients(model), [sum(parts) / 2 for parts in zip(*quarters)])
+    do.clear(wrapped)
+    do.backward(do.loss(wrapped, own), do.loss(wrapped, own))  # two passes in one step
+    close(do.gradients(model), [2 * g for g in reference.gradients(reference.initial(), x)])
+
+
+@both
+@on_two_ranks
+def test_weights_give_the_mean_over_all_samples(group: object, framework: str) -> None:
+    """Rank 0 has micro-batches of 1 and 3 samples, rank 1 of 2, and one that does not count."""
+    do, x = adapter(framework), batch(6)
+    parts = [x[:1], x[1:4]] if group.rank == 0 else [x[4:], np.full((5, 4), np.nan, np.float32)]
+    expected = reference.gradients(reference.initial(), x)
+
+    by_call = do.network()
+    wrapped = do.wrap(by_call, group)
+    counts = [len(part) if np.isfinite(part).all() else 0 for part in parts]
+    for part, count, is_last in zip(parts, counts, (False, True)):
+        wrapped.require_backward_grad_sync = wrapped.grad_need_sync = is_last
+        with wrapped.weight(count):
+            do.backward(do.loss(wrapped, part))
+    close(do.gradients(by_call), expected)
+
+    by_function = do.network()
+    wrapped = do.wrap(by_function, group, weight=lambda part: len(part))
+    own = x[:4] if group.rank == 0 else x[4:]
+    do.backward(do.loss(wrapped, own))
+    close(do.gradients(by_function), expected)
+    with pytest.raises(ConfigError, match="makes no sense"):
+        wrapped.weight(-1)
+
+
+@both
+@on_two_ranks
+def test_a_rank_that_has_finished_takes_part_until_all_have(group: object, framework: str) -> None:
+    do, x = adapter(framework), batch()
+    model = do.network()
+    wrapped = do.wrap(model, group)
+    halves = np.split(x, 2)
+    for _ in range((1, 3)[group.rank]):
+        do.clear(wrapped)
+        do.backward(do.loss(wrapped, halves[group.rank]))
+        do.step(model)
+    wrapped.finished()
+    close(do.parameters(model), reference.trained([x, halves[1], halves[1]]))
+    same_on_all_ranks(do.parameters(model), group)
+    do.clear(wrapped)
+    do.backward(do.loss(wrapped, halves[group.rank]))  # and training may go on
+    same_on_all_ranks(do.gradients(model), group)
+
+
+@both
+@on_two_ranks
+def test_norm_and_clipping(group: object, framework: str) -> None:
+    do, x = adapter(framework), batch()
+    model = do.network()
+    wrapped = do.wrap(model, group)
+    expected = reference.gradients(reference.initial(), x)
+    for _ in range(3):  # computed at first, known afterwards
+        do.clear(wrapped)
+        do.backward(do.loss(wrapped, np.split(x, 2)[group.rank]))
+        assert wrapped.grad_norm() == pytest.approx(reference.norm(expected), rel=1e-5)
+        assert float(wrapped.clip_grad_norm_(0.5)) == pytest.approx(reference.norm(expected), rel=1e-5)
+        close(do.gradients(model), [g * 0.5 / reference.norm(expected) for g in expected])
+        same_on_all_ranks(do.gradients(model), group)
+        # It has been changed, so the norm that the pass found is not that of the gradient any more.
+        assert float(wrapped.clip_grad_norm_(9.0)) == pytest.approx(0.5, rel=1e-4)
+
+
+@both
+@on_two_ranks
+def test_infinities_name_ranks_and_parameters(group: object, framework: str) -> None:
+    do, x = adapter(framework), batch(2)
+    if group.rank == 1:
+        x[0, 0] = np.inf
+    loud = do.wrap(do.network(), group, nonfinite="raise")
+    with pytest.raises(NonFiniteGradientError, match="on rank 1 of 2"):
+        do.backward(do.loss(loud, x))
+    wrapped = do.wrap(do.network(), group)
+    with pytest.warns(RuntimeWarning, match="reported once"):
+        do.backward(do.loss(wrapped, x))
+    assert set(wrapped.nonfinite()) == {1} and "0.weight" in wrapped.nonfinite()[1]
+    do.clear(wrapped)
+    do.backward(do.loss(wrapped, batch(2)))
+    assert wrapped.nonfinite() == {}
+
+
+@both
+@on_two_ranks
+def test_parameters_that_one_rank_does_not_use(group: object, framework: str) -> None:
+    do, x = adapter(framework), batch(2)
+    branch = ("left", "right")[group.rank]
+    strict = do.wrap(do.Branches(), group)
+    with pytest.raises(UnusedParameterError, match=r"rank 1: left.weight, left.bias\s+rank 0: right.weight"):
+        do.backward(do.loss(strict, x, branch))
+    model = do.Branches()
+    wrapped = do.wrap(model, group, find_unused_parameters=True)
+    for _ in range(2):
+        do.clear(wrapped)
+        do.backward(do.loss(wrapped, x, branch))
+        assert all(g is not None and g.any() for g in do.gradients(model))
+        same_on_all_ranks(do.gradients(model), group)
+
+
+@both
+@on_two_ranks
+def test_a_skipped_backward_and_other_models_are_named(group: object, framework: str) -> None:
+    do, x = adapter(framework), batch(2)
+    wrapped = do.wrap(do.network(), group)
+    loss = do.loss(wrapped, x)
+    if group.rank == 1:
+        loss = do.loss(wrapped, x)
+    with pytest.raises(SkippedPassError, match="Rank 1 of 2 skipped"):
+        do.backward(loss)
+    do.backward(do.loss(wrapped, x))  # the next one is good
+    with pytest.raises(ModelMismatchError, match=r"left\.weight"):
+        do.wrap(do.Branches() if group.rank else do.network(), group)
+    with pytest.raises(ModelMismatchError, match="bucket_cap_mb"):
+        do.wrap(do.network(), group, bucket_cap_mb=1 + group.rank)
+
+
+@both
+@on_two_ranks
+def test_buffers_are_broadcast_averaged_or_left_alone(group: object, framework: str) -> None:
+    do, own = adapter(framework), batch(4, seed=group.rank)
+    found = {}
+    for name, options in {
+        "broadcast": {},
+        "local": {"broadcast_buffers": False},
+        "average": {"buffers": {do.STATISTIC: "average"}},
+    }.items():
+        model = do.normalised()
+        wrapped = do.wrap(model, group, **options)
+        do.backward(do.loss(wrapped, own))
+        found[name] = do.statistic(model)
+        everybodys = group.all_gather(found[name])
+        assert np.array_equal(everybodys[0], everybodys[1]) == (name != "local")
+        if name == "local":
+            wrapped.sync_buffers()
+            assert_array_equal(do.statistic(model), everybodys[0])
+    with pytest.raises(ConfigError, match="makes no sense"):
+        do.wrap(do.normalised(), group, buffers={"*": "shout"})
