@@ -91,6 +91,7 @@ def plan_buckets(
     bucket_cap_bytes: int,
     first_bucket_bytes: int,
     order: Sequence[int] | None = None,
+    caps_bytes: Sequence[int] = (),
 ) -> Plan:
     """Lay the gradients out in an arena and cut it into buckets.
 
@@ -104,6 +105,8 @@ def plan_buckets(
             starts early in the backward pass.
         order: Parameter indices in the order in which backward makes their gradients; None: the reverse
             of registration, which is right for a model whose layers run in the order they were made.
+        caps_bytes: If there are any, used instead: largest sizes of the first bucket of each section, of
+            the second, and so on; the last one counts for all others.
 
     Raises:
         ConfigError: A cap is not positive, or `order` is not a permutation.
@@ -111,10 +114,12 @@ def plan_buckets(
     Example:
         Two float32 parameters of 10 elements and a cap of 1 MiB: offsets (64, 0), one bucket of 128 bytes.
     """
-    if bucket_cap_bytes < 1 or first_bucket_bytes < 1:
+    caps = tuple(caps_bytes) or (min(first_bucket_bytes, bucket_cap_bytes), bucket_cap_bytes)
+    if min(caps) < 1:
         raise ConfigError(
             "A bucket must hold at least one byte.",
-            got=f"bucket_cap_bytes={bucket_cap_bytes}, first_bucket_bytes={first_bucket_bytes}",
+            got=f"bucket_cap_bytes={bucket_cap_bytes}, first_bucket_bytes={first_bucket_bytes}"
+            + (f", caps_bytes={tuple(caps_bytes)}" if caps_bytes else ""),
         )
     specs = tuple(parameters)
     expected = tuple(order) if order is not None else tuple(reversed(range(len(specs))))
@@ -125,11 +130,10 @@ def plan_buckets(
             got=str(expected),
         )
     offsets, sections = _lay_out(specs, expected)
-    first_cap = min(first_bucket_bytes, bucket_cap_bytes)
     buckets = [
         bucket
         for number, members in enumerate(_members(specs, expected))
-        for bucket in _cut(number, members, specs, offsets, first_cap, bucket_cap_bytes)
+        for bucket in _cut(number, members, specs, offsets, caps)
     ]
     position = {index: place for place, index in enumerate(expected)}
     buckets.sort(key=lambda bucket: (max(position[index] for index in bucket.parameters), bucket.begin_byte))
@@ -183,8 +187,7 @@ def _cut(
     members: list[int],
     specs: tuple[ParameterSpec, ...],
     offsets: tuple[int, ...],
-    first_cap: int,
-    cap: int,
+    caps: tuple[int, ...],
 ) -> list[Bucket]:
     """Cut one section into buckets that tile it; the space between parameters goes with the one before."""
     buckets: list[Bucket] = []
@@ -200,7 +203,7 @@ def _cut(
     for index in members:
         last_byte = offsets[index] + specs[index].nbytes
         while end < last_byte:
-            limit = cap if buckets else first_cap
+            limit = caps[min(len(buckets), len(caps) - 1)]
             if end > begin and last_byte - begin > limit:
                 close()
                 continue

@@ -14,6 +14,7 @@ import torch
 from paceline.errors import ConfigError
 from paceline.reducer.buffer_policy import check_policies
 from paceline.reducer.micro_batches import as_weight
+from paceline.torch.precision import Precision, as_precision
 from paceline.torch.weights import Weight
 
 MIB = 1 << 20
@@ -22,17 +23,15 @@ DEFAULT_FIRST_BUCKET_BYTES = MIB
 NONFINITE_POLICIES = ("warn", "raise", "ignore")
 REDUCE_THROUGH = ("auto", "memory", "group")
 
-_IGNORABLE: Mapping[str, Sequence[Any]] = {
-    # Values that ask for nothing. `check_reduction`: what torch once checked, Paceline always checks.
-    "dim": (0,),
-    "check_reduction": (False, True),
-    "delay_all_reduce_named_params": (None, []),
-    "param_to_hook_all_reduce": (None,),
-    "mixed_precision": (None,),
-    "skip_all_reduce_unused_params": (False,),
-    "bucket_cap_mb_list": (None, []),
-    "batched_grad_copy": (False,),
-}
+NEED_NOTHING = (
+    "dim",  # the batch's: with one device per process nothing is scattered
+    "check_reduction",  # what torch once checked, Paceline always checks
+    "delay_all_reduce_named_params",  # how gradients are averaged sooner or later: the means are the same
+    "param_to_hook_all_reduce",
+    "skip_all_reduce_unused_params",
+    "batched_grad_copy",
+)
+"""Arguments of torch whose result Paceline gives whatever their value. `ManagedTensors` checks some."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,8 @@ class DDPConfig:
     Attributes:
         device: Inputs are moved there; None: they are taken as they are.
         bucket_cap_bytes: Largest bucket.
+        bucket_caps_bytes: Largest first, second, ... bucket, used instead of both, if there are any.
+        precision: Of parameters in forward, of reduced gradients, of buffers.
         first_bucket_bytes: Largest first bucket.
         init_sync: Broadcast rank 0's parameters (and buffers) when wrapping.
         init_sync_buffers: Buffers too.
@@ -59,6 +60,8 @@ class DDPConfig:
     device: torch.device | None
     bucket_cap_bytes: int
     first_bucket_bytes: int
+    bucket_caps_bytes: tuple[int, ...]
+    precision: Precision
     init_sync: bool
     init_sync_buffers: bool
     broadcast_buffers: bool
@@ -71,10 +74,17 @@ class DDPConfig:
     timeout_s: float | None
     warn_after_s: float | None
 
+    @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        """In which gradients are averaged; None: in that of each parameter."""
+        return self.precision.reduce_dtype
+
     def agreed_options(self) -> dict[str, str]:
         """The options that must be the same on all ranks, or their collectives would not match."""
         return {
             "bucket_cap_mb": str(self.bucket_cap_bytes / MIB),
+            "bucket_cap_mb_list": str([cap / MIB for cap in self.bucket_caps_bytes]),
+            "mixed_precision": str(self.precision),
             "init_sync": str(self.init_sync),
             "broadcast_buffers": f"{self.broadcast_buffers}, {self.init_sync_buffers} at wrap",
             "buffers": str(self.buffers),
@@ -101,20 +111,21 @@ def make_config(
     reduce_through: str,
     timeout_s: float | None,
     warn_after_s: float | None,
-    **unsupported: Any,
+    bucket_cap_mb_list: Sequence[float] | None = None,
+    mixed_precision: Any = None,
+    **others: Any,
 ) -> DDPConfig:
     """Check the constructor's arguments; see `DistributedDataParallel` for what they mean.
 
     Raises:
         ConfigError: An argument has a value that is not supported or makes no sense.
     """
-    for name, value in unsupported.items():
-        if not any(value is harmless or value == harmless for harmless in _IGNORABLE[name]):
-            raise ConfigError(
-                f"DistributedDataParallel: {name} is not supported yet.",
-                got=f"{name}={value!r}",
-                hint=f"leave {name} out",
-            )
+    unknown = sorted(set(others).difference(NEED_NOTHING))
+    if unknown:
+        raise TypeError(f"DistributedDataParallel() got an unexpected keyword argument '{unknown[0]}'")
+    caps_mb = [float(cap) for cap in bucket_cap_mb_list or ()]
+    expected = "positive numbers of MiB: of the first bucket, of the second, ..., of all others"
+    _require(all(cap > 0 for cap in caps_mb), "bucket_cap_mb_list", bucket_cap_mb_list, expected)
     cap_mb = DEFAULT_BUCKET_CAP_MB if bucket_cap_mb is None else float(bucket_cap_mb)
     _require(cap_mb > 0, "bucket_cap_mb", bucket_cap_mb, "a positive number of MiB, or None for 25")
     _require(nonfinite in NONFINITE_POLICIES, "nonfinite", nonfinite, _one_of(NONFINITE_POLICIES))
@@ -127,11 +138,13 @@ def make_config(
             got=f"broadcast_buffers={broadcast_buffers}, forward_sync_buffers={forward_sync_buffers}",
             hint="pass one of them",
         )
-    cap_bytes = max(1, int(cap_mb * MIB))
+    cap_bytes = max(1, int((max(caps_mb) if caps_mb else cap_mb) * MIB))
     return DDPConfig(
         device=_single_device(device_ids, output_device),
         bucket_cap_bytes=cap_bytes,
         first_bucket_bytes=min(cap_bytes, DEFAULT_FIRST_BUCKET_BYTES),
+        bucket_caps_bytes=tuple(max(1, int(cap * MIB)) for cap in caps_mb),
+        precision=as_precision(mixed_precision),
         init_sync=bool(init_sync),
         init_sync_buffers=broadcast_buffers is not False,
         broadcast_buffers=broadcast_buffers is not False and forward_sync_buffers is not False,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -19,18 +18,17 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.utils import _pytree as pytree
 
-from paceline.errors import ConfigError
 from paceline.reducer.agreement import ModelDescription, check_agreement
 from paceline.reducer.finished import take_part_until_all_finished
 from paceline.reducer.micro_batches import as_weight
 from paceline.torch.buffers import broadcast_tensors
 from paceline.torch.comm_hooks import CommHooks
 from paceline.torch.config import make_config
+from paceline.torch.gradient_statistics import GradientStatistics
 from paceline.torch.parameters import ManagedTensors
 from paceline.torch.passes import GradientPasses
 from paceline.torch.peers import find_peers
 from paceline.torch.reduction import ReductionFactory
-from paceline.torch.statistics import clip
 from paceline.torch.uneven import DDPJoinHook, Joining
 from paceline.torch.weights import Weight
 
@@ -40,7 +38,7 @@ if TYPE_CHECKING:
     from paceline.collectives.group import Group
 
 
-class DistributedDataParallel(CommHooks, nn.Module):
+class DistributedDataParallel(CommHooks, GradientStatistics, nn.Module):
     """Trains one model on several processes: a drop-in for `torch.nn.parallel.DistributedDataParallel`.
 
     Every rank wraps the same model and runs forward and backward on its own share of the batch. When
@@ -65,6 +63,9 @@ class DistributedDataParallel(CommHooks, nn.Module):
             every rank. A parameter unused on all ranks keeps its .grad.
         gradient_as_bucket_view: Keep .grad in the memory where it is averaged: gradients are held once.
         static_graph: A promise that lets parameters be unused, like find_unused_parameters.
+        mixed_precision: torch's `_MixedPrecision`, on the CPU too: dtypes in which forward runs, gradients
+            are averaged and buffers kept. Parameters and .grad keep theirs. No activation checkpointing.
+        bucket_cap_mb_list: Of the first bucket, the second, ..., all others; instead of bucket_cap_mb.
         device_mesh: A mesh of one dimension, instead of process_group.
         forward_sync_buffers: As broadcast_buffers, but not when wrapping.
         buffers: What is done with buffers after each synchronised backward, by name pattern ("*.running_*"):
@@ -78,8 +79,8 @@ class DistributedDataParallel(CommHooks, nn.Module):
         warn_after_s: Seconds after which a late rank is named in a warning; None: 10.
         reduce_through: "memory" that the ranks share, the process "group", or the better one that is
             possible ("auto").
-        dim, check_reduction, mixed_precision and the other arguments of torch's class: not supported
-            yet; a value that asks for something is refused.
+        dim, check_reduction, delay_all_reduce_named_params, param_to_hook_all_reduce,
+            skip_all_reduce_unused_params, batched_grad_copy: the result is the same with every value.
 
     Raises:
         ConfigError: An argument, or the model, is not supported; the message says which and why.
@@ -137,6 +138,8 @@ class DistributedDataParallel(CommHooks, nn.Module):
         self._join_config: Any = None  # torch's Join sets it
         self._joining: Joining | None = None
         self._tensors = ManagedTensors(module)
+        self._tensors.check_arguments(self._config.device, arguments)
+        self._config.precision.cast_buffers(module, self._tensors.ignored)
         self._peers = find_peers(process_group, device_mesh, timeout_s, warn_after_s)
         # Alone, there is nothing to average, and nothing may cost; but "raise" is also for one rank.
         is_alone = self._peers.world_size == 1 and nonfinite != "raise" and weight is None
@@ -166,7 +169,7 @@ class DistributedDataParallel(CommHooks, nn.Module):
         if self._config.device is not None:
             inputs, kwargs = _moved((inputs, kwargs), self._config.device)
         if self._passes is None or not torch.is_grad_enabled():
-            return self.module(*inputs, **kwargs)
+            return self._run_ddp_forward(*inputs, **kwargs)
         self._tensors.check_unchanged()
         is_syncing = self.require_backward_grad_sync
         if self._join_config is not None and self._join_config.enable and self._joining is not None:
@@ -176,10 +179,13 @@ class DistributedDataParallel(CommHooks, nn.Module):
             weight = self._config.weight
             given = weight(*inputs, **kwargs) if callable(weight) else weight
             self._passes.weights.add_forward(as_weight(given))
-        output = self.module(*inputs, **kwargs)
+        output = self._run_ddp_forward(*inputs, **kwargs)
         if is_syncing or self._passes.weights.is_used:
             self._passes.watch(output)
         return output
+
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return self._config.precision.run(self.module, self._tensors.ignored, inputs, kwargs)
 
     def weight(self, weight: Weight) -> contextlib.AbstractContextManager[None]:
         """Weigh this rank's gradients: in the backwards within `with`, or, called plainly, in the next one.
@@ -299,64 +305,6 @@ class DistributedDataParallel(CommHooks, nn.Module):
                 yield
         finally:
             self.require_backward_grad_sync = before
-
-    def grad_norm(self) -> float:
-        """The 2-norm of the last backward's mean gradient, over all parameters; the same on every rank.
-
-        Costs nothing where gradients are averaged in shared memory. Call it before changing .grad.
-        """
-        if self._passes is not None:
-            return math.sqrt(self._passes.squared_norm())
-        squares = [p.grad.double().square().sum() for p in self._tensors.trainable if p.grad is not None]
-        return math.sqrt(sum(float(square) for square in squares))
-
-    def clip_grad_norm_(
-        self,
-        max_norm: float,
-        norm_type: float = 2.0,
-        *,
-        scaler: torch.amp.GradScaler | None = None,
-    ) -> torch.Tensor:
-        """Scale all gradients so that their norm is at most `max_norm`; returns the norm that they had.
-
-        As torch.nn.utils.clip_grad_norm_, but for gradients that are as backward left them the norm is
-        known already. After the first call; that one computes it.
-
-        Args:
-            max_norm: The largest norm allowed.
-            norm_type: Of the p-norm; others than 2 are computed.
-            scaler: If gradients are still scaled by it: `max_norm` and the result are those of unscaled
-                gradients. Leave it out after `scaler.unscale_()`.
-
-        Example:
-            Rank 0's gradient is 6 and rank 1's 10: the norm is 8, and after clip_grad_norm_(2) both hold 2.
-        """
-        is_known = self._passes is not None and norm_type == 2.0
-        known = self._passes.known_norm() if is_known and self._passes is not None else None
-        scale = 1.0 if scaler is None else scaler.get_scale()
-        return clip(self._tensors.trainable, max_norm * scale, known, norm_type) / scale
-
-    def nonfinite(self) -> dict[int, tuple[str, ...]]:
-        """Whose gradients held an infinity or a NaN in the last pass: {rank: (parameter names)}.
-
-        The same on every rank, and found without looking at gradients again. Empty: all were finite.
-
-        Raises:
-            ConfigError: Nobody has looked, because of nonfinite="ignore" over a process group.
-
-        Example:
-            After a NaN in the batch of rank 1: {1: ("head.weight", "head.bias")}.
-        """
-        if self._passes is None:
-            parameters = zip(self._tensors.names, self._tensors.trainable)
-            names = [n for n, p in parameters if p.grad is not None and not torch.isfinite(p.grad).all()]
-            return {0: tuple(names)} if names else {}
-        if self._config.nonfinite == "ignore" and self._passes.path == "group":
-            raise ConfigError(
-                'DistributedDataParallel: with nonfinite="ignore" a process group looks for none.',
-                hint='pass nonfinite="warn" or "raise"',
-            )
-        return self._passes.nonfinite()
 
     def sync_buffers(self) -> None:
         """Bring the buffers in step now, as `buffers` and rank 0 say. Collective.

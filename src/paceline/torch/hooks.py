@@ -18,12 +18,16 @@ from paceline.reducer.pass_state import PassState
 from paceline.reducer.protocol import Reducer
 
 Hook = Callable[[torch.Tensor], None]
+HookMaker = Callable[[PassState, int, str, torch.Tensor, Reducer, torch.dtype], Hook]
+"""Of a parameter: its index, name, place, who averages, and the dtype of its gradients."""
 
 
-def pointer_hook(state: PassState, index: int, name: str, view: torch.Tensor, reducer: Reducer) -> Hook:
+def pointer_hook(
+    state: PassState, index: int, name: str, view: torch.Tensor, reducer: Reducer, dtype: torch.dtype
+) -> Hook:
     """For a reducer that takes pointers; only for gradients that lie in memory as their place does."""
-    mark_ready, handed, dtype, strides = reducer.mark_ready, state.handed, view.dtype, view.stride()
-    stage = copy_hook(state, index, name, view, reducer)
+    mark_ready, handed, strides = reducer.mark_ready, state.handed, view.stride()
+    stage = copy_hook(state, index, name, view, reducer, dtype)
     is_row_major = view.is_contiguous()
 
     def hand_over(parameter: torch.Tensor) -> None:
@@ -47,10 +51,11 @@ def pointer_hook(state: PassState, index: int, name: str, view: torch.Tensor, re
     return hand_over
 
 
-def copy_hook(state: PassState, index: int, name: str, view: torch.Tensor, reducer: Reducer) -> Hook:
-    """For any reducer and any layout of the gradient."""
-    mark_ready, handed, staged = reducer.mark_ready, state.handed, state.staged
-    copy, dtype = view.copy_, view.dtype
+def copy_hook(
+    state: PassState, index: int, name: str, view: torch.Tensor, reducer: Reducer, dtype: torch.dtype
+) -> Hook:
+    """For any reducer, any layout of the gradient, and a place of another dtype."""
+    mark_ready, handed, staged, copy = reducer.mark_ready, state.handed, state.staged, view.copy_
 
     def hand_over(parameter: torch.Tensor) -> None:
         if not state.is_syncing:
@@ -60,7 +65,7 @@ def copy_hook(state: PassState, index: int, name: str, view: torch.Tensor, reduc
             state.arm()
         gradient = parameter.grad
         if gradient is None or gradient.dtype is not dtype or gradient.is_sparse:
-            raise unsupported_gradient(name, gradient, view)
+            raise unsupported_gradient(name, gradient, dtype)
         # Only backward(create_graph=True) needs detach(), which takes as long as the rest of the hook.
         copy(gradient.detach() if gradient.requires_grad else gradient)
         handed[index] = gradient
@@ -70,9 +75,11 @@ def copy_hook(state: PassState, index: int, name: str, view: torch.Tensor, reduc
     return hand_over
 
 
-def view_hook(state: PassState, index: int, name: str, view: torch.Tensor, reducer: Reducer) -> Hook:
+def view_hook(
+    state: PassState, index: int, name: str, view: torch.Tensor, reducer: Reducer, dtype: torch.dtype
+) -> Hook:
     """For gradients that live in the arena: autograd's own tensor moves in when it made a new one."""
-    mark_ready, handed, copy, dtype = reducer.mark_ready, state.handed, view.copy_, view.dtype
+    mark_ready, handed, copy = reducer.mark_ready, state.handed, view.copy_
 
     def hand_over(parameter: torch.Tensor) -> None:
         if state.is_syncing and not state.is_armed:
@@ -80,7 +87,7 @@ def view_hook(state: PassState, index: int, name: str, view: torch.Tensor, reduc
         gradient = parameter.grad
         if gradient is not view:
             if gradient is None or gradient.dtype is not dtype or gradient.is_sparse:
-                raise unsupported_gradient(name, gradient, view)
+                raise unsupported_gradient(name, gradient, dtype)
             copy(gradient.detach() if gradient.requires_grad else gradient)  # as in copy_hook
             parameter.grad = view
         if not state.is_syncing:
@@ -92,7 +99,7 @@ def view_hook(state: PassState, index: int, name: str, view: torch.Tensor, reduc
     return hand_over
 
 
-def unsupported_gradient(name: str, gradient: torch.Tensor | None, view: torch.Tensor) -> ConfigError:
+def unsupported_gradient(name: str, gradient: torch.Tensor | None, dtype: torch.dtype) -> ConfigError:
     if gradient is None:
         got, likely = "no gradient", "another hook of this parameter set its gradient to None"
     elif gradient.is_sparse:
@@ -102,7 +109,7 @@ def unsupported_gradient(name: str, gradient: torch.Tensor | None, view: torch.T
         likely = "the model was converted, by .half() or .to(), after it had been wrapped"
     return ConfigError(
         f"DistributedDataParallel cannot average the gradient of '{name}'.",
-        expected=f"a dense gradient of {view.dtype}",
+        expected=f"a dense gradient of {dtype}",
         got=got,
         likely=likely,
     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +23,7 @@ class ManagedTensors:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self.ignored = ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         named = [(name, p) for name, p in module.named_parameters() if name not in ignored]
         self.all_parameters = dict(named)
         self.names = [name for name, p in named if p.requires_grad]
@@ -39,11 +40,43 @@ class ManagedTensors:
     def device_kinds(self) -> set[str]:
         return {p.device.type for p in self.trainable}
 
-    def specs(self) -> list[ParameterSpec]:
+    def specs(self, reduce_dtype: torch.dtype | None = None) -> list[ParameterSpec]:
+        """The parameters as a plan knows them; their gradients are averaged in `reduce_dtype`, if given."""
         return [
-            ParameterSpec(name, p.numel(), dtype_name(p.dtype), p.element_size(), str(p.device))
+            ParameterSpec(name, p.numel(), dtype_name(dtype), dtype.itemsize, str(p.device))
             for name, p in zip(self.names, self.trainable)
+            for dtype in [reduce_dtype or p.dtype]
         ]
+
+    def check_arguments(self, device: torch.device | None, arguments: Mapping[str, Any]) -> None:
+        """Refuse arguments of the wrapper that name other devices or parameters than the module has."""
+        delayed, trigger = (
+            arguments[name] for name in ("delay_all_reduce_named_params", "param_to_hook_all_reduce")
+        )
+        kinds = {p.device.type for p in self.all_parameters.values()}
+        if device is not None and kinds and device.type not in kinds:
+            raise ConfigError(
+                "DistributedDataParallel: device_ids names a device where the module is not.",
+                seen=f"parameters on {', '.join(sorted(kinds))}",
+                got=f"device_ids of kind {device.type}",
+                hint="leave device_ids out; or move the module there before wrapping it",
+            )
+        if (delayed is None) != (trigger is None):
+            raise ConfigError(
+                "DistributedDataParallel: delay_all_reduce_named_params and param_to_hook_all_reduce need to "
+                "be set at the same time.",
+                hint="both or neither; gradients of these parameters are averaged in the backward anyway",
+            )
+        named = dict(delayed or ())
+        wrong = [name for name, p in named.items() if self.all_parameters.get(name) is not p]
+        if wrong or (trigger is not None and all(p is not trigger for p in self.trainable)):
+            raise ConfigError(
+                "DistributedDataParallel: these are no parameters of the module.",
+                got=f"delay_all_reduce_named_params: {shorten(wrong)}"
+                if wrong
+                else "param_to_hook_all_reduce",
+                hint="pass (name, parameter) as module.named_parameters() gives them",
+            )
 
     def describe(self) -> tuple[tuple[TensorDescription, ...], tuple[TensorDescription, ...]]:
         """Parameters and buffers, as they must be on all ranks."""

@@ -28,7 +28,7 @@ from paceline.torch.buffer_sync import BufferSync
 from paceline.torch.buffers import broadcast_tensors
 from paceline.torch.config import DDPConfig
 from paceline.torch.hooked import CommHook
-from paceline.torch.hooks import copy_hook, pointer_hook, view_hook
+from paceline.torch.hooks import HookMaker, copy_hook, pointer_hook, view_hook
 from paceline.torch.optimizer_in_backward import Steppers, step_in_backward, take_over_optimizers
 from paceline.torch.parameters import ManagedTensors
 from paceline.torch.peers import Peers
@@ -170,7 +170,8 @@ class GradientPasses(BackwardPasses):
             for index, parameter in enumerate(self._tensors.trainable):
                 if index not in state.handed and index not in nobodys:
                     view = views[index]
-                    parameter.grad = view if self._config.gradients_in_arena else view.clone()
+                    is_at_home = self._config.gradients_in_arena and view.dtype is parameter.dtype
+                    parameter.grad = view if is_at_home else view.to(parameter.dtype, copy=True)
 
     def _adopt_order(self, order: list[int]) -> None:
         self.is_order_final = True
@@ -209,25 +210,30 @@ class GradientPasses(BackwardPasses):
 
     def _install_hooks(self) -> None:
         self._remove_hooks()
-        make = copy_hook
-        if self._config.gradients_in_arena:
-            make = view_hook
-        elif self._reduction.takes_pointers:
-            make = pointer_hook
         reducer, views = self._reduction.reducer, self._reduction.arena.views
+        places = zip(self._tensors.names, self._tensors.trainable, views)
         self._hooks = [
-            make(self.state, index, name, view, reducer)
-            for index, (name, view) in enumerate(zip(self._tensors.names, views))
+            self._kind_of_hook(parameter, view)(self.state, index, name, view, reducer, parameter.dtype)
+            for index, (name, parameter, view) in enumerate(places)
         ]
         self._handles = [
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             for parameter, hook in zip(self._tensors.trainable, self._hooks)
         ]
 
+    def _kind_of_hook(self, parameter: torch.Tensor, view: torch.Tensor) -> HookMaker:
+        if view.dtype is not parameter.dtype:
+            return copy_hook
+        if self._config.gradients_in_arena:
+            return view_hook
+        return pointer_hook if self._reduction.takes_pointers else copy_hook
+
     def _make_plan(self, order: list[int] | None) -> Plan:
         first, others = self._config.first_bucket_bytes, self._config.bucket_cap_bytes
+        caps = self._config.bucket_caps_bytes
+        specs = self._tensors.specs(self._config.reduce_dtype)
         if self._factory.hook is not None:
-            return plan_whole_buckets(self._tensors.specs(), caps_bytes=[first, others], order=order)
+            return plan_whole_buckets(specs, caps_bytes=caps or (first, others), order=order)
         return plan_buckets(
-            self._tensors.specs(), bucket_cap_bytes=others, first_bucket_bytes=first, order=order
+            specs, bucket_cap_bytes=others, first_bucket_bytes=first, order=order, caps_bytes=caps
         )
