@@ -10,7 +10,8 @@ from paceline.paddle import versions
 
 versions.check()
 
-from paceline.paddle.distributed import DistributedDataParallel, init_parallel_env  # noqa: E402
+from paceline.paddle.distributed import DistributedDataParallel, init_parallel_env, spawn  # noqa: E402
 from paceline.paddle.parallel import DataParallel  # noqa: E402
+from paceline.paddle.sync_batch_norm import SyncBatchNorm  # noqa: E402
 
-__all__ = ["DataParallel", "DistributedDataParallel", "init_parallel_env"]
+__all__ = ["DataParallel", "DistributedDataParallel", "SyncBatchNorm", "init_parallel_env", "spawn"]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import paddle.distributed as dist
 from paddle import nn
 
 from paceline.collectives.group import Group
+from paceline.launch.context import SpawnContext
+from paceline.launch.spawn import spawn as launch_spawn
 from paceline.paddle.parallel import DataParallel
-from paceline.paddle.peers import environment_group
+from paceline.paddle.peers import environment_group, is_on_several_hosts
 
 
 class DistributedDataParallel(DataParallel):
@@ -59,11 +62,12 @@ def init_parallel_env() -> Group | None:
     """Bring the processes of one host together; what paddle.distributed.init_parallel_env() does, faster.
 
     Needs no store of Paddle's. DataParallel does it by itself, so calling it is optional. Collective; blocks
-    until all processes that the launcher started have come.
+    until all processes that the launcher started have come. Processes of several hosts are brought together
+    by paddle.distributed.
 
     Returns:
-        The group, with its own collectives on numpy arrays; None in a single process. paddle.distributed's
-        collectives need paddle.distributed.init_parallel_env().
+        The group, with its own collectives on numpy arrays; None in a single process, and where
+        paddle.distributed did it. Its collectives need paddle.distributed.init_parallel_env().
 
     Raises:
         RendezvousError: A process is missing at the deadline.
@@ -71,4 +75,46 @@ def init_parallel_env() -> Group | None:
     Example:
         Rank 0 and rank 1 both call it, under `paceline run -n 2`: both get a group of world_size 2.
     """
+    if is_on_several_hosts():
+        dist.init_parallel_env()
+        return None
     return environment_group()
+
+
+def spawn(
+    func: Callable[..., Any],
+    args: Iterable[Any] = (),
+    nprocs: int = -1,
+    join: bool = True,
+    daemon: bool = False,
+    **options: Any,
+) -> SpawnContext | None:
+    """Call `func(*args)` on several new processes; as paddle.distributed.spawn, started by Paceline.
+
+    `paceline.spawn` does the same, but calls `func(rank, *args)` as torch's does.
+
+    Args:
+        func: What to call on each rank.
+        args: Its arguments.
+        nprocs: Number of ranks; -1: as many as there are cores.
+        join: Wait for the ranks; else return at once.
+        daemon: With join=False: stop the ranks, instead of waiting for them, when this process ends.
+        **options: Further ones of `paceline.spawn`.
+
+    Returns:
+        None, or with join=False a context to join later.
+
+    Raises:
+        ConfigError: An argument is wrong; nothing was started.
+        LaunchError: A rank failed. It names the first one, and why.
+
+    Example:
+        >>> spawn(train, args=(0.1,), nprocs=2)
+        Two processes run; each calls train(0.1).
+    """
+    count = None if nprocs == -1 else nprocs
+    return launch_spawn(_call_without_rank, (func, *args), count, join, daemon, **options)
+
+
+def _call_without_rank(rank: int, func: Callable[..., Any], *args: Any) -> None:
+    func(*args)

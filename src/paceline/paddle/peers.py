@@ -104,6 +104,15 @@ def find_peers(group: Any, timeout_s: float | None) -> Peers | None:
     return None if environment is None else _over(environment, timeout_s)
 
 
+def is_on_several_hosts() -> bool:
+    """Whether the launcher's variables tell of more processes than this host has."""
+    try:
+        place = read_rank_environment(needs_address=False)
+    except ConfigError:
+        return False
+    return place.local_world_size is not None and place.local_world_size < place.world_size
+
+
 def environment_group() -> Group | None:
     """The group of all processes that the launcher started; one for all models. None for a single one.
 

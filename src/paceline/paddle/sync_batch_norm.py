@@ -1,0 +1,142 @@
+"""`SyncBatchNorm`: batch normalisation over the batches of all ranks, on the CPU too.
+
+The one idea: two sums over ranks, each a step of Paddle's own graph whose gradient is again a sum over ranks.
+All else is ordinary arithmetic, so Paddle derives the gradient. Batches may differ in size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle
+from paddle import nn
+from paddle.nn import functional
+
+from paceline import _core
+from paceline.collectives.ops import ReduceOp
+from paceline.paddle.arena import dtype_name
+from paceline.paddle.peers import Peers, find_peers
+from paceline.reducer.host import CORE_DTYPES
+
+
+class SyncBatchNorm(nn.SyncBatchNorm):
+    """Batch normalisation over all ranks: a drop-in for `paddle.nn.SyncBatchNorm`, which needs a GPU.
+
+    In training, forward and backward are collective. In a single process it is plain batch normalisation.
+
+    Args:
+        num_features: Channels.
+        *arguments: As those of `paddle.nn.SyncBatchNorm`: momentum, epsilon, weight_attr, bias_attr,
+            data_format, name.
+        process_group: A group of paddle.distributed, or a `paceline.Group`; None: as `DataParallel` finds it.
+
+    Example:
+        Rank 0 has a batch of [0, 2], rank 1 one of [4, 6]: all four are normalised with a mean of 3.
+    """
+
+    def __init__(self, num_features: int, *arguments: Any, process_group: Any = None, **options: Any) -> None:
+        super().__init__(num_features, *arguments, **options)
+        self.process_group = process_group
+        self._peers: Peers | None = None
+        self._has_peers = False
+
+    @classmethod
+    def convert_sync_batchnorm(cls, layer: nn.Layer, process_group: Any = None) -> nn.Layer:
+        """Replace every BatchNorm within `layer` by a SyncBatchNorm with its parameters and statistics.
+
+        Returns:
+            `layer`, or its replacement if it is itself a BatchNorm.
+        """
+        if isinstance(layer, (nn.BatchNorm1D, nn.BatchNorm2D, nn.BatchNorm3D)):
+            return cls._converted(layer, process_group)
+        for name, child in layer.named_children():
+            converted = cls.convert_sync_batchnorm(child, process_group)
+            if converted is not child:
+                layer.add_sublayer(name, converted)
+        return layer
+
+    @classmethod
+    def _converted(cls, layer: nn.Layer, process_group: Any) -> SyncBatchNorm:
+        made = cls(
+            layer._num_features,
+            layer._momentum,
+            layer._epsilon,
+            layer._weight_attr,
+            layer._bias_attr,
+            _without_length(layer._data_format),
+            process_group=process_group,
+        )
+        for name in ("weight", "bias", "_mean", "_variance"):
+            setattr(made, name, getattr(layer, name))
+        made._use_global_stats = layer._use_global_stats
+        made.training = layer.training
+        return made
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        """Normalise `x` (channels in dimension 1, or last for data_format "NHWC") over all ranks' batches."""
+        if not self._has_peers:
+            self._peers, self._has_peers = find_peers(self.process_group, None), True
+        is_local = not self.training or self._use_global_stats
+        if self._peers is None or is_local:
+            return functional.batch_norm(
+                x,
+                self._mean,
+                self._variance,
+                self.weight,
+                self.bias,
+                training=self.training,
+                momentum=self._momentum,
+                epsilon=self._epsilon,
+                data_format=self._data_format if x.ndim > 2 else "NC",
+                use_global_stats=self._use_global_stats,
+            )
+        return self._normalise(x, self._peers.host_group)
+
+    def _normalise(self, x: paddle.Tensor, group: _core.HostGroup) -> paddle.Tensor:
+        channel = x.ndim - 1 if self._data_format == "NHWC" else 1
+        axes = [axis for axis in range(x.ndim) if axis != channel]
+        shape = [-1 if axis == channel else 1 for axis in range(x.ndim)]
+        wide = x.astype("float64" if x.dtype == paddle.float64 else "float32")
+        own_count = paddle.full([1], x.size / x.shape[channel], wide.dtype)
+        sums = _SumOverRanks.apply(paddle.concat([wide.sum(axes), own_count]), group)
+        count = sums[-1].detach()
+        mean = sums[:-1] / count
+        centred = wide - mean.reshape(shape)
+        variance = _SumOverRanks.apply((centred**2).sum(axes), group) / count
+        self._remember(mean, variance)
+        result = centred * (variance + self._epsilon).rsqrt().reshape(shape)
+        if self.weight is not None:
+            result = result * self.weight.reshape(shape)
+        if self.bias is not None:
+            result = result + self.bias.reshape(shape)
+        return result.astype(x.dtype)
+
+    def _remember(self, mean: paddle.Tensor, variance: paddle.Tensor) -> None:
+        with paddle.no_grad():
+            for running, new in ((self._mean, mean), (self._variance, variance)):
+                mixed = self._momentum * running + (1 - self._momentum) * new.astype(running.dtype)
+                paddle.assign(mixed, running)
+
+
+class _SumOverRanks(paddle.autograd.PyLayer):
+    """The sum over ranks. Its gradient is the sum of theirs, because each rank's loss depends on it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: paddle.Tensor, group: _core.HostGroup) -> paddle.Tensor:
+        ctx.group = group
+        return _summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: paddle.Tensor) -> paddle.Tensor:
+        return _summed(gradient, ctx.group)
+
+
+def _summed(x: paddle.Tensor, group: _core.HostGroup) -> paddle.Tensor:
+    result = x.detach().clone().contiguous()
+    group.all_reduce(result.data_ptr(), int(result.size), CORE_DTYPES[dtype_name(result.dtype)], ReduceOp.SUM)
+    return result
+
+
+def _without_length(data_format: str) -> str:
+    """The two words that `nn.SyncBatchNorm` knows for all numbers of dimensions."""
+    return "NHWC" if data_format in ("NLC", "NHWC", "NDHWC") else "NCHW"

@@ -1,0 +1,149 @@
+"""What paddle.DataParallel's users reported as broken, or as missing: each a test."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import paddle
+import pytest
+from numpy.testing import assert_allclose
+from paddle import nn
+
+from paceline.paddle import DataParallel, SyncBatchNorm
+from tests.multiprocess.paddle_models import (
+    assert_same_on_all_ranks,
+    batch,
+    gradients,
+    ranks,
+    share,
+    squares,
+    train,
+    two_layers,
+)
+
+
+class Doubled(paddle.autograd.PyLayer):
+    """An operation whose gradient users wrote."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * 2
+
+
+class Tied(nn.Layer):
+    """One weight used twice, once transposed, with a PyLayer between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        paddle.seed(1)
+        self.weight = self.create_parameter([4, 3])
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        return Doubled.apply(x @ self.weight) @ self.weight.t()
+
+
+def close(model: nn.Layer, alone: nn.Layer) -> None:
+    for ours, expected in zip(model.parameters(), alone.parameters(), strict=True):
+        assert_allclose(ours.numpy(), expected.numpy(), rtol=1e-5, atol=1e-6)
+        if not expected.stop_gradient:
+            assert_allclose(ours.grad.numpy(), expected.grad.numpy(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("view", [False, True])
+@ranks(2)
+def test_a_shared_weight_and_a_pylayer(group: object, view: bool) -> None:
+    model, alone, x = Tied(), Tied(), batch()
+    train(DataParallel(model, group=group, gradient_as_bucket_view=view), share(x, group.rank))
+    train(alone, paddle.to_tensor(x))
+    close(model, alone)
+
+
+# On the CPU Paddle says that it has no mixed precision, and goes on without.
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@ranks(2)
+def test_amp_and_its_scaler(group: object, level: str) -> None:
+    model, alone, x = two_layers(), two_layers(), batch()
+    for each, own in ((DataParallel(model, group=group), share(x, group.rank)), (alone, paddle.to_tensor(x))):
+        optimizer = paddle.optimizer.SGD(0.1, parameters=each.parameters())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if level == "O2":
+                _, optimizer = paddle.amp.decorate(
+                    models=each, optimizers=optimizer, level="O2", dtype="bfloat16", master_grad=True
+                )
+            scaler = paddle.amp.GradScaler(init_loss_scaling=1024.0)
+            for _ in range(2):
+                with paddle.amp.auto_cast(level=level, dtype="bfloat16"):
+                    loss = squares(each(own))
+                optimizer.clear_grad()
+                scaler.scale(loss).backward()
+                scaler.step(optimizer)
+                scaler.update()
+    close(model, alone)
+    assert_same_on_all_ranks(model, group)
+
+
+@ranks(2)
+def test_a_model_that_one_rank_does_not_use_is_in_step_all_the_same(group: object) -> None:
+    """Two models in one process; rank 1 leaves one of them out, in a loss that it could have been in."""
+    first, second = two_layers(), two_layers()
+    wrapped = [DataParallel(model, group=group, find_unused_parameters=True) for model in (first, second)]
+    own = share(batch(), group.rank)
+    for _ in range(2):
+        one, other = (model(own) for model in wrapped)
+        (squares(one) + squares(other) * float(group.rank == 0)).backward()
+        for model in (first, second):
+            assert_same_on_all_ranks(model, group)
+            assert all(g is not None for g in gradients(model))
+
+
+def normalised() -> nn.Sequential:
+    paddle.seed(1)
+    return nn.Sequential(
+        nn.Conv2D(1, 3, 2), nn.BatchNorm2D(3), nn.Flatten(), nn.Linear(12, 2), nn.BatchNorm1D(2)
+    )
+
+
+@ranks(2)
+def test_sync_batch_norm_is_that_of_the_whole_batch(group: object) -> None:
+    """With 5 samples on rank 0 and 3 on rank 1: the mean is over samples, not over ranks."""
+    x = np.random.default_rng(7).standard_normal((8, 1, 3, 3)).astype(np.float32)
+    own = paddle.to_tensor(x[:5] if group.rank == 0 else x[5:])
+    model, alone = normalised(), normalised()
+    converted = SyncBatchNorm.convert_sync_batchnorm(model, group)
+    assert converted is model and list(model.state_dict()) == list(alone.state_dict())
+    assert isinstance(model[1], SyncBatchNorm) and isinstance(model[1], nn.SyncBatchNorm)
+    # The mean over ranks of these losses is the loss of the whole batch.
+    share_of_loss = (own.shape[0] / 4) ** 0.5
+    train(DataParallel(model, group=group), own, call=lambda wrapped, part: wrapped(part) * share_of_loss)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Paddle's own, of running statistics
+        train(alone, paddle.to_tensor(x))
+    close(model, alone)
+    model.eval()
+    alone.eval()
+    assert_allclose(model(own).numpy(), alone(own).numpy(), rtol=1e-4, atol=1e-5)
+
+
+@ranks(2)
+def test_sync_batch_norm_over_other_layouts(group: object) -> None:
+    x = batch(8, 6).reshape(8, 3, 2)
+    for layout, kind in (("NCL", nn.BatchNorm1D), ("NLC", nn.BatchNorm1D)):
+        plain = kind(2 if layout == "NLC" else 3, data_format=layout)
+        plain.eval()
+        synced = SyncBatchNorm.convert_sync_batchnorm(
+            kind(2 if layout == "NLC" else 3, data_format=layout), group
+        )
+        out = synced(share(x, group.rank))
+        everything = np.concatenate(group.all_gather(out.numpy()))
+        axes = (0, 1) if layout == "NLC" else (0, 2)
+        assert_allclose(everything.mean(axes), 0, atol=1e-6)
+        assert_allclose(everything.std(axes), 1, atol=1e-4)
+        synced.eval()
+        plain._mean, plain._variance = synced._mean, synced._variance
+        assert_allclose(synced(share(x, 0)).numpy(), plain(share(x, 0)).numpy(), rtol=1e-5, atol=1e-6)
