@@ -53,7 +53,7 @@ def test_batches_and_epochs_and_states(workers: int) -> None:
 
 
 def test_it_is_paddles_without_shuffling() -> None:
-    """Where the ranks' batches are filled; Paddle also deals batch by batch, and we sample by sample."""
+    """For batches of one sample; larger ones Paddle deals as a whole, and we sample by sample."""
     for rank in range(2):
         ours = list(DistributedBatchSampler(Numbers(), 1, 2, rank))
         theirs = paddle.io.DistributedBatchSampler(Numbers(), 1, num_replicas=2, rank=rank)
