@@ -77,14 +77,17 @@ def test_a_context_can_be_stopped(tmp_path: Path) -> None:
 def test_functions_of_a_script_and_of_a_notebook(python: Run, is_file: bool) -> None:
     done = python(
         """
-        import sys
+        import multiprocessing, sys
         import paceline
         class Config:
             scale = 2
-        def scaled(rank, config):
+        def scaled(rank, config, queue):
             print(config.scale * rank)
+            queue.put(rank)
         if __name__ == "__main__":
-            paceline.spawn(scaled, (Config(),), nprocs=2)
+            queue = multiprocessing.get_context("spawn").Queue()
+            paceline.spawn(scaled, (Config(), queue), nprocs=2)
+            print(sorted(queue.get(timeout=20) for _ in range(2)))
             offset = 5
             exec("def inner(rank): print('inner', offset + rank)")
             paceline.spawn(inner if "-" in sys.argv else lambda rank: inner(rank), nprocs=1)
@@ -94,7 +97,7 @@ def test_functions_of_a_script_and_of_a_notebook(python: Run, is_file: bool) -> 
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert sorted(lines[:2]) == ["[rank 0] 0", "[rank 1] 2"]
-    assert lines[2:] == ["inner 5"]
+    assert lines[2:] == ["[0, 1]", "inner 5"]
 
 
 def test_a_script_without_the_main_guard_is_told(python: Run) -> None:

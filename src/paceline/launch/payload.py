@@ -126,11 +126,16 @@ def _pickle_call(function: Callable[..., Any], args: tuple[Any, ...], *, is_main
 def _cloudpickle_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     import cloudpickle
 
+    # The table must be the class's: the pickler reads it when it is made, and no later.
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+        dispatch_table = ChainMap(
+            ForkingPickler._extra_reducers,  # type: ignore[attr-defined]
+            cloudpickle.Pickler.dispatch_table,
+        )
+
     buffer = io.BytesIO()
-    pickler = cloudpickle.Pickler(buffer)
-    pickler.dispatch_table = ChainMap(ForkingPickler._extra_reducers, pickler.dispatch_table)  # type: ignore[attr-defined]
     try:
-        pickler.dump((function, args))
+        Pickler(buffer).dump((function, args))
     except (pickle.PicklingError, AttributeError, TypeError, RuntimeError) as error:
         raise ConfigError(
             f"{_name(function)} or an argument of it cannot be sent to another process.",
