@@ -126,6 +126,14 @@ def test_step_against_torch(tmp_path):
     assert not drawing or plot.stat().st_size > 10_000
 
 
+@pytest.mark.skipif(importlib.util.find_spec("paddle") is None, reason="needs PaddlePaddle")
+def test_step_against_paddle(tmp_path):
+    content = bench(tmp_path, "step", "--framework", "paddle", "--models", "toy,deep")
+    rows = [(row["model"], row["way"]) for row in content["rows"]]
+    ways = ("alone", "paddle", "paceline", "paceline_view")
+    assert rows == [(model, way) for model in ("toy", "deep") for way in ways]
+
+
 @needs_torch
 def test_killed_is_noticed(tmp_path):
     content = bench(tmp_path, "killed", "--only", "paceline", "--resident", "16")

@@ -78,6 +78,14 @@ class GradientPasses(BackwardPasses):
         """That of the plan in use."""
         return self._reducer
 
+    def begin_forward(self, *, is_syncing: bool, is_training: bool) -> None:
+        """See `BackwardPasses`; cleared gradients stay where they are."""
+        super().begin_forward(is_syncing=is_syncing, is_training=is_training)
+        if self._config.gradients_in_arena:
+            # Paddle would put a new tensor in the place of a cleared one: a copy in each hook.
+            for parameter in self._tensors.trainable:
+                internals.count_as_gradient(parameter)
+
     def watch(self, output: object) -> None:
         """Let the backward of these outputs begin a pass even if it reaches no parameter."""
         if isinstance(output, paddle.Tensor):

@@ -72,7 +72,14 @@ def _add_all_reduce(benches: Any) -> None:
 def _add_step(benches: Any) -> None:
     parser = _add(benches, "step", _step, 30, "what data parallelism adds to a training step")
     parser.add_argument(
-        "--models", type=_names, default=(), metavar="A,B", help="of toy,rl,mlp,gpt,cnn (default: all)"
+        "--framework", choices=("torch", "paddle"), default="torch", help="whose models (default torch)"
+    )
+    parser.add_argument(
+        "--models",
+        type=_names,
+        default=(),
+        metavar="A,B",
+        help="of toy,rl,mlp,gpt,cnn, or with paddle toy,rl,deep,mlp (default: all)",
     )
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw it (needs matplotlib)")
     parser.add_argument(
@@ -125,9 +132,11 @@ def _all_reduce(arguments: argparse.Namespace) -> int:
 def _step(arguments: argparse.Namespace) -> int:
     from paceline.observe.bench import plot, step
 
-    _check_names("--models", arguments.models, step.MODELS)
+    framework, models = arguments.framework, step.MODELS[arguments.framework]
+    _check_names("--models", arguments.models, models)
     environment = {} if arguments.system_malloc else step.STEADY_MALLOC
-    report = step.run(_plan(arguments, step.ENTRIES, environment), arguments.models or step.MODELS)
+    plan = _plan(arguments, step.ENTRIES[framework], environment)
+    report = step.run(plan, arguments.models or models, framework)
     return _finish(report, arguments, plot.draw_step)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from paceline.launch.topology import read_machine
 
-_PACKAGES = ("paceline", "numpy", "torch", "mpi4py")
+_PACKAGES = ("paceline", "numpy", "torch", "paddlepaddle", "mpi4py")
 
 
 @dataclass(frozen=True)

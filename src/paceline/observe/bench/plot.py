@@ -19,6 +19,7 @@ _STYLES = {
     "paceline_view": ("#0b5394", "o"),
     "gloo": ("#cc4125", "D"),
     "torch": ("#cc4125", "D"),
+    "paddle": ("#cc4125", "D"),
     "torch_view": ("#e69138", "P"),
     "openmpi": ("#6aa84f", "v"),
 }
@@ -54,7 +55,7 @@ def draw_step(report: Report, path: Path) -> None:
     """One panel per model: what each way adds to a step, with its 95 % interval."""
     models = list(dict.fromkeys(row["model"] for row in report.data["rows"]))
     figure, panels = _figure(max(6.0, 2.6 * len(models) + 1), 4.6, len(models))
-    labels = {entry.key: entry.label for entry in step.ENTRIES}
+    labels = {entry.key: entry.label for entry in step.ENTRIES[report.data["framework"]]}
     for model, axes in zip(models, panels if len(models) > 1 else [panels], strict=True):
         of_model = [row for row in report.data["rows"] if row["model"] == model]
         rows = [row for row in of_model if "overhead_s" in row]

@@ -1,7 +1,8 @@
-"""`paceline bench step`: what data parallelism adds to a training step, against torch's DDP on Gloo."""
+"""`paceline bench step`: what data parallelism adds to a training step, against the framework's own."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from paceline.observe.bench.report import Report
 from paceline.observe.bench.rounds import Interval, overhead, slowest_median
 from paceline.observe.bench.units import format_ratio, format_time
 
-MODELS = ("toy", "rl", "mlp", "gpt", "cnn")
+MODELS = {"torch": ("toy", "rl", "mlp", "gpt", "cnn"), "paddle": ("toy", "rl", "deep", "mlp")}
 # A step of the larger models takes tens of milliseconds; a few of them average out the scheduler.
 SAMPLE_S = 0.1
 
@@ -28,21 +29,38 @@ def entry(key: str, label: str, **options: Any) -> Entry:
     return Entry(key, label, "paceline.torch.bench.step:Step", options, no_torch, launch)
 
 
-ENTRIES = (
-    entry("alone", "alone, no synchronisation", way="alone"),
-    entry("torch", "torch DDP on Gloo", way="torch"),
-    entry("torch_view", "torch DDP on Gloo, bucket view", way="torch", gradient_as_bucket_view=True),
-    entry("paceline", "Paceline DDP", way="paceline"),
-    entry("paceline_view", "Paceline DDP, bucket view", way="paceline", gradient_as_bucket_view=True),
-)
+def _paddle_entry(key: str, label: str, **options: Any) -> Entry:
+    launch = unbound if options["way"] == "paddle" else bound
+    return Entry(key, label, "paceline.paddle.bench.step:Step", options, _no_paddle, launch)
 
 
-def run(plan: Plan, models: Sequence[str]) -> Report:
+def _no_paddle() -> str:
+    return "" if importlib.util.find_spec("paddle") else "PaddlePaddle is not installed"
+
+
+ENTRIES = {
+    "torch": (
+        entry("alone", "alone, no synchronisation", way="alone"),
+        entry("torch", "torch DDP on Gloo", way="torch"),
+        entry("torch_view", "torch DDP on Gloo, bucket view", way="torch", gradient_as_bucket_view=True),
+        entry("paceline", "Paceline DDP", way="paceline"),
+        entry("paceline_view", "Paceline DDP, bucket view", way="paceline", gradient_as_bucket_view=True),
+    ),
+    "paddle": (
+        _paddle_entry("alone", "alone, no synchronisation", way="alone"),
+        _paddle_entry("paddle", "paddle.DataParallel on Gloo", way="paddle"),
+        _paddle_entry("paceline", "Paceline DataParallel", way="paceline"),
+        _paddle_entry("paceline_view", "Paceline, bucket view", way="paceline", gradient_as_bucket_view=True),
+    ),
+}
+
+
+def run(plan: Plan, models: Sequence[str], framework: str = "torch") -> Report:
     """Measure and report; see the command's help for the arguments."""
     machine = Machine.here()
     rows: list[list[str]] = []
     data: list[dict[str, Any]] = []
-    with plan.contest(ENTRIES) as contest:
+    with plan.contest(ENTRIES[framework]) as contest:
         for model in models:
             plan.say(f"{model}: checking gradients")
             facts = contest.on_all("prepare", model, model=model)
@@ -52,24 +70,25 @@ def run(plan: Plan, models: Sequence[str]) -> Report:
             rows += [*_rows(contest, heading, timings), []]
             data += _as_data(model, facts, timings)
     return Report(
-        theme="step",
-        title=f"one training step, {plan.ranks} ranks on one host",
+        theme="step" if framework == "torch" else f"step-{framework}",
+        title=f"one training step in {framework}, {plan.ranks} ranks on one host",
         command=plan.command,
         machine=machine,
-        columns=["model", "way", "step", "overhead", "95 % interval", "torch's overhead / this"],
+        columns=["model", "way", "step", "overhead", "95 % interval", f"{framework}'s overhead / this"],
         rows=rows,
         notes=[
             f"step: median of {plan.rounds} rounds on each rank, then the slowest rank. overhead: step minus "
             "step alone in the same round, each of the slowest rank; median over rounds.",
             *_malloc_note(plan),
             "'alone' runs on all ranks at once, so that the cores are as busy as with synchronisation. "
-            "torch's overhead: the smaller one of its two ways.",
-            "Ranks are bound to cores as `paceline run` does; those of torch's DDP are not, as torchrun's.",
+            f"{framework}'s overhead: the smallest of its ways.",
+            f"Ranks are bound to cores as `paceline run` does; those of {framework}'s own are not, as "
+            "with its launcher.",
             "Gradients were checked before timing: close to the mean as computed on one process, and the "
             "same bits on all ranks.",
             *plan.notes(contest),
         ],
-        data={"ranks": plan.ranks, "rounds": plan.rounds, "rows": data},
+        data={"framework": framework, "ranks": plan.ranks, "rounds": plan.rounds, "rows": data},
         is_complete=not contest.ours_failed,
         text_columns=2,
     )
@@ -102,7 +121,7 @@ def _size_of(facts: dict[str, list[dict[str, Any]]]) -> str:
 
 def _rows(contest: Contest, heading: str, timings: dict[str, Timing]) -> list[list[str]]:
     added = overheads(timings)
-    theirs = [added[key] for key in ("torch", "torch_view") if key in added]
+    theirs = [interval for key, interval in added.items() if not key.startswith("paceline")]
     reference = min(theirs, key=lambda interval: interval.median) if theirs else None
     rows: list[list[str]] = []
     for contender in contest.contenders:
@@ -125,7 +144,7 @@ def overheads(timings: dict[str, Timing]) -> dict[str, Interval]:
 
 
 def overhead_cells(key: str, ours: Interval | None, theirs: Interval | None) -> list[str]:
-    """Overhead, its interval, and torch's overhead over ours: no larger than the samples allow to say."""
+    """Overhead, its interval, and the framework's overhead over ours: no larger than samples allow to say."""
     if ours is None:
         return ["-", "-", "-"]
     cells = [format_time(ours.median), f"{format_time(ours.low)} .. {format_time(ours.high)}"]
