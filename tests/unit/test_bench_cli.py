@@ -61,10 +61,13 @@ def test_a_missing_matplotlib_is_told_before_anything_starts(monkeypatch, capsys
     assert "matplotlib" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("bench", [all_reduce, step, killed, memory, data])
-def test_contenders_have_different_names(bench):
-    assert len({entry.key for entry in bench.ENTRIES}) == len(bench.ENTRIES)
-    assert len({entry.label for entry in bench.ENTRIES}) == len(bench.ENTRIES)
+LISTS = [bench.ENTRIES for bench in (all_reduce, killed, memory, data)] + list(step.ENTRIES.values())
+
+
+@pytest.mark.parametrize("entries", LISTS)
+def test_contenders_have_different_names(entries):
+    assert len({entry.key for entry in entries}) == len(entries)
+    assert len({entry.label for entry in entries}) == len(entries)
 
 
 def test_absent_contenders_are_told(monkeypatch):
