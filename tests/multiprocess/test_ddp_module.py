@@ -278,7 +278,9 @@ def test_a_forked_child_is_refused(rank: int) -> None:
 @ranks(2, group="gloo")
 def test_a_late_rank_is_an_error_at_the_time_out(rank: int, path: str) -> None:
     ddp = DistributedDataParallel(two_layers(), reduce_through=path, timeout_s=3, warn_after_s=0.1)
-    ddp(torch.ones(1, 4)).sum().backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # a busy machine is late as well
+        ddp(torch.ones(1, 4)).sum().backward()
     store = dist.distributed_c10d._get_default_store()
     if rank == 1:
         store.wait(["rank 0 has raised"])

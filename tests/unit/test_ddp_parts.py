@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel as TorchDDP  # noqa: E402
 
 from paceline.errors import ConfigError  # noqa: E402
 from paceline.reducer.plan import plan_buckets  # noqa: E402
@@ -136,3 +137,15 @@ def test_ignored_parameters_are_left_alone() -> None:
     model = nn.Linear(2, 2)
     model._ddp_params_and_buffers_to_ignore = ["bias"]
     assert ManagedTensors(model).names == ["weight"]
+
+
+def test_nothing_of_torchs_class_is_inherited_by_accident() -> None:
+    """It would run on state that our class does not have."""
+    own = {"train", "_active_ddp_module", "_get_active_ddp_module", "_inside_ddp_forward"}
+    own |= {
+        name for name in vars(TorchDDP) if name.startswith("__") and not callable(getattr(TorchDDP, name))
+    }
+    for name in set(vars(TorchDDP)) - own:
+        ours = inspect.getattr_static(DistributedDataParallel, name)
+        assert ours is not inspect.getattr_static(TorchDDP, name), name
+    assert not hasattr(DistributedDataParallel, "_lazy_init")

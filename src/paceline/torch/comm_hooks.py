@@ -22,9 +22,10 @@ class CommHooks:
 
     if TYPE_CHECKING:
         _passes: GradientPasses | None
-        _peers: Peers
 
         def _begin_passes(self) -> GradientPasses: ...
+
+        def _connected(self) -> Peers: ...
 
     _comm_hook: CommHook | None = None
 
@@ -57,16 +58,17 @@ class CommHooks:
                 seen=f"'{self._comm_hook.name}' is registered",
                 hint="wrap the module anew to use another hook",
             )
-        if self._peers.process_group is None:
+        peers = self._connected()
+        if peers.process_group is None:
             raise ConfigError(
                 "register_comm_hook: a communication hook needs a process group of torch.",
                 seen="a paceline.Group",
                 hint='torch.distributed.init_process_group("paceline") makes one in shared memory',
             )
         chosen = CommHook(state, hook)
-        if self._peers.world_size > 1:
+        if peers.world_size > 1:
             options = {"the communication hook": chosen.name}
-            check_agreement(ModelDescription((), (), options), self._peers.exchange, self._peers.timeout_s)
+            check_agreement(ModelDescription((), (), options), peers.exchange, peers.timeout_s)
         if self._passes is None:
             self._passes = self._begin_passes()
         self._passes.use_hook(chosen)
@@ -80,7 +82,7 @@ class CommHooks:
             BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
             BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
         }
-        self.register_comm_hook(self._peers.process_group, hooks[comm_hook_type])
+        self.register_comm_hook(self._connected().process_group, hooks[comm_hook_type])
 
     def _register_buffer_comm_hook(
         self, state: object, hook: Callable[..., Any], comm_hook_location: Any = None
@@ -98,6 +100,7 @@ class CommHooks:
             TypeError: It is not callable.
         """
         chosen = BufferHook(state, hook, comm_hook_location)
+        self._connected()
         if self._passes is None:
             self._passes = self._begin_passes()
         self._passes.buffers.hook = chosen

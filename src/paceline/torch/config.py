@@ -172,15 +172,16 @@ def _single_device(
         device_ids,
         "one device: each process drives one, or device_ids=None",
     )
-    device = _as_device(device_ids[0])
+    device = as_device(device_ids[0])
     if output_device is not None:
         _require(
-            _as_device(output_device) == device, "output_device", output_device, f"{device}, as device_ids"
+            as_device(output_device) == device, "output_device", output_device, f"{device}, as device_ids"
         )
     return device
 
 
-def _as_device(device: int | torch.device) -> torch.device:
+def as_device(device: int | str | torch.device) -> torch.device:
+    """A device as users name it; a number is that of an accelerator."""
     if isinstance(device, int):
         accelerator = torch.accelerator.current_accelerator()
         return torch.device("cuda" if accelerator is None else accelerator.type, device)

@@ -4,10 +4,12 @@ What it does is elsewhere: `config` (arguments), `peers` (the group), `parameter
 `passes` (each backward). This file is the module that users hold.
 """
 
+# mypy: disable-error-code="override"
+# What torch's class keeps in attributes are properties here
+
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,21 +17,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.join import Join
-from torch.utils import _pytree as pytree
 
 from paceline.reducer.agreement import ModelDescription, check_agreement
 from paceline.reducer.finished import take_part_until_all_finished
 from paceline.reducer.micro_batches import as_weight
 from paceline.torch.buffers import broadcast_tensors
 from paceline.torch.comm_hooks import CommHooks
+from paceline.torch.compatible import hide_torchs_own, moved
+from paceline.torch.compiling import untraced, untraced_itself
 from paceline.torch.config import make_config
+from paceline.torch.copies import Copies
 from paceline.torch.gradient_statistics import GradientStatistics
 from paceline.torch.parameters import ManagedTensors
 from paceline.torch.passes import GradientPasses
-from paceline.torch.peers import find_peers
+from paceline.torch.peers import Peers, find_peers
 from paceline.torch.reduction import ReductionFactory
-from paceline.torch.uneven import DDPJoinHook, Joining
+from paceline.torch.uneven import Joining, Joins
 from paceline.torch.weights import Weight
 
 if TYPE_CHECKING:
@@ -38,7 +41,8 @@ if TYPE_CHECKING:
     from paceline.collectives.group import Group
 
 
-class DistributedDataParallel(CommHooks, GradientStatistics, nn.Module):
+@hide_torchs_own
+class DistributedDataParallel(CommHooks, GradientStatistics, Joins, Copies):
     """Trains one model on several processes: a drop-in for `torch.nn.parallel.DistributedDataParallel`.
 
     Every rank wraps the same model and runs forward and backward on its own share of the batch. When
@@ -128,64 +132,102 @@ class DistributedDataParallel(CommHooks, GradientStatistics, nn.Module):
         reduce_through: str = "auto",
     ) -> None:
         arguments = dict(locals())
-        for name in ("self", "module", "process_group", "device_mesh", "__class__"):
+        for name in ("self", "module", "process_group", "device_mesh"):
             del arguments[name]
-        super().__init__()
+        nn.Module.__init__(self)  # not torch's DDP: it is a base only so that others recognise this class
         self._arguments = arguments
         self._config = make_config(**arguments)
         self.module = module
         self.require_backward_grad_sync = True
+        self.require_forward_param_sync = True  # others set it; buffers are brought in step after backward
         self._join_config: Any = None  # torch's Join sets it
         self._joining: Joining | None = None
         self._tensors = ManagedTensors(module)
         self._tensors.check_arguments(self._config.device, arguments)
         self._config.precision.cast_buffers(module, self._tensors.ignored)
-        self._peers = find_peers(process_group, device_mesh, timeout_s, warn_after_s)
-        # Alone, there is nothing to average, and nothing may cost; but "raise" is also for one rank.
-        is_alone = self._peers.world_size == 1 and nonfinite != "raise" and weight is None
-        self._check_model()
-        self._passes = None if is_alone else self._begin_passes()
+        self._connect(find_peers(process_group, device_mesh, timeout_s, warn_after_s))
 
-    def _check_model(self) -> None:
+    def _connect(self, peers: Peers) -> None:
+        """Begin to keep the model in step with the other ranks'. Collective."""
+        self._peers = peers
+        # Alone, there is nothing to average, and nothing may cost; but "raise" is also for one rank.
+        config = self._config
+        is_alone = peers.world_size == 1 and config.nonfinite != "raise" and config.weight is None
+        self._check_model(peers)
+        self._passes = None if is_alone else self._begin_passes()
+        self._is_connected = True
+
+    def _connected(self) -> Peers:
+        peers = self._peers
+        if peers is None or not self._is_connected:
+            peers = peers or find_peers(None, None, self._config.timeout_s, self._config.warn_after_s)
+            self._connect(peers)
+        return peers
+
+    def _check_model(self, peers: Peers) -> None:
         parameters, buffers = self._tensors.describe()
         description = ModelDescription(parameters, buffers, self._config.agreed_options())
-        if self._peers.world_size > 1:
-            check_agreement(description, self._peers.exchange, self._peers.timeout_s)
+        if peers.world_size > 1:
+            check_agreement(description, peers.exchange, peers.timeout_s)
         self._tensors.check_trainable()
 
     def _begin_passes(self) -> GradientPasses:
-        factory = ReductionFactory(self._peers, self._tensors.device_kinds, self._config)
+        peers = self._peers
+        assert peers is not None
+        factory = ReductionFactory(peers, self._tensors.device_kinds, self._config)
         if self._config.init_sync:
             buffers = list(self._tensors.buffers.values()) if self._config.init_sync_buffers else []
             values = [*self._tensors.all_parameters.values(), *buffers]
-            broadcast_tensors(values, self._peers.rank, factory.broadcast)
-        passes = GradientPasses(self._tensors, self._peers, factory, self._config)
+            broadcast_tensors(values, peers.rank, factory.broadcast)
+        passes = GradientPasses(self._tensors, peers, factory, self._config)
         # The hooks are the parameters', which may live on and be wrapped again.
         weakref.finalize(self, passes.close).atexit = False
         return passes
 
+    @untraced_itself
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the wrapped module; where gradients will be needed, get ready to average them."""
-        if self._config.device is not None:
-            inputs, kwargs = _moved((inputs, kwargs), self._config.device)
-        if self._passes is None or not torch.is_grad_enabled():
-            return self._run_ddp_forward(*inputs, **kwargs)
-        self._tensors.check_unchanged()
-        is_syncing = self.require_backward_grad_sync
-        if self._join_config is not None and self._join_config.enable and self._joining is not None:
-            self._joining.notify(self, is_syncing)
-        self._passes.begin_forward(is_syncing=is_syncing, is_training=self.module.training)
-        if self._config.weight is not None:
-            weight = self._config.weight
-            given = weight(*inputs, **kwargs) if callable(weight) else weight
-            self._passes.weights.add_forward(as_weight(given))
-        output = self._run_ddp_forward(*inputs, **kwargs)
-        if is_syncing or self._passes.weights.is_used:
-            self._passes.watch(output)
+        inputs, kwargs = self._before_forward(inputs, kwargs)
+        with self._inside_ddp_forward():  # torch.compile cuts the graphs of what runs within into buckets
+            output = self._run_ddp_forward(*inputs, **kwargs)
+        if torch.is_grad_enabled():
+            self._after_forward(output)
         return output
 
+    @untraced_itself
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         return self._config.precision.run(self.module, self._tensors.ignored, inputs, kwargs)
+
+    @untraced
+    def _before_forward(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._config.device is not None:
+            inputs, kwargs = moved((inputs, kwargs), self._config.device)
+        if not torch.is_grad_enabled():
+            return inputs, kwargs
+        if not self._is_connected and self.module.training:
+            self._connected()
+        passes = self._passes
+        if passes is not None:
+            self._tensors.check_unchanged()
+            is_syncing = self.require_backward_grad_sync
+            if self._join_config is not None and self._join_config.enable and self._joining is not None:
+                self._joining.notify(self, is_syncing)
+            passes.begin_forward(is_syncing=is_syncing, is_training=self.module.training)
+            if self._config.weight is not None:
+                weight = self._config.weight
+                given = weight(*inputs, **kwargs) if callable(weight) else weight
+                passes.weights.add_forward(as_weight(given))
+        return inputs, kwargs
+
+    @untraced
+    def _after_forward(self, output: object) -> None:
+        passes = self._passes
+        if not self._is_connected:
+            self._refuse_backward(output)
+        elif passes is not None and (passes.state.is_syncing or passes.weights.is_used):
+            passes.watch(output)
 
     def weight(self, weight: Weight) -> contextlib.AbstractContextManager[None]:
         """Weigh this rank's gradients: in the backwards within `with`, or, called plainly, in the next one.
@@ -213,10 +255,14 @@ class DistributedDataParallel(CommHooks, GradientStatistics, nn.Module):
             ...     loss.backward()             # .grad is (3 * 1 + 1 * 5) / 4 = 2 on both
         """
         value = as_weight(weight)
-        if self._passes is None:  # alone, there still are micro-batches
-            self._passes = self._begin_passes()
-            self._passes.state.is_syncing = self.require_backward_grad_sync
-        return self._passes.weights.give(value)
+        if not self._is_connected:
+            self._connected()
+        passes = self._passes
+        if passes is None:  # alone, there still are micro-batches
+            assert self._peers is not None
+            passes = self._passes = self._begin_passes()
+            passes.state.is_syncing = self.require_backward_grad_sync
+        return passes.weights.give(value)
 
     def finished(self, after_pass: Callable[[], object] | None = None) -> None:
         """Say that this rank has no more data, and take part without any until all ranks have said so.
@@ -239,52 +285,6 @@ class DistributedDataParallel(CommHooks, GradientStatistics, nn.Module):
         """
         if self._passes is not None:
             take_part_until_all_finished(self._passes, after_pass)
-
-    def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-    ) -> Join:
-        """A context in which ranks may make different numbers of steps, as torch's; see also finished().
-
-        A rank that leaves it takes part in the others' passes, and at its end all ranks have the model of
-        one that went on longest. One forward for each backward.
-
-        Args:
-            divide_by_initial_world_size: Divide sums of gradients by the number of all ranks; False: of
-                those that still have data.
-            enable: False: as if there were no context.
-            throw_on_early_termination: Raise RuntimeError on all ranks as soon as one has no more data.
-
-        Raises:
-            ConfigError: The ranks are connected by a `paceline.Group`; torch's Join needs a process group.
-        """
-        return Join(
-            [self],  # type: ignore[list-item]  # of the shape of a Joinable
-            enable,
-            throw_on_early_termination,
-            divide_by_initial_world_size=divide_by_initial_world_size,
-        )
-
-    def join_hook(self, **kwargs: Any) -> DDPJoinHook:
-        """What torch's `Join` runs when this rank has no more data; part of its `Joinable` protocol."""
-        divide = bool(kwargs.get("divide_by_initial_world_size", True))
-        self._joining = Joining(self._passes, self._peers.process_group, self.join_device)
-        return DDPJoinHook(self._joining, divide, self._leave_join)
-
-    def _leave_join(self) -> None:
-        self._joining = self._join_config = None
-
-    @property
-    def join_device(self) -> torch.device:
-        """Where `Join` keeps its flags: the device of the model's parameters."""
-        return self._tensors.trainable[0].device
-
-    @property
-    def join_process_group(self) -> dist.ProcessGroup | None:
-        """The group over which `Join` asks who has joined."""
-        return self.process_group
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -313,7 +313,7 @@ class DistributedDataParallel(CommHooks, GradientStatistics, nn.Module):
         `buffers` calls "local". For an evaluation on all ranks; one on rank 0 alone needs no call.
         """
         if self._passes is not None:
-            self._passes.buffers.sync(range(self._peers.world_size), on_demand=True)
+            self._passes.buffers.sync(range(self._passes.world_size), on_demand=True)
 
     def will_sync_module_buffers(self) -> bool:
         """Whether a synchronised backward brings buffers in step."""
@@ -327,17 +327,9 @@ class DistributedDataParallel(CommHooks, GradientStatistics, nn.Module):
     @property
     def process_group(self) -> dist.ProcessGroup | None:
         """Torch's process group, or None where a `paceline.Group` connects the ranks."""
-        return self._peers.process_group
+        return None if self._peers is None else self._peers.process_group
 
     @property
     def reduces_through(self) -> str:
         """Where gradients are averaged: "memory", "group", or "nothing" for a single rank."""
         return "nothing" if self._passes is None else self._passes.path
-
-    def __reduce__(self) -> Any:
-        # As torch's: the copy belongs to the default group of the process that makes it. Collective there.
-        return functools.partial(type(self), **self._arguments), (self.module,)
-
-
-def _moved(inputs: Any, device: torch.device) -> Any:
-    return pytree.tree_map(lambda item: item.to(device) if isinstance(item, torch.Tensor) else item, inputs)

@@ -26,6 +26,7 @@ from paceline.reducer.verdict import Judge
 from paceline.reducer.whole_buckets import plan_whole_buckets
 from paceline.torch.buffer_sync import BufferSync
 from paceline.torch.buffers import broadcast_tensors
+from paceline.torch.compiling import untraced
 from paceline.torch.config import DDPConfig
 from paceline.torch.hooked import CommHook
 from paceline.torch.hooks import HookMaker, copy_hook, pointer_hook, view_hook
@@ -64,16 +65,23 @@ class GradientPasses(BackwardPasses):
         self._tensors = tensors
         self._peers = peers
         self._factory = factory
-        self._config = config
-        self._judge = Judge(
-            tensors.names, peers.world_size, allow_unused=config.allow_unused, nonfinite=config.nonfinite
-        )
+        self.use_config(config)
         self._in_backward: Steppers = []
         self._handles: list[RemovableHandle] = []
         self._plan = self._make_plan(None)
         self._reduction = factory.make(self._plan, tensors.trainable)
         self.is_order_final = has_one_order(self._plan)
         self._install_hooks()
+
+    def use_config(self, config: DDPConfig) -> None:
+        """Judge passes by other options than before. Not within a pass; on every rank."""
+        self._config = config
+        self._judge = Judge(
+            self._tensors.names,
+            self._peers.world_size,
+            allow_unused=config.allow_unused,
+            nonfinite=config.nonfinite,
+        )
 
     @property
     def path(self) -> str:
@@ -116,6 +124,7 @@ class GradientPasses(BackwardPasses):
             if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
                 tensor.register_hook(self._on_output_gradient)  # type: ignore[no-untyped-call]
 
+    @untraced
     def _on_output_gradient(self, _: torch.Tensor) -> None:
         state = self.state
         if not state.is_syncing:
@@ -125,6 +134,10 @@ class GradientPasses(BackwardPasses):
 
     def _is_in_backward(self) -> bool:
         return torch._C._current_graph_task_id() != -1
+
+    @untraced
+    def _end(self) -> None:
+        super()._end()
 
     def _call_at_end(self, end: Callable[[], None]) -> None:
         Variable._execution_engine.queue_callback(end)
@@ -216,6 +229,7 @@ class GradientPasses(BackwardPasses):
             self._kind_of_hook(parameter, view)(self.state, index, name, view, reducer, parameter.dtype)
             for index, (name, parameter, view) in enumerate(places)
         ]
+        untraced(self._hooks[0])  # and with it all others, which share its code
         self._handles = [
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             for parameter, hook in zip(self._tensors.trainable, self._hooks)

@@ -16,6 +16,7 @@ from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
 from paceline.errors import ConfigError
+from paceline.torch.compiling import untraced_itself
 
 
 class PrecisionTypeError(ConfigError, TypeError):
@@ -44,6 +45,7 @@ class Precision:
             if name not in ignored and buffer.is_floating_point():
                 buffer.data = buffer.to(self.buffer_dtype)
 
+    @untraced_itself
     def run(self, module: nn.Module, ignored: Collection[str], inputs: Any, kwargs: Any) -> Any:
         """Call the module with parameters and inputs of this precision."""
         dtype = self.param_dtype

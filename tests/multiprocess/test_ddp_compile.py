@@ -1,0 +1,85 @@
+"""torch.compile inside and around the wrapper: it trains as without, and forward stays Python."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from paceline.torch import DistributedDataParallel
+from tests.harness import ranks
+from tests.multiprocess.ddp_models import share, train, two_layers
+
+
+class Layers(nn.Module):  # of our own: what torch's nn.Sequential does is not compiled, unless inlined
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.layers = two_layers(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+# The compiler takes a loaded machine a minute to import.
+@ranks(2, group="gloo", deadline_s=300)
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's compiler looks at it
+def test_compiled_before_and_after_wrapping(rank: int) -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def counted(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    def compile_(function: Any) -> Any:
+        torch._dynamo.reset()
+        graphs.clear()
+        return torch.compile(function, backend=counted)
+
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(7))
+    own = share(x, rank, 2)
+    alone = Layers()
+    train(alone, x)
+
+    def check(model: nn.Module, num_graphs: int) -> None:
+        for ours, expected in zip(model.parameters(), alone.parameters(), strict=True):
+            assert_close(ours, expected)
+        assert len(graphs) == num_graphs, [graph.code for graph in graphs]
+
+    inside = DistributedDataParallel(compile_(Layers()))
+    train(inside, own)
+    check(inside, 1)
+
+    ddp = DistributedDataParallel(Layers())
+    train(compile_(ddp), own)
+    check(ddp, 1)  # of the module alone; forward is not traced
+
+    # Each layer has more than a MiB, torch's first bucket: as with torch's own, a graph for each bucket.
+    ddp = DistributedDataParallel(Layers(140_000), bucket_cap_mb=0.1)
+    compile_(ddp)(own)
+    assert len(graphs) == 2
+
+    model = Layers()
+    ddp = DistributedDataParallel(model)
+
+    def step(part: torch.Tensor) -> None:
+        (ddp(part) ** 2).mean().backward()
+
+    compiled = compile_(step)
+    for number in range(3):
+        model.zero_grad()
+        compiled(own + 0.1 * number)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+    check(model, len(graphs))
+
+    placed = copy.deepcopy(ddp)
+    placed.compile(backend=counted)
+    placed.module.load_state_dict(Layers().state_dict())
+    train(placed, own)
+    check(placed, len(graphs))
