@@ -17,7 +17,9 @@ import numpy as np
 from paceline.data.order import Indices, Order, places_from
 
 # Numbers become Python's in blocks: large enough to forget the cost of a block, small enough for the cache.
+# The first one is small, so that an epoch starts at once; each is as large as all before it.
 BLOCK = 4096
+FIRST_BLOCK = 64
 
 Item = TypeVar("Item")
 
@@ -72,6 +74,19 @@ class Share:
         return np.concatenate([indices, *(order.at(int(place), 1, 1) for place in beyond)])
 
 
+def blocks_of(total: int, first: int, most: int) -> Iterator[tuple[int, int]]:
+    """Cut 0 ... total into blocks, as (start, size), which grow from `first` to `most`.
+
+    Example:
+        (100, 8, 32) gives (0, 8), (8, 8), (16, 16), (32, 32), (64, 32), (96, 4).
+    """
+    done = 0
+    while done < total:
+        size = min(most, max(first, done), total - done)
+        yield done, size
+        done += size
+
+
 class Deal(Protocol[Item]):
     """One rank's items, samples or batches, from a start to the end of an epoch."""
 
@@ -111,8 +126,7 @@ class SampleDeal:
     def blocks(self, order: Order) -> Iterator[list[int]]:
         """See Deal."""
         share = self._share
-        for done in range(0, self.size, BLOCK):
-            count = min(BLOCK, self.size - done)
+        for done, count in blocks_of(self.size, FIRST_BLOCK, BLOCK):
             indices: list[int] = share.take(order, share.start + done * share.num_replicas, count).tolist()
             yield indices
 
@@ -149,9 +163,8 @@ class BatchDeal:
             for batch in range(self._whole):
                 yield [plain.take(order, share.start + batch * self._global_batch, count).tolist()]
         else:
-            per_block = max(1, BLOCK // count)
-            for batch in range(0, self._whole, per_block):
-                batches = min(per_block, self._whole - batch)
+            first, most = max(1, FIRST_BLOCK // count), max(1, BLOCK // count)
+            for batch, batches in blocks_of(self._whole, first, most):
                 indices = plain.take(order, share.start + batch * self._global_batch, batches * count)
                 yield indices.reshape(batches, count).tolist()
         if self._last:
