@@ -31,7 +31,7 @@ demo: $(VENV)/.core ## Train a small model on several processes, and compare wit
 	@$(BIN)/python examples/demo.py $(ARGS)
 
 test: $(VENV)/.core $(VENV)/.paddle ## Run the tests; ARGS='tests/unit -k bucket' runs some
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
 
 lint: $(VENV)/.checks ## Check style: ruff and clang-format
 	@$(BIN)/ruff check --quiet .

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.context import set_spawning_popen
 from multiprocessing.reduction import ForkingPickler
-from typing import Any
+from typing import Any, ClassVar
 
 from paceline.errors import ConfigError
 
@@ -128,7 +128,7 @@ def _cloudpickle_call(function: Callable[..., Any], args: tuple[Any, ...]) -> by
 
     # The table must be the class's: the pickler reads it when it is made, and no later.
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-        dispatch_table = ChainMap(
+        dispatch_table: ClassVar = ChainMap(
             ForkingPickler._extra_reducers,  # type: ignore[attr-defined]
             cloudpickle.Pickler.dispatch_table,
         )
