@@ -139,25 +139,27 @@ def test_what_is_saved_has_the_models_own_names(group: object) -> None:
     train(wrapped, paddle.ones([1, 4]), steps=1)
 
 
+ACCEPTED = [
+    {"device_ids": [paddle.CPUPlace()], "output_device": "cpu"},
+    {"device_ids": ["cpu"]},
+    {"device_ids": []},
+    {"dim": 0},
+    {"broadcast_buffers": False},
+    {"init_sync": False},
+    {"process_group": None},
+    {"bucket_cap_mb": 0.001},
+    {"find_unused_parameters": True},
+    {"check_reduction": True},
+    {"gradient_as_bucket_view": True},
+    {"static_graph": True},
+    {"forward_sync_buffers": True},
+]
+
+
 @ranks(2)
 def test_torchs_and_paddles_arguments(group: object) -> None:
     x = paddle.full([1, 4], 1.0 + group.rank)
-    accepted = [
-        {"device_ids": [paddle.CPUPlace()], "output_device": "cpu"},
-        {"device_ids": ["cpu"]},
-        {"device_ids": []},
-        {"dim": 0},
-        {"broadcast_buffers": False},
-        {"init_sync": False},
-        {"process_group": group},
-        {"bucket_cap_mb": 0.001},
-        {"find_unused_parameters": True},
-        {"check_reduction": True},
-        {"gradient_as_bucket_view": True},
-        {"static_graph": True},
-        {"forward_sync_buffers": True},
-    ]
-    for options in accepted:
+    for options in [*ACCEPTED, {"process_group": group}]:
         for kind in (DataParallel, DistributedDataParallel):
             model = two_layers()
             wrapped = kind(model, **({"process_group": group} | options))
