@@ -72,9 +72,8 @@ class TorchNames(TorchDDP):
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
             passes = self._passes if torch.is_grad_enabled() else None
-            if passes is None:
+            if passes is None or not self._tensors.check_unchanged():
                 return method(*args, **kwargs)
-            self._tensors.check_unchanged()
             graph_before = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
             output = method(*args, **kwargs)
             if torch.autograd._get_sequence_nr() == graph_before:  # type: ignore[attr-defined]

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from paceline.errors import ConfigError
 from paceline.torch.compatible import TorchNames
+from paceline.torch.outputs import tensors_in
 from paceline.torch.parameters import ManagedTensors
 from paceline.torch.running_call import RunningCall, running_call
 
@@ -55,8 +55,8 @@ class Copies(TorchNames):
 
     def _refuse_backward(self, output: object) -> None:
         """Let no backward of these outputs change this rank's copy alone."""
-        for tensor in pytree.tree_leaves(output):
-            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
                 tensor.register_hook(_raise_not_connected)  # type: ignore[no-untyped-call]
 
 

@@ -187,10 +187,10 @@ class DistributedDataParallel(CommHooks, GradientStatistics, Joins, Copies):
     @untraced_itself
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the wrapped module; where gradients will be needed, get ready to average them."""
-        inputs, kwargs = self._before_forward(inputs, kwargs)
+        inputs, kwargs, is_training = self._before_forward(inputs, kwargs)
         with self._inside_ddp_forward():  # torch.compile cuts the graphs of what runs within into buckets
             output = self._run_ddp_forward(*inputs, **kwargs)
-        if torch.is_grad_enabled():
+        if is_training:
             self._after_forward(output)
         return output
 
@@ -201,16 +201,17 @@ class DistributedDataParallel(CommHooks, GradientStatistics, Joins, Copies):
     @untraced
     def _before_forward(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    ) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
+        """The arguments on their device, and whether gradients of our parameters may be needed."""
         if self._config.device is not None:
             inputs, kwargs = moved((inputs, kwargs), self._config.device)
-        if not torch.is_grad_enabled():
-            return inputs, kwargs
+        is_alone = self._is_connected and self._passes is None
+        if not torch.is_grad_enabled() or is_alone or not self._tensors.check_unchanged():
+            return inputs, kwargs, False
         if not self._is_connected and self.module.training:
             self._connected()
         passes = self._passes
         if passes is not None:
-            self._tensors.check_unchanged()
             is_syncing = self.require_backward_grad_sync
             if self._join_config is not None and self._join_config.enable and self._joining is not None:
                 self._joining.notify(self, is_syncing)
@@ -219,7 +220,7 @@ class DistributedDataParallel(CommHooks, GradientStatistics, Joins, Copies):
                 weight = self._config.weight
                 given = weight(*inputs, **kwargs) if callable(weight) else weight
                 passes.weights.add_forward(as_weight(given))
-        return inputs, kwargs
+        return inputs, kwargs, True
 
     @untraced
     def _after_forward(self, output: object) -> None:

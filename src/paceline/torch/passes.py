@@ -15,7 +15,6 @@ from collections.abc import Callable
 
 import torch
 from torch.autograd import Variable
-from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
 from paceline.reducer.backward_passes import BackwardPasses
@@ -31,6 +30,7 @@ from paceline.torch.config import DDPConfig
 from paceline.torch.hooked import CommHook
 from paceline.torch.hooks import HookMaker, copy_hook, pointer_hook, view_hook
 from paceline.torch.optimizer_in_backward import Steppers, step_in_backward, take_over_optimizers
+from paceline.torch.outputs import tensors_in
 from paceline.torch.parameters import ManagedTensors
 from paceline.torch.peers import Peers
 from paceline.torch.reduction import Reduction, ReductionFactory
@@ -119,9 +119,8 @@ class GradientPasses(BackwardPasses):
         """Let the backward of these outputs begin a pass even if it reaches no parameter."""
         if self.buffers.hook is not None and self.state.is_syncing:
             self.buffers.hook.after_forward(self._tensors.current_buffers())
-        tensors = [output] if isinstance(output, torch.Tensor) else pytree.tree_leaves(output)
-        for tensor in tensors:
-            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
                 tensor.register_hook(self._on_output_gradient)  # type: ignore[no-untyped-call]
 
     @untraced
