@@ -1,4 +1,4 @@
-"""Uses of a model that have tripped wrappers: each gives the gradients of one process with the whole batch."""
+"""Uses of a model that have tripped wrappers; each gives the gradients of one process with all samples."""
 
 from __future__ import annotations
 

@@ -1,0 +1,71 @@
+"""docs/coming-from-ddp.md against the torch that is installed, and against the tests that it names."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import paceline.torch  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "coming-from-ddp.md"
+
+
+class Row(NamedTuple):
+    section: str
+    name: str
+    verdict: str
+    how: str
+    test: str
+
+
+def rows() -> Iterator[Row]:
+    section = ""
+    for line in PAGE.read_text().splitlines():
+        if line.startswith("## "):
+            section = line[3:]
+        elif line.startswith("| `"):
+            name, verdict, how, test = (cell.strip() for cell in line.strip("|").split("|"))
+            yield Row(section, name.strip("`"), verdict, how, test.strip("`"))
+
+
+def names(section: str) -> list[str]:
+    return [row.name for row in rows() if row.section == section]
+
+
+def public(cls: type) -> set[str]:
+    return {name for name in vars(cls) if not name.startswith("_")}
+
+
+@pytest.mark.parametrize("name", ["DistributedDataParallel", "DataParallel"])
+def test_the_tables_have_every_argument_and_method_of_torch(name: str) -> None:
+    theirs, ours = getattr(torch.nn.parallel, name), getattr(paceline.torch, name)
+    arguments = list(inspect.signature(theirs.__init__).parameters)[1:]
+    assert sorted(names(f"Arguments of {name}")) == sorted(arguments)
+    assert set(arguments) <= set(inspect.signature(ours).parameters)
+    methods = next(row.section for row in rows() if re.fullmatch(f"Methods .*of {name}", row.section))
+    assert public(theirs) <= set(names(methods))
+
+
+def test_every_row_has_a_verdict_and_a_test_that_exists() -> None:
+    sources = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    tests = set(re.findall(r"^def (test_\w+)", sources, re.MULTILINE))
+    for row in rows():
+        assert row.verdict in ("same", "better", "refused"), row
+        assert row.how or row.verdict == "same", row
+        assert row.test in tests, row
+
+
+def test_what_is_refused_is_not_there_and_the_rest_is() -> None:
+    in_instances = {"module", "reducer", "logger", "require_backward_grad_sync"}
+    for row in rows():
+        if row.section.startswith("Methods") and row.name not in in_instances:
+            ours = getattr(paceline.torch, row.section.split()[-1])
+            assert hasattr(ours, row.name) == (row.verdict != "refused"), row
