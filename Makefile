@@ -25,10 +25,13 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 CORE := pyproject.toml CMakeLists.txt $(shell find cpp -type f)
 CPP_FILES = $(shell find cpp tests/cpp -name '*.cc' -o -name '*.h')
 
-.PHONY: demo test lint format types sanitizers docs bench clean help
+.PHONY: demo demo-paddle test lint format types sanitizers docs bench clean help
 
 demo: $(VENV)/.core ## Train a small model on several processes, and compare with one process and with torch's DDP
 	@$(BIN)/python examples/demo.py $(ARGS)
+
+demo-paddle: $(VENV)/.core $(VENV)/.paddle ## The same with PaddlePaddle, and with paddle.DataParallel
+	@$(BIN)/python examples/demo.py --framework paddle $(ARGS)
 
 test: $(VENV)/.core $(VENV)/.paddle ## Run the tests; ARGS='tests/unit -k bucket' runs some
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
@@ -59,7 +62,7 @@ clean: ## Remove everything that make made
 	@rm -rf $(VENV) build docs/_build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 help: ## Show this
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # Each stamp stands for one installed layer. A second call finds them all in place and starts at once.
 

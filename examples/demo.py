@@ -2,7 +2,8 @@
 
 Runs `examples/digits.py` with `paceline run` on N processes, then on one with the same global batches, then
 on N with torch's own DistributedDataParallel on Gloo, and compares. Ends with exit status 1 if the replicas
-differ or the model is not good enough.
+differ or the model is not good enough. `make demo-paddle` does the same with `examples/paddle_digits.py` and
+paddle.DataParallel.
 """
 
 from __future__ import annotations
@@ -16,21 +17,47 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
+import numpy as np
 
-DIGITS = Path(__file__).with_name("digits.py")
+# Paddle says a lot when it starts.
+QUIET = {"GLOG_minloglevel": "2", "PYTHONWARNINGS": "ignore:No ccache found:UserWarning"}
 LEAST_ACCURACY = 0.97
 LIMIT_S = 300.0
 
 
 @dataclass(frozen=True)
+class Framework:
+    """Which example is run.
+
+    Attributes:
+        name: As `--ddp` of the example spells it.
+        wrapper: Its own way to train on several processes.
+        script: The example.
+        weights: Name of the file that it writes.
+    """
+
+    name: str
+    wrapper: str
+    script: Path
+    weights: str
+
+
+FRAMEWORKS = {
+    "torch": Framework("torch", "torch's DDP", Path(__file__).with_name("digits.py"), "weights.pt"),
+    "paddle": Framework(
+        "paddle", "paddle.DataParallel", Path(__file__).with_name("paddle_digits.py"), "weights.npz"
+    ),
+}
+
+
+@dataclass(frozen=True)
 class Run:
-    """What one run of digits.py gave."""
+    """What one run of the example gave."""
 
     accuracy: float
     samples_per_s: float
     replicas_are_identical: bool
-    weights: dict[str, torch.Tensor]
+    weights: dict[str, np.ndarray]
 
 
 def main() -> int:
@@ -39,14 +66,15 @@ def main() -> int:
     cores = len(os.sched_getaffinity(0))
     parser.add_argument("--ranks", type=int, default=min(4, max(2, cores)), help="default: cores, 2 to 4")
     parser.add_argument("--epochs", type=int, default=15)
+    parser.add_argument("--framework", choices=FRAMEWORKS, default="torch")
     args = parser.parse_args()
-    several = run(f"{args.ranks} processes, Paceline", args.ranks, args.epochs, [])
-    alone = run("1 process, the same global batches", 1, args.epochs, [])
-    # Not bound to cores: Gloo has threads of its own, and torch's launcher binds nothing either.
-    theirs = run(
-        f"{args.ranks} processes, torch's DDP on Gloo", args.ranks, args.epochs, ["--ddp", "torch"], "none"
-    )
-    show(args.ranks, several, alone, theirs)
+    framework = FRAMEWORKS[args.framework]
+    several = run(framework, f"{args.ranks} processes, Paceline", args.ranks, args.epochs, [])
+    alone = run(framework, "1 process, the same global batches", 1, args.epochs, [])
+    # Not bound to cores: Gloo has threads of its own, and the framework's launcher binds nothing either.
+    title = f"{args.ranks} processes, {framework.wrapper} on Gloo"
+    theirs = run(framework, title, args.ranks, args.epochs, ["--ddp", framework.name], "none")
+    show(framework, args.ranks, several, alone, theirs)
     if not several.replicas_are_identical:
         print("demo: the replicas differ", file=sys.stderr)
         return 1
@@ -56,20 +84,41 @@ def main() -> int:
     return 0
 
 
-def run(title: str, ranks: int, epochs: int, options: list[str], bind: str = "auto") -> Run:
-    """Run digits.py with `paceline run`, its output on our terminal."""
+def run(
+    framework: Framework, title: str, ranks: int, epochs: int, options: list[str], bind: str = "auto"
+) -> Run:
+    """Run the example with `paceline run`, its output on our terminal."""
     print(f"\n{title}", flush=True)
     with tempfile.TemporaryDirectory(prefix="paceline-demo-") as folder:
-        weights, report = Path(folder, "weights.pt"), Path(folder, "report.json")
+        weights, report = Path(folder, framework.weights), Path(folder, "report.json")
         launcher = [sys.executable, "-m", "paceline", "run", "-n", str(ranks), "--bind", bind]
-        script = [str(DIGITS), "--epochs", str(epochs), "--save", str(weights), "--report", str(report)]
+        script = [
+            str(framework.script),
+            "--epochs",
+            str(epochs),
+            "--save",
+            str(weights),
+            "--report",
+            str(report),
+        ]
         try:
-            result = subprocess.run([*launcher, *script, *options], timeout=LIMIT_S, check=False)
+            result = subprocess.run(
+                [*launcher, *script, *options], timeout=LIMIT_S, check=False, env={**QUIET, **os.environ}
+            )
         except subprocess.TimeoutExpired:
             raise SystemExit(f"demo: training took longer than {LIMIT_S:.0f} s") from None
         if result.returncode:
             raise SystemExit(result.returncode)  # the launcher has said why
-        return Run(**json.loads(report.read_text()), weights=torch.load(weights, weights_only=True))
+        return Run(**json.loads(report.read_text()), weights=load(weights))
+
+
+def load(path: Path) -> dict[str, np.ndarray]:
+    """The weights that an example has saved."""
+    if path.suffix == ".npz":
+        return dict(np.load(path))
+    import torch
+
+    return {name: tensor.numpy() for name, tensor in torch.load(path, weights_only=True).items()}
 
 
 def speed(run: Run, alone: Run) -> str:
@@ -77,11 +126,10 @@ def speed(run: Run, alone: Run) -> str:
     return f"{run.samples_per_s:,.0f} samples/s ({run.samples_per_s / alone.samples_per_s:.2f}x)"
 
 
-def show(ranks: int, several: Run, alone: Run, theirs: Run) -> None:
+def show(framework: Framework, ranks: int, several: Run, alone: Run, theirs: Run) -> None:
     """The table at the end."""
-    differences = [(several.weights[name] - weights).abs().max() for name, weights in alone.weights.items()]
-    difference = torch.stack(differences).max().item()
-    largest = max(weights.abs().max().item() for weights in alone.weights.values())
+    difference = max(np.abs(several.weights[name] - weights).max() for name, weights in alone.weights.items())
+    largest = max(np.abs(weights).max() for weights in alone.weights.values())
     replicas = "yes" if several.replicas_are_identical else "NO"
     rows = [
         (f"test accuracy, {ranks} processes", f"{several.accuracy:.4f}"),
@@ -90,7 +138,7 @@ def show(ranks: int, several: Run, alone: Run, theirs: Run) -> None:
         (f"all {ranks} replicas bit-identical", replicas),
         ("speed, 1 process", speed(alone, alone)),
         (f"speed, {ranks} processes, Paceline", speed(several, alone)),
-        (f"speed, {ranks} processes, torch's DDP on Gloo", speed(theirs, alone)),
+        (f"speed, {ranks} processes, {framework.wrapper} on Gloo", speed(theirs, alone)),
     ]
     print()
     try:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -65,6 +67,21 @@ def test_digits_refuses_a_batch_that_can_not_be_shared():
     ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert ended.returncode == 1
     assert "--batch 5 can't be shared equally by 2 processes" in ended.stdout + ended.stderr
+
+
+@pytest.mark.skipif(importlib.util.find_spec("paddle") is None, reason="PaddlePaddle is not installed")
+def test_paddle_digits_trains_the_model_of_one_process(tmp_path):
+    found = []
+    for launcher in (paceline_run(2), [sys.executable]):
+        report, weights = tmp_path / "report.json", tmp_path / "weights.npz"
+        files = ["--report", str(report), "--save", str(weights)]
+        run(*launcher, str(EXAMPLES / "paddle_digits.py"), "--epochs", "1", *files)
+        assert json.loads(report.read_text())["replicas_are_identical"] is True
+        found.append(dict(np.load(weights)))
+    several, alone = found
+    assert several.keys() == alone.keys()
+    for name, weights in several.items():
+        np.testing.assert_allclose(weights, alone[name], rtol=0, atol=2e-5, err_msg=name)
 
 
 def test_gpt_learns_and_writes():

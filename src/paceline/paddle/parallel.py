@@ -64,8 +64,8 @@ class DataParallel(nn.Layer):
         static_graph: A promise that lets parameters be unused, like find_unused_parameters.
         check_reduction: Accepted: what it once checked is always checked.
         buffers: What is done with buffers and running statistics after each synchronised backward, by name
-            pattern ("*._mean"): "average" them, "broadcast" those of rank 0, or leave them "local". The first
-            match counts; without one, broadcast_buffers says. Integers are broadcast, not averaged.
+            pattern (`"*._mean"`): "average" them, "broadcast" those of rank 0, or leave them "local". The
+            first match counts; without one, broadcast_buffers says. Integers are broadcast, not averaged.
         weight: Of this rank's gradients in the mean: a number, or a function that gets forward's arguments
             and returns it (of tokens, say). None: 1, or what weight() says.
         nonfinite: What to do when a gradient holds an infinity or a NaN: "warn" (once), "raise" (on every
@@ -77,7 +77,6 @@ class DataParallel(nn.Layer):
         ModelMismatchError: The ranks wrapped different models; names the first difference.
 
     Attributes:
-        module: The wrapped model; `_layers` is Paddle's name for it.
         grad_need_sync: Whether the next forward begins a synchronised pass; see no_sync().
 
     Example:
@@ -244,7 +243,7 @@ class DataParallel(nn.Layer):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> paddle.Tensor:
         """Scale all dense gradients so that their norm is at most `max_norm`; returns the norm they had.
 
-        As paddle.nn.utils.clip_grad_norm_, but for gradients that are as backward left them the norm is
+        As `paddle.nn.utils.clip_grad_norm_`, but for gradients that are as backward left them the norm is
         known already. After the first call; that one computes it.
 
         Args:
@@ -288,7 +287,7 @@ class DataParallel(nn.Layer):
 
     @property
     def module(self) -> nn.Layer:
-        """The wrapped model."""
+        """The wrapped model; `_layers` is Paddle's name for it."""
         return self._layers
 
     def __getattr__(self, name: str) -> Any:
