@@ -14,6 +14,7 @@
     │   ├── ModelMismatchError       names, shapes, dtypes, order or requires_grad differ
     │   ├── UnusedParameterError     a parameter got no gradient on some rank
     │   ├── SkippedPassError         a rank skipped a forward or a backward
+    │   ├── GraphChangedError        a gradient came twice, or not as static_graph had promised
     │   └── NonFiniteGradientError   a gradient holds an infinity or a NaN
     └── LaunchError                  a process started by `paceline run` or `spawn` failed
 
@@ -142,6 +143,15 @@ class UnusedParameterError(ReplicaError):
 
 class SkippedPassError(ReplicaError):
     """A rank skipped a forward or a backward that the others made."""
+
+
+class GraphChangedError(ReplicaError):
+    """A gradient came twice in one backward, or the graph changed although static_graph promised otherwise.
+
+    `changed` lists the parameters.
+    """
+
+    changed: tuple[str, ...] = ()
 
 
 class NonFiniteGradientError(ReplicaError):

@@ -217,10 +217,8 @@ def test_different_models_are_refused_on_every_rank(rank: int) -> None:
 def test_models_that_cannot_be_wrapped(rank: int) -> None:
     with pytest.raises(ConfigError, match="doesn't have any parameter"):
         DistributedDataParallel(two_layers().requires_grad_(False))
-    with pytest.raises(ConfigError, match="sparse gradients are not supported yet"):
-        DistributedDataParallel(nn.EmbeddingBag(3, 2, sparse=True))
-    with pytest.raises(ConfigError, match="complex64"):
-        DistributedDataParallel(nn.Linear(2, 2, dtype=torch.complex64))
+    with pytest.raises(ConfigError, match="float8_e4m3fn"):
+        DistributedDataParallel(nn.Linear(2, 2).to(torch.float8_e4m3fn))
 
 
 @ranks(2, group="gloo")

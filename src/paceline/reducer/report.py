@@ -7,7 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from paceline.errors import NonFiniteGradientError, SkippedPassError, UnusedParameterError, format_ranks
+from paceline.errors import (
+    GraphChangedError,
+    NonFiniteGradientError,
+    SkippedPassError,
+    UnusedParameterError,
+    format_ranks,
+)
 from paceline.reducer.protocol import FINISHED, INTERRUPTED
 
 _SHOWN_NAMES = 6
@@ -61,6 +67,40 @@ def nonfinite_error(
         likely="the loss overflowed or divided by zero there: look at its batch, and at the learning rate",
         hint='nonfinite="raise" stops at the first such pass, "ignore" is silent; skip the step, or clip',
         nonfinite={rank: tuple(names[index] for r, index in found if r == rank) for rank in who},
+    )
+
+
+def twice_error(name: str) -> GraphChangedError:
+    """A parameter's gradient came a second time in one backward; said by the rank where it did."""
+    return GraphChangedError(
+        f"The gradient of '{name}' came twice in one backward.",
+        where="backward, at its second gradient",
+        likely="a parameter that several segments of reentrant activation checkpointing use",
+        hint="checkpoint with use_reentrant=False; or use the parameter in one segment only",
+        changed=(name,),
+    )
+
+
+def graph_changed_error(
+    before: Mapping[int, Sequence[int]], now: Mapping[int, Sequence[int]], names: Sequence[str]
+) -> GraphChangedError:
+    """Other parameters are unused than in the first pass, although static_graph promised the same.
+
+    Args:
+        before: Unused parameter indices by rank, in the first pass.
+        now: In this one.
+        names: Of the parameters.
+    """
+    lost = _invert((rank, sorted(set(now[rank]).difference(before[rank]))) for rank in now)
+    gained = _invert((rank, sorted(set(before[rank]).difference(now[rank]))) for rank in now)
+    rows = [("no gradient any more", lost), ("no gradient in the first pass", gained)]
+    return GraphChangedError(
+        "The graph changed, although static_graph=True promised that it would not.",
+        where="the end of backward",
+        seen="\n".join(f"{what}, {_rows(ranks_of, names)}" for what, ranks_of in rows if ranks_of),
+        likely="a branch in forward that some steps take and others don't",
+        hint="pass find_unused_parameters=True instead of static_graph=True",
+        changed=tuple(names[index] for index in sorted({*lost, *gained})),
     )
 
 

@@ -40,8 +40,13 @@ class Judge:
             raise skipped_error(reducer.forwards_by_rank())
         if Outcome.UNUSED in outcome and not self._allow_unused:
             raise unused_error([reducer.unused(rank) for rank in range(self._world_size)], self._names)
-        if Outcome.NONFINITE in outcome and self._nonfinite != "ignore":
-            error = nonfinite_error(reducer.nonfinite(), self._names, self._world_size)
+        if Outcome.NONFINITE in outcome:
+            self.judge_nonfinite(reducer.nonfinite())
+
+    def judge_nonfinite(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Look at (rank, parameter) of each gradient that was not finite."""
+        if pairs and self._nonfinite != "ignore":
+            error = nonfinite_error(pairs, self._names, self._world_size)
             if self._nonfinite == "raise":
                 raise error
             if not self._has_warned:

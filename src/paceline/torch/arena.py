@@ -18,6 +18,8 @@ DTYPES = {
     "float64": torch.float64,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
+    "complex64": torch.complex64,  # reduced as pairs of real numbers
+    "complex128": torch.complex128,
 }
 """Gradients that both kinds of reducer average."""
 
@@ -98,6 +100,10 @@ class Arena:
         )
         first = (offset - section.begin_byte) // section.itemsize
         place = self.sections[number][first : first + spec.numel]
+        if not spec.numel:
+            return place  # a sparse gradient, which lies elsewhere
+        if parameter.is_complex() and not place.is_complex():
+            place = torch.view_as_complex(place.view(-1, 2))
         if is_dense(parameter):
             # As the parameter lies in memory, so that autograd's own layout of the gradient fits.
             return place.as_strided(parameter.shape, parameter.stride())

@@ -198,7 +198,7 @@ class TorchNames(TorchDDP):
             warnings.warn("static_graph is True already, no need to set it again.", stacklevel=2)
             return
         self._arguments["static_graph"] = True
-        self._config = replace(self._config, allow_unused=True)
+        self._config = replace(self._config, allow_unused=True, static_graph=True)
         if self._passes is not None:
             self._passes.use_config(self._config)
 

@@ -50,6 +50,7 @@ class DDPConfig:
         buffers: What is done with buffers whose name matches a pattern.
         gradients_in_arena: Gradients are views of the arena.
         allow_unused: A parameter without a gradient contributes 0.
+        static_graph: The same parameters are unused in every pass, or it raises.
         weight: Of this rank's gradients; a function computes it from forward's arguments.
         nonfinite: What to do about infinities and NaNs: "warn" once, "raise", or "ignore".
         reduce_through: "memory" that the ranks share, the process "group", or the better one ("auto").
@@ -68,6 +69,7 @@ class DDPConfig:
     buffers: Mapping[str, str]
     gradients_in_arena: bool
     allow_unused: bool
+    static_graph: bool
     weight: float | Callable[..., Weight] | None
     nonfinite: str
     reduce_through: str
@@ -150,8 +152,8 @@ def make_config(
         broadcast_buffers=broadcast_buffers is not False and forward_sync_buffers is not False,
         buffers=check_policies(buffers),
         gradients_in_arena=bool(gradient_as_bucket_view),
-        # A static graph promises that the same parameters are unused in every pass; allowing it is enough.
         allow_unused=bool(find_unused_parameters) or bool(static_graph),
+        static_graph=bool(static_graph),
         weight=weight if weight is None or callable(weight) else as_weight(weight),
         nonfinite=nonfinite,
         reduce_through=reduce_through,

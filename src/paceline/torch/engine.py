@@ -81,7 +81,8 @@ class ProcessGroupTransport:
         return found
 
     def squared_norm(self) -> float:
-        return sum(float(section.double().square().sum()) for section in self._arena.sections)
+        sections = [as_real(section) for section in self._arena.sections]
+        return sum(float(section.double().square().sum()) for section in sections)
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         own = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self._status_device)
@@ -138,6 +139,7 @@ class ProcessGroupTransport:
             self._norms += zip((param for param, _ in pieces), norms)
             return
         # A finite sum proves that all is finite; another may be an overflow, so look at each element then.
+        flat = as_real(flat)
         if not math.isfinite(flat.sum(dtype=_wide(flat.dtype)).item()):
             self._nonfinite.update(param for param, piece in pieces if not torch.isfinite(piece).all())
 
@@ -196,6 +198,11 @@ def _pieces(arena: Arena, number: int) -> list[tuple[int, torch.Tensor]]:
         first, last = ((byte - section.begin_byte) // section.itemsize for byte in (begin, end))
         pieces.append((index, arena.sections[bucket.section][first:last]))
     return pieces
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """A complex tensor as pairs of real numbers."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

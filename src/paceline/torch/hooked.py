@@ -17,7 +17,7 @@ import torch
 
 from paceline.errors import ConfigError
 from paceline.torch.arena import Arena
-from paceline.torch.engine import ProcessGroupTransport
+from paceline.torch.engine import ProcessGroupTransport, as_real
 from paceline.torch.peers import ProcessGroupPeers
 
 
@@ -113,7 +113,11 @@ class HookTransport(ProcessGroupTransport):
         if self._latest is not None:
             self._latest.wait()
         flat = self._buckets[bucket]
-        members = self._arena.plan.buckets[bucket].parameters
+        members = [
+            index
+            for index in self._arena.plan.buckets[bucket].parameters
+            if self._arena.views[index].numel()  # not sparse ones, which are averaged elsewhere
+        ]
         with torch.no_grad():
             if self._checks_finite and scale:
                 self._note_nonfinite(bucket, flat)
@@ -151,6 +155,8 @@ class HookTransport(ProcessGroupTransport):
             raise _wrong_result(
                 self._hook.name, "a future of a tensor", f"one of {type(value).__name__}", TypeHookError
             )
+        if flat.is_complex() and not value.is_complex():
+            flat = as_real(flat)  # as torch's all_reduce delivers it
         if value.numel() != flat.numel() or value.is_floating_point() != flat.is_floating_point():
             raise _wrong_result(
                 self._hook.name,

@@ -16,6 +16,7 @@ import torch
 from paceline.errors import ConfigError
 from paceline.reducer.pass_state import PassState
 from paceline.reducer.protocol import Reducer
+from paceline.reducer.report import twice_error
 
 Hook = Callable[[torch.Tensor], None]
 HookMaker = Callable[[PassState, int, str, torch.Tensor, Reducer, torch.dtype], Hook]
@@ -45,6 +46,8 @@ def pointer_hook(
         ):
             stage(parameter)
             return
+        if index in handed:
+            raise twice_error(name)
         handed[index] = gradient
         mark_ready(index, gradient.data_ptr())
 
@@ -68,6 +71,8 @@ def copy_hook(
             raise unsupported_gradient(name, gradient, dtype)
         # Only backward(create_graph=True) needs detach(), which takes as long as the rest of the hook.
         copy(gradient.detach() if gradient.requires_grad else gradient)
+        if index in handed:
+            raise twice_error(name)
         handed[index] = gradient
         staged.append(index)
         mark_ready(index, 0)
@@ -93,7 +98,29 @@ def view_hook(
         if not state.is_syncing:
             state.accumulated.add(index)
             return
+        if index in handed:
+            raise twice_error(name)
         handed[index] = view
+        mark_ready(index, 0)
+
+    return hand_over
+
+
+def sparse_hook(
+    state: PassState, index: int, name: str, view: torch.Tensor, reducer: Reducer, dtype: torch.dtype
+) -> Hook:
+    """For gradients that lie elsewhere: it only says that there is one."""
+    mark_ready, handed = reducer.mark_ready, state.handed
+
+    def hand_over(parameter: torch.Tensor) -> None:
+        if not state.is_syncing:
+            state.accumulated.add(index)
+            return
+        if not state.is_armed:
+            state.arm()
+        if index in handed:
+            raise twice_error(name)
+        handed[index] = parameter.grad
         mark_ready(index, 0)
 
     return hand_over
@@ -103,7 +130,8 @@ def unsupported_gradient(name: str, gradient: torch.Tensor | None, dtype: torch.
     if gradient is None:
         got, likely = "no gradient", "another hook of this parameter set its gradient to None"
     elif gradient.is_sparse:
-        got, likely = "a sparse gradient", "an embedding with sparse=True; these are not supported yet"
+        got = "a sparse gradient"
+        likely = "torch.nn.functional.embedding(sparse=True); use nn.Embedding(sparse=True) instead"
     else:
         got = f"a gradient of {gradient.dtype}"
         likely = "the model was converted, by .half() or .to(), after it had been wrapped"

@@ -20,6 +20,9 @@ class ManagedTensors:
     """What DDP keeps in step: trainable parameters (their gradients), frozen ones and buffers (their values).
 
     Names in `module._ddp_params_and_buffers_to_ignore` are left alone, as by torch's DDP.
+
+    Attributes:
+        sparse: Indices of trainable parameters whose gradients are sparse: of embeddings that say so.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -28,6 +31,12 @@ class ManagedTensors:
         self.all_parameters = dict(named)
         self.names = [name for name, p in named if p.requires_grad]
         self.trainable = [p for _, p in named if p.requires_grad]
+        sparse = {
+            id(child.weight)
+            for child in module.modules()
+            if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse
+        }
+        self.sparse = {index for index, p in enumerate(self.trainable) if id(p) in sparse}
         self.frozen = [p for _, p in named if not p.requires_grad]
         self.buffers = {name: b for name, b in module.named_buffers() if name not in ignored}
         self._module = module
@@ -40,13 +49,23 @@ class ManagedTensors:
     def device_kinds(self) -> set[str]:
         return {p.device.type for p in self.trainable}
 
-    def specs(self, reduce_dtype: torch.dtype | None = None) -> list[ParameterSpec]:
-        """The parameters as a plan knows them; their gradients are averaged in `reduce_dtype`, if given."""
-        return [
-            ParameterSpec(name, p.numel(), dtype_name(dtype), dtype.itemsize, str(p.device))
-            for name, p in zip(self.names, self.trainable)
-            for dtype in [reduce_dtype or p.dtype]
-        ]
+    def specs(
+        self, reduce_dtype: torch.dtype | None = None, *, complex_as_real: bool = True
+    ) -> list[ParameterSpec]:
+        """The parameters as a plan knows them; those with sparse gradients need no place in it.
+
+        Args:
+            reduce_dtype: In which real gradients are averaged; None: in their own.
+            complex_as_real: Take a complex number for two real ones.
+        """
+        specs = []
+        for index, (name, p) in enumerate(zip(self.names, self.trainable)):
+            dtype = p.dtype if p.is_complex() else reduce_dtype or p.dtype
+            numel = 0 if index in self.sparse else p.numel()
+            if p.is_complex() and complex_as_real:
+                dtype, numel = dtype.to_real(), 2 * numel
+            specs.append(ParameterSpec(name, numel, dtype_name(dtype), dtype.itemsize, str(p.device)))
+        return specs
 
     def check_arguments(self, device: torch.device | None, arguments: Mapping[str, Any]) -> None:
         """Refuse arguments of the wrapper that name other devices or parameters than the module has."""
@@ -105,12 +124,6 @@ class ManagedTensors:
                     f"DistributedDataParallel: the dtype of '{name}' is not supported yet.",
                     expected=", ".join(DTYPES),
                     got=dtype_name(parameter.dtype),
-                )
-        for name, child in self._module.named_modules():
-            if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
-                raise ConfigError(
-                    f"DistributedDataParallel: sparse gradients are not supported yet ('{name}').",
-                    hint="make the embedding with sparse=False",
                 )
 
     def check_unchanged(self) -> bool:

@@ -20,7 +20,9 @@ from torch.utils.hooks import RemovableHandle
 from paceline.reducer.backward_passes import BackwardPasses
 from paceline.reducer.fresh_gradients import FreshGradients
 from paceline.reducer.plan import Plan, complete_order, has_one_order, plan_buckets
-from paceline.reducer.protocol import Reducer
+from paceline.reducer.protocol import FINISHED, Reducer
+from paceline.reducer.report import names_by_rank
+from paceline.reducer.static_graph import StaticGraph
 from paceline.reducer.verdict import Judge
 from paceline.reducer.whole_buckets import plan_whole_buckets
 from paceline.torch.buffer_sync import BufferSync
@@ -28,13 +30,14 @@ from paceline.torch.buffers import broadcast_tensors
 from paceline.torch.compiling import untraced
 from paceline.torch.config import DDPConfig
 from paceline.torch.hooked import CommHook
-from paceline.torch.hooks import HookMaker, copy_hook, pointer_hook, view_hook
+from paceline.torch.hooks import HookMaker, copy_hook, pointer_hook, sparse_hook, view_hook
 from paceline.torch.optimizer_in_backward import Steppers, step_in_backward, take_over_optimizers
 from paceline.torch.outputs import tensors_in
 from paceline.torch.parameters import ManagedTensors
 from paceline.torch.peers import Peers
 from paceline.torch.reduction import Reduction, ReductionFactory
 from paceline.torch.running_call import RunningCall, running_call
+from paceline.torch.sparse import SparseMeans
 from paceline.torch.statistics import fingerprint
 from paceline.torch.weights import TorchWeights
 
@@ -67,6 +70,7 @@ class GradientPasses(BackwardPasses):
         self._factory = factory
         self.use_config(config)
         self._in_backward: Steppers = []
+        self._sparse = SparseMeans([(i, tensors.trainable[i]) for i in sorted(tensors.sparse)], factory)
         self._handles: list[RemovableHandle] = []
         self._plan = self._make_plan(None)
         self._reduction = factory.make(self._plan, tensors.trainable)
@@ -76,6 +80,7 @@ class GradientPasses(BackwardPasses):
     def use_config(self, config: DDPConfig) -> None:
         """Judge passes by other options than before. Not within a pass; on every rank."""
         self._config = config
+        self._static_graph = StaticGraph(self._tensors.names) if config.static_graph else None
         self._judge = Judge(
             self._tensors.names,
             self._peers.world_size,
@@ -167,8 +172,28 @@ class GradientPasses(BackwardPasses):
         if core is not None:
             core.set_activity(activity)
 
+    def squared_norm(self) -> float:
+        """Of the last pass's mean gradient."""
+        return super().squared_norm() + self._sparse.squared_norm
+
+    def known_norm(self) -> float | None:
+        """The 2-norm of all gradients, if it is that of the last pass's means."""
+        return None if self._tensors.sparse else super().known_norm()
+
+    def nonfinite(self) -> dict[int, tuple[str, ...]]:
+        """Names of parameters whose gradient was not finite in the last pass, by rank."""
+        found = super().nonfinite()
+        for rank, names in names_by_rank(self._sparse.nonfinite, self._names).items():
+            found[rank] = (*found.get(rank, ()), *names)
+        return found
+
     def _bring_home(self) -> None:
+        if self._static_graph is not None:
+            self._static_graph.check(self.reducer, self.active)
         self._place_means()
+        if self._tensors.sparse:
+            self._sparse.average(self.weight, has_data=self.state.forwards != FINISHED)
+            self._judge.judge_nonfinite(self._sparse.nonfinite)
         step_in_backward(self._in_backward)
 
     def _place_means(self) -> None:
@@ -180,7 +205,7 @@ class GradientPasses(BackwardPasses):
                 return
             nobodys = set(self._reduction.reducer.globally_unused())
             for index, parameter in enumerate(self._tensors.trainable):
-                if index not in state.handed and index not in nobodys:
+                if index not in state.handed and index not in nobodys and index not in self._tensors.sparse:
                     view = views[index]
                     is_at_home = self._config.gradients_in_arena and view.dtype is parameter.dtype
                     parameter.grad = view if is_at_home else view.to(parameter.dtype, copy=True)
@@ -235,17 +260,21 @@ class GradientPasses(BackwardPasses):
         ]
 
     def _kind_of_hook(self, parameter: torch.Tensor, view: torch.Tensor) -> HookMaker:
+        if parameter.numel() > view.numel():
+            return sparse_hook
         if view.dtype is not parameter.dtype:
             return copy_hook
         if self._config.gradients_in_arena:
             return view_hook
-        return pointer_hook if self._reduction.takes_pointers else copy_hook
+        # What lies in memory may be the conjugate of a complex gradient.
+        return pointer_hook if self._reduction.takes_pointers and not parameter.is_complex() else copy_hook
 
     def _make_plan(self, order: list[int] | None) -> Plan:
         first, others = self._config.first_bucket_bytes, self._config.bucket_cap_bytes
         caps = self._config.bucket_caps_bytes
-        specs = self._tensors.specs(self._config.reduce_dtype)
-        if self._factory.hook is not None:
+        is_hooked = self._factory.hook is not None
+        specs = self._tensors.specs(self._config.reduce_dtype, complex_as_real=not is_hooked)
+        if is_hooked:
             return plan_whole_buckets(specs, caps_bytes=caps or (first, others), order=order)
         return plan_buckets(
             specs, bucket_cap_bytes=others, first_bucket_bytes=first, order=order, caps_bytes=caps

@@ -77,6 +77,22 @@ class ReductionFactory:
         else:
             self._peers.broadcast(payload, root)
 
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        """Payloads of all ranks, by rank, of any lengths. Collective."""
+        core = self.host_group
+        if core is None:
+            return self._peers.exchange.all_gather(payload, self._peers.timeout_s)
+        own_length = torch.tensor([len(payload)])
+        lengths = torch.empty(self._peers.world_size, dtype=torch.int64)
+        core.all_gather(own_length.data_ptr(), lengths.data_ptr(), 8)
+        longest = max(1, int(lengths.max()))
+        own = torch.zeros(longest, dtype=torch.uint8)
+        if payload:
+            own[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+        rows = torch.empty(self._peers.world_size, longest, dtype=torch.uint8)
+        core.all_gather(own.data_ptr(), rows.data_ptr(), longest)
+        return [row[:length].numpy().tobytes() for row, length in zip(rows, lengths.tolist())]
+
     def sum(self, values: torch.Tensor) -> None:
         """Replace a flat float32 or float64 tensor by its sum over ranks. Collective."""
         if self.host_group is not None and values.device.type == "cpu":

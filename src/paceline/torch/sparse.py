@@ -1,0 +1,116 @@
+"""Sparse gradients: each rank's rows, gathered, and their mean over the ranks.
+
+The one idea: every rank gets everybody's rows in rank order and adds them up alike, so the means have the
+same bits on all ranks. A rank whose gradient is dense (the embedding's weight is used elsewhere too) makes
+the mean dense on all ranks.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from paceline.torch.reduction import ReductionFactory
+
+_HEADER = struct.Struct("<d?qq")
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """One rank's gradient of one parameter: `values` of the rows `indices`."""
+
+    weight: float
+    is_dense: bool
+    indices: torch.Tensor
+    values: torch.Tensor
+
+
+class SparseMeans:
+    """Averages the sparse gradients of one model.
+
+    Args:
+        parameters: Those that have them, and their indices in the plan.
+        factory: Moves bytes between the ranks.
+
+    Attributes:
+        squared_norm: Of the last pass's means.
+        nonfinite: (rank, parameter) of each gradient of the last pass that was not finite.
+    """
+
+    def __init__(self, parameters: Sequence[tuple[int, torch.Tensor]], factory: ReductionFactory) -> None:
+        self._parameters = parameters
+        self._factory = factory
+        self.squared_norm = 0.0
+        self.nonfinite: list[tuple[int, int]] = []
+
+    @torch.no_grad()
+    def average(self, weight: float, *, has_data: bool) -> None:
+        """Replace each .grad by the weighted mean over ranks; one that no rank has stays None. Collective.
+
+        Args:
+            weight: Of this rank.
+            has_data: False: .grad is left from an earlier pass, so zeros count instead.
+
+        Example:
+            Rank 0 has row 1 with [2], rank 1 row 4 with [6]; both get rows 1 and 4 with [1] and [3].
+        """
+        self.squared_norm, self.nonfinite = 0.0, []
+        for index, parameter in self._parameters:
+            payloads = self._factory.all_gather(_pack(parameter.grad if has_data else None, weight))
+            rows = [_unpack(payload, parameter) for payload in payloads]
+            self.nonfinite += [
+                (rank, index)
+                for rank, part in enumerate(rows)
+                if part.weight and not torch.isfinite(part.values).all()
+            ]
+            if any(part.is_dense or len(part.indices) for part in rows):
+                parameter.grad = _mean(rows, parameter)
+                values = parameter.grad._values() if parameter.grad.is_sparse else parameter.grad
+                self.squared_norm += float(values.double().square().sum())
+
+
+def _pack(gradient: torch.Tensor | None, weight: float) -> bytes:
+    if gradient is None:
+        return _HEADER.pack(weight, False, 0, 0)
+    if gradient.is_sparse:
+        gradient = gradient.coalesce()
+        indices, values = gradient.indices()[0], gradient.values()
+    else:
+        indices, values = torch.arange(len(gradient)), gradient
+    head = _HEADER.pack(weight, not gradient.is_sparse, indices.numel(), values.numel())
+    return b"".join((head, _bytes_of(indices), _bytes_of(values)))
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    # A copy: strides of dimensions of size 1 may be anything, which view() to bytes refuses.
+    flat = tensor.detach().cpu().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+    return bytes(flat.numpy().tobytes())
+
+
+def _unpack(payload: bytes, parameter: torch.Tensor) -> _Rows:
+    weight, is_dense, count, numel = _HEADER.unpack_from(payload)
+    if not count:
+        empty = torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype)
+        return _Rows(weight, is_dense, torch.empty(0, dtype=torch.int64), empty)
+    memory = bytearray(payload[_HEADER.size :])
+    indices = torch.frombuffer(memory, dtype=torch.int64, count=count)
+    values = torch.frombuffer(memory, dtype=parameter.dtype, count=numel, offset=8 * count)
+    return _Rows(weight, is_dense, indices, values.view(count, *parameter.shape[1:]))
+
+
+def _mean(rows: Sequence[_Rows], parameter: torch.Tensor) -> torch.Tensor:
+    wide = torch.promote_types(parameter.dtype, torch.float32)
+    counting = [part for part in rows if part.weight]  # 0 * NaN would be NaN
+    total = sum(part.weight for part in counting)
+    shape, dtype = parameter.shape, parameter.dtype
+    if not counting:
+        return torch.zeros_like(parameter)
+    indices = torch.cat([part.indices for part in counting])
+    values = torch.cat([part.values.to(wide) * part.weight for part in counting])
+    added = torch.sparse_coo_tensor(indices[None], values, shape, check_invariants=False).coalesce()
+    means = (added.values() / total).to(dtype)
+    mean = torch.sparse_coo_tensor(added.indices(), means, shape, check_invariants=False, is_coalesced=True)
+    return (mean.to_dense() if any(part.is_dense for part in rows) else mean).to(parameter.device)
