@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import paddle
@@ -111,6 +113,42 @@ def test_an_error_at_the_end_of_backward_reaches_the_user_as_it_is(rank: int) ->
     with pytest.raises(KeyError, match="as it is"):
         layer(paddle.ones([1, 2])).sum().backward()
     assert ended  # the other model's pass ended all the same
+
+
+def test_what_layers_keep_to_themselves() -> None:
+    norm, embedding = nn.BatchNorm2D(3, momentum=0.7, epsilon=0.1, data_format="NHWC"), nn.Embedding(4, 2)
+    parameters, sublayers = internals.slots_of(nn.Sequential(norm))
+    assert list(sublayers.values()) == [norm] and not parameters
+    assert set(internals.slots_of(norm)[0]) == {"weight", "bias", "_mean", "_variance"}
+    assert internals.makes_sparse_gradients(nn.Embedding(4, 2, sparse=True))
+    assert not internals.makes_sparse_gradients(embedding)
+    mean, variance = internals.running_statistics_of(norm)
+    assert_array_equal(mean.numpy(), np.zeros(3))
+    assert_array_equal(variance.numpy(), np.ones(3))
+    assert internals.running_statistics_of(embedding) is None
+    settings = internals.norm_settings_of(norm)
+    assert (settings.num_features, settings.momentum, settings.epsilon) == (3, 0.7, 0.1)
+    assert (settings.weight_attr, settings.bias_attr, settings.use_global_stats) == (None, None, None)
+    assert settings.data_format == "NHWC"
+    internals.use_global_stats(norm, True)
+    internals.set_running_statistics(norm, variance, mean)
+    assert internals.norm_settings_of(norm).use_global_stats
+    assert internals.running_statistics_of(norm)[0] is variance
+
+
+def test_private_names_are_touched_in_one_file() -> None:
+    folder = Path(internals.__file__).parent
+    wrong = []
+    for path in sorted(folder.rglob("*.py")):
+        if path.name == "internals.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            is_private = isinstance(node, ast.Attribute) and node.attr[:1] == "_" and node.attr[:2] != "__"
+            if is_private and ast.unparse(node.value) not in ("self", "cls", "super()", "_calls"):
+                wrong.append(f"{path.name}:{node.lineno}: {ast.unparse(node)}")
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("paddle.base"):
+                wrong.append(f"{path.name}:{node.lineno}: {node.module}")
+    assert not wrong, "\n".join(wrong)
 
 
 @ranks(1, group=None)

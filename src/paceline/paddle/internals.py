@@ -7,10 +7,11 @@ it stands on. Nothing else in `paceline.paddle` touches a name of Paddle's that 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from paddle import Tensor
+from paddle import Tensor, nn
 from paddle.base import core
 
 
@@ -69,6 +70,60 @@ def give_rows(parameter: Tensor, rows: list[int], values: np.ndarray[Any, Any]) 
     gradient.get_selected_rows().set_height(parameter.shape[0])
     set_rows(gradient, rows, values)
     parameter.grad = gradient
+
+
+def slots_of(layer: nn.Layer) -> list[dict[str, object]]:
+    """The dictionaries in which one layer keeps its parameters and its sublayers."""
+    return [layer._parameters, layer._sub_layers]
+
+
+def makes_sparse_gradients(embedding: nn.Embedding) -> bool:
+    """Whether it was made with sparse=True."""
+    return bool(embedding._sparse)
+
+
+def running_statistics_of(layer: nn.Layer) -> tuple[Tensor, Tensor] | None:
+    """Mean and variance of batch normalisation, parameters that are not trained; None: it has none."""
+    mean, variance = layer._parameters.get("_mean"), layer._parameters.get("_variance")
+    if mean is None or variance is None or not (mean.stop_gradient and variance.stop_gradient):
+        return None
+    return mean, variance
+
+
+@dataclass(frozen=True)
+class NormSettings:
+    """What a batch normalisation was made with."""
+
+    num_features: int
+    momentum: float
+    epsilon: float
+    weight_attr: Any
+    bias_attr: Any
+    data_format: str
+    use_global_stats: bool | None
+
+
+def norm_settings_of(layer: nn.Layer) -> NormSettings:
+    """Of a BatchNorm1D, 2D or 3D, or a SyncBatchNorm."""
+    return NormSettings(
+        layer._num_features,
+        layer._momentum,
+        layer._epsilon,
+        layer._weight_attr,
+        layer._bias_attr,
+        layer._data_format,
+        layer._use_global_stats,
+    )
+
+
+def use_global_stats(layer: nn.Layer, value: bool | None) -> None:
+    """Let a batch normalisation use its running statistics in training, too."""
+    layer._use_global_stats = value
+
+
+def set_running_statistics(layer: nn.Layer, mean: Tensor, variance: Tensor) -> None:
+    """Let a batch normalisation keep these parameters as its statistics."""
+    layer._mean, layer._variance = mean, variance
 
 
 def wrap_run_backward(wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

@@ -14,6 +14,7 @@ from paddle.nn import functional
 
 from paceline import _core
 from paceline.collectives.ops import ReduceOp
+from paceline.paddle import internals
 from paceline.paddle.arena import dtype_name
 from paceline.paddle.peers import Peers, find_peers
 from paceline.reducer.host import CORE_DTYPES
@@ -57,18 +58,22 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     @classmethod
     def _converted(cls, layer: nn.Layer, process_group: Any) -> SyncBatchNorm:
+        old = internals.norm_settings_of(layer)
+        layout = _without_length(old.data_format)
         made = cls(
-            layer._num_features,
-            layer._momentum,
-            layer._epsilon,
-            layer._weight_attr,
-            layer._bias_attr,
-            _without_length(layer._data_format),
+            old.num_features,
+            old.momentum,
+            old.epsilon,
+            old.weight_attr,
+            old.bias_attr,
+            layout,
             process_group=process_group,
         )
-        for name in ("weight", "bias", "_mean", "_variance"):
-            setattr(made, name, getattr(layer, name))
-        made._use_global_stats = layer._use_global_stats
+        made.weight, made.bias = layer.weight, layer.bias
+        statistics = internals.running_statistics_of(layer)
+        if statistics is not None:
+            internals.set_running_statistics(made, *statistics)
+        internals.use_global_stats(made, old.use_global_stats)
         made.training = layer.training
         return made
 
@@ -76,24 +81,30 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         """Normalise `x` (channels in dimension 1, or last for data_format "NHWC") over all ranks' batches."""
         if not self._has_peers:
             self._peers, self._has_peers = find_peers(self.process_group, None), True
-        is_local = not self.training or self._use_global_stats
-        if self._peers is None or is_local:
-            return functional.batch_norm(
-                x,
-                self._mean,
-                self._variance,
-                self.weight,
-                self.bias,
-                training=self.training,
-                momentum=self._momentum,
-                epsilon=self._epsilon,
-                data_format=self._data_format if x.ndim > 2 else "NC",
-                use_global_stats=self._use_global_stats,
-            )
-        return self._normalise(x, self._peers.host_group)
+        settings, statistics = internals.norm_settings_of(self), internals.running_statistics_of(self)
+        assert statistics is not None
+        if self._peers is not None and self.training and not settings.use_global_stats:
+            return self._normalise(x, settings, statistics, self._peers.host_group)
+        return functional.batch_norm(
+            x,
+            *statistics,
+            self.weight,
+            self.bias,
+            training=self.training,
+            momentum=settings.momentum,
+            epsilon=settings.epsilon,
+            data_format=_layout_for(x.ndim, settings.data_format),
+            use_global_stats=settings.use_global_stats,
+        )
 
-    def _normalise(self, x: paddle.Tensor, group: _core.HostGroup) -> paddle.Tensor:
-        channel = x.ndim - 1 if self._data_format == "NHWC" else 1
+    def _normalise(
+        self,
+        x: paddle.Tensor,
+        settings: internals.NormSettings,
+        statistics: tuple[paddle.Tensor, paddle.Tensor],
+        group: _core.HostGroup,
+    ) -> paddle.Tensor:
+        channel = x.ndim - 1 if _without_length(settings.data_format) == "NHWC" else 1
         axes = [axis for axis in range(x.ndim) if axis != channel]
         shape = [-1 if axis == channel else 1 for axis in range(x.ndim)]
         wide = x.astype("float64" if x.dtype == paddle.float64 else "float32")
@@ -103,19 +114,16 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         mean = sums[:-1] / count
         centred = wide - mean.reshape(shape)
         variance = _SumOverRanks.apply((centred**2).sum(axes), group) / count
-        self._remember(mean, variance)
-        result = centred * (variance + self._epsilon).rsqrt().reshape(shape)
+        with paddle.no_grad():
+            for running, new in zip(statistics, (mean, variance)):
+                kept = settings.momentum * running + (1 - settings.momentum) * new.astype(running.dtype)
+                paddle.assign(kept, running)
+        result = centred * (variance + settings.epsilon).rsqrt().reshape(shape)
         if self.weight is not None:
             result = result * self.weight.reshape(shape)
         if self.bias is not None:
             result = result + self.bias.reshape(shape)
         return result.astype(x.dtype)
-
-    def _remember(self, mean: paddle.Tensor, variance: paddle.Tensor) -> None:
-        with paddle.no_grad():
-            for running, new in ((self._mean, mean), (self._variance, variance)):
-                mixed = self._momentum * running + (1 - self._momentum) * new.astype(running.dtype)
-                paddle.assign(mixed, running)
 
 
 class _SumOverRanks(paddle.autograd.PyLayer):
@@ -135,6 +143,14 @@ def _summed(x: paddle.Tensor, group: _core.HostGroup) -> paddle.Tensor:
     result = x.detach().clone().contiguous()
     group.all_reduce(result.data_ptr(), int(result.size), CORE_DTYPES[dtype_name(result.dtype)], ReduceOp.SUM)
     return result
+
+
+def _layout_for(dimensions: int, data_format: str) -> str:
+    """The word that `functional.batch_norm` wants for a tensor of so many dimensions."""
+    is_last = _without_length(data_format) == "NHWC"
+    return {2: "NC", 3: "NLC" if is_last else "NCL", 4: "NHWC" if is_last else "NCHW"}.get(
+        dimensions, "NDHWC" if is_last else "NCDHW"
+    )
 
 
 def _without_length(data_format: str) -> str:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import paddle
 from paddle import nn
 
 from paceline.errors import ConfigError
+from paceline.paddle import internals
 from paceline.paddle.arena import DTYPES, dtype_name
 from paceline.reducer.agreement import TensorDescription
 from paceline.reducer.plan import ParameterSpec
 from paceline.reducer.report import shorten
-
-RUNNING_STATISTICS = ("_mean", "_variance")
-"""Batch normalisation keeps these as parameters that are not trained, where torch has buffers."""
 
 
 class ManagedTensors:
@@ -29,7 +26,7 @@ class ManagedTensors:
         sparse = {
             id(child.weight)
             for child in layer.sublayers(include_self=True)
-            if isinstance(child, nn.Embedding) and child._sparse
+            if isinstance(child, nn.Embedding) and internals.makes_sparse_gradients(child)
         }
         statistics = _running_statistics(layer)
         trained = [(name, p) for name, p in named if not p.stop_gradient]
@@ -43,7 +40,7 @@ class ManagedTensors:
         self._layer = layer
         # Walking the layers takes far longer than comparing the dictionaries in which they keep things.
         layers = layer.sublayers(include_self=True)
-        self._slots = [child._parameters for child in layers] + [child._sub_layers for child in layers]
+        self._slots = [slot for child in layers for slot in internals.slots_of(child)]
         self._seen = self._identities()
 
     def specs(self) -> list[ParameterSpec]:
@@ -115,9 +112,7 @@ class ManagedTensors:
 def _running_statistics(layer: nn.Layer) -> set[int]:
     found: set[int] = set()
     for child in layer.sublayers(include_self=True):
-        kept: list[Any] = [child._parameters.get(name) for name in RUNNING_STATISTICS]
-        if all(p is not None and p.stop_gradient for p in kept):
-            found.update(map(id, kept))
+        found.update(map(id, internals.running_statistics_of(child) or ()))
     return found
 
 
