@@ -83,8 +83,8 @@ class DistributedDataParallel(CommHooks, GradientStatistics, Joins, Copies):
         warn_after_s: Seconds after which a late rank is named in a warning; None: 10.
         reduce_through: "memory" that the ranks share, the process "group", or the better one that is
             possible ("auto").
-        dim, check_reduction, delay_all_reduce_named_params, param_to_hook_all_reduce,
-            skip_all_reduce_unused_params, batched_grad_copy: the result is the same with every value.
+        dim, check_reduction, batched_grad_copy: The result is the same with every value.
+        delay_all_reduce_named_params, param_to_hook_all_reduce, skip_all_reduce_unused_params: Likewise.
 
     Raises:
         ConfigError: An argument, or the model, is not supported; the message says which and why.
