@@ -10,6 +10,8 @@ import pytest
 from numpy.testing import assert_allclose
 from paddle import nn
 
+import paceline
+from paceline.errors import CollectiveError
 from paceline.paddle import DataParallel, SyncBatchNorm
 from tests.multiprocess.paddle_models import (
     assert_same_on_all_ranks,
@@ -100,6 +102,19 @@ def test_a_model_that_one_rank_does_not_use_is_in_step_all_the_same(group: objec
         for model in (first, second):
             assert_same_on_all_ranks(model, group)
             assert all(g is not None for g in gradients(model))
+
+
+@ranks(2, group=None)
+def test_a_model_that_one_rank_leaves_out_is_an_error_on_every_rank(rank: int) -> None:
+    """Rank 1 never calls the second model: rank 0 waits for it, up to the time-out, and goes no further."""
+    with paceline.init(timeout_s=2.0) as group:
+        first, second = (DataParallel(two_layers(), group=group) for _ in range(2))
+        own = share(batch(), rank)
+        with pytest.raises(CollectiveError, match="rank"):
+            for _ in range(3):
+                squares(first(own)).backward()
+                if rank == 0:
+                    squares(second(own)).backward()
 
 
 def normalised() -> nn.Sequential:
