@@ -43,7 +43,7 @@ class GradientStatistics:
     ) -> torch.Tensor:
         """Scale all gradients so that their norm is at most `max_norm`; returns the norm that they had.
 
-        As torch.nn.utils.clip_grad_norm_, but for gradients that are as backward left them the norm is
+        As `torch.nn.utils.clip_grad_norm_`, but for gradients that are as backward left them the norm is
         known already. After the first call; that one computes it.
 
         Args:
