@@ -85,6 +85,15 @@ def test_a_static_graph_may_leave_parameters_out(rank: int, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
+@ranks(2, group="gloo")
+def test_a_static_graph_may_differ_between_ranks(rank: int, path: str) -> None:
+    ddp = DistributedDataParallel(Branches(), reduce_through=path, static_graph=True)
+    for _ in range(3):
+        ddp(torch.ones(1, 3), "left" if rank else "right").sum().backward()
+        ddp.zero_grad(set_to_none=False)  # zeros stay, where this rank's graph has no gradient
+
+
+@pytest.mark.parametrize("path", PATHS)
 @ranks(3, group="gloo")
 def test_a_skipped_backward_raises_in_the_pass_it_happens_in(rank: int, path: str) -> None:
     ddp = DistributedDataParallel(two_layers(), reduce_through=path)

@@ -26,11 +26,14 @@ class StaticGraph:
             reducer: Knows what was unused.
             active: Ranks that had data; of others everything is unused.
 
+        A parameter that is used for the first time is no alarm: a gradient of zeros, left by
+        zero_grad(set_to_none=False) where another rank used the parameter, counts as one.
+
         Raises:
-            GraphChangedError: Other parameters are unused now; names them.
+            GraphChangedError: A parameter is unused that was used; names what has changed.
         """
         now = {rank: reducer.unused(rank) for rank in active}
         for rank in active:
             self._first.setdefault(rank, now[rank])
-        if any(now[rank] != self._first[rank] for rank in active):
+        if any(set(now[rank]) - set(self._first[rank]) for rank in active):
             raise graph_changed_error(self._first, now, self._names)
