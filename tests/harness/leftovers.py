@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 SHM = Path("/dev/shm")
+# Semaphores of joblib, which scikit-learn loads: an example that a test runs beside ours drops them late.
+_OF_OTHERS = ("sem.loky-",)
 _PATIENCE_S = 2.0  # the kernel tears large address spaces down after a process counts as dead
 
 
@@ -21,7 +23,7 @@ def shm_names() -> frozenset[str]:
     names = set()
     for path in SHM.iterdir() if SHM.is_dir() else ():
         with contextlib.suppress(FileNotFoundError):
-            if path.lstat().st_uid == os.geteuid():
+            if path.lstat().st_uid == os.geteuid() and not path.name.startswith(_OF_OTHERS):
                 names.add(path.name)
     return frozenset(names)
 
