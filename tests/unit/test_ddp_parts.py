@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import os
+import subprocess
+import sys
+import textwrap
 from typing import Any
 
 import pytest
@@ -30,6 +34,26 @@ def config(**arguments: Any) -> Any:
     for name in ("module", "process_group", "device_mesh"):
         del defaults[name]
     return make_config(**{**defaults, **arguments})
+
+
+def test_a_step_does_not_import_the_compiler() -> None:
+    """It takes seconds, on every rank. One rank averages, and so has passes, if it is to raise on a NaN."""
+    code = """
+        import sys, torch
+        from paceline.torch import DistributedDataParallel
+        model = DistributedDataParallel(torch.nn.Linear(2, 2), nonfinite="raise")
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+        with model.no_sync():
+            model(torch.ones(1, 2)).sum().backward()
+        assert model.grad_norm() > 0
+        print([name for name in ("torch._dynamo", "sympy") if name in sys.modules])
+    """
+    environment = os.environ | {"RANK": "0", "WORLD_SIZE": "1"}
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.strip() == "[]"
 
 
 def test_torchs_arguments_are_all_there_with_torchs_defaults() -> None:
@@ -141,7 +165,7 @@ def test_ignored_parameters_are_left_alone() -> None:
 
 def test_nothing_of_torchs_class_is_inherited_by_accident() -> None:
     """It would run on state that our class does not have."""
-    own = {"train", "_active_ddp_module", "_get_active_ddp_module", "_inside_ddp_forward"}
+    own = {"train", "_active_ddp_module", "_get_active_ddp_module"}
     own |= {
         name for name in vars(TorchDDP) if name.startswith("__") and not callable(getattr(TorchDDP, name))
     }

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from paceline.torch.uneven import Joining
 
 # What torch's class does with nothing but the module, or for the sake of torch's own compiler.
-_INHERITED = {"train", "_active_ddp_module", "_get_active_ddp_module", "_inside_ddp_forward"}
+_INHERITED = {"train", "_active_ddp_module", "_get_active_ddp_module"}
 
 _Class = TypeVar("_Class", bound=type)
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from paceline.reducer.agreement import ModelDescription, check_agreement
 from paceline.reducer.finished import take_part_until_all_finished
@@ -188,8 +189,13 @@ class DistributedDataParallel(CommHooks, GradientStatistics, Joins, Copies):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the wrapped module; where gradients will be needed, get ready to average them."""
         inputs, kwargs, is_training = self._before_forward(inputs, kwargs)
-        with self._inside_ddp_forward():  # torch.compile cuts the graphs of what runs within into buckets
+        # torch.compile cuts the graphs of what runs within into buckets. Not through torch's
+        # _inside_ddp_forward(), which imports the compiler: seconds, in every program.
+        outer, TorchDDP._active_ddp_module = TorchDDP._active_ddp_module, self
+        try:
             output = self._run_ddp_forward(*inputs, **kwargs)
+        finally:
+            TorchDDP._active_ddp_module = outer
         if is_training:
             self._after_forward(output)
         return output
