@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include "bind/failures.h"
+#include "bind/py_compression.h"
 #include "bind/py_host_group.h"
 #include "bind/py_permutation.h"
 #include "bind/py_reducer.h"
@@ -229,6 +230,14 @@ void bind_permutation(nb::module_& m) {
            "Replaces each place by its index.");
 }
 
+void bind_compression(nb::module_& m) {
+  m.def("encoded_bytes", &py_encoded_bytes, "encoding"_a, "count"_a);
+  m.def("encode", &py_encode, "encoding"_a, "values"_a, "error"_a, "factor"_a,
+        "count"_a, "codes"_a, "An `error` of 0 is none.");
+  m.def("decode_mean", &py_decode_mean, "encoding"_a, "codes"_a, "weights"_a,
+        "count"_a, "mean"_a);
+}
+
 }  // namespace
 }  // namespace paceline
 
@@ -257,4 +266,5 @@ NB_MODULE(_core, m) {
   paceline::bind_group(m);
   paceline::bind_reducer(m);
   paceline::bind_permutation(m);
+  paceline::bind_compression(m);
 }

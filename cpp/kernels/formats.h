@@ -1,10 +1,11 @@
 // How each element type is held in memory (Stored) and reduced (Compute), and
 // the loops between the two.
 //
-// Included only by reduce_blocks.h, once per instruction set, hence all in an
-// unnamed namespace. Results hold one NaN, the positive quiet one: which NaN a
-// sum of two NaNs gives depends on the order of a processor's operands, and
-// "the same bits everywhere" would not hold.
+// Included once per instruction set by reduce_blocks.h, and by
+// compression/code_loops.h; hence all in an unnamed namespace. Results hold one
+// NaN, the positive quiet one: which NaN a sum of two NaNs gives depends on the
+// order of a processor's operands, and "the same bits everywhere" would not
+// hold.
 #pragma once
 
 #if defined(__F16C__)

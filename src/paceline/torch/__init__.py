@@ -6,11 +6,11 @@ Importing this package makes `torch.distributed.init_process_group("paceline")` 
 Paceline that imports torch; may import everything below it.
 """
 
-from paceline.torch import backend
+from paceline.torch import backend, compression
 from paceline.torch.data_parallel import DataParallel
 from paceline.torch.distributed import DistributedDataParallel
 from paceline.torch.sync_batch_norm import SyncBatchNorm
 
 backend.register()
 
-__all__ = ["DataParallel", "DistributedDataParallel", "SyncBatchNorm"]
+__all__ = ["DataParallel", "DistributedDataParallel", "SyncBatchNorm", "compression"]

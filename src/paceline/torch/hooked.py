@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from paceline.errors import ConfigError
 from paceline.torch.arena import Arena
@@ -22,7 +23,7 @@ from paceline.torch.peers import ProcessGroupPeers
 
 
 class GradBucket:
-    """What a hook sees of a bucket: the members of `torch.distributed.GradBucket`.
+    """What a hook sees of a bucket: the members of `torch.distributed.GradBucket`, and two that it lacks.
 
     Args:
         index: Of the bucket; the first is complete first.
@@ -30,6 +31,8 @@ class GradBucket:
         gradients: Views of the buffer, shaped like the parameters.
         parameters: The parameters.
         is_last: Whether it is the last bucket of the pass.
+        weight: What this rank's gradients are multiplied by already.
+        process_group: Of the wrapped model.
     """
 
     def __init__(
@@ -39,6 +42,8 @@ class GradBucket:
         gradients: list[torch.Tensor],
         parameters: list[torch.Tensor],
         is_last: bool,
+        weight: float,
+        process_group: dist.ProcessGroup,
     ) -> None:
         self._index = index
         self._buffer = buffer
@@ -46,6 +51,8 @@ class GradBucket:
         self._places = [(view.storage_offset() - buffer.storage_offset(), view) for view in gradients]
         self._parameters = parameters
         self._is_last = is_last
+        self._weight = weight
+        self._process_group = process_group
 
     def index(self) -> int:
         return self._index
@@ -61,6 +68,14 @@ class GradBucket:
 
     def is_last(self) -> bool:
         return self._is_last
+
+    def weight(self) -> float:
+        """What this rank's gradients are multiplied by: its weight over the ranks' mean weight."""
+        return self._weight
+
+    def process_group(self) -> dist.ProcessGroup:
+        """The ranks to average over."""
+        return self._process_group
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
         """Let `buffer()` return another tensor from now on."""
@@ -132,6 +147,8 @@ class HookTransport(ProcessGroupTransport):
                 [self._arena.views[index] for index in members],
                 [self._parameters[index] for index in members],
                 bucket == len(self._buckets) - 1,
+                weight,
+                self._group,
             )
             future = self._hook.call(self._hook.state, shown)
         if not isinstance(future, torch._C.Future):  # the base of torch.futures.Future

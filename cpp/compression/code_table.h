@@ -1,0 +1,33 @@
+// What the dispatcher (compression.cc) and the compiled sets of loops (codes_*)
+// share. Only plain data and declarations, as in kernels/kernel_table.h.
+#pragma once
+
+#include "compression/compression.h"
+
+namespace paceline {
+
+/// One encoding's loops; the arguments are those of compression.h.
+struct Codec {
+  void (*encode)(const float* values, float* error, float factor, size_t count,
+                 void* codes);
+  void (*decode_mean)(const void* const* codes, const float* weights,
+                      int num_ranks, size_t count, float* mean);
+};
+
+struct CodecTable {
+  Codec of[kNumEncodings];
+};
+
+namespace portable {
+extern const CodecTable kCodecs;
+}
+#if defined(__x86_64__)
+namespace avx2 {
+extern const CodecTable kCodecs;
+}
+namespace avx512 {
+extern const CodecTable kCodecs;
+}
+#endif
+
+}  // namespace paceline

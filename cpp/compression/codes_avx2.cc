@@ -1,0 +1,2 @@
+#define PACELINE_KERNELS avx2
+#include "compression/code_loops.h"

@@ -1,0 +1,2 @@
+#define PACELINE_KERNELS portable
+#include "compression/code_loops.h"

@@ -1,0 +1,47 @@
+// Gradients in fewer bytes, with error feedback.
+//
+// Words: *values* are a rank's float32 gradients, already multiplied by its
+// weight; its *error* is what the others have not got of earlier gradients.
+//
+//   encode:       sum = values / weight + error
+//                 code = rounded(sum), error = sum - code
+//   decode_mean:  mean = sum over ranks of weight * code, / number of ranks
+//
+// So weights act in float32, on what was decoded, and an error does not grow
+// when weights change. A finite value has a finite code: what is beyond the
+// largest one stays in the error. An infinity or a NaN arrives as one (of 8
+// bits: as NaN) and leaves its error and its neighbours alone. Each instruction
+// set gives the same bits, as in kernels/.
+//
+// Eight bits: blocks of 256 values, each a float32 scale, the largest magnitude
+// / 127, then a signed byte per value; -128 is NaN.
+//
+// Source: error feedback, Seide et al., "1-Bit Stochastic Gradient Descent",
+// Interspeech 2014.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace paceline {
+
+enum class Encoding : uint8_t { kFloat16 = 0, kBFloat16 = 1, kEightBit = 2 };
+
+inline constexpr int kNumEncodings = 3;
+inline constexpr size_t kCodeBlock = 256;
+
+/// Bytes of `count` encoded values.
+size_t encoded_bytes(Encoding encoding, size_t count);
+
+/// `factor` is 1 / weight. `error` is brought up to date; null: nothing is
+/// kept.
+void encode(Encoding encoding, const float* values, float* error, float factor,
+            size_t count, void* codes);
+
+/// Adds up in the order of ranks, in float32. Codes are aligned to 2 bytes. A
+/// rank of weight 0 is left out, whatever its codes.
+void decode_mean(Encoding encoding, const void* const* codes,
+                 const float* weights, int num_ranks, size_t count,
+                 float* mean);
+
+}  // namespace paceline

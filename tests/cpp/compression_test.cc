@@ -1,0 +1,100 @@
+// The codes of gradients on every instruction set, in buffers of exactly their
+// size. What they hold is compared with an oracle in
+// tests/unit/test_compression.py; here the sanitizers watch how.
+
+#include "compression/compression.h"
+
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "check.h"
+#include "kernels/kernels.h"
+#include "ranks.h"
+
+namespace paceline {
+namespace {
+
+constexpr Isa kIsas[] = {Isa::kPortable, Isa::kAvx2, Isa::kAvx512};
+constexpr Encoding kEncodings[] = {Encoding::kFloat16, Encoding::kBFloat16,
+                                   Encoding::kEightBit};
+constexpr size_t kCounts[] = {0, 1, 15, 255, 256, 257, 1003};
+
+std::vector<float> values_of(int rank, size_t count) {
+  std::vector<float> values(count);
+  for (size_t i = 0; i < count; ++i)
+    values[i] = std::sin(static_cast<float>(i) + 0.1f * rank);
+  return values;
+}
+
+TEST(means_and_errors_add_up_on_every_instruction_set) {
+  for (const Isa isa : kIsas) {
+    if (!set_isa(isa)) continue;
+    for (const Encoding encoding : kEncodings) {
+      for (const size_t count : kCounts) {
+        const std::vector<float> values = values_of(0, count);
+        std::vector<unsigned char> codes(encoded_bytes(encoding, count));
+        std::vector<float> error(count);
+        std::vector<float> mean(count);
+        encode(encoding, values.data(), error.data(), 1.0f, count,
+               codes.data());
+        const void* const both[] = {codes.data(), codes.data()};
+        const float weights[] = {1.0f, 1.0f};
+        decode_mean(encoding, both, weights, 2, count, mean.data());
+        for (size_t i = 0; i < count; ++i) {
+          CHECK_EQ(mean[i] + error[i], values[i]);
+          CHECK(std::fabs(error[i]) <= 0.0040f);  // half of 1 / 127
+        }
+      }
+    }
+  }
+  set_isa(best_isa());
+}
+
+TEST(extremes_of_float32_stay_finite) {
+  constexpr float kMax = std::numeric_limits<float>::max();
+  constexpr float kDenormal = std::numeric_limits<float>::denorm_min();
+  const std::vector<float> values = {kMax, -kMax, kDenormal, 0.0f, 1.0f};
+  for (const Isa isa : kIsas) {
+    if (!set_isa(isa)) continue;
+    for (const Encoding encoding : kEncodings) {
+      std::vector<unsigned char> codes(encoded_bytes(encoding, values.size()));
+      std::vector<float> error = {kMax, -kMax, 0.0f, 0.0f, 0.0f};
+      std::vector<float> mean(values.size());
+      encode(encoding, values.data(), error.data(), 1.0f, values.size(),
+             codes.data());
+      const void* const alone[] = {codes.data()};
+      const float weight = 1.0f;
+      decode_mean(encoding, alone, &weight, 1, values.size(), mean.data());
+      for (size_t i = 0; i < values.size(); ++i)
+        CHECK(std::isfinite(mean[i]) && std::isfinite(error[i]));
+    }
+  }
+  set_isa(best_isa());
+}
+
+TEST(ranks_encode_side_by_side_and_decode_each_others_codes) {
+  constexpr int kRanks = 4;
+  constexpr size_t kCount = 1003;
+  for (const Encoding encoding : kEncodings) {
+    std::vector<std::vector<unsigned char>> codes(
+        kRanks, std::vector<unsigned char>(encoded_bytes(encoding, kCount)));
+    testing::run_ranks(kRanks, [&](int rank) {
+      const std::vector<float> values = values_of(rank, kCount);
+      encode(encoding, values.data(), nullptr, 1.0f, kCount,
+             codes[rank].data());
+    });
+    std::vector<std::vector<float>> means(kRanks, std::vector<float>(kCount));
+    testing::run_ranks(kRanks, [&](int rank) {
+      const void* parts[kRanks];
+      for (int peer = 0; peer < kRanks; ++peer)
+        parts[peer] = codes[peer].data();
+      const float weights[kRanks] = {1.0f, 1.0f, 1.0f, 1.0f};
+      decode_mean(encoding, parts, weights, kRanks, kCount, means[rank].data());
+    });
+    for (int rank = 1; rank < kRanks; ++rank) CHECK(means[rank] == means[0]);
+  }
+}
+
+}  // namespace
+}  // namespace paceline

@@ -1,0 +1,174 @@
+"""The compression of gradients against numpy, bit for bit, on each instruction set of this processor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
+
+from paceline import _core
+from tests.unit.reduction_oracle import Array, DType, to_compute, to_stored
+from tests.unit.test_kernels import instruction_sets
+
+HALF, BFLOAT, BYTE = range(3)
+BLOCK = 256
+LARGEST = {
+    HALF: 65504.0,
+    BFLOAT: to_compute(DType.BFLOAT16, np.array([0x7F7F], np.uint16))[0],
+    BYTE: 2.0**127,
+}
+STORED_AS = {HALF: DType.FLOAT16, BFLOAT: DType.BFLOAT16}
+
+each_encoding = pytest.mark.parametrize("encoding", [HALF, BFLOAT, BYTE], ids=["fp16", "bf16", "8 bit"])
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of overflow and NaN
+
+
+def whole_values(values: Array, error: Array, factor: float) -> Array:
+    """What is to be sent: in float32, and within its range."""
+    huge = np.float32(2.0**127)
+    whole = np.clip(np.clip(values * np.float32(factor), -huge, huge) + error, -huge, huge)
+    return np.where(np.isfinite(values), whole, np.where(np.isnan(values), np.float32(np.nan), values))
+
+
+def expected_codes(encoding: int, whole: Array) -> bytes:
+    largest = np.float32(LARGEST[encoding])
+    sent = np.where(np.isfinite(whole), np.clip(whole, -largest, largest), whole)
+    if encoding != BYTE:
+        return to_stored(STORED_AS[encoding], sent).tobytes()
+    return b"".join(expected_block(sent[i : i + BLOCK]) for i in range(0, len(sent), BLOCK))
+
+
+def expected_block(sent: Array) -> bytes:
+    finite = np.isfinite(sent)
+    scale = np.abs(np.where(finite, sent, 0)).max() / np.float32(127)
+    scale = scale if scale >= np.finfo(np.float32).tiny else np.float32(0)
+    inverse = np.float32(1) / scale if scale else np.float32(0)
+    codes = np.rint(np.where(finite, sent, 0) * inverse)
+    return np.float32(scale).tobytes() + np.where(finite, codes, -128).astype(np.int8).tobytes()
+
+
+def expected_values(encoding: int, codes: bytes) -> Array:
+    if encoding != BYTE:
+        dtype = {HALF: np.float16, BFLOAT: np.uint16}[encoding]
+        return to_compute(STORED_AS[encoding], np.frombuffer(codes, dtype))
+    blocks = []
+    for first in range(0, len(codes), BLOCK + 4):
+        block = codes[first : first + BLOCK + 4]
+        steps = np.frombuffer(block[4:], np.int8)
+        scaled = steps.astype(np.float32) * np.frombuffer(block[:4], np.float32)
+        blocks.append(np.where(steps == -128, np.float32(np.nan), scaled))
+    return np.concatenate([np.zeros(0, np.float32), *blocks])
+
+
+@dataclass
+class Sent:
+    """What one instruction set makes of values; the mean is that of several ranks with the same."""
+
+    codes: bytes
+    mean: bytes
+    error: bytes
+
+
+def send(encoding: int, values: Array, error: Array, factor: float, weights: list[float]) -> Sent:
+    count = len(values)
+    nbytes = _core.encoded_bytes(encoding, count)
+    codes = np.full(nbytes + 8, 0x5A, np.uint8)
+    kept = error.copy()
+    _core.encode(encoding, values.ctypes.data, kept.ctypes.data, factor, count, codes.ctypes.data)
+    mean = np.full(count + 2, 7, np.float32)
+    _core.decode_mean(encoding, [codes.ctypes.data] * len(weights), weights, count, mean.ctypes.data)
+    assert (codes[nbytes:] == 0x5A).all() and (mean[count:] == 7).all(), "written behind"
+    return Sent(codes[:nbytes].tobytes(), mean[:count].tobytes(), kept.tobytes())
+
+
+def assert_like_oracle(
+    encoding: int, values: Array, error: Array, factor: float, weights: list[float]
+) -> None:
+    whole = whole_values(values, error, factor)
+    codes = expected_codes(encoding, whole)
+    decoded = expected_values(encoding, codes)
+    total = np.zeros_like(values)
+    for weight in weights:
+        total = total + np.float32(weight) * decoded if weight else total
+    mean = total / np.float32(len(weights))
+    mean[np.isnan(mean)] = np.nan
+    kept = np.where(np.isfinite(whole), whole - decoded, error)
+    for name in instruction_sets():
+        sent = send(encoding, values, error, factor, weights)
+        assert sent.codes == codes, name
+        assert_array_equal(np.frombuffer(sent.mean, np.uint32), mean.view(np.uint32), err_msg=name)
+        assert_array_equal(np.frombuffer(sent.error, np.uint32), kept.view(np.uint32), err_msg=name)
+
+
+@each_encoding
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 31, 255, 256, 257, 512, 1023, 2049])
+def test_every_length(encoding: int, count: int) -> None:
+    rng = np.random.default_rng(count)
+    values = (rng.standard_normal(count) * 10.0 ** rng.integers(-9, 5, count)).astype(np.float32)
+    error = (rng.standard_normal(count) * 1e-3).astype(np.float32)
+    assert_like_oracle(encoding, values, error, 1.0, [1.0, 1.0, 1.0])
+    assert_like_oracle(encoding, values, error, 0.7, [1.4, 0.0, 1.9])
+
+
+EDGES = [0, 1, 0x7FFFFF, 0x800000, 0x33000000, 0x33000001, 0x387FE000, 0x477FEFFF, 0x477FF000, 0x7F7F8000]
+EDGES += [0x7EFFFFFF, 0x7F000000, 0x7F7FFFFF, 0x7F800000, 0x7F800001, 0x7FC00000, 0x7FFFFFFF]
+any_float = (st.sampled_from(EDGES) | st.integers(0, 2**31 - 1)).flatmap(
+    lambda bits: st.sampled_from([bits, bits + 2**31])
+)
+finite_float = any_float.filter(lambda bits: bits % 2**31 < 0x7F800000)
+
+
+def floats(bits: list[int], count: int) -> Array:
+    return np.resize(np.array(bits, np.uint32), count).view(np.float32)
+
+
+@each_encoding
+@settings(max_examples=60)
+@given(data=st.data())
+def test_any_bits_are_sent_like_the_oracle(encoding: int, data: st.DataObject) -> None:
+    count = data.draw(st.sampled_from([1, 17, 40, 300]), label="count")
+    values = floats(data.draw(st.lists(any_float, min_size=1, max_size=20), label="values"), count)
+    error = floats(data.draw(st.lists(finite_float, min_size=1, max_size=20), label="error"), count)
+    factor = data.draw(st.sampled_from([1.0, 2.0, 0.3, 1e20]), label="factor")
+    assert_like_oracle(encoding, values, error, factor, [0.3, 0.0, 1.0])
+
+
+@each_encoding
+def test_what_is_not_finite_arrives_so_and_alone(encoding: int) -> None:
+    values = np.linspace(-3, 3, 600, dtype=np.float32)
+    values[[5, 70, 400]] = np.inf, np.nan, -np.inf
+    for name in instruction_sets():
+        sent = send(encoding, values, np.zeros(600, np.float32), 1.0, [1.0])
+        mean, error = (np.frombuffer(found, np.float32) for found in (sent.mean, sent.error))
+        assert (np.isfinite(mean) == np.isfinite(values)).all(), name
+        assert np.isfinite(error).all() and (error[[5, 70, 400]] == 0).all()
+        finite = np.isfinite(values)
+        assert_array_equal((mean + error)[finite], values[finite])  # small ones: without a rounding
+        assert np.abs(error).max() <= 3 / 127 / 2 * 1.00001
+
+
+def test_a_value_beyond_float16_stays_finite_and_its_rest_is_kept() -> None:
+    values = np.array([1e5, -1e5], np.float32)
+    sent = send(HALF, values, np.zeros(2, np.float32), 1.0, [1.0])
+    assert np.frombuffer(sent.mean, np.float32).tolist() == [65504, -65504]
+    assert np.frombuffer(sent.error, np.float32).tolist() == [34496, -34496]
+
+
+def test_a_rank_without_weight_is_left_out_whatever_it_sent() -> None:
+    for encoding in (HALF, BFLOAT, BYTE):
+        lost = np.full(300, np.nan, np.float32)
+        codes = np.zeros(_core.encoded_bytes(encoding, 300) + 4, np.uint8)
+        _core.encode(encoding, lost.ctypes.data, 0, 1.0, 300, codes.ctypes.data)
+        _core.decode_mean(encoding, [codes.ctypes.data] * 2, [0.0, 0.0], 300, lost.ctypes.data)
+        assert (lost == 0).all()
+
+
+def test_wrong_calls_raise() -> None:
+    with pytest.raises(ValueError, match="no such encoding"):
+        _core.encoded_bytes(3, 1)
+    with pytest.raises(ValueError, match="one entry per rank"):
+        _core.decode_mean(BYTE, [0, 0], [1.0], 0, 0)
