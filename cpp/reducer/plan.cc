@@ -43,17 +43,20 @@ void Reducer::plan(std::vector<BucketSpan> spans) {
   }
 
   buckets_of_.resize(parameters_.size());
-  size_t next = 0;
   for (uint32_t b = 0; b < spans.size(); ++b) {
     Bucket bucket{};
     bucket.first_chunk = static_cast<uint32_t>(chunks_.size());
     size_t chunk_bytes =
         kChunkBytes;  // "full": the first segment opens a chunk
-    while (next < all.size() && all[next].offset < spans[b].end) {
-      const Segment& segment = all[next++];
+    // Each from where it begins: buckets come in the order in which they are
+    // complete, which with several dtypes is not that of the arena.
+    auto next = std::lower_bound(
+        all.begin(), all.end(), spans[b].begin,
+        [](const Segment& s, size_t begin) { return s.offset < begin; });
+    for (; next != all.end() && next->offset < spans[b].end; ++next) {
+      const Segment& segment = *next;
       const size_t bytes = segment.bytes();
-      if (segment.offset < spans[b].begin ||
-          segment.offset + bytes > spans[b].end) {
+      if (segment.offset + bytes > spans[b].end) {
         misuse("bucket " + std::to_string(b) + " cuts a block of parameter " +
                std::to_string(segment.parameter));
       }
@@ -76,7 +79,8 @@ void Reducer::plan(std::vector<BucketSpan> spans) {
       misuse("bucket " + std::to_string(b) + " is empty");
     buckets_.push_back(bucket);
   }
-  if (next != all.size()) misuse("the buckets do not cover the arena");
+  if (segments_.size() != all.size())
+    misuse("the buckets do not cover the arena");
   total_chunks_ = chunks_.size();
   segments_in_order_.resize(segments_.size());
   first_in_order_.assign(parameters_.size() + 1, 0);

@@ -145,6 +145,38 @@ def test_complex_parameters(rank: int, path: str) -> None:
                 assert_close(ddp.grad_norm(), float(square.sqrt()))
 
 
+class Alternating(nn.Module):
+    """Layers of two dtypes, in turn: buckets are complete in another order than they lie in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(9)
+        layers = [nn.Linear(4, 4, dtype=dtype) for dtype in (torch.float32, torch.float64) * 2]
+        self.layers = nn.ModuleList([nn.Linear(4, 4), *layers, nn.Linear(4, 4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x.to(layer.weight.dtype))
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(2, group="gloo")
+def test_dtypes_in_turn(rank: int, path: str) -> None:
+    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(10))
+    for cap_mb in (25, 0.0001):
+        net = Alternating()
+        alone = copy.deepcopy(net)
+        ddp = DistributedDataParallel(net, reduce_through=path, bucket_cap_mb=cap_mb)
+        for _ in range(2):
+            ddp.zero_grad()
+            alone.zero_grad()
+            ddp(x[rank : rank + 1]).backward()
+            ((alone(x[:1]) + alone(x[1:])) / 2).backward()
+            for ours, expected in zip(net.parameters(), alone.parameters(), strict=True):
+                assert_close(ours.grad, expected.grad)
+
+
 @pytest.mark.parametrize("path", PATHS)
 @ranks(2, group="gloo")
 def test_a_gradient_penalty_trains_as_one_process_does(rank: int, path: str) -> None:
