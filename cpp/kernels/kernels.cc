@@ -5,7 +5,9 @@
 #include <cassert>
 #include <cstdlib>
 #include <cstring>
+#include <string>
 
+#include "core/failure.h"
 #include "kernels/kernel_table.h"
 
 namespace paceline {
@@ -40,10 +42,12 @@ bool is_runnable(Isa isa) {
 
 Isa highest_allowed() {
   const char* name = std::getenv("PACELINE_ISA");
-  if (name != nullptr && std::strcmp(name, "portable") == 0)
-    return Isa::kPortable;
-  if (name != nullptr && std::strcmp(name, "avx2") == 0) return Isa::kAvx2;
-  return Isa::kAvx512;
+  if (name == nullptr || *name == '\0') return Isa::kAvx512;
+  if (std::strcmp(name, "portable") == 0) return Isa::kPortable;
+  if (std::strcmp(name, "avx2") == 0) return Isa::kAvx2;
+  if (std::strcmp(name, "avx512") == 0) return Isa::kAvx512;
+  misuse(std::string("PACELINE_ISA must be portable, avx2 or avx512, not '") +
+         name + "'");
 }
 
 Isa find_best_isa() {

@@ -53,7 +53,7 @@ size_t dtype_bytes(DType dtype);
 bool is_supported(DType dtype, ReduceOp op);
 
 /// The fastest set that this processor runs; PACELINE_ISA=portable|avx2|avx512
-/// lowers it.
+/// lowers it; any other value is a Failure.
 Isa best_isa();
 /// For tests: use `isa` from now on. False when this processor lacks it.
 bool set_isa(Isa isa);

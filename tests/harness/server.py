@@ -32,12 +32,13 @@ def context() -> ForkServerContext:
 def starting_from(framework: str) -> Iterator[None]:
     """Within it, processes of `context` start from the server that has this framework imported.
 
-    Starts the server on the first call. multiprocessing has one server for a process, and finds it by a
-    function of its module.
+    Starts the server on the first call, and waits until it has imported. multiprocessing has one server for
+    a process, and finds it by a function of its module.
     """
     before = forkserver.connect_to_new_process
     forkserver.connect_to_new_process = _server(framework).connect_to_new_process
     try:
+        _until_imported(framework)
         yield
     finally:
         forkserver.connect_to_new_process = before
@@ -51,6 +52,14 @@ def _server(framework: str) -> forkserver.ForkServer:
     with _environment(PYTHONPATH=python_path, PACELINE_PRELOAD=framework, **ONE_THREAD):
         server.ensure_running()
     return server
+
+
+@functools.cache
+def _until_imported(framework: str) -> None:
+    """The server takes its first request when it has imported: on a busy machine, after most of a minute."""
+    process = context().Process(target=int)
+    process.start()
+    process.join()
 
 
 @contextlib.contextmanager

@@ -245,19 +245,26 @@ class Repeats(nn.Module):
         super().__init__()
         self.layer = nn.Linear(2, 2, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(2):
+    def forward(self, x: torch.Tensor, times: int) -> torch.Tensor:
+        for _ in range(times):
             x = checkpoint(self.layer, x, use_reentrant=True)
         return x
 
 
 @ranks(2, group="gloo")
 def test_a_gradient_that_comes_twice_is_named(rank: int) -> None:
+    """On one rank, or on both: every rank raises in that pass, and the next one is good."""
     for options in (
         {"reduce_through": "memory"},
         {"reduce_through": "group"},
         {"gradient_as_bucket_view": True},
     ):
         ddp = DistributedDataParallel(Repeats(), **options)
-        with pytest.raises(GraphChangedError, match=r"'layer.weight' came twice"):
-            ddp(torch.ones(1, 2, requires_grad=True)).sum().backward()
+        x = torch.ones(1, 2, requires_grad=True)
+        for times, who in ((1 + rank, "rank 1 of 2"), (2, "all 2 ranks")):
+            with pytest.raises(GraphChangedError, match=rf"'layer.weight' came twice .* {who}") as caught:
+                ddp(x, times).sum().backward()
+            assert caught.value.changed == ("layer.weight",)
+            ddp.zero_grad()
+            (ddp(x, 1).sum() * (1 + rank)).backward()
+            assert_close(ddp.module.layer.weight.grad, torch.full((2, 2), 1.5))

@@ -115,6 +115,38 @@ def test_a_module_can_be_wrapped_again_after_its_wrapper_is_gone(rank: int, path
     model(x).sum().backward()  # on its own again
 
 
+@pytest.mark.parametrize("path", PATHS)
+@ranks(2, group="gloo")
+def test_a_wrapper_may_be_gone_before_the_backward(rank: int, path: str) -> None:
+    model = two_layers()
+    x = torch.full((1, 4), 1.0 + rank)
+
+    def wrapped() -> DistributedDataParallel:
+        return DistributedDataParallel(model, reduce_through=path, bucket_cap_mb=0.00001)
+
+    passes = []
+    for _ in range(2):
+        model.zero_grad()
+        ddp = wrapped()
+        passes.append(weakref.ref(ddp._passes))
+        loss, other = ddp(x).sum() * (1 + rank), ddp(x).sum()
+        del ddp
+        (loss + 0 * other).backward(retain_graph=True)
+        assert_close(model[2].bias.grad, torch.full((2,), 1.5))
+        # The losses linger, but they have been run: the model is on its own, and may be wrapped again.
+        assert not model[0].weight._post_accumulate_grad_hooks
+        with pytest.raises(ConfigError, match="whose wrapper is gone"):
+            loss.backward()
+    kept = wrapped()(x)  # never run backward
+    unhooked = weakref.ref(kept)
+    assert model[0].weight._post_accumulate_grad_hooks
+    del kept, loss, other
+    gc.collect()
+    assert unhooked() is None and not model[0].weight._post_accumulate_grad_hooks
+    model.zero_grad()
+    assert [found() for found in passes] == [None, None]
+
+
 class Checkpointed(nn.Module):
     def __init__(self, use_reentrant: bool) -> None:
         super().__init__()

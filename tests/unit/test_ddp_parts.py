@@ -73,6 +73,9 @@ def test_defaults() -> None:
 def test_forward_sync_buffers_does_not_touch_wrapping() -> None:
     assert config(forward_sync_buffers=False).init_sync_buffers
     assert not config(broadcast_buffers=False).init_sync_buffers
+    with pytest.warns(FutureWarning, match="broadcast_buffers is ignored"):
+        both = config(broadcast_buffers=False, forward_sync_buffers=True)
+    assert both.init_sync_buffers and both.broadcast_buffers
 
 
 def test_a_misspelt_argument_is_refused_by_name() -> None:
@@ -91,7 +94,6 @@ def test_a_misspelt_argument_is_refused_by_name() -> None:
         {"device_ids": [0, 1]},
         {"output_device": "cpu"},
         {"device_ids": [torch.device("cpu")], "output_device": torch.device("meta")},
-        {"broadcast_buffers": True, "forward_sync_buffers": True},
     ],
 )
 def test_values_that_make_no_sense_are_refused(arguments: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
@@ -327,3 +328,23 @@ def test_environment_lowers_the_instruction_set(name: str, highest: int) -> None
         check=True,
     )
     assert int(finished.stdout) == min(highest, len(list(instruction_sets())) - 1)
+
+
+def test_an_unknown_instruction_set_is_refused_by_name() -> None:
+    program = """
+        import paceline
+        from paceline import _core
+        from paceline.errors import ConfigError
+        for attempt in (paceline.init, _core.best_isa):
+            try:
+                attempt()
+            except ConfigError as error:
+                print(error.seen or error.summary)
+    """
+    environment = os.environ | {"PACELINE_ISA": "avx3", "RANK": "0", "WORLD_SIZE": "1"}
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert finished.returncode == 0, finished.stderr
+    lines = finished.stdout.splitlines()
+    assert len(lines) == 2
+    assert all("portable, avx2 or avx512, not 'avx3'" in line for line in lines)

@@ -17,7 +17,7 @@ from typing import Protocol
 from paceline.reducer.fresh_gradients import FreshGradients
 from paceline.reducer.micro_batches import MicroBatchWeights
 from paceline.reducer.pass_state import PassState
-from paceline.reducer.protocol import FINISHED, Outcome, Reducer
+from paceline.reducer.protocol import FINISHED, TWICE, Outcome, Reducer
 from paceline.reducer.report import names_by_rank
 from paceline.reducer.verdict import Judge, give_up_interrupted
 
@@ -205,9 +205,10 @@ class BackwardPasses(ABC):
         self._prepare_end()
         try:
             self._hand_over_rest()
-            outcome = self.reducer.finish(state.forwards, self._config.allow_unused)
+            status = state.forwards if state.came_twice is None else TWICE + state.came_twice
+            outcome = self.reducer.finish(status, self._config.allow_unused)
             self.active = self._all_ranks
-            if outcome:
+            if outcome or state.came_twice is not None:
                 self._note_active(Outcome(outcome))
                 self._judge.judge(Outcome(outcome), self.reducer)
             if self.active:

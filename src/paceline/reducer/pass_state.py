@@ -22,10 +22,22 @@ class PassState:
             reads and writes by pointer.
         staged: Those of them whose mean the front end copies back.
         accumulated: Parameters that got local gradients, in no_sync(), since the last synchronised pass.
+        came_twice: A parameter whose gradient came again after it had been handed over. The end of the pass
+            tells all ranks: a hook that raised would leave the others waiting.
         forwards: Of this rank since the last synchronised pass.
     """
 
-    __slots__ = ("accumulated", "arm", "forwards", "handed", "is_armed", "is_syncing", "pid", "staged")
+    __slots__ = (
+        "accumulated",
+        "arm",
+        "came_twice",
+        "forwards",
+        "handed",
+        "is_armed",
+        "is_syncing",
+        "pid",
+        "staged",
+    )
 
     def __init__(self) -> None:
         self.is_syncing = True
@@ -33,6 +45,7 @@ class PassState:
         self.handed: dict[int, Any] = {}
         self.staged: list[int] = []
         self.accumulated: set[int] = set()
+        self.came_twice: int | None = None
         self.forwards = 0
         self.pid = os.getpid()
         self.arm: Callable[[], None]
@@ -43,6 +56,7 @@ class PassState:
         self.handed.clear()
         self.staged.clear()
         self.accumulated.clear()
+        self.came_twice = None
         self.forwards = 0
 
     def check_process(self) -> None:

@@ -16,6 +16,9 @@ INTERRUPTED = (1 << 31) - 1
 FINISHED = (1 << 31) - 2
 """`forwards` of a rank that has no more data: agrees with every count."""
 
+TWICE = 1 << 30
+"""TWICE + i: `forwards` of a rank on which the gradient of parameter i came a second time in a pass."""
+
 
 class Outcome(IntFlag):
     """What `Reducer.finish` found; the same value on every rank."""

@@ -14,7 +14,7 @@ from paceline.errors import (
     UnusedParameterError,
     format_ranks,
 )
-from paceline.reducer.protocol import FINISHED, INTERRUPTED
+from paceline.reducer.protocol import FINISHED, INTERRUPTED, TWICE
 
 _SHOWN_NAMES = 6
 _SHOWN_GROUPS = 8
@@ -70,14 +70,27 @@ def nonfinite_error(
     )
 
 
-def twice_error(name: str) -> GraphChangedError:
-    """A parameter's gradient came a second time in one backward; said by the rank where it did."""
-    return GraphChangedError(
-        f"The gradient of '{name}' came twice in one backward.",
-        where="backward, at its second gradient",
+def check_twice(forwards_by_rank: Sequence[int], names: Sequence[str]) -> None:
+    """Raise if some rank's pass ended with TWICE + index: a gradient came again after it was handed over.
+
+    Raises:
+        GraphChangedError: Names the parameters, by rank.
+    """
+    pairs = [(rank, [code - TWICE]) for rank, code in enumerate(forwards_by_rank) if TWICE <= code < FINISHED]
+    if not pairs:
+        return
+    who = sorted(rank for rank, _ in pairs)
+    ranks_of = _invert(pairs)
+    twice = tuple(names[index] for index in sorted(ranks_of))
+    raise GraphChangedError(
+        f"The gradient of '{shorten(twice)}' came twice in one backward, on "
+        f"{_of_world(who, len(forwards_by_rank))}.",
+        where="the end of backward; the gradients of this pass are of no use, on any rank",
+        seen=_rows(ranks_of, names),
         likely="a parameter that several segments of reentrant activation checkpointing use",
-        hint="checkpoint with use_reentrant=False; or use the parameter in one segment only",
-        changed=(name,),
+        hint="checkpoint with use_reentrant=False; or promise static_graph=True, which learns it from the "
+        "first pass",
+        changed=twice,
     )
 
 

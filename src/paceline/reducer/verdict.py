@@ -8,8 +8,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
-from paceline.reducer.protocol import INTERRUPTED, Outcome, Reducer
-from paceline.reducer.report import nonfinite_error, skipped_error, unused_error
+from paceline.reducer.protocol import INTERRUPTED, TWICE, Outcome, Reducer
+from paceline.reducer.report import check_twice, nonfinite_error, skipped_error, unused_error
 
 
 class Judge:
@@ -33,11 +33,14 @@ class Judge:
         """Look at what `reducer.finish` returned; the same on every rank.
 
         Raises:
-            SkippedPassError, UnusedParameterError: The pass is void.
+            SkippedPassError, UnusedParameterError, GraphChangedError: The pass is void.
             NonFiniteGradientError: The means are in place, but hold an infinity or a NaN.
         """
+        forwards = reducer.forwards_by_rank()
+        if INTERRUPTED not in forwards and max(forwards) >= TWICE:
+            check_twice(forwards, self._names)
         if Outcome.SKIPPED in outcome:
-            raise skipped_error(reducer.forwards_by_rank())
+            raise skipped_error(forwards)
         if Outcome.UNUSED in outcome and not self._allow_unused:
             raise unused_error([reducer.unused(rank) for rank in range(self._world_size)], self._names)
         if Outcome.NONFINITE in outcome:

@@ -68,7 +68,9 @@ def share_memory(
     Raises:
         RendezvousError: A rank did not take part in time.
         RegionError: There is not enough memory; on every rank of that host.
+        ConfigError: PACELINE_ISA names no instruction set.
     """
+    _core.best_isa()  # raises now, not in the middle of the first collective
     answer_requests()  # whoever will wait for this rank may ask where it is
     deadline = Deadline(timeout_s)
     hint = _host_hint()

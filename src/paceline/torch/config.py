@@ -5,6 +5,7 @@ The one idea: an argument of torch's DDP is honoured, or refused with a sentence
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -135,11 +136,12 @@ def make_config(
     for name, seconds in (("timeout_s", timeout_s), ("warn_after_s", warn_after_s)):
         _require(seconds is None or seconds > 0, name, seconds, "a positive number of seconds, or None")
     if forward_sync_buffers is not None and broadcast_buffers is not None:
-        raise ConfigError(
-            "DistributedDataParallel: broadcast_buffers and forward_sync_buffers are one switch.",
-            got=f"broadcast_buffers={broadcast_buffers}, forward_sync_buffers={forward_sync_buffers}",
-            hint="pass one of them",
+        warnings.warn(
+            "DistributedDataParallel: broadcast_buffers is ignored where forward_sync_buffers is given.",
+            FutureWarning,  # torch's
+            stacklevel=3,
         )
+        broadcast_buffers = None
     cap_bytes = max(1, int((max(caps_mb) if caps_mb else cap_mb) * MIB))
     return DDPConfig(
         device=_single_device(device_ids, output_device),

@@ -182,7 +182,7 @@ class DistributedDataParallel(CommHooks, GradientStatistics, Joins, Copies):
             broadcast_tensors(values, peers.rank, factory.broadcast)
         passes = GradientPasses(self._tensors, peers, factory, self._config)
         # The hooks are the parameters', which may live on and be wrapped again.
-        weakref.finalize(self, passes.close).atexit = False
+        weakref.finalize(self, passes.graphs.drop_wrapper).atexit = False
         return passes
 
     @untraced_itself

@@ -16,7 +16,6 @@ import torch
 from paceline.errors import ConfigError
 from paceline.reducer.pass_state import PassState
 from paceline.reducer.protocol import Reducer
-from paceline.reducer.report import twice_error
 
 Hook = Callable[[torch.Tensor], None]
 HookMaker = Callable[[PassState, int, str, torch.Tensor, Reducer, torch.dtype], Hook]
@@ -47,7 +46,8 @@ def pointer_hook(
             stage(parameter)
             return
         if index in handed:
-            raise twice_error(name)
+            state.came_twice = index
+            return
         handed[index] = gradient
         mark_ready(index, gradient.data_ptr())
 
@@ -69,10 +69,11 @@ def copy_hook(
         gradient = parameter.grad
         if gradient is None or gradient.dtype is not dtype or gradient.is_sparse:
             raise unsupported_gradient(name, gradient, dtype)
+        if index in handed:
+            state.came_twice = index
+            return
         # Only backward(create_graph=True) needs detach(), which takes as long as the rest of the hook.
         copy(gradient.detach() if gradient.requires_grad else gradient)
-        if index in handed:
-            raise twice_error(name)
         handed[index] = gradient
         staged.append(index)
         mark_ready(index, 0)
@@ -99,7 +100,8 @@ def view_hook(
             state.accumulated.add(index)
             return
         if index in handed:
-            raise twice_error(name)
+            state.came_twice = index
+            return
         handed[index] = view
         mark_ready(index, 0)
 
@@ -119,7 +121,8 @@ def sparse_hook(
         if not state.is_armed:
             state.arm()
         if index in handed:
-            raise twice_error(name)
+            state.came_twice = index
+            return
         handed[index] = parameter.grad
         mark_ready(index, 0)
 

@@ -29,6 +29,7 @@ from paceline.torch.buffer_sync import BufferSync
 from paceline.torch.buffers import broadcast_tensors
 from paceline.torch.compiling import untraced
 from paceline.torch.config import DDPConfig
+from paceline.torch.graphs import Graph, Graphs
 from paceline.torch.hooked import CommHook
 from paceline.torch.hooks import HookMaker, copy_hook, pointer_hook, sparse_hook, view_hook
 from paceline.torch.optimizer_in_backward import Steppers, step_in_backward, take_over_optimizers
@@ -53,6 +54,7 @@ class GradientPasses(BackwardPasses):
 
     Attributes:
         buffers: Keeps them in step.
+        graphs: Of forwards whose backward is still to come.
     """
 
     weights: TorchWeights
@@ -69,6 +71,7 @@ class GradientPasses(BackwardPasses):
         self._peers = peers
         self._factory = factory
         self.use_config(config)
+        self.graphs = Graphs(self.close)
         self._in_backward: Steppers = []
         self._sparse = SparseMeans([(i, tensors.trainable[i]) for i in sorted(tensors.sparse)], factory)
         self._handles: list[RemovableHandle] = []
@@ -124,24 +127,30 @@ class GradientPasses(BackwardPasses):
         """Let the backward of these outputs begin a pass even if it reaches no parameter."""
         if self.buffers.hook is not None and self.state.is_syncing:
             self.buffers.hook.after_forward(self._tensors.current_buffers())
+        graph = self.graphs.add(self._on_output_gradient)
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
-                tensor.register_hook(self._on_output_gradient)  # type: ignore[no-untyped-call]
+                tensor.register_hook(graph.hook)  # type: ignore[no-untyped-call]
 
     @untraced
-    def _on_output_gradient(self, _: torch.Tensor) -> None:
+    def _on_output_gradient(self, graph: Graph) -> None:
         state = self.state
         if not state.is_syncing:
             self.weights.watch_local()
-        elif not state.is_armed and running_call() is RunningCall.BACKWARD:
-            self._arm()
+        elif state.is_armed or running_call() is RunningCall.BACKWARD:
+            self.graphs.begin(graph)
+            if not state.is_armed:
+                self._arm()
 
     def _is_in_backward(self) -> bool:
         return torch._C._current_graph_task_id() != -1
 
     @untraced
     def _end(self) -> None:
-        super()._end()
+        try:
+            super()._end()
+        finally:
+            self.graphs.end_pass()
 
     def _call_at_end(self, end: Callable[[], None]) -> None:
         Variable._execution_engine.queue_callback(end)

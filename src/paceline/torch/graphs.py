@@ -1,0 +1,88 @@
+"""Forwards whose backward is still to come: they keep the hooks of a model whose wrapper is gone.
+
+The one idea: `loss = DistributedDataParallel(model)(x).sum()` drops the wrapper before its backward. So the
+hooks on the outputs of a forward hold one object, which lives as long as their graph, and the model's hooks
+stay until the wrapper is gone and no such graph is left to be run backward. One that has been is no reason to
+stay: a `loss` that lingers must not make a later backward of the bare model wait for other ranks.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from paceline.errors import ConfigError
+
+
+class Graph:
+    """One forward's. What its outputs' hooks hold, and nothing else.
+
+    Args:
+        on_gradient: Called with this graph when an output has got its gradient.
+    """
+
+    __slots__ = ("__weakref__", "_on_gradient")
+
+    def __init__(self, on_gradient: Callable[[Graph], None]) -> None:
+        self._on_gradient = on_gradient
+
+    def hook(self, _: torch.Tensor) -> None:
+        """The hook of each output."""
+        self._on_gradient(self)
+
+
+class Graphs:
+    """Those of one wrapped model.
+
+    Args:
+        close: Removes the model's hooks.
+    """
+
+    def __init__(self, close: Callable[[], None]) -> None:
+        self._close = close
+        self._open: set[weakref.ref[Graph]] = set()
+        self._begun: set[weakref.ref[Graph]] = set()
+        self._has_wrapper = True
+        self._is_closed = False
+
+    def add(self, on_gradient: Callable[[Graph], None]) -> Graph:
+        """The graph of a new forward, open until a pass runs through it, or it is dropped."""
+        graph = Graph(on_gradient)
+        self._open.add(weakref.ref(graph, self._forget))
+        return graph
+
+    def begin(self, graph: Graph) -> None:
+        """The pass under way runs through this graph.
+
+        Raises:
+            ConfigError: The hooks are gone already.
+        """
+        if self._is_closed:
+            raise ConfigError(
+                "This backward belongs to a model whose wrapper is gone.",
+                seen="a second backward of one forward, after the wrapper was dropped",
+                hint="keep the wrapped model, not just its outputs",
+            )
+        self._begun.add(weakref.ref(graph))
+
+    def end_pass(self) -> None:
+        """The pass is over, and the graphs that it ran through with it."""
+        begun, self._begun = self._begun, set()
+        self._open -= begun
+        self._close_if_last()
+
+    def drop_wrapper(self) -> None:
+        """The user holds no wrapper any more."""
+        self._has_wrapper = False
+        self._close_if_last()
+
+    def _forget(self, graph: weakref.ref[Graph]) -> None:
+        self._open.discard(graph)
+        self._close_if_last()
+
+    def _close_if_last(self) -> None:
+        if not self._has_wrapper and not self._open and not self._is_closed:
+            self._is_closed = True
+            self._close()
