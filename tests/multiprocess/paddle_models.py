@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import functools
+import os
+import socket
+import time
 from collections.abc import Callable
 
 import numpy as np
 import paddle
+import paddle.distributed as dist
 from paddle import nn
 
 from tests import harness
+
+STORE_S = 20.0
 
 ranks = functools.partial(harness.ranks, framework="paddle")
 
@@ -78,3 +84,28 @@ def assert_same_on_all_ranks(model: nn.Layer, group: object) -> None:
             if tensor is not None:
                 everybodys = group.all_gather(np.ascontiguousarray(tensor.numpy()).view(np.uint8))
                 assert all(np.array_equal(everybodys[0], other) for other in everybodys)
+
+
+def launch_in_paddle(rank: int, backend: str = "gloo") -> None:
+    """Set the variables that Paddle's launcher would set, and wait for the rank that keeps its store."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    os.environ |= {
+        "PADDLE_TRAINER_ID": str(rank),
+        "PADDLE_TRAINERS_NUM": os.environ["WORLD_SIZE"],
+        "PADDLE_CURRENT_ENDPOINT": f"{address}:{port + rank}",
+        "PADDLE_MASTER": f"{address}:{port}",
+        "PADDLE_DISTRI_BACKEND": backend,
+    }
+    deadline = time.monotonic() + STORE_S
+    while rank and time.monotonic() < deadline:  # who comes before the store is there tries again after 3 s
+        try:
+            socket.create_connection((address, port), 1.0).close()
+            break
+        except OSError:
+            time.sleep(0.01)
+
+
+def join_paddle(rank: int, backend: str = "gloo") -> None:
+    """Initialise paddle.distributed."""
+    launch_in_paddle(rank, backend)
+    dist.init_parallel_env()

@@ -23,12 +23,12 @@ from tests.harness import ranks
 from tests.multiprocess import conformance_numpy as reference
 from tests.multiprocess.conformance_numpy import Arrays, batch
 
-both = pytest.mark.parametrize("framework", ["torch", "paddle"])
+both = pytest.mark.parametrize("framework", ["torch", "paddle", "paddle.distributed"])
 on_two_ranks = ranks(2, framework="framework")
 
 
 def adapter(framework: str) -> ModuleType:
-    return importlib.import_module(f"tests.multiprocess.conformance_{framework}")
+    return importlib.import_module(f"tests.multiprocess.conformance_{framework.replace('.', '_')}")
 
 
 def close(found: Arrays, expected: Arrays) -> None:

@@ -16,6 +16,7 @@ from tests.multiprocess.paddle_models import (
     assert_same_on_all_ranks,
     batch,
     gradients,
+    join_paddle,
     ranks,
     share,
     squares,
@@ -271,19 +272,7 @@ def step_of(rank: int, wrap: object) -> list[np.ndarray]:
 
 @ranks(2, group=None, deadline_s=120)
 def test_gradients_equal_those_of_paddles_own(rank: int) -> None:
-    import os
-
-    import paddle.distributed as dist
-
-    ports = os.environ["MASTER_PORT"]
-    os.environ |= {
-        "PADDLE_TRAINER_ID": str(rank),
-        "PADDLE_TRAINERS_NUM": "2",
-        "PADDLE_CURRENT_ENDPOINT": f"127.0.0.1:{int(ports) + rank}",
-        "PADDLE_MASTER": f"127.0.0.1:{ports}",
-        "PADDLE_DISTRI_BACKEND": "gloo",
-    }
-    dist.init_parallel_env()
+    join_paddle(rank)
     ours, theirs = step_of(rank, DataParallel), step_of(rank, paddle.DataParallel)
     for mine, expected in zip(ours, theirs, strict=True):
         assert_allclose(mine, expected, rtol=1e-6, atol=1e-7)

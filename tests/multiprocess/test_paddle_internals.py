@@ -15,7 +15,7 @@ from numpy.testing import assert_array_equal
 from paddle import nn
 
 from paceline.paddle import backward_calls, internals, versions
-from paceline.paddle.arena import places
+from paceline.paddle.arena import shared_places
 from paceline.reducer.plan import ParameterSpec, plan_buckets
 from tests.multiprocess.paddle_models import ranks
 
@@ -162,7 +162,7 @@ def test_places_are_views_of_one_memory(rank: int) -> None:
     ]
     plan = plan_buckets(specs, bucket_cap_bytes=1 << 20, first_bucket_bytes=1 << 20)
     memory = ctypes.create_string_buffer(plan.arena_bytes + 64)
-    views = places(plan, model, ctypes.addressof(memory), memory)
+    views = shared_places(plan, model, ctypes.addressof(memory), memory)
     for view, like, offset in zip(views, model, plan.offsets):
         assert (view.shape, view.dtype) == (like.shape, like.dtype)
         assert view.data_ptr() == ctypes.addressof(memory) + offset

@@ -1,4 +1,8 @@
-"""The arena as Paddle tensors: each gradient's place in the memory that the ranks share."""
+"""The arena as Paddle tensors: each gradient's place, shaped like its parameter.
+
+Two kinds of memory: what `_core.Reducer` shares between the ranks of a host, and ordinary tensors, one for
+each section of the plan.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ DTYPES = {
     "float16": paddle.float16,
     "bfloat16": paddle.bfloat16,
 }
-"""Gradients that the reducer averages."""
+"""Gradients that both kinds of reducer average."""
 
 
 def dtype_name(dtype: paddle.dtype) -> str:
@@ -30,19 +34,64 @@ def dtype_name(dtype: paddle.dtype) -> str:
     return str(dtype).removeprefix("paddle.")
 
 
-def places(
+def shared_places(
     plan: Plan, parameters: Sequence[paddle.Tensor], pointer: int, owner: object
 ) -> list[paddle.Tensor]:
-    """Each parameter's place, by index, shaped like it; every one keeps `owner` alive, and so the memory."""
+    """Each parameter's place, by index, in the bytes at `pointer`.
+
+    Every one keeps `owner` alive, and so the memory.
+    """
     memory = (ctypes.c_char * max(1, plan.arena_bytes)).from_address(pointer)
     memory.owner = owner  # type: ignore[attr-defined]
     array: np.ndarray[Any, Any] = np.frombuffer(memory, np.uint8)  # type: ignore[call-overload]
     found = []
     for spec, offset, parameter in zip(plan.parameters, plan.offsets, parameters):
         if spec.numel == 0:
-            found.append(paddle.zeros(parameter.shape, DTYPES[spec.dtype]))
+            found.append(_nothing(parameter))
             continue
         # Cut in numpy: paddle.view(tensor[a:b], dtype) counts `a` in elements of the new type.
         flat = paddle.from_dlpack(array[offset : offset + spec.nbytes])
         found.append(paddle.view(flat, DTYPES[spec.dtype]).reshape(parameter.shape))
     return found
+
+
+class Arena:
+    """An arena in memory of this rank alone, on the parameters' own device, filled with zeros.
+
+    Attributes:
+        sections: One flat tensor for each section of the plan.
+        places: Each parameter's place, by index.
+    """
+
+    def __init__(self, plan: Plan, parameters: Sequence[paddle.Tensor]) -> None:
+        self.plan = plan
+        self.sections = [
+            paddle.zeros(
+                [(section.end_byte - section.begin_byte) // section.itemsize],
+                DTYPES[section.dtype],
+                device=parameters[0].place,
+            )
+            for section in plan.sections
+        ]
+        self.places = [self._place(index, parameter) for index, parameter in enumerate(parameters)]
+
+    def bucket(self, number: int) -> paddle.Tensor:
+        """All elements of a bucket, flat."""
+        bucket = self.plan.buckets[number]
+        return self._slice(bucket.section, bucket.begin_byte, bucket.end_byte)
+
+    def _place(self, index: int, parameter: paddle.Tensor) -> paddle.Tensor:
+        spec, offset = self.plan.parameters[index], self.plan.offsets[index]
+        if spec.numel == 0:
+            return _nothing(parameter)
+        number = next(n for n, s in enumerate(self.plan.sections) if s.begin_byte <= offset < s.end_byte)
+        return self._slice(number, offset, offset + spec.nbytes).reshape(parameter.shape)
+
+    def _slice(self, number: int, begin_byte: int, end_byte: int) -> paddle.Tensor:
+        section = self.plan.sections[number]
+        first, last = ((byte - section.begin_byte) // section.itemsize for byte in (begin_byte, end_byte))
+        return self.sections[number][first:last]
+
+
+def _nothing(parameter: paddle.Tensor) -> paddle.Tensor:
+    return paddle.zeros(parameter.shape, parameter.dtype, device=parameter.place)

@@ -9,14 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import paddle
-
 from paceline.errors import ConfigError
 from paceline.reducer.buffer_policy import check_policies
 from paceline.reducer.micro_batches import as_weight
 
 MIB = 1 << 20
 NONFINITE_POLICIES = ("warn", "raise", "ignore")
+REDUCE_THROUGH = ("auto", "memory", "group")
 
 _HARMLESS: Mapping[str, Sequence[Any]] = {
     # Values that ask for nothing. `strategy` is deprecated in Paddle, which ignores it.
@@ -48,6 +47,8 @@ class DataParallelConfig:
         allow_unused: A parameter without a gradient contributes 0.
         weight: Of this rank's gradients; a function computes it from forward's arguments.
         nonfinite: What to do about infinities and NaNs: "warn" once, "raise", or "ignore".
+        reduce_through: "memory" that the ranks share, the "group", or the better one ("auto").
+        devices: What device_ids and output_device name, if they name any.
         timeout_s: Seconds to wait for the slowest rank; None: the group's own time-out.
     """
 
@@ -61,6 +62,8 @@ class DataParallelConfig:
     allow_unused: bool
     weight: float | Callable[..., Any] | None
     nonfinite: str
+    reduce_through: str
+    devices: Mapping[str, Any]
     timeout_s: float | None
 
     def agreed_options(self) -> dict[str, str]:
@@ -74,7 +77,23 @@ class DataParallelConfig:
             "gradient_as_bucket_view": str(self.gradients_in_arena),
             "find_unused_parameters or static_graph": str(self.allow_unused),
             "nonfinite": self.nonfinite,
+            "reduce_through": self.reduce_through,
         }
+
+    def check_devices(self, place: Any) -> None:
+        """Refuse arguments that name another device than that of the parameters.
+
+        Raises:
+            ConfigError: One does.
+        """
+        for name, device in self.devices.items():
+            if not _names(device, place):
+                raise ConfigError(
+                    f"DataParallel: {name} names a device that the parameters are not on.",
+                    expected=f"{place}, or None",
+                    got=f"{name}={device!r}",
+                    hint=f"leave {name} out, or call paddle.set_device() before the model is built",
+                )
 
 
 def make_config(
@@ -93,6 +112,7 @@ def make_config(
     buffers: Mapping[str, str] | None,
     weight: Any,
     nonfinite: str,
+    reduce_through: str,
     timeout_s: float | None,
     **harmless: Any,
 ) -> DataParallelConfig:
@@ -112,12 +132,8 @@ def make_config(
     _require(
         last_comm_buffer_size > 0, "last_comm_buffer_size", last_comm_buffer_size, "a positive number of MiB"
     )
-    _require(
-        nonfinite in NONFINITE_POLICIES,
-        "nonfinite",
-        nonfinite,
-        " or ".join(f'"{policy}"' for policy in NONFINITE_POLICIES),
-    )
+    _require(nonfinite in NONFINITE_POLICIES, "nonfinite", nonfinite, _one_of(NONFINITE_POLICIES))
+    _require(reduce_through in REDUCE_THROUGH, "reduce_through", reduce_through, _one_of(REDUCE_THROUGH))
     _require(timeout_s is None or timeout_s > 0, "timeout_s", timeout_s, "a positive number, or None")
     if forward_sync_buffers is not None and broadcast_buffers is not None:
         raise ConfigError(
@@ -125,7 +141,6 @@ def make_config(
             got=f"broadcast_buffers={broadcast_buffers}, forward_sync_buffers={forward_sync_buffers}",
             hint="pass one of them",
         )
-    _check_devices(device_ids, output_device)
     cap_bytes = max(1, int(cap_mb * MIB))
     return DataParallelConfig(
         bucket_cap_bytes=cap_bytes,
@@ -139,28 +154,30 @@ def make_config(
         allow_unused=bool(find_unused_parameters) or bool(static_graph),
         weight=weight if weight is None or callable(weight) else as_weight(weight),
         nonfinite=nonfinite,
+        reduce_through=reduce_through,
+        devices=_named_devices(device_ids, output_device),
         timeout_s=timeout_s,
     )
 
 
-def _check_devices(device_ids: Sequence[Any] | None, output_device: Any) -> None:
-    """Each process drives one device, and here it is the CPU."""
+def _named_devices(device_ids: Sequence[Any] | None, output_device: Any) -> dict[str, Any]:
+    """Each process drives one device."""
     if not device_ids:
         _require(output_device is None, "output_device", output_device, "None where device_ids is None")
-        return
+        return {}
     _require(len(device_ids) == 1, "device_ids", device_ids, "one device: each process drives one; or None")
-    for name, device in (("device_ids", device_ids[0]), ("output_device", output_device)):
-        if device is not None and not _is_cpu(device):
-            raise ConfigError(
-                f"DataParallel: {name} names a device whose gradients cannot be averaged yet.",
-                expected='"cpu", paddle.CPUPlace(), or None',
-                got=f"{name}={device!r}",
-                hint=f"leave {name} out to train on the CPU",
-            )
+    named = {"device_ids": device_ids[0], "output_device": output_device}
+    return {name: device for name, device in named.items() if device is not None}
 
 
-def _is_cpu(device: Any) -> bool:
-    return isinstance(device, paddle.CPUPlace) or str(device).lower() in ("cpu", "place(cpu)")
+def _names(device: Any, place: Any) -> bool:
+    """Whether it means that place; a number is that of a GPU."""
+    if isinstance(device, int):
+        return bool(place.is_gpu_place() and place.gpu_device_id() == device)
+    spelled = str(device).lower().removeprefix("place(").removesuffix(")")
+    return spelled in (str(place).lower().removeprefix("place(").removesuffix(")"),) or (
+        spelled == "gpu" and bool(place.is_gpu_place())
+    )
 
 
 def _require(holds: bool, name: str, got: object, expected: str) -> None:
@@ -170,3 +187,7 @@ def _require(holds: bool, name: str, got: object, expected: str) -> None:
             expected=f"{name}: {expected}",
             got=f"{name}={got!r}",
         )
+
+
+def _one_of(choices: Sequence[str]) -> str:
+    return " or ".join(f'"{choice}"' for choice in choices)

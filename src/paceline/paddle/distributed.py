@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import paddle.distributed as dist
 from paddle import nn
 
 from paceline.collectives.group import Group
 from paceline.launch.context import SpawnContext
 from paceline.launch.spawn import spawn as launch_spawn
 from paceline.paddle.parallel import DataParallel
-from paceline.paddle.peers import environment_group, is_on_several_hosts
+from paceline.paddle.peers import connect_environment
 
 
 class DistributedDataParallel(DataParallel):
@@ -62,8 +61,8 @@ def init_parallel_env() -> Group | None:
     """Bring the processes of one host together; what paddle.distributed.init_parallel_env() does, faster.
 
     Needs no store of Paddle's. DataParallel does it by itself, so calling it is optional. Collective; blocks
-    until all processes that the launcher started have come. Processes of several hosts are brought together
-    by paddle.distributed.
+    until all processes that the launcher started have come. Processes of several hosts, and those that train
+    on GPUs, are brought together by paddle.distributed.init_parallel_env(), with its variables.
 
     Returns:
         The group, with its own collectives on numpy arrays; None in a single process, and where
@@ -75,10 +74,7 @@ def init_parallel_env() -> Group | None:
     Example:
         Rank 0 and rank 1 both call it, under `paceline run -n 2`: both get a group of world_size 2.
     """
-    if is_on_several_hosts():
-        dist.init_parallel_env()
-        return None
-    return environment_group()
+    return connect_environment()
 
 
 def spawn(

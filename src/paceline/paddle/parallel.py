@@ -22,7 +22,6 @@ from paceline.paddle.passes import GradientPasses
 from paceline.paddle.peers import Peers, find_peers
 from paceline.paddle.statistics import clip
 from paceline.paddle.tensors import ManagedTensors
-from paceline.paddle.values import broadcast_values
 from paceline.reducer.agreement import ModelDescription, check_agreement
 from paceline.reducer.finished import take_part_until_all_finished
 from paceline.reducer.micro_batches import as_weight
@@ -35,7 +34,8 @@ class DataParallel(nn.Layer):
 
     Every rank wraps the same model and runs forward and backward on its own share of the batch. When
     backward() returns, every parameter's gradient is the mean over the ranks, with the same bits on each; or
-    every rank has raised. Gradients are averaged in memory that the ranks of one host share.
+    every rank has raised. Gradients are averaged in memory that the ranks of one host share; between hosts,
+    and on GPUs, through paddle.distributed.
 
     Attributes and methods of the model are reached through the wrapper. Parameters with `no_sync = True` are
     left to each rank.
@@ -51,7 +51,7 @@ class DataParallel(nn.Layer):
             every rank. A parameter unused on all ranks keeps its gradient.
         group: A group of paddle.distributed, or a `paceline.Group`. None: that of paddle.distributed, or,
             where it is not initialised, one formed from the environment that the launcher has set.
-        device_ids: The CPU, as the only entry, or None.
+        device_ids: The device of the parameters, as the only entry, or None. Inputs stay where they are.
         output_device: The same device, or None.
         dim: 0, the only dimension along which a batch is shared.
         broadcast_buffers: Give every rank rank 0's buffers and running statistics, when wrapping and at the
@@ -70,7 +70,11 @@ class DataParallel(nn.Layer):
             and returns it (of tokens, say). None: 1, or what weight() says.
         nonfinite: What to do when a gradient holds an infinity or a NaN: "warn" (once), "raise" (on every
             rank) or "ignore".
-        timeout_s: Seconds to wait for the slowest rank, where the group does not say.
+        reduce_through: Where gradients are averaged: "memory", which ranks on one host share; "group", that
+            of paddle.distributed; "auto": memory where all ranks share one host and the model is on the CPU,
+            else the group.
+        timeout_s: Seconds to wait for the slowest rank, where the group does not say. Paddle's Gloo gives up
+            after 30 s, whatever this is.
 
     Raises:
         ConfigError: An argument, or the model, is not supported; the message says which and why.
@@ -114,6 +118,7 @@ class DataParallel(nn.Layer):
         buffers: Mapping[str, str] | None = None,
         weight: float | Callable[..., Any] | None = None,
         nonfinite: str = "warn",
+        reduce_through: str = "auto",
         timeout_s: float | None = None,
     ) -> None:
         options = {name: value for name, value in locals().items() if name not in _NOT_OPTIONS}
@@ -124,6 +129,7 @@ class DataParallel(nn.Layer):
         self.grad_need_sync = True
         self._tensors = ManagedTensors(layers)
         self._tensors.check_trainable()
+        self._config.check_devices(self._tensors.place)
         peers = find_peers(process_group if group is None else group, timeout_s)
         # Alone, there is nothing to average, and nothing may cost; but these are also for one rank.
         if peers is None and (nonfinite == "raise" or weight is not None):
@@ -134,12 +140,13 @@ class DataParallel(nn.Layer):
         parameters, buffers = self._tensors.describe()
         description = ModelDescription(parameters, buffers, self._config.agreed_options())
         check_agreement(description, peers.exchange, peers.timeout_s)
+        link = peers.connect(on_host=self._tensors.is_on_host, reduce_through=self._config.reduce_through)
         if self._config.init_sync:
             values = list(self._tensors.all_parameters.values())
             if self._config.init_sync_buffers:
                 values += self._tensors.buffers.values()
-            broadcast_values(values, peers.host_group)
-        return GradientPasses(self._tensors, peers, self._config)
+            link.broadcast(values)
+        return GradientPasses(self._tensors, link, self._config)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the wrapped model; where gradients will be needed, get ready to average them."""
@@ -284,6 +291,11 @@ class DataParallel(nn.Layer):
     def waited_s(self) -> float:
         """Seconds that this rank has spent waiting for the others at the end of backward, in all passes."""
         return 0.0 if self._passes is None else self._passes.waited_s
+
+    @property
+    def reduces_through(self) -> str:
+        """Where gradients are averaged: "memory", "group", or "nothing" for a single rank."""
+        return "nothing" if self._passes is None else self._passes.path
 
     @property
     def module(self) -> nn.Layer:

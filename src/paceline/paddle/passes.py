@@ -11,26 +11,24 @@ from __future__ import annotations
 
 import functools
 import weakref
-from array import array
 from collections.abc import Callable
 
 import paddle
 
-from paceline import _core
 from paceline.errors import ConfigError
 from paceline.paddle import backward_calls, internals
-from paceline.paddle.arena import dtype_name, places
+from paceline.paddle.arena import dtype_name
 from paceline.paddle.config import DataParallelConfig
-from paceline.paddle.peers import Peers
+from paceline.paddle.links import Link, Reduction
 from paceline.paddle.sparse import average_rows
 from paceline.paddle.statistics import fingerprint
 from paceline.paddle.tensors import ManagedTensors
-from paceline.paddle.values import BufferSync, broadcast_values
+from paceline.paddle.values import BufferSync
 from paceline.paddle.weights import PaddleWeights
 from paceline.reducer.backward_passes import BackwardPasses
 from paceline.reducer.fresh_gradients import FreshGradients
-from paceline.reducer.host import make_host_reducer
 from paceline.reducer.plan import Plan, complete_order, plan_buckets
+from paceline.reducer.protocol import Reducer
 from paceline.reducer.verdict import Judge
 
 
@@ -39,7 +37,7 @@ class GradientPasses(BackwardPasses):
 
     Args:
         tensors: The model's.
-        peers: The ranks that train it.
+        link: Between the ranks that train it.
         config: Of the wrapped model.
 
     Attributes:
@@ -49,17 +47,17 @@ class GradientPasses(BackwardPasses):
     weights: PaddleWeights
     _config: DataParallelConfig
 
-    def __init__(self, tensors: ManagedTensors, peers: Peers, config: DataParallelConfig) -> None:
-        super().__init__(tensors.names, peers.world_size)
+    def __init__(self, tensors: ManagedTensors, link: Link, config: DataParallelConfig) -> None:
+        super().__init__(tensors.names, link.world_size)
         self._error: BaseException | None = None  # of a hook, which must not raise
-        self.buffers = BufferSync(tensors, peers.host_group, config.buffers, config.broadcast_buffers)
+        self.buffers = BufferSync(tensors, link, config.buffers, config.broadcast_buffers)
         self.gradients = FreshGradients(functools.partial(fingerprint, tensors.trainable))
         self.weights = PaddleWeights(tensors.trainable, list(tensors.sparse), self.state, self._keep_error)
         self._tensors = tensors
-        self._peers = peers
+        self._link = link
         self._config = config
         self._judge = Judge(
-            tensors.names, peers.world_size, allow_unused=config.allow_unused, nonfinite=config.nonfinite
+            tensors.names, link.world_size, allow_unused=config.allow_unused, nonfinite=config.nonfinite
         )
         self._is_first = True
         self._at_end: dict[int, None] = {}  # to be handed over at the end of this pass, in this order
@@ -74,9 +72,14 @@ class GradientPasses(BackwardPasses):
             internals.on_gradient(parameter, _weak_hook(self, None))
 
     @property
-    def reducer(self) -> _core.Reducer:
+    def reducer(self) -> Reducer:
         """That of the plan in use."""
-        return self._reducer
+        return self._reduction.reducer
+
+    @property
+    def path(self) -> str:
+        """Where gradients are averaged: "memory" or "group"."""
+        return self._link.path
 
     def begin_forward(self, *, is_syncing: bool, is_training: bool) -> None:
         """See `BackwardPasses`; cleared gradients stay where they are."""
@@ -175,7 +178,13 @@ class GradientPasses(BackwardPasses):
             with paddle.no_grad():
                 internals.move_memory(gradient, gradient.contiguous())
         self.state.handed[index] = gradient
-        self.reducer.mark_ready(index, gradient.data_ptr())
+        if self._reduction.takes_pointers:
+            self.reducer.mark_ready(index, gradient.data_ptr())
+            return
+        with paddle.no_grad():
+            paddle.assign(gradient, self._places[index])
+        self.state.staged.append(index)
+        self.reducer.mark_ready(index, 0)
 
     def _check_kind(self, index: int, gradient: paddle.Tensor | None) -> None:
         if gradient is None:
@@ -208,7 +217,7 @@ class GradientPasses(BackwardPasses):
         self._places[index].zero_()
 
     def _tell(self, activity: str) -> None:
-        self._peers.host_group.set_activity(activity)
+        self._link.tell(activity)
 
     def _prepare_end(self) -> None:
         self._raise_kept()  # the pass stays open; the next forward tells the other ranks
@@ -226,18 +235,20 @@ class GradientPasses(BackwardPasses):
 
     def _sync_others(self) -> None:
         for name, parameter in self._tensors.sparse.items():
-            average_rows(parameter, name, self._peers.host_group, self.weight)
+            average_rows(parameter, name, self._link, self.weight)
         if self.buffers.is_needed:
             self.buffers.sync(self.active, on_demand=False)
 
     def broadcast_model(self, root: int) -> None:
         """Give every rank the parameters and buffers of the rank `root`. Collective."""
         values = [*self._tensors.all_parameters.values(), *self._tensors.current_buffers().values()]
-        broadcast_values(values, self._peers.host_group, root=root)
+        self._link.broadcast(values, root)
 
     def _bring_home(self) -> None:
         state = self.state
         with paddle.no_grad():
+            for index in state.staged:
+                paddle.assign(self._places[index], state.handed[index])
             if len(state.handed) == len(self._places):
                 return
             nobodys = set(self.reducer.globally_unused())
@@ -249,9 +260,8 @@ class GradientPasses(BackwardPasses):
 
     def _adopt_order(self, order: list[int]) -> None:
         self.is_order_final = True
-        agreed = array("i", complete_order(order, len(self._tensors.trainable)))
-        address, count = agreed.buffer_info()
-        self._peers.host_group.broadcast(address, count * agreed.itemsize, 0)
+        agreed = paddle.to_tensor(complete_order(order, len(self._tensors.trainable)), "int32")
+        self._link.broadcast([agreed])
         plan = self._make_plan(agreed.tolist())
         if plan == self._plan:
             return
@@ -281,9 +291,13 @@ class GradientPasses(BackwardPasses):
 
     def _adopt(self, plan: Plan) -> None:
         self._plan = plan
-        in_arena = self._config.gradients_in_arena
-        self._reducer = make_host_reducer(self._peers.host_group, plan, gradients_in_arena=in_arena)
-        self._places = places(plan, self._tensors.trainable, self.reducer.arena_pointer, self.reducer)
+        self._reduction: Reduction = self._link.make_reduction(
+            plan,
+            self._tensors.trainable,
+            gradients_in_arena=self._config.gradients_in_arena,
+            checks_finite=self._config.nonfinite != "ignore",
+        )
+        self._places = self._reduction.places
         self._pointers = [place.data_ptr() for place in self._places]
         self._dtypes = [place.dtype for place in self._places]
 

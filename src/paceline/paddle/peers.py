@@ -1,82 +1,119 @@
 """The ranks that train one model, however they were started.
 
-The one idea: whoever connects the ranks (a `paceline.Group`, paddle.distributed, or only a launcher's
-environment variables), what DataParallel needs is the memory that they share.
+The one idea: whoever brings the ranks together (a `paceline.Group`, paddle.distributed, or only a launcher's
+environment variables), what DataParallel needs is a `Link` between them.
 """
 
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-import numpy as np
 import paddle
 import paddle.distributed as dist
 
-from paceline import _core
 from paceline.collectives.formation import report_slow
 from paceline.collectives.group import Group
 from paceline.collectives.init import init
 from paceline.collectives.member_exchange import MemberExchange
 from paceline.env import read_rank_environment
 from paceline.errors import ConfigError
+from paceline.paddle.calls import WARN_AFTER_S, GroupCalls
+from paceline.paddle.exchange import PaddleExchange
+from paceline.paddle.links import GroupLink, Link, MemoryLink
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.host import share_memory
 
 _DEFAULT_TIMEOUT_S = 1800.0  # Paddle's own
-_WARN_AFTER_S = 10.0
 
 _environment_group: Group | None = None  # one for all models of this process
 
 
-@dataclass(frozen=True)
-class Peers:
-    """The ranks and the memory that they share.
+class Peers(Protocol):
+    """The ranks, before anything connects them but small messages."""
 
-    Attributes:
-        host_group: The memory.
-        exchange: Small messages between the ranks.
-        owner: Keeps the memory.
-        timeout_s: For what is not a gradient.
-    """
-
-    host_group: _core.HostGroup
-    exchange: Exchange
-    owner: object
     timeout_s: float
 
     @property
-    def rank(self) -> int:
-        return self.host_group.rank
+    def rank(self) -> int: ...
 
     @property
-    def world_size(self) -> int:
-        return self.host_group.world_size
+    def world_size(self) -> int: ...
+
+    @property
+    def exchange(self) -> Exchange:
+        """Small messages between the ranks."""
+        ...
+
+    def connect(self, *, on_host: bool, reduce_through: str = "auto") -> Link:
+        """What moves gradients and values between the ranks. Collective.
+
+        Args:
+            on_host: Whether they are on the CPU; the same on all ranks.
+            reduce_through: "memory", "group", or the better one ("auto"); the same on all ranks.
+
+        Raises:
+            ConfigError: That is not possible here.
+        """
+        ...
 
 
-class PaddleExchange:
-    """See `rendezvous.exchange.Exchange`; over a group of paddle.distributed.
+class GroupPeers:
+    """The ranks of a `paceline.Group`, which share one host."""
 
-    Args:
-        group: None: the default group.
-    """
-
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: Group, timeout_s: float | None) -> None:
+        self.exchange = MemberExchange(group.core, range(group.world_size))
+        self.rank = group.rank
+        self.world_size = group.world_size
+        self.timeout_s = timeout_s or group.core.timeout_s
         self._group = group
-        self.rank: int = dist.get_rank() if group is None else group.rank
-        self.world_size: int = dist.get_world_size() if group is None else group.nranks
 
-    def all_gather(self, payload: bytes, timeout_s: float) -> list[bytes]:
-        sizes = [int(part[0]) for part in self._gather(np.array([len(payload)], np.int64))]
-        padded = np.frombuffer(payload.ljust(max(1, *sizes), b"\0"), np.uint8)
-        parts = self._gather(padded.astype(np.int32))  # not every backend of Paddle moves bytes
-        return [part.astype(np.uint8).tobytes()[:size] for part, size in zip(parts, sizes)]
+    def connect(self, *, on_host: bool, reduce_through: str = "auto") -> Link:
+        if not on_host or reduce_through == "group":
+            raise ConfigError(
+                "DataParallel: a paceline.Group averages gradients in host memory only.",
+                seen=f"reduce_through={reduce_through!r}" if on_host else "parameters on a GPU",
+                hint="call paddle.distributed.init_parallel_env() before wrapping the model",
+            )
+        return MemoryLink(self._group.core, self._group)
 
-    def _gather(self, array: np.ndarray[Any, Any]) -> list[np.ndarray[Any, Any]]:
-        parts: list[paddle.Tensor] = []
-        dist.all_gather(parts, paddle.to_tensor(array), group=self._group)
-        return [part.numpy() for part in parts]
+
+class PaddlePeers:
+    """The ranks of a group of paddle.distributed."""
+
+    def __init__(self, calls: GroupCalls) -> None:
+        self.exchange = PaddleExchange(calls)
+        self.rank = calls.rank
+        self.world_size = calls.world_size
+        self.timeout_s = calls.timeout_s
+        self._calls = calls
+
+    def connect(self, *, on_host: bool, reduce_through: str = "auto") -> Link:
+        if on_host and reduce_through != "group":
+            memory = share_memory(
+                self.exchange,
+                name="DataParallel over paddle.distributed",
+                timeout_s=self.timeout_s,
+                warn_after_s=WARN_AFTER_S,
+                slow=report_slow,
+            )
+            if len(memory.hosts) == 1:
+                return MemoryLink(memory.host_group, memory)
+            memory.host_group.close()
+        if reduce_through == "memory":
+            raise ConfigError(
+                'DataParallel: reduce_through="memory" is not possible here.',
+                seen="ranks on several hosts" if on_host else "parameters on a GPU",
+                hint='leave reduce_through at "auto"',
+            )
+        if on_host != self._calls.on_host:
+            raise ConfigError(
+                f"DataParallel: a {self._calls.backend} group of Paddle's cannot average these gradients.",
+                expected="Gloo for parameters on the CPU, NCCL for parameters on a GPU",
+                got=f"{self._calls.backend}, parameters on {'the CPU' if on_host else 'a GPU'}",
+                hint="paddle.set_device() before paddle.distributed.init_parallel_env() and the model",
+            )
+        return GroupLink(self._calls)
 
 
 def find_peers(group: Any, timeout_s: float | None) -> Peers | None:
@@ -86,31 +123,46 @@ def find_peers(group: Any, timeout_s: float | None) -> Peers | None:
         None: this process is the only one.
 
     Raises:
-        ConfigError: The group is none of ours or Paddle's, or its ranks do not share one host.
+        ConfigError: The group is none of ours or Paddle's.
     """
     if isinstance(group, Group):
-        return _over(group, timeout_s)
+        return GroupPeers(group, timeout_s)
     if group is not None and not hasattr(group, "nranks"):
         raise ConfigError(
             "DataParallel: group is not a group of processes.",
             expected="a paceline.Group, a group of paddle.distributed, or None",
             got=repr(group),
         )
-    if group is not None or (dist.is_initialized() and dist.get_world_size() > 1):
-        return _through_paddle(group, timeout_s)
-    if dist.is_initialized():
+    if group is None and not dist.is_initialized():
+        environment = connect_environment()
+        if environment is not None:
+            return GroupPeers(environment, timeout_s)
+    if group is None and not (dist.is_initialized() and dist.get_world_size() > 1):
         return None
-    environment = environment_group()
-    return None if environment is None else _over(environment, timeout_s)
+    calls = GroupCalls(group, timeout_s or _DEFAULT_TIMEOUT_S)
+    return PaddlePeers(calls) if calls.world_size > 1 else None
 
 
-def is_on_several_hosts() -> bool:
-    """Whether the launcher's variables tell of more processes than this host has."""
+def connect_environment() -> Group | None:
+    """Bring the processes that the launcher started together: in memory, or by paddle.distributed.
+
+    Returns:
+        None: this process is the only one, or paddle.distributed did it. Collective on the first call.
+    """
+    if _needs_paddles_group():
+        dist.init_parallel_env()
+        return None
+    return environment_group()
+
+
+def _needs_paddles_group() -> bool:
+    """Whether the launcher's processes are on several hosts, or train on GPUs."""
     try:
         place = read_rank_environment(needs_address=False)
     except ConfigError:
         return False
-    return place.local_world_size is not None and place.local_world_size < place.world_size
+    is_on_one_host = place.local_world_size in (None, place.world_size)
+    return place.world_size > 1 and not (is_on_one_host and paddle.get_device() == "cpu")
 
 
 def environment_group() -> Group | None:
@@ -129,43 +181,10 @@ def environment_group() -> Group | None:
                 "paceline.paddle: no launcher's variables are set, so this process trains alone. "
                 "`paceline run -n 2 script.py` or paddle.distributed.launch starts several.",
                 RuntimeWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
             return None
         if place.world_size == 1:
             return None
         _environment_group = init(name="paceline.paddle")
     return _environment_group
-
-
-def _over(group: Group, timeout_s: float | None) -> Peers:
-    exchange = MemberExchange(group.core, range(group.world_size))
-    return Peers(group.core, exchange, group, timeout_s or group.core.timeout_s)
-
-
-def _through_paddle(group: Any, timeout_s: float | None) -> Peers | None:
-    exchange = PaddleExchange(group)
-    if exchange.rank < 0:
-        raise ConfigError(
-            "DataParallel: this process is not in the group.",
-            got=f"rank {dist.get_rank()}, a group of ranks {group.ranks}",
-            hint="wrap the model only on the ranks of the group",
-        )
-    if exchange.world_size == 1:
-        return None
-    limit_s = timeout_s or _DEFAULT_TIMEOUT_S
-    memory = share_memory(
-        exchange,
-        name="DataParallel over paddle.distributed",
-        timeout_s=limit_s,
-        warn_after_s=_WARN_AFTER_S,
-        slow=report_slow,
-    )
-    if len(memory.hosts) > 1:
-        memory.host_group.close()
-        raise ConfigError(
-            "paceline.paddle averages gradients on one host only.",
-            seen=f"{exchange.world_size} ranks on {len(memory.hosts)} hosts",
-            hint="use paddle.DataParallel between hosts",
-        )
-    return Peers(memory.host_group, exchange, memory.host_group, limit_s)

@@ -7,17 +7,15 @@ do for a word that occurs twice in one batch.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import paddle
 
-from paceline import _core
 from paceline.errors import ConfigError
 from paceline.paddle import internals
+from paceline.paddle.links import Link
 
 
-def average_rows(parameter: paddle.Tensor, name: str, group: _core.HostGroup, weight: float = 1.0) -> None:
+def average_rows(parameter: paddle.Tensor, name: str, link: Link, weight: float = 1.0) -> None:
     """Replace the sparse gradient of `parameter` by the mean over ranks, weighed. Collective.
 
     A rank without a gradient contributes no rows, and gets everybody's; its weight counts all the same.
@@ -40,7 +38,7 @@ def average_rows(parameter: paddle.Tensor, name: str, group: _core.HostGroup, we
     )
     if weight == 0.0:
         rows, values = [], values[:0]
-    facts = _gather(np.array([len(rows), weight], np.float64), group)
+    facts = link.gather(np.array([len(rows), weight], np.float64))
     counts, weights = facts[:, 0].astype(np.int64), facts[:, 1]
     most = int(counts.max())
     if most == 0:
@@ -48,7 +46,7 @@ def average_rows(parameter: paddle.Tensor, name: str, group: _core.HostGroup, we
     dtype = np.dtype(str(parameter.dtype).removeprefix("paddle."))
     padded_rows, padded_values = np.zeros(most, np.int64), np.zeros((most, *width), dtype)
     padded_rows[: len(rows)], padded_values[: len(rows)] = rows, values
-    all_rows, all_values = _gather(padded_rows, group), _gather(padded_values, group)
+    all_rows, all_values = link.gather(padded_rows), link.gather(padded_values)
     mine = [all_rows[rank, :count] for rank, count in enumerate(counts)]
     shares = (weights / weights.sum()).astype(dtype)
     mean = np.concatenate([all_values[rank, :count] * shares[rank] for rank, count in enumerate(counts)])
@@ -57,10 +55,3 @@ def average_rows(parameter: paddle.Tensor, name: str, group: _core.HostGroup, we
         internals.give_rows(parameter, rows, mean)
     else:
         internals.set_rows(gradient, rows, mean)
-
-
-def _gather(array: np.ndarray[Any, Any], group: _core.HostGroup) -> np.ndarray[Any, Any]:
-    out = np.empty((group.world_size, *array.shape), array.dtype)
-    if array.nbytes:
-        group.all_gather(array.ctypes.data, out.ctypes.data, array.nbytes)
-    return out

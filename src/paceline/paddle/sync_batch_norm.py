@@ -12,12 +12,9 @@ import paddle
 from paddle import nn
 from paddle.nn import functional
 
-from paceline import _core
-from paceline.collectives.ops import ReduceOp
 from paceline.paddle import internals
-from paceline.paddle.arena import dtype_name
-from paceline.paddle.peers import Peers, find_peers
-from paceline.reducer.host import CORE_DTYPES
+from paceline.paddle.links import Link
+from paceline.paddle.peers import find_peers
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
@@ -38,8 +35,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     def __init__(self, num_features: int, *arguments: Any, process_group: Any = None, **options: Any) -> None:
         super().__init__(num_features, *arguments, **options)
         self.process_group = process_group
-        self._peers: Peers | None = None
-        self._has_peers = False
+        self._link: Link | None = None
+        self._has_looked = False
 
     @classmethod
     def convert_sync_batchnorm(cls, layer: nn.Layer, process_group: Any = None) -> nn.Layer:
@@ -79,12 +76,14 @@ class SyncBatchNorm(nn.SyncBatchNorm):
 
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
         """Normalise `x` (channels in dimension 1, or last for data_format "NHWC") over all ranks' batches."""
-        if not self._has_peers:
-            self._peers, self._has_peers = find_peers(self.process_group, None), True
+        if not self._has_looked:
+            peers = find_peers(self.process_group, None)
+            self._link = None if peers is None else peers.connect(on_host=x.place.is_cpu_place())
+            self._has_looked = True
         settings, statistics = internals.norm_settings_of(self), internals.running_statistics_of(self)
         assert statistics is not None
-        if self._peers is not None and self.training and not settings.use_global_stats:
-            return self._normalise(x, settings, statistics, self._peers.host_group)
+        if self._link is not None and self.training and not settings.use_global_stats:
+            return self._normalise(x, settings, statistics, self._link)
         return functional.batch_norm(
             x,
             *statistics,
@@ -102,18 +101,18 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         x: paddle.Tensor,
         settings: internals.NormSettings,
         statistics: tuple[paddle.Tensor, paddle.Tensor],
-        group: _core.HostGroup,
+        link: Link,
     ) -> paddle.Tensor:
         channel = x.ndim - 1 if _without_length(settings.data_format) == "NHWC" else 1
         axes = [axis for axis in range(x.ndim) if axis != channel]
         shape = [-1 if axis == channel else 1 for axis in range(x.ndim)]
         wide = x.astype("float64" if x.dtype == paddle.float64 else "float32")
         own_count = paddle.full([1], x.size / x.shape[channel], wide.dtype)
-        sums = _SumOverRanks.apply(paddle.concat([wide.sum(axes), own_count]), group)
+        sums = _SumOverRanks.apply(paddle.concat([wide.sum(axes), own_count]), link)
         count = sums[-1].detach()
         mean = sums[:-1] / count
         centred = wide - mean.reshape(shape)
-        variance = _SumOverRanks.apply((centred**2).sum(axes), group) / count
+        variance = _SumOverRanks.apply((centred**2).sum(axes), link) / count
         with paddle.no_grad():
             for running, new in zip(statistics, (mean, variance)):
                 kept = settings.momentum * running + (1 - settings.momentum) * new.astype(running.dtype)
@@ -130,18 +129,18 @@ class _SumOverRanks(paddle.autograd.PyLayer):
     """The sum over ranks. Its gradient is the sum of theirs, because each rank's loss depends on it."""
 
     @staticmethod
-    def forward(ctx: Any, x: paddle.Tensor, group: _core.HostGroup) -> paddle.Tensor:
-        ctx.group = group
-        return _summed(x, group)
+    def forward(ctx: Any, x: paddle.Tensor, link: Link) -> paddle.Tensor:
+        ctx.link = link
+        return _summed(x, link)
 
     @staticmethod
     def backward(ctx: Any, gradient: paddle.Tensor) -> paddle.Tensor:
-        return _summed(gradient, ctx.group)
+        return _summed(gradient, ctx.link)
 
 
-def _summed(x: paddle.Tensor, group: _core.HostGroup) -> paddle.Tensor:
+def _summed(x: paddle.Tensor, link: Link) -> paddle.Tensor:
     result = x.detach().clone().contiguous()
-    group.all_reduce(result.data_ptr(), int(result.size), CORE_DTYPES[dtype_name(result.dtype)], ReduceOp.SUM)
+    link.sum(result)
     return result
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import paddle
 from paddle import nn
@@ -45,7 +46,7 @@ class ManagedTensors:
 
     def specs(self) -> list[ParameterSpec]:
         return [
-            ParameterSpec(name, int(p.size), dtype_name(p.dtype), p.element_size(), "cpu")
+            ParameterSpec(name, int(p.size), dtype_name(p.dtype), p.element_size(), _device(p))
             for name, p in zip(self.names, self.trainable)
         ]
 
@@ -74,13 +75,36 @@ class ManagedTensors:
                     expected=", ".join(DTYPES),
                     got=dtype_name(parameter.dtype),
                 )
-            if not parameter.place.is_cpu_place():
+        self._check_places()
+
+    def _check_places(self) -> None:
+        """Each process drives one device."""
+        places = {name: p.place for name, p in [*zip(self.names, self.trainable), *self.sparse.items()]}
+        (first, place), *others = places.items()
+        for name, other in others:
+            if other != place:
                 raise ConfigError(
-                    f"DataParallel: '{name}' is not on the CPU.",
-                    expected="parameters on the CPU: gradients are averaged in host memory",
-                    got=str(parameter.place),
-                    hint='paddle.set_device("cpu") before the model is built',
+                    "DataParallel: the parameters are on several devices.",
+                    expected="all on one device: each process drives one",
+                    got=f"{first} on {place}, {name} on {other}",
+                    hint="paddle.set_device() before the model is built",
                 )
+        if self.sparse and not self.is_on_host:
+            raise ConfigError(
+                "DataParallel: sparse gradients are averaged on the CPU only.",
+                seen=f"on {place}: {shorten(list(self.sparse))}",
+                hint="make the embedding with sparse=False",
+            )
+
+    @property
+    def place(self) -> Any:
+        """That of all parameters that are trained."""
+        return [*self.trainable, *self.sparse.values()][0].place
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether that is the CPU."""
+        return bool(self.place.is_cpu_place())
 
     def check_unchanged(self) -> None:
         """Raise if parameters were added, removed, replaced or unfrozen since the model was wrapped."""
@@ -121,6 +145,11 @@ def _describe(name: str, tensor: paddle.Tensor, requires_grad: bool | None) -> T
         name=name,
         shape=tuple(tensor.shape),
         dtype=dtype_name(tensor.dtype),
-        device="cpu" if tensor.place.is_cpu_place() else str(tensor.place),
+        device=_device(tensor),
         requires_grad=requires_grad,
     )
+
+
+def _device(tensor: paddle.Tensor) -> str:
+    """The kind of device, which is the same on all ranks."""
+    return "cpu" if tensor.place.is_cpu_place() else str(tensor.place).removeprefix("Place(").split(":")[0]

@@ -158,6 +158,23 @@ def complete_order(seen: Iterable[int], count: int) -> tuple[int, ...]:
     return (*shown, *sorted(missing, reverse=True))
 
 
+def pieces_of(plan: Plan, number: int) -> list[tuple[int, int, int]]:
+    """What lies in a bucket: (parameter, its first element there, the one after its last), in its section.
+
+    Example:
+        A plan of one float32 parameter of 10 elements: pieces_of(plan, 0) == [(0, 0, 10)].
+    """
+    bucket = plan.buckets[number]
+    section = plan.sections[bucket.section]
+    pieces = []
+    for index in bucket.parameters:
+        begin = max(bucket.begin_byte, plan.offsets[index])
+        end = min(bucket.end_byte, plan.offsets[index] + plan.parameters[index].nbytes)
+        first, last = ((byte - section.begin_byte) // section.itemsize for byte in (begin, end))
+        pieces.append((index, first, last))
+    return pieces
+
+
 def _members(specs: tuple[ParameterSpec, ...], order: tuple[int, ...]) -> list[list[int]]:
     """Parameter indices of each section; sections in the order in which their first gradient comes."""
     sections: dict[tuple[str, str], list[int]] = {}

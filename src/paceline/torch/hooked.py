@@ -160,11 +160,11 @@ class HookTransport(ProcessGroupTransport):
 
     def finish(self, future: torch._C.Future[Any], bucket: int) -> None:
         """Wait for a hook's future, with the deadline, and put its tensor into the bucket."""
-        self._poll(_FutureWork(future), bucket)  # type: ignore[arg-type]
+        self._waits.poll(future.done, bucket)
         try:
             value = future.wait()
         except RuntimeError as error:
-            raise self._worded(error, bucket) from error
+            raise self._waits.failed(error, bucket) from error
         if isinstance(value, (list, tuple)) and len(value) == 1:
             value = value[0]  # what the futures of torch's own collectives hold
         flat = self._buckets[bucket]
@@ -206,13 +206,6 @@ class _HookWork:
         future, self._future = self._future, None
         if future is not None:
             self._transport.finish(future, self._bucket)
-
-
-class _FutureWork:
-    """A future as `_poll` sees work."""
-
-    def __init__(self, future: torch._C.Future[Any]) -> None:
-        self.is_completed = future.done
 
 
 def check_hook(hook: Any) -> None:

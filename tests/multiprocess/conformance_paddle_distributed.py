@@ -1,0 +1,20 @@
+"""What the conformance tests do, in Paddle, with gradients that go through paddle.distributed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import paddle.distributed as dist
+from paddle import nn
+
+from paceline.paddle import DataParallel
+from tests.multiprocess.conformance_paddle import *  # noqa: F403
+from tests.multiprocess.paddle_models import join_paddle
+
+
+def wrap(model: nn.Layer, group: Any, **options: Any) -> DataParallel:
+    if not dist.is_initialized():
+        join_paddle(group.rank)
+    wrapped = DataParallel(model, reduce_through="group", **options)
+    assert wrapped.reduces_through == "group"
+    return wrapped

@@ -1,0 +1,175 @@
+"""paceline.paddle between hosts: gradients, values and errors that go through paddle.distributed.
+
+Two ranks are two hosts where each says so: `_host_hint` tells who could share memory. The promises that hold
+on one host too are in test_conformance, which runs them over paddle.distributed as well.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+from paddle import nn
+
+import paceline.paddle
+from paceline.errors import CollectiveError, ConfigError, DeadlineError, ModelMismatchError
+from paceline.paddle import DataParallel, SyncBatchNorm
+from paceline.rendezvous import host
+from tests.multiprocess.paddle_models import (
+    batch,
+    join_paddle,
+    launch_in_paddle,
+    ranks,
+    share,
+    squares,
+    train,
+    two_layers,
+)
+
+
+class Everything(nn.Layer):
+    """Parameters, statistics and buffers of many kinds, different on every rank before they are wrapped."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        paddle.seed(rank)
+        self.norm = nn.BatchNorm1D(4)
+        self.head = nn.Linear(4, 3)
+        self.wide = nn.Linear(3, 2).to(dtype="float64")
+        self.factor = self.create_parameter([3], dtype="bfloat16")
+        self.nothing = self.create_parameter([0, 3])
+        self.register_buffer("flag", paddle.full([3], bool(rank)))
+        self.register_buffer("count", paddle.full([], rank, "int64"))
+        self.register_buffer("turned", paddle.full([2, 3], float(rank)).t())
+        self.register_buffer("part", paddle.full([9], float(rank))[3:7])
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        hidden = self.head(self.norm(x)) * self.factor.astype("float32") + self.nothing.sum()
+        return self.wide(hidden.astype("float64"))
+
+
+class Words(nn.Layer):
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        paddle.seed(1)
+        self.table, self.head = nn.Embedding(6, 3, sparse=sparse), nn.Linear(3, 2)
+
+    def forward(self, words: paddle.Tensor) -> paddle.Tensor:
+        return self.head(self.table(words))
+
+
+def arrays(model: nn.Layer, what: str) -> list[np.ndarray]:
+    """Gradients, or values of parameters and buffers."""
+    if what == "grad":
+        tensors = [p.grad for p in model.parameters() if p.grad is not None]
+    else:
+        tensors = [*model.parameters(), *model.buffers()]
+    return [tensor.astype("float64").numpy() for tensor in tensors]
+
+
+def from_both(own: list[np.ndarray]) -> list[list[np.ndarray]]:
+    found: list[list[np.ndarray]] = []
+    dist.all_gather_object(found, own)
+    return found
+
+
+def assert_same_on_both(model: nn.Layer) -> None:
+    for some, others in zip(*from_both(arrays(model, "value") + arrays(model, "grad")), strict=True):
+        assert_array_equal(some, others)
+
+
+@ranks(2, group=None)
+def test_two_hosts_are_one_model(rank: int) -> None:
+    host._host_hint = lambda: f"host {rank}"
+    launch_in_paddle(rank)
+    os.environ |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    assert paceline.paddle.init_parallel_env() is None and dist.is_initialized()
+    own = share(batch(), rank)
+    for view in (False, True):
+        model = Everything(rank)
+        wrapped = DataParallel(model, gradient_as_bucket_view=view, comm_buffer_size=0.0001)
+        assert wrapped.reduces_through == "group"
+        assert_same_on_both(model)
+        alone = Everything(0)
+        alone.set_state_dict(model.state_dict())
+        squares(alone(own)).backward()
+        for _ in range(3):
+            wrapped.clear_gradients()
+            squares(wrapped(own)).backward()
+            assert_same_on_both(model)
+        for found, *parts in zip(arrays(model, "grad"), *from_both(arrays(alone, "grad")), strict=True):
+            assert_allclose(found, sum(parts) / 2, rtol=1e-2, atol=1e-6)  # one of them is in bfloat16
+        assert not model.flag.any() and int(model.count) == 0 and not model.part.any()
+    with pytest.raises(ConfigError, match=r"(?s)reduce_through=\"memory\".*ranks on several hosts"):
+        DataParallel(two_layers(), reduce_through="memory")
+    with pytest.raises(ModelMismatchError, match="reduce_through"):
+        DataParallel(two_layers(), reduce_through=("auto", "group")[rank])
+
+
+@ranks(2, group=None)
+def test_sparse_rows_and_sync_batch_norm_between_hosts(rank: int) -> None:
+    host._host_hint = lambda: f"host {rank}"
+    join_paddle(rank)
+    sparse, dense = Words(True), Words(False)
+    words = paddle.to_tensor(([1, 3, 1], [3, 4, 5])[rank])
+    for model in (sparse, dense):
+        wrapped = DataParallel(model)
+        optimizer = paddle.optimizer.SGD(0.5, parameters=model.parameters())
+        for _ in range(2):
+            squares(wrapped(words)).backward()
+            optimizer.step()
+            optimizer.clear_grad(set_to_zero=False)
+    assert_allclose(sparse.table.weight.numpy(), dense.table.weight.numpy(), rtol=1e-5, atol=1e-6)
+    model, alone = (nn.Sequential(two_layers(), nn.BatchNorm1D(2)) for _ in range(2))
+    x = batch()
+    SyncBatchNorm.convert_sync_batchnorm(model)
+    train(DataParallel(model), share(x, rank))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Paddle's own, of running statistics
+        train(alone, paddle.to_tensor(x))
+    for ours, expected in zip(model.parameters(), alone.parameters(), strict=True):
+        assert_allclose(ours.numpy(), expected.numpy(), rtol=1e-4, atol=1e-6)
+
+
+@ranks(2, group=None, dies={1: signal.SIGKILL})
+def test_a_killed_rank_ends_the_others_backward(rank: int) -> None:
+    join_paddle(rank)
+    wrapped = DataParallel(two_layers(), reduce_through="group", timeout_s=20)
+    wrapped(paddle.ones([1, 4])).sum().backward()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(CollectiveError, match=r"(?s)Rank 0 of 2.*2\.bias.*over Paddle's GLOO group"):
+        wrapped(paddle.ones([1, 4])).sum().backward()
+
+
+@ranks(2, group=None)
+def test_a_late_rank_is_an_error_at_the_time_out(rank: int) -> None:
+    join_paddle(rank)
+    wrapped = DataParallel(two_layers(), reduce_through="group", timeout_s=1)
+    wrapped(paddle.ones([1, 4])).sum().backward()
+    has_raised = Path(os.environ["TMPDIR"]) / "rank 0 has raised"
+    while rank == 1 and not has_raised.exists():
+        time.sleep(0.01)
+    if rank == 0:
+        started = time.monotonic()
+        with pytest.raises(DeadlineError, match=r"(?s)Rank 0 of 2 .* after 1\.0 s.*bucket 0 .*2\.bias"):
+            wrapped(paddle.ones([1, 4])).sum().backward()
+        assert time.monotonic() - started < 10
+        has_raised.touch()
+
+
+@ranks(2)
+def test_a_paceline_group_is_memory(group: object) -> None:
+    with pytest.raises(ConfigError, match="in host memory only"):
+        DataParallel(two_layers(), group=group, reduce_through="group")
+    with pytest.raises(ConfigError, match="reduce_through has a value"):
+        DataParallel(two_layers(), group=group, reduce_through="wire")
+    assert DataParallel(two_layers(), group=group, reduce_through="memory").reduces_through == "memory"
