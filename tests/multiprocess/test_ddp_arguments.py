@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 from paceline.torch import DistributedDataParallel
 from tests.harness import ranks
-from tests.multiprocess.ddp_models import two_layers
+from tests.multiprocess.ddp_models import Branches, two_layers
 
 
 def inputs() -> torch.Tensor:
@@ -22,11 +23,13 @@ def inputs() -> torch.Tensor:
 
 
 def train(ddp: nn.Module, x: torch.Tensor, steps: int = 3) -> list[torch.Tensor]:
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     for _ in range(steps):
-        optimizer.zero_grad()
+        ddp.zero_grad()
         ddp(x).pow(2).mean().backward()
-        optimizer.step()
+        with torch.no_grad():  # by hand: torch.optim makes torch import its compiler
+            for parameter in ddp.parameters():
+                if parameter.grad is not None:
+                    parameter -= 0.1 * parameter.grad
     return [p.detach() for p in ddp.parameters()]
 
 
@@ -38,16 +41,100 @@ def test_arguments_that_change_no_result(rank: int) -> None:
         {"bucket_cap_mb_list": [0.00001, 0.00005]},
         {"bucket_cap_mb_list": [0.00001], "gradient_as_bucket_view": True, "reduce_through": "group"},
         {"skip_all_reduce_unused_params": True, "batched_grad_copy": True, "dim": 1, "check_reduction": True},
+        {"batched_grad_copy": True, "reduce_through": "group", "bucket_cap_mb": 0.00001},
         {"device_mesh": mesh, "device_ids": [torch.device("cpu")], "output_device": torch.device("cpu")},
     ):
         net = two_layers()
         assert_close(train(DistributedDataParallel(net, **options), inputs()[rank : rank + 1]), alone)
-    net = two_layers()
-    named = list(net.named_parameters())
-    ddp = DistributedDataParallel(
-        net, delay_all_reduce_named_params=named[:2], param_to_hook_all_reduce=named[2][1]
+
+
+class Delayed(nn.Module):
+    """`shared` gets its gradient in parts, before `first` gets its own; `idle` gets none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.first, self.shared, self.idle = (nn.Linear(4, 4, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for _ in range(2):
+            x = checkpoint(self.shared, x, use_reentrant=True)
+        return x
+
+
+def note_what_is_handed(ddp: DistributedDataParallel, *triggers: nn.Parameter) -> list[list[int]]:
+    """Indices of the gradients that are handed over when one of these gets its gradient."""
+    handed: list[list[int]] = []
+    for parameter in triggers:
+        parameter.register_post_accumulate_grad_hook(lambda _: handed.append([*ddp._passes.state.handed]))
+    return handed
+
+
+@pytest.mark.parametrize("path", ["memory", "group"])
+@ranks(2, group="gloo")
+def test_delayed_parameters_wait_for_the_one_that_was_named(rank: int, path: str) -> None:
+    expected = train(Delayed(), inputs())
+    for view in (False, True):
+        net = Delayed()
+        ddp = DistributedDataParallel(
+            net,
+            delay_all_reduce_named_params=[
+                (f"{name}.weight", getattr(net, name).weight) for name in ("shared", "idle")
+            ],
+            param_to_hook_all_reduce=net.first.weight,
+            gradient_as_bucket_view=view,
+            reduce_through=path,
+            bucket_cap_mb=0.00001,
+        )
+        twin = copy.deepcopy(ddp)
+        handed = note_what_is_handed(ddp, net.shared.weight, net.first.weight)
+        assert_close(train(ddp, inputs()[rank : rank + 1]), expected)
+        # At the trigger, neither sooner nor at the end. (After the first pass our hooks run behind these.)
+        assert handed[:3] == [[], [], [0, 1]]
+        assert not net.idle.weight.grad.any()
+        assert_close(train(twin, inputs()[rank : rank + 1]), expected)
+
+
+@ranks(2, group="gloo")
+def test_gradients_are_copied_a_bucket_at_a_time(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    copy_all = torch._foreach_copy_
+    monkeypatch.setattr(
+        torch, "_foreach_copy_", lambda places, values: (sizes.append(len(places)), copy_all(places, values))
     )
-    assert_close(train(ddp, inputs()[rank : rank + 1]), alone)
+    ddp = DistributedDataParallel(two_layers(), batched_grad_copy=True, reduce_through="group")
+    (ddp(torch.ones(1, 4)).sum() * (1 + rank)).backward()
+    assert sizes == [4]
+    assert_close(ddp.module[2].bias.grad, torch.full((2,), 1.5))
+
+
+@ranks(2, group="gloo")
+def test_what_nobody_uses_is_not_sent(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+    reduce = dist.all_reduce
+    monkeypatch.setattr(dist, "all_reduce", lambda t, **kw: (sent.append(t.nbytes), reduce(t, **kw))[1])
+    net = Branches()  # of 24 and 8 bytes a layer, with `never` and at times `right` unused
+    ddp = DistributedDataParallel(
+        net,
+        find_unused_parameters=True,
+        skip_all_reduce_unused_params=True,
+        reduce_through="group",
+        bucket_cap_mb_list=[8 / 2**20],
+    )
+    bytes_of_a_layer = 2 * 64  # each place begins a cache line
+    x = torch.full((1, 3), 1.0 + rank)
+    # The first pass makes the plan, and the second is the first with it.
+    branches = ("left", "left", "left", "both", "both", "right", "right")
+    for branch, layers in zip(branches, (3, 3, 1, 2, 2, 2, 1), strict=True):
+        sent.clear()
+        ddp.zero_grad()
+        ddp(x, branch).sum().backward()
+        assert sum(sent) == layers * bytes_of_a_layer, branch
+        if branch != "right":
+            assert_close(net.left.weight.grad, torch.full((2, 3), 1.5))
+        if branch != "left":
+            assert_close(net.right.weight.grad, torch.full((2, 3), 1.5))
 
 
 @ranks(2, group="gloo")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -268,3 +269,27 @@ def test_a_gradient_that_comes_twice_is_named(rank: int) -> None:
             ddp.zero_grad()
             (ddp(x, 1).sum() * (1 + rank)).backward()
             assert_close(ddp.module.layer.weight.grad, torch.full((2, 2), 1.5))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(2, group="gloo")
+def test_a_static_graph_learns_what_comes_several_times(rank: int, path: str) -> None:
+    """As torch's: a layer in several reentrant checkpoints."""
+    for options in ({}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 25}):
+        net = nn.Sequential(nn.Linear(2, 2), Repeats(), nn.Linear(2, 1))
+        net[1].forward = functools.partial(net[1].forward, times=2)
+        alone = copy.deepcopy(net)
+        ddp = DistributedDataParallel(
+            net, **{"static_graph": True, "reduce_through": path, "bucket_cap_mb": 0.00001} | options
+        )
+        x = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
+        for _ in range(3):
+            for module in (ddp, alone):
+                module.zero_grad()
+            alone(x).mean().backward()
+            ddp(x[rank : rank + 1]).mean().backward()
+            for ours, expected in zip(net.parameters(), alone.parameters(), strict=True):
+                assert_close(ours.grad, expected.grad)
+        net[1].forward = functools.partial(Repeats.forward, net[1], times=2 + rank)
+        with pytest.raises(GraphChangedError, match=r"'1.layer.weight' came twice .* rank 1 of 2"):
+            ddp(x).sum().backward()

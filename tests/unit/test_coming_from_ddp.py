@@ -48,8 +48,9 @@ def public(cls: type) -> set[str]:
 def test_the_tables_have_every_argument_and_method_of_torch(name: str) -> None:
     theirs, ours = getattr(torch.nn.parallel, name), getattr(paceline.torch, name)
     arguments = list(inspect.signature(theirs.__init__).parameters)[1:]
-    assert sorted(names(f"Arguments of {name}")) == sorted(arguments)
-    assert set(arguments) <= set(inspect.signature(ours).parameters)
+    assert set(arguments) <= set(names(f"Arguments of {name}")) <= set(inspect.signature(ours).parameters)
+    if torch.__version__.startswith("2.13."):  # whose classes the page goes through
+        assert sorted(names(f"Arguments of {name}")) == sorted(arguments)
     methods = next(row.section for row in rows() if re.fullmatch(f"Methods .*of {name}", row.section))
     assert public(theirs) <= set(names(methods))
 

@@ -31,7 +31,7 @@ def config(**arguments: Any) -> Any:
     """make_config with the constructor's defaults."""
     signature = inspect.signature(DistributedDataParallel)
     defaults = {name: p.default for name, p in signature.parameters.items()}
-    for name in ("module", "process_group", "device_mesh"):
+    for name in ("module", "process_group", "device_mesh", "later"):
         del defaults[name]
     return make_config(**{**defaults, **arguments})
 
@@ -60,8 +60,23 @@ def test_torchs_arguments_are_all_there_with_torchs_defaults() -> None:
     ours = inspect.signature(DistributedDataParallel).parameters
     theirs = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
     for name, parameter in theirs.items():
-        if name != "self":
+        if name == "broadcast_buffers":
+            assert ours[name].default is None and parameter.default in (None, True)  # True before torch 2.13
+        elif name != "self":
             assert name in ours and ours[name].default == parameter.default, name
+
+
+def test_arguments_of_a_later_torch_are_taken_with_their_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    def later(self: object, module: object, sprinkles: str = "none") -> None: ...
+
+    with pytest.raises(TypeError, match="unexpected keyword argument 'sprinkles'"):
+        config(sprinkles="none")
+    monkeypatch.setattr(TorchDDP, "__init__", later)
+    config(sprinkles="none")
+    with pytest.raises(ConfigError, match="sprinkles='many'"):
+        config(sprinkles="many")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'icing'"):
+        config(icing=True)
 
 
 def test_defaults() -> None:
@@ -73,6 +88,8 @@ def test_defaults() -> None:
 def test_forward_sync_buffers_does_not_touch_wrapping() -> None:
     assert config(forward_sync_buffers=False).init_sync_buffers
     assert not config(broadcast_buffers=False).init_sync_buffers
+    assert not config(init_sync_buffers=False).init_sync_buffers
+    assert config(init_sync_buffers=True, broadcast_buffers=False).init_sync_buffers
     with pytest.warns(FutureWarning, match="broadcast_buffers is ignored"):
         both = config(broadcast_buffers=False, forward_sync_buffers=True)
     assert both.init_sync_buffers and both.broadcast_buffers

@@ -220,3 +220,34 @@ def test_marking_twice_is_refused() -> None:
             own.mark(1, 1.0)
 
     on_ranks(1, body)
+
+
+def test_buckets_that_nobody_uses_are_skipped_until_somebody_does() -> None:
+    big, others = 1, (0, 2, 3)
+
+    def body(own: Rank) -> None:
+        own.reducer = EngineReducer(own.transport.plan, own.transport, skip_unused=True)
+        of_big = {n for n, bucket in enumerate(own.transport.plan.buckets) if bucket.parameters == (big,)}
+        everything = set(range(len(own.transport.plan.buckets)))
+        assert len(of_big) > 1 and of_big < everything
+        # In each pass: which ranks use the big one, and what is sent.
+        for users, sent in (
+            ((0, 1), everything),
+            ((), everything),
+            ((), everything - of_big),
+            ((1,), everything),  # at its end
+            ((0, 1), everything),
+        ):
+            own.transport.launched.clear()
+            for index in others:
+                own.mark(index, 1.0 + own.rank)
+            if own.rank in users:
+                own.mark(big, float("inf"))
+            outcome = own.reducer.finish(1, allow_unused=True)
+            assert sorted(own.transport.launched) == sorted(sent)
+            assert bool(outcome & Outcome.NONFINITE) == bool(users)
+            assert own.reducer.nonfinite() == [(rank, big) for rank in users]
+            assert np.all(own.transport.place(3) == 1.5)
+            assert np.all(own.transport.place(big) == (np.inf if users else 0.0))
+
+    on_ranks(2, body)

@@ -96,14 +96,18 @@ class EngineReducer:
     Args:
         plan: The same on all ranks.
         transport: Owns the arena that the plan describes.
+        skip_unused: Don't launch a bucket that no rank used in the pass before, until the end of a pass
+            shows that some rank has used it. The same on all ranks.
 
     Example:
         Of two ranks, rank 0 marks a gradient of [2.0] and rank 1 one of [4.0]; after `finish` the
         place of that parameter holds [3.0] on both.
     """
 
-    def __init__(self, plan: Plan, transport: Transport) -> None:
+    def __init__(self, plan: Plan, transport: Transport, *, skip_unused: bool = False) -> None:
         self._plan = plan
+        self._skip_unused = skip_unused
+        self._idle: list[int] = []  # buckets that no rank used in the last pass
         self._transport = transport
         self._buckets_of: list[list[int]] = [[] for _ in plan.parameters]
         for number, bucket in enumerate(plan.buckets):
@@ -156,6 +160,8 @@ class EngineReducer:
         own = _Status(self._weight, forwards, len(unused), len(nonfinite))
         self._statuses = [_Status.unpack(row) for row in self._transport.all_gather(own.pack())]
         self._gather_details(unused, nonfinite)
+        if self._skip_unused:
+            self._launch_idle()
         self._waited_s += time.perf_counter() - started
         self._begin_pass()
         self._passes += 1
@@ -183,7 +189,23 @@ class EngineReducer:
     def close(self) -> None:
         """Nothing to give back: the transport's memory goes with the last view of it."""
 
+    def _launch_idle(self) -> None:
+        """Reduce what was expected to be idle and is not, and see what is idle now. The same on all ranks."""
+        nobodys = set(self.globally_unused())
+        idle = [n for n, bucket in enumerate(self._plan.buckets) if nobodys.issuperset(bucket.parameters)]
+        woken = [number for number in self._idle if number not in idle]
+        scale = self._weight / self._expected_weight
+        for pending in [self._transport.launch(number, scale) for number in woken]:
+            pending.wait()
+        self._idle = idle
+        if woken:
+            found = _pack_bits(self._transport.take_nonfinite(), len(self._plan.parameters))
+            rows = enumerate(self._transport.all_gather(found))
+            late = {(rank, index) for rank, row in rows for index in _unpack_bits(row)}
+            self._nonfinite = sorted(late.union(self._nonfinite))
+
     def _begin_pass(self) -> None:
+        self._sequence = [n for n in range(len(self._plan.buckets)) if n not in self._idle]
         self._marked = [False] * len(self._plan.parameters)
         self._missing = [len(bucket.parameters) for bucket in self._plan.buckets]
         self._pending: list[Pending] = []
@@ -191,8 +213,11 @@ class EngineReducer:
     def _launch_complete(self) -> None:
         """Launch buckets in order, up to the first one that still misses a gradient."""
         scale = self._weight / self._expected_weight
-        while len(self._pending) < len(self._missing) and not self._missing[len(self._pending)]:
-            self._pending.append(self._transport.launch(len(self._pending), scale))
+        while len(self._pending) < len(self._sequence):
+            number = self._sequence[len(self._pending)]
+            if self._missing[number]:
+                return
+            self._pending.append(self._transport.launch(number, scale))
 
     def _gather_details(self, unused: Sequence[int], nonfinite: Sequence[int]) -> None:
         """Learn which parameters the statuses only count. All ranks see the same statuses and agree to."""
@@ -217,7 +242,7 @@ class EngineReducer:
             outcome |= Outcome.SKIPPED
         if any(status.unused for status in self._statuses):
             outcome |= Outcome.UNUSED
-        if any(status.nonfinite for status in self._statuses):
+        if self._nonfinite:
             outcome |= Outcome.NONFINITE
         return outcome
 

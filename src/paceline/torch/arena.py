@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from paceline.reducer.plan import Plan
+from paceline.torch.batched_copies import BatchedCopies
 
 DTYPES = {
     "float32": torch.float32,
@@ -30,6 +31,7 @@ class Arena:
     Attributes:
         sections: One flat tensor for each section of the plan.
         views: Each parameter's place, by index.
+        copies: Gradients on their way to their places, if batched_grad_copy asks for it.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class Arena:
     ) -> None:
         self.plan = plan
         self.sections = list(sections)
+        self.copies = BatchedCopies()
         self.views = [self._view(index, parameter) for index, parameter in enumerate(parameters)]
 
     @classmethod

@@ -15,6 +15,7 @@ import torch
 from paceline.errors import ConfigError
 from paceline.reducer.buffer_policy import check_policies
 from paceline.reducer.micro_batches import as_weight
+from paceline.torch.later_arguments import check_later
 from paceline.torch.precision import Precision, as_precision
 from paceline.torch.weights import Weight
 
@@ -27,12 +28,10 @@ REDUCE_THROUGH = ("auto", "memory", "group")
 NEED_NOTHING = (
     "dim",  # the batch's: with one device per process nothing is scattered
     "check_reduction",  # what torch once checked, Paceline always checks
-    "delay_all_reduce_named_params",  # how gradients are averaged sooner or later: the means are the same
+    "delay_all_reduce_named_params",  # `ManagedTensors` looks at these two
     "param_to_hook_all_reduce",
-    "skip_all_reduce_unused_params",
-    "batched_grad_copy",
 )
-"""Arguments of torch whose result Paceline gives whatever their value. `ManagedTensors` checks some."""
+"""Arguments of torch that are no options."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +49,8 @@ class DDPConfig:
         broadcast_buffers: Give every rank rank 0's buffers after each synchronised backward.
         buffers: What is done with buffers whose name matches a pattern.
         gradients_in_arena: Gradients are views of the arena.
+        skip_unused: Don't send buckets that no rank used in the pass before.
+        batched_copies: Copy gradients into the arena a bucket at a time.
         allow_unused: A parameter without a gradient contributes 0.
         static_graph: The same parameters are unused in every pass, or it raises.
         weight: Of this rank's gradients; a function computes it from forward's arguments.
@@ -69,6 +70,8 @@ class DDPConfig:
     broadcast_buffers: bool
     buffers: Mapping[str, str]
     gradients_in_arena: bool
+    skip_unused: bool
+    batched_copies: bool
     allow_unused: bool
     static_graph: bool
     weight: float | Callable[..., Weight] | None
@@ -92,6 +95,7 @@ class DDPConfig:
             "broadcast_buffers": f"{self.broadcast_buffers}, {self.init_sync_buffers} at wrap",
             "buffers": str(self.buffers),
             "find_unused_parameters or static_graph": str(self.allow_unused),
+            "skip_all_reduce_unused_params": str(self.skip_unused),
             "nonfinite": self.nonfinite,
             "reduce_through": self.reduce_through,
         }
@@ -114,8 +118,11 @@ def make_config(
     reduce_through: str,
     timeout_s: float | None,
     warn_after_s: float | None,
-    bucket_cap_mb_list: Sequence[float] | None = None,
-    mixed_precision: Any = None,
+    bucket_cap_mb_list: Sequence[float] | None,
+    mixed_precision: Any,
+    skip_all_reduce_unused_params: bool,
+    batched_grad_copy: bool,
+    init_sync_buffers: bool | None,
     **others: Any,
 ) -> DDPConfig:
     """Check the constructor's arguments; see `DistributedDataParallel` for what they mean.
@@ -123,9 +130,7 @@ def make_config(
     Raises:
         ConfigError: An argument has a value that is not supported or makes no sense.
     """
-    unknown = sorted(set(others).difference(NEED_NOTHING))
-    if unknown:
-        raise TypeError(f"DistributedDataParallel() got an unexpected keyword argument '{unknown[0]}'")
+    check_later({name: value for name, value in others.items() if name not in NEED_NOTHING})
     caps_mb = [float(cap) for cap in bucket_cap_mb_list or ()]
     expected = "positive numbers of MiB: of the first bucket, of the second, ..., of all others"
     _require(all(cap > 0 for cap in caps_mb), "bucket_cap_mb_list", bucket_cap_mb_list, expected)
@@ -150,10 +155,14 @@ def make_config(
         bucket_caps_bytes=tuple(max(1, int(cap * MIB)) for cap in caps_mb),
         precision=as_precision(mixed_precision),
         init_sync=bool(init_sync),
-        init_sync_buffers=broadcast_buffers is not False,
+        init_sync_buffers=broadcast_buffers is not False
+        if init_sync_buffers is None
+        else bool(init_sync_buffers),
         broadcast_buffers=broadcast_buffers is not False and forward_sync_buffers is not False,
         buffers=check_policies(buffers),
         gradients_in_arena=bool(gradient_as_bucket_view),
+        skip_unused=bool(skip_all_reduce_unused_params),
+        batched_copies=bool(batched_grad_copy),
         allow_unused=bool(find_unused_parameters) or bool(static_graph),
         static_graph=bool(static_graph),
         weight=weight if weight is None or callable(weight) else as_weight(weight),

@@ -45,6 +45,7 @@ class Copies(TorchNames):
         self._is_connected = False
         self._peers = self._passes = self._joining = self._join_config = None
         self._tensors = ManagedTensors(self.module)
+        self._tensors.delay(self._arguments)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         twin = type(self).__new__(type(self))

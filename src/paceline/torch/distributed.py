@@ -84,8 +84,16 @@ class DistributedDataParallel(CommHooks, GradientStatistics, Joins, Copies):
         warn_after_s: Seconds after which a late rank is named in a warning; None: 10.
         reduce_through: "memory" that the ranks share, the process "group", or the better one that is
             possible ("auto").
-        dim, check_reduction, batched_grad_copy: The result is the same with every value.
-        delay_all_reduce_named_params, param_to_hook_all_reduce, skip_all_reduce_unused_params: Likewise.
+        dim, check_reduction: The result is the same with every value.
+        delay_all_reduce_named_params: (name, parameter) pairs whose gradients are complete only when
+            that of `param_to_hook_all_reduce` is: they may come several times before it, or not at all,
+            which counts as zeros. To be averaged they wait for it.
+        param_to_hook_all_reduce: Goes with the one above.
+        skip_all_reduce_unused_params: Over a process group, don't send buckets that no rank used in the
+            pass before. Used again, they are sent at the end of the pass.
+        batched_grad_copy: Over a process group, copy gradients a bucket at a time: fewer kernels on a GPU.
+        init_sync_buffers: Broadcast rank 0's buffers when wrapping. None: as broadcast_buffers says.
+        later: Arguments of a newer torch than Paceline knows are taken if they have torch's default.
 
     Raises:
         ConfigError: An argument, or the model, is not supported; the message says which and why.
@@ -131,10 +139,13 @@ class DistributedDataParallel(CommHooks, GradientStatistics, Joins, Copies):
         timeout_s: float | None = None,
         warn_after_s: float | None = None,
         reduce_through: str = "auto",
+        init_sync_buffers: bool | None = None,
+        **later: Any,
     ) -> None:
         arguments = dict(locals())
-        for name in ("self", "module", "process_group", "device_mesh"):
+        for name in ("self", "module", "process_group", "device_mesh", "later"):
             del arguments[name]
+        arguments |= later
         nn.Module.__init__(self)  # not torch's DDP: it is a base only so that others recognise this class
         self._arguments = arguments
         self._config = make_config(**arguments)
@@ -144,7 +155,8 @@ class DistributedDataParallel(CommHooks, GradientStatistics, Joins, Copies):
         self._join_config: Any = None  # torch's Join sets it
         self._joining: Joining | None = None
         self._tensors = ManagedTensors(module)
-        self._tensors.check_arguments(self._config.device, arguments)
+        self._tensors.check_device(self._config.device)
+        self._tensors.delay(arguments)
         self._config.precision.cast_buffers(module, self._tensors.ignored)
         self._connect(find_peers(process_group, device_mesh, timeout_s, warn_after_s))
 

@@ -48,6 +48,7 @@ class ProcessGroupTransport:
         self._status_device = torch.device("cpu") if "cpu" in kinds else arena.sections[0].device
 
     def launch(self, bucket: int, scale: float) -> BucketWork:
+        self._arena.copies.make()
         flat = self._buckets[bucket]
         if self._checks_finite and scale:
             self._note_nonfinite(bucket, flat)

@@ -127,6 +127,7 @@ class HookTransport(ProcessGroupTransport):
         """Give a bucket to the hook, which divides by the world size; the rest of `scale` is a weight."""
         if self._latest is not None:
             self._latest.wait()
+        self._arena.copies.make()
         flat = self._buckets[bucket]
         members = [
             index

@@ -9,6 +9,7 @@ a call of something else.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -55,10 +56,21 @@ def pointer_hook(
 
 
 def copy_hook(
-    state: PassState, index: int, name: str, view: torch.Tensor, reducer: Reducer, dtype: torch.dtype
+    state: PassState,
+    index: int,
+    name: str,
+    view: torch.Tensor,
+    reducer: Reducer,
+    dtype: torch.dtype,
+    put: Callable[[torch.Tensor, torch.Tensor], object] | None = None,
 ) -> Hook:
-    """For any reducer, any layout of the gradient, and a place of another dtype."""
-    mark_ready, handed, staged, copy = reducer.mark_ready, state.handed, state.staged, view.copy_
+    """For any reducer, any layout of the gradient, and a place of another dtype.
+
+    Args:
+        put: Copies a gradient (its second argument) to its place, later maybe; None: now.
+    """
+    mark_ready, handed, staged = reducer.mark_ready, state.handed, state.staged
+    copy = view.copy_ if put is None else functools.partial(put, view)
 
     def hand_over(parameter: torch.Tensor) -> None:
         if not state.is_syncing:

@@ -23,6 +23,8 @@ class ManagedTensors:
 
     Attributes:
         sparse: Indices of trainable parameters whose gradients are sparse: of embeddings that say so.
+        delayed: Indices of delay_all_reduce_named_params.
+        trigger: Index of param_to_hook_all_reduce.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -39,6 +41,8 @@ class ManagedTensors:
         self.sparse = {index for index, p in enumerate(self.trainable) if id(p) in sparse}
         self.frozen = [p for _, p in named if not p.requires_grad]
         self.buffers = {name: b for name, b in module.named_buffers() if name not in ignored}
+        self.delayed: set[int] = set()
+        self.trigger: int | None = None
         self._module = module
         # Walking the modules takes far longer than comparing the dictionaries in which they keep things.
         self._children = [m._modules for m in module.modules()]
@@ -67,11 +71,8 @@ class ManagedTensors:
             specs.append(ParameterSpec(name, numel, dtype_name(dtype), dtype.itemsize, str(p.device)))
         return specs
 
-    def check_arguments(self, device: torch.device | None, arguments: Mapping[str, Any]) -> None:
-        """Refuse arguments of the wrapper that name other devices or parameters than the module has."""
-        delayed, trigger = (
-            arguments[name] for name in ("delay_all_reduce_named_params", "param_to_hook_all_reduce")
-        )
+    def check_device(self, device: torch.device | None) -> None:
+        """Refuse device_ids of a kind that the module is not on."""
         kinds = {p.device.type for p in self.all_parameters.values()}
         if device is not None and kinds and device.type not in kinds:
             raise ConfigError(
@@ -80,11 +81,17 @@ class ManagedTensors:
                 got=f"device_ids of kind {device.type}",
                 hint="leave device_ids out; or move the module there before wrapping it",
             )
+
+    def delay(self, arguments: Mapping[str, Any]) -> None:
+        """Find the parameters that the wrapper's arguments name, or refuse strangers."""
+        delayed, trigger = (
+            arguments[name] for name in ("delay_all_reduce_named_params", "param_to_hook_all_reduce")
+        )
         if (delayed is None) != (trigger is None):
             raise ConfigError(
                 "DistributedDataParallel: delay_all_reduce_named_params and param_to_hook_all_reduce need to "
                 "be set at the same time.",
-                hint="both or neither; gradients of these parameters are averaged in the backward anyway",
+                hint="both or neither; without, every gradient is averaged as soon as it is there",
             )
         named = dict(delayed or ())
         wrong = [name for name, p in named.items() if self.all_parameters.get(name) is not p]
@@ -96,6 +103,8 @@ class ManagedTensors:
                 else "param_to_hook_all_reduce",
                 hint="pass (name, parameter) as module.named_parameters() gives them",
             )
+        self.delayed = {index for index, name in enumerate(self.names) if name in named}
+        self.trigger = next((index for index, p in enumerate(self.trainable) if p is trigger), None)
 
     def describe(self) -> tuple[tuple[TensorDescription, ...], tuple[TensorDescription, ...]]:
         """Parameters and buffers, as they must be on all ranks."""

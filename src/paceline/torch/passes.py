@@ -32,6 +32,7 @@ from paceline.torch.config import DDPConfig
 from paceline.torch.graphs import Graph, Graphs
 from paceline.torch.hooked import CommHook
 from paceline.torch.hooks import HookMaker, copy_hook, pointer_hook, sparse_hook, view_hook
+from paceline.torch.late import LateGradients
 from paceline.torch.optimizer_in_backward import Steppers, step_in_backward, take_over_optimizers
 from paceline.torch.outputs import tensors_in
 from paceline.torch.parameters import ManagedTensors
@@ -70,11 +71,11 @@ class GradientPasses(BackwardPasses):
         self._tensors = tensors
         self._peers = peers
         self._factory = factory
+        self._handles: list[RemovableHandle] = []
         self.use_config(config)
         self.graphs = Graphs(self.close)
         self._in_backward: Steppers = []
         self._sparse = SparseMeans([(i, tensors.trainable[i]) for i in sorted(tensors.sparse)], factory)
-        self._handles: list[RemovableHandle] = []
         self._plan = self._make_plan(None)
         self._reduction = factory.make(self._plan, tensors.trainable)
         self.is_order_final = has_one_order(self._plan)
@@ -83,6 +84,9 @@ class GradientPasses(BackwardPasses):
     def use_config(self, config: DDPConfig) -> None:
         """Judge passes by other options than before. Not within a pass; on every rank."""
         self._config = config
+        self._late = LateGradients(
+            self.state, self._hand_over, self._tensors.delayed, is_learning=config.static_graph
+        )
         self._static_graph = StaticGraph(self._tensors.names) if config.static_graph else None
         self._judge = Judge(
             self._tensors.names,
@@ -90,6 +94,8 @@ class GradientPasses(BackwardPasses):
             allow_unused=config.allow_unused,
             nonfinite=config.nonfinite,
         )
+        if self._handles:
+            self._install_hooks()
 
     @property
     def path(self) -> str:
@@ -149,8 +155,22 @@ class GradientPasses(BackwardPasses):
     def _end(self) -> None:
         try:
             super()._end()
+            if self._late.learn():
+                self._install_hooks()
         finally:
             self.graphs.end_pass()
+
+    def _forget_interrupted(self) -> None:
+        self._late.forget()
+
+    def _hand_over_rest(self) -> None:
+        without = self._late.end_pass()
+        super()._hand_over_rest()
+        if self.state.forwards != FINISHED:
+            for index in without:  # torch keeps their gradients in a buffer that begins with zeros
+                if index not in self.state.handed:
+                    self._clear_place(index)
+                    self.reducer.mark_ready(index, 0)
 
     def _call_at_end(self, end: Callable[[], None]) -> None:
         Variable._execution_engine.queue_callback(end)
@@ -263,10 +283,18 @@ class GradientPasses(BackwardPasses):
             for index, (name, parameter, view) in enumerate(places)
         ]
         untraced(self._hooks[0])  # and with it all others, which share its code
+        late, trainable = self._late, self._tensors.trainable
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-            for parameter, hook in zip(self._tensors.trainable, self._hooks)
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                late.hook(index) if late.is_late(index) else hook
+            )
+            for index, (parameter, hook) in enumerate(zip(trainable, self._hooks))
         ]
+        if self._tensors.trigger is not None:
+            trigger = trainable[self._tensors.trigger]
+            self._handles.append(
+                trigger.register_post_accumulate_grad_hook(late.on_trigger)  # type: ignore[no-untyped-call]
+            )
 
     def _kind_of_hook(self, parameter: torch.Tensor, view: torch.Tensor) -> HookMaker:
         if parameter.numel() > view.numel():
@@ -276,7 +304,11 @@ class GradientPasses(BackwardPasses):
         if self._config.gradients_in_arena:
             return view_hook
         # What lies in memory may be the conjugate of a complex gradient.
-        return pointer_hook if self._reduction.takes_pointers and not parameter.is_complex() else copy_hook
+        if self._reduction.takes_pointers:
+            return copy_hook if parameter.is_complex() else pointer_hook
+        if self._config.batched_copies:
+            return functools.partial(copy_hook, put=self._reduction.arena.copies.add)
+        return copy_hook
 
     def _make_plan(self, order: list[int] | None) -> Plan:
         first, others = self._config.first_bucket_bytes, self._config.bucket_cap_bytes

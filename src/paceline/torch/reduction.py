@@ -56,6 +56,7 @@ class ReductionFactory:
     def __init__(self, peers: Peers, device_kinds: set[str], config: DDPConfig) -> None:
         self._peers = peers
         self._checks_finite = config.nonfinite != "ignore"
+        self._skip_unused = config.skip_unused
         self._gradients_in_arena = config.gradients_in_arena
         on_host = device_kinds == {"cpu"}
         self.hook: CommHook | None = None
@@ -127,7 +128,8 @@ class ReductionFactory:
         assert isinstance(self._peers, ProcessGroupPeers)
         arena = Arena.allocate(plan, parameters, instead_of.arena if instead_of is not None else None)
         transport = ProcessGroupTransport(arena, self._peers, checks_finite=self._checks_finite)
-        return Reduction(arena, EngineReducer(plan, transport), takes_pointers=False)
+        engine = EngineReducer(plan, transport, skip_unused=self._skip_unused)
+        return Reduction(arena, engine, takes_pointers=False)
 
     def _make_hooked(
         self, plan: Plan, parameters: Sequence[torch.Tensor], hook: CommHook, instead_of: Reduction | None
