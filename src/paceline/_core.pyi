@@ -118,6 +118,19 @@ class Reducer:
     def squared_norm(self) -> float: ...
     def close(self) -> None: ...
 
+class GradientHook:
+    def __init__(
+        self,
+        in_python: Callable[[Any], None],
+        state: object,
+        param: int,
+        reducer: Reducer,
+        place: object,
+        gradient_in_arena: bool,
+        transformed: str = "",
+    ) -> None: ...
+    def __call__(self, parameter: Any) -> None: ...
+
 class Permutation:
     def __init__(self, length: int, key: int) -> None: ...
     @property

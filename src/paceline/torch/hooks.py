@@ -4,7 +4,7 @@ Three kinds. In *pointer* mode the reducer copies the gradient into the arena an
 In *copy* mode torch does both. In *view* mode the gradient itself moves into the arena and stays there.
 
 A hook runs some hundred times in every backward: it is a closure over what it needs, and whatever is rare is
-a call of something else.
+a call of something else. Where the core itself averages, the usual case is not even Python: see `in_core`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ from collections.abc import Callable
 
 import torch
 
+from paceline import _core
 from paceline.errors import ConfigError
 from paceline.reducer.pass_state import PassState
 from paceline.reducer.protocol import Reducer
+from paceline.torch.compiling import untraced
 
 Hook = Callable[[torch.Tensor], None]
 HookMaker = Callable[[PassState, int, str, torch.Tensor, Reducer, torch.dtype], Hook]
 """Of a parameter: its index, name, place, who averages, and the dtype of its gradients."""
+
+_HAS_EXCHANGE_API = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")  # torch 2.10 and newer
 
 
 def pointer_hook(
@@ -31,6 +35,7 @@ def pointer_hook(
     stage = copy_hook(state, index, name, view, reducer, dtype)
     is_row_major = view.is_contiguous()
 
+    @untraced
     def hand_over(parameter: torch.Tensor) -> None:
         if not state.is_syncing:
             state.accumulated.add(index)
@@ -42,6 +47,7 @@ def pointer_hook(
             gradient is None
             or gradient.dtype is not dtype
             or gradient.is_sparse
+            or gradient.is_neg()
             or not (gradient.is_contiguous() if is_row_major else gradient.stride() == strides)
         ):
             stage(parameter)
@@ -52,7 +58,7 @@ def pointer_hook(
         handed[index] = gradient
         mark_ready(index, gradient.data_ptr())
 
-    return hand_over
+    return in_core(hand_over, state, index, view, reducer, gradient_in_arena=False)
 
 
 def copy_hook(
@@ -72,6 +78,7 @@ def copy_hook(
     mark_ready, handed, staged = reducer.mark_ready, state.handed, state.staged
     copy = view.copy_ if put is None else functools.partial(put, view)
 
+    @untraced
     def hand_over(parameter: torch.Tensor) -> None:
         if not state.is_syncing:
             state.accumulated.add(index)
@@ -99,6 +106,7 @@ def view_hook(
     """For gradients that live in the arena: autograd's own tensor moves in when it made a new one."""
     mark_ready, handed, copy = reducer.mark_ready, state.handed, view.copy_
 
+    @untraced
     def hand_over(parameter: torch.Tensor) -> None:
         if state.is_syncing and not state.is_armed:
             state.arm()
@@ -117,7 +125,7 @@ def view_hook(
         handed[index] = view
         mark_ready(index, 0)
 
-    return hand_over
+    return in_core(hand_over, state, index, view, reducer, gradient_in_arena=True)
 
 
 def sparse_hook(
@@ -126,6 +134,7 @@ def sparse_hook(
     """For gradients that lie elsewhere: it only says that there is one."""
     mark_ready, handed = reducer.mark_ready, state.handed
 
+    @untraced
     def hand_over(parameter: torch.Tensor) -> None:
         if not state.is_syncing:
             state.accumulated.add(index)
@@ -139,6 +148,19 @@ def sparse_hook(
         mark_ready(index, 0)
 
     return hand_over
+
+
+def in_core(
+    hook: Hook, state: PassState, index: int, view: torch.Tensor, reducer: Reducer, *, gradient_in_arena: bool
+) -> Hook:
+    """The same hook, of pointer or view mode, with the core doing what is usual.
+
+    What is not usual goes to the Python hook: the first gradient of a backward, a local one, any that does
+    not lie in memory as its place does.
+    """
+    if not isinstance(reducer, _core.Reducer) or view.is_complex() or not _HAS_EXCHANGE_API:
+        return hook
+    return _core.GradientHook(hook, state, index, reducer, view, gradient_in_arena, "is_neg")
 
 
 def unsupported_gradient(name: str, gradient: torch.Tensor | None, dtype: torch.dtype) -> ConfigError:

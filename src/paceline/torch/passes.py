@@ -282,7 +282,6 @@ class GradientPasses(BackwardPasses):
             self._kind_of_hook(parameter, view)(self.state, index, name, view, reducer, parameter.dtype)
             for index, (name, parameter, view) in enumerate(places)
         ]
-        untraced(self._hooks[0])  # and with it all others, which share its code
         late, trainable = self._late, self._tensors.trainable
         self._handles = [
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]

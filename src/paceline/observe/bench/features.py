@@ -14,6 +14,9 @@ from paceline.observe.bench.units import format_time
 MODELS = ("many", "gpt")
 ENTRIES = (
     entry("alone", "alone, no synchronisation", way="alone"),
+    entry("hooks", "an empty hook on each parameter", way="hooks"),
+    entry("solo", "Paceline DDP, each rank by itself", way="solo"),
+    entry("solo_view", "the same, bucket view", way="solo", gradient_as_bucket_view=True),
     entry("paceline", "Paceline DDP", way="paceline"),
     entry("unused", "find_unused_parameters=True", way="paceline", find_unused_parameters=True),
     entry("static", "static_graph=True", way="paceline", static_graph=True),
@@ -46,6 +49,8 @@ def run(plan: Plan) -> Report:
         notes=[
             f"step: median of {plan.rounds} rounds on each rank, then the slowest rank. overhead: step minus "
             "step alone in the same round, median over rounds; per parameter: divided by their number.",
+            "by itself: hooks, copies and kernels, without waiting for others. An empty hook: what torch "
+            "takes for calling it.",
             "beyond the default: the same against Paceline DDP without the option, in per cent of its step, "
             "with the 95 % interval.",
             *plan.notes(contest),
@@ -75,7 +80,7 @@ def _rows(contest: Contest, model: str, tensors: int, timings: dict[str, Timing]
 
 
 def _beyond(key: str, timings: dict[str, Timing]) -> str:
-    if key == "paceline" or "paceline" not in timings:
+    if key not in ("unused", "static") or "paceline" not in timings:
         return "-"
     default = timings["paceline"].samples
     more, step_s = overhead(timings[key].samples, default), slowest_median(default) / 100

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from paceline.collectives.init import init
 from paceline.torch.bench.all_reduce import form_group
 from paceline.torch.bench.models import MODELS, Model
 
@@ -24,8 +25,9 @@ class Step:
     Args:
         rank: This rank.
         world_size: Number of ranks.
-        way: `alone`, `torch` or `paceline`.
-        options: Further arguments of the two DDPs.
+        way: `torch` or `paceline`; or, without the other ranks, `alone`, `hooks` (empty ones, what torch
+            takes for calling them) or `solo` (Paceline, with one rank).
+        options: Further arguments of the DDPs.
     """
 
     def __init__(self, rank: int, world_size: int, way: str, **options: Any) -> None:
@@ -33,7 +35,8 @@ class Step:
         self._world_size = world_size
         self._way = way
         self._options = options
-        if way != "alone":
+        self._averages = way in ("torch", "paceline")
+        if self._averages:
             form_group("gloo", rank, world_size)
 
     def prepare(self, model: str) -> dict[str, Any]:
@@ -44,7 +47,7 @@ class Step:
         self._optimizer = torch.optim.SGD(self._module.parameters(), lr=1e-4)
         self._backward()
         gradients = [parameter.grad for parameter in self._module.parameters() if parameter.grad is not None]
-        ranks = [self._rank] if self._way == "alone" else list(range(self._world_size))
+        ranks = list(range(self._world_size)) if self._averages else [self._rank]
         _check_close(gradients, plan, ranks)
         return {
             "parameters": sum(parameter.numel() for parameter in self._module.parameters()),
@@ -63,10 +66,17 @@ class Step:
     def _wrap(self, module: nn.Module) -> nn.Module:
         if self._way == "alone":
             return module
+        if self._way == "hooks":
+            for parameter in module.parameters():
+                parameter.register_post_accumulate_grad_hook(lambda _: None)  # type: ignore[no-untyped-call]
+            return module
         if self._way == "torch":
             return TorchDDP(module, **self._options)
         from paceline.torch import DistributedDataParallel
 
+        if self._way == "solo":  # which averages only if it is to look at the gradients
+            group = init(rank=0, world_size=1, name="bench")
+            return DistributedDataParallel(module, process_group=group, nonfinite="raise", **self._options)
         return DistributedDataParallel(module, **self._options)
 
     def _backward(self) -> None:

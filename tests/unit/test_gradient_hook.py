@@ -1,0 +1,132 @@
+"""The hook in the core hands over what the Python hook would, and leaves to it what is unusual."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from paceline import _core  # noqa: E402
+from paceline.errors import PacelineError  # noqa: E402
+from paceline.torch import DistributedDataParallel  # noqa: E402
+
+IS_THERE = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One rank averages its gradients, with itself, if it is to raise on a NaN."""
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    yield
+    gc.collect()
+
+
+class Gradient(torch.autograd.Function):
+    """Passes its input on; the gradient becomes what a function makes of it."""
+
+    @staticmethod
+    def forward(ctx, x, change):
+        ctx.change = change
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.change(gradient), None
+
+
+class Model(nn.Module):
+    def __init__(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.arange(6.0).reshape(2, 3))  # the first gradient always goes to Python
+        self.second = nn.Parameter(torch.arange(6.0).reshape(2, 3))
+        self.change = change
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        changed = Gradient.apply(self.second, self.change)
+        # The backward of the second comes last.
+        return (changed.sin() * x).sum() + (self.first * x).sum() * 2
+
+
+def wrapped(model: nn.Module, *, view: bool) -> DistributedDataParallel:
+    return DistributedDataParallel(model, nonfinite="raise", gradient_as_bucket_view=view)
+
+
+CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "as it is": lambda g: g.clone(),
+    "a transposed copy": lambda g: g.t().contiguous().t(),
+    "an expanded value": lambda g: g.sum().expand_as(g),
+    "every other element": lambda g: torch.stack([g, g], -1)[..., 0],
+    "negated lazily": lambda g: torch._neg_view(g.clone()),
+}
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_gradients_of_any_layout(change: Callable[[torch.Tensor], torch.Tensor], view: bool) -> None:
+    x = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+    alone, model = Model(change), Model(change)
+    ddp = wrapped(model, view=view)
+    for _ in range(3):  # without zero_grad(): later gradients are added to what is there
+        alone(x).backward()
+        ddp(x).backward()
+        for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad)
+    ddp.zero_grad()
+    alone.zero_grad()
+    alone(x).backward()
+    ddp(x).backward()
+    assert torch.equal(model.second.grad, alone.second.grad)
+
+
+@pytest.mark.skipif(not IS_THERE, reason="this torch has no DLPack exchange API")
+@pytest.mark.parametrize("view", [False, True])
+def test_the_core_takes_what_is_usual(view: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    ddp = wrapped(model, view=view)
+    hooks = ddp._passes._hooks
+    assert {type(hook) for hook in hooks} == {_core.GradientHook}
+    ddp(torch.ones(1, 3)).sum().backward()
+    kept = [parameter.grad for parameter in model.parameters()]
+    ddp.zero_grad()
+    ddp(torch.ones(1, 3)).sum().backward()
+    same = [parameter.grad is old for parameter, old in zip(model.parameters(), kept)]
+    assert same == [view] * 4  # in view mode autograd's tensor moves into the arena
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_a_second_gradient_in_one_pass_is_an_error(view: bool) -> None:
+    model = Model(CHANGES["as it is"])
+    ddp = wrapped(model, view=view)
+    model.first.register_post_accumulate_grad_hook(lambda p: ddp._passes._hooks[0](p))
+    with pytest.raises(PacelineError, match="first"):
+        ddp(torch.ones(2, 3)).backward()
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_a_wrapper_without_users_goes_away(view: bool) -> None:
+    model = Model(CHANGES["as it is"])
+    ddp = wrapped(model, view=view)
+    for _ in range(2):
+        ddp(torch.ones(2, 3)).backward()
+    gone = weakref.ref(ddp._passes)
+    del ddp
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.skipif(not IS_THERE, reason="this torch has no DLPack exchange API")
+def test_wrong_calls_raise() -> None:
+    ddp = wrapped(nn.Linear(2, 2), view=False)
+    hook = ddp._passes._hooks[0]
+    for arguments in ((), (1, 2)):
+        with pytest.raises(TypeError, match="one parameter"):
+            hook(*arguments)
+    with pytest.raises(TypeError):
+        _core.GradientHook(hook, ddp._passes.state, 0, ddp._passes.reducer, "no tensor")
