@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.errors import CollectiveError, GroupClosedError
 from paceline.reducer.engine import EngineReducer
 from paceline.reducer.plan import ParameterSpec, Plan, plan_buckets
 from paceline.reducer.protocol import Outcome
@@ -251,3 +252,20 @@ def test_buckets_that_nobody_uses_are_skipped_until_somebody_does() -> None:
             assert np.all(own.transport.place(big) == (np.inf if users else 0.0))
 
     on_ranks(2, body)
+
+
+def test_a_pass_that_fails_below_is_the_last_one() -> None:
+    """The ranks' calls do not pair any more, so later passes must say so instead of averaging wrongly."""
+    rank = Rank(make_plan(), Switchboard(1), 0)
+
+    def fail(payload: bytes) -> list[bytes]:
+        raise CollectiveError("Rank 0 of 1 lost the others.")
+
+    rank.transport.all_gather = fail  # type: ignore[method-assign]
+    rank.mark(0, 1.0)
+    with pytest.raises(CollectiveError, match="lost the others"):
+        rank.reducer.finish(1, True)
+    with pytest.raises(GroupClosedError, match=r"(?s)any more.*Rank 0 of 1 lost the others"):
+        rank.mark(0, 1.0)
+    with pytest.raises(GroupClosedError):
+        rank.reducer.finish(1, True)

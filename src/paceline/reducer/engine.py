@@ -13,7 +13,7 @@ Steps of a pass:
 The mean is the sum of gradients scaled beforehand by weight / (the ranks' total weight in the previous pass),
 which keeps 16-bit sums in range, and is corrected afterwards where the total has changed.
 
-Imports only the standard library, `plan` and `protocol`.
+Imports only the standard library, `errors`, `plan` and `protocol`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from paceline.errors import GroupClosedError
 from paceline.reducer.plan import Plan
 from paceline.reducer.protocol import FINISHED, Outcome
 
@@ -122,6 +123,7 @@ class EngineReducer:
         self._statuses: list[_Status] = []
         self._unused: list[list[int]] = [[] for _ in range(transport.world_size)]
         self._nonfinite: list[tuple[int, int]] = []
+        self._failure: Exception | None = None
         self._begin_pass()
 
     @property
@@ -138,6 +140,7 @@ class EngineReducer:
     def mark_ready(self, param: int, grad_pointer: int = 0) -> None:
         if grad_pointer:
             raise ValueError("an engine reducer reads gradients from the arena only")
+        self._check_usable()
         with self._lock:
             if self._marked[param]:
                 raise RuntimeError(f"parameter {param} was marked ready twice in one pass")
@@ -147,21 +150,13 @@ class EngineReducer:
             self._launch_complete()
 
     def finish(self, forwards: int, allow_unused: bool) -> int:
-        unused = [index for index, marked in enumerate(self._marked) if not marked]
-        for index in unused:
-            self._transport.clear(index)
-            for number in self._buckets_of[index]:
-                self._missing[number] -= 1
-        self._launch_complete()
+        self._check_usable()
         started = time.perf_counter()
-        for pending in self._pending:
-            pending.wait()
-        nonfinite = self._transport.take_nonfinite()
-        own = _Status(self._weight, forwards, len(unused), len(nonfinite))
-        self._statuses = [_Status.unpack(row) for row in self._transport.all_gather(own.pack())]
-        self._gather_details(unused, nonfinite)
-        if self._skip_unused:
-            self._launch_idle()
+        try:
+            self._complete(forwards)
+        except Exception as error:
+            self._failure = error  # the ranks' calls do not pair any more
+            raise
         self._waited_s += time.perf_counter() - started
         self._begin_pass()
         self._passes += 1
@@ -203,6 +198,32 @@ class EngineReducer:
             rows = enumerate(self._transport.all_gather(found))
             late = {(rank, index) for rank, row in rows for index in _unpack_bits(row)}
             self._nonfinite = sorted(late.union(self._nonfinite))
+
+    def _complete(self, forwards: int) -> None:
+        """Launch what is missing, and wait for all buckets and everybody's status."""
+        unused = [index for index, marked in enumerate(self._marked) if not marked]
+        for index in unused:
+            self._transport.clear(index)
+            for number in self._buckets_of[index]:
+                self._missing[number] -= 1
+        self._launch_complete()
+        for pending in self._pending:
+            pending.wait()
+        nonfinite = self._transport.take_nonfinite()
+        own = _Status(self._weight, forwards, len(unused), len(nonfinite))
+        self._statuses = [_Status.unpack(row) for row in self._transport.all_gather(own.pack())]
+        self._gather_details(unused, nonfinite)
+        if self._skip_unused:
+            self._launch_idle()
+
+    def _check_usable(self) -> None:
+        if self._failure is not None:
+            who = f"Rank {self._transport.rank} of {self._transport.world_size}"
+            raise GroupClosedError(
+                f"{who} cannot average gradients any more.",
+                seen=f"an earlier pass ended in an error: {str(self._failure).splitlines()[0]}",
+                hint="end this process, and start all ranks again from a checkpoint",
+            ) from self._failure
 
     def _begin_pass(self) -> None:
         self._sequence = [n for n in range(len(self._plan.buckets)) if n not in self._idle]
