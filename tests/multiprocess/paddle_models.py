@@ -36,6 +36,18 @@ class Branches(nn.Layer):
         return {"left": self.left, "right": self.right}[branch](x)
 
 
+class Words(nn.Layer):
+    """An embedding and a layer on it; None: nothing is looked up."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        paddle.seed(1)
+        self.table, self.head = nn.Embedding(6, 3, sparse=sparse), nn.Linear(3, 2)
+
+    def forward(self, words: paddle.Tensor | None) -> paddle.Tensor:
+        return self.head(paddle.ones([2, 3]) if words is None else self.table(words))
+
+
 def two_layers(width: int = 5) -> nn.Sequential:
     paddle.seed(1)
     return nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 2))

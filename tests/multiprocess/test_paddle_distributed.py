@@ -24,6 +24,7 @@ from paceline.errors import CollectiveError, ConfigError, DeadlineError, ModelMi
 from paceline.paddle import DataParallel, SyncBatchNorm
 from paceline.rendezvous import host
 from tests.multiprocess.paddle_models import (
+    Words,
     batch,
     join_paddle,
     launch_in_paddle,
@@ -54,16 +55,6 @@ class Everything(nn.Layer):
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
         hidden = self.head(self.norm(x)) * self.factor.astype("float32") + self.nothing.sum()
         return self.wide(hidden.astype("float64"))
-
-
-class Words(nn.Layer):
-    def __init__(self, sparse: bool) -> None:
-        super().__init__()
-        paddle.seed(1)
-        self.table, self.head = nn.Embedding(6, 3, sparse=sparse), nn.Linear(3, 2)
-
-    def forward(self, words: paddle.Tensor) -> paddle.Tensor:
-        return self.head(self.table(words))
 
 
 def arrays(model: nn.Layer, what: str) -> list[np.ndarray]:

@@ -13,6 +13,7 @@ from paceline.errors import NonFiniteGradientError, SkippedPassError, UnusedPara
 from paceline.paddle import DataParallel
 from tests.multiprocess.paddle_models import (
     Branches,
+    Words,
     assert_same_on_all_ranks,
     batch,
     gradients,
@@ -240,15 +241,6 @@ def test_several_backwards_of_one_forward_and_two_models(group: object) -> None:
 
 @ranks(2)
 def test_sparse_rows_of_an_embedding(group: object) -> None:
-    class Words(nn.Layer):
-        def __init__(self, sparse: bool) -> None:
-            super().__init__()
-            paddle.seed(1)
-            self.table, self.head = nn.Embedding(6, 3, sparse=sparse), nn.Linear(3, 2)
-
-        def forward(self, words: paddle.Tensor | None) -> paddle.Tensor:
-            return self.head(paddle.ones([2, 3]) if words is None else self.table(words))
-
     sparse, dense = Words(True), Words(False)
     wrapped = DataParallel(sparse, group=group, find_unused_parameters=True)
     reference = DataParallel(dense, group=group, find_unused_parameters=True)
@@ -261,6 +253,41 @@ def test_sparse_rows_of_an_embedding(group: object) -> None:
             optimizer.clear_grad()
         assert_allclose(sparse.table.weight.numpy(), dense.table.weight.numpy(), rtol=1e-5, atol=1e-6)
         assert_same_on_all_ranks(sparse, group)
+
+
+@ranks(2)
+def test_sparse_gradients_of_weighed_micro_batches(group: object) -> None:
+    """Rank 0 has micro-batches of 1 and 2 words, rank 1 one of 3 and one that does not count."""
+    model, alone = Words(True), Words(False)
+    wrapped = DataParallel(model, group=group, nonfinite="ignore")
+    words = ([[1], [3, 1]], [[4, 3, 5], [2]])[group.rank]
+    for part, is_last in zip(words, (False, True)):
+        wrapped.grad_need_sync = is_last
+        counts = part != [2]
+        with wrapped.weight(len(part) if counts else 0):
+            (squares(wrapped(paddle.to_tensor(part))) * (1.0 if counts else float("nan"))).backward()
+    squares(alone(paddle.to_tensor([1, 3, 1, 4, 3, 5]))).backward()
+    assert_allclose(model.head.weight.grad.numpy(), alone.head.weight.grad.numpy(), rtol=1e-5, atol=1e-6)
+    for each in (model, alone):
+        paddle.optimizer.SGD(0.5, parameters=each.parameters()).step()
+    assert_allclose(model.table.weight.numpy(), alone.table.weight.numpy(), rtol=1e-5, atol=1e-6)
+    assert_same_on_all_ranks(model.head, group)
+
+
+@ranks(2)
+def test_a_sparse_gradient_that_is_not_finite_is_named(group: object) -> None:
+    model = nn.Embedding(6, 3, sparse=True)
+    wrapped = DataParallel(model, group=group, nonfinite="raise")
+    for value in (float("nan"), 1.0):
+        wrapped.clear_gradients()
+        loss = wrapped(paddle.to_tensor([1])).sum() * (value if group.rank else 1.0)
+        if value == 1.0:
+            loss.backward()
+            assert wrapped.nonfinite() == {}
+            continue
+        with pytest.raises(NonFiniteGradientError, match="on rank 1 of 2"):
+            loss.backward()
+        assert wrapped.nonfinite() == {1: ("weight",)}
 
 
 def step_of(rank: int, wrap: object) -> list[np.ndarray]:

@@ -75,6 +75,8 @@ def test_sparse_rows_are_read_and_replaced(rank: int) -> None:
     rows, values = internals.rows_of(gradient)
     assert rows == [1, 3, 1]
     assert_array_equal(values, np.ones((3, 2)))
+    internals.scale_rows(gradient, 0.5)
+    assert_array_equal(internals.rows_of(gradient)[1], np.full((3, 2), 0.5))
     other = nn.Embedding(6, 2, sparse=True)
     internals.set_rows(gradient, [0, 5], np.full((2, 2), 7, np.float32))
     internals.give_rows(other.weight, [0, 5], np.full((2, 2), 7, np.float32))

@@ -60,6 +60,12 @@ def set_rows(gradient: Tensor, rows: list[int], values: np.ndarray[Any, Any]) ->
     selected.sync_index()
 
 
+def scale_rows(gradient: Tensor, factor: float) -> None:
+    """Multiply the values of a sparse gradient; by 0 they become 0, whatever they were."""
+    rows, values = rows_of(gradient)
+    set_rows(gradient, rows, values * values.dtype.type(factor) if factor else np.zeros_like(values))
+
+
 def give_rows(parameter: Tensor, rows: list[int], values: np.ndarray[Any, Any]) -> None:
     """Give a parameter without a gradient a sparse one."""
     kind = core.VarDesc.VarType

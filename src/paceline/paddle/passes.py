@@ -29,6 +29,7 @@ from paceline.reducer.backward_passes import BackwardPasses
 from paceline.reducer.fresh_gradients import FreshGradients
 from paceline.reducer.plan import Plan, complete_order, plan_buckets
 from paceline.reducer.protocol import Reducer
+from paceline.reducer.report import names_by_rank
 from paceline.reducer.verdict import Judge
 
 
@@ -52,12 +53,16 @@ class GradientPasses(BackwardPasses):
         self._error: BaseException | None = None  # of a hook, which must not raise
         self.buffers = BufferSync(tensors, link, config.buffers, config.broadcast_buffers)
         self.gradients = FreshGradients(functools.partial(fingerprint, tensors.trainable))
-        self.weights = PaddleWeights(tensors.trainable, list(tensors.sparse), self.state, self._keep_error)
+        self.weights = PaddleWeights(
+            [*tensors.trainable, *tensors.sparse.values()], self.state, self._keep_error
+        )
         self._tensors = tensors
         self._link = link
         self._config = config
+        self._all_names = [*tensors.names, *tensors.sparse]
+        self._nonfinite_rows: list[tuple[int, int]] = []
         self._judge = Judge(
-            tensors.names, link.world_size, allow_unused=config.allow_unused, nonfinite=config.nonfinite
+            self._all_names, link.world_size, allow_unused=config.allow_unused, nonfinite=config.nonfinite
         )
         self._is_first = True
         self._at_end: dict[int, None] = {}  # to be handed over at the end of this pass, in this order
@@ -234,10 +239,20 @@ class GradientPasses(BackwardPasses):
         self._at_end.clear()
 
     def _sync_others(self) -> None:
-        for name, parameter in self._tensors.sparse.items():
-            average_rows(parameter, name, self._link, self.weight)
+        self._nonfinite_rows = []
+        for index, (name, parameter) in enumerate(self._tensors.sparse.items(), len(self._names)):
+            ranks = average_rows(parameter, name, self._link, self.weight)
+            self._nonfinite_rows += [(rank, index) for rank in ranks]
         if self.buffers.is_needed:
             self.buffers.sync(self.active, on_demand=False)
+        self._judge.judge_nonfinite(self._nonfinite_rows)
+
+    def nonfinite(self) -> dict[int, tuple[str, ...]]:
+        """Names of parameters whose gradient was not finite in the last pass, by rank."""
+        found = super().nonfinite()
+        for rank, names in names_by_rank(self._nonfinite_rows, self._all_names).items():
+            found[rank] = (*found.get(rank, ()), *names)
+        return found
 
     def broadcast_model(self, root: int) -> None:
         """Give every rank the parameters and buffers of the rank `root`. Collective."""

@@ -15,10 +15,13 @@ from paceline.paddle import internals
 from paceline.paddle.links import Link
 
 
-def average_rows(parameter: paddle.Tensor, name: str, link: Link, weight: float = 1.0) -> None:
+def average_rows(parameter: paddle.Tensor, name: str, link: Link, weight: float = 1.0) -> list[int]:
     """Replace the sparse gradient of `parameter` by the mean over ranks, weighed. Collective.
 
     A rank without a gradient contributes no rows, and gets everybody's; its weight counts all the same.
+
+    Returns:
+        The ranks whose rows hold an infinity or a NaN.
 
     Example:
         Rank 0 has row 1 with [2, 2], rank 1 row 4 with [6, 6]; both get rows 1 and 4 with [1, 1], [3, 3].
@@ -42,16 +45,17 @@ def average_rows(parameter: paddle.Tensor, name: str, link: Link, weight: float 
     counts, weights = facts[:, 0].astype(np.int64), facts[:, 1]
     most = int(counts.max())
     if most == 0:
-        return
+        return []
     dtype = np.dtype(str(parameter.dtype).removeprefix("paddle."))
     padded_rows, padded_values = np.zeros(most, np.int64), np.zeros((most, *width), dtype)
     padded_rows[: len(rows)], padded_values[: len(rows)] = rows, values
     all_rows, all_values = link.gather(padded_rows), link.gather(padded_values)
-    mine = [all_rows[rank, :count] for rank, count in enumerate(counts)]
+    rows = np.concatenate([part[:count] for part, count in zip(all_rows, counts)]).tolist()
+    parts = [part[:count] for part, count in zip(all_values, counts)]
     shares = (weights / weights.sum()).astype(dtype)
-    mean = np.concatenate([all_values[rank, :count] * shares[rank] for rank, count in enumerate(counts)])
-    rows = np.concatenate(mine).tolist()
+    mean = np.concatenate([part * share for part, share in zip(parts, shares)])
     if gradient is None:
         internals.give_rows(parameter, rows, mean)
     else:
         internals.set_rows(gradient, rows, mean)
+    return [rank for rank, part in enumerate(parts) if not np.isfinite(part).all()]

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 import paddle
 
-from paceline.errors import ConfigError
 from paceline.paddle import backward_calls, internals
 from paceline.reducer.micro_batches import MicroBatchWeights
 from paceline.reducer.pass_state import PassState
@@ -17,8 +16,7 @@ class PaddleWeights(MicroBatchWeights):
     """See `MicroBatchWeights`.
 
     Args:
-        parameters: Those with dense gradients.
-        sparse_names: Names of those with sparse ones.
+        parameters: Those that are trained.
         state: Of the model's passes.
         keep_error: Called with an exception that a hook must not raise.
     """
@@ -26,13 +24,11 @@ class PaddleWeights(MicroBatchWeights):
     def __init__(
         self,
         parameters: Sequence[paddle.Tensor],
-        sparse_names: Sequence[str],
         state: PassState,
         keep_error: Callable[[BaseException], None],
     ) -> None:
         super().__init__(state)
         self._parameters = parameters
-        self._sparse_names = sparse_names
         self._keep_error = keep_error
 
     def watch_local(self) -> None:
@@ -45,16 +41,12 @@ class PaddleWeights(MicroBatchWeights):
             parameter.register_hook(_weak_hook(self))
 
     def _shrink(self, factor: float) -> None:
-        if self._sparse_names:
-            raise ConfigError(
-                "Micro-batches cannot be weighed in a model with sparse gradients.",
-                seen=f"sparse: {', '.join(self._sparse_names)}",
-                hint="make the embedding with sparse=False, or give one weight to each step",
-            )
         with paddle.no_grad():
             for parameter in self._parameters:
                 gradient = internals.gradient_of(parameter)
-                if gradient is not None:
+                if gradient is not None and internals.is_sparse(gradient):
+                    internals.scale_rows(gradient, factor)
+                elif gradient is not None:
                     gradient.scale_(factor)
 
     def _call_at_end(self, end: Callable[[], None]) -> None:
@@ -71,6 +63,9 @@ class PaddleWeights(MicroBatchWeights):
             return None
         if share == 1.0:
             return None
+        if internals.is_sparse(gradient):
+            internals.scale_rows(gradient, share)
+            return gradient
         # A weight of 0 takes a gradient out, whatever it holds: 0 * NaN would be NaN.
         return gradient * share if share else paddle.zeros_like(gradient)
 
