@@ -6,10 +6,8 @@ What it does is elsewhere: `config` (arguments), `peers` (the ranks), `tensors` 
 
 from __future__ import annotations
 
-import contextlib
-import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import paddle
@@ -23,13 +21,13 @@ from paceline.paddle.peers import Peers, find_peers
 from paceline.paddle.statistics import clip
 from paceline.paddle.tensors import ManagedTensors
 from paceline.reducer.agreement import ModelDescription, check_agreement
-from paceline.reducer.finished import take_part_until_all_finished
 from paceline.reducer.micro_batches import as_weight
+from paceline.reducer.wrapped_model import WrappedModel
 
 _NOT_OPTIONS = ("self", "layers", "group", "process_group", "strategy", "__class__")
 
 
-class DataParallel(nn.Layer):
+class DataParallel(WrappedModel, nn.Layer):
     """Trains one model on several processes: a drop-in for `paddle.DataParallel`, with torch's arguments.
 
     Every rank wraps the same model and runs forward and backward on its own share of the batch. When
@@ -87,6 +85,9 @@ class DataParallel(nn.Layer):
         >>> model = DataParallel(nn.Linear(4, 1))
         >>> model(batch).sum().backward()   # rank 0's gradient was 1, rank 1's was 3: now 2 on both
     """
+
+    _passes: GradientPasses | None
+    _sync_flag = "grad_need_sync"
 
     def __init__(
         self,
@@ -166,86 +167,11 @@ class DataParallel(nn.Layer):
             self._passes.watch(output)
         return output
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Within it, backwards accumulate gradients on this rank only, as do those of forwards within it.
-
-        The first synchronised backward afterwards averages all that has accumulated. It is enough to put
-        the backward inside.
-
-        Example:
-            >>> with model.no_sync():
-            ...     loss(model(first_half)).backward()
-            >>> loss(model(second_half)).backward()     # the mean over ranks of the sum of both
-        """
-        before = self.grad_need_sync
-        self.grad_need_sync = False
-        try:
-            with contextlib.nullcontext() if self._passes is None else self._passes.local():
-                yield
-        finally:
-            self.grad_need_sync = before
-
-    def weight(self, weight: Any) -> contextlib.AbstractContextManager[None]:
-        """Weigh this rank's gradients: in the backwards within `with`, or, called plainly, in the next one.
-
-        The gradient becomes sum(w * g) / sum(w) over all ranks, and over all micro-batches of no_sync(): if
-        each loss is the mean over its own tokens and w their number, that is the gradient of the mean over
-        all tokens of the step. So don't divide the loss by the number of micro-batches, and clear gradients
-        before the first one: what is there counts as part of it. A rank with weight 0 takes part with
-        whatever gradients it has, NaNs included, and adds nothing.
-
-        In one step every micro-batch of a rank has a weight or none has. A rank without one weighs 1.
-
-        Args:
-            weight: 0 or more; of any size, only the ratios count.
-
-        Raises:
-            ConfigError: It is negative, infinite, NaN, or no number.
-
-        Example:
-            Rank 0 has 3 tokens and a gradient of 1, rank 1 has 1 token and a gradient of 5:
-
-            >>> with model.weight(num_tokens):
-            ...     loss.backward()             # the gradient is (3 * 1 + 1 * 5) / 4 = 2 on both
-        """
-        value = as_weight(weight)
+    def _passes_to_weigh(self) -> GradientPasses:
         if self._passes is None:  # alone, there still are micro-batches
             self._passes = self._begin_passes(_alone())
             self._passes.state.is_syncing = self.grad_need_sync
-        return self._passes.weights.give(value)
-
-    def finished(self, after_pass: Callable[[], object] | None = None) -> None:
-        """Say that this rank has no more data, and take part without any until all ranks have said so.
-
-        Call it once on every rank, after its loop over the data. Ranks may make different numbers of steps:
-        in each pass the mean is over those that have data. Blocks until the last rank is there, which may
-        take up to the time-out for each of its steps; then all ranks get its parameters and buffers.
-        Gradients that no_sync() has accumulated are dropped. Training may go on afterwards.
-
-        Args:
-            after_pass: Called after each pass of the others, with the means as gradients: an optimizer's
-                `step` keeps its state the same on all ranks.
-
-        Example:
-            Rank 0 has 3 batches and rank 1 has 5; in the last two steps the gradient is rank 1's alone:
-
-            >>> for batch in batches:
-            ...     train_step(batch)
-            >>> model.finished(optimizer.step)
-        """
-        if self._passes is not None:
-            take_part_until_all_finished(self._passes, after_pass)
-
-    def grad_norm(self) -> float:
-        """The 2-norm of the last backward's mean gradient, over all dense parameters; the same on every rank.
-
-        Costs nothing: it is found while the gradients are averaged. Call it before changing them.
-        """
-        if self._passes is not None:
-            return math.sqrt(self._passes.squared_norm())
-        gradients = [p.grad.astype("float64") for p in self._tensors.trainable if p.grad is not None]
-        return math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients))
+        return self._passes
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> paddle.Tensor:
         """Scale all dense gradients so that their norm is at most `max_norm`; returns the norm they had.
@@ -264,38 +190,13 @@ class DataParallel(nn.Layer):
         known = self._passes.known_norm() if is_known and self._passes is not None else None
         return clip(self._tensors.trainable, max_norm, known, norm_type)
 
-    def nonfinite(self) -> dict[int, tuple[str, ...]]:
-        """Whose gradients held an infinity or a NaN in the last pass: {rank: (parameter names)}.
+    def _own_squared_norm(self) -> float:
+        gradients = [p.grad.astype("float64") for p in self._tensors.trainable if p.grad is not None]
+        return sum(float(gradient.square().sum()) for gradient in gradients)
 
-        The same on every rank, and found without looking at gradients again. Empty: all were finite.
-
-        Example:
-            After a NaN in the batch of rank 1: {1: ("head.weight", "head.bias")}.
-        """
-        if self._passes is not None:
-            return self._passes.nonfinite()
+    def _own_nonfinite(self) -> tuple[str, ...]:
         parameters = zip(self._tensors.names, self._tensors.trainable)
-        names = [n for n, p in parameters if p.grad is not None and not bool(p.grad.isfinite().all())]
-        return {0: tuple(names)} if names else {}
-
-    def sync_buffers(self) -> None:
-        """Bring buffers and running statistics in step now, as `buffers` and rank 0 say. Collective.
-
-        Also those that broadcast_buffers=False leaves alone after each backward, but not those that
-        `buffers` calls "local". For an evaluation on all ranks; one on rank 0 alone needs no call.
-        """
-        if self._passes is not None:
-            self._passes.buffers.sync(range(self._passes.world_size), on_demand=True)
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds that this rank has spent waiting for the others at the end of backward, in all passes."""
-        return 0.0 if self._passes is None else self._passes.waited_s
-
-    @property
-    def reduces_through(self) -> str:
-        """Where gradients are averaged: "memory", "group", or "nothing" for a single rank."""
-        return "nothing" if self._passes is None else self._passes.path
+        return tuple(n for n, p in parameters if p.grad is not None and not bool(p.grad.isfinite().all()))
 
     @property
     def module(self) -> nn.Layer:

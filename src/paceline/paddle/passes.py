@@ -46,6 +46,7 @@ class GradientPasses(BackwardPasses):
     """
 
     weights: PaddleWeights
+    buffers: BufferSync
     _config: DataParallelConfig
 
     def __init__(self, tensors: ManagedTensors, link: Link, config: DataParallelConfig) -> None:

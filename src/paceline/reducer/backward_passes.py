@@ -27,6 +27,21 @@ class PassOptions(Protocol):
 
     @property
     def allow_unused(self) -> bool: ...
+    @property
+    def nonfinite(self) -> str: ...
+
+
+class SyncedBuffers(Protocol):
+    """The buffers of a model."""
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether the end of a pass brings any in step."""
+        ...
+
+    def sync(self, active: Sequence[int], *, on_demand: bool) -> None:
+        """Bring them in step with the ranks that had data. Collective."""
+        ...
 
 
 class BackwardPasses(ABC):
@@ -39,6 +54,7 @@ class BackwardPasses(ABC):
     Attributes:
         state: Shared with the hooks.
         weights: Of this rank's micro-batches.
+        buffers: Keeps them in step.
         weight: Of this rank in the pass under way, or the last one.
         gradients: Whether they are still those of the last pass.
         active: Ranks that had data in the last pass. Others shadow it.
@@ -46,6 +62,7 @@ class BackwardPasses(ABC):
     """
 
     weights: MicroBatchWeights
+    buffers: SyncedBuffers
     gradients: FreshGradients
     is_order_final: bool
     _config: PassOptions
@@ -70,6 +87,15 @@ class BackwardPasses(ABC):
     @abstractmethod
     def reducer(self) -> Reducer:
         """That of the plan in use."""
+
+    @property
+    @abstractmethod
+    def path(self) -> str:
+        """Where gradients are averaged: "memory" or "group"."""
+
+    @abstractmethod
+    def broadcast_model(self, root: int) -> None:
+        """Give every rank the parameters and buffers of the rank `root`. Collective."""
 
     @abstractmethod
     def _is_in_backward(self) -> bool:
@@ -129,6 +155,11 @@ class BackwardPasses(ABC):
         if not self.gradients.are_unchanged() or self.reducer.globally_unused():
             return None
         return math.sqrt(self.squared_norm())
+
+    @property
+    def looks_for_nonfinite(self) -> bool:
+        """Whether anybody looks at the gradients: in memory that costs nothing."""
+        return self.path == "memory" or self._config.nonfinite != "ignore"
 
     def nonfinite(self) -> dict[int, tuple[str, ...]]:
         """Names of parameters whose gradient was not finite in the last pass, by rank."""

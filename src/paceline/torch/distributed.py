@@ -9,9 +9,8 @@ What it does is elsewhere: `config` (arguments), `peers` (the group), `parameter
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +19,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from paceline.reducer.agreement import ModelDescription, check_agreement
-from paceline.reducer.finished import take_part_until_all_finished
 from paceline.reducer.micro_batches import as_weight
 from paceline.torch.buffers import broadcast_tensors
 from paceline.torch.comm_hooks import CommHooks
@@ -109,6 +107,8 @@ class DistributedDataParallel(CommHooks, GradientStatistics, Joins, Copies):
     """
 
     module: nn.Module
+    _passes: GradientPasses | None
+    _sync_flag = "require_backward_grad_sync"
 
     def __init__(
         self,
@@ -248,107 +248,19 @@ class DistributedDataParallel(CommHooks, GradientStatistics, Joins, Copies):
         elif passes is not None and (passes.state.is_syncing or passes.weights.is_used):
             passes.watch(output)
 
-    def weight(self, weight: Weight) -> contextlib.AbstractContextManager[None]:
-        """Weigh this rank's gradients: in the backwards within `with`, or, called plainly, in the next one.
-
-        The gradient becomes sum(w * g) / sum(w) over all ranks, and over all micro-batches of no_sync(): if
-        each loss is the mean over its own tokens and w their number, that is the gradient of the mean over
-        all tokens of the step. So don't divide the loss by the number of micro-batches, and clear .grad
-        before the first one: what is there counts as part of it. A rank with weight 0 takes part with
-        whatever gradients it has, NaNs included, and adds nothing.
-
-        In one step every micro-batch of a rank has a weight or none has. A rank without one weighs 1. In
-        float16 over a process group the first weighted pass may overflow where a weight is large; later
-        ones use the scale of the one before.
-
-        Args:
-            weight: 0 or more; of any size, only the ratios count.
-
-        Raises:
-            ConfigError: It is negative, infinite, NaN, or no number.
-
-        Example:
-            Rank 0 has 3 tokens and a gradient of 1, rank 1 has 1 token and a gradient of 5:
-
-            >>> with model.weight(num_tokens):
-            ...     loss.backward()             # .grad is (3 * 1 + 1 * 5) / 4 = 2 on both
-        """
-        value = as_weight(weight)
+    def _passes_to_weigh(self) -> GradientPasses:
         if not self._is_connected:
             self._connected()
-        passes = self._passes
-        if passes is None:  # alone, there still are micro-batches
-            assert self._peers is not None
-            passes = self._passes = self._begin_passes()
-            passes.state.is_syncing = self.require_backward_grad_sync
-        return passes.weights.give(value)
-
-    def finished(self, after_pass: Callable[[], object] | None = None) -> None:
-        """Say that this rank has no more data, and take part without any until all ranks have said so.
-
-        Call it once on every rank, after its loop over the data. Ranks may make different numbers of steps:
-        in each pass the mean is over those that have data. Blocks until the last rank is there, which may
-        take up to the time-out for each of its steps; then all ranks get its parameters and buffers.
-        Gradients that no_sync() has accumulated are dropped. Training may go on afterwards.
-
-        Args:
-            after_pass: Called after each pass of the others, with the means in .grad: an optimizer's `step`
-                keeps its state the same on all ranks.
-
-        Example:
-            Rank 0 has 3 batches and rank 1 has 5; in the last two steps the gradient is rank 1's alone:
-
-            >>> for batch in batches:
-            ...     train_step(batch)
-            >>> model.finished(optimizer.step)
-        """
-        if self._passes is not None:
-            take_part_until_all_finished(self._passes, after_pass)
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Within it, backwards accumulate gradients on this rank only, as do those of forwards within it.
-
-        The first synchronised backward afterwards averages all that has accumulated. It is enough to put
-        the backward inside.
-
-        Example:
-            >>> with model.no_sync():
-            ...     loss(model(first_half)).backward()
-            >>> loss(model(second_half)).backward()     # the mean over ranks of the sum of both
-        """
-        before = self.require_backward_grad_sync
-        self.require_backward_grad_sync = False
-        try:
-            with contextlib.nullcontext() if self._passes is None else self._passes.local():
-                yield
-        finally:
-            self.require_backward_grad_sync = before
-
-    def sync_buffers(self) -> None:
-        """Bring the buffers in step now, as `buffers` and rank 0 say. Collective.
-
-        Also those that broadcast_buffers=False leaves alone after each backward, but not those that
-        `buffers` calls "local". For an evaluation on all ranks; one on rank 0 alone needs no call.
-        """
-        if self._passes is not None:
-            self._passes.buffers.sync(range(self._passes.world_size), on_demand=True)
+        if self._passes is None:  # alone, there still are micro-batches
+            self._passes = self._begin_passes()
+            self._passes.state.is_syncing = self.require_backward_grad_sync
+        return self._passes
 
     def will_sync_module_buffers(self) -> bool:
         """Whether a synchronised backward brings buffers in step."""
         return self._passes is not None and self._passes.buffers.is_needed
 
     @property
-    def waited_s(self) -> float:
-        """Seconds that this rank has spent waiting for the others at the end of backward, in all passes."""
-        return 0.0 if self._passes is None else self._passes.waited_s
-
-    @property
     def process_group(self) -> dist.ProcessGroup | None:
         """Torch's process group, or None where a `paceline.Group` connects the ranks."""
         return None if self._peers is None else self._peers.process_group
-
-    @property
-    def reduces_through(self) -> str:
-        """Where gradients are averaged: "memory", "group", or "nothing" for a single rank."""
-        return "nothing" if self._passes is None else self._passes.path

@@ -1,38 +1,24 @@
-"""Methods of a wrapped model that tell what a pass found: the norm, and whose gradients were not finite."""
+"""Methods of a wrapped model that need torch to tell what a pass found: clipping; and without a pass."""
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.errors import ConfigError
+from paceline.reducer.wrapped_model import WrappedModel
 from paceline.torch.statistics import clip
 
 if TYPE_CHECKING:
-    from paceline.torch.config import DDPConfig
     from paceline.torch.parameters import ManagedTensors
     from paceline.torch.passes import GradientPasses
 
 
-class GradientStatistics:
+class GradientStatistics(WrappedModel):
     """Mixed into `DistributedDataParallel`."""
 
-    if TYPE_CHECKING:
-        _passes: GradientPasses | None
-        _tensors: ManagedTensors
-        _config: DDPConfig
-
-    def grad_norm(self) -> float:
-        """The 2-norm of the last backward's mean gradient, over all parameters; the same on every rank.
-
-        Costs nothing where gradients are averaged in shared memory. Call it before changing .grad.
-        """
-        if self._passes is not None:
-            return math.sqrt(self._passes.squared_norm())
-        squares = [p.grad.double().square().sum() for p in self._tensors.trainable if p.grad is not None]
-        return math.sqrt(sum(float(square) for square in squares))
+    _passes: GradientPasses | None
+    _tensors: ManagedTensors
 
     def clip_grad_norm_(
         self,
@@ -60,24 +46,10 @@ class GradientStatistics:
         scale = 1.0 if scaler is None else scaler.get_scale()
         return clip(self._tensors.trainable, max_norm * scale, known, norm_type) / scale
 
-    def nonfinite(self) -> dict[int, tuple[str, ...]]:
-        """Whose gradients held an infinity or a NaN in the last pass: {rank: (parameter names)}.
+    def _own_squared_norm(self) -> float:
+        squares = [p.grad.double().square().sum() for p in self._tensors.trainable if p.grad is not None]
+        return sum(float(square) for square in squares)
 
-        The same on every rank, and found without looking at gradients again. Empty: all were finite.
-
-        Raises:
-            ConfigError: Nobody has looked, because of nonfinite="ignore" over a process group.
-
-        Example:
-            After a NaN in the batch of rank 1: {1: ("head.weight", "head.bias")}.
-        """
-        if self._passes is None:
-            parameters = zip(self._tensors.names, self._tensors.trainable)
-            names = [n for n, p in parameters if p.grad is not None and not torch.isfinite(p.grad).all()]
-            return {0: tuple(names)} if names else {}
-        if self._config.nonfinite == "ignore" and self._passes.path == "group":
-            raise ConfigError(
-                'DistributedDataParallel: with nonfinite="ignore" a process group looks for none.',
-                hint='pass nonfinite="warn" or "raise"',
-            )
-        return self._passes.nonfinite()
+    def _own_nonfinite(self) -> tuple[str, ...]:
+        parameters = zip(self._tensors.names, self._tensors.trainable)
+        return tuple(n for n, p in parameters if p.grad is not None and not torch.isfinite(p.grad).all())

@@ -59,6 +59,7 @@ class GradientPasses(BackwardPasses):
     """
 
     weights: TorchWeights
+    buffers: BufferSync
     _config: DDPConfig
 
     def __init__(

@@ -1,0 +1,165 @@
+"""What users may ask of a wrapped model, in any framework. Mixed into each front end's module.
+
+Imports only what is in this folder, the standard library and `errors`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+from paceline.errors import ConfigError
+from paceline.reducer.backward_passes import BackwardPasses
+from paceline.reducer.finished import take_part_until_all_finished
+from paceline.reducer.micro_batches import as_weight
+
+
+class WrappedModel:
+    """A model on one of several ranks.
+
+    Attributes:
+        _passes: None: this rank is the only one, and averages nothing.
+        _sync_flag: The framework's name for whether the next forward begins a synchronised pass.
+    """
+
+    _passes: BackwardPasses | None
+    _sync_flag: ClassVar[str]
+
+    # --- what a front end adds ---
+
+    @abstractmethod
+    def _passes_to_weigh(self) -> BackwardPasses:
+        """Its passes; a single rank has none until its micro-batches are to be weighed."""
+
+    @abstractmethod
+    def _own_squared_norm(self) -> float:
+        """Of this rank's gradients."""
+
+    @abstractmethod
+    def _own_nonfinite(self) -> tuple[str, ...]:
+        """Parameters of which this rank's gradient holds an infinity or a NaN."""
+
+    # --- what users call ---
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it, backwards accumulate gradients on this rank only, as do those of forwards within it.
+
+        The first synchronised backward afterwards averages all that has accumulated. It is enough to put
+        the backward inside.
+
+        Example:
+            >>> with model.no_sync():
+            ...     loss(model(first_half)).backward()
+            >>> loss(model(second_half)).backward()     # the mean over ranks of the sum of both
+        """
+        before = getattr(self, self._sync_flag)
+        setattr(self, self._sync_flag, False)
+        try:
+            with contextlib.nullcontext() if self._passes is None else self._passes.local():
+                yield
+        finally:
+            setattr(self, self._sync_flag, before)
+
+    def weight(self, weight: Any) -> contextlib.AbstractContextManager[None]:
+        """Weigh this rank's gradients: in the backwards within `with`, or, called plainly, in the next one.
+
+        The gradient becomes sum(w * g) / sum(w) over all ranks, and over all micro-batches of no_sync(): if
+        each loss is the mean over its own tokens and w their number, that is the gradient of the mean over
+        all tokens of the step. So don't divide the loss by the number of micro-batches, and clear gradients
+        before the first one: what is there counts as part of it. A rank with weight 0 takes part with
+        whatever gradients it has, NaNs included, and adds nothing.
+
+        In one step every micro-batch of a rank has a weight or none has. A rank without one weighs 1. In
+        float16 over a process group the first weighted pass may overflow where a weight is large; later
+        ones use the scale of the one before.
+
+        Args:
+            weight: A number, or a tensor of one: 0 or more, of any size; only the ratios count.
+
+        Raises:
+            ConfigError: It is negative, infinite, NaN, or no number.
+
+        Example:
+            Rank 0 has 3 tokens and a gradient of 1, rank 1 has 1 token and a gradient of 5:
+
+            >>> with model.weight(num_tokens):
+            ...     loss.backward()             # the gradient is (3 * 1 + 1 * 5) / 4 = 2 on both
+        """
+        value = as_weight(weight)
+        return self._passes_to_weigh().weights.give(value)
+
+    def finished(self, after_pass: Callable[[], object] | None = None) -> None:
+        """Say that this rank has no more data, and take part without any until all ranks have said so.
+
+        Call it once on every rank, after its loop over the data. Ranks may make different numbers of steps:
+        in each pass the mean is over those that have data. Blocks until the last rank is there, which may
+        take up to the time-out for each of its steps; then all ranks get its parameters and buffers.
+        Gradients that no_sync() has accumulated are dropped. Training may go on afterwards.
+
+        Args:
+            after_pass: Called after each pass of the others, with the means as gradients: an optimizer's
+                `step` keeps its state the same on all ranks.
+
+        Example:
+            Rank 0 has 3 batches and rank 1 has 5; in the last two steps the gradient is rank 1's alone:
+
+            >>> for batch in batches:
+            ...     train_step(batch)
+            >>> model.finished(optimizer.step)
+        """
+        if self._passes is not None:
+            take_part_until_all_finished(self._passes, after_pass)
+
+    def grad_norm(self) -> float:
+        """The 2-norm of the last backward's mean gradient, over all parameters; the same on every rank.
+
+        Costs nothing where gradients are averaged in shared memory. Call it before changing gradients.
+        """
+        if self._passes is not None:
+            return math.sqrt(self._passes.squared_norm())
+        return math.sqrt(self._own_squared_norm())
+
+    def nonfinite(self) -> dict[int, tuple[str, ...]]:
+        """Whose gradients held an infinity or a NaN in the last pass: {rank: (parameter names)}.
+
+        The same on every rank, and found without looking at gradients again. Empty: all were finite.
+
+        Raises:
+            ConfigError: Nobody has looked, because of nonfinite="ignore" over a process group.
+
+        Example:
+            After a NaN in the batch of rank 1: {1: ("head.weight", "head.bias")}.
+        """
+        passes = self._passes
+        if passes is None:
+            names = self._own_nonfinite()
+            return {0: names} if names else {}
+        if not passes.looks_for_nonfinite:
+            raise ConfigError(
+                f'{type(self).__name__}: with nonfinite="ignore" a process group looks for none.',
+                hint='pass nonfinite="warn" or "raise"',
+            )
+        return passes.nonfinite()
+
+    def sync_buffers(self) -> None:
+        """Bring buffers and running statistics in step now, as `buffers` and rank 0 say. Collective.
+
+        Also those that broadcast_buffers=False leaves alone after each backward, but not those that
+        `buffers` calls "local". For an evaluation on all ranks; one on rank 0 alone needs no call.
+        """
+        if self._passes is not None:
+            self._passes.buffers.sync(range(self._passes.world_size), on_demand=True)
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that this rank has spent waiting for the others at the end of backward, in all passes."""
+        return 0.0 if self._passes is None else self._passes.waited_s
+
+    @property
+    def reduces_through(self) -> str:
+        """Where gradients are averaged: "memory", "group", or "nothing" for a single rank."""
+        return "nothing" if self._passes is None else self._passes.path
