@@ -98,8 +98,20 @@ def assert_same_on_all_ranks(model: nn.Layer, group: object) -> None:
                 assert all(np.array_equal(everybodys[0], other) for other in everybodys)
 
 
-def launch_in_paddle(rank: int, backend: str = "gloo") -> None:
-    """Set the variables that Paddle's launcher would set, and wait for the rank that keeps its store."""
+def await_store(rank: int) -> None:
+    """Wait for rank 0 to keep Paddle's store: who comes before it is there tries again after 3 s."""
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    deadline = time.monotonic() + STORE_S
+    while rank and time.monotonic() < deadline:
+        try:
+            socket.create_connection(address, 1.0).close()
+            break
+        except OSError:
+            time.sleep(0.01)
+
+
+def join_paddle(rank: int, backend: str = "gloo") -> None:
+    """Initialise paddle.distributed, with the variables that Paddle's launcher would set."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     os.environ |= {
         "PADDLE_TRAINER_ID": str(rank),
@@ -108,16 +120,5 @@ def launch_in_paddle(rank: int, backend: str = "gloo") -> None:
         "PADDLE_MASTER": f"{address}:{port}",
         "PADDLE_DISTRI_BACKEND": backend,
     }
-    deadline = time.monotonic() + STORE_S
-    while rank and time.monotonic() < deadline:  # who comes before the store is there tries again after 3 s
-        try:
-            socket.create_connection((address, port), 1.0).close()
-            break
-        except OSError:
-            time.sleep(0.01)
-
-
-def join_paddle(rank: int, backend: str = "gloo") -> None:
-    """Initialise paddle.distributed."""
-    launch_in_paddle(rank, backend)
+    await_store(rank)
     dist.init_parallel_env()

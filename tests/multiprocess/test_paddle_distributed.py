@@ -25,9 +25,9 @@ from paceline.paddle import DataParallel, SyncBatchNorm
 from paceline.rendezvous import host
 from tests.multiprocess.paddle_models import (
     Words,
+    await_store,
     batch,
     join_paddle,
-    launch_in_paddle,
     ranks,
     share,
     squares,
@@ -80,8 +80,12 @@ def assert_same_on_both(model: nn.Layer) -> None:
 @ranks(2, group=None)
 def test_two_hosts_are_one_model(rank: int) -> None:
     host._host_hint = lambda: f"host {rank}"
-    launch_in_paddle(rank)
-    os.environ |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    # RANK and so on are set, but none of Paddle's words.
+    os.environ |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}
+    with pytest.raises(ConfigError, match="torchrun keeps a store"):
+        paceline.paddle.init_parallel_env()
+    del os.environ["TORCHELASTIC_RUN_ID"]
+    await_store(rank)
     assert paceline.paddle.init_parallel_env() is None and dist.is_initialized()
     own = share(batch(), rank)
     for view in (False, True):
@@ -128,6 +132,26 @@ def test_sparse_rows_and_sync_batch_norm_between_hosts(rank: int) -> None:
         train(alone, paddle.to_tensor(x))
     for ours, expected in zip(model.parameters(), alone.parameters(), strict=True):
         assert_allclose(ours.numpy(), expected.numpy(), rtol=1e-4, atol=1e-6)
+
+
+@ranks(3, group=None)
+def test_a_group_of_some_ranks_is_between_hosts_too(rank: int) -> None:
+    """Its ranks have other numbers in paddle.distributed's default group."""
+    host._host_hint = lambda: f"host {rank}"
+    join_paddle(rank)
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        with pytest.raises(ConfigError, match="not in the group"):
+            DataParallel(two_layers(), group=group)
+    else:
+        model = two_layers()
+        model[2].bias.set_value(paddle.full([2], float(rank)))
+        wrapped = DataParallel(model, group=group)
+        assert wrapped.reduces_through == "group"
+        assert_array_equal(model[2].bias.numpy(), [1.0, 1.0])
+        (wrapped(paddle.ones([1, 4])).sum() * rank).backward()
+        assert_array_equal(model[2].bias.grad.numpy(), [1.5, 1.5])
+    dist.barrier()  # rank 0 keeps the store
 
 
 @ranks(2, group=None, dies={1: signal.SIGKILL})

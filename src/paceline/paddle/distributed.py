@@ -62,7 +62,7 @@ def init_parallel_env() -> Group | None:
 
     Needs no store of Paddle's. DataParallel does it by itself, so calling it is optional. Collective; blocks
     until all processes that the launcher started have come. Processes of several hosts, and those that train
-    on GPUs, are brought together by paddle.distributed.init_parallel_env(), with its variables.
+    on GPUs, are brought together by paddle.distributed.init_parallel_env().
 
     Returns:
         The group, with its own collectives on numpy arrays; None in a single process, and where

@@ -6,6 +6,8 @@ environment variables), what DataParallel needs is a `Link` between them.
 
 from __future__ import annotations
 
+import os
+import socket
 import warnings
 from typing import Any, Protocol
 
@@ -150,6 +152,7 @@ def connect_environment() -> Group | None:
         None: this process is the only one, or paddle.distributed did it. Collective on the first call.
     """
     if _needs_paddles_group():
+        _speak_paddles_words()
         dist.init_parallel_env()
         return None
     return environment_group()
@@ -163,6 +166,27 @@ def _needs_paddles_group() -> bool:
         return False
     is_on_one_host = place.local_world_size in (None, place.world_size)
     return place.world_size > 1 and not (is_on_one_host and paddle.get_device() == "cpu")
+
+
+def _speak_paddles_words() -> None:
+    """Set the variables that paddle.distributed reads, where another launcher (Slurm, MPI) set its own."""
+    if "PADDLE_TRAINER_ID" in os.environ:
+        return
+    if "PADDLE_MASTER" not in os.environ:
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # Paddle would abort the process
+            raise ConfigError(
+                "paddle.distributed cannot use the port that torchrun gives its ranks.",
+                likely="torchrun keeps a store of its own at MASTER_PORT",
+                hint='set PADDLE_MASTER="host:port", a free port of rank 0\'s host, on every rank',
+            )
+        place = read_rank_environment()
+        os.environ["PADDLE_MASTER"] = f"{place.master_addr}:{place.master_port}"
+    place = read_rank_environment(needs_address=False)
+    os.environ["PADDLE_TRAINER_ID"] = str(place.rank)
+    os.environ["PADDLE_TRAINERS_NUM"] = str(place.world_size)
+    os.environ["PADDLE_CURRENT_ENDPOINT"] = f"{socket.gethostname()}:{place.rank}"  # only has to be there
+    if paddle.get_device() == "cpu":
+        os.environ.setdefault("PADDLE_DISTRI_BACKEND", "gloo")
 
 
 def environment_group() -> Group | None:
