@@ -106,10 +106,12 @@ def test_torchs_hooks_over_our_backend(rank: int) -> None:
             both = [torch.empty_like(ddp.module.weight) for _ in range(2)]
             dist.all_gather(both, ddp.module.weight.grad)
             assert torch.equal(*both), name
-        ddp = DistributedDataParallel(model())
-        ddp.register_comm_hook(None, default_hooks.bf16_compress_hook)  # torch refuses it on the CPU
-        ddp(x).sum().backward()
-        assert_close(ddp.module.weight.grad, torch.full((16, 24), 3.0))
+        wrapped = default_hooks.bf16_compress_wrapper(default_hooks.allreduce_hook)
+        for hook in (default_hooks.bf16_compress_hook, wrapped):  # torch refuses them on the CPU
+            ddp = DistributedDataParallel(model())
+            ddp.register_comm_hook(None, hook)
+            ddp(x).sum().backward()
+            assert_close(ddp.module.weight.grad, torch.full((16, 24), 3.0))
 
 
 @ranks(2, group="gloo")
@@ -235,15 +237,21 @@ def test_a_group_of_ours_has_no_hooks(group: Any) -> None:
 @ranks(2, group=None)
 def test_optimizers_within_backward_step_with_the_mean(rank: int) -> None:
     """torch's ZeRO hook, which torch refuses over Gloo, and its optimizers in backward."""
-    from torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step
+    from torch.distributed.algorithms.ddp_comm_hooks.ddp_zero_hook import (
+        hook_with_zero_step,
+        hook_with_zero_step_interleaved,
+    )
     from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in_backward
 
-    def zero(ddp: Any) -> int:
+    def zero(ddp: Any, make_hook: Any = hook_with_zero_step) -> int:
         sharded = ZeroRedundancyOptimizer(
             ddp.module.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1
         )
-        ddp.register_comm_hook(None, hook_with_zero_step(default_hooks.allreduce_hook, ddp, sharded))
+        ddp.register_comm_hook(None, make_hook(default_hooks.allreduce_hook, ddp, sharded))
         return 2  # passes in which it only learns the buckets
+
+    def interleaved(ddp: Any) -> int:
+        return zero(ddp, hook_with_zero_step_interleaved)
 
     def in_backward(ddp: Any) -> int:
         _apply_optimizer_in_backward(torch.optim.SGD, ddp.module.parameters(), {"lr": 0.1})
@@ -251,7 +259,12 @@ def test_optimizers_within_backward_step_with_the_mean(rank: int) -> None:
 
     with torch_group(rank):
         x = torch.randn(2, 4, generator=torch.Generator().manual_seed(3))
-        for install, view in ((zero, False), (in_backward, False), (in_backward, True)):
+        for install, view in (
+            (zero, False),
+            (interleaved, False),
+            (in_backward, False),
+            (in_backward, True),
+        ):
             net = two_layers()
             alone = copy.deepcopy(net)
             ddp = DistributedDataParallel(net, bucket_cap_mb=0.00001, gradient_as_bucket_view=view)
@@ -264,7 +277,7 @@ def test_optimizers_within_backward_step_with_the_mean(rank: int) -> None:
                     optimizer.step()
                 ddp.zero_grad()
                 ddp(x[rank : rank + 1]).mean().backward()
-                assert install is zero or all(p.grad is None for p in net.parameters())
+                assert install is not in_backward or all(p.grad is None for p in net.parameters())
             assert_close(list(net.parameters()), list(alone.parameters()))
 
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 # What connects a model to other ranks, or belongs to its own tensors. As in torch, communication hooks are
 # not copied: their state often holds a process group.
-_CONNECTIONS = ("_peers", "_passes", "_tensors", "_joining", "_join_config", "_comm_hook")
+_CONNECTIONS = ("_peers", "_passes", "_tensors", "_joining", "_join_config", "_comm_hook", "_on_drop")
 
 
 class Copies(TorchNames):

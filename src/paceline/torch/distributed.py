@@ -31,6 +31,7 @@ from paceline.torch.parameters import ManagedTensors
 from paceline.torch.passes import GradientPasses
 from paceline.torch.peers import Peers, find_peers
 from paceline.torch.reduction import ReductionFactory
+from paceline.torch.regrouping import Regrouping
 from paceline.torch.uneven import Joining, Joins
 from paceline.torch.weights import Weight
 
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 
 @hide_torchs_own
-class DistributedDataParallel(CommHooks, GradientStatistics, Joins, Copies):
+class DistributedDataParallel(CommHooks, GradientStatistics, Joins, Regrouping, Copies):
     """Trains one model on several processes: a drop-in for `torch.nn.parallel.DistributedDataParallel`.
 
     Every rank wraps the same model and runs forward and backward on its own share of the batch. When
@@ -160,14 +161,14 @@ class DistributedDataParallel(CommHooks, GradientStatistics, Joins, Copies):
         self._config.precision.cast_buffers(module, self._tensors.ignored)
         self._connect(find_peers(process_group, device_mesh, timeout_s, warn_after_s))
 
-    def _connect(self, peers: Peers) -> None:
+    def _connect(self, peers: Peers, *, is_first: bool = True) -> None:
         """Begin to keep the model in step with the other ranks'. Collective."""
         self._peers = peers
         # Alone, there is nothing to average, and nothing may cost; but "raise" is also for one rank.
         config = self._config
         is_alone = peers.world_size == 1 and config.nonfinite != "raise" and config.weight is None
         self._check_model(peers)
-        self._passes = None if is_alone else self._begin_passes()
+        self._passes = None if is_alone else self._begin_passes(is_first=is_first)
         self._is_connected = True
 
     def _connected(self) -> Peers:
@@ -184,17 +185,18 @@ class DistributedDataParallel(CommHooks, GradientStatistics, Joins, Copies):
             check_agreement(description, peers.exchange, peers.timeout_s)
         self._tensors.check_trainable()
 
-    def _begin_passes(self) -> GradientPasses:
+    def _begin_passes(self, *, is_first: bool = True) -> GradientPasses:
         peers = self._peers
         assert peers is not None
         factory = ReductionFactory(peers, self._tensors.device_kinds, self._config)
-        if self._config.init_sync:
+        if self._config.init_sync and is_first:
             buffers = list(self._tensors.buffers.values()) if self._config.init_sync_buffers else []
             values = [*self._tensors.all_parameters.values(), *buffers]
             broadcast_tensors(values, peers.rank, factory.broadcast)
         passes = GradientPasses(self._tensors, peers, factory, self._config)
         # The hooks are the parameters', which may live on and be wrapped again.
-        weakref.finalize(self, passes.graphs.drop_wrapper).atexit = False
+        self._on_drop = weakref.finalize(self, passes.graphs.drop_wrapper)
+        self._on_drop.atexit = False
         return passes
 
     @untraced_itself

@@ -61,9 +61,9 @@ class Graphs:
         """
         if self._is_closed:
             raise ConfigError(
-                "This backward belongs to a model whose wrapper is gone.",
+                "This backward belongs to a model whose wrapper is gone, or has another process group now.",
                 seen="a second backward of one forward, after the wrapper was dropped",
-                hint="keep the wrapped model, not just its outputs",
+                hint="keep the wrapped model, not just its outputs; run forward again in the new group",
             )
         self._begun.add(weakref.ref(graph))
 
@@ -83,6 +83,11 @@ class Graphs:
         self._close_if_last()
 
     def _close_if_last(self) -> None:
-        if not self._has_wrapper and not self._open and not self._is_closed:
+        if not self._has_wrapper and not self._open:
+            self.close()
+
+    def close(self) -> None:
+        """Remove the model's hooks, whatever is still to be run."""
+        if not self._is_closed:
             self._is_closed = True
             self._close()

@@ -163,6 +163,17 @@ def in_core(
     return _core.GradientHook(hook, state, index, reducer, view, gradient_in_arena, "is_neg")
 
 
+def in_own_passes(state: PassState, hook: Hook) -> Hook:
+    """For a parameter that another wrapped model has, too: only in backwards of this one's outputs."""
+
+    @untraced
+    def hand_over(parameter: torch.Tensor) -> None:
+        if state.is_armed or not state.is_syncing:
+            hook(parameter)
+
+    return hand_over
+
+
 def unsupported_gradient(name: str, gradient: torch.Tensor | None, dtype: torch.dtype) -> ConfigError:
     if gradient is None:
         got, likely = "no gradient", "another hook of this parameter set its gradient to None"

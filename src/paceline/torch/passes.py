@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.autograd import Variable
@@ -31,7 +31,14 @@ from paceline.torch.compiling import untraced
 from paceline.torch.config import DDPConfig
 from paceline.torch.graphs import Graph, Graphs
 from paceline.torch.hooked import CommHook
-from paceline.torch.hooks import HookMaker, copy_hook, pointer_hook, sparse_hook, view_hook
+from paceline.torch.hooks import (
+    HookMaker,
+    copy_hook,
+    in_own_passes,
+    pointer_hook,
+    sparse_hook,
+    view_hook,
+)
 from paceline.torch.late import LateGradients
 from paceline.torch.optimizer_in_backward import Steppers, step_in_backward, take_over_optimizers
 from paceline.torch.outputs import tensors_in
@@ -39,6 +46,7 @@ from paceline.torch.parameters import ManagedTensors
 from paceline.torch.peers import Peers
 from paceline.torch.reduction import Reduction, ReductionFactory
 from paceline.torch.running_call import RunningCall, running_call
+from paceline.torch.sharing import registry
 from paceline.torch.sparse import SparseMeans
 from paceline.torch.statistics import fingerprint
 from paceline.torch.weights import TorchWeights
@@ -80,6 +88,9 @@ class GradientPasses(BackwardPasses):
         self._plan = self._make_plan(None)
         self._reduction = factory.make(self._plan, tensors.trainable)
         self.is_order_final = has_one_order(self._plan)
+        self._shared: set[int] = set()
+        registry.join(self)
+        self.refresh_sharing()
         self._install_hooks()
 
     def use_config(self, config: DDPConfig) -> None:
@@ -99,6 +110,17 @@ class GradientPasses(BackwardPasses):
             self._install_hooks()
 
     @property
+    def trainable(self) -> Sequence[torch.Tensor]:
+        return self._tensors.trainable
+
+    def refresh_sharing(self) -> None:
+        """Find out which parameters other wrapped models have, too."""
+        self._sharing_version = registry.version
+        before, self._shared = self._shared, registry.shared_by_others(self)
+        if self._shared != before:
+            self._install_hooks()
+
+    @property
     def path(self) -> str:
         """Where gradients are averaged: "memory" or "group"."""
         return self._factory.path
@@ -114,6 +136,7 @@ class GradientPasses(BackwardPasses):
 
     def close(self) -> None:
         """Remove the hooks. The memory goes with the last gradient that lies in it."""
+        registry.leave(self)
         self.weights.close()
         self._remove_hooks()
 
@@ -126,6 +149,8 @@ class GradientPasses(BackwardPasses):
         """Note a forward whose gradients will be needed."""
         if not self._begun_forwards:
             self._in_backward = take_over_optimizers(self._tensors.trainable)
+        if self._sharing_version != registry.version and not self._is_in_backward():
+            self.refresh_sharing()
         super().begin_forward(is_syncing=is_syncing, is_training=is_training)
         if self.buffers.hook is not None and is_syncing:
             self.buffers.hook.before_forward(self._tensors.current_buffers())
@@ -237,7 +262,8 @@ class GradientPasses(BackwardPasses):
             for index, parameter in enumerate(self._tensors.trainable):
                 if index not in state.handed and index not in nobodys and index not in self._tensors.sparse:
                     view = views[index]
-                    is_at_home = self._config.gradients_in_arena and view.dtype is parameter.dtype
+                    is_own = self._config.gradients_in_arena and index not in self._shared
+                    is_at_home = is_own and view.dtype is parameter.dtype
                     parameter.grad = view if is_at_home else view.to(parameter.dtype, copy=True)
 
     def _adopt_order(self, order: list[int]) -> None:
@@ -280,15 +306,20 @@ class GradientPasses(BackwardPasses):
         reducer, views = self._reduction.reducer, self._reduction.arena.views
         places = zip(self._tensors.names, self._tensors.trainable, views)
         self._hooks = [
-            self._kind_of_hook(parameter, view)(self.state, index, name, view, reducer, parameter.dtype)
+            self._kind_of_hook(index, parameter, view)(
+                self.state, index, name, view, reducer, parameter.dtype
+            )
             for index, (name, parameter, view) in enumerate(places)
         ]
         late, trainable = self._late, self._tensors.trainable
+        registered = [
+            late.hook(index) if late.is_late(index) else hook for index, hook in enumerate(self._hooks)
+        ]
+        for index in self._shared:
+            registered[index] = in_own_passes(self.state, registered[index])
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                late.hook(index) if late.is_late(index) else hook
-            )
-            for index, (parameter, hook) in enumerate(zip(trainable, self._hooks))
+            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            for parameter, hook in zip(trainable, registered)
         ]
         if self._tensors.trigger is not None:
             trigger = trainable[self._tensors.trigger]
@@ -296,10 +327,10 @@ class GradientPasses(BackwardPasses):
                 trigger.register_post_accumulate_grad_hook(late.on_trigger)  # type: ignore[no-untyped-call]
             )
 
-    def _kind_of_hook(self, parameter: torch.Tensor, view: torch.Tensor) -> HookMaker:
+    def _kind_of_hook(self, index: int, parameter: torch.Tensor, view: torch.Tensor) -> HookMaker:
         if parameter.numel() > view.numel():
             return sparse_hook
-        if view.dtype is not parameter.dtype:
+        if view.dtype is not parameter.dtype or index in self._shared:
             return copy_hook
         if self._config.gradients_in_arena:
             return view_hook
