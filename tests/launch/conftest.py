@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -105,10 +106,15 @@ def read_pids(process: subprocess.Popen[str], count: int) -> list[int]:
     """The numbers that ranks print behind the word "pid"."""
     assert process.stdout is not None
     pids: list[int] = []
-    for line in process.stdout:
-        pids += [int(word) for word in line.partition("pid ")[2].split()]
-        if len(pids) == count:
-            return pids
+    giving_up = threading.Timer(2 * WITHIN_S, process.kill)  # a launcher that hangs prints no more lines
+    giving_up.start()
+    try:
+        for line in process.stdout:
+            pids += [int(word) for word in line.partition("pid ")[2].split()]
+            if len(pids) == count:
+                return pids
+    finally:
+        giving_up.cancel()
     raise AssertionError(f"the launcher ended after {len(pids)} of {count} pids")
 
 
