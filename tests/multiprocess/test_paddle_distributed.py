@@ -123,10 +123,13 @@ def test_sparse_rows_and_sync_batch_norm_between_hosts(rank: int) -> None:
             optimizer.step()
             optimizer.clear_grad(set_to_zero=False)
     assert_allclose(sparse.table.weight.numpy(), dense.table.weight.numpy(), rtol=1e-5, atol=1e-6)
-    model, alone = (nn.Sequential(two_layers(), nn.BatchNorm1D(2)) for _ in range(2))
+    model, alone = (
+        nn.Sequential(two_layers(), nn.BatchNorm1D(2), nn.Linear(2, 2), nn.BatchNorm1D(2)) for _ in range(2)
+    )
     x = batch()
     SyncBatchNorm.convert_sync_batchnorm(model)
     train(DataParallel(model), share(x, rank))
+    assert model[1]._link.path == "group" and model[1]._link is model[3]._link
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Paddle's own, of running statistics
         train(alone, paddle.to_tensor(x))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import warnings
@@ -19,6 +20,7 @@ from paceline.paddle import DataParallel, DistributedDataParallel
 from tests.multiprocess.paddle_models import (
     assert_same_on_all_ranks,
     batch,
+    gradients,
     ranks,
     share,
     squares,
@@ -46,6 +48,24 @@ def test_a_single_process_trains_alone(rank: int) -> None:
         model = DataParallel(two_layers())
     model(paddle.ones([1, 4])).sum().backward()
     assert model.grad_norm() > 0 and model.waited_s == 0
+
+
+@ranks(1, group=None)
+def test_a_single_process_weighs_its_micro_batches(rank: int) -> None:
+    del os.environ["RANK"], os.environ["WORLD_SIZE"]
+    for way in ("auto", "group"):  # as on the CPU, and as on a GPU
+        model, alone, x = two_layers(), two_layers(), batch()
+        with pytest.warns(RuntimeWarning, match="this process trains alone"):
+            wrapped = DataParallel(model, reduce_through=way)
+        for part in (x[:2], x[2:]):
+            with wrapped.no_sync() if len(part) == 2 else contextlib.nullcontext(), wrapped.weight(len(part)):
+                squares(wrapped(paddle.to_tensor(part))).backward()
+        squares(alone(paddle.to_tensor(x))).backward()
+        for ours, expected in zip(gradients(model), gradients(alone), strict=True):
+            assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
+        assert wrapped.reduces_through == {"auto": "memory"}.get(way, way)
+        norm = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in gradients(alone)))
+        assert_allclose(wrapped.grad_norm(), norm, rtol=1e-5)
 
 
 @ranks(2)

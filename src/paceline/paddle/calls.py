@@ -7,6 +7,7 @@ calls return at once, and are made where the caller is, whose stream they follow
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Callable
@@ -139,6 +140,38 @@ class GroupCalls:
             task: Call = make()
             return task
         return self._thread.begin(make)
+
+
+class LoneCalls(GroupCalls):
+    """Those of a process that is alone: every sum is what it has.
+
+    Args:
+        on_host: Whether it trains on the CPU.
+    """
+
+    def __init__(self, *, on_host: bool) -> None:
+        self.group = None
+        self.rank, self.world_size = 0, 1
+        self.timeout_s = math.inf
+        self.backend = "missing"
+        self.on_host = on_host
+
+    def all_gather(self, out: paddle.Tensor, tensor: paddle.Tensor) -> Call:
+        paddle.assign(tensor, out)
+        return _Done()
+
+    def _begin(self, make: Callable[[], Any]) -> Call:
+        return _Done()
+
+
+class _Done:
+    """A call that had nothing to do."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        pass
 
 
 class _ThreadCall:

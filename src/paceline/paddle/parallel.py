@@ -13,11 +13,10 @@ from typing import Any
 import paddle
 from paddle import nn
 
-from paceline.collectives.init import init
 from paceline.paddle import backward_calls
 from paceline.paddle.config import make_config
 from paceline.paddle.passes import GradientPasses
-from paceline.paddle.peers import Peers, find_peers
+from paceline.paddle.peers import LonePeers, Peers, find_peers
 from paceline.paddle.statistics import clip
 from paceline.paddle.tensors import ManagedTensors
 from paceline.reducer.agreement import ModelDescription, check_agreement
@@ -134,7 +133,7 @@ class DataParallel(WrappedModel, nn.Layer):
         peers = find_peers(process_group if group is None else group, timeout_s)
         # Alone, there is nothing to average, and nothing may cost; but these are also for one rank.
         if peers is None and (nonfinite == "raise" or weight is not None):
-            peers = _alone()
+            peers = LonePeers()
         self._passes = None if peers is None else self._begin_passes(peers)
 
     def _begin_passes(self, peers: Peers) -> GradientPasses:
@@ -169,7 +168,7 @@ class DataParallel(WrappedModel, nn.Layer):
 
     def _passes_to_weigh(self) -> GradientPasses:
         if self._passes is None:  # alone, there still are micro-batches
-            self._passes = self._begin_passes(_alone())
+            self._passes = self._begin_passes(LonePeers())
             self._passes.state.is_syncing = self.grad_need_sync
         return self._passes
 
@@ -260,12 +259,6 @@ class DataParallel(WrappedModel, nn.Layer):
     def apply_collective_grads(self) -> None:
         """Do nothing: deprecated and without effect, as in Paddle."""
         _warn_of_deprecated("apply_collective_grads")
-
-
-def _alone() -> Peers:
-    peers = find_peers(init(rank=0, world_size=1, name="paceline.paddle"), None)
-    assert peers is not None
-    return peers
 
 
 def _warn_of_deprecated(name: str) -> None:

@@ -6,9 +6,11 @@ environment variables), what DataParallel needs is a `Link` between them.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import warnings
+import weakref
 from typing import Any, Protocol
 
 import paddle
@@ -20,7 +22,7 @@ from paceline.collectives.init import init
 from paceline.collectives.member_exchange import MemberExchange
 from paceline.env import read_rank_environment
 from paceline.errors import ConfigError
-from paceline.paddle.calls import WARN_AFTER_S, GroupCalls
+from paceline.paddle.calls import WARN_AFTER_S, GroupCalls, LoneCalls
 from paceline.paddle.exchange import PaddleExchange
 from paceline.paddle.links import GroupLink, Link, MemoryLink
 from paceline.rendezvous.exchange import Exchange
@@ -88,6 +90,7 @@ class PaddlePeers:
         self.rank = calls.rank
         self.world_size = calls.world_size
         self.timeout_s = calls.timeout_s
+        self.group = calls.group
         self._calls = calls
 
     def connect(self, *, on_host: bool, reduce_through: str = "auto") -> Link:
@@ -118,6 +121,26 @@ class PaddlePeers:
         return GroupLink(self._calls)
 
 
+class LonePeers:
+    """A process that trains alone, and yet weighs its micro-batches, say."""
+
+    rank, world_size, timeout_s = 0, 1, math.inf
+
+    @property
+    def exchange(self) -> Exchange:
+        return self
+
+    def all_gather(self, payload: bytes, timeout_s: float) -> list[bytes]:
+        """See `Exchange`."""
+        return [payload]
+
+    def connect(self, *, on_host: bool, reduce_through: str = "auto") -> Link:
+        if on_host and reduce_through != "group":
+            group = init(rank=0, world_size=1, name="paceline.paddle")
+            return MemoryLink(group.core, group)
+        return GroupLink(LoneCalls(on_host=on_host))
+
+
 def find_peers(group: Any, timeout_s: float | None) -> Peers | None:
     """The group that was passed, else paddle.distributed's, else one formed from the environment.
 
@@ -143,6 +166,23 @@ def find_peers(group: Any, timeout_s: float | None) -> Peers | None:
         return None
     calls = GroupCalls(group, timeout_s or _DEFAULT_TIMEOUT_S)
     return PaddlePeers(calls) if calls.world_size > 1 else None
+
+
+_common_links: weakref.WeakKeyDictionary[Any, dict[bool, Link]] = weakref.WeakKeyDictionary()
+
+
+def common_link(group: Any, *, on_host: bool) -> Link | None:
+    """What moves values between the ranks of a group: one for all layers that ask, None in a single process.
+
+    Collective on the first call for a group.
+    """
+    peers = find_peers(group, None)
+    if not isinstance(peers, PaddlePeers):
+        return None if peers is None else peers.connect(on_host=on_host)
+    links = _common_links.setdefault(peers.group, {})
+    if on_host not in links:
+        links[on_host] = peers.connect(on_host=on_host)
+    return links[on_host]
 
 
 def connect_environment() -> Group | None:

@@ -14,7 +14,7 @@ from paddle.nn import functional
 
 from paceline.paddle import internals
 from paceline.paddle.links import Link
-from paceline.paddle.peers import find_peers
+from paceline.paddle.peers import common_link
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):
@@ -77,8 +77,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     def forward(self, x: paddle.Tensor) -> paddle.Tensor:
         """Normalise `x` (channels in dimension 1, or last for data_format "NHWC") over all ranks' batches."""
         if not self._has_looked:
-            peers = find_peers(self.process_group, None)
-            self._link = None if peers is None else peers.connect(on_host=x.place.is_cpu_place())
+            self._link = common_link(self.process_group, on_host=x.place.is_cpu_place())
             self._has_looked = True
         settings, statistics = internals.norm_settings_of(self), internals.running_statistics_of(self)
         assert statistics is not None
