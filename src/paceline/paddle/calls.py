@@ -23,6 +23,7 @@ from paceline.reducer.engine_waits import EngineWaits
 from paceline.reducer.plan import Plan
 
 WARN_AFTER_S = 10.0
+_PATIENCE_S = 0.02
 
 
 class Call(Protocol):
@@ -181,7 +182,10 @@ class _ThreadCall:
         self._make: Callable[[], Any] | None = make
         self._error: BaseException | None = None
         self._is_done = threading.Event()
-        self.is_completed = self._is_done.is_set
+
+    def is_completed(self) -> bool:
+        # Not at once if it is not: who asks would sleep, and longer than until the end.
+        return self._is_done.wait(_PATIENCE_S)
 
     def run(self) -> None:
         make, self._make = self._make, None
