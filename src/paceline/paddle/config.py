@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.errors import ConfigError
+from paceline.reducer.arguments import MIB, Arguments
 from paceline.reducer.buffer_policy import check_policies
 from paceline.reducer.micro_batches import as_weight
 
-MIB = 1 << 20
-NONFINITE_POLICIES = ("warn", "raise", "ignore")
-REDUCE_THROUGH = ("auto", "memory", "group")
+_arguments = Arguments("DataParallel")
 
 _HARMLESS: Mapping[str, Sequence[Any]] = {
     # Values that ask for nothing. `strategy` is deprecated in Paddle, which ignores it.
@@ -128,19 +127,13 @@ def make_config(
             )
     cap_mb = float(comm_buffer_size if bucket_cap_mb is None else bucket_cap_mb)
     cap_name = "comm_buffer_size" if bucket_cap_mb is None else "bucket_cap_mb"
-    _require(cap_mb > 0, cap_name, cap_mb, "a positive number of MiB")
-    _require(
+    _arguments.require(cap_mb > 0, cap_name, cap_mb, "a positive number of MiB")
+    _arguments.require(
         last_comm_buffer_size > 0, "last_comm_buffer_size", last_comm_buffer_size, "a positive number of MiB"
     )
-    _require(nonfinite in NONFINITE_POLICIES, "nonfinite", nonfinite, _one_of(NONFINITE_POLICIES))
-    _require(reduce_through in REDUCE_THROUGH, "reduce_through", reduce_through, _one_of(REDUCE_THROUGH))
-    _require(timeout_s is None or timeout_s > 0, "timeout_s", timeout_s, "a positive number, or None")
-    if forward_sync_buffers is not None and broadcast_buffers is not None:
-        raise ConfigError(
-            "DataParallel: broadcast_buffers and forward_sync_buffers are one switch.",
-            got=f"broadcast_buffers={broadcast_buffers}, forward_sync_buffers={forward_sync_buffers}",
-            hint="pass one of them",
-        )
+    _arguments.check_choices(nonfinite, reduce_through)
+    _arguments.check_seconds(timeout_s=timeout_s)
+    broadcast_buffers = _arguments.one_buffer_switch(broadcast_buffers, forward_sync_buffers)
     cap_bytes = max(1, int(cap_mb * MIB))
     return DataParallelConfig(
         bucket_cap_bytes=cap_bytes,
@@ -163,9 +156,13 @@ def make_config(
 def _named_devices(device_ids: Sequence[Any] | None, output_device: Any) -> dict[str, Any]:
     """Each process drives one device."""
     if not device_ids:
-        _require(output_device is None, "output_device", output_device, "None where device_ids is None")
+        _arguments.require(
+            output_device is None, "output_device", output_device, "None where device_ids is None"
+        )
         return {}
-    _require(len(device_ids) == 1, "device_ids", device_ids, "one device: each process drives one; or None")
+    _arguments.require(
+        len(device_ids) == 1, "device_ids", device_ids, "one device: each process drives one; or None"
+    )
     named = {"device_ids": device_ids[0], "output_device": output_device}
     return {name: device for name, device in named.items() if device is not None}
 
@@ -178,16 +175,3 @@ def _names(device: Any, place: Any) -> bool:
     return spelled in (str(place).lower().removeprefix("place(").removesuffix(")"),) or (
         spelled == "gpu" and bool(place.is_gpu_place())
     )
-
-
-def _require(holds: bool, name: str, got: object, expected: str) -> None:
-    if not holds:
-        raise ConfigError(
-            f"DataParallel: {name} has a value that makes no sense.",
-            expected=f"{name}: {expected}",
-            got=f"{name}={got!r}",
-        )
-
-
-def _one_of(choices: Sequence[str]) -> str:
-    return " or ".join(f'"{choice}"' for choice in choices)

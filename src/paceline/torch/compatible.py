@@ -24,7 +24,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils import _pytree as pytree
 
 from paceline.errors import ReplicaError
-from paceline.torch.config import MIB, as_device
+from paceline.reducer.arguments import MIB
+from paceline.torch.config import as_device
 from paceline.torch.scatter import gather, scatter_call
 
 if TYPE_CHECKING:

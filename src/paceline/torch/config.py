@@ -5,25 +5,22 @@ The one idea: an argument of torch's DDP is honoured, or refused with a sentence
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from paceline.errors import ConfigError
+from paceline.reducer.arguments import MIB, Arguments
 from paceline.reducer.buffer_policy import check_policies
 from paceline.reducer.micro_batches import as_weight
 from paceline.torch.later_arguments import check_later
 from paceline.torch.precision import Precision, as_precision
 from paceline.torch.weights import Weight
 
-MIB = 1 << 20
+_arguments = Arguments("DistributedDataParallel")
 DEFAULT_BUCKET_CAP_MB = 25.0  # torch's defaults, so that ranks of either overlap alike
 DEFAULT_FIRST_BUCKET_BYTES = MIB
-NONFINITE_POLICIES = ("warn", "raise", "ignore")
-REDUCE_THROUGH = ("auto", "memory", "group")
 
 NEED_NOTHING = (
     "dim",  # the batch's: with one device per process nothing is scattered
@@ -133,20 +130,12 @@ def make_config(
     check_later({name: value for name, value in others.items() if name not in NEED_NOTHING})
     caps_mb = [float(cap) for cap in bucket_cap_mb_list or ()]
     expected = "positive numbers of MiB: of the first bucket, of the second, ..., of all others"
-    _require(all(cap > 0 for cap in caps_mb), "bucket_cap_mb_list", bucket_cap_mb_list, expected)
+    _arguments.require(all(cap > 0 for cap in caps_mb), "bucket_cap_mb_list", bucket_cap_mb_list, expected)
     cap_mb = DEFAULT_BUCKET_CAP_MB if bucket_cap_mb is None else float(bucket_cap_mb)
-    _require(cap_mb > 0, "bucket_cap_mb", bucket_cap_mb, "a positive number of MiB, or None for 25")
-    _require(nonfinite in NONFINITE_POLICIES, "nonfinite", nonfinite, _one_of(NONFINITE_POLICIES))
-    _require(reduce_through in REDUCE_THROUGH, "reduce_through", reduce_through, _one_of(REDUCE_THROUGH))
-    for name, seconds in (("timeout_s", timeout_s), ("warn_after_s", warn_after_s)):
-        _require(seconds is None or seconds > 0, name, seconds, "a positive number of seconds, or None")
-    if forward_sync_buffers is not None and broadcast_buffers is not None:
-        warnings.warn(
-            "DistributedDataParallel: broadcast_buffers is ignored where forward_sync_buffers is given.",
-            FutureWarning,  # torch's
-            stacklevel=3,
-        )
-        broadcast_buffers = None
+    _arguments.require(cap_mb > 0, "bucket_cap_mb", bucket_cap_mb, "a positive number of MiB, or None for 25")
+    _arguments.check_choices(nonfinite, reduce_through)
+    _arguments.check_seconds(timeout_s=timeout_s, warn_after_s=warn_after_s)
+    broadcast_buffers = _arguments.one_buffer_switch(broadcast_buffers, forward_sync_buffers)
     cap_bytes = max(1, int((max(caps_mb) if caps_mb else cap_mb) * MIB))
     return DDPConfig(
         device=_single_device(device_ids, output_device),
@@ -177,9 +166,11 @@ def _single_device(
     device_ids: Sequence[int | torch.device] | None, output_device: int | torch.device | None
 ) -> torch.device | None:
     if not device_ids:
-        _require(output_device is None, "output_device", output_device, "None where device_ids is None")
+        _arguments.require(
+            output_device is None, "output_device", output_device, "None where device_ids is None"
+        )
         return None
-    _require(
+    _arguments.require(
         len(device_ids) == 1,
         "device_ids",
         device_ids,
@@ -187,7 +178,7 @@ def _single_device(
     )
     device = as_device(device_ids[0])
     if output_device is not None:
-        _require(
+        _arguments.require(
             as_device(output_device) == device, "output_device", output_device, f"{device}, as device_ids"
         )
     return device
@@ -199,16 +190,3 @@ def as_device(device: int | str | torch.device) -> torch.device:
         accelerator = torch.accelerator.current_accelerator()
         return torch.device("cuda" if accelerator is None else accelerator.type, device)
     return torch.device(device)
-
-
-def _require(holds: bool, name: str, got: object, expected: str) -> None:
-    if not holds:
-        raise ConfigError(
-            f"DistributedDataParallel: {name} has a value that makes no sense.",
-            expected=f"{name}: {expected}",
-            got=f"{name}={got!r}",
-        )
-
-
-def _one_of(choices: Sequence[str]) -> str:
-    return " or ".join(f'"{choice}"' for choice in choices)
