@@ -37,6 +37,7 @@ class Compression:
         self.error_feedback = error_feedback
         self._buckets: dict[int, tuple[list[torch.Tensor], torch.Tensor]] = {}
         self._errors: dict[torch.Tensor, torch.Tensor] = {}
+        self._spare: torch.Tensor | None = None  # of the codes of earlier buckets
 
     def error_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """What the others have not got yet of this rank's gradients of a parameter.
@@ -56,15 +57,17 @@ class Compression:
         """
         values = _values_of(bucket, type(self).__name__)
         error = self._error_for(bucket, values.numel()) if self.error_feedback else None
-        own = self._encode(values, error, bucket.weight())
         group = bucket.process_group()
-        rows = list(torch.empty(dist.get_world_size(group), own.numel(), dtype=torch.uint8))
+        memory, rows_of_all = self._memory_for(values.numel(), 1 + dist.get_world_size(group))
+        own, *rows = rows_of_all
+        self._encode(values, error, bucket.weight(), own)
         work = dist.all_gather(rows, own, group=group, async_op=True)
 
         def decode(gathered: torch.futures.Future[Any]) -> torch.Tensor:
             gathered.value()  # raises if it failed
             weights = [row[:_HEADER_BYTES].view(torch.float64).item() for row in rows]
             self._decode(rows, weights, values)
+            self._spare = memory if self._spare is None else self._spare
             return values
 
         return cast("torch.futures.Future[torch.Tensor]", work.get_future().then(decode))
@@ -85,13 +88,25 @@ class Compression:
         self._buckets[bucket.index()] = (parameters, flat)
         return flat
 
-    def _encode(self, values: torch.Tensor, error: torch.Tensor | None, weight: float) -> torch.Tensor:
+    def _memory_for(self, count: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory, new pages of which cost as much as encoding; and rows in it for header and codes."""
         from paceline import _core
 
-        nbytes = _HEADER_BYTES + _core.encoded_bytes(self.encoding, values.numel())
-        codes = torch.zeros(-(-nbytes // _HEADER_BYTES) * _HEADER_BYTES, dtype=torch.uint8)
+        nbytes = _HEADER_BYTES + _core.encoded_bytes(self.encoding, count)
+        row_bytes = -(-nbytes // _HEADER_BYTES) * _HEADER_BYTES
+        memory, self._spare = self._spare, None  # another model may have the same state
+        if memory is None or memory.numel() < num_rows * row_bytes:
+            memory = torch.zeros(num_rows * row_bytes, dtype=torch.uint8)
+        return memory, memory[: num_rows * row_bytes].view(num_rows, row_bytes)
+
+    def _encode(
+        self, values: torch.Tensor, error: torch.Tensor | None, weight: float, codes: torch.Tensor
+    ) -> None:
+        from paceline import _core
+
         if weight < _SMALLEST_WEIGHT:  # nobody looks at codes of weight 0, and the error waits
-            return codes
+            codes[:_HEADER_BYTES].zero_()
+            return
         codes[:_HEADER_BYTES].view(torch.float64).fill_(weight)
         _core.encode(
             self.encoding,
@@ -101,7 +116,6 @@ class Compression:
             values.numel(),
             codes.data_ptr() + _HEADER_BYTES,
         )
-        return codes
 
     def _decode(self, rows: Sequence[torch.Tensor], weights: list[float], mean: torch.Tensor) -> None:
         from paceline import _core
