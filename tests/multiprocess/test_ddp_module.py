@@ -251,6 +251,11 @@ def test_models_that_cannot_be_wrapped(rank: int) -> None:
         DistributedDataParallel(two_layers().requires_grad_(False))
     with pytest.raises(ConfigError, match="float8_e4m3fn"):
         DistributedDataParallel(nn.Linear(2, 2).to(torch.float8_e4m3fn))
+    from torch.distributed.tensor import distribute_module, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    with pytest.raises(ConfigError, match="'weight' is a DTensor"):
+        DistributedDataParallel(distribute_module(nn.Linear(2, 2), mesh["tp"]), device_mesh=mesh["dp"])
 
 
 @ranks(2, group="gloo")

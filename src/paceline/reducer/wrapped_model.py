@@ -8,13 +8,15 @@ from __future__ import annotations
 import contextlib
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar, TypeVar
 
 from paceline.errors import ConfigError
 from paceline.reducer.backward_passes import BackwardPasses
 from paceline.reducer.finished import take_part_until_all_finished
 from paceline.reducer.micro_batches import as_weight
+
+_Batch = TypeVar("_Batch")
 
 
 class WrappedModel:
@@ -113,6 +115,26 @@ class WrappedModel:
         """
         if self._passes is not None:
             take_part_until_all_finished(self._passes, after_pass)
+
+    def iterate(
+        self, batches: Iterable[_Batch], after_pass: Callable[[], object] | None = None
+    ) -> Iterator[_Batch]:
+        """The batches of a loader or sampler, with finished() at their end.
+
+        Leave the loop on all ranks in the same step, or on none: a `break` does not call finished().
+
+        Args:
+            batches: Any iterable; it may have another length on each rank.
+            after_pass: As for finished().
+
+        Example:
+            Rank 0 has 3 batches and rank 1 has 5; rank 0 takes part in the last two steps without data:
+
+            >>> for batch in model.iterate(loader, optimizer.step):
+            ...     train_step(batch)
+        """
+        yield from batches
+        self.finished(after_pass)
 
     def grad_norm(self) -> float:
         """The 2-norm of the last backward's mean gradient, over all parameters; the same on every rank.

@@ -128,6 +128,13 @@ class ManagedTensors:
                 hint="call the module itself; or unfreeze parameters before wrapping it",
             )
         for name, parameter in zip(self.names, self.trainable):
+            if hasattr(parameter, "device_mesh"):  # torch's DTensor, which need not be imported to be told
+                raise ConfigError(
+                    f"DistributedDataParallel: '{name}' is a DTensor, whose gradient it can't average.",
+                    seen=f"placements {getattr(parameter, 'placements', '?')}",
+                    likely="the model was parallelised (tensor parallelism, fully_shard) before",
+                    hint="use fully_shard(), or replicate() of torch.distributed, with that",
+                )
             if dtype_name(parameter.dtype) not in DTYPES:
                 raise ConfigError(
                     f"DistributedDataParallel: the dtype of '{name}' is not supported yet.",
