@@ -10,6 +10,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from paceline.torch import DistributedDataParallel
+from paceline.torch.running_call import RunningCall
 from tests.harness import ranks
 
 PATHS = ["memory", "group"]
@@ -72,9 +73,12 @@ def check(net: nn.Module, alone: nn.Module) -> None:
             assert_close(ours.grad, expected.grad, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("is_seen", [True, False])
 @ranks(2, group="gloo")
-def test_wrapped_twice_but_used_once(rank: int) -> None:
-    """As when a wrapper is made anew while the old one is still there."""
+def test_wrapped_twice_but_used_once(rank: int, is_seen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a wrapper is made anew while the old one is still there; on a GPU, nobody sees who calls."""
+    if not is_seen:
+        monkeypatch.setattr("paceline.torch.passes.running_call", lambda: RunningCall.UNKNOWN)
     net = nn.Linear(4, 2)
     before = DistributedDataParallel(net, gradient_as_bucket_view=True)
     ddp = DistributedDataParallel(net, gradient_as_bucket_view=True)
@@ -87,3 +91,9 @@ def test_wrapped_twice_but_used_once(rank: int) -> None:
     ddp(torch.ones(1, 4)).sum().backward()
     views = ddp._passes.reduction.arena.views
     assert [p.grad is view for p, view in zip(net.parameters(), views, strict=True)] == [True, True]
+    loss = ddp(torch.ones(1, 4)).sum() * (1 + rank)
+    del ddp
+    net.zero_grad()
+    loss.backward()
+    assert_close(net.bias.grad, torch.full((2,), 1.5))
+    assert not net.bias._post_accumulate_grad_hooks

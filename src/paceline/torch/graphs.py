@@ -47,6 +47,11 @@ class Graphs:
         self._has_wrapper = True
         self._is_closed = False
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a backward has reached a forward's outputs, and its pass is not over."""
+        return bool(self._begun)
+
     def add(self, on_gradient: Callable[[Graph], None]) -> Graph:
         """The graph of a new forward, open until a pass runs through it, or it is dropped."""
         graph = Graph(on_gradient)

@@ -19,6 +19,7 @@ from paceline.errors import ConfigError
 from paceline.reducer.pass_state import PassState
 from paceline.reducer.protocol import Reducer
 from paceline.torch.compiling import untraced
+from paceline.torch.graphs import Graphs
 
 Hook = Callable[[torch.Tensor], None]
 HookMaker = Callable[[PassState, int, str, torch.Tensor, Reducer, torch.dtype], Hook]
@@ -163,12 +164,12 @@ def in_core(
     return _core.GradientHook(hook, state, index, reducer, view, gradient_in_arena, "is_neg")
 
 
-def in_own_passes(state: PassState, hook: Hook) -> Hook:
+def in_own_passes(state: PassState, graphs: Graphs, hook: Hook) -> Hook:
     """For a parameter that another wrapped model has, too: only in backwards of this one's outputs."""
 
     @untraced
     def hand_over(parameter: torch.Tensor) -> None:
-        if state.is_armed or not state.is_syncing:
+        if graphs.is_running or state.is_armed or not state.is_syncing:
             hook(parameter)
 
     return hand_over

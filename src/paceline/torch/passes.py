@@ -169,10 +169,12 @@ class GradientPasses(BackwardPasses):
         state = self.state
         if not state.is_syncing:
             self.weights.watch_local()
-        elif state.is_armed or running_call() is RunningCall.BACKWARD:
+            return
+        call = RunningCall.BACKWARD if state.is_armed else running_call()
+        if call in (RunningCall.BACKWARD, RunningCall.UNKNOWN):
             self.graphs.begin(graph)
-            if not state.is_armed:
-                self._arm()
+        if call is RunningCall.BACKWARD and not state.is_armed:
+            self._arm()
 
     def _is_in_backward(self) -> bool:
         return torch._C._current_graph_task_id() != -1
@@ -316,7 +318,7 @@ class GradientPasses(BackwardPasses):
             late.hook(index) if late.is_late(index) else hook for index, hook in enumerate(self._hooks)
         ]
         for index in self._shared:
-            registered[index] = in_own_passes(self.state, registered[index])
+            registered[index] = in_own_passes(self.state, self.graphs, registered[index])
         self._handles = [
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             for parameter, hook in zip(trainable, registered)
