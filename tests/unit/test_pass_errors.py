@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from paceline.reducer.protocol import INTERRUPTED
-from paceline.reducer.report import nonfinite_error, skipped_error, unused_error
+import pytest
+
+from paceline.errors import GraphChangedError
+from paceline.reducer.protocol import FINISHED, INTERRUPTED, TWICE
+from paceline.reducer.report import check_twice, nonfinite_error, skipped_error, unused_error
 
 NAMES = ["embed.weight", "fc.weight", "fc.bias", "head.weight"]
 
@@ -55,3 +58,15 @@ def test_an_interrupted_backward_is_told_apart() -> None:
     error = skipped_error([1, INTERRUPTED])
     assert "The backward of rank 1 of 2 ended in an exception" in str(error)
     assert error.ranks == (1,)
+
+
+def test_a_gradient_that_came_twice_is_told_to_ranks_without_data_too() -> None:
+    with pytest.raises(GraphChangedError) as caught:
+        check_twice([FINISHED, TWICE + 1, 1, TWICE + 3], NAMES)
+    text = str(caught.value)
+    assert text.startswith(
+        "The gradient of 'fc.weight, head.weight' came twice in one backward, on ranks 1, 3 of 4"
+    )
+    assert "rank 1: fc.weight" in text and "rank 3: head.weight" in text
+    assert caught.value.changed == ("fc.weight", "head.weight")
+    check_twice([1, FINISHED, INTERRUPTED], NAMES)
