@@ -22,6 +22,7 @@ from paddle import nn
 import paceline.paddle
 from paceline.errors import CollectiveError, ConfigError, DeadlineError, ModelMismatchError
 from paceline.paddle import DataParallel, SyncBatchNorm
+from paceline.paddle.peers import needs_paddles_group
 from paceline.rendezvous import host
 from tests.multiprocess.paddle_models import (
     Words,
@@ -34,6 +35,8 @@ from tests.multiprocess.paddle_models import (
     train,
     two_layers,
 )
+
+WORDS = ("RANK", "WORLD", "LOCAL", "PADDLE", "SLURM", "OMPI", "PMI", "MPI")  # of launchers, in variables
 
 
 class Everything(nn.Layer):
@@ -75,6 +78,31 @@ def from_both(own: list[np.ndarray]) -> list[list[np.ndarray]]:
 def assert_same_on_both(model: nn.Layer) -> None:
     for some, others in zip(*from_both(arrays(model, "value") + arrays(model, "grad")), strict=True):
         assert_array_equal(some, others)
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, False),
+        ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, True),
+        ({"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}, False),
+        ({"PADDLE_TRAINER_ID": "1", "PADDLE_TRAINERS_NUM": "2"}, False),  # paddle.distributed.spawn
+        ({"PADDLE_TRAINER_ID": "1", "PADDLE_TRAINERS_NUM": "2", "PADDLE_LOCAL_SIZE": "1"}, True),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2"}, True),
+        (
+            {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "1"},
+            False,
+        ),
+    ],
+)
+def test_a_launchers_variables_tell_whether_there_are_several_hosts(
+    variables: dict[str, str], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.split("_")[0] in WORDS]:
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert needs_paddles_group() == expected
 
 
 @ranks(2, group=None)

@@ -51,6 +51,6 @@ def form_core(
             f"The {exchange.world_size} ranks of group {name!r} do not share one host's memory.",
             seen="; ".join(format_ranks(ranks) for ranks in memory.hosts),
             likely="they run on several machines, or in containers with separate networks",
-            hint="paceline.torch.DistributedDataParallel works across hosts, on a torch process group",
+            hint="a wrapped model works across hosts: on a process group of torch, or of paddle.distributed",
         )
     return memory.host_group

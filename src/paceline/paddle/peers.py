@@ -191,20 +191,23 @@ def connect_environment() -> Group | None:
     Returns:
         None: this process is the only one, or paddle.distributed did it. Collective on the first call.
     """
-    if _needs_paddles_group():
+    if needs_paddles_group():
         _speak_paddles_words()
         dist.init_parallel_env()
         return None
     return environment_group()
 
 
-def _needs_paddles_group() -> bool:
+def needs_paddles_group() -> bool:
     """Whether the launcher's processes are on several hosts, or train on GPUs."""
     try:
         place = read_rank_environment(needs_address=False)
     except ConfigError:
         return False
-    is_on_one_host = place.local_world_size in (None, place.world_size)
+    if place.local_world_size is None:  # Slurm does not tell it
+        is_on_one_host = os.environ.get("SLURM_STEP_NUM_NODES", "1") == "1"
+    else:
+        is_on_one_host = place.local_world_size == place.world_size
     return place.world_size > 1 and not (is_on_one_host and paddle.get_device() == "cpu")
 
 
