@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from paceline.reducer.agreement import TensorDescription
 from paceline.reducer.plan import ParameterSpec
 from paceline.reducer.report import shorten
 from paceline.torch.arena import DTYPES
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class ManagedTensors:
@@ -152,8 +155,8 @@ class ManagedTensors:
         """
         if (
             self._identities() == self._seen
-            and all(p.requires_grad for p in self.trainable)
-            and not any(p.requires_grad for p in self.frozen)
+            and all(map(_REQUIRES_GRAD, self.trainable))
+            and not any(map(_REQUIRES_GRAD, self.frozen))
         ):
             return True
         tensors = [tensor for slot in self._slots for tensor in slot.values() if tensor is not None]
@@ -163,7 +166,7 @@ class ManagedTensors:
 
     def _identities(self) -> list[int]:
         held: Iterable[dict[str, object]] = itertools.chain(self._slots, self._children)  # type: ignore[arg-type]
-        return [id(item) for slot in held for item in slot.values()]
+        return list(map(id, itertools.chain.from_iterable(slot.values() for slot in held)))
 
     def _changed(self) -> ConfigError:
         now = dict(self._module.named_parameters())

@@ -255,10 +255,13 @@ class GradientPasses(BackwardPasses):
 
     def _place_means(self) -> None:
         state, views = self.state, self._reduction.arena.views
+        is_complete = len(state.handed) == len(views)
+        if is_complete and not state.staged:
+            return
         with torch.no_grad():
             for index in state.staged:
                 state.handed[index].copy_(views[index])
-            if len(state.handed) == len(views):
+            if is_complete:
                 return
             nobodys = set(self._reduction.reducer.globally_unused())
             for index, parameter in enumerate(self._tensors.trainable):
