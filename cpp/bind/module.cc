@@ -125,6 +125,8 @@ void bind_group(nb::module_& m) {
            "timeout_s"_a = kDefault)
       .def("broadcast", &PyHostGroup::broadcast, "pointer"_a, "nbytes"_a,
            "root"_a, "timeout_s"_a = kDefault)
+      .def("broadcast_all", &PyHostGroup::broadcast_all, "pieces"_a, "sizes"_a,
+           "root"_a, "timeout_s"_a = kDefault)
       .def("all_gather", &PyHostGroup::all_gather, "in_pointer"_a,
            "out_pointer"_a, "nbytes"_a, "timeout_s"_a = kDefault)
       .def("gather", &PyHostGroup::gather, "in_pointer"_a, "out_pointer"_a,

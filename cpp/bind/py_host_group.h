@@ -59,6 +59,9 @@ inline void check_root(const HostGroup& group, int root) {
 template <class Body>
 using Result = std::invoke_result_t<Body, HostGroup&>;
 
+/// Whether copying it costs less than a collective of its own.
+inline bool is_small(size_t bytes) { return bytes <= 64 * 1024; }
+
 /// A HostGroup, and how to build its errors.
 class PyHostGroup {
  public:
@@ -165,6 +168,37 @@ class PyHostGroup {
     collective(bytes, [&](HostGroup& group) {
       check_root(group, root);
       group.broadcast(as_pointer(data), bytes, root, timeout_s);
+    });
+  }
+  /// Many small pieces of memory in one broadcast, large ones where they are.
+  void broadcast_all(const std::vector<Pointer>& pieces,
+                     const std::vector<size_t>& sizes, int root,
+                     double timeout_s) {
+    if (pieces.size() != sizes.size())
+      misuse("broadcast_all: pieces and sizes must have the same length");
+    size_t packed_bytes = 0;
+    for (const size_t size : sizes) packed_bytes += is_small(size) ? size : 0;
+    std::vector<std::byte> packed(packed_bytes);
+    collective(packed_bytes, [&](HostGroup& group) {
+      check_root(group, root);
+      const auto copy_small = [&](bool pack) {
+        std::byte* at = packed.data();
+        for (size_t i = 0; i < pieces.size(); ++i) {
+          if (!is_small(sizes[i])) continue;
+          void* const piece = as_pointer(pieces[i]);
+          memcpy(pack ? at : piece, pack ? piece : at, sizes[i]);
+          at += sizes[i];
+        }
+      };
+      const bool is_root = group.rank() == root;
+      if (is_root) copy_small(true);
+      if (packed_bytes > 0)
+        group.broadcast(packed.data(), packed_bytes, root, timeout_s);
+      if (!is_root) copy_small(false);
+      for (size_t i = 0; i < pieces.size(); ++i) {
+        if (!is_small(sizes[i]))
+          group.broadcast(as_pointer(pieces[i]), sizes[i], root, timeout_s);
+      }
     });
   }
   void all_gather(Pointer in, Pointer out, size_t bytes, double timeout_s) {

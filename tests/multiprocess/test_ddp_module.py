@@ -60,6 +60,41 @@ def test_buffers_are_those_of_rank_0_after_each_pass(rank: int, path: str) -> No
     assert gathered[0] != gathered[1]
 
 
+@pytest.mark.parametrize("path", PATHS)
+@ranks(2, group="gloo")
+def test_buffers_of_all_kinds(rank: int, path: str) -> None:
+    """Small and large, without elements, not contiguous, integers; and one that forward puts anew."""
+
+    def kinds(seed: int) -> dict[str, torch.Tensor]:
+        source = torch.Generator().manual_seed(seed)
+        return {
+            "small": torch.randn(3, generator=source),
+            "large": torch.randn(70_000, generator=source),
+            "none": torch.empty(0),
+            "columns": torch.randn(4, 6, generator=source)[:, ::2],
+            "transposed": torch.randn(2, 5, generator=source).t(),
+            "count": torch.randint(1000, (), generator=source),
+            "flags": torch.rand(9, generator=source) > 0.5,
+        }
+
+    class Buffered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+            for name, value in kinds(99).items():
+                self.linear.register_buffer(name, value)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for name, value in kinds(rank).items():
+                setattr(self.linear, name, value)
+            return self.linear(x)
+
+    model = Buffered()
+    DistributedDataParallel(model, reduce_through=path)(torch.ones(1, 2)).sum().backward()
+    for name, expected in kinds(0).items():
+        assert torch.equal(getattr(model.linear, name), expected), name
+
+
 @ranks(2, group="gloo")
 def test_evaluation_on_one_rank_waits_for_nobody(rank: int) -> None:
     ddp = DistributedDataParallel(mixed())

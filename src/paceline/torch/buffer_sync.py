@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from paceline.reducer.buffer_policy import BufferPolicies
 from paceline.torch.buffer_hook import BufferHook
-from paceline.torch.buffers import broadcast_tensors
 from paceline.torch.parameters import ManagedTensors
 from paceline.torch.peers import Peers
 from paceline.torch.reduction import ReductionFactory
@@ -58,12 +56,11 @@ class BufferSync:
         """
         now = self._tensors.current_buffers()
         chosen = self._policies.broadcast(on_demand=on_demand)
-        broadcast = functools.partial(self._factory.broadcast, root=active[0])
         copied = [buffer for name, buffer in now.items() if name in chosen]
         averaged = [buffer for name, buffer in now.items() if name in self._policies.averaged]
         # Counters and other integers have no mean.
         copied += [buffer for buffer in averaged if not buffer.is_floating_point()]
-        broadcast_tensors(copied, self._peers.rank, broadcast, root=active[0])
+        self._factory.broadcast_all(copied, root=active[0])
         self._average([buffer for buffer in averaged if buffer.is_floating_point()], active)
 
     def _average(self, buffers: Sequence[torch.Tensor], active: Sequence[int]) -> None:

@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from paceline.reducer.agreement import ModelDescription, check_agreement
 from paceline.reducer.micro_batches import as_weight
-from paceline.torch.buffers import broadcast_tensors
 from paceline.torch.comm_hooks import CommHooks
 from paceline.torch.compatible import hide_torchs_own, moved
 from paceline.torch.compiling import untraced, untraced_itself
@@ -192,7 +191,7 @@ class DistributedDataParallel(CommHooks, GradientStatistics, Joins, Regrouping, 
         if self._config.init_sync and is_first:
             buffers = list(self._tensors.buffers.values()) if self._config.init_sync_buffers else []
             values = [*self._tensors.all_parameters.values(), *buffers]
-            broadcast_tensors(values, peers.rank, factory.broadcast)
+            factory.broadcast_all(values)
         passes = GradientPasses(self._tensors, peers, factory, self._config)
         # The hooks are the parameters', which may live on and be wrapped again.
         self._on_drop = weakref.finalize(self, passes.graphs.drop_wrapper)

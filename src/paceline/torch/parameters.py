@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -50,6 +50,9 @@ class ManagedTensors:
         # Walking the modules takes far longer than comparing the dictionaries in which they keep things.
         self._children = [m._modules for m in module.modules()]
         self._slots = [m._parameters for m in module.modules()]
+        self._buffer_slots = [
+            (name, owner._buffers, key) for name, owner, key in _owned_buffers(module) if name in self.buffers
+        ]
         self._seen = self._identities()
 
     @property
@@ -118,8 +121,8 @@ class ManagedTensors:
 
     def current_buffers(self) -> dict[str, torch.Tensor]:
         """The buffers that the module has now: modules may replace theirs."""
-        now = dict(self._module.named_buffers())
-        return {name: now[name] for name in self.buffers if name in now}
+        held = ((name, slots.get(key)) for name, slots, key in self._buffer_slots)
+        return {name: buffer for name, buffer in held if buffer is not None}
 
     def check_trainable(self) -> None:
         """Refuse what cannot be averaged; on every rank alike, because all have the same parameters."""
@@ -185,6 +188,13 @@ class ManagedTensors:
             likely="the model was changed after DistributedDataParallel() had wrapped it",
             hint="make such changes first, then wrap; or wrap `ddp.module` again, on every rank",
         )
+
+
+def _owned_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Of each buffer its name, the submodule that holds it, and its name there."""
+    for prefix, owner in module.named_modules():
+        for key in owner._buffers:
+            yield f"{prefix}.{key}" if prefix else key, owner, key
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -26,7 +26,6 @@ from paceline.reducer.static_graph import StaticGraph
 from paceline.reducer.verdict import Judge
 from paceline.reducer.whole_buckets import plan_whole_buckets
 from paceline.torch.buffer_sync import BufferSync
-from paceline.torch.buffers import broadcast_tensors
 from paceline.torch.compiling import untraced
 from paceline.torch.config import DDPConfig
 from paceline.torch.graphs import Graph, Graphs
@@ -221,8 +220,7 @@ class GradientPasses(BackwardPasses):
     def broadcast_model(self, root: int) -> None:
         """Give every rank the parameters and buffers of the rank `root`. Collective."""
         tensors = [*self._tensors.all_parameters.values(), *self._tensors.current_buffers().values()]
-        broadcast = functools.partial(self._factory.broadcast, root=root)
-        broadcast_tensors(tensors, self._peers.rank, broadcast, root=root)
+        self._factory.broadcast_all(tensors, root)
 
     def _tell(self, activity: str) -> None:
         core = self._factory.host_group

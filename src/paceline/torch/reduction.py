@@ -6,6 +6,7 @@ changes; the hooks see no difference between the two kinds.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ from paceline.reducer.engine import EngineReducer
 from paceline.reducer.plan import Plan
 from paceline.reducer.protocol import Reducer
 from paceline.torch.arena import Arena
+from paceline.torch.buffers import broadcast_tensors
 from paceline.torch.config import DDPConfig
 from paceline.torch.engine import ProcessGroupTransport
 from paceline.torch.hooked import CommHook, HookTransport
@@ -77,6 +79,20 @@ class ReductionFactory:
             self.host_group.broadcast(payload.data_ptr(), payload.numel(), root)
         else:
             self._peers.broadcast(payload, root)
+
+    def broadcast_all(self, tensors: Sequence[torch.Tensor], root: int = 0) -> None:
+        """Replace the values of all tensors by those of the rank `root`. Collective."""
+        if self.host_group is None or not all(tensor.is_cpu for tensor in tensors):
+            broadcast = functools.partial(self.broadcast, root=root)
+            broadcast_tensors(tensors, self._peers.rank, broadcast, root=root)
+            return
+        with torch.no_grad():
+            whole = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in tensors]
+            pieces, sizes = [each.data_ptr() for each in whole], [each.nbytes for each in whole]
+            self.host_group.broadcast_all(pieces, sizes, root)
+            for tensor, copy in zip(tensors, whole):
+                if copy is not tensor:
+                    tensor.copy_(copy)
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         """Payloads of all ranks, by rank, of any lengths. Collective."""
