@@ -101,13 +101,13 @@ class MemoryLink:
         self._owner = owner
 
     def broadcast(self, tensors: Sequence[paddle.Tensor], root: int = 0) -> None:
+        filled = [tensor for tensor in tensors if tensor.size]
         with paddle.no_grad():
-            for tensor in tensors:
-                nbytes = int(tensor.size) * tensor.element_size()
-                if nbytes == 0:
-                    continue
-                flat = tensor if tensor.is_contiguous() else tensor.contiguous()
-                self._core.broadcast(flat.data_ptr(), nbytes, root)
+            whole = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in filled]
+            pieces = [flat.data_ptr() for flat in whole]
+            sizes = [int(flat.size) * flat.element_size() for flat in whole]
+            self._core.broadcast_all(pieces, sizes, root)
+            for tensor, flat in zip(filled, whole):
                 if flat is not tensor:
                     paddle.assign(flat, tensor)
 
