@@ -122,6 +122,39 @@ def test_what_accumulated_counts_even_if_the_last_backward_leaves_it_out(rank: i
     assert_close(model.right.weight.grad, torch.full((2, 3), 1.5))
 
 
+class NegatedLazily(torch.autograd.Function):
+    """Passes its input on; its gradient is right, but the memory behind it holds the negative."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return torch._neg_view(-gradient)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("view", [False, True])
+@ranks(WORLD, group="gloo")
+def test_a_gradient_that_one_rank_negates_lazily(rank: int, path: str, view: bool) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            second = NegatedLazily.apply(self.second) if rank == 0 else self.second
+            return (second * x).sum() + (self.first * x).sum()  # the gradient of the first comes first
+
+    model = Model()
+    ddp = DistributedDataParallel(model, reduce_through=path, gradient_as_bucket_view=view)
+    for _ in range(2):
+        ddp.zero_grad()
+        ddp(torch.full((3,), rank + 1.0)).backward()
+        assert_close(model.second.grad, torch.full((3,), 1.5))
+
+
 @pytest.mark.parametrize("path", PATHS)
 @ranks(WORLD, group="gloo")
 def test_layouts_of_memory(rank: int, path: str) -> None:
