@@ -13,10 +13,6 @@
 namespace paceline {
 namespace {
 
-// Larger gradients are copied by the framework, with all its threads and
-// without Python's lock.
-constexpr size_t kLargestCopyBytes = 64 * 1024;
-
 /// The usual case of a hook written in Python: it looks at the gradient through
 /// DLPack and hands it over. Whatever is not usual is left to the Python hook.
 class GradientHook {
@@ -75,7 +71,8 @@ class GradientHook {
       if (!gradient_in_arena_) {
         pointer = tensor.begin();
       } else {
-        if (nbytes_ > kLargestCopyBytes) return call_python(parameter);
+        // The framework copies with all its threads, and without Python's lock.
+        if (nbytes_ > kUnlockBytes) return call_python(parameter);
         std::memcpy(place_begin_, tensor.begin(), nbytes_);
         if (PyObject_SetAttr(parameter, grad_name_.ptr(), place_.ptr()) != 0)
           return nullptr;

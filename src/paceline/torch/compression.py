@@ -14,6 +14,7 @@ from typing import Any, ClassVar, cast
 import torch
 import torch.distributed as dist
 
+from paceline import _core
 from paceline.errors import ConfigError
 from paceline.torch.engine import as_real
 from paceline.torch.hooked import GradBucket, TypeHookError
@@ -90,8 +91,6 @@ class Compression:
 
     def _memory_for(self, count: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Memory, new pages of which cost as much as encoding; and rows in it for header and codes."""
-        from paceline import _core
-
         nbytes = _HEADER_BYTES + _core.encoded_bytes(self.encoding, count)
         row_bytes = -(-nbytes // _HEADER_BYTES) * _HEADER_BYTES
         memory, self._spare = self._spare, None  # another model may have the same state
@@ -102,8 +101,6 @@ class Compression:
     def _encode(
         self, values: torch.Tensor, error: torch.Tensor | None, weight: float, codes: torch.Tensor
     ) -> None:
-        from paceline import _core
-
         if weight < _SMALLEST_WEIGHT:  # nobody looks at codes of weight 0, and the error waits
             codes[:_HEADER_BYTES].zero_()
             return
@@ -118,8 +115,6 @@ class Compression:
         )
 
     def _decode(self, rows: Sequence[torch.Tensor], weights: list[float], mean: torch.Tensor) -> None:
-        from paceline import _core
-
         codes = [row.data_ptr() + _HEADER_BYTES for row in rows]
         _core.decode_mean(self.encoding, codes, weights, mean.numel(), mean.data_ptr())
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from paceline import _core
 from paceline.collectives.ops import ReduceOp
 from paceline.errors import ConfigError
 from paceline.reducer.engine import EngineReducer
+from paceline.reducer.host import CORE_DTYPES, make_host_reducer
 from paceline.reducer.plan import Plan
 from paceline.reducer.protocol import Reducer
 from paceline.torch.arena import Arena
@@ -26,9 +27,6 @@ from paceline.torch.engine import ProcessGroupTransport
 from paceline.torch.hooked import CommHook, HookTransport
 from paceline.torch.parameters import dtype_name
 from paceline.torch.peers import Peers, ProcessGroupPeers
-
-if TYPE_CHECKING:
-    from paceline import _core
 
 
 @dataclass(frozen=True)
@@ -113,8 +111,6 @@ class ReductionFactory:
     def sum(self, values: torch.Tensor) -> None:
         """Replace a flat float32 or float64 tensor by its sum over ranks. Collective."""
         if self.host_group is not None and values.device.type == "cpu":
-            from paceline.reducer.host import CORE_DTYPES
-
             dtype = CORE_DTYPES[dtype_name(values.dtype)]
             self.host_group.all_reduce(values.data_ptr(), values.numel(), dtype, ReduceOp.SUM)
         else:
@@ -133,9 +129,6 @@ class ReductionFactory:
         if self.hook is not None:
             return self._make_hooked(plan, parameters, self.hook, instead_of)
         if self.host_group is not None:
-            # Here, not above: a process that only reduces through the group needs no core.
-            from paceline.reducer.host import make_host_reducer
-
             if instead_of is not None:
                 instead_of.reducer.close()
             reducer = make_host_reducer(self.host_group, plan, gradients_in_arena=self._gradients_in_arena)
