@@ -1,6 +1,7 @@
 #include "bind/gradient_hook.h"
 
 #include <nanobind/stl/string.h>
+#include <structmember.h>
 
 #include <array>
 #include <cstring>
@@ -8,62 +9,132 @@
 #include <vector>
 
 #include "bind/dlpack.h"
+#include "bind/handed_gradients.h"
 #include "bind/py_reducer.h"
 
 namespace paceline {
 namespace {
 
+/// An attribute in a class's __slots__, read without Python's search for it.
+class Slot {
+ public:
+  Slot(nb::handle object, const char* name) {
+    const nb::object descriptor = object.type().attr(name);
+    if (!Py_IS_TYPE(descriptor.ptr(), &PyMemberDescr_Type))
+      misuse(std::string(name) + " is not in the __slots__ of the state");
+    offset_ = reinterpret_cast<PyMemberDescrObject*>(descriptor.ptr())
+                  ->d_member->offset;
+  }
+  bool is_true(nb::handle object) const {
+    PyObject* value;
+    std::memcpy(&value, reinterpret_cast<char*>(object.ptr()) + offset_,
+                sizeof(value));
+    return value == Py_True;
+  }
+
+ private:
+  Py_ssize_t offset_;
+};
+
+/// The attribute `grad` of parameters, found once for the class of a parameter.
+class GradAttribute {
+ public:
+  GradAttribute() : name_(nb::steal(PyUnicode_InternFromString("grad"))) {}
+
+  /// A new reference, or null with an exception set.
+  PyObject* get(PyObject* parameter) {
+    const PyGetSetDef* const found = find(parameter);
+    return found != nullptr && found->get != nullptr
+               ? found->get(parameter, found->closure)
+               : PyObject_GetAttr(parameter, name_.ptr());
+  }
+  /// False: an exception is set.
+  bool set(PyObject* parameter, PyObject* gradient) {
+    const PyGetSetDef* const found = find(parameter);
+    return 0 == (found != nullptr && found->set != nullptr
+                     ? found->set(parameter, gradient, found->closure)
+                     : PyObject_SetAttr(parameter, name_.ptr(), gradient));
+  }
+
+ private:
+  const PyGetSetDef* find(PyObject* parameter) {
+    if (!Py_IS_TYPE(parameter, reinterpret_cast<PyTypeObject*>(type_.ptr()))) {
+      type_ = nb::borrow(reinterpret_cast<PyObject*>(Py_TYPE(parameter)));
+      descriptor_ = type_.attr(name_);
+      found_ = Py_IS_TYPE(descriptor_.ptr(), &PyGetSetDescr_Type)
+                   ? reinterpret_cast<PyGetSetDescrObject*>(descriptor_.ptr())
+                         ->d_getset
+                   : nullptr;
+    }
+    return found_;
+  }
+
+  nb::object name_;
+  nb::object type_ = nb::none();  ///< of the last parameter
+  nb::object descriptor_;         ///< keeps what is found
+  const PyGetSetDef* found_ = nullptr;
+};
+
 /// The usual case of a hook written in Python: it looks at the gradient through
 /// DLPack and hands it over. Whatever is not usual is left to the Python hook.
+///
+/// It runs some hundred times in each backward, between kernels that leave
+/// little of it in the caches: what it does not touch costs nothing.
 class GradientHook {
  public:
   GradientHook(nb::object in_python, nb::object state, size_t parameter,
                nb::object reducer, nb::object place, bool gradient_in_arena,
                const std::string& transformed)
-      : in_python_(std::move(in_python)),
-        state_(std::move(state)),
-        handed_(state_.attr("handed")),
+      : state_(std::move(state)),
+        is_syncing_(state_, "is_syncing"),
+        is_armed_(state_, "is_armed"),
+        parameter_(parameter),
+        handed_object_(state_.attr("handed")),
+        handed_(nb::cast<HandedGradients*>(handed_object_)),
         reducer_(std::move(reducer)),
         core_(nb::cast<PyReducer*>(reducer_)),
-        parameter_(parameter),
-        index_(nb::int_(parameter)),
         place_(std::move(place)),
         type_(nb::borrow<nb::object>(place_.type())),
         gradient_in_arena_(gradient_in_arena),
-        grad_name_(nb::steal(PyUnicode_InternFromString("grad"))),
-        is_syncing_name_(nb::steal(PyUnicode_InternFromString("is_syncing"))),
-        is_armed_name_(nb::steal(PyUnicode_InternFromString("is_armed"))),
+        in_python_(std::move(in_python)),
         transformed_name_(
             nb::steal(PyUnicode_InternFromString(transformed.c_str()))) {
     const nb::object capsule = place_.attr("__dlpack_c_exchange_api__");
-    api_ = static_cast<dlpack::ExchangeApi*>(
+    auto* api = static_cast<dlpack::ExchangeApi*>(
         PyCapsule_GetPointer(capsule.ptr(), dlpack::kCapsuleName));
-    while (api_ != nullptr && api_->major_version > dlpack::kMajorVersion)
-      api_ = api_->prev_api;
+    while (api != nullptr && api->major_version > dlpack::kMajorVersion)
+      api = api->prev_api;
     if (PyErr_Occurred() != nullptr) throw nb::python_error();
-    if (api_ == nullptr || api_->borrow == nullptr)
+    if (api == nullptr || api->borrow == nullptr)
       misuse("the framework has no DLPack exchange API of version 1");
+    borrow_ = api->borrow;
     dlpack::Tensor tensor;
-    if (api_->borrow(place_.ptr(), &tensor) != 0) throw nb::python_error();
+    if (borrow_(place_.ptr(), &tensor) != 0) throw nb::python_error();
     dtype_ = tensor.dtype;
     place_begin_ = tensor.begin();
-    shape_.assign(tensor.shape, tensor.shape + tensor.ndim);
-    strides_.assign(tensor.strides, tensor.strides + tensor.ndim);
     nbytes_ = static_cast<size_t>(dtype_.bits) * dtype_.lanes / 8;
-    for (const int64_t size : shape_) nbytes_ *= static_cast<size_t>(size);
+    bool has_many_elements = false;
+    for (int32_t i = 0; i < tensor.ndim; ++i) {
+      axes_.push_back({tensor.shape[i], tensor.strides[i]});
+      nbytes_ *= static_cast<size_t>(tensor.shape[i]);
+      has_many_elements = has_many_elements || tensor.shape[i] > 1;
+    }
+    if (transformed.empty()) {
+      asks_ = Asks::kNever;
+    } else {
+      asks_ = has_many_elements ? Asks::kOnce : Asks::kAlways;
+    }
   }
 
   /// A new reference, or null with an exception set.
   PyObject* call(PyObject* parameter) {
     if (!state_.is_valid()) Py_RETURN_NONE;  // the garbage collector was here
-    if (!is_under_way()) return call_python(parameter);
-    // The Python hook says what it means that there is one already.
-    const int known = PyDict_Contains(handed_.ptr(), index_.ptr());
-    if (known != 0) return known < 0 ? nullptr : call_python(parameter);
-    const nb::object gradient =
-        nb::steal(PyObject_GetAttr(parameter, grad_name_.ptr()));
+    const bool is_usual =
+        is_syncing_.is_true(state_) && is_armed_.is_true(state_) &&
+        handed_->find(parameter_) == nullptr;  // else it came twice
+    if (!is_usual) return call_python(parameter);
+    nb::object gradient = nb::steal(grad_.get(parameter));
     if (!gradient.is_valid()) return nullptr;
-    const nb::object& kept = gradient_in_arena_ ? place_ : gradient;
     void* pointer = nullptr;
     if (!gradient_in_arena_ || !gradient.is(place_)) {
       dlpack::Tensor tensor;
@@ -74,12 +145,10 @@ class GradientHook {
         // The framework copies with all its threads, and without Python's lock.
         if (nbytes_ > kUnlockBytes) return call_python(parameter);
         std::memcpy(place_begin_, tensor.begin(), nbytes_);
-        if (PyObject_SetAttr(parameter, grad_name_.ptr(), place_.ptr()) != 0)
-          return nullptr;
+        if (!grad_.set(parameter, place_.ptr())) return nullptr;
       }
     }
-    if (PyDict_SetItem(handed_.ptr(), index_.ptr(), kept.ptr()) != 0)
-      return nullptr;
+    handed_->put(parameter_, gradient_in_arena_ ? place_ : std::move(gradient));
     core_->mark_ready(parameter_, reinterpret_cast<Pointer>(pointer));
     Py_RETURN_NONE;
   }
@@ -93,77 +162,75 @@ class GradientHook {
   }
 
  private:
+  struct Axis {
+    int64_t size;
+    int64_t stride;
+  };
+  /// Whether a gradient is asked if its memory holds other values than its own,
+  /// which DLPack does not tell: torch negates lazily. What torch so makes are
+  /// imaginary parts, which lie apart from each other, unless there is but one.
+  /// So it is enough to ask once, in case that the model does it by hand.
+  enum class Asks : uint8_t { kNever, kOnce, kAlways };
+
   // The reducer holds nothing that leads back here.
   std::array<nb::object*, 4> held_objects() {
-    return {&in_python_, &state_, &handed_, &place_};
-  }
-
-  /// Whether this backward is averaged, and not about to begin.
-  bool is_under_way() const {
-    for (const nb::object* name : {&is_syncing_name_, &is_armed_name_}) {
-      const nb::object value =
-          nb::steal(PyObject_GetAttr(state_.ptr(), name->ptr()));
-      if (value.ptr() != Py_True) {
-        PyErr_Clear();
-        return false;
-      }
-    }
-    return true;
+    return {&in_python_, &state_, &handed_object_, &place_};
   }
 
   /// Looks at a gradient; false: it is not one that can be taken as it is.
-  bool borrow_usual(const nb::object& gradient, dlpack::Tensor& tensor) const {
-    if (Py_TYPE(gradient.ptr()) !=
-        reinterpret_cast<PyTypeObject*>(type_.ptr()))  // None, say
-      return false;
-    if (api_->borrow(gradient.ptr(), &tensor) != 0) {  // sparse, say
+  bool borrow_usual(const nb::object& gradient, dlpack::Tensor& tensor) {
+    if (!Py_IS_TYPE(gradient.ptr(),
+                    reinterpret_cast<PyTypeObject*>(type_.ptr())))
+      return false;                               // None, say
+    if (borrow_(gradient.ptr(), &tensor) != 0) {  // sparse, say
       PyErr_Clear();
       return false;
     }
     if (tensor.device.type != dlpack::kCpu || tensor.dtype != dtype_ ||
-        static_cast<size_t>(tensor.ndim) != shape_.size())
+        static_cast<size_t>(tensor.ndim) != axes_.size())
       return false;
-    for (size_t i = 0; i < shape_.size(); ++i) {
-      if (tensor.shape[i] != shape_[i]) return false;
-      if (shape_[i] != 1 && tensor.strides[i] != strides_[i]) return false;
+    for (size_t i = 0; i < axes_.size(); ++i) {
+      if (tensor.shape[i] != axes_[i].size) return false;
+      if (axes_[i].size != 1 && tensor.strides[i] != axes_[i].stride)
+        return false;
     }
-    return !is_transformed(gradient);
+    return asks_ == Asks::kNever || !is_transformed(gradient);
   }
 
-  /// Whether the memory holds other values than the gradient's, which DLPack
-  /// does not tell: torch negates lazily.
-  bool is_transformed(const nb::object& gradient) const {
-    if (PyUnicode_GET_LENGTH(transformed_name_.ptr()) == 0) return false;
+  bool is_transformed(const nb::object& gradient) {
     const nb::object told = nb::steal(
         PyObject_CallMethodNoArgs(gradient.ptr(), transformed_name_.ptr()));
-    PyErr_Clear();
-    return told.ptr() != Py_False;
+    if (!told.is_valid()) PyErr_Clear();
+    const bool is = told.ptr() != Py_False;
+    if (!is && asks_ == Asks::kOnce) asks_ = Asks::kNever;
+    return is;
   }
 
   PyObject* call_python(PyObject* parameter) const {
     return PyObject_CallOneArg(in_python_.ptr(), parameter);
   }
 
-  nb::object in_python_;
+  // First what each call reads.
   nb::object state_;
-  nb::object handed_;
+  Slot is_syncing_;
+  Slot is_armed_;
+  size_t parameter_;
+  nb::object handed_object_;
+  HandedGradients* handed_;
   nb::object reducer_;
   PyReducer* core_;
-  size_t parameter_;
-  nb::object index_;
+  GradAttribute grad_;
   nb::object place_;
   nb::object type_;
-  bool gradient_in_arena_;
-  nb::object grad_name_;
-  nb::object is_syncing_name_;
-  nb::object is_armed_name_;
-  nb::object transformed_name_;
-  dlpack::ExchangeApi* api_ = nullptr;
+  int (*borrow_)(void*, dlpack::Tensor*) = nullptr;
+  std::vector<Axis> axes_;
   dlpack::DType dtype_{};
-  void* place_begin_ = nullptr;
-  std::vector<int64_t> shape_;
-  std::vector<int64_t> strides_;
+  bool gradient_in_arena_;
+  Asks asks_ = Asks::kAlways;
   size_t nbytes_ = 0;
+  void* place_begin_ = nullptr;
+  nb::object in_python_;
+  nb::object transformed_name_;
 };
 
 /// Called as a slot of the type, without nanobind's search for an overload.

@@ -10,6 +10,7 @@
 
 #include "bind/failures.h"
 #include "bind/gradient_hook.h"
+#include "bind/handed_gradients.h"
 #include "bind/py_compression.h"
 #include "bind/py_host_group.h"
 #include "bind/py_permutation.h"
@@ -268,6 +269,7 @@ NB_MODULE(_core, m) {
   paceline::bind_faults(m);
   paceline::bind_group(m);
   paceline::bind_reducer(m);
+  paceline::bind_handed_gradients(m);
   paceline::bind_gradient_hook(m);
   paceline::bind_permutation(m);
   paceline::bind_compression(m);

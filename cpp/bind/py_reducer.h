@@ -29,14 +29,13 @@ class PyReducer {
       }
       std::vector<BucketSpan> spans;
       for (const auto& [begin, end] : buckets) spans.push_back({begin, end});
-      reducer_ =
-          std::make_unique<Reducer>(core, arena_bytes, std::move(parameters),
-                                    std::move(spans), assigns_chunks);
+      reducer_ = std::make_unique<Reducer>(core, arena_bytes, parameters, spans,
+                                           assigns_chunks);
     });
   }
 
   void mark_ready(size_t parameter, Pointer gradient) {
-    group_->call(0, [&](HostGroup&) {
+    group_->call_without_waiting([&](HostGroup&) {
       reducer_->mark_ready(parameter, as_pointer(gradient));
     });
   }

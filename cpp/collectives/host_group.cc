@@ -64,6 +64,7 @@ void HostGroup::attach(const uint64_t nonce[2]) {
            " ranks");
   }
   std::byte* base = region_->data();
+  first_slab_ = base + layout_.slab_at(0);
   blocks_ = {reinterpret_cast<Block*>(base + layout_.blocks_at()), kMaxBlocks};
   lines_ = {reinterpret_cast<RankLine*>(base + layout_.rank_lines_at()),
             header_->world};

@@ -126,7 +126,7 @@ class HostGroup {
   /// then, too.
   void free(size_t offset, bool others_still_read = false);
   std::byte* slab(int rank) const {
-    return region_->data() + layout_.slab_at(rank);
+    return first_slab_ + layout_.slab_bytes * static_cast<size_t>(rank);
   }
 
   // --- the state of the group ---
@@ -218,6 +218,7 @@ class HostGroup {
   const int rank_;
   const uint32_t fork_generation_;
   Header* header_ = nullptr;
+  std::byte* first_slab_ = nullptr;
   std::span<Block> blocks_;
   std::span<RankLine> lines_;
   std::unique_ptr<Keeper> keeper_;

@@ -16,11 +16,11 @@ constexpr uint32_t kAssignedChunksPerRank = 2;
 }  // namespace
 
 // Cuts parameters into segments, segments into buckets, buckets into chunks.
-void Reducer::plan(std::vector<BucketSpan> spans) {
+void Reducer::plan(const std::vector<BucketSpan>& spans) {
   std::vector<Segment> all;
   uint32_t order = 0;
   for (uint32_t p = 0; p < parameters_.size(); ++p) {
-    const auto [offset, count, dtype] = parameters_[p];
+    const auto [offset, count, dtype] = parameters_[p].span;
     const size_t size = dtype_bytes(dtype);
     if (offset + count * size > arena_bytes_)
       misuse("parameter " + std::to_string(p) + " ends outside the arena");
@@ -42,7 +42,7 @@ void Reducer::plan(std::vector<BucketSpan> spans) {
     }
   }
 
-  buckets_of_.resize(parameters_.size());
+  std::vector<std::vector<uint32_t>> buckets_of(parameters_.size());
   for (uint32_t b = 0; b < spans.size(); ++b) {
     Bucket bucket{};
     bucket.first_chunk = static_cast<uint32_t>(chunks_.size());
@@ -67,7 +67,7 @@ void Reducer::plan(std::vector<BucketSpan> spans) {
       }
       chunk_bytes += bytes;
       chunks_.back().end_segment = index + 1;
-      std::vector<uint32_t>& owners = buckets_of_[segment.parameter];
+      std::vector<uint32_t>& owners = buckets_of[segment.parameter];
       if (owners.empty() || owners.back() != b) {
         owners.push_back(b);
         ++bucket.parameters;
@@ -83,16 +83,21 @@ void Reducer::plan(std::vector<BucketSpan> spans) {
     misuse("the buckets do not cover the arena");
   total_chunks_ = chunks_.size();
   segments_in_order_.resize(segments_.size());
-  first_in_order_.assign(parameters_.size() + 1, 0);
   for (uint32_t i = 0; i < segments_.size(); ++i) {
     segments_in_order_[segments_[i].order] = i;
-    ++first_in_order_[segments_[i].parameter + 1];
+    ++parameters_[segments_[i].parameter].end_segment;
   }
-  for (size_t p = 0; p < parameters_.size(); ++p)
-    first_in_order_[p + 1] += first_in_order_[p];
+  uint32_t first_segment = 0;
+  for (size_t p = 0; p < parameters_.size(); ++p) {
+    Parameter& parameter = parameters_[p];
+    parameter.first_segment = first_segment;
+    first_segment = parameter.end_segment += first_segment;
+    parameter.first_part = static_cast<uint32_t>(bucket_of_part_.size());
+    bucket_of_part_.insert(bucket_of_part_.end(), buckets_of[p].begin(),
+                           buckets_of[p].end());
+    parameter.end_part = static_cast<uint32_t>(bucket_of_part_.size());
+  }
   unused_words_ = (parameters_.size() + 63) / 64;
-  ready_in_pass_.assign(parameters_.size(), 0);
-  copy_back_.assign(parameters_.size(), nullptr);
   reduced_in_pass_.assign(segments_.size(), 0);
   weights_.assign(static_cast<size_t>(group_.world()), 1.0);
 }

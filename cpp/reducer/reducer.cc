@@ -7,12 +7,12 @@
 
 namespace paceline {
 Reducer::Reducer(HostGroup& group, size_t arena_bytes,
-                 std::vector<ParameterSpan> parameters,
-                 std::vector<BucketSpan> buckets, bool assigns_chunks)
-    : group_(group),
-      parameters_(std::move(parameters)),
-      arena_bytes_(arena_bytes) {
-  plan(std::move(buckets));
+                 const std::vector<ParameterSpan>& parameters,
+                 const std::vector<BucketSpan>& buckets, bool assigns_chunks)
+    : group_(group), arena_bytes_(arena_bytes) {
+  for (const ParameterSpan& span : parameters)
+    parameters_.push_back({.span = span});
+  plan(buckets);
   allocate(assigns_chunks);
   assign_chunks();
 }
@@ -53,34 +53,40 @@ void Reducer::begin_pass() {
   own.owed.store(own_chunks_, std::memory_order_relaxed);
 }
 
-void Reducer::mark_ready(size_t parameter, void* gradient) {
+void Reducer::mark_ready(size_t index, void* gradient) {
   check_usable();
   if (!in_pass_) begin_pass();
-  if (parameter >= parameters_.size())
-    misuse("no parameter " + std::to_string(parameter));
-  if (ready_in_pass_[parameter] == pass_) {
-    misuse("parameter " + std::to_string(parameter) +
+  if (index >= parameters_.size())
+    misuse("no parameter " + std::to_string(index));
+  Parameter& parameter = parameters_[index];
+  if (parameter.ready_in_pass == pass_) {
+    misuse("parameter " + std::to_string(index) +
            " was marked ready twice in one backward pass");
   }
   fault_point(Point::kMarkReady);
-  ready_in_pass_[parameter] = pass_;
-  const bool is_elsewhere = gradient != nullptr &&
-                            gradient != arena() + parameters_[parameter].offset;
-  copy_back_[parameter] = is_elsewhere ? gradient : nullptr;
+  parameter.ready_in_pass = pass_;
+  const bool is_elsewhere =
+      gradient != nullptr && gradient != arena() + parameter.span.offset;
+  parameter.copy_back =
+      is_elsewhere ? static_cast<std::byte*>(gradient) : nullptr;
   if (is_elsewhere) copy_in(parameter);
+  if (post_complete(parameter)) progress(Appetite::kOwnShare);
+}
+
+bool Reducer::post_complete(const Parameter& parameter) {
   bool posted = false;
-  for (const uint32_t b : buckets_of_[parameter]) {
+  for (uint32_t i = parameter.first_part; i < parameter.end_part; ++i) {
+    const uint32_t b = bucket_of_part_[i];
     if (--buckets_[b].pending > 0) continue;
     post(buckets_[b], b);
     posted = true;
   }
-  if (posted) progress(Appetite::kOwnShare);
+  return posted;
 }
 
 // What this rank reduces itself is read where it is; the others need the rest.
-void Reducer::copy_in(size_t parameter) {
-  const size_t end = first_in_order_[parameter + 1];
-  for (size_t i = first_in_order_[parameter]; i < end; ++i) {
+void Reducer::copy_in(const Parameter& parameter) {
+  for (uint32_t i = parameter.first_segment; i < parameter.end_segment; ++i) {
     const Segment& segment = segments_[segments_in_order_[i]];
     if (segment.owner == group_.rank()) continue;
     memcpy(arena() + segment.offset, own_place_of(segment), segment.bytes());
@@ -167,9 +173,9 @@ void Reducer::progress(Appetite appetite) {
 }
 
 std::byte* Reducer::own_place_of(const Segment& segment) const {
-  auto* gradient = static_cast<std::byte*>(copy_back_[segment.parameter]);
-  if (gradient == nullptr) return nullptr;
-  return gradient + (segment.offset - parameters_[segment.parameter].offset);
+  const Parameter& parameter = parameters_[segment.parameter];
+  if (parameter.copy_back == nullptr) return nullptr;
+  return parameter.copy_back + (segment.offset - parameter.span.offset);
 }
 
 // What other ranks reduced lies in the arena only.
@@ -232,7 +238,7 @@ uint32_t Reducer::finish(uint32_t forwards, bool allow_unused) {
   std::fill_n(bits, unused_words_, 0);
   bool any_unused = false;
   for (size_t p = 0; p < parameters_.size(); ++p) {
-    if (ready_in_pass_[p] == pass_) continue;
+    if (parameters_[p].ready_in_pass == pass_) continue;
     bits[p / 64] |= uint64_t{1} << (p % 64);
     any_unused = true;
   }
@@ -263,14 +269,12 @@ uint32_t Reducer::finish(uint32_t forwards, bool allow_unused) {
 // A parameter without a gradient counts as zeros; its buckets can be posted
 // after all.
 void Reducer::add_unused() {
-  for (size_t p = 0; p < parameters_.size(); ++p) {
-    if (ready_in_pass_[p] == pass_) continue;
-    const auto [offset, count, dtype] = parameters_[p];
+  for (Parameter& parameter : parameters_) {
+    if (parameter.ready_in_pass == pass_) continue;
+    const auto [offset, count, dtype] = parameter.span;
     memset(arena() + offset, 0, count * dtype_bytes(dtype));
-    copy_back_[p] = nullptr;
-    for (const uint32_t b : buckets_of_[p]) {
-      if (--buckets_[b].pending == 0) post(buckets_[b], b);
-    }
+    parameter.copy_back = nullptr;
+    post_complete(parameter);
   }
 }
 

@@ -63,8 +63,8 @@ class Reducer {
   /// Collective: allocates the arena and the counters.
   /// `assigns_chunks`: gradients will lie outside of the arena; see the words.
   Reducer(HostGroup& group, size_t arena_bytes,
-          std::vector<ParameterSpan> parameters,
-          std::vector<BucketSpan> buckets, bool assigns_chunks);
+          const std::vector<ParameterSpan>& parameters,
+          const std::vector<BucketSpan>& buckets, bool assigns_chunks);
   ~Reducer();
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
@@ -72,8 +72,9 @@ class Reducer {
   std::byte* arena() const { return arena_of(group_.rank()); }
   /// Of this rank in the next pass's mean.
   void set_weight(double weight) { weight_ = weight; }
-  /// Gradient `parameter` is final at `gradient` (null: in the arena already).
-  void mark_ready(size_t parameter, void* gradient);
+  /// The gradient of a parameter is final at `gradient` (null: in the arena
+  /// already).
+  void mark_ready(size_t index, void* gradient);
   /// Ends this rank's pass; blocks until the pass is complete everywhere.
   /// Returns kPass... flags.
   uint32_t finish(uint32_t forwards, bool allow_unused);
@@ -101,6 +102,18 @@ class Reducer {
     DType dtype;
     int owner = kNobody;  ///< the rank that its chunk is assigned to
     size_t bytes() const { return count * dtype_bytes(dtype); }
+  };
+  /// All that a hook needs, side by side: it runs between kernels that leave
+  /// little of it in the caches.
+  struct alignas(64) Parameter {
+    ParameterSpan span;
+    uint32_t first_segment = 0;  ///< into segments_in_order_
+    uint32_t end_segment = 0;
+    uint32_t first_part = 0;  ///< into bucket_of_part_
+    uint32_t end_part = 0;
+    uint64_t ready_in_pass = 0;  ///< the last
+    std::byte* copy_back =
+        nullptr;  ///< where the mean goes; null: it stays in the arena
   };
   struct Chunk {
     uint32_t first_segment;
@@ -156,12 +169,15 @@ class Reducer {
                                  ///< reduced yet
   };
 
-  void plan(std::vector<BucketSpan> buckets);
+  void plan(const std::vector<BucketSpan>& buckets);
   void allocate(bool assigns_chunks);
   void assign_chunks();
   void check_usable() const;
   void begin_pass();
-  void copy_in(size_t parameter);
+  void copy_in(const Parameter& parameter);
+  /// Posts the buckets in which its gradient was the last; whether there is
+  /// any.
+  bool post_complete(const Parameter& parameter);
   void post(Bucket& bucket, size_t index);
   void add_unused();
   /// How much of the complete buckets a rank reduces: in the middle of its
@@ -210,14 +226,12 @@ class Reducer {
   }
 
   HostGroup& group_;
-  const std::vector<ParameterSpan> parameters_;
   const size_t arena_bytes_;
   std::vector<Segment> segments_;
   std::vector<Chunk> chunks_;
   std::vector<Bucket> buckets_;
-  std::vector<std::vector<uint32_t>> buckets_of_;  ///< by parameter
-  std::vector<uint32_t> segments_in_order_;
-  std::vector<uint32_t> first_in_order_;  ///< by parameter, and the end
+  std::vector<uint32_t> bucket_of_part_;     ///< by parameter, then by bucket
+  std::vector<uint32_t> segments_in_order_;  ///< by parameter, then by block
   uint32_t own_chunks_ = 0;  ///< assigned to this rank, of all buckets
   size_t total_chunks_ = 0;
   size_t unused_words_ = 0;
@@ -231,12 +245,9 @@ class Reducer {
   uint64_t finished_passes_ = 0;
   bool in_pass_ = false;
   double weight_ = 1;
-  std::vector<uint64_t>
-      ready_in_pass_;  ///< by parameter: the last pass it was ready in
+  std::vector<Parameter> parameters_;
   std::vector<uint64_t> reduced_in_pass_;  ///< by segment: the last pass in
                                            ///< which this rank reduced it
-  std::vector<void*> copy_back_;  ///< by parameter: where the mean goes, null:
-                                  ///< it stays in the arena
   bool weights_known_ = false;
   bool weights_all_one_ = true;
   std::vector<double> weights_;

@@ -158,6 +158,14 @@ def test_features_are_compared_with_the_default(tmp_path):
 
 
 @needs_torch
+def test_hooks_are_compared_with_an_empty_one(tmp_path):
+    only = "alone,empty,paceline,torch_noop"
+    content = bench(tmp_path, "hook", "--only", only)
+    assert content["parameters"] == 300
+    assert [row["way"] for row in content["rows"]] == only.split(",")
+
+
+@needs_torch
 def test_indices_are_counted(tmp_path):
     content = bench(tmp_path, "data", "--length", "100000")
     found = {(row["task"], row["contender"]): row["indices"] for row in content["rows"]}

@@ -13,6 +13,7 @@ from torch.testing import assert_close
 
 from paceline.errors import (
     CollectiveError,
+    ConfigError,
     NonFiniteGradientError,
     PeerLostError,
     SkippedPassError,
@@ -40,6 +41,46 @@ def test_an_unused_parameter_raises_on_all_ranks(rank: int, path: str) -> None:
     model.zero_grad()
     ddp(x * (1 + rank), "both").sum().backward()
     assert_close(model.right.weight.grad, torch.full((2, 3), 2.0))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("view", [False, True])
+@ranks(2, group="gloo")
+def test_a_gradient_that_cannot_be_averaged_raises_on_all_ranks(rank: int, path: str, view: bool) -> None:
+    """On one rank, or on both: in that backward, with the parameter's name; and the next one is good."""
+    model = two_layers()
+    first, *_ = model.parameters()
+    spoil: list[int] = []
+
+    def forget(parameter: torch.Tensor) -> None:
+        if rank in spoil:
+            parameter.grad = None
+
+    first.register_post_accumulate_grad_hook(forget)  # before ours
+    ddp = DistributedDataParallel(model, reduce_through=path, gradient_as_bucket_view=view)
+    x = torch.ones(1, 4) * (1 + rank)
+    for spoil in ([1], [], [0, 1], []):
+        ddp.zero_grad()
+        if not spoil:
+            ddp(x).sum().backward()
+            assert torch.isfinite(first.grad).all()
+            continue
+        with pytest.raises(ConfigError) as caught:
+            ddp(x).sum().backward()
+        if rank in spoil:
+            assert "got      no gradient" in str(caught.value)
+            assert "another hook" in str(caught.value)
+        else:
+            assert "The gradient of '0.weight' cannot be averaged on rank 1 of 2." in str(caught.value)
+
+
+@ranks(2, group="gloo")
+def test_a_local_gradient_that_cannot_be_averaged_raises_at_once(rank: int) -> None:
+    model = two_layers()
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    model.double()
+    with ddp.no_sync(), pytest.raises(ConfigError, match=r"a gradient of torch\.float64"):
+        ddp(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
 
 
 @pytest.mark.parametrize("path", PATHS)

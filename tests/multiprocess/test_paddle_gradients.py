@@ -9,7 +9,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from paddle import nn
 from paddle.distributed.fleet.utils import recompute
 
-from paceline.errors import NonFiniteGradientError, SkippedPassError, UnusedParameterError
+from paceline.errors import ConfigError, NonFiniteGradientError, SkippedPassError, UnusedParameterError
 from paceline.paddle import DataParallel
 from tests.multiprocess.paddle_models import (
     Branches,
@@ -253,6 +253,39 @@ def test_sparse_rows_of_an_embedding(group: object) -> None:
             optimizer.clear_grad()
         assert_allclose(sparse.table.weight.numpy(), dense.table.weight.numpy(), rtol=1e-5, atol=1e-6)
         assert_same_on_all_ranks(sparse, group)
+
+
+@ranks(2)
+def test_gradients_that_cannot_be_averaged_raise_on_all_ranks(group: object) -> None:
+    """In the backward in which one rank gets them, with the parameter's name; and the next one is good."""
+    for view in VIEWS:
+        model = two_layers()
+        wrapped = DataParallel(model, group=group, gradient_as_bucket_view=view)
+        train(wrapped, paddle.ones([1, 4]), steps=1)
+        if group.rank == 1:
+            model.to(dtype="float64")
+        x = paddle.ones([1, 4], "float64" if group.rank == 1 else "float32")
+        wrapped.clear_gradients(set_to_zero=False)
+        expected = ("cannot be averaged on rank 1 of 2", "got      a gradient of float64")[group.rank]
+        with pytest.raises(ConfigError, match=expected) as caught:
+            squares(wrapped(x)).backward()
+        assert "'2." in str(caught.value)  # the first gradient that comes is the last layer's
+        model.to(dtype="float32")
+        wrapped.clear_gradients(set_to_zero=False)
+        train(wrapped, paddle.ones([1, 4]), steps=1)
+        assert_same_on_all_ranks(model, group)
+
+
+@ranks(2)
+def test_a_dense_gradient_of_a_sparse_embedding_raises_on_all_ranks(group: object) -> None:
+    model = Words(True)
+    wrapped = DataParallel(model, group=group, find_unused_parameters=True)
+    table = model.table.weight
+    loss = squares(wrapped(paddle.to_tensor([1, 2])))
+    with pytest.raises(ConfigError, match=r"(?s)'table.weight'.*rank 1 of 2.*a dense one"):
+        (loss + table.sum() if group.rank == 1 else loss).backward()
+    wrapped.clear_gradients()
+    squares(wrapped(paddle.to_tensor([1, 2]))).backward()
 
 
 @ranks(2)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.errors import GraphChangedError
-from paceline.reducer.protocol import FINISHED, INTERRUPTED, TWICE
-from paceline.reducer.report import check_twice, nonfinite_error, skipped_error, unused_error
+from paceline.errors import ConfigError, GraphChangedError
+from paceline.reducer.protocol import FINISHED, INTERRUPTED, REFUSED, TWICE
+from paceline.reducer.report import check_refused, check_twice, nonfinite_error, skipped_error, unused_error
 
 NAMES = ["embed.weight", "fc.weight", "fc.bias", "head.weight"]
 
@@ -58,6 +58,14 @@ def test_an_interrupted_backward_is_told_apart() -> None:
     error = skipped_error([1, INTERRUPTED])
     assert "The backward of rank 1 of 2 ended in an exception" in str(error)
     assert error.ranks == (1,)
+
+
+def test_a_refused_gradient_is_told_to_the_others() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_refused([FINISHED, REFUSED + 1, 1, TWICE + 3], NAMES)
+    assert str(caught.value).startswith("The gradient of 'fc.weight' cannot be averaged on rank 1 of 4.")
+    check_refused([1, FINISHED, INTERRUPTED, TWICE], NAMES)
+    check_twice([1, REFUSED + 1], NAMES)
 
 
 def test_a_gradient_that_came_twice_is_told_to_ranks_without_data_too() -> None:

@@ -151,26 +151,31 @@ class GradientPasses(BackwardPasses):
         if index in self._at_end or backward_calls.depth() > 1:
             self._always_at_end.add(index)
         if self._is_first or index in self._always_at_end:
-            self._check_not_handed(index)
-            self._at_end[index] = None
+            if not self._has_come_again(index):
+                self._at_end[index] = None
         else:
             self._hand_over(index)
 
-    def _check_not_handed(self, index: int) -> None:
-        if index in self.state.handed:
-            raise ConfigError(
-                f"The gradient of '{self._tensors.names[index]}' came again after it had been handed over.",
-                likely="a layer is used inside and outside of recompute(), for the first time in this pass",
-                hint="recompute(..., use_reentrant=False); or do it from the first pass on",
-            )
+    def _has_come_again(self, index: int) -> bool:
+        if index not in self.state.handed:
+            return False
+        error = ConfigError(
+            f"The gradient of '{self._tensors.names[index]}' came again after it had been handed over.",
+            likely="a layer is used inside and outside of recompute(), for the first time in this pass",
+            hint="recompute(..., use_reentrant=False); or do it from the first pass on",
+        )
+        self.state.refuse(index, error)
+        return True
 
     def _hand_over(self, index: int) -> None:
         """Give the gradient to the reducer, as few Python steps as possible for the usual one."""
-        self._check_not_handed(index)
+        if self._has_come_again(index):
+            return
         gradient = internals.gradient_of(self._tensors.trainable[index])
         if gradient is not None and self._config.gradients_in_arena:
             if gradient.data_ptr() != self._pointers[index]:
-                self._check_kind(index, gradient)
+                if not self._is_right_kind(index, gradient):
+                    return
                 with paddle.no_grad():
                     paddle.assign(gradient, self._places[index])
                 internals.move_memory(gradient, self._places[index])
@@ -178,7 +183,8 @@ class GradientPasses(BackwardPasses):
             self.reducer.mark_ready(index, 0)
             return
         if gradient is None or gradient.dtype is not self._dtypes[index] or not gradient.is_contiguous():
-            self._check_kind(index, gradient)
+            if not self._is_right_kind(index, gradient):
+                return
             assert gradient is not None
             # Its strides differ: from now on it lies in memory as its parameter does.
             with paddle.no_grad():
@@ -192,7 +198,7 @@ class GradientPasses(BackwardPasses):
         self.state.staged.append(index)
         self.reducer.mark_ready(index, 0)
 
-    def _check_kind(self, index: int, gradient: paddle.Tensor | None) -> None:
+    def _is_right_kind(self, index: int, gradient: paddle.Tensor | None) -> bool:
         if gradient is None:
             got, likely = "no gradient", "another hook of this parameter removed it"
         elif internals.is_sparse(gradient):
@@ -202,13 +208,15 @@ class GradientPasses(BackwardPasses):
             got = f"a gradient of {dtype_name(gradient.dtype)}"
             likely = "the model was converted, by .astype() or .to(), after it had been wrapped"
         else:
-            return
-        raise ConfigError(
+            return True
+        error = ConfigError(
             f"DataParallel cannot average the gradient of '{self._tensors.names[index]}'.",
             expected=f"a dense gradient of {dtype_name(self._dtypes[index])}",
             got=got,
             likely=likely,
         )
+        self.state.refuse(index, error)
+        return False
 
     def _is_in_backward(self) -> bool:
         return backward_calls.depth() > 0

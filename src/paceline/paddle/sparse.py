@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import paddle
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, format_ranks
 from paceline.paddle import internals
 from paceline.paddle.links import Link
 
@@ -27,22 +27,14 @@ def average_rows(parameter: paddle.Tensor, name: str, link: Link, weight: float 
         Rank 0 has row 1 with [2, 2], rank 1 row 4 with [6, 6]; both get rows 1 and 4 with [1, 1], [3, 3].
     """
     gradient = internals.gradient_of(parameter)
-    if gradient is not None and not internals.is_sparse(gradient):
-        raise ConfigError(
-            f"DataParallel cannot average the gradient of '{name}'.",
-            expected="a sparse gradient, as that of nn.Embedding(sparse=True)",
-            got="a dense one",
-            likely="the weight is used outside of its embedding, too",
-            hint="make the embedding with sparse=False",
-        )
+    is_dense = gradient is not None and not internals.is_sparse(gradient)
     width = [int(size) for size in parameter.shape[1:]]
-    rows, values = (
-        ([], np.empty((0, *width), np.float32)) if gradient is None else internals.rows_of(gradient)
-    )
-    if weight == 0.0:
-        rows, values = [], values[:0]
-    facts = link.gather(np.array([len(rows), weight], np.float64))
+    counts_here = gradient is not None and not is_dense and weight != 0.0
+    rows, values = internals.rows_of(gradient) if counts_here else ([], np.empty((0, *width), np.float32))
+    facts = link.gather(np.array([len(rows), weight, is_dense], np.float64))
     counts, weights = facts[:, 0].astype(np.int64), facts[:, 1]
+    if facts[:, 2].any():
+        raise _dense_error(name, np.flatnonzero(facts[:, 2]).tolist(), len(facts))
     most = int(counts.max())
     if most == 0:
         return []
@@ -59,3 +51,14 @@ def average_rows(parameter: paddle.Tensor, name: str, link: Link, weight: float 
     else:
         internals.set_rows(gradient, rows, mean)
     return [rank for rank, part in enumerate(parts) if not np.isfinite(part).all()]
+
+
+def _dense_error(name: str, ranks: list[int], world_size: int) -> ConfigError:
+    return ConfigError(
+        f"DataParallel cannot average the gradient of '{name}'.",
+        where=f"{format_ranks(ranks)} of {world_size}",
+        expected="a sparse gradient, as that of nn.Embedding(sparse=True)",
+        got="a dense one",
+        likely="the weight is used outside of its embedding, too",
+        hint="make the embedding with sparse=False",
+    )

@@ -17,7 +17,7 @@ from typing import Protocol
 from paceline.reducer.fresh_gradients import FreshGradients
 from paceline.reducer.micro_batches import MicroBatchWeights
 from paceline.reducer.pass_state import PassState
-from paceline.reducer.protocol import FINISHED, TWICE, Outcome, Reducer
+from paceline.reducer.protocol import FINISHED, Outcome, Reducer
 from paceline.reducer.report import names_by_rank
 from paceline.reducer.verdict import Judge, give_up_interrupted
 
@@ -236,12 +236,12 @@ class BackwardPasses(ABC):
         self._prepare_end()
         try:
             self._hand_over_rest()
-            status = state.forwards if state.came_twice is None else TWICE + state.came_twice
+            status = state.status
             outcome = self.reducer.finish(status, self._config.allow_unused)
             self.active = self._all_ranks
-            if outcome or state.came_twice is not None:
+            if outcome or status != state.forwards:
                 self._note_active(Outcome(outcome))
-                self._judge.judge(Outcome(outcome), self.reducer)
+                self._judge.judge(Outcome(outcome), self.reducer, state.refused)
             if self.active:
                 self._bring_home()
             order = None if self.is_order_final else list(state.handed)

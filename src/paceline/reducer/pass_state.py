@@ -1,15 +1,16 @@
 """What a front end remembers between the hooks of one backward pass. The same for every framework.
 
-Imports only the standard library and `errors`.
+Imports only the standard library, the core, `errors` and `protocol`.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
 
-from paceline.errors import ForkedError
+from paceline import _core
+from paceline.errors import ConfigError, ForkedError
+from paceline.reducer.protocol import REFUSED, TWICE
 
 
 class PassState:
@@ -18,12 +19,13 @@ class PassState:
     Attributes:
         is_syncing: Whether the pass under way is averaged; no_sync() makes forward clear it.
         is_armed: Whether a pass is under way, so that the end of this backward ends it.
-        handed: Gradients handed over in this pass, in that order. Keeps the memory alive that the reducer
-            reads and writes by pointer.
+        handed: Gradients handed over in this pass, by parameter, in that order. Keeps the memory alive that
+            the reducer reads and writes by pointer.
         staged: Those of them whose mean the front end copies back.
         accumulated: Parameters that got local gradients, in no_sync(), since the last synchronised pass.
         came_twice: A parameter whose gradient came again after it had been handed over. The end of the pass
             tells all ranks: a hook that raised would leave the others waiting.
+        refused: A parameter whose gradient cannot be averaged, and why. The end of the pass tells, too.
         forwards: Of this rank since the last synchronised pass.
     """
 
@@ -36,16 +38,18 @@ class PassState:
         "is_armed",
         "is_syncing",
         "pid",
+        "refused",
         "staged",
     )
 
     def __init__(self) -> None:
         self.is_syncing = True
         self.is_armed = False
-        self.handed: dict[int, Any] = {}
+        self.handed = _core.HandedGradients()
         self.staged: list[int] = []
         self.accumulated: set[int] = set()
         self.came_twice: int | None = None
+        self.refused: tuple[int, ConfigError] | None = None
         self.forwards = 0
         self.pid = os.getpid()
         self.arm: Callable[[], None]
@@ -57,7 +61,28 @@ class PassState:
         self.staged.clear()
         self.accumulated.clear()
         self.came_twice = None
+        self.refused = None
         self.forwards = 0
+
+    def refuse(self, index: int, error: ConfigError) -> None:
+        """The gradient of a parameter cannot be averaged; raises at once where no pass will end.
+
+        Raises:
+            ConfigError: The one given.
+        """
+        if not self.is_syncing:
+            raise error
+        if self.refused is None:
+            self.refused = index, error
+
+    @property
+    def status(self) -> int:
+        """What the end of the pass tells the other ranks: the number of forwards, or what went wrong."""
+        if self.refused is not None:
+            return REFUSED + self.refused[0]
+        if self.came_twice is not None:
+            return TWICE + self.came_twice
+        return self.forwards
 
     def check_process(self) -> None:
         """Raise ForkedError in a forked child, which has the model but not the memory."""

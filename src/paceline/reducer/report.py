@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from paceline.errors import (
+    ConfigError,
     GraphChangedError,
     NonFiniteGradientError,
     SkippedPassError,
     UnusedParameterError,
     format_ranks,
 )
-from paceline.reducer.protocol import FINISHED, INTERRUPTED, TWICE
+from paceline.reducer.protocol import FINISHED, INTERRUPTED, REFUSED, TWICE
 
 _SHOWN_NAMES = 6
 _SHOWN_GROUPS = 8
@@ -76,7 +77,7 @@ def check_twice(forwards_by_rank: Sequence[int], names: Sequence[str]) -> None:
     Raises:
         GraphChangedError: Names the parameters, by rank.
     """
-    pairs = [(rank, [code - TWICE]) for rank, code in enumerate(forwards_by_rank) if TWICE <= code < FINISHED]
+    pairs = [(rank, [code - TWICE]) for rank, code in enumerate(forwards_by_rank) if TWICE <= code < REFUSED]
     if not pairs:
         return
     who = sorted(rank for rank, _ in pairs)
@@ -91,6 +92,32 @@ def check_twice(forwards_by_rank: Sequence[int], names: Sequence[str]) -> None:
         hint="checkpoint with use_reentrant=False; or promise static_graph=True, which learns it from the "
         "first pass",
         changed=twice,
+    )
+
+
+def check_refused(forwards_by_rank: Sequence[int], names: Sequence[str]) -> None:
+    """Raise if another rank's pass ended with REFUSED + index: a gradient there cannot be averaged.
+
+    Raises:
+        ConfigError: Names the parameters, by rank.
+
+    Example:
+        On rank 0, if rank 1 of 2 got a gradient of another dtype: "The gradient of 'fc.weight' cannot be
+        averaged on rank 1 of 2."
+    """
+    coded = enumerate(forwards_by_rank)
+    pairs = [(rank, [code - REFUSED]) for rank, code in coded if REFUSED <= code < FINISHED]
+    if not pairs:
+        return
+    ranks_of = _invert(pairs)
+    who = _of_world(sorted(rank for rank, _ in pairs), len(forwards_by_rank))
+    refused = tuple(names[index] for index in sorted(ranks_of))
+    raise ConfigError(
+        f"The gradient of '{shorten(refused)}' cannot be averaged on {who}.",
+        where="the end of backward; the gradients of this pass were not averaged, on any rank",
+        seen=_rows(ranks_of, names),
+        likely="a hook, or a conversion of the model, that is on these ranks only",
+        hint="the error on these ranks says what is wrong with it",
     )
 
 

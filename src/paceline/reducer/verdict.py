@@ -1,6 +1,6 @@
 """What the outcome of a pass means for the user. The same for every framework, and on every rank.
 
-Imports only the standard library, `protocol` and `report`.
+Imports only the standard library, `errors`, `protocol` and `report`.
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
+from paceline.errors import ConfigError
 from paceline.reducer.protocol import INTERRUPTED, TWICE, Outcome, Reducer
-from paceline.reducer.report import check_twice, nonfinite_error, skipped_error, unused_error
+from paceline.reducer.report import check_refused, check_twice, nonfinite_error, skipped_error, unused_error
 
 
 class Judge:
@@ -29,15 +30,26 @@ class Judge:
         self._nonfinite = nonfinite
         self._has_warned = False
 
-    def judge(self, outcome: Outcome, reducer: Reducer) -> None:
+    def judge(
+        self, outcome: Outcome, reducer: Reducer, refused: tuple[int, ConfigError] | None = None
+    ) -> None:
         """Look at what `reducer.finish` returned; the same on every rank.
 
+        Args:
+            outcome: That.
+            reducer: Knows more.
+            refused: A parameter of this rank whose gradient cannot be averaged, and why.
+
         Raises:
+            ConfigError: Some rank refused a gradient; the pass is void.
             SkippedPassError, UnusedParameterError, GraphChangedError: The pass is void.
             NonFiniteGradientError: The means are in place, but hold an infinity or a NaN.
         """
         forwards = reducer.forwards_by_rank()
         if INTERRUPTED not in forwards and max(forwards) >= TWICE:
+            if refused is not None:
+                raise refused[1]
+            check_refused(forwards, self._names)
             check_twice(forwards, self._names)
         if Outcome.SKIPPED in outcome:
             raise skipped_error(forwards)

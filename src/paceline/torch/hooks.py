@@ -88,7 +88,8 @@ def copy_hook(
             state.arm()
         gradient = parameter.grad
         if gradient is None or gradient.dtype is not dtype or gradient.is_sparse:
-            raise unsupported_gradient(name, gradient, dtype)
+            state.refuse(index, unsupported_gradient(name, gradient, dtype))
+            return
         if index in handed:
             state.came_twice = index
             return
@@ -114,7 +115,8 @@ def view_hook(
         gradient = parameter.grad
         if gradient is not view:
             if gradient is None or gradient.dtype is not dtype or gradient.is_sparse:
-                raise unsupported_gradient(name, gradient, dtype)
+                state.refuse(index, unsupported_gradient(name, gradient, dtype))
+                return
             copy(gradient.detach() if gradient.requires_grad else gradient)  # as in copy_hook
             parameter.grad = view
         if not state.is_syncing:

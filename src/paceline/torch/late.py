@@ -83,7 +83,7 @@ class LateGradients:
             self._learned = {index: count for index, count in came.items() if count > 1}
         for index in came:
             self._hand_over(index)
-        return sorted(self._delayed - self._state.handed.keys())
+        return sorted(index for index in self._delayed if index not in self._state.handed)
 
     def forget(self) -> None:
         """The pass was given up."""

@@ -32,6 +32,7 @@ def register(subparsers: Any) -> None:
     _add_killed(benches)
     _add_memory(benches)
     _add(benches, "features", _features, 30, "what find_unused_parameters and static_graph add to a step")
+    _add(benches, "hook", _hook, 60, "what taking gradients adds to a backward on one rank", has_ranks=False)
     _add_data(benches)
 
 
@@ -156,6 +157,12 @@ def _features(arguments: argparse.Namespace) -> int:
     from paceline.observe.bench import features, step
 
     return _finish(features.run(_plan(arguments, features.ENTRIES, step.STEADY_MALLOC)), arguments)
+
+
+def _hook(arguments: argparse.Namespace) -> int:
+    from paceline.observe.bench import hook, step
+
+    return _finish(hook.run(_plan(arguments, hook.ENTRIES, step.STEADY_MALLOC)), arguments)
 
 
 def _data(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""`paceline bench features`: what a parameter's hook costs, and what the options of DDP add to a step."""
+"""`paceline bench features`: what the options of DistributedDataParallel add to a step."""
 
 from __future__ import annotations
 
@@ -14,9 +14,6 @@ from paceline.observe.bench.units import format_time
 MODELS = ("many", "gpt")
 ENTRIES = (
     entry("alone", "alone, no synchronisation", way="alone"),
-    entry("hooks", "an empty hook on each parameter", way="hooks"),
-    entry("solo", "Paceline DDP, each rank by itself", way="solo"),
-    entry("solo_view", "the same, bucket view", way="solo", gradient_as_bucket_view=True),
     entry("paceline", "Paceline DDP", way="paceline"),
     entry("unused", "find_unused_parameters=True", way="paceline", find_unused_parameters=True),
     entry("static", "static_graph=True", way="paceline", static_graph=True),
@@ -44,13 +41,11 @@ def run(plan: Plan) -> Report:
         title=f"options of DistributedDataParallel, {plan.ranks} ranks on one host",
         command=plan.command,
         machine=machine,
-        columns=["model", "way", "step", "overhead", "per parameter", "beyond the default"],
+        columns=["model", "way", "step", "overhead", "beyond the default"],
         rows=rows,
         notes=[
             f"step: median of {plan.rounds} rounds on each rank, then the slowest rank. overhead: step minus "
-            "step alone in the same round, median over rounds; per parameter: divided by their number.",
-            "by itself: hooks, copies and kernels, without waiting for others. An empty hook: what torch "
-            "takes for calling it.",
+            "step alone in the same round, median over rounds.",
             "beyond the default: the same against Paceline DDP without the option, in per cent of its step, "
             "with the 95 % interval.",
             *plan.notes(contest),
@@ -67,15 +62,15 @@ def _rows(contest: Contest, model: str, tensors: int, timings: dict[str, Timing]
         key = contender.entry.key
         cells = [f"{model}, {tensors} parameters" if not rows else "", contender.entry.label]
         if key not in timings:
-            rows.append([*cells, "failed", "-", "-", "-"])
+            rows.append([*cells, "failed", "-", "-"])
             continue
         samples = timings[key].samples
         cells.append(format_time(slowest_median(samples)))
         if key == "alone" or "alone" not in timings:
-            rows.append([*cells, "-", "-", "-"])
+            rows.append([*cells, "-", "-"])
             continue
         added = overhead(samples, timings["alone"].samples).median
-        rows.append([*cells, format_time(added), format_time(added / tensors), _beyond(key, timings)])
+        rows.append([*cells, format_time(added), _beyond(key, timings)])
     return rows
 
 

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from paceline.collectives.init import init
 from paceline.torch.bench.all_reduce import form_group
 from paceline.torch.bench.models import MODELS, Model
 
@@ -25,17 +24,18 @@ class Step:
     Args:
         rank: This rank.
         world_size: Number of ranks.
-        way: `torch` or `paceline`; or, without the other ranks, `alone`, `hooks` (empty ones, what torch
-            takes for calling them) or `solo` (Paceline, with one rank).
+        way: `alone`, without the other ranks; `torch` or `paceline`.
         options: Further arguments of the DDPs.
     """
+
+    BY_ITSELF: ClassVar[tuple[str, ...]] = ("alone",)
 
     def __init__(self, rank: int, world_size: int, way: str, **options: Any) -> None:
         self._rank = rank
         self._world_size = world_size
         self._way = way
         self._options = options
-        self._averages = way in ("torch", "paceline")
+        self._averages = way not in self.BY_ITSELF
         if self._averages:
             form_group("gloo", rank, world_size)
 
@@ -66,17 +66,10 @@ class Step:
     def _wrap(self, module: nn.Module) -> nn.Module:
         if self._way == "alone":
             return module
-        if self._way == "hooks":
-            for parameter in module.parameters():
-                parameter.register_post_accumulate_grad_hook(lambda _: None)  # type: ignore[no-untyped-call]
-            return module
         if self._way == "torch":
             return TorchDDP(module, **self._options)
         from paceline.torch import DistributedDataParallel
 
-        if self._way == "solo":  # which averages only if it is to look at the gradients
-            group = init(rank=0, world_size=1, name="bench")
-            return DistributedDataParallel(module, process_group=group, nonfinite="raise", **self._options)
         return DistributedDataParallel(module, **self._options)
 
     def _backward(self) -> None:

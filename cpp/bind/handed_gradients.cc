@@ -1,0 +1,95 @@
+#include "bind/handed_gradients.h"
+
+namespace paceline {
+namespace {
+
+// Slots of the type, because Python's hooks use them as often as the core's.
+
+HandedGradients& of(PyObject* self) {
+  return *nb::inst_ptr<HandedGradients>(self);
+}
+
+/// SIZE_MAX: it is no index of a parameter, and an exception is set.
+size_t parameter_of(PyObject* key) {
+  const size_t parameter = PyLong_AsSize_t(key);
+  return PyErr_Occurred() == nullptr ? parameter : SIZE_MAX;
+}
+
+Py_ssize_t length_slot(PyObject* self) {
+  return static_cast<Py_ssize_t>(of(self).order().size());
+}
+
+int contains_slot(PyObject* self, PyObject* key) {
+  const size_t parameter = parameter_of(key);
+  if (parameter == SIZE_MAX) return -1;
+  return of(self).find(parameter) != nullptr ? 1 : 0;
+}
+
+PyObject* get_slot(PyObject* self, PyObject* key) {
+  const size_t parameter = parameter_of(key);
+  if (parameter == SIZE_MAX) return nullptr;
+  PyObject* gradient = of(self).find(parameter);
+  if (gradient == nullptr) {
+    PyErr_SetObject(PyExc_KeyError, key);
+    return nullptr;
+  }
+  return Py_NewRef(gradient);
+}
+
+int set_slot(PyObject* self, PyObject* key, PyObject* gradient) {
+  if (gradient == nullptr) {
+    PyErr_SetString(PyExc_TypeError, "a gradient that was handed over stays");
+    return -1;
+  }
+  const size_t parameter = parameter_of(key);
+  if (parameter == SIZE_MAX) return -1;
+  try {
+    of(self).put(parameter, nb::borrow(gradient));
+  } catch (const std::exception&) {  // memory, or an absurd index
+    PyErr_NoMemory();
+    return -1;
+  }
+  return 0;
+}
+
+PyObject* iterate_slot(PyObject* self) {
+  const std::vector<size_t>& order = of(self).order();
+  const nb::object list =
+      nb::steal(PyList_New(static_cast<Py_ssize_t>(order.size())));
+  if (!list.is_valid()) return nullptr;
+  for (size_t i = 0; i < order.size(); ++i) {
+    PyObject* parameter = PyLong_FromSize_t(order[i]);
+    if (parameter == nullptr) return nullptr;
+    PyList_SET_ITEM(list.ptr(), static_cast<Py_ssize_t>(i), parameter);
+  }
+  return PyObject_GetIter(list.ptr());
+}
+
+int traverse_slot(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  return nb::inst_ready(self) ? of(self).traverse(visit, arg) : 0;
+}
+
+int clear_slot(PyObject* self) {
+  of(self).clear();
+  return 0;
+}
+
+PyType_Slot slots[] = {{Py_mp_length, reinterpret_cast<void*>(length_slot)},
+                       {Py_sq_contains, reinterpret_cast<void*>(contains_slot)},
+                       {Py_mp_subscript, reinterpret_cast<void*>(get_slot)},
+                       {Py_mp_ass_subscript, reinterpret_cast<void*>(set_slot)},
+                       {Py_tp_iter, reinterpret_cast<void*>(iterate_slot)},
+                       {Py_tp_traverse, reinterpret_cast<void*>(traverse_slot)},
+                       {Py_tp_clear, reinterpret_cast<void*>(clear_slot)},
+                       {0, nullptr}};
+
+}  // namespace
+
+void bind_handed_gradients(nb::module_& m) {
+  nb::class_<HandedGradients>(m, "HandedGradients", nb::type_slots(slots))
+      .def(nb::init<>())
+      .def("clear", &HandedGradients::clear);
+}
+
+}  // namespace paceline
