@@ -11,6 +11,7 @@
 #include "bind/dlpack.h"
 #include "bind/handed_gradients.h"
 #include "bind/py_reducer.h"
+#include "bind/tensor_attribute.h"
 
 namespace paceline {
 namespace {
@@ -34,45 +35,6 @@ class Slot {
 
  private:
   Py_ssize_t offset_;
-};
-
-/// The attribute `grad` of parameters, found once for the class of a parameter.
-class GradAttribute {
- public:
-  GradAttribute() : name_(nb::steal(PyUnicode_InternFromString("grad"))) {}
-
-  /// A new reference, or null with an exception set.
-  PyObject* get(PyObject* parameter) {
-    const PyGetSetDef* const found = find(parameter);
-    return found != nullptr && found->get != nullptr
-               ? found->get(parameter, found->closure)
-               : PyObject_GetAttr(parameter, name_.ptr());
-  }
-  /// False: an exception is set.
-  bool set(PyObject* parameter, PyObject* gradient) {
-    const PyGetSetDef* const found = find(parameter);
-    return 0 == (found != nullptr && found->set != nullptr
-                     ? found->set(parameter, gradient, found->closure)
-                     : PyObject_SetAttr(parameter, name_.ptr(), gradient));
-  }
-
- private:
-  const PyGetSetDef* find(PyObject* parameter) {
-    if (!Py_IS_TYPE(parameter, reinterpret_cast<PyTypeObject*>(type_.ptr()))) {
-      type_ = nb::borrow(reinterpret_cast<PyObject*>(Py_TYPE(parameter)));
-      descriptor_ = type_.attr(name_);
-      found_ = Py_IS_TYPE(descriptor_.ptr(), &PyGetSetDescr_Type)
-                   ? reinterpret_cast<PyGetSetDescrObject*>(descriptor_.ptr())
-                         ->d_getset
-                   : nullptr;
-    }
-    return found_;
-  }
-
-  nb::object name_;
-  nb::object type_ = nb::none();  ///< of the last parameter
-  nb::object descriptor_;         ///< keeps what is found
-  const PyGetSetDef* found_ = nullptr;
 };
 
 /// The usual case of a hook written in Python: it looks at the gradient through
@@ -219,7 +181,7 @@ class GradientHook {
   HandedGradients* handed_;
   nb::object reducer_;
   PyReducer* core_;
-  GradAttribute grad_;
+  TensorAttribute grad_{"grad"};
   nb::object place_;
   nb::object type_;
   int (*borrow_)(void*, dlpack::Tensor*) = nullptr;

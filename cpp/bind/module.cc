@@ -11,6 +11,7 @@
 #include "bind/failures.h"
 #include "bind/gradient_hook.h"
 #include "bind/handed_gradients.h"
+#include "bind/module_snapshot.h"
 #include "bind/py_compression.h"
 #include "bind/py_host_group.h"
 #include "bind/py_permutation.h"
@@ -271,6 +272,7 @@ NB_MODULE(_core, m) {
   paceline::bind_reducer(m);
   paceline::bind_handed_gradients(m);
   paceline::bind_gradient_hook(m);
+  paceline::bind_module_snapshot(m);
   paceline::bind_permutation(m);
   paceline::bind_compression(m);
 }

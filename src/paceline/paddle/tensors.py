@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import paddle
 from paddle import nn
 
+from paceline import _core
 from paceline.errors import ConfigError
 from paceline.paddle import internals
 from paceline.paddle.arena import DTYPES, dtype_name
@@ -41,8 +41,8 @@ class ManagedTensors:
         self._layer = layer
         # Walking the layers takes far longer than comparing the dictionaries in which they keep things.
         layers = layer.sublayers(include_self=True)
-        self._slots = [slot for child in layers for slot in internals.slots_of(child)]
-        self._seen = self._identities()
+        slots = [slot for child in layers for slot in internals.slots_of(child)]
+        self._snapshot = _core.ModuleSnapshot(slots, "stop_gradient", self.frozen, [])
 
     def specs(self) -> list[ParameterSpec]:
         return [
@@ -108,7 +108,7 @@ class ManagedTensors:
 
     def check_unchanged(self) -> None:
         """Raise if parameters were added, removed, replaced or unfrozen since the model was wrapped."""
-        if self._identities() == self._seen and all(p.stop_gradient for p in self.frozen):
+        if self._snapshot.is_unchanged():
             return
         now = dict(self._layer.named_parameters())
         before = self.all_parameters | self.buffers
@@ -128,9 +128,6 @@ class ManagedTensors:
             likely="the model was changed after DataParallel() had wrapped it",
             hint="make such changes first, then wrap; or wrap `.module` again, on every rank",
         )
-
-    def _identities(self) -> list[int]:
-        return [id(item) for item in itertools.chain.from_iterable(slot.values() for slot in self._slots)]
 
 
 def _running_statistics(layer: nn.Layer) -> set[int]:

@@ -215,7 +215,8 @@ class DistributedDataParallel(CommHooks, GradientStatistics, Joins, Regrouping, 
 
     @untraced_itself
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        return self._config.precision.run(self.module, self._tensors.ignored, inputs, kwargs)
+        module: Any = self._modules["module"]  # past nn.Module.__getattr__, which takes microseconds
+        return self._config.precision.run(module, self._tensors.ignored, inputs, kwargs)
 
     @untraced
     def _before_forward(
@@ -227,14 +228,16 @@ class DistributedDataParallel(CommHooks, GradientStatistics, Joins, Regrouping, 
         is_alone = self._is_connected and self._passes is None
         if not torch.is_grad_enabled() or is_alone or not self._tensors.check_unchanged():
             return inputs, kwargs, False
-        if not self._is_connected and self.module.training:
+        module: Any = self._modules["module"]  # as above
+        is_training = module.training
+        if not self._is_connected and is_training:
             self._connected()
         passes = self._passes
         if passes is not None:
             is_syncing = self.require_backward_grad_sync
             if self._join_config is not None and self._join_config.enable and self._joining is not None:
                 self._joining.notify(self, is_syncing)
-            passes.begin_forward(is_syncing=is_syncing, is_training=self.module.training)
+            passes.begin_forward(is_syncing=is_syncing, is_training=is_training)
             if self._config.weight is not None:
                 weight = self._config.weight
                 given = weight(*inputs, **kwargs) if callable(weight) else weight

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Mapping
-from operator import attrgetter
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from paceline import _core
 from paceline.errors import ConfigError
 from paceline.reducer.agreement import TensorDescription
 from paceline.reducer.plan import ParameterSpec
 from paceline.reducer.report import shorten
 from paceline.torch.arena import DTYPES
-
-_REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class ManagedTensors:
@@ -48,12 +45,14 @@ class ManagedTensors:
         self.trigger: int | None = None
         self._module = module
         # Walking the modules takes far longer than comparing the dictionaries in which they keep things.
-        self._children = [m._modules for m in module.modules()]
         self._slots = [m._parameters for m in module.modules()]
+        children: list[dict[str, Any]] = [m._modules for m in module.modules()]
+        self._snapshot = _core.ModuleSnapshot(
+            [*self._slots, *children], "requires_grad", self.trainable, self.frozen
+        )
         self._buffer_slots = [
             (name, owner._buffers, key) for name, owner, key in _owned_buffers(module) if name in self.buffers
         ]
-        self._seen = self._identities()
 
     @property
     def device_kinds(self) -> set[str]:
@@ -151,25 +150,15 @@ class ManagedTensors:
     def check_unchanged(self) -> bool:
         """Raise if parameters were added, removed, replaced, frozen or unfrozen since the model was wrapped.
 
-        Some 0.1 us for each parameter, so it can run in every forward.
-
         Returns:
             False where torch.func.functional_call runs the module with other tensors for a while.
         """
-        if (
-            self._identities() == self._seen
-            and all(map(_REQUIRES_GRAD, self.trainable))
-            and not any(map(_REQUIRES_GRAD, self.frozen))
-        ):
+        if self._snapshot.is_unchanged():
             return True
         tensors = [tensor for slot in self._slots for tensor in slot.values() if tensor is not None]
         if all(isinstance(tensor, nn.Parameter) for tensor in tensors):
             raise self._changed()
         return False
-
-    def _identities(self) -> list[int]:
-        held: Iterable[dict[str, object]] = itertools.chain(self._slots, self._children)  # type: ignore[arg-type]
-        return list(map(id, itertools.chain.from_iterable(slot.values() for slot in held)))
 
     def _changed(self) -> ConfigError:
         now = dict(self._module.named_parameters())

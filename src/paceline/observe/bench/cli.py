@@ -32,7 +32,7 @@ def register(subparsers: Any) -> None:
     _add_killed(benches)
     _add_memory(benches)
     _add(benches, "features", _features, 30, "what find_unused_parameters and static_graph add to a step")
-    _add(benches, "hook", _hook, 60, "what taking gradients adds to a backward on one rank", has_ranks=False)
+    _add(benches, "hook", _hook, 300, "what taking gradients adds to a backward on one rank", has_ranks=False)
     _add_data(benches)
 
 

@@ -13,7 +13,7 @@ from paceline.observe.bench.units import format_time
 
 MODEL = "many"
 # Short, and so many of them: what is measured is a tenth of a backward.
-SAMPLE_S = 0.05
+SAMPLE_S = 0.02
 
 
 def _entry(key: str, label: str, **options: Any) -> Entry:

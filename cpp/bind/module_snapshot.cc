@@ -1,0 +1,110 @@
+#include "bind/module_snapshot.h"
+
+#include <nanobind/stl/string.h>
+
+#include <array>
+#include <string>
+#include <vector>
+
+#include "bind/tensor_attribute.h"
+
+namespace paceline {
+namespace {
+
+/// The dictionaries in which a module and its children keep what they hold,
+/// what was in them, and which parameters had a flag set: requires_grad,
+/// say. Every forward asks whether that has changed.
+class ModuleSnapshot {
+ public:
+  ModuleSnapshot(nb::list dicts, const std::string& flag, nb::list with_flag,
+                 nb::list without_flag)
+      : dicts_(std::move(dicts)),
+        flag_(flag.c_str()),
+        with_flag_(std::move(with_flag)),
+        without_flag_(std::move(without_flag)) {
+    walk([this](size_t, PyObject* held) {
+      held_.push_back(held);
+      return true;
+    });
+  }
+
+  bool is_unchanged() {
+    if (!dicts_.is_valid()) return true;  // the garbage collector was here
+    size_t count = 0;
+    const bool are_same = walk([this, &count](size_t i, PyObject* held) {
+      ++count;
+      return i < held_.size() && held_[i] == held;
+    });
+    return are_same && count == held_.size() && all_have(with_flag_, Py_True) &&
+           all_have(without_flag_, Py_False);
+  }
+
+  int traverse(visitproc visit, void* arg) {
+    for (nb::list* list : lists()) Py_VISIT(list->ptr());
+    return 0;
+  }
+  void clear() {
+    for (nb::list* list : lists()) list->reset();
+  }
+
+ private:
+  std::array<nb::list*, 3> lists() {
+    return {&dicts_, &with_flag_, &without_flag_};
+  }
+
+  /// Calls `visit` with what is held, numbered, until it returns false.
+  template <class Visit>
+  bool walk(Visit visit) const {
+    size_t i = 0;
+    for (const nb::handle dict : dicts_) {
+      Py_ssize_t at = 0;
+      PyObject* value = nullptr;
+      while (PyDict_Next(dict.ptr(), &at, nullptr, &value) != 0)
+        if (!visit(i++, value)) return false;
+    }
+    return true;
+  }
+
+  bool all_have(const nb::list& tensors, PyObject* value) {
+    for (const nb::handle tensor : tensors) {
+      const nb::object flag = nb::steal(flag_.get(tensor.ptr()));
+      if (!flag.is_valid()) throw nb::python_error();
+      if (!flag.is(value)) return false;
+    }
+    return true;
+  }
+
+  nb::list dicts_;
+  TensorAttribute flag_;
+  nb::list with_flag_;
+  nb::list without_flag_;
+  // Addresses of what the dictionaries held: only compared.
+  std::vector<PyObject*> held_;
+};
+
+int traverse_slot(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  if (!nb::inst_ready(self)) return 0;
+  return nb::inst_ptr<ModuleSnapshot>(self)->traverse(visit, arg);
+}
+
+int clear_slot(PyObject* self) {
+  nb::inst_ptr<ModuleSnapshot>(self)->clear();
+  return 0;
+}
+
+PyType_Slot slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse_slot)},
+                       {Py_tp_clear, reinterpret_cast<void*>(clear_slot)},
+                       {0, nullptr}};
+
+}  // namespace
+
+void bind_module_snapshot(nb::module_& m) {
+  using namespace nb::literals;
+  nb::class_<ModuleSnapshot>(m, "ModuleSnapshot", nb::type_slots(slots))
+      .def(nb::init<nb::list, const std::string&, nb::list, nb::list>(),
+           "dicts"_a, "flag"_a, "with_flag"_a, "without_flag"_a)
+      .def("is_unchanged", &ModuleSnapshot::is_unchanged);
+}
+
+}  // namespace paceline
