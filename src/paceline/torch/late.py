@@ -77,6 +77,8 @@ class LateGradients:
 
     def end_pass(self) -> list[int]:
         """Hand over all that waits. Returns the delayed parameters that got no gradient in this pass."""
+        if not self._came and not self._delayed:
+            return []
         came = dict(self._came)
         self.forget()
         if self.is_learning and came:

@@ -23,11 +23,12 @@ class RunningCall(Enum):
 
 def running_call() -> RunningCall:
     """The innermost call of autograd on this thread's stack."""
+    grad, backward = torch.autograd.grad.__code__, torch.autograd.backward.__code__
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if frame.f_code is torch.autograd.grad.__code__:
+        if frame.f_code is grad:
             return RunningCall.GRAD
-        if frame.f_code is torch.autograd.backward.__code__:
+        if frame.f_code is backward:
             of_all = frame.f_locals.get("inputs") is None
             return RunningCall.BACKWARD if of_all else RunningCall.BACKWARD_OF_SOME
         frame = frame.f_back
