@@ -98,6 +98,8 @@ class GradientHook {
     nb::object gradient = nb::steal(grad_.get(parameter));
     if (!gradient.is_valid()) return nullptr;
     void* pointer = nullptr;
+    if (gradient_in_arena_ && !is_place_at_home())
+      return call_python(parameter);
     if (!gradient_in_arena_ || !gradient.is(place_)) {
       dlpack::Tensor tensor;
       if (!borrow_usual(gradient, tensor)) return call_python(parameter);
@@ -137,6 +139,16 @@ class GradientHook {
   // The reducer holds nothing that leads back here.
   std::array<nb::object*, 4> held_objects() {
     return {&in_python_, &state_, &handed_object_, &place_};
+  }
+
+  /// Converting a model moves its gradients, and the place with them, which is
+  /// the same tensor.
+  bool is_place_at_home() const {
+    dlpack::Tensor tensor;
+    if (borrow_(place_.ptr(), &tensor) == 0)
+      return tensor.begin() == place_begin_;
+    PyErr_Clear();
+    return false;
   }
 
   /// Looks at a gradient; false: it is not one that can be taken as it is.

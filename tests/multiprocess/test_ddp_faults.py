@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import time
@@ -26,6 +27,11 @@ from tests.multiprocess.ddp_models import Branches, two_layers
 PATHS = ["group", "memory"]
 
 
+def forget_gradient(on_ranks: list[int], rank: int, parameter: torch.Tensor) -> None:
+    if rank in on_ranks:
+        parameter.grad = None
+
+
 @pytest.mark.parametrize("path", PATHS)
 @ranks(3, group="gloo")
 def test_an_unused_parameter_raises_on_all_ranks(rank: int, path: str) -> None:
@@ -44,43 +50,56 @@ def test_an_unused_parameter_raises_on_all_ranks(rank: int, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("view", [False, True])
 @ranks(2, group="gloo")
-def test_a_gradient_that_cannot_be_averaged_raises_on_all_ranks(rank: int, path: str, view: bool) -> None:
+def test_a_gradient_that_cannot_be_averaged_raises_on_all_ranks(rank: int, path: str) -> None:
     """On one rank, or on both: in that backward, with the parameter's name; and the next one is good."""
-    model = two_layers()
-    first, *_ = model.parameters()
-    spoil: list[int] = []
+    x = torch.ones(1, 4)
+    for view in (False, True):
+        model = two_layers()
+        bias = model[2].bias
+        spoilt: list[int] = []
+        bias.register_post_accumulate_grad_hook(
+            functools.partial(forget_gradient, spoilt, rank)
+        )  # before ours
+        ddp = DistributedDataParallel(model, reduce_through=path, gradient_as_bucket_view=view)
+        for spoilt[:] in ([1], [], [0, 1], []):
+            ddp.zero_grad()
+            loss = ddp(x).sum() * (1 + rank)
+            if not spoilt:
+                loss.backward()
+                assert_close(bias.grad, torch.full((2,), 1.5))
+                continue
+            with pytest.raises(ConfigError) as caught:
+                loss.backward()
+            if rank in spoilt:
+                assert "got      no gradient" in str(caught.value)
+                assert "another hook" in str(caught.value)
+            else:
+                assert "The gradient of '2.bias' cannot be averaged on rank 1 of 2." in str(caught.value)
 
-    def forget(parameter: torch.Tensor) -> None:
-        if rank in spoil:
-            parameter.grad = None
 
-    first.register_post_accumulate_grad_hook(forget)  # before ours
-    ddp = DistributedDataParallel(model, reduce_through=path, gradient_as_bucket_view=view)
-    x = torch.ones(1, 4) * (1 + rank)
-    for spoil in ([1], [], [0, 1], []):
-        ddp.zero_grad()
-        if not spoil:
-            ddp(x).sum().backward()
-            assert torch.isfinite(first.grad).all()
-            continue
-        with pytest.raises(ConfigError) as caught:
-            ddp(x).sum().backward()
-        if rank in spoil:
-            assert "got      no gradient" in str(caught.value)
-            assert "another hook" in str(caught.value)
-        else:
-            assert "The gradient of '0.weight' cannot be averaged on rank 1 of 2." in str(caught.value)
-
-
+@pytest.mark.parametrize("path", PATHS)
 @ranks(2, group="gloo")
-def test_a_local_gradient_that_cannot_be_averaged_raises_at_once(rank: int) -> None:
+def test_a_converted_model_is_noticed(rank: int, path: str) -> None:
+    """Converting moves gradients out of the memory where they are averaged, and the next one is not new."""
+    x = torch.ones(1, 4)
     model = two_layers()
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    model.double()
-    with ddp.no_sync(), pytest.raises(ConfigError, match=r"a gradient of torch\.float64"):
-        ddp(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
+    ddp = DistributedDataParallel(model, reduce_through=path, gradient_as_bucket_view=True)
+    ddp(x).sum().backward()
+    for convert in (model.double, model.float):  # there and back: the place has moved all the same
+        convert()
+        inputs = x.to(model[0].weight.dtype)
+        with ddp.no_sync(), pytest.raises(ConfigError, match="does not lie in the memory"):
+            ddp(inputs).sum().backward()
+        for keep in (True, False):
+            ddp.zero_grad(set_to_none=not keep)
+            with pytest.raises(ConfigError, match="does not lie in the memory"):
+                ddp(inputs).sum().backward()
+    ddp = DistributedDataParallel(model, reduce_through=path, gradient_as_bucket_view=True)
+    for _ in range(2):
+        ddp.zero_grad()
+        (ddp(x).sum() * (1 + rank)).backward()
+        assert_close(model[2].bias.grad, torch.full((2,), 1.5))
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -107,12 +107,16 @@ def view_hook(
 ) -> Hook:
     """For gradients that live in the arena: autograd's own tensor moves in when it made a new one."""
     mark_ready, handed, copy = reducer.mark_ready, state.handed, view.copy_
+    where, pointer = view.data_ptr, view.data_ptr()
 
     @untraced
     def hand_over(parameter: torch.Tensor) -> None:
         if state.is_syncing and not state.is_armed:
             state.arm()
         gradient = parameter.grad
+        if where() != pointer:
+            state.refuse(index, moved_gradient(name, view))
+            return
         if gradient is not view:
             if gradient is None or gradient.dtype is not dtype or gradient.is_sparse:
                 state.refuse(index, unsupported_gradient(name, gradient, dtype))
@@ -175,6 +179,16 @@ def in_own_passes(state: PassState, graphs: Graphs, hook: Hook) -> Hook:
             hook(parameter)
 
     return hand_over
+
+
+def moved_gradient(name: str, view: torch.Tensor) -> ConfigError:
+    return ConfigError(
+        f"DistributedDataParallel cannot average the gradient of '{name}'.",
+        expected="a gradient that stays there, as gradient_as_bucket_view=True says",
+        got=f"one of {view.dtype} that does not lie in the memory where gradients are averaged any more",
+        likely="the model was converted, by .half(), .to() or .share_memory(), after it had been wrapped",
+        hint="make conversions first, then wrap; or wrap `.module` again, on every rank",
+    )
 
 
 def unsupported_gradient(name: str, gradient: torch.Tensor | None, dtype: torch.dtype) -> ConfigError:
