@@ -107,14 +107,16 @@ def view_hook(
 ) -> Hook:
     """For gradients that live in the arena: autograd's own tensor moves in when it made a new one."""
     mark_ready, handed, copy = reducer.mark_ready, state.handed, view.copy_
-    where, pointer = view.data_ptr, view.data_ptr()
+    # A communication hook may move the memory, by making it longer for a while: the view moves along.
+    pointer, arena_pointer = view.data_ptr, view.untyped_storage().data_ptr
+    offset = pointer() - arena_pointer()
 
     @untraced
     def hand_over(parameter: torch.Tensor) -> None:
         if state.is_syncing and not state.is_armed:
             state.arm()
         gradient = parameter.grad
-        if where() != pointer:
+        if pointer() != arena_pointer() + offset:
             state.refuse(index, moved_gradient(name, view))
             return
         if gradient is not view:
