@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "bind/dlpack.h"
+#include "bind/garbage_collected.h"
 #include "bind/handed_gradients.h"
 #include "bind/py_reducer.h"
 #include "bind/tensor_attribute.h"
@@ -223,21 +224,11 @@ PyObject* call_slot(PyObject* self, PyObject* args, PyObject* keywords) {
   return nullptr;
 }
 
-int traverse_slot(PyObject* self, visitproc visit, void* arg) {
-  Py_VISIT(Py_TYPE(self));
-  if (!nb::inst_ready(self)) return 0;
-  return nb::inst_ptr<GradientHook>(self)->traverse(visit, arg);
-}
-
-int clear_slot(PyObject* self) {
-  nb::inst_ptr<GradientHook>(self)->clear();
-  return 0;
-}
-
-PyType_Slot slots[] = {{Py_tp_call, reinterpret_cast<void*>(call_slot)},
-                       {Py_tp_traverse, reinterpret_cast<void*>(traverse_slot)},
-                       {Py_tp_clear, reinterpret_cast<void*>(clear_slot)},
-                       {0, nullptr}};
+PyType_Slot slots[] = {
+    {Py_tp_call, reinterpret_cast<void*>(call_slot)},
+    {Py_tp_traverse, reinterpret_cast<void*>(traverse_slot<GradientHook>)},
+    {Py_tp_clear, reinterpret_cast<void*>(clear_slot<GradientHook>)},
+    {0, nullptr}};
 
 }  // namespace
 

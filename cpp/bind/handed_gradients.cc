@@ -1,5 +1,10 @@
 #include "bind/handed_gradients.h"
 
+#include <cstdint>
+#include <exception>
+
+#include "bind/garbage_collected.h"
+
 namespace paceline {
 namespace {
 
@@ -65,24 +70,15 @@ PyObject* iterate_slot(PyObject* self) {
   return PyObject_GetIter(list.ptr());
 }
 
-int traverse_slot(PyObject* self, visitproc visit, void* arg) {
-  Py_VISIT(Py_TYPE(self));
-  return nb::inst_ready(self) ? of(self).traverse(visit, arg) : 0;
-}
-
-int clear_slot(PyObject* self) {
-  of(self).clear();
-  return 0;
-}
-
-PyType_Slot slots[] = {{Py_mp_length, reinterpret_cast<void*>(length_slot)},
-                       {Py_sq_contains, reinterpret_cast<void*>(contains_slot)},
-                       {Py_mp_subscript, reinterpret_cast<void*>(get_slot)},
-                       {Py_mp_ass_subscript, reinterpret_cast<void*>(set_slot)},
-                       {Py_tp_iter, reinterpret_cast<void*>(iterate_slot)},
-                       {Py_tp_traverse, reinterpret_cast<void*>(traverse_slot)},
-                       {Py_tp_clear, reinterpret_cast<void*>(clear_slot)},
-                       {0, nullptr}};
+PyType_Slot slots[] = {
+    {Py_mp_length, reinterpret_cast<void*>(length_slot)},
+    {Py_sq_contains, reinterpret_cast<void*>(contains_slot)},
+    {Py_mp_subscript, reinterpret_cast<void*>(get_slot)},
+    {Py_mp_ass_subscript, reinterpret_cast<void*>(set_slot)},
+    {Py_tp_iter, reinterpret_cast<void*>(iterate_slot)},
+    {Py_tp_traverse, reinterpret_cast<void*>(traverse_slot<HandedGradients>)},
+    {Py_tp_clear, reinterpret_cast<void*>(clear_slot<HandedGradients>)},
+    {0, nullptr}};
 
 }  // namespace
 

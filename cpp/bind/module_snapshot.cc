@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "bind/garbage_collected.h"
 #include "bind/tensor_attribute.h"
 
 namespace paceline {
@@ -82,20 +83,10 @@ class ModuleSnapshot {
   std::vector<PyObject*> held_;
 };
 
-int traverse_slot(PyObject* self, visitproc visit, void* arg) {
-  Py_VISIT(Py_TYPE(self));
-  if (!nb::inst_ready(self)) return 0;
-  return nb::inst_ptr<ModuleSnapshot>(self)->traverse(visit, arg);
-}
-
-int clear_slot(PyObject* self) {
-  nb::inst_ptr<ModuleSnapshot>(self)->clear();
-  return 0;
-}
-
-PyType_Slot slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(traverse_slot)},
-                       {Py_tp_clear, reinterpret_cast<void*>(clear_slot)},
-                       {0, nullptr}};
+PyType_Slot slots[] = {
+    {Py_tp_traverse, reinterpret_cast<void*>(traverse_slot<ModuleSnapshot>)},
+    {Py_tp_clear, reinterpret_cast<void*>(clear_slot<ModuleSnapshot>)},
+    {0, nullptr}};
 
 }  // namespace
 

@@ -102,17 +102,6 @@ class PyHostGroup {
     return guard(hooks, body);
   }
 
-  /// Runs `body`, which waits for nobody and begins with check_usable():
-  /// Python's lock stays where it is.
-  template <class Body>
-  void call_without_waiting(Body body) {
-    try {
-      body(*group_);
-    } catch (const Failure& failure) {
-      raise_failure(failure, group_.get());
-    }
-  }
-
   /// The same for a collective: those of one process take turns.
   template <class Body>
   Result<Body> collective(size_t bytes, Body body) {
@@ -124,6 +113,17 @@ class PyHostGroup {
       if (hooks.interrupted()) throw nb::python_error();
     }
     return guard(hooks, body);
+  }
+
+  /// Runs `body`, which waits for nobody and begins with check_usable():
+  /// Python's lock stays where it is.
+  template <class Body>
+  void call_without_waiting(Body body) {
+    try {
+      body(*group_);
+    } catch (const Failure& failure) {
+      raise_failure(failure, group_.get());
+    }
   }
 
   HostGroup& group() { return *group_; }

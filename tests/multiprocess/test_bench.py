@@ -159,7 +159,7 @@ def test_features_are_compared_with_the_default(tmp_path):
 
 @needs_torch
 def test_hooks_are_measured(tmp_path):
-    only = "alone,paceline"
+    only = "alone,empty,paceline,torch_noop"
     content = bench(tmp_path, "hook", "--only", only)
     assert content["parameters"] == 300
     assert [row["way"] for row in content["rows"]] == only.split(",")

@@ -74,6 +74,7 @@ def test_a_gradient_that_cannot_be_averaged_raises_on_all_ranks(rank: int, path:
             if rank in spoilt:
                 assert "got      no gradient" in str(caught.value)
                 assert "another hook" in str(caught.value)
+                assert f"rank {rank} of 2" in str(caught.value)
             else:
                 assert "The gradient of '2.bias' cannot be averaged on rank 1 of 2." in str(caught.value)
 

@@ -50,7 +50,7 @@ class GradientPasses(BackwardPasses):
     _config: DataParallelConfig
 
     def __init__(self, tensors: ManagedTensors, link: Link, config: DataParallelConfig) -> None:
-        super().__init__(tensors.names, link.world_size)
+        super().__init__(tensors.names, link.rank, link.world_size)
         self._error: BaseException | None = None  # of a hook, which must not raise
         self.buffers = BufferSync(tensors, link, config.buffers, config.broadcast_buffers)
         self.gradients = FreshGradients(functools.partial(fingerprint, tensors.trainable))
@@ -161,6 +161,7 @@ class GradientPasses(BackwardPasses):
             return False
         error = ConfigError(
             f"The gradient of '{self._tensors.names[index]}' came again after it had been handed over.",
+            where=self.state.where,
             likely="a layer is used inside and outside of recompute(), for the first time in this pass",
             hint="recompute(..., use_reentrant=False); or do it from the first pass on",
         )
@@ -211,6 +212,7 @@ class GradientPasses(BackwardPasses):
             return True
         error = ConfigError(
             f"DataParallel cannot average the gradient of '{self._tensors.names[index]}'.",
+            where=self.state.where,
             expected=f"a dense gradient of {dtype_name(self._dtypes[index])}",
             got=got,
             likely=likely,

@@ -49,6 +49,7 @@ class BackwardPasses(ABC):
 
     Args:
         names: Of the trainable parameters, by index in the plan.
+        rank: This rank.
         world_size: Number of ranks.
 
     Attributes:
@@ -68,8 +69,8 @@ class BackwardPasses(ABC):
     _config: PassOptions
     _judge: Judge
 
-    def __init__(self, names: Sequence[str], world_size: int) -> None:
-        self.state = PassState()
+    def __init__(self, names: Sequence[str], rank: int, world_size: int) -> None:
+        self.state = PassState(rank, world_size)
         self.state.arm = self._arm
         self.world_size = world_size
         self.weight = 1.0

@@ -27,6 +27,7 @@ class PassState:
             tells all ranks: a hook that raised would leave the others waiting.
         refused: A parameter whose gradient cannot be averaged, and why. The end of the pass tells, too.
         forwards: Of this rank since the last synchronised pass.
+        where: "rank 1 of 2", for errors.
     """
 
     __slots__ = (
@@ -40,9 +41,11 @@ class PassState:
         "pid",
         "refused",
         "staged",
+        "where",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.where = f"rank {rank} of {world_size}"
         self.is_syncing = True
         self.is_armed = False
         self.handed = _core.HandedGradients()

@@ -19,7 +19,6 @@ FINISHED = (1 << 31) - 2
 TWICE = 1 << 30
 """TWICE + i: `forwards` of a rank on which the gradient of parameter i came a second time in a pass."""
 
-
 REFUSED = 3 << 29
 """REFUSED + i: `forwards` of a rank on which the gradient of parameter i is none that can be averaged."""
 

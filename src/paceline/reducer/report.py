@@ -77,15 +77,12 @@ def check_twice(forwards_by_rank: Sequence[int], names: Sequence[str]) -> None:
     Raises:
         GraphChangedError: Names the parameters, by rank.
     """
-    pairs = [(rank, [code - TWICE]) for rank, code in enumerate(forwards_by_rank) if TWICE <= code < REFUSED]
-    if not pairs:
+    ranks_of, who = _coded(forwards_by_rank, TWICE, REFUSED)
+    if not ranks_of:
         return
-    who = sorted(rank for rank, _ in pairs)
-    ranks_of = _invert(pairs)
     twice = tuple(names[index] for index in sorted(ranks_of))
     raise GraphChangedError(
-        f"The gradient of '{shorten(twice)}' came twice in one backward, on "
-        f"{_of_world(who, len(forwards_by_rank))}.",
+        f"The gradient of '{shorten(twice)}' came twice in one backward, on {who}.",
         where="the end of backward; the gradients of this pass are of no use, on any rank",
         seen=_rows(ranks_of, names),
         likely="a parameter that several segments of reentrant activation checkpointing use",
@@ -105,12 +102,9 @@ def check_refused(forwards_by_rank: Sequence[int], names: Sequence[str]) -> None
         On rank 0, if rank 1 of 2 got a gradient of another dtype: "The gradient of 'fc.weight' cannot be
         averaged on rank 1 of 2."
     """
-    coded = enumerate(forwards_by_rank)
-    pairs = [(rank, [code - REFUSED]) for rank, code in coded if REFUSED <= code < FINISHED]
-    if not pairs:
+    ranks_of, who = _coded(forwards_by_rank, REFUSED, FINISHED)
+    if not ranks_of:
         return
-    ranks_of = _invert(pairs)
-    who = _of_world(sorted(rank for rank, _ in pairs), len(forwards_by_rank))
     refused = tuple(names[index] for index in sorted(ranks_of))
     raise ConfigError(
         f"The gradient of '{shorten(refused)}' cannot be averaged on {who}.",
@@ -184,6 +178,12 @@ def _interrupted_error(ranks: Sequence[int], world_size: int) -> SkippedPassErro
         hint="look at the output there for the exception; after one, make every rank repeat the step",
         ranks=tuple(ranks),
     )
+
+
+def _coded(forwards_by_rank: Sequence[int], first: int, end: int) -> tuple[dict[int, list[int]], str]:
+    """Ranks of each parameter told as `first` + index, below `end`; and all these ranks in words."""
+    pairs = [(rank, [code - first]) for rank, code in enumerate(forwards_by_rank) if first <= code < end]
+    return _invert(pairs), _of_world([rank for rank, _ in pairs], len(forwards_by_rank))
 
 
 def _of_world(ranks: Sequence[int], world_size: int) -> str:

@@ -215,7 +215,7 @@ class DistributedDataParallel(CommHooks, GradientStatistics, Joins, Regrouping, 
 
     @untraced_itself
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        module: Any = self._modules["module"]  # past nn.Module.__getattr__, which takes microseconds
+        module: Any = self._modules["module"]  # past nn.Module.__getattr__, a search in each forward
         return self._config.precision.run(module, self._tensors.ignored, inputs, kwargs)
 
     @untraced

@@ -88,7 +88,7 @@ def copy_hook(
             state.arm()
         gradient = parameter.grad
         if gradient is None or gradient.dtype is not dtype or gradient.is_sparse:
-            state.refuse(index, unsupported_gradient(name, gradient, dtype))
+            state.refuse(index, unsupported_gradient(name, state.where, gradient, dtype))
             return
         if index in handed:
             state.came_twice = index
@@ -117,11 +117,11 @@ def view_hook(
             state.arm()
         gradient = parameter.grad
         if pointer() != arena_pointer() + offset:
-            state.refuse(index, moved_gradient(name, view))
+            state.refuse(index, moved_gradient(name, state.where, view))
             return
         if gradient is not view:
             if gradient is None or gradient.dtype is not dtype or gradient.is_sparse:
-                state.refuse(index, unsupported_gradient(name, gradient, dtype))
+                state.refuse(index, unsupported_gradient(name, state.where, gradient, dtype))
                 return
             copy(gradient.detach() if gradient.requires_grad else gradient)  # as in copy_hook
             parameter.grad = view
@@ -183,17 +183,20 @@ def in_own_passes(state: PassState, graphs: Graphs, hook: Hook) -> Hook:
     return hand_over
 
 
-def moved_gradient(name: str, view: torch.Tensor) -> ConfigError:
+def moved_gradient(name: str, where: str, view: torch.Tensor) -> ConfigError:
     return ConfigError(
         f"DistributedDataParallel cannot average the gradient of '{name}'.",
-        expected="a gradient that stays there, as gradient_as_bucket_view=True says",
+        where=where,
+        expected="a gradient that stays in its bucket, as gradient_as_bucket_view=True says",
         got=f"one of {view.dtype} that does not lie in the memory where gradients are averaged any more",
         likely="the model was converted, by .half(), .to() or .share_memory(), after it had been wrapped",
         hint="make conversions first, then wrap; or wrap `.module` again, on every rank",
     )
 
 
-def unsupported_gradient(name: str, gradient: torch.Tensor | None, dtype: torch.dtype) -> ConfigError:
+def unsupported_gradient(
+    name: str, where: str, gradient: torch.Tensor | None, dtype: torch.dtype
+) -> ConfigError:
     if gradient is None:
         got, likely = "no gradient", "another hook of this parameter set its gradient to None"
     elif gradient.is_sparse:
@@ -204,6 +207,7 @@ def unsupported_gradient(name: str, gradient: torch.Tensor | None, dtype: torch.
         likely = "the model was converted, by .half() or .to(), after it had been wrapped"
     return ConfigError(
         f"DistributedDataParallel cannot average the gradient of '{name}'.",
+        where=where,
         expected=f"a dense gradient of {dtype}",
         got=got,
         likely=likely,

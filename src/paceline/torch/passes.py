@@ -72,7 +72,7 @@ class GradientPasses(BackwardPasses):
     def __init__(
         self, tensors: ManagedTensors, peers: Peers, factory: ReductionFactory, config: DDPConfig
     ) -> None:
-        super().__init__(tensors.names, peers.world_size)
+        super().__init__(tensors.names, peers.rank, peers.world_size)
         self.buffers = BufferSync(tensors, peers, factory, config.buffers, config.broadcast_buffers)
         self.gradients = FreshGradients(functools.partial(fingerprint, tensors.trainable))
         self.weights = TorchWeights(tensors.trainable, self.state)

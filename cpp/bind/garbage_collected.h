@@ -1,0 +1,23 @@
+// What Python's garbage collector calls of a class that holds objects.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+namespace paceline {
+
+/// A slot of the type of T, which has `int traverse(visitproc, void*)`.
+template <class T>
+int traverse_slot(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  if (!nanobind::inst_ready(self)) return 0;
+  return nanobind::inst_ptr<T>(self)->traverse(visit, arg);
+}
+
+/// A slot of the type of T, which has `void clear()`.
+template <class T>
+int clear_slot(PyObject* self) {
+  nanobind::inst_ptr<T>(self)->clear();
+  return 0;
+}
+
+}  // namespace paceline
