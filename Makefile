@@ -25,7 +25,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 CORE := pyproject.toml CMakeLists.txt $(shell find cpp -type f)
 CPP_FILES = $(shell find cpp tests/cpp -name '*.cc' -o -name '*.h')
 
-.PHONY: demo demo-paddle test lint format types sanitizers docs bench clean help
+.PHONY: demo demo-paddle test pairs lint format types sanitizers docs bench clean help
 
 demo: $(VENV)/.core ## Train a small model on several processes, and compare with one process and with torch's DDP
 	@$(BIN)/python examples/demo.py $(ARGS)
@@ -35,6 +35,9 @@ demo-paddle: $(VENV)/.core $(VENV)/.paddle ## The same with PaddlePaddle, and wi
 
 test: $(VENV)/.core $(VENV)/.paddle ## Run the tests; ARGS='tests/unit -k bucket' runs some
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+
+pairs: $(VENV)/.core ## Run every pair of a fault on one rank and a point of another; minutes
+	@PACELINE_ALL_PAIRS=1 $(BIN)/python -m pytest --quiet tests/fault/test_pairs.py
 
 lint: $(VENV)/.checks ## Check style: ruff and clang-format
 	@$(BIN)/ruff check --quiet .

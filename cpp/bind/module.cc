@@ -62,13 +62,23 @@ void bind_faults(nb::module_& m) {
   });
   m.def(
       "arm_fault",
-      [](int point, int action, uint32_t nth) {
+      [](int point, int action, uint32_t nth, int partner, int partner_point) {
         arm_fault(static_cast<Point>(point), static_cast<FaultAction>(action),
-                  nth);
+                  nth, {partner, static_cast<Point>(partner_point)});
       },
-      "point"_a, "action"_a, "nth"_a,
+      "point"_a, "action"_a, "nth"_a, "partner"_a = -1, "partner_point"_a = 0,
       "At this thread's nth passage of the point: 0 kill, 1 stop, 2 segfault, "
-      "3 raise.");
+      "3 raise, 4 go on; but not before the rank `partner` has passed its "
+      "point once more.");
+  m.def(
+      "count_passages",
+      [](Pointer board, int world, int rank) {
+        count_passages(reinterpret_cast<std::atomic<uint32_t>*>(board), world,
+                       rank);
+      },
+      "board"_a, "world"_a, "rank"_a,
+      "Counts this process's passages of each point in memory that the ranks "
+      "share: world times len(fault_points()) words of 4 bytes, zeroed.");
   m.def("disarm_fault", &disarm_fault);
 }
 

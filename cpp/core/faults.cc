@@ -2,10 +2,12 @@
 
 #include <signal.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <string>
 
+#include "core/clock.h"
 #include "core/failure.h"
 
 namespace paceline {
@@ -18,8 +20,52 @@ struct Armed {
   Point point = Point::kNumPoints;
   FaultAction action = FaultAction::kKill;
   uint32_t passages_left = 0;
+  FaultPartner partner;
+  uint32_t partner_passages = 0;  ///< of the partner, when the fault was armed
 };
 thread_local Armed armed;
+
+constexpr auto kPoints = static_cast<size_t>(Point::kNumPoints);
+struct Board {
+  std::atomic<uint32_t>* words = nullptr;
+  int world = 0;
+  int rank = 0;
+
+  std::atomic<uint32_t>& passages(int of, Point point) const {
+    return words[static_cast<size_t>(of) * kPoints +
+                 static_cast<size_t>(point)];
+  }
+  /// Of all ranks but this one.
+  uint64_t passages_of_others() const {
+    uint64_t sum = 0;
+    for (size_t i = 0; i < static_cast<size_t>(world) * kPoints; ++i) {
+      if (i / kPoints != static_cast<size_t>(rank))
+        sum += words[i].load(std::memory_order_relaxed);
+    }
+    return sum;
+  }
+};
+Board board;
+
+/// Nobody else has passed a point for so long: the others wait for this rank,
+/// and the partner will not come by before this rank goes on.
+constexpr int64_t kStandstillNs = 30'000'000;
+
+void wait_for_partner() {
+  if (armed.partner.rank < 0 || board.words == nullptr) return;
+  const std::atomic<uint32_t>& passages =
+      board.passages(armed.partner.rank, armed.partner.point);
+  uint64_t seen = board.passages_of_others();
+  int64_t since_ns = now_ns();
+  while (passages.load(std::memory_order_acquire) == armed.partner_passages) {
+    const timespec nap{0, 100'000};
+    nanosleep(&nap, nullptr);
+    const uint64_t now_seen = board.passages_of_others();
+    if (now_seen != seen) since_ns = now_ns();
+    if (now_ns() - since_ns > kStandstillNs) return;
+    seen = now_seen;
+  }
+}
 
 }  // namespace
 
@@ -34,17 +80,30 @@ const char* point_name(Point point) {
   return kNames[static_cast<uint32_t>(point)];
 }
 
-void arm_fault(Point point, FaultAction action, uint32_t nth) {
-  armed = {point, action, nth};
+void arm_fault(Point point, FaultAction action, uint32_t nth,
+               FaultPartner partner) {
+  armed = {point, action, nth, partner};
+  if (partner.rank >= 0 && board.words != nullptr) {
+    armed.partner_passages = board.passages(partner.rank, partner.point)
+                                 .load(std::memory_order_acquire);
+  }
+  any_fault_armed.store(true, std::memory_order_relaxed);
+}
+
+void count_passages(std::atomic<uint32_t>* words, int world, int rank) {
+  board = {words, world, rank};
   any_fault_armed.store(true, std::memory_order_relaxed);
 }
 
 void disarm_fault() { armed = {}; }
 
 void strike_if_armed(Point point) {
+  if (board.words != nullptr)
+    board.passages(board.rank, point).fetch_add(1, std::memory_order_acq_rel);
   if (armed.point != point || armed.passages_left == 0 ||
       --armed.passages_left > 0)
     return;
+  wait_for_partner();
   switch (armed.action) {
     case FaultAction::kKill:
       kill(getpid(), SIGKILL);
@@ -59,6 +118,8 @@ void strike_if_armed(Point point) {
       throw Failure{
           .reason = Reason::kInjected,
           .message = std::string("injected fault at ") + point_name(point)};
+    case FaultAction::kHold:
+      break;
   }
 }
 

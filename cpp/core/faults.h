@@ -32,14 +32,33 @@ enum class Point : uint32_t {
   kNumPoints = 16,
 };
 
-enum class FaultAction : uint32_t { kKill, kStop, kSegfault, kRaise };
+enum class FaultAction : uint32_t {
+  kKill,
+  kStop,
+  kSegfault,
+  kRaise,
+  kHold,  ///< goes on: for faults that strike when another rank has passed
+};
 
 const char* point_name(Point point);
 
+/// Another rank that a fault waits for: it strikes only when `rank` has passed
+/// `point` once more since the fault was armed.
+struct FaultPartner {
+  int rank = -1;  ///< -1: waits for nobody
+  Point point = Point::kNumPoints;
+};
+
 /// Arms this thread (a rank is a thread in the C++ tests): at the `nth` (from
 /// 1) passage of `point`, do it.
-void arm_fault(Point point, FaultAction action, uint32_t nth);
+void arm_fault(Point point, FaultAction action, uint32_t nth,
+               FaultPartner partner = {});
 void disarm_fault();
+
+/// Lets the ranks see which points each of them has passed, which faults with a
+/// partner need. `board` is zeroed memory that they share: `world` times
+/// kNumPoints words. This process counts its passages as `rank`; null: no more.
+void count_passages(std::atomic<uint32_t>* board, int world, int rank);
 
 extern std::atomic<bool> any_fault_armed;
 void strike_if_armed(Point point);

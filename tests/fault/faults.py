@@ -40,6 +40,7 @@ class Action(IntEnum):
     STOP = 1
     SEGFAULT = 2
     RAISE = 3
+    HOLD = 4  # nothing: for a fault that waits for another rank first
 
 
 @dataclass(frozen=True)
