@@ -30,3 +30,18 @@ def hang_or_fail(rank: int, hangs: Path) -> None:
 def wait_for_file(rank: int, path: Path) -> None:
     while not path.exists():
         time.sleep(0.01)
+
+
+def raise_in_a_group(rank: int, folder: Path) -> None:
+    """Rank 1 raises while rank 0 waits for it; rank 0 writes down what it learns."""
+    import paceline
+
+    group = paceline.init()
+    group.barrier()
+    if rank == 1:
+        raise ValueError("the cause")
+    try:
+        group.barrier()
+    except paceline.errors.PeerLostError as error:
+        (folder / "learned").write_text(str(error))
+        raise

@@ -59,6 +59,21 @@ def test_the_traceback_of_the_first_stands_behind_those_of_the_others(launcher: 
     assert report.splitlines()[-1].endswith("ValueError: the cause (exit status 1)")
 
 
+def test_the_last_line_names_the_exception_although_torch_marks_each_line(launcher: Launcher) -> None:
+    script = """
+        if rank == 1:
+            import traceback
+            def marked(kind, error, trace):
+                for line in "".join(traceback.format_exception(kind, error, trace)).splitlines():
+                    print(f"[rank{rank}]: {line}", file=sys.stderr)
+            sys.excepthook = marked
+            raise ValueError("the cause")
+        time.sleep(1000)
+    """
+    done = launcher.run("-n", "2", "--grace-s", "0.2", "script.py", script=script)
+    assert done.stderr.splitlines()[-1].endswith("ValueError: the cause (exit status 1)")
+
+
 def test_a_segmentation_fault_shows_where(launcher: Launcher) -> None:
     script = "import faulthandler\ndef here(): faulthandler._sigsegv()\nif rank == 0: here()"
     done = launcher.run("-n", "2", "script.py", script=script)

@@ -125,3 +125,24 @@ def test_the_launcher_imports_no_framework(tmp_path: Path) -> None:
     program = "import sys, paceline.launch.cli; print(sorted({'numpy', 'torch'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.stdout == "[]\n", done.stderr
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_started_without_standard_streams(launcher: Launcher, closed: str) -> None:
+    """As from cron, or by a shell's `>&-`."""
+    launcher.write("print('out'); open(f'done{rank}', 'w').close()")
+    command = f"exec {sys.executable} -m paceline run -n 2 script.py {closed}"
+    done = subprocess.run(command, shell=True, cwd=launcher.folder, capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert {path.name for path in launcher.folder.iterdir()} >= {"done0", "done1"}
+
+
+def test_a_log_is_not_written_through_a_link(launcher: Launcher) -> None:
+    precious = launcher.folder / "precious"
+    precious.write_text("still here")
+    (launcher.folder / "logs").mkdir()
+    (launcher.folder / "logs/rank1.log").symlink_to(precious)
+    done = launcher.run("-n", "2", "--log-dir", "logs", "script.py", script="print('out')")
+    assert done.returncode == 2
+    assert "log of rank 1" in done.stderr and f"a link to {precious}" in done.stderr
+    assert precious.read_text() == "still here"

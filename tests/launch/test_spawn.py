@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 import paceline
 from paceline.errors import ConfigError, LaunchError
 from paceline.launch import payload
-from tests.launch.programs import hang_or_fail, put_rank, wait_for_file, write_place
+from tests.launch.programs import hang_or_fail, put_rank, raise_in_a_group, wait_for_file, write_place
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -143,3 +144,40 @@ def test_bad_arguments_are_told() -> None:
         paceline.spawn("print", nprocs=1)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="Cannot start 0 ranks"):
         paceline.spawn(print, nprocs=0)
+
+
+def test_the_other_ranks_learn_the_exception(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(LaunchError, match=r"Rank 1 of 2 failed first.*ValueError: the cause"):
+        paceline.spawn(raise_in_a_group, (tmp_path,), nprocs=2)
+    assert "ValueError: the cause" in (tmp_path / "learned").read_text()
+
+
+def test_a_module_in_the_current_folder_does_not_run_in_the_launcher(python: Run, tmp_path: Path) -> None:
+    for name in ("pickle", "signal", "selectors", "json"):
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name} of the current folder ran')")
+    program = """
+        import sys
+        here, sys.path[:1] = sys.path[:1], []  # as a script that lies elsewhere has it
+        import paceline
+        from multiprocessing import get_context
+        if __name__ == "__main__":
+            paceline.spawn(print, nprocs=1)
+    """
+    done = python(program)
+    assert (done.returncode, done.stdout) == (0, "0\n"), done.stderr
+
+
+def test_started_without_standard_streams(tmp_path: Path) -> None:
+    """As from cron, or by a shell's `>&-`; what is opened next must not become standard output."""
+    (tmp_path / "program.py").write_text(
+        "import os, paceline\n"
+        "def write(rank, folder):\n"
+        "    print('said')\n"
+        "    open(os.path.join(folder, str(rank)), 'w').close()\n"
+        "if __name__ == '__main__':\n"
+        "    paceline.spawn(write, (os.getcwd(),), nprocs=2)\n"
+    )
+    command = f"exec {sys.executable} program.py <&- >&- 2>&-"
+    done = subprocess.run(command, shell=True, cwd=tmp_path, timeout=60)
+    assert done.returncode == 0
+    assert {path.name for path in tmp_path.iterdir()} >= {"0", "1"}

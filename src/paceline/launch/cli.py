@@ -14,7 +14,7 @@ from pathlib import Path
 from paceline.errors import ConfigError
 from paceline.launch.guardian import run_guarded
 from paceline.launch.plan import Options, make_plan
-from paceline.launch.process import interpreter
+from paceline.launch.process import interpreter, open_missing_streams
 
 _USAGE = """paceline run [options] script.py [arguments ...]
        paceline run [options] -m module [arguments ...]"""
@@ -111,6 +111,7 @@ def main(parsed: argparse.Namespace, command: Sequence[str]) -> int:
     Raises:
         ConfigError: Something is wrong with the options or the command; nothing was started.
     """
+    open_missing_streams()
     check_command(command, is_module=parsed.is_module)
     plan = make_plan(
         " ".join(command[:1]),

@@ -136,8 +136,9 @@ def _nothing(signum: int, frame: FrameType | None) -> None:
 def _fork_supervisor(plan: Plan) -> int:
     guardian = os.getpid()
     terminal_group = _terminal_group(plan)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # Python was started without it
+            stream.flush()
     # Until the supervisor listens itself, a signal for it would be written to our own wake-up pipe.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _CAUGHT)
     pid = os.fork()

@@ -81,7 +81,7 @@ def make_plan(
     nprocs = min(machine.num_cores, MAX_NPROCS) if options.nprocs is None else options.nprocs
     _check_options(options, nprocs)
     if options.log_dir is not None:
-        _make_log_dir(options.log_dir)
+        _make_log_dir(options.log_dir, nprocs)
     inherited = os.environ if inherited is None else inherited
     meeting = _choose_meeting(options, nprocs)
     environments = tuple(
@@ -127,14 +127,25 @@ def _check_options(options: Options, nprocs: int) -> None:
             raise _bad_option(name, value, ", ".join(choices))
 
 
-def _make_log_dir(path: str) -> None:
+def _make_log_dir(path: str, nprocs: int) -> None:
+    folder = Path(path)
     try:
-        Path(path).mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
             f"The log folder {path!r} cannot be made: {error.strerror}.",
             hint="--log-dir takes a folder, new or old; it gets a file for each rank",
         ) from None
+    for rank in range(nprocs):
+        log = folder / f"rank{rank}.log"
+        if log.is_symlink():
+            raise ConfigError(
+                f"The log of rank {rank} would be written through a symbolic link.",
+                where=str(log),
+                expected="no file of that name, or one of an earlier run",
+                got=f"a link to {os.readlink(log)}",
+                hint="remove the link, or pass another folder as --log-dir",
+            )
 
 
 def _choose_meeting(options: Options, nprocs: int) -> Meeting:

@@ -30,6 +30,19 @@ def interpreter() -> tuple[str, ...]:
     return (sys.executable, *flags, "-u")
 
 
+def open_missing_streams() -> None:
+    """Give this process a standard input, output and error where it was started without (cron, `>&-`).
+
+    Otherwise the next file that it opens gets the number 0, 1 or 2: a rank would read the plan of the job as
+    its input, or print into it.
+    """
+    for fd in (0, 1, 2):
+        try:
+            os.fstat(fd)
+        except OSError:  # noqa: PERF203  # the lowest number that is free, so this very one
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+
+
 def die_with_parent(parent: int, signum: int) -> None:
     """Have the kernel send `signum` to this process when the thread of `parent` that started it ends."""
     _libc.prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)

@@ -21,6 +21,7 @@ _CHAIN = (
     "The above exception was the direct cause of the following exception:",
     "During handling of the above exception, another exception occurred:",
 )
+_RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)  # that torch puts before each line of a traceback
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _LAST_LINES = 20
 TIMED_OUT = 124  # exit status of a job stopped for being late, as that of timeout(1)
@@ -143,7 +144,7 @@ def find_traceback(output: str) -> str:
     Also Python's "Fatal Python error" with the stacks after it, and a SyntaxError of the script itself, which
     Python prints without a header.
     """
-    lines = _ANSI.sub("", output).splitlines()
+    lines = _plain(output).splitlines()
     starts = [index for index, line in enumerate(lines) if _is_header(line)]
     if not starts:
         bare = [index for index, line in enumerate(lines) if re.match(r'  File ".*", line \d+$', line)]
@@ -152,6 +153,11 @@ def find_traceback(output: str) -> str:
     while starts and any(line in _CHAIN for line in lines[starts[-1] : start]):
         start = starts.pop()
     return "\n".join(lines[start:])
+
+
+def _plain(output: str) -> str:
+    """Without colours, and without what torch puts before the lines of a traceback."""
+    return _RANK_PREFIX.sub("", _ANSI.sub("", output))
 
 
 def _is_header(line: str) -> bool:
@@ -169,7 +175,7 @@ def traceback_of(end: RankEnd) -> str:
 
 def evidence(end: RankEnd) -> str:
     """What the rank said last: its traceback, else its last lines."""
-    lines = _ANSI.sub("", end.output).splitlines()
+    lines = _plain(end.output).splitlines()
     return traceback_of(end) or "\n".join(lines[-_LAST_LINES:])
 
 

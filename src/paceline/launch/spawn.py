@@ -23,7 +23,7 @@ from paceline.launch import payload, spawned
 from paceline.launch.context import SpawnContext
 from paceline.launch.memory_file import write_memory_file
 from paceline.launch.plan import Options, make_plan
-from paceline.launch.process import interpreter
+from paceline.launch.process import interpreter, open_missing_streams
 
 
 def spawn(
@@ -75,6 +75,7 @@ def spawn(
         >>> spawn(train, args=(0.1,), nprocs=2)
         Two processes run; one calls train(0, 0.1), the other train(1, 0.1).
     """
+    open_missing_streams()
     _check_call(fn, start_method)
     options = Options(
         nprocs=nprocs,
@@ -160,9 +161,14 @@ def _start(
 
 
 def _python(code: str) -> tuple[str, ...]:
-    """A command line that runs `code` where this very package is found."""
+    """A command line that runs `code` where this very package is found.
+
+    The current folder, which `python -c` searches first, is left out: a `pickle.py` that lies there would run
+    in the place of the standard library's. A rank gets the caller's own search path with its call.
+    """
     root = str(Path(__file__).resolve().parents[2])
-    return (*interpreter(), "-c", f"import sys; sys.path.append({root!r}); {code}")
+    drop_folder = "sys.path[:1] = filter(None, sys.path[:1])"
+    return (*interpreter(), "-c", f"import sys; {drop_folder}; sys.path.append({root!r}); {code}")
 
 
 def _start_guardian(

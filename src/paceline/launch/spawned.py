@@ -21,6 +21,14 @@ def is_importing_main() -> bool:
     return _is_importing_main
 
 
+def _tell_other_ranks(error: BaseException) -> None:
+    """The others raise at once, and quote the exception."""
+    if "paceline.rendezvous.lifetime" in sys.modules:  # else this rank is in no group
+        from paceline.rendezvous import lifetime
+
+        lifetime.announce(error)
+
+
 def run_rank(payload_fd: int) -> None:
     """Make the call, as one rank; write the exception that ends it where the launcher looks for it."""
     global _is_importing_main
@@ -34,6 +42,7 @@ def run_rank(payload_fd: int) -> None:
     except (SystemExit, KeyboardInterrupt):
         raise
     except BaseException as error:
+        _tell_other_ranks(error)
         # Without this frame: the user's own function comes first.
         frames = error.__traceback__ and error.__traceback__.tb_next
         text = "".join(traceback.format_exception(type(error), error, frames))

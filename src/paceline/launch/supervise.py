@@ -117,7 +117,10 @@ class Supervisor:
     def _open_log(self, rank: int) -> BinaryIO | None:
         if self._plan.options.log_dir is None:
             return None
-        return (Path(self._plan.options.log_dir) / f"rank{rank}.log").open("wb", buffering=0)
+        path = Path(self._plan.options.log_dir) / f"rank{rank}.log"
+        # Not through a link: in a folder that others can write to, it may lead to any file of ours.
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        return open(os.open(path, flags, 0o666), "wb", buffering=0)
 
     # Events
 
