@@ -45,6 +45,19 @@ def test_groups_with_one_name_and_store_do_not_mix():
     assert on_ranks(program, 2) == [expected] * 2
 
 
+def test_a_rank_that_died_early_does_not_spoil_the_next_attempt(monkeypatch):
+    """torchrun's agent keeps its store; rank 1 died in attempt 0 before it had made an exchange."""
+    store = dist.HashStore()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
+    StoreExchange(store, 0, 2, "a")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+
+    def program(rank):
+        return StoreExchange(store, rank, 2, "a").all_gather(bytes([rank]), 30)
+
+    assert on_ranks(program, 2) == [[b"\0", b"\1"]] * 2
+
+
 def test_old_keys_are_deleted():
     store = dist.HashStore()
 

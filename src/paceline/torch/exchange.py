@@ -8,6 +8,7 @@ are plain bytes; nothing is pickled.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from datetime import timedelta
 
@@ -128,10 +129,13 @@ class StoreExchange:
         self._store = store
         self._rank = rank
         self._world_size = world_size
-        # A store may outlive a group (torchrun's agent keeps one). Counting each rank's groups keeps the
-        # keys of an earlier one out: they would be taken for a rank that is already there.
-        generation = store.add(f"{prefix}/generation/{rank}", 1)
-        self._prefix = f"{prefix}/{generation}"
+        # A store may outlive a group, and keys of an earlier group would be taken for a rank that is already
+        # there. torchrun's agent keeps one store over all its restarts, in which a rank that had died early
+        # would count one group less than the others for ever: so each attempt has keys of its own, and within
+        # an attempt, where a death ends them all, each rank counts its groups.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        generation = store.add(f"{prefix}/{attempt}/generation/{rank}", 1)
+        self._prefix = f"{prefix}/{attempt}/{generation}"
         self._round = 0
 
     @property
