@@ -166,6 +166,9 @@ void bind_group(nb::module_& m) {
              g.call(0, [](HostGroup& group) { group.check_usable(); });
            })
       .def("wait", &PyHostGroup::wait, "transfer"_a, "timeout_s"_a = kDefault)
+      .def("source_of_waiting", &PyHostGroup::source_of_waiting, "tag"_a = 0)
+      .def("wait_for_source", &PyHostGroup::wait_for_source, "tag"_a = 0,
+           "timeout_s"_a = kDefault)
       .def("allocate", &PyHostGroup::allocate, "nbytes"_a,
            "timeout_s"_a = kDefault)
       .def(

@@ -260,6 +260,15 @@ class PyHostGroup {
   void wait(TransferId id, double timeout_s) {
     call(kUnlockBytes, [&](HostGroup& group) { group.wait(id, timeout_s); });
   }
+  int source_of_waiting(uint64_t tag) {
+    return call(0,
+                [&](HostGroup& group) { return group.source_of_waiting(tag); });
+  }
+  int wait_for_source(uint64_t tag, double timeout_s) {
+    return call(0, [&](HostGroup& group) {
+      return group.wait_for_source(tag, timeout_s);
+    });
+  }
   void send(Pointer data, size_t bytes, int destination, uint64_t tag,
             double timeout_s) {
     wait(start_send(data, bytes, destination, tag), timeout_s);

@@ -353,6 +353,35 @@ void HostGroup::wait(TransferId id, double timeout_s) {
   transfers_->collect(id);
 }
 
+int HostGroup::source_of_waiting(uint64_t tag) {
+  check_usable();
+  transfers_->advance_all();
+  return transfers_->source_of_waiting(tag);
+}
+
+int HostGroup::wait_for_source(uint64_t tag, double timeout_s) {
+  check_usable();
+  RankLine& own = lines_[static_cast<size_t>(rank_)];
+  const auto has_left = [&](int r) {
+    return line(r).life.load(std::memory_order_acquire) == kLifeLeft;
+  };
+  int source = -1;
+  wait_until(
+      own.bell, own.bell_sleepers, timeout_ns(timeout_s),
+      [&] {
+        source = transfers_->source_of_waiting(tag);
+        return source >= 0;
+      },
+      // Who has left is to blame only when nobody else is there to send.
+      [&](int r) {
+        if (!has_left(r)) return true;
+        for (int other = 0; other < world(); ++other)
+          if (other != rank_ && !has_left(other)) return false;
+        return true;
+      });
+  return source;
+}
+
 bool HostGroup::forget(TransferId id) {
   if (is_forked()) return true;
   return transfers_->forget(

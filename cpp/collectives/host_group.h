@@ -113,6 +113,11 @@ class HostGroup {
   TransferId start_receive(void* data, size_t bytes, int source, uint64_t tag);
   bool test(TransferId id);
   void wait(TransferId id, double timeout_s);
+  /// A rank that has sent a message with this tag for which no receive was
+  /// started; -1: none.
+  int source_of_waiting(uint64_t tag);
+  /// Blocks until there is one.
+  int wait_for_source(uint64_t tag, double timeout_s);
   /// Lets go of a transfer that nobody will wait for. False: it is under way,
   /// and its memory must stay. Never blocks, never throws.
   bool forget(TransferId id);

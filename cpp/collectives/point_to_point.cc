@@ -69,6 +69,28 @@ bool Transfers::is_finished(TransferId id) {
   return found == started_.end() || found->second->finished;
 }
 
+int Transfers::source_of_waiting(uint64_t tag) {
+  const std::lock_guard lock(mutex_);
+  for (int i = 1; i <= group_.world(); ++i) {
+    const int source = (last_source_ + i) % group_.world();
+    if (source == group_.rank()) continue;
+    const auto queue = queues_.find(queue_key(source, false));
+    if (queue != queues_.end() && !queue->second.empty()) continue;
+    Channel& channel = group_.channel(source, group_.rank());
+    const uint64_t at = channel.read.load(std::memory_order_relaxed);
+    // Acquire: pairs with the release in advance_send(); a header is written
+    // whole.
+    if (channel.written.load(std::memory_order_acquire) == at) continue;
+    MessageHeader header;
+    ring_read(group_.slab(source) + Layout::outbox_at(group_.rank()), at,
+              &header, sizeof(header));
+    if (header.tag != tag) continue;
+    last_source_ = source;
+    return source;
+  }
+  return -1;
+}
+
 int Transfers::peer_of(TransferId id) {
   const std::lock_guard lock(mutex_);
   const auto found = started_.find(id);

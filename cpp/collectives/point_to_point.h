@@ -39,6 +39,10 @@ class Transfers {
   /// Forgets a transfer that is finished, or, when `is_over`, any: its memory
   /// is not touched from then on. False: it is still under way.
   bool forget(TransferId id, bool is_over);
+  /// A rank whose next message has this tag and no receive that was started for
+  /// it; -1: none. Looks behind the rank found last first, so that no sender is
+  /// passed over for ever.
+  int source_of_waiting(uint64_t tag);
   /// Whom an unfinished transfer waits for.
   int peer_of(TransferId id);
 
@@ -73,6 +77,7 @@ class Transfers {
       queues_;  ///< by peer, sends at 2 * peer, receives at 2 * peer + 1
   std::vector<bool> outbox_reserved_;
   std::atomic<size_t> unfinished_{0};
+  int last_source_ = 0;  ///< that source_of_waiting() found
 };
 
 }  // namespace paceline

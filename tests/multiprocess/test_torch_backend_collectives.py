@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
+from paceline.errors import MismatchError
 from tests.harness import ranks
 from tests.multiprocess.torch_groups import all_gather_single, reduce_scatter_single, torch_group
 
@@ -191,6 +192,39 @@ def test_any_dense_tensor_will_do(rank):
         assert outputs[1].tolist() == [-2j, -2j]
 
 
+@ranks(3, group=None)
+def test_sparse_tensors_are_added_up(rank):
+    """Entries of one rank, of several, of none; rows of vectors; against the sum of the dense tensors."""
+
+    def tensors_of(rank, dtype):
+        generator = torch.Generator().manual_seed(rank)
+        numbers = torch.randint(-9, 9, (20, 4, 3), generator=generator).to(dtype)
+        numbers[torch.rand(20, 4, generator=generator) < 0.7] = 0
+        at = torch.tensor([[1, 1, rank]])
+        twice = torch.sparse_coo_tensor(at, numbers[:3, 0, 0], (5,), check_invariants=True)
+        empty = torch.sparse_coo_tensor(size=(5,), dtype=dtype, check_invariants=True)
+        return [numbers.to_sparse(), numbers.to_sparse(1), twice, (empty if rank else twice).clone(), empty]
+
+    with torch_group(rank):
+        for dtype in (torch.float32, torch.float64, torch.int64):
+            every = [tensors_of(each, dtype) for each in range(3)]
+            for own, *summands in zip(tensors_of(rank, dtype), *every):
+                dist.all_reduce(own)
+                assert own.is_sparse and own.is_coalesced()
+                assert torch.equal(own.to_dense(), sum(each.to_dense() for each in summands))
+        work = dist.all_reduce(own := torch.eye(3).to_sparse(), async_op=True)
+        work.wait()
+        assert torch.equal(own.to_dense(), 3 * torch.eye(3))
+
+
+@ranks(2, group=None)
+def test_sparse_tensors_that_differ_are_told_on_every_rank(rank):
+    with torch_group(rank):
+        with pytest.raises(MismatchError, match=r"shape \(2, 2\)[^$]*shape \(3, 3\)"):
+            dist.all_reduce(torch.eye(2 + rank).to_sparse())
+        dist.barrier()
+
+
 @ranks(2, group=None)
 def test_objects_travel(rank):
     with torch_group(rank):
@@ -217,12 +251,11 @@ def test_what_is_not_served_says_so_on_every_rank(rank):
                 lambda: dist.all_reduce(torch.ones(2, dtype=torch.int32), ReduceOp.BXOR),
                 "no BXOR of torch.int32",
             ),
-            (lambda: dist.all_reduce(torch.ones(2).to_sparse()), "does not take torch.sparse_coo"),
+            (lambda: dist.all_reduce(torch.ones(2).to_sparse(), ReduceOp.MAX), "only added up"),
             (lambda: dist.broadcast(torch.ones(2).to_sparse(), 0), "does not take torch.sparse_coo"),
             (lambda: dist.all_reduce(torch.ones(2, device="meta")), "no backend for meta tensors"),
             (lambda: all_gather_single(torch.ones(3), torch.ones(2)), "wrong size"),
             (lambda: dist.all_to_all_single(torch.ones(4), torch.ones(4), [1, 2], [2, 2]), "splits"),
-            (lambda: dist.recv(torch.ones(2)), "name the source"),
         ]:
             with pytest.raises(ValueError, match=words):
                 call()

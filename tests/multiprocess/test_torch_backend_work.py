@@ -110,6 +110,60 @@ def test_messages(rank):
                 dist.recv(torch.zeros(3), 0)
 
 
+@ranks(4, group=None)
+def test_messages_from_any_source(rank):
+    """Each sender's messages come in its order; longer ones than a channel holds come, too."""
+    with torch_group(rank):
+        for count in (3, 100_000):
+            if rank == 0:
+                came = []
+                for _ in range(6):
+                    source = dist.recv(told := torch.empty(count, dtype=torch.int64))
+                    assert told.unique().tolist() == [10 * source + came.count(source)]
+                    came.append(source)
+                assert sorted(came) == [1, 1, 2, 2, 3, 3]
+            else:
+                for number in range(2):
+                    dist.send(torch.full((count,), 10 * rank + number), 0)
+            dist.barrier()
+
+
+@ranks(3, group=None)
+def test_a_receive_from_any_source_takes_what_has_its_tag_and_no_other_receive(rank):
+    with torch_group(rank):
+        first, second, third = (torch.zeros(2, dtype=torch.int64) for _ in range(3))
+        if rank == 0:
+            named = dist.irecv(first, src=1, tag=7)
+            anyone = dist.irecv(second, tag=8)
+            assert not anyone.is_completed()
+            dist.barrier()  # now they send
+            assert anyone.wait() and anyone.source_rank() == 2 and second.tolist() == [28, 28]
+            dist.send(second, 1)  # now rank 1 sends with the same tag
+            assert named.wait() and first.tolist() == [17, 17]
+            assert dist.recv(third, tag=8) == 1 and third.tolist() == [18, 18]
+        else:
+            dist.barrier()
+            if rank == 1:
+                dist.send(torch.tensor([17, 17]), 0, tag=7)
+                dist.recv(first, src=0)
+                dist.send(torch.tensor([18, 18]), 0, tag=8)
+            else:
+                dist.send(torch.tensor([28, 28]), 0, tag=8)
+        dist.barrier()
+
+
+@ranks(3, group=None)
+def test_nobody_sends_to_a_receive_from_any_source(rank):
+    with torch_group(rank, timeout_s=1 if rank == 0 else 60):
+        if rank == 0:
+            with pytest.raises(DeadlineError, match="Ranks 1-2 of 3") as caught:
+                dist.recv(torch.empty(1))
+            assert caught.value.late == (1, 2)
+        else:
+            with pytest.raises(DeadlineError):
+                dist.barrier()
+
+
 @ranks(2, group=None)
 def test_a_dropped_receive_still_arrives(rank):
     with torch_group(rank):

@@ -25,7 +25,7 @@ from paceline.errors import ConfigError
 from paceline.torch.backend import movements, reductions
 from paceline.torch.backend.identity import NamedProcessGroup
 from paceline.torch.backend.reductions import KERNELS, NO_KERNEL
-from paceline.torch.backend.transfer import Mailbox, TransferWork
+from paceline.torch.backend.transfer import AnySourceWork, Mailbox, TransferWork
 from paceline.torch.backend.work import FINISHED, CallWork
 
 if TYPE_CHECKING:
@@ -195,12 +195,8 @@ class PacelineProcessGroup(NamedProcessGroup):
     def recv(self, tensors: Tensors, source: int, tag: int = 0) -> TransferWork:
         return self._mailbox.receive(_only(tensors), source, tag, self._timeout_s)
 
-    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
-        raise ConfigError(
-            "The paceline backend can't receive from any rank that happens to send.",
-            where=f"recv of a tensor of shape {tuple(_only(tensors).shape)} without a source",
-            hint="name the source: recv(tensor, src=rank); or use a gloo group for this exchange",
-        )
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> AnySourceWork:
+        return AnySourceWork(self._mailbox, _only(tensors), tag, self._timeout_s)
 
     def barrier(self, opts: Any = DEFAULTS) -> Work:
         seconds = opts.timeout.total_seconds()

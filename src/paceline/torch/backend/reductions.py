@@ -1,7 +1,7 @@
 """all_reduce, reduce and reduce_scatter of tensors, as calls that are ready to run.
 
-May import torch, the core's types, collectives, errors and `staging`. Each function checks its arguments at
-once, in the caller's thread, and returns a call that blocks until the collective is done.
+May import torch, the core's types, collectives, errors, `sparse` and `staging`. Each function checks its
+arguments at once, in the caller's thread, and returns a call that blocks until the collective is done.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.distributed import ReduceOp
 from paceline.collectives.ops import DTYPE_NUMBERS
 from paceline.collectives.ops import ReduceOp as Op
 from paceline.errors import ConfigError
+from paceline.torch.backend import sparse
 from paceline.torch.backend.staging import as_input, check_tensor, joined, write_back
 
 if TYPE_CHECKING:
@@ -119,6 +120,8 @@ def all_reduce(core: HostGroup, tensors: Sequence[torch.Tensor], op: ReduceOp, t
 
 
 def _all_reduce_one(core: HostGroup, tensor: torch.Tensor, op: ReduceOp, timeout_s: float) -> Call:
+    if tensor.layout is torch.sparse_coo:
+        return sparse.all_reduce(core, tensor, op, timeout_s)
     reduction = Reduction.of(tensor, op)
     tensor = real_view(tensor)
     if tensor.is_contiguous() and reduction.factor is None:

@@ -1,0 +1,99 @@
+"""all_reduce of sparse tensors: every rank gets everybody's entries, in rank order, and adds them up alike.
+
+May import torch, the core's types, errors and `staging`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed import ReduceOp
+
+from paceline.errors import ConfigError, MismatchError
+
+if TYPE_CHECKING:
+    from paceline._core import HostGroup
+
+_MOST_DIMENSIONS = 12
+
+
+def all_reduce(core: HostGroup, tensor: torch.Tensor, op: ReduceOp, timeout_s: float) -> Callable[[], None]:
+    """Add up a COO tensor over all ranks, in place; the ranks may have entries in different places.
+
+    The result is coalesced and has the same bits on all ranks.
+
+    Raises:
+        ConfigError: Another reduction than SUM, or another sparse layout.
+    """
+    if tensor.layout is not torch.sparse_coo or not tensor.is_cpu or tensor.dim() > _MOST_DIMENSIONS:
+        raise ConfigError(
+            f"The paceline backend does not take {tensor.layout} tensors of {tensor.dim()} dimensions.",
+            got=f"shape {tuple(tensor.shape)}, {tensor.dtype} on {tensor.device}",
+            expected=f"a dense tensor, or torch.sparse_coo of up to {_MOST_DIMENSIONS} dimensions on a CPU",
+            hint="call to_dense() or to_sparse_coo() first",
+        )
+    if hash(op) != hash(ReduceOp.SUM):  # an enum value, or an object that holds one
+        raise ConfigError(
+            "Sparse tensors are only added up: an entry that a rank lacks is no number to compare with.",
+            got=str(op),
+            expected="ReduceOp.SUM",
+            hint="call to_dense() first",
+        )
+
+    def call() -> None:
+        own = tensor.detach().coalesce()
+        shapes = _gather(core, _describe(own), timeout_s)
+        _check_alike(shapes, core.rank)
+        counts = [int(row[0]) for row in shapes]
+        indices = _gather_entries(core, own.indices().t(), counts, timeout_s)
+        values = _gather_entries(core, own.values(), counts, timeout_s)
+        total = torch.sparse_coo_tensor(indices.t(), values, own.shape, check_invariants=False).coalesce()
+        with torch.no_grad():
+            tensor.copy_(total)
+
+    return call
+
+
+def _describe(own: torch.Tensor) -> torch.Tensor:
+    """How many entries there are, and what must be alike on all ranks."""
+    alike = [own.sparse_dim(), own.dense_dim(), own.element_size(), own.is_floating_point(), *own.shape]
+    return torch.tensor([own._nnz(), *alike, *[-1] * (_MOST_DIMENSIONS - own.dim())])
+
+
+def _check_alike(rows: torch.Tensor, rank: int) -> None:
+    for other, row in enumerate(rows):
+        if not torch.equal(row[1:], rows[0][1:]):
+            raise MismatchError(
+                "all_reduce: the ranks' sparse tensors differ in shape or dtype.",
+                where=f"rank {rank} of {len(rows)}",
+                expected=f"{_told(rows[0])} (rank 0)",
+                got=f"{_told(row)} (rank {other})",
+                hint="give every rank a tensor of the same shape, sparse dimensions and dtype",
+            )
+
+
+def _told(row: torch.Tensor) -> str:
+    _, sparse_dim, dense_dim, element_bytes, is_floating, *shape = row.tolist()
+    kind = "floating" if is_floating else "integer"
+    sizes = tuple(shape[: sparse_dim + dense_dim])
+    return f"shape {sizes}, {sparse_dim} of them sparse, {kind} elements of {element_bytes} bytes"
+
+
+def _gather_entries(core: HostGroup, own: torch.Tensor, counts: list[int], timeout_s: float) -> torch.Tensor:
+    """The entries of all ranks, one rank after the other. Shorter ones travel padded to the longest."""
+    padded = own.new_zeros((max(counts), *own.shape[1:]))
+    padded[: len(own)] = own
+    rows = _gather(core, padded, timeout_s)
+    return torch.cat([row[:count] for row, count in zip(rows, counts)])
+
+
+def _gather(core: HostGroup, own: torch.Tensor, timeout_s: float) -> torch.Tensor:
+    """The same tensor of every rank, by rank. Collective."""
+    own = own.contiguous()
+    rows: Any = own.new_empty((core.world_size, *own.shape))
+    if math.prod(own.shape):
+        core.all_gather(own.data_ptr(), rows.data_ptr(), own.nbytes, timeout_s)
+    return rows  # type: ignore[no-any-return]
