@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 import pytest
 
@@ -45,6 +46,7 @@ def test_wrong_arguments_are_named(capsys, arguments, complaint):
     [
         (("all_reduce", "--only", "glue"), "unknown glue"),
         (("step", "--models", "resnet"), "unknown resnet"),
+        (("step", "--before", "/no/such/python"), "no such program"),
         (("step", "--json", "/no/such/folder/x.json"), "no folder"),
     ],
 )
@@ -77,3 +79,13 @@ def test_absent_contenders_are_told(monkeypatch):
     assert {entry.key for entry in able} == {"paceline_region", "paceline_any"}
     assert "Gloo is absent: torch is not installed." in absent
     assert "Open MPI is absent: mpi4py is not installed." in absent
+
+
+def test_each_of_ours_takes_part_a_second_time_as_it_was_before():
+    plan = Plan(2, 1, ("gloo", "paceline_any"), "", print, before="/other/python")
+    entries = plan.chosen(all_reduce.ENTRIES)
+    assert [entry.key for entry in entries] == ["paceline_any", "before_paceline_any", "gloo"]
+    now, before, _ = (entry.launch(2) for entry in entries)
+    assert (before.python, before.cores) == ("/other/python", now.cores)
+    assert now.python == sys.executable
+    assert not entries[1].is_ours  # what fails there is no failure of this version

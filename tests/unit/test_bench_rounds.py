@@ -12,6 +12,7 @@ from paceline.observe.bench.rounds import (
     interval,
     iterations_for,
     overhead,
+    ratio,
     slowest_by_round,
     slowest_median,
 )
@@ -56,3 +57,8 @@ def test_the_interval_narrows_with_more_samples():
     few, many = interval(range(9)), interval(range(900))
     assert (few.low, few.high) == (1, 8)
     assert (many.high - many.low) / 900 < (few.high - few.low) / 9
+
+
+def test_a_ratio_is_taken_round_by_round():
+    slow_second = [[1.0, 2.0, 1.0], [0.5, 0.5, 0.5]]
+    assert ratio([[1.1, 2.2, 1.1], [0.1, 0.1, 0.1]], slow_second).median == pytest.approx(1.1)

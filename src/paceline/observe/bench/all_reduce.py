@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.observe.bench.conductor import Launch
-from paceline.observe.bench.contest import Entry, Plan, Timing, bound
+from paceline.observe.bench.contest import Entry, Plan, Timing, bound, changes
 from paceline.observe.bench.machine import Machine
 from paceline.observe.bench.report import Report
 from paceline.observe.bench.rounds import slowest_median
@@ -87,6 +87,7 @@ def run(plan: Plan, sizes: Sequence[int]) -> Report:
             f"Median of {plan.rounds} rounds on each rank, then the slowest rank; contenders take turns.",
             "Back-to-back calls on the same memory, sum in place; answers were checked against a known sum.",
             "Ranks are bound to cores where their own launcher does that: not Gloo's, as under torchrun.",
+            *(note for nbytes in sizes for note in changes(contest, format_size(nbytes), timings[nbytes])),
             *plan.notes(contest),
         ],
         data={"ranks": plan.ranks, "rounds": plan.rounds, "rows": _as_data(timings)},

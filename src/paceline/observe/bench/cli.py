@@ -6,6 +6,7 @@ import argparse
 import functools
 import importlib.util
 import shlex
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -56,6 +57,12 @@ def _add(
         "--rounds", type=_at_least(1), default=rounds, metavar="N", help=f"samples of each (default {rounds})"
     )
     parser.add_argument("--only", type=_names, default=(), metavar="A,B", help="contenders (default: all)")
+    parser.add_argument(
+        "--before",
+        default="",
+        metavar="PYTHON",
+        help="interpreter of an installation with another version of Paceline, to measure in the same rounds",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table and how it was made")
     parser.set_defaults(func=functools.partial(_guarded, run))
@@ -212,7 +219,20 @@ def _plan(
 
     _check_names("--only", arguments.only, [entry.key for entry in entries])
     command = "paceline " + shlex.join(sys.argv[1:])
-    return Plan(arguments.ranks, arguments.rounds, arguments.only, command, status_line, environment or {})
+    if arguments.before and shutil.which(arguments.before) is None:
+        raise ConfigError(
+            f"--before {arguments.before}: there is no such program.",
+            hint="a Python interpreter, .venv-before/bin/python say",
+        )
+    return Plan(
+        arguments.ranks,
+        arguments.rounds,
+        arguments.only,
+        command,
+        status_line,
+        environment or {},
+        arguments.before,
+    )
 
 
 def _check_names(option: str, names: Sequence[str], known: Sequence[str]) -> None:

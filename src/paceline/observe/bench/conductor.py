@@ -44,11 +44,13 @@ class Launch:
         prefix: What comes before `python`, such as `mpirun -n 2`; empty: one plain process per rank.
         environment: What the processes find in their environment, besides ours.
         cores: The cores of each rank, by rank; empty: the ranks are not bound.
+        python: The interpreter; of another installation of Paceline, say.
     """
 
     prefix: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     cores: tuple[frozenset[int], ...] = ()
+    python: str = sys.executable
 
 
 class _Channel:
@@ -220,7 +222,7 @@ class Job:
         self._directory.cleanup()
 
     def _start_processes(self, path: str) -> None:
-        worker = [sys.executable, "-m", "paceline.observe.bench.worker", path]
+        worker = [self._launch.python, "-m", "paceline.observe.bench.worker", path]
         common = {
             **os.environ,
             **self._launch.environment,

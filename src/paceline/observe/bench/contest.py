@@ -15,7 +15,7 @@ from paceline.launch.placement import assign_cores
 from paceline.launch.topology import read_machine
 from paceline.observe.bench.conductor import ContenderFailed, Job, Launch
 from paceline.observe.bench.machine import usable_cores
-from paceline.observe.bench.rounds import iterations_for
+from paceline.observe.bench.rounds import iterations_for, ratio
 
 
 def unbound(ranks: int) -> Launch:
@@ -55,6 +55,15 @@ class Entry:
         """Whether a failure of it is a failure of Paceline."""
         return self.key.startswith("paceline")
 
+    def before(self, python: str) -> Entry:
+        """The same with the Paceline of another installation, whose interpreter this is."""
+        return replace(
+            self,
+            key=f"{BEFORE}{self.key}",
+            label=f"{self.label}, before",
+            launch=lambda ranks: replace(self.launch(ranks), python=python),
+        )
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -67,6 +76,7 @@ class Plan:
         command: The command that makes the same report again.
         say: Called with a line whenever something worth telling happens.
         environment: What all contenders find in their environment.
+        before: An interpreter that has another version of Paceline, which takes part beside this one.
     """
 
     ranks: int
@@ -75,10 +85,16 @@ class Plan:
     command: str
     say: Callable[[str], None]
     environment: Mapping[str, str] = field(default_factory=dict)
+    before: str = ""
 
     def chosen(self, entries: Iterable[Entry]) -> list[Entry]:
         """Those of `entries` that the user wants."""
-        return [entry for entry in entries if not self.only or entry.key in self.only]
+        chosen = [entry for entry in entries if not self.only or entry.key in self.only]
+        if not self.before:
+            return chosen
+        # Side by side, so that the two meet the same moments.
+        twins = [[entry, entry.before(self.before)] if entry.is_ours else [entry] for entry in chosen]
+        return [entry for pair in twins for entry in pair]
 
     def able(self, entries: Iterable[Entry]) -> tuple[list[Entry], list[str]]:
         """Those chosen that can run here, and a note on each that can't."""
@@ -96,6 +112,24 @@ class Plan:
         notes = [f"{self.ranks} ranks share {cores} cores."] if self.ranks > cores else []
         notes += [f"{label} is absent: {why}." for label, why in contest.absent.items()]
         return notes + [f"{label} failed: {why}" for label, why in contest.failures.items()]
+
+
+BEFORE = "before_"
+
+
+def changes(contest: Contest, during: str, timings: Mapping[str, Timing]) -> list[str]:
+    """What each of ours takes as a part of what it took before, a note on each."""
+    notes = []
+    for contender in contest.contenders:
+        key, label = contender.entry.key, contender.entry.label
+        before = f"{BEFORE}{key}"
+        if key in timings and before in timings:
+            change = ratio(timings[key].samples, timings[before].samples)
+            notes.append(
+                f"{during}, {label}: {change.median:.3f} ({change.low:.3f} .. {change.high:.3f}) of the time "
+                "that it took before."
+            )
+    return notes
 
 
 @dataclass

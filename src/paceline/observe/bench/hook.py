@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.observe.bench.all_reduce import no_torch
-from paceline.observe.bench.contest import Contest, Entry, Plan, Timing, bound
+from paceline.observe.bench.contest import Contest, Entry, Plan, Timing, bound, changes
 from paceline.observe.bench.machine import Machine
 from paceline.observe.bench.report import Report
 from paceline.observe.bench.rounds import overhead, slowest_median
@@ -59,6 +59,7 @@ def run(plan: Plan) -> Report:
             "each backward.",
             "It holds taking the gradient, copying it, averaging it with nobody's and bringing the mean "
             "back. An empty hook: what torch takes for calling one.",
+            *changes(contest, "a backward", timings),
             *plan.notes(contest),
         ],
         data={

@@ -56,6 +56,15 @@ def overhead(with_it: Samples, alone: Samples) -> Interval:
     return interval(differences)
 
 
+def ratio(of: Samples, to: Samples) -> Interval:
+    """How long one takes as a part of the other: the median over rounds, divided round by round.
+
+    Example:
+        Two ranks, three rounds; 1.1, 2.2, 1.0 to 1.0, 2.0, 1.0: 1.1.
+    """
+    return interval([a / b for a, b in zip(slowest_by_round(of), slowest_by_round(to), strict=True)])
+
+
 def interval(values: Sequence[float]) -> Interval:
     """The median with its 95 % confidence interval from order statistics: no assumption on the noise."""
     ordered = sorted(values)

@@ -7,7 +7,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.observe.bench.all_reduce import no_torch
-from paceline.observe.bench.contest import Contest, Entry, Plan, Timing, bound, unbound
+from paceline.observe.bench.contest import (
+    BEFORE,
+    Contest,
+    Entry,
+    Plan,
+    Timing,
+    bound,
+    changes,
+    unbound,
+)
 from paceline.observe.bench.machine import Machine
 from paceline.observe.bench.report import Report
 from paceline.observe.bench.rounds import Interval, overhead, slowest_median
@@ -60,6 +69,7 @@ def run(plan: Plan, models: Sequence[str], framework: str = "torch") -> Report:
     machine = Machine.here()
     rows: list[list[str]] = []
     data: list[dict[str, Any]] = []
+    changed: list[str] = []
     with plan.contest(ENTRIES[framework]) as contest:
         for model in models:
             plan.say(f"{model}: checking gradients")
@@ -68,6 +78,7 @@ def run(plan: Plan, models: Sequence[str], framework: str = "torch") -> Report:
             timings = contest.measure(model, plan.rounds, SAMPLE_S)
             heading = f"{model}{_size_of(facts)}"
             rows += [*_rows(contest, heading, timings), []]
+            changed += changes(contest, model, timings)
             data += _as_data(model, facts, timings)
     return Report(
         theme="step" if framework == "torch" else f"step-{framework}",
@@ -86,6 +97,7 @@ def run(plan: Plan, models: Sequence[str], framework: str = "torch") -> Report:
             "with its launcher.",
             "Gradients were checked before timing: close to the mean as computed on one process, and the "
             "same bits on all ranks.",
+            *changed,
             *plan.notes(contest),
         ],
         data={"framework": framework, "ranks": plan.ranks, "rounds": plan.rounds, "rows": data},
@@ -121,7 +133,7 @@ def _size_of(facts: dict[str, list[dict[str, Any]]]) -> str:
 
 def _rows(contest: Contest, heading: str, timings: dict[str, Timing]) -> list[list[str]]:
     added = overheads(timings)
-    theirs = [interval for key, interval in added.items() if not key.startswith("paceline")]
+    theirs = [interval for key, interval in added.items() if not key.startswith(("paceline", BEFORE))]
     reference = min(theirs, key=lambda interval: interval.median) if theirs else None
     rows: list[list[str]] = []
     for contender in contest.contenders:
@@ -148,7 +160,7 @@ def overhead_cells(key: str, ours: Interval | None, theirs: Interval | None) -> 
     if ours is None:
         return ["-", "-", "-"]
     cells = [format_time(ours.median), f"{format_time(ours.low)} .. {format_time(ours.high)}"]
-    if theirs is None or theirs.low <= 0 or not key.startswith("paceline"):
+    if theirs is None or theirs.low <= 0 or not key.startswith(("paceline", BEFORE)):
         return [*cells, "-"]
     if ours.low > 0:
         return [*cells, format_ratio(theirs.median / ours.median)]
