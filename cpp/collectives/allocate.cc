@@ -18,7 +18,7 @@ std::optional<size_t> HostGroup::find_heap_space(size_t bytes) const {
       used.emplace_back(block.offset.load(std::memory_order_relaxed), length);
   }
   std::sort(used.begin(), used.end());
-  size_t at = round_up(layout_.heap_at(), kPageBytes);
+  size_t at = round_up(layout_.heap_at(), page_bytes());
   for (const auto& [offset, length] : used) {
     if (offset - at >= bytes) break;
     at = offset + length;
@@ -65,7 +65,7 @@ size_t HostGroup::allocate(size_t bytes, double timeout_s) {
         timeout_s);
   // More than any slab: refused below, and no sum overflows on the way there.
   bytes = std::min(bytes, size_t{1} << 60);
-  const size_t length = round_up(std::max<size_t>(bytes, 1), kPageBytes);
+  const size_t length = round_up(std::max<size_t>(bytes, 1), page_bytes());
   meet();
   if (rank_ == 0) decide_allocation(length);
   meet();

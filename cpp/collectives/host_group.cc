@@ -9,6 +9,8 @@
 #include <algorithm>
 #include <string>
 
+#include "core/cgroup.h"
+
 namespace paceline {
 namespace {
 
@@ -16,19 +18,6 @@ namespace {
 // there, and two ranks that do the same work arrive within less than that. See
 // benchmarks/results/.
 constexpr double kDefaultSpinUs = 50;
-
-// Cores that the CPU controller of this cgroup grants, or a large number.
-double cgroup_cores() {
-  FILE* file = fopen("/sys/fs/cgroup/cpu.max", "re");
-  if (file == nullptr) return 1e9;
-  double quota = 0;
-  double period = 0;
-  const int fields = fscanf(file, "%lf %lf", &quota, &period);
-  fclose(file);
-  return fields == 2 && period > 0
-             ? quota / period
-             : 1e9;  // "max 100000" does not parse as two numbers
-}
 
 }  // namespace
 
@@ -116,7 +105,8 @@ void HostGroup::decide_spinning() {
     memcpy(&one, each.affinity, sizeof(one));
     CPU_OR(&all, &all, &one);
   }
-  const double cores = std::min<double>(CPU_COUNT(&all), cgroup_cores());
+  const double cores =
+      std::min<double>(CPU_COUNT(&all), read_cgroup_limits().cores);
   has_core_per_rank_ = cores >= world();
   if (world() == 1) return;
   spin_ns_ =

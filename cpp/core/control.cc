@@ -22,9 +22,9 @@ constexpr uint64_t mix(uint64_t x) {  // the finalizer of MurmurHash3: every
 // machine could fill at most, and no more than 8 TiB in all.
 size_t largest_slab(int world) {
   const size_t memory =
-      static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * kPageBytes;
+      static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * page_bytes();
   const size_t share = (size_t{8} << 40) / static_cast<size_t>(world);
-  return round_up(std::min(memory, share), kPageBytes);
+  return round_up(std::min(memory, share), page_bytes());
 }
 
 bool can_map(size_t bytes) {
@@ -59,15 +59,15 @@ size_t Layout::channels_at() const {
 
 size_t Layout::control_bytes() const {
   const size_t pairs = static_cast<size_t>(world) * static_cast<size_t>(world);
-  return round_up(channels_at() + pairs * sizeof(Channel), kPageBytes);
+  return round_up(channels_at() + pairs * sizeof(Channel), page_bytes());
 }
 
 int create_region(int world, const uint64_t nonce[2], size_t slab_limit) {
   Layout layout{world, std::min(largest_slab(world), slab_limit)};
   const size_t least =
-      round_up(layout.heap_at() + (size_t{64} << 20), kPageBytes);
+      round_up(layout.heap_at() + (size_t{64} << 20), page_bytes());
   while (!can_map(layout.region_bytes()) && layout.slab_bytes / 2 >= least) {
-    layout.slab_bytes = round_up(layout.slab_bytes / 2, kPageBytes);
+    layout.slab_bytes = round_up(layout.slab_bytes / 2, page_bytes());
   }
   const int fd = Region::create(layout.region_bytes());
   try {

@@ -19,9 +19,8 @@
 namespace paceline {
 
 inline constexpr uint64_t kMagic = 0x31656e696c656361;  // "aceline1"
-inline constexpr uint32_t kAbiVersion = 1;
+inline constexpr uint32_t kAbiVersion = 2;
 inline constexpr int kMaxWorld = 128;
-inline constexpr size_t kPageBytes = 4096;
 inline constexpr size_t kMaxBlocks = 4096;
 
 /// Payloads up to this are exchanged with one synchronisation instead of two.

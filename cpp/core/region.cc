@@ -16,10 +16,18 @@
 #include <string>
 
 #include "core/atomics.h"
+#include "core/cgroup.h"
 #include "core/failure.h"
+
+#ifndef MFD_NOEXEC_SEAL
+#define MFD_NOEXEC_SEAL 8U  // since Linux 6.3; the same everywhere
+#endif
 
 namespace paceline {
 namespace {
+
+/// What is reserved in one system call: it ends within some 10 ms.
+constexpr size_t kReservePiece = size_t{64} << 20;
 
 [[noreturn]] void no_memory(const char* what, int error) {
   throw Failure{.reason = Reason::kNoMemory,
@@ -43,28 +51,6 @@ std::optional<uint64_t> read_sum(const char* path,
   return sum;
 }
 
-std::optional<uint64_t> read_number(const char* path) {
-  FILE* file = fopen(path, "re");
-  if (file == nullptr) return std::nullopt;
-  uint64_t value = 0;
-  const bool ok = fscanf(file, "%" SCNu64, &value) == 1;  // "max": no limit
-  fclose(file);
-  return ok ? std::optional(value) : std::nullopt;
-}
-
-// What this process's memory cgroup still grants. Cached files are in use too,
-// but go when the memory is needed.
-uint64_t left_in_cgroup() {
-  const auto limit = read_number("/sys/fs/cgroup/memory.max");
-  const auto current = read_number("/sys/fs/cgroup/memory.current");
-  if (!limit || !current) return UINT64_MAX;
-  const uint64_t cached =
-      read_sum("/sys/fs/cgroup/memory.stat", {"inactive_file", "active_file"})
-          .value_or(0);
-  const uint64_t used = *current - std::min(cached, *current);
-  return *limit - std::min(used, *limit);
-}
-
 uint64_t left_on_machine() {
   const auto kib =
       read_sum("/proc/meminfo", {"MemAvailable:", "SwapFree:"}).value_or(0);
@@ -81,10 +67,18 @@ uint32_t fork_generation() {
   return forks.load(std::memory_order_relaxed);
 }
 
+size_t page_bytes() {
+  static const size_t bytes = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  return bytes;
+}
+
 int Region::create(size_t bytes) {
-  const int fd = memfd_create("paceline", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  constexpr unsigned kFlags = MFD_CLOEXEC | MFD_ALLOW_SEALING;
+  // Not executable: a hardened machine (vm.memfd_noexec) refuses others.
+  int fd = memfd_create("paceline", kFlags | MFD_NOEXEC_SEAL);
+  if (fd < 0 && errno == EINVAL) fd = memfd_create("paceline", kFlags);
   if (fd < 0) no_memory("memfd_create", errno);
-  if (ftruncate(fd, static_cast<off_t>(bytes)) != 0 ||
+  if (fchmod(fd, 0600) != 0 || ftruncate(fd, static_cast<off_t>(bytes)) != 0 ||
       fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
     const int error = errno;
     close(fd);
@@ -125,7 +119,8 @@ Region::~Region() {
 }
 
 void Region::check_memory(uint64_t bytes) {
-  const uint64_t left = std::min(left_in_cgroup(), left_on_machine());
+  const uint64_t left =
+      std::min(read_cgroup_limits().memory_left, left_on_machine());
   if (bytes <= left) return;
   throw Failure{.reason = Reason::kNoMemory,
                 .message = std::to_string(bytes) +
@@ -137,9 +132,22 @@ void Region::check_memory(uint64_t bytes) {
 void Region::reserve(size_t offset, size_t bytes) {
   if (bytes == 0) return;
   check_memory(bytes);
-  const int error = posix_fallocate(fd_, static_cast<off_t>(offset),
-                                    static_cast<off_t>(bytes));
-  if (error != 0) no_memory("reserving shared memory", error);
+  size_t piece = kReservePiece;
+  const size_t end = offset + bytes;
+  while (offset < end) {
+    const int error =
+        posix_fallocate(fd_, static_cast<off_t>(offset),
+                        static_cast<off_t>(std::min(piece, end - offset)));
+    if (error == EINTR) {
+      // Many kernels give up, and undo what they did, at any signal: a smaller
+      // piece fits between two of a profiler's.
+      piece = std::max(piece / 2, page_bytes());
+    } else if (error != 0) {
+      no_memory("reserving shared memory", error);
+    } else {
+      offset += std::min(piece, end - offset);
+    }
+  }
 }
 
 void Region::release(size_t offset, size_t bytes) {

@@ -12,10 +12,13 @@
 
 namespace paceline {
 
+/// Of this machine's memory: 4 KiB, or 16 or 64 on some Arm and POWER machines.
+size_t page_bytes();
+
 class Region {
  public:
   /// Creates the file: `bytes` long, zeroed, sealed against resizing,
-  /// close-on-exec. Returns its descriptor.
+  /// close-on-exec, for this user alone. Returns its descriptor.
   static int create(size_t bytes);
 
   /// Maps the file behind `fd` (which stays the caller's). Not inherited by

@@ -2,6 +2,7 @@
 
 #include "core/region.h"
 
+#include <errno.h>
 #include <fcntl.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -9,9 +10,33 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
+
 #include "check.h"
 #include "core/control.h"
 #include "group_world.h"
+
+namespace {
+
+/// The next so many calls of posix_fallocate end as when a signal comes.
+int interruptions = 0;
+size_t largest_piece = 0;
+size_t smallest_piece = SIZE_MAX;
+
+}  // namespace
+
+/// In front of the C library's: older kernels end it at any signal, newer ones
+/// do not, so the test asks for it.
+extern "C" int posix_fallocate(int fd, off_t offset, off_t bytes) {
+  if (interruptions > 0) {
+    --interruptions;
+    return EINTR;
+  }
+  const auto piece = static_cast<size_t>(bytes);
+  largest_piece = std::max(largest_piece, piece);
+  smallest_piece = std::min(smallest_piece, piece);
+  return fallocate(fd, 0, offset, bytes) == 0 ? 0 : errno;
+}
 
 namespace paceline {
 namespace {
@@ -30,6 +55,9 @@ TEST(a_region_is_sparse_sealed_and_closed_on_exec) {
   CHECK_EQ(ftruncate(fd, kBytes / 2), -1);
   CHECK_EQ(ftruncate(fd, kBytes * 2), -1);
   CHECK(fcntl(fd, F_GETFD) & FD_CLOEXEC);
+  struct stat status;
+  CHECK_EQ(fstat(fd, &status), 0);
+  CHECK_EQ(status.st_mode & 07777, 0600u);
   close(fd);
 }
 
@@ -48,6 +76,28 @@ TEST(memory_is_reserved_and_given_back) {
   CHECK_EQ(static_cast<int>(one.data()[1 << 20]), 0);
   one.reserve(0, 0);
   one.release(0, 0);
+  close(fd);
+}
+
+TEST(a_signal_is_no_lack_of_memory) {
+  const int fd = Region::create(4 * kBytes);
+  Region region(fd);
+  largest_piece = 0;
+  region.reserve(page_bytes(), 2 * kBytes + 5);
+  CHECK_EQ(resident_bytes(fd), 2 * kBytes + page_bytes());
+  CHECK_EQ(largest_piece, kBytes);  // a large array, in many system calls
+  region.release(0, 4 * kBytes);
+  smallest_piece = SIZE_MAX;
+  // Where signals come again and again, smaller pieces fit between them.
+  for (const int count : {1, 3, 40}) {
+    interruptions = count;
+    largest_piece = 0;
+    region.reserve(0, kBytes / 16);
+    CHECK_EQ(interruptions, 0);
+    CHECK_EQ(resident_bytes(fd), kBytes / 16);
+    region.release(0, kBytes);
+  }
+  CHECK_EQ(smallest_piece, page_bytes());
   close(fd);
 }
 

@@ -13,6 +13,7 @@ import pytest
 import paceline
 from paceline import _core
 from paceline.errors import PacelineError, RegionError, RendezvousError
+from paceline.rendezvous import host
 from paceline.rendezvous.deadline import Deadline
 from paceline.rendezvous.frames import Frame, listen, receive_frame, send_frame
 from paceline.rendezvous.hub import Hello, hub_address
@@ -162,3 +163,17 @@ def test_a_region_of_another_job_is_not_taken(rank):
         _core.region_nonce(empty)
     os.close(empty)
     os.close(fd)
+
+
+@ranks(2, group=None)
+def test_the_region_is_received_close_on_exec(rank):
+    """At once: a program that another thread starts just then must not inherit it."""
+    inheritable = []
+
+    def check(fd, nonce, check_nonce=host._check_nonce):
+        inheritable.append(os.get_inheritable(fd))
+        return check_nonce(fd, nonce)
+
+    host._check_nonce = check
+    init(rank, 2).close()
+    assert inheritable == [False] * rank

@@ -8,6 +8,7 @@ of its own, and the rest try again without it.
 
 from __future__ import annotations
 
+import array
 import contextlib
 import json
 import os
@@ -215,18 +216,33 @@ def _region_fd(
             return -1, "memory"
         door.serve(fd)
         return fd, ""
+    fd = -1
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as hub:
             hub.settimeout(max(min(deadline.left_s(), 10.0), 1e-3))
             hub.connect("\0" + offer["address"])
             peer_pid(hub)
-            _, fds, _, _ = socket.recv_fds(hub, 1, 1)
+            fd = _receive_fd(hub)
             send_frame(hub, Frame.WELCOME, b"", deadline)
     except Exception as error:  # whatever it is, this rank does not share the leader's memory
+        _close(fd)
         return -1, f"rank {rank} could not take the region of rank {mates[0]}: {error}"
-    if not fds:
+    if fd < 0:
         return -1, f"rank {rank} got no descriptor from rank {mates[0]}"
-    return fds[0], _check_nonce(fds[0], offer["nonce"])
+    return fd, _check_nonce(fd, offer["nonce"])
+
+
+def _receive_fd(hub: socket.socket) -> int:
+    """A descriptor, close-on-exec from the start: another thread may be starting a program just now.
+
+    socket.recv_fds does not pass its flags on.
+    """
+    fds = array.array("i")
+    _, messages, _, _ = hub.recvmsg(1, socket.CMSG_LEN(fds.itemsize), socket.MSG_CMSG_CLOEXEC)
+    for level, kind, data in messages:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    return fds[0] if fds else -1
 
 
 def _check_nonce(fd: int, nonce: str) -> str:
