@@ -2,6 +2,7 @@
 #include "compression/compression.h"
 
 #include "compression/code_table.h"
+#include "kernels/default_floats.h"
 #include "kernels/kernels.h"
 
 namespace paceline {
@@ -26,12 +27,14 @@ size_t encoded_bytes(Encoding encoding, size_t count) {
 
 void encode(Encoding encoding, const float* values, float* error, float factor,
             size_t count, void* codes) {
+  const DefaultFloats default_floats;
   codec_of(encoding).encode(values, error, factor, count, codes);
 }
 
 void decode_mean(Encoding encoding, const void* const* codes,
                  const float* weights, int num_ranks, size_t count,
                  float* mean) {
+  const DefaultFloats default_floats;
   codec_of(encoding).decode_mean(codes, weights, num_ranks, count, mean);
 }
 

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "core/failure.h"
+#include "kernels/default_floats.h"
 #include "kernels/kernel_table.h"
 
 namespace paceline {
@@ -75,6 +76,16 @@ double sum_weights(const double* weights, int num_weights) {
   return sums[0];
 }
 
+// Not inlined: its arithmetic stays between the two ends of DefaultFloats.
+[[gnu::noinline]] void reduce_with_default_floats(DType dtype, ReduceOp op,
+                                                  Request request) {
+  request.total_weight = request.weights != nullptr
+                             ? sum_weights(request.weights, request.num_inputs)
+                             : static_cast<double>(request.num_inputs);
+  const KernelTable& kernels = table_of(current_isa());
+  kernels.reduce[static_cast<int>(dtype)][static_cast<int>(op)](request);
+}
+
 }  // namespace
 
 size_t dtype_bytes(DType dtype) {
@@ -124,13 +135,10 @@ void reduce(DType dtype, ReduceOp op, const void* const* inputs, int num_inputs,
   assert(num_inputs >= 1 && num_inputs <= kMaxRanks);
   if (stats != nullptr) *stats = ReduceStats{};
   if (op != ReduceOp::kMean) weights = nullptr;
-  const double total_weight = weights != nullptr
-                                  ? sum_weights(weights, num_inputs)
-                                  : static_cast<double>(num_inputs);
-  const Request request{inputs, num_inputs, outputs,      num_outputs,
-                        count,  weights,    total_weight, stats};
-  const KernelTable& kernels = table_of(current_isa());
-  kernels.reduce[static_cast<int>(dtype)][static_cast<int>(op)](request);
+  const DefaultFloats default_floats;
+  reduce_with_default_floats(
+      dtype, op,
+      {inputs, num_inputs, outputs, num_outputs, count, weights, 0, stats});
 }
 
 }  // namespace paceline

@@ -5,7 +5,8 @@
 // unchanged. 16-bit floats are widened to float32 first and rounded once at the
 // end. Nothing depends on vector width: every instruction set gives the same
 // bits, which is why this folder is compiled without contraction and without
-// fast-math.
+// fast-math; and nothing on the caller's rounding mode or its treatment of
+// subnormals (default_floats.h).
 #pragma once
 
 #include <cstddef>

@@ -1,6 +1,7 @@
 // What a finished pass was like; see reducer.h.
 #include <algorithm>
 
+#include "kernels/default_floats.h"
 #include "reducer/reducer.h"
 
 namespace paceline {
@@ -54,7 +55,13 @@ std::vector<std::pair<int, size_t>> Reducer::nonfinite() const {
 
 double Reducer::squared_norm() const {
   if (finished_passes_ == 0) return 0;
-  const SegmentStats* table = stats(finished_passes_);
+  const DefaultFloats default_floats;
+  return sum_squared_norms(stats(finished_passes_));
+}
+
+// Not inlined: see DefaultFloats.
+[[gnu::noinline]] double Reducer::sum_squared_norms(
+    const SegmentStats* table) const {
   double sum = 0;
   for (const uint32_t s : segments_in_order_) sum += table[s].squared_norm;
   return sum;

@@ -190,6 +190,7 @@ class Reducer {
   /// Where this rank's gradient is, if not in the arena; else null.
   std::byte* own_place_of(const Segment& segment) const;
   void copy_back();
+  double sum_squared_norms(const SegmentStats* table) const;
   void read_weights();
   uint32_t end_backward(uint32_t forwards, uint32_t flags);
   void restart_without_reduction();

@@ -5,12 +5,14 @@
 #include "compression/compression.h"
 
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <vector>
 
 #include "check.h"
 #include "kernels/kernels.h"
 #include "ranks.h"
+#include "strange_floats.h"
 
 namespace paceline {
 namespace {
@@ -68,6 +70,44 @@ TEST(extremes_of_float32_stay_finite) {
       decode_mean(encoding, alone, &weight, 1, values.size(), mean.data());
       for (size_t i = 0; i < values.size(); ++i)
         CHECK(std::isfinite(mean[i]) && std::isfinite(error[i]));
+    }
+  }
+  set_isa(best_isa());
+}
+
+/// Codes, error and mean, one behind the other.
+std::vector<float> all_results_of(Encoding encoding,
+                                  const std::vector<float>& values) {
+  const size_t count = values.size();
+  std::vector<float> results(3 * count);
+  float* const codes = results.data();
+  float* const error = codes + count;
+  float* const mean = error + count;
+  encode(encoding, values.data(), error, 0.3f, count, codes);
+  const void* const parts[] = {codes, codes, codes};
+  const float weights[] = {0.1f, 0.7f, 0x1p-120f};
+  decode_mean(encoding, parts, weights, 3, count, mean);
+  return results;
+}
+
+TEST(the_callers_floating_point_environment_changes_no_bit_and_stays) {
+  std::vector<float> values = values_of(0, 257);
+  for (size_t i = 0; i < values.size(); i += 3)
+    values[i] *= 0x1p-140f;  // subnormal
+  for (const Isa isa : kIsas) {
+    if (!set_isa(isa)) continue;
+    for (const Encoding encoding : kEncodings) {
+      const std::vector<float> expected = all_results_of(encoding, values);
+      for (const testing::StrangeFloats& floats : testing::strange_floats()) {
+        std::vector<float> got;
+        const bool kept = testing::with_floats(
+            floats, [&] { got = all_results_of(encoding, values); });
+        const bool same = std::memcmp(got.data(), expected.data(),
+                                      got.size() * sizeof(float)) == 0;
+        if (!same) std::cerr << floats.name << ": other bits\n";
+        CHECK(same);
+        CHECK(kept);
+      }
     }
   }
   set_isa(best_isa());

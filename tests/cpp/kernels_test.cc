@@ -8,6 +8,7 @@
 
 #include "check.h"
 #include "ranks.h"
+#include "strange_floats.h"
 
 namespace paceline {
 namespace {
@@ -67,6 +68,53 @@ TEST(each_rank_reduces_its_chunk_of_everybodys_array) {
   for (const auto& array : arrays)
     for (size_t i = 0; i < array.size(); ++i)
       CHECK_EQ(array[i], sum_at(kRanks, i));
+}
+
+/// The bits of weighted means, with statistics: of subnormal elements, and of
+/// others, whose sums must be rounded.
+std::vector<unsigned char> delicate_means() {
+  constexpr size_t kCount = 103;
+  std::vector<unsigned char> bits;
+  for (const DType dtype :
+       {DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16}) {
+    const size_t width = dtype_bytes(dtype);
+    std::vector<unsigned char> first(kCount * width);
+    std::vector<unsigned char> second(kCount * width);
+    for (size_t i = 0; i < first.size(); ++i) {
+      const bool is_highest = i % width == width - 1;
+      const bool is_normal = i / width % 2 == 0;
+      first[i] = is_highest ? 0 : static_cast<unsigned char>(37 * i + 1);
+      second[i] = is_highest ? (is_normal ? 0x3b : 0)
+                             : static_cast<unsigned char>(91 * i + 5);
+    }
+    std::vector<unsigned char> mean(first.size());
+    const double weights[] = {0.1, 0.7, 0.2};  // their sum must be rounded, too
+    const void* inputs[] = {first.data(), second.data(), first.data()};
+    void* outputs[] = {mean.data()};
+    ReduceStats stats;
+    reduce(dtype, ReduceOp::kMean, inputs, 3, outputs, 1, kCount, weights,
+           &stats);
+    const auto* norm = reinterpret_cast<unsigned char*>(&stats.squared_norm);
+    bits.insert(bits.end(), mean.begin(), mean.end());
+    bits.insert(bits.end(), norm, norm + sizeof(stats.squared_norm));
+  }
+  return bits;
+}
+
+TEST(the_callers_floating_point_environment_changes_no_bit_and_stays) {
+  for (const Isa isa : kIsas) {
+    if (!set_isa(isa)) continue;
+    const std::vector<unsigned char> expected = delicate_means();
+    for (const testing::StrangeFloats& floats : testing::strange_floats()) {
+      std::vector<unsigned char> got;
+      const bool kept =
+          testing::with_floats(floats, [&] { got = delicate_means(); });
+      if (got != expected) std::cerr << floats.name << ": other bits\n";
+      CHECK(got == expected);
+      CHECK(kept);
+    }
+  }
+  set_isa(best_isa());
 }
 
 }  // namespace

@@ -1,0 +1,55 @@
+// Every floating-point environment in which a program may call the core.
+#pragma once
+
+#include <cfenv>
+#include <string>
+#include <vector>
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+namespace paceline::testing {
+
+/// Of the calling thread, and different from what a process starts with.
+struct StrangeFloats {
+  std::string name;
+  int rounding = FE_TONEAREST;
+  unsigned flush = 0;  ///< bits of MXCSR; nothing elsewhere
+};
+
+inline std::vector<StrangeFloats> strange_floats() {
+  constexpr unsigned kFlushToZero = 0x8000, kDenormalsAreZero = 0x40;
+  return {{"upward", FE_UPWARD, 0},
+          {"downward", FE_DOWNWARD, 0},
+          {"towards zero", FE_TOWARDZERO, 0},
+          {"flush to zero", FE_TONEAREST, kFlushToZero},
+          {"denormals are zero", FE_TONEAREST, kDenormalsAreZero},
+          {"fast-math", FE_TONEAREST, kFlushToZero | kDenormalsAreZero}};
+}
+
+inline unsigned float_flags() {
+#if defined(__x86_64__)
+  return _mm_getcsr() & ~0x3fu;
+#else
+  return static_cast<unsigned>(std::fegetround());
+#endif
+}
+
+/// Runs `body` in that environment, and puts back the one that was there.
+/// Returns whether `body` left it as it was.
+template <class Body>
+bool with_floats(const StrangeFloats& floats, Body body) {
+  std::fenv_t before;
+  std::fegetenv(&before);
+  std::fesetround(floats.rounding);
+#if defined(__x86_64__)
+  _mm_setcsr(_mm_getcsr() | floats.flush);
+#endif
+  const unsigned set = float_flags();
+  body();
+  const bool kept = float_flags() == set;
+  std::fesetenv(&before);
+  return kept;
+}
+
+}  // namespace paceline::testing
