@@ -15,6 +15,9 @@ namespace {
 /// The dictionaries in which a module and its children keep what they hold,
 /// what was in them, and which parameters had a flag set: requires_grad,
 /// say. Every forward asks whether that has changed.
+///
+/// What was in them is kept alive: else a layer made after another was dropped
+/// may get its address, and pass for it.
 class ModuleSnapshot {
  public:
   ModuleSnapshot(nb::list dicts, const std::string& flag, nb::list with_flag,
@@ -24,7 +27,7 @@ class ModuleSnapshot {
         with_flag_(std::move(with_flag)),
         without_flag_(std::move(without_flag)) {
     walk([this](size_t, PyObject* held) {
-      held_.push_back(held);
+      held_.push_back(nb::borrow(held));
       return true;
     });
   }
@@ -34,7 +37,7 @@ class ModuleSnapshot {
     size_t count = 0;
     const bool are_same = walk([this, &count](size_t i, PyObject* held) {
       ++count;
-      return i < held_.size() && held_[i] == held;
+      return i < held_.size() && held_[i].ptr() == held;
     });
     return are_same && count == held_.size() && all_have(with_flag_, Py_True) &&
            all_have(without_flag_, Py_False);
@@ -42,10 +45,14 @@ class ModuleSnapshot {
 
   int traverse(visitproc visit, void* arg) {
     for (nb::list* list : lists()) Py_VISIT(list->ptr());
+    for (const nb::object& held : held_) Py_VISIT(held.ptr());
     return 0;
   }
   void clear() {
     for (nb::list* list : lists()) list->reset();
+    // What ends with them may run Python code, which finds nothing here.
+    std::vector<nb::object> held;
+    held.swap(held_);
   }
 
  private:
@@ -79,8 +86,7 @@ class ModuleSnapshot {
   TensorAttribute flag_;
   nb::list with_flag_;
   nb::list without_flag_;
-  // Addresses of what the dictionaries held: only compared.
-  std::vector<PyObject*> held_;
+  std::vector<nb::object> held_;  ///< what the dictionaries held
 };
 
 PyType_Slot slots[] = {

@@ -43,6 +43,25 @@ def test_every_change_is_seen() -> None:
     assert snapshot.is_unchanged()
 
 
+def test_nothing_new_passes_for_what_was_dropped() -> None:
+    children = {"child": SimpleNamespace()}
+    snapshot = ModuleSnapshot([children], "requires_grad", [], [])
+    for _ in range(50):  # the freed one's memory is used again at once, were it freed
+        children["child"] = None
+        children["child"] = SimpleNamespace()
+        assert not snapshot.is_unchanged()
+
+
+def test_what_it_holds_goes_with_it() -> None:
+    child = Tensor(True)
+    children, alive = {"child": child}, weakref.ref(child)
+    snapshot = ModuleSnapshot([children], "requires_grad", [], [])
+    del child, children["child"]
+    assert alive() is not None and not snapshot.is_unchanged()
+    del snapshot
+    assert alive() is None
+
+
 def test_an_error_of_a_tensor_is_passed_on() -> None:
     with pytest.raises(AttributeError, match="requires_grad"):
         ModuleSnapshot([], "requires_grad", [object()], []).is_unchanged()
