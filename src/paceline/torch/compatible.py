@@ -27,6 +27,7 @@ from paceline.errors import ReplicaError
 from paceline.reducer.arguments import MIB
 from paceline.torch.config import as_device
 from paceline.torch.scatter import gather, scatter_call
+from paceline.torch.wrapped_twice import AskedWhenWrapped, refuse_replicas
 
 if TYPE_CHECKING:
     from paceline.torch.config import DDPConfig
@@ -50,6 +51,10 @@ class TorchNames(TorchDDP):
     _tensors: ManagedTensors
     _passes: GradientPasses | None
     _joining: Joining | None
+    _ddp_params_and_buffers_to_ignore = AskedWhenWrapped()
+
+    def _replicate_for_data_parallel(self) -> NoReturn:
+        raise refuse_replicas()
 
     def __getattr__(self, name: str) -> Any:
         """What only the wrapped module has is reached through the wrapper: `ddp.config`, `ddp.generate()`.

@@ -33,6 +33,7 @@ from paceline.torch.reduction import ReductionFactory
 from paceline.torch.regrouping import Regrouping
 from paceline.torch.uneven import Joining, Joins
 from paceline.torch.weights import Weight
+from paceline.torch.wrapped_twice import check_inner, check_outer
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -94,7 +95,8 @@ class DistributedDataParallel(CommHooks, GradientStatistics, Joins, Regrouping, 
         later: Arguments of a newer torch than Paceline knows are taken if they have torch's default.
 
     Raises:
-        ConfigError: An argument, or the model, is not supported; the message says which and why.
+        ConfigError: An argument, or the model, is not supported; the message says which and why. Also where
+            torch's own class has wrapped it already, or is to wrap the result.
         ModelMismatchError: The ranks wrapped different models; names the first difference.
 
     Attributes:
@@ -109,6 +111,7 @@ class DistributedDataParallel(CommHooks, GradientStatistics, Joins, Regrouping, 
     module: nn.Module
     _passes: GradientPasses | None
     _sync_flag = "require_backward_grad_sync"
+    _has_looked_outward = False
 
     def __init__(
         self,
@@ -149,6 +152,7 @@ class DistributedDataParallel(CommHooks, GradientStatistics, Joins, Regrouping, 
         nn.Module.__init__(self)  # not torch's DDP: it is a base only so that others recognise this class
         self._arguments = arguments
         self._config = make_config(**arguments)
+        check_inner(module)
         self.module = module
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True  # others set it; buffers are brought in step after backward
@@ -228,6 +232,10 @@ class DistributedDataParallel(CommHooks, GradientStatistics, Joins, Regrouping, 
         is_alone = self._is_connected and self._passes is None
         if not torch.is_grad_enabled() or is_alone or not self._tensors.check_unchanged():
             return inputs, kwargs, False
+        active = TorchDDP._active_ddp_module  # of a forward around this one
+        if active is not None or not self._has_looked_outward:
+            check_outer(self, active)
+            self._has_looked_outward = True
         module: Any = self._modules["module"]  # as above
         is_training = module.training
         if not self._is_connected and is_training:

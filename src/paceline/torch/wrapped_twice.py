@@ -1,0 +1,84 @@
+"""Torch's DistributedDataParallel around ours, or ours around torch's: recognised, and refused with words.
+
+Ours within ours is no error: they know of each other (see `sharing`).
+"""
+
+from __future__ import annotations
+
+import sys
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from paceline.errors import ConfigError
+from paceline.reducer.wrapped_model import WrappedModel
+from paceline.reducer.wrapped_twice import callers, inner_error, outer_error
+
+_OURS = "paceline.torch.DistributedDataParallel"
+
+
+class AskedWhenWrapped:
+    """An attribute of a module that torch's constructor looks at first, on every rank: it must not wrap ours.
+
+    For everybody else it is not there, unless it is set.
+    """
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type) -> object:
+        if instance is not None and sys._getframe(1).f_code is TorchDDP.__init__.__code__:
+            raise outer_error(_OURS, _name(TorchDDP), "the call of its constructor")
+        raise AttributeError(f"{owner.__name__!r} object has no attribute {self._name!r}")
+
+
+def check_inner(module: nn.Module) -> None:
+    """Refuse to wrap what torch has wrapped.
+
+    Raises:
+        ConfigError: A part of the module is a wrapper of torch's.
+    """
+    for name, part in module.named_modules():
+        if (theirs := _wrapper_of_torch(part)) is not None:
+            raise inner_error(_OURS, theirs, name)
+
+
+def check_outer(model: nn.Module, active: nn.Module | None) -> None:
+    """Refuse a forward that runs within a forward of a wrapper of torch's.
+
+    Args:
+        model: Ours.
+        active: What torch takes for the DDP module whose forward runs. Some kinds of wrappers don't say.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    codes = {nn.Module._call_impl.__code__, TorchDDP.forward.__code__}
+    for outer in (model, *callers(codes), active):
+        if isinstance(outer, nn.Module) and (theirs := _wrapper_of_torch(outer)) is not None:
+            raise outer_error(_OURS, theirs, f"a forward of ours within one of a {theirs}")
+
+
+def refuse_replicas() -> ConfigError:
+    """DataParallel of torch, or ours, makes copies of our wrapper for several devices."""
+    return ConfigError(
+        f"DataParallel cannot replicate a {_OURS}, which belongs to one device.",
+        likely="both wrappers are used, one around the other",
+        hint="remove DataParallel, and start one process for each device; or remove DistributedDataParallel",
+    )
+
+
+def _wrapper_of_torch(module: nn.Module) -> str | None:
+    """The name of its class, if it is one."""
+    if isinstance(module, TorchDDP) and not isinstance(module, WrappedModel):
+        return _name(TorchDDP)
+    # Nobody has called it where its file is not imported; it changes the class of a module.
+    replicate = sys.modules.get("torch.distributed._composable.replicate")
+    marker = getattr(replicate, "DDP", None)
+    if isinstance(marker, type) and isinstance(module, marker):
+        return "torch's replicate()"
+    return None
+
+
+def _name(cls: type) -> str:
+    return f"torch.nn.parallel.{cls.__name__}"
