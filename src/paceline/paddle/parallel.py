@@ -19,6 +19,7 @@ from paceline.paddle.passes import GradientPasses
 from paceline.paddle.peers import LonePeers, Peers, find_peers
 from paceline.paddle.statistics import clip
 from paceline.paddle.tensors import ManagedTensors
+from paceline.paddle.wrapped_twice import check_inner, check_outer
 from paceline.reducer.agreement import ModelDescription, check_agreement
 from paceline.reducer.micro_batches import as_weight
 from paceline.reducer.wrapped_model import WrappedModel
@@ -87,6 +88,7 @@ class DataParallel(WrappedModel, nn.Layer):
 
     _passes: GradientPasses | None
     _sync_flag = "grad_need_sync"
+    _has_looked_outward = False
 
     def __init__(
         self,
@@ -124,6 +126,7 @@ class DataParallel(WrappedModel, nn.Layer):
         options = {name: value for name, value in locals().items() if name not in _NOT_OPTIONS}
         super().__init__(f"{layers.full_name()}_data_parallel")
         self._config = make_config(**options)
+        check_inner(layers)
         self._layers = layers
         self.find_unused_parameters = find_unused_parameters
         self.grad_need_sync = True
@@ -154,6 +157,9 @@ class DataParallel(WrappedModel, nn.Layer):
         if self._passes is None or not paddle.is_grad_enabled() or backward_calls.depth():
             return self._layers(*inputs, **kwargs)
         self._tensors.check_unchanged()
+        if not self._has_looked_outward:
+            check_outer()
+            self._has_looked_outward = True
         is_syncing = self.grad_need_sync
         self._passes.begin_forward(is_syncing=is_syncing, is_training=self._layers.training)
         if self._config.weight is not None:

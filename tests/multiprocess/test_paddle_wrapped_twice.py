@@ -1,0 +1,36 @@
+"""Paddle's DataParallel around ours, and ours around Paddle's: refused on every rank, before any gradient."""
+
+from __future__ import annotations
+
+import paddle
+import pytest
+from paddle import nn
+
+from paceline.errors import ConfigError
+from paceline.paddle import DataParallel
+from tests.multiprocess.paddle_models import join_paddle, ranks
+
+
+@ranks(2, group=None)
+def test_wrappers_of_paddle_around_ours_and_within(rank: int) -> None:
+    join_paddle(rank)
+    x = paddle.ones([1, 4])
+    ours = DataParallel(nn.Linear(4, 2))
+    for outer in (paddle.DataParallel(ours), paddle.DataParallel(nn.Sequential(ours, nn.Linear(2, 1)))):
+        with paddle.no_grad():
+            outer(x)  # nothing is averaged here
+        with pytest.raises(ConfigError, match=r"paddle\.DataParallel is around") as caught:
+            outer(x)
+        assert "averaged twice" in str(caught.value)
+    with pytest.raises(ConfigError, match=r"wrapped already, by paddle.*around the whole model"):
+        DataParallel(paddle.DataParallel(nn.Linear(4, 2)))
+    with pytest.raises(ConfigError, match=r"wrapped already, by paddle.*at '0'"):
+        DataParallel(nn.Sequential(paddle.DataParallel(nn.Linear(4, 2))))
+
+
+@ranks(2)
+def test_paddles_wrapper_that_averages_nothing_is_let_be(group: object) -> None:
+    with pytest.warns(UserWarning, match="single-card"):
+        ours = DataParallel(paddle.DataParallel(nn.Linear(4, 2)), group=group)
+    ours(paddle.ones([1, 4]) * (1 + group.rank)).sum().backward()
+    assert ours.module._layers.weight.grad.numpy().tolist() == [[1.5, 1.5]] * 4
