@@ -13,6 +13,7 @@
 #include "bind/handed_gradients.h"
 #include "bind/module_snapshot.h"
 #include "bind/py_compression.h"
+#include "bind/py_hash.h"
 #include "bind/py_host_group.h"
 #include "bind/py_permutation.h"
 #include "bind/py_reducer.h"
@@ -288,4 +289,5 @@ NB_MODULE(_core, m) {
   paceline::bind_module_snapshot(m);
   paceline::bind_permutation(m);
   paceline::bind_compression(m);
+  paceline::bind_hash(m);
 }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -61,6 +63,32 @@ def test_gradients_that_were_changed_are_looked_at_again(rank: int, path: str) -
     assert float(ddp.clip_grad_norm_(9.0)) == pytest.approx(1.0, rel=1e-4)
     biggest = max(float(mean.abs().max()) for mean in backward(ddp).values())
     assert float(ddp.clip_grad_norm_(1.0, norm_type=math.inf)) == pytest.approx(biggest)
+
+
+PAST_TORCH = {  # version counters see none of these
+    "data": lambda gradient: gradient.data.mul_(0.01),
+    "numpy": lambda gradient: np.multiply(gradient.numpy(), 0.01, out=gradient.numpy()),
+    "kernel": lambda gradient: ctypes.memset(gradient.data_ptr(), 0, gradient.nbytes),
+    "set": lambda gradient: setattr(gradient, "data", gradient.detach() * 3),
+}
+
+
+@pytest.mark.parametrize("way", PAST_TORCH)
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+@ranks(2, group="gloo")
+def test_gradients_that_were_changed_past_torch_are_looked_at_again(
+    rank: int, path: str, view: bool, way: str
+) -> None:
+    ddp = DistributedDataParallel(two_layers(), reduce_through=path, gradient_as_bucket_view=view)
+    ddp.clip_grad_norm_(1.0)
+    names = ("0.weight",) if way == "set" else ("0.weight", "2.bias")  # a view that was moved is refused
+    for name in names:
+        backward(ddp)
+        PAST_TORCH[way](ddp.module.get_parameter(name).grad)
+        now = gradients(ddp.module)
+        assert float(ddp.clip_grad_norm_(0.5)) == pytest.approx(norm_of(now), rel=1e-5)
+        assert norm_of(gradients(ddp.module)) == pytest.approx(min(0.5, norm_of(now)), rel=1e-4)
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -162,3 +162,18 @@ def test_sync_batch_norm_over_other_layouts(group: object) -> None:
         synced.eval()
         plain._mean, plain._variance = synced._mean, synced._variance
         assert_allclose(synced(share(x, 0)).numpy(), plain(share(x, 0)).numpy(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("view", [False, True])
+@ranks(2)
+def test_clipping_sees_gradients_that_were_changed_past_paddle(group: object, view: bool) -> None:
+    model = two_layers()
+    wrapped = DataParallel(model, group=group, gradient_as_bucket_view=view)
+    wrapped.clip_grad_norm_(1.0)  # from now on gradients are watched
+    for parameter in (model[0].weight, model[-1].bias):
+        for each in model.parameters():
+            each.clear_grad()
+        squares(wrapped(share(batch(), group.rank))).backward()
+        np.from_dlpack(parameter.grad.detach())[...] *= 0.01  # its memory, not a copy
+        norm = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in gradients(model)))
+        assert_allclose(float(wrapped.clip_grad_norm_(1e9)), norm, rtol=1e-5)

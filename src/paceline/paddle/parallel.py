@@ -182,7 +182,8 @@ class DataParallel(WrappedModel, nn.Layer):
         """Scale all dense gradients so that their norm is at most `max_norm`; returns the norm they had.
 
         As `paddle.nn.utils.clip_grad_norm_`, but for gradients that are as backward left them the norm is
-        known already. After the first call; that one computes it.
+        known already. After the first call; that one computes it. A kernel or numpy that changed a few
+        elements of a gradient, and no others, may go unseen.
 
         Args:
             max_norm: The largest norm allowed.

@@ -21,7 +21,7 @@ from paceline.paddle.arena import dtype_name
 from paceline.paddle.config import DataParallelConfig
 from paceline.paddle.links import Link, Reduction
 from paceline.paddle.sparse import average_rows
-from paceline.paddle.statistics import fingerprint
+from paceline.paddle.statistics import fingerprint, memory
 from paceline.paddle.tensors import ManagedTensors
 from paceline.paddle.values import BufferSync
 from paceline.paddle.weights import PaddleWeights
@@ -53,7 +53,9 @@ class GradientPasses(BackwardPasses):
         super().__init__(tensors.names, link.rank, link.world_size)
         self._error: BaseException | None = None  # of a hook, which must not raise
         self.buffers = BufferSync(tensors, link, config.buffers, config.broadcast_buffers)
-        self.gradients = FreshGradients(functools.partial(fingerprint, tensors.trainable))
+        self.gradients = FreshGradients(
+            functools.partial(fingerprint, tensors.trainable), functools.partial(memory, tensors.trainable)
+        )
         self.weights = PaddleWeights(
             [*tensors.trainable, *tensors.sparse.values()], self.state, self._keep_error
         )

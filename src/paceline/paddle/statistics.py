@@ -16,6 +16,14 @@ def fingerprint(parameters: Sequence[paddle.Tensor]) -> list[tuple[int, int]]:
     return [(g.data_ptr(), g.inplace_version) for g in gradients if g is not None]
 
 
+def memory(parameters: Sequence[paddle.Tensor]) -> tuple[list[int], list[int]] | None:
+    """Addresses and sizes of all gradients; None where one is on another device, or has gaps."""
+    gradients = [g for g in map(internals.gradient_of, parameters) if g is not None]
+    if not all(g.place.is_cpu_place() and g.is_contiguous() for g in gradients):
+        return None
+    return [g.data_ptr() for g in gradients], [int(g.size) * g.element_size() for g in gradients]
+
+
 def clip(
     parameters: Sequence[paddle.Tensor], max_norm: float, known_norm: float | None, norm_type: float
 ) -> paddle.Tensor:

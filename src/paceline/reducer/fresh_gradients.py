@@ -1,33 +1,59 @@
 """Whether gradients are still what the last pass made them, so that its norm is theirs.
 
-Imports only the standard library.
+The one idea: a gradient that was replaced is another object, and one that was changed by its framework has
+another version; writes past the framework (through `.data`, numpy or a kernel) are seen in a few lines of
+memory of each gradient. Such a write that changes a few elements only may go unseen. The same lines on every
+rank, so that ranks with the same gradients find the same.
+
+Imports only the core and the standard library.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+from paceline import _core
+
+Fingerprint = Sequence[tuple[int, int]]
+"""Identity and version counter of each gradient."""
+
+Memory = tuple[list[int], list[int]]
+"""Addresses and sizes in bytes."""
 
 
 class FreshGradients:
     """Whether the gradients are those of the last pass.
 
     Args:
-        fingerprint: Identities and version counters of all gradients.
+        fingerprint: Of all gradients.
+        memory: Where all gradients are; None: not all where the processor can read them, and then nobody
+            knows.
 
     Attributes:
         is_used: Whether anybody has asked. Until then nothing is noted, and the answer is no.
     """
 
-    def __init__(self, fingerprint: Callable[[], list[tuple[int, int]]]) -> None:
+    def __init__(self, fingerprint: Callable[[], Fingerprint], memory: Callable[[], Memory | None]) -> None:
         self.is_used = False
         self._fingerprint = fingerprint
-        self._seen: list[tuple[int, int]] | None = None
+        self._memory = memory
+        self._seen: Fingerprint | None = None
+        self._sample: int | None = None
 
     def note(self) -> None:
         """A pass has just ended."""
-        self._seen = self._fingerprint()
+        self._sample = self._take_sample()
+        self._seen = None if self._sample is None else self._fingerprint()
 
     def are_unchanged(self) -> bool:
-        """Whether nobody has changed a gradient since note()."""
+        """Whether nobody has changed a gradient since note(), as far as that is seen."""
         self.is_used = True
-        return self._seen is not None and self._seen == self._fingerprint()
+        return (
+            self._seen is not None
+            and self._seen == self._fingerprint()
+            and self._sample == self._take_sample()
+        )
+
+    def _take_sample(self) -> int | None:
+        memory = self._memory()
+        return None if memory is None else _core.sample_all(*memory)

@@ -30,7 +30,8 @@ class GradientStatistics(WrappedModel):
         """Scale all gradients so that their norm is at most `max_norm`; returns the norm that they had.
 
         As `torch.nn.utils.clip_grad_norm_`, but for gradients that are as backward left them the norm is
-        known already. After the first call; that one computes it.
+        known already. After the first call; that one computes it. A kernel or numpy that changed a few
+        elements of a gradient, and no others, may go unseen.
 
         Args:
             max_norm: The largest norm allowed.

@@ -47,7 +47,7 @@ from paceline.torch.reduction import Reduction, ReductionFactory
 from paceline.torch.running_call import RunningCall, running_call
 from paceline.torch.sharing import registry
 from paceline.torch.sparse import SparseMeans
-from paceline.torch.statistics import fingerprint
+from paceline.torch.statistics import fingerprint, memory
 from paceline.torch.weights import TorchWeights
 
 
@@ -74,7 +74,9 @@ class GradientPasses(BackwardPasses):
     ) -> None:
         super().__init__(tensors.names, peers.rank, peers.world_size)
         self.buffers = BufferSync(tensors, peers, factory, config.buffers, config.broadcast_buffers)
-        self.gradients = FreshGradients(functools.partial(fingerprint, tensors.trainable))
+        self.gradients = FreshGradients(
+            functools.partial(fingerprint, tensors.trainable), functools.partial(memory, tensors.trainable)
+        )
         self.weights = TorchWeights(tensors.trainable, self.state)
         self._tensors = tensors
         self._peers = peers

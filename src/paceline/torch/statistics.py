@@ -1,7 +1,7 @@
 """What a pass found out on the way: the gradient's norm, for clipping without a pass.
 
 The one idea: the norm of the means is known when backward returns. It is that of .grad as long as nobody has
-changed .grad, which version counters tell; they are only looked at in models that clip.
+changed .grad (see `FreshGradients`); that is only looked at in models that clip.
 """
 
 from __future__ import annotations
@@ -16,6 +16,27 @@ def fingerprint(parameters: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
     """Tells whether a gradient was changed, or replaced."""
     gradients = [p.grad for p in parameters]
     return [(id(g), g._version) for g in gradients if g is not None]
+
+
+def memory(parameters: Sequence[torch.Tensor]) -> tuple[list[int], list[int]] | None:
+    """Addresses and sizes of all gradients; None where one is on another device, or sparse."""
+    pointers, sizes = [], []
+    for gradient in [p.grad for p in parameters]:
+        if gradient is None:
+            continue
+        if not gradient.is_cpu or gradient.layout is not torch.strided:
+            return None
+        pointers.append(gradient.data_ptr())
+        sizes.append(gradient.nbytes if gradient.is_contiguous() else _extent(gradient))
+    return pointers, sizes
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Bytes from the first element to the end of the last."""
+    if not tensor.numel():
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return (last + 1) * tensor.itemsize
 
 
 def clip(
