@@ -15,7 +15,8 @@
     │   ├── UnusedParameterError     a parameter got no gradient on some rank
     │   ├── SkippedPassError         a rank skipped a forward or a backward
     │   ├── GraphChangedError        a gradient came twice, or not as static_graph had promised
-    │   └── NonFiniteGradientError   a gradient holds an infinity or a NaN
+    │   ├── NonFiniteGradientError   a gradient holds an infinity or a NaN
+    │   └── ReplicasDifferError      parameters, buffers or optimizer state are not the same on all ranks
     └── LaunchError                  a process started by `paceline run` or `spawn` failed
 
 Imports nothing of Paceline. Each message says what happened, where, what was seen, the likely cause and
@@ -24,7 +25,8 @@ what to do; the same facts are fields of the exception, and exceptions pickle.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 _ROWS = ("where", "seen", "expected", "got", "likely", "hint")
@@ -156,6 +158,17 @@ class GraphChangedError(ReplicaError):
 
 class NonFiniteGradientError(ReplicaError):
     """A gradient holds an infinity or a NaN. `nonfinite` maps ranks to parameter names."""
+
+
+class ReplicasDifferError(ReplicaError):
+    """Parameters, buffers or optimizer state are not the same on all ranks.
+
+    `ranks` are those that have other values than most; `differing` maps names to such ranks. Where no value
+    has a majority, those are told that have another than the lowest rank.
+    """
+
+    ranks: tuple[int, ...] = ()
+    differing: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 
 
 class LaunchError(PacelineError):

@@ -152,9 +152,9 @@ def test_memory_counts_gradients(tmp_path):
 
 @needs_torch
 def test_features_are_compared_with_the_default(tmp_path):
-    content = bench(tmp_path, "features", "--only", "paceline,static")
+    content = bench(tmp_path, "features", "--only", "paceline,check")
     ways = [(row["model"], row["way"], row["parameters"]) for row in content["rows"]]
-    assert ways == [(m, w, p) for m, p in (("many", 300), ("gpt", 72)) for w in ("paceline", "static")]
+    assert ways == [(m, w, p) for m, p in (("many", 300), ("gpt", 72)) for w in ("paceline", "check")]
 
 
 @needs_torch

@@ -49,6 +49,7 @@ class DataParallelConfig:
         reduce_through: "memory" that the ranks share, the "group", or the better one ("auto").
         devices: What device_ids and output_device name, if they name any.
         timeout_s: Seconds to wait for the slowest rank; None: the group's own time-out.
+        check_replicas_every: Compare the replicas after so many passes; None: never.
     """
 
     bucket_cap_bytes: int
@@ -64,6 +65,7 @@ class DataParallelConfig:
     reduce_through: str
     devices: Mapping[str, Any]
     timeout_s: float | None
+    check_replicas_every: int | None
 
     def agreed_options(self) -> dict[str, str]:
         """The options that must be the same on all ranks, or their collectives would not match."""
@@ -77,6 +79,7 @@ class DataParallelConfig:
             "find_unused_parameters or static_graph": str(self.allow_unused),
             "nonfinite": self.nonfinite,
             "reduce_through": self.reduce_through,
+            "check_replicas_every": str(self.check_replicas_every),
         }
 
     def check_devices(self, place: Any) -> None:
@@ -113,6 +116,7 @@ def make_config(
     nonfinite: str,
     reduce_through: str,
     timeout_s: float | None,
+    check_replicas_every: int | None,
     **harmless: Any,
 ) -> DataParallelConfig:
     """Check the constructor's arguments; see `DataParallel` for what they mean.
@@ -150,6 +154,7 @@ def make_config(
         reduce_through=reduce_through,
         devices=_named_devices(device_ids, output_device),
         timeout_s=timeout_s,
+        check_replicas_every=_arguments.positive_or_none("check_replicas_every", check_replicas_every),
     )
 
 

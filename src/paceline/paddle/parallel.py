@@ -73,6 +73,8 @@ class DataParallel(WrappedModel, nn.Layer):
             else the group.
         timeout_s: Seconds to wait for the slowest rank, where the group does not say. Paddle's Gloo gives up
             after 30 s, whatever this is.
+        check_replicas_every: At the end of each n-th synchronised backward, compare the replicas, and raise
+            on every rank if they differ; see check_replicas(). None or 0: never.
 
     Raises:
         ConfigError: An argument, or the model, is not supported; the message says which and why.
@@ -122,6 +124,7 @@ class DataParallel(WrappedModel, nn.Layer):
         nonfinite: str = "warn",
         reduce_through: str = "auto",
         timeout_s: float | None = None,
+        check_replicas_every: int | None = None,
     ) -> None:
         options = {name: value for name, value in locals().items() if name not in _NOT_OPTIONS}
         super().__init__(f"{layers.full_name()}_data_parallel")

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import paddle
 
@@ -20,6 +21,7 @@ from paceline.paddle import backward_calls, internals
 from paceline.paddle.arena import dtype_name
 from paceline.paddle.config import DataParallelConfig
 from paceline.paddle.links import Link, Reduction
+from paceline.paddle.replica_state import gather_bytes, hash_model
 from paceline.paddle.sparse import average_rows
 from paceline.paddle.statistics import fingerprint, memory
 from paceline.paddle.tensors import ManagedTensors
@@ -29,6 +31,7 @@ from paceline.reducer.backward_passes import BackwardPasses
 from paceline.reducer.fresh_gradients import FreshGradients
 from paceline.reducer.plan import Plan, complete_order, plan_buckets
 from paceline.reducer.protocol import Reducer
+from paceline.reducer.replica_check import Entry
 from paceline.reducer.report import names_by_rank
 from paceline.reducer.verdict import Judge
 
@@ -233,6 +236,14 @@ class GradientPasses(BackwardPasses):
 
     def _clear_place(self, index: int) -> None:
         self._places[index].zero_()
+
+    def _replica_entries(self, optimizer: Any) -> Sequence[Entry]:
+        now, in_step = self._tensors.current_buffers(), self.buffers.in_step
+        buffers = {name: buffer for name, buffer in now.items() if name in in_step}
+        return hash_model(self._tensors.all_parameters, buffers, optimizer)
+
+    def _gather(self, payload: bytes) -> list[bytes]:
+        return gather_bytes(self._link, payload)
 
     def _tell(self, activity: str) -> None:
         self._link.tell(activity)

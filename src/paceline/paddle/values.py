@@ -19,6 +19,9 @@ class BufferSync:
         link: Between all ranks.
         patterns: Policies by name pattern; the first match counts.
         broadcasts: Whether buffers that no pattern matches are broadcast after each pass.
+
+    Attributes:
+        in_step: Names of those that are the same on all ranks after a pass.
     """
 
     def __init__(
@@ -28,6 +31,7 @@ class BufferSync:
         self._link = link
         self._policies = BufferPolicies(tensors.buffers, patterns, broadcasts)
         self.is_needed = self._policies.is_needed
+        self.in_step = self._policies.in_step
 
     def sync(self, active: Sequence[int], *, on_demand: bool) -> None:
         """Bring the buffers in step. Collective.

@@ -59,6 +59,12 @@ class Arguments:
         )
         return None
 
+    def positive_or_none(self, name: str, value: int | None) -> int | None:
+        """A number of passes; 0 is None."""
+        is_count = value is None or (isinstance(value, int) and value >= 0)
+        self.require(is_count, name, value, "a number of passes, or None")
+        return value or None
+
     def check_seconds(self, **times: float | None) -> None:
         """Time-outs."""
         for name, seconds in times.items():

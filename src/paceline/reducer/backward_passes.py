@@ -12,12 +12,13 @@ import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from paceline.reducer.fresh_gradients import FreshGradients
 from paceline.reducer.micro_batches import MicroBatchWeights
 from paceline.reducer.pass_state import PassState
 from paceline.reducer.protocol import FINISHED, Outcome, Reducer
+from paceline.reducer.replica_check import Entry, check_replicas
 from paceline.reducer.report import names_by_rank
 from paceline.reducer.verdict import Judge, give_up_interrupted
 
@@ -29,6 +30,8 @@ class PassOptions(Protocol):
     def allow_unused(self) -> bool: ...
     @property
     def nonfinite(self) -> str: ...
+    @property
+    def check_replicas_every(self) -> int | None: ...
 
 
 class SyncedBuffers(Protocol):
@@ -80,6 +83,7 @@ class BackwardPasses(ABC):
         self._begun_forwards = 0
         self._waited_before_s = 0.0
         self._pass_number = 1
+        self._full_passes = 0  # good ones in which all ranks had data; the same number on all ranks
         self._of_first: tuple[float, list[tuple[int, int]]] | None = None
 
     # --- what a front end adds ---
@@ -129,6 +133,14 @@ class BackwardPasses(ABC):
     @abstractmethod
     def _sync_others(self) -> None:
         """Bring in step, after a pass, what the reducer does not average: buffers. Collective."""
+
+    @abstractmethod
+    def _replica_entries(self, optimizer: Any) -> Sequence[Entry]:
+        """Hashes of all that is the same on all ranks between two passes, and of an optimizer's state."""
+
+    @abstractmethod
+    def _gather(self, payload: bytes) -> list[bytes]:
+        """Payloads of all ranks, by rank, of any lengths. Collective."""
 
     @abstractmethod
     def _tell(self, activity: str) -> None:
@@ -258,6 +270,24 @@ class BackwardPasses(ABC):
             self._adopt_order(order)
         if self.active:
             self._sync_others()
+        if self._config.check_replicas_every and len(self.active) == self.world_size:
+            self._check_now_and_then(self._config.check_replicas_every)
+
+    def _check_now_and_then(self, every: int) -> None:
+        """Without all of them there may be ranks that make no step until the others have finished."""
+        self._full_passes += 1
+        if self._full_passes % every == 0:
+            self.check_replicas(None)
+
+    def check_replicas(self, optimizer: Any) -> None:
+        """Compare the replicas, and the optimizer's state if there is one. Collective.
+
+        Raises:
+            ReplicasDifferError: They are not the same.
+        """
+        self.state.check_process()
+        entries = self._replica_entries(optimizer)
+        check_replicas(entries, self._gather, where=f"the check of replicas in pass {self._pass_number - 1}")
 
     def _note_active(self, outcome: Outcome) -> None:
         if Outcome.FINISHED in outcome:

@@ -63,6 +63,11 @@ class BufferPolicies:
         """Whether any buffer changes after a pass."""
         return bool(self.averaged or self.after_pass)
 
+    @property
+    def in_step(self) -> set[str]:
+        """Names of those that are the same on all ranks after a pass."""
+        return self.averaged | self.after_pass
+
     def broadcast(self, *, on_demand: bool) -> set[str]:
         """Names of those to broadcast."""
         return self.on_demand if on_demand else self.after_pass

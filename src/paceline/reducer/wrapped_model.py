@@ -176,6 +176,33 @@ class WrappedModel:
         if self._passes is not None:
             self._passes.buffers.sync(range(self._passes.world_size), on_demand=True)
 
+    def check_replicas(self, optimizer: Any = None) -> None:
+        """Raise on every rank if the model is not the same, to the bit, on all of them. Collective.
+
+        For what averaging gradients does not tell: a rank that skipped `optimizer.step()`, has another
+        learning rate, or wrote to a weight. Call it between two steps; or let check_replicas_every=100 do
+        it at the end of each hundredth backward. It reads all parameters once, at the speed of memory, and
+        exchanges 8 bytes.
+
+        Compared are parameters, and buffers that backward brings in step: not those that `buffers` calls
+        "local", nor any with broadcast_buffers=False.
+
+        Args:
+            optimizer: Its state and its learning rates are compared, too. Not one that keeps a part of the
+                state on each rank, as ZeroRedundancyOptimizer.
+
+        Raises:
+            ReplicasDifferError: Names the ranks that differ from the others, and what differs first.
+
+        Example:
+            Rank 2 of 3 has skipped a step; on all ranks:
+
+            >>> ddp.check_replicas(optimizer)
+            ReplicasDifferError: Rank 2 of 3 has another model than the other ranks: parameter '0.weight' ...
+        """
+        if self._passes is not None:
+            self._passes.check_replicas(optimizer)
+
     @property
     def waited_s(self) -> float:
         """Seconds that this rank has spent waiting for the others at the end of backward, in all passes."""

@@ -46,6 +46,11 @@ class BufferSync:
         """Whether any buffer changes after a pass."""
         return self._policies.is_needed
 
+    @property
+    def in_step(self) -> set[str]:
+        """Names of those that are the same on all ranks after a pass; of a user's hook nobody knows."""
+        return set() if self.hook is not None else self._policies.in_step
+
     def sync(self, active: Sequence[int], *, on_demand: bool) -> None:
         """Bring the buffers in step. Collective.
 

@@ -55,6 +55,7 @@ class DDPConfig:
         reduce_through: "memory" that the ranks share, the process "group", or the better one ("auto").
         timeout_s: Seconds to wait for the slowest rank; None: the process group's own time-out.
         warn_after_s: Seconds after which a late rank is named in a warning; None: the default.
+        check_replicas_every: Compare the replicas after so many passes; None: never.
     """
 
     device: torch.device | None
@@ -76,6 +77,7 @@ class DDPConfig:
     reduce_through: str
     timeout_s: float | None
     warn_after_s: float | None
+    check_replicas_every: int | None
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
@@ -95,6 +97,7 @@ class DDPConfig:
             "skip_all_reduce_unused_params": str(self.skip_unused),
             "nonfinite": self.nonfinite,
             "reduce_through": self.reduce_through,
+            "check_replicas_every": str(self.check_replicas_every),
         }
 
 
@@ -120,6 +123,7 @@ def make_config(
     skip_all_reduce_unused_params: bool,
     batched_grad_copy: bool,
     init_sync_buffers: bool | None,
+    check_replicas_every: int | None,
     **others: Any,
 ) -> DDPConfig:
     """Check the constructor's arguments; see `DistributedDataParallel` for what they mean.
@@ -159,6 +163,7 @@ def make_config(
         reduce_through=reduce_through,
         timeout_s=timeout_s,
         warn_after_s=warn_after_s,
+        check_replicas_every=_arguments.positive_or_none("check_replicas_every", check_replicas_every),
     )
 
 

@@ -92,6 +92,8 @@ class DistributedDataParallel(CommHooks, GradientStatistics, Joins, Regrouping, 
             pass before. Used again, they are sent at the end of the pass.
         batched_grad_copy: Over a process group, copy gradients a bucket at a time: fewer kernels on a GPU.
         init_sync_buffers: Broadcast rank 0's buffers when wrapping. None: as broadcast_buffers says.
+        check_replicas_every: At the end of each n-th synchronised backward, compare the replicas, and raise
+            on every rank if they differ; see check_replicas(). None or 0: never.
         later: Arguments of a newer torch than Paceline knows are taken if they have torch's default.
 
     Raises:
@@ -143,6 +145,7 @@ class DistributedDataParallel(CommHooks, GradientStatistics, Joins, Regrouping, 
         warn_after_s: float | None = None,
         reduce_through: str = "auto",
         init_sync_buffers: bool | None = None,
+        check_replicas_every: int | None = None,
         **later: Any,
     ) -> None:
         arguments = dict(locals())

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 from array import array
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch.autograd import Variable
@@ -21,6 +22,7 @@ from paceline.reducer.backward_passes import BackwardPasses
 from paceline.reducer.fresh_gradients import FreshGradients
 from paceline.reducer.plan import Plan, complete_order, has_one_order, plan_buckets
 from paceline.reducer.protocol import FINISHED, Reducer
+from paceline.reducer.replica_check import Entry
 from paceline.reducer.report import names_by_rank
 from paceline.reducer.static_graph import StaticGraph
 from paceline.reducer.verdict import Judge
@@ -44,6 +46,7 @@ from paceline.torch.outputs import tensors_in
 from paceline.torch.parameters import ManagedTensors
 from paceline.torch.peers import Peers
 from paceline.torch.reduction import Reduction, ReductionFactory
+from paceline.torch.replica_state import hash_model
 from paceline.torch.running_call import RunningCall, running_call
 from paceline.torch.sharing import registry
 from paceline.torch.sparse import SparseMeans
@@ -228,6 +231,14 @@ class GradientPasses(BackwardPasses):
         core = self._factory.host_group
         if core is not None:
             core.set_activity(activity)
+
+    def _replica_entries(self, optimizer: Any) -> Sequence[Entry]:
+        now, in_step = self._tensors.current_buffers(), self.buffers.in_step
+        buffers = {name: buffer for name, buffer in now.items() if name in in_step}
+        return hash_model(self._tensors.all_parameters, buffers, optimizer)
+
+    def _gather(self, payload: bytes) -> list[bytes]:
+        return self._factory.all_gather(payload)
 
     def squared_norm(self) -> float:
         """Of the last pass's mean gradient."""

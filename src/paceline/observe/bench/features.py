@@ -17,6 +17,7 @@ ENTRIES = (
     entry("paceline", "Paceline DDP", way="paceline"),
     entry("unused", "find_unused_parameters=True", way="paceline", find_unused_parameters=True),
     entry("static", "static_graph=True", way="paceline", static_graph=True),
+    entry("check", "check_replicas_every=1", way="paceline", check_replicas_every=1),
 )
 
 
@@ -48,6 +49,7 @@ def run(plan: Plan) -> Report:
             "step alone in the same round, median over rounds.",
             "beyond the default: the same against Paceline DDP without the option, in per cent of its step, "
             "with the 95 % interval.",
+            "check_replicas_every=1 compares the replicas in each step; 100 costs a hundredth of it.",
             *plan.notes(contest),
         ],
         data={"ranks": plan.ranks, "rounds": plan.rounds, "rows": data},
@@ -75,7 +77,7 @@ def _rows(contest: Contest, model: str, tensors: int, timings: dict[str, Timing]
 
 
 def _beyond(key: str, timings: dict[str, Timing]) -> str:
-    if key not in ("unused", "static") or "paceline" not in timings:
+    if key in ("alone", "paceline") or "paceline" not in timings:
         return "-"
     default = timings["paceline"].samples
     more, step_s = overhead(timings[key].samples, default), slowest_median(default) / 100

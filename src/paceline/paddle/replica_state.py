@@ -1,0 +1,50 @@
+"""Hashes of a model and an optimizer, to compare them between ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import paddle
+
+from paceline import _core
+from paceline.paddle.links import Link
+from paceline.reducer.replica_check import Entry, flattened, hash_of_plain
+
+
+def hash_model(
+    parameters: Mapping[str, paddle.Tensor], buffers: Mapping[str, paddle.Tensor], optimizer: Any
+) -> list[Entry]:
+    """Of each tensor, and of what an optimizer holds; None: there is none."""
+    named = [("parameter", name, p) for name, p in parameters.items()]
+    named += [("buffer", name, buffer) for name, buffer in buffers.items()]
+    plain = []
+    if optimizer is not None:
+        for name, value in _held_by(optimizer, {p.name: name for name, p in parameters.items()}):
+            if isinstance(value, paddle.Tensor):
+                named.append(("optimizer", name, value))
+            elif (hashed := hash_of_plain(value)) is not None:
+                plain.append(Entry("optimizer", name, hashed))
+    whole = [(value if value.place.is_cpu_place() else value.cpu()).contiguous() for _, _, value in named]
+    sizes = [int(each.size) * each.element_size() for each in whole]
+    hashes = _core.hash_all([each.data_ptr() for each in whole], sizes)
+    return [*(Entry(kind, name, value) for (kind, name, _), value in zip(named, hashes, strict=True)), *plain]
+
+
+def gather_bytes(link: Link, payload: bytes) -> list[bytes]:
+    """Payloads of all ranks, of any lengths. Collective."""
+    lengths = link.gather(np.array([len(payload)], np.int64)).ravel()
+    own = np.zeros(max(1, int(lengths.max())), np.uint8)
+    own[: len(payload)] = np.frombuffer(payload, np.uint8)
+    rows = link.gather(own)
+    return [row[:length].tobytes() for row, length in zip(rows, lengths.tolist(), strict=True)]
+
+
+def _held_by(optimizer: Any, names: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
+    """What an optimizer holds; Paddle's name of a parameter is the beginning of those of its state."""
+    yield "learning rate", float(optimizer.get_lr())
+    for key, value in flattened("", optimizer.state_dict()):
+        key = key.removeprefix(".")
+        owner = max((own for own in names if f".{key}".find(f".{own}") >= 0), key=len, default=None)
+        yield key if owner is None else key.replace(owner, names[owner], 1), value

@@ -1,0 +1,141 @@
+"""Do all ranks still have the same model? The last line, for what gradients don't tell.
+
+A skipped `optimizer.step()`, another learning rate, a weight written on one rank: gradients are averaged all
+the same, and the replicas drift. The one idea: every rank hashes each of its tensors to 64 bits and one hash
+of all of them is exchanged; only where these differ the others are, to name the rank and the tensors.
+
+Imports only the core, the standard library and `errors`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from paceline import _core
+from paceline.errors import ReplicasDifferError, format_ranks
+from paceline.reducer.report import shorten
+
+Gather = Callable[[bytes], list[bytes]]
+"""Payloads of all ranks, by rank, of any lengths. Collective."""
+
+
+class Entry(NamedTuple):
+    """One thing that is the same on all ranks.
+
+    Attributes:
+        kind: "parameter", "buffer" or "optimizer".
+        name: Of it in the model, or in the optimizer.
+        hash: Of its value.
+    """
+
+    kind: str
+    name: str
+    hash: int
+
+
+def check_replicas(entries: Sequence[Entry], gather: Gather, *, where: str, seen: str = "") -> None:
+    """Raise on every rank if any two ranks have different entries. Collective.
+
+    Args:
+        entries: Of this rank, in the same order on all.
+        gather: Connects the ranks.
+        where: For the error: when this is.
+        seen: For the error: what led to the check.
+
+    Raises:
+        ReplicasDifferError: Names the ranks and the first entries that differ.
+
+    Example:
+        Of three ranks, rank 2 has skipped an optimizer's step: all raise "Rank 2 of 3 has another model".
+    """
+    payload = json.dumps(entries, separators=(",", ":")).encode()
+    digests = gather(_core.hash_bytes(payload).to_bytes(8, "little"))
+    if len(set(digests)) > 1:
+        raise differing([_parsed(row) for row in gather(payload)], where=where, seen=seen)
+
+
+def differing(rows: Sequence[Sequence[Entry]], *, where: str, seen: str = "") -> ReplicasDifferError:
+    """The error that names what differs between these entries, of one rank each. Pure."""
+    world_size = len(rows)
+    values = [{(entry.kind, entry.name): entry.hash for entry in row} for row in rows]
+    keys = list(dict.fromkeys(key for each in values for key in each))
+    # What most ranks have is taken for right; of two ranks, or two halves, what the first has.
+    odd_of: dict[tuple[str, str], tuple[int, ...]] = {}
+    has_majority = True
+    for key in keys:
+        held = [each.get(key) for each in values]
+        usual, count = Counter(held).most_common(1)[0]
+        if count < world_size:
+            odd_of[key] = tuple(rank for rank, value in enumerate(held) if value != usual)
+            has_majority = has_majority and count > world_size / 2
+    ranks = tuple(sorted({rank for odd in odd_of.values() for rank in odd}))
+    (kind, name), total = next(iter(odd_of)), f"{len(odd_of)} of {len(keys)}"
+    if has_majority:
+        verb = "has" if len(ranks) == 1 else "have"
+        summary = (
+            f"{format_ranks(ranks).capitalize()} of {world_size} {verb} another model than the other ranks: "
+            f"{kind} '{name}' is the first of {total} values that differ."
+        )
+    else:
+        summary = (
+            f"The {world_size} replicas of the model differ: {kind} '{name}' is the first of {total} values."
+        )
+    return ReplicasDifferError(
+        summary,
+        where=where,
+        seen="\n".join(filter(None, [seen, *_rows(odd_of)])),
+        likely=_likely({kind for kind, _ in odd_of}),
+        hint="make every rank do the same after backward; then start all ranks from one checkpoint"
+        + ("" if has_majority else " (no majority tells which rank is right)"),
+        ranks=ranks,
+        differing={name: odd for (_, name), odd in odd_of.items()},
+    )
+
+
+def flattened(name: str, value: Any) -> Iterable[tuple[str, Any]]:
+    """Leaves of nested dicts and sequences, with names that tell the way to them.
+
+    Example:
+        >>> list(flattened("lr", {"a": 1, "b": [2, 3]}))
+        [('lr.a', 1), ('lr.b.0', 2), ('lr.b.1', 3)]
+    """
+    if isinstance(value, Mapping):
+        for key in sorted(value, key=str):
+            yield from flattened(f"{name}.{key}", value[key])
+    elif isinstance(value, (list, tuple)):
+        for place, each in enumerate(value):
+            yield from flattened(f"{name}.{place}", each)
+    else:
+        yield name, value
+
+
+def hash_of_plain(value: object) -> int | None:
+    """Of a number, a text, a truth value or None; None: of nothing else."""
+    is_plain = value is None or isinstance(value, (bool, int, float, complex, str))
+    return _core.hash_bytes(repr(value).encode()) if is_plain else None
+
+
+def _rows(odd_of: Mapping[tuple[str, str], tuple[int, ...]]) -> list[str]:
+    """One line for each group of ranks: what is different there."""
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for (kind, name), odd in odd_of.items():
+        groups.setdefault(odd, []).append(f"{kind} '{name}'")
+    return [f"{format_ranks(odd)}: {shorten(names)}" for odd, names in groups.items()]
+
+
+def _likely(kinds: set[str]) -> str:
+    if kinds == {"buffer"}:
+        return "a buffer was written on some ranks only; if that is meant, call it local in buffers={...}"
+    if kinds == {"optimizer"}:
+        return "the optimizer was made, loaded or changed differently on some ranks"
+    return (
+        "a rank skipped an optimizer.step(), or made one more; its learning rate is another; or it has "
+        "written to a weight, or loaded another checkpoint"
+    )
+
+
+def _parsed(payload: bytes) -> list[Entry]:
+    return [Entry(*entry) for entry in json.loads(payload)]

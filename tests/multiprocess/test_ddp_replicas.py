@@ -1,0 +1,147 @@
+"""Replicas that drift by anything but gradients: the check names the rank and what differs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.errors import ConfigError, ReplicasDifferError
+from paceline.torch import DistributedDataParallel
+from tests.harness import ranks
+
+PATHS = ["memory", "group"]
+ODD = 2  # of 3 ranks
+
+
+def network() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2))
+
+
+def backward(ddp: DistributedDataParallel) -> None:
+    ddp.zero_grad()
+    generator = torch.Generator().manual_seed(ddp._peers.rank)
+    ddp(torch.randn(5, 4, generator=generator)).square().sum().backward()
+
+
+def update(ddp: DistributedDataParallel, rate: float = 0.1) -> None:
+    """A step of gradient descent; making one of torch's optimizers takes a process seconds."""
+    with torch.no_grad():
+        for parameter in ddp.parameters():
+            parameter.sub_(parameter.grad, alpha=rate)
+
+
+def write(ddp: DistributedDataParallel) -> None:
+    update(ddp)
+    with torch.no_grad():
+        ddp.module[2].weight[1, 3] += 1e-6
+
+
+DRIFTS: dict[str, tuple[Callable[..., None], str]] = {
+    "a skipped step": (lambda ddp: None, "0.weight"),
+    "another learning rate": (functools.partial(update, rate=0.1001), "0.weight"),
+    "a write to a weight": (write, "2.weight"),
+}
+
+
+@pytest.mark.parametrize("drift", DRIFTS)
+@pytest.mark.parametrize("path", PATHS)
+@ranks(3, group="gloo")
+def test_the_next_check_names_rank_and_parameter(rank: int, path: str, drift: str) -> None:
+    for every in (1, 2):
+        ddp = DistributedDataParallel(network(), reduce_through=path, check_replicas_every=every)
+        for _ in range(2):
+            backward(ddp)
+            update(ddp)
+        backward(ddp)
+        change, first = DRIFTS[drift]
+        change(ddp) if rank == ODD else update(ddp)
+        with pytest.raises(ReplicasDifferError, match=f"Rank 2 of 3 .*parameter '{first}'") as caught:
+            backward(ddp)
+        assert caught.value.ranks == (ODD,)
+        assert next(iter(caught.value.differing)) == first
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(3, group="gloo")
+def test_a_check_on_demand_looks_at_the_optimizer_too(rank: int, path: str) -> None:
+    ddp = DistributedDataParallel(network(), reduce_through=path)
+    optimizer = torch.optim.Adam(ddp.parameters(), lr=0.1)
+    backward(ddp)
+    optimizer.step()
+    ddp.check_replicas(optimizer)
+    if rank == ODD:
+        optimizer.state[ddp.module[0].bias]["exp_avg"][2] = 7
+    ddp.check_replicas()
+    with pytest.raises(
+        ReplicasDifferError, match=r"Rank 2 .*optimizer '0\.bias\.exp_avg' is the first of 1 "
+    ):
+        ddp.check_replicas(optimizer)
+    if rank == ODD:
+        del optimizer.state[ddp.module[0].bias]
+        optimizer.param_groups[0]["lr"] = 0.2
+    with pytest.raises(ReplicasDifferError) as caught:
+        ddp.check_replicas(optimizer)
+    names = ("0.bias.step", "0.bias.exp_avg", "0.bias.exp_avg_sq", "group 0.lr")
+    assert caught.value.differing == dict.fromkeys(names, (ODD,))
+
+
+@ranks(2, group="gloo")
+def test_buffers_are_compared_as_their_policy_says(rank: int) -> None:
+    policies = (
+        ({}, True),
+        ({"buffers": {"*.running_*": "average"}}, True),
+        ({"broadcast_buffers": False}, False),
+        ({"buffers": {"1.*": "local"}}, False),
+    )
+    for options, is_compared in policies:
+        ddp = DistributedDataParallel(network(), check_replicas_every=1, **options)
+        backward(ddp)
+        if rank == 1:
+            ddp.module[1].running_mean.add_(1)
+        if is_compared:
+            with pytest.raises(ReplicasDifferError, match=r"buffer '1\.running_mean'") as caught:
+                ddp.check_replicas()
+            assert "local" in caught.value.likely
+        else:
+            ddp.check_replicas()
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(2, group="gloo")
+def test_equal_replicas_pass_every_check(rank: int, path: str) -> None:
+    """Layouts, dtypes, empty and shared parameters; ranks without data; weights; accumulation."""
+    net = nn.Sequential(nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last), nn.Flatten())
+    net.append(nn.Linear(12, 4)).append(nn.Linear(4, 4, bias=False)).append(nn.Linear(4, 4, bias=False))
+    net[4].weight = net[3].weight
+    net.register_buffer("none", torch.empty(0))
+    net.register_buffer("complex", torch.ones(3, dtype=torch.complex64))
+    ddp = DistributedDataParallel(net, reduce_through=path, check_replicas_every=1)
+    for batches in (3 + rank, 4 - rank):
+        for _ in ddp.iterate(range(batches)):
+            ddp.zero_grad()
+            with ddp.no_sync():
+                ddp(torch.randn(2, 2, 3, 3)).sum().backward()
+            ddp(torch.randn(2, 2, 3, 3)).sum().backward()
+            update(ddp, 1e-3)
+        ddp.check_replicas()
+
+
+@ranks(2, group="gloo")
+def test_the_argument_makes_sense_and_is_the_same_on_all_ranks(rank: int) -> None:
+    for wrong in (-1, 2.5, "often"):
+        with pytest.raises(ConfigError, match="check_replicas_every"):
+            DistributedDataParallel(network(), check_replicas_every=wrong)
+    with pytest.raises(RuntimeError, match="check_replicas_every differs"):
+        DistributedDataParallel(network(), check_replicas_every=rank)
+
+
+@ranks(1, group=None)
+def test_alone_there_is_nothing_to_compare(rank: int) -> None:
+    ddp = DistributedDataParallel(network(), check_replicas_every=1)
+    ddp(torch.randn(5, 4)).sum().backward()
+    ddp.check_replicas()

@@ -1,0 +1,71 @@
+"""Replicas of a Paddle model that drift by anything but gradients."""
+
+from __future__ import annotations
+
+import paddle
+import pytest
+from paddle import nn
+
+from paceline.errors import ReplicasDifferError
+from paceline.paddle import DataParallel
+from tests.multiprocess.paddle_models import batch, join_paddle, ranks, share, squares
+
+ODD = 2  # of 3 ranks
+
+
+def network() -> nn.Layer:
+    paddle.seed(1)
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1D(6), nn.Linear(6, 2))
+
+
+def backward(wrapped: DataParallel, rank: int) -> None:
+    wrapped.clear_gradients()
+    squares(wrapped(share(batch(9), rank, 3))).backward()
+
+
+@ranks(3)
+def test_the_next_check_names_rank_and_parameter(group: object) -> None:
+    for change, first in (
+        ({"skips": True}, "0.weight"),
+        ({"rate": 0.3}, "0.weight"),
+        ({"writes": True}, "2.bias"),
+    ):
+        wrapped = DataParallel(network(), group=group, check_replicas_every=2)
+        optimizer = paddle.optimizer.Adam(0.1, parameters=wrapped.parameters())
+        for _ in range(3):
+            backward(wrapped, group.rank)
+            optimizer.step()
+        if group.rank == ODD:
+            optimizer.set_lr(change.get("rate", 0.1))
+        if group.rank != ODD or not change.get("skips"):
+            optimizer.step()
+        if group.rank == ODD and change.get("writes"):
+            wrapped.module[2].bias.set_value(wrapped.module[2].bias + 1e-3)
+        with pytest.raises(ReplicasDifferError, match=f"Rank 2 of 3 .*parameter '{first}'") as caught:
+            backward(wrapped, group.rank)
+        assert caught.value.ranks == (ODD,)
+
+
+@pytest.mark.parametrize("way", ["memory", "group"])
+@ranks(3, group=None)
+def test_a_check_on_demand(rank: int, way: str) -> None:
+    join_paddle(rank)
+    wrapped = DataParallel(network(), reduce_through=way)
+    optimizer = paddle.optimizer.Adam(0.1, parameters=wrapped.parameters())
+    backward(wrapped, rank)
+    optimizer.step()
+    wrapped.check_replicas(optimizer)
+    if rank == ODD:
+        optimizer.set_lr(0.2)
+    wrapped.check_replicas()
+    with pytest.raises(ReplicasDifferError, match=r"Rank 2 .*optimizer 'learning rate' is the first of 1 "):
+        wrapped.check_replicas(optimizer)
+    if rank == ODD:
+        optimizer.set_lr(0.1)
+        moments = [value for name, value in optimizer.state_dict().items() if "moment1" in name]
+        moments[0].set_value(moments[0] + 1)
+        wrapped.module[1]._mean.set_value(wrapped.module[1]._mean + 1)
+    with pytest.raises(ReplicasDifferError, match=r"buffer '1\._mean' is the first of 2 ") as caught:
+        wrapped.check_replicas(optimizer)
+    name = list(caught.value.differing)[1]
+    assert name.startswith("0.") and "moment1" in name
