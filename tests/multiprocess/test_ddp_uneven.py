@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import time
 from typing import Any
@@ -16,7 +17,7 @@ from torch.testing import assert_close
 from paceline.errors import ConfigError
 from paceline.torch import DistributedDataParallel
 from tests.harness import ranks
-from tests.multiprocess.ddp_models import Branches, bits, mixed, two_layers
+from tests.multiprocess.ddp_models import Branches, bits, gradients, mixed, two_layers
 
 PATHS = ["group", "memory"]
 
@@ -75,6 +76,67 @@ def test_a_rank_that_has_finished_weighs_nothing(rank: int, path: str, view: boo
             step(ddp, x)
         ddp.finished((lambda: sgd(model)) if after_pass else None)
         assert_same(model, expected)
+
+
+ENDS = ["finished", "finished, stepping along", "join"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("end", ENDS)
+@ranks(2, group="gloo")
+def test_passes_without_data_leave_gradients_as_they_were(rank: int, path: str, view: bool, end: str) -> None:
+    """The usual loop clears gradients after a step, so what is there adds to the next epoch's first."""
+    model = two_layers()
+    ddp = DistributedDataParallel(model, reduce_through=path, gradient_as_bucket_view=view)
+    stepping = (lambda: sgd(model)) if end == "finished, stepping along" else None
+    for clears, to_none in ((True, True), (True, False), (False, True)):
+        counts = (1, 3) if to_none else (3, 1)
+        data = [batches(count, r) for r, count in enumerate(counts)]
+        expected = reference(model, data)
+        model.zero_grad()
+        kept = None
+        with ddp.join(divide_by_initial_world_size=False) if end == "join" else contextlib.nullcontext():
+            for x in data[rank]:
+                if not clears:
+                    model.zero_grad()
+                (ddp(x) ** 2).mean().backward()
+                sgd(model)
+                if clears:
+                    model.zero_grad(set_to_none=to_none)
+            kept = gradients(model)
+            of_last = [p.grad for p in model.parameters()]
+        if end != "join":
+            ddp.finished(stepping)
+        assert_same(model, expected)
+        for before, (name, now) in zip(of_last, gradients(model).items(), strict=True):
+            parameter = model.get_parameter(name)
+            assert parameter.grad is before
+            assert (now is None) == (kept[name] is None)
+            if now is not None:
+                assert torch.equal(now, kept[name])
+        if clears:  # the next epoch's first gradient
+            x = torch.full((1, 4), 1.0 + rank)
+            ddp(x).sum().backward()
+            assert_close(model[2].bias.grad, torch.ones(2))
+
+
+@ranks(2, group="gloo")
+def test_what_has_accumulated_is_dropped_by_finished_and_kept_by_join(rank: int) -> None:
+    """As torch's Join keeps it; finished() says that it drops it, on every rank."""
+    for end in ("finished", "join"):
+        model = two_layers()
+        ddp = DistributedDataParallel(model)
+        with ddp.join() if end == "join" else contextlib.nullcontext():
+            for x in batches(1 + rank, rank):
+                step(ddp, x)
+                model.zero_grad()
+                with ddp.no_sync():
+                    ddp(torch.ones(1, 4)).sum().backward()
+        if end == "finished":
+            ddp.finished()
+        ddp(torch.ones(1, 4)).sum().backward()
+        assert_close(model[2].bias.grad, torch.full((2,), 1.0 if end == "finished" else 2.0))
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -85,6 +85,8 @@ class BackwardPasses(ABC):
         self._pass_number = 1
         self._full_passes = 0  # good ones in which all ranks had data; the same number on all ranks
         self._of_first: tuple[float, list[tuple[int, int]]] | None = None
+        self._gradients_aside: dict[int, Any] = {}
+        self._accumulated_aside: set[int] = set()
 
     # --- what a front end adds ---
 
@@ -145,6 +147,13 @@ class BackwardPasses(ABC):
     @abstractmethod
     def _tell(self, activity: str) -> None:
         """Let the errors of other ranks tell what this one was doing."""
+
+    def _gradients_to_keep(self) -> dict[int, Any]:
+        """This rank's gradients, by parameter, where no pass changes them."""
+        return {}
+
+    def _set_gradients(self, gradients: dict[int, Any]) -> None:  # noqa: B027
+        """Make these, of `_gradients_to_keep`, the only gradients that parameters have."""
 
     def _prepare_end(self) -> None:  # noqa: B027  # most need nothing
         """At the end of backward, before this rank says that it is there."""
@@ -213,15 +222,37 @@ class BackwardPasses(ABC):
             if self._begun_forwards == begun_before:
                 self.state.is_syncing = before
 
-    def shadow(self, *, weight: float) -> bool:
-        """Take part in a pass of the others without gradients. Collective.
+    def begin_shadowing(self, *, keep_accumulated: bool) -> None:
+        """Put this rank's gradients aside: from here to `end_shadowing` it has those of the others.
 
-        Every rank that shadows gets the means as its gradients as well.
+        Args:
+            keep_accumulated: Give back what no_sync() has accumulated too; else it is dropped.
+        """
+        state = self.state
+        self._gradients_aside = self._gradients_to_keep()
+        self._accumulated_aside = set(state.accumulated)
+        if not keep_accumulated:
+            for index in self._accumulated_aside:
+                self._gradients_aside.pop(index, None)
+            self._accumulated_aside.clear()
+        self._set_gradients({})
+
+    def end_shadowing(self) -> None:
+        """Give this rank its own gradients back: the next backward adds to them."""
+        gradients, self._gradients_aside = self._gradients_aside, {}
+        self._set_gradients(gradients)
+        self.state.accumulated |= self._accumulated_aside
+
+    def shadow(self, *, weight: float) -> bool:
+        """Take part in a pass of the others without gradients; within `begin_shadowing`. Collective.
+
+        The rank gets the means as its gradients as well, for those who step along.
 
         Returns:
             Whether any rank had data.
         """
         self.state.check_process()
+        self._set_gradients({})  # those of the last such pass
         self.weight = weight
         self.reducer.set_weight(weight)
         if not self._config.allow_unused:  # nothing is unused because this rank has no data

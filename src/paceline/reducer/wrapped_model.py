@@ -100,11 +100,12 @@ class WrappedModel:
         Call it once on every rank, after its loop over the data. Ranks may make different numbers of steps:
         in each pass the mean is over those that have data. Blocks until the last rank is there, which may
         take up to the time-out for each of its steps; then all ranks get its parameters and buffers.
-        Gradients that no_sync() has accumulated are dropped. Training may go on afterwards.
+        Gradients that no_sync() has accumulated are dropped; all others are then again what they were
+        before the call, and training may go on.
 
         Args:
-            after_pass: Called after each pass of the others, with the means as gradients: an optimizer's
-                `step` keeps its state the same on all ranks.
+            after_pass: Called after each pass of the others, with the means as gradients, and none where
+                nobody has one: an optimizer's `step` keeps its state the same on all ranks.
 
         Example:
             Rank 0 has 3 batches and rank 1 has 5; in the last two steps the gradient is rank 1's alone:

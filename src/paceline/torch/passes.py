@@ -216,6 +216,22 @@ class GradientPasses(BackwardPasses):
     def _clear_place(self, index: int) -> None:
         self._reduction.arena.views[index].zero_()
 
+    def _gradients_to_keep(self) -> dict[int, Any]:
+        kept: dict[int, Any] = {}
+        for index, parameter in enumerate(self._tensors.trainable):
+            gradient = parameter.grad
+            if gradient is not None:
+                is_at_home = gradient is self._reduction.arena.views[index]
+                kept[index] = (gradient.clone() if is_at_home else gradient, is_at_home)
+        return kept
+
+    def _set_gradients(self, gradients: dict[int, Any]) -> None:
+        for index, parameter in enumerate(self._tensors.trainable):
+            gradient, is_at_home = gradients.get(index, (None, False))
+            if is_at_home:  # in the place of the plan that is in use now
+                gradient = self._reduction.arena.views[index].copy_(gradient)
+            parameter.grad = gradient
+
     def _sync_others(self) -> None:
         if self.buffers.hook is not None:
             self.buffers.hook.end_pass()

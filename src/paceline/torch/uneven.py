@@ -43,6 +43,7 @@ class Joining:
         on_cpu = "cpu" in {kind.type for kind in group._device_types}
         self.device = torch.device("cpu") if on_cpu else device
         self._passes = passes
+        self._is_shadowing = False
         self._work: dist.Work | None = None  # kept: dropping one that is under way may end it
 
     def notify(self, joinable: Any, is_syncing: bool) -> None:
@@ -52,6 +53,9 @@ class Joining:
 
     def shadow(self, divide_by_initial_world_size: bool) -> None:
         """Take part in the backward that the others are about to make, if it synchronises."""
+        if self._passes is not None and not self._is_shadowing:
+            self._is_shadowing = True
+            self._passes.begin_shadowing(keep_accumulated=True)
         if self._any(False) and self._passes is not None:
             # With a weight of 1 the zeros count, so the others' sum is divided by the whole world size.
             self._passes.shadow(weight=1.0 if divide_by_initial_world_size else 0.0)
@@ -60,6 +64,9 @@ class Joining:
         """Everybody gets the model of a rank that has not run out before the others."""
         if self._passes is None:
             return
+        if self._is_shadowing:
+            self._is_shadowing = False
+            self._passes.end_shadowing()
         votes = torch.tensor([dist.get_rank(self.group) if is_last else -1], device=self.device)
         dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.group)
         self._passes.broadcast_model(int(votes.item()))
@@ -88,7 +95,7 @@ class Joins(Joinable):
         """A context in which ranks may make different numbers of steps, as torch's; see also finished().
 
         A rank that leaves it takes part in the others' passes, and at its end all ranks have the model of
-        one that went on longest. One forward for each backward.
+        one that went on longest. What it had in `.grad` it has again then. One forward for each backward.
 
         Args:
             divide_by_initial_world_size: Divide sums of gradients by the number of all ranks; False: of
