@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
+from paceline.reducer.end_of_backward import EndOfBackward
 from paceline.reducer.fresh_gradients import FreshGradients
 from paceline.reducer.micro_batches import MicroBatchWeights
 from paceline.reducer.pass_state import PassState
@@ -193,12 +194,12 @@ class BackwardPasses(ABC):
 
         Raises:
             ForkedError: This process is a forked child of the one that wrapped the model.
-            SkippedPassError: The backward before this forward ended in an exception, on this rank.
+            SkippedPassError: The last backward ended in an exception, on this rank.
         """
         state = self.state
         state.check_process()
-        if state.is_armed and not self._is_in_backward():
-            self._give_up_interrupted()
+        if not self._is_in_backward():
+            self._tell_if_interrupted()
         if self.weights.is_used and not self._is_in_backward():
             self.weights.give_up_interrupted()
         self._begun_forwards += 1
@@ -252,6 +253,7 @@ class BackwardPasses(ABC):
             Whether any rank had data.
         """
         self.state.check_process()
+        self._tell_if_interrupted()
         self._set_gradients({})  # those of the last such pass
         self.weight = weight
         self.reducer.set_weight(weight)
@@ -266,13 +268,26 @@ class BackwardPasses(ABC):
         return bool(self.active)
 
     def _arm(self) -> None:
+        """The first gradient of a backward has come.
+
+        Raises:
+            SkippedPassError: The backward before this one ended in an exception, on this rank.
+        """
         self.state.check_process()
+        self._tell_if_interrupted()
         if self.weights.is_used:
             self.weight = self.weights.begin()
             self.reducer.set_weight(self.weight)
         self.state.is_armed = True  # first: gradients on another device come from another thread
-        self._call_at_end(self._end)
+        self._call_at_end(EndOfBackward(self._end_backward, self.state.interrupt))
         self._say("in backward of")
+
+    def _end_backward(self) -> None:
+        try:
+            self._end()
+        finally:
+            if self.state.is_armed:  # it raised before the pass was ended
+                self.state.interrupt()
 
     def _end(self) -> None:
         """The end of this rank's backward: wait for the others, judge, and bring the means home."""
@@ -343,6 +358,10 @@ class BackwardPasses(ABC):
 
     def _say(self, doing: str) -> None:
         self._tell(f"{doing} pass {self._pass_number}")
+
+    def _tell_if_interrupted(self) -> None:
+        if self.state.is_armed or self.state.is_interrupted:
+            self._give_up_interrupted()
 
     def _give_up_interrupted(self) -> None:
         """End the pass that an exception broke off, so that all ranks learn of it and can go on."""

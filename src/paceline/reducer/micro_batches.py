@@ -7,7 +7,7 @@ so the mean over ranks and micro-batches is that of one process with the whole b
 needs no scaling at all.
 
 Models that were never given a weight pay nothing: the hooks come with the first weight. Imports only the
-standard library, `errors` and `pass_state`.
+standard library, `errors` and its neighbours.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 
 from paceline.errors import ConfigError
+from paceline.reducer.end_of_backward import EndOfBackward
 from paceline.reducer.pass_state import PassState
 
 
@@ -105,7 +106,7 @@ class MicroBatchWeights(ABC):
         if 0 < self._total < total:
             self._shrink(self._total / total)
         if not self._state.is_syncing:
-            self._call_at_end(self._end_local)
+            self._call_at_end(EndOfBackward(self._end_local, self._forget))
         return total
 
     def end(self) -> None:
@@ -116,7 +117,11 @@ class MicroBatchWeights(ABC):
     def give_up_interrupted(self) -> None:
         """Forget a backward that ended in an exception, and with it what has accumulated."""
         if self._is_open:
-            self.end()
+            self._forget()
+
+    def _forget(self) -> None:
+        self.end()
+        self._state.accumulated.clear()
 
     def _share_of_incoming(self) -> float:
         """What a gradient is multiplied by before it is accumulated. 0 takes it out, whatever it holds."""

@@ -19,6 +19,8 @@ class PassState:
     Attributes:
         is_syncing: Whether the pass under way is averaged; no_sync() makes forward clear it.
         is_armed: Whether a pass is under way, so that the end of this backward ends it.
+        is_interrupted: Whether an exception has ended the backward of the last pass, of which the other ranks
+            do not know yet.
         handed: Gradients handed over in this pass, by parameter, in that order. Keeps the memory alive that
             the reducer reads and writes by pointer.
         staged: Those of them whose mean the front end copies back.
@@ -37,6 +39,7 @@ class PassState:
         "forwards",
         "handed",
         "is_armed",
+        "is_interrupted",
         "is_syncing",
         "pid",
         "refused",
@@ -48,6 +51,7 @@ class PassState:
         self.where = f"rank {rank} of {world_size}"
         self.is_syncing = True
         self.is_armed = False
+        self.is_interrupted = False
         self.handed = _core.HandedGradients()
         self.staged: list[int] = []
         self.accumulated: set[int] = set()
@@ -59,13 +63,18 @@ class PassState:
 
     def begin_next(self) -> None:
         """Forget the pass that is over."""
-        self.is_armed = False
+        self.is_armed = self.is_interrupted = False
         self.handed.clear()
         self.staged.clear()
         self.accumulated.clear()
         self.came_twice = None
         self.refused = None
         self.forwards = 0
+
+    def interrupt(self) -> None:
+        """The backward has ended in an exception; whatever begins next tells the other ranks."""
+        self.is_armed = False
+        self.is_interrupted = True
 
     def refuse(self, index: int, error: ConfigError) -> None:
         """The gradient of a parameter cannot be averaged; raises at once where no pass will end.

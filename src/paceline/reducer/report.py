@@ -173,7 +173,7 @@ def _interrupted_error(ranks: Sequence[int], world_size: int) -> SkippedPassErro
     return SkippedPassError(
         f"The backward of {_of_world(ranks, world_size)} ended in an exception.",
         where="this pass; its gradients were not averaged, on any rank",
-        seen=f"{format_ranks(ranks)} began another forward after that",
+        seen=f"{format_ranks(ranks)} began another forward or backward after that",
         likely="an error raised inside backward (out of memory, a failing hook) that the script caught",
         hint="look at the output there for the exception; after one, make every rank repeat the step",
         ranks=tuple(ranks),

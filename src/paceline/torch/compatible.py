@@ -210,7 +210,8 @@ class TorchNames(TorchDDP):
 
     def _check_reducer_finalized(self) -> None:
         """Raise if a backward has begun to average gradients and not ended."""
-        if self._passes is not None and self._passes.state.is_armed:
+        state = None if self._passes is None else self._passes.state
+        if state is not None and (state.is_armed or state.is_interrupted):
             raise ReplicaError(
                 "A backward has begun to average gradients and has not ended.",
                 likely="it ended in an exception that was caught",

@@ -194,6 +194,7 @@ class GradientPasses(BackwardPasses):
 
     def _forget_interrupted(self) -> None:
         self._late.forget()
+        self.graphs.end_pass()
 
     def _hand_over_rest(self) -> None:
         without = self._late.end_pass()

@@ -1,0 +1,168 @@
+"""After a backward that raised on one rank: every rank raises once, whatever is called next; then all go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from paceline.errors import SkippedPassError
+from paceline.torch import DistributedDataParallel
+from tests.harness import ranks
+from tests.multiprocess.ddp_models import two_layers
+
+PATHS = ["group", "memory"]
+
+
+class Broken(torch.autograd.Function):
+    """Its backward raises, if it is to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, is_broken: list[bool]) -> torch.Tensor:
+        ctx.is_broken = is_broken
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        if ctx.is_broken:
+            raise MemoryError("in a function's backward")
+        return gradient, None
+
+
+class Opaque:
+    """An output in which no tensor is found, so that the first parameter's hook begins a pass."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class Model(nn.Module):
+    """Two layers and a function between them; `hides`: its output is opaque."""
+
+    def __init__(self, *, hides: bool) -> None:
+        super().__init__()
+        self.first, _, self.second = two_layers()
+        self.is_broken: list[bool] = []
+        self.hides = hides
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.second(Broken.apply(self.first(x), self.is_broken))
+        return Opaque(y) if self.hides else y
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    return (output.tensor if isinstance(output, Opaque) else output).sum()
+
+
+def raises(error: type[BaseException]) -> Callable[[Any], None]:
+    def fail(_: Any) -> None:
+        raise error("in a hook")
+
+    return fail
+
+
+def break_backward(model: Model, how: str) -> Callable[[], None]:
+    """Let the next backward raise. Returns what mends it."""
+    if how == "function":
+        model.is_broken.append(True)
+        return model.is_broken.clear
+    if how == "a hook of the gradient":
+        handle = model.first.weight.register_hook(raises(MemoryError))
+    elif how == "a hook after it":
+        handle = model.first.weight.register_post_accumulate_grad_hook(raises(MemoryError))
+    else:
+        handle = model.first.weight.register_hook(raises(KeyboardInterrupt))
+    return handle.remove
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("how", ["function", "a hook of the gradient", "a hook after it", "Ctrl-C"])
+@ranks(2, group="gloo")
+def test_the_next_backward_raises_on_every_rank(rank: int, path: str, how: str) -> None:
+    for view in (False, True):
+        for hides in (False, True):
+            model = Model(hides=hides)
+            ddp = DistributedDataParallel(
+                model, reduce_through=path, gradient_as_bucket_view=view, bucket_cap_mb=0.0001
+            )
+            x = torch.full((1, 4), 1.0 + rank)
+            for again in ("backward", "backward, much later", "forward"):
+                first, second = loss_of(ddp(x)), loss_of(ddp(2 * x))
+                if rank == 0:
+                    mend = break_backward(model, how)
+                    with pytest.raises((MemoryError, KeyboardInterrupt)):
+                        first.backward()
+                    mend()
+                    ddp.zero_grad()
+                    if again == "backward, much later":
+                        with ddp.no_sync():
+                            loss_of(model(x)).backward()
+                with pytest.raises(SkippedPassError, match="rank 0 of 2 ended in an exception"):
+                    if again == "forward" and rank == 0:
+                        ddp(x)
+                    else:
+                        (second if rank == 0 else first).backward()
+                del first, second
+                for _ in range(2):
+                    ddp.zero_grad()
+                    loss_of(ddp(x)).backward()
+                    assert_close(model.second.bias.grad, torch.ones(2))
+                    assert_close(model.first.weight.grad[0], model.first.weight.grad[0, :1].expand(4))
+
+
+@ranks(2, group="gloo")
+def test_where_every_rank_was_interrupted_all_go_on(rank: int) -> None:
+    model = Model(hides=False)
+    ddp = DistributedDataParallel(model)
+    x = torch.full((1, 4), 1.0 + rank)
+    first, second = ddp(x).sum(), 2 * ddp(x).sum()
+    mend = break_backward(model, "function")
+    with pytest.raises(MemoryError):
+        first.backward()
+    mend()
+    ddp.zero_grad()
+    second.backward()
+    assert_close(model.second.bias.grad, torch.full((2,), 2.0))
+
+
+@ranks(2, group="gloo")
+def test_a_broken_pass_is_told_by_a_rank_that_has_no_more_data(rank: int) -> None:
+    model = Model(hides=False)
+    ddp = DistributedDataParallel(model)
+    loss = ddp(torch.ones(1, 4)).sum()
+    if rank == 0:
+        mend = break_backward(model, "function")
+        with pytest.raises(MemoryError):
+            loss.backward()
+        mend()
+    with pytest.raises(SkippedPassError, match="rank 0 of 2 ended in an exception"):
+        ddp.finished() if rank == 0 else loss.backward()
+    ddp.finished()
+
+
+@ranks(2, group="gloo")
+def test_a_weighed_micro_batch_that_raised_leaves_no_weight(rank: int) -> None:
+    model = Model(hides=False)
+    ddp = DistributedDataParallel(model)
+    x = torch.full((1, 4), 1.0 + rank)
+    for _ in range(2):
+        with ddp.no_sync():
+            broken, whole = ddp(x).sum(), ddp(x).sum()
+            mend = break_backward(model, "function")
+            with ddp.weight(100), pytest.raises(MemoryError):
+                broken.backward()
+            mend()
+            ddp.zero_grad()
+            with ddp.weight(1 + 2 * rank):
+                whole.backward()
+        with ddp.weight(1 + 2 * rank):
+            ddp(3 * x).sum().backward()
+        assert_close(model.second.bias.grad, torch.ones(2))
+        mean = (1 * 2 * 1 + 3 * 2 * 2) / 4  # of the inputs: each rank's own, weighed by 1 and 3
+        ratio = model.first.weight.grad[:, 0] / model.first.bias.grad
+        assert_close(ratio, torch.full_like(ratio, mean))
+        ddp.zero_grad()
