@@ -16,10 +16,10 @@ import torch
 
 from paceline import _core
 from paceline.errors import ConfigError
+from paceline.reducer.graphs import Graphs
 from paceline.reducer.pass_state import PassState
 from paceline.reducer.protocol import Reducer
 from paceline.torch.compiling import untraced
-from paceline.torch.graphs import Graphs
 
 Hook = Callable[[torch.Tensor], None]
 HookMaker = Callable[[PassState, int, str, torch.Tensor, Reducer, torch.dtype], Hook]

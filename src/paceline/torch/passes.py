@@ -20,17 +20,18 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.reducer.backward_passes import BackwardPasses
 from paceline.reducer.fresh_gradients import FreshGradients
+from paceline.reducer.graphs import Graph, Graphs
 from paceline.reducer.plan import Plan, complete_order, has_one_order, plan_buckets
 from paceline.reducer.protocol import FINISHED, Reducer
 from paceline.reducer.replica_check import Entry
 from paceline.reducer.report import names_by_rank
+from paceline.reducer.sharing import registry
 from paceline.reducer.static_graph import StaticGraph
 from paceline.reducer.verdict import Judge
 from paceline.reducer.whole_buckets import plan_whole_buckets
 from paceline.torch.buffer_sync import BufferSync
 from paceline.torch.compiling import untraced
 from paceline.torch.config import DDPConfig
-from paceline.torch.graphs import Graph, Graphs
 from paceline.torch.hooked import CommHook
 from paceline.torch.hooks import (
     HookMaker,
@@ -48,7 +49,6 @@ from paceline.torch.peers import Peers
 from paceline.torch.reduction import Reduction, ReductionFactory
 from paceline.torch.replica_state import hash_model
 from paceline.torch.running_call import RunningCall, running_call
-from paceline.torch.sharing import registry
 from paceline.torch.sparse import SparseMeans
 from paceline.torch.statistics import fingerprint, memory
 from paceline.torch.weights import TorchWeights

@@ -1,7 +1,9 @@
-"""Parameters that several wrapped models of this process have in common.
+"""Parameters that several wrapped models of this process have in common. The same for every framework.
 
 The one idea: each of them averages the gradient, so none may change it, or read it where it lies, before the
 last has its copy. Such gradients are copied to and from the arena, whatever is done with all others.
+
+Imports only the standard library.
 """
 
 from __future__ import annotations
@@ -11,14 +13,12 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch
-
 
 class Holder(Protocol):
     """The passes of one wrapped model."""
 
     @property
-    def trainable(self) -> Sequence[torch.Tensor]: ...
+    def trainable(self) -> Sequence[object]: ...
 
     def refresh_sharing(self) -> None:
         """Look at `shared_by_others` again."""

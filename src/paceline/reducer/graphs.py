@@ -1,17 +1,17 @@
 """Forwards whose backward is still to come: they keep the hooks of a model whose wrapper is gone.
 
-The one idea: `loss = DistributedDataParallel(model)(x).sum()` drops the wrapper before its backward. So the
+The one idea: `loss = wrap(model)(x).sum()` drops the wrapper before its backward. So the
 hooks on the outputs of a forward hold one object, which lives as long as their graph, and the model's hooks
 stay until the wrapper is gone and no such graph is left to be run backward. One that has been is no reason to
 stay: a `loss` that lingers must not make a later backward of the bare model wait for other ranks.
+
+The same for every framework. Imports only the standard library and `errors`.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-
-import torch
 
 from paceline.errors import ConfigError
 
@@ -28,7 +28,7 @@ class Graph:
     def __init__(self, on_gradient: Callable[[Graph], None]) -> None:
         self._on_gradient = on_gradient
 
-    def hook(self, _: torch.Tensor) -> None:
+    def hook(self, _: object) -> None:
         """The hook of each output."""
         self._on_gradient(self)
 
