@@ -51,6 +51,8 @@ nb::list describe_ranks(const HostGroup& group) {
     facts["rank"] = r;
     facts["pid"] = line.pid.load(std::memory_order_relaxed);
     facts["state"] = state_of(line);
+    const uint32_t crash = line.crash.load(std::memory_order_acquire);
+    facts["crash_signal"] = (crash & kCrashIsFatal) != 0 ? crash & 0xff : 0;
     facts["call"] = describe_call(line.call[number & 1]);
     // The entry that this rank's current call uses: what the other did when the
     // calls differed.

@@ -20,6 +20,7 @@
 #include "core/control.h"
 #include "core/faults.h"
 #include "core/futex.h"
+#include "core/life.h"
 #include "kernels/kernels.h"
 
 namespace nb = nanobind;
@@ -280,6 +281,8 @@ NB_MODULE(_core, m) {
   m.def("calls_under_way", [] { return paceline::calls_without_lock.load(); });
   m.def("has_futex_waitv", &paceline::has_futex_waitv);
   m.def("disable_futex_waitv", &paceline::disable_futex_waitv, "disabled"_a);
+  m.def("has_robust_list", &paceline::has_robust_list);
+  m.def("disable_robust_list", &paceline::disable_robust_list, "disabled"_a);
   paceline::bind_kernels(m);
   paceline::bind_faults(m);
   paceline::bind_group(m);

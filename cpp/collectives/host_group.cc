@@ -75,7 +75,7 @@ void HostGroup::attach(const uint64_t nonce[2]) {
     own.affinity_known.store(1, std::memory_order_release);
   }
   transfers_ = std::make_unique<Transfers>(*this);
-  keeper_ = std::make_unique<Keeper>(*header_, lines_, rank_);
+  keeper_ = std::make_unique<Keeper>(*header_, lines_, rank_, region_.get());
   header_->attached.fetch_add(1, std::memory_order_seq_cst);
   futex_wake(header_->attached, kWakeAll);
 }

@@ -8,6 +8,8 @@
 // right start for all of it.
 #pragma once
 
+#include <linux/futex.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -119,13 +121,30 @@ struct Header {
 inline constexpr uint32_t kLifeNotYet = 0;
 inline constexpr uint32_t kLifeLeft = 0x3fffffff;  // no thread id is as large
 
-/// What one rank tells the others. Written by its owner alone.
+/// Who tells the others that a rank has died.
+enum class Witness : uint32_t {
+  kKernel = 0,    ///< marks `life`
+  kFileLock = 1,  ///< the region's lock with the rank's number is free then
+  kNobody = 2,    ///< neither works here: it is late, and no more
+};
+
+/// RankLine::crash holds a signal's number and, above it, a count of such
+/// signals; and this bit once the process is sure to die of it.
+inline constexpr uint32_t kCrashIsFatal = 0x80000000;
+
+/// What one rank tells the others. Written by its owner alone, but for `life`
+/// and `crash`, in which others note its death where the kernel does not.
 struct alignas(kLineBytes) RankLine {
   // The kernel finds `life` at a fixed distance from the list node when the
-  // holder's thread ends.
+  // holder's thread ends. Both lie here and not in the holder's own memory,
+  // which may have been taken away by then where memory had run out.
+  robust_list_head robust_head;
   void* robust_next;
-  std::atomic<uint32_t> life;  ///< futex word: the keeper thread's id, marked
-                               ///< by the kernel when it dies
+  std::atomic<uint32_t> life;    ///< futex word: the keeper thread's id, marked
+                                 ///< by the kernel when it dies
+  std::atomic<Witness> witness;  ///< set before `life`
+  /// 0, or the signal of a crash for which a handler is running.
+  std::atomic<uint32_t> crash;
   std::atomic<uint32_t> pid;
   uint8_t affinity[128];  ///< cpu_set_t of the process, to tell whether the
                           ///< ranks of this host fit it
@@ -194,7 +213,7 @@ struct Layout {
 int create_region(int world, const uint64_t nonce[2],
                   size_t slab_limit = SIZE_MAX);
 
-inline uint32_t pack_abort(Reason reason, int by, int culprit) {
+inline constexpr uint32_t pack_abort(Reason reason, int by, int culprit) {
   return static_cast<uint32_t>(reason) << 16 |
          static_cast<uint32_t>(by & 0xff) << 8 |
          static_cast<uint32_t>(culprit & 0xff);

@@ -17,6 +17,46 @@ namespace {
 // Only a safety net where futex_waitv exists; without it, futex_wait_any
 // returns within 20 ms anyway.
 constexpr int64_t kRecheckNs = 1'000'000'000;
+// Between two looks at file locks.
+constexpr int64_t kLockRecheckNs = 500'000'000;
+
+std::atomic<bool> robust_list_disabled{false};
+
+/// A list of one word, which the calling thread holds until it ends.
+bool hold_robustly(robust_list_head& head, void*& node,
+                   std::atomic<uint32_t>& word) {
+  head.list.next = reinterpret_cast<robust_list*>(&node);
+  head.futex_offset = static_cast<long>(reinterpret_cast<std::byte*>(&word) -
+                                        reinterpret_cast<std::byte*>(&node));
+  head.list_op_pending = nullptr;
+  node = &head.list;
+  // It replaces glibc's list of this thread, which locks no robust mutex.
+  return syscall(SYS_set_robust_list, &head, sizeof(head)) == 0;
+}
+
+/// The value of a word that this thread holds. FUTEX_WAITERS from the start:
+/// the kernel only wakes somebody at a death if it is set.
+uint32_t held_by_this_thread() {
+  return static_cast<uint32_t>(syscall(SYS_gettid)) | FUTEX_WAITERS;
+}
+
+/// Lets a thread die while it holds a word: some sandboxes and emulators refuse
+/// the call, or take it and do nothing.
+bool try_robust_list() {
+  static struct {
+    robust_list_head head;
+    void* node;
+    std::atomic<uint32_t> word;
+  } trial;
+  bool is_taken = false;
+  std::thread([&] {
+    is_taken = hold_robustly(trial.head, trial.node, trial.word);
+    trial.word.store(held_by_this_thread(), std::memory_order_release);
+  }).join();
+  // The kernel marks the word before it tells of the thread's end.
+  return is_taken &&
+         (trial.word.load(std::memory_order_acquire) & FUTEX_OWNER_DIED) != 0;
+}
 
 void block_all_signals() {
   sigset_t all;
@@ -26,31 +66,36 @@ void block_all_signals() {
 
 }  // namespace
 
+bool has_robust_list() {
+  static const bool works = try_robust_list();
+  return works && !robust_list_disabled.load(std::memory_order_relaxed);
+}
+
+void disable_robust_list(bool disabled) {
+  robust_list_disabled.store(disabled, std::memory_order_relaxed);
+}
+
 bool has_died(const RankLine& line) {
   // Acquire: what the rank had written before it died is seen.
-  return (line.life.load(std::memory_order_acquire) & FUTEX_OWNER_DIED) != 0;
+  return (line.life.load(std::memory_order_acquire) & FUTEX_OWNER_DIED) != 0 ||
+         (line.crash.load(std::memory_order_acquire) & kCrashIsFatal) != 0;
 }
 
-void abort_group(Header& header, Reason reason, int by, int culprit) {
-  uint32_t none = 0;
-  // Release: publishes the message, the late ranks and the waiting time of rank
-  // `by`.
-  header.abort.compare_exchange_strong(none, pack_abort(reason, by, culprit),
-                                       std::memory_order_acq_rel);
-  futex_wake(header.abort, kWakeAll);
-}
-
-Keeper::Keeper(Header& header, std::span<RankLine> ranks, int rank)
-    : header_(header), ranks_(ranks), rank_(rank) {
+Keeper::Keeper(Header& header, std::span<RankLine> ranks, int rank,
+               const Region* region)
+    : header_(header), ranks_(ranks), rank_(rank), region_(region) {
+  has_robust_list();  // tried out here, and not while others wait
   thread_ = std::thread([this] { run(); });
   while (state_.load(std::memory_order_acquire) == kStarting) {
     const FutexWait wait[] = {{&state_, kStarting}};
     futex_wait_any(wait, now_ns() + kRecheckNs);
   }
+  crash_watch_.emplace(header, ranks[static_cast<size_t>(rank)], rank);
 }
 
 Keeper::~Keeper() {
   if (!thread_.joinable()) return;
+  crash_watch_.reset();
   state_.store(kLeave, std::memory_order_release);
   futex_wake(state_, kWakeAll);
   thread_.join();
@@ -61,6 +106,7 @@ void Keeper::abandon() {
 }
 
 void Keeper::die() {
+  crash_watch_.reset();
   state_.store(kDie, std::memory_order_release);
   futex_wake(state_, kWakeAll);
   thread_.join();
@@ -68,31 +114,38 @@ void Keeper::die() {
 
 void Keeper::run() {
   block_all_signals();
-  RankLine& line = ranks_[static_cast<size_t>(rank_)];
-  // This thread's own robust list replaces glibc's, which it does not use: it
-  // locks no robust mutex.
-  list_.list.next = reinterpret_cast<robust_list*>(&line.robust_next);
-  list_.futex_offset =
-      static_cast<long>(reinterpret_cast<std::byte*>(&line.life) -
-                        reinterpret_cast<std::byte*>(&line.robust_next));
-  line.robust_next = &list_.list;
-  syscall(SYS_set_robust_list, &list_, sizeof(list_));
-  const auto thread_id = static_cast<uint32_t>(syscall(SYS_gettid));
-  // FUTEX_WAITERS from the start: the kernel only wakes somebody at death if it
-  // is set.
-  line.life.store(thread_id | FUTEX_WAITERS, std::memory_order_release);
+  hold();
   state_.store(kHolding, std::memory_order_release);
   futex_wake(state_, kWakeAll);
-
   watch();
+  if (state_.load(std::memory_order_acquire) == kLeave) let_go();
+  lock_.reset();  // as the kernel does where the process ends
+}
 
-  if (state_.load(std::memory_order_acquire) == kLeave) {
-    list_.list.next = &list_.list;  // nothing is held any more
-    line.life.store(kLifeLeft, std::memory_order_release);
-    header_.departures.fetch_add(1, std::memory_order_seq_cst);
-    futex_wake(header_.departures, kWakeAll);
-    futex_wake(line.life, kWakeAll);
+void Keeper::hold() {
+  RankLine& line = ranks_[static_cast<size_t>(rank_)];
+  Witness witness = Witness::kNobody;
+  if (has_robust_list() &&
+      hold_robustly(line.robust_head, line.robust_next, line.life)) {
+    witness = Witness::kKernel;
+  } else if (region_ != nullptr) {
+    lock_ = RegionLock::take(*region_, rank_);
+    if (lock_ != nullptr) witness = Witness::kFileLock;
   }
+  line.witness.store(witness, std::memory_order_relaxed);
+  // Release: publishes the witness, too.
+  line.life.store(held_by_this_thread(), std::memory_order_release);
+}
+
+void Keeper::let_go() {
+  RankLine& line = ranks_[static_cast<size_t>(rank_)];
+  // First: who is killed from here on has left. The kernel marks no word that
+  // does not hold the id of its thread, although the word is still on the list.
+  line.life.store(kLifeLeft, std::memory_order_seq_cst);
+  line.robust_head.list.next = &line.robust_head.list;
+  header_.departures.fetch_add(1, std::memory_order_seq_cst);
+  futex_wake(header_.departures, kWakeAll);
+  futex_wake(line.life, kWakeAll);
 }
 
 // Sleeps on the life words of all others and on state_; the array holds 127 + 1
@@ -102,16 +155,42 @@ void Keeper::watch() {
   while (state_.load(std::memory_order_acquire) == kHolding) {
     size_t count = 0;
     waits[count++] = {&state_, kHolding};
+    int64_t recheck_ns = kRecheckNs;
     for (size_t peer = 0; peer < ranks_.size(); ++peer) {
       if (static_cast<int>(peer) == rank_) continue;
-      const uint32_t life = ranks_[peer].life.load(std::memory_order_acquire);
-      if ((life & FUTEX_OWNER_DIED) != 0) {
+      look_at(peer);
+      const RankLine& line = ranks_[peer];
+      const uint32_t life = line.life.load(std::memory_order_acquire);
+      if (has_died(line)) {
         abort_group(header_, Reason::kDied, rank_, static_cast<int>(peer));
       } else if (life != kLifeLeft) {
-        waits[count++] = {&ranks_[peer].life, life};
+        waits[count++] = {&line.life, life};
       }
+      if (line.witness.load(std::memory_order_relaxed) == Witness::kFileLock)
+        recheck_ns = kLockRecheckNs;
     }
-    futex_wait_any({waits.data(), count}, now_ns() + kRecheckNs);
+    futex_wait_any({waits.data(), count}, now_ns() + recheck_ns);
+  }
+}
+
+void Keeper::look_at(size_t peer) {
+  RankLine& line = ranks_[peer];
+  uint32_t life = line.life.load(std::memory_order_acquire);
+  if (life == kLifeNotYet || life == kLifeLeft || has_died(line)) return;
+  if (line.witness.load(std::memory_order_relaxed) == Witness::kFileLock &&
+      region_ != nullptr &&
+      !RegionLock::is_held(*region_, static_cast<int>(peer))) {
+    // Fails where the rank has left meanwhile: it says so before it unlocks.
+    line.life.compare_exchange_strong(life, life | FUTEX_OWNER_DIED,
+                                      std::memory_order_acq_rel);
+  }
+  uint32_t crash = line.crash.load(std::memory_order_acquire);
+  const int64_t now = now_ns();
+  if (crash != crashes_[peer].word) crashes_[peer] = {crash, now};
+  if (crash != 0 && now - crashes_[peer].since_ns >= kHandlerNs) {
+    // Fails where the handler has just returned.
+    line.crash.compare_exchange_strong(crash, crash | kCrashIsFatal,
+                                       std::memory_order_acq_rel);
   }
 }
 

@@ -5,22 +5,28 @@
 // sleeper, before it tears the address space down: 0.1 to 0.2 ms, whatever the
 // size of the process (pidfd and sockets need hundreds at 4 GiB). The keepers
 // of the other ranks sleep on all life words, and turn a death into the group's
-// abort word.
+// abort word. Where the kernel does not do this (some sandboxes and emulators)
+// the keepers ask every half second whether a file lock is still held.
 #pragma once
 
-#include <linux/futex.h>
-
+#include <array>
+#include <memory>
+#include <optional>
 #include <span>
 #include <thread>
 
 #include "core/control.h"
+#include "core/crash.h"
+#include "core/region.h"
 
 namespace paceline {
 
 class Keeper {
  public:
-  /// Starts the thread; returns once this rank's life word is held.
-  Keeper(Header& header, std::span<RankLine> ranks, int rank);
+  /// Starts the thread; returns once this rank's life word is held. `region`
+  /// must outlive it; without one there are no file locks.
+  Keeper(Header& header, std::span<RankLine> ranks, int rank,
+         const Region* region = nullptr);
   /// Leaves in good order: the life word says so, and who waits for this rank
   /// is woken.
   ~Keeper();
@@ -36,22 +42,35 @@ class Keeper {
  private:
   enum State : uint32_t { kStarting, kHolding, kLeave, kDie };
   void run();
+  void hold();
+  void let_go();
   void watch();
+  /// Notes in its line that the peer is dead, if it is and the kernel did not.
+  void look_at(size_t peer);
 
   Header& header_;
   std::span<RankLine> ranks_;
   const int rank_;
   std::atomic<uint32_t> state_{
       kStarting};  // futex word between this object and its thread
-  // Not on the thread's stack: the kernel reads it after run() has returned.
-  robust_list_head list_{};
+  const Region* const region_;
+  std::unique_ptr<RegionLock> lock_;
+  /// Since when a peer's crash has been the same.
+  struct Crash {
+    uint32_t word = 0;
+    int64_t since_ns = 0;
+  };
+  std::array<Crash, kMaxWorld> crashes_{};
+  std::optional<CrashWatch> crash_watch_;
   std::thread thread_;
 };
 
 bool has_died(const RankLine& line);
 
-/// Ends the group unless it is over already: the first reason stays. Wakes
-/// every waiter.
-void abort_group(Header& header, Reason reason, int by, int culprit);
+/// Whether the kernel marks the words that a dying thread holds; tried out
+/// once.
+bool has_robust_list();
+/// For tests: behave as in a sandbox that forbids it.
+void disable_robust_list(bool disabled);
 
 }  // namespace paceline

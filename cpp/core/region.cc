@@ -22,6 +22,9 @@
 #ifndef MFD_NOEXEC_SEAL
 #define MFD_NOEXEC_SEAL 8U  // since Linux 6.3; the same everywhere
 #endif
+#ifndef MAP_FIXED_NOREPLACE
+#define MAP_FIXED_NOREPLACE 0x100000
+#endif
 
 namespace paceline {
 namespace {
@@ -58,13 +61,53 @@ uint64_t left_on_machine() {
 }
 
 std::atomic<uint32_t> forks{0};
+SignalSafeList<ForkedAway> forked_away;
+
+/// What no forked child may have is closed there at once, and the place of a
+/// mapping is taken, so that no later one comes to lie there: whoever reads an
+/// array of the parent then meets a fault, and not somebody else's data.
+void on_fork() {
+  const uint32_t generation = forks.load(std::memory_order_relaxed);
+  forks.store(generation + 1, std::memory_order_relaxed);
+  forked_away.forget_walkers();
+  forked_away.visit([&](const ForkedAway& each) {
+    if (each.generation != generation) return;  // of the parent's parent
+    close(each.fd);
+    if (each.data == nullptr) return;
+    // Linux before 4.17 takes MAP_FIXED_NOREPLACE as a hint.
+    void* const taken =
+        mmap(each.data, each.size, PROT_NONE,
+             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED_NOREPLACE,
+             -1, 0);
+    if (taken != MAP_FAILED && taken != each.data) munmap(taken, each.size);
+  });
+}
+
+struct flock place_of(int number) {
+  struct flock range = {};
+  range.l_type = F_WRLCK;
+  range.l_start = number;
+  range.l_len = 1;
+  return range;
+}
 
 }  // namespace
 
 uint32_t fork_generation() {
-  [[maybe_unused]] static const int registered = pthread_atfork(
-      nullptr, nullptr, [] { forks.fetch_add(1, std::memory_order_relaxed); });
+  [[maybe_unused]] static const int registered =
+      pthread_atfork(nullptr, nullptr, on_fork);
   return forks.load(std::memory_order_relaxed);
+}
+
+bool lies_in_region_of_parent(const void* address) {
+  bool found = false;
+  const auto* at = static_cast<const std::byte*>(address);
+  const uint32_t generation = forks.load(std::memory_order_relaxed);
+  forked_away.visit([&](const ForkedAway& each) {
+    found = found || (each.generation != generation && each.data != nullptr &&
+                      at >= each.data && at < each.data + each.size);
+  });
+  return found;
 }
 
 size_t page_bytes() {
@@ -109,12 +152,14 @@ Region::Region(int fd) : fork_generation_(fork_generation()) {
   data_ = static_cast<std::byte*>(mapped);
   madvise(data_, size_, MADV_DONTFORK);
   madvise(data_, size_, MADV_DONTDUMP);
+  entry_ = forked_away.put({fd_, data_, size_, fork_generation_});
 }
 
 Region::~Region() {
-  // A forked child does not have the mapping: unmapping there could hit
-  // somebody else's.
-  if (fork_generation_ == fork_generation()) munmap(data_, size_);
+  // A forked child has neither: others may have taken the descriptor's number.
+  if (fork_generation_ != fork_generation()) return;
+  forked_away.take_out(entry_);
+  munmap(data_, size_);
   close(fd_);
 }
 
@@ -154,6 +199,35 @@ void Region::release(size_t offset, size_t bytes) {
   if (bytes == 0) return;
   fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
             static_cast<off_t>(offset), static_cast<off_t>(bytes));
+}
+
+RegionLock::RegionLock(int fd)
+    : fd_(fd),
+      fork_generation_(fork_generation()),
+      entry_(forked_away.put({fd_, nullptr, 0, fork_generation_})) {}
+
+RegionLock::~RegionLock() {
+  if (fork_generation_ != fork_generation()) return;
+  forked_away.take_out(entry_);
+  close(fd_);
+}
+
+std::unique_ptr<RegionLock> RegionLock::take(const Region& region, int number) {
+  // A lock belongs to a file description, and all ranks share the region's.
+  const std::string path = "/proc/self/fd/" + std::to_string(region.fd_);
+  const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
+  if (fd < 0) return nullptr;
+  struct flock range = place_of(number);
+  if (fcntl(fd, F_OFD_SETLK, &range) != 0 || !is_held(region, number)) {
+    close(fd);
+    return nullptr;
+  }
+  return std::unique_ptr<RegionLock>(new RegionLock(fd));
+}
+
+bool RegionLock::is_held(const Region& region, int number) {
+  struct flock range = place_of(number);
+  return fcntl(region.fd_, F_OFD_GETLK, &range) != 0 || range.l_type != F_UNLCK;
 }
 
 }  // namespace paceline

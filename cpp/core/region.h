@@ -9,8 +9,20 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+
+#include "core/signal_safe_list.h"
 
 namespace paceline {
+
+/// What a forked child must not have; see region.cc.
+struct ForkedAway {
+  int fd;
+  std::byte* data;  ///< null: a descriptor alone
+  size_t size;
+  uint32_t generation;  ///< of the process that has it
+};
+using ForkedEntry = SignalSafeList<ForkedAway>::Entry;
 
 /// Of this machine's memory: 4 KiB, or 16 or 64 on some Arm and POWER machines.
 size_t page_bytes();
@@ -21,8 +33,9 @@ class Region {
   /// close-on-exec, for this user alone. Returns its descriptor.
   static int create(size_t bytes);
 
-  /// Maps the file behind `fd` (which stays the caller's). Not inherited by
-  /// forks, not in core dumps.
+  /// Maps the file behind `fd` (which stays the caller's). Not in core dumps. A
+  /// forked child has nothing that it could read or write in its place, and no
+  /// descriptor of the file, which would keep everybody's memory.
   explicit Region(int fd);
   ~Region();
   Region(const Region&) = delete;
@@ -43,14 +56,41 @@ class Region {
   size_t size() const { return size_; }
 
  private:
+  friend class RegionLock;
   int fd_ = -1;
   std::byte* data_ = nullptr;
   size_t size_ = 0;
   uint32_t fork_generation_ = 0;
+  ForkedEntry* entry_ = nullptr;
+};
+
+/// A number of the region's file, locked by this process until it ends or runs
+/// another program: the kernel unlocks it then, and tells so wherever a pid
+/// means something.
+class RegionLock {
+ public:
+  /// Null: this machine does not let us.
+  static std::unique_ptr<RegionLock> take(const Region& region, int number);
+  ~RegionLock();
+  RegionLock(const RegionLock&) = delete;
+  RegionLock& operator=(const RegionLock&) = delete;
+
+  /// Whether any process holds it; true where that can't be found out.
+  static bool is_held(const Region& region, int number);
+
+ private:
+  explicit RegionLock(int fd);
+  const int fd_;
+  const uint32_t fork_generation_;
+  ForkedEntry* const entry_;
 };
 
 /// Grows by one in every forked child: an object that remembers another value
 /// belongs to the parent.
 uint32_t fork_generation();
+
+/// Whether `address` lies where a region of the process was from which this one
+/// was forked. Async-signal-safe.
+bool lies_in_region_of_parent(const void* address);
 
 }  // namespace paceline

@@ -2,12 +2,15 @@
 
 #include "core/life.h"
 
+#include <unistd.h>
+
 #include <memory>
 #include <vector>
 
 #include "check.h"
 #include "core/clock.h"
 #include "core/futex.h"
+#include "core/region.h"
 #include "ranks.h"
 
 namespace paceline {
@@ -107,6 +110,55 @@ TEST(a_death_ends_the_group) {
     CHECK_EQ(word & 0xff, 1u);
   }
   disable_futex_waitv(false);
+}
+
+TEST(the_kernel_marks_what_a_dead_thread_held) {
+  CHECK(has_robust_list());
+  disable_robust_list(true);
+  CHECK(!has_robust_list());
+  disable_robust_list(false);
+}
+
+/// A region for the file locks alone; the words lie elsewhere.
+Region locks() {
+  const int fd = Region::create(1 << 20);
+  struct Closing {
+    int fd;
+    ~Closing() { close(fd); }
+  } closing{fd};
+  return Region(fd);
+}
+
+TEST(a_death_is_seen_where_the_kernel_does_not_mark_it) {
+  const Region region = locks();
+  Words words(3);
+  Keeper first(*words.header, words.span(), 0, &region);
+  disable_robust_list(true);
+  Keeper second(*words.header, words.span(), 1, &region);
+  {
+    Keeper third(*words.header, words.span(), 2, &region);
+    CHECK(words.lines[0].witness.load() == Witness::kKernel);
+    CHECK(words.lines[1].witness.load() == Witness::kFileLock);
+    CHECK(words.lines[2].witness.load() == Witness::kFileLock);
+  }
+  disable_robust_list(false);
+  CHECK_EQ(words.lines[2].life.load(), kLifeLeft);
+  CHECK_EQ(words.abort_word(), 0u);
+  second.die();
+  CHECK(wait_for_abort(words) < 5'000 * kMs);
+  CHECK(has_died(words.lines[1]));
+  CHECK_EQ(words.abort_word(), pack_abort(Reason::kDied, 0, 1));
+}
+
+TEST(without_any_witness_a_death_is_not_seen_and_nobody_is_accused) {
+  disable_robust_list(true);
+  Words words(2);
+  Keeper first(*words.header, words.span(), 0);
+  Keeper second(*words.header, words.span(), 1);
+  disable_robust_list(false);
+  CHECK(words.lines[1].witness.load() == Witness::kNobody);
+  second.die();
+  CHECK_EQ(words.abort_word(), 0u);
 }
 
 TEST(deaths_of_all_but_one_reach_the_last) {

@@ -4,6 +4,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <signal.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -11,6 +12,10 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <filesystem>
+#include <functional>
+#include <memory>
+#include <string>
 
 #include "check.h"
 #include "core/control.h"
@@ -135,6 +140,109 @@ TEST(a_group_refuses_memory_of_another_job_and_a_taken_place) {
   CHECK_EQ(late.reason, Reason::kDeadline);
   CHECK(testing::is_late(late, 1) && !testing::is_late(late, 0));
   close(fd);
+}
+
+/// Open descriptors of regions.
+size_t num_descriptors() {
+  size_t count = 0;
+  for (const auto& each :
+       std::filesystem::directory_iterator("/proc/self/fd")) {
+    std::error_code gone;  // the iterator's own descriptor
+    const auto target = std::filesystem::read_symlink(each, gone);
+    if (!gone && target.string().find("memfd:paceline") != std::string::npos)
+      ++count;
+  }
+  return count;
+}
+
+/// Exit status, or minus the signal, of a forked child that runs `program`.
+int in_child(const std::function<int()>& program) {
+  const pid_t child = fork();
+  if (child == 0) {
+    // Sanitizers have a handler of their own.
+    signal(SIGSEGV, SIG_DFL);
+    _exit(program());
+  }
+  int status = -1;
+  CHECK_EQ(waitpid(child, &status, 0), child);
+  return WIFSIGNALED(status) ? -WTERMSIG(status) : WEXITSTATUS(status);
+}
+
+TEST(a_forked_child_keeps_nothing_of_a_region) {
+  const int fd = Region::create(kBytes);
+  auto region = std::make_unique<Region>(fd);
+  auto lock = RegionLock::take(*region, 3);
+  CHECK(lock != nullptr);
+  close(fd);
+  region->reserve(0, kBytes);
+  CHECK_EQ(num_descriptors(), size_t{2});
+  std::byte* const data = region->data();
+  const auto use_child = [&] {
+    CHECK_EQ(num_descriptors(), size_t{0});
+    CHECK(lies_in_region_of_parent(data) &&
+          lies_in_region_of_parent(data + kBytes - 1));
+    CHECK(!lies_in_region_of_parent(data + kBytes));
+    // Nothing else comes to lie there, and nothing of it can be read.
+    CHECK(mmap(data, kBytes, PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0) !=
+          data);
+    unsigned char in_core;
+    CHECK_EQ(in_child([&] { return static_cast<int>(data[5]); }), -SIGSEGV);
+    CHECK(mincore(data, 1, &in_core) == 0);
+    // Its own regions are its own, and the parent's objects do no harm.
+    const int own_fd = Region::create(kBytes);
+    Region own(own_fd);
+    lock.reset();
+    region.reset();
+    own.reserve(0, kBytes);
+    own.data()[5] = std::byte{1};
+    CHECK(fcntl(own_fd, F_GETFD) >= 0);
+    CHECK(!lies_in_region_of_parent(own.data()));
+    return 0;
+  };
+  CHECK_EQ(in_child([&] {
+             return use_child() + in_child([&] {
+                      return lies_in_region_of_parent(data) ? 0 : 1;
+                    });
+           }),
+           0);
+  CHECK(!lies_in_region_of_parent(data));
+  data[5] = std::byte{1};
+}
+
+TEST(a_lock_is_held_until_it_is_let_go) {
+  const int fd = Region::create(kBytes);
+  Region region(fd);
+  Region elsewhere(fd);
+  close(fd);
+  CHECK(!RegionLock::is_held(region, 0));
+  pid_t child = -1;
+  int lifeline = -1;
+  {
+    const auto lock = RegionLock::take(elsewhere, 0);
+    CHECK(lock != nullptr);
+    CHECK(RegionLock::is_held(region, 0));
+    CHECK(RegionLock::is_held(elsewhere, 0));
+    CHECK(!RegionLock::is_held(region, 1));
+    CHECK(RegionLock::take(region, 0) == nullptr);
+    CHECK(RegionLock::take(region, 1) != nullptr);
+    CHECK(!RegionLock::is_held(region, 1));
+    // A forked child does not go on holding it.
+    int to_parent[2];
+    int to_child[2];
+    CHECK_EQ(pipe(to_parent) + pipe(to_child), 0);
+    child = fork();
+    char byte = 0;
+    if (child == 0) {
+      close(to_child[1]);
+      const ssize_t told = write(to_parent[1], &byte, 1);
+      _exit(told == 1 && read(to_child[0], &byte, 1) == 0 ? 0 : 1);
+    }
+    CHECK_EQ(read(to_parent[0], &byte, 1), ssize_t{1});
+    lifeline = to_child[1];
+  }
+  CHECK(!RegionLock::is_held(region, 0));
+  close(lifeline);
+  CHECK_EQ(waitpid(child, nullptr, 0), child);
 }
 
 TEST(a_fork_counts_in_the_child_alone) {

@@ -6,6 +6,7 @@ waited, what each rank was calling, and whether it is alive. Imports errors and 
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any
@@ -125,16 +126,27 @@ def _who(facts: Facts) -> str:
 
 
 def _died(facts: Facts) -> PacelineError:
-    pids = [str(facts["ranks"][rank]["pid"]) for rank in facts["late"]]
     return PeerLostError(
         f"{_who(facts)} died.",
         where=_where(facts),
-        seen=f"the kernel reported the end of pid {', '.join(pids)} without a goodbye",
+        seen=_describe_deaths([facts["ranks"][rank] for rank in facts["late"]]),
         likely="it was killed (out of memory?) or crashed; its own output says more",
         hint="`paceline run` shows the signal that ended it; `dmesg` shows an out-of-memory kill",
         lost=tuple(facts["late"]),
         rank=facts["rank"],
     )
+
+
+def _describe_deaths(dead: list[Mapping[str, Any]]) -> str:
+    lines = [
+        f"pid {each['pid']} crashed: {signal.Signals(each['crash_signal']).name}"
+        for each in dead
+        if each.get("crash_signal")
+    ]
+    pids = [str(each["pid"]) for each in dead if not each.get("crash_signal")]
+    if pids:
+        lines.append(f"the kernel reported the end of pid {', '.join(pids)} without a goodbye")
+    return "\n".join(lines)
 
 
 def _raised(facts: Facts) -> PacelineError:

@@ -1,0 +1,281 @@
+#include "core/crash.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdlib>
+
+#include "core/futex.h"
+#include "core/region.h"
+
+namespace paceline {
+namespace {
+
+constexpr std::array kSignals = {SIGSEGV, SIGBUS, SIGILL, SIGFPE, SIGABRT};
+
+SignalSafeList<CrashWatch::Group> groups;
+
+/// How often ours can be put on top of somebody else's that is on top of ours.
+constexpr int kLevels = 4;
+
+/// One of kSignals. Each level has a handler function of its own, so that a
+/// handler above which restores the one below is told from one that does not:
+/// otherwise two that call each other would do so for ever.
+struct Place {
+  int level = -1;  ///< of our highest handler; -1: none
+  std::array<struct sigaction, kLevels> previous = {};  ///< below each level
+};
+std::array<Place, kSignals.size()> places;
+int num_watches = 0;
+
+/// The signal stack of the first thread to join a group, if it has none: where
+/// its own stack has overflown, a handler needs another. Other threads have
+/// one if somebody gave it to them.
+alignas(16) char alternate_stack[64 * 1024];
+
+/// Held while the places change. Not a std::mutex: the thread of the parent
+/// that held it does not exist in a forked child, which takes it all the same.
+class PlacesLock {
+ public:
+  PlacesLock() {
+    const uint32_t own = fork_generation() + 1;
+    uint32_t holder = word_.load(std::memory_order_relaxed);
+    while (true) {
+      if (holder == own) {
+        sched_yield();
+        holder = word_.load(std::memory_order_relaxed);
+        // Acquire: pairs with the release below.
+      } else if (word_.compare_exchange_weak(holder, own,
+                                             std::memory_order_acquire)) {
+        return;
+      }
+    }
+  }
+  ~PlacesLock() { word_.store(0, std::memory_order_release); }
+
+ private:
+  static std::atomic<uint32_t> word_;
+};
+std::atomic<uint32_t> PlacesLock::word_{0};
+
+Place& place_of(int signal) {
+  size_t i = 0;
+  while (kSignals[i] != signal) ++i;
+  return places[i];
+}
+
+/// Calls `visit` for each group that this very process is in.
+template <class Visit>
+void for_own_groups(Visit visit) {
+  const pid_t pid = getpid();
+  const uint32_t generation = fork_generation();
+  groups.visit([&](const CrashWatch::Group& group) {
+    if (group.pid == pid && group.fork_generation == generation) visit(group);
+  });
+}
+
+void explain_region_of_parent(const siginfo_t& info) {
+  // Sent by a process (si_code <= 0): there is no address.
+  if ((info.si_signo != SIGSEGV && info.si_signo != SIGBUS) ||
+      info.si_code <= 0 || !lies_in_region_of_parent(info.si_addr))
+    return;
+  constexpr char kText[] =
+      "paceline: this forked child used memory that only its parent shares "
+      "with the other ranks: a gradient under gradient_as_bucket_view=True, or "
+      "an array of Group.allocate(). Copy it before the fork (clone(), "
+      "copy()), or use it in the parent alone.\n";
+  static std::atomic<pid_t> explained_in{0};  // another level of ours may come
+  if (explained_in.exchange(getpid()) == getpid()) return;
+  [[maybe_unused]] const ssize_t written =
+      write(STDERR_FILENO, kText, sizeof(kText) - 1);
+}
+
+using Handler = void (*)(int, siginfo_t*, void*);
+extern const std::array<Handler, kLevels> handlers;
+
+/// The level of ours; -1: it is not ours.
+int level_of(const struct sigaction& action) {
+  if ((action.sa_flags & SA_SIGINFO) == 0) return -1;
+  const auto found =
+      std::find(handlers.begin(), handlers.end(), action.sa_sigaction);
+  return found == handlers.end() ? -1
+                                 : static_cast<int>(found - handlers.begin());
+}
+
+bool is_default(const struct sigaction& action) {
+  return (action.sa_flags & SA_SIGINFO) == 0 && action.sa_handler == SIG_DFL;
+}
+
+bool is_handler(const struct sigaction& action) {
+  return (action.sa_flags & SA_SIGINFO) != 0 ||
+         (action.sa_handler != SIG_DFL && action.sa_handler != SIG_IGN);
+}
+
+void set_default(int signal) {
+  struct sigaction action = {};
+  action.sa_handler = SIG_DFL;
+  sigaction(signal, &action, nullptr);
+}
+
+void call(const struct sigaction& action, int signal, siginfo_t* info,
+          void* context) {
+  if ((action.sa_flags & SA_SIGINFO) != 0)
+    action.sa_sigaction(signal, info, context);
+  else
+    action.sa_handler(signal);
+}
+
+/// Whether this handler, which is below ours of `level`, leaves the process
+/// alive: it has returned and not restored what was there before it.
+bool survives(int level, const struct sigaction& handler, int signal,
+              siginfo_t* info, void* context) {
+  static std::atomic<uint32_t> count{0};
+  const uint32_t number = count.fetch_add(1, std::memory_order_relaxed);
+  const uint32_t word =
+      static_cast<uint32_t>(signal) | (number << 8 & ~kCrashIsFatal);
+  for_own_groups([&](const CrashWatch::Group& group) {
+    group.line->crash.store(word, std::memory_order_release);
+  });
+  // The signal stays blocked: a handler that restores the default and raises
+  // it again does not end the process before it has returned to here.
+  call(handler, signal, info, context);
+  struct sigaction now;
+  if (sigaction(signal, nullptr, &now) == 0 &&
+      (is_default(now) || (level_of(now) >= 0 && level_of(now) < level)))
+    return false;
+  for_own_groups([&](const CrashWatch::Group& group) {
+    uint32_t expected = word;
+    group.line->crash.compare_exchange_strong(expected, 0,
+                                              std::memory_order_release);
+  });
+  return true;
+}
+
+void end_own_groups(int signal) {
+  for_own_groups([&](const CrashWatch::Group& group) {
+    group.line->crash.store(static_cast<uint32_t>(signal) | kCrashIsFatal,
+                            std::memory_order_release);
+    abort_group(*group.header, Reason::kDied, group.rank, group.rank);
+  });
+}
+
+template <int kLevel>
+void on_crash(int signal, siginfo_t* info, void* context) {
+  const int saved_errno = errno;
+  explain_region_of_parent(*info);
+  const struct sigaction previous = place_of(signal).previous[kLevel];
+  if (is_handler(previous) && (previous.sa_flags & SA_RESETHAND) != 0) {
+    // Made for one time: the default is in force while it runs.
+    end_own_groups(signal);
+    set_default(signal);
+    sigset_t only;
+    sigemptyset(&only);
+    sigaddset(&only, signal);
+    if ((previous.sa_flags & SA_NODEFER) != 0)
+      pthread_sigmask(SIG_UNBLOCK, &only, nullptr);
+    call(previous, signal, info, context);
+    errno = saved_errno;
+    return;
+  }
+  if (is_handler(previous) &&
+      survives(kLevel, previous, signal, info, context)) {
+    errno = saved_errno;
+    return;
+  }
+  end_own_groups(signal);
+  // What would have happened without us: the same signal again, with the same
+  // cause, as soon as this handler returns.
+  set_default(signal);
+  const auto thread = static_cast<pid_t>(syscall(SYS_gettid));
+  if (syscall(SYS_rt_tgsigqueueinfo, getpid(), thread, signal, info) != 0)
+    syscall(SYS_tgkill, getpid(), thread, signal);
+  errno = saved_errno;
+}
+
+const std::array<Handler, kLevels> handlers = {on_crash<0>, on_crash<1>,
+                                               on_crash<2>, on_crash<3>};
+
+void give_alternate_stack() {
+  static std::atomic<bool> is_given{false};
+  stack_t current;
+  if (sigaltstack(nullptr, &current) != 0 ||
+      (current.ss_flags & SS_DISABLE) == 0 || is_given.exchange(true))
+    return;
+  const stack_t ours = {.ss_sp = alternate_stack,
+                        .ss_flags = 0,
+                        .ss_size = sizeof(alternate_stack)};
+  sigaltstack(&ours, nullptr);
+}
+
+bool is_wanted() {
+  const char* choice = getenv("PACELINE_CRASH_HANDLERS");
+  return choice == nullptr || strcmp(choice, "0") != 0;
+}
+
+void put_in_place(int signal) {
+  Place& place = place_of(signal);
+  struct sigaction current;
+  if (sigaction(signal, nullptr, &current) != 0 || level_of(current) >= 0)
+    return;
+  if (!is_default(current) && !is_handler(current)) return;  // ignored
+  // Below somebody else's handler there may be ours, or it may have been
+  // forgotten: only the default tells.
+  const int level = is_default(current) ? 0 : place.level + 1;
+  if (level == kLevels) return;
+  place.previous[static_cast<size_t>(level)] = current;
+  struct sigaction ours = current;  // with their mask
+  ours.sa_sigaction = handlers[static_cast<size_t>(level)];
+  ours.sa_flags = SA_SIGINFO | SA_ONSTACK | (current.sa_flags & SA_RESTART);
+  if (sigaction(signal, &ours, nullptr) == 0) place.level = level;
+}
+
+void put_away(int signal) {
+  Place& place = place_of(signal);
+  struct sigaction current;
+  if (sigaction(signal, nullptr, &current) != 0) return;
+  const int level = level_of(current);
+  if (level < 0) return;  // it may be below what is there now
+  if (sigaction(signal, &place.previous[static_cast<size_t>(level)], nullptr) ==
+      0)
+    place.level = level - 1;
+}
+
+}  // namespace
+
+void abort_group(Header& header, Reason reason, int by, int culprit) {
+  uint32_t none = 0;
+  // Release: publishes the message, the late ranks and the waiting time of rank
+  // `by`.
+  header.abort.compare_exchange_strong(none, pack_abort(reason, by, culprit),
+                                       std::memory_order_acq_rel);
+  futex_wake(header.abort, kWakeAll);
+}
+
+CrashWatch::CrashWatch(Header& header, RankLine& line, int rank)
+    : fork_generation_(fork_generation()),
+      entry_(groups.put({&header, &line, rank, getpid(), fork_generation_})) {
+  [[maybe_unused]] static const int registered =
+      pthread_atfork(nullptr, nullptr, [] { groups.forget_walkers(); });
+  const PlacesLock lock;
+  ++num_watches;
+  if (!is_wanted()) return;
+  give_alternate_stack();
+  for (const int signal : kSignals) put_in_place(signal);
+}
+
+CrashWatch::~CrashWatch() {
+  if (fork_generation_ != fork_generation()) return;
+  groups.take_out(entry_);
+  const PlacesLock lock;
+  if (--num_watches > 0) return;
+  for (const int signal : kSignals) put_away(signal);
+}
+
+}  // namespace paceline
