@@ -1,4 +1,11 @@
 // Python's lock and signals around one call into the core.
+//
+// Python's signal handlers run inside of waits, so that Ctrl-C and a handler
+// that exits need not wait for a rank that is late. One that makes a collective
+// itself can't do so inside of another one, which is half done: it would find
+// its work after the collective. So in a collective, handlers other than that
+// of SIGINT first wait for its end, for a short time. (In torch they always
+// do.)
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -7,6 +14,7 @@
 
 #include "bind/failures.h"
 #include "collectives/host_group.h"
+#include "core/clock.h"
 
 namespace paceline {
 
@@ -15,12 +23,19 @@ namespace paceline {
 /// ends the process; so the interpreter waits for them.
 inline std::atomic<int> calls_without_lock{0};
 
+/// How long a signal handler waits for the end of the collective that its
+/// signal has interrupted. In a job that is well a collective ends within less;
+/// launchers give a process that they end 10 s or more.
+inline constexpr int64_t kHandlerPatienceNs = 2'000'000'000;
+
 /// Gives Python's lock away when the call sleeps (or at once), and takes it
 /// back at the call's end or when Python must be asked something.
 class CallHooks final : public Hooks {
  public:
-  CallHooks(HostGroup* group, const nanobind::object& slow, bool unlock_now)
+  CallHooks(HostGroup* group, const nanobind::object& slow,
+            const Patience* whose, bool unlock_now)
       : group_(group), slow_(slow) {
+    patience = whose;
     current_hooks = this;
     if (unlock_now) before_block();
   }
@@ -31,8 +46,11 @@ class CallHooks final : public Hooks {
   CallHooks(const CallHooks&) = delete;
   CallHooks& operator=(const CallHooks&) = delete;
 
+  /// From now on this is a collective: see the head of this file.
+  void defer_handlers() { defers_handlers_ = true; }
   void before_block() override {
     if (saved_ != nullptr) return;
+    if (blocked_ns_ == 0) blocked_ns_ = now_ns();
     calls_without_lock.fetch_add(1);
     saved_ = PyEval_SaveThread();
   }
@@ -42,9 +60,10 @@ class CallHooks final : public Hooks {
     saved_ = nullptr;
     calls_without_lock.fetch_sub(1);
   }
-  bool interrupted() override {
+  bool interrupted(bool by_signal) override {
     lock();
-    const bool raised = PyErr_CheckSignals() != 0;
+    const bool raised =
+        may_run_handlers(by_signal) && PyErr_CheckSignals() != 0;
     // The exception stays set; raise_failure() hands it on.
     if (!raised) before_block();
     return raised;
@@ -61,10 +80,28 @@ class CallHooks final : public Hooks {
   }
 
  private:
+  bool may_run_handlers(bool by_signal) {
+    if (!defers_handlers_) return true;
+    if (PyOS_InterruptOccurred() != 0) {  // which forgets it
+      PyErr_SetInterrupt();
+      return true;
+    }
+    const int64_t now = now_ns();
+    if (by_signal && signal_ns_ == 0) signal_ns_ = now;
+    // A signal that was not seen came before the sleep, or to another thread.
+    const int64_t since_ns = signal_ns_ != 0 ? signal_ns_ : blocked_ns_;
+    if (now < since_ns + kHandlerPatienceNs) return false;
+    signal_ns_ = 0;
+    return true;
+  }
+
   Hooks* const outer_ = current_hooks;
   HostGroup* group_;
   const nanobind::object& slow_;
   PyThreadState* saved_ = nullptr;
+  bool defers_handlers_ = false;
+  int64_t blocked_ns_ = 0;  ///< when this call first gave the lock away
+  int64_t signal_ns_ = 0;   ///< the first since handlers ran last; 0: none
 };
 
 }  // namespace paceline

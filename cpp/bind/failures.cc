@@ -70,6 +70,7 @@ nb::dict describe_failure(const Failure& failure, HostGroup* group) {
   facts["culprit"] = failure.culprit;
   facts["waited_s"] = failure.waited_s;
   facts["message"] = failure.message;
+  facts["thread"] = failure.thread;
   nb::list late;
   for (int r = 0; r < kMaxWorld; ++r) {
     if ((failure.late[r / 64] >> (r % 64) & 1) != 0) late.append(r);
@@ -85,6 +86,27 @@ nb::dict describe_failure(const Failure& failure, HostGroup* group) {
     facts["ranks"] = describe_ranks(*group);
   }
   return facts;
+}
+
+std::string describe_interruption() {
+  PyObject* type = nullptr;
+  PyObject* value = nullptr;
+  PyObject* traceback = nullptr;
+  PyErr_Fetch(&type, &value, &traceback);
+  std::string text = "interrupted by a signal";
+  if (type != nullptr) {
+    PyErr_NormalizeException(&type, &value, &traceback);
+    text += ", whose handler raised ";
+    text += reinterpret_cast<PyTypeObject*>(type)->tp_name;
+    PyObject* const words = PyObject_Str(value);
+    const char* const utf8 =
+        words == nullptr ? nullptr : PyUnicode_AsUTF8(words);
+    if (utf8 != nullptr && *utf8 != '\0') text += std::string(": ") + utf8;
+    Py_XDECREF(words);
+    PyErr_Clear();  // of its str()
+  }
+  PyErr_Restore(type, value, traceback);
+  return text;
 }
 
 void set_error(const Failure& failure, HostGroup* group) {

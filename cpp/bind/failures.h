@@ -4,6 +4,8 @@
 
 #include <nanobind/nanobind.h>
 
+#include <string>
+
 #include "collectives/host_group.h"
 
 namespace paceline {
@@ -15,6 +17,9 @@ void set_failure_factory(nanobind::object factory);
 void set_error(const Failure& failure, HostGroup* group);
 /// Raises the same.
 [[noreturn]] void raise_failure(const Failure& failure, HostGroup* group);
+
+/// What other ranks are told of the exception that a signal handler has raised.
+std::string describe_interruption();
 
 nanobind::dict describe_failure(const Failure& failure, HostGroup* group);
 nanobind::list describe_ranks(const HostGroup& group);

@@ -124,8 +124,16 @@ void bind_group(nb::module_& m) {
                    [](PyHostGroup& g) { return g.group().world(); })
       .def_prop_ro("name",
                    [](PyHostGroup& g) { return g.group().options().name; })
-      .def_prop_ro("timeout_s",
-                   [](PyHostGroup& g) { return g.group().options().timeout_s; })
+      .def_prop_ro("timeout_s", &PyHostGroup::timeout_s)
+      .def_prop_ro("warn_after_s",
+                   [](PyHostGroup& g) { return g.patience().warn_after_s; })
+      .def(
+          "with_patience",
+          [](PyHostGroup& g, double timeout_s, double warn_after_s) {
+            return PyHostGroup(g, Patience{timeout_s, warn_after_s});
+          },
+          "timeout_s"_a, "warn_after_s"_a, nb::keep_alive<0, 1>(),
+          "The same group, for somebody whose calls wait for another time.")
       .def_prop_ro("is_closed",
                    [](PyHostGroup& g) { return g.group().is_closed(); })
       .def("all_reduce", &PyHostGroup::all_reduce, "pointer"_a, "count"_a,

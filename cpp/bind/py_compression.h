@@ -19,7 +19,7 @@ inline Encoding checked_encoding(int encoding) {
 template <class Call>
 void without_lock(Call&& call) {
   const nb::object nobody = nb::none();
-  CallHooks hooks(nullptr, nobody, /*unlock_now=*/true);
+  CallHooks hooks(nullptr, nobody, nullptr, /*unlock_now=*/true);
   call();
 }
 

@@ -6,9 +6,9 @@
 
 #include <nanobind/nanobind.h>
 
+#include <algorithm>
 #include <chrono>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -18,6 +18,7 @@
 #include "bind/call.h"
 #include "bind/failures.h"
 #include "collectives/host_group.h"
+#include "core/clock.h"
 
 namespace paceline {
 
@@ -33,7 +34,7 @@ inline void* as_pointer(Pointer pointer) {
 // another thread and back.
 inline constexpr size_t kUnlockBytes = 64 * 1024;
 /// How long to wait for another thread's collective before a look at signals.
-inline constexpr std::chrono::milliseconds kLockSlice{100};
+inline constexpr std::chrono::nanoseconds kLockSlice{100'000'000};
 
 inline DType checked_dtype(int dtype) {
   if (dtype < 0 || dtype > static_cast<int>(DType::kBool))
@@ -67,15 +68,20 @@ class PyHostGroup {
  public:
   PyHostGroup(int fd, int rank, nb::bytes nonce, const std::string& name,
               double timeout_s, double warn_after_s, double spin_us,
-              nb::object slow) {
+              nb::object slow)
+      : patience_{timeout_s, warn_after_s} {
     if (nonce.size() != 16) misuse("the nonce must have 16 bytes");
     uint64_t words[2];
     memcpy(words, nonce.c_str(), sizeof(words));
     slow_ = std::move(slow);
-    CallHooks hooks(nullptr, slow_, true);
-    group_ = std::make_unique<HostGroup>(
+    CallHooks hooks(nullptr, slow_, nullptr, true);
+    group_ = std::make_shared<HostGroup>(
         fd, rank, words, GroupOptions{name, timeout_s, warn_after_s, spin_us});
   }
+  /// The same group, for somebody who waits as `patience` says.
+  PyHostGroup(const PyHostGroup& other, Patience patience)
+      : group_(other.group_), slow_(other.slow_), patience_(patience) {}
+
   void join() {
     call(kUnlockBytes, [](HostGroup& group) { group.join(); });
   }
@@ -86,10 +92,10 @@ class PyHostGroup {
     try {
       return body(*group_);
     } catch (const Failure& failure) {
+      hooks.lock();
       // Whoever waits for this rank in the same call would wait in vain.
       if (failure.reason == Reason::kInterrupted)
-        group_->abort("interrupted by a signal (KeyboardInterrupt?)");
-      hooks.lock();
+        group_->abort(describe_interruption().c_str());
       raise_failure(failure, group_.get());
     }
   }
@@ -98,21 +104,30 @@ class PyHostGroup {
   template <class Body>
   Result<Body> call(size_t bytes, Body body) {
     check_not_forked();
-    CallHooks hooks(group_.get(), slow_, bytes >= kUnlockBytes);
+    CallHooks hooks(group_.get(), slow_, &patience_, bytes >= kUnlockBytes);
     return guard(hooks, body);
   }
 
-  /// The same for a collective: those of one process take turns.
+  /// The same for a collective: those of one process take turns. `body` is also
+  /// given what is left of `timeout_s`.
   template <class Body>
-  Result<Body> collective(size_t bytes, Body body) {
+  auto collective(size_t bytes, double timeout_s, Body body) {
     check_not_forked();
-    CallHooks hooks(group_.get(), slow_, bytes >= kUnlockBytes);
-    std::unique_lock turn(group_->call_mutex(), std::try_to_lock);
-    if (!turn.owns_lock()) hooks.before_block();
-    while (!turn.owns_lock() && !turn.try_lock_for(kLockSlice)) {
-      if (hooks.interrupted()) throw nb::python_error();
+    if (group_->turn().is_mine())
+      raise_failure({.reason = Reason::kNested}, group_.get());
+    CallHooks hooks(group_.get(), slow_, &patience_, bytes >= kUnlockBytes);
+    struct Given {
+      Turn& turn;
+      ~Given() { turn.give_back(); }
+    };
+    if (!group_->turn().try_take()) {
+      timeout_s = guard(
+          hooks, [&](HostGroup&) { return wait_for_turn(hooks, timeout_s); });
     }
-    return guard(hooks, body);
+    const Given given{group_->turn()};
+    hooks.defer_handlers();
+    return guard(hooks,
+                 [&](HostGroup& group) { return body(group, timeout_s); });
   }
 
   /// Runs `body`, which waits for nobody and begins with check_usable():
@@ -127,6 +142,8 @@ class PyHostGroup {
   }
 
   HostGroup& group() { return *group_; }
+  double timeout_s() const { return patience_.timeout_s; }
+  const Patience& patience() const { return patience_; }
   /// Before anything else is touched: a forked child maps no region, and a lock
   /// may have been held by a thread that it does not have.
   void check_not_forked() {
@@ -136,10 +153,10 @@ class PyHostGroup {
 
   void all_reduce(Pointer data, size_t count, int dtype, int op, double weight,
                   double timeout_s) {
-    collective(count, [&](HostGroup& group) {
+    collective(count, timeout_s, [&](HostGroup& group, double left_s) {
       const DType type = checked_dtype(dtype);
       group.all_reduce(as_pointer(data), count, type, checked_op(op, type),
-                       weight, timeout_s);
+                       weight, left_s);
     });
   }
   /// The same on a numpy array; false: it is not one that can be taken as it
@@ -152,33 +169,33 @@ class PyHostGroup {
     if (op == -1 && PyErr_Occurred() != nullptr) throw nb::python_error();
     if (!buffer || !is_supported(buffer->dtype, static_cast<ReduceOp>(op)))
       return false;
-    collective(buffer->count, [&](HostGroup& group) {
+    collective(buffer->count, timeout_s, [&](HostGroup& group, double left_s) {
       group.all_reduce(buffer->data, buffer->count, buffer->dtype,
-                       static_cast<ReduceOp>(op), weight, timeout_s);
+                       static_cast<ReduceOp>(op), weight, left_s);
     });
     return true;
   }
   void reduce(Pointer data, size_t count, int dtype, int op, int root,
               double timeout_s) {
-    collective(count, [&](HostGroup& group) {
+    collective(count, timeout_s, [&](HostGroup& group, double left_s) {
       check_root(group, root);
       const DType type = checked_dtype(dtype);
       group.reduce(as_pointer(data), count, type, checked_op(op, type), root,
-                   timeout_s);
+                   left_s);
     });
   }
   void reduce_scatter(Pointer in, Pointer out, size_t count, int dtype, int op,
                       double timeout_s) {
-    collective(count, [&](HostGroup& group) {
+    collective(count, timeout_s, [&](HostGroup& group, double left_s) {
       const DType type = checked_dtype(dtype);
       group.reduce_scatter(as_pointer(in), as_pointer(out), count, type,
-                           checked_op(op, type), timeout_s);
+                           checked_op(op, type), left_s);
     });
   }
   void broadcast(Pointer data, size_t bytes, int root, double timeout_s) {
-    collective(bytes, [&](HostGroup& group) {
+    collective(bytes, timeout_s, [&](HostGroup& group, double left_s) {
       check_root(group, root);
-      group.broadcast(as_pointer(data), bytes, root, timeout_s);
+      group.broadcast(as_pointer(data), bytes, root, left_s);
     });
   }
   /// Many small pieces of memory in one broadcast, large ones where they are.
@@ -190,7 +207,7 @@ class PyHostGroup {
     size_t packed_bytes = 0;
     for (const size_t size : sizes) packed_bytes += is_small(size) ? size : 0;
     std::vector<std::byte> packed(packed_bytes);
-    collective(packed_bytes, [&](HostGroup& group) {
+    collective(packed_bytes, timeout_s, [&](HostGroup& group, double left_s) {
       check_root(group, root);
       const auto copy_small = [&](bool pack) {
         std::byte* at = packed.data();
@@ -204,43 +221,44 @@ class PyHostGroup {
       const bool is_root = group.rank() == root;
       if (is_root) copy_small(true);
       if (packed_bytes > 0)
-        group.broadcast(packed.data(), packed_bytes, root, timeout_s);
+        group.broadcast(packed.data(), packed_bytes, root, left_s);
       if (!is_root) copy_small(false);
       for (size_t i = 0; i < pieces.size(); ++i) {
         if (!is_small(sizes[i]))
-          group.broadcast(as_pointer(pieces[i]), sizes[i], root, timeout_s);
+          group.broadcast(as_pointer(pieces[i]), sizes[i], root, left_s);
       }
     });
   }
   void all_gather(Pointer in, Pointer out, size_t bytes, double timeout_s) {
-    collective(bytes, [&](HostGroup& group) {
-      group.all_gather(as_pointer(in), as_pointer(out), bytes, timeout_s);
+    collective(bytes, timeout_s, [&](HostGroup& group, double left_s) {
+      group.all_gather(as_pointer(in), as_pointer(out), bytes, left_s);
     });
   }
   void gather(Pointer in, Pointer out, size_t bytes, int root,
               double timeout_s) {
-    collective(bytes, [&](HostGroup& group) {
+    collective(bytes, timeout_s, [&](HostGroup& group, double left_s) {
       check_root(group, root);
-      group.gather(as_pointer(in), as_pointer(out), bytes, root, timeout_s);
+      group.gather(as_pointer(in), as_pointer(out), bytes, root, left_s);
     });
   }
   void scatter(Pointer in, Pointer out, size_t bytes, int root,
                double timeout_s) {
-    collective(bytes, [&](HostGroup& group) {
+    collective(bytes, timeout_s, [&](HostGroup& group, double left_s) {
       check_root(group, root);
-      group.scatter(as_pointer(in), as_pointer(out), bytes, root, timeout_s);
+      group.scatter(as_pointer(in), as_pointer(out), bytes, root, left_s);
     });
   }
   void all_to_all(Pointer in, const std::vector<uint64_t>& in_bytes,
                   Pointer out, const std::vector<uint64_t>& out_bytes,
                   double timeout_s) {
-    collective(kUnlockBytes, [&](HostGroup& group) {
+    collective(kUnlockBytes, timeout_s, [&](HostGroup& group, double left_s) {
       group.all_to_all(as_pointer(in), in_bytes, as_pointer(out), out_bytes,
-                       timeout_s);
+                       left_s);
     });
   }
   void barrier(double timeout_s) {
-    collective(0, [&](HostGroup& group) { group.barrier(timeout_s); });
+    collective(0, timeout_s,
+               [&](HostGroup& group, double left_s) { group.barrier(left_s); });
   }
   TransferId start_send(Pointer data, size_t bytes, int destination,
                         uint64_t tag) {
@@ -278,9 +296,10 @@ class PyHostGroup {
     wait(start_receive(data, bytes, source, tag), timeout_s);
   }
   size_t allocate(size_t bytes, double timeout_s) {
-    return collective(kUnlockBytes, [&](HostGroup& group) {
-      return group.allocate(bytes, timeout_s);
-    });
+    return collective(kUnlockBytes, timeout_s,
+                      [&](HostGroup& group, double left_s) {
+                        return group.allocate(bytes, left_s);
+                      });
   }
   Pointer pointer(size_t offset, int rank) {
     check_root(*group_, rank);
@@ -288,8 +307,34 @@ class PyHostGroup {
   }
 
  private:
-  std::unique_ptr<HostGroup> group_;
+  /// Returns once this thread may make a collective, with what is left of
+  /// `timeout_s`. The call has not begun: it leaves no trace if it gives up.
+  double wait_for_turn(CallHooks& hooks, double timeout_s) {
+    hooks.before_block();
+    Turn& turn = group_->turn();
+    const int64_t deadline_ns = now_ns() + group_->timeout_ns(timeout_s);
+    const int64_t start_ns = now_ns();
+    while (true) {
+      const int64_t left_ns = std::max<int64_t>(0, deadline_ns - now_ns());
+      if (turn.try_take_for(
+              std::min(kLockSlice, std::chrono::nanoseconds(left_ns))))
+        return static_cast<double>(
+                   std::max<int64_t>(0, deadline_ns - now_ns())) *
+               1e-9;
+      group_->check_usable();
+      if (left_ns == 0) {
+        throw Failure{
+            .reason = Reason::kNoTurn,
+            .waited_s = static_cast<double>(now_ns() - start_ns) * 1e-9,
+            .thread = turn.holder()};
+      }
+      if (hooks.interrupted(true)) throw nb::python_error();
+    }
+  }
+
+  std::shared_ptr<HostGroup> group_;
   nb::object slow_;
+  Patience patience_;
 };
 
 }  // namespace paceline

@@ -19,7 +19,7 @@ class PyReducer {
             const std::vector<std::pair<size_t, size_t>>& buckets,
             bool assigns_chunks)
       : owner_(std::move(group)), group_(nb::cast<PyHostGroup*>(owner_)) {
-    group_->collective(kUnlockBytes, [&](HostGroup& core) {
+    group_->collective(kUnlockBytes, -1, [&](HostGroup& core, double) {
       if (offsets.size() != counts.size() || offsets.size() != dtypes.size()) {
         misuse("offsets, counts and dtypes must have one entry per parameter");
       }
@@ -35,11 +35,18 @@ class PyReducer {
   }
 
   void mark_ready(size_t parameter, Pointer gradient) {
+    check_not_nested();
     group_->call_without_waiting([&](HostGroup&) {
       reducer_->mark_ready(parameter, as_pointer(gradient));
     });
   }
   uint32_t finish(uint32_t forwards, bool allow_unused) {
+    check_not_nested();
+    finishing_ = Turn::this_thread();
+    struct Finished {
+      Turn::Thread& finishing;
+      ~Finished() { finishing = 0; }
+    } const finished{finishing_};
     return group_->call(kUnlockBytes, [&](HostGroup&) {
       return reducer_->finish(forwards, allow_unused);
     });
@@ -51,9 +58,20 @@ class PyReducer {
   }
 
  private:
+  /// A signal handler may run inside of finish(). What it does on the group has
+  /// its place beside a pass that ends; another pass of this reducer has not.
+  void check_not_nested() {
+    if (finishing_ == 0 || finishing_ != Turn::this_thread()) return;
+    raise_failure({.reason = Reason::kNested,
+                   .message = "the end of a backward pass, which waits for the "
+                              "gradients of other ranks"},
+                  &group_->group());
+  }
+
   nb::object owner_;
   PyHostGroup* group_;
   std::unique_ptr<Reducer> reducer_;
+  Turn::Thread finishing_ = 0;  ///< the thread that is in finish(); 0: none
 };
 
 }  // namespace paceline

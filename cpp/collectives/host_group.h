@@ -13,13 +13,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "collectives/point_to_point.h"
+#include "collectives/turn.h"
 #include "core/clock.h"
 #include "core/control.h"
 #include "core/failure.h"
@@ -31,16 +31,22 @@
 
 namespace paceline {
 
+/// How long the calls of one user of a group wait.
+struct Patience {
+  double timeout_s;
+  double warn_after_s;
+};
+
 /// What a thread does around sleeping. The core knows nothing of Python's lock;
 /// the binding does.
 struct Hooks {
   virtual ~Hooks() = default;
   virtual void before_block() {}  ///< about to sleep
-  virtual bool interrupted() {
-    return false;
-  }  ///< a signal arrived: true gives the call up
+  /// A signal arrived (`by_signal`), or may have: true gives the call up.
+  virtual bool interrupted(bool /*by_signal*/) { return false; }
   virtual void slow(const Failure& /*so_far*/) {
   }  ///< waited for the warning time
+  const Patience* patience = nullptr;  ///< null: the group's own
 };
 
 /// Of this thread's call under way; null: none.
@@ -161,13 +167,13 @@ class HostGroup {
   template <class Ready, class IsLate>
   void wait_until(std::atomic<uint32_t>& word, std::atomic<uint32_t>& sleepers,
                   int64_t timeout_ns, Ready ready, IsLate is_late);
+  /// Negative: that of whoever makes this thread's call, or else the group's.
   int64_t timeout_ns(double timeout_s) const {
-    return seconds_to_ns(timeout_s < 0 ? options_.timeout_s : timeout_s);
+    return seconds_to_ns(timeout_s < 0 ? patience().timeout_s : timeout_s);
   }
-  /// Held while a collective runs, so that two threads of one process take
-  /// turns. Messages and the reducer do without: what they wait for must not
-  /// depend on a collective that waits for them.
-  std::timed_mutex& call_mutex() { return call_mutex_; }
+  /// Held while a collective runs. Messages and the reducer do without: what
+  /// they wait for must not depend on a collective that waits for them.
+  Turn& turn() { return turn_; }
   Channel& channel(int source, int destination) {
     auto* channels =
         reinterpret_cast<Channel*>(region_->data() + layout_.channels_at());
@@ -179,6 +185,11 @@ class HostGroup {
   }
 
  private:
+  Patience patience() const {
+    if (current_hooks != nullptr && current_hooks->patience != nullptr)
+      return *current_hooks->patience;
+    return {options_.timeout_s, options_.warn_after_s};
+  }
   void attach(const uint64_t nonce[2]);
   void decide_spinning();
 
@@ -228,7 +239,7 @@ class HostGroup {
   std::span<RankLine> lines_;
   std::unique_ptr<Keeper> keeper_;
   std::unique_ptr<Transfers> transfers_;
-  std::timed_mutex call_mutex_;
+  Turn turn_;
   CallRecord call_;
   int64_t call_timeout_ns_ = 0;
   /// Counts pieces over all calls, so that the two staging buffers alternate
@@ -266,7 +277,7 @@ void HostGroup::wait_until(std::atomic<uint32_t>& word,
   }
 
   const int64_t deadline_ns = start_ns + timeout_ns;
-  int64_t warn_ns = start_ns + seconds_to_ns(options_.warn_after_s);
+  int64_t warn_ns = start_ns + seconds_to_ns(patience().warn_after_s);
   RankLine& own = lines_[static_cast<size_t>(rank_)];
   Hooks* const hooks = current_hooks;
   if (hooks != nullptr) hooks->before_block();
@@ -322,8 +333,9 @@ void HostGroup::wait_until(std::atomic<uint32_t>& word,
     // A signal that came before the sleep does not end it: look again soon.
     const int64_t wake_ns =
         std::min({deadline_ns, warn_ns, now + kSignalRecheckNs});
-    if (futex_wait_any(waits, wake_ns) != FutexResult::kWoken &&
-        hooks != nullptr && hooks->interrupted()) {
+    const FutexResult woken = futex_wait_any(waits, wake_ns);
+    if (woken != FutexResult::kWoken && hooks != nullptr &&
+        hooks->interrupted(woken == FutexResult::kInterrupted)) {
       throw Failure{.reason = Reason::kInterrupted,
                     .waited_s = so_far.waited_s};
     }

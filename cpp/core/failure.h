@@ -24,6 +24,8 @@ enum class Reason : uint32_t {
   kMisuse =
       10,  ///< an argument or an order of calls that this rank alone got wrong
   kInjected = 11,  ///< a fault that a test asked for
+  kNested = 12,    ///< this thread was inside a collective: in a signal handler
+  kNoTurn = 13,    ///< another thread of this process was in a collective
 };
 
 struct Failure {
@@ -33,6 +35,7 @@ struct Failure {
   double waited_s = 0;    ///< how long this rank had waited
   std::string message =
       {};  ///< of the rank that raised, or of the failed system call
+  uint64_t thread = 0;  ///< kNoTurn: of this process, in a collective
 };
 
 [[noreturn]] inline void misuse(std::string message) {

@@ -122,7 +122,10 @@ class PeerLostError(CollectiveError):
 
 
 class DeadlineError(CollectiveError, TimeoutError):
-    """A rank did not arrive in time. `late` lists the ranks. The group is over."""
+    """A rank did not arrive in time: `late` lists the ranks, and the group is over.
+
+    Where `late` is empty, this rank's own calls were in the way, and the group stays usable.
+    """
 
     late: tuple[int, ...] = ()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 
 import pytest
 
@@ -34,6 +35,7 @@ def facts(reason, **details):
         "late": [2],
         "waited_s": 1.25,
         "message": "",
+        "thread": threading.main_thread().ident,
         "group": "world",
         "rank": 1,
         "world_size": 4,
@@ -82,6 +84,16 @@ def test_a_call_as_people_write_it(described, expected):
         (Reason.NO_MEMORY, errors.RegionError, "Shared memory could not be reserved."),
         (Reason.MISUSE, errors.ConfigError, "The core refused a call: too odd."),
         (Reason.INJECTED, errors.CollectiveError, "too odd."),
+        (
+            Reason.NESTED,
+            errors.CollectiveError,
+            "A collective was called on a thread that is inside of another one.",
+        ),
+        (
+            Reason.NO_TURN,
+            errors.DeadlineError,
+            "Another thread of this process was in a collective for 1.2 s, so this call could not begin.",
+        ),
     ],
 )
 def test_every_reason_has_its_error(reason, kind, summary):
@@ -90,12 +102,16 @@ def test_every_reason_has_its_error(reason, kind, summary):
     assert error.summary == summary
     copy = pickle.loads(pickle.dumps(error))
     assert (type(copy), str(copy), copy.fields) == (kind, str(error), error.fields)
-    if reason not in (Reason.FORKED,):
+    if reason is Reason.NO_TURN:  # the last call is the other thread's
+        assert error.where == "rank 1 of 4, group 'world'"
+        assert error.seen == "thread 'MainThread' is in all_reduce(float32 x 1000, sum), call #7"
+        assert error.late == ()
+    elif reason is not Reason.FORKED:
         assert error.where == "rank 1 of 4, group 'world', all_reduce(float32 x 1000, sum), call #7"
 
 
 def test_every_reason_is_known():
-    assert {int(reason) for reason in Reason} == set(range(1, 12))
+    assert {int(reason) for reason in Reason} == set(range(1, 14))
     for reason in (Reason.CLOSED, Reason.FORKED, Reason.NO_MEMORY, Reason.MISUSE):  # possible without a group
         assert make_error(without_group(reason, message="x")).where == ""
 

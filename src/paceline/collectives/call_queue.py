@@ -1,8 +1,10 @@
 """One thread per group that makes its asynchronous calls, in call order.
 
 A group's collectives must run in the same order on every rank, so one thread and one queue are exactly what
-they need. Synchronous calls skip the queue while it is empty, and wait for it otherwise. Imports only the
-standard library.
+they need. Synchronous calls skip the queue while it is empty, and wait for it otherwise. Imports errors.
+
+A signal handler may interrupt the main thread anywhere in here, and make a call itself. So the guard can be
+taken again by the thread that holds it, and whoever finds the queue half changed by itself raises.
 """
 
 from __future__ import annotations
@@ -10,8 +12,10 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Protocol
+
+from paceline.errors import CollectiveError
 
 
 class QueuedCall(Protocol):
@@ -40,23 +44,22 @@ class CallQueue:
         self._around = around
         self._calls: queue.SimpleQueue[QueuedCall | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._guard = threading.Lock()
+        self._guard = threading.RLock()
+        self._is_changing = False
         # The newest call; None when the queue is known to be empty. Read without the guard by callers
         # that are about to run synchronously.
         self.newest: QueuedCall | None = None
 
     def is_empty(self) -> bool:
-        with self._guard:
-            if self.newest is not None and self.newest.is_over:
-                self.newest = None
-            return self.newest is None
+        newest = self.newest
+        return newest is None or newest.is_over
 
     def submit(self, call: QueuedCall) -> None:
         if threading.current_thread() is self._thread:
             # A callback of a call that is over makes another one, and may wait for it right here.
             call.run()
             return
-        with self._guard:
+        with self._change():
             if self._thread is None:
                 # A daemon, so that a rank that leaves without closing its groups can exit at all.
                 self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
@@ -66,15 +69,37 @@ class CallQueue:
 
     def close(self) -> None:
         """Run what is queued, then end the thread. Each call has its deadline, so this ends too."""
-        with self._guard:
+        with self._change():
             thread, self._thread = self._thread, None
             if thread is not None:
                 self._calls.put(None)
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
+    @contextlib.contextmanager
+    def _change(self) -> Iterator[None]:
+        with self._guard:
+            if self._is_changing:  # by this very thread
+                raise CollectiveError(
+                    "A call was made while this thread was making another one.",
+                    where=f"the calls of {self._name!r}",
+                    likely="a signal handler that interrupted it makes a collective itself",
+                    hint="let the handler set a flag, and act on the flag after the step",
+                )
+            self._is_changing = True
+            try:
+                yield
+            finally:
+                self._is_changing = False
+
     def _serve(self) -> None:
         with self._around():
             while (call := self._calls.get()) is not None:
                 call.run()
-                del call  # what the last call holds must not live until the next one
+                # What the last call holds must not live until the next one. Whoever has the guard is about to
+                # replace it, or was interrupted there by a handler that waits for this thread.
+                if self._guard.acquire(blocking=False):
+                    if self.newest is call:
+                        self.newest = None
+                    self._guard.release()
+                del call

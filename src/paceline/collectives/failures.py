@@ -7,6 +7,7 @@ waited, what each rank was calling, and whether it is alive. Imports errors and 
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Mapping
 from enum import IntEnum
 from typing import Any
@@ -43,6 +44,8 @@ class Reason(IntEnum):
     NO_MEMORY = 9
     MISUSE = 10
     INJECTED = 11
+    NESTED = 12
+    NO_TURN = 13
 
 
 _KINDS = (
@@ -223,6 +226,33 @@ def _interrupted(facts: Facts) -> PacelineError:
     return CollectiveError("The call was interrupted by a signal.", where=_where(facts))
 
 
+def _nested(facts: Facts) -> PacelineError:
+    doing = facts["message"] or describe_call(facts["call"])
+    return CollectiveError(
+        "A collective was called on a thread that is inside of another one.",
+        where=_where(facts),
+        seen=f"under way: {doing}",
+        likely="a signal handler that interrupted it makes a collective itself (to save a checkpoint, say)",
+        hint="let the handler set a flag, and act on the flag after the step; what is under way goes on",
+        rank=facts["rank"],
+    )
+
+
+def _no_turn(facts: Facts) -> PacelineError:
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    holder = names.get(facts["thread"], str(facts["thread"]))
+    return DeadlineError(
+        f"Another thread of this process was in a collective for {facts['waited_s']:.1f} s, "
+        "so this call could not begin.",
+        where=f"rank {facts['rank']} of {facts['world_size']}, group {facts['group']!r}",
+        seen=f"thread {holder!r} is in {describe_call(facts['call'])}",
+        likely="that call waits for a rank that is late; the collectives of a group take turns",
+        hint="`timeout_s` gives it longer; or call again: this call has left no trace, and the group stays "
+        "usable. A group for each thread (`group.subgroup`) lets their calls run side by side",
+        rank=facts["rank"],
+    )
+
+
 def _no_memory(facts: Facts) -> PacelineError:
     return RegionError(
         "Shared memory could not be reserved.",
@@ -253,6 +283,8 @@ _MAKERS = {
     Reason.NO_MEMORY: _no_memory,
     Reason.MISUSE: _misuse,
     Reason.INJECTED: _injected,
+    Reason.NESTED: _nested,
+    Reason.NO_TURN: _no_turn,
 }
 
 _core.set_failure_factory(make_error)

@@ -21,7 +21,7 @@ from paceline.collectives.call_queue import CallQueue
 from paceline.collectives.formation import form_core
 from paceline.collectives.member_exchange import MemberExchange
 from paceline.collectives.ops import ReduceOp, parse_op
-from paceline.collectives.work import TransferWork, Work
+from paceline.collectives.work import TransferWork, Work, make_behind
 from paceline.errors import ConfigError
 from paceline.rendezvous import lifetime
 
@@ -318,7 +318,7 @@ class Group:
         dims = (shape,) if isinstance(shape, int) else tuple(int(n) for n in shape)
         if any(n < 0 for n in dims):
             raise ConfigError("allocate: a negative size.", got=f"shape {dims}")
-        self._drain()
+        self._drain(timeout_s)
         return arrays.allocate(self.core, dims, np.dtype(dtype), _seconds(timeout_s))
 
     def subgroup(self, ranks: Sequence[int], *, timeout_s: float | None = None) -> Group | None:
@@ -343,7 +343,7 @@ class Group:
         limit_s = self.core.timeout_s if timeout_s is None else timeout_s
         if self.rank not in members:
             return None
-        self._drain()
+        self._drain(timeout_s)
         return Group(form_core(MemberExchange(self.core, members), name=name, timeout_s=limit_s))
 
     # --- inside ---
@@ -353,24 +353,24 @@ class Group:
 
         Args:
             keep: The arrays behind the addresses in `args`, alive until the call is over.
+            args: The last one is the time-out.
         """
-        if not async_op and (self._queue.newest is None or self._queue.is_empty()):
+        if not async_op and self._queue.is_empty():
             call(*args)
             return None
         self.core.check_usable()  # in a forked child nobody serves the queue
+        if not async_op:
+            *others, timeout_s = args
+            make_behind(self._queue, self.core, functools.partial(call, *others), keep, timeout_s)
+            return None
         work = Work(functools.partial(call, *args), keep)
         self._queue.submit(work)
-        if async_op:
-            return work
-        work.wait()
-        return None
+        return work
 
-    def _drain(self) -> None:
+    def _drain(self, timeout_s: float | None) -> None:
         if not self._queue.is_empty():
             self.core.check_usable()
-            work = Work(lambda: None)
-            self._queue.submit(work)
-            work.wait()
+            make_behind(self._queue, self.core, lambda _: None, None, _seconds(timeout_s))
 
     def _check_rank(self, rank: int, call: str, name: str) -> None:
         if not 0 <= rank < self.world_size:

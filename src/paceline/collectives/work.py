@@ -6,12 +6,15 @@ the array and the Work.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
 from paceline import _core
+from paceline.collectives.call_queue import CallQueue
+from paceline.collectives.failures import describe_call
+from paceline.collectives.latch import Latch
 from paceline.errors import DeadlineError
+from paceline.rendezvous.deadline import Deadline
 
 
 class Work:
@@ -23,27 +26,33 @@ class Work:
     """
 
     def __init__(self, call: Callable[[], Any], arrays: object = None) -> None:
-        self._call: Callable[[], Any] | None = call
+        self._calls = [call]  # whoever takes it out makes it, or has withdrawn it
         self._arrays = arrays
         self._result: Any = None
         self._error: BaseException | None = None
-        self._over = threading.Event()
+        self._over = Latch()
 
     def run(self) -> None:
         """Make the call. By the queue's thread, once."""
-        call, self._call = self._call, None
-        assert call is not None
         try:
-            self._result = call()
-        except BaseException as error:  # belongs to whoever waits
+            self._result = self._calls.pop()()
+        except BaseException as error:  # belongs to whoever waits; of one that was withdrawn, to nobody
             self._error = error
         self._arrays = None
-        self._over.set()
+        self._over.open()
+
+    def withdraw(self) -> bool:
+        """Have the call not made. False: it has begun, or is over."""
+        try:
+            self._calls.pop()
+        except IndexError:
+            return False
+        return True
 
     @property
     def is_over(self) -> bool:
         """Whether the call is done, well or not. Does not block."""
-        return self._over.is_set()
+        return self._over.is_open
 
     def wait(self, timeout_s: float | None = None) -> Any:
         """Block until the call is done and return what the synchronous call would have.
@@ -63,6 +72,48 @@ class Work:
         if self._error is not None:
             raise self._error
         return self._result
+
+
+def make_behind(
+    queue: CallQueue, core: _core.HostGroup, call: Callable[[float], Any], arrays: object, timeout_s: float
+) -> Any:
+    """Make a call once those in the queue are over, all within one deadline; return what it returns.
+
+    Args:
+        call: Is given the seconds that are left.
+        arrays: Alive until the call is over.
+        timeout_s: Negative: that of `core`.
+
+    Raises:
+        DeadlineError: The queue is not done in time; the call was not begun, and the group stays usable.
+    """
+    deadline = Deadline(core.timeout_s if timeout_s < 0 else timeout_s)
+
+    def make() -> Any:
+        return call(deadline.left_s())
+
+    work = Work(make, arrays)
+    queue.submit(work)
+    try:
+        return work.wait(deadline.left_s())
+    except DeadlineError:
+        if not work.withdraw():
+            return work.wait()  # begun, or over, so its own deadline ends it
+        raise _not_begun(core, deadline) from None
+
+
+def _not_begun(core: _core.HostGroup, deadline: Deadline) -> DeadlineError:
+    doing = describe_call(core.records()[core.rank]["call"])
+    return DeadlineError(
+        f"Asynchronous calls made before were not done within {deadline.timeout_s:.1f} s, "
+        "so this call could not begin.",
+        where=f"rank {core.rank} of {core.world_size}, group {core.name!r}",
+        seen=f"this rank's last call: {doing}",
+        likely="one of them waits for a rank that is late; the collectives of a group take turns",
+        hint="`timeout_s` gives it longer; or call again: this call has left no trace, and the group stays "
+        "usable",
+        rank=core.rank,
+    )
 
 
 class TransferWork:

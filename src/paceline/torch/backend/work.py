@@ -7,13 +7,14 @@ have their own, in `transfer.py`.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch.distributed import Work
+
+from paceline.collectives.latch import Latch
 
 _NO_TIMEOUT = timedelta(0)
 
@@ -59,18 +60,21 @@ class CallWork(Work):
         deliver: Makes what the future delivers, where that is something else than `tensors`.
     """
 
-    _futures_guard = threading.Lock()
-
     def __init__(self, call: Callable[[], None], tensors: list[torch.Tensor]) -> None:
         super().__init__()
         self._call: Callable[[], None] | None = call
         self._tensors = tensors
         self.deliver: Callable[[], list[Any]] | None = None
         self._error: BaseException | None = None
-        self._future: torch.futures.Future[Any] | None = None
-        self.is_over = False
-        self._over = threading.Lock()  # held until the call is over; lighter than an Event
-        self._over.acquire()
+        self._over = Latch()
+        # A future and what users get of it; where two threads asked at once, the first counts. No lock, which
+        # a signal handler could interrupt that then waits for the queue's thread.
+        self._futures: list[tuple[torch.futures.Future[Any], torch.futures.Future[Any]]] = []
+        self._undelivered = [None]  # whoever takes it out delivers
+
+    @property
+    def is_over(self) -> bool:
+        return self._over.is_open
 
     def run(self) -> None:
         """Make the call; what it raises is kept for whoever waits. Once, by the queue's thread."""
@@ -80,26 +84,15 @@ class CallWork(Work):
             call()
         except BaseException as error:
             self._error = error
-        with self._futures_guard:
-            self.is_over = True
-            future = self._future
-        self._over.release()
-        if future is not None:
-            self._deliver(future)
+        self._over.open()
+        self._deliver()
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
         seconds = timeout.total_seconds()
-        if not self.is_over and not self.until_over(seconds if seconds > 0 else -1):
+        if not self._over.wait(seconds if seconds > 0 else None):
             raise RuntimeError(f"Work.wait: not done after {seconds:.1f} s; the call goes on.")
         if self._error is not None:
             raise self._error
-        return True
-
-    def until_over(self, timeout_s: float = -1) -> bool:
-        """Block until the call is over, well or not; False when it still is not after `timeout_s`."""
-        if not self._over.acquire(timeout=timeout_s):
-            return False
-        self._over.release()
         return True
 
     def is_completed(self) -> bool:
@@ -120,21 +113,24 @@ class CallWork(Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A future of the list of result tensors; an error of the call is an error of the future."""
-        with self._futures_guard:
-            if self._future is not None:
-                return self._checked
+        if not self._futures:
             source: torch.futures.Future[Any] = torch.futures.Future()
             # set_exception() would hand C++ waiters (torch's own DDP) the exception as a value. What a
             # callback raises is an error to them too.
-            self._checked: torch.futures.Future[Any] = source.then(self._value)
-            self._future = source
-            is_over = self.is_over
-        if is_over:
-            self._deliver(source)
-        return self._checked
+            self._futures.append((source, source.then(self._value)))
+        if self.is_over:
+            self._deliver()
+        return self._futures[0][1]
 
-    def _deliver(self, future: torch.futures.Future[Any]) -> None:
-        future.set_result(None)
+    def _deliver(self) -> None:
+        """Complete the future, if there is one and nobody has. After the call is over."""
+        if not self._futures:
+            return  # who makes one looks whether the call is over after that
+        try:
+            self._undelivered.pop()
+        except IndexError:
+            return
+        self._futures[0][0].set_result(None)
 
     def _value(self, _: torch.futures.Future[Any]) -> list[Any]:
         if self._error is not None:

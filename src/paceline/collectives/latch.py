@@ -1,0 +1,34 @@
+"""Closed, then open for ever. Imports only the standard library.
+
+Lighter than a threading.Event. And a signal handler may interrupt a wait anywhere: the interrupted thread
+holds nothing then that another wait, or the thread which opens the latch, would need.
+"""
+
+from __future__ import annotations
+
+import threading
+
+
+class Latch:
+    """One thread opens it, any number wait."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self._closed = threading.Lock()  # held while the latch is closed, and for an instant by who waited
+        self._closed.acquire()
+
+    def open(self) -> None:
+        self.is_open = True
+        self._closed.release()
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Block until the latch is open; False when it still is not after `timeout_s`."""
+        if not self.is_open:
+            if not self._closed.acquire(timeout=self._limit(timeout_s)):
+                return self.is_open
+            self._closed.release()
+        return True
+
+    @staticmethod
+    def _limit(timeout_s: float | None) -> float:
+        return -1.0 if timeout_s is None else min(max(timeout_s, 0.0), threading.TIMEOUT_MAX)
