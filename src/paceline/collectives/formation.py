@@ -38,12 +38,7 @@ def form_core(
         RendezvousError: The ranks are on several hosts, or one of them did not come.
     """
     memory = share_memory(
-        exchange,
-        name=name,
-        timeout_s=timeout_s,
-        warn_after_s=warn_after_s,
-        group_timeout_s=group_timeout_s,
-        slow=report_slow,
+        exchange, name=name, timeout_s=timeout_s, warn_after_s=warn_after_s, slow=report_slow
     )
     if len(memory.hosts) > 1:
         memory.host_group.close()
@@ -53,4 +48,6 @@ def form_core(
             likely="they run on several machines, or in containers with separate networks",
             hint="a wrapped model works across hosts: on a process group of torch, or of paddle.distributed",
         )
-    return memory.host_group
+    if group_timeout_s is None:
+        return memory.host_group
+    return memory.host_group.with_patience(group_timeout_s, warn_after_s)

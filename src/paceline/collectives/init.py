@@ -21,6 +21,7 @@ def init(
     name: str = "world",
     timeout_s: float = 300.0,
     warn_after_s: float = 10.0,
+    forming_timeout_s: float | None = None,
 ) -> Group:
     """Join the group of all ranks of this job, which share one host. Collective; blocks until all came.
 
@@ -34,8 +35,9 @@ def init(
             names a meeting place on this host.
         job_id: Text that the ranks of the job have in common and no other job has.
         name: Of the group; one process may be in several groups with different names.
-        timeout_s: For the ranks to come together, and for each later call.
+        timeout_s: For each call; and for the ranks to come together, unless `forming_timeout_s` is given.
         warn_after_s: After how long a wait is logged (logger "paceline"), naming whom it waits for.
+        forming_timeout_s: For the ranks to come together.
 
     Raises:
         ConfigError: An argument or a variable is wrong.
@@ -58,10 +60,14 @@ def init(
         )
     if timeout_s <= 0:
         raise ConfigError("timeout_s must be positive.", got=str(timeout_s))
+    if forming_timeout_s is None:
+        forming_timeout_s = timeout_s
+    elif forming_timeout_s <= 0:
+        raise ConfigError("forming_timeout_s must be positive.", got=str(forming_timeout_s))
     key = place.job_id if address is None and place.job_id else f"{place.master_addr}:{place.master_port}"
-    deadline = Deadline(timeout_s)
+    deadline = Deadline(forming_timeout_s)
     with HubExchange(
-        place.rank, place.world_size, key=key, job_id=place.job_id, name=name, timeout_s=timeout_s
+        place.rank, place.world_size, key=key, job_id=place.job_id, name=name, timeout_s=forming_timeout_s
     ) as exchange:
         core = form_core(
             exchange,

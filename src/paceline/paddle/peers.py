@@ -63,13 +63,14 @@ class Peers(Protocol):
 
 
 class GroupPeers:
-    """The ranks of a `paceline.Group`, which share one host."""
+    """The ranks of a `paceline.Group`, which share one host. Its other users wait as long as before."""
 
     def __init__(self, group: Group, timeout_s: float | None) -> None:
-        self.exchange = MemberExchange(group.core, range(group.world_size))
         self.rank = group.rank
         self.world_size = group.world_size
         self.timeout_s = timeout_s or group.core.timeout_s
+        self._core = group.core.with_patience(self.timeout_s, group.core.warn_after_s)
+        self.exchange = MemberExchange(self._core, range(group.world_size))
         self._group = group
 
     def connect(self, *, on_host: bool, reduce_through: str = "auto") -> Link:
@@ -79,7 +80,7 @@ class GroupPeers:
                 seen=f"reduce_through={reduce_through!r}" if on_host else "parameters on a GPU",
                 hint="call paddle.distributed.init_parallel_env() before wrapping the model",
             )
-        return MemoryLink(self._group.core, self._group)
+        return MemoryLink(self._core, self._group)
 
 
 class PaddlePeers:
@@ -159,7 +160,7 @@ def find_peers(group: Any, timeout_s: float | None) -> Peers | None:
             got=repr(group),
         )
     if group is None and not dist.is_initialized():
-        environment = connect_environment()
+        environment = connect_environment(timeout_s)
         if environment is not None:
             return GroupPeers(environment, timeout_s)
     if group is None and not (dist.is_initialized() and dist.get_world_size() > 1):
@@ -185,8 +186,11 @@ def common_link(group: Any, *, on_host: bool) -> Link | None:
     return links[on_host]
 
 
-def connect_environment() -> Group | None:
+def connect_environment(forming_timeout_s: float | None = None) -> Group | None:
     """Bring the processes that the launcher started together: in memory, or by paddle.distributed.
+
+    Args:
+        forming_timeout_s: For them to come together in memory; None: the group's own time-out.
 
     Returns:
         None: this process is the only one, or paddle.distributed did it. Collective on the first call.
@@ -195,7 +199,7 @@ def connect_environment() -> Group | None:
         _speak_paddles_words()
         dist.init_parallel_env()
         return None
-    return environment_group()
+    return environment_group(forming_timeout_s)
 
 
 def needs_paddles_group() -> bool:
@@ -232,7 +236,7 @@ def _speak_paddles_words() -> None:
         os.environ.setdefault("PADDLE_DISTRI_BACKEND", "gloo")
 
 
-def environment_group() -> Group | None:
+def environment_group(forming_timeout_s: float | None = None) -> Group | None:
     """The group of all processes that the launcher started; one for all models. None for a single one.
 
     Collective on the first call: blocks until all came.
@@ -253,5 +257,5 @@ def environment_group() -> Group | None:
             return None
         if place.world_size == 1:
             return None
-        _environment_group = init(name="paceline.paddle")
+        _environment_group = init(name="paceline.paddle", forming_timeout_s=forming_timeout_s)
     return _environment_group

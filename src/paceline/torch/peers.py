@@ -91,28 +91,28 @@ class ProcessGroupPeers:
 
 
 class GroupPeers:
-    """Peers over a `paceline.Group`, whose ranks share one host."""
+    """Peers over a `paceline.Group`, whose ranks share one host. Its other users wait as long as before."""
 
     process_group = None
 
     def __init__(self, group: Group, timeout_s: float | None, warn_after_s: float | None) -> None:
         from paceline.collectives.member_exchange import MemberExchange
 
-        self.exchange = MemberExchange(group.core, range(group.world_size))
         self.rank = group.rank
         self.world_size = group.world_size
         self.timeout_s = timeout_s or group.core.timeout_s
-        self.warn_after_s = warn_after_s or _DEFAULT_WARN_AFTER_S
-        self._group = group
+        self.warn_after_s = warn_after_s or group.core.warn_after_s
+        self._core = group.core.with_patience(self.timeout_s, self.warn_after_s)
+        self.exchange = MemberExchange(self._core, range(group.world_size))
 
     def broadcast(self, payload: torch.Tensor, root: int = 0) -> None:
         on_host = payload.cpu()
-        self._group.core.broadcast(on_host.data_ptr(), on_host.numel(), root)
+        self._core.broadcast(on_host.data_ptr(), on_host.numel(), root)
         if on_host is not payload:
             payload.copy_(on_host)
 
     def share_host(self) -> _core.HostGroup | None:
-        return self._group.core
+        return self._core
 
 
 def find_peers(
@@ -132,7 +132,7 @@ def find_peers(
         process_group = dist.group.WORLD
     if isinstance(process_group, dist.ProcessGroup):
         return ProcessGroupPeers(process_group, timeout_s, warn_after_s)
-    return GroupPeers(process_group or _group_from_environment(), timeout_s, warn_after_s)
+    return GroupPeers(process_group or _group_from_environment(timeout_s), timeout_s, warn_after_s)
 
 
 def _group_of_mesh(mesh: DeviceMesh, process_group: dist.ProcessGroup | Group | None) -> dist.ProcessGroup:
@@ -156,7 +156,7 @@ def formed_group() -> Group | None:
     return _environment_group
 
 
-def _group_from_environment() -> Group:
+def _group_from_environment(forming_timeout_s: float | None) -> Group:
     try:
         read_rank_environment()
     except ConfigError as error:
@@ -170,7 +170,7 @@ def _group_from_environment() -> Group:
     if _environment_group is None or _environment_group.core.is_closed:
         from paceline.collectives.init import init
 
-        _environment_group = init(name="paceline.torch")
+        _environment_group = init(name="paceline.torch", forming_timeout_s=forming_timeout_s)
     return _environment_group
 
 

@@ -1,0 +1,109 @@
+"""`timeout_s` of a wrapped model, on a group that waits much longer: whatever the model waits for."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import re
+import time
+
+import numpy as np
+import pytest
+
+from paceline.errors import CollectiveError, DeadlineError, RendezvousError
+from tests.harness import ranks
+from tests.multiprocess.conformance_numpy import batch
+from tests.multiprocess.test_conformance import adapter
+
+ASKED_S = 1.5
+GROUPS_S = 300.0
+BOUND_S = 30.0  # of a busy machine
+
+both = pytest.mark.parametrize("framework", ["torch", "paddle"])
+on_two_ranks = ranks(2, framework="framework")
+
+
+def waits_in_vain(call, group):
+    """The error of rank 0, which alone makes the call; the other rank learns of it on the group."""
+    assert group.core.timeout_s == GROUPS_S
+    if group.rank == 1:
+        with pytest.raises(CollectiveError):
+            group.recv(np.zeros(1), 0)
+        return
+    began = time.monotonic()
+    with pytest.raises(DeadlineError, match=f"within {ASKED_S:.1f} s") as caught:
+        call()
+    assert ASKED_S <= time.monotonic() - began < BOUND_S
+    assert caught.value.late == (1,)
+
+
+@both
+@on_two_ranks
+def test_a_rank_that_never_wraps(group, framework):
+    do = adapter(framework)
+    waits_in_vain(lambda: do.wrap(do.network(), group, timeout_s=ASKED_S), group)
+
+
+@both
+@pytest.mark.parametrize("view", [False, True])
+@on_two_ranks
+def test_a_rank_that_skips_a_backward(group, framework, view):
+    do, x = adapter(framework), batch()
+    patient = do.wrap(do.network(), group, gradient_as_bucket_view=view)
+    model = do.wrap(do.network(), group, timeout_s=ASKED_S, gradient_as_bucket_view=view)
+    for wrapped in (model, patient):
+        do.backward(do.loss(wrapped, x))
+    waits_in_vain(lambda: do.backward(do.loss(model, x)), group)
+
+
+@both
+@on_two_ranks
+def test_a_rank_that_does_not_come_for_the_buffers(group, framework):
+    do, x = adapter(framework), batch()
+    model = do.wrap(do.normalised(), group, timeout_s=ASKED_S, buffers={"*": "average"})
+    do.backward(do.loss(model, x))
+
+    waits_in_vain(model.sync_buffers, group)
+
+
+@both
+@ranks(2, group=None, framework="framework")
+def test_a_rank_that_never_comes_while_the_group_forms(rank, framework):
+    if rank == 1:
+        return
+    do = adapter(framework)
+    began = time.monotonic()
+    with pytest.raises(RendezvousError, match=f"within {ASKED_S:.1f} s") as caught:
+        do.wrap(do.network(), None, timeout_s=ASKED_S)
+    assert ASKED_S <= time.monotonic() - began < BOUND_S
+    assert caught.value.missing == (1,)
+
+
+@both
+@ranks(2, group=None, framework="framework")
+def test_the_group_that_a_model_formed_is_as_patient_as_any_for_the_others(rank, framework):
+    do, x = adapter(framework), batch()
+    model = do.wrap(do.network(), None, timeout_s=20.0)
+    do.backward(do.loss(model, x))
+    peers = importlib.import_module(f"paceline.{framework}.peers")
+    assert peers._environment_group.core.timeout_s == GROUPS_S
+
+
+@ranks(2)
+def test_warn_after_s_belongs_to_the_model(group):
+    from paceline.torch import DistributedDataParallel
+
+    do, x, told = adapter("torch"), batch(), []
+    model = DistributedDataParallel(do.network(), process_group=group, warn_after_s=0.1)
+    do.backward(do.loss(model, x))
+    handler = logging.Handler()
+    # What the log says is what ends the wait: only then does the other rank come.
+    handler.emit = lambda record: (told.append(record.getMessage()), group.send(np.ones(1), 1))
+    if group.rank == 0:
+        logging.getLogger("paceline").addHandler(handler)
+    else:
+        group.recv(np.zeros(1), 0)
+    do.backward(do.loss(model, x))
+    if group.rank == 0:
+        assert float(re.search(r"has waited ([\d.]+) s", told[0])[1]) < 9  # the group's own are 10
+    logging.getLogger("paceline").removeHandler(handler)
