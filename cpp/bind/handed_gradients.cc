@@ -85,6 +85,7 @@ PyType_Slot slots[] = {
 void bind_handed_gradients(nb::module_& m) {
   nb::class_<HandedGradients>(m, "HandedGradients", nb::type_slots(slots))
       .def(nb::init<>())
+      .def("discard", &HandedGradients::discard, nb::arg("param"))
       .def("clear", &HandedGradients::clear);
 }
 

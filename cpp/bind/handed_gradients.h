@@ -31,6 +31,12 @@ class HandedGradients {
     gradients_[parameter] = std::move(gradient);
   }
   const std::vector<size_t>& order() const { return order_; }
+  /// As if it had not been handed over.
+  void discard(size_t parameter) {
+    if (find(parameter) == nullptr) return;
+    const nb::object gradient = std::move(gradients_[parameter]);
+    std::erase(order_, parameter);
+  }
   void clear() {
     // A gradient's end may run Python code, which finds nothing here any more.
     std::vector<nb::object> gradients;

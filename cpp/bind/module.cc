@@ -240,6 +240,8 @@ void bind_reducer(nb::module_& m) {
           "rank"_a)
       .def("globally_unused",
            [](PyReducer& r) { return r.reducer().globally_unused(); })
+      .def("overlapping",
+           [](PyReducer& r) { return r.reducer().overlapping(); })
       .def("forwards_by_rank",
            [](PyReducer& r) { return r.reducer().forwards_by_rank(); })
       .def("nonfinite", [](PyReducer& r) { return r.reducer().nonfinite(); })

@@ -23,6 +23,7 @@ void Reducer::close() {
   if (closed_) return;
   closed_ = true;
   in_pass_ = false;
+  leave_pass();
   group_.free(arena_at_);
   // The counters are in rank 0's share: others may still be reading how the
   // last pass ended.
@@ -39,12 +40,14 @@ void Reducer::check_usable() const {
 void Reducer::begin_pass() {
   ++pass_;
   in_pass_ = true;
+  enter_pass();
   weights_known_ = false;
   first_open_bucket_ = 0;
   for (Bucket& bucket : buckets_) {
     bucket.pending = bucket.parameters;
     bucket.posted = false;
     bucket.exhausted = false;
+    bucket.has_outside = false;
     bucket.done = 0;
   }
   PassHeader& own = header(group_.rank(), pass_);
@@ -77,6 +80,7 @@ bool Reducer::post_complete(const Parameter& parameter) {
   bool posted = false;
   for (uint32_t i = parameter.first_part; i < parameter.end_part; ++i) {
     const uint32_t b = bucket_of_part_[i];
+    if (parameter.copy_back != nullptr) buckets_[b].has_outside = true;
     if (--buckets_[b].pending > 0) continue;
     post(buckets_[b], b);
     posted = true;
@@ -138,6 +142,7 @@ void Reducer::progress(Appetite appetite) {
   for (size_t b = first_open_bucket_; b < buckets_.size(); ++b) {
     Bucket& bucket = buckets_[b];
     if (!bucket.posted || bucket.exhausted) continue;
+    if (bucket.has_outside && appetite != Appetite::kAll) continue;
     const uint32_t chunks = bucket.end_chunk - bucket.first_chunk;
     const uint32_t most =
         appetite == Appetite::kAll ? chunks : (chunks + world - 1) / world;
@@ -205,7 +210,9 @@ void Reducer::reduce_chunk(const Chunk& chunk) {
     const Segment& segment = segments_[s];
     for (int r = 0; r < world; ++r) arrays[r] = arena_of(r) + segment.offset;
     // Where the gradient is not in the arena, it is read and replaced where it
-    // is: one copy less to bring back.
+    // is: one copy less to bring back. Only after the end of this rank's
+    // backward (see progress()), and only memory of this gradient alone (see
+    // part_overlapping()).
     if (std::byte* own = own_place_of(segment); own != nullptr) {
       arrays[group_.rank()] = own;
       reduced_in_pass_[s] = pass_;
@@ -242,10 +249,12 @@ uint32_t Reducer::finish(uint32_t forwards, bool allow_unused) {
     bits[p / 64] |= uint64_t{1} << (p % 64);
     any_unused = true;
   }
+  part_overlapping();
   if (any_unused && allow_unused) add_unused();
   const uint32_t verdict = end_backward(forwards, any_unused ? kPassUnused : 0);
   fault_point(Point::kAfterEnd);
   in_pass_ = false;
+  leave_pass();
   finished_passes_ = pass_;
   const bool is_reduced = (verdict & kPassForwardsDiffer) == 0 &&
                           ((verdict & kPassUnused) == 0 || allow_unused);

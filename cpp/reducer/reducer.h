@@ -3,36 +3,51 @@
 // holds the mean.
 //
 // Words
-//   arena    one contiguous piece of each rank's slab, at the same offset, that
-//   holds all gradients bucket   a byte range of the arena; posted by a rank
-//   once every gradient in it is final there segment  at most kBlockElements of
-//   one parameter: the unit of the statistics, the same for every bucket size
-//   chunk    a run of segments of one bucket: the unit of work
 //
-// Steps of pass p (counters only grow; nothing is reset)
-//   1. a rank posts bucket b:  arrived[b] += 1          (release; all its
-//   gradients of b are in place)
-//   2. arrived[b] == N * p:    b is complete, any rank may claim chunks of it
-//   (acquire)
-//   3. claim[b] = (p, next):   a compare-and-swap hands each chunk to exactly
-//   one rank, which reads everybody's
-//                              copy and writes the mean into everybody's copy
-//   4. chunks_done += 1        (release)
-//   5. a rank's backward ends: ended += 1, with what it left unused; ended == N
-//   * p decides whether to go on
-//   6. chunks_done == p * all: the pass is complete; who was waiting copies its
-//   gradients out
+// - Arena: one contiguous piece of each rank's slab, at the same offset, with a
+//   place for every gradient.
+// - Bucket: a byte range of the arena; a rank posts it once every gradient in
+//   it is final there.
+// - Segment: at most kBlockElements of one parameter; the unit of the
+//   statistics, the same for every bucket size.
+// - Chunk: a run of segments of one bucket; the unit of work.
+//
+// Steps of pass p, for N ranks (counters only grow; nothing is reset)
+//
+// 1. A rank posts bucket b: arrived[b] += 1. Release: all its gradients of b
+//    are in place.
+// 2. arrived[b] == N * p: b is complete, any rank may claim chunks of it.
+//    Acquire.
+// 3. claim[b] = (p, next): a compare-and-swap hands each chunk to exactly one
+//    rank, which reads everybody's copy and writes the mean into everybody's
+//    copy.
+// 4. chunks_done += 1. Release: that chunk is written everywhere.
+// 5. A rank's backward ends: ended += 1, with what it left unused. The last to
+//    end writes the verdict, whether to go on, and sets ended_pass = p.
+// 6. chunks_done == p * all chunks: the pass is complete, and its mean is in
+//    place.
+//
 // Chunks are claimed: a rank that is behind in its backward has the least time
 // for them, and those who wait for it have the most. In a large bucket they are
 // assigned, to the ranks in turn, if gradients lie outside of the arena and
 // every rank has a core of its own: what a rank reduces itself need not be
-// copied into the arena (with two ranks, half of all), and it reads and
-// replaces it where it is.
+// copied into the arena (with two ranks, half of all).
+//
+// Gradients outside of the arena
+//
+// Their memory belongs to the framework, which may use it for other gradients
+// too. While a rank's backward runs, autograd may still have to read it there,
+// so it is read and never written: a rank takes no chunk of a bucket with such
+// gradients before its own backward has ended. From then on it reads a gradient
+// where it is and writes the mean there. Gradients that overlap with each other
+// are moved into the arena at the end of backward, before anything is written;
+// their means stay there, and overlapping() tells which they are.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <thread>
 #include <vector>
 
 #include "collectives/host_group.h"
@@ -73,7 +88,8 @@ class Reducer {
   /// Of this rank in the next pass's mean.
   void set_weight(double weight) { weight_ = weight; }
   /// The gradient of a parameter is final at `gradient` (null: in the arena
-  /// already).
+  /// already). Its memory is read until finish() returns, and written only
+  /// within finish().
   void mark_ready(size_t index, void* gradient);
   /// Ends this rank's pass; blocks until the pass is complete everywhere.
   /// Returns kPass... flags.
@@ -83,6 +99,9 @@ class Reducer {
 
   std::vector<size_t> unused(int rank) const;
   std::vector<size_t> globally_unused() const;
+  /// Parameters of the last pass whose gradients shared memory with others:
+  /// their means are in the arena only. Of this rank, in no order.
+  const std::vector<size_t>& overlapping() const { return overlapping_; }
   std::vector<uint32_t> forwards_by_rank() const;
   std::vector<std::pair<int, size_t>> nonfinite() const;
   double squared_norm() const;
@@ -94,13 +113,15 @@ class Reducer {
  private:
   static constexpr int kNobody = -1;
   struct Segment {
-    size_t offset;  ///< bytes into the arena
+    /// Bytes into the arena.
+    size_t offset;
     uint32_t count;
     uint32_t parameter;
-    uint32_t order;  ///< in which squared norms are summed: by parameter, then
-                     ///< by block
+    /// In which squared norms are summed: by parameter, then by block.
+    uint32_t order;
     DType dtype;
-    int owner = kNobody;  ///< the rank that its chunk is assigned to
+    /// The rank that its chunk is assigned to.
+    int owner = kNobody;
     size_t bytes() const { return count * dtype_bytes(dtype); }
   };
   /// All that a hook needs, side by side: it runs between kernels that leave
@@ -111,9 +132,10 @@ class Reducer {
     uint32_t end_segment = 0;
     uint32_t first_part = 0;  ///< into bucket_of_part_
     uint32_t end_part = 0;
-    uint64_t ready_in_pass = 0;  ///< the last
-    std::byte* copy_back =
-        nullptr;  ///< where the mean goes; null: it stays in the arena
+    /// The last.
+    uint64_t ready_in_pass = 0;
+    /// Where the mean goes; null: it stays in the arena.
+    std::byte* copy_back = nullptr;
   };
   struct Chunk {
     uint32_t first_segment;
@@ -122,36 +144,47 @@ class Reducer {
   struct Bucket {
     uint32_t first_chunk;
     uint32_t end_chunk;
-    uint32_t parameters = 0;  ///< that have a part in it
-    uint32_t pending = 0;     ///< of those, not ready in this pass
-    bool posted = false;      ///< by this rank
-    bool exhausted = false;   ///< nothing left to claim
-    uint32_t done = 0;  ///< chunks that this rank has reduced in this pass
-    bool is_assigned = false;  ///< every world-th chunk is one rank's
+    /// How many have a part in it.
+    uint32_t parameters = 0;
+    /// Of those, how many are not ready in this pass.
+    uint32_t pending = 0;
+    /// By this rank.
+    bool posted = false;
+    /// Nothing is left to claim.
+    bool exhausted = false;
+    /// Holds gradients of this rank that lie outside of the arena.
+    bool has_outside = false;
+    /// Chunks that this rank has reduced in this pass.
+    uint32_t done = 0;
+    /// Every world-th chunk is one rank's.
+    bool is_assigned = false;
     uint32_t first_own_chunk = 0;
   };
   // In rank 0's copy of the control block.
   struct alignas(kLineBytes) PassControl {
     std::atomic<uint64_t> ended;
-    std::atomic<uint32_t> flags;  ///< kPass..., but for kPassNonFinite, of the
-                                  ///< pass that is ending
-    std::atomic<uint64_t>
-        forwards;  ///< of the first to end, plus 1; 0: nobody has
-    std::atomic<uint64_t> restarted;  ///< arrivals at the barrier that resets a
-                                      ///< pass without reduction
+    /// kPass..., but for kPassNonFinite, of the pass that is ending.
+    std::atomic<uint32_t> flags;
+    /// Of the first to end, plus 1; 0: nobody has.
+    std::atomic<uint64_t> forwards;
+    /// Arrivals at the barrier that resets a pass without reduction.
+    std::atomic<uint64_t> restarted;
     alignas(kLineBytes) std::atomic<uint64_t> chunks_done;
-    std::atomic<uint64_t> nonfinite_pass;  ///< last pass that saw one
-    alignas(kLineBytes)
-        std::atomic<uint64_t> ended_pass;  ///< last pass whose end was decided
-    std::atomic<uint32_t> verdict;         ///< flags of that pass
-    alignas(kLineBytes)
-        std::atomic<uint32_t> bell;  ///< futex word: something above changed
+    /// The last pass that saw one.
+    std::atomic<uint64_t> nonfinite_pass;
+    /// The last pass whose end was decided, and the flags of that pass.
+    alignas(kLineBytes) std::atomic<uint64_t> ended_pass;
+    std::atomic<uint32_t> verdict;
+    /// Futex word: something above changed.
+    alignas(kLineBytes) std::atomic<uint32_t> bell;
     std::atomic<uint32_t> sleepers;
-    uint32_t assigns_chunks;  ///< as rank 0 decided, once
+    /// As rank 0 decided, once.
+    uint32_t assigns_chunks;
   };
   struct alignas(kLineBytes) BucketControl {
     std::atomic<uint64_t> arrived;
-    std::atomic<uint64_t> claim;  ///< pass << 32 | next chunk
+    /// pass << 32 | next chunk
+    std::atomic<uint64_t> claim;
   };
   struct SegmentStats {
     double squared_norm;
@@ -163,10 +196,12 @@ class Reducer {
     uint64_t pass;
     double weight;
     uint32_t forwards;
-    std::atomic<uint64_t> stage;  ///< evidence: how far this rank has come
-    std::atomic<uint32_t> is_reducing;  ///< evidence: others wait for its chunk
-    std::atomic<uint32_t> owed;  ///< evidence: assigned chunks that it has not
-                                 ///< reduced yet
+    // Evidence for whoever waits: how far this rank has come, whether others
+    // wait for a chunk in its hands, and how many of the chunks assigned to it
+    // it has not reduced yet.
+    std::atomic<uint64_t> stage;
+    std::atomic<uint32_t> is_reducing;
+    std::atomic<uint32_t> owed;
   };
 
   void plan(const std::vector<BucketSpan>& buckets);
@@ -182,7 +217,8 @@ class Reducer {
   void add_unused();
   /// How much of the complete buckets a rank reduces: in the middle of its
   /// backward no more than 1/N of each (a rank that is behind should not do the
-  /// others' work as well), at its end all that is left.
+  /// others' work as well) and only of those that lie in the arena, at its end
+  /// all that is left.
   enum class Appetite { kOwnShare, kAll };
   void progress(Appetite appetite);
   bool claim_chunk(size_t bucket, uint32_t* chunk);
@@ -201,6 +237,24 @@ class Reducer {
   template <class Ready>
   void wait_until(Stage awaited, Ready ready);
   void ring(int count);
+
+  // overlaps.cc
+
+  /// The memory of a gradient that was handed over.
+  struct Extent {
+    const std::byte* begin;
+    const std::byte* end;
+    /// Null: of another reducer.
+    Parameter* parameter;
+  };
+  /// Remembers that this thread runs a pass of this reducer.
+  void enter_pass();
+  void leave_pass();
+  /// Moves gradients into the arena that share memory with any other gradient
+  /// handed over in this thread's passes.
+  void part_overlapping();
+  void collect_extents(Reducer& from, bool is_own);
+  void move_into_arena(Parameter& parameter);
 
   std::byte* arena_of(int rank) const { return group_.slab(rank) + arena_at_; }
   std::byte* control_of(int rank) const {
@@ -231,30 +285,39 @@ class Reducer {
   std::vector<Segment> segments_;
   std::vector<Chunk> chunks_;
   std::vector<Bucket> buckets_;
-  std::vector<uint32_t> bucket_of_part_;     ///< by parameter, then by bucket
-  std::vector<uint32_t> segments_in_order_;  ///< by parameter, then by block
-  uint32_t own_chunks_ = 0;  ///< assigned to this rank, of all buckets
+  /// By parameter, then by bucket.
+  std::vector<uint32_t> bucket_of_part_;
+  /// By parameter, then by block.
+  std::vector<uint32_t> segments_in_order_;
+  /// Assigned to this rank, of all buckets.
+  uint32_t own_chunks_ = 0;
   size_t total_chunks_ = 0;
   size_t unused_words_ = 0;
-  struct ControlLayout {  ///< offsets into the control block
+  /// Offsets into the control block.
+  struct ControlLayout {
     size_t buckets_at, stats_at, headers_at, unused_at, bytes;
   } layout_{};
   size_t arena_at_ = 0;
   size_t control_at_ = 0;
 
-  uint64_t pass_ = 0;  ///< under way, or finished last
+  /// Under way, or finished last.
+  uint64_t pass_ = 0;
   uint64_t finished_passes_ = 0;
   bool in_pass_ = false;
   double weight_ = 1;
   std::vector<Parameter> parameters_;
-  std::vector<uint64_t> reduced_in_pass_;  ///< by segment: the last pass in
-                                           ///< which this rank reduced it
+  /// By segment: the last pass in which this rank reduced it.
+  std::vector<uint64_t> reduced_in_pass_;
+  std::vector<size_t> overlapping_;
+  /// Of the pass under way: which thread runs it.
+  std::thread::id thread_;
+  std::vector<Extent> extents_;
   bool weights_known_ = false;
   bool weights_all_one_ = true;
   std::vector<double> weights_;
   size_t first_open_bucket_ = 0;
-  uint64_t restarts_ =
-      0;  ///< passes that ended without reduction; the same on all ranks
+  /// Passes that ended without reduction; the same on all ranks.
+  uint64_t restarts_ = 0;
   int64_t waited_ns_ = 0;
   int64_t reducing_ns_ = 0;
   bool closed_ = false;

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from paceline.reducer.end_of_backward import EndOfBackward
 from paceline.reducer.fresh_gradients import FreshGradients
 from paceline.reducer.micro_batches import MicroBatchWeights
+from paceline.reducer.overlaps import overlapping
 from paceline.reducer.pass_state import PassState
 from paceline.reducer.protocol import FINISHED, Outcome, Reducer
 from paceline.reducer.replica_check import Entry, check_replicas
@@ -301,9 +302,10 @@ class BackwardPasses(ABC):
             if outcome or status != state.forwards:
                 self._note_active(Outcome(outcome))
                 self._judge.judge(Outcome(outcome), self.reducer, state.refused)
-            if self.active:
-                self._bring_home()
             order = None if self.is_order_final else list(state.handed)
+            if self.active:
+                self._part_overlapping()
+                self._bring_home()
             self._of_first = None
         finally:
             state.begin_next()
@@ -334,6 +336,21 @@ class BackwardPasses(ABC):
         self.state.check_process()
         entries = self._replica_entries(optimizer)
         check_replicas(entries, self._gather, where=f"the check of replicas in pass {self._pass_number - 1}")
+
+    def _part_overlapping(self) -> None:
+        """Where gradients share memory, bring their means home into memory of their own.
+
+        As for parameters that this backward left without a gradient.
+        """
+        state = self.state
+        found = set(self.reducer.overlapping())
+        if state.staged:
+            gradients = ((index, state.handed[index]) for index in state.handed)
+            found |= overlapping((g.data_ptr(), g.nbytes, index) for index, g in gradients)
+        for index in found:
+            state.handed.discard(index)
+            if index in state.staged:
+                state.staged.remove(index)
 
     def _note_active(self, outcome: Outcome) -> None:
         if Outcome.FINISHED in outcome:

@@ -172,6 +172,10 @@ class EngineReducer:
     def globally_unused(self) -> list[int]:
         return sorted(set(self._unused[0]).intersection(*self._unused))
 
+    def overlapping(self) -> list[int]:
+        """None: it reads the arena only."""
+        return []
+
     def forwards_by_rank(self) -> list[int]:
         return [status.forwards for status in self._statuses]
 

@@ -81,6 +81,13 @@ class Reducer(Protocol):
         """Parameters that no rank marked in the last pass."""
         ...
 
+    def overlapping(self) -> list[int]:
+        """Parameters of the last pass whose gradients, on this rank, shared memory with others'.
+
+        Only of gradients handed over by pointer; the means of these lie in the arena alone.
+        """
+        ...
+
     def forwards_by_rank(self) -> list[int]: ...
 
     def nonfinite(self) -> list[tuple[int, int]]:

@@ -1,0 +1,149 @@
+"""Gradients that share memory: with one that has still to flow on, or with that of another parameter.
+
+Autograd lets `.grad` share its storage with other gradients where a parameter stands behind a view. Whatever
+is written there while backward runs, others would read.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing import assert_close
+
+from paceline.torch import DistributedDataParallel
+from tests.harness import ranks
+
+WAYS = {
+    "unsqueeze": ((1,), lambda p, like: p.unsqueeze(0)),
+    "view": ((1,), lambda p, like: p.view(like)),
+    "reshape": ((1,), lambda p, like: p.reshape(like)),
+    "expand": ((0,), lambda p, like: p.expand(like)),
+    "as_it_is": ((0,), lambda p, like: p),
+}
+
+
+class Positions(nn.Module):
+    """Two layers with an addition between them: each way of adding a parameter, once or twice.
+
+    Args:
+        way: How the parameter gets its shape.
+        size: Rows and columns.
+        num_added: How many parameters are added, whose gradients have the same numbers.
+    """
+
+    def __init__(self, way: str, size: int, num_added: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        (dropped,), self.shaped = WAYS[way]
+        shape = (size, size) if dropped else (1, size, size)
+        self.first = nn.Linear(size, size)
+        self.added = nn.ParameterList([nn.Parameter(torch.zeros(shape)) for _ in range(num_added)])
+        self.last = nn.Linear(size, size)
+
+    def forward(self, x: torch.Tensor, scales: tuple[float, ...] = ()) -> torch.Tensor:
+        hidden = self.first(x)
+        for parameter, scale in itertools.zip_longest(self.added, scales, fillvalue=1.0):
+            added = self.shaped(parameter, hidden.shape)
+            hidden = hidden + (added if scale == 1.0 else added * scale)
+        return self.last(hidden)
+
+
+def batch(rank: int, size: int) -> torch.Tensor:
+    return torch.randn(1, size, size, generator=torch.Generator().manual_seed(rank)) / size
+
+
+def loss_of(output: torch.Tensor, rank: int) -> torch.Tensor:
+    """With other gradients on each rank."""
+    return (output * torch.arange(1.0, 1.0 + output.shape[-1])).sum() * (1 + rank)
+
+
+def backward_behind(late: int, rank: int, ddp: nn.Module, *inputs: object) -> None:
+    """A backward in which the rank `late` begins when the other one has handed over everything."""
+
+    def meet(_: torch.Tensor) -> None:
+        token = torch.zeros(1)
+        dist.recv(token, 1 - rank) if rank == late else dist.send(token, 1 - rank)
+
+    x = inputs[0].requires_grad_()
+    output = ddp(*inputs)
+    (output if rank == late else x).register_hook(meet)  # that of x is the last
+    loss_of(output, rank).backward()
+
+
+def expected_gradients(model: nn.Module, size: int, *inputs: tuple[object, ...]) -> list[torch.Tensor]:
+    """Of one process in float64, for what each rank gives beside its batch.
+
+    By autograd.grad, because torch adds a second gradient to both of two that share memory, twice.
+    """
+    alone = copy.deepcopy(model).double()
+    parameters = list(alone.parameters())
+    by_rank = [
+        torch.autograd.grad(loss_of(alone(batch(rank, size).double(), *own), rank), parameters)
+        for rank, own in enumerate(inputs)
+    ]
+    return [sum(gradients) / len(inputs) for gradients in zip(*by_rank, strict=True)]
+
+
+def check(model: nn.Module, expected: list[torch.Tensor]) -> None:
+    for (name, parameter), mean in zip(model.named_parameters(), expected, strict=True):
+        error = float((parameter.grad.double() - mean).abs().max() / mean.abs().max())
+        assert error < 1e-5, f"{name}: {error}"
+
+
+# Of 512 x 512 elements the chunks are assigned to ranks, where each has a core.
+@pytest.mark.parametrize("size", [8, 512])
+@pytest.mark.parametrize("way", WAYS)
+@ranks(2, group="gloo")
+def test_no_gradient_flows_on_from_a_mean(rank: int, way: str, size: int) -> None:
+    model = Positions(way, size)
+    expected = expected_gradients(model, size, (), ())
+    for options in ({}, {"gradient_as_bucket_view": True}, {"reduce_through": "group"}):
+        ddp = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=1e-6, **options)
+        for step in range(3):
+            ddp.zero_grad()
+            backward_behind(step % 2, rank, ddp, batch(rank, size))
+            check(ddp.module, expected)
+
+
+@pytest.mark.parametrize("size", [8, 512])
+@pytest.mark.parametrize("way", WAYS)
+@ranks(2, group="gloo")
+def test_gradients_that_share_memory_get_their_own_means(rank: int, way: str, size: int) -> None:
+    """On one rank two gradients are the same memory; on the other they differ."""
+    model = Positions(way, size, num_added=2)
+    scales = ((), (2.0, 0.5))
+    expected = expected_gradients(model, size, *((own,) for own in scales))
+    for cap in (1e-6, 25):
+        for options in ({}, {"gradient_as_bucket_view": True}, {"reduce_through": "group"}):
+            ddp = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=cap, **options)
+            for step in range(3):
+                ddp.zero_grad()
+                backward_behind(step % 2, rank, ddp, batch(rank, size), scales[rank])
+                check(ddp.module, expected)
+                pointers = {p.grad.untyped_storage().data_ptr() for p in ddp.module.added}
+                assert len(pointers) == 2 or options.get("gradient_as_bucket_view")
+                # What one holds is not what the other holds: the next gradient is added to each.
+            backward_behind(0, rank, ddp, batch(rank, size), scales[rank])
+            check(ddp.module, [2 * mean for mean in expected])
+
+
+@pytest.mark.parametrize("size", [8, 512])
+@ranks(2, group="gloo")
+def test_models_whose_gradients_share_memory(rank: int, size: int) -> None:
+    """Two wrapped models in one backward: the pass of one ends before that of the other."""
+    encoder, decoder = Positions("unsqueeze", size), Positions("view", size)
+    del encoder.last, decoder.first
+    encoder.last, decoder.first = nn.Identity(), nn.Identity()
+    both = nn.Sequential(encoder, decoder)
+    expected = expected_gradients(both, size, (), ())
+    chain = nn.Sequential(*(DistributedDataParallel(part, bucket_cap_mb=1e-6) for part in both))
+    for step in range(3):
+        both.zero_grad()
+        backward_behind(step % 2, rank, chain, batch(rank, size))
+        check(both, expected)
+        assert_close(chain[0].module.added[0].grad, chain[1].module.added[0].grad)
