@@ -128,9 +128,22 @@ enum class Witness : uint32_t {
   kNobody = 2,    ///< neither works here: it is late, and no more
 };
 
-/// RankLine::crash holds a signal's number and, above it, a count of such
-/// signals; and this bit once the process is sure to die of it.
+/// RankLine::crash: the number of a signal, whose handler is running; a count
+/// of such signals; a beat, which the rank's keeper changes while it runs; and
+/// a bit that is set once the process is sure to die.
+inline constexpr uint32_t kCrashSignal = 0x000000ff;
+inline constexpr uint32_t kCrashCount = 0x000fff00;
+inline constexpr uint32_t kCrashBeat = 0x7ff00000;
+inline constexpr uint32_t kOneBeat = 0x00100000;
 inline constexpr uint32_t kCrashIsFatal = 0x80000000;
+
+/// Marks the crash as over, if it is still this one.
+inline void end_crash(std::atomic<uint32_t>& crash, uint32_t word) {
+  uint32_t seen = crash.load(std::memory_order_relaxed);
+  while ((seen & ~kCrashBeat) == (word & ~kCrashBeat) &&
+         !crash.compare_exchange_weak(seen, 0, std::memory_order_release)) {
+  }
+}
 
 /// What one rank tells the others. Written by its owner alone, but for `life`
 /// and `crash`, in which others note its death where the kernel does not.
@@ -143,7 +156,7 @@ struct alignas(kLineBytes) RankLine {
   std::atomic<uint32_t> life;    ///< futex word: the keeper thread's id, marked
                                  ///< by the kernel when it dies
   std::atomic<Witness> witness;  ///< set before `life`
-  /// 0, or the signal of a crash for which a handler is running.
+  /// 0, or the crash for which a handler is running.
   std::atomic<uint32_t> crash;
   std::atomic<uint32_t> pid;
   uint8_t affinity[128];  ///< cpu_set_t of the process, to tell whether the

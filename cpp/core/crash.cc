@@ -5,6 +5,7 @@
 #include <sched.h>
 #include <signal.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -34,11 +35,6 @@ struct Place {
 };
 std::array<Place, kSignals.size()> places;
 int num_watches = 0;
-
-/// The signal stack of the first thread to join a group, if it has none: where
-/// its own stack has overflown, a handler needs another. Other threads have
-/// one if somebody gave it to them.
-alignas(16) char alternate_stack[64 * 1024];
 
 /// Held while the places change. Not a std::mutex: the thread of the parent
 /// that held it does not exist in a forked child, which takes it all the same.
@@ -132,14 +128,15 @@ void call(const struct sigaction& action, int signal, siginfo_t* info,
     action.sa_handler(signal);
 }
 
-/// Whether this handler, which is below ours of `level`, leaves the process
-/// alive: it has returned and not restored what was there before it.
-bool survives(int level, const struct sigaction& handler, int signal,
-              siginfo_t* info, void* context) {
+/// Whether this handler of somebody else's leaves the process alive: it has
+/// returned, and has not restored the default. If it has restored a handler of
+/// ours, from a lower level, that one will see what comes.
+bool survives(const struct sigaction& handler, int signal, siginfo_t* info,
+              void* context) {
   static std::atomic<uint32_t> count{0};
   const uint32_t number = count.fetch_add(1, std::memory_order_relaxed);
   const uint32_t word =
-      static_cast<uint32_t>(signal) | (number << 8 & ~kCrashIsFatal);
+      static_cast<uint32_t>(signal) | (number << 8 & kCrashCount);
   for_own_groups([&](const CrashWatch::Group& group) {
     group.line->crash.store(word, std::memory_order_release);
   });
@@ -147,13 +144,9 @@ bool survives(int level, const struct sigaction& handler, int signal,
   // it again does not end the process before it has returned to here.
   call(handler, signal, info, context);
   struct sigaction now;
-  if (sigaction(signal, nullptr, &now) == 0 &&
-      (is_default(now) || (level_of(now) >= 0 && level_of(now) < level)))
-    return false;
+  if (sigaction(signal, nullptr, &now) == 0 && is_default(now)) return false;
   for_own_groups([&](const CrashWatch::Group& group) {
-    uint32_t expected = word;
-    group.line->crash.compare_exchange_strong(expected, 0,
-                                              std::memory_order_release);
+    end_crash(group.line->crash, word);
   });
   return true;
 }
@@ -184,8 +177,7 @@ void on_crash(int signal, siginfo_t* info, void* context) {
     errno = saved_errno;
     return;
   }
-  if (is_handler(previous) &&
-      survives(kLevel, previous, signal, info, context)) {
+  if (is_handler(previous) && survives(previous, signal, info, context)) {
     errno = saved_errno;
     return;
   }
@@ -202,15 +194,25 @@ void on_crash(int signal, siginfo_t* info, void* context) {
 const std::array<Handler, kLevels> handlers = {on_crash<0>, on_crash<1>,
                                                on_crash<2>, on_crash<3>};
 
+/// To the first thread that joins a group, if it has none: where its own stack
+/// has overflown, a handler needs another. Other threads have one if somebody
+/// gave it to them. Large enough for handlers of others that write a report.
 void give_alternate_stack() {
+  constexpr size_t kBytes = 256 * 1024;
   static std::atomic<bool> is_given{false};
   stack_t current;
   if (sigaltstack(nullptr, &current) != 0 ||
       (current.ss_flags & SS_DISABLE) == 0 || is_given.exchange(true))
     return;
-  const stack_t ours = {.ss_sp = alternate_stack,
+  // Never given back: the thread may end, or change its mind, at any time.
+  void* const mapped =
+      mmap(nullptr, page_bytes() + kBytes, PROT_READ | PROT_WRITE,
+           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (mapped == MAP_FAILED) return;
+  mprotect(mapped, page_bytes(), PROT_NONE);  // stacks grow down to there
+  const stack_t ours = {.ss_sp = static_cast<char*>(mapped) + page_bytes(),
                         .ss_flags = 0,
-                        .ss_size = sizeof(alternate_stack)};
+                        .ss_size = kBytes};
   sigaltstack(&ours, nullptr);
 }
 

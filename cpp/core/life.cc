@@ -155,6 +155,7 @@ void Keeper::watch() {
   while (state_.load(std::memory_order_acquire) == kHolding) {
     size_t count = 0;
     waits[count++] = {&state_, kHolding};
+    beat();
     int64_t recheck_ns = kRecheckNs;
     for (size_t peer = 0; peer < ranks_.size(); ++peer) {
       if (static_cast<int>(peer) == rank_) continue;
@@ -187,11 +188,33 @@ void Keeper::look_at(size_t peer) {
   uint32_t crash = line.crash.load(std::memory_order_acquire);
   const int64_t now = now_ns();
   if (crash != crashes_[peer].word) crashes_[peer] = {crash, now};
-  if (crash != 0 && now - crashes_[peer].since_ns >= kHandlerNs) {
-    // Fails where the handler has just returned.
+  if (crash != 0 && now - crashes_[peer].since_ns >= kSilenceNs) {
+    // Fails where the handler has just returned, or the keeper is alive.
     line.crash.compare_exchange_strong(crash, crash | kCrashIsFatal,
                                        std::memory_order_acq_rel);
   }
+}
+
+void Keeper::beat() {
+  // After that the handler must have jumped out of the crash.
+  constexpr int64_t kLongestNs = 60'000'000'000;
+  std::atomic<uint32_t>& word = ranks_[static_cast<size_t>(rank_)].crash;
+  uint32_t crash = word.load(std::memory_order_relaxed);
+  Crash& known = crashes_[static_cast<size_t>(rank_)];
+  if (crash == 0 || (crash & kCrashIsFatal) != 0) {
+    known.word = 0;
+    return;
+  }
+  const int64_t now = now_ns();
+  if (known.word != (crash & ~kCrashBeat)) known = {crash & ~kCrashBeat, now};
+  if (now - known.since_ns >= kLongestNs) {
+    end_crash(word, crash);
+    return;
+  }
+  // Fails where the handler has just returned, or there is another crash.
+  const uint32_t next =
+      (crash & ~kCrashBeat) | ((crash + kOneBeat) & kCrashBeat);
+  word.compare_exchange_strong(crash, next, std::memory_order_relaxed);
 }
 
 }  // namespace paceline

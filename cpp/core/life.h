@@ -55,7 +55,9 @@ class Keeper {
       kStarting};  // futex word between this object and its thread
   const Region* const region_;
   std::unique_ptr<RegionLock> lock_;
-  /// Since when a peer's crash has been the same.
+  /// While a handler has a crash of this very process: says that it is alive.
+  void beat();
+  /// Since when a crash has been the same.
   struct Crash {
     uint32_t word = 0;
     int64_t since_ns = 0;

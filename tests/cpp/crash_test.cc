@@ -2,6 +2,7 @@
 
 #include "core/crash.h"
 
+#include <setjmp.h>
 #include <signal.h>
 #include <stdlib.h>
 #include <sys/mman.h>
@@ -172,6 +173,23 @@ void report_and_die(int signal, siginfo_t*, void*) {
   raise(signal);
 }
 
+TEST(a_handler_that_jumps_out_is_no_crash) {
+  static sigjmp_buf away;
+  const Ended ended = run_rank([](Shared& shared) {
+    set_handler(SIGSEGV, [](int, siginfo_t*, void*) { siglongjmp(away, 1); });
+    Keeper keeper(shared.header, shared.lines, 1);
+    Keeper peer(shared.header, shared.lines, 0);
+    if (sigsetjmp(away, 1) == 0) touch_forbidden_memory();
+    const int64_t until = now_ns() + kSilenceNs + 2'000'000'000;
+    while (now_ns() < until && shared.header.abort.load() == 0) {
+      const FutexWait wait[] = {{&shared.header.abort, 0}};
+      futex_wait_any(wait, until);
+    }
+  });
+  CHECK_EQ(ended.status, 0);
+  CHECK_EQ(ended.abort_word, 0u);
+}
+
 TEST(a_handler_that_was_there_reports_and_dies) {
   for (const unsigned flags :
        {0u, unsigned{SA_NODEFER}, unsigned{SA_NODEFER} | SA_RESETHAND}) {
@@ -209,6 +227,20 @@ TEST(a_handler_that_comes_later_restores_ours) {
     CHECK_EQ(ended.status, -SIGSEGV);
     CHECK_EQ(ended.abort_word, kCrashed);
   }
+}
+
+TEST(all_of_several_handlers_report) {
+  const Ended ended = run_rank([](Shared& shared) {
+    set_handler(SIGSEGV, report_and_die);
+    Keeper keeper(shared.header, shared.lines, 1);
+    sigaction(SIGSEGV, nullptr, &below);
+    set_handler(SIGSEGV, report_and_restore);
+    const CrashWatch other(shared.header, shared.lines[1], 1);
+    touch_forbidden_memory();
+  });
+  CHECK(ended.errors == "report\nreport\n");
+  CHECK_EQ(ended.status, -SIGSEGV);
+  CHECK_EQ(ended.abort_word, kCrashed);
 }
 
 TEST(a_handler_that_comes_later_calls_ours) {
@@ -314,7 +346,7 @@ TEST(they_can_be_done_without) {
   CHECK_EQ(ended.crash, 0u);
 }
 
-TEST(a_handler_that_never_returns_is_taken_for_a_death) {
+TEST(a_crash_that_ends_in_somebody_elses_handler_is_taken_for_a_death) {
   auto* shared = new (map(PROT_READ | PROT_WRITE, MAP_SHARED)) Shared{};
   {
     Keeper keeper(shared->header, shared->lines, 0);
@@ -328,7 +360,7 @@ TEST(a_handler_that_never_returns_is_taken_for_a_death) {
       futex_wait_any(wait, now_ns() + 100'000'000);
     }
     CHECK_EQ(shared->header.abort.load(), pack_abort(Reason::kDied, 0, 1));
-    CHECK(now_ns() - start >= kHandlerNs);
+    CHECK(now_ns() - start >= kSilenceNs);
     CHECK(has_died(line));
   }
   munmap(shared, kPage);

@@ -310,7 +310,7 @@ class Group:
         """Return a zeroed array in the memory that the ranks share. Collective.
 
         Each rank gets its own array; collectives work on it without copying. The memory is given back
-        when the last view of it is gone.
+        when the last view of it is gone. A forked child cannot read it; copy it before the fork.
 
         Raises:
             RegionError: Some rank lacks the memory; on every rank.

@@ -66,6 +66,7 @@ class DistributedDataParallel(CommHooks, GradientStatistics, Joins, Regrouping, 
         find_unused_parameters: Let a parameter that got no gradient contribute 0. Otherwise that raises, on
             every rank. A parameter unused on all ranks keeps its .grad.
         gradient_as_bucket_view: Keep .grad in the memory where it is averaged: gradients are held once.
+            A forked child cannot read it; copy it before the fork.
         static_graph: A promise that the same parameters are unused in each pass. Breaking it raises.
         mixed_precision: torch's `_MixedPrecision`, on the CPU too: dtypes in which forward runs, gradients
             are averaged and buffers kept. Parameters and .grad keep theirs. No activation checkpointing.
