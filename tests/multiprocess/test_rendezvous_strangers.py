@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import multiprocessing
 import os
+import resource
 import socket
 import time
 from dataclasses import asdict
@@ -16,7 +19,8 @@ from paceline.errors import PacelineError, RegionError, RendezvousError
 from paceline.rendezvous import host
 from paceline.rendezvous.deadline import Deadline
 from paceline.rendezvous.frames import Frame, listen, receive_frame, send_frame
-from paceline.rendezvous.hub import Hello, hub_address
+from paceline.rendezvous.hub import hub_address
+from paceline.rendezvous.messages import Hello
 from tests.harness import ranks, run_ranks
 
 
@@ -29,13 +33,18 @@ def hello_of(rank, world_size):
     return Hello(rank, world_size, os.environ["PACELINE_JOB_ID"], "world", os.getpid())
 
 
-def dial():
+def meeting_place():
+    return "\0" + hub_address(os.environ["PACELINE_JOB_ID"], "world")
+
+
+def dial(address=None):
     """A connection to rank 0's meeting place, as soon as it is there."""
+    address = address or meeting_place()
     deadline = Deadline(20)
     while True:
         peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            peer.connect("\0" + hub_address(os.environ["PACELINE_JOB_ID"], "world"))
+            peer.connect(address)
             return peer
         except OSError:
             peer.close()
@@ -59,6 +68,10 @@ GARBAGE = [
     frame(99, b"?"),
     (1).to_bytes(1, "little") + (1 << 60).to_bytes(8, "little"),
     frame(1, b"x")[:5],  # and no more: half a message
+    frame(1, b"[" * 50_000),  # deeper than anybody may nest
+    frame(1, b"x" * 70_000),  # longer than a hello may be
+    frame(1, b"\xff\xfe\x00"),
+    frame(1, b"{}") + b"and more",
 ]
 
 
@@ -69,13 +82,70 @@ def test_strangers_are_turned_away(rank):
     else:
         silent = [dial() for _ in range(3)]  # say nothing, and stay
         for garbage in GARBAGE:
-            with dial() as peer:
+            with dial() as peer, contextlib.suppress(OSError):  # rank 0 hangs up on some
                 peer.sendall(garbage)
         started = time.monotonic()
         group = init(1, 2)
         assert time.monotonic() - started < 10
         for peer in silent:
             peer.close()
+    with group:
+        group.barrier()
+
+
+@ranks(2, group=None)
+def test_who_speaks_one_byte_at_a_time_holds_nobody_up(rank):
+    """However slow: here, a byte for every time that rank 1 could have said its whole hello."""
+    if rank == 0:
+        group = init(0, 2)
+    else:
+        slow = [dial() for _ in range(20)]
+        for at in range(5):
+            for peer in slow:
+                peer.sendall(frame(1, b"x" * 1000)[at : at + 1])
+        group = init(1, 2, timeout_s=10)
+        for peer in slow:
+            peer.close()
+    with group:
+        group.barrier()
+
+
+def flood(count, address):
+    """Connections that say nothing."""
+    return [dial(address) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    "user", ["this", pytest.param("another", marks=pytest.mark.skipif(os.geteuid() != 0, reason="not root"))]
+)
+@ranks(2, group=None)
+def test_more_connections_than_rank_0_has_descriptors_for(rank, user):
+    if rank == 0:
+        few = len(os.listdir("/proc/self/fd")) + 16
+        resource.setrlimit(resource.RLIMIT_NOFILE, (few, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        group = init(0, 2)
+    elif user == "this":
+        silent = flood(200, meeting_place())
+        group = init(1, 2)
+        del silent
+    else:
+        done = multiprocessing.get_context("fork").Event()
+        stay = multiprocessing.get_context("fork").Event()
+        address = meeting_place()  # anybody can compute it
+
+        def attack():
+            os.setuid(65534)
+            silent = flood(200, address)
+            done.set()
+            stay.wait(60)
+            del silent
+
+        attacker = multiprocessing.get_context("fork").Process(target=attack, daemon=True)
+        attacker.start()
+        assert done.wait(60)
+        group = init(1, 2)
+        stay.set()
+        attacker.join()
     with group:
         group.barrier()
 

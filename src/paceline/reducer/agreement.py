@@ -3,7 +3,7 @@
 Every rank describes its model as plain data and exchanges a digest of it. Only where digests differ are the
 full descriptions exchanged, as JSON, so that every rank can name the first difference by parameter and rank.
 
-Imports only the standard library, `errors` and `rendezvous.exchange`.
+Imports only the standard library, `errors` and `rendezvous`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 
 from paceline.errors import ModelMismatchError, format_ranks
 from paceline.rendezvous.exchange import Exchange
+from paceline.rendezvous.messages import read_of_ranks
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class ModelDescription:
         return cls(
             parameters=tuple(_tensor(entry) for entry in plain["parameters"]),
             buffers=tuple(_tensor(entry) for entry in plain["buffers"]),
-            options=plain["options"],
+            options=dict(plain["options"]),
         )
 
 
@@ -72,6 +73,7 @@ def check_agreement(description: ModelDescription, exchange: Exchange, timeout_s
 
     Raises:
         ModelMismatchError: Names the first difference and the ranks on each side of it.
+        RendezvousError: What a rank sent is no description; names it.
 
     Example:
         Rank 0 has `fc.weight` of shape (10, 4) and rank 1 of shape (10, 5): both raise, and both
@@ -82,7 +84,7 @@ def check_agreement(description: ModelDescription, exchange: Exchange, timeout_s
     if len(set(digests)) == 1:
         return
     payloads = exchange.all_gather(payload, timeout_s)
-    raise first_difference([ModelDescription.from_json(payload) for payload in payloads])
+    raise first_difference(read_of_ranks(payloads, ModelDescription.from_json))
 
 
 def first_difference(models: Sequence[ModelDescription]) -> ModelMismatchError:

@@ -17,6 +17,7 @@ from paceline.rendezvous.deadline import Deadline
 _HEAD = struct.Struct("<BQ")
 _CREDENTIALS = struct.Struct("3i")
 _LONGEST_FRAME = 1 << 30
+LONGEST_HELLO = 1 << 16
 
 
 class Frame(IntEnum):
@@ -38,10 +39,44 @@ def send_frame(peer: socket.socket, kind: Frame, payload: bytes, deadline: Deadl
 
 def receive_frame(peer: socket.socket, deadline: Deadline) -> tuple[Frame, bytes]:
     """Raises OSError (TimeoutError at the deadline, ConnectionError at an early end)."""
-    kind, length = _HEAD.unpack(_receive_exactly(peer, _HEAD.size, deadline))
-    if length > _LONGEST_FRAME or kind not in Frame.__members__.values():
+    kind, length = _read_head(_receive_exactly(peer, _HEAD.size, deadline), _LONGEST_FRAME)
+    return kind, _receive_exactly(peer, length, deadline)
+
+
+class FrameReader:
+    """One frame that comes in pieces, from somebody whom one need not wait for.
+
+    Args:
+        longest: Bytes that it may hold.
+    """
+
+    def __init__(self, longest: int) -> None:
+        self._longest = longest
+        self._bytes = bytearray()
+
+    @property
+    def wants(self) -> int:
+        """How many bytes to read at most."""
+        return _HEAD.size + self._longest + 1 - len(self._bytes)
+
+    def feed(self, piece: bytes) -> tuple[Frame, bytes] | None:
+        """The frame, once it is whole. Raises ConnectionError if it can't become one."""
+        self._bytes += piece
+        if len(self._bytes) < _HEAD.size:
+            return None
+        kind, length = _read_head(bytes(self._bytes[: _HEAD.size]), self._longest)
+        if len(self._bytes) < _HEAD.size + length:
+            return None
+        if len(self._bytes) > _HEAD.size + length:
+            raise ConnectionError("the other end says more than it may")
+        return kind, bytes(self._bytes[_HEAD.size :])
+
+
+def _read_head(head: bytes, longest: int) -> tuple[Frame, int]:
+    kind, length = _HEAD.unpack(head)
+    if length > longest or kind not in Frame.__members__.values():
         raise ConnectionError("the other end does not speak Paceline's protocol")
-    return Frame(kind), _receive_exactly(peer, length, deadline)
+    return Frame(kind), length
 
 
 def _receive_exactly(peer: socket.socket, length: int, deadline: Deadline) -> bytes:

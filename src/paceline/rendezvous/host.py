@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import array
 import contextlib
-import json
 import os
 import secrets
 import socket
@@ -26,6 +25,7 @@ from paceline.rendezvous import lifetime
 from paceline.rendezvous.deadline import Deadline
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.frames import Frame, listen, peer_pid, receive_frame, send_frame
+from paceline.rendezvous.messages import gather_objects
 
 _NONCE_BYTES = 16
 
@@ -150,8 +150,7 @@ def _close(fd: int) -> None:
 
 
 def _all_gather(exchange: Exchange, facts: dict[str, Any], deadline: Deadline) -> list[dict[str, Any]]:
-    payloads = exchange.all_gather(json.dumps(facts).encode(), max(deadline.left_s(), 1e-3))
-    return [json.loads(payload) for payload in payloads]
+    return gather_objects(exchange, facts, max(deadline.left_s(), 1e-3))
 
 
 def _host_hint() -> str:

@@ -8,43 +8,48 @@ the hub works inside rank 0's own calls.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
-import json
 import os
 import selectors
 import socket
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import NoReturn
 
 from paceline.errors import RendezvousError, format_ranks
 from paceline.rendezvous.deadline import Deadline
-from paceline.rendezvous.frames import Frame, listen, peer_pid, receive_frame, send_frame
+from paceline.rendezvous.frames import (
+    LONGEST_HELLO,
+    Frame,
+    FrameReader,
+    listen,
+    peer_pid,
+    receive_frame,
+    send_frame,
+)
+from paceline.rendezvous.messages import (
+    Hello,
+    MessageError,
+    join_payloads,
+    read_failure,
+    read_hello,
+    split_payloads,
+    unreadable,
+    write_failure,
+    write_object,
+)
 
 _RETRY_S = 0.01
 # For one message that is due at once, from a process that may have to wait for a core.
 _PATIENCE_S = 2.0
 # Rank 0 knows who is missing: the others give it this long to say so after their own deadline.
 _GRACE_S = 5.0
-
-
-@dataclass(frozen=True)
-class Hello:
-    """What a rank says when it connects."""
-
-    rank: int
-    world_size: int
-    job_id: str
-    name: str
-    pid: int
-
-
-def parse_hello(raw: bytes) -> Hello:
-    """Raises ValueError or TypeError if it is none."""
-    hello = Hello(**json.loads(raw))
-    if not all(isinstance(number, int) for number in (hello.rank, hello.world_size, hello.pid)):
-        raise TypeError("rank, world_size and pid must be numbers")
-    return hello
+_LONGEST_SLEEP_S = 3600.0  # of select(), which counts in an int of milliseconds
+# Strangers may connect and say nothing. When there are more than this beyond the ranks, the oldest goes.
+_MOST_SILENT = 64
+_OUT_OF_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 def hub_address(key: str, name: str) -> str:
@@ -77,6 +82,7 @@ class HubExchange:
         self._hello = Hello(rank, world_size, job_id, name, os.getpid())
         self._key = key
         self._peers: dict[int, socket.socket] = {}
+        self._num_strangers = 0
         deadline = Deadline(timeout_s)
         try:
             if rank == 0:
@@ -109,9 +115,12 @@ class HubExchange:
             kind, answer = receive_frame(hub, Deadline(deadline.left_s() + _GRACE_S))
         except OSError as error:
             raise self._lost_hub(error) from error
-        if kind is not Frame.ALL_PAYLOADS:
-            raise _from_hub(answer)
-        return _split(answer, self.world_size)
+        try:
+            if kind is not Frame.ALL_PAYLOADS:
+                raise _failure_in(kind, answer)
+            return split_payloads(answer, self.world_size)
+        except MessageError as error:
+            raise unreadable(0, self.world_size, error) from error
 
     # --- rank 0 ---
 
@@ -119,7 +128,7 @@ class HubExchange:
         if self.world_size == 1:
             return
         try:
-            listener = listen(address, self.world_size)
+            listener = listen(address, self.world_size + _MOST_SILENT)
         except OSError as error:
             raise RendezvousError(
                 f"Rank 0 of {self.world_size} can't open the meeting place of this job.",
@@ -128,7 +137,8 @@ class HubExchange:
                 likely="another job, or another process with rank 0, is meeting at the same address",
                 hint="give each job its own address or job id: `paceline run` does; else set MASTER_PORT",
             ) from error
-        with listener, selectors.DefaultSelector() as waiting:
+        listener.setblocking(False)
+        with listener, selectors.PollSelector() as waiting:  # which needs no descriptor
             waiting.register(listener, selectors.EVENT_READ)
             try:
                 self._admit_all(listener, waiting, deadline)
@@ -145,7 +155,7 @@ class HubExchange:
             try:
                 hub.settimeout(_PATIENCE_S)
                 hub.connect("\0" + address)
-                send_frame(hub, Frame.HELLO, json.dumps(asdict(self._hello)).encode(), Deadline(_PATIENCE_S))
+                send_frame(hub, Frame.HELLO, write_object(asdict(self._hello)), Deadline(_PATIENCE_S))
                 kind, answer = receive_frame(hub, Deadline(_PATIENCE_S))
             except OSError:
                 return ""
@@ -154,26 +164,65 @@ class HubExchange:
     def _admit_all(
         self, listener: socket.socket, waiting: selectors.BaseSelector, deadline: Deadline
     ) -> None:
-        """Until all ranks have come. A connection that says nothing holds nobody up."""
+        """Until all ranks have come. A connection that says nothing, or garbage, holds nobody up."""
         while len(self._peers) < self.world_size - 1:
             if deadline.is_over():
                 self._fail_missing(deadline)
-            for key, _ in waiting.select(deadline.left_s()):
+            for key, _ in waiting.select(min(deadline.left_s(), _LONGEST_SLEEP_S)):
                 if key.fileobj is listener:
-                    waiting.register(listener.accept()[0], selectors.EVENT_READ)
-                else:
-                    waiting.unregister(key.fileobj)
-                    self._admit(key.fileobj)  # type: ignore[arg-type]
+                    self._let_in(listener, waiting)
+                elif key.fileobj.fileno() >= 0:  # type: ignore[union-attr]  # else closed, to make room
+                    self._hear(key.fileobj, key.data, waiting)  # type: ignore[arg-type]
 
-    def _admit(self, peer: socket.socket) -> None:
-        """Take a connection in, or refuse it; raises only where the whole job can't work."""
+    def _let_in(self, listener: socket.socket, waiting: selectors.BaseSelector) -> None:
+        """Take the next connection, if it comes from a process of this user."""
+        try:
+            peer, _ = listener.accept()
+        except OSError as error:
+            if error.errno in _OUT_OF_ROOM and not self._drop_oldest(listener, waiting):
+                time.sleep(_RETRY_S)
+            return
         try:
             peer_pid(peer)
-            kind, raw = receive_frame(peer, Deadline(_PATIENCE_S))
-            hello = parse_hello(raw) if kind is Frame.HELLO else None
-        except (OSError, ValueError, TypeError, RendezvousError):
+        except (OSError, RendezvousError):
+            self._num_strangers += 1
             peer.close()
             return
+        if len(waiting.get_map()) > self.world_size + _MOST_SILENT:
+            self._drop_oldest(listener, waiting)
+        peer.setblocking(False)
+        waiting.register(peer, selectors.EVENT_READ, FrameReader(LONGEST_HELLO))
+
+    def _drop_oldest(self, listener: socket.socket, waiting: selectors.BaseSelector) -> bool:
+        """End the connection that has been silent for longest; whether there was any."""
+        for silent in [key.fileobj for key in waiting.get_map().values()]:
+            if silent is not listener:
+                waiting.unregister(silent)
+                silent.close()  # type: ignore[union-attr]
+                return True
+        return False
+
+    def _hear(self, peer: socket.socket, reader: FrameReader, waiting: selectors.BaseSelector) -> None:
+        """Read what a connection says, as far as it is there."""
+        try:
+            piece = peer.recv(reader.wants)
+            frame = reader.feed(piece)
+        except BlockingIOError:
+            return
+        except OSError:
+            piece, frame = b"", None
+        if frame is not None or not piece:
+            waiting.unregister(peer)
+        if frame is not None:
+            self._admit(peer, *frame)
+        elif not piece:
+            peer.close()
+
+    def _admit(self, peer: socket.socket, kind: Frame, raw: bytes) -> None:
+        """Take a connection in, or refuse it; raises only where the whole job can't work."""
+        hello = None
+        with contextlib.suppress(MessageError):
+            hello = read_hello(raw) if kind is Frame.HELLO else None
         problem = "it does not speak Paceline's protocol" if hello is None else self._misfit(hello)
         if not problem:
             assert hello is not None
@@ -212,18 +261,21 @@ class HubExchange:
                 f"{format_ranks(missing).capitalize()} of {self.world_size} did not come within "
                 f"{deadline.timeout_s:.1f} s.",
                 where=f"group {self._hello.name!r} at {self._key}",
-                seen=f"{format_ranks([0, *self._peers])} came",
+                seen=f"{format_ranks([0, *self._peers])} came{self._turned_away()}",
                 likely="the process did not start, died while importing, or has another address or job id",
                 hint="look at the missing rank's output; `timeout_s` gives slow starters longer",
                 missing=tuple(missing),
             )
         )
 
+    def _turned_away(self) -> str:
+        count = self._num_strangers
+        return f"; {count} connections of other users were turned away" if count else ""
+
     def _fail(self, error: RendezvousError) -> NoReturn:
         """Tell everybody who came, then raise."""
         for peer in self._peers.values():
-            told = {"text": str(error), "missing": error.fields.get("missing", ())}
-            _try_send(peer, Frame.FAILED, json.dumps(told).encode())
+            _try_send(peer, Frame.FAILED, write_failure(error))
         raise error
 
     def _gather_and_spread(self, payload: bytes, deadline: Deadline) -> list[bytes]:
@@ -231,7 +283,7 @@ class HubExchange:
         for rank, peer in sorted(self._peers.items()):
             payloads[rank] = self._receive_payload(rank, peer, deadline)
         ordered = [payloads[rank] for rank in range(self.world_size)]
-        joined = b"".join(len(part).to_bytes(8, "little") + part for part in ordered)
+        joined = join_payloads(ordered)
         for peer in self._peers.values():
             _try_send(peer, Frame.ALL_PAYLOADS, joined, deadline)
         return ordered
@@ -261,7 +313,7 @@ class HubExchange:
         self._peers[0] = hub
         try:
             peer_pid(hub)
-            send_frame(hub, Frame.HELLO, json.dumps(asdict(self._hello)).encode(), deadline)
+            send_frame(hub, Frame.HELLO, write_object(asdict(self._hello)), deadline)
             kind, answer = receive_frame(hub, Deadline(deadline.left_s() + _GRACE_S))
         except OSError as error:
             raise self._lost_hub(error) from error
@@ -274,16 +326,22 @@ class HubExchange:
                 hint="give each job its own MASTER_PORT or PACELINE_JOB_ID, and each process its own rank",
             )
         if kind is not Frame.WELCOME:
-            raise _from_hub(answer)
+            try:
+                raise _failure_in(kind, answer)
+            except MessageError as error:
+                raise unreadable(0, self.world_size, error) from error
 
     def _dial(self, address: str, deadline: Deadline) -> socket.socket:
         while True:
-            hub = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+            hub = None
             try:
+                hub = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+                hub.settimeout(max(deadline.left_s(), 1e-3))  # where rank 0's queue of connections is full
                 hub.connect("\0" + address)
                 return hub
             except OSError as error:
-                hub.close()
+                if hub is not None:
+                    hub.close()
                 if deadline.is_over():
                     raise RendezvousError(
                         f"Rank {self.rank} of {self.world_size} did not find rank 0 within "
@@ -308,21 +366,11 @@ class HubExchange:
         )
 
 
-def _from_hub(message: bytes) -> RendezvousError:
-    """Rank 0's own error, as it was there."""
-    told = json.loads(message)
-    summary, _, rest = told["text"].partition("\n")
-    return RendezvousError(f"Rank 0 gave up: {summary}", seen=rest.strip(), missing=tuple(told["missing"]))
-
-
-def _split(joined: bytes, world_size: int) -> list[bytes]:
-    parts: list[bytes] = []
-    at = 0
-    for _ in range(world_size):
-        length = int.from_bytes(joined[at : at + 8], "little")
-        parts.append(joined[at + 8 : at + 8 + length])
-        at += 8 + length
-    return parts
+def _failure_in(kind: Frame, answer: bytes) -> RendezvousError:
+    """Rank 0's error. Raises MessageError if the answer holds none."""
+    if kind is not Frame.FAILED:
+        raise MessageError(f"an unexpected {kind.name} message")
+    return read_failure(answer)
 
 
 def _try_send(peer: socket.socket, kind: Frame, payload: bytes, deadline: Deadline | None = None) -> None:
