@@ -92,7 +92,9 @@ def test_a_missing_rank_is_named_on_every_other(absent):
         missing, text, waited_s = answer
         assert missing == (absent,)
         assert f"rank {absent}" in text.lower()
-        assert 0.5 < waited_s < 20
+        assert waited_s < 20
+        if 0 in (rank, absent):  # others learn it from rank 0, which may have begun before them
+            assert waited_s > 0.5
 
 
 @ranks(3, group=None)
