@@ -245,6 +245,7 @@ void bind_reducer(nb::module_& m) {
       .def("forwards_by_rank",
            [](PyReducer& r) { return r.reducer().forwards_by_rank(); })
       .def("nonfinite", [](PyReducer& r) { return r.reducer().nonfinite(); })
+      .def("overflowed", [](PyReducer& r) { return r.reducer().overflowed(); })
       .def("squared_norm",
            [](PyReducer& r) { return r.reducer().squared_norm(); })
       .def("close", &PyReducer::close);

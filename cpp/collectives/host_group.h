@@ -158,6 +158,15 @@ class HostGroup {
   /// Throws unless this process may use the group: not closed, not forked, not
   /// aborted.
   void check_usable() const;
+  /// Whether a rank has ended the group: died, given up, raised.
+  bool is_over() const {
+    return header_->abort.load(std::memory_order_acquire) != 0;
+  }
+  /// Takes a range of this rank's slab out of the memory that others see. Only
+  /// after the end of the group: no array may come to lie there again.
+  void keep_to_itself(size_t offset, size_t bytes) {
+    region_->keep_to_itself(layout_.slab_at(rank_) + offset, bytes);
+  }
   void die_for_test() { keeper_->die(); }
 
   // --- for the reducer and for transfers ---

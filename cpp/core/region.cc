@@ -60,6 +60,18 @@ uint64_t left_on_machine() {
   return kib == 0 ? UINT64_MAX : kib * 1024;
 }
 
+// Others may be writing there; which of their values come along does not
+// matter. ThreadSanitizer would call that a race between ranks that are
+// threads.
+#if defined(__SANITIZE_THREAD__)
+__attribute__((no_sanitize_thread))
+#endif
+void copy_while_written(void* to, const void* from, size_t bytes) {
+  auto* out = static_cast<uint64_t*>(to);
+  const auto* in = static_cast<const volatile uint64_t*>(from);
+  for (size_t i = 0; i < bytes / sizeof(uint64_t); ++i) out[i] = in[i];
+}
+
 std::atomic<uint32_t> forks{0};
 SignalSafeList<ForkedAway> forked_away;
 
@@ -228,6 +240,29 @@ std::unique_ptr<RegionLock> RegionLock::take(const Region& region, int number) {
 bool RegionLock::is_held(const Region& region, int number) {
   struct flock range = place_of(number);
   return fcntl(region.fd_, F_OFD_GETLK, &range) != 0 || range.l_type != F_UNLCK;
+}
+
+void Region::keep_to_itself(size_t offset, size_t bytes) noexcept {
+  // A piece at a time: its memory in the file is given back before the next one
+  // is copied, so that a large array is not held twice.
+  constexpr size_t kStepBytes = size_t{64} << 20;
+  const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  if (offset % page != 0) return;
+  const size_t end = std::min((offset + bytes + page - 1) / page * page, size_);
+  for (size_t at = offset; at < end; at += kStepBytes) {
+    const size_t length = std::min(kStepBytes, end - at);
+    void* copy = mmap(nullptr, length, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (copy == MAP_FAILED) return;
+    copy_while_written(copy, data_ + at, length);
+    // In one step, for threads of this process that look there meanwhile.
+    if (mremap(copy, length, length, MREMAP_MAYMOVE | MREMAP_FIXED,
+               data_ + at) == MAP_FAILED) {
+      munmap(copy, length);
+      return;
+    }
+    release(at, length);
+  }
 }
 
 }  // namespace paceline

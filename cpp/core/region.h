@@ -51,6 +51,11 @@ class Region {
   /// Gives the memory behind the range back; it reads as zeros afterwards and
   /// needs reserve() again.
   void release(size_t offset, size_t bytes);
+  /// From now on this process sees [offset, offset + bytes) alone: at the same
+  /// addresses, with the values that they hold, in memory of its own. `offset`
+  /// begins a page, and the rest of the last page goes along. Where the kernel
+  /// refuses, what is left stays shared; never throws.
+  void keep_to_itself(size_t offset, size_t bytes) noexcept;
 
   std::byte* data() const { return data_; }
   size_t size() const { return size_; }

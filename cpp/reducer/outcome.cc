@@ -1,5 +1,6 @@
 // What a finished pass was like; see reducer.h.
 #include <algorithm>
+#include <limits>
 
 #include "kernels/default_floats.h"
 #include "reducer/reducer.h"
@@ -37,7 +38,7 @@ std::vector<uint32_t> Reducer::forwards_by_rank() const {
 
 std::vector<std::pair<int, size_t>> Reducer::nonfinite() const {
   std::vector<std::pair<int, size_t>> found;
-  if (finished_passes_ == 0 ||
+  if (finished_passes_ == 0 || has_no_means_ ||
       control().nonfinite_pass.load(std::memory_order_relaxed) !=
           finished_passes_)
     return found;
@@ -53,7 +54,24 @@ std::vector<std::pair<int, size_t>> Reducer::nonfinite() const {
   return found;
 }
 
+std::vector<size_t> Reducer::overflowed() const {
+  std::vector<size_t> found;
+  if (finished_passes_ == 0 || has_no_means_ ||
+      control().overflow_pass.load(std::memory_order_relaxed) !=
+          finished_passes_)
+    return found;
+  const SegmentStats* table = stats(finished_passes_);
+  for (const uint32_t s : segments_in_order_) {
+    const uint32_t parameter = segments_[s].parameter;
+    if (table[s].has_overflowed != 0 &&
+        (found.empty() || found.back() != parameter))
+      found.push_back(parameter);
+  }
+  return found;
+}
+
 double Reducer::squared_norm() const {
+  if (has_no_means_) return std::numeric_limits<double>::quiet_NaN();
   if (finished_passes_ == 0) return 0;
   const DefaultFloats default_floats;
   return sum_squared_norms(stats(finished_passes_));

@@ -1,5 +1,6 @@
 #include "reducer/reducer.h"
 
+#include <math.h>
 #include <string.h>
 
 #include <algorithm>
@@ -9,7 +10,9 @@ namespace paceline {
 Reducer::Reducer(HostGroup& group, size_t arena_bytes,
                  const std::vector<ParameterSpan>& parameters,
                  const std::vector<BucketSpan>& buckets, bool assigns_chunks)
-    : group_(group), arena_bytes_(arena_bytes) {
+    : group_(group),
+      arena_bytes_(arena_bytes),
+      holds_gradients_(!assigns_chunks) {
   for (const ParameterSpan& span : parameters)
     parameters_.push_back({.span = span});
   plan(buckets);
@@ -32,9 +35,21 @@ void Reducer::close() {
 
 // A pass that the group did not survive stays as it is: going on with it would
 // write where gradients were that the caller has given up since.
-void Reducer::check_usable() const {
+void Reducer::check_usable() {
   if (closed_) throw Failure{.reason = Reason::kClosed};
-  group_.check_usable();
+  try {
+    group_.check_usable();
+  } catch (const Failure& failure) {
+    if (failure.reason != Reason::kForked) keep_arena();
+    throw;
+  }
+}
+
+void Reducer::keep_arena() {
+  if (!holds_gradients_ || is_arena_kept_ || closed_ || !group_.is_over())
+    return;
+  is_arena_kept_ = true;
+  group_.keep_to_itself(arena_at_, arena_bytes_);
 }
 
 void Reducer::begin_pass() {
@@ -157,6 +172,9 @@ void Reducer::progress(Appetite appetite) {
     own.is_reducing.store(1, std::memory_order_relaxed);
     while (bucket.done < most && !bucket.exhausted) {
       uint32_t chunk = 0;
+      // Whoever was stopped and goes on should not write where others have
+      // given up: they may use that memory for something else.
+      if (group_.is_over()) break;
       if (!claim_chunk(b, &chunk)) {
         bucket.exhausted = true;
         break;
@@ -168,9 +186,8 @@ void Reducer::progress(Appetite appetite) {
       if (bucket.is_assigned) own.owed.fetch_sub(1, std::memory_order_relaxed);
       // Release: the chunk is written everywhere; partner: the acquire of
       // whoever waits for the count.
-      const uint64_t done_chunks =
-          control().chunks_done.fetch_add(1, std::memory_order_acq_rel) + 1;
-      if (done_chunks == pass_ * total_chunks_) ring(kWakeAll);
+      if (count_up(control().chunks_done, pass_ * total_chunks_))
+        ring(kWakeAll);
     }
     own.is_reducing.store(0, std::memory_order_relaxed);
     reducing_ns_ += now_ns() - start_ns;
@@ -221,13 +238,28 @@ void Reducer::reduce_chunk(const Chunk& chunk) {
     paceline::reduce(segment.dtype, ReduceOp::kMean, arrays, world, arrays,
                      world, segment.count,
                      weights_all_one_ ? nullptr : weights_.data(), &seen);
+    const bool has_culprit =
+        (seen.nonfinite_ranks[0] | seen.nonfinite_ranks[1]) != 0;
+    const bool has_overflowed = !has_culprit && !isfinite(seen.squared_norm) &&
+                                !is_all_finite(segment, arrays[group_.rank()]);
     table[s] = {seen.squared_norm,
-                {seen.nonfinite_ranks[0], seen.nonfinite_ranks[1]}};
-    if ((seen.nonfinite_ranks[0] | seen.nonfinite_ranks[1]) != 0) {
-      control().nonfinite_pass.store(
-          pass_, std::memory_order_relaxed);  // published by chunks_done
-    }
+                {seen.nonfinite_ranks[0], seen.nonfinite_ranks[1]},
+                has_overflowed};
+    // Relaxed: published by chunks_done.
+    if (has_culprit)
+      control().nonfinite_pass.store(pass_, std::memory_order_relaxed);
+    if (has_overflowed)
+      control().overflow_pass.store(pass_, std::memory_order_relaxed);
   }
+}
+
+// The squares of float64 gradients may overflow where the mean does not.
+bool Reducer::is_all_finite(const Segment& segment, const void* mean) {
+  ReduceStats seen;
+  // The maximum over one array, written nowhere: it is looked at all the same.
+  paceline::reduce(segment.dtype, ReduceOp::kMax, &mean, 1, nullptr, 0,
+                   segment.count, nullptr, &seen);
+  return seen.nonfinite_ranks[0] == 0;
 }
 
 void Reducer::ring(int count) {
@@ -235,140 +267,6 @@ void Reducer::ring(int count) {
   shared.bell.fetch_add(1, std::memory_order_seq_cst);
   if (shared.sleepers.load(std::memory_order_seq_cst) != 0)
     futex_wake(shared.bell, count);
-}
-
-uint32_t Reducer::finish(uint32_t forwards, bool allow_unused) {
-  check_usable();
-  if (!in_pass_) begin_pass();
-  fault_point(Point::kBeforeEnd);
-  uint64_t* bits = unused_bits(group_.rank(), pass_);
-  std::fill_n(bits, unused_words_, 0);
-  bool any_unused = false;
-  for (size_t p = 0; p < parameters_.size(); ++p) {
-    if (parameters_[p].ready_in_pass == pass_) continue;
-    bits[p / 64] |= uint64_t{1} << (p % 64);
-    any_unused = true;
-  }
-  part_overlapping();
-  if (any_unused && allow_unused) add_unused();
-  const uint32_t verdict = end_backward(forwards, any_unused ? kPassUnused : 0);
-  fault_point(Point::kAfterEnd);
-  in_pass_ = false;
-  leave_pass();
-  finished_passes_ = pass_;
-  const bool is_reduced = (verdict & kPassForwardsDiffer) == 0 &&
-                          ((verdict & kPassUnused) == 0 || allow_unused);
-  if (!is_reduced) {
-    restart_without_reduction();
-    return verdict;
-  }
-  const uint64_t all = pass_ * total_chunks_;
-  // Acquire: pairs with the releases in progress(); the mean is written in this
-  // rank's arena.
-  wait_until(kEnded, [&] {
-    progress(Appetite::kAll);
-    return control().chunks_done.load(std::memory_order_acquire) >= all;
-  });
-  copy_back();
-  const bool is_nonfinite =
-      control().nonfinite_pass.load(std::memory_order_relaxed) == pass_;
-  return verdict | (is_nonfinite ? kPassNonFinite : 0);
-}
-
-// A parameter without a gradient counts as zeros; its buckets can be posted
-// after all.
-void Reducer::add_unused() {
-  for (Parameter& parameter : parameters_) {
-    if (parameter.ready_in_pass == pass_) continue;
-    const auto [offset, count, dtype] = parameter.span;
-    memset(arena() + offset, 0, count * dtype_bytes(dtype));
-    parameter.copy_back = nullptr;
-    post_complete(parameter);
-  }
-}
-
-// Says that this rank's backward is over, and waits for the others to say so,
-// reducing meanwhile.
-uint32_t Reducer::end_backward(uint32_t forwards, uint32_t flags) {
-  PassControl& shared = control();
-  PassHeader& own = header(group_.rank(), pass_);
-  own.forwards = forwards;
-  uint64_t first = 0;
-  const uint64_t mine = uint64_t{forwards} + 1;
-  if (forwards == kFinished) {
-    flags |= kPassFinished;
-  } else if (!shared.forwards.compare_exchange_strong(
-                 first, mine, std::memory_order_relaxed) &&
-             first != mine) {
-    flags |= kPassForwardsDiffer;
-  }
-  if (flags != 0) shared.flags.fetch_or(flags, std::memory_order_relaxed);
-  // acq_rel: releases this rank's header, unused bits and flags; the last to
-  // end acquires everybody's.
-  const uint64_t all = pass_ * static_cast<uint64_t>(group_.world());
-  if (shared.ended.fetch_add(1, std::memory_order_acq_rel) + 1 == all) {
-    shared.verdict.store(shared.flags.load(std::memory_order_relaxed),
-                         std::memory_order_relaxed);
-    shared.flags.store(0, std::memory_order_relaxed);
-    shared.forwards.store(0, std::memory_order_relaxed);
-    shared.ended_pass.store(pass_, std::memory_order_release);
-    ring(kWakeAll);
-  }
-  own.stage.store(stage(kEnded), std::memory_order_relaxed);
-  wait_until(kEnded, [&] {
-    progress(Appetite::kAll);
-    return shared.ended_pass.load(std::memory_order_acquire) >= pass_;
-  });
-  return shared.verdict.load(std::memory_order_relaxed);
-}
-
-// Nothing was (or will be) reduced in this pass on any rank; brings the
-// counters to where it would have ended.
-void Reducer::restart_without_reduction() {
-  PassControl& shared = control();
-  const auto world = static_cast<uint64_t>(group_.world());
-  // Two meetings: nobody reduces any more before rank 0 writes; nobody goes on
-  // before it has.
-  const auto meet = [&](Stage next, uint64_t target) {
-    if (shared.restarted.fetch_add(1, std::memory_order_acq_rel) + 1 == target)
-      ring(kWakeAll);
-    header(group_.rank(), pass_)
-        .stage.store(stage(next), std::memory_order_relaxed);
-    wait_until(next, [&] {
-      return shared.restarted.load(std::memory_order_acquire) >= target;
-    });
-  };
-  const uint64_t base = restarts_++ * 2 * world;
-  meet(kVoid, base + world);
-  if (group_.rank() == 0) {
-    for (size_t b = 0; b < buckets_.size(); ++b) {
-      bucket_control(b).arrived.store(pass_ * world, std::memory_order_relaxed);
-      bucket_control(b).claim.store(pass_ << 32 | UINT32_MAX,
-                                    std::memory_order_relaxed);
-    }
-    shared.chunks_done.store(pass_ * total_chunks_, std::memory_order_relaxed);
-  }
-  meet(kReset, base + 2 * world);
-}
-
-template <class Ready>
-void Reducer::wait_until(Stage awaited, Ready ready) {
-  if (ready()) return;
-  const int64_t start_ns = now_ns();
-  const int64_t reducing_before_ns = reducing_ns_;
-  PassControl& shared = control();
-  group_.wait_until(
-      shared.bell, shared.sleepers, group_.timeout_ns(-1), ready, [&](int r) {
-        const PassHeader& theirs = header(r, pass_);
-        // What a rank owes is its own fault only once all gradients are there.
-        const bool can_reduce =
-            shared.ended_pass.load(std::memory_order_relaxed) >= pass_;
-        return theirs.stage.load(std::memory_order_relaxed) < stage(awaited) ||
-               theirs.is_reducing.load(std::memory_order_relaxed) != 0 ||
-               (can_reduce && awaited == kEnded &&
-                theirs.owed.load(std::memory_order_relaxed) != 0);
-      });
-  waited_ns_ += now_ns() - start_ns - (reducing_ns_ - reducing_before_ns);
 }
 
 }  // namespace paceline

@@ -27,6 +27,28 @@
 // 6. chunks_done == p * all chunks: the pass is complete, and its mean is in
 //    place.
 //
+// A pass is good for all ranks or for none
+//
+// What ranks wait for is that a count reaches a number: ended_pass the number
+// of the pass, chunks_done that of step 6, restarted that of the barrier after
+// a void pass. Whoever gives up waiting (a rank died, a deadline passed, a
+// signal came) tries to set the bit kPoison in that count, by compare-and-swap.
+// If the number was reached before, the pass is good for him too, and he goes
+// on. A count with the bit stands still: what it had reached stays reached,
+// what it had not it never will, for anybody. So of every wait all ranks see
+// the same end, however the death and the last chunk fall; and a rank that
+// never waits in a pass has not added to `ended`, without which nobody passes
+// step 5. Poison is there before or soon after the group's abort word, which
+// wakes those who wait.
+//
+// After the end of the group
+//
+// A rank that was stopped with a chunk in its hands and goes on later still
+// writes that chunk, into every rank's arena; it looks at the abort word before
+// each further one. So a reducer whose pass fails, and whose gradients may live
+// in the arena, takes its own part of the arena out of the shared memory: same
+// addresses, same values, seen by this process alone.
+//
 // Chunks are claimed: a rank that is behind in its backward has the least time
 // for them, and those who wait for it have the most. In a large bucket they are
 // assigned, to the ranks in turn, if gradients lie outside of the arena and
@@ -70,6 +92,7 @@ inline constexpr uint32_t kPassUnused = 1;
 inline constexpr uint32_t kPassNonFinite = 2;
 inline constexpr uint32_t kPassForwardsDiffer = 4;
 inline constexpr uint32_t kPassFinished = 8;
+inline constexpr uint32_t kPassOverflow = 16;
 /// `forwards` of a rank that has no more data; agrees with every number.
 inline constexpr uint32_t kFinished = (uint32_t{1} << 31) - 2;
 
@@ -104,6 +127,10 @@ class Reducer {
   const std::vector<size_t>& overlapping() const { return overlapping_; }
   std::vector<uint32_t> forwards_by_rank() const;
   std::vector<std::pair<int, size_t>> nonfinite() const;
+  /// Parameters whose mean in the last pass is not finite though every rank's
+  /// gradient is: their sum overflowed.
+  std::vector<size_t> overflowed() const;
+  /// NaN if the last pass was not averaged.
   double squared_norm() const;
   int64_t waited_ns() const { return waited_ns_; }
   uint64_t passes() const { return finished_passes_; }
@@ -170,8 +197,9 @@ class Reducer {
     /// Arrivals at the barrier that resets a pass without reduction.
     std::atomic<uint64_t> restarted;
     alignas(kLineBytes) std::atomic<uint64_t> chunks_done;
-    /// The last pass that saw one.
+    /// The last pass that saw one, and the last in which a sum overflowed.
     std::atomic<uint64_t> nonfinite_pass;
+    std::atomic<uint64_t> overflow_pass;
     /// The last pass whose end was decided, and the flags of that pass.
     alignas(kLineBytes) std::atomic<uint64_t> ended_pass;
     std::atomic<uint32_t> verdict;
@@ -189,6 +217,7 @@ class Reducer {
   struct SegmentStats {
     double squared_norm;
     uint64_t nonfinite_ranks[2];
+    uint64_t has_overflowed;
   };
   // In each rank's own copy; two, because a fast rank may be one pass ahead of
   // one that still reads.
@@ -207,7 +236,7 @@ class Reducer {
   void plan(const std::vector<BucketSpan>& buckets);
   void allocate(bool assigns_chunks);
   void assign_chunks();
-  void check_usable() const;
+  void check_usable();
   void begin_pass();
   void copy_in(const Parameter& parameter);
   /// Posts the buckets in which its gradient was the last; whether there is
@@ -223,20 +252,39 @@ class Reducer {
   void progress(Appetite appetite);
   bool claim_chunk(size_t bucket, uint32_t* chunk);
   void reduce_chunk(const Chunk& chunk);
+  static bool is_all_finite(const Segment& segment, const void* mean);
   /// Where this rank's gradient is, if not in the arena; else null.
   std::byte* own_place_of(const Segment& segment) const;
   void copy_back();
   double sum_squared_norms(const SegmentStats* table) const;
   void read_weights();
+  uint32_t complete_pass(uint32_t forwards, bool allow_unused);
   uint32_t end_backward(uint32_t forwards, uint32_t flags);
   void restart_without_reduction();
   /// Stages of a pass that others wait for; kVoid and kReset only if nothing is
   /// reduced.
   enum Stage : uint64_t { kEnded = 1, kVoid = 2, kReset = 3 };
   uint64_t stage(Stage of_this_pass) const { return pass_ * 4 + of_this_pass; }
+
+  /// In a count that somebody has given up waiting for; see the head.
+  static constexpr uint64_t kPoison = uint64_t{1} << 63;
+  static bool has_reached(uint64_t count, uint64_t target) {
+    return (count & ~kPoison) >= target;
+  }
+  /// Adds 1, unless the count is poisoned; whether that reached the target.
+  static bool count_up(std::atomic<uint64_t>& count, uint64_t target);
+  /// Poisons the count unless it has reached the target; whether it has.
+  static bool settle(std::atomic<uint64_t>& count, uint64_t target);
+  /// Does `work` now and then until the count has reached the target. Throws,
+  /// and then no rank returns from this wait that has not done so already.
+  template <class Work>
+  void wait_for(std::atomic<uint64_t>& count, uint64_t target, Stage awaited,
+                Work work);
   template <class Ready>
   void wait_until(Stage awaited, Ready ready);
   void ring(int count);
+  /// After the end of the group; see the head.
+  void keep_arena();
 
   // overlaps.cc
 
@@ -282,6 +330,8 @@ class Reducer {
 
   HostGroup& group_;
   const size_t arena_bytes_;
+  /// Gradients may live in the arena.
+  const bool holds_gradients_;
   std::vector<Segment> segments_;
   std::vector<Chunk> chunks_;
   std::vector<Bucket> buckets_;
@@ -303,6 +353,8 @@ class Reducer {
   /// Under way, or finished last.
   uint64_t pass_ = 0;
   uint64_t finished_passes_ = 0;
+  /// The last pass was begun to be ended and was not averaged.
+  bool has_no_means_ = false;
   bool in_pass_ = false;
   double weight_ = 1;
   std::vector<Parameter> parameters_;
@@ -320,6 +372,7 @@ class Reducer {
   uint64_t restarts_ = 0;
   int64_t waited_ns_ = 0;
   int64_t reducing_ns_ = 0;
+  bool is_arena_kept_ = false;
   bool closed_ = false;
 };
 

@@ -160,7 +160,12 @@ class GraphChangedError(ReplicaError):
 
 
 class NonFiniteGradientError(ReplicaError):
-    """A gradient holds an infinity or a NaN. `nonfinite` maps ranks to parameter names."""
+    """A gradient holds an infinity or a NaN. `nonfinite` maps ranks to parameter names.
+
+    `overflowed` lists parameters whose gradients are finite on each rank and whose sum over ranks is not.
+    """
+
+    overflowed: tuple[str, ...] = ()
 
 
 class ReplicasDifferError(ReplicaError):

@@ -10,6 +10,7 @@ import warnings
 
 import pytest
 import torch
+from torch import nn
 from torch.testing import assert_close
 
 from paceline.errors import (
@@ -218,6 +219,37 @@ def test_a_nan_is_reported_with_rank_and_parameters(rank: int, path: str) -> Non
 def test_large_values_that_are_finite_are_no_alarm(rank: int, path: str) -> None:
     ddp = DistributedDataParallel(two_layers(), reduce_through=path, nonfinite="raise")
     (ddp(torch.ones(1, 4)).sum() * 3e37).backward()  # the sum of all gradients overflows, no gradient does
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(2, group="gloo")
+def test_a_sum_of_finite_gradients_that_overflows_is_told(rank: int, path: str) -> None:
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1))
+    ddp = DistributedDataParallel(model, reduce_through=path, nonfinite="raise")
+    for _ in range(2):
+        ddp.weight(1.0)  # over a process group, gradients are scaled by what weights were before
+        ddp(torch.ones(1, 1)).sum().backward()
+    ddp.weight(4.0)
+    with pytest.raises(NonFiniteGradientError, match="The sum of the gradients over 2 ranks") as caught:
+        (ddp(torch.ones(1, 1)).sum() * 2e38).backward()
+    assert "1.bias" in caught.value.overflowed and caught.value.nonfinite == {}
+    assert ddp.nonfinite() == {}
+    silent = DistributedDataParallel(model, reduce_through=path, nonfinite="ignore")
+    silent.weight(4.0)
+    (silent(torch.ones(1, 1)).sum() * 2e38).backward()
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(2, group="gloo")
+def test_a_void_pass_says_that_gradients_are_of_no_use(rank: int, path: str) -> None:
+    """Some are means already, where their bucket was complete in time."""
+    ddp = DistributedDataParallel(Branches(), reduce_through=path, bucket_cap_mb=1e-6)
+    with pytest.raises(UnusedParameterError, match="are of no use, on any rank"):
+        ddp(torch.ones(1, 3), "left" if rank else "both").sum().backward()
+    with pytest.raises(SkippedPassError, match="are of no use, on any rank"):
+        if rank:
+            ddp(torch.ones(1, 3), "both")
+        ddp(torch.ones(1, 3), "both").sum().backward()
 
 
 @ranks(3, group="gloo", dies={1: signal.SIGKILL})

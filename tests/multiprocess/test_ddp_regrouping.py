@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.testing import assert_close
 
-from paceline.errors import ConfigError, PeerLostError
+from paceline import _core
+from paceline.errors import ConfigError, DeadlineError, ModelMismatchError, PeerLostError
 from paceline.torch import DistributedDataParallel
 from tests.harness import ranks
 from tests.multiprocess.ddp_models import two_layers
@@ -61,3 +62,70 @@ def test_ranks_may_leave_die_and_come_back(rank: int) -> None:
     ddp._update_process_group(pair)
     assert ddp.reduces_through == "group"  # the hook is still there
     assert_close(mean_of_ones(ddp, 1.0 + rank), two)
+
+
+def step(ddp: DistributedDataParallel, rank: int) -> None:
+    mean_of_ones(ddp, 1.0 + rank)
+    with torch.no_grad():
+        for parameter in ddp.parameters():
+            parameter -= 0.1 * parameter.grad
+
+
+@ranks(3, group="gloo")
+def test_ranks_with_other_passes_behind_them_must_have_the_same_weights(rank: int) -> None:
+    pair, alone = dist.new_group([0, 1]), dist.new_group([2])
+    ddp = DistributedDataParallel(two_layers())
+    step(ddp, rank)
+    ddp._update_process_group(pair if rank < 2 else alone)
+    for _ in range(2):
+        step(ddp, rank)
+    with pytest.raises(ModelMismatchError, match=r"ranks 0-1: weights #1, good passes: 3\n") as caught:
+        ddp._update_process_group(dist.group.WORLD)
+    assert "rank 2: weights #2, trained alone" in str(caught.value)
+    assert caught.value.good_passes == (3, 3, None)
+    for parameter in ddp.parameters():
+        dist.broadcast(parameter.detach(), 0)
+    assert ddp.module[2].bias.grad is not None
+    ddp._update_process_group(dist.group.WORLD)
+    assert ddp.module[2].bias.grad is None  # nobody steps with what not all have
+    step(ddp, rank)
+    ddp._update_process_group(dist.group.WORLD)
+    assert ddp.module[2].bias.grad is not None  # the same passes again
+    assert_close(mean_of_ones(ddp, 1.0 + rank), torch.full((2,), 2.0))
+
+
+@pytest.mark.parametrize("view", [False, True])
+@ranks(3, group="gloo")
+def test_survivors_of_a_stop_agree_and_go_on(rank: int, view: bool) -> None:
+    """Rank 1 is stopped with a chunk in its hands; what it writes afterwards, nobody sees."""
+    pair = dist.new_group([0, 2])
+    pids = [torch.zeros(1, dtype=torch.int64) for _ in range(3)]
+    dist.all_gather(pids, torch.tensor([os.getpid()]))
+    torch.manual_seed(0)
+    model = torch.nn.Linear(1000, 1000, bias=False)
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=view, timeout_s=4)
+    token = torch.zeros(1)
+    dist.barrier()
+    if rank == 1:
+        _core.arm_fault(_core.fault_points().index("chunk_claimed"), 1, 1)  # SIGSTOP
+    with pytest.raises(DeadlineError):
+        while True:  # until it gets one
+            ddp.zero_grad()
+            ddp(torch.full((1, 1000), 1.0 + rank)).sum().backward()
+    if rank == 1:
+        _core.disarm_fault()
+        dist.send(token, 0)
+        dist.send(token, 2)
+        return
+    model.weight.grad.fill_(7.0)
+    held = model.weight.grad
+    dist.barrier(pair)
+    if rank == 0:
+        os.kill(int(pids[1]), signal.SIGCONT)
+    dist.recv(token, 1)  # by now it has written what it writes
+    assert model.weight.grad is held and bool((held == 7.0).all())
+    ddp._update_process_group(pair)
+    for _ in range(2):
+        ddp.zero_grad(set_to_none=False)
+        ddp(torch.full((1, 1000), 1.0 + rank)).sum().backward()
+        assert_close(model.weight.grad, torch.full((1000, 1000), 2.0))

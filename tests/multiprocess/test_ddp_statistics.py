@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing import assert_close
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, UnusedParameterError
 from paceline.torch import DistributedDataParallel
 from tests.harness import ranks
-from tests.multiprocess.ddp_models import gradients, mixed, two_layers
+from tests.multiprocess.ddp_models import Branches, gradients, mixed, two_layers
 
 PATHS = ["group", "memory"]
 
@@ -89,6 +89,27 @@ def test_gradients_that_were_changed_past_torch_are_looked_at_again(
         now = gradients(ddp.module)
         assert float(ddp.clip_grad_norm_(0.5)) == pytest.approx(norm_of(now), rel=1e-5)
         assert norm_of(gradients(ddp.module)) == pytest.approx(min(0.5, norm_of(now)), rel=1e-4)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(2, group="gloo")
+def test_the_norm_of_a_pass_that_raised_is_computed(rank: int, path: str) -> None:
+    model = Branches()
+    del model.never
+    ddp = DistributedDataParallel(model, reduce_through=path, bucket_cap_mb=0.0001)
+    ddp.clip_grad_norm_(1.0)
+    for scale in (1.0, 1000.0, 1.0):  # statistics are kept for two passes in turn
+        ddp.zero_grad()
+        (ddp(torch.ones(1, 3), "both").sum() * scale).backward()
+    ddp.zero_grad()
+    with pytest.raises(UnusedParameterError):
+        ddp(torch.ones(1, 3), "left" if rank else "both").sum().backward()
+    assert math.isnan(ddp.grad_norm())
+    assert float(ddp.clip_grad_norm_(1e9)) == pytest.approx(norm_of(own_gradients(model)), rel=1e-5)
+
+
+def own_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: found for name, found in gradients(model).items() if found is not None}
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -89,6 +89,11 @@ class ArrayTransport:
         found, self._nonfinite = sorted(self._nonfinite), set()
         return found
 
+    def find_overflowed(self, scale: float) -> list[int]:
+        if scale * self.world_size <= 1:
+            return []
+        return [i for i in range(len(COUNTS)) if not np.isfinite(self.place(i)).all()]
+
     def squared_norm(self) -> float:
         return sum(float(np.square(self.place(i), dtype=np.float64).sum()) for i in range(len(COUNTS)))
 
@@ -210,6 +215,36 @@ def test_nonfinite_gradients_are_known_by_rank() -> None:
             own.mark(index, float("nan") if (own.rank, index) == (1, 3) else 1.0)
         assert own.reducer.finish(1, allow_unused=False) == Outcome.NONFINITE
         assert own.reducer.nonfinite() == [(1, 3)]
+
+    on_ranks(2, body)
+
+
+@np.errstate(over="ignore", invalid="ignore")
+def overflowing_passes(own: Rank) -> None:
+    own.reducer.set_weight(4.0)  # more than was expected: the sum is corrected when it is too late
+    for index in range(len(COUNTS)):
+        own.mark(index, {0: 1e38, 3: float("inf") if own.rank else 1.0}.get(index, 1.0))
+    outcome = own.reducer.finish(1, allow_unused=False)
+    assert outcome == Outcome.NONFINITE | Outcome.OVERFLOWED
+    assert own.reducer.overflowed() == [0]
+    assert own.reducer.nonfinite() == [(1, 3)]
+    for index in range(len(COUNTS)):
+        own.mark(index, 1e37)
+    assert own.reducer.finish(1, allow_unused=False) == Outcome.GOOD
+    assert own.reducer.overflowed() == []
+
+
+def test_a_sum_that_overflows_is_told_apart() -> None:
+    on_ranks(2, overflowing_passes)
+
+
+def test_a_void_pass_has_no_norm() -> None:
+    def body(own: Rank) -> None:
+        for step in range(3):
+            for index in range(len(COUNTS)):
+                own.mark(index, 1.0)
+            own.reducer.finish(1 + (step == 1) * own.rank, allow_unused=False)
+            assert np.isnan(own.reducer.squared_norm()) == (step == 1)
 
     on_ranks(2, body)
 

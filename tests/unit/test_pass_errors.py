@@ -47,6 +47,16 @@ def test_nonfinite_names_rank_and_parameters() -> None:
     assert error.nonfinite == {0: ("fc.weight",), 2: ("embed.weight", "fc.weight")}
 
 
+def test_a_sum_that_overflows_blames_no_rank() -> None:
+    error = nonfinite_error([], NAMES, world_size=4, overflowed=[2, 1])
+    text = str(error)
+    assert text.startswith("The sum of the gradients over 4 ranks overflowed, though each is finite.")
+    assert "not their sum: fc.weight, fc.bias" in text
+    assert (error.nonfinite, error.overflowed) == ({}, ("fc.weight", "fc.bias"))
+    both = nonfinite_error([(0, 3)], NAMES, world_size=4, overflowed=[1])
+    assert "on rank 0 of 4" in str(both) and "not their sum: fc.weight" in str(both)
+
+
 def test_a_skipped_backward_names_the_odd_rank_out() -> None:
     error = skipped_error([1, 1, 2, 1])
     assert str(error).startswith("Rank 2 of 4 skipped")

@@ -16,6 +16,8 @@ from paceline.paddle.calls import Call, GroupCalls
 from paceline.reducer.engine_waits import STATUS, EngineWaits
 from paceline.reducer.plan import pieces_of
 
+_ROUNDING = 1e-9  # of weights over their sum
+
 
 class PaddleTransport:
     """One rank's arena, and the group that sums ranges of it.
@@ -65,6 +67,15 @@ class PaddleTransport:
         found = sorted({param for param, is_finite in self._suspects if not bool(is_finite)})
         self._suspects.clear()
         return found
+
+    def find_overflowed(self, scale: float) -> list[int]:
+        if not self._checks_finite or scale * self.world_size <= 1 + _ROUNDING:
+            return []
+        found: set[int] = set()
+        for flat, pieces in zip(self._buckets, self._pieces):
+            if not bool(paddle.isfinite(flat).all()):
+                found.update(param for param, piece in pieces if not bool(paddle.isfinite(piece).all()))
+        return sorted(found)
 
     def squared_norm(self) -> float:
         return sum(float(section.astype("float64").square().sum()) for section in self._arena.sections)

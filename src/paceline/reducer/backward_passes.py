@@ -65,6 +65,7 @@ class BackwardPasses(ABC):
         gradients: Whether they are still those of the last pass.
         active: Ranks that had data in the last pass. Others shadow it.
         is_order_final: Whether the plan will not change any more.
+        good_passes: How many passes have made the gradients means, and all else that a pass does.
     """
 
     weights: MicroBatchWeights
@@ -86,6 +87,7 @@ class BackwardPasses(ABC):
         self._waited_before_s = 0.0
         self._pass_number = 1
         self._full_passes = 0  # good ones in which all ranks had data; the same number on all ranks
+        self.good_passes = 0
         self._of_first: tuple[float, list[tuple[int, int]]] | None = None
         self._gradients_aside: dict[int, Any] = {}
         self._accumulated_aside: set[int] = set()
@@ -171,14 +173,15 @@ class BackwardPasses(ABC):
         return self._waited_before_s + self.reducer.waited_s
 
     def squared_norm(self) -> float:
-        """Of the last pass's mean gradient."""
+        """Of the last pass's mean gradient; NaN if that pass was void, or raised."""
         return self.reducer.squared_norm() if self._of_first is None else self._of_first[0]
 
     def known_norm(self) -> float | None:
         """The 2-norm of all gradients, if it is that of the last pass's means."""
         if not self.gradients.are_unchanged() or self.reducer.globally_unused():
             return None
-        return math.sqrt(self.squared_norm())
+        norm = math.sqrt(self.squared_norm())
+        return None if math.isnan(norm) else norm  # of a void pass, too
 
     @property
     def looks_for_nonfinite(self) -> bool:
@@ -293,6 +296,8 @@ class BackwardPasses(ABC):
     def _end(self) -> None:
         """The end of this rank's backward: wait for the others, judge, and bring the means home."""
         state = self.state
+        self._of_first = None
+        self.gradients.forget()
         self._prepare_end()
         try:
             self._hand_over_rest()
@@ -306,18 +311,18 @@ class BackwardPasses(ABC):
             if self.active:
                 self._part_overlapping()
                 self._bring_home()
-            self._of_first = None
+            if self.gradients.is_used:
+                self.gradients.note()
         finally:
             state.begin_next()
             self.weights.end()
-            if self.gradients.is_used:
-                self.gradients.note()
             self._say("after backward of")
             self._pass_number += 1
         if order is not None:
             self._adopt_order(order)
         if self.active:
             self._sync_others()
+        self.good_passes += 1
         if self._config.check_replicas_every and len(self.active) == self.world_size:
             self._check_now_and_then(self._config.check_replicas_every)
 

@@ -8,7 +8,8 @@ Steps of a pass:
    because the engine below pairs calls of different ranks by their order.
 2. At the end, places of unmarked parameters are cleared and the remaining buckets launched. So every rank
    launches the same buckets in every pass, whatever its own backward did, and ranks cannot get out of step.
-3. The status is gathered: number of forwards, weight, how many parameters were unused or not finite.
+3. The status is gathered: number of forwards, weight, how many parameters were unused, not finite, or have a
+   sum that is not.
    Only if some rank reports any, a second gather tells which.
 The mean is the sum of gradients scaled beforehand by weight / (the ranks' total weight in the previous pass),
 which keeps 16-bit sums in range, and is corrected afterwards where the total has changed.
@@ -18,10 +19,11 @@ Imports only the standard library, `errors`, `plan` and `protocol`.
 
 from __future__ import annotations
 
+import math
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,7 +31,7 @@ from paceline.errors import GroupClosedError
 from paceline.reducer.plan import Plan
 from paceline.reducer.protocol import FINISHED, Outcome
 
-_STATUS = struct.Struct("<dIII")
+_STATUS = struct.Struct("<dIIII")
 
 
 class Pending(Protocol):
@@ -65,6 +67,15 @@ class Transport(Protocol):
         """Parameters whose own gradient was not finite when its buckets were launched, since last asked."""
         ...
 
+    def find_overflowed(self, scale: float) -> list[int]:
+        """Parameters whose reduced values are not finite.
+
+        Looked at only where a sum of finite gradients may overflow: where the `scale` of this rank is larger
+        than one over the number of ranks, or somebody else reduces. Where every rank's is at most that, the
+        sum is at most the largest gradient.
+        """
+        ...
+
     def squared_norm(self) -> float:
         """Of the arena."""
         ...
@@ -82,9 +93,10 @@ class _Status:
     forwards: int
     unused: int
     nonfinite: int
+    overflowed: int
 
     def pack(self) -> bytes:
-        return _STATUS.pack(self.weight, self.forwards, self.unused, self.nonfinite)
+        return _STATUS.pack(self.weight, self.forwards, self.unused, self.nonfinite, self.overflowed)
 
     @classmethod
     def unpack(cls, payload: bytes) -> _Status:
@@ -123,6 +135,8 @@ class EngineReducer:
         self._statuses: list[_Status] = []
         self._unused: list[list[int]] = [[] for _ in range(transport.world_size)]
         self._nonfinite: list[tuple[int, int]] = []
+        self._overflowed: list[int] = []
+        self._has_no_means = False
         self._failure: Exception | None = None
         self._begin_pass()
 
@@ -152,6 +166,7 @@ class EngineReducer:
     def finish(self, forwards: int, allow_unused: bool) -> int:
         self._check_usable()
         started = time.perf_counter()
+        self._has_no_means = True  # until it has
         try:
             self._complete(forwards)
         except Exception as error:
@@ -164,6 +179,7 @@ class EngineReducer:
         is_void = Outcome.SKIPPED in outcome or (Outcome.UNUSED in outcome and not allow_unused)
         if not is_void:
             self._correct_weights()
+            self._has_no_means = False
         return int(outcome)
 
     def unused(self, rank: int) -> list[int]:
@@ -182,8 +198,11 @@ class EngineReducer:
     def nonfinite(self) -> list[tuple[int, int]]:
         return list(self._nonfinite)
 
+    def overflowed(self) -> list[int]:
+        return list(self._overflowed)
+
     def squared_norm(self) -> float:
-        return self._transport.squared_norm()
+        return math.nan if self._has_no_means else self._transport.squared_norm()
 
     def close(self) -> None:
         """Nothing to give back: the transport's memory goes with the last view of it."""
@@ -198,10 +217,11 @@ class EngineReducer:
             pending.wait()
         self._idle = idle
         if woken:
-            found = _pack_bits(self._transport.take_nonfinite(), len(self._plan.parameters))
-            rows = enumerate(self._transport.all_gather(found))
-            late = {(rank, index) for rank, row in rows for index in _unpack_bits(row)}
-            self._nonfinite = sorted(late.union(self._nonfinite))
+            nonfinite, overflowed = self._gather_bits(
+                self._transport.take_nonfinite(), self._transport.find_overflowed(scale)
+            )
+            late = {(rank, index) for rank, row in enumerate(nonfinite) for index in row}
+            self._note_nonfinite(late.union(self._nonfinite), overflowed)
 
     def _complete(self, forwards: int) -> None:
         """Launch what is missing, and wait for all buckets and everybody's status."""
@@ -214,9 +234,10 @@ class EngineReducer:
         for pending in self._pending:
             pending.wait()
         nonfinite = self._transport.take_nonfinite()
-        own = _Status(self._weight, forwards, len(unused), len(nonfinite))
+        overflowed = self._transport.find_overflowed(self._weight / self._expected_weight)
+        own = _Status(self._weight, forwards, len(unused), len(nonfinite), len(overflowed))
         self._statuses = [_Status.unpack(row) for row in self._transport.all_gather(own.pack())]
-        self._gather_details(unused, nonfinite)
+        self._gather_details(unused, nonfinite, overflowed)
         if self._skip_unused:
             self._launch_idle()
 
@@ -244,19 +265,31 @@ class EngineReducer:
                 return
             self._pending.append(self._transport.launch(number, scale))
 
-    def _gather_details(self, unused: Sequence[int], nonfinite: Sequence[int]) -> None:
+    def _gather_details(
+        self, unused: Sequence[int], nonfinite: Sequence[int], overflowed: Sequence[int]
+    ) -> None:
         """Learn which parameters the statuses only count. All ranks see the same statuses and agree to."""
-        world_size = self._transport.world_size
-        self._unused = [[] for _ in range(world_size)]
-        self._nonfinite = []
-        if not any(status.unused or status.nonfinite for status in self._statuses):
-            return
+        self._unused = [[] for _ in range(self._transport.world_size)]
+        self._nonfinite, self._overflowed = [], []
+        if any(status.unused or status.nonfinite or status.overflowed for status in self._statuses):
+            self._unused, rows, sums = self._gather_bits(unused, nonfinite, overflowed)
+            self._note_nonfinite({(rank, index) for rank, row in enumerate(rows) for index in row}, sums)
+
+    def _note_nonfinite(self, pairs: Iterable[tuple[int, int]], sums: Iterable[list[int]]) -> None:
+        """Sums that are not finite have overflowed unless some rank's gradient is to blame."""
+        self._nonfinite = sorted(pairs)
+        to_blame = {index for _, index in self._nonfinite}
+        self._overflowed = sorted({index for row in sums for index in row}.difference(to_blame))
+
+    def _gather_bits(self, *found: Sequence[int]) -> list[list[list[int]]]:
+        """For each list of parameters, those of all ranks, by rank."""
         count = len(self._plan.parameters)
-        bits = _pack_bits(unused, count) + _pack_bits(nonfinite, count)
-        for rank, row in enumerate(self._transport.all_gather(bits)):
-            half = len(row) // 2
-            self._unused[rank] = _unpack_bits(row[:half])
-            self._nonfinite += [(rank, index) for index in _unpack_bits(row[half:])]
+        rows = self._transport.all_gather(b"".join(_pack_bits(indices, count) for indices in found))
+        size = len(_pack_bits((), count))
+        return [
+            [_unpack_bits(row[place * size : (place + 1) * size]) for row in rows]
+            for place in range(len(found))
+        ]
 
     def _judge(self) -> Outcome:
         outcome = Outcome.GOOD
@@ -269,6 +302,8 @@ class EngineReducer:
             outcome |= Outcome.UNUSED
         if self._nonfinite:
             outcome |= Outcome.NONFINITE
+        if self._overflowed:
+            outcome |= Outcome.OVERFLOWED
         return outcome
 
     def _correct_weights(self) -> None:

@@ -41,9 +41,13 @@ class FreshGradients:
         self._sample: int | None = None
 
     def note(self) -> None:
-        """A pass has just ended."""
+        """A pass has just made them the means."""
         self._sample = self._take_sample()
         self._seen = None if self._sample is None else self._fingerprint()
+
+    def forget(self) -> None:
+        """A pass was void, or raised: what the gradients are now, nobody knows."""
+        self._seen = None
 
     def are_unchanged(self) -> bool:
         """Whether nobody has changed a gradient since note(), as far as that is seen."""

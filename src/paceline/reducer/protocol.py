@@ -31,6 +31,7 @@ class Outcome(IntFlag):
     NONFINITE = 2  # some rank's gradients hold an infinity or a NaN
     SKIPPED = 4  # ranks made different numbers of forwards before this backward
     FINISHED = 8  # some rank has no more data
+    OVERFLOWED = 16  # a sum over ranks does, though each rank's gradients are finite
 
 
 class Reducer(Protocol):
@@ -94,8 +95,12 @@ class Reducer(Protocol):
         """(rank, parameter) of each gradient of the last pass that was not finite."""
         ...
 
+    def overflowed(self) -> list[int]:
+        """Parameters whose mean in the last pass is not finite though every rank's gradient is."""
+        ...
+
     def squared_norm(self) -> float:
-        """Of the last pass's mean gradient, over all parameters."""
+        """Of the last pass's mean gradient, over all parameters; NaN if that pass was not averaged."""
         ...
 
     def close(self) -> None:

@@ -38,7 +38,7 @@ def unused_error(unused_by_rank: Sequence[Iterable[int]], names: Sequence[str]) 
     return UnusedParameterError(
         f"{len(ranks_of)} of {_counted(len(names), 'parameter')} got no gradient on "
         f"{_of_world(who, world_size)}.",
-        where="the end of backward; the gradients of this pass were not averaged, on any rank",
+        where="the end of backward; the gradients of this pass are of no use, on any rank",
         seen=_rows(ranks_of, names),
         likely="the loss does not depend on these parameters"
         + ("" if everywhere else ", or these ranks took another branch in forward"),
@@ -49,25 +49,41 @@ def unused_error(unused_by_rank: Sequence[Iterable[int]], names: Sequence[str]) 
 
 
 def nonfinite_error(
-    pairs: Iterable[tuple[int, int]], names: Sequence[str], world_size: int
+    pairs: Iterable[tuple[int, int]],
+    names: Sequence[str],
+    world_size: int,
+    overflowed: Iterable[int] = (),
 ) -> NonFiniteGradientError:
-    """Some rank's gradient held an infinity or a NaN, so the mean does too.
+    """The mean holds an infinity or a NaN: some rank's gradient did, or the sum over the ranks overflowed.
 
     Args:
         pairs: (rank, parameter index) of each such gradient.
         names: Of the parameters.
         world_size: Number of ranks.
+        overflowed: Parameters whose gradients are finite on every rank, and whose sum is not.
     """
     found = sorted(set(pairs))
     ranks_of = _invert((rank, [index]) for rank, index in found)
     who = sorted({rank for rank, _ in found})
+    sums = tuple(names[index] for index in sorted(set(overflowed)))
+    seen = [_rows(ranks_of, names)] if found else []
+    likely = [
+        "the loss overflowed or divided by zero there: look at its batch, and at the learning rate"
+    ] * bool(found)
+    if sums:
+        seen.append(f"finite on every rank, but not their sum: {shorten(sums)}")
+        likely.append("gradients near the largest number of their type, or weights of ranks that are large")
     return NonFiniteGradientError(
-        f"The gradient holds an infinity or a NaN on {_of_world(who, world_size)}.",
+        f"The gradient holds an infinity or a NaN on {_of_world(who, world_size)}."
+        if found
+        else f"The sum of the gradients over {world_size} ranks overflowed, though each is finite.",
         where="the end of backward; the average has it on every rank now",
-        seen=_rows(ranks_of, names),
-        likely="the loss overflowed or divided by zero there: look at its batch, and at the learning rate",
-        hint='nonfinite="raise" stops at the first such pass, "ignore" is silent; skip the step, or clip',
+        seen="\n".join(seen),
+        likely="\n".join(likely),
+        hint='nonfinite="raise" stops at the first such pass, "ignore" is silent; skip the step, or '
+        + ("clip" if found else "scale the loss down"),
         nonfinite={rank: tuple(names[index] for r, index in found if r == rank) for rank in who},
+        overflowed=sums,
     )
 
 
@@ -108,7 +124,7 @@ def check_refused(forwards_by_rank: Sequence[int], names: Sequence[str]) -> None
     refused = tuple(names[index] for index in sorted(ranks_of))
     raise ConfigError(
         f"The gradient of '{shorten(refused)}' cannot be averaged on {who}.",
-        where="the end of backward; the gradients of this pass were not averaged, on any rank",
+        where="the end of backward; the gradients of this pass are of no use, on any rank",
         seen=_rows(ranks_of, names),
         likely="a hook, or a conversion of the model, that is on these ranks only",
         hint="the error on these ranks says what is wrong with it",
@@ -156,7 +172,7 @@ def skipped_error(forwards_by_rank: Sequence[int]) -> SkippedPassError:
     odd = [rank for rank, count in active if count != usual]
     return SkippedPassError(
         f"{_of_world(odd, world_size).capitalize()} skipped a forward or a backward that others made.",
-        where="the end of backward; the gradients of this pass were not averaged, on any rank",
+        where="the end of backward; the gradients of this pass are of no use, on any rank",
         seen="\n".join(
             f"{format_ranks(ranks)}: {_counted(count, 'forward')} since the last backward"
             for count, ranks in sorted(counts.items())
@@ -172,7 +188,7 @@ def skipped_error(forwards_by_rank: Sequence[int]) -> SkippedPassError:
 def _interrupted_error(ranks: Sequence[int], world_size: int) -> SkippedPassError:
     return SkippedPassError(
         f"The backward of {_of_world(ranks, world_size)} ended in an exception.",
-        where="this pass; its gradients were not averaged, on any rank",
+        where="this pass; its gradients are of no use, on any rank",
         seen=f"{format_ranks(ranks)} began another forward or backward after that",
         likely="an error raised inside backward (out of memory, a failing hook) that the script caught",
         hint="look at the output there for the exception; after one, make every rank repeat the step",

@@ -55,13 +55,13 @@ class Judge:
             raise skipped_error(forwards)
         if Outcome.UNUSED in outcome and not self._allow_unused:
             raise unused_error([reducer.unused(rank) for rank in range(self._world_size)], self._names)
-        if Outcome.NONFINITE in outcome:
-            self.judge_nonfinite(reducer.nonfinite())
+        if outcome & (Outcome.NONFINITE | Outcome.OVERFLOWED):
+            self.judge_nonfinite(reducer.nonfinite(), reducer.overflowed())
 
-    def judge_nonfinite(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Look at (rank, parameter) of each gradient that was not finite."""
-        if pairs and self._nonfinite != "ignore":
-            error = nonfinite_error(pairs, self._names, self._world_size)
+    def judge_nonfinite(self, pairs: Sequence[tuple[int, int]], overflowed: Sequence[int] = ()) -> None:
+        """Look at (rank, parameter) of each gradient that was not finite, and at sums that are not."""
+        if (pairs or overflowed) and self._nonfinite != "ignore":
+            error = nonfinite_error(pairs, self._names, self._world_size, overflowed)
             if self._nonfinite == "raise":
                 raise error
             if not self._has_warned:

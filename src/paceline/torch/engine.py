@@ -16,6 +16,8 @@ from paceline.reducer.plan import pieces_of
 from paceline.torch.arena import Arena
 from paceline.torch.peers import ProcessGroupPeers
 
+_ROUNDING = 1e-9  # of weights over their sum
+
 
 class ProcessGroupTransport:
     """One rank's arena, and the process group that sums ranges of it.
@@ -75,6 +77,18 @@ class ProcessGroupTransport:
         self._norms.clear()
         self._nonfinite.clear()
         return found
+
+    def find_overflowed(self, scale: float) -> list[int]:
+        if not self._checks_finite or not self._may_overflow(scale):
+            return []
+        found: set[int] = set()
+        for flat, pieces in zip(self._buckets, self._pieces):
+            if not torch.isfinite(flat).all():
+                found.update(param for param, piece in pieces if not torch.isfinite(piece).all())
+        return sorted(found)
+
+    def _may_overflow(self, scale: float) -> bool:
+        return scale * self.world_size > 1 + _ROUNDING
 
     def squared_norm(self) -> float:
         sections = [as_real(section) for section in self._arena.sections]

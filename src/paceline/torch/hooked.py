@@ -190,6 +190,9 @@ class HookTransport(ProcessGroupTransport):
         self._latest = None
         return super().take_nonfinite()
 
+    def _may_overflow(self, scale: float) -> bool:
+        return True  # a hook may sum in a smaller type
+
 
 class TypeHookError(ConfigError, TypeError):
     """A hook returned something of the wrong type."""

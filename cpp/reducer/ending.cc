@@ -1,0 +1,192 @@
+// How a pass ends, the same for all ranks; see the head of reducer.h.
+#include <string.h>
+
+#include <algorithm>
+
+#include "reducer/reducer.h"
+
+namespace paceline {
+
+uint32_t Reducer::finish(uint32_t forwards, bool allow_unused) {
+  check_usable();
+  if (!in_pass_) begin_pass();
+  has_no_means_ = true;  // until it has
+  try {
+    return complete_pass(forwards, allow_unused);
+  } catch (...) {
+    leave_pass();
+    keep_arena();
+    throw;
+  }
+}
+
+uint32_t Reducer::complete_pass(uint32_t forwards, bool allow_unused) {
+  fault_point(Point::kBeforeEnd);
+  uint64_t* bits = unused_bits(group_.rank(), pass_);
+  std::fill_n(bits, unused_words_, 0);
+  bool any_unused = false;
+  for (size_t p = 0; p < parameters_.size(); ++p) {
+    if (parameters_[p].ready_in_pass == pass_) continue;
+    bits[p / 64] |= uint64_t{1} << (p % 64);
+    any_unused = true;
+  }
+  part_overlapping();
+  if (any_unused && allow_unused) add_unused();
+  const uint32_t verdict = end_backward(forwards, any_unused ? kPassUnused : 0);
+  fault_point(Point::kAfterEnd);
+  in_pass_ = false;
+  leave_pass();
+  finished_passes_ = pass_;
+  const bool is_reduced = (verdict & kPassForwardsDiffer) == 0 &&
+                          ((verdict & kPassUnused) == 0 || allow_unused);
+  if (!is_reduced) {
+    restart_without_reduction();
+    return verdict;
+  }
+  wait_for(control().chunks_done, pass_ * total_chunks_, kEnded,
+           [&] { progress(Appetite::kAll); });
+  copy_back();
+  has_no_means_ = false;
+  const PassControl& shared = control();
+  const auto saw = [&](const std::atomic<uint64_t>& pass, uint32_t flag) {
+    return pass.load(std::memory_order_relaxed) == pass_ ? flag : 0;
+  };
+  return verdict | saw(shared.nonfinite_pass, kPassNonFinite) |
+         saw(shared.overflow_pass, kPassOverflow);
+}
+
+// A parameter without a gradient counts as zeros; its buckets can be posted
+// after all.
+void Reducer::add_unused() {
+  for (Parameter& parameter : parameters_) {
+    if (parameter.ready_in_pass == pass_) continue;
+    const auto [offset, count, dtype] = parameter.span;
+    memset(arena() + offset, 0, count * dtype_bytes(dtype));
+    parameter.copy_back = nullptr;
+    post_complete(parameter);
+  }
+}
+
+// Says that this rank's backward is over, and waits for the others to say so,
+// reducing meanwhile.
+uint32_t Reducer::end_backward(uint32_t forwards, uint32_t flags) {
+  PassControl& shared = control();
+  PassHeader& own = header(group_.rank(), pass_);
+  own.forwards = forwards;
+  uint64_t first = 0;
+  const uint64_t mine = uint64_t{forwards} + 1;
+  if (forwards == kFinished) {
+    flags |= kPassFinished;
+  } else if (!shared.forwards.compare_exchange_strong(
+                 first, mine, std::memory_order_relaxed) &&
+             first != mine) {
+    flags |= kPassForwardsDiffer;
+  }
+  if (flags != 0) shared.flags.fetch_or(flags, std::memory_order_relaxed);
+  // acq_rel: releases this rank's header, unused bits and flags; the last to
+  // end acquires everybody's.
+  const uint64_t all = pass_ * static_cast<uint64_t>(group_.world());
+  if (shared.ended.fetch_add(1, std::memory_order_acq_rel) + 1 == all) {
+    shared.verdict.store(shared.flags.load(std::memory_order_relaxed),
+                         std::memory_order_relaxed);
+    shared.flags.store(0, std::memory_order_relaxed);
+    shared.forwards.store(0, std::memory_order_relaxed);
+    // Unless somebody has given up on it.
+    if (count_up(shared.ended_pass, pass_)) ring(kWakeAll);
+  }
+  own.stage.store(stage(kEnded), std::memory_order_relaxed);
+  wait_for(shared.ended_pass, pass_, kEnded, [&] { progress(Appetite::kAll); });
+  return shared.verdict.load(std::memory_order_relaxed);
+}
+
+// Chunks of complete buckets may have been reduced; what they hold is of no use
+// then. Brings the counters to where the pass would have ended.
+void Reducer::restart_without_reduction() {
+  PassControl& shared = control();
+  const auto world = static_cast<uint64_t>(group_.world());
+  // Two meetings: nobody reduces any more before rank 0 writes; nobody goes on
+  // before it has.
+  const auto meet = [&](Stage next, uint64_t target) {
+    if (count_up(shared.restarted, target)) ring(kWakeAll);
+    header(group_.rank(), pass_)
+        .stage.store(stage(next), std::memory_order_relaxed);
+    wait_for(shared.restarted, target, next, [] {});
+  };
+  const uint64_t base = restarts_++ * 2 * world;
+  meet(kVoid, base + world);
+  if (group_.rank() == 0) {
+    for (size_t b = 0; b < buckets_.size(); ++b) {
+      bucket_control(b).arrived.store(pass_ * world, std::memory_order_relaxed);
+      bucket_control(b).claim.store(pass_ << 32 | UINT32_MAX,
+                                    std::memory_order_relaxed);
+    }
+    shared.chunks_done.store(pass_ * total_chunks_, std::memory_order_relaxed);
+  }
+  meet(kReset, base + 2 * world);
+}
+
+bool Reducer::count_up(std::atomic<uint64_t>& count, uint64_t target) {
+  uint64_t seen = count.load(std::memory_order_relaxed);
+  // acq_rel: releases what this rank has done; whoever reaches the target has
+  // acquired what all have.
+  do {
+    if ((seen & kPoison) != 0) return false;
+  } while (!count.compare_exchange_weak(
+      seen, seen + 1, std::memory_order_acq_rel, std::memory_order_relaxed));
+  return seen + 1 == target;
+}
+
+bool Reducer::settle(std::atomic<uint64_t>& count, uint64_t target) {
+  uint64_t seen = count.load(std::memory_order_acquire);
+  while (!has_reached(seen, target)) {
+    if ((seen & kPoison) != 0) return false;
+    if (count.compare_exchange_weak(seen, seen | kPoison,
+                                    std::memory_order_acq_rel,
+                                    std::memory_order_acquire))
+      return false;
+  }
+  return true;
+}
+
+template <class Work>
+void Reducer::wait_for(std::atomic<uint64_t>& count, uint64_t target,
+                       Stage awaited, Work work) {
+  try {
+    wait_until(awaited, [&] {
+      work();
+      // Acquire: partner of the release in count_up().
+      return has_reached(count.load(std::memory_order_acquire), target);
+    });
+  } catch (const Failure& failure) {
+    // A rank that closes its group gives nothing up that others wait for.
+    if (failure.reason == Reason::kClosed) throw;
+    const bool is_reached = settle(count, target);
+    // What this rank has raised itself, a signal handler say, it must raise.
+    const bool is_of_group =
+        failure.reason == Reason::kDied || failure.reason == Reason::kRaised ||
+        failure.reason == Reason::kLeft || failure.reason == Reason::kDeadline;
+    if (!is_reached || !is_of_group) throw;
+  }
+}
+
+template <class Ready>
+void Reducer::wait_until(Stage awaited, Ready ready) {
+  if (ready()) return;
+  const int64_t start_ns = now_ns();
+  const int64_t reducing_before_ns = reducing_ns_;
+  PassControl& shared = control();
+  group_.wait_until(
+      shared.bell, shared.sleepers, group_.timeout_ns(-1), ready, [&](int r) {
+        const PassHeader& theirs = header(r, pass_);
+        // What a rank owes is its own fault only once all gradients are there.
+        const bool can_reduce = has_reached(
+            shared.ended_pass.load(std::memory_order_relaxed), pass_);
+        return theirs.stage.load(std::memory_order_relaxed) < stage(awaited) ||
+               theirs.is_reducing.load(std::memory_order_relaxed) != 0 ||
+               (can_reduce && awaited == kEnded &&
+                theirs.owed.load(std::memory_order_relaxed) != 0);
+      });
+  waited_ns_ += now_ns() - start_ns - (reducing_ns_ - reducing_before_ns);
+}
+
+}  // namespace paceline
