@@ -14,7 +14,7 @@ inline std::vector<uint64_t> hash_all(const std::vector<Pointer>& pointers,
   if (pointers.size() != sizes.size())
     misuse("hash_all: pointers and sizes must have one entry per piece");
   const nb::object nobody = nb::none();
-  CallHooks hooks(nullptr, nobody, /*unlock_now=*/true);
+  CallHooks hooks(nullptr, nobody, nullptr, /*unlock_now=*/true);
   std::vector<uint64_t> hashes;
   for (size_t i = 0; i < sizes.size(); ++i)
     hashes.push_back(xxh64(as_pointer(pointers[i]), sizes[i]));
