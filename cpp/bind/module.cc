@@ -232,6 +232,10 @@ void bind_reducer(nb::module_& m) {
           "set_weight",
           [](PyReducer& r, double weight) { r.reducer().set_weight(weight); },
           "weight"_a)
+      .def(
+          "set_note",
+          [](PyReducer& r, uint32_t note) { r.reducer().set_note(note); },
+          "note"_a)
       .def("mark_ready", &PyReducer::mark_ready, "param"_a, "grad_pointer"_a)
       .def("finish", &PyReducer::finish, "forwards"_a, "allow_unused"_a)
       .def(
@@ -244,6 +248,10 @@ void bind_reducer(nb::module_& m) {
            [](PyReducer& r) { return r.reducer().overlapping(); })
       .def("forwards_by_rank",
            [](PyReducer& r) { return r.reducer().forwards_by_rank(); })
+      .def("waiting_ranks",
+           [](PyReducer& r) { return r.reducer().waiting_ranks(); })
+      .def("notes_by_rank",
+           [](PyReducer& r) { return r.reducer().notes_by_rank(); })
       .def("nonfinite", [](PyReducer& r) { return r.reducer().nonfinite(); })
       .def("overflowed", [](PyReducer& r) { return r.reducer().overflowed(); })
       .def("squared_norm",

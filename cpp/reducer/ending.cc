@@ -82,6 +82,13 @@ uint32_t Reducer::end_backward(uint32_t forwards, uint32_t flags) {
              first != mine) {
     flags |= kPassForwardsDiffer;
   }
+  own.note = note_;
+  if (uint32_t told = 0; note_ != 0 &&
+                         !shared.note.compare_exchange_strong(
+                             told, note_, std::memory_order_relaxed) &&
+                         told != note_) {
+    flags |= kPassNotesDiffer;
+  }
   if (flags != 0) shared.flags.fetch_or(flags, std::memory_order_relaxed);
   // acq_rel: releases this rank's header, unused bits and flags; the last to
   // end acquires everybody's.
@@ -91,6 +98,7 @@ uint32_t Reducer::end_backward(uint32_t forwards, uint32_t flags) {
                          std::memory_order_relaxed);
     shared.flags.store(0, std::memory_order_relaxed);
     shared.forwards.store(0, std::memory_order_relaxed);
+    shared.note.store(0, std::memory_order_relaxed);
     // Unless somebody has given up on it.
     if (count_up(shared.ended_pass, pass_)) ring(kWakeAll);
   }

@@ -36,6 +36,25 @@ std::vector<uint32_t> Reducer::forwards_by_rank() const {
   return found;
 }
 
+std::vector<uint32_t> Reducer::notes_by_rank() const {
+  std::vector<uint32_t> found;
+  for (int r = 0; r < group_.world(); ++r)
+    found.push_back(header(r, finished_passes_).note);
+  return found;
+}
+
+std::vector<int> Reducer::waiting_ranks() const {
+  const uint64_t next = finished_passes_ + 1;
+  std::vector<int> found;
+  if (closed_ || group_.is_closed()) return found;
+  for (int r = 0; r < group_.world(); ++r) {
+    const uint64_t stage =
+        header(r, next).stage.load(std::memory_order_relaxed);
+    if (r != group_.rank() && stage == next * 4 + kEnded) found.push_back(r);
+  }
+  return found;
+}
+
 std::vector<std::pair<int, size_t>> Reducer::nonfinite() const {
   std::vector<std::pair<int, size_t>> found;
   if (finished_passes_ == 0 || has_no_means_ ||

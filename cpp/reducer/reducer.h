@@ -93,6 +93,8 @@ inline constexpr uint32_t kPassNonFinite = 2;
 inline constexpr uint32_t kPassForwardsDiffer = 4;
 inline constexpr uint32_t kPassFinished = 8;
 inline constexpr uint32_t kPassOverflow = 16;
+/// Not wrong by itself; the means are in place.
+inline constexpr uint32_t kPassNotesDiffer = 32;
 /// `forwards` of a rank that has no more data; agrees with every number.
 inline constexpr uint32_t kFinished = (uint32_t{1} << 31) - 2;
 
@@ -110,6 +112,9 @@ class Reducer {
   std::byte* arena() const { return arena_of(group_.rank()); }
   /// Of this rank in the next pass's mean.
   void set_weight(double weight) { weight_ = weight; }
+  /// What this rank tells the others of itself with the end of this pass; 0:
+  /// nothing, which agrees with everything.
+  void set_note(uint32_t note) { note_ = note; }
   /// The gradient of a parameter is final at `gradient` (null: in the arena
   /// already). Its memory is read until finish() returns, and written only
   /// within finish().
@@ -126,6 +131,9 @@ class Reducer {
   /// their means are in the arena only. Of this rank, in no order.
   const std::vector<size_t>& overlapping() const { return overlapping_; }
   std::vector<uint32_t> forwards_by_rank() const;
+  std::vector<uint32_t> notes_by_rank() const;
+  /// Ranks that wait at the end of a pass that this rank has not ended.
+  std::vector<int> waiting_ranks() const;
   std::vector<std::pair<int, size_t>> nonfinite() const;
   /// Parameters whose mean in the last pass is not finite though every rank's
   /// gradient is: their sum overflowed.
@@ -194,6 +202,8 @@ class Reducer {
     std::atomic<uint32_t> flags;
     /// Of the first to end, plus 1; 0: nobody has.
     std::atomic<uint64_t> forwards;
+    /// Of the first to end that has one.
+    std::atomic<uint32_t> note;
     /// Arrivals at the barrier that resets a pass without reduction.
     std::atomic<uint64_t> restarted;
     alignas(kLineBytes) std::atomic<uint64_t> chunks_done;
@@ -225,6 +235,7 @@ class Reducer {
     uint64_t pass;
     double weight;
     uint32_t forwards;
+    uint32_t note;
     // Evidence for whoever waits: how far this rank has come, whether others
     // wait for a chunk in its hands, and how many of the chunks assigned to it
     // it has not reduced yet.
@@ -357,6 +368,7 @@ class Reducer {
   bool has_no_means_ = false;
   bool in_pass_ = false;
   double weight_ = 1;
+  uint32_t note_ = 0;
   std::vector<Parameter> parameters_;
   /// By segment: the last pass in which this rank reduced it.
   std::vector<uint64_t> reduced_in_pass_;

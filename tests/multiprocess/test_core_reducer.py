@@ -13,7 +13,15 @@ from numpy.testing import assert_array_equal
 from paceline import _core
 from paceline.errors import ConfigError, GroupClosedError
 from tests.harness import ranks, run_ranks
-from tests.multiprocess.reducer_world import FORWARDS_DIFFER, MODEL, NONFINITE, UNUSED, World, cut
+from tests.multiprocess.reducer_world import (
+    FORWARDS_DIFFER,
+    MODEL,
+    NONFINITE,
+    NOTES_DIFFER,
+    UNUSED,
+    World,
+    cut,
+)
 
 
 def run_pass(world, step, *, order=None, elsewhere=(), forwards=1, allow_unused=False):
@@ -63,6 +71,32 @@ def test_assigned_chunks_give_the_bits_of_claimed_ones(group):
     flags, got = run_pass(assigned, 9, elsewhere={0, 2})
     assert flags == 0
     assigned.check(got, 9, [1.0, 8.0])
+
+
+@ranks(3)
+def test_notes_that_differ_are_told_and_change_nothing(group):
+    world = World(group)
+    cases = [([0, 0, 0], 0), ([7, 7, 7], 0), ([7, 7, 8], NOTES_DIFFER), ([0, 9, 9], 0), ([3, 0, 1 << 31], 16)]
+    for step, (notes, expected) in enumerate(cases):
+        world.reducer.set_note(notes[group.rank])
+        flags, got = run_pass(world, step)
+        assert flags == expected
+        world.check(got, step)
+        assert world.reducer.notes_by_rank() == notes
+        assert world.reducer.waiting_ranks() == []
+        group.barrier()  # or a fast rank may be in the next pass already
+
+
+@ranks(2)
+def test_who_waits_in_a_pass_that_this_rank_has_not_ended(group):
+    world = World(group)
+    run_pass(world, 0)
+    if group.rank == 0:
+        run_pass(world, 1)
+    else:
+        while world.reducer.waiting_ranks() != [0]:
+            time.sleep(0.001)
+        run_pass(world, 1)
 
 
 @ranks(3)

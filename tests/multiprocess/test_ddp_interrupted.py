@@ -1,4 +1,4 @@
-"""After a backward that raised on one rank: every rank raises once, whatever is called next; then all go on."""
+"""A backward that raised on one rank: every rank raises once, whatever is called next; then all go on."""
 
 from __future__ import annotations
 

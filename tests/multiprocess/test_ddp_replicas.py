@@ -145,3 +145,91 @@ def test_alone_there_is_nothing_to_compare(rank: int) -> None:
     ddp = DistributedDataParallel(network(), check_replicas_every=1)
     ddp(torch.randn(5, 4)).sum().backward()
     ddp.check_replicas()
+
+
+def train(ddp: DistributedDataParallel, steps: int = 2) -> None:
+    for _ in range(steps):
+        backward(ddp)
+        update(ddp)
+    backward(ddp)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(3, group="gloo")
+def test_a_skipped_or_additional_step_is_told_in_the_next_pass(rank: int, path: str) -> None:
+    for steps, told in ((0, "ranks 0-1: 12; rank 2: 0"), (2, "ranks 0-1: 12; rank 2: 24")):
+        ddp = DistributedDataParallel(network(), reduce_through=path)
+        train(ddp)
+        for _ in range(steps if rank == ODD else 1):
+            with torch.no_grad():
+                for parameter in ddp.parameters():
+                    for _ in range(4):  # as an optimizer that writes several times
+                        parameter.sub_(parameter.grad, alpha=0.1)
+        with pytest.raises(ReplicasDifferError, match=r"Rank 2 of 3 .*parameter '0\.weight'") as caught:
+            backward(ddp)
+        assert told in caught.value.seen
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(3, group="gloo")
+def test_a_drift_without_another_number_of_writes_is_a_warning(rank: int, path: str) -> None:
+    """Processors of different kinds may round differently; check_replicas_every makes it an error."""
+    ddp = DistributedDataParallel(network(), reduce_through=path)
+    train(ddp)
+    update(ddp, 0.1 if rank != ODD else 0.1001)
+    with pytest.warns(RuntimeWarning, match=r"Rank 2 of 3 .*parameter '0\.weight'"):
+        backward(ddp)
+    train(ddp)  # told once
+    silent = DistributedDataParallel(network(), reduce_through=path, check_replicas_every=0)
+    strict = DistributedDataParallel(network(), reduce_through=path, check_replicas_every=1000)
+    for ddp in (silent, strict):
+        train(ddp)
+        update(ddp, 0.1 if rank != ODD else 0.1001)
+    backward(silent)
+    with pytest.raises(ReplicasDifferError, match=r"Rank 2 of 3 .*parameter '0\.weight'"):
+        backward(strict)
+
+
+@ranks(2, group="gloo")
+def test_writes_that_leave_the_replicas_equal_are_nobodys_business(rank: int) -> None:
+    ddp = DistributedDataParallel(network())
+    train(ddp)
+    if rank == 0:  # it evaluates with other weights, and takes its own again
+        own = {name: value.clone() for name, value in ddp.module.state_dict().items()}
+        ddp.module.load_state_dict({name: torch.zeros_like(value) for name, value in own.items()})
+        ddp.module.load_state_dict(own)
+    update(ddp)
+    train(ddp)
+    if rank == 0:  # a server of parameters
+        update(ddp)
+    factory = ddp._passes._factory
+    factory.broadcast_all([parameter.detach() for parameter in ddp.parameters()])
+    train(ddp)
+
+
+@ranks(2, group="gloo")
+def test_replicas_that_step_alone_for_a_while_are_told_of_at_most(rank: int) -> None:
+    ddp = DistributedDataParallel(network())
+    train(ddp)
+    for _ in range(2 + rank):
+        update(ddp)
+        ddp.zero_grad()
+        with ddp.no_sync():
+            ddp(torch.randn(5, 4)).square().sum().backward()
+    with pytest.warns(RuntimeWarning, match="the 2 replicas|The 2 replicas"):
+        backward(ddp)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(2, group="gloo")
+def test_a_batch_that_one_rank_drops_is_told_in_that_pass(rank: int, path: str) -> None:
+    ddp = DistributedDataParallel(network(), reduce_through=path)
+    passes = 0
+    with pytest.warns(RuntimeWarning, match=r"rank 0: 0; rank 1: 1\."):
+        for number in ddp.iterate(range(6)):
+            if rank == 1 and number == 2:
+                continue
+            backward(ddp)
+            update(ddp)
+            passes += 1
+    assert passes == (6, 5)[rank]

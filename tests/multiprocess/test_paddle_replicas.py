@@ -69,3 +69,18 @@ def test_a_check_on_demand(rank: int, way: str) -> None:
         wrapped.check_replicas(optimizer)
     name = list(caught.value.differing)[1]
     assert name.startswith("0.") and "moment1" in name
+
+
+@ranks(3)
+def test_a_skipped_step_is_told_in_the_next_pass(group: object) -> None:
+    wrapped = DataParallel(network(), group=group)
+    optimizer = paddle.optimizer.SGD(0.1, parameters=wrapped.parameters())
+    for _ in range(3):
+        backward(wrapped, group.rank)
+        optimizer.step()
+    backward(wrapped, group.rank)
+    if group.rank != ODD:
+        optimizer.step()
+    with pytest.raises(ReplicasDifferError, match=r"Rank 2 of 3 .*parameter '0\.weight'") as caught:
+        backward(wrapped, group.rank)
+    assert "ranks 0-1: 1; rank 2: 0" in caught.value.seen

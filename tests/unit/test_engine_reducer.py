@@ -209,6 +209,21 @@ def test_differing_forwards_are_noticed() -> None:
     on_ranks(3, body)
 
 
+def test_notes_that_differ_are_told_and_change_nothing() -> None:
+    def body(own: Rank) -> None:
+        for notes in ([4, 4, 5], [0, 4, 4]):
+            for index in range(len(COUNTS)):
+                own.mark(index, float(own.rank))
+            own.reducer.set_note(notes[own.rank])
+            expected = Outcome.NOTES_DIFFER if notes[0] else Outcome.GOOD
+            assert own.reducer.finish(1, allow_unused=False) == expected
+            assert own.reducer.notes_by_rank() == notes
+            for index in range(len(COUNTS)):
+                np.testing.assert_allclose(own.transport.place(index), 1.0, rtol=1e-6)
+
+    on_ranks(3, body)
+
+
 def test_nonfinite_gradients_are_known_by_rank() -> None:
     def body(own: Rank) -> None:
         for index in range(len(COUNTS)):

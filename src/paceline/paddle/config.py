@@ -49,7 +49,7 @@ class DataParallelConfig:
         reduce_through: "memory" that the ranks share, the "group", or the better one ("auto").
         devices: What device_ids and output_device name, if they name any.
         timeout_s: Seconds to wait for the slowest rank; None: the group's own time-out.
-        check_replicas_every: Compare the replicas after so many passes; None: never.
+        check_replicas_every: Compare replicas after so many passes; None: where there is a reason; 0: never.
     """
 
     bucket_cap_bytes: int
@@ -154,7 +154,7 @@ def make_config(
         reduce_through=reduce_through,
         devices=_named_devices(device_ids, output_device),
         timeout_s=timeout_s,
-        check_replicas_every=_arguments.positive_or_none("check_replicas_every", check_replicas_every),
+        check_replicas_every=_arguments.check_passes("check_replicas_every", check_replicas_every),
     )
 
 

@@ -74,7 +74,8 @@ class DataParallel(WrappedModel, nn.Layer):
         timeout_s: Seconds to wait for the slowest rank, where the group does not say. Paddle's Gloo gives up
             after 30 s, whatever this is.
         check_replicas_every: At the end of each n-th synchronised backward, compare the replicas, and raise
-            on every rank if they differ; see check_replicas(). None or 0: never.
+            on every rank if they differ; see check_replicas(). None: only after ranks have written to their
+            parameters differently often (a step that one skipped). 0: never.
 
     Raises:
         ConfigError: An argument, or the model, is not supported; the message says which and why.

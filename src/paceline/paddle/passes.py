@@ -21,14 +21,16 @@ from paceline.paddle import backward_calls, internals
 from paceline.paddle.arena import dtype_name
 from paceline.paddle.config import DataParallelConfig
 from paceline.paddle.links import Link, Reduction
-from paceline.paddle.replica_state import gather_bytes, hash_model
+from paceline.paddle.replica_state import gather_bytes, hash_model, make_sampler
 from paceline.paddle.sparse import average_rows
 from paceline.paddle.statistics import fingerprint, memory
 from paceline.paddle.tensors import ManagedTensors
 from paceline.paddle.values import BufferSync
 from paceline.paddle.weights import PaddleWeights
 from paceline.reducer.backward_passes import BackwardPasses
+from paceline.reducer.drift import DriftWatch
 from paceline.reducer.fresh_gradients import FreshGradients
+from paceline.reducer.iteration_notes import IterationNotes
 from paceline.reducer.plan import Plan, complete_order, plan_buckets
 from paceline.reducer.protocol import Reducer
 from paceline.reducer.replica_check import Entry
@@ -61,6 +63,12 @@ class GradientPasses(BackwardPasses):
         )
         self.weights = PaddleWeights(
             [*tensors.trainable, *tensors.sparse.values()], self.state, self._keep_error
+        )
+        self.notes = IterationNotes(None, make_sampler(tensors.trainable))
+        self.drift = DriftWatch(
+            config.check_replicas_every,
+            self._hash_replica,
+            functools.partial(gather_bytes, link),
         )
         self._tensors = tensors
         self._link = link
@@ -237,13 +245,10 @@ class GradientPasses(BackwardPasses):
     def _clear_place(self, index: int) -> None:
         self._places[index].zero_()
 
-    def _replica_entries(self, optimizer: Any) -> Sequence[Entry]:
+    def _hash_replica(self, optimizer: Any) -> Sequence[Entry]:
         now, in_step = self._tensors.current_buffers(), self.buffers.in_step
         buffers = {name: buffer for name, buffer in now.items() if name in in_step}
         return hash_model(self._tensors.all_parameters, buffers, optimizer)
-
-    def _gather(self, payload: bytes) -> list[bytes]:
-        return gather_bytes(self._link, payload)
 
     def _tell(self, activity: str) -> None:
         self._link.tell(activity)

@@ -59,11 +59,11 @@ class Arguments:
         )
         return None
 
-    def positive_or_none(self, name: str, value: int | None) -> int | None:
-        """A number of passes; 0 is None."""
+    def check_passes(self, name: str, value: int | None) -> int | None:
+        """A number of passes; 0 is none at all."""
         is_count = value is None or (isinstance(value, int) and value >= 0)
-        self.require(is_count, name, value, "a number of passes, or None")
-        return value or None
+        self.require(is_count, name, value, "a number of passes, 0 for never, or None")
+        return value
 
     def check_seconds(self, **times: float | None) -> None:
         """Time-outs."""

@@ -10,19 +10,24 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
+from paceline.reducer import farewell
+from paceline.reducer.drift import DriftWatch
 from paceline.reducer.end_of_backward import EndOfBackward
 from paceline.reducer.fresh_gradients import FreshGradients
+from paceline.reducer.iteration_notes import IterationNotes
 from paceline.reducer.micro_batches import MicroBatchWeights
 from paceline.reducer.overlaps import overlapping
 from paceline.reducer.pass_state import PassState
 from paceline.reducer.protocol import FINISHED, Outcome, Reducer
-from paceline.reducer.replica_check import Entry, check_replicas
 from paceline.reducer.report import names_by_rank
 from paceline.reducer.verdict import Judge, give_up_interrupted
+
+_NOTES_DIFFER = int(Outcome.NOTES_DIFFER)  # as an enumeration's member it would cost more than the question
 
 
 class PassOptions(Protocol):
@@ -32,8 +37,6 @@ class PassOptions(Protocol):
     def allow_unused(self) -> bool: ...
     @property
     def nonfinite(self) -> str: ...
-    @property
-    def check_replicas_every(self) -> int | None: ...
 
 
 class SyncedBuffers(Protocol):
@@ -63,6 +66,8 @@ class BackwardPasses(ABC):
         buffers: Keeps them in step.
         weight: Of this rank in the pass under way, or the last one.
         gradients: Whether they are still those of the last pass.
+        notes: What this rank does between two passes.
+        drift: Whether the replicas are still the same, where there is a reason to look, or now and then.
         active: Ranks that had data in the last pass. Others shadow it.
         is_order_final: Whether the plan will not change any more.
         good_passes: How many passes have made the gradients means, and all else that a pass does.
@@ -71,6 +76,8 @@ class BackwardPasses(ABC):
     weights: MicroBatchWeights
     buffers: SyncedBuffers
     gradients: FreshGradients
+    notes: IterationNotes
+    drift: DriftWatch
     is_order_final: bool
     _config: PassOptions
     _judge: Judge
@@ -78,6 +85,7 @@ class BackwardPasses(ABC):
     def __init__(self, names: Sequence[str], rank: int, world_size: int) -> None:
         self.state = PassState(rank, world_size)
         self.state.arm = self._arm
+        farewell.watch(self)
         self.world_size = world_size
         self.weight = 1.0
         self.active: Sequence[int] = range(world_size)
@@ -86,7 +94,6 @@ class BackwardPasses(ABC):
         self._begun_forwards = 0
         self._waited_before_s = 0.0
         self._pass_number = 1
-        self._full_passes = 0  # good ones in which all ranks had data; the same number on all ranks
         self.good_passes = 0
         self._of_first: tuple[float, list[tuple[int, int]]] | None = None
         self._gradients_aside: dict[int, Any] = {}
@@ -141,14 +148,6 @@ class BackwardPasses(ABC):
         """Bring in step, after a pass, what the reducer does not average: buffers. Collective."""
 
     @abstractmethod
-    def _replica_entries(self, optimizer: Any) -> Sequence[Entry]:
-        """Hashes of all that is the same on all ranks between two passes, and of an optimizer's state."""
-
-    @abstractmethod
-    def _gather(self, payload: bytes) -> list[bytes]:
-        """Payloads of all ranks, by rank, of any lengths. Collective."""
-
-    @abstractmethod
     def _tell(self, activity: str) -> None:
         """Let the errors of other ranks tell what this one was doing."""
 
@@ -166,6 +165,16 @@ class BackwardPasses(ABC):
         """Drop what a front end remembers of a pass that an exception broke off."""
 
     # --- what all front ends do ---
+
+    @property
+    def who(self) -> str:
+        """This rank in words."""
+        return self.state.where
+
+    def waiting_ranks(self) -> list[int]:
+        """Ranks that wait at the end of a pass that this rank has not ended, if that is known."""
+        is_own_process = os.getpid() == self.state.pid
+        return self.reducer.waiting_ranks() if is_own_process else []
 
     @property
     def waited_s(self) -> float:
@@ -302,6 +311,7 @@ class BackwardPasses(ABC):
         try:
             self._hand_over_rest()
             status = state.status
+            self.reducer.set_note(self.notes.take(self._begun_forwards, accumulated=bool(state.accumulated)))
             outcome = self.reducer.finish(status, self._config.allow_unused)
             self.active = self._all_ranks
             if outcome or status != state.forwards:
@@ -323,24 +333,10 @@ class BackwardPasses(ABC):
         if self.active:
             self._sync_others()
         self.good_passes += 1
-        if self._config.check_replicas_every and len(self.active) == self.world_size:
-            self._check_now_and_then(self._config.check_replicas_every)
-
-    def _check_now_and_then(self, every: int) -> None:
-        """Without all of them there may be ranks that make no step until the others have finished."""
-        self._full_passes += 1
-        if self._full_passes % every == 0:
-            self.check_replicas(None)
-
-    def check_replicas(self, optimizer: Any) -> None:
-        """Compare the replicas, and the optimizer's state if there is one. Collective.
-
-        Raises:
-            ReplicasDifferError: They are not the same.
-        """
-        self.state.check_process()
-        entries = self._replica_entries(optimizer)
-        check_replicas(entries, self._gather, where=f"the check of replicas in pass {self._pass_number - 1}")
+        # Where a rank has no data there may be ranks that make no step until the others have finished.
+        if len(self.active) == self.world_size:
+            self.drift.end_pass(self.reducer.notes_by_rank if outcome & _NOTES_DIFFER else None)
+            self.notes.begin(self._begun_forwards)
 
     def _part_overlapping(self) -> None:
         """Where gradients share memory, bring their means home into memory of their own.

@@ -31,7 +31,7 @@ from paceline.errors import GroupClosedError
 from paceline.reducer.plan import Plan
 from paceline.reducer.protocol import FINISHED, Outcome
 
-_STATUS = struct.Struct("<dIIII")
+_STATUS = struct.Struct("<dIIIII")
 
 
 class Pending(Protocol):
@@ -94,9 +94,11 @@ class _Status:
     unused: int
     nonfinite: int
     overflowed: int
+    note: int
 
     def pack(self) -> bytes:
-        return _STATUS.pack(self.weight, self.forwards, self.unused, self.nonfinite, self.overflowed)
+        counts = (self.forwards, self.unused, self.nonfinite, self.overflowed)
+        return _STATUS.pack(self.weight, *counts, self.note)
 
     @classmethod
     def unpack(cls, payload: bytes) -> _Status:
@@ -129,6 +131,7 @@ class EngineReducer:
         # Gradients on several devices are made by several threads of the framework.
         self._lock = threading.Lock()
         self._weight = 1.0
+        self._note = 0
         self._expected_weight = float(transport.world_size)
         self._waited_s = 0.0
         self._passes = 0
@@ -150,6 +153,9 @@ class EngineReducer:
 
     def set_weight(self, weight: float) -> None:
         self._weight = weight
+
+    def set_note(self, note: int) -> None:
+        self._note = note
 
     def mark_ready(self, param: int, grad_pointer: int = 0) -> None:
         if grad_pointer:
@@ -195,6 +201,12 @@ class EngineReducer:
     def forwards_by_rank(self) -> list[int]:
         return [status.forwards for status in self._statuses]
 
+    def notes_by_rank(self) -> list[int]:
+        return [status.note for status in self._statuses]
+
+    def waiting_ranks(self) -> list[int]:
+        return []  # an engine below does not tell
+
     def nonfinite(self) -> list[tuple[int, int]]:
         return list(self._nonfinite)
 
@@ -235,7 +247,7 @@ class EngineReducer:
             pending.wait()
         nonfinite = self._transport.take_nonfinite()
         overflowed = self._transport.find_overflowed(self._weight / self._expected_weight)
-        own = _Status(self._weight, forwards, len(unused), len(nonfinite), len(overflowed))
+        own = _Status(self._weight, forwards, len(unused), len(nonfinite), len(overflowed), self._note)
         self._statuses = [_Status.unpack(row) for row in self._transport.all_gather(own.pack())]
         self._gather_details(unused, nonfinite, overflowed)
         if self._skip_unused:
@@ -304,6 +316,8 @@ class EngineReducer:
             outcome |= Outcome.NONFINITE
         if self._overflowed:
             outcome |= Outcome.OVERFLOWED
+        if len({status.note for status in self._statuses} - {0}) > 1:
+            outcome |= Outcome.NOTES_DIFFER
         return outcome
 
     def _correct_weights(self) -> None:

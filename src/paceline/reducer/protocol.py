@@ -32,6 +32,7 @@ class Outcome(IntFlag):
     SKIPPED = 4  # ranks made different numbers of forwards before this backward
     FINISHED = 8  # some rank has no more data
     OVERFLOWED = 16  # a sum over ranks does, though each rank's gradients are finite
+    NOTES_DIFFER = 32  # ranks told different things of themselves; the means are in place
 
 
 class Reducer(Protocol):
@@ -53,6 +54,10 @@ class Reducer(Protocol):
 
     def set_weight(self, weight: float) -> None:
         """Weigh this rank's gradients in the next pass's mean, sum(w_r * g_r) / sum(w_r)."""
+        ...
+
+    def set_note(self, note: int) -> None:
+        """What this rank tells of itself with the end of this pass, in 32 bits; 0: nothing."""
         ...
 
     def mark_ready(self, param: int, grad_pointer: int) -> None:
@@ -90,6 +95,12 @@ class Reducer(Protocol):
         ...
 
     def forwards_by_rank(self) -> list[int]: ...
+
+    def notes_by_rank(self) -> list[int]: ...
+
+    def waiting_ranks(self) -> list[int]:
+        """Ranks that wait at the end of a pass that this rank has not ended, if anybody knows."""
+        ...
 
     def nonfinite(self) -> list[tuple[int, int]]:
         """(rank, parameter) of each gradient of the last pass that was not finite."""

@@ -134,7 +134,10 @@ class WrappedModel:
             >>> for batch in model.iterate(loader, optimizer.step):
             ...     train_step(batch)
         """
-        yield from batches
+        for batch in batches:
+            if self._passes is not None:
+                self._passes.notes.batches += 1
+            yield batch
         self.finished(after_pass)
 
     def grad_norm(self) -> float:
@@ -202,7 +205,8 @@ class WrappedModel:
             ReplicasDifferError: Rank 2 of 3 has another model than the other ranks: parameter '0.weight' ...
         """
         if self._passes is not None:
-            self._passes.check_replicas(optimizer)
+            self._passes.state.check_process()
+            self._passes.drift.check(optimizer)
 
     @property
     def waited_s(self) -> float:

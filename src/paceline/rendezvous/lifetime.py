@@ -12,12 +12,14 @@ import os
 import sys
 import time
 import weakref
+from collections.abc import Callable
 from types import TracebackType
 
 from paceline import _core
 from paceline.rendezvous.deadline import Deadline
 
 _live: weakref.WeakSet[_core.HostGroup] = weakref.WeakSet()
+_farewells: list[Callable[[], object]] = []
 _installed_in = 0  # the process; a forked child loses multiprocessing's list of what to do at its end
 
 
@@ -46,9 +48,21 @@ def close_all() -> None:
         core.close()
 
 
+def before_leaving(farewell: Callable[[], object]) -> None:
+    """Call this at the end of the process, while its groups are still open, unless an exception ends it."""
+    _farewells.append(farewell)
+
+
+def _end() -> None:
+    if getattr(sys, "last_value", None) is None:
+        for farewell in _farewells:
+            farewell()
+    close_all()
+
+
 def _leave() -> None:
     """At the end of the interpreter: no thread may still be inside of the core when it is gone."""
-    close_all()  # which ends the calls of other threads
+    _end()  # which ends the calls of other threads
     deadline = Deadline(2.0)
     while _core.calls_under_way() and not deadline.is_over():
         time.sleep(0.001)
@@ -68,4 +82,4 @@ def _install() -> None:
     sys.excepthook = excepthook
     atexit.register(_leave)
     # Children of multiprocessing end without atexit, and catch what their target raises.
-    multiprocessing.util.Finalize(None, close_all, exitpriority=100)
+    multiprocessing.util.Finalize(None, _end, exitpriority=100)

@@ -55,7 +55,7 @@ class DDPConfig:
         reduce_through: "memory" that the ranks share, the process "group", or the better one ("auto").
         timeout_s: Seconds to wait for the slowest rank; None: the process group's own time-out.
         warn_after_s: Seconds after which a late rank is named in a warning; None: the default.
-        check_replicas_every: Compare the replicas after so many passes; None: never.
+        check_replicas_every: Compare replicas after so many passes; None: where there is a reason; 0: never.
     """
 
     device: torch.device | None
@@ -163,7 +163,7 @@ def make_config(
         reduce_through=reduce_through,
         timeout_s=timeout_s,
         warn_after_s=warn_after_s,
-        check_replicas_every=_arguments.positive_or_none("check_replicas_every", check_replicas_every),
+        check_replicas_every=_arguments.check_passes("check_replicas_every", check_replicas_every),
     )
 
 

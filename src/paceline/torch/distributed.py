@@ -94,7 +94,8 @@ class DistributedDataParallel(CommHooks, GradientStatistics, Joins, Regrouping, 
         batched_grad_copy: Over a process group, copy gradients a bucket at a time: fewer kernels on a GPU.
         init_sync_buffers: Broadcast rank 0's buffers when wrapping. None: as broadcast_buffers says.
         check_replicas_every: At the end of each n-th synchronised backward, compare the replicas, and raise
-            on every rank if they differ; see check_replicas(). None or 0: never.
+            on every rank if they differ; see check_replicas(). None: only after ranks have written to their
+            parameters differently often (a step that one skipped). 0: never.
         later: Arguments of a newer torch than Paceline knows are taken if they have torch's default.
 
     Raises:

@@ -19,8 +19,10 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from paceline.reducer.backward_passes import BackwardPasses
+from paceline.reducer.drift import DriftWatch
 from paceline.reducer.fresh_gradients import FreshGradients
 from paceline.reducer.graphs import Graph, Graphs
+from paceline.reducer.iteration_notes import IterationNotes
 from paceline.reducer.plan import Plan, complete_order, has_one_order, plan_buckets
 from paceline.reducer.protocol import FINISHED, Reducer
 from paceline.reducer.replica_check import Entry
@@ -47,7 +49,7 @@ from paceline.torch.outputs import tensors_in
 from paceline.torch.parameters import ManagedTensors
 from paceline.torch.peers import Peers
 from paceline.torch.reduction import Reduction, ReductionFactory
-from paceline.torch.replica_state import hash_model
+from paceline.torch.replica_state import hash_model, make_counter, make_sampler
 from paceline.torch.running_call import RunningCall, running_call
 from paceline.torch.sparse import SparseMeans
 from paceline.torch.statistics import fingerprint, memory
@@ -81,6 +83,8 @@ class GradientPasses(BackwardPasses):
             functools.partial(fingerprint, tensors.trainable), functools.partial(memory, tensors.trainable)
         )
         self.weights = TorchWeights(tensors.trainable, self.state)
+        self.notes = IterationNotes(make_counter(tensors.trainable), make_sampler(tensors.trainable))
+        self.drift = DriftWatch(config.check_replicas_every, self._hash_replica, factory.all_gather)
         self._tensors = tensors
         self._peers = peers
         self._factory = factory
@@ -249,13 +253,10 @@ class GradientPasses(BackwardPasses):
         if core is not None:
             core.set_activity(activity)
 
-    def _replica_entries(self, optimizer: Any) -> Sequence[Entry]:
+    def _hash_replica(self, optimizer: Any) -> Sequence[Entry]:
         now, in_step = self._tensors.current_buffers(), self.buffers.in_step
         buffers = {name: buffer for name, buffer in now.items() if name in in_step}
         return hash_model(self._tensors.all_parameters, buffers, optimizer)
-
-    def _gather(self, payload: bytes) -> list[bytes]:
-        return self._factory.all_gather(payload)
 
     def squared_norm(self) -> float:
         """Of the last pass's mean gradient."""

@@ -1,0 +1,33 @@
+"""A rank that skipped an iteration leaves while the others wait for it: both say so."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.launch.conftest import Launcher
+
+TRAIN = """
+    import torch
+    from paceline.torch import DistributedDataParallel
+
+    def main():
+        ddp = DistributedDataParallel(torch.nn.Linear(2, 1))
+        for number in range(4):
+            if rank == 1 and number == 2 and {skips}:
+                continue
+            ddp(torch.ones(1, 2)).sum().backward()
+        if rank == 1:
+            while {skips} and not ddp._passes.waiting_ranks():
+                time.sleep(0.001)
+
+    main()
+"""
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_a_rank_that_leaves_too_early_says_so(launcher: Launcher, skips: bool) -> None:
+    done = launcher.run("-n", "2", "script.py", script=TRAIN.format(skips=skips))
+    assert ("Rank 1 of 2 leaves while rank 0 waits for it" in done.stderr) == skips
+    assert "Rank 0 of 2 leaves" not in done.stderr
+    assert (done.returncode != 0) == skips
+    assert ("Rank 1 of 2 left the group while rank 0 waited" in done.stderr) == skips
