@@ -1,5 +1,8 @@
 #include "bind/handed_gradients.h"
 
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+
 #include <cstdint>
 #include <exception>
 
@@ -82,11 +85,41 @@ PyType_Slot slots[] = {
 
 }  // namespace
 
+std::optional<size_t> HandedGradients::first_changed() {
+  for (const size_t parameter : order_) {
+    if (!gradient_.has_value() || parameter >= parameters_.size()) continue;
+    const nb::handle held = parameters_[parameter];
+    if (held.is_none()) continue;
+    const nb::object now = nb::steal(gradient_->get(held.ptr()));
+    if (!now.is_valid()) throw nb::python_error();
+    if (!now.is(gradients_[parameter]) ||
+        version_of(now.ptr()) != versions_[parameter])
+      return parameter;
+  }
+  return std::nullopt;
+}
+
+long long HandedGradients::version_of(PyObject* gradient) {
+  if (gradient == Py_None) return 0;
+  const nb::object version = nb::steal(version_->get(gradient));
+  const long long number =
+      version.is_valid() ? PyLong_AsLongLong(version.ptr()) : -1;
+  if (PyErr_Occurred() != nullptr) {
+    PyErr_Clear();
+    return 0;
+  }
+  return number;
+}
+
 void bind_handed_gradients(nb::module_& m) {
+  using namespace nb::literals;
   nb::class_<HandedGradients>(m, "HandedGradients", nb::type_slots(slots))
       .def(nb::init<>())
-      .def("discard", &HandedGradients::discard, nb::arg("param"))
-      .def("clear", &HandedGradients::clear);
+      .def("discard", &HandedGradients::discard, "param"_a)
+      .def("clear", &HandedGradients::clear)
+      .def("watch", &HandedGradients::watch, "parameters"_a, "gradient"_a,
+           "version"_a)
+      .def("first_changed", &HandedGradients::first_changed);
 }
 
 }  // namespace paceline

@@ -4,15 +4,20 @@
 #include <nanobind/nanobind.h>
 
 #include <cstddef>
+#include <optional>
+#include <string>
 #include <utility>
 #include <vector>
+
+#include "bind/tensor_attribute.h"
 
 namespace paceline {
 
 namespace nb = nanobind;
 
 /// What a dict[int, gradient] would hold, in the order of insertion, without
-/// its hashing: hooks ask and add once per parameter.
+/// its hashing: hooks ask and add once per parameter. And whether they are
+/// still what was handed over, if it was told where to look.
 class HandedGradients {
  public:
   HandedGradients() = default;
@@ -28,8 +33,25 @@ class HandedGradients {
   void put(size_t parameter, nb::object gradient) {
     if (parameter >= gradients_.size()) gradients_.resize(parameter + 1);
     if (!gradients_[parameter].is_valid()) order_.push_back(parameter);
+    if (version_.has_value()) {
+      if (parameter >= versions_.size()) versions_.resize(parameter + 1);
+      versions_[parameter] = version_of(gradient.ptr());
+    }
     gradients_[parameter] = std::move(gradient);
   }
+  /// Looks from now on, when asked, whether parameters still hold what was
+  /// handed over. `parameters` holds None for one that is not looked at;
+  /// `version` is an attribute of gradients that each change in place counts
+  /// up.
+  void watch(nb::list parameters, const std::string& gradient,
+             const std::string& version) {
+    parameters_ = std::move(parameters);
+    gradient_.emplace(gradient.c_str());
+    version_.emplace(version.c_str());
+  }
+  /// A parameter whose gradient is another, or was changed, since it was handed
+  /// over.
+  std::optional<size_t> first_changed();
   const std::vector<size_t>& order() const { return order_; }
   /// As if it had not been handed over.
   void discard(size_t parameter) {
@@ -51,12 +73,20 @@ class HandedGradients {
   }
   int traverse(visitproc visit, void* arg) const {
     for (const size_t parameter : order_) Py_VISIT(gradients_[parameter].ptr());
+    Py_VISIT(parameters_.ptr());
     return 0;
   }
 
  private:
+  /// 0 where it has none.
+  long long version_of(PyObject* gradient);
+
   std::vector<nb::object> gradients_;  ///< by parameter; invalid: none yet
   std::vector<size_t> order_;
+  std::vector<long long> versions_;  ///< when it was handed over
+  nb::list parameters_;
+  std::optional<TensorAttribute> gradient_;
+  std::optional<TensorAttribute> version_;
 };
 
 /// Adds the class HandedGradients to the module.

@@ -1,4 +1,4 @@
-"""A backward that raised on one rank: every rank raises once, whatever is called next; then all go on."""
+"""A backward that raised on one rank: then every rank raises once, whatever is called next, and all go on."""
 
 from __future__ import annotations
 

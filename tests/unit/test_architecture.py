@@ -32,7 +32,7 @@ LAYERS = (
 BOTTOM = len(LAYERS) - 1
 # Names that say nothing about what is in a file.
 VAGUE = {"utils", "util", "helpers", "helper", "common", "misc"}
-MOST_LINES = 400
+LONG_LINES = 400
 CODE = ("src", "cpp", "tests", "examples", "benchmarks", "scripts", "docs")
 
 
@@ -126,7 +126,8 @@ def test_import_paceline_is_light():
     assert ended.stdout.strip() == "[]"
 
 
-def test_files_are_named_for_what_they_hold_and_fit_in_one_sitting():
+def test_files_are_named_for_what_they_hold():
+    """Long files are told, and do not fail: a limit sliced what belongs together."""
     wrong = []
     for top in CODE:
         for path in sorted((ROOT / top).rglob("*")):
@@ -135,10 +136,8 @@ def test_files_are_named_for_what_they_hold_and_fit_in_one_sitting():
             if path.stem in VAGUE:
                 wrong.append(spell(path, 1, "a name that says nothing"))
             lines = len(path.read_text().splitlines())
-            if lines > MOST_LINES:
-                wrong.append(
-                    spell(path, lines, f"more than {MOST_LINES} lines: which two ideas does it hold?")
-                )
+            if lines > LONG_LINES:
+                print(spell(path, lines, "long: one idea, or two?"))
     assert not wrong, "\n".join(wrong)
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import OrderedDict
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline._core import HandedGradients
+from paceline._core import HandedGradients, HookOrder
 
 
 class Gradient:
@@ -90,3 +91,48 @@ def test_wrong_keys_raise():
     with pytest.raises(TypeError):
         "a" in handed  # noqa: B015
     assert not list(handed)
+
+
+class Parameter:
+    """What a framework's parameter shows of its gradient."""
+
+    def __init__(self) -> None:
+        self.grad = Gradient()
+        self.grad.version = 0
+
+
+def test_it_tells_whose_gradient_is_not_what_was_handed_over():
+    parameters = [Parameter() for _ in range(4)]
+    handed = HandedGradients()
+    handed[0] = parameters[1].grad
+    assert handed.first_changed() is None  # nobody told it where to look
+    handed.clear()
+    handed.watch([*parameters[:3], None], "grad", "version")
+    for index in (3, 1, 2):
+        handed[index] = parameters[index].grad
+    parameters[3].grad.version += 1  # not looked at
+    assert handed.first_changed() is None
+    parameters[2].grad.version += 1
+    assert handed.first_changed() == 2
+    parameters[1].grad = None
+    assert handed.first_changed() == 1
+    handed.clear()
+    handed[2] = parameters[2].grad
+    assert handed.first_changed() is None
+
+
+def test_our_hooks_are_the_last_ones():
+    parameters, hooks = [Parameter() for _ in range(3)], [object() for _ in range(3)]
+    for parameter, hook in zip(parameters, hooks, strict=True):
+        parameter.hooks = OrderedDict({1: hook})
+    order = HookOrder(parameters, hooks, "hooks")
+    assert order.not_last() == []
+    parameters[1].hooks[2] = "another"
+    parameters[2].hooks = None
+    assert order.not_last() == [1, 2]
+    del parameters[1].hooks[2]
+    assert order.not_last() == [2]
+    with pytest.raises(ValueError, match="one hook"):
+        HookOrder(parameters, hooks[1:], "hooks")
+    with pytest.raises(AttributeError):
+        HookOrder(parameters, hooks, "elsewhere").not_last()

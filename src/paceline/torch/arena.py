@@ -40,7 +40,8 @@ class Arena:
         self.plan = plan
         self.sections = list(sections)
         self.copies = BatchedCopies()
-        self.views = [self._view(index, parameter) for index, parameter in enumerate(parameters)]
+        # .data: a count of changes of its own for each place, where views share that of their base.
+        self.views = [self._view(index, parameter).data for index, parameter in enumerate(parameters)]
 
     @classmethod
     def on_memory(cls, plan: Plan, parameters: Sequence[torch.Tensor], pointer: int, owner: object) -> Arena:

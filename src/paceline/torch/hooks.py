@@ -32,7 +32,8 @@ def pointer_hook(
     state: PassState, index: int, name: str, view: torch.Tensor, reducer: Reducer, dtype: torch.dtype
 ) -> Hook:
     """For a reducer that takes pointers; only for gradients that lie in memory as their place does."""
-    mark_ready, handed, strides = reducer.mark_ready, state.handed, view.stride()
+    mark_ready, handed = reducer.mark_ready, state.handed
+    shape, strides = view.shape, view.stride()
     stage = copy_hook(state, index, name, view, reducer, dtype)
     is_row_major = view.is_contiguous()
 
@@ -48,6 +49,7 @@ def pointer_hook(
             gradient is None
             or gradient.dtype is not dtype
             or gradient.is_sparse
+            or gradient.shape != shape
             or gradient.is_neg()
             or not (gradient.is_contiguous() if is_row_major else gradient.stride() == strides)
         ):
@@ -76,7 +78,7 @@ def copy_hook(
     Args:
         put: Copies a gradient (its second argument) to its place, later maybe; None: now.
     """
-    mark_ready, handed, staged = reducer.mark_ready, state.handed, state.staged
+    mark_ready, handed, staged, shape = reducer.mark_ready, state.handed, state.staged, view.shape
     copy = view.copy_ if put is None else functools.partial(put, view)
 
     @untraced
@@ -87,8 +89,8 @@ def copy_hook(
         if not state.is_armed:
             state.arm()
         gradient = parameter.grad
-        if gradient is None or gradient.dtype is not dtype or gradient.is_sparse:
-            state.refuse(index, unsupported_gradient(name, state.where, gradient, dtype))
+        if gradient is None or gradient.dtype is not dtype or gradient.is_sparse or gradient.shape != shape:
+            state.refuse(index, unsupported_gradient(name, state.where, gradient, dtype, shape))
             return
         if index in handed:
             state.came_twice = index
@@ -106,7 +108,7 @@ def view_hook(
     state: PassState, index: int, name: str, view: torch.Tensor, reducer: Reducer, dtype: torch.dtype
 ) -> Hook:
     """For gradients that live in the arena: autograd's own tensor moves in when it made a new one."""
-    mark_ready, handed, copy = reducer.mark_ready, state.handed, view.copy_
+    mark_ready, handed, copy, shape = reducer.mark_ready, state.handed, view.copy_, view.shape
     # A communication hook may move the memory, by making it longer for a while: the view moves along.
     pointer, arena_pointer = view.data_ptr, view.untyped_storage().data_ptr
     offset = pointer() - arena_pointer()
@@ -120,8 +122,13 @@ def view_hook(
             state.refuse(index, moved_gradient(name, state.where, view))
             return
         if gradient is not view:
-            if gradient is None or gradient.dtype is not dtype or gradient.is_sparse:
-                state.refuse(index, unsupported_gradient(name, state.where, gradient, dtype))
+            if (
+                gradient is None
+                or gradient.dtype is not dtype
+                or gradient.is_sparse
+                or gradient.shape != shape
+            ):
+                state.refuse(index, unsupported_gradient(name, state.where, gradient, dtype, shape))
                 return
             copy(gradient.detach() if gradient.requires_grad else gradient)  # as in copy_hook
             parameter.grad = view
@@ -138,9 +145,16 @@ def view_hook(
 
 
 def sparse_hook(
-    state: PassState, index: int, name: str, view: torch.Tensor, reducer: Reducer, dtype: torch.dtype
+    state: PassState,
+    index: int,
+    name: str,
+    view: torch.Tensor,
+    reducer: Reducer,
+    dtype: torch.dtype,
+    *,
+    shape: torch.Size,
 ) -> Hook:
-    """For gradients that lie elsewhere: it only says that there is one."""
+    """For gradients that lie elsewhere, of a parameter of this shape: it only says that there is one."""
     mark_ready, handed = reducer.mark_ready, state.handed
 
     @untraced
@@ -153,7 +167,11 @@ def sparse_hook(
         if index in handed:
             state.came_twice = index
             return
-        handed[index] = parameter.grad
+        gradient = parameter.grad
+        if gradient is not None and gradient.shape != shape:
+            state.refuse(index, reshaped_parameter(name, state.where, gradient.shape, shape))
+            return
+        handed[index] = gradient
         mark_ready(index, 0)
 
     return hand_over
@@ -195,13 +213,15 @@ def moved_gradient(name: str, where: str, view: torch.Tensor) -> ConfigError:
 
 
 def unsupported_gradient(
-    name: str, where: str, gradient: torch.Tensor | None, dtype: torch.dtype
+    name: str, where: str, gradient: torch.Tensor | None, dtype: torch.dtype, shape: torch.Size
 ) -> ConfigError:
     if gradient is None:
         got, likely = "no gradient", "another hook of this parameter set its gradient to None"
     elif gradient.is_sparse:
         got = "a sparse gradient"
         likely = "torch.nn.functional.embedding(sparse=True); use nn.Embedding(sparse=True) instead"
+    elif gradient.shape != shape:
+        return reshaped_parameter(name, where, gradient.shape, shape)
     else:
         got = f"a gradient of {gradient.dtype}"
         likely = "the model was converted, by .half() or .to(), after it had been wrapped"
@@ -211,4 +231,35 @@ def unsupported_gradient(
         expected=f"a dense gradient of {dtype}",
         got=got,
         likely=likely,
+    )
+
+
+def reshaped_parameter(name: str, where: str, got: torch.Size, expected: torch.Size) -> ConfigError:
+    return ConfigError(
+        f"DistributedDataParallel cannot average the gradient of '{name}': it has another shape.",
+        where=where,
+        expected=f"a gradient of shape {tuple(expected)}, as the parameter had when it was wrapped",
+        got=f"shape {tuple(got)}",
+        likely="the parameter's .data was replaced after that: pruned, or a vocabulary that grew",
+        hint="make such changes first, then wrap; or wrap `.module` again, on every rank",
+    )
+
+
+def changed_gradient(
+    name: str, where: str, handed: torch.Tensor | None, now: torch.Tensor | None
+) -> ConfigError:
+    if now is None:
+        got = "no gradient any more"
+    elif now is handed:
+        got = "a gradient that was changed in place in the middle of backward"
+    else:
+        got = "another tensor in .grad"
+    return ConfigError(
+        f"DistributedDataParallel cannot average the gradient of '{name}'.",
+        where=where,
+        expected="the gradient that was there when its hooks had been called, until backward is over",
+        got=got,
+        likely="a hook of another tensor, or of autograd's own node, or another thread changes it",
+        hint="change gradients after backward(); or in a hook that parameter."
+        "register_post_accumulate_grad_hook() registers: such hooks run before gradients are averaged",
     )

@@ -68,12 +68,17 @@ class LateGradients:
 
         return note
 
-    @untraced
-    def on_trigger(self, _: torch.Tensor) -> None:
-        """The hook of param_to_hook_all_reduce."""
-        for index in [index for index in self._came if index in self._delayed]:
-            del self._came[index]
-            self._hand_over(index)
+    def with_trigger(self, hook: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor], None]:
+        """The hook of param_to_hook_all_reduce: what it would be, and then the delayed ones are complete."""
+
+        @untraced
+        def hand_over(parameter: torch.Tensor) -> None:
+            hook(parameter)
+            for index in [index for index in self._came if index in self._delayed]:
+                del self._came[index]
+                self._hand_over(index)
+
+        return hand_over
 
     def end_pass(self) -> list[int]:
         """Hand over all that waits. Returns the delayed parameters that got no gradient in this pass."""

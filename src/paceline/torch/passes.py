@@ -16,33 +16,34 @@ from typing import Any
 
 import torch
 from torch.autograd import Variable
-from torch.utils.hooks import RemovableHandle
 
 from paceline.reducer.backward_passes import BackwardPasses
 from paceline.reducer.drift import DriftWatch
 from paceline.reducer.fresh_gradients import FreshGradients
 from paceline.reducer.graphs import Graph, Graphs
 from paceline.reducer.iteration_notes import IterationNotes
-from paceline.reducer.plan import Plan, complete_order, has_one_order, plan_buckets
+from paceline.reducer.plan import Plan, complete_order, has_one_order
 from paceline.reducer.protocol import FINISHED, Reducer
 from paceline.reducer.replica_check import Entry
 from paceline.reducer.report import names_by_rank
 from paceline.reducer.sharing import registry
 from paceline.reducer.static_graph import StaticGraph
 from paceline.reducer.verdict import Judge
-from paceline.reducer.whole_buckets import plan_whole_buckets
 from paceline.torch.buffer_sync import BufferSync
 from paceline.torch.compiling import untraced
 from paceline.torch.config import DDPConfig
 from paceline.torch.hooked import CommHook
 from paceline.torch.hooks import (
     HookMaker,
+    changed_gradient,
     copy_hook,
     in_own_passes,
     pointer_hook,
+    reshaped_parameter,
     sparse_hook,
     view_hook,
 )
+from paceline.torch.last_hooks import LastHooks
 from paceline.torch.late import LateGradients
 from paceline.torch.optimizer_in_backward import Steppers, step_in_backward, take_over_optimizers
 from paceline.torch.outputs import tensors_in
@@ -88,12 +89,13 @@ class GradientPasses(BackwardPasses):
         self._tensors = tensors
         self._peers = peers
         self._factory = factory
-        self._handles: list[RemovableHandle] = []
+        self._last_hooks: LastHooks | None = None
+        self._shapes = [parameter.shape for parameter in tensors.trainable]
         self.use_config(config)
         self.graphs = Graphs(self.close)
         self._in_backward: Steppers = []
         self._sparse = SparseMeans([(i, tensors.trainable[i]) for i in sorted(tensors.sparse)], factory)
-        self._plan = self._make_plan(None)
+        self._plan = factory.plan(tensors, None)
         self._reduction = factory.make(self._plan, tensors.trainable)
         self.is_order_final = has_one_order(self._plan)
         self._shared: set[int] = set()
@@ -114,7 +116,7 @@ class GradientPasses(BackwardPasses):
             allow_unused=config.allow_unused,
             nonfinite=config.nonfinite,
         )
-        if self._handles:
+        if self._last_hooks is not None:
             self._install_hooks()
 
     @property
@@ -149,9 +151,12 @@ class GradientPasses(BackwardPasses):
         self._remove_hooks()
 
     def _remove_hooks(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        if self._last_hooks is not None:
+            self._last_hooks.remove()
+
+    def _put_hooks_last(self) -> None:
+        if self._last_hooks is not None:
+            self._last_hooks.put_last()
 
     def begin_forward(self, *, is_syncing: bool, is_training: bool) -> None:
         """Note a forward whose gradients will be needed."""
@@ -160,6 +165,8 @@ class GradientPasses(BackwardPasses):
         if self._sharing_version != registry.version and not self._is_in_backward():
             self.refresh_sharing()
         super().begin_forward(is_syncing=is_syncing, is_training=is_training)
+        if is_syncing and not self.state.is_armed:
+            self._put_hooks_last()
         if self.buffers.hook is not None and is_syncing:
             self.buffers.hook.before_forward(self._tensors.current_buffers())
 
@@ -183,6 +190,11 @@ class GradientPasses(BackwardPasses):
             self.graphs.begin(graph)
         if call is RunningCall.BACKWARD and not state.is_armed:
             self._arm()
+
+    @untraced
+    def _arm(self) -> None:
+        super()._arm()
+        self._put_hooks_last()  # for those that were registered since forward
 
     def _is_in_backward(self) -> bool:
         return torch._C._current_graph_task_id() != -1
@@ -208,6 +220,23 @@ class GradientPasses(BackwardPasses):
                 if index not in self.state.handed:
                     self._clear_place(index)
                     self.reducer.mark_ready(index, 0)
+            self._refuse_changed()
+
+    def _refuse_changed(self) -> None:
+        """Refuse gradients that are not what the reducer was given, and parameters of another shape."""
+        state, names, trainable = self.state, self._names, self._tensors.trainable
+        if state.refused is not None or state.came_twice is not None:
+            return
+        changed = state.handed.first_changed()
+        if changed is not None:
+            handed, now = state.handed[changed], trainable[changed].grad
+            state.refuse(changed, changed_gradient(names[changed], state.where, handed, now))
+        if len(state.handed) == len(names):
+            return
+        for index, expected in enumerate(self._shapes):  # those without a gradient get the others' mean
+            if trainable[index].shape != expected and index not in state.handed:
+                error = reshaped_parameter(names[index], state.where, trainable[index].shape, expected)
+                state.refuse(index, error)
 
     def _call_at_end(self, end: Callable[[], None]) -> None:
         Variable._execution_engine.queue_callback(end)
@@ -305,7 +334,7 @@ class GradientPasses(BackwardPasses):
         count = len(self._tensors.trainable)
         payload = torch.frombuffer(array("i", complete_order(order, count)), dtype=torch.uint8)
         self._factory.broadcast(payload)
-        plan = self._make_plan(payload.view(torch.int32).tolist())
+        plan = self._factory.plan(self._tensors, payload.view(torch.int32).tolist())
         if plan == self._plan:
             return
         self._replace_reduction(plan)
@@ -313,7 +342,7 @@ class GradientPasses(BackwardPasses):
     def use_hook(self, hook: CommHook) -> None:
         """Give every bucket to a hook from now on. Collective."""
         self._factory.hook = hook
-        self._replace_reduction(self._make_plan(list(self._plan.order)))
+        self._replace_reduction(self._factory.plan(self._tensors, list(self._plan.order)))
         self.is_order_final = self.is_order_final or has_one_order(self._plan)
 
     def _replace_reduction(self, plan: Plan) -> None:
@@ -351,19 +380,16 @@ class GradientPasses(BackwardPasses):
         ]
         for index in self._shared:
             registered[index] = in_own_passes(self.state, self.graphs, registered[index])
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-            for parameter, hook in zip(trainable, registered)
-        ]
         if self._tensors.trigger is not None:
-            trigger = trainable[self._tensors.trigger]
-            self._handles.append(
-                trigger.register_post_accumulate_grad_hook(late.on_trigger)  # type: ignore[no-untyped-call]
-            )
+            registered[self._tensors.trigger] = late.with_trigger(registered[self._tensors.trigger])
+        self._last_hooks = LastHooks(trainable, registered)
+        # Another wrapped model brings its own means to what both have, in the same backward.
+        watched = [None if index in self._shared else p for index, p in enumerate(trainable)]
+        self.state.handed.watch(watched, "grad", "_version")
 
     def _kind_of_hook(self, index: int, parameter: torch.Tensor, view: torch.Tensor) -> HookMaker:
-        if parameter.numel() > view.numel():
-            return sparse_hook
+        if index in self._tensors.sparse:
+            return functools.partial(sparse_hook, shape=self._shapes[index])
         if view.dtype is not parameter.dtype or index in self._shared:
             return copy_hook
         if self._config.gradients_in_arena:
@@ -374,14 +400,3 @@ class GradientPasses(BackwardPasses):
         if self._config.batched_copies:
             return functools.partial(copy_hook, put=self._reduction.arena.copies.add)
         return copy_hook
-
-    def _make_plan(self, order: list[int] | None) -> Plan:
-        first, others = self._config.first_bucket_bytes, self._config.bucket_cap_bytes
-        caps = self._config.bucket_caps_bytes
-        is_hooked = self._factory.hook is not None
-        specs = self._tensors.specs(self._config.reduce_dtype, complex_as_real=not is_hooked)
-        if is_hooked:
-            return plan_whole_buckets(specs, caps_bytes=caps or (first, others), order=order)
-        return plan_buckets(
-            specs, bucket_cap_bytes=others, first_bucket_bytes=first, order=order, caps_bytes=caps
-        )

@@ -18,14 +18,15 @@ from paceline.collectives.ops import ReduceOp
 from paceline.errors import ConfigError
 from paceline.reducer.engine import EngineReducer
 from paceline.reducer.host import CORE_DTYPES, make_host_reducer
-from paceline.reducer.plan import Plan
+from paceline.reducer.plan import Plan, plan_buckets
 from paceline.reducer.protocol import Reducer
+from paceline.reducer.whole_buckets import plan_whole_buckets
 from paceline.torch.arena import Arena
 from paceline.torch.buffers import broadcast_tensors
 from paceline.torch.config import DDPConfig
 from paceline.torch.engine import ProcessGroupTransport
 from paceline.torch.hooked import CommHook, HookTransport
-from paceline.torch.parameters import dtype_name
+from paceline.torch.parameters import ManagedTensors, dtype_name
 from paceline.torch.peers import Peers, ProcessGroupPeers
 
 
@@ -45,7 +46,7 @@ class Reduction:
 
 
 class ReductionFactory:
-    """Makes reductions for one wrapped model. Collective, as is each of its calls.
+    """Makes plans and reductions for one wrapped model. Collective, as is each of its calls but `plan`.
 
     Args:
         peers: The ranks that train the model.
@@ -56,8 +57,7 @@ class ReductionFactory:
     def __init__(self, peers: Peers, device_kinds: set[str], config: DDPConfig) -> None:
         self._peers = peers
         self._checks_finite = config.nonfinite != "ignore"
-        self._skip_unused = config.skip_unused
-        self._gradients_in_arena = config.gradients_in_arena
+        self._config = config
         on_host = device_kinds == {"cpu"}
         self.hook: CommHook | None = None
         self.host_group: _core.HostGroup | None = None
@@ -116,6 +116,18 @@ class ReductionFactory:
         else:
             dist.all_reduce(values, group=self._peers.process_group)
 
+    def plan(self, tensors: ManagedTensors, order: list[int] | None) -> Plan:
+        """Of the trainable parameters, in this order; None: in the reverse of their registration."""
+        first, others = self._config.first_bucket_bytes, self._config.bucket_cap_bytes
+        caps = self._config.bucket_caps_bytes
+        is_hooked = self.hook is not None
+        specs = tensors.specs(self._config.reduce_dtype, complex_as_real=not is_hooked)
+        if is_hooked:
+            return plan_whole_buckets(specs, caps_bytes=caps or (first, others), order=order)
+        return plan_buckets(
+            specs, bucket_cap_bytes=others, first_bucket_bytes=first, order=order, caps_bytes=caps
+        )
+
     def make(
         self, plan: Plan, parameters: Sequence[torch.Tensor], instead_of: Reduction | None = None
     ) -> Reduction:
@@ -131,13 +143,15 @@ class ReductionFactory:
         if self.host_group is not None:
             if instead_of is not None:
                 instead_of.reducer.close()
-            reducer = make_host_reducer(self.host_group, plan, gradients_in_arena=self._gradients_in_arena)
+            reducer = make_host_reducer(
+                self.host_group, plan, gradients_in_arena=self._config.gradients_in_arena
+            )
             shared = Arena.on_memory(plan, parameters, reducer.arena_pointer, owner=reducer)
             return Reduction(shared, reducer, takes_pointers=True)
         assert isinstance(self._peers, ProcessGroupPeers)
         arena = Arena.allocate(plan, parameters, instead_of.arena if instead_of is not None else None)
         transport = ProcessGroupTransport(arena, self._peers, checks_finite=self._checks_finite)
-        engine = EngineReducer(plan, transport, skip_unused=self._skip_unused)
+        engine = EngineReducer(plan, transport, skip_unused=self._config.skip_unused)
         return Reduction(arena, engine, takes_pointers=False)
 
     def _make_hooked(

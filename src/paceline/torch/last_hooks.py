@@ -1,0 +1,49 @@
+"""Our hooks of parameters, which hand gradients over after all hooks of users have been called.
+
+The one idea: torch calls the hooks of a parameter in the order in which they were registered, so ours are
+registered again where others have come after them. torch's DDP hooks autograd's node, which comes after them
+all: such a hook gets tuples of tensors, which takes a third longer; it is lost when the model is converted;
+and it runs in the stream in which the model was wrapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from paceline import _core
+
+
+class LastHooks:
+    """One hook of each parameter.
+
+    Args:
+        parameters: All of a model.
+        hooks: As many.
+    """
+
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], hooks: Sequence[Callable[[torch.Tensor], None]]
+    ) -> None:
+        self._parameters, self._hooks = list(parameters), list(hooks)
+        self._handles = [self._register(index) for index in range(len(self._hooks))]
+        self._order = _core.HookOrder(self._parameters, self._hooks, "_post_accumulate_grad_hooks")
+
+    def put_last(self) -> None:
+        """Register those again after which others were registered."""
+        for index in self._order.not_last():
+            self._handles[index].remove()
+            self._handles[index] = self._register(index)
+
+    def remove(self) -> None:
+        """Take all away."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _register(self, index: int) -> RemovableHandle:
+        handle: RemovableHandle = self._parameters[index].register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+            self._hooks[index]
+        )
+        return handle
