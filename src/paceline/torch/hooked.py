@@ -145,7 +145,8 @@ class HookTransport(ProcessGroupTransport):
             shown = GradBucket(
                 bucket,
                 flat,
-                [self._arena.views[index] for index in members],
+                # .data: what the hook does to them does not count as a change of the gradient itself
+                [self._arena.views[index].data for index in members],
                 [self._parameters[index] for index in members],
                 bucket == len(self._buckets) - 1,
                 weight,
