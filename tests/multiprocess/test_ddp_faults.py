@@ -16,6 +16,7 @@ from torch.testing import assert_close
 from paceline.errors import (
     CollectiveError,
     ConfigError,
+    ModelMismatchError,
     NonFiniteGradientError,
     PeerLostError,
     SkippedPassError,
@@ -153,6 +154,66 @@ def test_a_static_graph_may_differ_between_ranks(rank: int, path: str) -> None:
     for _ in range(3):
         ddp(torch.ones(1, 3), "left" if rank else "right").sum().backward()
         ddp.zero_grad(set_to_none=False)  # zeros stay, where this rank's graph has no gradient
+
+
+@ranks(3, group="gloo")
+def test_a_static_graph_that_only_some_ranks_promise_is_refused(rank: int) -> None:
+    static, unused = {"static_graph": True}, {"find_unused_parameters": True}
+    for options, told in [
+        ([static, {}, {}], ["static_graph", "rank 0: ", "static_graph=True", "ranks 1-2: "]),
+        ([unused, static, unused], ["and static_graph differ", "rank 1: ", "ranks 0, 2: "]),
+        ([unused, {}, unused], ["find_unused_parameters differs", "rank 1: find_unused_parameters=False"]),
+    ]:
+        with pytest.raises(ModelMismatchError) as caught:
+            DistributedDataParallel(Branches(), **options[rank])
+        assert all(words in str(caught.value) for words in told), str(caught.value)
+    # One that is promised anyway needs no second word.
+    options = {**static, **unused} if rank == 1 else static
+    DistributedDataParallel(Branches(), **options)(torch.ones(1, 3), "left").sum().backward()
+
+
+@ranks(2, group="gloo")
+def test_ranks_that_delay_other_parameters_are_refused(rank: int) -> None:
+    model = two_layers()
+    named = dict(model.named_parameters())
+    for delayed, trigger, told in [
+        (["2.weight", "2.bias"][rank], "0.weight", "delay_all_reduce_named_params=2.bias"),
+        ("2.weight", ["0.weight", "0.bias"][rank], "param_to_hook_all_reduce=0.bias"),
+    ]:
+        with pytest.raises(ModelMismatchError) as caught:
+            DistributedDataParallel(
+                model,
+                delay_all_reduce_named_params=[(delayed, named[delayed])],
+                param_to_hook_all_reduce=named[trigger],
+            )
+        assert f"rank 1: {told}" in str(caught.value)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(2, group="gloo")
+def test_a_static_graph_promised_later_by_one_rank_is_told_in_that_pass(rank: int, path: str) -> None:
+    ddp = DistributedDataParallel(two_layers(), reduce_through=path)
+    x = torch.full((1, 4), 1.0 + rank)
+    if rank == 0:
+        ddp._set_static_graph()
+    for _ in range(2):
+        with pytest.raises(
+            ModelMismatchError,
+            match=r"(?s)rank 0: static_graph=True.*rank 1: static_graph=False.*_set_static_graph",
+        ):
+            ddp(x).sum().backward()
+    if rank == 1:
+        ddp._set_static_graph()
+    ddp(x)
+    if rank == 1:
+        ddp(x)
+    with pytest.raises(SkippedPassError, match=r"(?s)rank 0: 2 forwards.*rank 1: 3 forwards"):
+        ddp(x).sum().backward()
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(x).sum().backward()
+        assert_close(ddp.module[2].bias.grad, torch.ones(2))
+        ddp.finished()
 
 
 @pytest.mark.parametrize("path", PATHS)

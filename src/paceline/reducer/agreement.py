@@ -171,17 +171,16 @@ def _kind_of_difference(
 
 
 def _options_difference(options: Sequence[dict[str, str]]) -> ModelMismatchError:
-    key = next(
-        key
-        for key in sorted({key for option in options for key in option})
-        if len({option.get(key) for option in options}) > 1
-    )
+    every = sorted({key for option in options for key in option})
+    keys = [key for key in every if len({option.get(key) for option in options}) > 1]
+    which = " and ".join(keys)
+    rows = [", ".join(f"{key}={option.get(key, 'absent')}" for key in keys) for option in options]
     return ModelMismatchError(
-        f"The ranks wrap the model with different arguments: {key} differs.",
-        seen=_by_ranks([f"{key}={option.get(key, 'absent')}" for option in options]),
+        f"The ranks wrap the model with different arguments: {which} differ{'s' * (len(keys) == 1)}.",
+        seen=_by_ranks(rows),
         likely="an argument that depends on the rank",
-        hint=f"pass the same {key} on every rank",
-        parameter=key,
+        hint=f"pass the same {which} on every rank",
+        parameter=keys[0],
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from paceline import _core
 from paceline.errors import ConfigError, ForkedError
-from paceline.reducer.protocol import REFUSED, TWICE
+from paceline.reducer.protocol import FINISHED, REFUSED, STATIC, TWICE
 
 
 class PassState:
@@ -29,6 +29,8 @@ class PassState:
             tells all ranks: a hook that raised would leave the others waiting.
         refused: A parameter whose gradient cannot be averaged, and why. The end of the pass tells, too.
         forwards: Of this rank since the last synchronised pass.
+        promises_static_graph: Whether that promise was made after wrapping, and no good pass has shown yet
+            that all ranks have made it.
         where: "rank 1 of 2", for errors.
     """
 
@@ -42,6 +44,7 @@ class PassState:
         "is_interrupted",
         "is_syncing",
         "pid",
+        "promises_static_graph",
         "refused",
         "staged",
         "where",
@@ -58,6 +61,7 @@ class PassState:
         self.came_twice: int | None = None
         self.refused: tuple[int, ConfigError] | None = None
         self.forwards = 0
+        self.promises_static_graph = False
         self.pid = os.getpid()
         self.arm: Callable[[], None]
 
@@ -94,6 +98,8 @@ class PassState:
             return REFUSED + self.refused[0]
         if self.came_twice is not None:
             return TWICE + self.came_twice
+        if self.promises_static_graph and self.forwards != FINISHED:
+            return STATIC + self.forwards
         return self.forwards
 
     def check_process(self) -> None:

@@ -23,6 +23,10 @@ REFUSED = 3 << 29
 """REFUSED + i: `forwards` of a rank on which the gradient of parameter i is none that can be averaged."""
 
 
+STATIC = 1 << 29
+"""STATIC + n: n `forwards`, of a rank that has promised a static graph since the last good pass."""
+
+
 class Outcome(IntFlag):
     """What `Reducer.finish` found; the same value on every rank."""
 

@@ -1,10 +1,14 @@
-"""The promise of static_graph=True: in every pass the same parameters are unused. Imports its neighbours."""
+"""The promise of static_graph=True: in every pass the same parameters are unused.
+
+Imports only `errors` and its neighbours.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.reducer.protocol import Reducer
+from paceline.errors import ModelMismatchError, format_ranks
+from paceline.reducer.protocol import STATIC, TWICE, Reducer
 from paceline.reducer.report import graph_changed_error
 
 
@@ -37,3 +41,24 @@ class StaticGraph:
             self._first.setdefault(rank, now[rank])
         if any(set(now[rank]) - set(self._first[rank]) for rank in active):
             raise graph_changed_error(self._first, now, self._names)
+
+
+def without_promises(forwards_by_rank: Sequence[int]) -> list[int]:
+    """The numbers of forwards alone, of ranks that may have promised a static graph after wrapping.
+
+    Raises:
+        ModelMismatchError: Some have, and others have not.
+    """
+    counting = [rank for rank, count in enumerate(forwards_by_rank) if count < TWICE]
+    promised = [rank for rank in counting if forwards_by_rank[rank] >= STATIC]
+    others = [rank for rank in counting if rank not in promised]
+    if promised and others:
+        raise ModelMismatchError(
+            "The ranks train with different arguments: static_graph differs.",
+            where="the end of backward; the gradients of this pass are of no use, on any rank",
+            seen=f"{format_ranks(promised)}: static_graph=True\n{format_ranks(others)}: static_graph=False",
+            likely="_set_static_graph() was called on some ranks only",
+            hint="call it on every rank, before the first backward; or pass static_graph=True when wrapping",
+            parameter="static_graph",
+        )
+    return [count - STATIC if rank in promised else count for rank, count in enumerate(forwards_by_rank)]

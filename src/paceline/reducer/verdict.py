@@ -1,6 +1,6 @@
 """What the outcome of a pass means for the user. The same for every framework, and on every rank.
 
-Imports only the standard library, `errors`, `protocol` and `report`.
+Imports only the standard library, `errors` and its neighbours.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from paceline.errors import ConfigError
 from paceline.reducer.protocol import INTERRUPTED, TWICE, Outcome, Reducer
 from paceline.reducer.report import check_refused, check_twice, nonfinite_error, skipped_error, unused_error
+from paceline.reducer.static_graph import without_promises
 
 
 class Judge:
@@ -42,6 +43,7 @@ class Judge:
 
         Raises:
             ConfigError: Some rank refused a gradient; the pass is void.
+            ModelMismatchError: Some ranks have promised a static graph, others not; the pass is void.
             SkippedPassError, UnusedParameterError, GraphChangedError: The pass is void.
             NonFiniteGradientError: The means are in place, but hold an infinity or a NaN.
         """
@@ -52,7 +54,7 @@ class Judge:
             check_refused(forwards, self._names)
             check_twice(forwards, self._names)
         if Outcome.SKIPPED in outcome:
-            raise skipped_error(forwards)
+            raise skipped_error(without_promises(forwards))
         if Outcome.UNUSED in outcome and not self._allow_unused:
             raise unused_error([reducer.unused(rank) for rank in range(self._world_size)], self._names)
         if outcome & (Outcome.NONFINITE | Outcome.OVERFLOWED):

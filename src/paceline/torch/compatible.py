@@ -207,6 +207,7 @@ class TorchNames(TorchDDP):
         self._config = replace(self._config, allow_unused=True, static_graph=True)
         if self._passes is not None:
             self._passes.use_config(self._config)
+            self._passes.state.promises_static_graph = True  # the next pass tells those who have not
 
     def _check_reducer_finalized(self) -> None:
         """Raise if a backward has begun to average gradients and not ended."""

@@ -188,7 +188,8 @@ class DistributedDataParallel(CommHooks, GradientStatistics, Joins, Regrouping, 
 
     def _check_model(self, peers: Peers) -> None:
         parameters, buffers = self._tensors.describe()
-        description = ModelDescription(parameters, buffers, self._config.agreed_options())
+        options = self._config.agreed_options() | self._tensors.agreed_options()
+        description = ModelDescription(parameters, buffers, options)
         if peers.world_size > 1:
             check_agreement(description, peers.exchange, peers.timeout_s)
         self._tensors.check_trainable()

@@ -111,6 +111,13 @@ class ManagedTensors:
         self.delayed = {index for index, name in enumerate(self.names) if name in named}
         self.trigger = next((index for index, p in enumerate(self.trainable) if p is trigger), None)
 
+    def agreed_options(self) -> dict[str, str]:
+        """What `delay` was told, as it must be on all ranks."""
+        return {
+            "delay_all_reduce_named_params": ", ".join(self.names[index] for index in sorted(self.delayed)),
+            "param_to_hook_all_reduce": "" if self.trigger is None else self.names[self.trigger],
+        }
+
     def describe(self) -> tuple[tuple[TensorDescription, ...], tuple[TensorDescription, ...]]:
         """Parameters and buffers, as they must be on all ranks."""
         parameters = tuple(

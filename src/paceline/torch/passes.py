@@ -203,6 +203,7 @@ class GradientPasses(BackwardPasses):
     def _end(self) -> None:
         try:
             super()._end()
+            self.state.promises_static_graph = False
             if self._late.learn():
                 self._install_hooks()
         finally:
