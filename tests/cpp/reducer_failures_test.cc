@@ -1,6 +1,9 @@
 // Backward passes that a rank does not survive: deaths at every step, and what
 // the others make of it.
 
+#include <math.h>
+#include <sched.h>
+
 #include <atomic>
 #include <random>
 
@@ -100,6 +103,39 @@ TEST(survivors_agree_on_the_last_good_pass) {
               {.timeout_s = 30, .spin_us = round % 2 == 0 ? -1.0 : 0.0});
     CHECK_EQ(good[0].load(), good[1].load());
   }
+}
+
+struct AlwaysInterrupted : Hooks {
+  bool interrupted() override { return true; }
+};
+
+// Nothing is missing any more when the other comes, and no abort word says that
+// anything was: the count alone.
+TEST(a_pass_that_one_rank_gave_up_is_good_for_nobody) {
+  std::atomic<bool> has_given_up{false};
+  run_group(2,
+            [&](HostGroup& group) {
+              Model model(group, 50'000);
+              const auto pass = [&] {
+                for (size_t p = 0; p < kParameters; ++p) model.mark(p, 0);
+                model.reducer().finish(1, false);
+              };
+              pass();
+              if (group.rank() == 1) {
+                AlwaysInterrupted hooks;
+                current_hooks = &hooks;
+                CHECK_EQ(failure_of(pass).reason, Reason::kInterrupted);
+                current_hooks = nullptr;
+                has_given_up = true;
+                while (has_given_up.load()) sched_yield();
+                return;
+              }
+              while (!has_given_up.load()) sched_yield();
+              CHECK_EQ(failure_of(pass).reason, Reason::kDeadline);
+              CHECK(isnan(model.reducer().squared_norm()));
+              has_given_up = false;
+            },
+            {.timeout_s = 4});
 }
 
 TEST(a_rank_that_keeps_its_chunk_is_named_at_the_deadline) {

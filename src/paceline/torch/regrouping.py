@@ -93,7 +93,7 @@ class Regrouping:
         for parameter in self._tensors.all_parameters.values():
             values = parameter.detach().cpu()
             values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
-            digest.update(values.contiguous().reshape(-1).view(torch.uint8).numpy())
+            digest.update(values.contiguous().reshape(-1).view(torch.uint8).numpy().data)
         return digest.digest()
 
 
