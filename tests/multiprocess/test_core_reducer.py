@@ -76,7 +76,13 @@ def test_assigned_chunks_give_the_bits_of_claimed_ones(group):
 @ranks(3)
 def test_notes_that_differ_are_told_and_change_nothing(group):
     world = World(group)
-    cases = [([0, 0, 0], 0), ([7, 7, 7], 0), ([7, 7, 8], NOTES_DIFFER), ([0, 9, 9], 0), ([3, 0, 1 << 31], 16)]
+    cases = [
+        ([0, 0, 0], 0),
+        ([7, 7, 7], 0),
+        ([7, 7, 8], NOTES_DIFFER),
+        ([0, 9, 9], 0),
+        ([3, 0, 1 << 31], NOTES_DIFFER),
+    ]
     for step, (notes, expected) in enumerate(cases):
         world.reducer.set_note(notes[group.rank])
         flags, got = run_pass(world, step)

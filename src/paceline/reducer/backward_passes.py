@@ -347,7 +347,7 @@ class BackwardPasses(ABC):
         found = set(self.reducer.overlapping())
         if state.staged:
             gradients = ((index, state.handed[index]) for index in state.handed)
-            found |= overlapping((g.data_ptr(), g.nbytes, index) for index, g in gradients)
+            found |= overlapping((g.data_ptr(), _nbytes(g), index) for index, g in gradients)
         for index in found:
             state.handed.discard(index)
             if index in state.staged:
@@ -389,3 +389,8 @@ class BackwardPasses(ABC):
         self.weights.end()
         if error is not None:
             raise error
+
+
+def _nbytes(tensor: Any) -> int:
+    """Of any framework's: Paddle's tensors have no such attribute."""
+    return int(math.prod(tensor.shape) * tensor.element_size())
