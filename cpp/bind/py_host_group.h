@@ -115,6 +115,8 @@ class PyHostGroup {
     check_not_forked();
     if (group_->turn().is_mine())
       raise_failure({.reason = Reason::kNested}, group_.get());
+    // Here, where it is at hand: below it would be looked up by thread.
+    if (timeout_s < 0) timeout_s = patience_.timeout_s;
     CallHooks hooks(group_.get(), slow_, &patience_, bytes >= kUnlockBytes);
     struct Given {
       Turn& turn;
