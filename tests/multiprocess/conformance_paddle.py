@@ -34,6 +34,12 @@ def normalised() -> nn.Layer:
     return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1D(3))
 
 
+def with_one_encoder() -> tuple[nn.Layer, nn.Layer]:
+    """Two models that have their first layer in common; each call makes the same values."""
+    encoder, heads = network(), [network()[2] for _ in range(2)]
+    return tuple(nn.Sequential(encoder[0], nn.Tanh(), head) for head in heads)  # type: ignore[return-value]
+
+
 def wrap(model: nn.Layer, group: object, **options: Any) -> Any:
     return DataParallel(model, group=group, **options)
 

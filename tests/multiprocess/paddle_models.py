@@ -19,6 +19,13 @@ STORE_S = 20.0
 
 ranks = functools.partial(harness.ranks, framework="paddle")
 
+CLEARS = {
+    "clear_gradients": nn.Layer.clear_gradients,
+    "without zeros": lambda model: model.clear_gradients(set_to_zero=False),
+    "each": lambda model: [p.clear_grad() for p in model.parameters()],
+    "none": lambda model: [setattr(p, "grad", None) for p in model.parameters()],
+}
+
 
 class Branches(nn.Layer):
     """Which of its two layers is used is for the caller to say."""

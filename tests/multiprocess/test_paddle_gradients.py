@@ -12,6 +12,7 @@ from paddle.distributed.fleet.utils import recompute
 from paceline.errors import ConfigError, NonFiniteGradientError, SkippedPassError, UnusedParameterError
 from paceline.paddle import DataParallel
 from tests.multiprocess.paddle_models import (
+    CLEARS,
     Branches,
     Words,
     assert_same_on_all_ranks,
@@ -26,12 +27,6 @@ from tests.multiprocess.paddle_models import (
 )
 
 VIEWS = [False, True]
-CLEARS = {
-    "clear_gradients": nn.Layer.clear_gradients,
-    "without zeros": lambda model: model.clear_gradients(set_to_zero=False),
-    "each": lambda model: [p.clear_grad() for p in model.parameters()],
-    "none": lambda model: [setattr(p, "grad", None) for p in model.parameters()],
-}
 
 
 def close(model: nn.Layer, alone: nn.Layer) -> None:

@@ -12,19 +12,32 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.paddle import internals
 
 
+class _End(NamedTuple):
+    end: Callable[[], None]
+    before: Callable[[], None]
+    failed: Callable[[], None]
+
+
 class _Calls(threading.local):
+    """Of this thread.
+
+    Attributes:
+        depth: How many backwards it is in: 0 outside, 2 in that of a recomputed block.
+        ends: What to do at the end of the outermost one.
+    """
+
     depth = 0
 
     def __init__(self) -> None:
-        self.ends: list[Callable[[], None]] = []
+        self.ends: list[_End] = []
 
 
-_calls = _Calls()
+calls = _Calls()
 _lock = threading.Lock()
 _is_watching = False
 
@@ -38,29 +51,41 @@ def watch() -> None:
             _is_watching = True
 
 
-def depth() -> int:
-    """How many backwards this thread is in: 0 outside, 2 in that of a recomputed block."""
-    return _calls.depth
+def _nothing() -> None:
+    """What most need."""
 
 
-def at_end(end: Callable[[], None]) -> None:
-    """Call `end` when the outermost backward of this thread is over and has not raised."""
-    _calls.ends.append(end)
+def at_end(
+    end: Callable[[], None],
+    *,
+    before: Callable[[], None] = _nothing,
+    failed: Callable[[], None] = _nothing,
+) -> None:
+    """Call `end` when the outermost backward of this thread is over and has not raised.
+
+    Args:
+        end: What to call.
+        before: Called before any `end`: two wrapped models may share one backward. Must not raise.
+        failed: Called if the backward raises, and then nothing else is. Must not raise.
+    """
+    calls.ends.append(_End(end, before, failed))
 
 
 def _watched(run_backward: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(run_backward)
     def run(*args: Any, **kwargs: Any) -> Any:
-        _calls.depth += 1
+        calls.depth += 1
         try:
             result = run_backward(*args, **kwargs)
         except BaseException:
-            if _calls.depth == 1:
-                _calls.ends.clear()
+            if calls.depth == 1:
+                ends, calls.ends = calls.ends, []
+                for each in ends:
+                    each.failed()
             raise
         finally:
-            _calls.depth -= 1
-        if _calls.ends and _calls.depth == 0:
+            calls.depth -= 1
+        if calls.ends and calls.depth == 0:
             _call_ends()
         return result
 
@@ -68,8 +93,10 @@ def _watched(run_backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _call_ends() -> None:
-    """All of them, even if one raises: two wrapped models may share one backward."""
-    ends, _calls.ends = _calls.ends, []
+    """All of them, even if one raises."""
+    ends, calls.ends = calls.ends, []
+    for each in ends:
+        each.before()
     with contextlib.ExitStack() as stack:
-        for end in reversed(ends):
-            stack.callback(end)
+        for each in reversed(ends):
+            stack.callback(each.end)

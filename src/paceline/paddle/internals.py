@@ -6,12 +6,13 @@ it stands on. Nothing else in `paceline.paddle` touches a name of Paddle's that 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from paddle import Tensor, nn
+from paddle import Tensor, nn, view
 from paddle.base import core
 
 
@@ -22,7 +23,24 @@ def on_gradient(parameter: Tensor, hook: Callable[[], None]) -> None:
     exception pending. A part of the graph that backward runs on its own (reentrant recompute) may make it
     fire more than once.
     """
-    parameter._register_backward_hook(hook)
+    _register_backward_hook(parameter, hook)
+
+
+_register_backward_hook = core.eager.Tensor._register_backward_hook
+
+
+def watch_hooks_of_others(note: Callable[[Tensor], None]) -> None:
+    """Call `note` with a parameter whenever anybody but on_gradient() registers such a hook. Once a process.
+
+    Paddle calls them in the order of registration, and removes none.
+    """
+
+    @functools.wraps(_register_backward_hook)
+    def register(parameter: Tensor, hook: Callable[[], None]) -> Any:
+        note(parameter)
+        return _register_backward_hook(parameter, hook)
+
+    core.eager.Tensor._register_backward_hook = register
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
@@ -30,9 +48,19 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
     return parameter._grad_ivar()
 
 
-def move_memory(gradient: Tensor, place: Tensor) -> None:
-    """Let `gradient` live in the memory of `place`, with its shape and strides; no value is copied."""
-    gradient.get_tensor()._share_data_with(place.get_tensor())
+def find_gradient(parameter: Tensor) -> Callable[[], Tensor | None]:
+    """`gradient_of` this parameter, in half the time."""
+    found: Callable[[], Tensor | None] = parameter._grad_ivar
+    return found
+
+
+def set_gradient(parameter: Tensor, place: Tensor) -> None:
+    """Give the parameter a new gradient, in the memory of `place`; no value is copied.
+
+    Setting `parameter.grad` would copy into the old one, which another parameter may hold as well.
+    """
+    # A view shares no more than the memory; Paddle makes none of nothing.
+    parameter._copy_gradient_from(place.clone() if 0 in place.shape else view(place, place.shape))
 
 
 def count_as_gradient(parameter: Tensor) -> None:

@@ -7,6 +7,7 @@ What it does is elsewhere: `config` (arguments), `peers` (the ranks), `tensors` 
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -153,13 +154,21 @@ class DataParallel(WrappedModel, nn.Layer):
             if self._config.init_sync_buffers:
                 values += self._tensors.buffers.values()
             link.broadcast(values)
-        return GradientPasses(self._tensors, link, self._config)
+        passes = GradientPasses(self._tensors, link, self._config)
+        # The hooks are the parameters', which may live on and be wrapped again.
+        weakref.finalize(self, passes.graphs.drop_wrapper).atexit = False
+        return passes
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the wrapped model; where gradients will be needed, get ready to average them."""
-        # Within backward it is recompute that runs the model again.
-        if self._passes is None or not paddle.is_grad_enabled() or backward_calls.depth():
+        if self._passes is None or not paddle.is_grad_enabled():
             return self._layers(*inputs, **kwargs)
+        if (
+            backward_calls.calls.depth
+        ):  # recompute runs the model again, then backward
+            output = self._layers(*inputs, **kwargs)
+            self._passes.watch(output)
+            return output
         self._tensors.check_unchanged()
         if not self._has_looked_outward:
             check_outer()

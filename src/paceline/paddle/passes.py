@@ -1,10 +1,12 @@
-"""The backward passes of a Paddle layer: its hooks and its tensors.
+"""The backward passes of a Paddle layer: its hooks, and when a pass begins and ends.
 
-A pass begins at the first gradient, or at that of an output of forward, so that a rank on which no parameter
-gets a gradient ends its pass too. It ends when backward() is over.
+A pass begins at the first gradient of an output of forward, so that a rank on which no parameter gets a
+gradient ends its pass too; or at that of a parameter, unless another wrapped model has it as well. It ends
+when backward() is over.
 
 In the first pass, gradients are handed over at its end. What fires more than once in it, or inside an inner
-backward (reentrant recompute), is handed over at the end of all further passes, when it is complete.
+backward (reentrant recompute), is handed over at the end of all further passes, when it is complete; so is a
+parameter with hooks of the user's that Paddle calls after ours.
 """
 
 from __future__ import annotations
@@ -16,12 +18,13 @@ from typing import Any
 
 import paddle
 
-from paceline.errors import ConfigError
 from paceline.paddle import backward_calls, internals
-from paceline.paddle.arena import dtype_name
+from paceline.paddle.backward_calls import calls
 from paceline.paddle.config import DataParallelConfig
+from paceline.paddle.gradients import Gradients
 from paceline.paddle.links import Link, Reduction
 from paceline.paddle.replica_state import gather_bytes, hash_model, make_sampler
+from paceline.paddle.outputs import may_hide_tensors, tensors_in
 from paceline.paddle.sparse import average_rows
 from paceline.paddle.statistics import fingerprint, memory
 from paceline.paddle.tensors import ManagedTensors
@@ -30,11 +33,13 @@ from paceline.paddle.weights import PaddleWeights
 from paceline.reducer.backward_passes import BackwardPasses
 from paceline.reducer.drift import DriftWatch
 from paceline.reducer.fresh_gradients import FreshGradients
+from paceline.reducer.graphs import Graph, Graphs
 from paceline.reducer.iteration_notes import IterationNotes
 from paceline.reducer.plan import Plan, complete_order, plan_buckets
-from paceline.reducer.protocol import Reducer
+from paceline.reducer.protocol import FINISHED, Reducer
 from paceline.reducer.replica_check import Entry
 from paceline.reducer.report import names_by_rank
+from paceline.reducer.sharing import registry
 from paceline.reducer.verdict import Judge
 
 
@@ -48,6 +53,7 @@ class GradientPasses(BackwardPasses):
 
     Attributes:
         buffers: Keeps them in step.
+        graphs: Of forwards whose backward is still to come.
     """
 
     weights: PaddleWeights
@@ -57,13 +63,13 @@ class GradientPasses(BackwardPasses):
     def __init__(self, tensors: ManagedTensors, link: Link, config: DataParallelConfig) -> None:
         super().__init__(tensors.names, link.rank, link.world_size)
         self._error: BaseException | None = None  # of a hook, which must not raise
+        self._is_closed = False
         self.buffers = BufferSync(tensors, link, config.buffers, config.broadcast_buffers)
         self.gradients = FreshGradients(
             functools.partial(fingerprint, tensors.trainable), functools.partial(memory, tensors.trainable)
         )
-        self.weights = PaddleWeights(
-            [*tensors.trainable, *tensors.sparse.values()], self.state, self._keep_error
-        )
+        trainable = [*tensors.trainable, *tensors.sparse.values()]
+        self.weights = PaddleWeights(trainable, self.state, self.keep_error, self._is_foreign)
         self.notes = IterationNotes(None, make_sampler(tensors.trainable))
         self.drift = DriftWatch(
             config.check_replicas_every,
@@ -81,14 +87,44 @@ class GradientPasses(BackwardPasses):
         self._is_first = True
         self._at_end: dict[int, None] = {}  # to be handed over at the end of this pass, in this order
         self._always_at_end: set[int] = set()
+        self._listen(True)
+        self._is_broken_off = False
+        self._begins_at_outputs = True
+        self.graphs = Graphs(self.close)
+        self._own = Gradients(tensors, self.state, live_in_arena=config.gradients_in_arena)
+        self._ways = self._own.hand_over
         self._adopt(self._make_plan(None))
         # With one bucket for each kind of parameter, any order is as good as any other.
         self.is_order_final = len(self._plan.buckets) <= len(self._plan.sections)
+        self._shared: set[int] = set()
+        registry.join(self)
+        self.refresh_sharing()
         backward_calls.watch()
+        _watch_hooks_of_others()
+        _all_passes.add(self)
         for index, parameter in enumerate(tensors.trainable):
             internals.on_gradient(parameter, _weak_hook(self, index))
-        for parameter in tensors.sparse.values():
-            internals.on_gradient(parameter, _weak_hook(self, None))
+        for index, parameter in enumerate(tensors.sparse.values(), len(self._names)):
+            internals.on_gradient(parameter, _weak_hook(self, index))
+            self._ways.append(_nothing)  # rows are averaged at the end
+
+    @property
+    def trainable(self) -> Sequence[paddle.Tensor]:
+        """The parameters that the plan lists, then those with sparse gradients."""
+        return [*self._tensors.trainable, *self._tensors.sparse.values()]
+
+    def refresh_sharing(self) -> None:
+        """Find out which parameters other wrapped models have, too."""
+        self._sharing_version = registry.version
+        self._shared = registry.shared_by_others(self)
+        self._own.share(self._shared)
+
+    def close(self) -> None:
+        """Listen no more. Paddle keeps the hooks; the memory goes with the last gradient that lies in it."""
+        registry.leave(self)
+        _all_passes.discard(self)
+        self._is_closed = True
+        self._listen(False)
 
     @property
     def reducer(self) -> Reducer:
@@ -102,148 +138,132 @@ class GradientPasses(BackwardPasses):
 
     def begin_forward(self, *, is_syncing: bool, is_training: bool) -> None:
         """See `BackwardPasses`; cleared gradients stay where they are."""
+        if self._sharing_version != registry.version and not self._is_in_backward():
+            self.refresh_sharing()
         super().begin_forward(is_syncing=is_syncing, is_training=is_training)
-        if self._config.gradients_in_arena:
-            # Paddle would put a new tensor in the place of a cleared one: a copy in each hook.
-            for parameter in self._tensors.trainable:
-                internals.count_as_gradient(parameter)
+        self._own.count_all()
 
     def watch(self, output: object) -> None:
         """Let the backward of these outputs begin a pass even if it reaches no parameter."""
-        if isinstance(output, paddle.Tensor):
-            if not output.stop_gradient and not output.is_leaf:
+        graph = self.graphs.add(self._on_output_gradient)
+        begins_at_outputs = not may_hide_tensors(output)
+        for tensor in tensors_in(output):
+            if tensor.stop_gradient:
+                continue
+            if tensor.is_leaf:
+                begins_at_outputs = False
+            else:
                 # Holds these passes, as long as the graph: the wrapper may be gone before backward().
-                output.register_hook(self._on_output_gradient)
-        elif isinstance(output, dict):
-            for item in output.values():
-                self.watch(item)
-        elif isinstance(output, (list, tuple)):
-            for item in output:
-                self.watch(item)
+                tensor.register_hook(graph.hook)
+        self._begins_at_outputs = begins_at_outputs
 
-    def _on_output_gradient(self, _: paddle.Tensor) -> None:
+    def _on_output_gradient(self, graph: Graph) -> None:
         """The backward of an output has begun, or paddle.grad() through it, which is no pass."""
         try:
             if not self.state.is_syncing:
                 self.weights.watch_local()
-            elif not self.state.is_armed and backward_calls.depth():
-                self._arm()
+            elif calls.depth:
+                self.graphs.begin(graph)
+                self._begin()
         except BaseException as error:
-            self._keep_error(error)
+            self.keep_error(error)
 
-    def _keep_error(self, error: BaseException) -> None:
+    def _begin(self) -> None:
+        """A pass begins, if none is under way."""
+        if self._is_broken_off:
+            self._repeat_broken_off()
+        elif not self.state.is_armed:
+            self._arm()
+
+    def _listen(self, is_listening: bool) -> None:
+        """Take notice of gradients, or let them pass."""
+        self._is_listening = is_listening
+        self._is_steady = is_listening and not self._is_first  # then nothing is special about a gradient
+
+    def keep_error(self, error: BaseException) -> None:
+        """Raise the exception of a hook, which must not raise, when backward is over."""
         if self._error is None:
             self._error = error
+            self._listen(False)
             # Where no pass is under way, its end will not raise it.
             if not self.state.is_armed:
-                backward_calls.at_end(self._raise_kept)
+                backward_calls.at_end(self._raise_kept, failed=self._drop_kept)
 
     def _raise_kept(self) -> None:
-        if self._error is not None:
-            error, self._error = self._error, None
+        error = self._error
+        if error is not None:
+            self._drop_kept()
             raise error
 
-    def on_gradient(self, index: int | None) -> None:
-        """A parameter's gradient is accumulated; None: that of one with sparse gradients."""
-        if self._error is None:
-            try:
-                self._take(index)
-            except BaseException as error:
-                self._keep_error(error)
+    def _drop_kept(self) -> None:
+        self._error = None
+        self._listen(not self._is_closed)
 
-    def _take(self, index: int | None) -> None:
+    def on_gradient(self, index: int) -> None:
+        """A parameter's gradient is accumulated."""
+        state = self.state
+        if self._is_steady and state.is_armed and state.is_syncing and index not in self._always_at_end:
+            try:
+                if calls.depth == 1:
+                    self._ways[index]()
+                else:
+                    self._postpone(index)
+            except BaseException as error:
+                self.keep_error(error)
+        elif self._is_listening:
+            try:
+                self._on_unusual_gradient(index)
+            except BaseException as error:
+                self.keep_error(error)
+        elif self._is_broken_off and state.is_syncing and not self._is_foreign(index):
+            self._repeat_broken_off()
+
+    def _on_unusual_gradient(self, index: int) -> None:
         state = self.state
         if not state.is_syncing:
-            if index is not None:
-                state.accumulated.add(index)
+            state.accumulated.add(index)
             return
         if not state.is_armed:
-            self._arm()
-        if index is None:
-            return
-        if index in self._at_end or backward_calls.depth() > 1:
-            self._always_at_end.add(index)
-        if self._is_first or index in self._always_at_end:
-            if not self._has_come_again(index):
-                self._at_end[index] = None
-        else:
-            self._hand_over(index)
-
-    def _has_come_again(self, index: int) -> bool:
-        if index not in self.state.handed:
-            return False
-        error = ConfigError(
-            f"The gradient of '{self._tensors.names[index]}' came again after it had been handed over.",
-            where=self.state.where,
-            likely="a layer is used inside and outside of recompute(), for the first time in this pass",
-            hint="recompute(..., use_reentrant=False); or do it from the first pass on",
-        )
-        self.state.refuse(index, error)
-        return True
-
-    def _hand_over(self, index: int) -> None:
-        """Give the gradient to the reducer, as few Python steps as possible for the usual one."""
-        if self._has_come_again(index):
-            return
-        gradient = internals.gradient_of(self._tensors.trainable[index])
-        if gradient is not None and self._config.gradients_in_arena:
-            if gradient.data_ptr() != self._pointers[index]:
-                if not self._is_right_kind(index, gradient):
-                    return
-                with paddle.no_grad():
-                    paddle.assign(gradient, self._places[index])
-                internals.move_memory(gradient, self._places[index])
-            self.state.handed[index] = gradient
-            self.reducer.mark_ready(index, 0)
-            return
-        if gradient is None or gradient.dtype is not self._dtypes[index] or not gradient.is_contiguous():
-            if not self._is_right_kind(index, gradient):
+            if self._is_foreign(index):
                 return
-            assert gradient is not None
-            # Its strides differ: from now on it lies in memory as its parameter does.
-            with paddle.no_grad():
-                internals.move_memory(gradient, gradient.contiguous())
-        self.state.handed[index] = gradient
-        if self._reduction.takes_pointers:
-            self.reducer.mark_ready(index, gradient.data_ptr())
-            return
-        with paddle.no_grad():
-            paddle.assign(gradient, self._places[index])
-        self.state.staged.append(index)
-        self.reducer.mark_ready(index, 0)
-
-    def _is_right_kind(self, index: int, gradient: paddle.Tensor | None) -> bool:
-        if gradient is None:
-            got, likely = "no gradient", "another hook of this parameter removed it"
-        elif internals.is_sparse(gradient):
-            got = "a sparse gradient"
-            likely = "embedding(..., sparse=True) as a function: use the layer nn.Embedding(sparse=True)"
-        elif gradient.dtype is not self._dtypes[index]:
-            got = f"a gradient of {dtype_name(gradient.dtype)}"
-            likely = "the model was converted, by .astype() or .to(), after it had been wrapped"
+            self._arm()
+        if self._is_first or index in self._always_at_end or calls.depth > 1:
+            self._postpone(index)
         else:
-            return True
-        error = ConfigError(
-            f"DataParallel cannot average the gradient of '{self._tensors.names[index]}'.",
-            where=self.state.where,
-            expected=f"a dense gradient of {dtype_name(self._dtypes[index])}",
-            got=got,
-            likely=likely,
-        )
-        self.state.refuse(index, error)
-        return False
+            self._ways[index]()
+
+    def _is_foreign(self, index: int) -> bool:
+        """Whether a gradient that comes while no pass is under way is that of another wrapped model."""
+        return self._is_closed or (index in self._shared and self._begins_at_outputs)
+
+    def _postpone(self, index: int) -> None:
+        """Hand the gradient over at the end of this pass, and of all others if it is not complete yet."""
+        if index in self._at_end or calls.depth > 1:
+            self._always_at_end.add(index)
+        if index in self.state.handed:
+            self._ways[index]()  # refuses
+        else:
+            self._at_end[index] = None
+
+    def note_hook_of_others(self, parameter: paddle.Tensor) -> None:
+        """A hook of the user's will be called after ours: hand over what it leaves."""
+        self._always_at_end.update(i for i, each in enumerate(self._tensors.trainable) if each is parameter)
 
     def _is_in_backward(self) -> bool:
-        return backward_calls.depth() > 0
+        return calls.depth > 0
 
     def _call_at_end(self, end: Callable[[], None]) -> None:
-        backward_calls.at_end(end)
+        backward_calls.at_end(end, before=self._hand_over_postponed, failed=self._break_off)
 
     def _has_gradient(self, index: int) -> bool:
-        return internals.gradient_of(self._tensors.trainable[index]) is not None
+        return self._own.exists(index)
+
+    def _hand_over(self, index: int) -> None:
+        self._own.count(index)
+        self._ways[index]()
 
     def _clear_place(self, index: int) -> None:
-        self._places[index].zero_()
+        self._own.clear_place(index)
 
     def _hash_replica(self, optimizer: Any) -> Sequence[Entry]:
         now, in_step = self._tensors.current_buffers(), self.buffers.in_step
@@ -253,19 +273,55 @@ class GradientPasses(BackwardPasses):
     def _tell(self, activity: str) -> None:
         self._link.tell(activity)
 
+    def _hand_over_postponed(self) -> None:
+        """Before any wrapped model ends its pass: the means must not become part of another one's."""
+        try:
+            if self._error is None:
+                pending, self._at_end = self._at_end, {}
+                if pending:
+                    self._is_first = False
+                    self._listen(self._is_listening)
+                for index in pending:
+                    self._ways[index]()
+        except BaseException as error:
+            self.keep_error(error)
+
     def _prepare_end(self) -> None:
-        self._raise_kept()  # the pass stays open; the next forward tells the other ranks
+        if self._error is not None:
+            self._is_broken_off = True  # the next forward tells the other ranks
+            error, self._error = self._error, None
+            raise error
+
+    def _end(self) -> None:
+        try:
+            super()._end()
+        finally:
+            self._own.end_pass()
+            self.graphs.end_pass()
 
     def _hand_over_rest(self) -> None:
-        pending, self._at_end = self._at_end, {}
-        self._is_first = self._is_first and not pending
-        for index in pending:
-            self._hand_over(index)
         super()._hand_over_rest()
+        if len(self.state.handed) < len(self._names) and self.state.forwards != FINISHED:
+            for index in range(len(self._names)):
+                if index not in self.state.handed:
+                    self._own.check_shape(index)
+
+    def _break_off(self) -> None:
+        """The backward in which a pass was under way has raised."""
+        self._is_broken_off = True
+        self._listen(False)
+
+    def _repeat_broken_off(self) -> None:
+        """A backward after one that raised, without a forward between: it ends with the same error."""
+        self._is_broken_off = False  # once
+        backward_calls.at_end(self._give_up_interrupted, failed=self._break_off)
 
     def _forget_interrupted(self) -> None:
-        self._error = None
+        self._drop_kept()
+        self._is_broken_off = False
         self._at_end.clear()
+        self._own.end_pass()
+        self.graphs.end_pass()
 
     def _sync_others(self) -> None:
         self._nonfinite_rows = []
@@ -289,18 +345,8 @@ class GradientPasses(BackwardPasses):
         self._link.broadcast(values, root)
 
     def _bring_home(self) -> None:
-        state = self.state
-        with paddle.no_grad():
-            for index in state.staged:
-                paddle.assign(self._places[index], state.handed[index])
-            if len(state.handed) == len(self._places):
-                return
-            nobodys = set(self.reducer.globally_unused())
-            for index, parameter in enumerate(self._tensors.trainable):
-                if index not in state.handed and index not in nobodys:
-                    parameter.grad = self._places[index]  # Paddle copies
-                    if self._config.gradients_in_arena:
-                        internals.move_memory(internals.gradient_of(parameter), self._places[index])
+        is_complete = len(self.state.handed) == len(self._names)
+        self._own.place_means(set() if is_complete else set(self.reducer.globally_unused()))
 
     def _adopt_order(self, order: list[int]) -> None:
         self.is_order_final = True
@@ -309,29 +355,15 @@ class GradientPasses(BackwardPasses):
         plan = self._make_plan(agreed.tolist())
         if plan == self._plan:
             return
-        before, moved = self.reducer, self._gradients_in_places()
+        before = self.reducer
         self._of_first = (before.squared_norm(), before.nonfinite())
         self._waited_before_s += before.waited_s
-        if not moved:  # the arena is free, so there need never be two
+        must_move = self._own.any_in_arena
+        if not must_move:  # the arena is free, so there need never be two
             before.close()
         self._adopt(plan)
-        for index, gradient in moved.items():
-            with paddle.no_grad():
-                paddle.assign(gradient, self._places[index])
-            internals.move_memory(gradient, self._places[index])
-        if moved:
+        if must_move:
             before.close()
-
-    def _gradients_in_places(self) -> dict[int, paddle.Tensor]:
-        """The gradients that live in the arena."""
-        if not self._config.gradients_in_arena:
-            return {}
-        gradients = map(internals.gradient_of, self._tensors.trainable)
-        return {
-            index: gradient
-            for index, gradient in enumerate(gradients)
-            if gradient is not None and gradient.data_ptr() == self._pointers[index]
-        }
 
     def _adopt(self, plan: Plan) -> None:
         self._plan = plan
@@ -341,9 +373,7 @@ class GradientPasses(BackwardPasses):
             gradients_in_arena=self._config.gradients_in_arena,
             checks_finite=self._config.nonfinite != "ignore",
         )
-        self._places = self._reduction.places
-        self._pointers = [place.data_ptr() for place in self._places]
-        self._dtypes = [place.dtype for place in self._places]
+        self._own.adopt(self._reduction)
 
     def _make_plan(self, order: list[int] | None) -> Plan:
         return plan_buckets(
@@ -354,7 +384,23 @@ class GradientPasses(BackwardPasses):
         )
 
 
-def _weak_hook(passes: GradientPasses, index: int | None) -> Callable[[], None]:
+_all_passes: weakref.WeakSet[GradientPasses] = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_hooks_of_others() -> None:
+    def note(parameter: paddle.Tensor) -> None:
+        for passes in list(_all_passes):
+            passes.note_hook_of_others(parameter)
+
+    internals.watch_hooks_of_others(note)
+
+
+def _nothing() -> None:
+    """What a parameter with sparse gradients hands over."""
+
+
+def _weak_hook(passes: GradientPasses, index: int) -> Callable[[], None]:
     """Paddle never lets go of a hook, so the hook must not hold what it belongs to."""
     find = weakref.ref(passes)
 

@@ -19,6 +19,8 @@ class PaddleWeights(MicroBatchWeights):
         parameters: Those that are trained.
         state: Of the model's passes.
         keep_error: Called with an exception that a hook must not raise.
+        is_foreign: Whether a parameter (its number in the list), where no backward has begun to weigh, gets
+            its gradient from another wrapped model's.
     """
 
     def __init__(
@@ -26,19 +28,21 @@ class PaddleWeights(MicroBatchWeights):
         parameters: Sequence[paddle.Tensor],
         state: PassState,
         keep_error: Callable[[BaseException], None],
+        is_foreign: Callable[[int], bool],
     ) -> None:
         super().__init__(state)
         self._parameters = parameters
         self._keep_error = keep_error
+        self._is_foreign = is_foreign
 
     def watch_local(self) -> None:
         """An output of a forward in no_sync() has got its gradient: its backward begins."""
-        if not self._is_open and backward_calls.depth():
+        if not self._is_open and backward_calls.calls.depth:
             self.begin()
 
     def _install(self) -> None:
-        for parameter in self._parameters:
-            parameter.register_hook(_weak_hook(self))
+        for number, parameter in enumerate(self._parameters):
+            parameter.register_hook(_weak_hook(self, number))
 
     def _shrink(self, factor: float) -> None:
         with paddle.no_grad():
@@ -50,11 +54,11 @@ class PaddleWeights(MicroBatchWeights):
                     gradient.scale_(factor)
 
     def _call_at_end(self, end: Callable[[], None]) -> None:
-        backward_calls.at_end(end)
+        backward_calls.at_end(end, failed=self.give_up_interrupted)
 
-    def scale(self, gradient: paddle.Tensor) -> paddle.Tensor | None:
+    def scale(self, number: int, gradient: paddle.Tensor) -> paddle.Tensor | None:
         """Runs before Paddle adds a gradient to that of a parameter, and in paddle.grad()."""
-        if not backward_calls.depth():
+        if not backward_calls.calls.depth or (not self._is_open and self._is_foreign(number)):
             return None
         try:
             share = self._share_of_incoming()
@@ -70,11 +74,11 @@ class PaddleWeights(MicroBatchWeights):
         return gradient * share if share else paddle.zeros_like(gradient)
 
 
-def _weak_hook(weights: PaddleWeights) -> Callable[[paddle.Tensor], paddle.Tensor | None]:
+def _weak_hook(weights: PaddleWeights, number: int) -> Callable[[paddle.Tensor], paddle.Tensor | None]:
     find = weakref.ref(weights)
 
     def hook(gradient: paddle.Tensor) -> paddle.Tensor | None:
         found = find()
-        return None if found is None else found.scale(gradient)
+        return None if found is None else found.scale(number, gradient)
 
     return hook

@@ -1,0 +1,285 @@
+"""The gradients of one model, and where they lie: Paddle's own memory, or the arena.
+
+The one idea: a gradient is handed over in one of three ways. By *pointer* the reducer reads it where Paddle
+keeps it and writes the mean there. A *copy* goes to the arena, and the mean comes back from there: where the
+reducer takes no pointers, and for parameters that other wrapped models have, too. Or the gradient *lives* in
+the arena.
+
+A gradient is handed over some hundred times in every backward, by a closure over what it needs; whatever is
+rare is a call of something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import paddle
+
+from paceline.errors import ConfigError
+from paceline.paddle import internals
+from paceline.paddle.arena import dtype_name
+from paceline.paddle.links import Reduction
+from paceline.paddle.tensors import ManagedTensors
+from paceline.reducer.pass_state import PassState
+
+
+class Gradients:
+    """Those of the parameters that a plan lists.
+
+    Args:
+        tensors: The model's.
+        state: Of its passes.
+        live_in_arena: Keep gradients in the arena, but for those of shared parameters.
+
+    Attributes:
+        hand_over: For each parameter a function that gives its gradient to the reducer; this list stays.
+    """
+
+    def __init__(self, tensors: ManagedTensors, state: PassState, *, live_in_arena: bool) -> None:
+        self.hand_over: list[Callable[[], None]] = []
+        self._names = tensors.names
+        self._parameters = tensors.trainable
+        self._state = state
+        self._live_in_arena = live_in_arena
+        self._shared: set[int] = set()
+        self._shapes = [parameter.shape for parameter in tensors.trainable]
+        # Addresses of the gradients handed over in this pass; and None, which is that of a sparse one.
+        self._seen: set[int | None] = {None}
+
+    def adopt(self, reduction: Reduction) -> None:
+        """Have gradients averaged here from now on; those that live in an arena are moved."""
+        moved = self._in_arena()
+        self._reduction = reduction
+        self._places = reduction.places
+        self._pointers = [place.data_ptr() for place in self._places]
+        self._dtypes = [place.dtype for place in self._places]
+        for index, gradient in moved.items():
+            self._move_home(index, gradient)
+        self._choose_ways()
+
+    def share(self, indices: set[int]) -> None:
+        """Note which parameters other wrapped models have, too. Their gradients leave the arena."""
+        if indices == self._shared:
+            return
+        for index, gradient in self._in_arena().items():
+            if index in indices:
+                with paddle.no_grad():
+                    internals.set_gradient(self._parameters[index], gradient.clone())
+        self._shared = indices
+        self._choose_ways()
+
+    def _choose_ways(self) -> None:
+        count = len(self._parameters)
+        self.hand_over[:count] = [self._way_of(index)(index) for index in range(count)]
+
+    def _way_of(self, index: int) -> Callable[[int], Callable[[], None]]:
+        if index in self._shared:
+            return self._by_copy
+        if self._live_in_arena:
+            return self._in_place
+        return self._by_pointer if self._reduction.takes_pointers else self._by_copy
+
+    @property
+    def any_in_arena(self) -> bool:
+        """Whether any lives in the arena."""
+        return bool(self._in_arena())
+
+    def _in_arena(self) -> dict[int, paddle.Tensor]:
+        if not self._live_in_arena or not hasattr(self, "_pointers"):
+            return {}
+        gradients = map(internals.gradient_of, self._parameters)
+        return {
+            index: gradient
+            for index, gradient in enumerate(gradients)
+            if gradient is not None and gradient.data_ptr() == self._pointers[index]
+        }
+
+    def exists(self, index: int) -> bool:
+        return internals.gradient_of(self._parameters[index]) is not None
+
+    def count(self, index: int) -> None:
+        """Let the gradient count even if it was cleared: Paddle would replace it in the next backward."""
+        internals.count_as_gradient(self._parameters[index])
+
+    def count_all(self) -> None:
+        """Let cleared gradients stay in the arena: a new one would have to be copied there."""
+        if self._live_in_arena:
+            for parameter in self._parameters:
+                internals.count_as_gradient(parameter)
+
+    def clear_place(self, index: int) -> None:
+        """Fill the parameter's place in the arena with zeros."""
+        self._places[index].zero_()
+
+    def _by_pointer(self, index: int) -> Callable[[], None]:
+        find, take = internals.find_gradient(self._parameters[index]), self._take
+        shape, dtype = self._shapes[index], self._dtypes[index]
+        handed, seen, mark_ready = self._state.handed, self._seen, self._reduction.reducer.mark_ready
+
+        def hand_over() -> None:
+            gradient = find()
+            if (
+                gradient is None
+                or gradient.dtype is not dtype
+                or gradient.shape != shape
+                or not gradient.is_contiguous()
+                or index in handed
+                or (pointer := gradient.data_ptr()) in seen
+            ):
+                gradient = take(index)
+                if gradient is None:
+                    return
+                pointer = gradient.data_ptr()
+            seen.add(pointer)
+            handed[index] = gradient
+            mark_ready(index, pointer)
+
+        return hand_over
+
+    def _by_copy(self, index: int) -> Callable[[], None]:
+        take, copy, state = self._take, self._places[index].copy_, self._state
+        seen, mark_ready = self._seen, self._reduction.reducer.mark_ready
+
+        def hand_over() -> None:
+            gradient = take(index)
+            if gradient is not None:
+                seen.add(gradient.data_ptr())
+                copy(gradient, True)  # a sixth of what paddle.assign() costs
+                state.handed[index] = gradient
+                state.staged.append(index)
+                mark_ready(index, 0)
+
+        return hand_over
+
+    def _in_place(self, index: int) -> Callable[[], None]:
+        find, check, move = internals.find_gradient(self._parameters[index]), self._check, self._move_home
+        home = self._pointers[index]
+        handed, mark_ready = self._state.handed, self._reduction.reducer.mark_ready
+
+        def hand_over() -> None:
+            gradient = find()
+            # What is at home has the shape and dtype that it had when it moved in.
+            if gradient is None or index in handed or gradient.data_ptr() != home:
+                if not check(index, gradient):
+                    return
+                gradient = move(index, gradient)
+            handed[index] = gradient
+            mark_ready(index, 0)
+
+        return hand_over
+
+    def _take(self, index: int) -> paddle.Tensor | None:
+        """The gradient, contiguous and of this parameter alone; None: it was refused."""
+        gradient = internals.gradient_of(self._parameters[index])
+        if not self._check(index, gradient):
+            return None
+        if not gradient.is_contiguous() or gradient.data_ptr() in self._seen:
+            return self._set_apart(index, gradient)
+        return gradient
+
+    def _check(self, index: int, gradient: paddle.Tensor | None) -> bool:
+        """Whether the gradient can be averaged; else it is refused, on all ranks."""
+        if index in self._state.handed:
+            self._refuse_second(index)
+        elif (
+            gradient is None
+            or gradient.dtype is not self._dtypes[index]
+            or gradient.shape != self._shapes[index]
+            or internals.is_sparse(gradient)
+        ):
+            self._refuse_kind(index, gradient)
+        else:
+            return True
+        return False
+
+    def _move_home(self, index: int, gradient: paddle.Tensor) -> paddle.Tensor:
+        """Let the gradient live in its place in the arena."""
+        parameter, place = self._parameters[index], self._places[index]
+        place.copy_(gradient, True)
+        # A tensor of its own: what backward still has to read, or another parameter, may hold the old one.
+        internals.set_gradient(parameter, place)
+        home = internals.gradient_of(parameter)
+        assert home is not None
+        return home
+
+    def _set_apart(self, index: int, gradient: paddle.Tensor) -> paddle.Tensor:
+        """Give the parameter a gradient that is its own and lies in memory as the parameter does.
+
+        Another parameter may have the same one: Paddle gives both what a PyLayer returns twice.
+        """
+        with paddle.no_grad():
+            own = gradient.clone() if gradient.is_contiguous() else gradient.contiguous()
+            internals.set_gradient(self._parameters[index], own)
+        apart = internals.gradient_of(self._parameters[index])
+        assert apart is not None
+        return apart
+
+    def place_means(self, nobodys: set[int]) -> None:
+        """Make every gradient the mean, where the reducer has not done so itself.
+
+        Args:
+            nobodys: Parameters that no rank has used.
+        """
+        state = self._state
+        for index in state.staged:
+            state.handed[index].copy_(self._places[index], True)
+        if len(state.handed) == len(self._places):
+            return
+        with paddle.no_grad():
+            for index, parameter in enumerate(self._parameters):
+                if index not in state.handed and index not in nobodys:
+                    is_home = self._live_in_arena and index not in self._shared
+                    place = self._places[index]
+                    internals.set_gradient(parameter, place if is_home else place.clone())
+                    internals.count_as_gradient(parameter)
+
+    def end_pass(self) -> None:
+        """Forget what was handed over."""
+        self._seen.clear()
+        self._seen.add(None)
+
+    def check_shape(self, index: int) -> None:
+        """Refuse a parameter that has another shape than when it was wrapped, and no gradient."""
+        parameter = self._parameters[index]
+        if parameter.shape != self._shapes[index]:
+            self._state.refuse(index, self._error(index, _described(parameter, "a value"), _CHANGED))
+
+    def _refuse_second(self, index: int) -> None:
+        error = ConfigError(
+            f"The gradient of '{self._names[index]}' came again after it had been handed over.",
+            where=self._state.where,
+            likely="a layer is used inside and outside of recompute(), for the first time in this pass",
+            hint="recompute(..., use_reentrant=False); or do it from the first pass on",
+        )
+        self._state.refuse(index, error)
+
+    def _refuse_kind(self, index: int, gradient: paddle.Tensor | None) -> None:
+        if gradient is None:
+            got, likely = "no gradient", "another hook of this parameter removed it"
+        elif internals.is_sparse(gradient):
+            got = "a sparse gradient"
+            likely = "embedding(..., sparse=True) as a function: use the layer nn.Embedding(sparse=True)"
+        elif gradient.dtype is not self._dtypes[index]:
+            got, likely = _described(gradient, "a gradient"), _CONVERTED
+        else:
+            got, likely = _described(gradient, "a gradient"), _CHANGED
+        self._state.refuse(index, self._error(index, got, likely))
+
+    def _error(self, index: int, got: str, likely: str) -> ConfigError:
+        expected = f"a dense gradient of {dtype_name(self._dtypes[index])}, shape {list(self._shapes[index])}"
+        return ConfigError(
+            f"DataParallel cannot average the gradient of '{self._names[index]}'.",
+            where=self._state.where,
+            expected=expected,
+            got=got,
+            likely=likely,
+            hint="make such changes first, then wrap; or wrap `.module` again, on every rank",
+        )
+
+
+_CONVERTED = "the model was converted, by .astype() or .to(), after it had been wrapped"
+_CHANGED = "the parameter's value was replaced by one of another shape after it had been wrapped"
+
+
+def _described(tensor: paddle.Tensor, what: str) -> str:
+    return f"{what} of {dtype_name(tensor.dtype)}, shape {list(tensor.shape)}"

@@ -1,0 +1,95 @@
+"""Parameters that two wrapped models hold, in both front ends: each averages in backwards of its own outputs.
+
+The reference is the framework itself, in one process with the whole batch and nothing wrapped.
+"""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.multiprocess import conformance_numpy as reference
+from tests.multiprocess.conformance_numpy import batch
+from tests.multiprocess.test_conformance import adapter, both, close, on_two_ranks, same_on_all_ranks
+
+views = pytest.mark.parametrize("view", [False, True])
+
+
+@both
+@views
+@pytest.mark.parametrize("old", ["rebound", "kept", "lingers in a loss", "collected"])
+@on_two_ranks
+def test_a_network_that_is_wrapped_anew(group: Any, framework: str, view: bool, old: str) -> None:
+    do, batches = adapter(framework), [batch(seed=seed) for seed in range(6)]
+    model, kept = do.network(), []
+    for number, x in enumerate(batches):
+        if number % 2 == 0:
+            if old == "collected":
+                wrapped = None
+                gc.collect()
+            wrapped = do.wrap(model, group, gradient_as_bucket_view=view, bucket_cap_mb=0.00005)
+            kept += [wrapped] if old == "kept" else []
+        do.clear(model)
+        loss = do.loss(wrapped, np.split(x, 2)[group.rank])
+        do.backward(loss)
+        kept += [loss] if old == "lingers in a loss" else []
+        same_on_all_ranks(do.gradients(model), group)
+        do.step(model)
+    close(do.parameters(model), reference.trained(batches))
+    same_on_all_ranks(do.parameters(model), group)
+
+
+@both
+@views
+@on_two_ranks
+def test_after_its_wrapper_is_gone_a_network_waits_for_nobody(group: Any, framework: str, view: bool) -> None:
+    do, x = adapter(framework), batch()
+    model = do.network()
+    loss = do.loss(do.wrap(model, group, gradient_as_bucket_view=view), np.split(x, 2)[group.rank])
+    do.backward(loss)  # the wrapper is gone before it
+    close(do.gradients(model), reference.gradients(reference.initial(), x))
+    if group.rank == 0:
+        do.clear(model)
+        do.backward(do.loss(model, x))
+        close(do.gradients(model), reference.gradients(reference.initial(), x))
+
+
+@both
+@views
+@pytest.mark.parametrize("unused", [False, True])
+@pytest.mark.parametrize("how", ["one loss", "a backward each", "in turn"])
+@on_two_ranks
+def test_two_models_with_one_encoder(group: Any, framework: str, view: bool, unused: bool, how: str) -> None:
+    do = adapter(framework)
+    pair, alone = do.with_one_encoder(), do.with_one_encoder()
+    wrapped = [
+        do.wrap(
+            each, group, gradient_as_bucket_view=view, find_unused_parameters=unused, bucket_cap_mb=0.00005
+        )
+        for each in pair
+    ]
+
+    def backward(models: Any, x: np.ndarray, number: int) -> None:
+        losses = [do.loss(each, x) for each in models]
+        if how == "one loss":
+            do.backward(losses[0] * 2 + losses[1])
+        elif how == "a backward each":
+            do.backward(*losses)
+        else:
+            do.backward(do.loss(models[number % 2], x))
+
+    for number in range(4):
+        x = batch(seed=number)
+        for models, part in ((wrapped, np.split(x, 2)[group.rank]), (alone, x)):
+            backward(models, part, number)
+        for ours, expected in zip(pair, alone):
+            found, wanted = do.gradients(ours), do.gradients(expected)
+            assert [g is None for g in found] == [g is None for g in wanted]
+            close([g for g in found if g is not None], [g for g in wanted if g is not None])
+            same_on_all_ranks([g for g in found if g is not None], group)
+        if number == 1:  # the others accumulate
+            for each in (*pair, *alone):
+                do.clear(each)
