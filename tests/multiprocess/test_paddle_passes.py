@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
+import numpy as np
 import paddle
 import pytest
 from numpy.testing import assert_array_equal
 from paddle import nn
 
+from paceline.errors import SkippedPassError
 from paceline.paddle import DataParallel
-from tests.multiprocess.paddle_models import CLEARS, join_paddle, ranks
+from tests.multiprocess.paddle_models import (
+    CLEARS,
+    Words,
+    assert_same_on_all_ranks,
+    join_paddle,
+    ranks,
+    two_layers,
+)
 
 PATHS = [("memory", False), ("memory", True), ("group", False)]
 paths = pytest.mark.parametrize(("path", "view"), PATHS)
@@ -42,3 +54,168 @@ def test_a_mean_written_into_a_cleared_gradient_is_added_to(rank: int, path: str
         assert_array_equal(model.a.weight.grad.numpy(), [[0.5]])
         wrapped(one, True).backward()
         assert_array_equal(model.a.weight.grad.numpy(), [[1.5]])
+
+
+class Breaks(paddle.autograd.PyLayer):
+    """Its backward raises while `is_broken` holds anything."""
+
+    @staticmethod
+    def forward(ctx: Any, x: paddle.Tensor, is_broken: list[bool]) -> paddle.Tensor:
+        ctx.is_broken = is_broken
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, dy: paddle.Tensor) -> paddle.Tensor:
+        if ctx.is_broken:
+            raise ValueError("on purpose")
+        return dy
+
+
+class Fragile(nn.Layer):
+    """Its output is one in which nobody finds a tensor, if it hides it."""
+
+    def __init__(self, *, hides: bool = False) -> None:
+        super().__init__()
+        paddle.seed(1)
+        self.first, self.second = nn.Linear(4, 3), nn.Linear(3, 2)
+        self.is_broken: list[bool] = []
+        self.hides = hides
+
+    def forward(self, x: paddle.Tensor) -> Any:
+        y = self.second(Breaks.apply(self.first(x), self.is_broken))
+        return (lambda: y.sum()) if self.hides else y
+
+
+def total(output: Any) -> paddle.Tensor:
+    return output() if callable(output) and not isinstance(output, paddle.Tensor) else output.sum()
+
+
+@paths
+@ranks(2, group=None, deadline_s=90)
+def test_a_backward_after_one_that_raised_raises_on_every_rank(rank: int, path: str, view: bool) -> None:
+    join_paddle(rank)
+    x = paddle.full([1, 4], 1.0 + rank)
+    for hides in (False, True):
+        model = Fragile(hides=hides)
+        wrapped = DataParallel(
+            model, reduce_through=path, gradient_as_bucket_view=view, comm_buffer_size=0.0001
+        )
+        for again in ("backward", "backward after a local one", "forward", "finished"):
+            first, second = total(wrapped(x)), total(wrapped(2 * x))
+            if rank == 0:
+                model.is_broken.append(True)
+                with pytest.raises(OSError, match="on purpose"):
+                    first.backward()
+                model.is_broken.clear()
+                if again == "backward after a local one":
+                    with wrapped.no_sync():
+                        total(model(x)).backward()
+            other_calls = {"forward": functools.partial(wrapped, x), "finished": wrapped.finished}
+            with pytest.raises(SkippedPassError, match="rank 0 of 2 ended in an exception"):
+                other_calls.get(again, second.backward)() if rank == 0 else first.backward()
+            del first, second
+            for _ in range(2):
+                wrapped.clear_gradients()
+                total(wrapped(x)).backward()
+                assert_array_equal(model.second.bias.grad.numpy(), [1, 1])
+                assert_array_equal(model.first.weight.grad[0].numpy(), 1.5 * model.first.bias.grad.numpy())
+
+
+@ranks(2)
+def test_a_weighed_micro_batch_that_raised_leaves_no_weight(group: Any) -> None:
+    model = Fragile()
+    wrapped = DataParallel(model, group=group)
+    x = paddle.full([1, 4], 1.0 + group.rank)
+    for _ in range(2):
+        with wrapped.no_sync():
+            broken, whole = wrapped(x).sum(), wrapped(x).sum()
+            model.is_broken.append(True)
+            with wrapped.weight(100), pytest.raises(OSError, match="on purpose"):
+                broken.backward()
+            model.is_broken.clear()
+            wrapped.clear_gradients(set_to_zero=False)
+            with wrapped.weight(1 + 2 * group.rank):
+                whole.backward()
+        with wrapped.weight(1 + 2 * group.rank):
+            wrapped(3 * x).sum().backward()
+        assert_array_equal(model.second.bias.grad.numpy(), [1, 1])
+        mean = (1 * 2 * 1 + 3 * 2 * 2) / 4  # of the inputs: each rank's own, weighed by 1 and 3
+        ratio = model.first.weight.grad.numpy() / model.first.bias.grad.numpy()
+        np.testing.assert_allclose(ratio, np.full_like(ratio, mean), rtol=1e-5)
+        wrapped.clear_gradients(set_to_zero=False)
+
+
+@paths
+@ranks(2, group=None, deadline_s=90)
+def test_uneven_data_leaves_gradients_as_it_found_them(rank: int, path: str, view: bool) -> None:
+    """In the order of most loops: backward, step, clear. The first gradient of the next epoch is right."""
+    join_paddle(rank)
+    for clear in CLEARS.values():
+        model = nn.Linear(1, 1, bias_attr=False)
+        model.weight.set_value(np.zeros((1, 1), np.float32))
+        wrapped = DataParallel(model, reduce_through=path, gradient_as_bucket_view=view)
+        optimizer = paddle.optimizer.SGD(0.0, parameters=model.parameters())
+        for _ in range(2):  # epochs
+            seen = []
+
+            def note(seen: list[float] = seen, model: nn.Layer = model) -> None:
+                seen.append(model.weight.grad.item())
+
+            batches = [10.0, 20.0, 30.0][: 1 + 2 * rank]
+            for number, value in enumerate(wrapped.iterate(batches, note)):
+                wrapped(paddle.full([1, 1], value * (1 + rank))).sum().backward()
+                if number == 0:
+                    assert model.weight.grad.item() == 15.0
+                optimizer.step()
+                clear(model)
+            assert seen == ([] if rank else [40.0, 60.0])
+        wrapped(paddle.full([1, 1], 8.0)).sum().backward()  # loops that clear before a backward
+        wrapped.finished()
+        assert model.weight.grad.item() == 8.0
+        if rank == 0:
+            wrapped.finished(note)
+        else:
+            wrapped(paddle.full([1, 1], 5.0)).sum().backward()
+            assert model.weight.grad.item() == 13.0
+            wrapped.finished()
+        if rank == 0:
+            assert model.weight.grad.item() == 8.0
+
+
+@ranks(2)
+def test_uneven_data_leaves_sparse_gradients_as_it_found_them(group: Any) -> None:
+    model = Words(True)
+    wrapped = DataParallel(model, group=group)
+    words = paddle.to_tensor([1, 2])
+    rows = []
+    for _ in range(2):
+        wrapped(words).sum().backward()
+        rows.append(model.table.weight.grad.get_selected_rows().rows())
+        optimizer = paddle.optimizer.SGD(0.1, parameters=model.parameters())
+        optimizer.step()
+        wrapped.clear_gradients(set_to_zero=False)
+        if group.rank == 1:
+            wrapped(paddle.to_tensor([3])).sum().backward()
+            optimizer.step()
+            wrapped.clear_gradients(set_to_zero=False)
+        wrapped.finished(optimizer.step)
+        assert model.table.weight.grad is None
+    assert rows[0] == rows[1]
+    wrapped(words).sum().backward()
+    wrapped.finished()
+    assert model.table.weight.grad.get_selected_rows().rows() == rows[0]
+    assert_same_on_all_ranks(model.head, group)
+
+
+@ranks(2)
+def test_without_data_an_optimizer_steps_with_the_means(group: Any) -> None:
+    model = two_layers()
+    wrapped = DataParallel(model, group=group, gradient_as_bucket_view=True)
+    optimizer = paddle.optimizer.Adam(0.1, parameters=model.parameters())
+    for part in wrapped.iterate([1.0, 2.0, 3.0][: 1 + 2 * group.rank], optimizer.step):
+        wrapped(paddle.full([1, 4], part)).square().sum().backward()
+        optimizer.step()
+        optimizer.clear_grad()
+    wrapped(paddle.ones([1, 4])).square().sum().backward()
+    optimizer.step()
+    assert_same_on_all_ranks(model, group)

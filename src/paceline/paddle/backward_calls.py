@@ -20,7 +20,6 @@ from paceline.paddle import internals
 class _End(NamedTuple):
     end: Callable[[], None]
     before: Callable[[], None]
-    failed: Callable[[], None]
 
 
 class _Calls(threading.local):
@@ -55,20 +54,14 @@ def _nothing() -> None:
     """What most need."""
 
 
-def at_end(
-    end: Callable[[], None],
-    *,
-    before: Callable[[], None] = _nothing,
-    failed: Callable[[], None] = _nothing,
-) -> None:
-    """Call `end` when the outermost backward of this thread is over and has not raised.
+def at_end(end: Callable[[], None], *, before: Callable[[], None] = _nothing) -> None:
+    """Call `end` when the outermost backward of this thread is over and has not raised; else drop it.
 
     Args:
         end: What to call.
         before: Called before any `end`: two wrapped models may share one backward. Must not raise.
-        failed: Called if the backward raises, and then nothing else is. Must not raise.
     """
-    calls.ends.append(_End(end, before, failed))
+    calls.ends.append(_End(end, before))
 
 
 def _watched(run_backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -79,9 +72,7 @@ def _watched(run_backward: Callable[..., Any]) -> Callable[..., Any]:
             result = run_backward(*args, **kwargs)
         except BaseException:
             if calls.depth == 1:
-                ends, calls.ends = calls.ends, []
-                for each in ends:
-                    each.failed()
+                calls.ends.clear()
             raise
         finally:
             calls.depth -= 1

@@ -233,6 +233,27 @@ class Gradients:
                     internals.set_gradient(parameter, place if is_home else place.clone())
                     internals.count_as_gradient(parameter)
 
+    def keep(self) -> dict[int, tuple[paddle.Tensor, bool]]:
+        """All gradients where no pass changes them, and whether they live in the arena."""
+        in_arena, kept = self._in_arena(), {}
+        for index, parameter in enumerate(self._parameters):
+            gradient = internals.gradient_of(parameter)
+            if gradient is not None:
+                is_home = index in in_arena
+                with paddle.no_grad():
+                    kept[index] = (gradient.clone() if is_home else gradient, is_home)
+        return kept
+
+    def restore(self, kept: dict[int, tuple[paddle.Tensor, bool]]) -> None:
+        """Make what keep() has returned the only gradients that there are."""
+        for index, parameter in enumerate(self._parameters):
+            if index not in kept:
+                internals.drop_gradient(parameter)
+            elif kept[index][1]:
+                self._move_home(index, kept[index][0])
+            else:
+                internals.set_gradient(parameter, kept[index][0])
+
     def end_pass(self) -> None:
         """Forget what was handed over."""
         self._seen.clear()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from paddle import Tensor, nn, view
+from paddle import Tensor, empty, nn, view
 from paddle.base import core
 
 
@@ -61,6 +61,16 @@ def set_gradient(parameter: Tensor, place: Tensor) -> None:
     """
     # A view shares no more than the memory; Paddle makes none of nothing.
     parameter._copy_gradient_from(place.clone() if 0 in place.shape else view(place, place.shape))
+
+
+def drop_gradient(parameter: Tensor) -> None:
+    """Leave the parameter without a gradient. Who else holds the tensor keeps its values.
+
+    Setting `parameter.grad = None` alone would take the memory from the tensor itself.
+    """
+    if parameter._grad_ivar() is not None:
+        parameter._copy_gradient_from(empty([1], parameter.dtype))
+        parameter.grad = None
 
 
 def count_as_gradient(parameter: Tensor) -> None:

@@ -163,9 +163,7 @@ class DataParallel(WrappedModel, nn.Layer):
         """Run the wrapped model; where gradients will be needed, get ready to average them."""
         if self._passes is None or not paddle.is_grad_enabled():
             return self._layers(*inputs, **kwargs)
-        if (
-            backward_calls.calls.depth
-        ):  # recompute runs the model again, then backward
+        if backward_calls.calls.depth:  # recompute runs the model again, then backward
             output = self._layers(*inputs, **kwargs)
             self._passes.watch(output)
             return output

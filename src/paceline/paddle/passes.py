@@ -32,6 +32,7 @@ from paceline.paddle.values import BufferSync
 from paceline.paddle.weights import PaddleWeights
 from paceline.reducer.backward_passes import BackwardPasses
 from paceline.reducer.drift import DriftWatch
+from paceline.reducer.end_of_backward import EndOfBackward
 from paceline.reducer.fresh_gradients import FreshGradients
 from paceline.reducer.graphs import Graph, Graphs
 from paceline.reducer.iteration_notes import IterationNotes
@@ -88,7 +89,6 @@ class GradientPasses(BackwardPasses):
         self._at_end: dict[int, None] = {}  # to be handed over at the end of this pass, in this order
         self._always_at_end: set[int] = set()
         self._listen(True)
-        self._is_broken_off = False
         self._begins_at_outputs = True
         self.graphs = Graphs(self.close)
         self._own = Gradients(tensors, self.state, live_in_arena=config.gradients_in_arena)
@@ -164,16 +164,10 @@ class GradientPasses(BackwardPasses):
                 self.weights.watch_local()
             elif calls.depth:
                 self.graphs.begin(graph)
-                self._begin()
+                if not self.state.is_armed:
+                    self._arm()
         except BaseException as error:
             self.keep_error(error)
-
-    def _begin(self) -> None:
-        """A pass begins, if none is under way."""
-        if self._is_broken_off:
-            self._repeat_broken_off()
-        elif not self.state.is_armed:
-            self._arm()
 
     def _listen(self, is_listening: bool) -> None:
         """Take notice of gradients, or let them pass."""
@@ -185,9 +179,8 @@ class GradientPasses(BackwardPasses):
         if self._error is None:
             self._error = error
             self._listen(False)
-            # Where no pass is under way, its end will not raise it.
-            if not self.state.is_armed:
-                backward_calls.at_end(self._raise_kept, failed=self._drop_kept)
+            # The end of a pass raises it, too; but there may be none.
+            backward_calls.at_end(EndOfBackward(self._raise_kept, self._drop_kept))
 
     def _raise_kept(self) -> None:
         error = self._error
@@ -215,8 +208,6 @@ class GradientPasses(BackwardPasses):
                 self._on_unusual_gradient(index)
             except BaseException as error:
                 self.keep_error(error)
-        elif self._is_broken_off and state.is_syncing and not self._is_foreign(index):
-            self._repeat_broken_off()
 
     def _on_unusual_gradient(self, index: int) -> None:
         state = self.state
@@ -253,7 +244,7 @@ class GradientPasses(BackwardPasses):
         return calls.depth > 0
 
     def _call_at_end(self, end: Callable[[], None]) -> None:
-        backward_calls.at_end(end, before=self._hand_over_postponed, failed=self._break_off)
+        backward_calls.at_end(end, before=self._hand_over_postponed)
 
     def _has_gradient(self, index: int) -> bool:
         return self._own.exists(index)
@@ -269,6 +260,17 @@ class GradientPasses(BackwardPasses):
         now, in_step = self._tensors.current_buffers(), self.buffers.in_step
         buffers = {name: buffer for name, buffer in now.items() if name in in_step}
         return hash_model(self._tensors.all_parameters, buffers, optimizer)
+
+    def _gradients_to_keep(self) -> dict[int, Any]:
+        sparse = enumerate(self._tensors.sparse.values(), len(self._names))
+        return self._own.keep() | {index: internals.gradient_of(parameter) for index, parameter in sparse}
+
+    def _set_gradients(self, gradients: dict[int, Any]) -> None:
+        self._own.restore(gradients)
+        for index, parameter in enumerate(self._tensors.sparse.values(), len(self._names)):
+            internals.drop_gradient(parameter)
+            if gradients.get(index) is not None:
+                parameter.grad = gradients[index]  # Paddle copies
 
     def _tell(self, activity: str) -> None:
         self._link.tell(activity)
@@ -287,10 +289,7 @@ class GradientPasses(BackwardPasses):
             self.keep_error(error)
 
     def _prepare_end(self) -> None:
-        if self._error is not None:
-            self._is_broken_off = True  # the next forward tells the other ranks
-            error, self._error = self._error, None
-            raise error
+        self._raise_kept()
 
     def _end(self) -> None:
         try:
@@ -306,19 +305,8 @@ class GradientPasses(BackwardPasses):
                 if index not in self.state.handed:
                     self._own.check_shape(index)
 
-    def _break_off(self) -> None:
-        """The backward in which a pass was under way has raised."""
-        self._is_broken_off = True
-        self._listen(False)
-
-    def _repeat_broken_off(self) -> None:
-        """A backward after one that raised, without a forward between: it ends with the same error."""
-        self._is_broken_off = False  # once
-        backward_calls.at_end(self._give_up_interrupted, failed=self._break_off)
-
     def _forget_interrupted(self) -> None:
         self._drop_kept()
-        self._is_broken_off = False
         self._at_end.clear()
         self._own.end_pass()
         self.graphs.end_pass()

@@ -54,7 +54,7 @@ class PaddleWeights(MicroBatchWeights):
                     gradient.scale_(factor)
 
     def _call_at_end(self, end: Callable[[], None]) -> None:
-        backward_calls.at_end(end, failed=self.give_up_interrupted)
+        backward_calls.at_end(end)
 
     def scale(self, number: int, gradient: paddle.Tensor) -> paddle.Tensor | None:
         """Runs before Paddle adds a gradient to that of a parameter, and in paddle.grad()."""
