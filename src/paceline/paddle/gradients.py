@@ -43,8 +43,6 @@ class Gradients:
         self._live_in_arena = live_in_arena
         self._shared: set[int] = set()
         self._shapes = [parameter.shape for parameter in tensors.trainable]
-        # Addresses of the gradients handed over in this pass; and None, which is that of a sparse one.
-        self._seen: set[int | None] = {None}
 
     def adopt(self, reduction: Reduction) -> None:
         """Have gradients averaged here from now on; those that live in an arena are moved."""
@@ -114,7 +112,7 @@ class Gradients:
     def _by_pointer(self, index: int) -> Callable[[], None]:
         find, take = internals.find_gradient(self._parameters[index]), self._take
         shape, dtype = self._shapes[index], self._dtypes[index]
-        handed, seen, mark_ready = self._state.handed, self._seen, self._reduction.reducer.mark_ready
+        handed, mark_ready = self._state.handed, self._reduction.reducer.mark_ready
 
         def hand_over() -> None:
             gradient = find()
@@ -124,13 +122,12 @@ class Gradients:
                 or gradient.shape != shape
                 or not gradient.is_contiguous()
                 or index in handed
-                or (pointer := gradient.data_ptr()) in seen
+                or (pointer := gradient.data_ptr()) is None  # of a sparse one
             ):
                 gradient = take(index)
                 if gradient is None:
                     return
                 pointer = gradient.data_ptr()
-            seen.add(pointer)
             handed[index] = gradient
             mark_ready(index, pointer)
 
@@ -138,12 +135,11 @@ class Gradients:
 
     def _by_copy(self, index: int) -> Callable[[], None]:
         take, copy, state = self._take, self._places[index].copy_, self._state
-        seen, mark_ready = self._seen, self._reduction.reducer.mark_ready
+        mark_ready = self._reduction.reducer.mark_ready
 
         def hand_over() -> None:
             gradient = take(index)
             if gradient is not None:
-                seen.add(gradient.data_ptr())
                 copy(gradient, True)  # a sixth of what paddle.assign() costs
                 state.handed[index] = gradient
                 state.staged.append(index)
@@ -169,12 +165,16 @@ class Gradients:
         return hand_over
 
     def _take(self, index: int) -> paddle.Tensor | None:
-        """The gradient, contiguous and of this parameter alone; None: it was refused."""
-        gradient = internals.gradient_of(self._parameters[index])
+        """The gradient, contiguous; None: it was refused."""
+        parameter = self._parameters[index]
+        gradient = internals.gradient_of(parameter)
         if not self._check(index, gradient):
             return None
-        if not gradient.is_contiguous() or gradient.data_ptr() in self._seen:
-            return self._set_apart(index, gradient)
+        assert gradient is not None
+        if not gradient.is_contiguous():  # its strides differ from those of the parameter
+            with paddle.no_grad():
+                internals.set_gradient(parameter, gradient.contiguous())
+            gradient = internals.gradient_of(parameter)
         return gradient
 
     def _check(self, index: int, gradient: paddle.Tensor | None) -> bool:
@@ -201,18 +201,6 @@ class Gradients:
         home = internals.gradient_of(parameter)
         assert home is not None
         return home
-
-    def _set_apart(self, index: int, gradient: paddle.Tensor) -> paddle.Tensor:
-        """Give the parameter a gradient that is its own and lies in memory as the parameter does.
-
-        Another parameter may have the same one: Paddle gives both what a PyLayer returns twice.
-        """
-        with paddle.no_grad():
-            own = gradient.clone() if gradient.is_contiguous() else gradient.contiguous()
-            internals.set_gradient(self._parameters[index], own)
-        apart = internals.gradient_of(self._parameters[index])
-        assert apart is not None
-        return apart
 
     def place_means(self, nobodys: set[int]) -> None:
         """Make every gradient the mean, where the reducer has not done so itself.
@@ -253,11 +241,6 @@ class Gradients:
                 self._move_home(index, kept[index][0])
             else:
                 internals.set_gradient(parameter, kept[index][0])
-
-    def end_pass(self) -> None:
-        """Forget what was handed over."""
-        self._seen.clear()
-        self._seen.add(None)
 
     def check_shape(self, index: int) -> None:
         """Refuse a parameter that has another shape than when it was wrapped, and no gradient."""

@@ -295,7 +295,6 @@ class GradientPasses(BackwardPasses):
         try:
             super()._end()
         finally:
-            self._own.end_pass()
             self.graphs.end_pass()
 
     def _hand_over_rest(self) -> None:
@@ -308,7 +307,6 @@ class GradientPasses(BackwardPasses):
     def _forget_interrupted(self) -> None:
         self._drop_kept()
         self._at_end.clear()
-        self._own.end_pass()
         self.graphs.end_pass()
 
     def _sync_others(self) -> None:

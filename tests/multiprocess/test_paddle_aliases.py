@@ -1,0 +1,210 @@
+"""Gradients that share memory, in random small graphs: with one that has still to flow on, or with another's.
+
+A parameter's gradient may be what a PyLayer returned for two inputs, a part of it, or a view of that.
+The reference is one process in float64.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+
+from paceline.paddle import DataParallel
+from tests.multiprocess.paddle_models import CLEARS, assert_same_on_all_ranks, join_paddle, ranks
+
+SIZE = 4
+STEPS = 4
+MODES = {
+    "memory": {},
+    "memory, small buckets": {"comm_buffer_size": 1e-6, "last_comm_buffer_size": 1e-6},
+    "view": {"gradient_as_bucket_view": True, "comm_buffer_size": 1e-6, "last_comm_buffer_size": 1e-6},
+    "group": {"reduce_through": "group", "comm_buffer_size": 1e-6, "last_comm_buffer_size": 1e-6},
+    "group, view": {"reduce_through": "group", "gradient_as_bucket_view": True},
+}
+
+
+class Twice(paddle.autograd.PyLayer):
+    """A sum whose backward returns one tensor for both."""
+
+    @staticmethod
+    def forward(ctx: Any, a: paddle.Tensor, b: paddle.Tensor) -> paddle.Tensor:
+        return a + b
+
+    @staticmethod
+    def backward(ctx: Any, dy: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
+        return dy, dy
+
+
+class Partly(paddle.autograd.PyLayer):
+    """`b` is added to some rows of `a`; backward returns a tensor and a part of it."""
+
+    @staticmethod
+    def forward(ctx: Any, a: paddle.Tensor, b: paddle.Tensor) -> paddle.Tensor:
+        return a + paddle.concat([paddle.zeros([1, SIZE], a.dtype), b, paddle.zeros([1, SIZE], a.dtype)])
+
+    @staticmethod
+    def backward(ctx: Any, dy: paddle.Tensor) -> tuple[paddle.Tensor, paddle.Tensor]:
+        return dy, dy[1 : SIZE - 1]
+
+
+Shaped = Callable[[paddle.Tensor], paddle.Tensor]
+WAYS: dict[str, tuple[list[int], Shaped]] = {
+    "as it is": ([SIZE, SIZE], lambda p: p),
+    "reshape": ([SIZE * SIZE], lambda p: p.reshape([SIZE, SIZE])),
+    "squeeze": ([1, SIZE, SIZE], lambda p: p.squeeze(0)),
+    "unsqueeze": ([SIZE, SIZE], lambda p: p.unsqueeze(0).squeeze(0)),
+    "flatten": ([SIZE, SIZE], lambda p: p.flatten().reshape([SIZE, SIZE])),
+    "expand": ([SIZE], lambda p: p.expand([SIZE, SIZE])),
+    "transpose": ([SIZE, SIZE], lambda p: p.t()),
+    "slice": ([2 * SIZE, SIZE], lambda p: p[1 : SIZE + 1]),
+    "assign": ([SIZE, SIZE], paddle.assign),
+}
+Joined = Callable[[paddle.Tensor, paddle.Tensor], paddle.Tensor]
+JOINS: dict[str, Joined] = {
+    "add": lambda h, p: h + p,
+    "twice": Twice.apply,
+    "twice, other way": lambda h, p: Twice.apply(p, h),
+    "in a layer": lambda h, p: paddle.tanh(h) + p,
+    "multiply": lambda h, p: h * p,
+    "concat": lambda h, p: paddle.concat([h, p])[SIZE // 2 : SIZE // 2 + SIZE],
+    "stack": lambda h, p: paddle.stack([h, p]).sum(0),
+    "partly": Partly.apply,
+}
+PLAIN: dict[str, Joined] = {
+    "twice": lambda h, p: h + p,
+    "twice, other way": lambda h, p: p + h,
+    "partly": lambda h, p: h + nn.functional.pad(p, [1, 1, 0, 0]),
+}
+
+
+PASS_ON = {"twice", "twice, other way", "partly"}  # what flows on is memory of the parameter's gradient, too
+
+
+class Graph(nn.Layer):
+    """Parameters that are joined, one by one, to something that was there before.
+
+    What is joined by a PyLayer that passes its gradient on is used nowhere else: Paddle adds other gradients
+    to it in place, and so to those of both inputs, even in one process. See `is_right_alone`.
+
+    Args:
+        seed: Decides all.
+        is_plain: Add in the ordinary way: the same numbers, and nothing shares memory.
+    """
+
+    def __init__(self, seed: int, *, is_plain: bool = False) -> None:
+        super().__init__()
+        choose = random.Random(seed)
+        paddle.seed(seed)
+        self.is_plain = is_plain
+        self.steps: list[tuple[str, str, int, int]] = []
+        shapes, are_passing, free, unused = [], [], [0], {0}
+        for number in range(choose.randint(2, 6)):
+            join, way = choose.choice(list(JOINS)), choose.choice(list(WAYS))
+            shape = [SIZE - 2, SIZE] if join == "partly" else WAYS[way][0]
+            passes = join in PASS_ON
+            is_again = number > 0 and shapes[-1] == shape and not (passes or are_passing[-1])
+            if not is_again or choose.random() < 0.5:
+                shapes.append(shape)
+                are_passing.append(passes)
+            candidates = sorted(unused & set(free)) if passes else free
+            before = choose.choice(candidates)
+            if passes:
+                free.remove(before)
+            unused.discard(before)
+            self.steps.append((join, way, len(shapes) - 1, before))
+            free.append(number + 1)
+            unused.add(number + 1)
+        self.unused = sorted(unused)
+        self.added = nn.ParameterList([self.create_parameter(shape) for shape in shapes])
+        self.first = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: paddle.Tensor, factor: float) -> paddle.Tensor:
+        made = [self.first(x)]
+        for join, way, index, before in self.steps:
+            parameter = self.added[index]
+            shaped = parameter if join == "partly" else WAYS[way][1](parameter)
+            if factor != 1.0:  # then nothing is shared; ranks differ in it
+                shaped = shaped * factor
+            joined = PLAIN.get(join, JOINS[join]) if self.is_plain else JOINS[join]
+            made.append(joined(made[before], shaped))
+        return paddle.add_n([made[number] for number in self.unused])
+
+
+def inputs(seed: int, rank: int, step: int) -> tuple[np.ndarray, float]:
+    x = np.random.default_rng([seed, rank, step]).standard_normal((SIZE, SIZE)).astype(np.float32)
+    return x, (1.0, 0.5)[(seed + step * rank) % 3 == 1]
+
+
+def loss_of(output: paddle.Tensor, rank: int) -> paddle.Tensor:
+    return (output * paddle.arange(1, 1 + SIZE).astype(output.dtype)).sum() * (1 + rank)
+
+
+def expected_gradients(seed: int, step: int) -> list[np.ndarray]:
+    alone = Graph(seed, is_plain=True).to(dtype="float64")
+    means = [np.zeros(parameter.shape) for parameter in alone.parameters()]
+    for rank in range(2):
+        x, factor = inputs(seed, rank, step)
+        loss = loss_of(alone(paddle.to_tensor(x.astype(np.float64)), factor), rank)
+        for mean, gradient in zip(means, paddle.grad(loss, alone.parameters()), strict=True):
+            mean += gradient.numpy() / 2
+    return means
+
+
+def is_right_alone(seed: int) -> bool:
+    """Whether Paddle itself is right, in one process: it also computes in place where memory is shared."""
+    for step in range(STEPS):
+        sums = [0.0] * len(list(Graph(seed).parameters()))
+        for rank in range(2):
+            model = Graph(seed)
+            x, factor = inputs(seed, rank, step)
+            loss_of(model(paddle.to_tensor(x), factor), rank).backward()
+            sums = [a + p.grad.numpy() / 2 for a, p in zip(sums, model.parameters(), strict=True)]
+        pairs = zip(sums, expected_gradients(seed, step), strict=True)
+        if any(np.abs(found - mean).max() > 1e-4 * (1 + np.abs(mean).max()) for found, mean in pairs):
+            return False
+    return True
+
+
+def backward_behind(late: int, group: Any, wrapped: nn.Layer, x: paddle.Tensor, factor: float) -> None:
+    """A backward in which the rank `late` begins when the other one has handed over everything."""
+    token = np.zeros(1)
+
+    def meet(_: paddle.Tensor) -> None:
+        group.recv(token, 1 - group.rank) if group.rank == late else group.send(token, 1 - group.rank)
+
+    x.stop_gradient = False
+    output = wrapped(x, factor)
+    (output if group.rank == late else x).register_hook(meet)  # that of x is one of the last
+    loss_of(output, group.rank).backward()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@ranks(2, deadline_s=180)
+def test_random_graphs_equal_one_process_in_float64(group: Any, mode: str) -> None:
+    if mode.startswith("group"):
+        join_paddle(group.rank)
+    clears = list(CLEARS.values())
+    for seed in filter(is_right_alone, range(30)):
+        model = Graph(seed)
+        own = {} if mode.startswith("group") else {"group": group}
+        wrapped = DataParallel(model, **MODES[mode], **own)
+        so_far: list[np.ndarray] = [np.zeros(p.shape) for p in model.parameters()]
+        for step in range(STEPS):
+            x, factor = inputs(seed, group.rank, step)
+            if step != 2:  # that one accumulates
+                clears[seed % len(clears)](wrapped)
+                so_far = [np.zeros_like(mean) for mean in so_far]
+            backward_behind(step % 2, group, wrapped, paddle.to_tensor(x), factor)
+            so_far = [a + b for a, b in zip(so_far, expected_gradients(seed, step), strict=True)]
+            for (name, parameter), mean in zip(model.named_parameters(), so_far, strict=True):
+                error = np.abs(parameter.grad.numpy() - mean).max()
+                assert error < 1e-5 * (1 + np.abs(mean).max()), (
+                    f"seed {seed}, step {step}, {name}: {error} {model.steps}"
+                )
+            assert_same_on_all_ranks(model, group)
