@@ -102,8 +102,9 @@ class Gradients:
     def count_all(self) -> None:
         """Let cleared gradients stay in the arena: a new one would have to be copied there."""
         if self._live_in_arena:
-            for parameter in self._parameters:
-                internals.count_as_gradient(parameter)
+            for parameter, shape in zip(self._parameters, self._shapes):
+                if parameter.shape == shape:  # else Paddle would raise, on this rank alone
+                    internals.count_as_gradient(parameter)
 
     def clear_place(self, index: int) -> None:
         """Fill the parameter's place in the arena with zeros."""
