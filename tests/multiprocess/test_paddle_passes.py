@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 from numpy.testing import assert_array_equal
 from paddle import nn
 
-from paceline.errors import ConfigError, SkippedPassError
+from paceline.errors import ConfigError, PeerLostError, SkippedPassError
 from paceline.paddle import DataParallel
 from tests.multiprocess.paddle_models import (
     CLEARS,
@@ -336,3 +338,22 @@ def test_a_value_of_another_shape_is_refused_on_every_rank(
         CLEARS["none"](wrapped)
         wrapped().backward()
         assert_array_equal(model.weight.grad.numpy(), np.ones((3, 2)))
+
+
+@ranks(2, dies={1: signal.SIGKILL})
+def test_when_a_rank_is_lost_gradients_leave_the_memory_that_it_can_write_to(group: Any) -> None:
+    model = two_layers()
+    wrapped = DataParallel(model, group=group, gradient_as_bucket_view=True)
+    for step in range(3):
+        wrapped.clear_gradients()
+        output = wrapped(paddle.ones([1, 4])).sum()
+        if step < 2:
+            output.backward()
+        elif group.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        else:
+            assert wrapped._passes._own.any_in_arena
+            with pytest.raises(PeerLostError):
+                output.backward()
+    assert not wrapped._passes._own.any_in_arena
+    assert_array_equal(model[2].bias.grad.numpy(), [1, 1])

@@ -59,12 +59,16 @@ class Gradients:
         """Note which parameters other wrapped models have, too. Their gradients leave the arena."""
         if indices == self._shared:
             return
-        for index, gradient in self._in_arena().items():
-            if index in indices:
-                with paddle.no_grad():
-                    internals.set_gradient(self._parameters[index], gradient.clone())
+        self.leave_arena(indices)
         self._shared = indices
         self._choose_ways()
+
+    def leave_arena(self, indices: set[int] | None = None) -> None:
+        """Give these gradients (None: all) memory of their own, with the values that they have."""
+        for index, gradient in self._in_arena().items():
+            if indices is None or index in indices:
+                with paddle.no_grad():
+                    internals.set_gradient(self._parameters[index], gradient.clone())
 
     def _choose_ways(self) -> None:
         count = len(self._parameters)

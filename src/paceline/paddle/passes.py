@@ -18,6 +18,7 @@ from typing import Any
 
 import paddle
 
+from paceline.errors import CollectiveError
 from paceline.paddle import backward_calls, internals
 from paceline.paddle.backward_calls import calls
 from paceline.paddle.config import DataParallelConfig
@@ -294,6 +295,10 @@ class GradientPasses(BackwardPasses):
     def _end(self) -> None:
         try:
             super()._end()
+        except CollectiveError:
+            # A rank that was stopped, and whom this one has given up, may still write into the arena.
+            self._own.leave_arena()
+            raise
         finally:
             self.graphs.end_pass()
 
