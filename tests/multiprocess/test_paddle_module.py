@@ -51,6 +51,17 @@ def test_a_single_process_trains_alone(rank: int) -> None:
 
 
 @ranks(1, group=None)
+def test_a_single_process_may_have_nothing_to_train(rank: int) -> None:
+    os.environ["WORLD_SIZE"] = "1"
+    model = two_layers()
+    for parameter in model.parameters():
+        parameter.stop_gradient = True
+    wrapped = DataParallel(model)
+    assert_array_equal(wrapped(paddle.ones([1, 4])).numpy(), model(paddle.ones([1, 4])).numpy())
+    assert wrapped.reduces_through == "nothing"
+
+
+@ranks(1, group=None)
 def test_a_single_process_weighs_its_micro_batches(rank: int) -> None:
     del os.environ["RANK"], os.environ["WORLD_SIZE"]
     for way in ("auto", "group"):  # as on the CPU, and as on a GPU

@@ -136,13 +136,17 @@ class DataParallel(WrappedModel, nn.Layer):
         self.find_unused_parameters = find_unused_parameters
         self.grad_need_sync = True
         self._tensors = ManagedTensors(layers)
+        self._passes = None
+        peers = find_peers(process_group if group is None else group, timeout_s)
+        if peers is None and not self._tensors.is_trained:  # nothing to average, and nobody to do it with
+            return
         self._tensors.check_trainable()
         self._config.check_devices(self._tensors.place)
-        peers = find_peers(process_group if group is None else group, timeout_s)
         # Alone, there is nothing to average, and nothing may cost; but these are also for one rank.
         if peers is None and (nonfinite == "raise" or weight is not None):
             peers = LonePeers()
-        self._passes = None if peers is None else self._begin_passes(peers)
+        if peers is not None:
+            self._passes = self._begin_passes(peers)
 
     def _begin_passes(self, peers: Peers) -> GradientPasses:
         parameters, buffers = self._tensors.describe()

@@ -62,7 +62,7 @@ class ManagedTensors:
 
     def check_trainable(self) -> None:
         """Refuse what cannot be averaged; on every rank alike, because all have the same parameters."""
-        if not self.trainable and not self.sparse:
+        if not self.is_trained:
             raise ConfigError(
                 "DataParallel is not needed: this model does not have any parameters to train.",
                 seen=f"{len(self.all_parameters)} parameters, all with stop_gradient=True",
@@ -95,6 +95,11 @@ class ManagedTensors:
                 seen=f"on {place}: {shorten(list(self.sparse))}",
                 hint="make the embedding with sparse=False",
             )
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether there is any parameter to train."""
+        return bool(self.trainable or self.sparse)
 
     @property
     def place(self) -> Any:
