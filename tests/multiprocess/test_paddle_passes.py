@@ -340,6 +340,17 @@ def test_a_value_of_another_shape_is_refused_on_every_rank(
         assert_array_equal(model.weight.grad.numpy(), np.ones((3, 2)))
 
 
+@ranks(2)
+def test_an_embedding_of_another_shape_is_refused_on_every_rank(group: Any) -> None:
+    """Its rows would be beyond the end of the other rank's."""
+    model = Words(True)
+    wrapped = DataParallel(model, group=group)
+    if group.rank == 1:
+        model.table.weight.data = paddle.ones([9, 3])
+    with pytest.raises(ConfigError, match=r"(?s)'table.weight'.*\[6, 3\] on rank 0, \[9, 3\] on rank 1"):
+        wrapped(paddle.to_tensor([5 + 3 * group.rank])).sum().backward()
+
+
 @ranks(2, dies={1: signal.SIGKILL})
 def test_when_a_rank_is_lost_gradients_leave_the_memory_that_it_can_write_to(group: Any) -> None:
     model = two_layers()

@@ -7,6 +7,8 @@ do for a word that occurs twice in one batch.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import paddle
 
@@ -31,10 +33,13 @@ def average_rows(parameter: paddle.Tensor, name: str, link: Link, weight: float 
     width = [int(size) for size in parameter.shape[1:]]
     counts_here = gradient is not None and not is_dense and weight != 0.0
     rows, values = internals.rows_of(gradient) if counts_here else ([], np.empty((0, *width), np.float32))
-    facts = link.gather(np.array([len(rows), weight, is_dense], np.float64))
+    height = int(parameter.shape[0])
+    facts = link.gather(np.array([len(rows), weight, is_dense, height, math.prod(width)], np.float64))
     counts, weights = facts[:, 0].astype(np.int64), facts[:, 1]
     if facts[:, 2].any():
         raise _dense_error(name, np.flatnonzero(facts[:, 2]).tolist(), len(facts))
+    if (facts[:, 3:] != facts[0, 3:]).any():  # a row of one would be beyond the end of another
+        raise _shape_error(name, facts[:, 3:].astype(int).tolist())
     most = int(counts.max())
     if most == 0:
         return []
@@ -61,4 +66,14 @@ def _dense_error(name: str, ranks: list[int], world_size: int) -> ConfigError:
         got="a dense one",
         likely="the weight is used outside of its embedding, too",
         hint="make the embedding with sparse=False",
+    )
+
+
+def _shape_error(name: str, shapes: list[list[int]]) -> ConfigError:
+    return ConfigError(
+        f"DataParallel cannot average the gradient of '{name}'.",
+        expected="one shape on all ranks",
+        got=", ".join(f"{shape} on rank {rank}" for rank, shape in enumerate(shapes)),
+        likely="the embedding's value was replaced by one of another shape after it had been wrapped",
+        hint="make such changes first, then wrap; or wrap `.module` again, on every rank",
     )
