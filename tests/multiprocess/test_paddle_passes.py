@@ -20,6 +20,7 @@ from tests.multiprocess.paddle_models import (
     CLEARS,
     Words,
     assert_same_on_all_ranks,
+    batch,
     join_paddle,
     ranks,
     two_layers,
@@ -368,3 +369,26 @@ def test_when_a_rank_is_lost_gradients_leave_the_memory_that_it_can_write_to(gro
                 output.backward()
     assert not wrapped._passes._own.any_in_arena
     assert_array_equal(model[2].bias.grad.numpy(), [1, 1])
+
+
+@ranks(2, group=None, deadline_s=90)
+def test_two_hapi_models_of_one_network(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """hapi wraps the network by itself, for each stage of a training anew; nothing is dropped."""
+    join_paddle(rank)
+    monkeypatch.setattr(paddle, "DataParallel", DataParallel)
+    network, alone = two_layers(), two_layers()
+    reference = paddle.optimizer.SGD(0.1, parameters=alone.parameters())
+    stages = []
+    for _ in range(2):
+        stages.append(paddle.Model(network))
+        optimizer = paddle.optimizer.SGD(0.1, parameters=network.parameters())
+        stages[-1].prepare(optimizer, nn.MSELoss())
+    for step in range(4):
+        x, y = batch(seed=step), batch(columns=2, seed=9 + step)
+        half = slice(4 * rank, 4 * rank + 4)
+        stages[step // 2].train_batch([x[half]], [y[half]])
+        nn.functional.mse_loss(alone(paddle.to_tensor(x)), paddle.to_tensor(y)).backward()
+        reference.step()
+        reference.clear_grad()
+    for ours, expected in zip(network.parameters(), alone.parameters(), strict=True):
+        np.testing.assert_allclose(ours.numpy(), expected.numpy(), rtol=1e-5, atol=1e-6)
