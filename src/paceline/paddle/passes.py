@@ -12,7 +12,6 @@ parameter with hooks of the user's that Paddle calls after ours.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,9 +22,10 @@ from paceline.paddle import backward_calls, internals
 from paceline.paddle.backward_calls import calls
 from paceline.paddle.config import DataParallelConfig
 from paceline.paddle.gradients import Gradients
+from paceline.paddle.hooks import listen
 from paceline.paddle.links import Link, Reduction
-from paceline.paddle.replica_state import gather_bytes, hash_model, make_sampler
 from paceline.paddle.outputs import may_hide_tensors, tensors_in
+from paceline.paddle.replica_state import gather_bytes, hash_model, make_sampler
 from paceline.paddle.sparse import average_rows
 from paceline.paddle.statistics import fingerprint, memory
 from paceline.paddle.tensors import ManagedTensors
@@ -101,13 +101,8 @@ class GradientPasses(BackwardPasses):
         registry.join(self)
         self.refresh_sharing()
         backward_calls.watch()
-        _watch_hooks_of_others()
-        _all_passes.add(self)
-        for index, parameter in enumerate(tensors.trainable):
-            internals.on_gradient(parameter, _weak_hook(self, index))
-        for index, parameter in enumerate(tensors.sparse.values(), len(self._names)):
-            internals.on_gradient(parameter, _weak_hook(self, index))
-            self._ways.append(_nothing)  # rows are averaged at the end
+        listen(self, self.trainable)
+        self._ways += [_nothing] * len(tensors.sparse)  # rows are averaged at the end
 
     @property
     def trainable(self) -> Sequence[paddle.Tensor]:
@@ -123,7 +118,6 @@ class GradientPasses(BackwardPasses):
     def close(self) -> None:
         """Listen no more. Paddle keeps the hooks; the memory goes with the last gradient that lies in it."""
         registry.leave(self)
-        _all_passes.discard(self)
         self._is_closed = True
         self._listen(False)
 
@@ -375,29 +369,5 @@ class GradientPasses(BackwardPasses):
         )
 
 
-_all_passes: weakref.WeakSet[GradientPasses] = weakref.WeakSet()
-
-
-@functools.cache
-def _watch_hooks_of_others() -> None:
-    def note(parameter: paddle.Tensor) -> None:
-        for passes in list(_all_passes):
-            passes.note_hook_of_others(parameter)
-
-    internals.watch_hooks_of_others(note)
-
-
 def _nothing() -> None:
     """What a parameter with sparse gradients hands over."""
-
-
-def _weak_hook(passes: GradientPasses, index: int) -> Callable[[], None]:
-    """Paddle never lets go of a hook, so the hook must not hold what it belongs to."""
-    find = weakref.ref(passes)
-
-    def hook() -> None:
-        found = find()
-        if found is not None:
-            found.on_gradient(index)
-
-    return hook
