@@ -170,6 +170,11 @@ def set_running_statistics(layer: nn.Layer, mean: Tensor, variance: Tensor) -> N
     layer._mean, layer._variance = mean, variance
 
 
+def ranks_of_wrapper(wrapper: nn.Layer) -> int:
+    """How many ranks a paddle.DataParallel averages over; 1: it does nothing."""
+    return int(wrapper._strategy.nranks)
+
+
 def wrap_run_backward(wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Replace the function behind Tensor.backward() and paddle.autograd.backward(), for the whole process.
 
