@@ -347,7 +347,7 @@ class BackwardPasses(ABC):
         found = set(self.reducer.overlapping())
         if state.staged:
             gradients = ((index, state.handed[index]) for index in state.handed)
-            found |= overlapping((g.data_ptr(), _nbytes(g), index) for index, g in gradients)
+            found |= overlapping((g.data_ptr() or 0, _nbytes(g), index) for index, g in gradients)
         for index in found:
             state.handed.discard(index)
             if index in state.staged:
