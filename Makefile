@@ -12,6 +12,9 @@ unexport PYTHONPATH PYTHONHOME
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+MINUTES ?= 30
+SEEDS ?= 0:
+FRAMEWORK ?= torch
 
 ifeq ($(origin PYTHON)$(wildcard $(VENV)/.made),command line$(VENV)/.made)
 ifneq ($(shell $(PYTHON) -V),$(shell cat $(VENV)/.made))
@@ -38,6 +41,9 @@ test: $(VENV)/.core $(VENV)/.paddle ## Run the tests; ARGS='tests/unit -k bucket
 
 pairs: $(VENV)/.core ## Run every pair of a fault on one rank and a point of another; minutes
 	@PACELINE_ALL_PAIRS=1 $(BIN)/python -m pytest --quiet tests/fault/test_pairs.py
+
+fuzz: $(VENV)/.core $(VENV)/.paddle ## Compare generated programs with references; MINUTES=30, SEEDS=1000:2000, FRAMEWORK=torch
+	@$(BIN)/python -m tests.differential --framework $(FRAMEWORK) --seeds $(SEEDS) --minutes $(MINUTES) $(ARGS)
 
 lint: $(VENV)/.checks ## Check style: ruff and clang-format
 	@$(BIN)/ruff check --quiet .

@@ -1,0 +1,28 @@
+"""The differential fuzzer: generated training programs, under Paceline and under references.
+
+A program is plain data. Every rank of a pool runs it under Paceline, one process simulates all ranks without
+any library that averages, and the two must agree: the same means, the same bits on all ranks, or an error on
+all ranks. docs/design/testing.md tells how to use it and how to read a report.
+
+Every framework has:
+
+    torch_grammar.py     from a seed to a program
+    torch_models.py      from a model's data to a module
+    torch_machine.py     runs a program; knows nothing of who averages
+    torch_subjects.py    who averages: Paceline in each mode, or torch's own DDP
+    torch_reference.py   one process that simulates all ranks, in float64
+    torch_refusals.py    what Paceline may refuse
+    torch_corpus.py      small programs that have found a bug
+    torch_mutations.py   bugs that are put in, to test the fuzzer itself
+    torch_frontend.py    names the parts of above for the files below
+
+and these know no framework:
+
+    programs.py          how programs are walked, numbered and shown
+    records.py           what a rank tells of its run
+    judge.py             whether the records agree
+    pool.py              forked ranks that run one program after the other
+    shrink.py            the smallest program that still fails
+    session.py           one program in its modes, with its references; the table of many
+    __main__.py          the command line
+"""

@@ -1,0 +1,242 @@
+"""Whether the records of all ranks agree with each other, and with the reference. Knows no framework.
+
+equal      every rank reached the end with the reference's values, and the same bits
+refused    every rank raised; no rank went on alone, and all values until then were right
+anything else is a finding: a silent difference, a rank that raised or went on alone, a hang, a crash
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tests.differential.records import Event, Lost, Record, Value
+
+EQUAL = "equal"
+REFUSED = "refused"
+USER_ERROR = "ended by the program's own error"
+INVALID = "an error in the reference, too"
+FINE = (EQUAL, REFUSED, USER_ERROR, INVALID)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of one program in one mode.
+
+    Attributes:
+        kind: EQUAL, REFUSED, USER_ERROR, or what was found.
+        at: Label of the op.
+        text: Expected and got, by rank.
+        error: Type of the error with which the program was refused.
+    """
+
+    kind: str
+    at: str = ""
+    text: str = ""
+    error: str = ""
+
+    @property
+    def is_finding(self) -> bool:
+        return self.kind not in FINE
+
+
+def judge(
+    records: Sequence[Record | Lost],
+    expected: Sequence[Record] | None,
+    *,
+    tolerance: float,
+    same_parameters: bool = True,
+) -> Verdict:
+    """Judge one run.
+
+    Args:
+        records: By rank.
+        expected: The reference's, by rank; None: ranks are compared with each other only.
+        tolerance: Relative to the largest value of an array.
+        same_parameters: False: what a rank does after backward may differ in bits (flushing denormals).
+    """
+    lost = [(rank, record) for rank, record in enumerate(records) if isinstance(record, Lost)]
+    if lost:
+        kind = "hang" if all(record.how == "hung" for _, record in lost) else "crash"
+        told = [f"rank {rank} {record.how}\n{record.stacks}" for rank, record in lost]
+        told += [
+            f"rank {rank}: {_ending(record)}"
+            for rank, record in enumerate(records)
+            if isinstance(record, Record)
+        ]
+        return Verdict(kind, text="\n".join(told))
+    whole = [record for record in records if isinstance(record, Record)]
+    if expected is not None and (wrong := _invalid(whole, expected)):
+        return Verdict(INVALID, wrong.at, wrong.text, wrong.error)
+    verdict = (
+        _norms(whole)
+        or _bits(whole, same_parameters and not is_uneven(whole))  # else a step's other parts may differ
+        or _alone(whole)
+        or (None if expected is None else _means(whole, expected, tolerance))
+    )
+    if verdict is not None:
+        return verdict
+    errors = [error for record in whole for error in record.errors() if not error.by_user]
+    if errors:
+        return Verdict(REFUSED, errors[0].at, _endings(whole), _worst(errors))
+    if any(record.errors() for record in whole):
+        return Verdict(USER_ERROR, text=_endings(whole))
+    return Verdict(EQUAL)
+
+
+def raised_everywhere(records: Sequence[Record | Lost]) -> frozenset[str]:
+    """Labels of the ops at which every rank caught an error of the library's, if they all caught the same.
+
+    The reference raises there, too. Empty also where the ranks raised at different ops: what follows cannot
+    be compared with a reference.
+    """
+    labels = [
+        frozenset(event.at for event in record.events if event.kind == "error" and not event.by_user)
+        for record in _whole(records)
+    ]
+    return labels[0] if labels and all(each == labels[0] for each in labels) else frozenset()
+
+
+def is_uneven(records: Sequence[Record | Lost]) -> bool:
+    """Whether the program's own errors came on some ranks only."""
+    own = [[error.at for error in record.errors() if error.by_user] for record in _whole(records)]
+    return any(each != own[0] for each in own)
+
+
+def _whole(records: Sequence[Record | Lost]) -> list[Record]:
+    return [record for record in records if isinstance(record, Record)]
+
+
+def _norms(records: Sequence[Record]) -> Verdict | None:
+    for rank, record in enumerate(records):
+        for event in record.events:
+            if event.kind != "norm" or not np.isfinite(event.true):
+                continue
+            if not abs(event.told - event.true) <= 2e-3 * event.true + 1e-30:
+                text = f"rank {rank}: clip_grad_norm_ said {event.told:.6g}, the norm was {event.true:.6g}"
+                return Verdict("wrong norm", event.at, text)
+    return None
+
+
+def _bits(records: Sequence[Record], same_parameters: bool) -> Verdict | None:
+    """All ranks see the same sequence of shared values, in the same bits."""
+    kinds = ("gradients", "parameters", "buffers") if same_parameters else ("gradients",)
+    shared = [
+        [event for event in record.events if event.shared and not event.tainted and event.kind in kinds]
+        for record in records
+    ]
+    for row in zip(*shared):
+        for name in row[0].values:
+            seen = [event.values.get(name) for event in row]
+            if any(_digest(value) != _digest(seen[0]) for value in seen):
+                return Verdict("ranks differ", row[0].at, _differing(row, name))
+    passes = [sum(event.kind == "gradients" for event in events) for events in shared]
+    if min(passes) == max(passes):
+        return None
+    ahead = passes.index(max(passes))
+    first = [event for event in shared[ahead] if event.kind == "gradients"][min(passes)]
+    text = f"backwards that returned a mean, by rank: {passes}\n{_endings(records)}"
+    return Verdict("a rank went on alone", first.at, text)
+
+
+def _invalid(records: Sequence[Record], expected: Sequence[Record]) -> Event | None:
+    """The error that ended the reference too, such as a wrong shape: the program is to blame."""
+    for record, reference in zip(records, expected):
+        ends = [
+            None if each.raised is None else (each.raised.at, each.raised.error)
+            for each in (record, reference)
+        ]
+        if reference.raised is not None and not reference.raised.by_user and ends[0] == ends[1]:
+            return reference.raised
+    return None
+
+
+def _alone(records: Sequence[Record]) -> Verdict | None:
+    """Where one rank raised for a reason of the library's, no other one may have noticed nothing."""
+    theirs = [[error for error in record.errors() if not error.by_user] for record in records]
+    if not any(theirs) or all(record.errors() for record in records):
+        return None
+    first = next(errors[0] for errors in theirs if errors)
+    return Verdict("a rank raised alone", first.at, _endings(records))
+
+
+def _means(records: Sequence[Record], expected: Sequence[Record], tolerance: float) -> Verdict | None:
+    for rank, (record, reference) in enumerate(zip(records, expected)):
+        for event, wanted in zip(record.events, reference.events):
+            if (event.at, event.kind) != (wanted.at, wanted.kind):
+                break  # one of them raised here; after this the two are not at the same place
+            if event.kind in ("error", "norm") or event.tainted or wanted.tainted:
+                continue
+            floor = max((_scale(value) for value in wanted.values.values()), default=0.0)
+            for name, value in wanted.values.items():
+                told = _wrong(event.values.get(name), value, tolerance, floor)
+                if told:
+                    what = "wrong mean" if event.shared else "wrong local gradient"
+                    kind = what if event.kind == "gradients" else f"wrong {event.kind}"
+                    return Verdict(kind, event.at, f"rank {rank}, {name}: {told}")
+    return None
+
+
+def _wrong(got: Value | None, wanted: Value | None, tolerance: float, floor: float) -> str:
+    """What is wrong with a value; empty: nothing. No gradient is as good as one of zeros."""
+    if wanted is None and got is None:
+        return ""
+    zeros = np.zeros_like((got or wanted).sample)  # type: ignore[union-attr]
+    have, want = (zeros if value is None else value.sample for value in (got, wanted))
+    if have.shape != want.shape:
+        return f"expected {want.size} elements, got {have.size}"
+    allowed = tolerance * max(np.abs(want[np.isfinite(want)]).max(initial=0.0), 1e-2 * floor) + 1e-30
+    with np.errstate(all="ignore"):
+        is_right = (np.abs(have - want) <= allowed) | (have == want) | (np.isnan(have) & np.isnan(want))
+    if is_right.all():
+        return ""
+    place = int(np.argmin(is_right))
+    error = np.abs(have - want)[~is_right].max()
+    return (
+        f"element {place}: expected {want[place]:.6g}, got {have[place]:.6g} "
+        f"({(~is_right).sum()} of {is_right.size} sampled are wrong, by up to {error:.3g})"
+    )
+
+
+def _scale(value: Value | None) -> float:
+    if value is None:
+        return 0.0
+    finite = value.sample[np.isfinite(value.sample)]
+    return float(np.abs(finite).max(initial=0.0))
+
+
+def _digest(value: Value | None) -> bytes:
+    return b"" if value is None else value.digest
+
+
+def _differing(row: Sequence[Event], name: str) -> str:
+    lines = [f"{row[0].kind} of {name} after op {row[0].at}:"]
+    samples = [None if event.values.get(name) is None else event.values[name].sample for event in row]  # type: ignore[union-attr]
+    place = 0
+    if all(sample is not None and sample.shape == samples[0].shape for sample in samples):  # type: ignore[union-attr]
+        stacked = np.stack([sample for sample in samples if sample is not None])
+        place = int(np.argmax((stacked != stacked[0]).any(axis=0)))
+    for rank, sample in enumerate(samples):
+        told = "None" if sample is None else f"element {place} is {sample[place] if sample.size else '-'}"
+        lines.append(f"  rank {rank} (op {row[rank].at}): {told}")
+    return "\n".join(lines)
+
+
+def _worst(errors: Sequence[Event]) -> str:
+    """The error that says most: that of a lost peer is the echo of another one."""
+    echoes = ("PeerLostError", "GroupClosedError", "DeadlineError", "DistBackendError")
+    return next((error.error for error in errors if error.error not in echoes), errors[0].error)
+
+
+def _ending(record: Record) -> str:
+    told = [
+        f"{error.error} at op {error.at}{' (its own)' if error.by_user else ''}: {error.text}"
+        for error in record.errors()
+    ]
+    return "; ".join([*told, "reached the end"] if record.raised is None else told)
+
+
+def _endings(records: Sequence[Record]) -> str:
+    return "\n".join(f"rank {rank}: {_ending(record)}" for rank, record in enumerate(records))

@@ -1,0 +1,96 @@
+"""What one rank tells of its run of a program. Knows no framework.
+
+A record is a list of events in order, and how the program ended. Arrays are numpy's: a digest of all bytes,
+by which ranks are compared with each other, and a sample of values, which is compared with the reference.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+_MOST_VALUES = 2048
+
+
+@dataclass(frozen=True)
+class Value:
+    """One array of an event.
+
+    Attributes:
+        digest: Of all bytes, the shape and the dtype.
+        sample: Of its elements: all of them if they are few.
+    """
+
+    digest: bytes
+    sample: np.ndarray[Any, Any]
+
+    @classmethod
+    def of(cls, array: np.ndarray[Any, Any]) -> Value:
+        whole = np.ascontiguousarray(array)
+        digest = hashlib.blake2b(whole.tobytes(), digest_size=8, person=str(whole.dtype).encode()[:16])
+        digest.update(repr(whole.shape).encode())
+        flat = whole.reshape(-1)
+        if flat.size > _MOST_VALUES:
+            flat = np.concatenate([flat[:256], flat[-256:], flat[:: flat.size // 1024]])
+        return cls(digest.digest(), flat.copy())
+
+
+@dataclass
+class Event:
+    """Something that a rank saw.
+
+    Attributes:
+        at: Label of the op; "3#1" when a loop has reached it a second time.
+        kind: "gradients", "parameters", "buffers", "norm" or "error".
+        values: By name; None: the parameter has no gradient.
+        shared: All ranks must see the same bits.
+        tainted: Nobody promises anything of these values: an error came before, and nothing was cleared.
+        told, true: Of a norm: what the subject said, and what it was.
+        error, text: Of an error: its type and its message.
+        by_user: The error is one that the program itself raised.
+    """
+
+    at: str
+    kind: str
+    values: dict[str, Value | None] = field(default_factory=dict)
+    shared: bool = False
+    tainted: bool = False
+    told: float = 0.0
+    true: float = 0.0
+    error: str = ""
+    text: str = ""
+    by_user: bool = False
+
+
+@dataclass
+class Record:
+    """What one rank saw of a program.
+
+    Attributes:
+        events: In order.
+        raised: The error that ended the program; None: it reached its end.
+    """
+
+    events: list[Event] = field(default_factory=list)
+    raised: Event | None = None
+
+    def errors(self) -> list[Event]:
+        """Those that the program caught, and the one that ended it."""
+        caught = [event for event in self.events if event.kind == "error"]
+        return caught if self.raised is None else [*caught, self.raised]
+
+
+@dataclass(frozen=True)
+class Lost:
+    """Instead of a record: the process of this rank ended, or did not answer in time.
+
+    Attributes:
+        how: "hung", or the signal or status.
+        stacks: What it printed, its stacks among it.
+    """
+
+    how: str
+    stacks: str = ""

@@ -1,0 +1,199 @@
+"""One program in its modes, with its references; and the table of many. Knows no framework.
+
+A `Session` has worlds of ranks, one for each number of ranks, and a reference. A finding is run again in new
+worlds, so that what a program before it has left behind is told apart.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tests.differential.judge import EQUAL, REFUSED, Verdict, is_uneven, judge, raised_everywhere
+from tests.differential.pool import DEADLINE_S, World
+from tests.differential.programs import Program, features, show
+from tests.differential.records import Lost, Record
+from tests.differential.shrink import shrink
+
+UNEXPECTED = "refused, though the framework's own wrapper trains"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A program that failed.
+
+    Attributes:
+        program: As small as it could be made.
+        mode: In which it failed.
+        verdict: What was expected and what came.
+        is_alone: It fails in new worlds too; otherwise a program before it is to blame.
+    """
+
+    program: Program
+    mode: str
+    verdict: Verdict
+    is_alone: bool = True
+
+    def __str__(self) -> str:
+        told = self.verdict
+        alone = "" if self.is_alone else "\nnot seen again in new processes: timing, or what ran before"
+        return (
+            f"{told.kind}, at op {told.at}, mode {self.mode!r}, seed {self.program.get('seed')}{alone}\n"
+            f"{told.text}\n{show(self.program)}"
+        )
+
+
+@dataclass
+class Tally:
+    """Of many programs: outcomes, in all and by feature."""
+
+    programs: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    by_feature: dict[str, Counter[str]] = field(default_factory=dict)
+    refusals: Counter[str] = field(default_factory=Counter)
+    findings: list[Finding] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def add(self, program: Program, mode: str, verdict: Verdict) -> None:
+        self.outcomes[verdict.kind] += 1
+        for feature in [*features(program), f"mode {mode}"]:
+            self.by_feature.setdefault(feature, Counter())[_column(verdict)] += 1
+        if verdict.kind == REFUSED:
+            self.refusals[verdict.error] += 1
+
+
+class Session:
+    """Runs programs.
+
+    Args:
+        frontend: A module as `torch_frontend`.
+        mutation: A bug to put into the ranks.
+        deadline_s: For each program.
+    """
+
+    def __init__(self, frontend: Any, mutation: str | None = None, deadline_s: float = DEADLINE_S) -> None:
+        self._deadline_s = deadline_s
+        self._frontend = frontend
+        self._mutation = mutation
+        self._worlds: dict[int, World] = {}
+        self._reference = World(frontend.make_reference, 1, DEADLINE_S)
+
+    def close(self) -> None:
+        for world in (*self._worlds.values(), self._reference):
+            world.close()
+        self._worlds.clear()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def check(self, program: Program, mode: str) -> Verdict:
+        """Run it in one mode and judge it."""
+        records = self._run(program, mode)
+        refused = raised_everywhere(records)
+        for parts in (False, True):  # the second is for what the framework itself gets wrong
+            expected = self._expect(program, refused, parts)
+            if expected is None:
+                return Verdict("the reference failed", text=str(self._last_reference))
+            verdict = judge(
+                records,
+                expected,
+                tolerance=self._frontend.tolerance(program),
+                same_parameters=self._frontend.same_parameters(program),
+            )
+            if not verdict.kind.startswith("wrong"):
+                break
+        if verdict.kind == REFUSED and not is_uneven(records):
+            verdict = self._weigh_refusal(program, mode, verdict)
+        return verdict
+
+    def check_incumbent(self, program: Program) -> Verdict:
+        """The same with the framework's own wrapper."""
+        return self.check(program, self._frontend.INCUMBENT)
+
+    def find(
+        self, program: Program, mode: str, *, seconds: Callable[[str], float]
+    ) -> tuple[Verdict, Finding | None]:
+        """Check it; a finding is run again in new worlds and made small."""
+        verdict = self.check(program, mode)
+        if not verdict.is_finding:
+            return verdict, None
+        self.close()
+        kind = verdict.kind
+        again = next((v for v in (self.check(program, mode) for _ in range(3)) if v.kind == kind), None)
+        if again is None:
+            return verdict, Finding(program, mode, verdict, is_alone=False)
+        latest = {"verdict": again}
+
+        def still_fails(candidate: Program) -> bool:
+            seen = self.check(candidate, mode)
+            is_same = (seen.kind, seen.error) == (kind, again.error)
+            if is_same:
+                latest["verdict"] = seen
+            return is_same
+
+        smallest = shrink(program, still_fails, seconds=seconds(kind)) if seconds(kind) else program
+        return verdict, Finding(smallest, mode, latest["verdict"])
+
+    def _run(self, program: Program, mode: str) -> list[Record | Lost]:
+        size = program.get("ranks", 2)
+        world = self._worlds.setdefault(size, World(self._frontend.make_rank, size, self._deadline_s))
+        return world.run(program, {"mode": mode, "mutation": self._mutation})
+
+    def _expect(self, program: Program, refused: frozenset[str], parts: bool) -> list[Record] | None:
+        (answer,) = self._reference.run(program, {"refused": sorted(refused), "parts": parts})
+        self._last_reference = answer
+        return getattr(answer, "records", None)
+
+    def _weigh_refusal(self, program: Program, mode: str, verdict: Verdict) -> Verdict:
+        if mode == self._frontend.INCUMBENT:
+            return verdict
+        if self._frontend.expected_refusal(program, mode, verdict.error) is not None:
+            return verdict
+        if not self._frontend.incumbent_can_run(program):
+            return replace(verdict, kind="refused, and no row of the table says why")
+        if self.check_incumbent(program).kind == EQUAL:
+            return replace(verdict, kind=UNEXPECTED)
+        return verdict
+
+
+def run_many(
+    session: Session,
+    frontend: Any,
+    seeds: Iterable[int],
+    *,
+    until_s: float | None = None,
+    report: Any = None,
+    shrink_s: float = 15.0,
+) -> Tally:
+    """Check the programs of these seeds, each in its modes. The first findings of a kind are made small."""
+    tally = Tally()
+    begun = time.monotonic()
+    for seed in seeds:
+        if until_s is not None and time.monotonic() - begun > until_s:
+            break
+        program = frontend.generate(seed)
+        tally.programs += 1
+        for mode in program["modes"]:
+            kinds = Counter(finding.verdict.kind for finding in tally.findings)
+            verdict, finding = session.find(
+                program, mode, seconds=lambda kind, kinds=kinds: shrink_s if kinds[kind] < 3 else 0.0
+            )
+            tally.add(program, mode, verdict)
+            if finding is not None:
+                tally.findings.append(finding)
+                if report is not None:
+                    report(finding)
+    tally.seconds = time.monotonic() - begun
+    return tally
+
+
+def _column(verdict: Verdict) -> str:
+    return (
+        verdict.kind if verdict.kind in (EQUAL, REFUSED) else ("finding" if verdict.is_finding else "other")
+    )

@@ -1,0 +1,105 @@
+"""Generated programs under Paceline and under references: some seeds, and all that found a bug once.
+
+In processes of their own, because the fuzzer forks its ranks. `make fuzz` runs more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).parents[2]
+_DEADLINE_S = 300
+
+
+_PLAIN = {
+    "ranks": 2,
+    "modes": ["default"],
+    "models": [{"layers": [{"kind": "linear"}, {"kind": "scale"}, {"kind": "linear"}]}],
+    "ops": [
+        {"op": "wrap"},
+        {"op": "optimizer"},
+        *(
+            op
+            for data in range(3)
+            for op in (
+                {"op": "zero_grad"},
+                {"op": "forward", "data": data},
+                {"op": "backward"},
+                {"op": "step"},
+            )
+        ),
+    ],
+}
+
+
+@pytest.fixture
+def plain(tmp_path):
+    """A file with a program in which nothing is special."""
+    file = tmp_path / "plain.json"
+    file.write_text(json.dumps(_PLAIN))
+    return str(file)
+
+
+def _fuzz(*arguments: str) -> tuple[int, str]:
+    """Run the fuzzer; its exit status and what it printed."""
+    command = [sys.executable, "-m", "tests.differential", *arguments]
+    with subprocess.Popen(
+        command,
+        cwd=_ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=_DEADLINE_S)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+        return process.returncode, output
+
+
+def test_programs_that_found_a_bug():
+    status, output = _fuzz("--corpus")
+    assert status == 0, output
+
+
+# Between them lie seeds that find what torch_corpus.OPEN lists.
+@pytest.mark.parametrize("seeds", ["3:17", "18:31"])
+def test_generated_programs(seeds):
+    status, output = _fuzz("--seeds", seeds, "--shrink-seconds", "10")
+    assert status == 0, output
+
+
+@pytest.mark.parametrize(
+    ("mutation", "kind"),
+    [
+        ("skip a parameter", "ranks differ"),
+        ("wrong mean on one rank", "ranks differ"),
+        ("wrong mean everywhere", "wrong mean"),
+        ("raise alone", "a rank went on alone"),
+        ("hang", "hang"),
+        ("die", "crash"),
+    ],
+)
+def test_finds_bugs_that_are_put_in(plain, mutation, kind):
+    status, output = _fuzz("--program", plain, "--mutation", mutation, "--deadline", "3")
+    assert status == 1 and f"--- default: {kind}" in output, output
+
+
+def test_a_seed_makes_the_same_program():
+    first, second = (_fuzz("--seed", "5", "--show") for _ in range(2))
+    assert first == second and first[0] == 0
+
+
+def test_makes_a_failing_program_small(plain):
+    status, output = _fuzz("--program", plain, "--mutation", "wrong mean everywhere", "--shrink")
+    smallest = output.partition("smallest:")[2]
+    assert status == 1 and smallest.count("backward(") == 1, output

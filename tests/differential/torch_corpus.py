@@ -1,0 +1,236 @@
+"""Small programs, each of which has found a bug; `make test` runs them all. Each is as shrunk as could be.
+
+The name says what went wrong. `modes` are those in which it did; a program is equal there, or refused on all
+ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.differential.programs import Op, Program
+
+
+def _op(name: str, **arguments: Any) -> Op:
+    return {"op": name, **arguments}
+
+
+def _program(modes: list[str], layers: list[dict[str, Any]], *ops: Op, **more: Any) -> Program:
+    return {"ranks": 2, "modes": modes, "models": [{"layers": layers}], "ops": list(ops), **more}
+
+
+_LINEAR = {"kind": "linear"}
+_LATE = {"lag": [0.05, 0.0]}  # rank 0 finds every other rank's gradients there
+
+CORPUS: dict[str, Program] = {
+    "a mean is written while backward still reads that memory": _program(
+        ["tiny", "unused", "gloo memory"],
+        [{"kind": "scale"}, {"kind": "add", "view": "unsqueeze"}, {"kind": "scale"}],
+        _op("wrap"),
+        _op("forward", batch=1),
+        _op("backward", **_LATE),
+    ),
+    "two parameters have one memory as their gradients": _program(
+        ["default", "tiny", "static"],
+        [{"kind": "add", "view": "stack"}],
+        _op("wrap"),
+        _op("forward", batch=1),
+        _op("backward"),
+    ),
+    "a hook that is registered after wrapping runs too late": _program(
+        ["default", "view", "gloo"],
+        [_LINEAR],
+        _op("wrap"),
+        _op("hook", kind="post clamp_"),
+        _op("forward"),
+        _op("backward", **_LATE),
+    ),
+    "a hook after wrapping replaces the gradient": _program(
+        ["default", "view", "gloo"],
+        [_LINEAR],
+        _op("wrap"),
+        _op("hook", kind="post replace"),
+        _op("forward"),
+        _op("backward"),
+        _op("zero_grad"),
+        _op("forward", data=1),
+        _op("backward"),
+    ),
+    "a parameter grows after wrapping": _program(
+        ["default", "view"],
+        [{"kind": "table"}],
+        _op("wrap"),
+        _op("swap", how="grown"),
+        _op("forward"),
+        _op("backward"),
+    ),
+    "a parameter shrinks after wrapping": _program(
+        ["default", "view"],
+        [{"kind": "table", "rows": 6}],
+        _op("wrap"),
+        _op("swap", how="shrunk"),
+        _op("forward"),
+        _op("backward"),
+    ),
+    "a layer is replaced, at the address of the old one": _program(
+        ["default", "unused"],
+        [{"kind": "scale"}, _LINEAR],
+        _op("wrap"),
+        _op("forward"),
+        _op("backward"),
+        _op("replace", layer=0),
+        _op("zero_grad"),
+        _op("forward", data=1),
+        _op("backward"),
+    ),
+    "denormal numbers are zero for one rank": _program(
+        ["backend"],
+        [],
+        _op("ftz", ranks=[0]),
+        _op("wrap"),
+        _op("forward", scale=1e-39),
+        _op("backward"),
+    ),
+    "a norm is trusted after a write through .data": _program(
+        ["default", "view"],
+        [_LINEAR],
+        _op("wrap"),
+        _op("forward"),
+        _op("backward"),
+        _op("clip", max=1e9),
+        _op("zero_grad"),
+        _op("forward", data=1),
+        _op("backward"),
+        _op("scale_grads", by=0.01, how="data"),
+        _op("clip", max=0.1),
+    ),
+    "a norm is trusted after a pass that raised": _program(
+        ["default"],
+        [{"kind": "gate", "skips": [[1, 3]], "layers": [_LINEAR]}],
+        _op("wrap"),
+        _op("forward"),
+        _op("backward"),
+        _op("clip", max=1e9),
+        _op("zero_grad"),
+        _op("forward", scale=1000.0),
+        _op("backward"),
+        _op("zero_grad"),
+        _op("forward"),
+        _op("backward"),
+        _op("zero_grad"),
+        _op("try", body=[_op("forward"), _op("backward")]),
+        _op("clip", max=1e9),
+    ),
+    "finite gradients whose sum is not": _program(
+        ["default", "gloo"],
+        [],
+        _op("wrap"),
+        _op("forward", scale=1e38, data=12),
+        _op("backward"),
+        options={"nonfinite": "raise"},
+    ),
+    "a backward after one that raised": _program(
+        ["default", "view", "gloo"],
+        [_LINEAR, {"kind": "trap"}],
+        _op("wrap"),
+        _op("forward", to="a"),
+        _op("forward", to="b", data=1),
+        _op("try", body=[_op("trap", place="backward", ranks=[0]), _op("backward", of=["a"])]),
+        _op("zero_grad"),
+        _op("backward", of=["b"]),
+        _op("forward"),
+        _op("backward"),
+    ),
+    "torch's wrapper around ours": _program(
+        ["default", "gloo"],
+        [_LINEAR],
+        _op("wrap", nest="torch outside"),
+        _op("forward"),
+        _op("backward"),
+        _op("zero_grad"),
+        _op("forward", data=1),
+        _op("backward", **_LATE),
+    ),
+    "ours around torch's wrapper": _program(
+        ["default", "gloo"],
+        [_LINEAR],
+        _op("wrap", nest="torch inside"),
+        _op("forward"),
+        _op("backward"),
+        _op("zero_grad"),
+        _op("forward", data=1),
+        _op("backward", **_LATE),
+    ),
+    "the first gradient after uneven data": _program(
+        ["default", "view", "gloo"],
+        [_LINEAR],
+        _op("wrap"),
+        _op("optimizer"),
+        _op(
+            "iterate",
+            counts=[1, 3],
+            body=[_op("forward"), _op("backward"), _op("step"), _op("zero_grad")],
+        ),
+        _op("forward", data=1),
+        _op("backward"),
+    ),
+    "the first gradient after join()": _program(
+        ["gloo"],
+        [_LINEAR],
+        _op("wrap"),
+        _op("optimizer"),
+        _op(
+            "iterate",
+            how="join",
+            counts=[1, 3],
+            body=[_op("forward"), _op("backward"), _op("step"), _op("zero_grad")],
+        ),
+        _op("forward", data=1),
+        _op("backward"),
+    ),
+    "a sparse gradient beside one that is staged": _program(
+        ["tiny", "view"],
+        [{"kind": "embedding", "sparse": True}, {"kind": "complex"}],
+        _op("wrap"),
+        _op("forward"),
+        _op("backward"),
+    ),
+    "gradients that are cut from one tensor count one version": _program(
+        ["default", "tiny", "backend"],
+        [{"kind": "add", "view": "cat"}],
+        _op("wrap"),
+        _op("forward", batch=1),
+        _op("backward"),
+        _op("forward", batch=1, data=1),
+        _op("backward"),
+    ),
+    "a gradient that lies in memory of one that is staged": {
+        **_program(
+            ["default", "unused"],
+            [],
+            _op("wrap"),
+            _op("wrap", model=1),
+            _op("forward", batch=1),
+            _op("backward", **_LATE),
+        ),
+        "models": [
+            {
+                "layers": [
+                    {"kind": "add", "view": "cat"},
+                    {"kind": "add", "view": "unsqueeze"},
+                    {"kind": "scale"},
+                ]
+            },
+            {"layers": [{"kind": "borrow", "layer": 1}]},
+        ],
+    },
+}
+
+OPEN: frozenset[str] = frozenset(
+    {
+        "a gradient that lies in memory of one that is staged",
+        "a sparse gradient beside one that is staged",
+        "gradients that are cut from one tensor count one version",
+    }
+)
+"""Programs of the corpus whose bug is not mended yet; take the name out with the mending."""

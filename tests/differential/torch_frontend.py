@@ -1,0 +1,53 @@
+"""The torch side of the fuzzer: what the files without a framework ask for."""
+
+from __future__ import annotations
+
+import torch._dynamo  # torch's DDP imports it in its first forward: a second, in every fork  # noqa: F401
+
+from tests.differential.programs import Program, numbered
+from tests.differential.torch_corpus import CORPUS, OPEN
+from tests.differential.torch_grammar import generate
+from tests.differential.torch_mutations import MUTATIONS
+from tests.differential.torch_reference import make_reference
+from tests.differential.torch_refusals import expected_refusal
+from tests.differential.torch_subjects import MODES, TORCH, make_rank
+
+INCUMBENT = TORCH
+"""The mode in which the framework's own wrapper runs the program."""
+
+__all__ = [
+    "CORPUS",
+    "INCUMBENT",
+    "MODES",
+    "MUTATIONS",
+    "OPEN",
+    "expected_refusal",
+    "generate",
+    "incumbent_can_run",
+    "make_rank",
+    "make_reference",
+    "same_parameters",
+    "tolerance",
+]
+
+
+def tolerance(program: Program) -> float:
+    """How far values may be from the reference's, relative to the largest of an array."""
+    is_small = program.get("dtype") == "bfloat16" or any(
+        op.get("amp") or op.get("to") == "bfloat16" for _, op in numbered(program["ops"])
+    )
+    return 0.1 if is_small else 3e-3
+
+
+def same_parameters(program: Program) -> bool:
+    """Whether the program's own steps make the same bits on all ranks."""
+    return not any(op["op"] == "ftz" for _, op in numbered(program["ops"]))
+
+
+def incumbent_can_run(program: Program) -> bool:
+    """Whether the program uses nothing that only Paceline has."""
+    ops = [op for _, op in numbered(program["ops"])]
+    return not any(
+        op["op"] == "weight" or (op["op"] == "iterate" and op.get("how") != "join") or "nest" in op
+        for op in ops
+    ) and not program.get("options")

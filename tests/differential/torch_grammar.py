@@ -1,0 +1,387 @@
+"""From a seed to a program. The same seed makes the same program on every machine.
+
+A program is set up (models, hooks, optimizers, wrapping, in varying order), then makes two to four steps of
+various kinds, with a rare event before some of them. Programs end with an ordinary step, in which all ranks
+meet: whatever went wrong before must have been told by then.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from tests.differential.programs import Op, Program
+
+VIEWS = ("plain", "unsqueeze", "view", "reshape", "t", "expand", "cat", "stack", "chunk", "select", "cut")
+HOOKS = ("post clamp_", "post replace", "post scale", "post look", "tensor scale", "tensor clamp")
+ALWAYS_MODES = ("default", "tiny", "view", "tiny view", "gloo", "backend", "gloo tiny view", "gloo memory")
+UNUSED_MODES = ("unused", "unused view", "gloo unused", "static")
+
+
+def generate(seed: int) -> Program:
+    """The program of this seed."""
+    return _Writer(random.Random(seed)).program(seed)
+
+
+class _Writer:
+    """Writes one program."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.ranks = 3 if rng.random() < 0.25 else 2
+        self.data = 0
+        self.needs_trap = False
+        self.is_strict = False
+        self.is_sparse = False
+        self.many_models = rng.random() < 0.2
+        self.amp = rng.random() < 0.08
+        self.needs_unused = False
+        self.is_weighted = rng.random() < 0.1
+        self.sizes = rng.choice([[1], [1], [2], [3, 1], [1, 2, 3], [2, 0]])
+        self.lags = rng.random() < 0.5
+
+    # --- models ---
+
+    def program(self, seed: int) -> Program:
+        rng = self.rng
+        models: list[dict[str, Any]] = [{"layers": self.layers(rng.randint(1, 5), depth=0)}]
+        if self.many_models:
+            layers = self.layers(rng.randint(1, 2), depth=1)
+            if rng.random() < 0.6:
+                layers.insert(rng.randint(0, len(layers)), {"kind": "borrow", "layer": rng.randint(0, 3)})
+            models.append({"layers": layers})
+        if rng.random() < 0.1:
+            models[0]["frozen"] = [rng.randint(0, 5)]
+        ops = self.setup(len(models))
+        for number in range(rng.randint(2, 4)):
+            if rng.random() < 0.15:
+                ops.extend(self.event())
+            ops.extend(self.step(number))
+        ops.extend([*self.clear(sure=True), *self.plain(), self.do("step")])
+        if self.needs_trap:  # not as the first layer, whose input needs no gradient
+            layers = models[0]["layers"]
+            layers.insert(rng.randint(1, len(layers)), {"kind": "trap"})
+        program: Program = {"seed": seed, "ranks": self.ranks, "models": models, "ops": ops}
+        if rng.random() < 0.05 and not self.amp and not self.is_sparse:
+            program["dtype"] = rng.choice(["float64", "bfloat16"])
+        if rng.random() < 0.06 or self.is_strict:
+            program["options"] = {"nonfinite": "raise"}
+        modes = list(UNUSED_MODES if self.needs_unused else ALWAYS_MODES)
+        rng.shuffle(modes)
+        program["modes"] = (
+            modes[:2] if self.needs_unused else ["tiny", *(m for m in modes if m != "tiny")][:3]
+        )
+        if rng.random() < 0.15:
+            program["modes"][-1] = rng.choice(ALWAYS_MODES + UNUSED_MODES)
+        if any(op["op"] == "ftz" for op in ops):  # Gloo adds with the floats of each rank's own
+            program["modes"] = [m for m in program["modes"] if not m.startswith("gloo") or m == "gloo memory"]
+        return program
+
+    def layers(self, count: int, depth: int) -> list[dict[str, Any]]:
+        return [self.layer(depth) for _ in range(count)]
+
+    def layer(self, depth: int) -> dict[str, Any]:
+        rng = self.rng
+        kind = rng.choices(
+            (
+                "linear",
+                "add",
+                "scale",
+                "table",
+                "embedding",
+                "complex",
+                "buffer",
+                "again",
+                "tied",
+                "gate",
+                "checkpoint",
+                "trap",
+            ),
+            (6, 7, 2, 2, 2, 1, 1.5, 1, 1, 1.2 if depth == 0 else 0, 1.5 if depth == 0 else 0, 1),
+        )[0]
+        if kind == "linear":
+            return {"kind": kind, "bias": rng.random() < 0.7}
+        if kind == "add":
+            return {"kind": kind, "view": rng.choice(VIEWS)}
+        if kind == "table":
+            return {"kind": kind, "rows": 9000 if rng.random() < 0.06 else rng.randint(2, 6)}
+        if kind == "embedding":
+            sparse = rng.random() < 0.4
+            self.is_sparse = self.is_sparse or sparse
+            return {"kind": kind, "sparse": sparse}
+        if kind == "complex":
+            return {"kind": kind, "view": rng.choice(("real", "conj", "imag", "conj-imag"))}
+        if kind in ("again", "tied"):
+            return {"kind": kind, "layer": rng.randint(0, 3)}
+        if kind == "gate":
+            self.needs_unused = True
+            rule: dict[str, Any] = rng.choice(
+                [{"ranks": [0]}, {"ranks": [1]}, {"ranks": []}, {"after": 1}, {"every": 2}]
+            )
+            if rng.random() < 0.3:
+                rule = {"skips": [[rng.randrange(self.ranks), rng.randint(0, 5)]]}
+            return {"kind": kind, **rule, "layers": self.layers(rng.randint(1, 2), depth + 1)}
+        if kind == "checkpoint":
+            inner = self.layers(rng.randint(1, 2), depth + 1)
+            layer = {"kind": kind, "reentrant": rng.random() < 0.5, "layers": inner}
+            if rng.random() < 0.1:
+                layer["twice"] = True
+            return layer
+        return {"kind": kind}
+
+    # --- setting up ---
+
+    def setup(self, models: int) -> list[Op]:
+        rng = self.rng
+        ops: list[Op] = []
+        for model in range(models):
+            where = {} if not model else {"model": model}
+            parts: list[list[Op]] = [[self.do("wrap", **where)]]
+            kind = rng.choice(["sgd", "sgd", "momentum", "sgd" if self.is_sparse else "adam"])
+            parts.insert(rng.randint(0, 1), [self.do("optimizer", kind=kind, **where)])
+            if rng.random() < 0.15:
+                parts.insert(0, [self.hook(where)])
+            if rng.random() < 0.2:
+                parts.append([self.hook(where)])
+            if rng.random() < 0.03:
+                parts[-1].append(self.do("wrap", keep=rng.random() < 0.5, **where))
+            ops.extend(op for part in parts for op in part)
+        if rng.random() < 0.03 and not self.is_sparse:
+            ops.insert(0, self.do("ftz", ranks=[rng.randrange(self.ranks)]))
+        if rng.random() < 0.02 and models == 1:
+            next(op for op in ops if op["op"] == "wrap")["nest"] = rng.choice(
+                ["torch inside", "torch outside"]
+            )
+        return ops
+
+    def hook(self, where: dict[str, Any]) -> Op:
+        kind = self.rng.choice(HOOKS)
+        if self.is_weighted and kind.startswith("post"):
+            kind = "post look"  # the reference weighs a backward's part, where a hook sees the whole gradient
+        return self.do("hook", kind=kind, param=self.rng.randint(0, 6), **where)
+
+    # --- pieces of steps ---
+
+    def do(self, name: str, **arguments: Any) -> Op:
+        return {"op": name, **arguments}
+
+    def forward(self, to: str = "loss", **arguments: Any) -> Op:
+        self.data += 1
+        batch = self.sizes[0] if len(self.sizes) == 1 else list(self.sizes)
+        if self.amp:
+            arguments["amp"] = True
+        if to != "loss":
+            arguments["to"] = to
+        return self.do("forward", batch=batch, data=self.data, **arguments)
+
+    def backward(self, *of: str, **arguments: Any) -> Op:
+        if of:
+            arguments["of"] = list(of)
+        if self.lags and self.rng.random() < 0.7:
+            lag = [0.0] * self.ranks
+            lag[self.rng.randrange(self.ranks)] = 0.006
+            arguments["lag"] = lag
+        return self.do("backward", **arguments)
+
+    def clear(self, *, sure: bool = False) -> list[Op]:
+        rng = self.rng
+        sure = sure or self.is_weighted  # what is there would count as a gradient of weight 1
+        if not sure and rng.random() < 0.1:
+            return []
+        arguments: dict[str, Any] = {}
+        if not sure and rng.random() < 0.35:
+            arguments["none"] = False
+        if rng.random() < 0.3:
+            arguments["how"] = rng.choice(["wrapper", "module"])
+        return [self.do("zero_grad", **arguments)]
+
+    def end(self) -> list[Op]:
+        rng = self.rng
+        ops: list[Op] = []
+        if rng.random() < 0.15:
+            ops.append(self.do("clip", max=rng.choice([0.1, 1.0, 1e9])))
+            if rng.random() < 0.5:
+                how = rng.choice(["data", "numpy", "detach", "plain"])
+                ops.insert(0, self.do("scale_grads", by=rng.choice([0.1, 0.01]), how=how))
+        if rng.random() < 0.9:
+            ops.append(self.do("step"))
+        return ops
+
+    def plain(self) -> list[Op]:
+        ops: list[Op] = [self.forward()]
+        if self.is_weighted:
+            values = [self.rng.choice([0.0, 1.0, 2.0, 5.0]) for _ in range(self.ranks)]
+            values[self.rng.randrange(self.ranks)] = 3.0
+            ops.append(self.do("weight", values=values))
+        if self.rng.random() < 0.05:
+            ops.append(self.do("penalty"))
+        ops.append(self.backward())
+        return ops
+
+    # --- kinds of steps ---
+
+    def step(self, number: int) -> list[Op]:
+        kinds: dict[Callable[[], list[Op]], float] = {
+            self.plain_step: 5,
+            self.accumulate: 1.5,
+            self.two_losses: 1.5,
+            self.retain: 0.7,
+            self.failing: 1.2,
+            self.evaluated: 0.5,
+            self.strange_values: 0.5,
+            self.uneven: 0.8,
+            self.two_models: 6 if self.many_models else 0,
+        }
+        return self.rng.choices(list(kinds), list(kinds.values()))[0]()
+
+    def plain_step(self) -> list[Op]:
+        if self.rng.random() < 0.25:  # as the README does it
+            return [*self.plain(), *self.end(), *self.clear()]
+        return [*self.clear(), *self.plain(), *self.end()]
+
+    def accumulate(self) -> list[Op]:
+        rng = self.rng
+        ops = self.clear(sure=True)
+        for _ in range(rng.randint(1, 2)):
+            inside = rng.choice([{"no_sync": True}, {"no_sync": True}, {}])
+            ops.append(self.forward(**inside))
+            if self.is_weighted:
+                ops.append(self.do("weight", values=[float(1 + rank) for rank in range(self.ranks)]))
+            ops.append(self.backward(no_sync=True))
+        return [*ops, *self.plain(), *self.end()]
+
+    def two_losses(self) -> list[Op]:
+        ops = [*self.clear(sure=True), self.forward("a"), self.forward("b")]
+        if self.rng.random() < 0.5:
+            ops.append(self.backward("a", "b"))
+        else:
+            ops.extend([self.backward("a"), self.backward("b")])
+        return [*ops, *self.end()]
+
+    def retain(self) -> list[Op]:
+        ops = [*self.clear(sure=True), self.forward(), self.backward(retain=True)]
+        return [*ops, self.backward(), *self.end()]
+
+    def failing(self) -> list[Op]:
+        """An exception in some place, caught; on all ranks or on one."""
+        rng = self.rng
+        place = rng.choice(["forward", "backward", "hook", "between", "own"])
+        where = {} if rng.random() < 0.5 else {"ranks": [rng.randrange(self.ranks)]}
+        two = rng.random() < 0.4
+        body: list[Op] = []
+        if place == "hook":
+            kind = rng.choice(["post trap", "tensor trap"])
+            body.append(self.do("hook", kind=kind, param=rng.randint(0, 6)))
+        if place != "own":
+            if place == "between":
+                fault = self.do("raise", **where)
+            else:
+                fault = self.do("trap", place=place, **where)
+                self.needs_trap = self.needs_trap or place != "hook"
+            body.append(fault)
+        before: list[Op] = []
+        if two:
+            before = [self.forward("a"), self.forward("b")]
+            inner = [*body, self.backward("a")]
+        else:
+            inner = [self.forward(), *body, self.backward()]
+            if place == "forward":
+                inner = [*body, self.forward(), self.backward()]
+        if place == "own" and rng.random() < 0.5:  # a skipped backward
+            inner = [self.forward("lost", **where), *inner] if where else [self.forward("lost"), *inner]
+        otherwise = [self.do("zero_grad")]
+        if rng.random() < 0.3:
+            otherwise.insert(0, self.do("clip", max=1e9))
+        attempt = self.do("try", body=[*inner, *([] if two else self.end())], otherwise=otherwise)
+        ops = [*self.clear(sure=True), *before, attempt]
+        if two:
+            ops.extend([self.backward("b"), *self.end()])
+        if rng.random() < 0.4:  # whoever catches may catch more than its own
+            again = [*self.clear(sure=True), *self.plain(), *self.end()]
+            ops.append(self.do("try", body=again, otherwise=[self.do("zero_grad")]))
+        return ops
+
+    def evaluated(self) -> list[Op]:
+        how = self.rng.choice(["eval", "train"])
+        where = {} if how == "train" or self.rng.random() < 0.5 else {"ranks": [0]}
+        return [self.do("evaluate", how=how, **where), *self.plain_step()]
+
+    def strange_values(self) -> list[Op]:
+        """Not a number, too large for a sum, too small for some processors."""
+        rng = self.rng
+        # Rows of sparse gradients are added by the framework, which follows the rank's own settings.
+        what = rng.choice(["nan", "large"] if self.is_sparse else ["nan", "large", "small", "small"])
+        ops = self.clear(sure=True)
+        self.is_strict = self.is_strict or what == "large"  # else infinities are what was asked for
+        if what == "nan":
+            body = [self.forward(nan=[rng.randrange(self.ranks)]), self.backward()]
+        elif what == "large":
+            body = [self.forward(scale=rng.choice([5e37, 1e38, 2e38])), self.backward()]
+        else:
+            body = [self.forward(scale=1e-39), self.backward()]
+            ops.append(self.do("ftz", ranks=[rng.randrange(self.ranks)]))
+        ops.append(self.do("try", body=body, otherwise=[]))
+        if what == "small":
+            ops.append(self.do("ftz", on=False))
+        return [*ops, self.do("zero_grad")]
+
+    def uneven(self) -> list[Op]:
+        rng = self.rng
+        how = rng.choice(["finished", "finished", "loader", "finished" if self.is_weighted else "join"])
+        counts = [rng.randint(0, 3) for _ in range(self.ranks)]
+        if how == "join":
+            counts = [max(1, count) for count in counts]
+        ends = [self.do("step")]
+        if rng.random() < 0.5:
+            body = [*self.plain(), *ends, *self.clear(sure=True)]
+        else:
+            body = [*self.clear(sure=True), *self.plain(), *ends]
+        loop = self.do("iterate", how=how, counts=counts, body=body)
+        ops: list[Op] = [self.do("optimizer", kind="sgd")] if how == "join" else []
+        ops += [*self.clear(sure=True), loop]
+        if rng.random() < 0.5:  # no clearing in between
+            ops.extend([*self.plain(), self.do("step"), *self.clear(sure=True)])
+        return ops
+
+    def two_models(self) -> list[Op]:
+        rng = self.rng
+        ops = self.clear(sure=True)
+        order = [0, 1]
+        rng.shuffle(order)
+        if rng.random() < 0.5:
+            ops += [self.forward(f"m{model}", model=model) for model in order]
+            if rng.random() < 0.5:
+                ops.append(self.backward("m0", "m1"))
+            else:
+                rng.shuffle(order)
+                ops += [self.backward(f"m{model}") for model in order]
+        else:
+            for model in order:
+                ops += [self.forward("loss", model=model), self.backward()]
+        return [*ops, *self.end()]
+
+    # --- rare events ---
+
+    def event(self) -> list[Op]:
+        rng = self.rng
+        what = rng.choice(["swap", "swap", "freeze", "replace", "convert", "hook", "unhook", "rewrap"])
+        param = rng.randint(0, 6)
+        if what == "swap":
+            how = rng.choice(["same", "same", "grown", "shrunk", "dtype"])
+            where = {} if rng.random() < 0.8 or how == "same" else {"ranks": [rng.randrange(self.ranks)]}
+            return [self.do("swap", how=how, param=param, **where)]
+        if what == "freeze":
+            ops = [self.do("freeze", param=param)]
+            if rng.random() < 0.5:
+                ops += [*self.plain_step(), self.do("freeze", param=param, on=True)]
+            return ops
+        if what == "replace":
+            return [self.do("replace", layer=rng.randint(0, 4))]
+        if what == "convert":
+            return [self.do("convert", to=rng.choice(["float64", "bfloat16"]))]
+        if what == "hook":
+            return [self.hook({})]
+        if what == "unhook":
+            return [self.do("unhook")]
+        return [self.do("wrap", keep=rng.random() < 0.5)]

@@ -1,0 +1,553 @@
+"""Runs a program of the torch grammar as one rank. Who averages is a `Subject`; this file does not know.
+
+A run is a generator that yields where the ranks meet: after each synchronised backward, and where a rank has
+no more data. A real rank has met the others by then and just goes on; the reference runs one generator for
+each rank and averages between them. `Machine._op_...` are the ops, with their defaults.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from tests.differential.programs import Op, Program
+from tests.differential.records import Event, Record, Value
+from tests.differential.torch_models import WIDTH, Batch, Net, Traps, UserError, make_layer, parameter_of
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.5),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, eps=0.05),
+}
+
+
+class Refused(Exception):
+    """In the reference: all ranks of the subject raised here."""
+
+
+@dataclass
+class Meeting:
+    """Where ranks meet.
+
+    Attributes:
+        kind: "wrapped", "synchronised" (after a backward), or "finished".
+        models: Whose gradients are averaged.
+        joins: Of "finished": a rank without data counts as one with zeros (torch's join()).
+        steps: Of "finished": optimizers that step with the means.
+    """
+
+    kind: str
+    models: list[int]
+    joins: bool = False
+    steps: list[torch.optim.Optimizer] = field(default_factory=list)
+
+
+Run = Generator[Meeting, None, None]
+
+
+class Subject(Protocol):
+    """Who averages.
+
+    Attributes:
+        simulates: It is the reference: everything is computed in float64, and nothing is averaged here.
+    """
+
+    simulates: bool
+
+    def wrap(self, net: nn.Module, options: dict[str, Any], nest: str | None) -> nn.Module: ...
+    def no_sync(self, wrapper: nn.Module) -> contextlib.AbstractContextManager[None]: ...
+    def weight(self, wrapper: nn.Module, value: float) -> None: ...
+    def finished(self, wrapper: nn.Module, step: Any) -> None: ...
+    def join(self, wrapper: nn.Module) -> contextlib.AbstractContextManager[Any]: ...
+    def iterate(self, wrapper: nn.Module, batches: Sequence[int], step: Any) -> Iterator[int]: ...
+    def clip(self, wrapper: nn.Module, trainable: list[nn.Parameter], max_norm: float) -> torch.Tensor: ...
+
+
+@dataclass
+class Loss:
+    """A forward whose backward may come."""
+
+    value: torch.Tensor
+    models: list[int]
+    is_syncing: bool
+
+
+class Machine:
+    """One rank's run.
+
+    Args:
+        program: As the grammar makes it.
+        rank: Of the process, or that it simulates.
+        subject: Who averages.
+        options: Of the wrapper, besides the program's own.
+        refused: For the reference: labels at which all ranks of the subject raised.
+        parts: For the reference: gradients that share memory are parted after each backward. Autograd may
+            give two parameters one memory as their gradients, and adds to it twice in the next backward.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        rank: int,
+        subject: Subject,
+        options: dict[str, Any],
+        refused: frozenset[str] = frozenset(),
+        parts: bool = False,
+    ) -> None:
+        self.program = program
+        self.rank = rank
+        self.world_size = program.get("ranks", 2)
+        self.subject = subject
+        self.options = {**options, **program.get("options", {})}
+        self.refused = refused
+        self.parts = parts
+        self.record = Record()
+        self.traps = Traps()
+        self.nets: list[Net] = []
+        self.specs: list[dict[str, Any]] = []
+        self.trainable: dict[int, list[nn.Parameter]] = {}
+        self.wrappers: dict[int, nn.Module] = {}
+        self.kept: list[nn.Module] = []
+        self.optimizers: dict[int, torch.optim.Optimizer] = {}
+        self.losses: dict[str, Loss] = {}
+        self.numbers: dict[int, int] = {}
+        self.handles: list[Any] = []
+        self.weights: dict[int, float] = {}
+        self.weight_so_far: dict[int, float] = {}
+        self.uses_amp = any(op.get("amp") for _, op in _all(program["ops"]))
+        self.at = ""
+        self._visits: dict[str, int] = {}
+        self._tainted = False
+        self._is_lost = False
+        self._is_partial = False  # some ranks have no data left, and see nothing of these steps
+        for spec in program["models"]:
+            self._build(spec)
+
+    def _build(self, spec: dict[str, Any]) -> None:
+        torch.manual_seed(17 + len(self.nets))
+        net = Net(spec, self.nets[:], self.traps)
+        _convert(net, DTYPES[self.program.get("dtype", "float32")])
+        if self.rank and not any(layer["kind"] == "borrow" for layer in spec.get("layers", [])):
+            with torch.no_grad():  # wrapping must mend this
+                net.last.mul_(1 + self.rank)
+        if self.subject.simulates and not self.uses_amp:
+            net.double()
+        self.nets.append(net)
+        self.specs.append(spec)
+
+    def run(self) -> Run:
+        """The whole program; errors that it does not catch come out."""
+        try:
+            yield from self._run_ops(self.program["ops"], "", 0)
+        finally:
+            torch.set_flush_denormal(False)
+
+    def note_end(self, error: BaseException) -> None:
+        """The program ended with this error."""
+        self.record.raised = self._error(error)
+
+    def _run_ops(self, ops: list[Op], prefix: str, first: int) -> Run:
+        for position, op in enumerate(ops, first):
+            label = f"{prefix}{position}"
+            visit = self._visits[label] = self._visits.get(label, 0) + 1
+            self.at = label if visit == 1 else f"{label}#{visit}"
+            if self.at in self.refused and op["op"] not in ("try", "iterate"):
+                raise Refused
+            if self.rank not in op.get("ranks", [self.rank]):
+                continue
+            steps = getattr(self, "_op_" + op["op"])(op, label)
+            if steps is not None:
+                yield from steps
+
+    # --- ops: what holds others ---
+
+    def _op_try(self, op: Op, label: str) -> Run:
+        body = op.get("body", [])
+        try:
+            yield from self._run_ops(body, f"{label}.", 0)
+        except Exception as error:
+            self.record.events.append(self._error(error))
+            self.traps.place = None
+            self._tainted = True
+            self.weight_so_far.clear()
+            self.weights.clear()
+            yield from self._run_ops(op.get("otherwise", []), f"{label}.", len(body))
+
+    def _op_iterate(self, op: Op, label: str) -> Run:
+        model, how = op.get("model", 0), op.get("how", "finished")
+        wrapper, optimizer = self.wrappers.get(model), self.optimizers.get(model)
+        if wrapper is None:
+            return
+        counts = op.get("counts", [1])
+        batches = range(counts[self.rank % len(counts)])
+        step = None if optimizer is None or how == "join" else optimizer.step
+        body = op.get("body", [])
+        context = self.subject.join(wrapper) if how == "join" else contextlib.nullcontext()
+        with context:
+            rounds = self.subject.iterate(wrapper, batches, step) if how == "loader" else iter(batches)
+            for number, _ in enumerate(rounds):
+                self._is_partial = number >= min(counts)
+                yield from self._run_ops(body, f"{label}.", 0)
+        self._is_partial = False
+        if how == "finished":
+            self.at = label
+            self.subject.finished(wrapper, step)
+        steps = [] if step is None or optimizer is None else [optimizer]
+        yield Meeting("finished", [model], joins=how == "join", steps=steps)
+        self.at = label
+        self._note_parameters(model)
+
+    # --- ops: before and around training ---
+
+    def _op_wrap(self, op: Op, label: str) -> Run:
+        model = op.get("model", 0) % len(self.nets)
+        if op.get("keep") and model in self.wrappers:
+            self.kept.append(self.wrappers[model])
+        self.wrappers.pop(model, None)
+        net = self.nets[model]
+        self.wrappers[model] = self.subject.wrap(net, self.options, op.get("nest"))
+        self.trainable[model] = [p for p in net.parameters() if p.requires_grad]
+        yield Meeting("wrapped", [model])
+        self._note_parameters(model)
+
+    def _op_optimizer(self, op: Op, label: str) -> None:
+        model = op.get("model", 0) % len(self.nets)
+        make = OPTIMIZERS[op.get("kind", "sgd")]
+        self.optimizers[model] = make([p for p in self.nets[model].parameters() if p.requires_grad])
+
+    def _op_hook(self, op: Op, label: str) -> None:
+        p = parameter_of(self._net(op), op.get("param", 0))
+        kind = op.get("kind", "post clamp_")
+        if not p.requires_grad:
+            return
+        if kind.startswith("tensor"):
+            self.handles.append(p.register_hook(lambda g: self._tensor_hook(g, kind)))  # type: ignore[no-untyped-call]
+        else:
+            self.handles.append(
+                p.register_post_accumulate_grad_hook(lambda q: self._post_hook(q, kind))  # type: ignore[no-untyped-call]
+            )
+
+    def _tensor_hook(self, gradient: torch.Tensor, kind: str) -> torch.Tensor | None:
+        if kind == "tensor trap":
+            self.traps.spring("hook")
+            return None
+        if gradient.is_sparse:
+            return None
+        if kind == "tensor clamp" and not gradient.is_complex():
+            return gradient.clamp(-0.3, 0.3)
+        return gradient * 0.5
+
+    def _post_hook(self, p: torch.Tensor, kind: str) -> None:
+        if kind == "post trap":
+            self.traps.spring("hook")
+            return
+        if p.grad is None or p.grad.is_sparse:
+            return
+        with torch.no_grad():
+            if kind == "post clamp_" and not p.is_complex():
+                p.grad.clamp_(-0.3, 0.3)
+            elif kind == "post replace":
+                p.grad = p.grad * 0.5
+            elif kind == "post look":
+                p.grad.sum()
+            else:
+                p.grad.mul_(0.5)
+
+    def _op_unhook(self, op: Op, label: str) -> None:
+        if self.handles:
+            self.handles.pop().remove()
+
+    def _op_swap(self, op: Op, label: str) -> None:
+        net, how = self._net(op), op.get("how", "same")
+        p = parameter_of(net, op.get("param", 0))
+        if how in ("grown", "shrunk", "dtype"):
+            from tests.differential.torch_models import Table
+
+            tables = [module for module in net.modules() if isinstance(module, Table)]
+            if not tables:
+                return
+            p = tables[0].rows
+        data = p.data
+        if how == "grown":
+            p.data = torch.cat([data, 0.5 * torch.ones_like(data[:1])])
+        elif how == "shrunk":
+            p.data = data[: max(1, data.shape[0] // 2)].clone()
+        elif how == "dtype":
+            if self.subject.simulates:
+                return
+            p.data = data.to(torch.bfloat16 if data.dtype is torch.float64 else torch.float64)
+        else:
+            p.data = data * 0.9
+
+    def _op_freeze(self, op: Op, label: str) -> None:
+        parameter_of(self._net(op), op.get("param", 0)).requires_grad_(bool(op.get("on", False)))
+
+    def _op_replace(self, op: Op, label: str) -> None:
+        net, model = self._net(op), op.get("model", 0) % len(self.nets)
+        layers = self.specs[model].get("layers", [])
+        if not layers:
+            return
+        number = op.get("layer", 0) % len(layers)
+        if layers[number]["kind"] in ("again", "tied", "borrow"):
+            return
+        torch.manual_seed(99)
+        net.layers[number] = None  # type: ignore[assignment]
+        net.layers[number] = make_layer(layers[number], net)
+        _convert(net, self._dtype())
+
+    def _op_convert(self, op: Op, label: str) -> None:
+        if not self.subject.simulates:
+            _convert(self._net(op), DTYPES[op.get("to", "float64")])
+
+    def _op_ftz(self, op: Op, label: str) -> None:
+        if not self.subject.simulates:
+            torch.set_flush_denormal(bool(op.get("on", True)))
+
+    def _op_trap(self, op: Op, label: str) -> None:
+        self.traps.place = op.get("place", "backward")
+
+    def _op_raise(self, op: Op, label: str) -> None:
+        raise UserError("raised between two calls")
+
+    # --- ops: a step ---
+
+    def _op_forward(self, op: Op, label: str) -> None:
+        model = op.get("model", 0) % len(self.nets)
+        wrapper = self.wrappers.get(model)
+        if wrapper is None:
+            return
+        is_syncing = not op.get("no_sync")
+        with contextlib.nullcontext() if is_syncing else self.subject.no_sync(wrapper):
+            value = self._loss(op, model, wrapper)
+        self.losses[op.get("to", "loss")] = Loss(value, [model], is_syncing)
+
+    def _loss(self, op: Op, model: int, wrapper: nn.Module) -> torch.Tensor:
+        size = _of_rank(op.get("batch", 2), self.rank)
+        made = torch.Generator().manual_seed(1000 * op.get("data", 0) + self.rank)
+        dtype = self._dtype()
+        x = torch.randn(size, WIDTH, generator=made).to(dtype)
+        factors = torch.randn(size, WIDTH, generator=made).to(dtype)
+        rows = torch.randint(0, 3, (size,), generator=made)
+        if self.rank in op.get("nan", []):
+            x = x * float("nan")
+        if self._has_reentrant(model):
+            x.requires_grad_()
+        number = self.numbers.get(model, 0)
+        self.numbers[model] = number + 1
+        amp = torch.autocast("cpu", torch.bfloat16) if op.get("amp") else contextlib.nullcontext()
+        with amp:
+            y = wrapper(x, Batch(self.rank, number, rows))
+        y = y.to(dtype)
+        scale = _of_rank(op.get("scale", 1.0), self.rank)
+        return ((y * factors).sum() + 0.1 * (y * y).sum()) * scale
+
+    def _op_evaluate(self, op: Op, label: str) -> None:
+        model = op.get("model", 0) % len(self.nets)
+        wrapper = self.wrappers.get(model)
+        if wrapper is None:
+            return
+        if op.get("how") != "train":
+            wrapper.eval()
+        with torch.no_grad():
+            x = torch.ones(2, WIDTH, dtype=self._dtype())
+            wrapper(x, Batch(self.rank, 0, torch.zeros(2, dtype=torch.int64)))
+        wrapper.train()
+
+    def _op_penalty(self, op: Op, label: str) -> None:
+        loss = self.losses.get(op.get("of", "loss"))
+        if loss is None:
+            return
+        of = self.trainable.get(loss.models[0], [])
+        gradients = torch.autograd.grad(loss.value, of, create_graph=True, allow_unused=True)
+        real = [g for g in gradients if g is not None and not g.is_complex() and not g.is_sparse]
+        loss.value = loss.value + 0.05 * sum((g * g).sum() for g in real)
+
+    def _op_weight(self, op: Op, label: str) -> None:
+        model = op.get("model", 0) % len(self.nets)
+        if model in self.wrappers:
+            value = float(_of_rank(op.get("values", 1.0), self.rank))
+            self.weights[model] = value
+            self.subject.weight(self.wrappers[model], value)
+
+    def _op_backward(self, op: Op, label: str) -> Run:
+        losses = [self.losses[name] for name in op.get("of", ["loss"]) if name in self.losses]
+        if not losses:
+            return
+        models = sorted({model for loss in losses for model in loss.models})
+        lag_s = _of_rank(op.get("lag", 0.0), self.rank)
+        if lag_s and not self.subject.simulates:
+            time.sleep(lag_s)
+        total = sum((loss.value for loss in losses[1:]), losses[0].value)
+        with contextlib.ExitStack() as stack:
+            if op.get("no_sync"):
+                for model in models:
+                    stack.enter_context(self.subject.no_sync(self.wrappers[model]))
+            if not op.get("retain"):
+                for name in op.get("of", ["loss"]):
+                    self.losses.pop(name, None)
+            with self._weighed(models):
+                total.backward(retain_graph=bool(op.get("retain")))
+        if self.parts:
+            for p in (p for net in self.nets for p in net.parameters() if p.grad is not None):
+                p.grad = p.grad.clone()
+        synced = [] if op.get("no_sync") else [m for loss in losses if loss.is_syncing for m in loss.models]
+        synced = sorted(set(synced))
+        if synced:
+            yield Meeting("synchronised", synced)
+            for model in synced:
+                self.weight_so_far.pop(model, None)
+        for model in range(len(self.nets)):
+            if model in self.wrappers:
+                self._note_gradients(model, is_shared=model in synced)
+
+    @contextlib.contextmanager
+    def _weighed(self, models: list[int]) -> Iterator[None]:
+        """In the reference: weigh what this backward adds to gradients."""
+        weighed = {m: self.weights.pop(m) for m in models if m in self.weights}
+        if not self.subject.simulates or not weighed:
+            yield
+            return
+        before = {p: p.grad for m in weighed for p in self.trainable[m]}
+        for p in before:
+            p.grad = None
+        yield
+        for model, weight in weighed.items():
+            is_first = model not in self.weight_so_far
+            past = self.weight_so_far.get(model, 0.0)
+            whole = self.weight_so_far[model] = past + weight
+            shares = (1.0, 1.0) if is_first or not whole else (past / whole, weight / whole)
+            for p in self.trainable[model]:
+                given = [(g, share) for g, share in zip((before[p], p.grad), shares) if g is not None]
+                if given:
+                    zeros = torch.zeros_like(p)
+                    p.grad = sum((g * share for g, share in given if share), zeros)
+
+    def _op_zero_grad(self, op: Op, label: str) -> None:
+        none, how = op.get("none", True), op.get("how", "optimizer")
+        for model, net in enumerate(self.nets):
+            if op.get("model", model) != model:
+                continue
+            if how == "optimizer" and model in self.optimizers:
+                self.optimizers[model].zero_grad(set_to_none=none)
+            elif how == "wrapper" and model in self.wrappers:
+                self.wrappers[model].zero_grad(set_to_none=none)
+            else:
+                net.zero_grad(set_to_none=none)
+        if none and "model" not in op:
+            self._tainted = self._is_lost
+
+    def _op_clip(self, op: Op, label: str) -> None:
+        model = op.get("model", 0) % len(self.nets)
+        if model not in self.wrappers:
+            return
+        trainable = self.trainable[model]
+        if any(p.grad is not None and p.grad.is_sparse for p in trainable):
+            return
+        true = _norm(trainable)
+        told = self.subject.clip(self.wrappers[model], trainable, op.get("max", 1.0))
+        event = Event(self.at, "norm", told=float(told), true=true)
+        self.record.events.append(event)
+
+    def _op_scale_grads(self, op: Op, label: str) -> None:
+        """Write into gradients, by ways that autograd's version counters may not see."""
+        how, by = op.get("how", "data"), op.get("by", 0.1)
+        for p in self._net(op).parameters():
+            if p.grad is None or p.grad.is_sparse:
+                continue
+            if how == "numpy" and not p.is_complex() and p.dtype != torch.bfloat16:
+                p.grad.numpy()[...] *= by
+            elif how == "detach":
+                p.grad.detach().mul_(by)
+            elif how == "plain":
+                p.grad.mul_(by)
+            else:
+                p.grad.data.mul_(by)
+
+    def _op_step(self, op: Op, label: str) -> None:
+        for model, optimizer in self.optimizers.items():
+            if op.get("model", model) == model:
+                optimizer.step()
+                self._is_lost = self._is_lost or self._tainted
+                if model in self.wrappers:
+                    self._note_parameters(model)
+
+    # --- what is told ---
+
+    def _note_gradients(self, model: int, *, is_shared: bool) -> None:
+        named = self.nets[model].named_parameters()
+        values = {f"{model}:{name}": _value(p.grad) for name, p in named}
+        self._note(f"{self.at} model {model}", "gradients", values, is_shared)
+        buffers = {f"{model}:{name}": _value(b) for name, b in self.nets[model].named_buffers()}
+        if is_shared and buffers:
+            self._note(f"{self.at} model {model}", "buffers", buffers, True)
+
+    def _note_parameters(self, model: int) -> None:
+        values = {f"{model}:{name}": _value(p.data) for name, p in self.nets[model].named_parameters()}
+        self._note(f"{self.at} model {model}", "parameters", values, True)
+
+    def _note(self, at: str, kind: str, values: dict[str, Value | None], is_shared: bool) -> None:
+        is_tainted = self._is_lost if kind == "parameters" else self._tainted
+        is_shared = is_shared and not self._is_partial
+        self.record.events.append(Event(at, kind, values, shared=is_shared, tainted=is_tainted))
+
+    def _error(self, error: BaseException) -> Event:
+        by_user = isinstance(error, UserError)
+        text = "" if isinstance(error, Refused) else " | ".join(str(error).strip().splitlines()[:4])[:400]
+        return Event(self.at, "error", error=type(error).__name__, text=text, by_user=by_user)
+
+    # --- small things ---
+
+    def _net(self, op: Op) -> Net:
+        return self.nets[op.get("model", 0) % len(self.nets)]
+
+    def _dtype(self) -> torch.dtype:
+        if self.subject.simulates:
+            return torch.float32 if self.uses_amp else torch.float64
+        return next(self.nets[0].parameters()).dtype if self.nets else torch.float32
+
+    def _has_reentrant(self, model: int) -> bool:
+        def search(layers: list[dict[str, Any]]) -> bool:
+            return any(layer["kind"] == "checkpoint" or search(layer.get("layers", [])) for layer in layers)
+
+        return search(self.specs[model].get("layers", [])) or any(
+            search(spec.get("layers", [])) for spec in self.specs
+        )
+
+
+def _all(ops: list[Op]) -> Iterator[tuple[str, Op]]:
+    from tests.differential.programs import numbered
+
+    return numbered(ops)
+
+
+def _of_rank(value: Any, rank: int) -> Any:
+    """A value of all ranks, or one of each."""
+    return value[rank % len(value)] if isinstance(value, list) else value
+
+
+def _value(tensor: torch.Tensor | None) -> Value | None:
+    if tensor is None:
+        return None
+    dense = tensor.detach()
+    if dense.is_sparse:
+        dense = dense.to_dense()
+    if dense.dtype == torch.bfloat16:
+        dense = dense.float()
+    return Value.of(dense.resolve_conj().resolve_neg().cpu().numpy())
+
+
+def _convert(net: nn.Module, dtype: torch.dtype) -> None:
+    """As `.to(dtype)`, which would make complex parameters real."""
+    net._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)
+
+
+def _norm(trainable: list[nn.Parameter]) -> float:
+    squares = [p.grad.detach().abs().double().square().sum() for p in trainable if p.grad is not None]
+    return float(sum(squares)) ** 0.5

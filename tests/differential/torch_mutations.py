@@ -1,0 +1,97 @@
+"""Bugs that are put into a rank, to see that the fuzzer finds them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from paceline.torch import passes
+
+_is_in = False
+
+
+def put_in(name: str, rank: int) -> None:
+    """Put the bug in, for good."""
+    global _is_in
+    if not _is_in:
+        _is_in = True
+        MUTATIONS[name](rank)
+
+
+def _skip_parameter(rank: int) -> None:
+    """A hook that never hands over the first parameter's gradient, but says that it has."""
+    real = passes.pointer_hook
+
+    def make(state: Any, index: int, name: str, view: torch.Tensor, reducer: Any, dtype: Any) -> Any:
+        if index:
+            return real(state, index, name, view, reducer, dtype)
+        kept = real(state, index, name, view, reducer, dtype)
+
+        def hand_over(parameter: torch.Tensor) -> None:
+            true, parameter.grad = parameter.grad, torch.zeros_like(parameter)
+            kept(parameter)
+            parameter.grad = true
+
+        return hand_over
+
+    passes.pointer_hook = make
+
+
+def _wrong_mean_on_one(rank: int) -> None:
+    """The mean is divided by another number on rank 1."""
+    _after_pass(lambda tensors: tensors[0].grad.mul_(0.5) if rank == 1 else None)
+
+
+def _wrong_mean_everywhere(rank: int) -> None:
+    """Every rank has the same wrong mean."""
+    _after_pass(lambda tensors: tensors[-1].grad.mul_(1.02))
+
+
+def _raise_alone(rank: int) -> None:
+    """Rank 1 raises at the end of a pass that is good for the others, in every pass but the first."""
+    count = 0
+
+    def check(tensors: Any) -> None:
+        nonlocal count
+        count += 1
+        if rank == 1 and count > 1:
+            raise RuntimeError("rank 1 alone")
+
+    _after_pass(check)
+
+
+def _hang(rank: int) -> None:
+    """Rank 1 never comes back from its first pass."""
+    import threading
+
+    _after_pass(lambda tensors: threading.Event().wait() if rank == 1 else None)
+
+
+def _die(rank: int) -> None:
+    """Rank 1 dies of a signal."""
+    import os
+    import signal
+
+    _after_pass(lambda tensors: os.kill(os.getpid(), signal.SIGSEGV) if rank == 1 else None)
+
+
+def _after_pass(change: Any) -> None:
+    real = passes.GradientPasses._bring_home
+
+    def bring_home(self: Any) -> None:
+        real(self)
+        with torch.no_grad():
+            change([p for p in self._tensors.trainable if p.grad is not None])
+
+    passes.GradientPasses._bring_home = bring_home  # type: ignore[method-assign]
+
+
+MUTATIONS = {
+    "skip a parameter": _skip_parameter,
+    "wrong mean on one rank": _wrong_mean_on_one,
+    "wrong mean everywhere": _wrong_mean_everywhere,
+    "raise alone": _raise_alone,
+    "hang": _hang,
+    "die": _die,
+}

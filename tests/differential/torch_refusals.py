@@ -1,0 +1,74 @@
+"""What Paceline may refuse: errors that its documentation promises, by what a program does.
+
+A program that ended in an error on all ranks is fine if a row here names the error and the program has the
+row's feature; if not, torch's own DDP runs it, and if that trains, it is listed as a refusal to look at.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.differential.programs import Program, numbered
+
+EXPECTED: list[tuple[str, tuple[str, ...], str]] = [
+    # a feature, the errors that it may end in, and where that is written
+    ("an error of the program's own", ("*",), "the docs: a rank that raised is told by all"),
+    ("op swap grown", ("ConfigError",), "another shape after wrapping; torch raises, too"),
+    ("op swap shrunk", ("ConfigError",), "the same"),
+    ("op swap dtype", ("ConfigError", "RuntimeError"), "conversions after wrapping"),
+    ("op convert", ("ConfigError",), "conversions after wrapping"),
+    ("op freeze", ("ConfigError", "UnusedParameterError"), "parameters must not be (un)frozen afterwards"),
+    ("op replace", ("ConfigError", "UnusedParameterError"), "parameters must not be replaced afterwards"),
+    ("layer gate", ("UnusedParameterError", "GraphChangedError"), "unused parameters without the option"),
+    ("mode static", ("GraphChangedError", "UnusedParameterError"), "a promise that the program breaks"),
+    ("layer checkpoint reentrant", ("GraphChangedError",), "a gradient in two parts; torch raises, too"),
+    ("two forwards", ("GraphChangedError", "SkippedPassError"), "gradients that come again"),
+    ("op skipped", ("SkippedPassError",), "forwards without a backward, not on all ranks"),
+    ("nonfinite", ("NonFiniteGradientError",), 'nonfinite="raise"'),
+    ("nest", ("ConfigError", "RuntimeError"), "wrappers within wrappers"),
+    ("op iterate join", ("ConfigError",), "join() needs a process group of torch"),
+]
+
+
+def expected_refusal(program: Program, mode: str, error: str) -> str | None:
+    """Why this program may end in this error in this mode; None: no row says so."""
+    has = _features(program, mode)
+    for feature, errors, why in EXPECTED:
+        if feature in has and (error in errors or "*" in errors):
+            return why
+    return None
+
+
+def _features(program: Program, mode: str) -> set[str]:
+    found: set[str] = set()
+    forwards = 0
+    for _, op in numbered(program["ops"]):
+        found.add("op " + " ".join(str(op[key]) for key in ("op", "how") if key in op))
+        found.add(f"op {op['op']}")
+        if op["op"] in ("raise", "trap"):
+            found.add("an error of the program's own")
+        if op["op"] == "forward":
+            forwards += 1
+            if op.get("to") == "lost":
+                found.add("op skipped")
+            if op.get("to", "loss") != "loss":
+                found.add("two forwards")
+        if "nest" in op:
+            found.add("nest")
+    if mode.startswith("static"):
+        found.add("mode static")
+    if program.get("options", {}).get("nonfinite") == "raise":
+        found.add("nonfinite")
+    for model in program["models"]:
+        found.update(_layers(model["layers"]))
+    return found
+
+
+def _layers(layers: list[dict[str, Any]]) -> set[str]:
+    found: set[str] = set()
+    for layer in layers:
+        found.add(f"layer {layer['kind']}")
+        if layer.get("reentrant"):
+            found.add("layer checkpoint reentrant")
+        found |= _layers(layer.get("layers", []))
+    return found

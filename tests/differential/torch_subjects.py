@@ -1,0 +1,154 @@
+"""Who averages in a real rank: Paceline in each of its modes, or torch's own DDP."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import paceline
+from paceline.torch import DistributedDataParallel, backend
+from tests.differential import torch_mutations
+from tests.differential.pool import Run
+from tests.differential.programs import Program
+from tests.differential.records import Record
+from tests.differential.torch_machine import Machine
+
+TIMEOUT_S = 12.0
+
+_TINY = {"bucket_cap_mb": 1e-6}
+MODES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "tiny": _TINY,
+    "view": {"gradient_as_bucket_view": True},
+    "tiny view": {**_TINY, "gradient_as_bucket_view": True},
+    "unused": {**_TINY, "find_unused_parameters": True},
+    "unused view": {"find_unused_parameters": True, "gradient_as_bucket_view": True},
+    "static": {**_TINY, "static_graph": True},
+    "gloo": {"group": "gloo", "reduce_through": "group"},
+    "gloo tiny view": {
+        "group": "gloo",
+        "reduce_through": "group",
+        **_TINY,
+        "gradient_as_bucket_view": True,
+    },
+    "gloo unused": {"group": "gloo", "reduce_through": "group", **_TINY, "find_unused_parameters": True},
+    "backend": {"group": "paceline", "reduce_through": "group"},
+    "gloo memory": {"group": "gloo", **_TINY},
+}
+"""What is passed to the wrapper, and over which group."""
+
+TORCH = "torch"
+
+
+class Groups:
+    """The groups of one rank, each formed when the first program asks for it."""
+
+    def __init__(self, rank: int, world_size: int, job: str, folder: Path) -> None:
+        self._rank, self._world_size, self._job, self._folder = rank, world_size, job, folder
+        self._group: paceline.Group | None = None
+        self._torch: dict[str, dist.ProcessGroup] = {}
+
+    def paceline(self) -> paceline.Group:
+        if self._group is None:
+            self._group = paceline.init(
+                rank=self._rank, world_size=self._world_size, job_id=self._job, timeout_s=TIMEOUT_S
+            )
+        return self._group
+
+    def torch(self, name: str) -> dist.ProcessGroup:
+        from datetime import timedelta
+
+        timeout = timedelta(seconds=TIMEOUT_S)
+        if not dist.is_initialized():
+            store = dist.FileStore(str(self._folder / "store"), self._world_size)
+            dist.init_process_group(
+                "gloo", store=store, rank=self._rank, world_size=self._world_size, timeout=timeout
+            )
+        if name == "gloo":
+            return dist.group.WORLD
+        if name not in self._torch:
+            backend.register()
+            self._torch[name] = dist.new_group(backend=name, timeout=timeout)
+        return self._torch[name]
+
+
+class Ours:
+    """Paceline."""
+
+    simulates = False
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+
+    def wrap(self, net: nn.Module, options: dict[str, Any], nest: str | None) -> nn.Module:
+        options = dict(options)
+        name = options.pop("group", None)
+        group = self._groups.paceline() if name is None else self._groups.torch(name)
+        if nest == "torch inside":
+            net = TorchDDP(net, process_group=self._groups.torch("gloo"), bucket_cap_mb=1e-6)
+        wrapper: nn.Module = DistributedDataParallel(net, process_group=group, **options)
+        if nest == "torch outside":
+            return TorchDDP(wrapper, process_group=self._groups.torch("gloo"), bucket_cap_mb=1e-6)
+        return wrapper
+
+    def no_sync(self, wrapper: Any) -> contextlib.AbstractContextManager[None]:
+        return wrapper.no_sync()  # type: ignore[no-any-return]
+
+    def weight(self, wrapper: Any, value: float) -> None:
+        wrapper.weight(value)
+
+    def finished(self, wrapper: Any, step: Any) -> None:
+        wrapper.finished(step)
+
+    def join(self, wrapper: Any) -> contextlib.AbstractContextManager[Any]:
+        return wrapper.join()  # type: ignore[no-any-return]
+
+    def iterate(self, wrapper: Any, batches: Sequence[int], step: Any) -> Iterator[int]:
+        return wrapper.iterate(batches, step)  # type: ignore[no-any-return]
+
+    def clip(self, wrapper: Any, trainable: list[nn.Parameter], max_norm: float) -> torch.Tensor:
+        if not hasattr(wrapper, "clip_grad_norm_"):
+            return nn.utils.clip_grad_norm_(trainable, max_norm)
+        return wrapper.clip_grad_norm_(max_norm)  # type: ignore[no-any-return]
+
+
+class Torchs(Ours):
+    """torch's own DDP over gloo, with what it has of Paceline's options."""
+
+    def wrap(self, net: nn.Module, options: dict[str, Any], nest: str | None) -> nn.Module:
+        known = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "bucket_cap_mb")
+        kept = {key: value for key, value in options.items() if key in known}
+        return TorchDDP(net, process_group=self._groups.torch("gloo"), **kept)
+
+
+def make_rank(rank: int, world_size: int, job: str, folder: Path) -> Run:
+    """Prepare this process to run programs."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    os.environ.update(TMPDIR=str(folder))
+    groups = Groups(rank, world_size, job, folder)
+
+    def run(program: Program, options: dict[str, Any]) -> Record:
+        mode = options["mode"]
+        subject = Torchs(groups) if mode == TORCH else Ours(groups)
+        passed = MODES.get(mode, {}) if mode != TORCH else {}
+        if mutation := options.get("mutation"):
+            torch_mutations.put_in(mutation, rank)
+        machine = Machine(program, rank, subject, passed)
+        try:
+            for _ in machine.run():
+                pass
+        except BaseException as error:
+            machine.note_end(error)
+        return machine.record
+
+    return run
