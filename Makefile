@@ -28,7 +28,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 CORE := pyproject.toml CMakeLists.txt $(shell find cpp -type f)
 CPP_FILES = $(shell find cpp tests/cpp -name '*.cc' -o -name '*.h')
 
-.PHONY: demo demo-paddle test pairs lint format types sanitizers docs bench clean help
+.PHONY: demo demo-paddle test pairs fuzz schedules model lint format types sanitizers docs bench clean help
 
 demo: $(VENV)/.core ## Train a small model on several processes, and compare with one process and with torch's DDP
 	@$(BIN)/python examples/demo.py $(ARGS)
@@ -57,8 +57,16 @@ format: $(VENV)/.checks ## Format all Python and C++ files
 types: $(VENV)/.core $(VENV)/.paddle $(VENV)/.checks ## Check types: mypy, strict
 	@$(BIN)/mypy
 
-sanitizers: $(VENV)/.tools ## Run the C++ tests under ASan with UBSan, and under TSan
+sanitizers: $(VENV)/.tools ## Run the C++ tests under ASan with UBSan, and under TSan, and 100,000 schedules
 	@scripts/sanitizers $(BIN)
+
+SCHEDULES ?= 1000000
+
+schedules: $(VENV)/.tools ## Explore SCHEDULES=1000000 schedules of the C++ core, one seed each
+	@scripts/schedules $(BIN) $(SCHEDULES) $(ARGS)
+
+model: $(VENV)/.core ## Search all states of the larger models of the protocol; minutes
+	@$(BIN)/python -m tests.model
 
 docs: $(VENV)/.core $(VENV)/.paddle $(VENV)/.docs ## Build the documentation into docs/_build
 	@scripts/step 'Building docs/_build/index.html' $(BIN)/python -m sphinx -W --keep-going -q docs docs/_build

@@ -26,7 +26,7 @@
 namespace paceline {
 namespace {
 
-constexpr size_t kTinyBytes = 2048;
+constexpr size_t kTinyBytes = 2048 / kSmaller;
 constexpr int kDirectRanks = 2;  // more were not measured: 2 cores
 
 struct Range {

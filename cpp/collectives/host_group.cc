@@ -81,7 +81,7 @@ void HostGroup::attach(const uint64_t nonce[2]) {
 }
 
 void HostGroup::join() {
-  std::atomic<uint32_t> no_sleepers{0};  // whoever attaches always wakes
+  Atomic<uint32_t> no_sleepers{0};  // whoever attaches always wakes
   wait_until(
       header_->attached, no_sleepers, timeout_ns(-1),
       [&] {

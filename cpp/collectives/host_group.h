@@ -174,7 +174,7 @@ class HostGroup {
   /// changes it, then wakes it if `sleepers` is not 0). `is_late(r)` tells whom
   /// to blame. Point-to-point traffic goes on meanwhile.
   template <class Ready, class IsLate>
-  void wait_until(std::atomic<uint32_t>& word, std::atomic<uint32_t>& sleepers,
+  void wait_until(Atomic<uint32_t>& word, Atomic<uint32_t>& sleepers,
                   int64_t timeout_ns, Ready ready, IsLate is_late);
   /// Negative: that of whoever makes this thread's call, or else the group's.
   int64_t timeout_ns(double timeout_s) const {
@@ -259,13 +259,12 @@ class HostGroup {
   int yields_ = 0;
   bool has_core_per_rank_ = false;
   static constexpr int64_t kSpinAloneNs = 4000;  ///< then with yields
-  std::atomic<bool> closed_{false};
+  Atomic<bool> closed_{false};
 };
 
 template <class Ready, class IsLate>
-void HostGroup::wait_until(std::atomic<uint32_t>& word,
-                           std::atomic<uint32_t>& sleepers, int64_t timeout_ns,
-                           Ready ready, IsLate is_late) {
+void HostGroup::wait_until(Atomic<uint32_t>& word, Atomic<uint32_t>& sleepers,
+                           int64_t timeout_ns, Ready ready, IsLate is_late) {
   if (ready()) return;
   const int64_t start_ns = now_ns();
   if (spin_ns_ > 0) {
@@ -293,8 +292,8 @@ void HostGroup::wait_until(std::atomic<uint32_t>& word,
   // seq_cst: orders this announcement before the look at `word`; partner: the
   // change of the word before the look at `sleepers` of whoever wakes.
   struct Announced {
-    std::atomic<uint32_t>& count;
-    explicit Announced(std::atomic<uint32_t>& c) : count(c) {
+    Atomic<uint32_t>& count;
+    explicit Announced(Atomic<uint32_t>& c) : count(c) {
       count.fetch_add(1, std::memory_order_seq_cst);
     }
     ~Announced() { count.fetch_sub(1, std::memory_order_seq_cst); }

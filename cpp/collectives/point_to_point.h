@@ -76,7 +76,7 @@ class Transfers {
   std::unordered_map<int, Queue>
       queues_;  ///< by peer, sends at 2 * peer, receives at 2 * peer + 1
   std::vector<bool> outbox_reserved_;
-  std::atomic<size_t> unfinished_{0};
+  Atomic<size_t> unfinished_{0};
   int last_source_ = 0;  ///< that source_of_waiting() found
 };
 

@@ -44,7 +44,7 @@ class Turn {
   }
 
   std::timed_mutex mutex_;
-  std::atomic<Thread> holder_{kNobody};
+  Atomic<Thread> holder_{kNobody};
 };
 
 }  // namespace paceline

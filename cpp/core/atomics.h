@@ -1,22 +1,44 @@
 // The one file that spells atomics and CPU hints; everything else names what it
 // means.
 //
-// Words that processes share are std::atomic with address-free, lock-free
-// operations. No fences are used: ThreadSanitizer does not model them, and each
-// hand-over below has a release and an acquire partner.
+// Words that processes share are Atomic, which is std::atomic with
+// address-free, lock-free operations. No fences are used: ThreadSanitizer does
+// not model them, and each hand-over below has a release and an acquire
+// partner.
+//
+// With PACELINE_SCHEDULER, Atomic is a wrapper that lets a test decide which
+// rank goes on at each operation; see tests/cpp/schedules.
 #pragma once
 
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
 
+#ifdef PACELINE_SCHEDULER
+#include "schedules/scheduled_atomic.h"
+#endif
+
 namespace paceline {
+
+#ifndef PACELINE_SCHEDULER
+template <class T>
+using Atomic = std::atomic<T>;
+#endif
 
 static_assert(std::atomic<uint32_t>::is_always_lock_free,
               "shared words must be lock-free");
 static_assert(std::atomic<uint64_t>::is_always_lock_free,
               "shared words must be lock-free");
-static_assert(sizeof(std::atomic<uint32_t>) == 4, "a futex word is 4 bytes");
+static_assert(sizeof(Atomic<uint32_t>) == 4, "a futex word is 4 bytes");
+
+/// The tests of the protocol explore schedules by the million, and large sizes
+/// only cost them time: there, buffers, chunks and tables are this much
+/// smaller.
+#ifdef PACELINE_SCHEDULER
+inline constexpr size_t kSmaller = 64;
+#else
+inline constexpr size_t kSmaller = 1;
+#endif
 
 /// Two cache lines: adjacent-line prefetchers pull lines in pairs.
 inline constexpr size_t kLineBytes = 128;

@@ -22,16 +22,16 @@ namespace paceline {
 
 inline constexpr uint64_t kMagic = 0x31656e696c656361;  // "aceline1"
 inline constexpr uint32_t kAbiVersion = 2;
-inline constexpr int kMaxWorld = 128;
-inline constexpr size_t kMaxBlocks = 4096;
+inline constexpr int kMaxWorld = kSmaller > 1 ? 8 : 128;
+inline constexpr size_t kMaxBlocks = 4096 / kSmaller;
 
 /// Payloads up to this are exchanged with one synchronisation instead of two.
 /// See benchmarks/results/all_reduce_*.md for where the two meet.
-inline constexpr size_t kSmallBytes = 16 * 1024;
+inline constexpr size_t kSmallBytes = 16 * 1024 / kSmaller;
 /// Piece in which arrays outside the region pass through it: two of them stay
 /// in a core's L2 cache.
-inline constexpr size_t kPieceBytes = 256 * 1024;
-inline constexpr size_t kOutboxBytes = 128 * 1024;
+inline constexpr size_t kPieceBytes = 256 * 1024 / kSmaller;
+inline constexpr size_t kOutboxBytes = 128 * 1024 / kSmaller;
 
 inline constexpr size_t round_up(size_t bytes, size_t unit) {
   return (bytes + unit - 1) / unit * unit;
@@ -71,23 +71,22 @@ inline constexpr uint32_t kPlacesDiffer = 2;
 /// A barrier that counts arrivals and resets itself. It also compares two words
 /// over the ranks: what they call, and where their array lies.
 struct alignas(kLineBytes) Gate {
-  std::atomic<uint64_t> fingerprint;  ///< of the first to arrive; 0: nobody has
-  std::atomic<uint64_t> place;        ///< of the first to arrive; 0: nobody has
-  std::atomic<uint32_t>
+  Atomic<uint64_t> fingerprint;  ///< of the first to arrive; 0: nobody has
+  Atomic<uint64_t> place;        ///< of the first to arrive; 0: nobody has
+  Atomic<uint32_t>
       flags;  ///< kCallsDiffer, kPlacesDiffer of the phase under way
-  std::atomic<uint32_t> arrived;
-  alignas(kLineBytes)
-      std::atomic<uint32_t> phase;  ///< futex word: completed phases
-  std::atomic<uint32_t> verdict;    ///< flags of the phase completed last
-  std::atomic<uint32_t> sleepers;
+  Atomic<uint32_t> arrived;
+  alignas(kLineBytes) Atomic<uint32_t> phase;  ///< futex word: completed phases
+  Atomic<uint32_t> verdict;  ///< flags of the phase completed last
+  Atomic<uint32_t> sleepers;
 };
 
 /// A block that Group.allocate handed out: the same offset in every rank's
 /// slab.
 struct Block {
-  std::atomic<uint64_t> offset;  ///< in the slab
-  std::atomic<uint64_t> bytes;   ///< 0: the entry is free
-  std::atomic<uint32_t> owners;  ///< ranks that have not freed it
+  Atomic<uint64_t> offset;  ///< in the slab
+  Atomic<uint64_t> bytes;   ///< 0: the entry is free
+  Atomic<uint32_t> owners;  ///< ranks that have not freed it
 };
 
 inline constexpr uint32_t kNoRoom = kMaxBlocks;
@@ -102,18 +101,18 @@ struct Header {
 
   /// Futex word: 0, or why the group is over: reason << 16 | who noticed << 8 |
   /// culprit. Set once, by CAS.
-  alignas(kLineBytes) std::atomic<uint32_t> abort;
+  alignas(kLineBytes) Atomic<uint32_t> abort;
   /// Futex word: counts ranks that left in good order, so that who waits for
   /// one of them looks again.
-  alignas(kLineBytes) std::atomic<uint32_t> departures;
+  alignas(kLineBytes) Atomic<uint32_t> departures;
   /// Futex word: counts ranks that have attached.
-  std::atomic<uint32_t> attached;
+  Atomic<uint32_t> attached;
 
   Gate gate;
   /// Result of an allocation, decided by rank 0 between two barriers: the
   /// block's number, kNoRoom or kNoMemoryLeft.
-  alignas(kLineBytes) std::atomic<uint32_t> allocated_block;
-  std::atomic<uint32_t> allocation_failures;
+  alignas(kLineBytes) Atomic<uint32_t> allocated_block;
+  Atomic<uint32_t> allocation_failures;
 };
 
 /// States of RankLine::life beyond the holder's thread id and the kernel's
@@ -138,7 +137,7 @@ inline constexpr uint32_t kOneBeat = 0x00100000;
 inline constexpr uint32_t kCrashIsFatal = 0x80000000;
 
 /// Marks the crash as over, if it is still this one.
-inline void end_crash(std::atomic<uint32_t>& crash, uint32_t word) {
+inline void end_crash(Atomic<uint32_t>& crash, uint32_t word) {
   uint32_t seen = crash.load(std::memory_order_relaxed);
   while ((seen & ~kCrashBeat) == (word & ~kCrashBeat) &&
          !crash.compare_exchange_weak(seen, 0, std::memory_order_release)) {
@@ -153,31 +152,30 @@ struct alignas(kLineBytes) RankLine {
   // which may have been taken away by then where memory had run out.
   robust_list_head robust_head;
   void* robust_next;
-  std::atomic<uint32_t> life;    ///< futex word: the keeper thread's id, marked
-                                 ///< by the kernel when it dies
-  std::atomic<Witness> witness;  ///< set before `life`
+  Atomic<uint32_t> life;    ///< futex word: the keeper thread's id, marked
+                            ///< by the kernel when it dies
+  Atomic<Witness> witness;  ///< set before `life`
   /// 0, or the crash for which a handler is running.
-  std::atomic<uint32_t> crash;
-  std::atomic<uint32_t> pid;
+  Atomic<uint32_t> crash;
+  Atomic<uint32_t> pid;
   uint8_t affinity[128];  ///< cpu_set_t of the process, to tell whether the
                           ///< ranks of this host fit it
-  std::atomic<uint32_t> affinity_known;
+  Atomic<uint32_t> affinity_known;
 
   /// Calls n and n + 1 use different entries; n + 2 reuses n's, which nobody
   /// reads once all are in n + 1.
   alignas(kLineBytes) CallRecord call[2];
-  std::atomic<uint64_t> call_number;
-  std::atomic<uint32_t>
-      arrivals;  ///< gate phases that this rank has arrived in
+  Atomic<uint64_t> call_number;
+  Atomic<uint32_t> arrivals;  ///< gate phases that this rank has arrived in
 
-  alignas(kLineBytes) std::atomic<
-      uint32_t> bell;  ///< futex word: point-to-point traffic for this rank
-  std::atomic<uint32_t> bell_sleepers;
+  alignas(kLineBytes) Atomic<uint32_t> bell;  ///< futex word: point-to-point
+                                              ///< traffic for this rank
+  Atomic<uint32_t> bell_sleepers;
 
   alignas(kLineBytes)
       uint64_t late[2];  ///< whom this rank gave up on, when `abort` names it
   double waited_s;
-  std::atomic<uint32_t> is_informed;  ///< has raised because of `abort`
+  Atomic<uint32_t> is_informed;  ///< has raised because of `abort`
   char message[1024];  ///< why this rank raised, when `abort` names it
   char activity[128];  ///< what the rank was last doing, in words
 };
@@ -185,10 +183,10 @@ struct alignas(kLineBytes) RankLine {
 /// One direction between two ranks: a ring of bytes in the sender's outbox.
 /// Positions only grow.
 struct alignas(kLineBytes) Channel {
-  std::atomic<uint64_t> written;  ///< release: publishes the bytes before it;
-                                  ///< partner: receiver's acquire
+  Atomic<uint64_t> written;  ///< release: publishes the bytes before it;
+                             ///< partner: receiver's acquire
   alignas(kLineBytes)
-      std::atomic<uint64_t> read;  ///< release: frees the bytes before it
+      Atomic<uint64_t> read;  ///< release: frees the bytes before it
 };
 
 /// Offsets of the parts; a function of the world size and the slab size alone.

@@ -57,9 +57,9 @@ class PlacesLock {
   ~PlacesLock() { word_.store(0, std::memory_order_release); }
 
  private:
-  static std::atomic<uint32_t> word_;
+  static Atomic<uint32_t> word_;
 };
-std::atomic<uint32_t> PlacesLock::word_{0};
+Atomic<uint32_t> PlacesLock::word_{0};
 
 Place& place_of(int signal) {
   size_t i = 0;
@@ -87,7 +87,7 @@ void explain_region_of_parent(const siginfo_t& info) {
       "with the other ranks: a gradient under gradient_as_bucket_view=True, or "
       "an array of Group.allocate(). Copy it before the fork (clone(), "
       "copy()), or use it in the parent alone.\n";
-  static std::atomic<pid_t> explained_in{0};  // another level of ours may come
+  static Atomic<pid_t> explained_in{0};  // another level of ours may come
   if (explained_in.exchange(getpid()) == getpid()) return;
   [[maybe_unused]] const ssize_t written =
       write(STDERR_FILENO, kText, sizeof(kText) - 1);
@@ -133,7 +133,7 @@ void call(const struct sigaction& action, int signal, siginfo_t* info,
 /// ours, from a lower level, that one will see what comes.
 bool survives(const struct sigaction& handler, int signal, siginfo_t* info,
               void* context) {
-  static std::atomic<uint32_t> count{0};
+  static Atomic<uint32_t> count{0};
   const uint32_t number = count.fetch_add(1, std::memory_order_relaxed);
   const uint32_t word =
       static_cast<uint32_t>(signal) | (number << 8 & kCrashCount);
@@ -199,7 +199,7 @@ const std::array<Handler, kLevels> handlers = {on_crash<0>, on_crash<1>,
 /// gave it to them. Large enough for handlers of others that write a report.
 void give_alternate_stack() {
   constexpr size_t kBytes = 256 * 1024;
-  static std::atomic<bool> is_given{false};
+  static Atomic<bool> is_given{false};
   stack_t current;
   if (sigaltstack(nullptr, &current) != 0 ||
       (current.ss_flags & SS_DISABLE) == 0 || is_given.exchange(true))

@@ -12,7 +12,7 @@
 
 namespace paceline {
 
-std::atomic<bool> any_fault_armed{false};
+Atomic<bool> any_fault_armed{false};
 
 namespace {
 
@@ -27,11 +27,11 @@ thread_local Armed armed;
 
 constexpr auto kPoints = static_cast<size_t>(Point::kNumPoints);
 struct Board {
-  std::atomic<uint32_t>* words = nullptr;
+  Atomic<uint32_t>* words = nullptr;
   int world = 0;
   int rank = 0;
 
-  std::atomic<uint32_t>& passages(int of, Point point) const {
+  Atomic<uint32_t>& passages(int of, Point point) const {
     return words[static_cast<size_t>(of) * kPoints +
                  static_cast<size_t>(point)];
   }
@@ -53,7 +53,7 @@ constexpr int64_t kStandstillNs = 30'000'000;
 
 void wait_for_partner() {
   if (armed.partner.rank < 0 || board.words == nullptr) return;
-  const std::atomic<uint32_t>& passages =
+  const Atomic<uint32_t>& passages =
       board.passages(armed.partner.rank, armed.partner.point);
   uint64_t seen = board.passages_of_others();
   int64_t since_ns = now_ns();
@@ -90,7 +90,7 @@ void arm_fault(Point point, FaultAction action, uint32_t nth,
   any_fault_armed.store(true, std::memory_order_relaxed);
 }
 
-void count_passages(std::atomic<uint32_t>* words, int world, int rank) {
+void count_passages(Atomic<uint32_t>* words, int world, int rank) {
   board = {words, world, rank};
   any_fault_armed.store(true, std::memory_order_relaxed);
 }

@@ -58,9 +58,9 @@ void disarm_fault();
 /// Lets the ranks see which points each of them has passed, which faults with a
 /// partner need. `board` is zeroed memory that they share: `world` times
 /// kNumPoints words. This process counts its passages as `rank`; null: no more.
-void count_passages(std::atomic<uint32_t>* board, int world, int rank);
+void count_passages(Atomic<uint32_t>* board, int world, int rank);
 
-extern std::atomic<bool> any_fault_armed;
+extern Atomic<bool> any_fault_armed;
 void strike_if_armed(Point point);
 
 inline void fault_point(Point point) {

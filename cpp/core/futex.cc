@@ -28,7 +28,7 @@ struct KernelWait {
   uint32_t reserved;
 };
 
-std::atomic<bool> waitv_disabled{false};
+Atomic<bool> waitv_disabled{false};
 
 bool probe_futex_waitv() {
   // Zero waiters are EINVAL where the call exists; ENOSYS or a seccomp filter's
@@ -85,7 +85,7 @@ FutexResult futex_wait_any(std::span<const FutexWait> waits,
       syscall(SYS_futex_waitv, kernel, count, 0, &deadline, CLOCK_MONOTONIC));
 }
 
-void futex_wake(std::atomic<uint32_t>& word, int count) {
+void futex_wake(Atomic<uint32_t>& word, int count) {
   syscall(SYS_futex, &word, FUTEX_WAKE, count, nullptr, nullptr, 0);
 }
 

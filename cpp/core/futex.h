@@ -10,7 +10,7 @@ namespace paceline {
 
 /// A word and the value at which sleeping is right.
 struct FutexWait {
-  const std::atomic<uint32_t>* word;
+  const Atomic<uint32_t>* word;
   uint32_t expected;
 };
 
@@ -26,7 +26,7 @@ FutexResult futex_wait_any(std::span<const FutexWait> waits,
                            int64_t deadline_ns);
 
 /// Wakes up to `count` sleepers of `word`, in any process.
-void futex_wake(std::atomic<uint32_t>& word, int count);
+void futex_wake(Atomic<uint32_t>& word, int count);
 inline constexpr int kWakeAll = 0x7fffffff;
 
 bool has_futex_waitv();

@@ -20,11 +20,11 @@ constexpr int64_t kRecheckNs = 1'000'000'000;
 // Between two looks at file locks.
 constexpr int64_t kLockRecheckNs = 500'000'000;
 
-std::atomic<bool> robust_list_disabled{false};
+Atomic<bool> robust_list_disabled{false};
 
 /// A list of one word, which the calling thread holds until it ends.
 bool hold_robustly(robust_list_head& head, void*& node,
-                   std::atomic<uint32_t>& word) {
+                   Atomic<uint32_t>& word) {
   head.list.next = reinterpret_cast<robust_list*>(&node);
   head.futex_offset = static_cast<long>(reinterpret_cast<std::byte*>(&word) -
                                         reinterpret_cast<std::byte*>(&node));
@@ -46,7 +46,7 @@ bool try_robust_list() {
   static struct {
     robust_list_head head;
     void* node;
-    std::atomic<uint32_t> word;
+    Atomic<uint32_t> word;
   } trial;
   bool is_taken = false;
   std::thread([&] {
@@ -198,7 +198,7 @@ void Keeper::look_at(size_t peer) {
 void Keeper::beat() {
   // After that the handler must have jumped out of the crash.
   constexpr int64_t kLongestNs = 60'000'000'000;
-  std::atomic<uint32_t>& word = ranks_[static_cast<size_t>(rank_)].crash;
+  Atomic<uint32_t>& word = ranks_[static_cast<size_t>(rank_)].crash;
   uint32_t crash = word.load(std::memory_order_relaxed);
   Crash& known = crashes_[static_cast<size_t>(rank_)];
   if (crash == 0 || (crash & kCrashIsFatal) != 0) {

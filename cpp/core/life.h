@@ -51,7 +51,7 @@ class Keeper {
   Header& header_;
   std::span<RankLine> ranks_;
   const int rank_;
-  std::atomic<uint32_t> state_{
+  Atomic<uint32_t> state_{
       kStarting};  // futex word between this object and its thread
   const Region* const region_;
   std::unique_ptr<RegionLock> lock_;

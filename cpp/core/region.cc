@@ -72,7 +72,7 @@ void copy_while_written(void* to, const void* from, size_t bytes) {
   for (size_t i = 0; i < bytes / sizeof(uint64_t); ++i) out[i] = in[i];
 }
 
-std::atomic<uint32_t> forks{0};
+Atomic<uint32_t> forks{0};
 SignalSafeList<ForkedAway> forked_away;
 
 /// What no forked child may have is closed there at once, and the place of a

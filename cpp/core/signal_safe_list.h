@@ -15,7 +15,7 @@ template <class T>
 class SignalSafeList {
  public:
   struct Entry {
-    std::atomic<uint32_t> state{kChanging};
+    Atomic<uint32_t> state{kChanging};
     T value{};
     Entry* next = nullptr;
   };
@@ -68,8 +68,8 @@ class SignalSafeList {
 
  private:
   enum State : uint32_t { kFree, kChanging, kThere };
-  std::atomic<Entry*> first_{nullptr};
-  std::atomic<uint32_t> walkers_{0};
+  Atomic<Entry*> first_{nullptr};
+  Atomic<uint32_t> walkers_{0};
 };
 
 }  // namespace paceline

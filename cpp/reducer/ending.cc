@@ -48,7 +48,7 @@ uint32_t Reducer::complete_pass(uint32_t forwards, bool allow_unused) {
   copy_back();
   has_no_means_ = false;
   const PassControl& shared = control();
-  const auto saw = [&](const std::atomic<uint64_t>& pass, uint32_t flag) {
+  const auto saw = [&](const Atomic<uint64_t>& pass, uint32_t flag) {
     return pass.load(std::memory_order_relaxed) == pass_ ? flag : 0;
   };
   return verdict | saw(shared.nonfinite_pass, kPassNonFinite) |
@@ -133,7 +133,7 @@ void Reducer::restart_without_reduction() {
   meet(kReset, base + 2 * world);
 }
 
-bool Reducer::count_up(std::atomic<uint64_t>& count, uint64_t target) {
+bool Reducer::count_up(Atomic<uint64_t>& count, uint64_t target) {
   uint64_t seen = count.load(std::memory_order_relaxed);
   // acq_rel: releases what this rank has done; whoever reaches the target has
   // acquired what all have.
@@ -144,7 +144,7 @@ bool Reducer::count_up(std::atomic<uint64_t>& count, uint64_t target) {
   return seen + 1 == target;
 }
 
-bool Reducer::settle(std::atomic<uint64_t>& count, uint64_t target) {
+bool Reducer::settle(Atomic<uint64_t>& count, uint64_t target) {
   uint64_t seen = count.load(std::memory_order_acquire);
   while (!has_reached(seen, target)) {
     if ((seen & kPoison) != 0) return false;
@@ -157,8 +157,8 @@ bool Reducer::settle(std::atomic<uint64_t>& count, uint64_t target) {
 }
 
 template <class Work>
-void Reducer::wait_for(std::atomic<uint64_t>& count, uint64_t target,
-                       Stage awaited, Work work) {
+void Reducer::wait_for(Atomic<uint64_t>& count, uint64_t target, Stage awaited,
+                       Work work) {
   try {
     wait_until(awaited, [&] {
       work();

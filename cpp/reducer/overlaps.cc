@@ -28,7 +28,7 @@ struct OpenPasses {
 // A forked child has none of its parent's passes; and the lock may have been
 // held by a thread that it does not have.
 OpenPasses& open_passes() {
-  static std::atomic<OpenPasses*> current{nullptr};
+  static Atomic<OpenPasses*> current{nullptr};
   OpenPasses* seen = current.load(std::memory_order_acquire);
   if (seen == nullptr || seen->fork_generation != fork_generation()) {
     auto fresh = std::make_unique<OpenPasses>();

@@ -10,7 +10,7 @@ namespace {
 
 // Chunks large enough that claiming costs nothing, small enough that two ranks
 // share the last bucket.
-constexpr size_t kChunkBytes = 128 * 1024;
+constexpr size_t kChunkBytes = 128 * 1024 / kSmaller;
 constexpr uint32_t kAssignedChunksPerRank = 2;
 
 }  // namespace

@@ -131,7 +131,7 @@ bool Reducer::claim_chunk(size_t index, uint32_t* chunk) {
              bucket.done * static_cast<uint32_t>(group_.world());
     return *chunk < bucket.end_chunk;
   }
-  std::atomic<uint64_t>& claim = bucket_control(index).claim;
+  Atomic<uint64_t>& claim = bucket_control(index).claim;
   const uint64_t base = pass_ << 32;
   uint64_t seen = claim.load(std::memory_order_relaxed);
   while (true) {

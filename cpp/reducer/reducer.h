@@ -87,7 +87,7 @@ struct BucketSpan {
   size_t end;
 };
 
-inline constexpr size_t kBlockElements = 16384;
+inline constexpr size_t kBlockElements = 16384 / kSmaller;
 inline constexpr uint32_t kPassUnused = 1;
 inline constexpr uint32_t kPassNonFinite = 2;
 inline constexpr uint32_t kPassForwardsDiffer = 4;
@@ -197,32 +197,32 @@ class Reducer {
   };
   // In rank 0's copy of the control block.
   struct alignas(kLineBytes) PassControl {
-    std::atomic<uint64_t> ended;
+    Atomic<uint64_t> ended;
     /// kPass..., but for kPassNonFinite, of the pass that is ending.
-    std::atomic<uint32_t> flags;
+    Atomic<uint32_t> flags;
     /// Of the first to end, plus 1; 0: nobody has.
-    std::atomic<uint64_t> forwards;
+    Atomic<uint64_t> forwards;
     /// Of the first to end that has one.
-    std::atomic<uint32_t> note;
+    Atomic<uint32_t> note;
     /// Arrivals at the barrier that resets a pass without reduction.
-    std::atomic<uint64_t> restarted;
-    alignas(kLineBytes) std::atomic<uint64_t> chunks_done;
+    Atomic<uint64_t> restarted;
+    alignas(kLineBytes) Atomic<uint64_t> chunks_done;
     /// The last pass that saw one, and the last in which a sum overflowed.
-    std::atomic<uint64_t> nonfinite_pass;
-    std::atomic<uint64_t> overflow_pass;
+    Atomic<uint64_t> nonfinite_pass;
+    Atomic<uint64_t> overflow_pass;
     /// The last pass whose end was decided, and the flags of that pass.
-    alignas(kLineBytes) std::atomic<uint64_t> ended_pass;
-    std::atomic<uint32_t> verdict;
+    alignas(kLineBytes) Atomic<uint64_t> ended_pass;
+    Atomic<uint32_t> verdict;
     /// Futex word: something above changed.
-    alignas(kLineBytes) std::atomic<uint32_t> bell;
-    std::atomic<uint32_t> sleepers;
+    alignas(kLineBytes) Atomic<uint32_t> bell;
+    Atomic<uint32_t> sleepers;
     /// As rank 0 decided, once.
     uint32_t assigns_chunks;
   };
   struct alignas(kLineBytes) BucketControl {
-    std::atomic<uint64_t> arrived;
+    Atomic<uint64_t> arrived;
     /// pass << 32 | next chunk
-    std::atomic<uint64_t> claim;
+    Atomic<uint64_t> claim;
   };
   struct SegmentStats {
     double squared_norm;
@@ -239,9 +239,9 @@ class Reducer {
     // Evidence for whoever waits: how far this rank has come, whether others
     // wait for a chunk in its hands, and how many of the chunks assigned to it
     // it has not reduced yet.
-    std::atomic<uint64_t> stage;
-    std::atomic<uint32_t> is_reducing;
-    std::atomic<uint32_t> owed;
+    Atomic<uint64_t> stage;
+    Atomic<uint32_t> is_reducing;
+    Atomic<uint32_t> owed;
   };
 
   void plan(const std::vector<BucketSpan>& buckets);
@@ -283,13 +283,13 @@ class Reducer {
     return (count & ~kPoison) >= target;
   }
   /// Adds 1, unless the count is poisoned; whether that reached the target.
-  static bool count_up(std::atomic<uint64_t>& count, uint64_t target);
+  static bool count_up(Atomic<uint64_t>& count, uint64_t target);
   /// Poisons the count unless it has reached the target; whether it has.
-  static bool settle(std::atomic<uint64_t>& count, uint64_t target);
+  static bool settle(Atomic<uint64_t>& count, uint64_t target);
   /// Does `work` now and then until the count has reached the target. Throws,
   /// and then no rank returns from this wait that has not done so already.
   template <class Work>
-  void wait_for(std::atomic<uint64_t>& count, uint64_t target, Stage awaited,
+  void wait_for(Atomic<uint64_t>& count, uint64_t target, Stage awaited,
                 Work work);
   template <class Ready>
   void wait_until(Stage awaited, Ready ready);

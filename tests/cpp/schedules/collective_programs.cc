@@ -1,0 +1,283 @@
+// Collectives, messages, and how ranks come and go.
+#include <numeric>
+
+#include "world.h"
+
+namespace paceline::schedules {
+namespace {
+
+constexpr size_t kFloat = sizeof(float);
+// On both sides of each limit in core/control.h.
+constexpr size_t kCounts[] = {1, kSmallBytes / kFloat, kPieceBytes / kFloat,
+                              kPieceBytes / kFloat * 2 + 40};
+
+GroupOptions options() {
+  return {.timeout_s = 2, .warn_after_s = 1000, .spin_us = 0};
+}
+
+float value(int rank, size_t i, int call) {
+  return 24.0f *
+         static_cast<float>((rank + 1) * (call + 1) + static_cast<int>(i % 7));
+}
+
+void fill(std::span<float> array, int rank, int call) {
+  note_plain_write(array.data(), array.size() * kFloat);
+  for (size_t i = 0; i < array.size(); ++i) array[i] = value(rank, i, call);
+}
+
+/// One rank's calls; the same on every rank, but for the data.
+struct Caller {
+  Run& run;
+  int rank;
+  HostGroup group;
+  Random shared;
+  size_t in_region = 0;  ///< an array of kCounts[2] floats
+  int call = 0;
+
+  Caller(Run& a_run, int a_rank)
+      : run(a_run),
+        rank(a_rank),
+        group(run.world.region(), rank, kNonce, options()),
+        shared(run.shared_random()) {
+    group.join();
+    in_region = group.allocate(kCounts[2] * kFloat, -1);
+    scheduler().start();
+  }
+
+  int world() const { return group.world(); }
+
+  void all_reduce(size_t count, bool is_inside, bool is_mean) {
+    std::vector<float> outside(is_inside ? 0 : count);
+    float* const data =
+        is_inside ? reinterpret_cast<float*>(group.slab(rank) + in_region)
+                  : outside.data();
+    fill({data, count}, rank, call);
+    group.all_reduce(data, count, DType::kFloat32,
+                     is_mean ? ReduceOp::kMean : ReduceOp::kSum, 1, -1);
+    note_plain_read(data, count * kFloat);
+    for (size_t i = 0; i < count; ++i) {
+      float sum = 0;
+      for (int r = 0; r < world(); ++r) sum += value(r, i, call);
+      expect(data[i] == (is_mean ? sum / static_cast<float>(world()) : sum),
+             "a wrong sum");
+    }
+  }
+
+  void broadcast(size_t count, int root) {
+    std::vector<float> data(count);
+    fill(data, rank, call);
+    group.broadcast(data.data(), count * kFloat, root, -1);
+    for (size_t i = 0; i < count; ++i)
+      expect(data[i] == value(root, i, call), "a wrong broadcast");
+  }
+
+  void all_gather(size_t count) {
+    std::vector<float> in(count);
+    std::vector<float> out(count * static_cast<size_t>(world()));
+    fill(in, rank, call);
+    group.all_gather(in.data(), out.data(), count * kFloat, -1);
+    for (size_t i = 0; i < out.size(); ++i) {
+      expect(out[i] == value(static_cast<int>(i / count), i % count, call),
+             "a wrong gathering");
+    }
+  }
+
+  void reduce_scatter(size_t count) {
+    std::vector<float> in(count * static_cast<size_t>(world()));
+    std::vector<float> out(count);
+    fill(in, rank, call);
+    group.reduce_scatter(in.data(), out.data(), count, DType::kFloat32,
+                         ReduceOp::kSum, -1);
+    for (size_t i = 0; i < count; ++i) {
+      float sum = 0;
+      for (int r = 0; r < world(); ++r)
+        sum += value(r, i + count * static_cast<size_t>(rank), call);
+      expect(out[i] == sum, "a wrong sum of a part");
+    }
+  }
+
+  void all_to_all(size_t count) {
+    const auto ranks = static_cast<size_t>(world());
+    std::vector<float> in(count * ranks);
+    std::vector<float> out(count * ranks);
+    fill(in, rank, call);
+    const std::vector<uint64_t> bytes(ranks, count * kFloat);
+    group.all_to_all(in.data(), bytes, out.data(), bytes, -1);
+    for (size_t i = 0; i < out.size(); ++i) {
+      expect(
+          out[i] == value(static_cast<int>(i / count),
+                          i % count + count * static_cast<size_t>(rank), call),
+          "a wrong exchange");
+    }
+  }
+
+  // Everybody raises, nothing was exchanged, the group stays usable.
+  void mismatch(int odd_rank) {
+    float data[2] = {1, 1};
+    bool raised = false;
+    try {
+      group.all_reduce(data, rank == odd_rank ? 2 : 1, DType::kFloat32,
+                       ReduceOp::kSum, 1, -1);
+    } catch (const Failure& failure) {
+      raised = failure.reason == Reason::kMismatch;
+      if (!raised) throw;
+    }
+    expect(raised && data[0] == 1, "calls differ, and a rank did not raise");
+  }
+
+  void allocate_and_free() {
+    const size_t offset = group.allocate(100, -1);
+    auto* const data = reinterpret_cast<float*>(group.slab(rank) + offset);
+    note_plain_read(data, 100);
+    expect(data[0] == 0, "new memory is not zeroed");
+    note_plain_write(data, 100);
+    data[0] = 5;
+    group.free(offset, shared.one_in(2));
+  }
+
+  void next() {
+    const size_t count = kCounts[shared.below(std::size(kCounts))];
+    const size_t part = 1 + shared.below(300);
+    const int root =
+        static_cast<int>(shared.below(static_cast<uint64_t>(world())));
+    const bool coin = shared.one_in(2);
+    switch (shared.below(9)) {
+      case 0:
+        group.barrier(-1);
+        break;
+      case 1:
+        all_reduce(count, false, coin);
+        break;
+      case 2:
+        all_reduce(kCounts[shared.below(3)], true, coin);
+        break;
+      case 3:
+        broadcast(count, root);
+        break;
+      case 4:
+        all_gather(count);
+        break;
+      case 5:
+        reduce_scatter(part);
+        break;
+      case 6:
+        all_to_all(part);
+        break;
+      case 7:
+        mismatch(root);
+        break;
+      case 8:
+        allocate_and_free();
+        break;
+    }
+    ++call;
+    ++run.outcomes[static_cast<size_t>(rank)].good_passes;
+  }
+};
+
+constexpr int kCalls = 4;
+
+void collectives(Run& run, int index) {
+  Caller caller(run, index);
+  for (int i = 0; i < kCalls; ++i) caller.next();
+}
+
+void barriers(Run& run, int index) {
+  Caller caller(run, index);
+  for (int i = 0; i < 4; ++i) {
+    caller.group.barrier(-1);
+    ++run.outcomes[static_cast<size_t>(index)].good_passes;
+  }
+}
+
+void come_and_leave(Run& run, int index) {
+  scheduler().start();
+  HostGroup group(run.world.region(), index, kNonce, options());
+  group.join();
+  if (run.shared_random().one_in(2)) group.barrier(-1);
+}
+
+// Everybody sends to everybody before it receives, more than an outbox holds.
+void messages(Run& run, int index) {
+  HostGroup group(run.world.region(), index, kNonce, options());
+  group.join();
+  scheduler().start();
+  Random shared = run.shared_random();
+  const auto ranks = static_cast<size_t>(group.world());
+  for (int round = 0; round < 2; ++round) {
+    // Whole pieces of clocks.h: what lies side by side counts as one there.
+    const size_t count = 4 * (1 + shared.below(kOutboxBytes / 8));
+    std::vector<std::vector<float>> out(ranks);
+    std::vector<std::vector<float>> in(ranks);
+    std::vector<TransferId> started;
+    for (int r = 0; r < group.world(); ++r) {
+      if (r == index) continue;
+      const auto peer = static_cast<size_t>(r);
+      out[peer].resize(count);
+      in[peer].resize(count);
+      fill(out[peer], index, round + r);
+      started.push_back(
+          group.start_send(out[peer].data(), count * kFloat, r, 7));
+      started.push_back(
+          group.start_receive(in[peer].data(), count * kFloat, r, 7));
+    }
+    const bool has_barrier = shared.one_in(2);
+    if (has_barrier) group.barrier(-1);
+    for (const TransferId id : started) group.wait(id, -1);
+    for (int r = 0; r < group.world(); ++r) {
+      for (size_t i = 0; r != index && i < count; ++i) {
+        expect(in[static_cast<size_t>(r)][i] == value(r, i, round + index),
+               "a wrong message");
+      }
+    }
+  }
+}
+
+// Every survivor learns of a death or has no more calls that need the dead.
+std::string deaths_are_noticed(const Run& run) {
+  for (const Outcome& outcome : run.outcomes) {
+    if (outcome.has_raised && outcome.reason != Reason::kDied &&
+        outcome.reason != Reason::kLeft)
+      return "a survivor raised something else than a death";
+  }
+  return "";
+}
+
+std::string deadlines_or_nothing(const Run& run) {
+  for (const Outcome& outcome : run.outcomes) {
+    if (outcome.has_raised && outcome.reason != Reason::kDeadline &&
+        outcome.reason != Reason::kLeft)
+      return "a rank raised something else than the deadline";
+  }
+  return "";
+}
+
+}  // namespace
+
+void add_collective_programs(std::vector<Program>& programs) {
+  const auto add = [&](const char* name, int ranks, Events events, auto body,
+                       auto judge) {
+    programs.push_back({name, ranks, events, body, judge});
+  };
+  const Events death{.deaths = 1, .watches_races = false};
+  const Events deaths{.deaths = 2, .watches_races = false};
+  const Events deadline{
+      .stops = 1, .time_passes = true, .watches_races = false};
+  add("coming and leaving, 3 ranks", 3, {}, come_and_leave, nobody_raises);
+  add("collectives, 2 ranks", 2, {}, collectives, nobody_raises);
+  add("collectives, 3 ranks", 3, {}, collectives, nobody_raises);
+  add("collectives, 4 ranks, 2 cores", 4, {.cores = 2}, collectives,
+      nobody_raises);
+  add("collectives, a stop, 3 ranks", 3, {.stops = 1}, collectives,
+      nobody_raises);
+  add("messages, 2 ranks", 2, {}, messages, nobody_raises);
+  add("messages, 3 ranks", 3, {}, messages, nobody_raises);
+  add("collectives, a death, 3 ranks", 3, death, collectives,
+      deaths_are_noticed);
+  add("barriers, two deaths, 4 ranks", 4, deaths, barriers, deaths_are_noticed);
+  add("messages, a death, 3 ranks", 3, death, messages, deaths_are_noticed);
+  add("collectives, stopped beyond the deadline, 3 ranks", 3, deadline,
+      collectives, deadlines_or_nothing);
+}
+
+}  // namespace paceline::schedules

@@ -1,0 +1,98 @@
+# Tests of the tests: the core with one mistake in it, which exploring must find.
+#
+# mutant(NAME FILE PROGRAM FINDING OLD NEW [OLD NEW]...): replaces OLD by NEW in a copy of FILE, which must
+# hold it, builds the explorer with that copy, and expects FINDING from the programs named like PROGRAM.
+# A header is compiled with the sources named first.
+
+set(mutant_sources_of_host_group.h
+    cpp/collectives/all_gather.cc cpp/collectives/all_reduce.cc cpp/collectives/broadcast.cc
+    cpp/collectives/host_group.cc cpp/reducer/ending.cc cpp/reducer/reducer.cc)
+
+function(mutant name file program finding)
+  set(folder ${CMAKE_CURRENT_BINARY_DIR}/mutants/${name})
+  file(READ ${PROJECT_SOURCE_DIR}/${file} text)
+  set(i 4)
+  while(i LESS ARGC)
+    set(old "${ARGV${i}}")
+    math(EXPR i "${i} + 1")
+    set(new "${ARGV${i}}")
+    math(EXPR i "${i} + 1")
+    string(FIND "${text}" "${old}" at)
+    if(at EQUAL -1)
+      message(FATAL_ERROR "mutant ${name}: ${file} does not hold \"${old}\". Bring mutants.cmake up to date")
+    endif()
+    string(REPLACE "${old}" "${new}" text "${text}")
+  endwhile()
+  string(REGEX REPLACE "^cpp/" "" copy ${file})
+  file(GENERATE OUTPUT ${folder}/${copy} CONTENT "${text}")
+  set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/${file})
+
+  get_filename_component(base ${file} NAME)
+  set(sources ${folder}/${copy})
+  if(DEFINED mutant_sources_of_${base})
+    list(TRANSFORM mutant_sources_of_${base} PREPEND ${PROJECT_SOURCE_DIR}/ OUTPUT_VARIABLE sources)
+  endif()
+  # Linked before the library, whose own version is then left out.
+  add_executable(mutant_${name} ${sources})
+  target_include_directories(mutant_${name} BEFORE PRIVATE ${folder})
+  target_compile_options(mutant_${name} PRIVATE ${copies_are_calls} -O1 -w)
+  target_link_libraries(mutant_${name} PRIVATE paceline_programs)
+  add_test(NAME mutant_${name} COMMAND mutant_${name} 40000 1 ${program})
+  set_tests_properties(
+    mutant_${name} PROPERTIES TIMEOUT 300 PASS_REGULAR_EXPRESSION "seed [0-9]+, expected steps [0-9]+: ${finding}")
+endfunction()
+
+# --- wake-ups that are lost ---
+mutant(no_ring_at_the_end cpp/reducer/reducer.cc "passes, 2 ranks" deadlock
+  "if (count_up(control().chunks_done, pass_ * total_chunks_))\n        ring(kWakeAll);"
+  "count_up(control().chunks_done, 0);")
+mutant(one_is_woken cpp/reducer/reducer.cc "passes, 3 ranks" deadlock
+  "if (count_up(control().chunks_done, pass_ * total_chunks_))\n        ring(kWakeAll);"
+  "if (count_up(control().chunks_done, pass_ * total_chunks_)) ring(1);")
+mutant(wake_before_the_change cpp/reducer/reducer.cc "passes, 2 ranks" deadlock
+  "shared.bell.fetch_add(1, std::memory_order_seq_cst);" ""
+  "futex_wake(shared.bell, count);" "futex_wake(shared.bell, count); shared.bell.fetch_add(1);")
+mutant(sleep_without_comparing cpp/collectives/host_group.h "passes, 2 ranks" deadlock
+  "{{&word, seen}," "{{&word, word.load() + 0 * seen},")
+mutant(no_wake_at_the_gate cpp/collectives/host_group.cc "collectives, 2 ranks" deadlock
+  "futex_wake(gate.phase, kWakeAll)" "(void)0")
+mutant(receiver_does_not_ring cpp/collectives/point_to_point.cc "messages, 2 ranks" deadlock
+  "channel.read.store(at, std::memory_order_release);\n    ring(transfer.peer)"
+  "channel.read.store(at, std::memory_order_release)")
+mutant(nobody_hears_of_a_death cpp/core/crash.cc "collectives, a death" deadlock
+  "futex_wake(header.abort, kWakeAll)" "(void)0")
+mutant(leaves_without_a_word cpp/core/life.cc "leaving in mid-pass" deadlock
+  "futex_wake(header_.departures, kWakeAll)" "(void)0")
+
+# --- words that are too early or too late ---
+mutant(counts_before_it_writes cpp/reducer/reducer.cc "passes, 2 ranks" "(a wrong mean|race|a gradient)"
+  "reduce_chunk(chunks_[chunk]);" ""
+  "if (count_up(control().chunks_done, pass_ * total_chunks_))\n        ring(kWakeAll);"
+  "const bool is_last = count_up(control().chunks_done, pass_ * total_chunks_);\n      reduce_chunk(chunks_[chunk]);\n      if (is_last) ring(kWakeAll);")
+mutant(claims_in_two_steps cpp/reducer/reducer.cc "passes, 2 ranks" "(a wrong mean|race|a gradient|deadlock)"
+  "if (claim.compare_exchange_weak(seen, next + 1,\n                                    std::memory_order_relaxed))"
+  "claim.store(next + 1);")
+mutant(no_reset_after_a_void_pass cpp/reducer/ending.cc "passes, 2 ranks" "(a wrong mean|race|deadlock)"
+  "shared.chunks_done.store(pass_ * total_chunks_, std::memory_order_relaxed);" "")
+mutant(gate_opens_before_its_reset cpp/collectives/host_group.cc "collectives, 2 ranks" "(deadlock|race|calls differ|a wrong|rank)"
+  "gate.arrived.store(0, std::memory_order_relaxed);" ""
+  "gate.phase.store(phase + 1, std::memory_order_seq_cst);"
+  "gate.phase.store(phase + 1); gate.arrived.store(0);")
+mutant(one_buffer_for_all_calls cpp/collectives/host_group.h "collectives, 2 ranks" "(race|a wrong)"
+  "Layout::small_at(call_.number & 1)" "Layout::small_at(0)")
+
+# --- memory orders that promise too little ---
+mutant(relaxed_count cpp/reducer/ending.cc "passes, 2 ranks" race
+  "seen, seen + 1, std::memory_order_acq_rel" "seen, seen + 1, std::memory_order_relaxed")
+mutant(relaxed_post cpp/reducer/reducer.cc "passes, 2 ranks" race
+  "arrived.fetch_add(1, std::memory_order_acq_rel)" "arrived.fetch_add(1, std::memory_order_relaxed)")
+mutant(relaxed_gate cpp/collectives/host_group.cc "collectives, 2 ranks" race
+  "gate.arrived.fetch_add(1, std::memory_order_acq_rel)" "gate.arrived.fetch_add(1, std::memory_order_relaxed)")
+mutant(relaxed_message cpp/collectives/point_to_point.cc "messages, 2 ranks" race
+  "channel.written.store(at, std::memory_order_release)" "channel.written.store(at, std::memory_order_relaxed)")
+
+# --- each survivor decides alone ---
+mutant(no_poison cpp/reducer/ending.cc "passes, a death, 3 ranks" "(survivors disagree|a wrong mean)"
+  "const bool is_reached = settle(count, target);" "throw;\n    const bool is_reached = false;")
+mutant(goes_on_after_the_end cpp/reducer/reducer.cc "passes, a death, 2 ranks" "rank [0-9] claimed [0-9]+ chunks after the end"
+  "if (group_.is_over()) break;" "")

@@ -1,0 +1,325 @@
+// Backward passes: every verdict, every way to lose a rank.
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+
+#include "reducer/reducer.h"
+#include "world.h"
+
+namespace paceline::schedules {
+namespace {
+
+constexpr size_t kSizes[] = {10, 600, 1, 256, 700};
+constexpr size_t kParameters = std::size(kSizes);
+constexpr int kPasses = 3;
+constexpr float kGarbage = -7;
+
+/// One pass, as all ranks know it beforehand.
+struct Pass {
+  enum Kind { kPlain, kUnused, kUnusedAllowed, kForwardsDiffer, kFinished };
+  Kind kind = kPlain;
+  int odd_rank = 0;  ///< that leaves something out, or differs
+  bool has_weights = false;
+};
+
+/// How the ranks of one schedule train.
+struct Setting {
+  bool is_elsewhere;  ///< gradients lie outside of the arena
+  size_t cap_bytes;   ///< of a bucket
+  Pass passes[kPasses];
+
+  Setting(const Run& run, bool only_plain) {
+    Random random = run.shared_random();
+    is_elsewhere = random.one_in(2);
+    cap_bytes = size_t{256} << random.below(6);
+    for (Pass& pass : passes) {
+      if (!only_plain && random.one_in(2))
+        pass.kind = static_cast<Pass::Kind>(1 + random.below(4));
+      pass.odd_rank = static_cast<int>(
+          random.below(static_cast<uint64_t>(run.world.ranks())));
+      pass.has_weights = random.one_in(4);
+    }
+  }
+};
+
+double weight_of(int rank, int world) {
+  return world == 4 || rank + 1 < world ? 1 : world == 2 ? 3 : 2;
+}
+
+/// One rank's reducer, its gradients, and what they should become.
+class Model {
+ public:
+  Model(HostGroup& group, const Setting& setting)
+      : group_(group), setting_(setting) {
+    std::vector<ParameterSpan> spans;
+    std::vector<BucketSpan> buckets;
+    size_t at = 0;
+    size_t begin = 0;
+    for (const size_t count : kSizes) {
+      spans.push_back({at, count, DType::kFloat32});
+      offsets_.push_back(at);
+      const size_t end = at + (count * sizeof(float) + 63) / 64 * 64;
+      for (size_t block = kBlockElements; block < count;
+           block += kBlockElements) {
+        if (at + block * sizeof(float) - begin < setting.cap_bytes) continue;
+        buckets.push_back({begin, at + block * sizeof(float)});
+        begin = buckets.back().end;
+      }
+      if (end - begin >= setting.cap_bytes) {
+        buckets.push_back({begin, end});
+        begin = end;
+      }
+      at = end;
+      elsewhere_.emplace_back(count, kGarbage);
+    }
+    if (begin < at) buckets.push_back({begin, at});
+    reducer_ = std::make_unique<Reducer>(group, at, spans, buckets,
+                                         setting.is_elsewhere);
+    fill_with_garbage();
+  }
+
+  Reducer& reducer() { return *reducer_; }
+
+  void mark(size_t parameter, int pass) {
+    float* const gradient = gradient_of(parameter);
+    note_plain_read(gradient, kSizes[parameter] * sizeof(float));
+    for (size_t i = 0; i < kSizes[parameter]; ++i) {
+      expect(gradient[i] == kGarbage,
+             "a gradient was written between two passes");
+      gradient[i] = value(group_.rank(), parameter, i, pass);
+    }
+    note_plain_write(gradient, kSizes[parameter] * sizeof(float));
+    reducer_->mark_ready(parameter, setting_.is_elsewhere ? gradient : nullptr);
+  }
+
+  /// Every gradient is the mean; `weight` is 0 where a rank left it out.
+  void check(int pass, const std::function<double(int, size_t)>& weight) {
+    const int world = group_.world();
+    for (size_t p = 0; p < kParameters; ++p) {
+      // What this rank has no gradient for is in the arena only.
+      const float* gradient =
+          weight(group_.rank(), p) == 0 ? view_of(p) : gradient_of(p);
+      note_plain_read(gradient, kSizes[p] * sizeof(float));
+      double weights[Clocks::kMostRanks];
+      double total = 0;
+      for (int r = 0; r < world; ++r) total += weight(r, kParameters);
+      for (int r = 0; r < world; ++r) weights[r] = weight(r, p);
+      for (size_t i = 0; i < kSizes[p]; ++i) {
+        double sum = 0;
+        for (int r = 0; r < world; ++r)
+          sum += weights[r] * value(r, p, i, pass);
+        const double mean = sum / total;
+        expect(std::fabs(gradient[i] - mean) <= 1e-6 * mean, "a wrong mean");
+      }
+    }
+  }
+
+  void fill_with_garbage() {
+    for (size_t p = 0; p < kParameters; ++p) {
+      std::fill_n(gradient_of(p), kSizes[p], kGarbage);
+      note_plain_write(gradient_of(p), kSizes[p] * sizeof(float));
+    }
+  }
+
+  /// Those outside of the arena.
+  const std::vector<std::vector<float>>& gradients() const {
+    return elsewhere_;
+  }
+
+ private:
+  /// Another number for each rank, parameter, element and pass.
+  static float value(int rank, size_t parameter, size_t i, int pass) {
+    return 24.0f * static_cast<float>((rank + 1) * (pass + 1) +
+                                      static_cast<int>((parameter + i) % 9));
+  }
+  float* view_of(size_t parameter) {
+    return reinterpret_cast<float*>(reducer_->arena() + offsets_[parameter]);
+  }
+  float* gradient_of(size_t parameter) {
+    return setting_.is_elsewhere ? elsewhere_[parameter].data()
+                                 : view_of(parameter);
+  }
+
+  HostGroup& group_;
+  const Setting& setting_;
+  std::vector<size_t> offsets_;
+  std::vector<std::vector<float>> elsewhere_;
+  std::unique_ptr<Reducer> reducer_;
+};
+
+std::vector<size_t> random_order(Random& random) {
+  std::vector<size_t> order(kParameters);
+  std::iota(order.begin(), order.end(), size_t{0});
+  for (size_t i = kParameters - 1; i > 0; --i)
+    std::swap(order[i], order[random.below(i + 1)]);
+  return order;
+}
+
+/// A rank that trains; what it does at its end differs by program.
+struct Rank {
+  Run& run;
+  int rank;
+  Setting setting;
+  Outcome& outcome;
+  Random own;
+  HostGroup group;
+  std::optional<Model> model;
+
+  Rank(Run& a_run, int a_rank, bool only_plain)
+      : run(a_run),
+        rank(a_rank),
+        setting(run, only_plain),
+        outcome(run.outcomes[static_cast<size_t>(rank)]),
+        own(run.random_of(rank)),
+        group(run.world.region(), rank, kNonce,
+              {.timeout_s = 2, .warn_after_s = 1000, .spin_us = 0}) {
+    group.join();
+    model.emplace(group, setting);
+    scheduler().start();
+  }
+
+  bool is_odd(const Pass& pass) const { return pass.odd_rank == rank; }
+
+  /// Marks `most` gradients of a pass.
+  void mark_some(int number, size_t most) {
+    const Pass& pass = setting.passes[number];
+    std::vector<size_t> order = random_order(own);
+    if (is_odd(pass) && pass.kind == Pass::kFinished) order.clear();
+    if (is_odd(pass) &&
+        (pass.kind == Pass::kUnused || pass.kind == Pass::kUnusedAllowed))
+      std::erase(order, size_t{1});
+    const bool is_finished = is_odd(pass) && pass.kind == Pass::kFinished;
+    model->reducer().set_weight(is_finished ? 0
+                                : pass.has_weights
+                                    ? weight_of(rank, group.world())
+                                    : 1);
+    order.resize(std::min(order.size(), most));
+    for (const size_t parameter : order) model->mark(parameter, number);
+  }
+
+  void train(int number) {
+    const Pass& pass = setting.passes[number];
+    mark_some(number, kParameters);
+    const bool is_finished = is_odd(pass) && pass.kind == Pass::kFinished;
+    const uint32_t forwards =
+        is_finished                                          ? kFinished
+        : is_odd(pass) && pass.kind == Pass::kForwardsDiffer ? 2
+                                                             : 1;
+    const bool allows =
+        pass.kind == Pass::kUnusedAllowed || pass.kind == Pass::kFinished;
+    const uint32_t flags = model->reducer().finish(forwards, allows);
+    ++outcome.good_passes;
+    static constexpr uint32_t kExpected[] = {0, kPassUnused, kPassUnused,
+                                             kPassForwardsDiffer,
+                                             kPassUnused | kPassFinished};
+    expect(flags == kExpected[pass.kind],
+           "another verdict than the ranks' own");
+    if (pass.kind != Pass::kUnused && pass.kind != Pass::kForwardsDiffer)
+      check(number);
+    model->fill_with_garbage();
+  }
+
+  void check(int number) {
+    const Pass& pass = setting.passes[number];
+    // kParameters asks for the weight in the sum of weights.
+    model->check(number, [&](int r, size_t parameter) -> double {
+      const bool leaves_out =
+          r == pass.odd_rank &&
+          (pass.kind == Pass::kFinished ||
+           (pass.kind == Pass::kUnusedAllowed && parameter == 1));
+      if (leaves_out) return 0;
+      return pass.has_weights ? weight_of(r, group.world()) : 1;
+    });
+  }
+};
+
+void train(Run& run, int index) {
+  Rank rank(run, index, false);
+  for (int p = 0; p < kPasses; ++p) rank.train(p);
+}
+
+// Survivors keep their memory until all are back, and see who writes there.
+void train_and_watch(Run& run, int index) {
+  Rank rank(run, index, true);
+  const bool watches = run.shared_random().one_in(2);
+  try {
+    for (int p = 0; p < kPasses; ++p) rank.train(p);
+  } catch (const Failure& failure) {
+    rank.outcome.has_raised = true;
+    rank.outcome.reason = failure.reason;
+  }
+  if (!watches) return;
+  const auto before = rank.model->gradients();
+  scheduler().wait_for_others();
+  expect(rank.model->gradients() == before,
+         "a gradient outside of the arena changed after its rank had raised");
+}
+
+void leave_in_mid_pass(Run& run, int index) {
+  Rank rank(run, index, true);
+  Random random = run.shared_random();
+  const int leaver =
+      static_cast<int>(random.below(static_cast<uint64_t>(run.world.ranks())));
+  const int last = static_cast<int>(random.below(kPasses));
+  for (int p = 0; p < kPasses; ++p) {
+    if (index == leaver && p == last) {
+      rank.mark_some(p, random.below(kParameters));
+      return;
+    }
+    rank.train(p);
+  }
+}
+
+// Two reducers of one group, one of which comes and goes.
+void several_reducers(Run& run, int index) {
+  Rank rank(run, index, true);
+  for (int p = 0; p < 2; ++p) {
+    Model passing(rank.group, rank.setting);
+    for (size_t i = 0; i < kParameters; ++i) passing.mark(i, p);
+    rank.mark_some(p, kParameters);
+    expect(passing.reducer().finish(1, false) == 0, "another verdict");
+    passing.check(p, [](int, size_t) { return 1.0; });
+    expect(rank.model->reducer().finish(1, false) == 0, "another verdict");
+    rank.check(p);
+    rank.model->fill_with_garbage();
+  }
+}
+
+std::string leaves_and_agree(const Run& run) {
+  for (const Outcome& outcome : run.outcomes) {
+    if (outcome.has_raised && outcome.reason != Reason::kLeft)
+      return "the others raised something else than that a rank left";
+  }
+  return all_agree(run);
+}
+
+}  // namespace
+
+void add_reducer_programs(std::vector<Program>& programs) {
+  const auto add = [&](const char* name, int ranks, Events events, auto body,
+                       auto judge) {
+    programs.push_back({name, ranks, events, body, judge});
+  };
+  const Events death{.deaths = 1, .watches_races = false};
+  const Events deaths{.deaths = 2, .watches_races = false};
+  const Events deadline{
+      .stops = 1, .time_passes = true, .watches_races = false};
+  const Events both{.deaths = 1, .stops = 1, .watches_races = false};
+  const Events leaving{.watches_races = false};
+  add("passes, 2 ranks", 2, {}, train, nobody_raises);
+  add("passes, 3 ranks", 3, {}, train, nobody_raises);
+  add("passes, 4 ranks, 2 cores", 4, {.cores = 2}, train, nobody_raises);
+  add("several reducers, 2 ranks", 2, {}, several_reducers, nobody_raises);
+  add("passes, a stop, 2 ranks", 2, {.stops = 1}, train, nobody_raises);
+  add("passes, a death, 2 ranks", 2, death, train_and_watch, all_agree);
+  add("passes, a death, 3 ranks", 3, death, train_and_watch, all_agree);
+  add("passes, two deaths, 4 ranks", 4, deaths, train_and_watch, all_agree);
+  add("passes, a death and a stop, 3 ranks", 3, both, train_and_watch,
+      all_agree);
+  add("passes, stopped beyond the deadline, 3 ranks", 3, deadline,
+      train_and_watch, all_agree);
+  add("leaving in mid-pass, 3 ranks", 3, leaving, leave_in_mid_pass,
+      leaves_and_agree);
+}
+
+}  // namespace paceline::schedules

@@ -1,0 +1,1 @@
+"""The protocol of cpp/reducer as a state machine, searched exhaustively; see docs/design/testing.md."""
