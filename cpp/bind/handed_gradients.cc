@@ -1,7 +1,7 @@
 #include "bind/handed_gradients.h"
 
-#include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <cstdint>
 #include <exception>
@@ -85,7 +85,8 @@ PyType_Slot slots[] = {
 
 }  // namespace
 
-std::optional<size_t> HandedGradients::first_changed() {
+std::vector<size_t> HandedGradients::changed() {
+  std::vector<size_t> found;
   for (const size_t parameter : order_) {
     if (!gradient_.has_value() || parameter >= parameters_.size()) continue;
     const nb::handle held = parameters_[parameter];
@@ -94,9 +95,9 @@ std::optional<size_t> HandedGradients::first_changed() {
     if (!now.is_valid()) throw nb::python_error();
     if (!now.is(gradients_[parameter]) ||
         version_of(now.ptr()) != versions_[parameter])
-      return parameter;
+      found.push_back(parameter);
   }
-  return std::nullopt;
+  return found;
 }
 
 long long HandedGradients::version_of(PyObject* gradient) {
@@ -119,7 +120,7 @@ void bind_handed_gradients(nb::module_& m) {
       .def("clear", &HandedGradients::clear)
       .def("watch", &HandedGradients::watch, "parameters"_a, "gradient"_a,
            "version"_a)
-      .def("first_changed", &HandedGradients::first_changed);
+      .def("changed", &HandedGradients::changed);
 }
 
 }  // namespace paceline

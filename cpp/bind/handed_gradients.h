@@ -49,9 +49,9 @@ class HandedGradients {
     gradient_.emplace(gradient.c_str());
     version_.emplace(version.c_str());
   }
-  /// A parameter whose gradient is another, or was changed, since it was handed
+  /// Parameters whose gradient is another, or was changed, since it was handed
   /// over.
-  std::optional<size_t> first_changed();
+  std::vector<size_t> changed();
   const std::vector<size_t>& order() const { return order_; }
   /// As if it had not been handed over.
   void discard(size_t parameter) {

@@ -238,6 +238,8 @@ void bind_reducer(nb::module_& m) {
           [](PyReducer& r, uint32_t note) { r.reducer().set_note(note); },
           "note"_a)
       .def("mark_ready", &PyReducer::mark_ready, "param"_a, "grad_pointer"_a)
+      .def("mark_copied", &PyReducer::mark_copied, "param"_a, "grad_pointer"_a,
+           "nbytes"_a)
       .def("finish", &PyReducer::finish, "forwards"_a, "allow_unused"_a)
       .def(
           "unused",

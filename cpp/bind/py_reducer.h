@@ -40,6 +40,12 @@ class PyReducer {
       reducer_->mark_ready(parameter, as_pointer(gradient));
     });
   }
+  void mark_copied(size_t parameter, Pointer gradient, size_t bytes) {
+    check_not_nested();
+    group_->call_without_waiting([&](HostGroup&) {
+      reducer_->mark_copied(parameter, as_pointer(gradient), bytes);
+    });
+  }
   uint32_t finish(uint32_t forwards, bool allow_unused) {
     check_not_nested();
     finishing_ = Turn::this_thread();

@@ -80,8 +80,8 @@ void Reducer::part_overlapping() {
   for (size_t i = 1; i < extents_.size(); ++i) {
     const Extent& extent = extents_[i];
     if (extent.begin < furthest->end) {
-      if (extent.parameter != nullptr) move_into_arena(*extent.parameter);
-      if (furthest->parameter != nullptr) move_into_arena(*furthest->parameter);
+      if (extent.parameter != nullptr) part(*extent.parameter);
+      if (furthest->parameter != nullptr) part(*furthest->parameter);
     }
     if (extent.end > furthest->end) furthest = &extent;
   }
@@ -97,19 +97,38 @@ void Reducer::collect_extents(Reducer& from, bool is_own) {
     extents_.push_back({parameter.copy_back, parameter.copy_back + bytes,
                         is_own ? &parameter : nullptr});
   }
+  for (const Extent& extent : from.copied_) {
+    // A gradient that two wrapped models have copied, of a parameter that both
+    // hold, gets the same mean from both.
+    const auto is_same = [&](const Extent& own) {
+      return own.is_same_memory(extent);
+    };
+    if (is_own) {
+      extents_.push_back(extent);
+    } else if (std::none_of(copied_.begin(), copied_.end(), is_same)) {
+      extents_.push_back({extent.begin, extent.end, nullptr});
+    }
+  }
+}
+
+void Reducer::part(Parameter& parameter) {
+  const auto index = static_cast<size_t>(&parameter - parameters_.data());
+  if (std::find(overlapping_.begin(), overlapping_.end(), index) !=
+      overlapping_.end())
+    return;
+  if (parameter.copy_back != nullptr) move_into_arena(parameter);
+  overlapping_.push_back(index);
 }
 
 // Only chunks that are assigned to this rank are not there already, and none of
 // them is reduced yet.
 void Reducer::move_into_arena(Parameter& parameter) {
-  if (parameter.copy_back == nullptr) return;  // it was
   for (uint32_t i = parameter.first_segment; i < parameter.end_segment; ++i) {
     const Segment& segment = segments_[segments_in_order_[i]];
     if (segment.owner != group_.rank()) continue;
     memcpy(arena() + segment.offset, own_place_of(segment), segment.bytes());
   }
   parameter.copy_back = nullptr;
-  overlapping_.push_back(static_cast<size_t>(&parameter - parameters_.data()));
 }
 
 }  // namespace paceline

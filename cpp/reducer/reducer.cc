@@ -58,6 +58,7 @@ void Reducer::begin_pass() {
   enter_pass();
   weights_known_ = false;
   first_open_bucket_ = 0;
+  copied_.clear();
   for (Bucket& bucket : buckets_) {
     bucket.pending = bucket.parameters;
     bucket.posted = false;
@@ -89,6 +90,12 @@ void Reducer::mark_ready(size_t index, void* gradient) {
       is_elsewhere ? static_cast<std::byte*>(gradient) : nullptr;
   if (is_elsewhere) copy_in(parameter);
   if (post_complete(parameter)) progress(Appetite::kOwnShare);
+}
+
+void Reducer::mark_copied(size_t index, void* gradient, size_t bytes) {
+  mark_ready(index, nullptr);
+  const auto* begin = static_cast<const std::byte*>(gradient);
+  if (bytes > 0) copied_.push_back({begin, begin + bytes, &parameters_[index]});
 }
 
 bool Reducer::post_complete(const Parameter& parameter) {

@@ -115,6 +115,9 @@ class Reducer {
   /// What this rank tells the others of itself with the end of this pass; 0:
   /// nothing, which agrees with everything.
   void set_note(uint32_t note) { note_ = note; }
+  /// The gradient of a parameter is final, and was copied into the arena from
+  /// `bytes` of memory at `gradient`, where its mean will be copied back.
+  void mark_copied(size_t index, void* gradient, size_t bytes);
   /// The gradient of a parameter is final at `gradient` (null: in the arena
   /// already). Its memory is read until finish() returns, and written only
   /// within finish().
@@ -305,6 +308,9 @@ class Reducer {
     const std::byte* end;
     /// Null: of another reducer.
     Parameter* parameter;
+    bool is_same_memory(const Extent& other) const {
+      return begin == other.begin && end == other.end;
+    }
   };
   /// Remembers that this thread runs a pass of this reducer.
   void enter_pass();
@@ -313,6 +319,7 @@ class Reducer {
   /// handed over in this thread's passes.
   void part_overlapping();
   void collect_extents(Reducer& from, bool is_own);
+  void part(Parameter& parameter);
   void move_into_arena(Parameter& parameter);
 
   std::byte* arena_of(int rank) const { return group_.slab(rank) + arena_at_; }
@@ -372,6 +379,8 @@ class Reducer {
   std::vector<Parameter> parameters_;
   /// By segment: the last pass in which this rank reduced it.
   std::vector<uint64_t> reduced_in_pass_;
+  /// Of this pass: where gradients lie that were copied into the arena.
+  std::vector<Extent> copied_;
   std::vector<size_t> overlapping_;
   /// Of the pass under way: which thread runs it.
   std::thread::id thread_;

@@ -11,6 +11,7 @@ rare is a call of something else.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import paddle
@@ -140,7 +141,7 @@ class Gradients:
 
     def _by_copy(self, index: int) -> Callable[[], None]:
         take, copy, state = self._take, self._places[index].copy_, self._state
-        mark_ready = self._reduction.reducer.mark_ready
+        mark_copied = self._reduction.reducer.mark_copied
 
         def hand_over() -> None:
             gradient = take(index)
@@ -148,7 +149,8 @@ class Gradients:
                 copy(gradient, True)  # a sixth of what paddle.assign() costs
                 state.handed[index] = gradient
                 state.staged.append(index)
-                mark_ready(index, 0)
+                nbytes = math.prod(gradient.shape) * gradient.element_size()
+                mark_copied(index, gradient.data_ptr() or 0, nbytes)
 
         return hand_over
 

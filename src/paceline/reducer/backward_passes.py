@@ -21,7 +21,6 @@ from paceline.reducer.end_of_backward import EndOfBackward
 from paceline.reducer.fresh_gradients import FreshGradients
 from paceline.reducer.iteration_notes import IterationNotes
 from paceline.reducer.micro_batches import MicroBatchWeights
-from paceline.reducer.overlaps import overlapping
 from paceline.reducer.pass_state import PassState
 from paceline.reducer.protocol import FINISHED, Outcome, Reducer
 from paceline.reducer.report import names_by_rank
@@ -344,11 +343,7 @@ class BackwardPasses(ABC):
         As for parameters that this backward left without a gradient.
         """
         state = self.state
-        found = set(self.reducer.overlapping())
-        if state.staged:
-            gradients = ((index, state.handed[index]) for index in state.handed)
-            found |= overlapping((g.data_ptr() or 0, _nbytes(g), index) for index, g in gradients)
-        for index in found:
+        for index in self.reducer.overlapping():
             state.handed.discard(index)
             if index in state.staged:
                 state.staged.remove(index)
@@ -389,8 +384,3 @@ class BackwardPasses(ABC):
         self.weights.end()
         if error is not None:
             raise error
-
-
-def _nbytes(tensor: Any) -> int:
-    """Of any framework's: Paddle's tensors have no such attribute."""
-    return int(math.prod(tensor.shape) * tensor.element_size())

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from paceline.errors import GroupClosedError
+from paceline.reducer.overlaps import overlapping
 from paceline.reducer.plan import Plan
 from paceline.reducer.protocol import FINISHED, Outcome
 
@@ -141,6 +142,7 @@ class EngineReducer:
         self._overflowed: list[int] = []
         self._has_no_means = False
         self._failure: Exception | None = None
+        self._overlapping: set[int] = set()
         self._begin_pass()
 
     @property
@@ -169,6 +171,10 @@ class EngineReducer:
                 self._missing[number] -= 1
             self._launch_complete()
 
+    def mark_copied(self, param: int, grad_pointer: int, nbytes: int) -> None:
+        self._copied.append((grad_pointer, nbytes, param))
+        self.mark_ready(param)
+
     def finish(self, forwards: int, allow_unused: bool) -> int:
         self._check_usable()
         started = time.perf_counter()
@@ -179,6 +185,7 @@ class EngineReducer:
             self._failure = error  # the ranks' calls do not pair any more
             raise
         self._waited_s += time.perf_counter() - started
+        self._overlapping = overlapping(self._copied)
         self._begin_pass()
         self._passes += 1
         outcome = self._judge()
@@ -195,8 +202,7 @@ class EngineReducer:
         return sorted(set(self._unused[0]).intersection(*self._unused))
 
     def overlapping(self) -> list[int]:
-        """None: it reads the arena only."""
-        return []
+        return sorted(self._overlapping)
 
     def forwards_by_rank(self) -> list[int]:
         return [status.forwards for status in self._statuses]
@@ -267,6 +273,7 @@ class EngineReducer:
         self._marked = [False] * len(self._plan.parameters)
         self._missing = [len(bucket.parameters) for bucket in self._plan.buckets]
         self._pending: list[Pending] = []
+        self._copied: list[tuple[int, int, int]] = []  # address, bytes and index of gradients
 
     def _launch_complete(self) -> None:
         """Launch buckets in order, up to the first one that still misses a gradient."""

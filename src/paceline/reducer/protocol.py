@@ -72,6 +72,16 @@ class Reducer(Protocol):
         """
         ...
 
+    def mark_copied(self, param: int, grad_pointer: int, nbytes: int) -> None:
+        """This rank's gradient of `param` is final, and was copied into the arena from this memory.
+
+        The caller copies the mean back there, unless `overlapping` says that others share the memory.
+
+        Raises:
+            RuntimeError: Marked before in this pass.
+        """
+        ...
+
     def finish(self, forwards: int, allow_unused: bool) -> int:
         """End this rank's pass; block until the arena holds the means. Returns an `Outcome`.
 
@@ -94,7 +104,7 @@ class Reducer(Protocol):
     def overlapping(self) -> list[int]:
         """Parameters of the last pass whose gradients, on this rank, shared memory with others'.
 
-        Only of gradients handed over by pointer; the means of these lie in the arena alone.
+        Of those handed over by pointer or copied. Their means lie in the arena alone.
         """
         ...
 

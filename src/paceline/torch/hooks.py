@@ -78,7 +78,7 @@ def copy_hook(
     Args:
         put: Copies a gradient (its second argument) to its place, later maybe; None: now.
     """
-    mark_ready, handed, staged, shape = reducer.mark_ready, state.handed, state.staged, view.shape
+    mark_copied, handed, staged, shape = reducer.mark_copied, state.handed, state.staged, view.shape
     copy = view.copy_ if put is None else functools.partial(put, view)
 
     @untraced
@@ -99,7 +99,7 @@ def copy_hook(
         copy(gradient.detach() if gradient.requires_grad else gradient)
         handed[index] = gradient
         staged.append(index)
-        mark_ready(index, 0)
+        mark_copied(index, gradient.data_ptr(), _extent(gradient))
 
     return hand_over
 
@@ -199,6 +199,14 @@ def in_own_passes(state: PassState, graphs: Graphs, hook: Hook) -> Hook:
             hook(parameter)
 
     return hand_over
+
+
+def _extent(gradient: torch.Tensor) -> int:
+    """Bytes from the first element of a gradient to the end of the one that lies last."""
+    if gradient.is_contiguous() or not gradient.numel():
+        return gradient.nbytes
+    last = sum((size - 1) * stride for size, stride in zip(gradient.shape, gradient.stride()))
+    return (last + 1) * gradient.element_size()
 
 
 def moved_gradient(name: str, where: str, view: torch.Tensor) -> ConfigError:

@@ -228,16 +228,33 @@ class GradientPasses(BackwardPasses):
         state, names, trainable = self.state, self._names, self._tensors.trainable
         if state.refused is not None or state.came_twice is not None:
             return
-        changed = state.handed.first_changed()
-        if changed is not None:
+        for changed in state.handed.changed():
             handed, now = state.handed[changed], trainable[changed].grad
-            state.refuse(changed, changed_gradient(names[changed], state.where, handed, now))
+            if handed is not now or not self._shares_version(changed):
+                state.refuse(changed, changed_gradient(names[changed], state.where, handed, now))
+                break
         if len(state.handed) == len(names):
             return
         for index, expected in enumerate(self._shapes):  # those without a gradient get the others' mean
             if trainable[index].shape != expected and index not in state.handed:
                 error = reshaped_parameter(names[index], state.where, trainable[index].shape, expected)
                 state.refuse(index, error)
+
+    def _shares_version(self, index: int) -> bool:
+        """Whether other gradients lie in the same memory: autograd has cut them from one tensor.
+
+        They count their changes together, so what was added to another one says nothing of this one. In the
+        arena each counts its own.
+        """
+        handed, gradient = self.state.handed, self.state.handed[index]
+        if gradient is self._reduction.arena.views[index]:
+            return False
+        storage = gradient.untyped_storage().data_ptr()
+        others = [handed[other] for other in handed if other != index]
+        return any(
+            other is not None and not other.is_sparse and other.untyped_storage().data_ptr() == storage
+            for other in others
+        )
 
     def _call_at_end(self, end: Callable[[], None]) -> None:
         Variable._execution_engine.queue_callback(end)
