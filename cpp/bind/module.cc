@@ -240,7 +240,8 @@ void bind_reducer(nb::module_& m) {
       .def("mark_ready", &PyReducer::mark_ready, "param"_a, "grad_pointer"_a)
       .def("mark_copied", &PyReducer::mark_copied, "param"_a, "grad_pointer"_a,
            "nbytes"_a)
-      .def("finish", &PyReducer::finish, "forwards"_a, "allow_unused"_a)
+      .def("finish", &PyReducer::finish, "forwards"_a, "allow_unused"_a,
+           "allow_nobodys"_a = false)
       .def(
           "unused",
           [](PyReducer& r, int rank) { return r.reducer().unused(rank); },

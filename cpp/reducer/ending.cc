@@ -7,12 +7,13 @@
 
 namespace paceline {
 
-uint32_t Reducer::finish(uint32_t forwards, bool allow_unused) {
+uint32_t Reducer::finish(uint32_t forwards, bool allow_unused,
+                         bool allow_nobodys) {
   check_usable();
   if (!in_pass_) begin_pass();
   has_no_means_ = true;  // until it has
   try {
-    return complete_pass(forwards, allow_unused);
+    return complete_pass(forwards, allow_unused, allow_nobodys);
   } catch (...) {
     leave_pass();
     keep_arena();
@@ -20,7 +21,8 @@ uint32_t Reducer::finish(uint32_t forwards, bool allow_unused) {
   }
 }
 
-uint32_t Reducer::complete_pass(uint32_t forwards, bool allow_unused) {
+uint32_t Reducer::complete_pass(uint32_t forwards, bool allow_unused,
+                                bool allow_nobodys) {
   fault_point(Point::kBeforeEnd);
   uint64_t* bits = unused_bits(group_.rank(), pass_);
   std::fill_n(bits, unused_words_, 0);
@@ -31,12 +33,15 @@ uint32_t Reducer::complete_pass(uint32_t forwards, bool allow_unused) {
     any_unused = true;
   }
   part_overlapping();
-  if (any_unused && allow_unused) add_unused();
-  const uint32_t verdict = end_backward(forwards, any_unused ? kPassUnused : 0);
+  if (any_unused && (allow_unused || allow_nobodys)) add_unused();
+  uint32_t verdict = end_backward(forwards, any_unused ? kPassUnused : 0);
   fault_point(Point::kAfterEnd);
   in_pass_ = false;
   leave_pass();
   finished_passes_ = pass_;
+  if ((verdict & kPassUnused) != 0 && allow_nobodys && !allow_unused &&
+      is_unused_alike())
+    verdict ^= kPassUnused | kPassNobodys;
   const bool is_reduced = (verdict & kPassForwardsDiffer) == 0 &&
                           ((verdict & kPassUnused) == 0 || allow_unused);
   if (!is_reduced) {
@@ -65,6 +70,20 @@ void Reducer::add_unused() {
     parameter.copy_back = nullptr;
     post_complete(parameter);
   }
+}
+
+// Whether all ranks with data have left the same parameters unused. The others
+// have marked everything, or nothing. All read the same: what ranks wrote
+// before they ended, and write again only when all have ended another pass.
+bool Reducer::is_unused_alike() const {
+  const uint64_t* first = nullptr;
+  for (int r = 0; r < group_.world(); ++r) {
+    if (header(r, pass_).forwards == kFinished) continue;
+    const uint64_t* bits = unused_bits(r, pass_);
+    if (first == nullptr) first = bits;
+    if (!std::equal(bits, bits + unused_words_, first)) return false;
+  }
+  return true;
 }
 
 // Says that this rank's backward is over, and waits for the others to say so,

@@ -21,6 +21,7 @@ std::vector<size_t> Reducer::globally_unused() const {
   for (size_t p = 0; p < parameters_.size(); ++p) {
     bool everywhere = true;
     for (int r = 0; r < group_.world() && everywhere; ++r) {
+      if (header(r, finished_passes_).forwards == kFinished) continue;
       everywhere =
           (unused_bits(r, finished_passes_)[p / 64] >> (p % 64) & 1) != 0;
     }

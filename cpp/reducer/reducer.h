@@ -27,6 +27,11 @@
 // 6. chunks_done == p * all chunks: the pass is complete, and its mean is in
 //    place.
 //
+// Parameters that a rank leaves unused, where all or those that nobody uses are
+// allowed: it gives zeros for them before step 5. If only nobody's are and the
+// verdict tells of any, each rank then compares what all ranks with data have
+// left unused, and all find the same: it is alike, or the pass is void.
+//
 // A pass is good for all ranks or for none
 //
 // What ranks wait for is that a count reaches a number: ended_pass the number
@@ -95,6 +100,8 @@ inline constexpr uint32_t kPassFinished = 8;
 inline constexpr uint32_t kPassOverflow = 16;
 /// Not wrong by itself; the means are in place.
 inline constexpr uint32_t kPassNotesDiffer = 32;
+/// Instead of kPassUnused: allowed, as nobody has used any of them.
+inline constexpr uint32_t kPassNobodys = 64;
 /// `forwards` of a rank that has no more data; agrees with every number.
 inline constexpr uint32_t kFinished = (uint32_t{1} << 31) - 2;
 
@@ -123,8 +130,9 @@ class Reducer {
   /// within finish().
   void mark_ready(size_t index, void* gradient);
   /// Ends this rank's pass; blocks until the pass is complete everywhere.
-  /// Returns kPass... flags.
-  uint32_t finish(uint32_t forwards, bool allow_unused);
+  /// Returns kPass... flags. Nobody's: unused on all ranks that have data.
+  uint32_t finish(uint32_t forwards, bool allow_unused,
+                  bool allow_nobodys = false);
   /// Whether this rank has marked gradients of a pass that it has not finished.
   bool in_pass() const { return in_pass_; }
 
@@ -272,7 +280,9 @@ class Reducer {
   void copy_back();
   double sum_squared_norms(const SegmentStats* table) const;
   void read_weights();
-  uint32_t complete_pass(uint32_t forwards, bool allow_unused);
+  uint32_t complete_pass(uint32_t forwards, bool allow_unused,
+                         bool allow_nobodys);
+  bool is_unused_alike() const;
   uint32_t end_backward(uint32_t forwards, uint32_t flags);
   void restart_without_reduction();
   /// Stages of a pass that others wait for; kVoid and kReset only if nothing is

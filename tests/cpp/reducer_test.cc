@@ -94,6 +94,54 @@ TEST(a_nonfinite_gradient_and_an_allowed_unused_parameter) {
   });
 }
 
+// Void passes, good ones, and those in which a rank without data marks all.
+void run_with_nobodys(int ranks, size_t cap_bytes) {
+  run_group(ranks, [&](HostGroup& group) {
+    Model model(group, cap_bytes);
+    const std::vector<size_t> nobodys = {2, 5};
+    std::mt19937 own(5 + static_cast<unsigned>(group.rank()));
+    std::mt19937 shared(9);
+    for (int step = 0; step < 24; ++step) {
+      const unsigned kind = shared() % 4;  // 0: one uses more, 1: all are used
+      const bool is_odd = group.rank() == step % ranks;
+      const bool is_finished = kind == 2 && ranks > 1 && is_odd;
+      const auto leaves_out = [&](size_t p) {
+        if (kind == 1 || is_finished || (kind == 0 && is_odd && p == 5))
+          return false;
+        return p == 2 || p == 5;
+      };
+      for (const size_t p : random_order(own))
+        if (!leaves_out(p)) model.mark(p, step);
+      const uint32_t flags =
+          model.reducer().finish(is_finished ? kFinished : 1, false, true);
+      const bool is_void = kind == 0 && ranks > 1;
+      CHECK_EQ(flags, is_void
+                          ? kPassUnused
+                          : (kind == 1 ? 0 : kPassNobodys) |
+                                (kind == 2 && ranks > 1 ? kPassFinished : 0));
+      CHECK_EQ(isnan(model.reducer().squared_norm()), is_void);
+      if (is_void) {
+        CHECK(model.reducer().globally_unused() == std::vector<size_t>{2});
+        continue;
+      }
+      for (const size_t p : {0, 3, 6})
+        CHECK_EQ(model.view(p)[0], model.mean(p, 0, step));
+      if (kind == 1) {
+        model.check(step);
+      } else if (kind == 2 || ranks > 1) {
+        CHECK(model.reducer().globally_unused() == nobodys);
+      }
+    }
+  });
+}
+
+TEST(a_parameter_that_nobody_uses_is_let_be) {
+  run_with_nobodys(1, 100'000);
+  run_with_nobodys(2, 50'000);
+  run_with_nobodys(3, 1);
+  run_with_nobodys(4, 1 << 30);
+}
+
 TEST(reducers_come_and_go) {
   run_group(3, [](HostGroup& group) {
     Model lasting(group, 1 << 20);

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd import Variable
 
 from paceline.torch import passes
 
@@ -20,7 +21,7 @@ def put_in(name: str, rank: int) -> None:
 
 
 def _skip_parameter(rank: int) -> None:
-    """A hook that never hands over the first parameter's gradient, but says that it has."""
+    """The first parameter keeps this rank's own gradient, as if it had never been averaged."""
     real = passes.pointer_hook
 
     def make(state: Any, index: int, name: str, view: torch.Tensor, reducer: Any, dtype: Any) -> Any:
@@ -29,9 +30,10 @@ def _skip_parameter(rank: int) -> None:
         kept = real(state, index, name, view, reducer, dtype)
 
         def hand_over(parameter: torch.Tensor) -> None:
-            true, parameter.grad = parameter.grad, torch.zeros_like(parameter)
+            true = parameter.grad.clone()
             kept(parameter)
-            parameter.grad = true
+            # After the end of the pass, which was queued before.
+            Variable._execution_engine.queue_callback(lambda: parameter.grad.data.copy_(true))
 
         return hand_over
 

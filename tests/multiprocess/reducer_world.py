@@ -18,7 +18,7 @@ Array = np.ndarray[Any, Any]
 Model = Sequence[tuple[int, str]]
 
 BLOCK_ELEMENTS = 16384  # buckets may cut a parameter between blocks of this many elements
-UNUSED, NONFINITE, FORWARDS_DIFFER, NOTES_DIFFER = 1, 2, 4, 32  # bits of finish()
+UNUSED, NONFINITE, FORWARDS_DIFFER, FINISHED, NOTES_DIFFER, NOBODYS = 1, 2, 4, 8, 32, 64  # of finish()
 
 # Odd sizes, one beyond a block, one of several buckets, an empty one, and a second dtype.
 MODEL: Model = [

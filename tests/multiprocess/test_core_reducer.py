@@ -14,8 +14,10 @@ from paceline import _core
 from paceline.errors import ConfigError, GroupClosedError
 from tests.harness import ranks, run_ranks
 from tests.multiprocess.reducer_world import (
+    FINISHED,
     FORWARDS_DIFFER,
     MODEL,
+    NOBODYS,
     NONFINITE,
     NOTES_DIFFER,
     UNUSED,
@@ -146,6 +148,37 @@ def test_unused_parameters(group):
     assert flags == UNUSED
     assert world.reducer.globally_unused() == [4, 6]
     assert_array_equal(world.views[6], 0)
+
+
+@pytest.mark.parametrize("assigns", [False, True])
+@ranks(3)
+def test_parameters_that_nobody_uses_are_let_be_where_that_is_allowed(group, assigns):
+    """Void if a rank uses one of them; a rank without data has no say, whether it marks all or nothing."""
+    world = World(group, assigns_chunks=assigns)
+    everything = list(range(len(MODEL)))
+    most = [param for param in everything if param not in (2, 5)]
+    cases = [  # what each rank marks, whether rank 1 has data, what comes out
+        ([most, most, most], True, NOBODYS),
+        ([most, everything, most], True, UNUSED),
+        ([most, everything, most], False, NOBODYS | FINISHED),
+        ([most, [], most], False, NOBODYS | FINISHED),
+        ([everything, [], most], False, UNUSED | FINISHED),
+        ([everything, everything, everything], True, 0),
+        ([[], [], []], True, NOBODYS),
+        ([most, most, everything[1:]], True, UNUSED),
+        ([everything, [], everything], False, NOBODYS | FINISHED),
+    ]
+    for step, (orders, has_data, expected) in enumerate(cases * 2):
+        got = {param: world.mark(param, step, param in (2, 3)) for param in orders[group.rank]}
+        forwards = 1 if has_data or group.rank != 1 else (1 << 31) - 2
+        assert world.reducer.finish(forwards, False, True) == expected, f"pass {step}"
+        assert np.isnan(world.reducer.squared_norm()) == bool(expected & UNUSED)
+        active = [rank for rank in range(3) if has_data or rank != 1]
+        unused = set.intersection(*(set(everything) - set(orders[rank]) for rank in active))
+        assert world.reducer.globally_unused() == sorted(unused)
+        if not expected & UNUSED and (has_data or orders[1]):
+            world.check({param: array for param, array in got.items() if param not in unused}, step)
+        group.barrier()
 
 
 @ranks(3)

@@ -11,12 +11,14 @@ from numpy.testing import assert_allclose
 from paddle import nn
 
 import paceline
-from paceline.errors import CollectiveError
+from paceline.errors import CollectiveError, UnusedParameterError
 from paceline.paddle import DataParallel, SyncBatchNorm
 from tests.multiprocess.paddle_models import (
+    Branches,
     assert_same_on_all_ranks,
     batch,
     gradients,
+    join_paddle,
     ranks,
     share,
     squares,
@@ -102,6 +104,85 @@ def test_a_model_that_one_rank_does_not_use_is_in_step_all_the_same(group: objec
         for model in (first, second):
             assert_same_on_all_ranks(model, group)
             assert all(g is not None for g in gradients(model))
+
+
+def branches() -> Branches:
+    paddle.seed(1)
+    return Branches()
+
+
+PATHS = pytest.mark.parametrize(
+    ("path", "view"), [("memory", False), ("memory", True), ("group", False), ("group", True)]
+)
+
+
+@PATHS
+@ranks(2, group=None)
+def test_parameters_that_no_rank_uses_train_as_with_paddles_own(rank: int, path: str, view: bool) -> None:
+    """One warning names them, and their gradients stay away."""
+    join_paddle(rank)
+    ours, theirs, x = branches(), branches(), batch(4, 3)
+    wrapped = DataParallel(ours, reduce_through=path, gradient_as_bucket_view=view)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(wrapped, share(x, rank), call=lambda model, x: model(x, "left"))
+    about = [str(each.message) for each in caught if "got no gradient" in str(each.message)]
+    assert len(about) == 1
+    assert about[0].startswith("2 of 4 parameters got no gradient on all 2 ranks: right.weight, right.bias.")
+    train(paddle.DataParallel(theirs), share(x, rank), call=lambda model, x: model(x, "left"))
+    for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert_allclose(one.numpy(), other.numpy(), rtol=1e-6)
+        assert (one.grad is None) == (other.grad is None)
+        assert one.grad is None or np.allclose(one.grad.numpy(), other.grad.numpy(), rtol=1e-5)
+    assert ours.right.weight.grad is None
+
+
+@PATHS
+@ranks(2, group=None)
+def test_what_no_rank_uses_keeps_its_gradient_and_what_one_rank_uses_raises(
+    rank: int, path: str, view: bool
+) -> None:
+    join_paddle(rank)
+    model, own = branches(), share(batch(4, 3), rank)
+    wrapped = DataParallel(model, reduce_through=path, gradient_as_bucket_view=view)
+
+    def backward(branch: str) -> None:
+        squares(wrapped(own, branch)).backward()
+
+    backward("both")
+    with pytest.warns(RuntimeWarning, match="right.weight, right.bias"):
+        before = gradients(model)
+        backward("left")
+    for _ in range(2):
+        after = gradients(model)
+        assert not np.array_equal(after[0], before[0])
+        assert all(np.array_equal(after[i], before[i]) for i in (2, 3))
+        with pytest.raises(UnusedParameterError, match=r"rank 1: right.weight, right.bias"):
+            backward("left" if rank else "both")
+        wrapped.clear_gradients(set_to_zero=False)
+        backward("both")
+        before = gradients(model)
+        backward("left")
+        assert wrapped.grad_norm() > 0
+    wrapped.clear_gradients()  # zeros stay zeros
+    backward("left")
+    assert not model.right.weight.grad.numpy().any()
+    alone = branches()
+    (squares(alone(share(batch(4, 3), 0), "left")) + squares(alone(share(batch(4, 3), 1), "left"))).backward()
+    assert_allclose(model.left.weight.grad.numpy(), alone.left.weight.grad.numpy() / 2, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("view", [False, True])
+@ranks(2)
+def test_a_rank_without_data_has_no_say_in_what_nobody_uses(group: object, view: bool) -> None:
+    model, x = branches(), paddle.full([1, 3], 2.0)
+    wrapped = DataParallel(model, group=group, gradient_as_bucket_view=view)
+    with pytest.warns(RuntimeWarning, match="right.weight, right.bias"):
+        for _ in wrapped.iterate([x] * (3 - group.rank)):
+            wrapped.clear_gradients(set_to_zero=False)
+            wrapped(x, "left").sum().backward()
+            assert model.right.weight.grad is None
+            assert_allclose(model.left.weight.grad.numpy(), np.full((3, 2), 2.0))
 
 
 @ranks(2, group=None)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from paceline.errors import CollectiveError, GroupClosedError
 from paceline.reducer.engine import EngineReducer
 from paceline.reducer.plan import ParameterSpec, Plan, plan_buckets
-from paceline.reducer.protocol import Outcome
+from paceline.reducer.protocol import FINISHED, Outcome
 
 COUNTS = (5, 40000, 0, 17)
 
@@ -195,6 +195,28 @@ def test_an_unused_parameter_contributes_zero_where_that_is_allowed() -> None:
         assert own.reducer.finish(1, allow_unused=True) == Outcome.UNUSED
         np.testing.assert_allclose(own.transport.place(3), 2.0)
         assert own.reducer.globally_unused() == [1, 2]
+
+    on_ranks(2, body)
+
+
+def test_parameters_that_nobody_uses_are_let_be_where_that_is_allowed() -> None:
+    cases = [  # what each rank marks, whether rank 1 has data, what comes out
+        ([(0, 3), (0, 3)], True, Outcome.NOBODYS),
+        ([(0, 3), (0, 1, 3)], True, Outcome.UNUSED),
+        ([(0, 3), (0, 1, 2, 3)], False, Outcome.NOBODYS | Outcome.FINISHED),
+        ([(0, 1, 2, 3), (0, 1, 2, 3)], True, Outcome.GOOD),
+    ]
+
+    def body(own: Rank) -> None:
+        for marked, has_data, expected in cases:
+            for index in marked[own.rank]:
+                own.mark(index, 4.0 * own.rank)
+            forwards = 1 if has_data or own.rank == 0 else FINISHED
+            assert own.reducer.finish(forwards, allow_unused=False, allow_nobodys=True) == expected
+            assert np.isnan(own.reducer.squared_norm()) == (Outcome.UNUSED in expected)
+            if Outcome.UNUSED not in expected:
+                np.testing.assert_allclose(own.transport.place(3), 2.0)
+                assert own.reducer.globally_unused() == ([1, 2] if Outcome.NOBODYS in expected else [])
 
     on_ranks(2, body)
 

@@ -67,6 +67,11 @@ class DataParallelConfig:
     timeout_s: float | None
     check_replicas_every: int | None
 
+    @property
+    def allow_nobodys(self) -> bool:
+        """Whether parameters that no rank uses are let be. Yes, as in Paddle: nothing can differ."""
+        return True
+
     def agreed_options(self) -> dict[str, str]:
         """The options that must be the same on all ranks, or their collectives would not match."""
         return {

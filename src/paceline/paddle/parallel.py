@@ -47,7 +47,8 @@ class DataParallel(WrappedModel, nn.Layer):
         comm_buffer_size: Most MiB that are averaged at once. The result does not depend on it.
         last_comm_buffer_size: Most MiB of the bucket that is averaged first.
         find_unused_parameters: Let a parameter that got no gradient contribute 0. Otherwise that raises, on
-            every rank. A parameter unused on all ranks keeps its gradient.
+            every rank, unless no rank uses it: then it is a warning, once, as nothing can differ. A parameter
+            unused on all ranks keeps its gradient.
         group: A group of paddle.distributed, or a `paceline.Group`. None: that of paddle.distributed, or,
             where it is not initialised, one formed from the environment that the launcher has set.
         device_ids: The device of the parameters, as the only entry, or None. Inputs stay where they are.

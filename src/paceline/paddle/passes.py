@@ -299,9 +299,10 @@ class GradientPasses(BackwardPasses):
     def _hand_over_rest(self) -> None:
         super()._hand_over_rest()
         if len(self.state.handed) < len(self._names) and self.state.forwards != FINISHED:
-            for index in range(len(self._names)):
-                if index not in self.state.handed:
-                    self._own.check_shape(index)
+            unused = {index for index in range(len(self._names)) if index not in self.state.handed}
+            for index in unused:
+                self._own.check_shape(index)
+            self._own.leave_arena(unused)  # their places there are filled with zeros
 
     def _forget_interrupted(self) -> None:
         self._drop_kept()

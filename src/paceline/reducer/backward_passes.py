@@ -35,6 +35,8 @@ class PassOptions(Protocol):
     @property
     def allow_unused(self) -> bool: ...
     @property
+    def allow_nobodys(self) -> bool: ...
+    @property
     def nonfinite(self) -> str: ...
 
 
@@ -311,7 +313,7 @@ class BackwardPasses(ABC):
             self._hand_over_rest()
             status = state.status
             self.reducer.set_note(self.notes.take(self._begun_forwards, accumulated=bool(state.accumulated)))
-            outcome = self.reducer.finish(status, self._config.allow_unused)
+            outcome = self.reducer.finish(status, self._config.allow_unused, self._config.allow_nobodys)
             self.active = self._all_ranks
             if outcome or status != state.forwards:
                 self._note_active(Outcome(outcome))
@@ -379,7 +381,7 @@ class BackwardPasses(ABC):
     def _give_up_interrupted(self) -> None:
         """End the pass that an exception broke off, so that all ranks learn of it and can go on."""
         self._forget_interrupted()
-        error = give_up_interrupted(self.reducer, allow_unused=self._config.allow_unused)
+        error = give_up_interrupted(self.reducer, self._config.allow_unused, self._config.allow_nobodys)
         self.state.begin_next()
         self.weights.end()
         if error is not None:

@@ -175,7 +175,7 @@ class EngineReducer:
         self._copied.append((grad_pointer, nbytes, param))
         self.mark_ready(param)
 
-    def finish(self, forwards: int, allow_unused: bool) -> int:
+    def finish(self, forwards: int, allow_unused: bool, allow_nobodys: bool = False) -> int:
         self._check_usable()
         started = time.perf_counter()
         self._has_no_means = True  # until it has
@@ -189,6 +189,8 @@ class EngineReducer:
         self._begin_pass()
         self._passes += 1
         outcome = self._judge()
+        if Outcome.UNUSED in outcome and allow_nobodys and not allow_unused and self._is_unused_alike():
+            outcome ^= Outcome.UNUSED | Outcome.NOBODYS
         is_void = Outcome.SKIPPED in outcome or (Outcome.UNUSED in outcome and not allow_unused)
         if not is_void:
             self._correct_weights()
@@ -199,7 +201,8 @@ class EngineReducer:
         return list(self._unused[rank])
 
     def globally_unused(self) -> list[int]:
-        return sorted(set(self._unused[0]).intersection(*self._unused))
+        everything = range(len(self._plan.parameters) if self._statuses else 0)
+        return sorted(set(everything).intersection(*self._unused_with_data()))
 
     def overlapping(self) -> list[int]:
         return sorted(self._overlapping)
@@ -240,6 +243,14 @@ class EngineReducer:
             )
             late = {(rank, index) for rank, row in enumerate(nonfinite) for index in row}
             self._note_nonfinite(late.union(self._nonfinite), overflowed)
+
+    def _unused_with_data(self) -> list[list[int]]:
+        """Parameters that are unused, for each rank that has data."""
+        return [row for row, status in zip(self._unused, self._statuses) if status.forwards != FINISHED]
+
+    def _is_unused_alike(self) -> bool:
+        """Whether all ranks with data have left the same parameters unused. The same on all ranks."""
+        return len(set(map(tuple, self._unused_with_data()))) <= 1
 
     def _complete(self, forwards: int) -> None:
         """Launch what is missing, and wait for all buckets and everybody's status."""

@@ -37,6 +37,7 @@ class Outcome(IntFlag):
     FINISHED = 8  # some rank has no more data
     OVERFLOWED = 16  # a sum over ranks does, though each rank's gradients are finite
     NOTES_DIFFER = 32  # ranks told different things of themselves; the means are in place
+    NOBODYS = 64  # in place of UNUSED: all ranks left the same parameters unused; the means are in place
 
 
 class Reducer(Protocol):
@@ -82,7 +83,7 @@ class Reducer(Protocol):
         """
         ...
 
-    def finish(self, forwards: int, allow_unused: bool) -> int:
+    def finish(self, forwards: int, allow_unused: bool, allow_nobodys: bool = False) -> int:
         """End this rank's pass; block until the arena holds the means. Returns an `Outcome`.
 
         Args:
@@ -90,6 +91,8 @@ class Reducer(Protocol):
                 but for those that say FINISHED.
             allow_unused: Let unmarked parameters contribute 0. Otherwise one unmarked parameter on one
                 rank makes the pass void on all ranks.
+            allow_nobodys: Of unmarked parameters, let those contribute 0 that no rank with data has
+                marked. The same on all ranks.
         """
         ...
 
@@ -98,7 +101,7 @@ class Reducer(Protocol):
         ...
 
     def globally_unused(self) -> list[int]:
-        """Parameters that no rank marked in the last pass."""
+        """Parameters that no rank with data marked in the last pass."""
         ...
 
     def overlapping(self) -> list[int]:

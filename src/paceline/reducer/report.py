@@ -48,6 +48,23 @@ def unused_error(unused_by_rank: Sequence[Iterable[int]], names: Sequence[str]) 
     )
 
 
+def nobodys_warning(indices: Sequence[int], names: Sequence[str], world_size: int) -> str:
+    """No rank gave these parameters a gradient, and that is allowed.
+
+    Example:
+        "1 of 4 parameters got no gradient on all 2 ranks: head.bias."
+    """
+    return (
+        f"{len(indices)} of {_counted(len(names), 'parameter')} got no gradient on "
+        f"{_of_world(range(world_size), world_size)}: {shorten([names[index] for index in indices])}.\n"
+        "  seen: nothing differs between the ranks; `.grad` of these parameters stays as it was\n"
+        "  likely: the loss does not depend on these parameters\n"
+        "  hint: if that is meant, find_unused_parameters=True is silent; if some ranks use them later and "
+        "others do not, that raises without it\n"
+        "  (reported once)"
+    )
+
+
 def nonfinite_error(
     pairs: Iterable[tuple[int, int]],
     names: Sequence[str],

@@ -10,7 +10,14 @@ from collections.abc import Sequence
 
 from paceline.errors import ConfigError
 from paceline.reducer.protocol import INTERRUPTED, TWICE, Outcome, Reducer
-from paceline.reducer.report import check_refused, check_twice, nonfinite_error, skipped_error, unused_error
+from paceline.reducer.report import (
+    check_refused,
+    check_twice,
+    nobodys_warning,
+    nonfinite_error,
+    skipped_error,
+    unused_error,
+)
 from paceline.reducer.static_graph import without_promises
 
 
@@ -30,6 +37,7 @@ class Judge:
         self._allow_unused = allow_unused
         self._nonfinite = nonfinite
         self._has_warned = False
+        self._has_warned_of_nobodys = False
 
     def judge(
         self, outcome: Outcome, reducer: Reducer, refused: tuple[int, ConfigError] | None = None
@@ -57,6 +65,10 @@ class Judge:
             raise skipped_error(without_promises(forwards))
         if Outcome.UNUSED in outcome and not self._allow_unused:
             raise unused_error([reducer.unused(rank) for rank in range(self._world_size)], self._names)
+        if Outcome.NOBODYS in outcome and not self._has_warned_of_nobodys:
+            self._has_warned_of_nobodys = True
+            text = nobodys_warning(reducer.globally_unused(), self._names, self._world_size)
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
         if outcome & (Outcome.NONFINITE | Outcome.OVERFLOWED):
             self.judge_nonfinite(reducer.nonfinite(), reducer.overflowed())
 
@@ -71,11 +83,11 @@ class Judge:
                 warnings.warn(f"{error}\n  (reported once)", RuntimeWarning, stacklevel=3)
 
 
-def give_up_interrupted(reducer: Reducer, *, allow_unused: bool) -> Exception | None:
+def give_up_interrupted(reducer: Reducer, allow_unused: bool, allow_nobodys: bool) -> Exception | None:
     """End a pass that an exception broke off, so that all ranks learn of it and can go on. Collective.
 
     Returns:
         What to raise, on this rank as on the others.
     """
-    outcome = Outcome(reducer.finish(INTERRUPTED, allow_unused))
+    outcome = Outcome(reducer.finish(INTERRUPTED, allow_unused, allow_nobodys))
     return skipped_error(reducer.forwards_by_rank()) if Outcome.SKIPPED in outcome else None

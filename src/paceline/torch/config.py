@@ -80,6 +80,11 @@ class DDPConfig:
     check_replicas_every: int | None
 
     @property
+    def allow_nobodys(self) -> bool:
+        """Whether parameters that no rank uses are let be. No: they raise, as in torch."""
+        return False
+
+    @property
     def reduce_dtype(self) -> torch.dtype | None:
         """In which gradients are averaged; None: in that of each parameter."""
         return self.precision.reduce_dtype
