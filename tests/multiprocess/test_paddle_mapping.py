@@ -6,6 +6,7 @@ The one place where both frameworks are imported into one process, besides pytes
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import paddle
 import pytest
 
 import paceline.paddle
+import paceline.torch
 from tests.multiprocess.test_paddle_module import ACCEPTED
 
 torch = pytest.importorskip("torch")
@@ -67,6 +69,20 @@ def test_the_signatures_come_first_in_their_own_order() -> None:
         for name, parameter in arguments(original.__init__).items():
             if name in arguments(kind.__init__):
                 assert arguments(kind.__init__)[name].default == parameter.default, name
+
+
+def test_the_names_that_hide_those_of_a_model_are_listed() -> None:
+    def listed(document: Path) -> set[str]:
+        (line,) = [each for each in document.read_text().splitlines() if each.startswith("Names of ours")]
+        return set(re.findall(r"`(\w+)`", line.partition(". ")[0]))
+
+    def public(kind: type) -> set[str]:
+        return {name for name in dir(kind) if not name.startswith("_")}
+
+    in_paddle = public(paceline.paddle.DataParallel) - public(paddle.DataParallel)
+    assert listed(DOCUMENT) == in_paddle
+    assert listed(DOCUMENT.with_name("coming-from-ddp.md")) == in_paddle - {"module"}
+    assert in_paddle - {"module"} <= public(paceline.torch.DistributedDataParallel) - public(TorchDDP)
 
 
 def test_every_method_has_a_row_that_is_true() -> None:

@@ -21,6 +21,7 @@ from tests.multiprocess.paddle_models import (
     assert_same_on_all_ranks,
     batch,
     gradients,
+    join_paddle,
     ranks,
     share,
     squares,
@@ -173,6 +174,7 @@ def test_what_is_saved_has_the_models_own_names(group: object) -> None:
 ACCEPTED = [
     {"device_ids": [paddle.CPUPlace()], "output_device": "cpu"},
     {"device_ids": ["cpu"]},
+    {"output_device": "cpu"},
     {"device_ids": []},
     {"dim": 0},
     {"broadcast_buffers": False},
@@ -203,7 +205,7 @@ def test_torchs_and_paddles_arguments(group: object) -> None:
     refused = [
         ({"device_ids": ["gpu:0"]}, "names a device"),
         ({"device_ids": ["cpu", "cpu"]}, "one device"),
-        ({"output_device": "cpu"}, "None where device_ids is None"),
+        ({"output_device": "gpu:0"}, "names a device"),
         ({"dim": 1}, "dim is not supported"),
         ({"mixed_precision": "bf16"}, "mixed_precision is not supported"),
         ({"comm_buffer_size": 0}, "comm_buffer_size"),
@@ -226,6 +228,42 @@ def test_deprecated_methods_do_nothing(group: object) -> None:
     loss.backward()
     with pytest.warns(DeprecationWarning, match="apply_collective_grads"):
         assert wrapped.apply_collective_grads() is None
+
+
+@ranks(2, group=None)
+def test_a_strategy_for_one_rank_averages_nothing_as_in_paddle(rank: int) -> None:
+    """And says so; with more ranks, or none, it changes nothing."""
+    join_paddle(rank)
+    x = paddle.full([1, 4], 1.0 + rank)
+    alone = paddle.distributed.parallel.ParallelStrategy()
+    assert alone.nranks == 1
+    for kind in (paddle.DataParallel, DataParallel):
+        model = nn.Linear(4, 1)
+        with pytest.warns(UserWarning, match=r"single-card|strategy\.nranks is 1"):
+            wrapped = kind(model, alone)
+        wrapped(x).sum().backward()
+        assert_array_equal(model.weight.grad.numpy(), np.full((4, 1), 1.0 + rank))
+    two = paddle.distributed.parallel.ParallelStrategy()
+    two.nranks = 2
+    model = nn.Linear(4, 1)
+    DataParallel(model, two)(x).sum().backward()
+    assert_array_equal(model.weight.grad.numpy(), np.full((4, 1), 1.5))
+
+
+@ranks(2)
+def test_the_weight_of_a_wrapped_layer_is_its_parameter(group: object) -> None:
+    """Other names of ours shadow the model's; `module` is the way round."""
+    model, x = nn.Linear(4, 1), paddle.full([1, 4], 1.0 + group.rank)
+    model.finished = "the model's"
+    wrapped = DataParallel(model, group=group, weight=1.0 + 2 * group.rank)
+    assert wrapped.weight is model.weight and wrapped.bias is model.bias
+    assert wrapped.module.finished == "the model's" and callable(wrapped.finished)
+    wrapped(x).sum().backward()
+    assert_array_equal(wrapped.weight.grad.numpy(), np.full((4, 1), 1.75))
+    plain = DataParallel(two_layers(), group=group)
+    with plain.weight(1.0 + 2 * group.rank):
+        plain(x).sum().backward()
+    assert_array_equal(plain.module[2].bias.grad.numpy(), np.ones(2))
 
 
 @ranks(2)

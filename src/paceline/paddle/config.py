@@ -17,7 +17,7 @@ from paceline.reducer.micro_batches import as_weight
 _arguments = Arguments("DataParallel")
 
 _HARMLESS: Mapping[str, Sequence[Any]] = {
-    # Values that ask for nothing. `strategy` is deprecated in Paddle, which ignores it.
+    # Values that ask for nothing.
     # `check_reduction`: what torch once checked, Paceline always checks.
     "dim": (0,),
     "check_reduction": (False, True),
@@ -165,15 +165,13 @@ def make_config(
 
 def _named_devices(device_ids: Sequence[Any] | None, output_device: Any) -> dict[str, Any]:
     """Each process drives one device."""
-    if not device_ids:
-        _arguments.require(
-            output_device is None, "output_device", output_device, "None where device_ids is None"
-        )
-        return {}
     _arguments.require(
-        len(device_ids) == 1, "device_ids", device_ids, "one device: each process drives one; or None"
+        not device_ids or len(device_ids) == 1,
+        "device_ids",
+        device_ids,
+        "one device: each process drives one; or None",
     )
-    named = {"device_ids": device_ids[0], "output_device": output_device}
+    named = {"device_ids": device_ids[0] if device_ids else None, "output_device": output_device}
     return {name: device for name, device in named.items() if device is not None}
 
 

@@ -36,14 +36,17 @@ class DataParallel(WrappedModel, nn.Layer):
     every rank has raised. Gradients are averaged in memory that the ranks of one host share; between hosts,
     and on GPUs, through paddle.distributed.
 
-    Attributes and methods of the model are reached through the wrapper. Parameters with `no_sync = True` are
+    Attributes and methods of the model are reached through the wrapper, but for names that it has itself:
+    `model.module.finished` is the model's own. `model.weight` is the model's where that is a tensor; then the
+    argument `weight` weighs the mean. Parameters with `no_sync = True` are
     left to each rank.
 
     Collective: every rank constructs it, and runs the same number of synchronised backwards.
 
     Args:
         layers: The model. Its parameters must not be added, replaced or unfrozen afterwards.
-        strategy: Deprecated; ignored, as by Paddle.
+        strategy: Deprecated. As in Paddle, only its `nranks` counts: where that is 1, nothing is averaged,
+            and a warning says so.
         comm_buffer_size: Most MiB that are averaged at once. The result does not depend on it.
         last_comm_buffer_size: Most MiB of the bucket that is averaged first.
         find_unused_parameters: Let a parameter that got no gradient contribute 0. Otherwise that raises, on
@@ -52,7 +55,7 @@ class DataParallel(WrappedModel, nn.Layer):
         group: A group of paddle.distributed, or a `paceline.Group`. None: that of paddle.distributed, or,
             where it is not initialised, one formed from the environment that the launcher has set.
         device_ids: The device of the parameters, as the only entry, or None. Inputs stay where they are.
-        output_device: The same device, or None.
+        output_device: The device of the parameters, or None.
         dim: 0, the only dimension along which a batch is shared.
         broadcast_buffers: Give every rank rank 0's buffers and running statistics, when wrapping and at the
             end of each synchronised backward. None: yes.
@@ -138,7 +141,8 @@ class DataParallel(WrappedModel, nn.Layer):
         self.grad_need_sync = True
         self._tensors = ManagedTensors(layers)
         self._passes = None
-        peers = find_peers(process_group if group is None else group, timeout_s)
+        group = process_group if group is None else group
+        peers = None if _asks_for_one_rank(strategy) else find_peers(group, timeout_s)
         if peers is None and not self._tensors.is_trained:  # nothing to average, and nobody to do it with
             return
         self._tensors.check_trainable()
@@ -221,6 +225,12 @@ class DataParallel(WrappedModel, nn.Layer):
         return tuple(n for n, p in parameters if p.grad is not None and not bool(p.grad.isfinite().all()))
 
     @property
+    def weight(self) -> Any:  # type: ignore[override]
+        """The method weight() of `WrappedModel`; where the model has a tensor of this name, that tensor."""
+        own = getattr(self._layers, "weight", None)
+        return own if isinstance(own, paddle.Tensor) else super().weight
+
+    @property
     def module(self) -> nn.Layer:
         """The wrapped model; `_layers` is Paddle's name for it."""
         return self._layers
@@ -282,6 +292,15 @@ class DataParallel(WrappedModel, nn.Layer):
     def apply_collective_grads(self) -> None:
         """Do nothing: deprecated and without effect, as in Paddle."""
         _warn_of_deprecated("apply_collective_grads")
+
+
+def _asks_for_one_rank(strategy: Any) -> bool:
+    """Whether a ParallelStrategy says that this process trains alone."""
+    if getattr(strategy, "nranks", 2) > 1:
+        return False
+    text = f"DataParallel averages nothing: strategy.nranks is {strategy.nranks}. Leave strategy out."
+    warnings.warn(text, UserWarning, stacklevel=3)
+    return True
 
 
 def _warn_of_deprecated(name: str) -> None:
