@@ -225,7 +225,7 @@ class DataParallel(WrappedModel, nn.Layer):
         return tuple(n for n, p in parameters if p.grad is not None and not bool(p.grad.isfinite().all()))
 
     @property
-    def weight(self) -> Any:  # type: ignore[override]
+    def weight(self) -> Any:
         """The method weight() of `WrappedModel`; where the model has a tensor of this name, that tensor."""
         own = getattr(self._layers, "weight", None)
         return own if isinstance(own, paddle.Tensor) else super().weight
