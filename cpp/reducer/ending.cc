@@ -34,16 +34,19 @@ uint32_t Reducer::complete_pass(uint32_t forwards, bool allow_unused,
   }
   part_overlapping();
   if (any_unused && (allow_unused || allow_nobodys)) add_unused();
-  uint32_t verdict = end_backward(forwards, any_unused ? kPassUnused : 0);
+  uint32_t flags = any_unused ? kPassUnused : 0;
+  if (any_unused && !allow_unused) flags |= kPassUnusedRefused;
+  uint32_t verdict = end_backward(forwards, flags);
   fault_point(Point::kAfterEnd);
   in_pass_ = false;
   leave_pass();
   finished_passes_ = pass_;
-  if ((verdict & kPassUnused) != 0 && allow_nobodys && !allow_unused &&
-      is_unused_alike())
-    verdict ^= kPassUnused | kPassNobodys;
-  const bool is_reduced = (verdict & kPassForwardsDiffer) == 0 &&
-                          ((verdict & kPassUnused) == 0 || allow_unused);
+  // Not by what this rank allows: one without data has nothing to allow.
+  if ((verdict & kPassUnusedRefused) != 0 && allow_nobodys && is_unused_alike())
+    verdict ^= kPassUnused | kPassUnusedRefused | kPassNobodys;
+  const bool is_reduced =
+      (verdict & (kPassForwardsDiffer | kPassUnusedRefused)) == 0;
+  verdict &= ~kPassUnusedRefused;
   if (!is_reduced) {
     restart_without_reduction();
     return verdict;

@@ -102,6 +102,9 @@ inline constexpr uint32_t kPassOverflow = 16;
 inline constexpr uint32_t kPassNotesDiffer = 32;
 /// Instead of kPassUnused: allowed, as nobody has used any of them.
 inline constexpr uint32_t kPassNobodys = 64;
+/// A rank left parameters unused, and did not allow it. Ranks tell each other;
+/// callers are told kPassUnused.
+inline constexpr uint32_t kPassUnusedRefused = 128;
 /// `forwards` of a rank that has no more data; agrees with every number.
 inline constexpr uint32_t kFinished = (uint32_t{1} << 31) - 2;
 

@@ -17,7 +17,7 @@ EXPECTED: list[tuple[str, tuple[str, ...], str]] = [
     ("op swap shrunk", ("ConfigError",), "the same"),
     ("op swap dtype", ("ConfigError", "RuntimeError"), "conversions after wrapping"),
     ("op convert", ("ConfigError",), "conversions after wrapping"),
-    ("op freeze", ("ConfigError", "UnusedParameterError"), "parameters must not be (un)frozen afterwards"),
+    ("op freeze", ("ConfigError", "UnusedParameterError"), "unfrozen after wrapping; frozen on some ranks"),
     ("op replace", ("ConfigError", "UnusedParameterError"), "parameters must not be replaced afterwards"),
     ("layer gate", ("UnusedParameterError", "GraphChangedError"), "unused parameters without the option"),
     ("mode static", ("GraphChangedError", "UnusedParameterError"), "a promise that the program breaks"),

@@ -303,15 +303,12 @@ def test_a_model_changed_after_wrapping_is_noticed_at_the_next_forward(rank: int
         return model, DistributedDataParallel(model)
 
     model, ddp = wrapped()
-    model[2].weight.requires_grad_(False)
-    with pytest.raises(ConfigError, match=r"frozen: 2\.weight"):
-        ddp(x)
-    model[2].weight.requires_grad_(True)
-    ddp(x)
-    model, ddp = wrapped()
     model[0].bias.requires_grad_(True)
-    with pytest.raises(ConfigError, match=r"unfrozen: 0\.bias"):
-        ddp(x)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"unfrozen: 0\.bias"):
+            ddp(x)
+    model[0].bias.requires_grad_(False)
+    ddp(x)
     model, ddp = wrapped()
     model.append(nn.Linear(2, 2))
     with pytest.raises(ConfigError, match=r"added: 3\.weight, 3\.bias"):

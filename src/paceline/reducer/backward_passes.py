@@ -19,6 +19,7 @@ from paceline.reducer import farewell
 from paceline.reducer.drift import DriftWatch
 from paceline.reducer.end_of_backward import EndOfBackward
 from paceline.reducer.fresh_gradients import FreshGradients
+from paceline.reducer.frozen import tells_frozen
 from paceline.reducer.iteration_notes import IterationNotes
 from paceline.reducer.micro_batches import MicroBatchWeights
 from paceline.reducer.pass_state import PassState
@@ -188,7 +189,7 @@ class BackwardPasses(ABC):
 
     def known_norm(self) -> float | None:
         """The 2-norm of all gradients, if it is that of the last pass's means."""
-        if not self.gradients.are_unchanged() or self.reducer.globally_unused():
+        if not self.gradients.are_unchanged() or self._unused_by_all():
             return None
         norm = math.sqrt(self.squared_norm())
         return None if math.isnan(norm) else norm  # of a void pass, too
@@ -313,7 +314,8 @@ class BackwardPasses(ABC):
             self._hand_over_rest()
             status = state.status
             self.reducer.set_note(self.notes.take(self._begun_forwards, accumulated=bool(state.accumulated)))
-            outcome = self.reducer.finish(status, self._config.allow_unused, self._config.allow_nobodys)
+            allow_unused = self._config.allow_unused or tells_frozen(status)
+            outcome = self.reducer.finish(status, allow_unused, self._config.allow_nobodys)
             self.active = self._all_ranks
             if outcome or status != state.forwards:
                 self._note_active(Outcome(outcome))
@@ -349,6 +351,13 @@ class BackwardPasses(ABC):
             state.handed.discard(index)
             if index in state.staged:
                 state.staged.remove(index)
+
+    def _unused_by_all(self) -> list[int]:
+        """Parameters that no rank with data used in the last pass."""
+        if len(self.active) in (0, self.world_size):
+            return self.reducer.globally_unused()
+        # Ranks without data have marked all parameters, where unused ones are not allowed.
+        return sorted(set.intersection(*(set(self.reducer.unused(rank)) for rank in self.active)))
 
     def _note_active(self, outcome: Outcome) -> None:
         if Outcome.FINISHED in outcome:

@@ -32,7 +32,7 @@ from paceline.reducer.overlaps import overlapping
 from paceline.reducer.plan import Plan
 from paceline.reducer.protocol import FINISHED, Outcome
 
-_STATUS = struct.Struct("<dIIIII")
+_STATUS = struct.Struct("<dIIIII?")
 
 
 class Pending(Protocol):
@@ -96,10 +96,11 @@ class _Status:
     nonfinite: int
     overflowed: int
     note: int
+    refuses_unused: bool
 
     def pack(self) -> bytes:
         counts = (self.forwards, self.unused, self.nonfinite, self.overflowed)
-        return _STATUS.pack(self.weight, *counts, self.note)
+        return _STATUS.pack(self.weight, *counts, self.note, self.refuses_unused)
 
     @classmethod
     def unpack(cls, payload: bytes) -> _Status:
@@ -180,7 +181,7 @@ class EngineReducer:
         started = time.perf_counter()
         self._has_no_means = True  # until it has
         try:
-            self._complete(forwards)
+            self._complete(forwards, allow_unused)
         except Exception as error:
             self._failure = error  # the ranks' calls do not pair any more
             raise
@@ -189,9 +190,12 @@ class EngineReducer:
         self._begin_pass()
         self._passes += 1
         outcome = self._judge()
-        if Outcome.UNUSED in outcome and allow_nobodys and not allow_unused and self._is_unused_alike():
+        # Not by what this rank allows: one without data has nothing to allow.
+        is_refused = any(status.refuses_unused for status in self._statuses)
+        if is_refused and allow_nobodys and self._is_unused_alike():
             outcome ^= Outcome.UNUSED | Outcome.NOBODYS
-        is_void = Outcome.SKIPPED in outcome or (Outcome.UNUSED in outcome and not allow_unused)
+            is_refused = False
+        is_void = Outcome.SKIPPED in outcome or is_refused
         if not is_void:
             self._correct_weights()
             self._has_no_means = False
@@ -252,7 +256,7 @@ class EngineReducer:
         """Whether all ranks with data have left the same parameters unused. The same on all ranks."""
         return len(set(map(tuple, self._unused_with_data()))) <= 1
 
-    def _complete(self, forwards: int) -> None:
+    def _complete(self, forwards: int, allow_unused: bool) -> None:
         """Launch what is missing, and wait for all buckets and everybody's status."""
         unused = [index for index, marked in enumerate(self._marked) if not marked]
         for index in unused:
@@ -264,7 +268,9 @@ class EngineReducer:
             pending.wait()
         nonfinite = self._transport.take_nonfinite()
         overflowed = self._transport.find_overflowed(self._weight / self._expected_weight)
-        own = _Status(self._weight, forwards, len(unused), len(nonfinite), len(overflowed), self._note)
+        counts = (len(unused), len(nonfinite), len(overflowed))
+        refuses_unused = bool(unused) and not allow_unused
+        own = _Status(self._weight, forwards, *counts, self._note, refuses_unused)
         self._statuses = [_Status.unpack(row) for row in self._transport.all_gather(own.pack())]
         self._gather_details(unused, nonfinite, overflowed)
         if self._skip_unused:

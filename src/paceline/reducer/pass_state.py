@@ -1,15 +1,16 @@
 """What a front end remembers between the hooks of one backward pass. The same for every framework.
 
-Imports only the standard library, the core, `errors` and `protocol`.
+Imports only the standard library, the core, `errors` and its neighbours.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from paceline import _core
 from paceline.errors import ConfigError, ForkedError
+from paceline.reducer.frozen import frozen_status
 from paceline.reducer.protocol import FINISHED, REFUSED, STATIC, TWICE
 
 
@@ -29,6 +30,7 @@ class PassState:
             tells all ranks: a hook that raised would leave the others waiting.
         refused: A parameter whose gradient cannot be averaged, and why. The end of the pass tells, too.
         forwards: Of this rank since the last synchronised pass.
+        idle: Parameters without a gradient in this pass that are frozen, where unused ones are no good.
         promises_static_graph: Whether that promise was made after wrapping, and no good pass has shown yet
             that all ranks have made it.
         where: "rank 1 of 2", for errors.
@@ -40,6 +42,7 @@ class PassState:
         "came_twice",
         "forwards",
         "handed",
+        "idle",
         "is_armed",
         "is_interrupted",
         "is_syncing",
@@ -61,6 +64,7 @@ class PassState:
         self.came_twice: int | None = None
         self.refused: tuple[int, ConfigError] | None = None
         self.forwards = 0
+        self.idle: Sequence[int] = ()
         self.promises_static_graph = False
         self.pid = os.getpid()
         self.arm: Callable[[], None]
@@ -74,6 +78,7 @@ class PassState:
         self.came_twice = None
         self.refused = None
         self.forwards = 0
+        self.idle = ()
 
     def interrupt(self) -> None:
         """The backward has ended in an exception; whatever begins next tells the other ranks."""
@@ -100,6 +105,8 @@ class PassState:
             return TWICE + self.came_twice
         if self.promises_static_graph and self.forwards != FINISHED:
             return STATIC + self.forwards
+        if self.idle:
+            return frozen_status(self.forwards, self.idle)
         return self.forwards
 
     def check_process(self) -> None:

@@ -26,6 +26,9 @@ REFUSED = 3 << 29
 STATIC = 1 << 29
 """STATIC + n: n `forwards`, of a rank that has promised a static graph since the last good pass."""
 
+FROZEN = 1 << 28
+"""FROZEN + ...: `forwards` of a rank that leaves frozen parameters without a gradient; see `frozen`."""
+
 
 class Outcome(IntFlag):
     """What `Reducer.finish` found; the same value on every rank."""
@@ -89,8 +92,8 @@ class Reducer(Protocol):
         Args:
             forwards: How many forwards this rank made for this pass; must be the same on all ranks,
                 but for those that say FINISHED.
-            allow_unused: Let unmarked parameters contribute 0. Otherwise one unmarked parameter on one
-                rank makes the pass void on all ranks.
+            allow_unused: Let parameters that this rank has not marked contribute 0. Otherwise one unmarked
+                parameter makes the pass void on all ranks.
             allow_nobodys: Of unmarked parameters, let those contribute 0 that no rank with data has
                 marked. The same on all ranks.
         """

@@ -41,9 +41,9 @@ def unused_error(unused_by_rank: Sequence[Iterable[int]], names: Sequence[str]) 
         where="the end of backward; the gradients of this pass are of no use, on any rank",
         seen=_rows(ranks_of, names),
         likely="the loss does not depend on these parameters"
-        + ("" if everywhere else ", or these ranks took another branch in forward"),
+        + ("" if everywhere else ", or these ranks took another branch in forward, or froze them"),
         hint="use every output of forward in the loss; if some parameters are meant to be idle in some "
-        "steps, pass find_unused_parameters=True",
+        "steps, pass find_unused_parameters=True, or freeze them on every rank",
         unused={names[index]: tuple(ranks) for index, ranks in sorted(ranks_of.items())},
     )
 

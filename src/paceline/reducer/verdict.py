@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Sequence
 
 from paceline.errors import ConfigError
+from paceline.reducer.frozen import differ_in_frozen_only, is_all_unused_frozen, without_frozen
 from paceline.reducer.protocol import INTERRUPTED, TWICE, Outcome, Reducer
 from paceline.reducer.report import (
     check_refused,
@@ -61,9 +62,11 @@ class Judge:
                 raise refused[1]
             check_refused(forwards, self._names)
             check_twice(forwards, self._names)
-        if Outcome.SKIPPED in outcome:
-            raise skipped_error(without_promises(forwards))
-        if Outcome.UNUSED in outcome and not self._allow_unused:
+        if Outcome.SKIPPED in outcome and not differ_in_frozen_only(forwards):
+            raise skipped_error(without_promises(without_frozen(forwards)))
+        if Outcome.SKIPPED in outcome or (
+            Outcome.UNUSED in outcome and not self._allow_unused and not is_all_unused_frozen(reducer)
+        ):
             raise unused_error([reducer.unused(rank) for rank in range(self._world_size)], self._names)
         if Outcome.NOBODYS in outcome and not self._has_warned_of_nobodys:
             self._has_warned_of_nobodys = True

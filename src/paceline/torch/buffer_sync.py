@@ -39,7 +39,19 @@ class BufferSync:
         self._tensors = tensors
         self._peers = peers
         self._factory = factory
-        self._policies = BufferPolicies(tensors.buffers, patterns, broadcasts)
+        self._patterns = patterns
+        self._broadcasts = broadcasts
+        self._take_names()
+
+    def _take_names(self) -> None:
+        self._buffers = self._tensors.buffers
+        self._policies_then = BufferPolicies(self._buffers, self._patterns, self._broadcasts)
+
+    @property
+    def _policies(self) -> BufferPolicies:
+        if self._tensors.buffers is not self._buffers:  # the model has changed
+            self._take_names()
+        return self._policies_then
 
     @property
     def is_needed(self) -> bool:

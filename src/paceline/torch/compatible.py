@@ -78,7 +78,7 @@ class TorchNames(TorchDDP):
         @functools.wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
             passes = self._passes if torch.is_grad_enabled() else None
-            if passes is None or not self._tensors.check_unchanged():
+            if passes is None or not self._tensors.are_trained():
                 return method(*args, **kwargs)
             graph_before = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
             output = method(*args, **kwargs)

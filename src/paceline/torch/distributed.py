@@ -53,7 +53,8 @@ class DistributedDataParallel(CommHooks, GradientStatistics, Joins, Regrouping, 
     Collective: every rank constructs it, and runs the same number of synchronised backwards.
 
     Args:
-        module: The model. Its parameters must not be added, replaced or (un)frozen afterwards.
+        module: The model. Afterwards parameters may be frozen for a while, and whatever is not trained may
+            change; one that is to be trained must not be added, replaced or unfrozen.
         device_ids: One device to which inputs are moved, or None.
         output_device: The same device, or None.
         broadcast_buffers: Give every rank rank 0's buffers (running statistics), when wrapping and at the
@@ -236,7 +237,7 @@ class DistributedDataParallel(CommHooks, GradientStatistics, Joins, Regrouping, 
         if self._config.device is not None:
             inputs, kwargs = moved((inputs, kwargs), self._config.device)
         is_alone = self._is_connected and self._passes is None
-        if not torch.is_grad_enabled() or is_alone or not self._tensors.check_unchanged():
+        if not torch.is_grad_enabled() or is_alone or not self._tensors.are_trained():
             return inputs, kwargs, False
         active = TorchDDP._active_ddp_module  # of a forward around this one
         if active is not None or not self._has_looked_outward:

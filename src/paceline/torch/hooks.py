@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -90,7 +91,7 @@ def copy_hook(
             state.arm()
         gradient = parameter.grad
         if gradient is None or gradient.dtype is not dtype or gradient.is_sparse or gradient.shape != shape:
-            state.refuse(index, unsupported_gradient(name, state.where, gradient, dtype, shape))
+            refuse_unsupported(state, index, name, parameter, dtype, shape)
             return
         if index in handed:
             state.came_twice = index
@@ -128,7 +129,7 @@ def view_hook(
                 or gradient.is_sparse
                 or gradient.shape != shape
             ):
-                state.refuse(index, unsupported_gradient(name, state.where, gradient, dtype, shape))
+                refuse_unsupported(state, index, name, parameter, dtype, shape)
                 return
             copy(gradient.detach() if gradient.requires_grad else gradient)  # as in copy_hook
             parameter.grad = view
@@ -168,7 +169,10 @@ def sparse_hook(
             state.came_twice = index
             return
         gradient = parameter.grad
-        if gradient is not None and gradient.shape != shape:
+        if gradient is None:
+            refuse_unsupported(state, index, name, parameter, dtype, shape)
+            return
+        if gradient.shape != shape:
             state.refuse(index, reshaped_parameter(name, state.where, gradient.shape, shape))
             return
         handed[index] = gradient
@@ -220,11 +224,31 @@ def moved_gradient(name: str, where: str, view: torch.Tensor) -> ConfigError:
     )
 
 
+def refuse_unsupported(
+    state: PassState, index: int, name: str, parameter: torch.Tensor, dtype: torch.dtype, shape: torch.Size
+) -> None:
+    """A gradient is not there, or not one that can be averaged.
+
+    Backward calls hooks even where it has nothing to add: a Function whose backward returns None. Such a
+    parameter is unused. Where users have hooks, too, one of them may have dropped the gradient: an optimizer
+    that steps within backward, with the gradients of this rank alone.
+    """
+    gradient = parameter.grad
+    if gradient is not None or _has_hooks_of_users(parameter):
+        state.refuse(index, unsupported_gradient(name, state.where, gradient, dtype, shape))
+
+
+def _has_hooks_of_users(parameter: Any) -> bool:
+    hooks = (parameter._post_accumulate_grad_hooks or {}).values()
+    return any(not str(getattr(hook, "__module__", "")).startswith("paceline.") for hook in hooks)
+
+
 def unsupported_gradient(
     name: str, where: str, gradient: torch.Tensor | None, dtype: torch.dtype, shape: torch.Size
 ) -> ConfigError:
     if gradient is None:
-        got, likely = "no gradient", "another hook of this parameter set its gradient to None"
+        got = "no gradient"
+        likely = "another hook of this parameter set its gradient to None; or backward made none for it"
     elif gradient.is_sparse:
         got = "a sparse gradient"
         likely = "torch.nn.functional.embedding(sparse=True); use nn.Embedding(sparse=True) instead"

@@ -8,7 +8,8 @@ and it runs in the stream in which the model was wrapped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -43,7 +44,22 @@ class LastHooks:
             handle.remove()
 
     def _register(self, index: int) -> RemovableHandle:
-        handle: RemovableHandle = self._parameters[index].register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-            self._hooks[index]
-        )
+        parameter = self._parameters[index]
+        with taking_hooks(parameter):
+            handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                self._hooks[index]
+            )
         return handle
+
+
+@contextlib.contextmanager
+def taking_hooks(parameter: torch.Tensor) -> Iterator[None]:
+    """Within it a parameter takes hooks, which torch refuses while it is frozen; it may be trained again."""
+    is_frozen = not parameter.requires_grad
+    if is_frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        if is_frozen:
+            parameter.requires_grad_(False)

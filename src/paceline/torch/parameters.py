@@ -1,8 +1,11 @@
-"""The parameters and buffers of a wrapped module, and whether they are still those that were wrapped."""
+"""The parameters and buffers of a wrapped module, and what has become of them since it was wrapped.
+
+The one idea: a module may change in every way, as long as no parameter is trained that no rank averages.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,12 +22,14 @@ from paceline.torch.arena import DTYPES
 class ManagedTensors:
     """What DDP keeps in step: trainable parameters (their gradients), frozen ones and buffers (their values).
 
-    Names in `module._ddp_params_and_buffers_to_ignore` are left alone, as by torch's DDP.
+    Names in `module._ddp_params_and_buffers_to_ignore` are left alone, as by torch's DDP; what has another
+    object, or another name, later on, too.
 
     Attributes:
         sparse: Indices of trainable parameters whose gradients are sparse: of embeddings that say so.
         delayed: Indices of delay_all_reduce_named_params.
         trigger: Index of param_to_hook_all_reduce.
+        frozen_now: Indices of trainable parameters that were frozen when a forward last looked.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -40,19 +45,15 @@ class ManagedTensors:
         }
         self.sparse = {index for index, p in enumerate(self.trainable) if id(p) in sparse}
         self.frozen = [p for _, p in named if not p.requires_grad]
-        self.buffers = {name: b for name, b in module.named_buffers() if name not in ignored}
         self.delayed: set[int] = set()
         self.trigger: int | None = None
+        self.frozen_now: frozenset[int] = frozenset()
         self._module = module
-        # Walking the modules takes far longer than comparing the dictionaries in which they keep things.
-        self._slots = [m._parameters for m in module.modules()]
-        children: list[dict[str, Any]] = [m._modules for m in module.modules()]
-        self._snapshot = _core.ModuleSnapshot(
-            [*self._slots, *children], "requires_grad", self.trainable, self.frozen
-        )
-        self._buffer_slots = [
-            (name, owner._buffers, key) for name, owner, key in _owned_buffers(module) if name in self.buffers
-        ]
+        held = (*module.named_parameters(), *module.named_buffers())
+        # Kept, so that no other object gets one's identity.
+        self._ignored_tensors = {id(tensor): tensor for name, tensor in held if name in ignored}
+        self._index_of = {id(p): index for index, p in enumerate(self.trainable)}
+        self._take_structure()
 
     @property
     def device_kinds(self) -> set[str]:
@@ -121,7 +122,8 @@ class ManagedTensors:
     def describe(self) -> tuple[tuple[TensorDescription, ...], tuple[TensorDescription, ...]]:
         """Parameters and buffers, as they must be on all ranks."""
         parameters = tuple(
-            _describe(name, p, requires_grad=p.requires_grad) for name, p in self.all_parameters.items()
+            _describe(name, p, requires_grad=id(p) in self._index_of)
+            for name, p in self.all_parameters.items()
         )
         return parameters, tuple(_describe(name, b, requires_grad=None) for name, b in self.buffers.items())
 
@@ -154,33 +156,88 @@ class ManagedTensors:
                     got=dtype_name(parameter.dtype),
                 )
 
-    def check_unchanged(self) -> bool:
-        """Raise if parameters were added, removed, replaced, frozen or unfrozen since the model was wrapped.
+    def are_trained(self) -> bool:
+        """Whether the backward of a forward that runs now may bring gradients to average.
 
         Returns:
-            False where torch.func.functional_call runs the module with other tensors for a while.
-        """
-        if self._snapshot.is_unchanged():
-            return True
-        tensors = [tensor for slot in self._slots for tensor in slot.values() if tensor is not None]
-        if all(isinstance(tensor, nn.Parameter) for tensor in tensors):
-            raise self._changed()
-        return False
+            False where all parameters are frozen, or torch.func.functional_call runs the module with other
+            tensors for a while.
 
-    def _changed(self) -> ConfigError:
-        now = dict(self._module.named_parameters())
-        before = self.all_parameters
+        Raises:
+            ConfigError: A parameter would be trained that no rank averages.
+        """
+        return self._is_trained if self._snapshot.is_unchanged() else self._look_again()
+
+    def _look_again(self) -> bool:
+        """Something has changed since a forward last looked."""
+        if not self._structure.is_unchanged():
+            slots = (module._parameters.values() for module in self._module.modules())
+            tensors = (tensor for slot in slots for tensor in slot if tensor is not None)
+            if not all(isinstance(tensor, nn.Parameter) for tensor in tensors):
+                return False
+            strangers = self._strangers()
+            if strangers:
+                raise self._changed(strangers)
+            self._take_structure()
+        elif any(p.requires_grad for p in self._untrained):
+            raise self._changed(self._strangers())
+        self._take_flags()
+        return self._is_trained
+
+    def _take_structure(self) -> None:
+        """Note what the modules hold now."""
+        modules = list(self._module.modules())
+        # Walking the modules takes far longer than comparing the dictionaries in which they keep things.
+        self._dicts: list[dict[str, Any]] = [m._parameters for m in modules]
+        self._dicts += [m._modules for m in modules]
+        self._structure = _core.ModuleSnapshot(self._dicts, "requires_grad", [], [])
+        held = {id(p): p for _, p in self._managed()}
+        self._present = [index for key, index in self._index_of.items() if key in held]
+        self._untrained = [p for key, p in held.items() if key not in self._index_of]
+        owned = [
+            (name, owner._buffers, key)
+            for name, owner, key in _owned_buffers(self._module)
+            if not self._is_ignored(name, owner._buffers[key])
+        ]
+        held_now = ((name, slots[key]) for name, slots, key in owned)
+        self.buffers = {name: buffer for name, buffer in held_now if buffer is not None}
+        self._buffer_slots = [(name, slots, key) for name, slots, key in owned if name in self.buffers]
+        self._take_flags()
+
+    def _take_flags(self) -> None:
+        """Note which parameters are frozen now."""
+        flags = [p.requires_grad for p in self.trainable]
+        self.frozen_now = frozenset(index for index, flag in enumerate(flags) if not flag)
+        self._is_trained = any(flags[index] for index in self._present)
+        trained = [p for p, flag in zip(self.trainable, flags) if flag]
+        untrained = [p for p, flag in zip(self.trainable, flags) if not flag]
+        self._snapshot = _core.ModuleSnapshot(
+            self._dicts, "requires_grad", trained, [*untrained, *self._untrained]
+        )
+
+    def _managed(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The module's parameters as they are now, but for ignored ones."""
+        return ((name, p) for name, p in self._module.named_parameters() if not self._is_ignored(name, p))
+
+    def _is_ignored(self, name: str, tensor: torch.Tensor | None) -> bool:
+        return name in self.ignored or id(tensor) in self._ignored_tensors
+
+    def _strangers(self) -> list[str]:
+        """Names of parameters that are to be trained and are not averaged."""
+        return [name for name, p in self._managed() if p.requires_grad and id(p) not in self._index_of]
+
+    def _changed(self, strangers: Sequence[str]) -> ConfigError:
+        now, before = dict(self._module.named_parameters()), self.all_parameters
         changes = {
-            "added": [name for name in now if name not in before],
-            "removed": [name for name in before if name not in now],
-            "replaced": [name for name in now if name in before and now[name] is not before[name]],
-            "frozen": [name for name, p in zip(self.names, self.trainable) if not p.requires_grad],
-            "unfrozen": [name for name, p in before.items() if p.requires_grad and name not in self.names],
+            "added": [name for name in strangers if name not in before],
+            "replaced": [name for name in strangers if name in before and now[name] is not before[name]],
+            "unfrozen": [name for name in strangers if name in before and now[name] is before[name]],
         }
-        rows = [f"{what}: {shorten(names)}" for what, names in changes.items() if names]
         return ConfigError(
-            "The parameters of a wrapped model have changed.",
-            seen="\n".join(rows) or "a submodule was added, removed or replaced",
+            "A wrapped model has parameters to train that it had not when it was wrapped.",
+            seen="\n".join(f"{what}: {shorten(names)}" for what, names in changes.items() if names),
+            expected="every parameter with requires_grad=True was there, and had it, when the model was "
+            "wrapped: only their gradients are averaged",
             likely="the model was changed after DistributedDataParallel() had wrapped it",
             hint="make such changes first, then wrap; or wrap `ddp.module` again, on every rank",
         )

@@ -90,6 +90,10 @@ class GradientPasses(BackwardPasses):
         self._peers = peers
         self._factory = factory
         self._last_hooks: LastHooks | None = None
+        self._frozen: frozenset[int] = (
+            frozenset()
+        )  # in the forwards before the pass, or those of the last one
+        self._is_frozen_noted = False
         self._shapes = [parameter.shape for parameter in tensors.trainable]
         self.use_config(config)
         self.graphs = Graphs(self.close)
@@ -165,6 +169,10 @@ class GradientPasses(BackwardPasses):
         if self._sharing_version != registry.version and not self._is_in_backward():
             self.refresh_sharing()
         super().begin_forward(is_syncing=is_syncing, is_training=is_training)
+        if is_syncing:  # what one of several forwards trains is not frozen
+            frozen = self._tensors.frozen_now
+            self._frozen = self._frozen & frozen if self._is_frozen_noted else frozen
+            self._is_frozen_noted = True
         if is_syncing and not self.state.is_armed:
             self._put_hooks_last()
         if self.buffers.hook is not None and is_syncing:
@@ -207,10 +215,12 @@ class GradientPasses(BackwardPasses):
             if self._late.learn():
                 self._install_hooks()
         finally:
+            self._is_frozen_noted = False
             self.graphs.end_pass()
 
     def _forget_interrupted(self) -> None:
         self._late.forget()
+        self._is_frozen_noted = False
         self.graphs.end_pass()
 
     def _hand_over_rest(self) -> None:
@@ -221,7 +231,19 @@ class GradientPasses(BackwardPasses):
                 if index not in self.state.handed:
                     self._clear_place(index)
                     self.reducer.mark_ready(index, 0)
+            if self._frozen and not self._config.allow_unused:
+                self._leave_idle(self._frozen)
             self._refuse_changed()
+
+    def _leave_idle(self, frozen: frozenset[int]) -> None:
+        """Say which parameters have no gradient in this pass because they are frozen."""
+        with_gradient = self._tensors.delayed.union(self.state.handed)  # zeros at least
+        idle = sorted(frozen.difference(with_gradient))
+        self.state.idle = idle
+        for index in idle:  # what is left there stays as it is, while their places become zeros
+            parameter = self._tensors.trainable[index]
+            if parameter.grad is self._reduction.arena.views[index]:
+                parameter.grad = parameter.grad.clone()
 
     def _refuse_changed(self) -> None:
         """Refuse gradients that are not what the reducer was given, and parameters of another shape."""
@@ -339,7 +361,7 @@ class GradientPasses(BackwardPasses):
                 state.handed[index].copy_(views[index])
             if is_complete:
                 return
-            nobodys = set(self._reduction.reducer.globally_unused())
+            nobodys = set(self._unused_by_all())
             for index, parameter in enumerate(self._tensors.trainable):
                 if index not in state.handed and index not in nobodys and index not in self._tensors.sparse:
                     view = views[index]

@@ -10,6 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.reducer.micro_batches import MicroBatchWeights
 from paceline.reducer.pass_state import PassState
+from paceline.torch.last_hooks import taking_hooks
 from paceline.torch.running_call import RunningCall, running_call
 
 Weight = float | int | torch.Tensor
@@ -41,10 +42,9 @@ class TorchWeights(MicroBatchWeights):
             self.begin()
 
     def _install(self) -> None:
-        self._handles = [
-            parameter.register_hook(self._scale)  # type: ignore[no-untyped-call]
-            for parameter in self._parameters
-        ]
+        for parameter in self._parameters:
+            with taking_hooks(parameter):
+                self._handles.append(parameter.register_hook(self._scale))  # type: ignore[no-untyped-call]
 
     def _shrink(self, factor: float) -> None:
         gradients = [p.grad for p in self._parameters if p.grad is not None]

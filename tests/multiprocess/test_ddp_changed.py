@@ -1,0 +1,394 @@
+"""Models that change after wrapping: frozen and trained again, rebuilt, with parts that are ignored."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.testing import assert_close
+
+from paceline.errors import ConfigError, DeadlineError, UnusedParameterError
+from paceline.torch import DistributedDataParallel, SyncBatchNorm
+from tests.harness import ranks
+from tests.multiprocess.ddp_models import bits, share, two_layers
+
+PATHS = ["group", "memory"]
+WORLD = 2
+
+
+def step(module: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter -= 0.1 * parameter.grad
+
+
+def numbers(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def assert_same_on_all_ranks(module: nn.Module) -> None:
+    found: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(found, bits(module))
+    assert all(each == found[0] for each in found)
+
+
+def train_gan(g: nn.Module, d: nn.Module, noise: torch.Tensor, real: torch.Tensor) -> None:
+    """As pix2pix and its descendants have it, with two backwards for D in each iteration."""
+    for number in range(4):
+        fake = g(noise + number)
+        d.requires_grad_(False)
+        g.zero_grad()
+        (-d(fake)).mean().backward()
+        step(g)
+        d.requires_grad_(True)
+        d.zero_grad(set_to_none=number % 2 == 0)
+        loss = d(fake.detach()).square().mean() + (d(real) - 1).square().mean()
+        loss.backward()
+        step(d)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("view", [False, True])
+@ranks(WORLD, group="gloo")
+def test_a_gan_trains_as_in_one_process(rank: int, path: str, view: bool) -> None:
+    g = two_layers().double()
+    d = nn.Sequential(nn.Linear(2, 6), nn.Tanh(), nn.Linear(6, 1)).double()
+    alone = copy.deepcopy((g, d))
+    options = {"reduce_through": path, "gradient_as_bucket_view": view}
+    noise, real = numbers(4, 4, seed=3), numbers(4, 2, seed=4)
+    wrapped = [DistributedDataParallel(module, **options) for module in (g, d)]
+    train_gan(*wrapped, share(noise, rank, WORLD), share(real, rank, WORLD))
+    train_gan(*alone, noise, real)
+    for ours, reference in zip((g, d), alone):
+        assert_same_on_all_ranks(ours)
+        for parameter, expected in zip(ours.parameters(), reference.parameters(), strict=True):
+            assert_close(parameter, expected)
+
+
+@pytest.mark.parametrize("find_unused", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+@ranks(WORLD, group="gloo", deadline_s=240)
+def test_layers_frozen_in_some_steps_train_as_with_torch(rank: int, path: str, find_unused: bool) -> None:
+    """Also from the first pass on, after which the hooks are made anew."""
+    x = numbers(2, 4, seed=rank)
+    for frozen_in_steps in ([0, 1, 4], [2, 3]):
+        ours = DistributedDataParallel(
+            two_layers().double(),
+            reduce_through=path,
+            find_unused_parameters=find_unused,
+            gradient_as_bucket_view=0 in frozen_in_steps,
+        )
+        theirs = TorchDDP(two_layers().double(), find_unused_parameters=True)
+        for number in range(6):
+            for model in (ours, theirs):
+                model.module[0].requires_grad_(number not in frozen_in_steps)
+                model.zero_grad()
+                model(x).square().sum().backward()
+                step(model)
+            for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+                assert (one.grad is None) == (other.grad is None), number
+                assert_close(one, other)
+        assert_same_on_all_ranks(ours)
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+@ranks(WORLD, group="gloo")
+def test_what_a_frozen_parameter_has_in_grad_stays(rank: int, path: str, view: bool) -> None:
+    ddp = DistributedDataParallel(two_layers(), reduce_through=path, gradient_as_bucket_view=view)
+    x = torch.full((1, 4), 1.0 + rank)
+    for _ in range(2):
+        ddp.zero_grad()
+        ddp(x).sum().backward()
+    before = ddp.module[0].weight.grad.clone()
+    ddp.module[0].requires_grad_(False)
+    for _ in range(3):
+        ddp(x).sum().backward()
+        assert torch.equal(ddp.module[0].weight.grad, before)
+    assert_close(ddp.module[2].bias.grad, torch.full((2,), 4.0))
+    loss = ddp(x).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert torch.equal(ddp.module[0].weight.grad, before)
+    ddp.module[0].requires_grad_(True)
+    ddp(x).sum().backward()
+    assert_close(ddp.module[0].weight.grad, 2 * before)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(WORLD, group="gloo")
+def test_a_model_frozen_whole_waits_for_nobody(rank: int, path: str) -> None:
+    """So its gradient by the inputs may be wanted on one rank only."""
+    ddp = DistributedDataParallel(two_layers(), reduce_through=path)
+    alone = two_layers()
+    x = torch.full((1, 4), 1.0 + rank, requires_grad=True)
+    for number in range(3):
+        ddp.requires_grad_(False)
+        if rank == number % 2:
+            x.grad = None
+            ddp(x).sum().backward()
+            (expected,) = torch.autograd.grad(alone(x).sum(), x)
+            assert_close(x.grad, expected)
+        ddp.requires_grad_(True)
+        ddp.zero_grad()
+        ddp(x.detach()).sum().backward()
+        assert_close(ddp.module[2].bias.grad, torch.ones(2))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(3, group="gloo")
+def test_a_parameter_that_only_some_ranks_freeze_is_unused_there(rank: int, path: str) -> None:
+    x = torch.full((1, 4), 1.0 + rank)
+    model = two_layers()
+    ddp = DistributedDataParallel(model, reduce_through=path)
+    for first in (True, False):
+        for who, stale in [({1}, True), ({0, 2}, False)]:
+            ddp.zero_grad(set_to_none=not stale)
+            model[0].weight.requires_grad_(rank not in who)
+            with pytest.raises(UnusedParameterError) as caught:
+                ddp(x).sum().backward()
+            assert caught.value.unused == {"0.weight": tuple(who)}, first
+            assert "froze" in str(caught.value)
+        # Each another one.
+        model[0].requires_grad_(True)
+        ([model[0].weight, model[0].bias, model[2].weight][rank]).requires_grad_(False)
+        with pytest.raises(UnusedParameterError) as caught:
+            ddp(x).sum().backward()
+        assert caught.value.unused == {"0.weight": (0,), "0.bias": (1,), "2.weight": (2,)}
+        model.requires_grad_(True)
+        ddp.zero_grad()
+        ddp(x).sum().backward()
+        assert_close(model[2].bias.grad, torch.ones(2))
+    # What is frozen on all ranks excuses nothing else.
+    model[0].requires_grad_(False)
+    with pytest.raises(UnusedParameterError):
+        (ddp(x) * 0 + model[2].bias if rank else model[2].bias * ddp(x).detach()).sum().backward()
+    model.requires_grad_(True)
+
+    ddp = DistributedDataParallel(model, reduce_through=path, find_unused_parameters=True)
+    for _ in range(2):
+        model[2].bias.requires_grad_(rank != 1)
+        ddp.zero_grad()
+        ddp(x).sum().backward()
+        assert_close(model[2].bias.grad, torch.full((2,), 2 / 3))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(WORLD, group="gloo")
+def test_a_rank_without_data_leaves_frozen_parameters_alone(rank: int, path: str) -> None:
+    ddp = DistributedDataParallel(two_layers(), reduce_through=path)
+    ddp.module[0].requires_grad_(False)
+    for _ in ddp.iterate(range(2 + rank)):
+        ddp.zero_grad()
+        ddp(torch.ones(1, 4)).sum().backward()
+        assert ddp.module[0].weight.grad is None
+        assert_close(ddp.module[2].bias.grad, torch.ones(2))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(WORLD, group="gloo")
+def test_weights_and_accumulation_with_frozen_parameters(rank: int, path: str) -> None:
+    ddp = DistributedDataParallel(two_layers(), reduce_through=path)
+    ddp.module[0].requires_grad_(False)
+    for _ in range(2):
+        ddp.zero_grad()
+        with ddp.weight(1 + 2 * rank):
+            (ddp(torch.ones(1, 4)) * (1 + rank)).sum().backward()
+        assert_close(ddp.module[2].bias.grad, torch.full((2,), 1.75))
+        ddp.zero_grad()
+        ddp.module[0].requires_grad_(True)
+        with ddp.no_sync():
+            ddp(torch.ones(1, 4)).sum().backward()
+        ddp.module[0].requires_grad_(False)
+        ddp(torch.ones(1, 4)).sum().backward()
+        assert ddp.module[0].weight.grad is not None  # of the first half, which counts
+        assert_close(ddp.module[2].bias.grad, torch.full((2,), 2.0))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(WORLD, group="gloo")
+def test_a_model_that_one_rank_freezes_whole_is_an_error_at_the_deadline(rank: int, path: str) -> None:
+    ddp = DistributedDataParallel(two_layers(), reduce_through=path, timeout_s=3)
+    store = torch.distributed.distributed_c10d._get_default_store()
+    ddp.requires_grad_(rank == 0)
+    loss = ddp(torch.ones(1, 4)).sum()
+    if rank == 1:
+        store.wait(["rank 0 has raised"])
+        return
+    with pytest.raises(DeadlineError):
+        loss.backward()
+    store.set("rank 0 has raised", "")
+
+
+@ranks(WORLD, group="gloo")
+def test_a_delayed_parameter_may_be_frozen(rank: int) -> None:
+    model = two_layers()
+    ddp = DistributedDataParallel(
+        model,
+        delay_all_reduce_named_params=[("2.weight", model[2].weight)],
+        param_to_hook_all_reduce=model[0].weight,
+    )
+    for frozen in (model[2], model[0], model[2]):
+        ddp.zero_grad()
+        frozen.requires_grad_(False)
+        (ddp(torch.ones(1, 4)) * (1 + rank)).sum().backward()
+        others = model[0] if frozen is model[2] else model[2]
+        assert all(parameter.grad is not None for parameter in others.parameters())
+        frozen.requires_grad_(True)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.act: nn.Module = nn.Tanh()
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.act(self.norm(self.first(x))))
+
+
+@ranks(WORLD, group="gloo")
+def test_a_model_may_be_rebuilt_of_the_parameters_that_it_has(rank: int) -> None:
+    net, alone = Normed().double(), Normed().double()
+    ddp = DistributedDataParallel(net)
+    x = numbers(8, 4, seed=7)
+
+    def check() -> None:
+        for module, batch in ((ddp, share(x, rank, WORLD)), (alone, x)):
+            module.zero_grad()
+            module(batch).square().mean().backward()
+        for parameter, expected in zip(net.parameters(), alone.parameters(), strict=True):
+            assert_close(parameter.grad, expected.grad)
+
+    SyncBatchNorm.convert_sync_batchnorm(ddp)
+    check()
+    net.act = alone.act = nn.ReLU()
+    check()
+    net.act = nn.Sequential(nn.ReLU(), nn.Identity())
+    net.extra = nn.Dropout()
+    net.register_module("no", None)
+    check()
+    del net.extra
+    net.last = nn.Sequential(net.last)  # another name
+    check()
+    # What is added brings its buffers along.
+    net.register_buffer("count", torch.full((1,), 5.0 + rank))
+    net.counter = nn.BatchNorm1d(2, affine=False)
+    net.counter.running_mean += rank
+    check()
+    assert_close(net.counter.running_mean, torch.zeros(2))
+
+
+@ranks(WORLD, group="gloo", deadline_s=240)
+def test_a_submodule_may_be_compiled_after_wrapping(rank: int) -> None:
+    net = two_layers()
+    ddp = DistributedDataParallel(net)
+    ddp(torch.ones(1, 4)).sum().backward()
+    before = [p.grad.clone() for p in net.parameters()]
+    net[0] = torch.compile(net[0], backend="eager")
+    for _ in range(2):
+        ddp.zero_grad()
+        ddp(torch.ones(1, 4)).sum().backward()
+        assert all(torch.equal(p.grad, b) for p, b in zip(net.parameters(), before, strict=True))
+
+
+class Proxied(nn.Module):
+    """A part of it is of no concern to others, and has another shape on each rank at first."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.fc1 = nn.Linear(1, 1, bias=False)
+        self.fc2: nn.Module = nn.Linear(10 if rank else 1, 10, bias=False)
+        self.fc2.register_buffer("own", torch.zeros(5 + rank))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc2(self.fc1(x))
+
+
+@pytest.mark.parametrize("find_unused", [False, True])
+@ranks(WORLD, group="gloo")
+def test_what_is_ignored_may_change(rank: int, find_unused: bool) -> None:
+    net = Proxied(rank)
+    proxy = net.fc2.weight
+    names = ["fc2.weight", "fc2.own", "fc3.weight", "fc3.bias"]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, names)
+    ddp = DistributedDataParallel(net, find_unused_parameters=find_unused)
+    net.fc2 = nn.Linear(1, 1, bias=False)  # materialised
+    x = torch.full((1, 1), 1.0 + rank)
+    for number in range(3):
+        alone = copy.deepcopy(net)
+        for model in (ddp, alone):
+            model.zero_grad()
+            model(x).sum().backward()
+        assert_close(net.fc2.weight.grad, alone.fc2.weight.grad)  # this rank's
+        both = [net.fc2.weight.clone().detach() for _ in range(WORLD)]
+        torch.distributed.all_gather(both, net.fc2.weight.detach())
+        assert_close(net.fc1.weight.grad, (both[0] * 1 + both[1] * 2) / 2)
+        assert proxy.grad is None
+        if number == 0:
+            net.fc3 = nn.Linear(3, 3)  # added
+        if number == 1:
+            net.fc2.weight = nn.Parameter(torch.full((1, 1), 4.0 + rank))  # replaced
+    net.fc3.more = nn.Parameter(torch.ones(1))
+    with pytest.raises(ConfigError, match=r"added: fc3\.more"):
+        ddp(x)
+
+
+class Blocked(torch.autograd.Function):
+    """Its backward has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> None:
+        return None
+
+
+class MayBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(2, 2)
+        self.b = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor, blocks: bool) -> torch.Tensor:
+        hidden = self.a(x)
+        return self.b(Blocked.apply(hidden) if blocks else hidden)
+
+
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+@ranks(WORLD, group="gloo")
+def test_an_undefined_gradient_is_one_more_unused_parameter(rank: int, path: str, view: bool) -> None:
+    x = torch.ones(1, 2)
+    options: dict[str, Any] = {"reduce_through": path, "gradient_as_bucket_view": view}
+    ddp = DistributedDataParallel(MayBlock(), find_unused_parameters=True, **options)
+    for _ in range(2):
+        ddp.zero_grad()
+        ddp(x, True).sum().backward()
+        assert ddp.module.a.weight.grad is None and ddp.module.a.bias.grad is None
+        assert_close(ddp.module.b.bias.grad, torch.ones(2))
+    ddp.zero_grad()
+    ddp(x, rank == 1).sum().backward()
+    assert_close(ddp.module.a.bias.grad, ddp.module.b.weight.sum(0).detach() / 2)
+    ddp = DistributedDataParallel(MayBlock(), **options)
+    for _ in range(2):
+        ddp.zero_grad()
+        with pytest.raises(UnusedParameterError) as caught:
+            ddp(x, rank == 1).sum().backward()
+        assert caught.value.unused == {"a.weight": (1,), "a.bias": (1,)}
+        ddp.zero_grad()
+        with ddp.no_sync():
+            ddp(x, True).sum().backward()
+        ddp(x, False).sum().backward()
+        assert_close(ddp.module.a.bias.grad, ddp.module.b.weight.sum(0).detach())
