@@ -4,7 +4,7 @@ A program is plain data. Every rank of a pool runs it under Paceline, one proces
 any library that averages, and the two must agree: the same means, the same bits on all ranks, or an error on
 all ranks. docs/design/testing.md tells how to use it and how to read a report.
 
-Every framework has:
+Every framework has (as torch, so Paddle):
 
     torch_grammar.py     from a seed to a program
     torch_models.py      from a model's data to a module
@@ -23,6 +23,9 @@ and these know no framework:
     judge.py             whether the records agree
     pool.py              forked ranks that run one program after the other
     shrink.py            the smallest program that still fails
+    walk.py              how one rank walks through a program, and where ranks meet (Paddle's)
+    lockstep.py          one process that simulates all ranks (Paddle's reference)
+    command.py           the fuzzer as the tests run it
     session.py           one program in its modes, with its references; the table of many
     __main__.py          the command line
 """

@@ -6,17 +6,10 @@ In processes of their own, because the fuzzer forks its ranks. `make fuzz` runs 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-_ROOT = Path(__file__).parents[2]
-_DEADLINE_S = 300
-
+from tests.differential.command import fuzz as _fuzz
 
 _PLAIN = {
     "ranks": 2,
@@ -45,25 +38,6 @@ def plain(tmp_path):
     file = tmp_path / "plain.json"
     file.write_text(json.dumps(_PLAIN))
     return str(file)
-
-
-def _fuzz(*arguments: str) -> tuple[int, str]:
-    """Run the fuzzer; its exit status and what it printed."""
-    command = [sys.executable, "-m", "tests.differential", *arguments]
-    with subprocess.Popen(
-        command,
-        cwd=_ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            output, _ = process.communicate(timeout=_DEADLINE_S)
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-        return process.returncode, output
 
 
 def test_programs_that_found_a_bug():

@@ -1,0 +1,108 @@
+"""One process that simulates all ranks, one after the other, and averages between them. Knows no framework.
+
+It runs every rank's program until the ranks meet, averages, and lets them go on. What a mean is, and how
+values get from one copy of a model to another, a subclass says in the framework's own arithmetic.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from tests.differential.records import Record
+from tests.differential.walk import Meeting, Walker
+
+
+class Simulated:
+    """A subject where nobody averages: the driver below does, when all ranks have met."""
+
+    simulates = True
+
+    def wrap(self, net: Any, options: dict[str, Any]) -> Any:
+        return net
+
+    def no_sync(self, wrapper: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def weight(self, wrapper: Any, value: float) -> None:
+        pass
+
+    def finished(self, wrapper: Any, step: Any) -> None:
+        pass
+
+    def iterate(self, wrapper: Any, batches: Sequence[int], step: Any) -> Iterator[int]:
+        return iter(batches)
+
+
+class Parted(Exception):
+    """What the ranks have differs so that there is no mean: of gradients of two shapes."""
+
+
+class Lockstep:
+    """All ranks of a program."""
+
+    def __init__(self, machines: Sequence[Walker]) -> None:
+        self.machines = machines
+        self._runs = [machine.run() for machine in machines]
+
+    def run(self) -> list[Record]:
+        """Records of all ranks; they stop where the ranks part, because one of them raised alone."""
+        records = [machine.record for machine in self.machines]
+        waiting: list[Meeting | None] = [None] * len(self._runs)
+        everybody = last_active = list(range(len(self._runs)))
+        while True:
+            for rank, meeting in enumerate(waiting):
+                waiting[rank] = self._next(rank) if meeting is None else meeting
+            here = [meeting for meeting in waiting if meeting is not None]
+            if len(here) < len(waiting):
+                return records
+            active = [rank for rank in everybody if here[rank].kind != "finished"]
+            if not active:
+                self.take_model(here[0].models[0], last_active[0])
+                last_active = everybody
+                waiting = [None] * len(waiting)
+                continue
+            first = here[active[0]]
+            if any(here[rank] != first for rank in active):
+                return records
+            if first.kind == "wrapped":
+                for model in first.models:
+                    self.take_model(model, 0)
+            else:
+                last_active = active
+                try:
+                    for model in first.models:
+                        self.average(model, active, here)
+                except Parted:
+                    return records
+            for rank in active:
+                waiting[rank] = None
+
+    def _next(self, rank: int) -> Meeting | None:
+        try:
+            return next(self._runs[rank])
+        except StopIteration:
+            return None
+        except BaseException as error:
+            self.machines[rank].note_end(error)
+            return None
+
+    def average(self, model: int, active: list[int], waiting: Sequence[Meeting]) -> None:
+        """Give those that are active the mean; all others step with it, and keep their gradients."""
+        raise NotImplementedError
+
+    def take_model(self, model: int, root: int) -> None:
+        """Give every rank the parameters and buffers of the rank `root`."""
+        raise NotImplementedError
+
+
+class ReferenceRun:
+    """Records of all simulated ranks, as the answer of one worker."""
+
+    def __init__(self, records: list[Record]) -> None:
+        self.records = records
+        self.raised = None
+
+    def errors(self) -> list[Any]:
+        return []

@@ -1,0 +1,45 @@
+"""The Paddle side of the fuzzer: what the files without a framework ask for."""
+
+from __future__ import annotations
+
+from tests.differential.paddle_corpus import CORPUS, OPEN
+from tests.differential.paddle_grammar import generate
+from tests.differential.paddle_mutations import MUTATIONS
+from tests.differential.paddle_reference import make_reference
+from tests.differential.paddle_refusals import expected_refusal
+from tests.differential.paddle_subjects import MODES, PADDLE, make_rank
+from tests.differential.programs import Program, numbered
+
+INCUMBENT = PADDLE
+"""The mode in which the framework's own wrapper runs the program."""
+
+__all__ = [
+    "CORPUS",
+    "INCUMBENT",
+    "MODES",
+    "MUTATIONS",
+    "OPEN",
+    "expected_refusal",
+    "generate",
+    "incumbent_can_run",
+    "make_rank",
+    "make_reference",
+    "same_parameters",
+    "tolerance",
+]
+
+
+def tolerance(program: Program) -> float:
+    """How far values may be from the reference's, relative to the largest of an array."""
+    return 3e-3
+
+
+def same_parameters(program: Program) -> bool:
+    """Whether the program's own steps make the same bits on all ranks."""
+    return True
+
+
+def incumbent_can_run(program: Program) -> bool:
+    """Whether the program uses nothing that only Paceline has."""
+    ops = [op for _, op in numbered(program["ops"])]
+    return not any(op["op"] in ("weight", "iterate") for op in ops) and not program.get("options")

@@ -1,0 +1,62 @@
+"""What Paceline may refuse: errors that its documentation promises, by what a program does.
+
+A program that ended in an error on all ranks is fine if a row here names the error and the program has the
+row's feature; if not, Paddle's own wrapper runs it, and if that trains, it is listed as a refusal to look at.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.differential.programs import Program, numbered
+
+EXPECTED: list[tuple[str, tuple[str, ...], str]] = [
+    # a feature, the errors that it may end in, and where that is written
+    ("an error of the program's own", ("*",), "the docs: a rank that raised is told by all"),
+    ("op swap grown", ("ConfigError",), "another shape after wrapping"),
+    ("op swap shrunk", ("ConfigError",), "another shape after wrapping"),
+    ("op swap dtype", ("*",), "conversions after wrapping; Paddle's own operations refuse most"),
+    ("op freeze", ("ConfigError", "UnusedParameterError"), "parameters must not be (un)frozen afterwards"),
+    ("op replace", ("ConfigError", "UnusedParameterError"), "parameters must not be replaced afterwards"),
+    ("layer gate", ("UnusedParameterError", "GraphChangedError"), "unused parameters without the option"),
+    ("layer recompute", ("GraphChangedError",), "a gradient in two parts"),
+    ("two forwards", ("GraphChangedError", "SkippedPassError"), "gradients that come again"),
+    (
+        "layer norm",
+        ("RuntimeError",),
+        "two forwards before a backward: Paddle changes its statistics in place",
+    ),
+    ("op skipped", ("SkippedPassError",), "forwards without a backward, not on all ranks"),
+    ("nonfinite", ("NonFiniteGradientError",), 'nonfinite="raise"'),
+]
+
+
+def expected_refusal(program: Program, mode: str, error: str) -> str | None:
+    """Why this program may end in this error in this mode; None: no row says so."""
+    has = _features(program)
+    for feature, errors, why in EXPECTED:
+        if feature in has and (error in errors or "*" in errors):
+            return why
+    return None
+
+
+def _features(program: Program) -> set[str]:
+    found: set[str] = set()
+    for _, op in numbered(program["ops"]):
+        found.add("op " + " ".join(str(op[key]) for key in ("op", "how") if key in op))
+        found.add(f"op {op['op']}")
+        if op["op"] in ("raise", "trap"):
+            found.add("an error of the program's own")
+        if op["op"] == "forward" and op.get("to", "loss") != "loss":
+            found.add("op skipped" if op["to"] == "lost" else "two forwards")
+    if program.get("options", {}).get("nonfinite") == "raise":
+        found.add("nonfinite")
+    for model in program["models"]:
+        found.update(_layers(model["layers"]))
+    return found
+
+
+def _layers(layers: list[dict[str, Any]]) -> set[str]:
+    return {f"layer {layer['kind']}" for layer in layers}.union(
+        *(_layers(layer.get("layers", [])) for layer in layers)
+    )

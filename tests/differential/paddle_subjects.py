@@ -1,0 +1,159 @@
+"""Who averages in a real rank: Paceline in each of its modes, or Paddle's own DataParallel over Gloo."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import paddle
+import paddle.distributed as dist
+from paddle import nn
+
+import paceline
+from paceline.paddle import DataParallel
+from tests.differential import paddle_mutations
+from tests.differential.paddle_machine import Machine
+from tests.differential.pool import Run
+from tests.differential.programs import Program
+from tests.differential.records import Record
+
+TIMEOUT_S = 12.0
+
+_TINY = {"bucket_cap_mb": 1e-6}
+MODES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "tiny": _TINY,
+    "view": {"gradient_as_bucket_view": True},
+    "tiny view": {**_TINY, "gradient_as_bucket_view": True},
+    "unused": {**_TINY, "find_unused_parameters": True},
+    "unused one bucket": {"find_unused_parameters": True},
+    "unused view": {**_TINY, "find_unused_parameters": True, "gradient_as_bucket_view": True},
+    "group": {"reduce_through": "group"},
+    "group tiny view": {"reduce_through": "group", **_TINY, "gradient_as_bucket_view": True},
+    "group unused": {"reduce_through": "group", **_TINY, "find_unused_parameters": True},
+}
+"""What is passed to the wrapper; "group": over Gloo, through paddle.distributed."""
+
+PADDLE = "paddle"
+
+
+class Groups:
+    """The groups of one rank, each formed when the first program asks for it."""
+
+    def __init__(self, rank: int, world_size: int, job: str, folder: Path) -> None:
+        self._rank, self._world_size, self._job, self._folder = rank, world_size, job, folder
+        self._group: paceline.Group | None = None
+
+    def paceline(self) -> paceline.Group:
+        if self._group is None:
+            self._group = paceline.init(
+                rank=self._rank, world_size=self._world_size, job_id=self._job, timeout_s=TIMEOUT_S
+            )
+        return self._group
+
+    def paddle(self) -> None:
+        """Initialise paddle.distributed, with the variables that Paddle's launcher would set."""
+        if dist.is_initialized():
+            return
+        port = self._agree_on_port()
+        os.environ |= {
+            "PADDLE_TRAINER_ID": str(self._rank),
+            "PADDLE_TRAINERS_NUM": str(self._world_size),
+            "PADDLE_CURRENT_ENDPOINT": f"127.0.0.1:{port + self._rank}",
+            "PADDLE_MASTER": f"127.0.0.1:{port}",
+            "PADDLE_DISTRI_BACKEND": "gloo",
+        }
+        if self._rank:  # whoever comes before the store is there tries again after 3 s
+            _until(lambda: _listens(port))
+        dist.init_parallel_env()
+
+    def _agree_on_port(self) -> int:
+        file = self._folder / "port"
+        if self._rank == 0:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
+            whole = file.with_suffix(".new")
+            whole.write_text(str(port))
+            whole.rename(file)
+        _until(file.exists)
+        return int(file.read_text())
+
+
+class Ours:
+    """Paceline."""
+
+    simulates = False
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+
+    def wrap(self, net: nn.Layer, options: dict[str, Any]) -> Any:
+        if options.get("reduce_through") == "group":
+            self._groups.paddle()
+            return DataParallel(net, timeout_s=TIMEOUT_S, **options)
+        return DataParallel(net, group=self._groups.paceline(), **options)
+
+    def no_sync(self, wrapper: Any) -> contextlib.AbstractContextManager[None]:
+        return wrapper.no_sync()  # type: ignore[no-any-return]
+
+    def weight(self, wrapper: Any, value: float) -> None:
+        wrapper.weight(value)
+
+    def finished(self, wrapper: Any, step: Any) -> None:
+        wrapper.finished(step)
+
+    def iterate(self, wrapper: Any, batches: Sequence[int], step: Any) -> Iterator[int]:
+        return wrapper.iterate(batches, step)  # type: ignore[no-any-return]
+
+
+class Paddles(Ours):
+    """Paddle's own wrapper, with unused parameters allowed, as it does not notice them."""
+
+    def wrap(self, net: nn.Layer, options: dict[str, Any]) -> Any:
+        self._groups.paddle()
+        return paddle.DataParallel(net, find_unused_parameters=True)
+
+
+def make_rank(rank: int, world_size: int, job: str, folder: Path) -> Run:
+    """Prepare this process to run programs."""
+    warnings.simplefilter("ignore")
+    os.environ.update(TMPDIR=str(folder))
+    groups = Groups(rank, world_size, job, folder)
+
+    def run(program: Program, options: dict[str, Any]) -> Record:
+        mode = options["mode"]
+        subject = Paddles(groups) if mode == PADDLE else Ours(groups)
+        if mutation := options.get("mutation"):
+            paddle_mutations.put_in(mutation, rank)
+        machine = Machine(program, rank, subject, MODES.get(mode, {}))
+        try:
+            for _ in machine.run():
+                pass
+        except BaseException as error:
+            machine.note_end(error)
+        return machine.record
+
+    return run
+
+
+def _until(is_so: Any) -> None:
+    until = time.monotonic() + TIMEOUT_S
+    while not is_so():
+        if time.monotonic() > until:
+            raise TimeoutError("rank 0 did not open Paddle's store")
+        time.sleep(0.005)
+
+
+def _listens(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), 1.0).close()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,55 @@
+"""Generated programs under Paceline for Paddle: some seeds, and all that found a bug once.
+
+`make fuzz FRAMEWORK=paddle` runs more.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import pytest
+
+from tests.differential.command import fuzz
+
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("paddle") is None, reason="PaddlePaddle is not installed"
+)
+
+
+def _fuzz(*arguments: str) -> tuple[int, str]:
+    return fuzz("--framework", "paddle", *arguments)
+
+
+@pytest.fixture
+def plain(tmp_path):
+    """A file with a program in which nothing is special."""
+    step = ({"op": "clear"}, {"op": "forward"}, {"op": "backward"}, {"op": "step"})
+    layers = [{"kind": "linear"}, {"kind": "scale"}, {"kind": "linear"}]
+    file = tmp_path / "plain.json"
+    file.write_text(
+        json.dumps(
+            {
+                "ranks": 2,
+                "modes": ["default"],
+                "models": [{"layers": layers}],
+                "ops": [{"op": "wrap"}, {"op": "optimizer"}, *step, *step],
+            }
+        )
+    )
+    return str(file)
+
+
+def test_programs_that_found_a_bug():
+    status, output = _fuzz("--corpus")
+    assert status == 0, output
+
+
+def test_generated_programs():
+    status, output = _fuzz("--seeds", "0:12", "--shrink-seconds", "10")
+    assert status == 0, output
+
+
+def test_finds_a_bug_that_is_put_in(plain):
+    status, output = _fuzz("--program", plain, "--mutation", "wrong mean everywhere", "--deadline", "10")
+    assert status == 1 and "--- default: wrong mean" in output, output

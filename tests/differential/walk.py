@@ -1,0 +1,183 @@
+"""How one rank walks through a program, whatever the framework. Knows none.
+
+A run is a generator that yields where the ranks meet: after each synchronised backward, and where a rank has
+no more data. A real rank has met the others by then and just goes on; the reference (lockstep.py) runs one
+generator for each rank and averages between them. A subclass has a method `_op_NAME` for each op.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.differential.programs import Op, Program
+from tests.differential.records import Event, Record, Value
+
+
+class UserError(Exception):
+    """What generated programs raise."""
+
+
+class Refused(Exception):
+    """In the reference: all ranks of the subject raised here."""
+
+
+class Traps:
+    """Where the next error of the program's own comes from."""
+
+    def __init__(self) -> None:
+        self.place: str | None = None
+
+    def spring(self, place: str) -> None:
+        if self.place == place:
+            self.place = None
+            raise UserError(f"raised in {place}")
+
+
+@dataclass
+class Meeting:
+    """Where ranks meet.
+
+    Attributes:
+        kind: "wrapped", "synchronised" (after a backward), or "finished".
+        models: Whose gradients are averaged.
+        joins: Of "finished": a rank without data counts as one with zeros (torch's join()).
+        steps: Of "finished": optimizers that step with the means.
+    """
+
+    kind: str
+    models: list[int]
+    joins: bool = False
+    steps: list[Any] = field(default_factory=list)
+
+
+Run = Generator[Meeting, None, None]
+
+
+def of_rank(value: Any, rank: int) -> Any:
+    """A value of all ranks, or one of each."""
+    return value[rank % len(value)] if isinstance(value, list) else value
+
+
+class Walker:
+    """One rank's run.
+
+    Args:
+        program: As the grammar makes it.
+        rank: Of the process, or that it simulates.
+        subject: Who averages.
+        options: Of the wrapper, besides the program's own.
+        refused: For the reference: labels at which all ranks of the subject raised.
+        parts: For the reference: gradients that share memory are parted after each backward.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        rank: int,
+        subject: Any,
+        options: dict[str, Any],
+        refused: frozenset[str] = frozenset(),
+        parts: bool = False,
+    ) -> None:
+        self.program = program
+        self.rank = rank
+        self.subject = subject
+        self.options = {**options, **program.get("options", {})}
+        self.refused = refused
+        self.parts = parts
+        self.record = Record()
+        self.traps = Traps()
+        self.nets: list[Any] = []
+        self.wrappers: dict[int, Any] = {}
+        self.optimizers: dict[int, Any] = {}
+        self.trainable: dict[int, list[Any]] = {}
+        self.weights: dict[int, float] = {}
+        self.weight_so_far: dict[int, float] = {}
+        self.at = ""
+        self._visits: dict[str, int] = {}
+        self._tainted = False
+        self._is_lost = False
+        self._is_partial = False  # some ranks have no data left, and see nothing of these steps
+
+    def run(self) -> Run:
+        """The whole program; errors that it does not catch come out."""
+        yield from self._run_ops(self.program["ops"], "", 0)
+
+    def note_end(self, error: BaseException) -> None:
+        """The program ended with this error."""
+        self.record.raised = self._error(error)
+
+    def _run_ops(self, ops: list[Op], prefix: str, first: int) -> Run:
+        for position, op in enumerate(ops, first):
+            label = f"{prefix}{position}"
+            visit = self._visits[label] = self._visits.get(label, 0) + 1
+            self.at = label if visit == 1 else f"{label}#{visit}"
+            if self.at in self.refused and op["op"] not in ("try", "iterate"):
+                raise Refused
+            if self.rank not in op.get("ranks", [self.rank]):
+                continue
+            steps = getattr(self, "_op_" + op["op"])(op, label)
+            if steps is not None:
+                yield from steps
+
+    def _op_try(self, op: Op, label: str) -> Run:
+        body = op.get("body", [])
+        try:
+            yield from self._run_ops(body, f"{label}.", 0)
+        except Exception as error:
+            self.record.events.append(self._error(error))
+            self.traps.place = None
+            self._tainted = True
+            self.weight_so_far.clear()
+            self.weights.clear()
+            yield from self._run_ops(op.get("otherwise", []), f"{label}.", len(body))
+
+    def _op_iterate(self, op: Op, label: str) -> Run:
+        model, how = op.get("model", 0), op.get("how", "finished")
+        wrapper, optimizer = self.wrappers.get(model), self.optimizers.get(model)
+        if wrapper is None:
+            return
+        counts = op.get("counts", [1])
+        batches = range(counts[self.rank % len(counts)])
+        step = None if optimizer is None or how == "join" else optimizer.step
+        context = self.subject.join(wrapper) if how == "join" else contextlib.nullcontext()
+        with context:
+            rounds = self.subject.iterate(wrapper, batches, step) if how == "loader" else iter(batches)
+            for number, _ in enumerate(rounds):
+                self._is_partial = number >= min(counts)
+                yield from self._run_ops(op.get("body", []), f"{label}.", 0)
+        self._is_partial = False
+        if how == "finished":
+            self.at = label
+            self.subject.finished(wrapper, step)
+        steps = [] if step is None else [optimizer]
+        yield Meeting("finished", [model], joins=how == "join", steps=steps)
+        self.at = label
+        self._note_parameters(model)
+
+    def _op_trap(self, op: Op, label: str) -> None:
+        self.traps.place = op.get("place", "backward")
+
+    def _op_raise(self, op: Op, label: str) -> None:
+        raise UserError("raised between two calls")
+
+    # --- what is told ---
+
+    def _note_parameters(self, model: int) -> None:
+        raise NotImplementedError
+
+    def _note(self, at: str, kind: str, values: dict[str, Value | None], is_shared: bool) -> None:
+        is_tainted = self._is_lost if kind == "parameters" else self._tainted
+        is_shared = is_shared and not self._is_partial
+        self.record.events.append(Event(at, kind, values, shared=is_shared, tainted=is_tainted))
+
+    def _error(self, error: BaseException) -> Event:
+        told = str(error).strip()
+        by_user = (
+            isinstance(error, UserError) or "UserError: raised in " in told
+        )  # Paddle says it in its own words
+        text = "" if isinstance(error, Refused) else " | ".join(told.splitlines()[:4])[:400]
+        return Event(self.at, "error", error=type(error).__name__, text=text, by_user=by_user)
