@@ -144,6 +144,18 @@ def hub(rank, world_size, peers):
     return exchange
 
 
+def test_the_reason_of_rank_0_is_read_although_it_has_closed():
+    """It fails while this rank has still to hand in its payload, which then meets a closed connection."""
+    here, there = socket.socketpair()
+    with here:
+        send_frame(
+            there, Frame.FAILED, write_failure(RendezvousError("Rank 1 was lost.", missing=(1,))), Deadline(5)
+        )
+        there.close()
+        with pytest.raises(RendezvousError, match="Rank 1 was lost"):
+            hub(2, 3, {0: here}).all_gather(b"mine", 5)
+
+
 @bounded
 @given(st.sampled_from(Frame), garbage)
 def test_an_answer_of_rank_0_is_one_or_an_error_that_names_it(kind, raw):

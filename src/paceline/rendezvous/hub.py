@@ -111,7 +111,9 @@ class HubExchange:
             return self._gather_and_spread(payload, deadline)
         hub = self._peers[0]
         try:
-            send_frame(hub, Frame.PAYLOAD, payload, deadline)
+            # Rank 0 may have failed and closed; what it said before can still be read.
+            with contextlib.suppress(ConnectionError):
+                send_frame(hub, Frame.PAYLOAD, payload, deadline)
             kind, answer = receive_frame(hub, Deadline(deadline.left_s() + _GRACE_S))
         except OSError as error:
             raise self._lost_hub(error) from error
