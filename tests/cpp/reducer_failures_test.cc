@@ -106,7 +106,7 @@ TEST(survivors_agree_on_the_last_good_pass) {
 }
 
 struct AlwaysInterrupted : Hooks {
-  bool interrupted() override { return true; }
+  bool interrupted(bool /*by_signal*/) override { return true; }
 };
 
 // Nothing is missing any more when the other comes, and no abort word says that
