@@ -76,8 +76,7 @@ void bind_faults(nb::module_& m) {
   m.def(
       "count_passages",
       [](Pointer board, int world, int rank) {
-        count_passages(reinterpret_cast<std::atomic<uint32_t>*>(board), world,
-                       rank);
+        count_passages(reinterpret_cast<Atomic<uint32_t>*>(board), world, rank);
       },
       "board"_a, "world"_a, "rank"_a,
       "Counts this process's passages of each point in memory that the ranks "

@@ -34,6 +34,11 @@ def dtype_name(dtype: paddle.dtype) -> str:
     return str(dtype).removeprefix("paddle.")
 
 
+def nbytes(tensor: paddle.Tensor) -> int:
+    """The size of a tensor, for which Paddle has no attribute."""
+    return int(tensor.size) * int(tensor.element_size())
+
+
 def shared_places(
     plan: Plan, parameters: Sequence[paddle.Tensor], pointer: int, owner: object
 ) -> list[paddle.Tensor]:

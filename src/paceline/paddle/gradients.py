@@ -11,14 +11,13 @@ rare is a call of something else.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import paddle
 
 from paceline.errors import ConfigError
 from paceline.paddle import internals
-from paceline.paddle.arena import dtype_name
+from paceline.paddle.arena import dtype_name, nbytes
 from paceline.paddle.links import Reduction
 from paceline.paddle.tensors import ManagedTensors
 from paceline.reducer.pass_state import PassState
@@ -149,8 +148,7 @@ class Gradients:
                 copy(gradient, True)  # a sixth of what paddle.assign() costs
                 state.handed[index] = gradient
                 state.staged.append(index)
-                nbytes = math.prod(gradient.shape) * gradient.element_size()
-                mark_copied(index, gradient.data_ptr() or 0, nbytes)
+                mark_copied(index, gradient.data_ptr() or 0, nbytes(gradient))
 
         return hand_over
 

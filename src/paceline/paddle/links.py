@@ -15,7 +15,7 @@ import paddle
 
 from paceline import _core
 from paceline.collectives.ops import ReduceOp
-from paceline.paddle.arena import Arena, dtype_name, shared_places
+from paceline.paddle.arena import Arena, dtype_name, nbytes, shared_places
 from paceline.paddle.calls import GroupCalls
 from paceline.paddle.engine import PaddleTransport
 from paceline.reducer.engine import EngineReducer
@@ -105,7 +105,7 @@ class MemoryLink:
         with paddle.no_grad():
             whole = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in filled]
             pieces = [flat.data_ptr() for flat in whole]
-            sizes = [int(flat.size) * flat.element_size() for flat in whole]
+            sizes = [nbytes(flat) for flat in whole]
             self._core.broadcast_all(pieces, sizes, root)
             for tensor, flat in zip(filled, whole):
                 if flat is not tensor:

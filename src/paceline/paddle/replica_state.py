@@ -9,6 +9,7 @@ import numpy as np
 import paddle
 
 from paceline import _core
+from paceline.paddle.arena import nbytes
 from paceline.paddle.links import Link
 from paceline.reducer.iteration_notes import places_to_sample, sample
 from paceline.reducer.replica_check import Entry, flattened, hash_of_plain
@@ -16,20 +17,16 @@ from paceline.reducer.replica_check import Entry, flattened, hash_of_plain
 
 def make_sampler(parameters: Sequence[paddle.Tensor]) -> Callable[[], int]:
     """A function that hashes a few bytes of them: microseconds. 0: they can't be read, or have changed."""
-    sizes = [_nbytes(p) if p.place.is_cpu_place() and p.is_contiguous() else 0 for p in parameters]
+    sizes = [nbytes(p) if p.place.is_cpu_place() and p.is_contiguous() else 0 for p in parameters]
     places = [(parameters[index], begin, size) for index, begin, size in places_to_sample(sizes)]
     lengths = [size for _, _, size in places]
 
     def take() -> int:
-        if not all(p.place.is_cpu_place() and _nbytes(p) >= begin + size for p, begin, size in places):
+        if not all(p.place.is_cpu_place() and nbytes(p) >= begin + size for p, begin, size in places):
             return 0
         return sample([p.data_ptr() + begin for p, begin, _ in places], lengths)
 
     return take
-
-
-def _nbytes(tensor: paddle.Tensor) -> int:
-    return int(tensor.size) * int(tensor.element_size())
 
 
 def hash_model(
@@ -46,7 +43,7 @@ def hash_model(
             elif (hashed := hash_of_plain(value)) is not None:
                 plain.append(Entry("optimizer", name, hashed))
     whole = [(value if value.place.is_cpu_place() else value.cpu()).contiguous() for _, _, value in named]
-    hashes = _core.hash_all([each.data_ptr() for each in whole], [_nbytes(each) for each in whole])
+    hashes = _core.hash_all([each.data_ptr() for each in whole], [nbytes(each) for each in whole])
     return [*(Entry(kind, name, value) for (kind, name, _), value in zip(named, hashes, strict=True)), *plain]
 
 

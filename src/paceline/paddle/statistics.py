@@ -8,6 +8,7 @@ import paddle
 from paddle import nn
 
 from paceline.paddle import internals
+from paceline.paddle.arena import nbytes
 
 
 def fingerprint(parameters: Sequence[paddle.Tensor]) -> list[tuple[int, int]]:
@@ -21,7 +22,7 @@ def memory(parameters: Sequence[paddle.Tensor]) -> tuple[list[int], list[int]] |
     gradients = [g for g in map(internals.gradient_of, parameters) if g is not None]
     if not all(g.place.is_cpu_place() and g.is_contiguous() for g in gradients):
         return None
-    return [g.data_ptr() for g in gradients], [int(g.size) * g.element_size() for g in gradients]
+    return [g.data_ptr() for g in gradients], [nbytes(g) for g in gradients]
 
 
 def clip(

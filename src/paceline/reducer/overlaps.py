@@ -1,8 +1,8 @@
-"""Gradients that share memory, of those that a front end copies. A pure function.
+"""Gradients that share memory, for a reducer that gets copies of all of them. A pure function.
 
 Two parameters behind views of one sum may get one memory for both gradients. What is copied back into it
-would be the mean of one of them. Those that are handed over by pointer are the core's to find
-(cpp/reducer/overlaps.cc). Imports only the standard library.
+would be the mean of one of them. The core finds them by itself (cpp/reducer/overlaps.cc). Imports only the
+standard library.
 """
 
 from __future__ import annotations
