@@ -309,7 +309,8 @@ class PyHostGroup {
 
  private:
   /// Returns once this thread may make a collective, which it does not do now,
-  /// with what is left of `timeout_s`. The call has not begun: it leaves no trace if it gives up.
+  /// with what is left of `timeout_s`. The call has not begun: it leaves no
+  /// trace if it gives up.
   double wait_for_turn(CallHooks& hooks, double timeout_s) {
     Turn& turn = group_->turn();
     if (turn.is_mine()) throw Failure{.reason = Reason::kNested};

@@ -47,7 +47,9 @@ class Turn {
     holder_.store(kNobody, std::memory_order_seq_cst);
     if (waiting_.load(std::memory_order_seq_cst) == 0) return;
     // Who has announced itself either has not looked yet, or sleeps.
-    { const std::lock_guard lock(mutex_); }
+    {
+      const std::lock_guard lock(mutex_);
+    }
     given_back_.notify_one();
   }
   /// Relaxed suffices: a thread always sees what it stored itself, and what

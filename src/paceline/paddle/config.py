@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from paceline.errors import ConfigError
 from paceline.reducer.arguments import MIB, Arguments
@@ -66,11 +66,8 @@ class DataParallelConfig:
     devices: Mapping[str, Any]
     timeout_s: float | None
     check_replicas_every: int | None
-
-    @property
-    def allow_nobodys(self) -> bool:
-        """Whether parameters that no rank uses are let be. Yes, as in Paddle: nothing can differ."""
-        return True
+    # Whether parameters that no rank uses are let be. Yes, as in Paddle: nothing can differ.
+    allow_nobodys: ClassVar[bool] = True
 
     def agreed_options(self) -> dict[str, str]:
         """The options that must be the same on all ranks, or their collectives would not match."""

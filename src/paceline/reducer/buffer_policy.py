@@ -48,6 +48,7 @@ class BufferPolicies:
         averaged: After each pass, and on demand.
         after_pass: Those broadcast after each pass.
         on_demand: Those broadcast when somebody asks: all but averaged ones and those called "local".
+        is_needed: Whether any changes after a pass.
     """
 
     def __init__(self, names: Iterable[str], patterns: Mapping[str, str], broadcasts: bool) -> None:
@@ -57,11 +58,7 @@ class BufferPolicies:
         self.averaged = {name for name, policy in policies.items() if policy == "average"}
         self.on_demand = named | unnamed
         self.after_pass = named | unnamed if broadcasts else named
-
-    @property
-    def is_needed(self) -> bool:
-        """Whether any buffer changes after a pass."""
-        return bool(self.averaged or self.after_pass)
+        self.is_needed = bool(self.averaged or self.after_pass)
 
     @property
     def in_step(self) -> set[str]:

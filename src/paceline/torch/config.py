@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -78,11 +78,8 @@ class DDPConfig:
     timeout_s: float | None
     warn_after_s: float | None
     check_replicas_every: int | None
-
-    @property
-    def allow_nobodys(self) -> bool:
-        """Whether parameters that no rank uses are let be. No: they raise, as in torch."""
-        return False
+    # Whether parameters that no rank uses are let be. No: they raise, as in torch.
+    allow_nobodys: ClassVar[bool] = False
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:

@@ -26,7 +26,7 @@ Hook = Callable[[torch.Tensor], None]
 HookMaker = Callable[[PassState, int, str, torch.Tensor, Reducer, torch.dtype], Hook]
 """Of a parameter: its index, name, place, who averages, and the dtype of its gradients."""
 
-_HAS_EXCHANGE_API = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")  # torch 2.10 and newer
+HAS_EXCHANGE_API = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")  # torch 2.10 and newer
 
 
 def pointer_hook(
@@ -189,7 +189,7 @@ def in_core(
     What is not usual goes to the Python hook: the first gradient of a backward, a local one, any that does
     not lie in memory as its place does.
     """
-    if not isinstance(reducer, _core.Reducer) or view.is_complex() or not _HAS_EXCHANGE_API:
+    if not isinstance(reducer, _core.Reducer) or view.is_complex() or not HAS_EXCHANGE_API:
         return hook
     return _core.GradientHook(hook, state, index, reducer, view, gradient_in_arena, "is_neg")
 
