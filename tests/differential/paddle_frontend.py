@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+# What would be imported in every fork.
+import numpy.random  # noqa: F401
+import paddle.distributed.auto_parallel.fully_shard_fusion
+import paddle.optimizer.fusion_utils  # noqa: F401
+
 from tests.differential.paddle_corpus import CORPUS, OPEN
 from tests.differential.paddle_grammar import generate
 from tests.differential.paddle_mutations import MUTATIONS

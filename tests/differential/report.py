@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.differential.session import Tally
+from tests.differential.jobs import Tally
 
 
 def table(tally: Tally, framework: str, first_seed: int) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import torch._dynamo  # torch's DDP imports it in its first forward: a second, in every fork  # noqa: F401
+# What would be imported in every fork: the first is a second's work, in the first forward of torch's DDP.
+import torch._dynamo
+import torch.profiler._cupti_monitor  # noqa: F401
 
 from tests.differential.programs import Program, numbered
 from tests.differential.torch_corpus import CORPUS, OPEN
