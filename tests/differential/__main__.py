@@ -20,7 +20,7 @@ from typing import Any
 from tests.differential.jobs import default_jobs, run_many
 from tests.differential.pool import DEADLINE_S
 from tests.differential.programs import Program, show
-from tests.differential.report import table
+from tests.differential.report import Campaign, table, write
 from tests.differential.session import Finding, Session
 
 
@@ -48,10 +48,12 @@ def main() -> int:
         report=_tell,
         shrink_s=arguments.shrink_seconds,
     )
-    text = table(tally, arguments.framework, int(first or 0))
+    begin = int(first or 0)
+    again = f"make fuzz FRAMEWORK={arguments.framework} SEEDS={begin}:{begin + tally.programs}"
+    text = table(tally, Campaign(arguments.framework, begin, again))
     print(text)
     if arguments.output is not None:
-        Path(arguments.output).write_text(text)
+        print(f"Written to {write(text, Path(arguments.output), arguments.framework)}")
     return 1 if tally.findings else 0
 
 
@@ -109,7 +111,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--shrink", action="store_true", help="with --seed: make it small if it fails")
     parser.add_argument("--shrink-seconds", type=float, default=15.0, help="for each of the first findings")
     parser.add_argument("--mutation", help="put this bug in")
-    parser.add_argument("--output", help="write the table to this file")
+    parser.add_argument("--output", help="write the table to this file, or into this folder")
     return parser.parse_args()
 
 

@@ -43,10 +43,11 @@ class Checked:
 
 @dataclass
 class Tally:
-    """Of many programs: outcomes, in all and by feature."""
+    """Of many programs: outcomes, in all, by mode and by feature."""
 
     programs: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
+    by_mode: dict[str, Counter[str]] = field(default_factory=dict)
     by_feature: dict[str, Counter[str]] = field(default_factory=dict)
     refusals: Counter[str] = field(default_factory=Counter)
     findings: list[Finding] = field(default_factory=list)
@@ -57,7 +58,9 @@ class Tally:
         self.findings.extend(checked.findings)
         for mode, verdict in checked.verdicts.items():
             self.outcomes[verdict.kind] += 1
-            for feature in [*features(checked.program), f"mode {mode}"]:
+            told = "finding" if verdict.is_finding else verdict.kind
+            self.by_mode.setdefault(mode, Counter())[told] += 1
+            for feature in features(checked.program):
                 self.by_feature.setdefault(feature, Counter())[_column(verdict)] += 1
             if verdict.kind == REFUSED:
                 self.refusals[verdict.error] += 1
