@@ -188,7 +188,9 @@ class DataParallel(WrappedModel, nn.Layer):
                 as_weight(weight(*inputs, **kwargs) if callable(weight) else weight)
             )
         output = self._layers(*inputs, **kwargs)
-        if is_syncing or self._passes.weights.is_used:
+        # Where others hold the parameters too, only an output tells whose backward begins: a weight may be
+        # given between this forward and its backward.
+        if is_syncing or self._passes.weights.is_used or self._passes.is_shared:
             self._passes.watch(output)
         return output
 

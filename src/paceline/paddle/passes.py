@@ -132,6 +132,11 @@ class GradientPasses(BackwardPasses):
         """Where gradients are averaged: "memory" or "group"."""
         return self._link.path
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether another wrapped model holds any of the parameters."""
+        return bool(self._shared)
+
     def begin_forward(self, *, is_syncing: bool, is_training: bool) -> None:
         """See `BackwardPasses`; cleared gradients stay where they are."""
         if self._sharing_version != registry.version and not self._is_in_backward():

@@ -264,8 +264,10 @@ class DistributedDataParallel(CommHooks, GradientStatistics, Joins, Regrouping, 
         passes = self._passes
         if not self._is_connected:
             self._refuse_backward(output)
-        elif passes is not None and (passes.state.is_syncing or passes.weights.is_used):
-            passes.watch(output)
+        elif passes is not None:
+            state = passes.state
+            if state.is_syncing or state.accumulated or passes.weights.is_used:
+                passes.watch(output)
 
     def _passes_to_weigh(self) -> GradientPasses:
         if not self._is_connected:

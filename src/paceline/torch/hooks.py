@@ -21,6 +21,7 @@ from paceline.reducer.graphs import Graphs
 from paceline.reducer.pass_state import PassState
 from paceline.reducer.protocol import Reducer
 from paceline.torch.compiling import untraced
+from paceline.torch.statistics import extent
 
 Hook = Callable[[torch.Tensor], None]
 HookMaker = Callable[[PassState, int, str, torch.Tensor, Reducer, torch.dtype], Hook]
@@ -100,7 +101,7 @@ def copy_hook(
         copy(gradient.detach() if gradient.requires_grad else gradient)
         handed[index] = gradient
         staged.append(index)
-        mark_copied(index, gradient.data_ptr(), _extent(gradient))
+        mark_copied(index, gradient.data_ptr(), extent(gradient))
 
     return hand_over
 
@@ -203,14 +204,6 @@ def in_own_passes(state: PassState, graphs: Graphs, hook: Hook) -> Hook:
             hook(parameter)
 
     return hand_over
-
-
-def _extent(gradient: torch.Tensor) -> int:
-    """Bytes from the first element of a gradient to the end of the one that lies last."""
-    if gradient.is_contiguous() or not gradient.numel():
-        return gradient.nbytes
-    last = sum((size - 1) * stride for size, stride in zip(gradient.shape, gradient.stride()))
-    return (last + 1) * gradient.element_size()
 
 
 def moved_gradient(name: str, where: str, view: torch.Tensor) -> ConfigError:

@@ -28,6 +28,7 @@ from paceline.reducer.report import names_by_rank
 from paceline.reducer.sharing import registry
 from paceline.reducer.static_graph import StaticGraph
 from paceline.reducer.verdict import Judge
+from paceline.torch.accumulated import part_accumulated
 from paceline.torch.buffer_sync import BufferSync
 from paceline.torch.compiling import untraced
 from paceline.torch.config import DDPConfig
@@ -193,6 +194,8 @@ class GradientPasses(BackwardPasses):
     def _on_output_gradient(self, graph: Graph) -> None:
         state = self.state
         if not state.is_syncing:
+            if state.accumulated:
+                part_accumulated(self._tensors.trainable, state.accumulated)
             self.weights.watch_local()
             return
         call = RunningCall.BACKWARD if state.is_armed else running_call()
@@ -203,6 +206,8 @@ class GradientPasses(BackwardPasses):
 
     @untraced
     def _arm(self) -> None:
+        if self.state.accumulated:
+            part_accumulated(self._tensors.trainable, self.state.accumulated)
         super()._arm()
         if moved := self._not_last():  # hooks were registered since forward
             self._put_last(moved)
