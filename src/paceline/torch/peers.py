@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import torch.distributed as dist
 
+from paceline.arguments import Arguments
 from paceline.env import read_rank_environment
 from paceline.errors import ConfigError
 from paceline.rendezvous.exchange import Exchange
+from paceline.torch.arguments import checked_group
 from paceline.torch.exchange import ProcessGroupExchange
 
 if TYPE_CHECKING:
@@ -120,12 +122,14 @@ def find_peers(
     device_mesh: DeviceMesh | None,
     timeout_s: float | None,
     warn_after_s: float | None,
+    name: str = "process_group",
 ) -> Peers:
     """The group that was passed, else torch's default group, else one formed from the environment.
 
     Raises:
         ConfigError: There is none, or both a group and a mesh were passed.
     """
+    process_group = checked_group("DistributedDataParallel", process_group, name)
     if device_mesh is not None:
         process_group = _group_of_mesh(device_mesh, process_group)
     if process_group is None and dist.is_available() and dist.is_initialized():
@@ -139,8 +143,13 @@ def _group_of_mesh(mesh: DeviceMesh, process_group: dist.ProcessGroup | Group | 
     if process_group is not None:
         raise ConfigError(
             "DistributedDataParallel: process_group and device_mesh both name the ranks.",
-            hint="pass one of them",
+            expected="one of them",
+            hint="leave process_group out",
         )
+    if not hasattr(mesh, "get_group"):
+        hint = 'torch.distributed.device_mesh.init_device_mesh("cpu", (2,)) makes one'
+        check = Arguments("DistributedDataParallel")
+        raise check.refuse("device_mesh", mesh, "a DeviceMesh of one dimension", hint, is_type=True)
     if mesh.ndim != 1:
         raise ConfigError(
             "DistributedDataParallel: only a device_mesh of one dimension is supported.",
