@@ -32,7 +32,7 @@ def test_shapes_and_types(group):
     assert pair.tolist() == [(0, 2.0)] * 3
     with pytest.raises(ConfigError, match="shape="):
         group.allocate((3, -1))
-    with pytest.raises(ConfigError, match="Python.s objects"):
+    with pytest.raises(ConfigError, match="without Python"):
         group.allocate(3, object)
 
 

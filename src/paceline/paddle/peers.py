@@ -22,6 +22,7 @@ from paceline.collectives.init import init
 from paceline.collectives.member_exchange import MemberExchange
 from paceline.env import read_rank_environment
 from paceline.errors import ConfigError
+from paceline.paddle.arguments import checked_group
 from paceline.paddle.calls import WARN_AFTER_S, GroupCalls, LoneCalls
 from paceline.paddle.exchange import PaddleExchange
 from paceline.paddle.links import GroupLink, Link, MemoryLink
@@ -151,14 +152,9 @@ def find_peers(group: Any, timeout_s: float | None) -> Peers | None:
     Raises:
         ConfigError: The group is none of ours or Paddle's.
     """
+    group = checked_group("DataParallel", group)
     if isinstance(group, Group):
         return GroupPeers(group, timeout_s)
-    if group is not None and not hasattr(group, "nranks"):
-        raise ConfigError(
-            "DataParallel: group is not a group of processes.",
-            expected="a paceline.Group, a group of paddle.distributed, or None",
-            got=repr(group),
-        )
     if group is None and not dist.is_initialized():
         environment = connect_environment(timeout_s)
         if environment is not None:

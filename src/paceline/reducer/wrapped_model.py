@@ -241,3 +241,15 @@ def _check_after_pass(owner: str, after_pass: Callable[[], object] | None) -> No
     if after_pass is not None:
         hint = "the method itself, without a call: after_pass=optimizer.step"
         Arguments(owner).function("after_pass", after_pass, "after_pass()", hint=hint)
+
+
+def checked_norms(max_norm: Any, norm_type: Any) -> tuple[Any, float]:
+    """Arguments of clip_grad_norm_, as frameworks take them: numbers, and "inf" for the largest element."""
+    check = Arguments("clip_grad_norm_")
+    if not hasattr(max_norm, "backward"):  # a tensor may be on a GPU, and not known yet
+        hint = "for example max_norm=1.0; math.inf to clip nothing"
+        max_norm = check.number("max_norm", max_norm, least=0, is_finite=False, hint=hint)
+    if norm_type in ("inf", "-inf"):
+        return max_norm, float(norm_type)
+    hint = "norm_type=2.0; math.inf for the largest element"
+    return max_norm, check.number("norm_type", norm_type, is_finite=False, hint=hint)

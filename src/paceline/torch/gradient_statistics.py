@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from paceline.arguments import Arguments
-from paceline.reducer.wrapped_model import WrappedModel
+from paceline.reducer.wrapped_model import WrappedModel, checked_norms
 from paceline.torch.statistics import clip
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class GradientStatistics(WrappedModel):
             Rank 0's gradient is 6 and rank 1's 10: the norm is 8, and after clip_grad_norm_(2) both hold 2.
         """
         if not (type(max_norm) is type(norm_type) is float and max_norm >= 0 and norm_type > 0):
-            max_norm, norm_type = _norms(max_norm, norm_type)
+            max_norm, norm_type = checked_norms(max_norm, norm_type)
         if scaler is not None and not hasattr(scaler, "get_scale"):
             hint = "the GradScaler that scaled the loss, or None"
             raise Arguments("clip_grad_norm_").refuse("scaler", scaler, "a GradScaler", hint, is_type=True)
@@ -60,15 +60,3 @@ class GradientStatistics(WrappedModel):
     def _own_nonfinite(self) -> tuple[str, ...]:
         parameters = zip(self._tensors.names, self._tensors.trainable)
         return tuple(n for n, p in parameters if p.grad is not None and not torch.isfinite(p.grad).all())
-
-
-def _norms(max_norm: float, norm_type: float | str) -> tuple[float, float]:
-    """Both as torch takes them: numbers, and "inf" for the largest element."""
-    check = Arguments("clip_grad_norm_")
-    if not isinstance(max_norm, torch.Tensor):  # whose value may be on a GPU, and not known yet
-        hint = "for example max_norm=1.0; math.inf to clip nothing"
-        max_norm = check.number("max_norm", max_norm, least=0, is_finite=False, hint=hint)
-    if norm_type in ("inf", "-inf"):
-        return max_norm, float(norm_type)
-    hint = "norm_type=2.0; math.inf for the largest element"
-    return max_norm, check.number("norm_type", norm_type, is_finite=False, hint=hint)
