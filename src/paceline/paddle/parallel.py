@@ -20,11 +20,11 @@ from paceline.paddle import backward_calls
 from paceline.paddle.arguments import checked_group, checked_layer
 from paceline.paddle.config import make_config
 from paceline.paddle.passes import GradientPasses
-from paceline.paddle.peers import LonePeers, Peers, find_peers
+from paceline.paddle.peers import LonePeers, Peers, find_peers, known_exchange
 from paceline.paddle.statistics import clip
 from paceline.paddle.tensors import ManagedTensors
 from paceline.paddle.wrapped_twice import check_inner, check_outer
-from paceline.reducer.agreement import ModelDescription, check_agreement
+from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
 from paceline.reducer.micro_batches import as_weight
 from paceline.reducer.wrapped_model import WrappedModel, checked_norms
 
@@ -136,22 +136,23 @@ class DataParallel(WrappedModel, nn.Layer):
         check_replicas_every: int | None = None,
     ) -> None:
         options = {name: value for name, value in locals().items() if name not in _NOT_OPTIONS}
-        checked_layer("DataParallel", layers, "layers")
-        super().__init__(f"{layers.full_name()}_data_parallel")
-        self._config = make_config(**options)
-        check_inner(layers)
-        self._layers = layers
-        self.find_unused_parameters = bool(find_unused_parameters)
-        self.grad_need_sync = True
-        self._tensors = ManagedTensors(layers)
-        self._passes = None
-        checked_group("DataParallel", process_group, "process_group")
-        group = process_group if group is None else group
-        peers = None if _asks_for_one_rank(strategy) else find_peers(group, self._config.timeout_s)
-        if peers is None and not self._tensors.is_trained:  # nothing to average, and nobody to do it with
-            return
-        self._tensors.check_trainable()
-        self._config.check_devices(self._tensors.place)
+        with telling_peers(lambda: known_exchange(process_group if group is None else group)):
+            checked_layer("DataParallel", layers, "layers")
+            super().__init__(f"{layers.full_name()}_data_parallel")
+            self._config = make_config(**options)
+            check_inner(layers)
+            self._layers = layers
+            self.find_unused_parameters = bool(find_unused_parameters)
+            self.grad_need_sync = True
+            self._tensors = ManagedTensors(layers)
+            self._passes = None
+            checked_group("DataParallel", process_group, "process_group")
+            group = process_group if group is None else group
+            peers = None if _asks_for_one_rank(strategy) else find_peers(group, self._config.timeout_s)
+            if peers is None and not self._tensors.is_trained:  # nothing to average, and nobody to do it with
+                return
+            self._tensors.check_trainable()
+            self._config.check_devices(self._tensors.place)
         # Alone, there is nothing to average, and nothing may cost; but these are also for one rank.
         if peers is None and (nonfinite == "raise" or weight is not None):
             peers = LonePeers()

@@ -165,6 +165,14 @@ def find_peers(group: Any, timeout_s: float | None) -> Peers | None:
     return PaddlePeers(calls) if calls.world_size > 1 else None
 
 
+def known_exchange(group: Any) -> tuple[Exchange, float] | None:
+    """What connects the ranks of that group, and its time-out; None: nothing yet."""
+    if group is None and _environment_group is None and not dist.is_initialized():
+        return None
+    peers = find_peers(group, None)
+    return None if peers is None else (peers.exchange, peers.timeout_s)
+
+
 _common_links: weakref.WeakKeyDictionary[Any, dict[bool, Link]] = weakref.WeakKeyDictionary()
 
 

@@ -9,7 +9,7 @@ import torch
 from torch._C._distributed_c10d import BuiltinCommHookType
 
 from paceline.arguments import Arguments
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, RendezvousError
 from paceline.reducer.agreement import ModelDescription, check_agreement
 from paceline.torch.buffer_hook import BufferHook
 from paceline.torch.hooked import CommHook, check_hook
@@ -70,7 +70,17 @@ class CommHooks:
         chosen = CommHook(state, hook)
         if peers.world_size > 1:
             options = {"the communication hook": chosen.name}
-            check_agreement(ModelDescription((), (), options), peers.exchange, peers.timeout_s)
+            try:
+                check_agreement(ModelDescription((), (), options), peers.exchange, peers.timeout_s)
+            except RendezvousError as error:
+                raise RendezvousError(
+                    "register_comm_hook: not every rank has registered a hook.",
+                    where=error.where,
+                    seen=f"{error.summary} {error.seen}",
+                    expected="the same call on every rank, before the same forward",
+                    likely="a hook on some ranks only",
+                    hint="register it on every rank",
+                ) from error
         if self._passes is None:
             self._passes = self._begin_passes()
         self._passes.use_hook(chosen)

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from paceline.reducer.agreement import ModelDescription, check_agreement
+from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
 from paceline.reducer.micro_batches import as_weight
 from paceline.torch.arguments import check_materialised, checked_module
 from paceline.torch.comm_hooks import CommHooks
@@ -30,7 +30,7 @@ from paceline.torch.copies import Copies
 from paceline.torch.gradient_statistics import GradientStatistics
 from paceline.torch.parameters import ManagedTensors
 from paceline.torch.passes import GradientPasses
-from paceline.torch.peers import Peers, find_peers
+from paceline.torch.peers import Peers, find_peers, known_exchange
 from paceline.torch.reduction import ReductionFactory
 from paceline.torch.regrouping import Regrouping
 from paceline.torch.uneven import Joining, Joins
@@ -159,6 +159,14 @@ class DistributedDataParallel(CommHooks, GradientStatistics, Joins, Regrouping, 
         arguments |= later
         nn.Module.__init__(self)  # not torch's DDP: it is a base only so that others recognise this class
         self._arguments = arguments
+        with telling_peers(lambda: known_exchange(process_group, device_mesh)):
+            self._prepare(module, arguments)
+            times = self._config.timeout_s, self._config.warn_after_s
+            peers = find_peers(process_group, device_mesh, *times)
+        self._connect(peers)
+
+    def _prepare(self, module: nn.Module, arguments: dict[str, Any]) -> None:
+        """All that this rank does by itself."""
         checked_module("DistributedDataParallel", module)
         self._config = make_config(**arguments)
         check_inner(module)
@@ -172,8 +180,6 @@ class DistributedDataParallel(CommHooks, GradientStatistics, Joins, Regrouping, 
         self._tensors.check_device(self._config.device)
         self._tensors.delay(arguments)
         self._config.precision.cast_buffers(module, self._tensors.ignored)
-        times = self._config.timeout_s, self._config.warn_after_s
-        self._connect(find_peers(process_group, device_mesh, *times))
 
     def _connect(self, peers: Peers, *, is_first: bool = True) -> None:
         """Begin to keep the model in step with the other ranks'. Collective."""

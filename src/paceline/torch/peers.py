@@ -7,7 +7,7 @@ any backend offers them, and so does a `paceline.Group`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -137,6 +137,15 @@ def find_peers(
     if isinstance(process_group, dist.ProcessGroup):
         return ProcessGroupPeers(process_group, timeout_s, warn_after_s)
     return GroupPeers(process_group or _group_from_environment(timeout_s), timeout_s, warn_after_s)
+
+
+def known_exchange(process_group: Any, device_mesh: Any) -> tuple[Exchange, float] | None:
+    """What connects the ranks that these arguments name, and its time-out; None: nothing yet, or nonsense."""
+    is_known = process_group is not None or device_mesh is not None or _environment_group is not None
+    if not is_known and not (dist.is_available() and dist.is_initialized()):
+        return None
+    peers = find_peers(process_group, device_mesh, None, None)
+    return peers.exchange, peers.timeout_s
 
 
 def _group_of_mesh(mesh: DeviceMesh, process_group: dist.ProcessGroup | Group | None) -> dist.ProcessGroup:
