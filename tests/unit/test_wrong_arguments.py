@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import os
 import pickle
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,6 +17,8 @@ import paceline
 from paceline import data
 from paceline.arguments import Arguments
 from paceline.env import read_rank_environment
+from paceline.launch.context import SpawnContext
+from paceline.launch.process import wait_readable
 from tests.unit.wrong_uses import INF, NAN, Use, check, each, each_shown
 
 
@@ -231,6 +234,7 @@ def _starts() -> list[Use]:
         *each("spawn", "log_dir", lambda v: spawn(log_dir=v), 7, b"logs", "/dev/null/logs", ""),
         *each("spawn", "timeout_s", lambda v: spawn(timeout_s=v), *seconds),
         *each("spawn", "grace_s", lambda v: spawn(grace_s=v), *seconds, None),
+        *each("join", "timeout", lambda v: SpawnContext.join(None, v), "5", -1, NAN, True),
         *each(
             "environment",
             "RANK",
@@ -285,6 +289,14 @@ def test_what_means_the_right_thing_is_taken() -> None:
         group.barrier()
     sampler = data.DistributedSampler(range(5), np.int64(2), zero, np.True_, np.int8(3), drop_last=0, pad=1)
     assert len(list(sampler)) == 3
+
+
+def test_a_launcher_waits_for_years() -> None:
+    readable, writable = os.pipe()
+    os.write(writable, b"x")
+    assert wait_readable([readable], 1e9) == {readable}
+    os.close(readable)
+    os.close(writable)
 
 
 def test_words_are_short_and_whole() -> None:

@@ -7,6 +7,7 @@ core. Imports rendezvous and the core; no framework.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from types import TracebackType
@@ -416,10 +417,14 @@ def _seconds(timeout_s: Seconds, call: str) -> float:
     """As the core takes it: -1 is the group's own time-out."""
     if timeout_s is None:
         return -1.0
+    if type(timeout_s) is float and timeout_s >= 0.0:  # a check in words takes longer than a small call
+        return timeout_s
     return Arguments(call).seconds("timeout_s", timeout_s, may_be_zero=True)
 
 
 def _checked_weight(weight: float, op: ReduceOp) -> float:
+    if type(weight) is float and 0.0 <= weight < math.inf and op is ReduceOp.MEAN:
+        return weight
     check = Arguments("all_reduce")
     weight = check.number("weight", weight, least=0, hint="the number of this rank's samples, say")
     if weight != _EQUAL and op is not ReduceOp.MEAN:
