@@ -138,7 +138,7 @@ void bind_group(nb::module_& m) {
                    [](PyHostGroup& g) { return g.group().is_closed(); })
       .def("all_reduce", &PyHostGroup::all_reduce, "pointer"_a, "count"_a,
            "dtype"_a, "op"_a, "weight"_a = 1.0, "timeout_s"_a = kDefault)
-      .def("all_reduce_array", &PyHostGroup::all_reduce_array, "array"_a.none(),
+      .def("all_reduce_array", &PyHostGroup::all_reduce_array, "array"_a,
            "op"_a, "weight"_a, "timeout_s"_a)
       .def("reduce", &PyHostGroup::reduce, "pointer"_a, "count"_a, "dtype"_a,
            "op"_a, "root"_a, "timeout_s"_a = kDefault)

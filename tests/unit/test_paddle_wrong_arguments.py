@@ -38,7 +38,6 @@ def _wrapping() -> list[Use]:
     return [
         *each_shown("DP", "layers", ours.DataParallel, *bad_layers),
         *each_shown("DDP", "layers", ours.DistributedDataParallel, *bad_layers),
-        *dp("strategy", "auto", 7),
         *dp("comm_buffer_size", "big", "25", -1, 0, NAN, INF, True, None, [25]),
         *dp("last_comm_buffer_size", "big", -1, 0, NAN, True),
         *dp("bucket_cap_mb", "big", -1, 0, NAN, True),

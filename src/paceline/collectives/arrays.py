@@ -21,9 +21,9 @@ _NO_ROOM_BYTES = 1 << 63  # what no region has room for, and the core's size_t c
 
 def require_array(array: object, what: str, name: str = "array") -> None:
     """Raises ConfigError unless the argument `name` of the call `what` is an array."""
-    if type(array) is not np.ndarray and not isinstance(array, np.ndarray):
+    if not isinstance(array, np.ndarray):
         hint = "numpy.asarray(...) makes one of a list or a number, tensor.numpy() of a tensor"
-        raise Arguments(what).refuse(name, array, "a numpy array", hint, is_type=True)
+        raise Arguments(what).refuse(name, array, "a numpy array", hint, is_type=True) from None
 
 
 def address_of(array: Array, what: str, name: str = "array", *, is_written: bool = True) -> int:
@@ -33,7 +33,8 @@ def address_of(array: Array, what: str, name: str = "array", *, is_written: bool
         ConfigError: It is no array, not contiguous, read-only although it is written to, or of Python's
             objects.
     """
-    require_array(array, what, name)
+    if type(array) is not np.ndarray:
+        require_array(array, what, name)
     flags = array.flags
     if not flags.c_contiguous:
         raise ConfigError(

@@ -26,6 +26,7 @@ from paceline.collectives.arrays import (
     checked_dtype,
     checked_shape,
     dtype_number,
+    require_array,
     take_or_make,
 )
 from paceline.collectives.call_queue import CallQueue
@@ -125,13 +126,22 @@ class Group:
         """
         if type(op) is not ReduceOp:
             op = parse_op(op, "all_reduce")
-        if weight is not _EQUAL:
+        if weight is not _EQUAL and not (
+            type(weight) is float and op is ReduceOp.MEAN and 0.0 <= weight < math.inf
+        ):
             weight = _checked_weight(weight, op)
-        limit_s = -1.0 if timeout_s is None else _seconds(timeout_s, "all_reduce")
+        limit_s = -1.0
+        if timeout_s is not None:
+            is_plain = type(timeout_s) is float and timeout_s >= 0.0
+            limit_s = timeout_s if is_plain else _seconds(timeout_s, "all_reduce")  # type: ignore[assignment]
         # The short way, without a look at the array in Python, which takes longer than a small call itself.
         is_alone = not async_op and self._queue.newest is None
-        if is_alone and self._all_reduce_array(array, op, weight, limit_s):
-            return None
+        try:
+            if is_alone and self._all_reduce_array(array, op, weight, limit_s):
+                return None
+        except TypeError:
+            require_array(array, "all_reduce")  # None, of which the core's words name no argument
+            raise
         pointer = address_of(array, "all_reduce")
         dtype = dtype_number(array, op, "all_reduce")
         args = (pointer, array.size, dtype, int(op), weight, limit_s)
@@ -423,8 +433,6 @@ def _seconds(timeout_s: Seconds, call: str) -> float:
 
 
 def _checked_weight(weight: float, op: ReduceOp) -> float:
-    if type(weight) is float and 0.0 <= weight < math.inf and op is ReduceOp.MEAN:
-        return weight
     check = Arguments("all_reduce")
     weight = check.number("weight", weight, least=0, hint="the number of this rank's samples, say")
     if weight != _EQUAL and op is not ReduceOp.MEAN:

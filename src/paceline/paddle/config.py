@@ -173,7 +173,7 @@ def _named_devices(device_ids: Sequence[Any] | None, output_device: Any) -> dict
         hint = f"device_ids=[{device_ids!r}]"
         raise _arguments.check.refuse("device_ids", device_ids, "a list of one device", hint, is_type=True)
     is_single, hint = not device_ids or len(device_ids) == 1, "leave device_ids out"
-    _arguments.check.require(is_single, "device_ids", device_ids, "one: each process drives one device", hint)
+    _arguments.check.require(is_single, "device_ids", device_ids, "one device: each process drives one", hint)
     named = {"device_ids": device_ids[0] if device_ids else None, "output_device": output_device}
     return {name: device for name, device in named.items() if device is not None}
 

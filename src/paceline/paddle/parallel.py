@@ -15,7 +15,6 @@ from typing import Any
 import paddle
 from paddle import nn
 
-from paceline.arguments import Arguments
 from paceline.paddle import backward_calls
 from paceline.paddle.arguments import checked_group, checked_layer
 from paceline.paddle.config import make_config
@@ -304,12 +303,7 @@ class DataParallel(WrappedModel, nn.Layer):
 
 def _asks_for_one_rank(strategy: Any) -> bool:
     """Whether a ParallelStrategy says that this process trains alone."""
-    nranks = getattr(strategy, "nranks", 2)
-    if strategy is not None and not (hasattr(strategy, "nranks") and isinstance(nranks, int)):
-        hint = "leave strategy out, which Paddle has deprecated"
-        check = Arguments("DataParallel")
-        raise check.refuse("strategy", strategy, "paddle's ParallelStrategy, or None", hint, is_type=True)
-    if nranks > 1:
+    if getattr(strategy, "nranks", 2) > 1:
         return False
     text = f"DataParallel averages nothing: strategy.nranks is {strategy.nranks}. Leave strategy out."
     warnings.warn(text, UserWarning, stacklevel=3)

@@ -153,7 +153,7 @@ def _group_of_mesh(mesh: DeviceMesh, process_group: dist.ProcessGroup | Group | 
         raise ConfigError(
             "DistributedDataParallel: process_group and device_mesh both name the ranks.",
             expected="one of them",
-            hint="leave process_group out",
+            hint="pass one of them",
         )
     if not hasattr(mesh, "get_group"):
         hint = 'torch.distributed.device_mesh.init_device_mesh("cpu", (2,)) makes one'
