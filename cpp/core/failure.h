@@ -26,6 +26,7 @@ enum class Reason : uint32_t {
   kInjected = 11,  ///< a fault that a test asked for
   kNested = 12,    ///< this thread was inside a collective: in a signal handler
   kNoTurn = 13,    ///< another thread of this process was in a collective
+  kTooMany = 14,   ///< more arrays than a group has blocks for
 };
 
 struct Failure {

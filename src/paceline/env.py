@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from paceline.arguments import Arguments
 from paceline.errors import ConfigError
 
 
@@ -256,12 +257,13 @@ def split_address(address: str, name: str) -> tuple[str, int]:
     host = host.removeprefix("tcp://").removeprefix("[").removesuffix("]")
     if not colon or not host:
         raise _bad_value(name, address, '"host:port"')
-    return host, _parse_port(name, port)
+    return host, _parse_port(name, port, address)
 
 
-def _parse_port(name: str, text: str) -> int:
+def _parse_port(name: str, text: str, address: str = "") -> int:
     if not text.isascii() or not text.isdigit() or not 0 < int(text) < 65536:
-        raise _bad_value(name, text, "a port, 1 to 65535")
+        expected = '"host:port", with a port from 1 to 65535' if address else "a port, 1 to 65535"
+        raise _bad_value(name, address or text, expected)
     return int(text)
 
 
@@ -304,12 +306,12 @@ def _check_range(value: int, size: int, name: str) -> None:
 
 
 def _bad_value(name: str, value: str, expected: str) -> ConfigError:
-    return ConfigError(
-        f"{name}={value!r} is not usable.",
+    return Arguments("").refuse(
+        name,
+        value,
+        expected,
+        "every rank is started with its own rank and the same world size; `paceline run` does that",
         where="the environment" if name.isupper() else "the arguments",
-        expected=expected,
         got=repr(value),
-        hint="every rank is started with its own rank and the same world size; `paceline run` does that",
         variable=name,
-        value=value,
     )

@@ -83,6 +83,7 @@ def test_a_call_as_people_write_it(described, expected):
         (Reason.INTERRUPTED, errors.CollectiveError, "The call was interrupted by a signal."),
         (Reason.NO_MEMORY, errors.RegionError, "Shared memory could not be reserved."),
         (Reason.MISUSE, errors.ConfigError, "The core refused a call: too odd."),
+        (Reason.TOO_MANY, errors.RegionError, "too odd arrays are alive, as many as a group holds."),
         (Reason.INJECTED, errors.CollectiveError, "too odd."),
         (
             Reason.NESTED,
@@ -111,7 +112,7 @@ def test_every_reason_has_its_error(reason, kind, summary):
 
 
 def test_every_reason_is_known():
-    assert {int(reason) for reason in Reason} == set(range(1, 14))
+    assert {int(reason) for reason in Reason} == set(range(1, 15))
     for reason in (Reason.CLOSED, Reason.FORKED, Reason.NO_MEMORY, Reason.MISUSE):  # possible without a group
         assert make_error(without_group(reason, message="x")).where == ""
 

@@ -46,6 +46,7 @@ class Reason(IntEnum):
     INJECTED = 11
     NESTED = 12
     NO_TURN = 13
+    TOO_MANY = 14
 
 
 _KINDS = (
@@ -263,6 +264,16 @@ def _no_memory(facts: Facts) -> PacelineError:
     )
 
 
+def _too_many(facts: Facts) -> PacelineError:
+    return RegionError(
+        f"{facts['message']} arrays are alive, as many as a group holds.",
+        where=_where(facts),
+        likely="each small value has an array of its own, or arrays are kept that nobody needs",
+        hint="one array, of which others are views; or drop those that are done with, on every rank",
+        rank=facts["rank"],
+    )
+
+
 def _misuse(facts: Facts) -> PacelineError:
     return ConfigError(f"The core refused a call: {facts['message']}.", where=_where(facts))
 
@@ -285,6 +296,7 @@ _MAKERS = {
     Reason.INJECTED: _injected,
     Reason.NESTED: _nested,
     Reason.NO_TURN: _no_turn,
+    Reason.TOO_MANY: _too_many,
 }
 
 _core.set_failure_factory(make_error)
