@@ -24,7 +24,7 @@ from paceline.observe.stacks import answer_requests
 from paceline.rendezvous import lifetime
 from paceline.rendezvous.deadline import Deadline
 from paceline.rendezvous.exchange import Exchange
-from paceline.rendezvous.frames import Frame, listen, peer_pid, receive_frame, send_frame
+from paceline.rendezvous.frames import Frame, check_same_user, listen, receive_frame, send_frame
 from paceline.rendezvous.messages import gather_objects
 
 _NONCE_BYTES = 16
@@ -182,7 +182,7 @@ class _Door:
                 return  # the door was closed
             with peer:
                 try:
-                    peer_pid(peer)
+                    check_same_user(peer)
                     socket.send_fds(peer, [b"r"], [fd])
                     receive_frame(peer, Deadline(5.0))  # keeps the descriptor in flight until it was taken
                 except Exception:
@@ -220,7 +220,7 @@ def _region_fd(
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as hub:
             hub.settimeout(max(min(deadline.left_s(), 10.0), 1e-3))
             hub.connect("\0" + offer["address"])
-            peer_pid(hub)
+            check_same_user(hub)
             fd = _receive_fd(hub)
             send_frame(hub, Frame.WELCOME, b"", deadline)
     except Exception as error:  # whatever it is, this rank does not share the leader's memory
