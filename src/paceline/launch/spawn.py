@@ -22,7 +22,7 @@ from paceline.errors import ConfigError
 from paceline.launch import payload, spawned
 from paceline.launch.context import SpawnContext
 from paceline.launch.memory_file import write_memory_file
-from paceline.launch.plan import Options, make_plan
+from paceline.launch.plan import Options, check_descriptors, make_plan
 from paceline.launch.process import interpreter, open_missing_streams
 
 
@@ -119,6 +119,7 @@ def _check_call(fn: Callable[..., Any], start_method: str) -> None:
 def _start(
     fn: Callable[..., Any], args: tuple[Any, ...], options: Options, *, is_daemon: bool
 ) -> SpawnContext:
+    check_descriptors(options.nprocs)
     call = payload.pack(fn, args)
     name = getattr(fn, "__qualname__", repr(fn))
     payload_fd = write_memory_file("paceline-call", call.data)

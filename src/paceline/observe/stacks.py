@@ -28,11 +28,15 @@ def answer_requests() -> bool:
     """Make this process answer `paceline stacks`; call it as often as you like.
 
     Returns:
-        False if the program uses SIGUSR2 for something of its own: it is then left alone.
+        False if the program uses SIGUSR2 for something of its own, which is then left alone, or if there is
+        no memory file to be had (no memfd_create, no descriptor).
     """
     global _answers
     if _answers is None and signal.getsignal(_SIGNAL) is signal.SIG_DFL:
-        _answers = os.memfd_create(_FILE_NAME)
+        try:
+            _answers = os.memfd_create(_FILE_NAME)
+        except OSError:
+            return False
         fcntl.fcntl(_answers, fcntl.F_SETFL, os.O_APPEND)  # forked children share the file
         faulthandler.register(_SIGNAL, file=_answers, all_threads=True, chain=False)
     return _answers is not None

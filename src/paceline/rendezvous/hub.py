@@ -9,7 +9,6 @@ the hub works inside rank 0's own calls.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import selectors
 import socket
@@ -29,6 +28,7 @@ from paceline.rendezvous.frames import (
     receive_frame,
     send_frame,
 )
+from paceline.rendezvous.limits import OUT_OF_ROOM, explain
 from paceline.rendezvous.meeting_place import hub_address, stranger_error, taken_error
 from paceline.rendezvous.messages import (
     Hello,
@@ -48,7 +48,6 @@ _GRACE_S = 5.0
 _LONGEST_SLEEP_S = 3600.0  # of select(), which counts in an int of milliseconds
 # Strangers may connect and say nothing. When there are more than this beyond the ranks, the oldest goes.
 _MOST_SILENT = 64
-_OUT_OF_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 class HubExchange:
@@ -85,6 +84,7 @@ class HubExchange:
         self._key = key
         self._peers: dict[int, socket.socket] = {}
         self._num_strangers = 0
+        self._no_room: OSError | None = None  # why the last connection could not be taken
         deadline = Deadline(timeout_s)
         address = hub_address(key, name, secret)
         try:
@@ -138,6 +138,7 @@ class HubExchange:
         try:
             listener = listen(address, self.world_size + _MOST_SILENT)
         except OSError as error:
+            self._raise_if_limit(error)
             hello = write_object(asdict(self._hello))
             raise taken_error(error, self.world_size, self._where(), address, hello) from error
         listener.setblocking(False)
@@ -170,9 +171,11 @@ class HubExchange:
         try:
             peer, _ = listener.accept()
         except OSError as error:
-            if error.errno in _OUT_OF_ROOM and not self._drop_oldest(listener, waiting):
+            if error.errno in OUT_OF_ROOM and not self._drop_oldest(listener, waiting):
+                self._no_room = error
                 time.sleep(_RETRY_S)
             return
+        self._no_room = None
         try:
             check_same_user(peer)
         except (OSError, RendezvousError):
@@ -246,6 +249,8 @@ class HubExchange:
         return ""
 
     def _fail_missing(self, deadline: Deadline) -> NoReturn:
+        if self._no_room is not None:
+            self._raise_if_limit(self._no_room)
         missing = sorted(set(range(1, self.world_size)) - set(self._peers))
         self._fail(
             RendezvousError(
@@ -333,7 +338,9 @@ class HubExchange:
                 hub.connect("\0" + address)
                 return hub
             except OSError as error:
-                if hub is not None:
+                if hub is None:
+                    self._raise_if_limit(error)
+                else:
                     hub.close()
                 if deadline.is_over():
                     raise RendezvousError(
@@ -347,6 +354,20 @@ class HubExchange:
                         missing=(0,),
                     ) from error
             time.sleep(_RETRY_S)  # an abstract address can't be watched for
+
+    def _raise_if_limit(self, error: OSError) -> None:
+        """This rank can have no further socket: it says so, and tells those who have come."""
+        likely, hint = explain(error.errno or 0)
+        if likely:
+            self._fail(
+                RendezvousError(
+                    f"Rank {self.rank} of {self.world_size} can't open a socket to meet the others.",
+                    where=self._where(),
+                    seen=str(error),
+                    likely=f"on rank {self.rank}, {likely}",
+                    hint=hint,
+                )
+            )
 
     def _lost_hub(self, error: OSError) -> RendezvousError:
         return RendezvousError(
