@@ -47,6 +47,7 @@ def wrap(rank, who, sign, at, store):
     dist.init_process_group(
         "gloo", init_method=init, rank=rank, world_size=3, timeout=timedelta(seconds=DEADLINE_S)
     )
+    dist.barrier()  # none is still connecting to the others
     if rank == who:
         if at == "before":
             strike(sign)

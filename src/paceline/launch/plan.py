@@ -19,10 +19,10 @@ from paceline.launch.variables import Meeting, new_job_id, rank_environment
 
 MAX_NPROCS = 128  # ranks that the shared memory of one host serves
 
-# What the launcher opens: for each rank its two streams, and its log or its file for exceptions; for itself
-# pipes, an epoll, and those of the rank that is just being started.
-_DESCRIPTORS_PER_RANK = 3
-_OWN_DESCRIPTORS = 12
+# What the launcher opens: for each rank its two streams, its log, its file for exceptions; for itself pipes,
+# an epoll, the call and the plan of `spawn`, and those of the rank that is just being started.
+_DESCRIPTORS_PER_RANK = 4
+_OWN_DESCRIPTORS = 18
 
 # A user who places threads by hand does not want a second placement on top.
 _PLACEMENT_VARIABLES = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PROC_BIND", "OMP_PLACES")
@@ -83,11 +83,10 @@ def make_plan(
     Raises:
         ConfigError: An option is out of range, or the port is taken.
     """
-    check_descriptors(options.nprocs)
+    _check_descriptors(options.nprocs)  # first: the machine is read from files
     machine = read_machine() if machine is None else machine
     nprocs = min(machine.num_cores, MAX_NPROCS) if options.nprocs is None else options.nprocs
     _check_options(options, nprocs)
-    check_descriptors(nprocs)
     if options.log_dir is not None:
         _make_log_dir(options.log_dir, nprocs)
     inherited = os.environ if inherited is None else inherited
@@ -113,21 +112,23 @@ def make_plan(
     )
 
 
-def check_descriptors(nprocs: int | None) -> None:
-    """Raise unless the launcher may open as many files as so many ranks need; None: at least one rank.
+def _check_descriptors(nprocs: int | None) -> None:
+    """Raise unless the launcher may open as many files as so many ranks need.
 
     Raises:
         ConfigError: It may not. Told before anything is started, which would fail half-way.
     """
+    if nprocs is None or nprocs not in range(1, MAX_NPROCS + 1):  # wrong, which is told later
+        nprocs = min(len(os.sched_getaffinity(0)), MAX_NPROCS)
     may, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         has = len(os.listdir("/proc/self/fd"))
     except OSError:  # not even that one
         has = may
-    needs = has + _OWN_DESCRIPTORS + _DESCRIPTORS_PER_RANK * (nprocs or 1)
+    needs = has + _OWN_DESCRIPTORS + _DESCRIPTORS_PER_RANK * nprocs
     if needs > may:
         raise ConfigError(
-            f"The launcher may not open as many files as {nprocs or 1} ranks need.",
+            f"The launcher may not open as many files as it needs for {nprocs} ranks.",
             expected=f"at least {needs} (RLIMIT_NOFILE), of which {has} are open already",
             got=str(may),
             hint=f"`ulimit -n {needs}` before the launcher; a service manager calls it LimitNOFILE",
