@@ -36,7 +36,8 @@ struct Failure {
   double waited_s = 0;    ///< how long this rank had waited
   std::string message =
       {};  ///< of the rank that raised, or of the failed system call
-  uint64_t thread = 0;  ///< kNoTurn: of this process, in a collective
+  uint64_t thread = 0;   ///< kNoTurn: of this process, in a collective
+  int error_number = 0;  ///< errno of the failed system call
 };
 
 [[noreturn]] inline void misuse(std::string message) {

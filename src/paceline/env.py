@@ -134,16 +134,27 @@ def read_rank_environment(
 def job_id_from_environment(environ: Mapping[str, str] | None = None) -> str:
     """The text that all ranks of this launch share and no other job has; "" if the launcher gives none."""
     environ = os.environ if environ is None else environ
-    if environ.get("PACELINE_JOB_ID"):
-        return environ["PACELINE_JOB_ID"]
-    run_id = environ.get("TORCHELASTIC_RUN_ID", "")
-    if run_id and run_id != "none":  # torchrun's default, the same for every job
-        return f"torchelastic-{run_id}"
+    if secret := job_secret_from_environment(environ):
+        return secret
     if environ.get("PMIX_NAMESPACE"):
         return f"pmix-{environ['PMIX_NAMESPACE']}"
     if environ.get("SLURM_JOB_ID"):
         return f"slurm-{environ['SLURM_JOB_ID']}.{environ.get('SLURM_STEP_ID', '')}"
     return ""
+
+
+def job_secret_from_environment(environ: Mapping[str, str] | None = None) -> str:
+    """That of these texts which other users do not know, unless somebody chose it; "" if there is none.
+
+    `paceline run`, `spawn` and `torchrun --standalone` make 128 random bits for each launch, and give them to
+    the ranks in their environment. The ids of Slurm and PMIx are public.
+    """
+    environ = os.environ if environ is None else environ
+    if environ.get("PACELINE_JOB_ID"):
+        return environ["PACELINE_JOB_ID"]
+    run_id = environ.get("TORCHELASTIC_RUN_ID", "")
+    # "none": torchrun's default, the same for every job
+    return f"torchelastic-{run_id}" if run_id and run_id != "none" else ""
 
 
 def first_slurm_host(nodelist: str) -> str:

@@ -12,7 +12,8 @@ import pytest
 
 import paceline
 from paceline.errors import ConfigError, RendezvousError
-from paceline.rendezvous.hub import HubExchange, hub_address
+from paceline.rendezvous.hub import HubExchange
+from paceline.rendezvous.meeting_place import hub_address
 from tests.harness import ranks, run_ranks
 
 

@@ -35,6 +35,7 @@ def facts(reason, **details):
         "late": [2],
         "waited_s": 1.25,
         "message": "",
+        "errno": 0,
         "thread": threading.main_thread().ident,
         "group": "world",
         "rank": 1,
@@ -46,7 +47,14 @@ def facts(reason, **details):
 
 def without_group(reason, **details):
     """What is known outside of a group: its making, or a forked child."""
-    return {"reason": int(reason), "culprit": -1, "late": [], "waited_s": 0.0, "message": ""} | details
+    return {
+        "reason": int(reason),
+        "culprit": -1,
+        "late": [],
+        "waited_s": 0.0,
+        "message": "",
+        "errno": 0,
+    } | details
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from paceline.errors import (
     RegionError,
     format_ranks,
 )
+from paceline.rendezvous.limits import explain
 
 Facts = Mapping[str, Any]
 
@@ -255,12 +256,14 @@ def _no_turn(facts: Facts) -> PacelineError:
 
 
 def _no_memory(facts: Facts) -> PacelineError:
+    likely, hint = explain(facts["errno"], facts["message"])
     return RegionError(
         "Shared memory could not be reserved.",
         where=_where(facts),
         seen=facts["message"],
-        likely="the machine or the container is out of memory",
-        hint="check `free -h` and the container's memory limit; fewer ranks need less",
+        likely=likely or "the machine or the container is out of memory",
+        hint=hint or "check `free -h` and the container's memory limit; fewer ranks need less",
+        errno=facts["errno"],
     )
 
 

@@ -7,7 +7,7 @@ from datetime import timedelta
 from paceline.arguments import Arguments
 from paceline.collectives.formation import form_core
 from paceline.collectives.group import Group
-from paceline.env import read_rank_environment, split_address
+from paceline.env import job_secret_from_environment, read_rank_environment, split_address
 from paceline.rendezvous.deadline import Deadline
 from paceline.rendezvous.hub import HubExchange
 
@@ -74,7 +74,14 @@ def init(
     key = place.job_id if address is None and place.job_id else f"{place.master_addr}:{place.master_port}"
     deadline = Deadline(forming_timeout_s)
     with HubExchange(
-        place.rank, place.world_size, key=key, job_id=place.job_id, name=name, timeout_s=forming_timeout_s
+        place.rank,
+        place.world_size,
+        key=key,
+        job_id=place.job_id,
+        name=name,
+        timeout_s=forming_timeout_s,
+        # An id in the arguments may be wrong on one rank, which is told at once only where all meet.
+        secret=job_secret_from_environment() if job_id is None else "",
     ) as exchange:
         core = form_core(
             exchange,

@@ -6,6 +6,7 @@ Its one idea: everything that can be wrong is checked here, while there is nothi
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -20,6 +21,11 @@ from paceline.launch.topology import read_machine
 from paceline.launch.variables import Meeting, new_job_id, rank_environment
 
 MAX_NPROCS = 128  # ranks that the shared memory of one host serves
+
+# What the launcher opens: for each rank its two streams, its log, its file for exceptions; for itself pipes,
+# an epoll, the call and the plan of `spawn`, and those of the rank that is just being started.
+_DESCRIPTORS_PER_RANK = 4
+_OWN_DESCRIPTORS = 18
 
 # A user who places threads by hand does not want a second placement on top.
 _PLACEMENT_VARIABLES = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PROC_BIND", "OMP_PLACES")
@@ -80,6 +86,7 @@ def make_plan(
     Raises:
         ConfigError: An option is out of range, or the port is taken.
     """
+    _check_descriptors(options.nprocs)  # first: the machine is read from files
     machine = read_machine() if machine is None else machine
     options = _checked_options(options)
     nprocs = min(machine.num_cores, MAX_NPROCS) if options.nprocs is None else options.nprocs
@@ -106,6 +113,29 @@ def make_plan(
         cores=_choose_cores(options, machine, nprocs, inherited),
         options=options,
     )
+
+
+def _check_descriptors(nprocs: int | None) -> None:
+    """Raise unless the launcher may open as many files as so many ranks need.
+
+    Raises:
+        ConfigError: It may not. Told before anything is started, which would fail half-way.
+    """
+    if nprocs is None or nprocs not in range(1, MAX_NPROCS + 1):  # wrong, which is told later
+        nprocs = min(len(os.sched_getaffinity(0)), MAX_NPROCS)
+    may, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        has = len(os.listdir("/proc/self/fd"))
+    except OSError:  # not even that one
+        has = may
+    needs = has + _OWN_DESCRIPTORS + _DESCRIPTORS_PER_RANK * nprocs
+    if needs > may:
+        raise ConfigError(
+            f"The launcher may not open as many files as it needs for {nprocs} ranks.",
+            expected=f"at least {needs} (RLIMIT_NOFILE), of which {has} are open already",
+            got=str(may),
+            hint=f"`ulimit -n {needs}` before the launcher; a service manager calls it LimitNOFILE",
+        )
 
 
 def _checked_options(options: Options) -> Options:

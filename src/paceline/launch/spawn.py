@@ -122,20 +122,19 @@ def _check_call(fn: Callable[..., Any], start_method: str) -> None:
 def _start(
     fn: Callable[..., Any], args: tuple[Any, ...], options: Options, *, is_daemon: bool
 ) -> SpawnContext:
+    # The plan first: it checks what the rest relies on.
+    plan = make_plan(getattr(fn, "__qualname__", repr(fn)), (), options)
     call = payload.pack(fn, args)
-    name = getattr(fn, "__qualname__", repr(fn))
     payload_fd = write_memory_file("paceline-call", call.data)
     lifeline, lifeline_end = os.pipe()
     report_fd, report_end = os.pipe()
     opened = [payload_fd, lifeline, report_end]
     try:
-        plan = make_plan(
-            name, _python(f"from paceline.launch.spawned import run_rank; run_rank({payload_fd})"), options
-        )
         error_fds = tuple(write_memory_file("paceline-error", b"") for _ in range(plan.nprocs))
         opened += error_fds
         plan = replace(
             plan,
+            command=_python(f"from paceline.launch.spawned import run_rank; run_rank({payload_fd})"),
             environments=tuple(
                 {**environment, "PACELINE_ERROR_FD": str(fd)}
                 for environment, fd in zip(plan.environments, error_fds, strict=True)

@@ -18,6 +18,7 @@ from paceline.errors import ConfigError
 from paceline.rendezvous.exchange import Exchange
 from paceline.torch.arguments import checked_group
 from paceline.torch.exchange import ProcessGroupExchange
+from paceline.torch.restarts import warn_of_shared_store
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -70,6 +71,7 @@ class ProcessGroupPeers:
         self.world_size = self.exchange.world_size
         self.timeout_s = timeout_s or _timeout_of(group)
         self.warn_after_s = warn_after_s or _DEFAULT_WARN_AFTER_S
+        warn_of_shared_store(dist.get_backend(group), self.rank)
 
     def broadcast(self, payload: torch.Tensor, root: int = 0) -> None:
         dist.broadcast(payload, src=dist.get_global_rank(self.process_group, root), group=self.process_group)
