@@ -65,7 +65,7 @@ def test_every_row_has_a_verdict_and_a_test_that_exists() -> None:
 
 
 def test_what_is_refused_is_not_there_and_the_rest_is() -> None:
-    in_instances = {"module", "reducer", "logger", "require_backward_grad_sync"}
+    in_instances = {"module", "reducer", "logger", "require_backward_grad_sync", "device_mesh"}
     for row in rows():
         if row.section.startswith("Methods") and row.name not in in_instances:
             ours = getattr(paceline.torch, row.section.split()[-1])

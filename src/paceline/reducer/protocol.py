@@ -58,6 +58,15 @@ class Reducer(Protocol):
         """Seconds that `finish` spent waiting for other ranks, since the reducer was made."""
         ...
 
+    def note_first_bucket(self) -> None:
+        """Note when this rank's first bucket is complete, once, from now on."""
+        ...
+
+    @property
+    def first_bucket_ns(self) -> int:
+        """As time.monotonic_ns() tells it; 0: there was none, or nobody had asked."""
+        ...
+
     @property
     def passes(self) -> int:
         """Passes finished so far."""

@@ -69,6 +69,38 @@ class StaticGraph:
         raise graph_changed_error(lost_by_rank, gained_by_rank, self._names)
 
 
+class GraphVariety:
+    """Whether a promise of a static graph would have held so far, on this rank.
+
+    It is told only of passes in which something was unused; it is the number of the others that says whether
+    all passes were alike.
+
+    Args:
+        num_parameters: Of the model.
+    """
+
+    def __init__(self, num_parameters: int) -> None:
+        self._num_parameters = num_parameters
+        self._used: frozenset[int] | None = None
+        self._num_passes = 0
+        self._has_varied = False
+
+    def note(self, used: Callable[[], Collection[int]]) -> None:
+        """A pass in which this rank's backward did not reach every parameter; see StaticGraph for `used`."""
+        if self._has_varied:
+            return
+        now = frozenset(used())
+        if len(now) == self._num_parameters:  # with the micro-batches before it
+            return
+        self._num_passes += 1
+        self._has_varied = self._used is not None and now != self._used
+        self._used = now
+
+    def is_static(self, num_passes: int) -> bool:
+        """Whether the graph was the same in all good passes, of which there were so many."""
+        return not self._has_varied and self._num_passes in (0, num_passes)
+
+
 def _tells_changed(status: int) -> bool:
     return CHANGED <= status < TWICE
 

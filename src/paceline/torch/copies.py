@@ -23,7 +23,17 @@ if TYPE_CHECKING:
 
 # What connects a model to other ranks, or belongs to its own tensors. As in torch, communication hooks are
 # not copied: their state often holds a process group.
-_CONNECTIONS = ("_peers", "_passes", "_tensors", "_joining", "_join_config", "_comm_hook", "_on_drop")
+_CONNECTIONS = (
+    "_peers",
+    "_passes",
+    "_tensors",
+    "_joining",
+    "_join_config",
+    "_comm_hook",
+    "_on_drop",
+    "_are_hooks_removed",
+    "device_mesh",
+)
 
 
 class Copies(TorchNames):
@@ -52,6 +62,8 @@ class Copies(TorchNames):
         memo[id(self)] = twin
         twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         twin._peers = self._peers  # a copy in this process trains with the same ranks
+        if "device_mesh" in self.__dict__:
+            twin.device_mesh = self.device_mesh
         return twin
 
     def _refuse_backward(self, output: object) -> None:

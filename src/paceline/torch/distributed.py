@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from paceline.errors import ConfigError
 from paceline.reducer.agreement import ModelDescription, check_agreement
 from paceline.reducer.micro_batches import as_weight
 from paceline.torch.comm_hooks import CommHooks
@@ -168,6 +169,8 @@ class DistributedDataParallel(CommHooks, GradientStatistics, Joins, Regrouping, 
         self._tensors.check_device(self._config.device)
         self._tensors.delay(arguments)
         self._config.precision.cast_buffers(module, self._tensors.ignored)
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
         self._connect(find_peers(process_group, device_mesh, timeout_s, warn_after_s))
 
     def _connect(self, peers: Peers, *, is_first: bool = True) -> None:
@@ -182,6 +185,12 @@ class DistributedDataParallel(CommHooks, GradientStatistics, Joins, Regrouping, 
 
     def _connected(self) -> Peers:
         peers = self._peers
+        if self._are_hooks_removed:
+            raise ConfigError(
+                "This wrapper averages no gradients any more.",
+                seen="_remove_autograd_hooks() was called",
+                hint="wrap the model anew, on every rank, and use that wrapper; or use `.module`, alone",
+            )
         if peers is None or not self._is_connected:
             peers = peers or find_peers(None, None, self._config.timeout_s, self._config.warn_after_s)
             self._connect(peers)
@@ -204,6 +213,8 @@ class DistributedDataParallel(CommHooks, GradientStatistics, Joins, Regrouping, 
             values = [*self._tensors.all_parameters.values(), *buffers]
             factory.broadcast_all(values)
         passes = GradientPasses(self._tensors, peers, factory, self._config)
+        if self._sample_rate is not None:
+            passes.times.use_rate(self._sample_rate, passes.good_passes)
         # The hooks are the parameters', which may live on and be wrapped again.
         self._on_drop = weakref.finalize(self, passes.graphs.drop_wrapper)
         self._on_drop.atexit = False
