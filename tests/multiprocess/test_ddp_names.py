@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
@@ -215,6 +216,11 @@ def test_torchs_own_facts(rank: int) -> None:
     assert set(told[0]) <= set(told[1])
     assert told[1]["comm_hook"] == told[0]["comm_hook"] == "allreduce_hook"
     assert told[1]["can_set_static_graph"] == 1
+    builtin = dist.BuiltinCommHookType.FP16_COMPRESS
+    for wrap in (TorchDDP, DistributedDataParallel):
+        ddp = wrap(two_layers())
+        ddp._register_builtin_comm_hook(builtin)
+        assert ddp._get_ddp_logging_data()["comm_hook"] == str(builtin)
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -28,6 +28,7 @@ class CommHooks:
         def _connected(self) -> Peers: ...
 
     _comm_hook: CommHook | None = None
+    _builtin_hook: str | None = None  # what torch calls the hook, if it is one of those in C++
 
     def register_comm_hook(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
         """Let `hook` average each bucket of gradients, over torch's process group.
@@ -83,6 +84,7 @@ class CommHooks:
             BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
         }
         self.register_comm_hook(self._connected().process_group, hooks[comm_hook_type])
+        self._builtin_hook = str(comm_hook_type)
 
     def _register_buffer_comm_hook(
         self, state: object, hook: Callable[..., Any], comm_hook_location: Any = None

@@ -58,6 +58,7 @@ class TorchNames(TorchAttributes):
     _joining: Joining | None
     _has_joined: bool
     _comm_hook: CommHook | None
+    _builtin_hook: str | None
     _on_drop: weakref.finalize[Any, Any] | None
     _is_connected: bool
     _are_hooks_removed = False

@@ -30,6 +30,7 @@ _CONNECTIONS = (
     "_joining",
     "_join_config",
     "_comm_hook",
+    "_builtin_hook",
     "_on_drop",
     "_are_hooks_removed",
     "device_mesh",
@@ -77,8 +78,9 @@ def _raise_not_connected(_: torch.Tensor) -> None:
     if running_call() is RunningCall.GRAD:
         return
     raise ConfigError(
-        "This copy of a wrapped model is connected to no other rank yet.",
-        seen="a backward of a forward in evaluation mode, the copy's first",
-        likely="a copy that was meant for evaluation is trained",
-        hint="run the first forward in training mode, on every rank: that connects it; or use `.module`",
+        "This wrapper is connected to no other rank.",
+        seen="a backward of a forward in evaluation mode",
+        likely="a copy of a wrapped model, that was meant for evaluation, is trained; or "
+        "_remove_autograd_hooks() was called",
+        hint="run a copy's first forward in training mode, on every rank: that connects it; or use `.module`",
     )

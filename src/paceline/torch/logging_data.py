@@ -90,7 +90,7 @@ def _of_construction(ddp: TorchNames) -> dict[str, Any]:
     if ddp._has_joined:
         facts["join_uneven_inputs"] = 1
     hook = ddp._comm_hook
-    return facts if hook is None else facts | {"comm_hook": hook.name}
+    return facts if hook is None else facts | {"comm_hook": ddp._builtin_hook or hook.name}
 
 
 def _of_buckets(ddp: TorchNames) -> dict[str, Any]:
