@@ -224,6 +224,10 @@ void bind_reducer(nb::module_& m) {
                    [](PyReducer& r) {
                      return static_cast<double>(r.reducer().waited_ns()) * 1e-9;
                    })
+      .def("note_first_bucket",
+           [](PyReducer& r) { r.reducer().note_first_bucket(); })
+      .def_prop_ro("first_bucket_ns",
+                   [](PyReducer& r) { return r.reducer().first_bucket_ns(); })
       .def_prop_ro("passes", [](PyReducer& r) { return r.reducer().passes(); })
       .def_prop_ro("in_pass",
                    [](PyReducer& r) { return r.reducer().in_pass(); })

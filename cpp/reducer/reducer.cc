@@ -122,6 +122,10 @@ void Reducer::copy_in(const Parameter& parameter) {
 void Reducer::post(Bucket& bucket, size_t index) {
   fault_point(Point::kBeforePost);
   bucket.posted = true;
+  if (notes_first_bucket_) {
+    notes_first_bucket_ = false;
+    first_bucket_ns_ = now_ns();
+  }
   // acq_rel: releases this rank's gradients and header; the last to arrive
   // acquires everybody's.
   const uint64_t arrived =

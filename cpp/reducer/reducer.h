@@ -155,6 +155,13 @@ class Reducer {
   /// NaN if the last pass was not averaged.
   double squared_norm() const;
   int64_t waited_ns() const { return waited_ns_; }
+  /// Notes when this rank's first bucket is complete, once, from now on.
+  void note_first_bucket() {
+    notes_first_bucket_ = true;
+    first_bucket_ns_ = 0;
+  }
+  /// As now_ns() tells it; 0: there was none, or nobody had asked.
+  int64_t first_bucket_ns() const { return first_bucket_ns_; }
   uint64_t passes() const { return finished_passes_; }
   size_t num_chunks() const { return total_chunks_; }
   void close();
@@ -405,6 +412,8 @@ class Reducer {
   /// Passes that ended without reduction; the same on all ranks.
   uint64_t restarts_ = 0;
   int64_t waited_ns_ = 0;
+  bool notes_first_bucket_ = false;
+  int64_t first_bucket_ns_ = 0;
   int64_t reducing_ns_ = 0;
   bool is_arena_kept_ = false;
   bool closed_ = false;

@@ -133,7 +133,7 @@ def test_the_half_private_names(rank: int) -> None:
     data = ddp._get_ddp_logging_data()
     assert (data["world_size"], data["rank"], data["backend_name"]) == (2, rank, "gloo")
     assert data["num_parameter_tensors"] == 3 and data["bucket_cap_bytes"] == 1 << 20
-    assert data["module_name"] == "Sequential" and data["dtypes"] == "float32"
+    assert data["module_name"] == "Sequential" and data["dtypes"] == "float"
     logged = ddp.logger._get_ddp_logging_data()
     assert {**logged.strs_map, **logged.ints_map} == data
     ddp._set_ddp_runtime_logging_sample_rate(10)

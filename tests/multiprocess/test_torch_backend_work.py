@@ -191,6 +191,21 @@ def test_the_deadline_is_that_of_the_group_or_of_the_barrier(rank):
         dist.barrier()
 
 
+@ranks(3, group=None)
+def test_a_barrier_with_a_deadline_names_who_is_late(rank):
+    """What torch's monitored_barrier does, which torch allows for Gloo alone."""
+    with torch_group(rank):
+        assert dist.get_backend() == "paceline"
+        group = dist.new_group([0, 1, 2])
+        if rank == 0:
+            with pytest.raises(DeadlineError, match="Ranks 1-2 of 3 did not arrive") as caught:
+                group.barrier(timeout=timedelta(seconds=0.3)).wait()
+            assert caught.value.late == (1, 2)
+            with pytest.raises(ValueError, match="only implemented for GLOO"):
+                dist.monitored_barrier(group)
+        dist.barrier()
+
+
 @ranks(3, group=None, dies={1: signal.SIGKILL})
 def test_a_killed_rank_is_named(rank):
     with torch_group(rank):

@@ -64,8 +64,17 @@ def test_every_row_has_a_verdict_and_a_test_that_exists() -> None:
         assert row.test in tests, row
 
 
+def test_what_is_said_of_torchs_own_tests_names_tests_that_exist() -> None:
+    sources = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    page = (ROOT / "docs" / "design" / "testing.md").read_text()
+    (section,) = re.findall(r"^## torch's own tests$(.*?)^## ", page, re.MULTILINE | re.DOTALL)
+    named = set(re.findall(r"`(test_\w+)`", section))
+    assert len(named) > 10
+    assert named <= set(re.findall(r"^def (test_\w+)", sources, re.MULTILINE))
+
+
 def test_what_is_refused_is_not_there_and_the_rest_is() -> None:
-    in_instances = {"module", "reducer", "logger", "require_backward_grad_sync"}
+    in_instances = {"module", "reducer", "logger", "require_backward_grad_sync", "device_mesh"}
     for row in rows():
         if row.section.startswith("Methods") and row.name not in in_instances:
             ours = getattr(paceline.torch, row.section.split()[-1])

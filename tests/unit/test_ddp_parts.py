@@ -184,7 +184,12 @@ def test_ignored_parameters_are_left_alone() -> None:
 
 def test_nothing_of_torchs_class_is_inherited_by_accident() -> None:
     """It would run on state that our class does not have."""
-    own = {"train", "_active_ddp_module", "_get_active_ddp_module"}
+    own = {
+        "train",
+        "_active_ddp_module",
+        "_get_active_ddp_module",
+        "_set_params_and_buffers_to_ignore_for_model",
+    }
     own |= {
         name for name in vars(TorchDDP) if name.startswith("__") and not callable(getattr(TorchDDP, name))
     }

@@ -136,6 +136,8 @@ class EngineReducer:
         self._note = 0
         self._expected_weight = float(transport.world_size)
         self._waited_s = 0.0
+        self._notes_first_bucket = False
+        self._first_bucket_ns = 0
         self._passes = 0
         self._statuses: list[_Status] = []
         self._unused: list[list[int]] = [[] for _ in range(transport.world_size)]
@@ -149,6 +151,13 @@ class EngineReducer:
     @property
     def waited_s(self) -> float:
         return self._waited_s
+
+    def note_first_bucket(self) -> None:
+        self._notes_first_bucket, self._first_bucket_ns = True, 0
+
+    @property
+    def first_bucket_ns(self) -> int:
+        return self._first_bucket_ns
 
     @property
     def passes(self) -> int:
@@ -299,6 +308,8 @@ class EngineReducer:
             number = self._sequence[len(self._pending)]
             if self._missing[number]:
                 return
+            if self._notes_first_bucket:
+                self._notes_first_bucket, self._first_bucket_ns = False, time.monotonic_ns()
             self._pending.append(self._transport.launch(number, scale))
 
     def _gather_details(

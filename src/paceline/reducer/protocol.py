@@ -26,6 +26,9 @@ REFUSED = 3 << 29
 STATIC = 1 << 29
 """STATIC + n: n `forwards`, of a rank that has promised a static graph since the last good pass."""
 
+CHANGED = 3 << 28
+"""`forwards` of a rank that has used other parameters than in the first pass, against its promise."""
+
 FROZEN = 1 << 28
 """FROZEN + ...: `forwards` of a rank that leaves frozen parameters without a gradient; see `frozen`."""
 
@@ -53,6 +56,15 @@ class Reducer(Protocol):
     @property
     def waited_s(self) -> float:
         """Seconds that `finish` spent waiting for other ranks, since the reducer was made."""
+        ...
+
+    def note_first_bucket(self) -> None:
+        """Note when this rank's first bucket is complete, once, from now on."""
+        ...
+
+    @property
+    def first_bucket_ns(self) -> int:
+        """As time.monotonic_ns() tells it; 0: there was none, or nobody had asked."""
         ...
 
     @property

@@ -30,6 +30,7 @@ class CommHooks:
         def _connected(self) -> Peers: ...
 
     _comm_hook: CommHook | None = None
+    _builtin_hook: str | None = None  # what torch calls the hook, if it is one of those in C++
 
     def register_comm_hook(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
         """Let `hook` average each bucket of gradients, over torch's process group.
@@ -99,6 +100,7 @@ class CommHooks:
             check, hint = Arguments("_register_builtin_comm_hook"), "dist.BuiltinCommHookType.FP16_COMPRESS"
             raise check.refuse("comm_hook_type", comm_hook_type, "a BuiltinCommHookType", hint, is_type=True)
         self.register_comm_hook(self._connected().process_group, hook)
+        self._builtin_hook = str(comm_hook_type)
 
     def _register_buffer_comm_hook(
         self, state: object, hook: Callable[..., Any], comm_hook_location: Any = None

@@ -12,46 +12,58 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MethodType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils import _pytree as pytree
 
 from paceline.arguments import Arguments
-from paceline.errors import ReplicaError
-from paceline.reducer.arguments import MIB
+from paceline.errors import ConfigError, ReplicaError
 from paceline.torch.arguments import as_device
+from paceline.torch.attributes import TorchAttributes
+from paceline.torch.logging_data import TorchLogger, logging_data
 from paceline.torch.scatter import gather, scatter_call
 from paceline.torch.wrapped_twice import AskedWhenWrapped, refuse_replicas
 
 if TYPE_CHECKING:
-    from paceline.torch.config import DDPConfig
-    from paceline.torch.parameters import ManagedTensors
+    from paceline.torch.hooked import CommHook
     from paceline.torch.passes import GradientPasses
+    from paceline.torch.peers import Peers
     from paceline.torch.uneven import Joining
 
 # What torch's class does with nothing but the module, or for the sake of torch's own compiler.
-_INHERITED = {"train", "_active_ddp_module", "_get_active_ddp_module"}
+_INHERITED = {
+    "train",
+    "_active_ddp_module",
+    "_get_active_ddp_module",
+    "_set_params_and_buffers_to_ignore_for_model",
+}
+# What torch's objects do not have, or not always: the wrapped module's is another thing.
+_NOT_THE_MODULES = {"device_mesh"}
 
 _Class = TypeVar("_Class", bound=type)
 
 
-class TorchNames(TorchDDP):
+class TorchNames(TorchAttributes):
     """The part of `DistributedDataParallel` that is there for other people's code."""
 
-    module: nn.Module
     process_group: Any
-    _config: DDPConfig
-    _arguments: dict[str, Any]
-    _tensors: ManagedTensors
     _passes: GradientPasses | None
+    _peers: Peers | None
     _joining: Joining | None
+    _has_joined: bool
+    _comm_hook: CommHook | None
+    _builtin_hook: str | None
+    _on_drop: weakref.finalize[Any, Any] | None
+    _is_connected: bool
+    _are_hooks_removed = False
+    _sample_rate: int | None = None
     _ddp_params_and_buffers_to_ignore = AskedWhenWrapped()
 
     def _replicate_for_data_parallel(self) -> NoReturn:
@@ -66,7 +78,7 @@ class TorchNames(TorchDDP):
             return super().__getattr__(name)
         except AttributeError:
             module = self.__dict__.get("_modules", {}).get("module")
-            if module is None or name.startswith("_"):
+            if module is None or name.startswith("_") or name in _NOT_THE_MODULES:
                 raise
         value = getattr(module, name)
         if isinstance(value, MethodType) and value.__self__ is module:
@@ -124,68 +136,6 @@ class TorchNames(TorchDDP):
         return gather(outputs, as_device(output_device), self.dim)
 
     @property
-    def device_ids(self) -> list[Any] | None:
-        """The argument; None where it was empty."""
-        ids = self._arguments["device_ids"]
-        return list(ids) if ids else None
-
-    @property
-    def output_device(self) -> Any:
-        """The argument; without it, the device of device_ids."""
-        given = self._arguments["output_device"]
-        return self.device_ids[0] if given is None and self.device_ids else given
-
-    @property
-    def device(self) -> torch.device:
-        """Of the first parameter."""
-        return self._tensors.trainable[0].device
-
-    @property
-    def device_type(self) -> str:
-        """Of the parameters."""
-        return self.device.type
-
-    @property
-    def dim(self) -> int:
-        """The argument."""
-        return int(self._arguments["dim"])
-
-    @property
-    def static_graph(self) -> bool:
-        """The argument, or whether _set_static_graph() was called."""
-        return bool(self._arguments["static_graph"])
-
-    @property
-    def find_unused_parameters(self) -> bool:
-        """The argument."""
-        return bool(self._arguments["find_unused_parameters"])
-
-    @property
-    def gradient_as_bucket_view(self) -> bool:
-        """The argument."""
-        return self._config.gradients_in_arena
-
-    @property
-    def broadcast_buffers(self) -> bool:
-        """Whether buffers are broadcast after each synchronised backward."""
-        return self._config.broadcast_buffers
-
-    @property
-    def forward_sync_buffers(self) -> bool:
-        """As broadcast_buffers."""
-        return self._config.broadcast_buffers
-
-    @property
-    def bucket_bytes_cap(self) -> int:
-        """torch.compile cuts a model into graphs of so many bytes. It insists on 1 MiB at least."""
-        return max(self._config.bucket_cap_bytes, MIB)
-
-    @property
-    def parameters_to_ignore(self) -> set[str]:
-        """Names of parameters and buffers that are left alone."""
-        return set(getattr(self.module, "_ddp_params_and_buffers_to_ignore", ()))
-
-    @property
     def reducer(self) -> TorchReducer:
         """The members of torch's reducer that libraries call."""
         return TorchReducer(self)
@@ -193,20 +143,26 @@ class TorchNames(TorchDDP):
     @property
     def logger(self) -> TorchLogger:
         """The members of torch's logger that libraries call."""
-        return TorchLogger(self._get_ddp_logging_data())
-
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(
-        module: nn.Module, params_and_buffers_to_ignore: Collection[str]
-    ) -> None:
-        """Leave parameters and buffers of these names alone when `module` is wrapped."""
-        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
+        return TorchLogger(logging_data(self))
 
     def _set_static_graph(self) -> None:
-        """As static_graph=True. Before the first backward, on every rank."""
+        """As static_graph=True. Before the first forward that trains, on every rank.
+
+        Raises:
+            ConfigError: The model has been trained already.
+        """
         if self.static_graph:
             warnings.warn("static_graph is True already, no need to set it again.", stacklevel=2)
             return
+        passes = self._passes
+        if passes is not None and (passes.good_passes or passes.state.forwards or passes.state.is_armed):
+            raise ConfigError(
+                "_set_static_graph() should be called before training loop starts, and after wrapping.",
+                where=passes.who,
+                seen=f"{passes.good_passes} good synchronised backwards, {passes.state.forwards} forwards "
+                "since the last one",
+                hint="pass static_graph=True when wrapping, or call it right after that, on every rank",
+            )
         self._arguments["static_graph"] = True
         self._config = replace(self._config, allow_unused=True, static_graph=True)
         if self._passes is not None:
@@ -226,34 +182,60 @@ class TorchNames(TorchDDP):
     def _set_ddp_sink_clone(self, val: bool) -> None:
         """Nothing to do: outputs are not copied here, whatever `val`."""
 
+    @staticmethod
+    def _get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
+        """The parameters of a module, or (name, parameter) pairs, but for those to be left alone.
+
+        With names too; torch's forgets about those to be left alone then.
+        """
+        for name, parameter in module.named_parameters():
+            if not hasattr(parameter, "_ddp_ignored"):  # as _set_params_and_buffers_to_ignore_for_model notes
+                yield (name, parameter) if named_params else parameter
+
+    def _remove_autograd_hooks(self) -> None:
+        """Average no gradients any more: the model can be wrapped anew while this wrapper is still held.
+
+        A backward of what this wrapper has computed already leaves each rank its own gradients. The next
+        forward in training mode raises ConfigError.
+        """
+        passes, self._passes = self._passes, None
+        if passes is not None:
+            passes.graphs.close()
+        if self._on_drop is not None:
+            self._on_drop.detach()
+        self._are_hooks_removed, self._is_connected = True, False
+
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Nothing to do: times are not sampled.
+        """Time one pass in so many, after the first ten, for `_get_ddp_logging_data`. Without it: 100.
 
         Raises:
-            ValueError: It is less than 1.
+            ConfigError: It is less than 1.
         """
         if sample_rate < 1:
-            raise ValueError(f"DDP runtime logging sample rate should be 1 or more, not {sample_rate}")
+            raise ConfigError(
+                "_set_ddp_runtime_logging_sample_rate: the sample rate should be 1 or more.",
+                got=repr(sample_rate),
+            )
+        self._sample_rate = sample_rate
+        if self._passes is not None:
+            self._passes.times.use_rate(sample_rate, self._passes.good_passes)
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Facts about the wrapper under the names that torch gives them."""
-        group: dist.ProcessGroup | None = self.process_group
-        trainable = self._tensors.trainable
-        return {
-            "world_size": 1 if self._passes is None else self._passes.world_size,
-            "rank": 0 if group is None else dist.get_rank(group),
-            "backend_name": "paceline" if group is None else dist.get_backend(group),
-            "module_name": type(self.module).__name__,
-            "device_ids": ", ".join(str(device) for device in self.device_ids or ()),
-            "bucket_cap_bytes": self._config.bucket_cap_bytes,
-            "broadcast_buffers": int(self.broadcast_buffers),
-            "find_unused_parameters": int(self.find_unused_parameters),
-            "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
-            "static_graph": int(self.static_graph),
-            "num_parameter_tensors": len(trainable),
-            "total_parameter_size_bytes": sum(p.nbytes for p in trainable),
-            "dtypes": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in trainable})),
-        }
+        """Facts about the wrapper and times of its passes, under the names and in the units of torch.
+
+        Strings and integers. Times are in nanoseconds, of this rank: `avg_forward_compute_time`,
+        `avg_backward_compute_time`, `avg_backward_comm_time` (from the first bucket that is complete until
+        all means, and buffers, are in place) and `avg_backward_compute_comm_overlap_time`; without `avg_`
+        those of the last pass that was timed, whose number is `iteration`. Timed are the second to the tenth
+        good pass, and one in a hundred after that, with parameters on the CPU and more than one rank;
+        before, there are no such keys. `can_set_static_graph` is 1 if this rank has used the same parameters
+        in all passes so far.
+
+        Example:
+            >>> ddp._get_ddp_logging_data()["bucket_sizes"]  # bytes of gradients in each bucket
+            '1048576, 12582912'
+        """
+        return logging_data(self)
 
 
 class TorchReducer:
@@ -276,25 +258,22 @@ class TorchReducer:
         """Buckets are planned anew at the end of the first backward; never here."""
         return False
 
+    def _ddp_graph_static(self) -> bool:
+        """Whether this rank has used the same parameters in all passes so far."""
+        passes = self._ddp._passes
+        return passes is None or passes.is_graph_static
+
     def _set_static_graph(self) -> None:
         self._ddp._set_static_graph()
 
+    def _remove_autograd_hooks(self) -> None:
+        self._ddp._remove_autograd_hooks()
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        self._ddp._set_ddp_runtime_logging_sample_rate(sample_rate)
+
     def _check_reducer_finalized(self) -> None:
         self._ddp._check_reducer_finalized()
-
-
-class TorchLogger:
-    """The members of torch's logger that libraries call."""
-
-    def __init__(self, facts: dict[str, Any]) -> None:
-        self.strs_map = {name: fact for name, fact in facts.items() if isinstance(fact, str)}
-        self.ints_map = {name: fact for name, fact in facts.items() if isinstance(fact, int)}
-
-    def _get_ddp_logging_data(self) -> TorchLogger:
-        return self
-
-    def _set_static_graph(self) -> None:
-        """Nothing is logged."""
 
 
 def moved(inputs: Any, device: torch.device) -> Any:

@@ -23,7 +23,18 @@ if TYPE_CHECKING:
 
 # What connects a model to other ranks, or belongs to its own tensors. As in torch, communication hooks are
 # not copied: their state often holds a process group.
-_CONNECTIONS = ("_peers", "_passes", "_tensors", "_joining", "_join_config", "_comm_hook", "_on_drop")
+_CONNECTIONS = (
+    "_peers",
+    "_passes",
+    "_tensors",
+    "_joining",
+    "_join_config",
+    "_comm_hook",
+    "_builtin_hook",
+    "_on_drop",
+    "_are_hooks_removed",
+    "device_mesh",
+)
 
 
 class Copies(TorchNames):
@@ -52,6 +63,8 @@ class Copies(TorchNames):
         memo[id(self)] = twin
         twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         twin._peers = self._peers  # a copy in this process trains with the same ranks
+        if "device_mesh" in self.__dict__:
+            twin.device_mesh = self.device_mesh
         return twin
 
     def _refuse_backward(self, output: object) -> None:
@@ -65,8 +78,9 @@ def _raise_not_connected(_: torch.Tensor) -> None:
     if running_call() is RunningCall.GRAD:
         return
     raise ConfigError(
-        "This copy of a wrapped model is connected to no other rank yet.",
-        seen="a backward of a forward in evaluation mode, the copy's first",
-        likely="a copy that was meant for evaluation is trained",
-        hint="run the first forward in training mode, on every rank: that connects it; or use `.module`",
+        "This wrapper is connected to no other rank.",
+        seen="a backward of a forward in evaluation mode",
+        likely="a copy of a wrapped model, that was meant for evaluation, is trained; or "
+        "_remove_autograd_hooks() was called",
+        hint="run a copy's first forward in training mode, on every rank: that connects it; or use `.module`",
     )

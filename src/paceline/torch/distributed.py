@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from paceline.errors import ConfigError
 from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
 from paceline.reducer.micro_batches import as_weight
 from paceline.torch.arguments import check_materialised, checked_module
@@ -163,6 +164,8 @@ class DistributedDataParallel(CommHooks, GradientStatistics, Joins, Regrouping, 
             self._prepare(module, arguments)
             times = self._config.timeout_s, self._config.warn_after_s
             peers = find_peers(process_group, device_mesh, *times)
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
         self._connect(peers)
 
     def _prepare(self, module: nn.Module, arguments: dict[str, Any]) -> None:
@@ -193,6 +196,12 @@ class DistributedDataParallel(CommHooks, GradientStatistics, Joins, Regrouping, 
 
     def _connected(self) -> Peers:
         peers = self._peers
+        if self._are_hooks_removed:
+            raise ConfigError(
+                "This wrapper averages no gradients any more.",
+                seen="_remove_autograd_hooks() was called",
+                hint="wrap the model anew, on every rank, and use that wrapper; or use `.module`, alone",
+            )
         if peers is None or not self._is_connected:
             peers = peers or find_peers(None, None, self._config.timeout_s, self._config.warn_after_s)
             self._connect(peers)
@@ -215,6 +224,8 @@ class DistributedDataParallel(CommHooks, GradientStatistics, Joins, Regrouping, 
             values = [*self._tensors.all_parameters.values(), *buffers]
             factory.broadcast_all(values)
         passes = GradientPasses(self._tensors, peers, factory, self._config)
+        if self._sample_rate is not None:
+            passes.times.use_rate(self._sample_rate, passes.good_passes)
         # The hooks are the parameters', which may live on and be wrapped again.
         self._on_drop = weakref.finalize(self, passes.graphs.drop_wrapper)
         self._on_drop.atexit = False

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd import Variable
+from torch.autograd import Variable, profiler
 
 from paceline.reducer.backward_passes import BackwardPasses
 from paceline.reducer.drift import DriftWatch
@@ -26,7 +26,7 @@ from paceline.reducer.protocol import FINISHED, Reducer
 from paceline.reducer.replica_check import Entry
 from paceline.reducer.report import names_by_rank
 from paceline.reducer.sharing import registry
-from paceline.reducer.static_graph import StaticGraph
+from paceline.reducer.static_graph import GraphVariety, StaticGraph
 from paceline.reducer.verdict import Judge
 from paceline.torch.accumulated import part_accumulated
 from paceline.torch.buffer_sync import BufferSync
@@ -48,6 +48,7 @@ from paceline.torch.late import LateGradients
 from paceline.torch.optimizer_in_backward import Steppers, step_in_backward, take_over_optimizers
 from paceline.torch.outputs import tensors_in
 from paceline.torch.parameters import ManagedTensors
+from paceline.torch.pass_times import PassTimes, profiled
 from paceline.torch.peers import Peers
 from paceline.torch.reduction import Reduction, ReductionFactory
 from paceline.torch.replica_state import hash_model, make_notes
@@ -91,6 +92,8 @@ class GradientPasses(BackwardPasses):
         self._factory = factory
         core = factory.host_group
         self._tell = None if core is None else core.set_activity
+        self.times = PassTimes(is_timing=tensors.device_kinds == {"cpu"})
+        self._variety = GraphVariety(len(tensors.names) - len(tensors.delayed))
         self._last_hooks: LastHooks | None = None
         self._frozen: frozenset[int] = (
             frozenset()
@@ -115,12 +118,15 @@ class GradientPasses(BackwardPasses):
         self._late = LateGradients(
             self.state, self._hand_over, self._tensors.delayed, is_learning=config.static_graph
         )
-        self._static_graph = StaticGraph(self._tensors.names) if config.static_graph else None
+        self._static_graph = (
+            StaticGraph(self._tensors.names, self._factory.all_gather) if config.static_graph else None
+        )
         self._judge = Judge(
             self._tensors.names,
             self._peers.world_size,
             allow_unused=config.allow_unused,
             nonfinite=config.nonfinite,
+            static_graph=self._static_graph,
         )
         if self._last_hooks is not None:
             self._install_hooks()
@@ -173,6 +179,8 @@ class GradientPasses(BackwardPasses):
         super().begin_forward(is_syncing=is_syncing, is_training=is_training)
         if not is_syncing:
             return
+        if self.good_passes >= self.times.next_pass:
+            self.times.begin_forward(self.good_passes)
         frozen = self._tensors.frozen_now  # what one of several forwards trains is not
         self._frozen = self._frozen & frozen if self._is_frozen_noted else frozen
         self._is_frozen_noted = True
@@ -233,6 +241,11 @@ class GradientPasses(BackwardPasses):
 
     def _hand_over_rest(self) -> None:
         without = self._late.end_pass()
+        if self._static_graph is not None:
+            if self.state.forwards != FINISHED:
+                self.state.has_changed = self._static_graph.has_changed(self._used())
+        elif len(self.state.handed) < len(self._names) and self.state.forwards != FINISHED:
+            self._variety.note(self._used)
         super()._hand_over_rest()
         if self.state.forwards != FINISHED:
             for index in without:  # torch keeps their gradients in a buffer that begins with zeros
@@ -242,6 +255,15 @@ class GradientPasses(BackwardPasses):
             if self._frozen and not self._config.allow_unused:
                 self._leave_idle(self._frozen)
             self._refuse_changed()
+
+    def _used(self) -> set[int]:
+        """Parameters that have got gradients since the last pass, and wait for no others'."""
+        return self.state.accumulated.union(self.state.handed).difference(self._tensors.delayed)
+
+    @property
+    def is_graph_static(self) -> bool:
+        """Whether this rank has used the same parameters in all passes so far."""
+        return self._static_graph is not None or self._variety.is_static(self.good_passes)
 
     def _leave_idle(self, frozen: frozenset[int]) -> None:
         """Say which parameters have no gradient in this pass because they are frozen."""
@@ -287,6 +309,10 @@ class GradientPasses(BackwardPasses):
         )
 
     def _call_at_end(self, end: Callable[[], None]) -> None:
+        if self.times.is_begun:
+            end = self.times.timed(end, self.reducer)
+        if profiler._is_profiler_enabled:
+            end = profiled(end)
         Variable._execution_engine.queue_callback(end)
 
     def _has_gradient(self, index: int) -> bool:
@@ -347,7 +373,7 @@ class GradientPasses(BackwardPasses):
 
     def _bring_home(self) -> None:
         if self._static_graph is not None:
-            self._static_graph.check(self.reducer, self.active)
+            self._static_graph.end_good()
         self._place_means()
         if self._tensors.sparse:
             self._sparse.average(self.weight, has_data=self.state.forwards != FINISHED)

@@ -153,7 +153,7 @@ def known_exchange(process_group: Any, device_mesh: Any) -> tuple[Exchange, floa
 def _group_of_mesh(mesh: DeviceMesh, process_group: dist.ProcessGroup | Group | None) -> dist.ProcessGroup:
     if process_group is not None:
         raise ConfigError(
-            "DistributedDataParallel: process_group and device_mesh both name the ranks.",
+            "Cannot specify both process_group and device_mesh arguments.",
             expected="one of them",
             hint="pass one of them",
         )
@@ -163,8 +163,7 @@ def _group_of_mesh(mesh: DeviceMesh, process_group: dist.ProcessGroup | Group | 
         raise check.refuse("device_mesh", mesh, "a DeviceMesh of one dimension", hint, is_type=True)
     if mesh.ndim != 1:
         raise ConfigError(
-            "DistributedDataParallel: only a device_mesh of one dimension is supported.",
-            got=f"{mesh.ndim} dimensions",
+            f"Only 1D device mesh is supported, but got one of {mesh.ndim} dimensions.",
             hint='pass the data-parallel dimension only, e.g. device_mesh["dp"]',
         )
     group: dist.ProcessGroup = mesh.get_group(mesh_dim=0)

@@ -118,15 +118,7 @@ class ReductionFactory:
 
     def plan(self, tensors: ManagedTensors, order: list[int] | None) -> Plan:
         """Of the trainable parameters, in this order; None: in the reverse of their registration."""
-        first, others = self._config.first_bucket_bytes, self._config.bucket_cap_bytes
-        caps = self._config.bucket_caps_bytes
-        is_hooked = self.hook is not None
-        specs = tensors.specs(self._config.reduce_dtype, complex_as_real=not is_hooked)
-        if is_hooked:
-            return plan_whole_buckets(specs, caps_bytes=caps or (first, others), order=order)
-        return plan_buckets(
-            specs, bucket_cap_bytes=others, first_bucket_bytes=first, order=order, caps_bytes=caps
-        )
+        return plan_parameters(tensors, self._config, order, is_hooked=self.hook is not None)
 
     def make(
         self, plan: Plan, parameters: Sequence[torch.Tensor], instead_of: Reduction | None = None
@@ -179,3 +171,23 @@ class ReductionFactory:
                 seen="parameters on a GPU" if not on_host else f"reduce_through={config.reduce_through!r}",
                 hint='call torch.distributed.init_process_group("nccl" or "gloo") before wrapping the model',
             )
+
+
+def plan_parameters(
+    tensors: ManagedTensors, config: DDPConfig, order: list[int] | None, *, is_hooked: bool
+) -> Plan:
+    """Where gradients are averaged, and which together.
+
+    Args:
+        tensors: Of the model.
+        config: With the sizes of buckets.
+        order: Of the gradients; None: the reverse of their parameters' registration.
+        is_hooked: Whether the buckets are for a communication hook, which gets whole parameters.
+    """
+    first, others, caps = config.first_bucket_bytes, config.bucket_cap_bytes, config.bucket_caps_bytes
+    specs = tensors.specs(config.reduce_dtype, complex_as_real=not is_hooked)
+    if is_hooked:
+        return plan_whole_buckets(specs, caps_bytes=caps or (first, others), order=order)
+    return plan_buckets(
+        specs, bucket_cap_bytes=others, first_bucket_bytes=first, order=order, caps_bytes=caps
+    )

@@ -86,6 +86,7 @@ class Joins(Joinable):
     process_group: Any
     _join_config: Any
     _joining: Joining | None
+    _has_joined = False
 
     def join(
         self,
@@ -114,6 +115,7 @@ class Joins(Joinable):
 
     def join_hook(self, **kwargs: Any) -> DDPJoinHook:
         """What torch's `Join` runs when this rank has no more data; part of its `Joinable` protocol."""
+        self._has_joined = True
         divide = bool(kwargs.get("divide_by_initial_world_size", True))
         self._joining = Joining(self._passes, self.process_group, self.join_device)
         return DDPJoinHook(self._joining, divide, self._leave_join)

@@ -198,8 +198,8 @@ class PacelineProcessGroup(NamedProcessGroup):
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> AnySourceWork:
         return AnySourceWork(self._mailbox, _only(tensors), tag, self._timeout_s)
 
-    def barrier(self, opts: Any = DEFAULTS) -> Work:
-        seconds = opts.timeout.total_seconds()
+    def barrier(self, opts: Any = DEFAULTS, timeout: timedelta | None = None) -> Work:
+        seconds = (opts.timeout if timeout is None else timeout).total_seconds()
         timeout_s = seconds if seconds > 0 else self._timeout_s
         return self._make(opts, partial(self._core.barrier, timeout_s), [])
 

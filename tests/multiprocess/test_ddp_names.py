@@ -1,0 +1,295 @@
+"""The names of torch's class and of its objects: each is there, and says what torch's says."""
+
+from __future__ import annotations
+
+import gc
+import re
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.testing import assert_close
+
+from paceline.errors import ConfigError
+from paceline.torch import DistributedDataParallel
+from tests.harness import ranks
+from tests.multiprocess.ddp_models import Branches, train, two_layers
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "coming-from-ddp.md"
+PATHS = ["memory", "group"]
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"bucket_cap_mb": 2, "find_unused_parameters": True, "gradient_as_bucket_view": True},
+    {"bucket_cap_mb_list": [1, 4, 2], "batched_grad_copy": True, "forward_sync_buffers": False},
+    {"skip_all_reduce_unused_params": True, "static_graph": True, "dim": 1},
+]
+# Objects of the class itself, that answer to the same calls; and what tells how torch copies inputs.
+OF_ITS_OWN = {"logger", "reducer", "process_group", "use_side_stream_for_tensor_copies"}
+
+
+def with_buffers() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    model.register_buffer("ignored", torch.zeros(1))
+    model._ddp_params_and_buffers_to_ignore = ["ignored"]
+    return model
+
+
+def is_equal(ours: Any, theirs: Any) -> bool:
+    if isinstance(theirs, dict):
+        return list(ours) == list(theirs) and is_equal(list(ours.values()), list(theirs.values()))
+    if isinstance(theirs, list):
+        return len(ours) == len(theirs) and all(map(is_equal, ours, theirs))
+    return ours is theirs if isinstance(theirs, torch.Tensor) else bool(ours == theirs)
+
+
+def public(names: Any) -> set[str]:
+    return {name for name in names if not name.startswith("_")}
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: next(iter(options), "defaults"))
+@ranks(1, group="gloo")
+def test_what_objects_of_torchs_class_have_ours_have(rank: int, options: dict[str, Any]) -> None:
+    model = with_buffers()
+    theirs = TorchDDP(model, **options)
+    ours = DistributedDataParallel(model, **options)
+    for name in sorted(public(vars(theirs))):
+        assert hasattr(ours, name), name
+        if name not in OF_ITS_OWN:
+            assert is_equal(getattr(ours, name), getattr(theirs, name)), name
+    assert not ours.use_side_stream_for_tensor_copies and ours.process_group is theirs.process_group
+    for name in sorted(public(vars(TorchDDP))):
+        assert hasattr(DistributedDataParallel, name), name
+    # The page tells of every one of them.
+    told = set(re.findall(r"^\| `(\w+)` \|", PAGE.read_text(), re.MULTILINE))
+    told |= set(re.findall(r"`(\w+)`", re.findall(r"^Attributes .*", PAGE.read_text(), re.MULTILINE)[0]))
+    assert public(vars(theirs)) | public(vars(TorchDDP)) <= told | {"training"}
+
+
+@ranks(2, group="gloo")
+def test_the_device_mesh_is_the_argument(rank: int) -> None:
+    model = two_layers()
+    model.device_mesh = "the model's own"
+    mesh = init_device_mesh("cpu", (2,))
+    for options, expected in (({"device_mesh": mesh}, mesh), ({}, None)):
+        for ddp in (DistributedDataParallel(model, **options), TorchDDP(model, **options)):
+            assert getattr(ddp, "device_mesh", None) is expected
+    assert DistributedDataParallel(model, device_mesh=mesh).module.device_mesh == "the model's own"
+
+
+@ranks(1, group="gloo")
+def test_the_parameters_of_a_module_but_for_ignored_ones(rank: int) -> None:
+    model = two_layers()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["0.bias"])
+    ddp = DistributedDataParallel(model)
+    named = dict(DistributedDataParallel._get_data_parallel_params(model, named_params=True))
+    assert set(named) == {"0.weight", "2.weight", "2.bias"}
+    found = list(ddp._get_data_parallel_params(ddp.module))
+    assert [id(p) for p in found] == [id(p) for p in named.values()]
+
+
+@ranks(2, group="gloo")
+def test_hooks_that_were_removed_average_nothing(rank: int) -> None:
+    model = two_layers()
+    before = DistributedDataParallel(model)
+    x = torch.full((1, 4), 1.0 + rank)
+    train(before, x)
+    late = before(x).sum() * (1 + rank)
+    (before if rank else before.reducer)._remove_autograd_hooks()
+    model.zero_grad()
+    with pytest.raises(ConfigError, match="wrapper is gone"):
+        late.backward()
+    model.zero_grad()
+    (model(x).sum() * (1 + rank)).backward()
+    assert_close(model[2].bias.grad, torch.full((2,), 1.0 + rank))  # this rank's own
+    with pytest.raises(ConfigError, match="_remove_autograd_hooks"):
+        before(x)
+    assert_close(before.eval()(x), model(x))
+    after = DistributedDataParallel(model.train())
+    del before
+    gc.collect()
+    model.zero_grad()
+    (after(x).sum() * (1 + rank)).backward()
+    assert_close(model[2].bias.grad, torch.full((2,), 1.5))
+
+
+PHASES = ("forward_compute", "backward_compute", "backward_comm", "backward_compute_comm_overlap")
+
+
+class Slow(nn.Module):
+    """Takes a time in forward and in backward that can be told, between two layers."""
+
+    def __init__(self, forward_s: float, backward_s: float) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 400), nn.Linear(400, 2)
+        self.forward_s, self.backward_s = forward_s, backward_s
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        time.sleep(self.forward_s)
+        hidden = self.first(x)
+        hidden.register_hook(lambda _: time.sleep(self.backward_s))
+        return self.last(hidden)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(2, group="gloo")
+def test_times_are_those_of_forward_backward_and_averaging(rank: int, path: str) -> None:
+    """Lower bounds only: a sleep is never shorter than it says, and what waits for one is not either."""
+    forward_s, backward_s = 0.02, 0.03
+    model = Slow(forward_s, backward_s if rank else 0.0)
+    ddp = DistributedDataParallel(model, reduce_through=path, bucket_cap_mb_list=[0.001, 1])
+    begun = time.time_ns()
+    for number in range(6):
+        data = ddp._get_ddp_logging_data()
+        assert ("avg_forward_compute_time" in data) == (number >= 2)
+        assert data["iteration"] == max(0, number - 1)
+        ddp(torch.ones(2, 4)).sum().backward()
+    data = ddp._get_ddp_logging_data()
+    elapsed = time.time_ns() - begun
+    assert data["iteration"] == 5
+    for prefix in ("", "avg_"):
+        forward, backward, comm, overlap = (data[f"{prefix}{phase}_time"] for phase in PHASES)
+        assert forward >= forward_s * 1e9
+        # The first bucket is complete before the sleep in backward, and averaged after that of rank 1.
+        assert comm >= backward_s * 1e9
+        assert 0 <= overlap <= min(backward, comm)
+        if rank:
+            assert backward >= overlap >= backward_s * 1e9
+        assert forward + backward + comm - overlap < elapsed
+    start, computing, launched, computed, ended = (
+        data[name]
+        for name in (
+            "forward_compute_time_start",
+            "backward_compute_time_start",
+            "backward_comm_time_start",
+            "backward_compute_time_end",
+            "backward_comm_time_end",
+        )
+    )
+    assert begun <= start < computing <= launched <= computed <= ended <= begun + elapsed + 10**9
+    assert data["backward_comm_time"] == ended - launched
+
+
+@ranks(2, group="gloo")
+def test_one_pass_in_so_many_is_timed(rank: int) -> None:
+    ddp = DistributedDataParallel(two_layers())
+    x = torch.ones(1, 4)
+    seen = []
+    for number in range(25):
+        if number == 3:
+            ddp._set_ddp_runtime_logging_sample_rate(4)
+        with ddp.no_sync():
+            ddp(x).sum().backward()
+        ddp(x).sum().backward()
+        seen.append(ddp._get_ddp_logging_data()["iteration"])
+    assert seen == [*range(10), 9, 9, *[12] * 4, *[16] * 4, *[20] * 4, 24]
+
+
+def facts_of(ddp: nn.Module, *names: str) -> list[Any]:
+    data = ddp._get_ddp_logging_data()
+    return [data.get(name) for name in names]
+
+
+@ranks(1, group="gloo")
+def test_torchs_own_facts(rank: int) -> None:
+    """What torch says of the same model, in the same words and units."""
+    for model in (with_buffers(), two_layers().double()):
+        theirs = TorchDDP(model)._get_ddp_logging_data()
+        ours = DistributedDataParallel(model)._get_ddp_logging_data()
+        assert len(theirs) > 20 and {name: ours.get(name) for name in theirs} == theirs
+    # Every name of torch's, once both are trained; alone, nothing is averaged or timed.
+    told = []
+    for wrap in (TorchDDP, DistributedDataParallel):
+        ddp = wrap(two_layers())
+        ddp.register_comm_hook(None, allreduce_hook)
+        for _ in range(3):
+            ddp(torch.ones(1, 4)).sum().backward()
+        told.append(ddp._get_ddp_logging_data())
+    assert set(told[0]) <= set(told[1])
+    assert told[1]["comm_hook"] == told[0]["comm_hook"] == "allreduce_hook"
+    assert told[1]["can_set_static_graph"] == 1
+    builtin = dist.BuiltinCommHookType.FP16_COMPRESS
+    for wrap in (TorchDDP, DistributedDataParallel):
+        ddp = wrap(two_layers())
+        ddp._register_builtin_comm_hook(builtin)
+        assert ddp._get_ddp_logging_data()["comm_hook"] == str(builtin)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(2, group="gloo")
+def test_buckets_and_order_as_torch_tells_them(rank: int, path: str) -> None:
+    model = nn.Sequential(*(nn.Linear(700, 700) for _ in range(3)))  # a layer has 1.87 MiB
+    theirs = TorchDDP(model, bucket_cap_mb=2)
+    ours = DistributedDataParallel(model, bucket_cap_mb=2, reduce_through=path)
+    for ddp in (theirs, ours):
+        for _ in range(3):
+            ddp(torch.ones(1, 700)).sum().backward()
+    same = ("prev_iteration_grad_ready_order_indices", "unused_parameter_size", "has_rebuilt_buckets")
+    assert facts_of(ours, *same) == facts_of(theirs, *same)
+    # Paceline fills its buckets in another way.
+    sizes, indices, count = facts_of(
+        ours, "rebuilt_bucket_sizes", "rebuilt_per_bucket_param_indices", "num_buckets_reduced"
+    )
+    buckets = [[int(index) for index in bucket.split(" ")] for bucket in indices.split(", ")]
+    assert {index for bucket in buckets for index in bucket} == set(range(6))
+    assert len(buckets) == len(sizes.split(", ")) == count >= 3
+    assert sum(map(int, sizes.split(", "))) == sum(p.nbytes for p in model.parameters())
+    assert all(int(size) <= 2 << 20 for size in sizes.split(", "))
+
+
+def used_by(kind: str) -> Iterator[str]:
+    while True:
+        yield from {
+            "the same": ["left"],
+            "not the same": ["left", "right"],
+            "sometimes all": ["left", "both"],
+        }[kind]
+
+
+@pytest.mark.parametrize(("kind", "is_static"), [("the same", 1), ("not the same", 0), ("sometimes all", 0)])
+@ranks(2, group="gloo")
+def test_a_static_graph_is_told(rank: int, kind: str, is_static: int) -> None:
+    """Whatever is left in `.grad`: with zeros there, an unused parameter takes part in the mean."""
+    for set_to_none in (True, False):
+        ddp = DistributedDataParallel(Branches(), find_unused_parameters=True)
+        assert "can_set_static_graph" not in ddp._get_ddp_logging_data()
+        for _, branch in zip(range(4), used_by(kind), strict=False):
+            ddp.zero_grad(set_to_none=set_to_none)
+            ddp(torch.ones(1, 3), branch).sum().backward()
+        assert ddp._get_ddp_logging_data()["can_set_static_graph"] == is_static
+        assert ddp.reducer._ddp_graph_static() == bool(is_static)
+        assert ddp._get_ddp_logging_data()["unused_parameter_size"] in (4 * 8, 2 * 4 * 8)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(2, group="gloo")
+def test_profilers_show_each_average(rank: int, path: str) -> None:
+    ddp = DistributedDataParallel(two_layers(), reduce_through=path)
+    x = torch.ones(1, 4)
+    train(ddp, x)
+    for profile in (torch.profiler.profile, torch.autograd.profiler.profile):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of profilers, about accelerators
+            with profile() as profiler:
+                for _ in range(3):
+                    with ddp.no_sync():
+                        ddp(x).sum().backward()
+                    ddp(x).sum().backward()
+        (row,) = [row for row in profiler.key_averages() if row.key == "paceline::average"]
+        assert row.count == 3 and row.cpu_time_total > 0
+    train(ddp, x)  # and nothing is left of it
+
+
+@ranks(2, group="gloo")
+def test_a_profiled_pass_that_raises_is_told_as_any_other(rank: int) -> None:
+    ddp = DistributedDataParallel(Branches())
+    with torch.autograd.profiler.profile(), pytest.raises(RuntimeError, match="got no gradient"):
+        ddp(torch.ones(1, 3), "left").sum().backward()
