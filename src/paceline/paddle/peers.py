@@ -19,7 +19,7 @@ import paddle.distributed as dist
 from paceline.collectives.formation import report_slow
 from paceline.collectives.group import Group
 from paceline.collectives.init import init
-from paceline.collectives.member_exchange import MemberExchange
+from paceline.collectives.whole_exchange import WholeExchange
 from paceline.env import read_rank_environment
 from paceline.errors import ConfigError
 from paceline.paddle.calls import WARN_AFTER_S, GroupCalls, LoneCalls
@@ -70,7 +70,7 @@ class GroupPeers:
         self.world_size = group.world_size
         self.timeout_s = timeout_s or group.core.timeout_s
         self._core = group.core.with_patience(self.timeout_s, group.core.warn_after_s)
-        self.exchange = MemberExchange(self._core, range(group.world_size))
+        self.exchange = WholeExchange(self._core)
         self._group = group
 
     def connect(self, *, on_host: bool, reduce_through: str = "auto") -> Link:
