@@ -10,6 +10,7 @@ for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")  # before a framework is imported: ranks are forked, threads are not
 
 import argparse
+import gc
 import importlib
 import pickle
 import sys
@@ -21,7 +22,7 @@ from pathlib import Path
 
 from tests.chaos.launched import run_launched
 from tests.chaos.plans import Plan, for_torch, plan_of
-from tests.chaos.report import Row, details, summary, table
+from tests.chaos.report import Row, details, report_of
 from tests.chaos.trial import Result, run_all
 
 _REPEATS = 2
@@ -48,11 +49,15 @@ def main() -> int:
     seeds = range(first, first + 10 * arguments.torchs)
     given = [plan for seed in seeds if (plan := for_torch(plan_of(seed))) is not None][: arguments.torchs]
     torchs = _in_a_fork(given, "torch", arguments, is_ours=False)
-    text = f"{table(ours, torchs)}\n\n{summary(ours, torchs)}\n- {len(ours)} trials took {spent_s:.0f} s.\n"
-    print(text)
-    if arguments.output is not None:
-        Path(arguments.output).write_text(text)
-    return 1 if any(row.verdict.wrong for row in ours) else 0
+    report = report_of(ours, torchs, _command(arguments), spent_s)
+    report.show()
+    if arguments.markdown is not None:
+        print(f"written to {report.write_markdown(Path(arguments.markdown))}")
+    return 0 if report.is_complete else 1
+
+
+def _command(arguments: argparse.Namespace) -> str:
+    return f"make chaos FAULTS={arguments.faults} SEED={arguments.seed} TORCHS={arguments.torchs}"
 
 
 def _in_a_fork(
@@ -67,6 +72,8 @@ def _in_a_fork(
             status = 1
             try:
                 make = importlib.import_module(f"tests.chaos.{framework}_rank").make_trainer
+                gc.collect()
+                gc.freeze()  # what is collected in a fork is copied for it first
                 rows = _judged(plans, lambda some: run_all(some, make, arguments.at_once), is_ours=is_ours)
                 Path(file.name).write_bytes(pickle.dumps(rows))
                 status = 0
@@ -130,13 +137,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the first fault")
     parser.add_argument("--faults", type=int, default=100, help="how many")
     parser.add_argument("--paddle", type=int, default=12, help="per cent of them in jobs of Paddle")
-    parser.add_argument("--launched", type=int, default=3, help="per cent of them under launchers")
+    parser.add_argument("--launched", type=int, default=2, help="per cent of them under launchers")
     parser.add_argument("--torchs", type=int, default=0, help="give so many to torch's own DDP, too")
     parser.add_argument("--at-once", type=int, default=2, help="trials that run beside each other")
     parser.add_argument("--one", type=int, help="only the fault of this seed, with all that was printed")
     parser.add_argument("--framework", default="torch", help="with --one")
     parser.add_argument("--launcher", action="store_true", help="with --one: that under a launcher")
-    parser.add_argument("--output", help="write the table to this file")
+    parser.add_argument("--markdown", help="write the table to this file, or to one in this folder")
     return parser.parse_args()
 
 

@@ -200,6 +200,7 @@ def _judge_launcher(result: Result) -> list[str]:
 
 
 def _judge_raised(result: Result, ranks: Sequence[int]) -> list[str]:
+    is_forming = result.plan.is_while_wrapping_over_others
     wrong = []
     for rank in ranks:
         ended, report = result.ranks[rank], _report(result.ranks[rank])
@@ -209,7 +210,7 @@ def _judge_raised(result: Result, ranks: Sequence[int]) -> list[str]:
             # torchrun ends the others as soon as one has failed, most often before they can say why.
             if ended.how != "hung" and result.plan.job.launcher != "torchrun":
                 wrong.append(f"rank {rank} ended without a word, status {ended.status}")
-        elif not report.is_ours and result.plan.job.style != "join":
+        elif not report.is_ours and result.plan.job.style != "join" and not is_forming:
             wrong.append(f"rank {rank} raised {report.kind}, which is not of ours")
     return wrong
 

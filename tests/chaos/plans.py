@@ -245,15 +245,18 @@ class Plan:
     def must_name(self) -> bool:
         """Whether survivors must name the rank that was struck.
 
-        A process group of another library does not tell whom it lost (docs/design/reducer.md, What it does
-        not do yet), and torch's Join speaks for itself. There, names are counted and not asked for.
+        While wrapping over a process group of another library nobody knows whom it lost
+        (docs/design/reducer.md, What it does not do yet), and torch's Join speaks for itself. There, names
+        are counted and not asked for.
         """
-        job, fault = self.job, self.fault
-        if job.way in ("gloo", "group", "torch") or (job.style == "join" and job.way != "backend"):
-            return False
-        if job.way in ("gloo memory", "backend") and "wrapping" in fault.place:
-            return False
-        return not (job.way == "backend" and self.is_late)
+        job = self.job
+        is_torchs = job.way == "torch" or (job.style == "join" and job.way != "backend")
+        return not is_torchs and not self.is_while_wrapping_over_others
+
+    @property
+    def is_while_wrapping_over_others(self) -> bool:
+        """Over another library's process group, which some rank may still be forming."""
+        return "wrapping" in self.fault.place and self.job.way not in ("memory", "environment")
 
     @property
     def is_late(self) -> bool:
@@ -322,7 +325,7 @@ def _fault(chance: random.Random, job: Job, kind: Kind) -> Fault | None:
     if place == "start":
         step = -2
         # There, torch's own rendezvous speaks and not ours.
-        if job.way not in ("memory", "environment") and kind.expected is not _FINE:
+        if job.way not in ("memory", "environment"):
             return None
     if kind.name == "SIGKILL beside a child" and place == "in backward":
         place = (

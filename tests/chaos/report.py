@@ -1,4 +1,4 @@
-"""The table of many trials: one row for each family of faults, with torch's own DDP beside ours. Pure."""
+"""The table of many trials: one row for each family of faults, with torch's own DDP beside ours."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from paceline.observe.bench.machine import Machine
+from paceline.observe.bench.report import Report
 from tests.chaos.judge import Verdict, is_silent, judge
+from tests.chaos.plans import Expected
 from tests.chaos.trial import Result
 
+_UNSTRUCK = "did not strike"
 _COLUMNS = (
     "fault",
-    "n",
     "what came of it",
+    "n",
     "findings",
     "named",
     "median / p99 / max",
@@ -49,7 +53,7 @@ class Row:
             plan.fault.kind.family,
             plan.job.way,
             plan.must_name,
-            plan.is_late,
+            plan.is_late or plan.expected is Expected.LATER,
             verdict,
             is_silent(result),
             result.took_s,
@@ -71,50 +75,69 @@ def details(result: Result) -> str:
     return "\n".join(parts)
 
 
-def table(ours: Sequence[Row], torchs: Sequence[Row]) -> str:
-    """Markdown."""
-    lines = [_line(_COLUMNS), _line(["---", "--:", "---", *["--:"] * 7])]
+def report_of(ours: Sequence[Row], torchs: Sequence[Row], command: str, spent_s: float) -> Report:
+    """The table and what a reader must know of it."""
+    rows = []
     for family in dict.fromkeys(row.family for row in ours):
-        mine = [row for row in ours if row.family == family and row.verdict.outcome != _UNSTRUCK]
-        others = [row for row in torchs if row.family == family and row.verdict.outcome != _UNSTRUCK]
+        mine = [row for row in _struck(ours) if row.family == family]
+        others = [row for row in _struck(torchs) if row.family == family]
         if mine:
-            lines.append(_line([family, *_ours(mine), *_torchs(others)]))
-    return "\n".join(lines)
+            rows.append([family, *_ours(mine), *_torchs(others)])
+    return Report(
+        theme="chaos",
+        title=f"{len(_struck(ours))} random faults in training jobs",
+        command=command,
+        machine=Machine.here(),
+        columns=list(_COLUMNS),
+        rows=rows,
+        notes=_notes(ours, torchs, spent_s),
+        is_complete=not any(row.verdict.wrong for row in ours),
+        text_columns=2,
+    )
 
 
-def summary(ours: Sequence[Row], torchs: Sequence[Row]) -> str:
-    """The sentences below the table."""
-    struck = [row for row in ours if row.verdict.outcome != _UNSTRUCK]
-    lines = [
-        f"- {len(struck)} faults struck, in {len(ours)} trials; in the others the job was over before. "
-        f"{sum(bool(row.verdict.wrong) for row in ours)} findings."
+def _notes(ours: Sequence[Row], torchs: Sequence[Row], spent_s: float) -> list[str]:
+    struck = _struck(ours)
+    findings = sum(bool(row.verdict.wrong) for row in ours)
+    repeated = sum(row.verdict.is_void for row in ours)
+    notes = [
+        f"{len(ours)} trials took {spent_s:.0f} s. In {len(ours) - len(struck)} of them the job was over "
+        f"before the fault struck, or ({repeated}) an innocent rank got no core for as long as the time-out. "
+        f"Findings: {findings}. A finding is a hang, wrong weights, an error that is missing or names "
+        "nobody or another rank, or something left behind.",
+        "named: survivors' errors that name the rank that was struck. Times: from the fault to a survivor's "
+        "exception; where a rank stops, the time-out of 2 s (torch: 4 s) is part of it. A skipped iteration "
+        "is told at the end of the job.",
     ]
     for title, rows in (
+        ("All jobs but these", [row for row in struck if row.asks_for_name]),
         (
-            'where gradients go through memory, or the backend "paceline"',
-            [r for r in struck if r.asks_for_name],
-        ),
-        (
-            "over a process group of another library, or while wrapping over one",
-            [r for r in struck if not r.asks_for_name],
+            "While wrapping over a process group that some rank may still be forming, and in torch's Join",
+            [row for row in struck if not row.asks_for_name],
         ),
     ):
-        named, survivors = _named(rows)
-        times = [s for row in rows if not row.is_late for s in row.verdict.seconds]
-        told = f"{_times(times)} from fault to error, those left out that only a time-out tells"
-        lines.append(f"- {title}: {named} of {survivors} survivors' errors name the rank; {told}.")
+        notes.append(f"{title}: {_told(rows)}")
     if torchs:
-        struck = [row for row in torchs if row.verdict.outcome != _UNSTRUCK]
-        named, survivors = _named(struck)
-        times = [s for row in struck if not row.is_late for s in row.verdict.seconds]
-        lines.append(
-            f"- torch's DDP over Gloo: {len(struck)} faults; {sum(row.is_silent for row in struck)} silent; "
-            f"{named} of {survivors} name the rank; {_times(times)}."
+        struck = _struck(torchs)
+        silent = sum(row.is_silent for row in struck)
+        notes.append(
+            f"torch's DDP over Gloo, given {len(struck)} of the same faults: {silent} jobs ended well, "
+            f"although the replicas differ or hold a wrong model (silent). {_told(struck)}"
         )
-    return "\n".join(lines)
+    return notes
 
 
-_UNSTRUCK = "did not strike"
+def _told(rows: Sequence[Row]) -> str:
+    named, survivors = _named(rows)
+    times = [each for row in rows if not row.is_late for each in row.verdict.seconds]
+    return (
+        f"{named} of {survivors} survivors' errors name the rank; median / p99 / max {_times(times)}, "
+        "without faults that only a time-out or the end of the job tells."
+    )
+
+
+def _struck(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row.verdict.outcome != _UNSTRUCK and not row.verdict.is_void]
 
 
 def _ours(rows: Sequence[Row]) -> list[str]:
@@ -125,13 +148,8 @@ def _ours(rows: Sequence[Row]) -> list[str]:
     named, survivors = _named(rows)
     seconds = [each for row in rows for each in row.verdict.seconds]
     findings = sum(bool(row.verdict.wrong) for row in rows)
-    return [
-        str(len(rows)),
-        told,
-        str(findings or "-"),
-        f"{named}/{survivors}" if survivors else "-",
-        _times(seconds),
-    ]
+    shares = f"{named}/{survivors}" if survivors else "-"
+    return [told, str(len(rows)), str(findings or "-"), shares, _times(seconds)]
 
 
 def _torchs(rows: Sequence[Row]) -> list[str]:
@@ -159,7 +177,3 @@ def _times(seconds: Sequence[float]) -> str:
 
 def _ms(seconds: float) -> str:
     return f"{1000 * seconds:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
-
-
-def _line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"

@@ -318,9 +318,8 @@ class GradientPasses(BackwardPasses):
         self._factory.broadcast_all(tensors, root)
 
     def _tell(self, activity: str) -> None:
-        core = self._factory.host_group
-        if core is not None:
-            core.set_activity(activity)
+        if self._factory.witness is not None:
+            self._factory.witness.tell(activity)
 
     def _hash_replica(self, optimizer: Any) -> Sequence[Entry]:
         now, in_step = self._tensors.current_buffers(), self.buffers.in_step
