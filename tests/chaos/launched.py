@@ -22,8 +22,8 @@ from pathlib import Path
 from tests.chaos.board import Board
 from tests.chaos.plans import Plan
 from tests.chaos.strikes import signal_of
-from tests.chaos.trial import Ended, Outside, Result
-from tests.harness.leftovers import left_in_folder, left_in_shm, shm_names
+from tests.chaos.trial import Ended, Outside, Result, left_names
+from tests.harness.leftovers import left_in_folder, shm_names
 
 _ROOT = Path(__file__).resolve().parents[2]
 _SCRIPT = Path(__file__).with_name("launched_rank.py")
@@ -61,7 +61,7 @@ def _run(plan: Plan) -> Result:
     is_hung = _watch(plan, board, launcher, begun_s + _DEADLINE_S)
     left = [f"process {each}" for each in _end_marked(mark)]
     launcher.wait()
-    left += [f"/dev/shm/{name}" for name in left_in_shm(shm_before)]
+    left += left_names(shm_before)
     left += [f"$TMPDIR/{name}" for name in left_in_folder(folder / "tmp")]
     printed = (folder / "output").read_text(errors="replace")
     reports = [board.report(rank) for rank in range(plan.job.world_size)]

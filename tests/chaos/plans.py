@@ -264,7 +264,9 @@ class Plan:
         job, fault = self.job, self.fault
         # There the group is formed while wrapping: who dies before has never come.
         is_unborn = job.way == "environment" and "wrapping" in fault.place and not job.launcher
-        return fault.kind.is_late or (is_unborn and fault.kind.expected is Expected.TOLD)
+        # In torch's Join it waits in its next forward for ranks that wait for its backward.
+        is_crossed = job.style == "join" and fault.kind.name in ("backward skipped", "forward too many")
+        return fault.kind.is_late or is_crossed or (is_unborn and fault.kind.expected is Expected.TOLD)
 
     def __str__(self) -> str:
         return f"seed {self.seed}: {self.job}: {self.fault}"

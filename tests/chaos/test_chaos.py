@@ -42,7 +42,7 @@ def chaos(*arguments: str) -> tuple[int, str]:
 
 
 def test_faults_in_jobs_of_torch():
-    status, output = chaos("--seed", "0", "--faults", "90", "--paddle", "0", "--launched", "0")
+    status, output = chaos("--seed", "0", "--faults", "70", "--paddle", "0", "--launched", "0")
     assert status == 0, output
     assert "killed by SIGKILL" in output
 
@@ -50,7 +50,7 @@ def test_faults_in_jobs_of_torch():
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="PaddlePaddle has no wheels for it")
 def test_faults_in_jobs_of_paddle():
     pytest.importorskip("paddle")
-    status, output = chaos("--seed", "0", "--faults", "15", "--paddle", "100", "--launched", "0")
+    status, output = chaos("--seed", "0", "--faults", "10", "--paddle", "100", "--launched", "0")
     assert status == 0, output
 
 

@@ -38,6 +38,9 @@ _PAUSE_S = 0.3
 """How long a rank stops that goes on in time."""
 _LARGEST_DELAY_S = 0.004
 
+# Of multiprocessing, which no job uses: another program on this machine comes and goes.
+_OF_OTHERS = "sem.mp-"
+
 _lifeline: list[int] = []  # both ends of a pipe; the kernel kills the ranks when this process loses its end
 
 
@@ -249,12 +252,17 @@ class Trial:
         was_last = self._board.progress(fault.rank) >= last
         pids = [rank.pid for rank in self._ranks]
         left = [f"process {pid}" for found in left_running(pids).values() for pid in found]
-        left += [f"/dev/shm/{name}" for name in left_in_shm(self._shm_before)]
+        left += left_names(self._shm_before)
         left += [f"$TMPDIR/{name}" for name in left_in_folder(self._folder / "tmp")]
         took_s = time.monotonic() - self._begun_s
         self._board.close()
         shutil.rmtree(self._folder, ignore_errors=True)
         return Result(self.plan, ranks, struck_s, was_struck, was_last, tuple(left), took_s)
+
+
+def left_names(before: frozenset[str]) -> list[str]:
+    """Names in /dev/shm that are new, that nobody holds, and that a job may have made."""
+    return [f"/dev/shm/{name}" for name in left_in_shm(before) if not name.startswith(_OF_OTHERS)]
 
 
 @dataclass
