@@ -87,7 +87,7 @@ def judge(result: Result) -> Verdict:
         outcome = "warned"
         wrong += [f"rank {rank} was not warned" for rank in everybody if not _is_warned(result.ranks[rank])]
     elif expected is Expected.ENDED:
-        outcome = "all ended"
+        outcome = "all ended"  # no rank is to blame
     elif expected is Expected.LATER:
         outcome = "others raised at its end"
         wrong += _judge_raised(result, others)
@@ -96,6 +96,8 @@ def judge(result: Result) -> Verdict:
         wrong += _judge_raised(result, plan.fault.struck)
         wrong += _judge_equal([_report(result.ranks[rank]) for rank in others])
     wrong += _judge_launcher(result)
+    if expected is Expected.ENDED:
+        others = []
     raised = [_report(result.ranks[rank]) for rank in others if _report(result.ranks[rank]).how == "raised"]
     named = sum(names(report, plan.fault.struck) for report in raised)
     if named < len(raised) and plan.must_name:
@@ -193,7 +195,7 @@ def _judge_launcher(result: Result) -> list[str]:
         return [f"the launcher ended with status {status}"] if status else []
     wrong = [] if status else ["the launcher ended well"]
     is_ours = result.plan.job.launcher.startswith("paceline")
-    named = any(f"rank {rank}" in printed for rank in result.plan.fault.struck)
+    named = any(re.search(rf"[Rr]ank {rank} of", printed) for rank in result.plan.fault.struck)
     if is_ours and result.plan.expected is Expected.TOLD and not named:
         wrong.append("the launcher does not name the rank that was struck")
     return wrong
