@@ -352,7 +352,7 @@ def for_torch(plan: Plan) -> Plan | None:
         return None
     place = fault.place
     if place.startswith("core"):
-        place = "outside"
+        place = "in forward" if fault.kind.name == "exception" else "outside"
     if "wrapping" in place or place == "start":
         return None
     given = Fault(fault.kind, fault.rank, fault.step, place, fault.amount, fault.also)

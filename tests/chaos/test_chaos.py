@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from tests.chaos.judge import is_silent, judge, names
-from tests.chaos.plans import KINDS, Expected, Fault, Job, Plan, plan_of
+from tests.chaos.plans import KINDS, Expected, Fault, Job, Plan, for_torch, plan_of
 from tests.chaos.rank import Report
 from tests.chaos.reference import first_weights, weights_after
+from tests.chaos.strikes import signal_of
 from tests.chaos.trial import Ended, Result
 
 _ROOT = Path(__file__).parents[2]
@@ -55,7 +56,7 @@ def test_faults_in_jobs_of_paddle():
 
 
 def test_a_fault_under_a_launcher():
-    status, output = chaos("--one", "0", "--launcher")
+    status, output = chaos("--one", "7", "--launcher")
     assert status == 0, output
 
 
@@ -67,6 +68,15 @@ def test_every_kind_is_chosen_and_strikes_another_rank_each_time():
     plans = [plan_of(seed) for seed in range(3000)]
     assert {plan.fault.kind for plan in plans} == set(KINDS)
     assert {plan.fault.rank for plan in plans} == {0, 1, 2, 3}
+
+
+def test_what_is_given_to_torch_can_strike_there():
+    """From outside only what is a signal; nothing at a point of our core."""
+    given = [plan for seed in range(3000) if (plan := for_torch(plan_of(seed))) is not None]
+    assert len(given) > 500
+    for plan in given:
+        assert not plan.fault.place.startswith("core")
+        assert not plan.fault.place.startswith("outside") or signal_of(plan.fault)
 
 
 def test_the_reference_computes_gradients():
