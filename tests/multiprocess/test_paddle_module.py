@@ -212,7 +212,7 @@ def test_torchs_and_paddles_arguments(group: object) -> None:
         ({"last_comm_buffer_size": -1}, "last_comm_buffer_size"),
         ({"nonfinite": "shout"}, "nonfinite"),
         ({"timeout_s": 0}, "timeout_s"),
-        ({"process_group": "world"}, "not a group of processes"),
+        ({"process_group": "world"}, "process_group='world' is not usable"),
     ]
     for options, message in refused:
         with pytest.raises(ConfigError, match=message):

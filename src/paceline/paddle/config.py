@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from datetime import timedelta
+from typing import Any, ClassVar
 
+from paceline.arguments import show
 from paceline.errors import ConfigError
-from paceline.reducer.arguments import MIB, Arguments
-from paceline.reducer.buffer_policy import check_policies
-from paceline.reducer.micro_batches import as_weight
+from paceline.reducer.arguments import MIB, WrapperArguments
 
-_arguments = Arguments("DataParallel")
+_arguments = WrapperArguments("DataParallel")
 
 _HARMLESS: Mapping[str, Sequence[Any]] = {
     # Values that ask for nothing.
@@ -66,11 +66,8 @@ class DataParallelConfig:
     devices: Mapping[str, Any]
     timeout_s: float | None
     check_replicas_every: int | None
-
-    @property
-    def allow_nobodys(self) -> bool:
-        """Whether parameters that no rank uses are let be. Yes, as in Paddle: nothing can differ."""
-        return True
+    # Whether parameters that no rank uses are let be. Yes, as in Paddle: nothing can differ.
+    allow_nobodys: ClassVar[bool] = True
 
     def agreed_options(self) -> dict[str, str]:
         """The options that must be the same on all ranks, or their collectives would not match."""
@@ -120,7 +117,7 @@ def make_config(
     weight: Any,
     nonfinite: str,
     reduce_through: str,
-    timeout_s: float | None,
+    timeout_s: float | timedelta | None,
     check_replicas_every: int | None,
     **harmless: Any,
 ) -> DataParallelConfig:
@@ -129,48 +126,51 @@ def make_config(
     Raises:
         ConfigError: An argument has a value that is not supported or makes no sense.
     """
+    check = _arguments.check
     for name, value in harmless.items():
         if not any(value is allowed or value == allowed for allowed in _HARMLESS[name]):
             raise ConfigError(
-                f"DataParallel: {name} is not supported.", got=f"{name}={value!r}", hint=f"leave {name} out"
+                f"DataParallel: {name} is not supported.",
+                expected=f"{name}={_HARMLESS[name][0]!r}",
+                got=f"{name}={show(value)}",
+                hint=f"leave {name} out",
+                argument=name,
             )
-    cap_mb = float(comm_buffer_size if bucket_cap_mb is None else bucket_cap_mb)
-    cap_name = "comm_buffer_size" if bucket_cap_mb is None else "bucket_cap_mb"
-    _arguments.require(cap_mb > 0, cap_name, cap_mb, "a positive number of MiB")
-    _arguments.require(
-        last_comm_buffer_size > 0, "last_comm_buffer_size", last_comm_buffer_size, "a positive number of MiB"
+    if bucket_cap_mb is None:
+        cap_bytes = _arguments.mebibytes("comm_buffer_size", comm_buffer_size)
+    else:
+        cap_bytes = _arguments.mebibytes("bucket_cap_mb", bucket_cap_mb)
+    last_bytes = _arguments.mebibytes("last_comm_buffer_size", last_comm_buffer_size)
+    broadcast_buffers, forward_sync_buffers = _arguments.one_buffer_switch(
+        broadcast_buffers, forward_sync_buffers
     )
-    _arguments.check_choices(nonfinite, reduce_through)
-    _arguments.check_seconds(timeout_s=timeout_s)
-    broadcast_buffers = _arguments.one_buffer_switch(broadcast_buffers, forward_sync_buffers)
-    cap_bytes = max(1, int(cap_mb * MIB))
+    allows_unused = check.flag("find_unused_parameters", find_unused_parameters)
     return DataParallelConfig(
         bucket_cap_bytes=cap_bytes,
-        first_bucket_bytes=min(cap_bytes, max(1, int(last_comm_buffer_size * MIB))),
-        init_sync=bool(init_sync),
+        first_bucket_bytes=min(cap_bytes, last_bytes),
+        init_sync=check.flag("init_sync", init_sync),
         init_sync_buffers=broadcast_buffers is not False,
         broadcast_buffers=broadcast_buffers is not False and forward_sync_buffers is not False,
-        buffers=check_policies(buffers),
-        gradients_in_arena=bool(gradient_as_bucket_view),
+        buffers=_arguments.buffers(buffers),
+        gradients_in_arena=check.flag("gradient_as_bucket_view", gradient_as_bucket_view),
         # A static graph promises that the same parameters are unused in every pass; allowing it is enough.
-        allow_unused=bool(find_unused_parameters) or bool(static_graph),
-        weight=weight if weight is None or callable(weight) else as_weight(weight),
-        nonfinite=nonfinite,
-        reduce_through=reduce_through,
+        allow_unused=check.flag("static_graph", static_graph) or allows_unused,
+        weight=_arguments.weight(weight),
+        nonfinite=_arguments.nonfinite(nonfinite),
+        reduce_through=_arguments.reduce_through(reduce_through),
         devices=_named_devices(device_ids, output_device),
-        timeout_s=timeout_s,
-        check_replicas_every=_arguments.check_passes("check_replicas_every", check_replicas_every),
+        timeout_s=check.optional_seconds("timeout_s", timeout_s),
+        check_replicas_every=_arguments.passes("check_replicas_every", check_replicas_every),
     )
 
 
 def _named_devices(device_ids: Sequence[Any] | None, output_device: Any) -> dict[str, Any]:
     """Each process drives one device."""
-    _arguments.require(
-        not device_ids or len(device_ids) == 1,
-        "device_ids",
-        device_ids,
-        "one device: each process drives one; or None",
-    )
+    if device_ids is not None and not isinstance(device_ids, (list, tuple)):
+        hint = f"device_ids=[{device_ids!r}]"
+        raise _arguments.check.refuse("device_ids", device_ids, "a list of one device", hint, is_type=True)
+    is_single, hint = not device_ids or len(device_ids) == 1, "leave device_ids out"
+    _arguments.check.require(is_single, "device_ids", device_ids, "one device: each process drives one", hint)
     named = {"device_ids": device_ids[0] if device_ids else None, "output_device": output_device}
     return {name: device for name, device in named.items() if device is not None}
 

@@ -9,21 +9,23 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import paddle
 from paddle import nn
 
 from paceline.paddle import backward_calls
+from paceline.paddle.arguments import checked_group, checked_layer
 from paceline.paddle.config import make_config
 from paceline.paddle.passes import GradientPasses
-from paceline.paddle.peers import LonePeers, Peers, find_peers
+from paceline.paddle.peers import LonePeers, Peers, find_peers, known_exchange
 from paceline.paddle.statistics import clip
 from paceline.paddle.tensors import ManagedTensors
 from paceline.paddle.wrapped_twice import check_inner, check_outer
-from paceline.reducer.agreement import ModelDescription, check_agreement
+from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
 from paceline.reducer.micro_batches import as_weight
-from paceline.reducer.wrapped_model import WrappedModel
+from paceline.reducer.wrapped_model import WrappedModel, checked_norms
 
 _NOT_OPTIONS = ("self", "layers", "group", "process_group", "strategy", "__class__")
 
@@ -76,8 +78,8 @@ class DataParallel(WrappedModel, nn.Layer):
         reduce_through: Where gradients are averaged: "memory", which ranks on one host share; "group", that
             of paddle.distributed; "auto": memory where all ranks share one host and the model is on the CPU,
             else the group.
-        timeout_s: Seconds to wait for the slowest rank, where the group does not say. Paddle's Gloo gives up
-            after 30 s, whatever this is.
+        timeout_s: Seconds, or a timedelta, to wait for the slowest rank, where the group does not say.
+            Paddle's Gloo gives up after 30 s, whatever this is.
         check_replicas_every: At the end of each n-th synchronised backward, compare the replicas, and raise
             on every rank if they differ; see check_replicas(). None: only after ranks have written to their
             parameters differently often (a step that one skipped). 0: never.
@@ -129,24 +131,27 @@ class DataParallel(WrappedModel, nn.Layer):
         weight: float | Callable[..., Any] | None = None,
         nonfinite: str = "warn",
         reduce_through: str = "auto",
-        timeout_s: float | None = None,
+        timeout_s: float | timedelta | None = None,
         check_replicas_every: int | None = None,
     ) -> None:
         options = {name: value for name, value in locals().items() if name not in _NOT_OPTIONS}
-        super().__init__(f"{layers.full_name()}_data_parallel")
-        self._config = make_config(**options)
-        check_inner(layers)
-        self._layers = layers
-        self.find_unused_parameters = find_unused_parameters
-        self.grad_need_sync = True
-        self._tensors = ManagedTensors(layers)
-        self._passes = None
-        group = process_group if group is None else group
-        peers = None if _asks_for_one_rank(strategy) else find_peers(group, timeout_s)
-        if peers is None and not self._tensors.is_trained:  # nothing to average, and nobody to do it with
-            return
-        self._tensors.check_trainable()
-        self._config.check_devices(self._tensors.place)
+        with telling_peers(lambda: known_exchange(process_group if group is None else group)):
+            checked_layer("DataParallel", layers, "layers")
+            super().__init__(f"{layers.full_name()}_data_parallel")
+            self._config = make_config(**options)
+            check_inner(layers)
+            self._layers = layers
+            self.find_unused_parameters = bool(find_unused_parameters)
+            self.grad_need_sync = True
+            self._tensors = ManagedTensors(layers)
+            self._passes = None
+            checked_group("DataParallel", process_group, "process_group")
+            group = process_group if group is None else group
+            peers = None if _asks_for_one_rank(strategy) else find_peers(group, self._config.timeout_s)
+            if peers is None and not self._tensors.is_trained:  # nothing to average, and nobody to do it with
+                return
+            self._tensors.check_trainable()
+            self._config.check_devices(self._tensors.place)
         # Alone, there is nothing to average, and nothing may cost; but these are also for one rank.
         if peers is None and (nonfinite == "raise" or weight is not None):
             peers = LonePeers()
@@ -188,7 +193,9 @@ class DataParallel(WrappedModel, nn.Layer):
                 as_weight(weight(*inputs, **kwargs) if callable(weight) else weight)
             )
         output = self._layers(*inputs, **kwargs)
-        if is_syncing or self._passes.weights.is_used:
+        # Where others hold the parameters too, only an output tells whose backward begins: a weight may be
+        # given between this forward and its backward.
+        if is_syncing or self._passes.weights.is_used or self._passes.is_shared:
             self._passes.watch(output)
         return output
 
@@ -212,6 +219,8 @@ class DataParallel(WrappedModel, nn.Layer):
         Example:
             Rank 0's gradient is 6 and rank 1's 10: the norm is 8, and after clip_grad_norm_(2) both hold 2.
         """
+        if not (type(max_norm) is type(norm_type) is float and max_norm >= 0 and norm_type > 0):
+            max_norm, norm_type = checked_norms(max_norm, norm_type)
         is_known = self._passes is not None and norm_type == 2.0
         known = self._passes.known_norm() if is_known and self._passes is not None else None
         return clip(self._tensors.trainable, max_norm, known, norm_type)

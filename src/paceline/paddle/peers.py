@@ -24,6 +24,7 @@ from paceline.collectives.init import init
 from paceline.collectives.whole_exchange import WholeExchange
 from paceline.env import read_rank_environment
 from paceline.errors import ConfigError, RegionError
+from paceline.paddle.arguments import checked_group
 from paceline.paddle.calls import WARN_AFTER_S, GroupCalls, LoneCalls
 from paceline.paddle.exchange import PaddleExchange
 from paceline.paddle.links import GroupLink, Link, MemoryLink
@@ -169,14 +170,9 @@ def find_peers(group: Any, timeout_s: float | None) -> Peers | None:
     Raises:
         ConfigError: The group is none of ours or Paddle's.
     """
+    group = checked_group("DataParallel", group)
     if isinstance(group, Group):
         return GroupPeers(group, timeout_s)
-    if group is not None and not hasattr(group, "nranks"):
-        raise ConfigError(
-            "DataParallel: group is not a group of processes.",
-            expected="a paceline.Group, a group of paddle.distributed, or None",
-            got=repr(group),
-        )
     if group is None and not dist.is_initialized():
         environment = connect_environment(timeout_s)
         if environment is not None:
@@ -185,6 +181,14 @@ def find_peers(group: Any, timeout_s: float | None) -> Peers | None:
         return None
     calls = GroupCalls(group, timeout_s or _DEFAULT_TIMEOUT_S)
     return PaddlePeers(calls) if calls.world_size > 1 else None
+
+
+def known_exchange(group: Any) -> tuple[Exchange, float] | None:
+    """What connects the ranks of that group, and its time-out; None: nothing yet."""
+    if group is None and _environment_group is None and not dist.is_initialized():
+        return None
+    peers = find_peers(group, None)
+    return None if peers is None else (peers.exchange, peers.timeout_s)
 
 
 _common_links: weakref.WeakKeyDictionary[Any, dict[bool, Link]] = weakref.WeakKeyDictionary()

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch._C._distributed_c10d import BuiltinCommHookType
 
-from paceline.errors import ConfigError
+from paceline.arguments import Arguments
+from paceline.errors import ConfigError, RendezvousError
 from paceline.reducer.agreement import ModelDescription, check_agreement
 from paceline.torch.buffer_hook import BufferHook
 from paceline.torch.hooked import CommHook, check_hook
@@ -68,7 +70,17 @@ class CommHooks:
         chosen = CommHook(state, hook)
         if peers.world_size > 1:
             options = {"the communication hook": chosen.name}
-            check_agreement(ModelDescription((), (), options), peers.exchange, peers.timeout_s)
+            try:
+                check_agreement(ModelDescription((), (), options), peers.exchange, peers.timeout_s)
+            except RendezvousError as error:
+                raise RendezvousError(
+                    "register_comm_hook: not every rank has registered a hook.",
+                    where=error.where,
+                    seen=f"{error.summary} {error.seen}",
+                    expected="the same call on every rank, before the same forward",
+                    likely="a hook on some ranks only",
+                    hint="register it on every rank",
+                ) from error
         if self._passes is None:
             self._passes = self._begin_passes()
         self._passes.use_hook(chosen)
@@ -82,7 +94,11 @@ class CommHooks:
             BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
             BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
         }
-        self.register_comm_hook(self._connected().process_group, hooks[comm_hook_type])
+        hook = hooks.get(comm_hook_type) if isinstance(comm_hook_type, BuiltinCommHookType) else None
+        if hook is None:
+            check, hint = Arguments("_register_builtin_comm_hook"), "dist.BuiltinCommHookType.FP16_COMPRESS"
+            raise check.refuse("comm_hook_type", comm_hook_type, "a BuiltinCommHookType", hint, is_type=True)
+        self.register_comm_hook(self._connected().process_group, hook)
 
     def _register_buffer_comm_hook(
         self, state: object, hook: Callable[..., Any], comm_hook_location: Any = None
@@ -111,6 +127,9 @@ class CommHooks:
         Raises:
             RuntimeError: torch has no functional form of this optimizer.
         """
+        if not isinstance(optim, type) or not issubclass(optim, torch.optim.Optimizer):
+            check, hint = Arguments("_register_fused_optim"), "torch.optim.Adam, without a call"
+            raise check.refuse("optim", optim, "the class of an optimizer", hint, is_type=True)
         from torch.distributed.algorithms._optimizer_overlap.optimizer_overlap import _as_overlapped_optim
 
         overlapped = _as_overlapped_optim(optim, optim_params, *args, **kwargs)

@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 from paceline import _core
-from paceline.errors import ConfigError
+from paceline.arguments import Arguments, show
+from paceline.errors import ConfigError, ConfigTypeError
 from paceline.torch.engine import as_real
-from paceline.torch.hooked import GradBucket, TypeHookError
+from paceline.torch.hooked import GradBucket
 
 _HEADER_BYTES = 8  # this rank's weight, as float64; codes need 4
 _SMALLEST_WEIGHT = 1e-30  # of which float32 still holds the inverse
@@ -35,7 +36,7 @@ class Compression:
     """The number of its encoding in the core (cpp/compression)."""
 
     def __init__(self, *, error_feedback: bool = True) -> None:
-        self.error_feedback = error_feedback
+        self.error_feedback = Arguments(type(self).__name__).flag("error_feedback", error_feedback)
         self._buckets: dict[int, tuple[list[torch.Tensor], torch.Tensor]] = {}
         self._errors: dict[torch.Tensor, torch.Tensor] = {}
         self._spare: torch.Tensor | None = None  # of the codes of earlier buckets
@@ -54,7 +55,7 @@ class Compression:
 
         Raises:
             ConfigError: The gradients are not in the host's memory, or not floating.
-            TypeHookError: It is no bucket of `paceline.torch.DistributedDataParallel`.
+            ConfigTypeError: It is no bucket of `paceline.torch.DistributedDataParallel`.
         """
         values = _values_of(bucket, type(self).__name__)
         error = self._error_for(bucket, values.numel()) if self.error_feedback else None
@@ -153,7 +154,7 @@ def fp16_hook(state: Fp16Compression, bucket: GradBucket) -> torch.futures.Futur
         kept 2**-12 and adds it to its next gradient: after four such steps the means sum to 4 + 2**-11.
 
     Raises:
-        TypeHookError: The state is of another kind.
+        ConfigTypeError: The state is of another kind.
     """
     return _checked(state, Fp16Compression).average(bucket)
 
@@ -165,7 +166,7 @@ def bf16_hook(state: Bf16Compression, bucket: GradBucket) -> torch.futures.Futur
         >>> model.register_comm_hook(Bf16Compression(), bf16_hook)
 
     Raises:
-        TypeHookError: The state is of another kind.
+        ConfigTypeError: The state is of another kind.
     """
     return _checked(state, Bf16Compression).average(bucket)
 
@@ -177,18 +178,19 @@ def eight_bit_hook(state: EightBitCompression, bucket: GradBucket) -> torch.futu
         >>> model.register_comm_hook(EightBitCompression(), eight_bit_hook)
 
     Raises:
-        TypeHookError: The state is of another kind.
+        ConfigTypeError: The state is of another kind.
     """
     return _checked(state, EightBitCompression).average(bucket)
 
 
 def _checked(state: Any, expected: type[Compression]) -> Compression:
     if not isinstance(state, expected):
-        raise TypeHookError(
+        raise ConfigTypeError(
             "A compression hook got the state of something else.",
-            expected=expected.__name__,
-            got=type(state).__name__,
+            expected=f"an instance of {expected.__name__}",
+            got=f"state={show(state)}, of type {type(state).__name__}",
             hint="register_comm_hook(EightBitCompression(), eight_bit_hook)",
+            argument="state",
         )
     return state
 
@@ -196,9 +198,12 @@ def _checked(state: Any, expected: type[Compression]) -> Compression:
 def _values_of(bucket: Any, name: str) -> torch.Tensor:
     """A bucket's gradients in float32, flat: the bucket's own memory if it is float32."""
     if not isinstance(bucket, GradBucket):
-        raise TypeHookError(
+        raise ConfigTypeError(
             f"{name} needs a bucket of paceline.torch.DistributedDataParallel, which knows its weight.",
-            got=type(bucket).__name__,
+            expected="what register_comm_hook() gives to the hook",
+            got=f"bucket={show(bucket)}, of type {type(bucket).__name__}",
+            hint="register the hook on paceline.torch.DistributedDataParallel",
+            argument="bucket",
         )
     flat = as_real(bucket.buffer())
     if flat.device.type != "cpu" or not flat.is_floating_point():

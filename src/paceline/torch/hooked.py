@@ -16,7 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.errors import ConfigError
+from paceline.arguments import show
+from paceline.errors import ConfigError, ConfigTypeError
 from paceline.reducer.witness import Witness
 from paceline.torch.arena import Arena
 from paceline.torch.engine import ProcessGroupTransport, as_real
@@ -157,7 +158,7 @@ class HookTransport(ProcessGroupTransport):
             future = self._hook.call(self._hook.state, shown)
         if not isinstance(future, torch._C.Future):  # the base of torch.futures.Future
             raise _wrong_result(
-                self._hook.name, "a torch.futures.Future of a tensor", type(future).__name__, TypeHookError
+                self._hook.name, "a torch.futures.Future of a tensor", type(future).__name__, ConfigTypeError
             )
         self._latest = _HookWork(self, future, bucket)
         return self._latest
@@ -174,7 +175,7 @@ class HookTransport(ProcessGroupTransport):
         flat = self._buckets[bucket]
         if not isinstance(value, torch.Tensor):
             raise _wrong_result(
-                self._hook.name, "a future of a tensor", f"one of {type(value).__name__}", TypeHookError
+                self._hook.name, "a future of a tensor", f"one of {type(value).__name__}", ConfigTypeError
             )
         if flat.is_complex() and not value.is_complex():
             flat = as_real(flat)  # as torch's all_reduce delivers it
@@ -197,10 +198,6 @@ class HookTransport(ProcessGroupTransport):
         return True  # a hook may sum in a smaller type
 
 
-class TypeHookError(ConfigError, TypeError):
-    """A hook returned something of the wrong type."""
-
-
 class _HookWork:
     """A bucket in the hands of a hook."""
 
@@ -219,11 +216,17 @@ def check_hook(hook: Any) -> None:
     """Refuse what cannot be a hook, with torch's exception types.
 
     Raises:
-        TypeHookError: It is not callable.
+        ConfigTypeError: It is not callable.
         ConfigError: Its annotations are those of something else.
     """
     if not callable(hook):
-        raise TypeHookError("register_comm_hook: Communication hook must be callable.", got=repr(hook))
+        raise ConfigTypeError(
+            "register_comm_hook: Communication hook must be callable.",
+            expected="hook(state, bucket), which returns a future of a tensor",
+            got=f"hook={show(hook)}, of type {type(hook).__name__}",
+            hint="torch.distributed.algorithms.ddp_comm_hooks.default_hooks has some",
+            argument="hook",
+        )
     try:
         signature = inspect.signature(hook)
     except ValueError:  # written in C: nothing to look at

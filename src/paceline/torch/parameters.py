@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from paceline import _core
+from paceline.arguments import Arguments, show
 from paceline.errors import ConfigError
 from paceline.reducer.agreement import TensorDescription
 from paceline.reducer.plan import ParameterSpec
@@ -97,9 +98,19 @@ class ManagedTensors:
             raise ConfigError(
                 "DistributedDataParallel: delay_all_reduce_named_params and param_to_hook_all_reduce need to "
                 "be set at the same time.",
+                expected="both or neither",
+                got=f"delay_all_reduce_named_params={show(delayed)},\nparam_to_hook_all_reduce={show(trigger)}",
                 hint="both or neither; without, every gradient is averaged as soon as it is there",
             )
-        named = dict(delayed or ())
+        name, expected = "delay_all_reduce_named_params", "(name, parameter) pairs, and nothing else"
+        try:
+            named = dict(delayed or ())
+            if isinstance(delayed, str) or not all(isinstance(key, str) for key in named):
+                raise TypeError
+        except (TypeError, ValueError):
+            hint = "list(module.named_parameters()), or some of these pairs"
+            owner = Arguments("DistributedDataParallel")
+            raise owner.refuse(name, delayed, expected, hint, is_type=True) from None
         wrong = [name for name, p in named.items() if self.all_parameters.get(name) is not p]
         if wrong or (trigger is not None and all(p is not trigger for p in self.trainable)):
             raise ConfigError(
