@@ -15,6 +15,9 @@ ARGS ?=
 MINUTES ?= 30
 SEEDS ?= 0:
 FRAMEWORK ?= torch
+FAULTS ?= 1000
+SEED ?= 0
+TORCHS ?= 0
 
 ifeq ($(origin PYTHON)$(wildcard $(VENV)/.made),command line$(VENV)/.made)
 ifneq ($(shell $(PYTHON) -V),$(shell cat $(VENV)/.made))
@@ -28,7 +31,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 CORE := pyproject.toml CMakeLists.txt $(shell find cpp -type f)
 CPP_FILES = $(shell find cpp tests/cpp -name '*.cc' -o -name '*.h')
 
-.PHONY: demo demo-paddle test pairs fuzz schedules model lint format types sanitizers docs bench clean help
+.PHONY: demo demo-paddle test pairs fuzz chaos schedules model lint format types sanitizers docs bench clean help
 
 demo: $(VENV)/.core ## Train a small model on several processes, and compare with one process and with torch's DDP
 	@$(BIN)/python examples/demo.py $(ARGS)
@@ -44,6 +47,9 @@ pairs: $(VENV)/.core ## Run every pair of a fault on one rank and a point of ano
 
 fuzz: $(VENV)/.core $(VENV)/.paddle ## Compare generated programs with references; MINUTES=30, SEEDS=1000:2000, FRAMEWORK=torch
 	@$(BIN)/python -m tests.differential --framework $(FRAMEWORK) --seeds $(SEEDS) --minutes $(MINUTES) $(ARGS)
+
+chaos: $(VENV)/.core $(VENV)/.paddle ## Make random faults in training jobs; FAULTS=1000, SEED=0, TORCHS=60 gives some to torch's DDP too
+	@$(BIN)/python -m tests.chaos --faults $(FAULTS) --seed $(SEED) --torchs $(TORCHS) $(ARGS)
 
 lint: $(VENV)/.checks ## Check style: ruff and clang-format
 	@$(BIN)/ruff check --quiet .

@@ -95,6 +95,8 @@ def die_with(fd: int) -> None:
     The parent holds that end, and loses it however it dies. PR_SET_PDEATHSIG would follow the fork
     server instead, and a thread could not fire while the interpreter lock is held.
     """
+    # Opened anew: forks that share one end share whom it signals, which would be the last of them alone.
+    fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
     fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)

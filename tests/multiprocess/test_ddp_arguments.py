@@ -162,7 +162,7 @@ def test_wrong_arguments_are_refused(rank: int) -> None:
         ({"delay_all_reduce_named_params": [("x", stranger)], "param_to_hook_all_reduce": named[0][1]}, "x"),
         ({"delay_all_reduce_named_params": named[:1], "param_to_hook_all_reduce": stranger}, "param_to_hook"),
         ({"mixed_precision": _MixedPrecision(torch.int8)}, "param_dtype is torch.int8"),
-        ({"device_mesh": dist.init_device_mesh("cpu", (2, 1))}, "one dimension"),
+        ({"device_mesh": dist.init_device_mesh("cpu", (2, 1))}, "Only 1D device mesh"),
         ({"device_mesh": dist.init_device_mesh("cpu", (2,)), "process_group": dist.group.WORLD}, "both name"),
     ]
     for options, text in wrong:

@@ -45,6 +45,20 @@ def test_a_rank_that_never_wraps(group, framework):
 
 
 @both
+@ranks(3, framework="framework")
+def test_all_who_wrap_name_the_one_that_never_does(group, framework):
+    """Also those who would wait for rank 0 only, which itself waits for rank 2."""
+    do = adapter(framework)
+    if group.rank == 2:
+        with pytest.raises(CollectiveError):
+            group.recv(np.zeros(1), 0)
+        return
+    with pytest.raises(DeadlineError) as caught:
+        do.wrap(do.network(), group, timeout_s=ASKED_S)
+    assert caught.value.late == (2,)
+
+
+@both
 @pytest.mark.parametrize("view", [False, True])
 @on_two_ranks
 def test_a_rank_that_skips_a_backward(group, framework, view):

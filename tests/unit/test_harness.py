@@ -16,8 +16,33 @@ import pytest
 
 from paceline.errors import PeerLostError
 from tests.harness import RanksFailed, ranks, run_ranks
+from tests.harness.rank_main import die_with
 from tests.harness.report import Cause
 from tests.unit import harness_programs as programs
+
+
+def test_all_forks_that_share_a_lifeline_die_with_it():
+    theirs, ours = os.pipe()
+    ready, told = os.pipe()
+    pids = []
+    for _ in range(3):
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.close(ours)
+                die_with(theirs)
+                os.write(told, b"!")
+                time.sleep(100)
+            finally:
+                os._exit(0)
+        pids.append(pid)
+    for _ in pids:
+        os.read(ready, 1)
+    os.close(ours)
+    for pid in pids:
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+    for fd in (theirs, ready, told):
+        os.close(fd)
 
 
 def run(program, world_size, kwargs=None, **options):

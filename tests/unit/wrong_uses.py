@@ -7,6 +7,7 @@ show the value, and say what was expected and what to do.
 
 from __future__ import annotations
 
+import re
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -45,7 +46,9 @@ class Use:
         return repr(self.value)[:20] if self.shown is None else self.shown
 
     def __str__(self) -> str:
-        return f"{self.owner}-{self.argument}-{' '.join(repr(self.value).split())[:24]}"
+        # Without an address in memory: each of several test workers must find the same names.
+        value = re.sub(r" at 0x[0-9a-f]+", "", " ".join(repr(self.value).split()))
+        return f"{self.owner}-{self.argument}-{value[:24]}"
 
 
 def each(owner: str, argument: str, call: Callable[..., object], *values: Any) -> list[Use]:

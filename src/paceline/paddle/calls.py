@@ -21,6 +21,7 @@ import paddle.distributed as dist
 from paceline.errors import CollectiveError, ConfigError
 from paceline.reducer.engine_waits import EngineWaits
 from paceline.reducer.plan import Plan
+from paceline.reducer.witness import Witness
 
 WARN_AFTER_S = 10.0
 _PATIENCE_S = 0.02
@@ -46,10 +47,13 @@ class GroupCalls:
     Attributes:
         group: Never None.
         on_host: Whether the group moves tensors of the CPU, or those of the current GPU.
+        witness: Names ranks that are lost or late, once there is one.
 
     Raises:
         ConfigError: This process is not in the group.
     """
+
+    witness: Witness | None = None
 
     def __init__(self, group: Any, timeout_s: float) -> None:
         self.group: Any = dist.get_group() if group is None else group
@@ -76,6 +80,7 @@ class GroupCalls:
             timeout_s=timeout_s or self.timeout_s,
             warn_after_s=WARN_AFTER_S,
             plan=plan,
+            witness=self.witness,
         )
 
     def all_reduce(self, tensor: paddle.Tensor) -> Call:

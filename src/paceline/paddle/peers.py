@@ -6,6 +6,7 @@ environment variables), what DataParallel needs is a `Link` between them.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import socket
@@ -16,16 +17,18 @@ from typing import Any, Protocol
 import paddle
 import paddle.distributed as dist
 
+from paceline import _core
 from paceline.collectives.formation import report_slow
 from paceline.collectives.group import Group
 from paceline.collectives.init import init
-from paceline.collectives.member_exchange import MemberExchange
+from paceline.collectives.whole_exchange import WholeExchange
 from paceline.env import read_rank_environment
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, RegionError
 from paceline.paddle.arguments import checked_group
 from paceline.paddle.calls import WARN_AFTER_S, GroupCalls, LoneCalls
 from paceline.paddle.exchange import PaddleExchange
 from paceline.paddle.links import GroupLink, Link, MemoryLink
+from paceline.reducer.witness import Witness
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.host import share_memory
 
@@ -71,7 +74,7 @@ class GroupPeers:
         self.world_size = group.world_size
         self.timeout_s = timeout_s or group.core.timeout_s
         self._core = group.core.with_patience(self.timeout_s, group.core.warn_after_s)
-        self.exchange = MemberExchange(self._core, range(group.world_size))
+        self.exchange = WholeExchange(self._core)
         self._group = group
 
     def connect(self, *, on_host: bool, reduce_through: str = "auto") -> Link:
@@ -97,16 +100,9 @@ class PaddlePeers:
 
     def connect(self, *, on_host: bool, reduce_through: str = "auto") -> Link:
         if on_host and reduce_through != "group":
-            memory = share_memory(
-                self.exchange,
-                name="DataParallel over paddle.distributed",
-                timeout_s=self.timeout_s,
-                warn_after_s=WARN_AFTER_S,
-                slow=report_slow,
-            )
-            if len(memory.hosts) == 1:
-                return MemoryLink(memory.host_group, memory)
-            memory.host_group.close()
+            core = self._share_memory()
+            if core is not None:
+                return MemoryLink(core, core)
         if reduce_through == "memory":
             raise ConfigError(
                 'DataParallel: reduce_through="memory" is not possible here.',
@@ -120,7 +116,29 @@ class PaddlePeers:
                 got=f"{self._calls.backend}, parameters on {'the CPU' if on_host else 'a GPU'}",
                 hint="paddle.set_device() before paddle.distributed.init_parallel_env() and the model",
             )
+        if not on_host or reduce_through == "group":  # else the memory was just tried
+            self._watch()
         return GroupLink(self._calls)
+
+    def _share_memory(self) -> _core.HostGroup | None:
+        """The memory of all ranks; None: they are on several hosts."""
+        memory = share_memory(
+            self.exchange,
+            name="DataParallel over paddle.distributed",
+            timeout_s=self.timeout_s,
+            warn_after_s=WARN_AFTER_S,
+            slow=report_slow,
+        )
+        if len(memory.hosts) == 1:
+            return memory.host_group
+        memory.host_group.close()
+        return None
+
+    def _watch(self) -> None:
+        """Memory in which no gradient lies; without it, ranks that are lost go unnamed."""
+        with contextlib.suppress(RegionError):  # on every rank; gradients need none of it
+            core = self._share_memory()
+            self._calls.witness = None if core is None else Witness(core)
 
 
 class LonePeers:

@@ -1,8 +1,8 @@
 """Waiting for somebody else's all-reduce: up to a deadline, and how its failures are told.
 
 The one idea: what a process group knows of a failure is little (no rank, no name), so the error says which
-bucket it was and which parameters lie in it. Imports only what is in this folder, `errors` and the standard
-library.
+bucket it was and which parameters lie in it, and asks a witness for the rank where there is one. Imports only
+what is in this folder, `errors` and the standard library.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ import time
 import warnings
 from collections.abc import Callable
 
-from paceline.errors import CollectiveError, DeadlineError, PeerLostError
+from paceline.errors import CollectiveError, DeadlineError, PeerLostError, format_ranks
 from paceline.reducer.plan import Plan
 from paceline.reducer.report import shorten
+from paceline.reducer.witness import Witness
 
 _SHORTEST_NAP_S = 0.00002
 _LONGEST_NAP_S = 0.001
+_FINDING_S = 1.0
+_FINDING_LATE_S = 0.2
 _SIGNS_OF_A_LOST_PEER = (
     "closed by peer",
     "reset by peer",
@@ -40,6 +43,7 @@ class EngineWaits:
         timeout_s: Most seconds of one wait.
         warn_after_s: Seconds after which a wait is reported.
         plan: Of the buckets, if there are any.
+        witness: Knows more of the other ranks; None: nobody does.
     """
 
     def __init__(
@@ -51,12 +55,14 @@ class EngineWaits:
         timeout_s: float,
         warn_after_s: float,
         plan: Plan | None = None,
+        witness: Witness | None = None,
     ) -> None:
         self._who = f"rank {rank} of {world_size}"
         self._engine = engine
         self._timeout_s = timeout_s
         self._warn_after_s = warn_after_s
         self._plan = plan
+        self._witness = witness
 
     def poll(self, is_completed: Callable[[], bool], what: int | str) -> None:
         """Sleep until some work is done, at most until the deadline.
@@ -67,10 +73,12 @@ class EngineWaits:
 
         Raises:
             DeadlineError: It was not done in time.
+            PeerLostError: A rank of this host has died or raised.
         """
         started = time.monotonic()
         nap_s = _SHORTEST_NAP_S
         warns_at_s = self._warn_after_s
+        is_told = False
         while not is_completed():
             waited_s = time.monotonic() - started
             if waited_s > self._timeout_s:
@@ -82,16 +90,36 @@ class EngineWaits:
                     stacklevel=2,
                 )
                 warns_at_s = math.inf
+            if self._witness is not None and nap_s == _LONGEST_NAP_S:  # not in a wait of the usual length
+                if not is_told:
+                    is_told = True
+                    self._witness.tell_waiting()
+                if (lost := self._witness.lost()) is not None:
+                    self._witness.give_up()
+                    raise self._named(lost, what)
             time.sleep(nap_s)
             nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+        if is_told and self._witness is not None:
+            self._witness.tell_done()
 
     def failed(self, error: RuntimeError, what: int | str) -> CollectiveError:
         """The engine's own error, with where it happened. Which rank it lost, an engine does not tell."""
         text = str(error)
         kind, likely = CollectiveError, ""
-        if any(sign in text for sign in _SIGNS_OF_A_LOST_PEER):
+        if self._witness is not None:
+            self._witness.give_up()
+        is_lost = any(sign in text for sign in _SIGNS_OF_A_LOST_PEER)
+        is_late = any(sign in text for sign in _SIGNS_OF_A_LATE_PEER)
+        if self._witness is not None and (is_lost or is_late):
+            # Paddle's Gloo calls a connection that broke a time-out; in a real one there is nobody to find.
+            lost = self._witness.find_lost(_FINDING_S if is_lost else _FINDING_LATE_S)
+            if lost is not None:
+                return self._named(lost, what)
+        if is_lost:
             kind, likely = PeerLostError, "another rank died or raised"
-        elif any(sign in text for sign in _SIGNS_OF_A_LATE_PEER):
+        elif is_late:
+            if (late := self._late_by_name(what, text)) is not None:
+                return late
             kind, likely = DeadlineError, "a rank is later than the engine's own time-out"
         return kind(
             f"{self._who.capitalize()} could not {_doing(what)}.",
@@ -101,7 +129,33 @@ class EngineWaits:
             hint="the first rank to fail tells the reason; look at the other ranks' output",
         )
 
+    def _named(self, lost: CollectiveError, what: int | str) -> CollectiveError:
+        """What a witness knows, and where it happened."""
+        if "DeadlineError" in lost.summary + lost.seen and (late := self._late_by_name(what)) is not None:
+            return late  # another rank has given up before this one, for the same reason
+        fields = {**lost.fields}
+        rows = {"seen": lost.seen, "likely": lost.likely, "hint": lost.hint}
+        return type(lost)(lost.summary, where=f"{self._who}, {self._where(what)}", **rows, **fields)
+
+    def _late_by_name(self, what: int | str, text: str = "", after: str = "") -> DeadlineError | None:
+        late, seen = self._witness.late() if self._witness is not None else ((), "")
+        if not late:
+            return None
+        return DeadlineError(
+            f"{self._who.capitalize()} gave up waiting for {format_ranks(late)} to {_doing(what)}{after}.",
+            where=self._where(what),
+            seen="\n".join(filter(None, [seen, text])),
+            likely="a rank skipped this backward, is stuck in its data loader, or was stopped",
+            hint="`paceline stacks PID` shows where a rank is; `timeout_s` gives it longer",
+            late=late,
+        )
+
     def _late(self, what: int | str) -> DeadlineError:
+        if self._witness is not None:
+            self._witness.give_up()
+        named = self._late_by_name(what, after=f" after {self._timeout_s:.1f} s")
+        if named is not None:
+            return named
         return DeadlineError(
             f"{self._who.capitalize()} gave up waiting to {_doing(what)} after {self._timeout_s:.1f} s.",
             where=self._where(what),

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from paceline.reducer.engine_waits import STATUS, EngineWaits
 from paceline.reducer.plan import pieces_of
+from paceline.reducer.witness import Witness
 from paceline.torch.arena import Arena
 from paceline.torch.peers import ProcessGroupPeers
 
@@ -26,9 +27,12 @@ class ProcessGroupTransport:
         arena: Of this rank.
         peers: The process group.
         checks_finite: Look at every gradient before it is reduced, to tell whose holds an infinity or a NaN.
+        witness: Names ranks that are lost or late.
     """
 
-    def __init__(self, arena: Arena, peers: ProcessGroupPeers, *, checks_finite: bool) -> None:
+    def __init__(
+        self, arena: Arena, peers: ProcessGroupPeers, *, checks_finite: bool, witness: Witness | None = None
+    ) -> None:
         self.rank = peers.rank
         self.world_size = peers.world_size
         self._arena = arena
@@ -40,6 +44,7 @@ class ProcessGroupTransport:
             timeout_s=peers.timeout_s,
             warn_after_s=peers.warn_after_s,
             plan=arena.plan,
+            witness=witness,
         )
         self._checks_finite = checks_finite
         self._buckets = [arena.bucket(number) for number in range(len(arena.plan.buckets))]

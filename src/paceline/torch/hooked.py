@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from paceline.arguments import show
 from paceline.errors import ConfigError, ConfigTypeError
+from paceline.reducer.witness import Witness
 from paceline.torch.arena import Arena
 from paceline.torch.engine import ProcessGroupTransport, as_real
 from paceline.torch.peers import ProcessGroupPeers
@@ -107,7 +108,7 @@ class HookTransport(ProcessGroupTransport):
         peers: The process group that the hook, too, will use.
         parameters: Those that the plan lists.
         hook: Replaces the all_reduce. It gets gradients that are not divided by anything.
-        checks_finite: As `ProcessGroupTransport`'s.
+        checks_finite, witness: As `ProcessGroupTransport`'s.
     """
 
     def __init__(
@@ -118,8 +119,9 @@ class HookTransport(ProcessGroupTransport):
         hook: CommHook,
         *,
         checks_finite: bool,
+        witness: Witness | None = None,
     ) -> None:
-        super().__init__(arena, peers, checks_finite=checks_finite)
+        super().__init__(arena, peers, checks_finite=checks_finite, witness=witness)
         self._hook = hook
         self._parameters = list(parameters)
         self._latest: _HookWork | None = None

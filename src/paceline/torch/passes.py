@@ -90,8 +90,7 @@ class GradientPasses(BackwardPasses):
         self._tensors = tensors
         self._peers = peers
         self._factory = factory
-        core = factory.host_group
-        self._tell = None if core is None else core.set_activity
+        self._tell = factory.tell
         self.times = PassTimes(is_timing=tensors.device_kinds == {"cpu"})
         self._variety = GraphVariety(len(tensors.names) - len(tensors.delayed))
         self._last_hooks: LastHooks | None = None
@@ -411,6 +410,7 @@ class GradientPasses(BackwardPasses):
     def use_hook(self, hook: CommHook) -> None:
         """Give every bucket to a hook from now on. Collective."""
         self._factory.hook = hook
+        self._tell = self._factory.tell
         self._replace_reduction(self._factory.plan(self._tensors, list(self._plan.order)))
         self.is_order_final = self.is_order_final or has_one_order(self._plan)
 

@@ -100,14 +100,14 @@ class GroupPeers:
     process_group = None
 
     def __init__(self, group: Group, timeout_s: float | None, warn_after_s: float | None) -> None:
-        from paceline.collectives.member_exchange import MemberExchange
+        from paceline.collectives.whole_exchange import WholeExchange
 
         self.rank = group.rank
         self.world_size = group.world_size
         self.timeout_s = timeout_s or group.core.timeout_s
         self.warn_after_s = warn_after_s or group.core.warn_after_s
         self._core = group.core.with_patience(self.timeout_s, self.warn_after_s)
-        self.exchange = MemberExchange(self._core, range(group.world_size))
+        self.exchange = WholeExchange(self._core)
 
     def broadcast(self, payload: torch.Tensor, root: int = 0) -> None:
         on_host = payload.cpu()

@@ -7,7 +7,7 @@ changes; the hooks see no difference between the two kinds.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,12 +15,13 @@ import torch.distributed as dist
 
 from paceline import _core
 from paceline.collectives.ops import ReduceOp
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, RegionError
 from paceline.reducer.engine import EngineReducer
 from paceline.reducer.host import CORE_DTYPES, make_host_reducer
 from paceline.reducer.plan import Plan, plan_buckets
 from paceline.reducer.protocol import Reducer
 from paceline.reducer.whole_buckets import plan_whole_buckets
+from paceline.reducer.witness import Witness
 from paceline.torch.arena import Arena
 from paceline.torch.buffers import broadcast_tensors
 from paceline.torch.config import DDPConfig
@@ -63,13 +64,23 @@ class ReductionFactory:
         self.host_group: _core.HostGroup | None = None
         if on_host and config.reduce_through != "group":
             self.host_group = peers.share_host()
+        watched = self.host_group
         if self.host_group is None:
             self._check_group(on_host, config)
+            watched = self._share_to_watch(on_host)
+        self.witness = None if watched is None else Witness(watched)
 
     @property
     def path(self) -> str:
         """ "memory" or "group"."""
         return "group" if self.host_group is None or self.hook is not None else "memory"
+
+    @property
+    def tell(self) -> Callable[[str], None] | None:
+        """Lets the errors of other ranks tell what this one was doing; None: they can't."""
+        if self.host_group is not None and self.hook is None:
+            return self.host_group.set_activity
+        return None if self.witness is None else self.witness.tell
 
     def broadcast(self, payload: torch.Tensor, root: int = 0) -> None:
         """Replace a flat uint8 tensor by that of the rank `root`, by the shortest way. Collective."""
@@ -142,7 +153,9 @@ class ReductionFactory:
             return Reduction(shared, reducer, takes_pointers=True)
         assert isinstance(self._peers, ProcessGroupPeers)
         arena = Arena.allocate(plan, parameters, instead_of.arena if instead_of is not None else None)
-        transport = ProcessGroupTransport(arena, self._peers, checks_finite=self._checks_finite)
+        transport = ProcessGroupTransport(
+            arena, self._peers, checks_finite=self._checks_finite, witness=self.witness
+        )
         engine = EngineReducer(plan, transport, skip_unused=self._config.skip_unused)
         return Reduction(arena, engine, takes_pointers=False)
 
@@ -154,8 +167,20 @@ class ReductionFactory:
         if instead_of is not None:
             instead_of.reducer.close()
         arena = Arena.allocate(plan, parameters)
-        transport = HookTransport(arena, self._peers, parameters, hook, checks_finite=self._checks_finite)
+        finite = self._checks_finite
+        transport = HookTransport(
+            arena, self._peers, parameters, hook, checks_finite=finite, witness=self.witness
+        )
         return Reduction(arena, EngineReducer(plan, transport), takes_pointers=False)
+
+    def _share_to_watch(self, on_host: bool) -> _core.HostGroup | None:
+        """Memory of all ranks in which no gradient lies; None: they are on several hosts, or have none."""
+        if on_host and self._config.reduce_through != "group":
+            return None  # it was just tried
+        try:
+            return self._peers.share_host()
+        except RegionError:  # on every rank; gradients need none of it
+            return None
 
     def _check_group(self, on_host: bool, config: DDPConfig) -> None:
         """Without shared memory, gradients need a process group of torch."""

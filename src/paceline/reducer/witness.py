@@ -1,0 +1,121 @@
+"""What the memory of a host knows of ranks whose gradients go another way: over Gloo, NCCL, MPI.
+
+The one idea: somebody else's process group says that a connection broke, or nothing at all; but the ranks of
+one host also share memory in which a death is marked by the kernel, an exception leaves its text, and each
+rank says what it does. So whoever waits for the process group looks there for a name.
+
+Imports the core, `errors` and the standard library.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from paceline import _core
+from paceline.errors import CollectiveError, GroupClosedError, PeerLostError, format_ranks
+
+_WAITING = "waiting for the process group"
+_GAVE_UP = "given up on the process group"
+_INNOCENT = (_WAITING, _GAVE_UP)
+_NAP_S = 0.002
+
+
+class Witness:
+    """One rank's look at the others of its host.
+
+    Args:
+        core: A group of all ranks that train the model, in the same order. Nothing is sent over it.
+    """
+
+    def __init__(self, core: _core.HostGroup) -> None:
+        self._core = core
+        self._has_given_up = False
+
+    def tell(self, activity: str) -> None:
+        """Let the others know what this rank does. Not collective, does not block."""
+        if not self._has_given_up:
+            self._core.set_activity(activity)
+
+    def tell_waiting(self) -> None:
+        """This rank has done its part and waits for the process group."""
+        self.tell(_WAITING)
+
+    def tell_done(self) -> None:
+        """What it waited for has come."""
+        self.tell("back from the process group")
+
+    def give_up(self) -> None:
+        """This rank is about to raise, because of another: whatever it does now, it is none to blame."""
+        self.tell(_GAVE_UP)
+        self._has_given_up = True
+
+    def lost(self) -> CollectiveError | None:
+        """The error that names a rank that has died or raised; None: there is none. Does not block."""
+        try:
+            self._core.check_usable()
+        except GroupClosedError:
+            return None  # by this rank: it has no more to see
+        except CollectiveError as error:
+            return error
+        return None
+
+    def find_lost(self, within_s: float) -> CollectiveError | None:
+        """As `lost`, or a rank that left, once a connection has broken. Blocks at most `within_s`.
+
+        A rank that has left is none to blame before that: in the last pass it may be the first to be done.
+        """
+        until = time.monotonic() + within_s
+        while True:
+            error = self.lost()
+            if error is not None:
+                return error
+            left = [facts for facts in self._suspects() if facts["state"] in ("left", "dead")]
+            if left:
+                ranks = tuple(int(facts["rank"]) for facts in left)
+                return PeerLostError(
+                    f"{format_ranks(ranks).capitalize()} of {self._core.world_size} "
+                    f"{'has' if len(ranks) == 1 else 'have'} left.",
+                    seen=_rows(left),
+                    likely="it has come to its end, or called sys.exit(), while others still train",
+                    hint="every rank must make the same number of passes; or use ddp.finished()",
+                    lost=ranks,
+                )
+            if time.monotonic() > until:
+                return None
+            time.sleep(_NAP_S)
+
+    def late(self) -> tuple[tuple[int, ...], str]:
+        """Ranks that are not waiting, as this one is, or are stopped; and what is known of them in words."""
+        suspects = self._suspects() or [each for each in self._core.records() if _is_stopped(each["pid"])]
+        return tuple(int(facts["rank"]) for facts in suspects), _rows(suspects)
+
+    def _suspects(self) -> list[dict[str, Any]]:
+        """What is known of all ranks that neither wait nor have given up, as this one does."""
+        records: list[dict[str, Any]] = self._core.records()
+        own = self._core.rank
+        return [each for each in records if each["rank"] != own and each["activity"] not in _INNOCENT]
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a signal has stopped this process; one that this host's /proc does not show is not."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()[0] in "tT"
+    except (OSError, IndexError):
+        return False
+
+
+def _rows(ranks: Sequence[dict[str, Any]]) -> str:
+    """One line for each rank.
+
+    Example:
+        "rank 2 (pid 77) is alive; last in backward of pass 3"
+    """
+    verbs = {"alive": "is alive", "dead": "is dead", "left": "has left"}
+    return "\n".join(
+        f"rank {facts['rank']} (pid {facts['pid']}) {verbs.get(facts['state'], 'is missing')}"
+        + (f"; last {facts['activity']}" if facts["activity"] else "")
+        for facts in ranks
+    )

@@ -1,0 +1,151 @@
+"""The command line: python -m tests.chaos --faults 1000 --seed 0; --one 17 for one with all its output."""
+
+# ruff: noqa: E402  # the environment comes before whatever imports numpy
+
+from __future__ import annotations
+
+import os
+
+for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(_name, "1")  # before a framework is imported: ranks are forked, threads are not
+
+import argparse
+import gc
+import importlib
+import pickle
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from tests.chaos.launched import run_launched
+from tests.chaos.plans import Plan, for_torch, plan_of
+from tests.chaos.report import Row, details, report_of
+from tests.chaos.trial import Result, run_all
+
+_REPEATS = 2
+_MORE_PATIENT = 4
+
+Run = Callable[[Iterable[Plan]], Iterator[Result]]
+
+
+def main() -> int:
+    """Exit status 1: there are findings."""
+    arguments = _arguments()
+    if arguments.one is not None:
+        return _one(arguments)
+    first, count = arguments.seed, arguments.faults
+    launched = count * arguments.launched // 100
+    paddle = count * arguments.paddle // 100
+    ours: list[Row] = []
+    begun = time.monotonic()
+    for name, number in (("torch", count - launched - paddle), ("paddle", paddle)):
+        plans = [plan_of(seed, name) for seed in range(first, first + number)]
+        ours += _in_a_fork(plans, name, arguments)
+    ours += _judged([plan_of(seed, launched=True) for seed in range(first, first + launched)], run_launched)
+    spent_s = time.monotonic() - begun
+    seeds = range(first, first + 10 * arguments.torchs)
+    given = [plan for seed in seeds if (plan := for_torch(plan_of(seed))) is not None][: arguments.torchs]
+    torchs = _in_a_fork(given, "torch", arguments, is_ours=False)
+    report = report_of(ours, torchs, _command(arguments), spent_s)
+    report.show()
+    if arguments.markdown is not None:
+        print(f"written to {report.write_markdown(Path(arguments.markdown))}")
+    return 0 if report.is_complete else 1
+
+
+def _command(arguments: argparse.Namespace) -> str:
+    return f"make chaos FAULTS={arguments.faults} SEED={arguments.seed} TORCHS={arguments.torchs}"
+
+
+def _in_a_fork(
+    plans: Sequence[Plan], framework: str, arguments: argparse.Namespace, *, is_ours: bool = True
+) -> list[Row]:
+    """Run trials in a child, which imports the framework: two of them in one process change each other."""
+    if not plans:
+        return []
+    with tempfile.NamedTemporaryFile(prefix="chaos-rows-") as file:
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                make = importlib.import_module(f"tests.chaos.{framework}_rank").make_trainer
+                gc.collect()
+                gc.freeze()  # what is collected in a fork is copied for it first
+                rows = _judged(plans, lambda some: run_all(some, make, arguments.at_once), is_ours=is_ours)
+                Path(file.name).write_bytes(pickle.dumps(rows))
+                status = 0
+            except BaseException:
+                sys.excepthook(*sys.exc_info())
+            finally:
+                sys.stdout.flush()
+                os._exit(status)
+        _, status = os.waitpid(pid, 0)
+        if status:
+            raise SystemExit(f"the trials of {framework} broke off, status {status}")
+        rows: list[Row] = pickle.loads(Path(file.name).read_bytes())
+        return rows
+
+
+def _judged(plans: Sequence[Plan], run: Run, *, is_ours: bool = True) -> list[Row]:
+    """One row for each plan; those that say nothing, on a busy machine, are made again with more patience."""
+    rows: list[Row] = []
+    for attempt in range(1 + _REPEATS):
+        again: list[Plan] = []
+        for result in run(plans):
+            row = Row.of(result)
+            if row.verdict.is_void and is_ours and attempt < _REPEATS:
+                again.append(replace(result.plan, timeout_s=_MORE_PATIENT * result.plan.timeout_s))
+                continue
+            rows.append(row)
+            if row.verdict.wrong and is_ours:
+                print(row.told, *row.verdict.wrong, sep="\n   ")
+                print(f"{row.details}\n", flush=True)
+        plans = again
+        if not plans:
+            break
+    return rows
+
+
+def _one(arguments: argparse.Namespace) -> int:
+    """One fault, with how each rank ended."""
+    plan = plan_of(arguments.one, arguments.framework, launched=arguments.launcher)
+    if arguments.torchs:
+        given = for_torch(plan)
+        if given is None:
+            raise SystemExit(f"{plan}: cannot be given to torch's own DDP")
+        plan = given
+    if arguments.launcher:
+        result = next(run_launched([plan]))
+    else:
+        make = importlib.import_module(f"tests.chaos.{arguments.framework}_rank").make_trainer
+        result = next(run_all([plan], make))
+    row = Row.of(result)
+    print(row.told, *row.verdict.wrong, sep="\n   ")
+    print(details(result))
+    if result.launcher is not None:
+        print(f"the launcher ended with status {result.launcher[0]}")
+    verdict = row.verdict
+    print(f"{verdict.outcome}; {verdict.named} of {verdict.survivors} name it; {verdict.seconds}")
+    return 1 if row.verdict.wrong else 0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser.add_argument("--seed", type=int, default=0, help="of the first fault")
+    parser.add_argument("--faults", type=int, default=100, help="how many")
+    parser.add_argument("--paddle", type=int, default=12, help="per cent of them in jobs of Paddle")
+    parser.add_argument("--launched", type=int, default=2, help="per cent of them under launchers")
+    parser.add_argument("--torchs", type=int, default=0, help="give so many to torch's own DDP, too")
+    parser.add_argument("--at-once", type=int, default=2, help="trials that run beside each other")
+    parser.add_argument("--one", type=int, help="only the fault of this seed, with all that was printed")
+    parser.add_argument("--framework", default="torch", help="with --one")
+    parser.add_argument("--launcher", action="store_true", help="with --one: that under a launcher")
+    parser.add_argument("--markdown", help="write the table to this file, or to one in this folder")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

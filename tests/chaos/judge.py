@@ -1,0 +1,259 @@
+"""What must hold of how the ranks of a trial ended. Pure; knows no framework.
+
+- No hang: every rank has ended by itself, but for one that a fault had stopped.
+- Nothing silent: a rank that came to its end has the weights of the reference. One that raised has those of
+  the reference after as many steps as it made; where the gradients go through memory, all survivors made as
+  many.
+- Every survivor names the rank that was struck, by a field of the error or in its text, and blames no other.
+- Nothing is left behind.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tests.chaos.plans import Expected, Plan
+from tests.chaos.rank import Array, Report
+from tests.chaos.reference import weights_after
+from tests.chaos.trial import Ended, Result
+
+_SLACK_S = 20.0
+"""For an error to come, or beyond the time-out if it comes of that: a bound for a busy machine."""
+_TOLERANCE = 2e-4
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is to be said of a trial.
+
+    Attributes:
+        wrong: Findings, in words; empty: all is as it must be.
+        outcome: What came of it, in words.
+        survivors: How many ranks outlived the fault and raised.
+        named: How many of those named the rank that was struck.
+        seconds: From the fault to each survivor's exception; empty where nobody knows when it struck.
+        is_void: An innocent rank was late, on a busy machine: the trial says nothing and must be repeated.
+    """
+
+    wrong: tuple[str, ...]
+    outcome: str
+    survivors: int = 0
+    named: int = 0
+    seconds: tuple[float, ...] = ()
+    is_void: bool = False
+
+
+def judge(result: Result) -> Verdict:
+    """Judge a trial of ours."""
+    plan = result.plan
+    if was_early(result):
+        return Verdict((), "an innocent rank was late", is_void=True)
+    wrong = [f"left behind: {each}" for each in result.left]
+    wrong += [f"rank {rank} hung" for rank, ended in enumerate(result.ranks) if ended.how == "hung"]
+    wrong += [
+        f"rank {rank}: the driver failed"
+        for rank, ended in enumerate(result.ranks)
+        if ended.status in (70, 71)
+    ]
+    if not result.was_struck:
+        # Who is killed after its end has come to its end.
+        wrong += _judge_fine(result, [rank for rank in range(plan.job.world_size) if rank != plan.fault.rank])
+        return Verdict(tuple(wrong), "did not strike")
+    expected = plan.expected
+    everybody = range(plan.job.world_size)
+    others = [rank for rank in everybody if rank not in plan.fault.struck]
+    if expected is Expected.FINE:
+        outcome = "trained on"
+        wrong += _judge_fine(result, everybody)
+    elif _may_be_too_late(result) and all(_report(result.ranks[rank]).how == "done" for rank in others):
+        outcome = "nobody needed it any more"
+        wrong += _judge_fine(result, others)
+    elif expected is Expected.EVEN:
+        outcome = "trained on"
+        wrong += [f"rank {rank} raised" for rank in everybody if _report(result.ranks[rank]).how != "done"]
+        wrong += _judge_equal([_report(ended) for ended in result.ranks])
+    elif expected is Expected.TOLD:
+        outcome = "all raised"
+        wrong += _judge_told(result, others)
+    elif expected is Expected.EITHER:
+        is_fine = all(_report(ended).how == "done" for ended in result.ranks)
+        outcome = "trained on" if is_fine else "all raised"
+        wrong += _judge_fine(result, everybody) if is_fine else _judge_told(result, others)
+    elif expected is Expected.WARNED:
+        outcome = "warned"
+        wrong += [f"rank {rank} was not warned" for rank in everybody if not _is_warned(result.ranks[rank])]
+    elif expected is Expected.ENDED:
+        outcome = "all ended"  # no rank is to blame
+    elif expected is Expected.LATER:
+        outcome = "others raised at its end"
+        wrong += _judge_raised(result, others)
+    else:
+        outcome = "raised at its end"
+        wrong += _judge_raised(result, plan.fault.struck)
+        wrong += _judge_equal([_report(result.ranks[rank]) for rank in others])
+    wrong += _judge_launcher(result)
+    if expected is Expected.ENDED:
+        others = []
+    raised = [_report(result.ranks[rank]) for rank in others if _report(result.ranks[rank]).how == "raised"]
+    named = sum(names(report, plan.fault.struck) for report in raised)
+    if named < len(raised) and plan.must_name:
+        wrong.append(f"{len(raised) - named} of {len(raised)} survivors do not name the rank that was struck")
+    for report in raised:
+        innocent = set(report.ranks) - set(plan.fault.struck)
+        if innocent and not _may_blame(plan) and not names(report, plan.fault.struck):
+            wrong.append(f"a survivor blames {sorted(innocent)}")
+    seconds = tuple(report.at_s - result.struck_s for report in raised) if result.struck_s else ()
+    bound_s = _SLACK_S + (plan.timeout_s if plan.is_late else 0.0)
+    if expected is not Expected.LATER and any(each > bound_s for each in seconds):
+        wrong.append(f"told after {max(seconds):.1f} s")
+    return Verdict(tuple(wrong), outcome, len(raised), named, seconds)
+
+
+def _may_be_too_late(result: Result) -> bool:
+    """A moment that nobody chose may come after the others have got all that they need of the rank."""
+    is_chance = result.plan.fault.place.startswith(("outside", "core"))
+    return result.plan.expected is Expected.TOLD and result.was_last and is_chance
+
+
+def was_early(result: Result) -> bool:
+    """Somebody gave up on a rank before anybody was struck: it got no core for as long as the time-out."""
+    reports = [_report(ended) for ended in result.ranks]
+    return any(
+        report.kind in ("DeadlineError", "RendezvousError")
+        and result.struck_s
+        and report.at_s < result.struck_s + result.plan.timeout_s * 0.9
+        and ("gave up" in report.text or "did not arrive" in report.text)
+        and not names(report, result.plan.fault.struck)
+        for report in reports
+    )
+
+
+def names(report: Report, struck: Sequence[int]) -> bool:
+    """Whether an error names one of these ranks."""
+    if set(report.ranks) & set(struck):
+        return True
+    text = report.text
+    # Where no majority tells who is right, `ranks` are one side, and the text says what each did.
+    if report.ranks and report.kind != "ReplicasDifferError":
+        # Of one that raised first, because of the same: it is quoted.
+        _, found_quote, text = text.partition("Error: ")
+        if not found_quote:
+            return False
+    # Its own rank stands first, as in "Rank 0 of 3 lost ...": that names nobody else.
+    own = re.match(r"[Rr]ank (\d+) of \d+ (could|gave up|lost)", text)
+    if own:
+        text = text[own.end() :]
+    found: set[int] = set()
+    for numbers in re.findall(r"[Rr]anks? ((?:\d+(?:-\d+)?(?:, | and )?)+)", text):
+        for first, last in re.findall(r"(\d+)(?:-(\d+))?", numbers):
+            found.update(range(int(first), int(last or first) + 1))
+    return bool(found & set(struck))
+
+
+def _judge_fine(result: Result, ranks: Sequence[int]) -> list[str]:
+    wrong = []
+    for rank in ranks:
+        ended = result.ranks[rank]
+        report = _report(ended)
+        if report.how != "done" or ended.status != 0:
+            wrong.append(f"rank {rank} {report.how or 'ended'} ({report.kind}), status {ended.status}")
+        elif not _is_reference(result.plan, report, at_its_end=True):
+            wrong.append(f"rank {rank} ended well with other weights than the reference")
+    return wrong + _judge_equal([_report(result.ranks[rank]) for rank in ranks])
+
+
+def _judge_told(result: Result, others: Sequence[int]) -> list[str]:
+    wrong = _judge_raised(result, others)
+    for rank in result.plan.fault.struck:
+        if _report(result.ranks[rank]).how == "done":
+            wrong.append(f"rank {rank}, which was struck, ended well")
+    if result.plan.expected is Expected.TOLD and result.plan.fault.kind.name in (
+        "step skipped",
+        "step too many",
+    ):
+        return wrong  # the guilty rank's weights are part of the error
+    reports = [_report(result.ranks[rank]) for rank in others]
+    for rank, report in zip(others, reports):
+        if report.weights and not _is_reference(result.plan, report, at_its_end=False):
+            wrong.append(f"rank {rank} has other weights than the reference after {report.steps} steps")
+    made = {report.steps for report in reports if report.how == "raised"}
+    if result.plan.job.is_in_memory and len(made) > 1:
+        wrong.append(f"survivors made {sorted(made)} good passes")
+    return wrong
+
+
+def _judge_launcher(result: Result) -> list[str]:
+    """Its status says how the job ended; ours also says which rank was first to fail."""
+    if result.launcher is None:
+        return []
+    status, printed = result.launcher
+    if result.plan.expected is Expected.FINE:
+        return [f"the launcher ended with status {status}"] if status else []
+    wrong = [] if status else ["the launcher ended well"]
+    is_ours = result.plan.job.launcher.startswith("paceline")
+    named = any(re.search(rf"[Rr]ank {rank} of", printed) for rank in result.plan.fault.struck)
+    if is_ours and result.plan.expected is Expected.TOLD and not named:
+        wrong.append("the launcher does not name the rank that was struck")
+    return wrong
+
+
+def _judge_raised(result: Result, ranks: Sequence[int]) -> list[str]:
+    is_forming = result.plan.is_while_wrapping_over_others
+    wrong = []
+    for rank in ranks:
+        ended, report = result.ranks[rank], _report(result.ranks[rank])
+        if report.how == "done":
+            wrong.append(f"rank {rank} ended well")
+        elif report.how != "raised":
+            # torchrun ends the others as soon as one has failed, most often before they can say why.
+            if ended.how != "hung" and result.plan.job.launcher != "torchrun":
+                wrong.append(f"rank {rank} ended without a word, status {ended.status}")
+        elif not report.is_ours and result.plan.job.style != "join" and not is_forming:
+            wrong.append(f"rank {rank} raised {report.kind}, which is not of ours")
+    return wrong
+
+
+def _judge_equal(reports: Sequence[Report]) -> list[str]:
+    """All who ended well have the same bits."""
+    done = [report.weights for report in reports if report.how == "done"]
+    for other in done[1:]:
+        if not all(np.array_equal(one, two) for one, two in zip(done[0], other, strict=True)):
+            return ["ranks that ended well have different weights"]
+    return []
+
+
+def _is_reference(plan: Plan, report: Report, *, at_its_end: bool) -> bool:
+    after = weights_after(plan.job)
+    wanted = after[-1] if at_its_end else after[min(report.steps, len(after) - 1)]
+    return len(wanted) == len(report.weights) and all(_is_close(*two) for two in zip(report.weights, wanted))
+
+
+def _is_close(found: Array, wanted: Array) -> bool:
+    return found.shape == wanted.shape and bool(np.allclose(found, wanted, rtol=_TOLERANCE, atol=_TOLERANCE))
+
+
+def _is_warned(ended: Ended) -> bool:
+    is_warned = "RuntimeWarning" in ended.output and "differ" in ended.output
+    return is_warned or _report(ended).how == "raised"
+
+
+def _may_blame(plan: Plan) -> bool:
+    """Where no majority tells who is right, two sides are named."""
+    return plan.fault.kind.name in ("step skipped", "step too many") and plan.job.world_size % 2 == 0
+
+
+def _report(ended: Ended) -> Report:
+    return ended.report or Report("", 0.0)
+
+
+def is_silent(result: Result) -> bool:
+    """A job all of whose ranks came to their end, although their weights are not what they ought to be."""
+    if not result.was_struck or any(_report(ended).how != "done" or ended.status for ended in result.ranks):
+        return False
+    reports = [_report(ended) for ended in result.ranks]
+    is_right = all(_is_reference(result.plan, report, at_its_end=True) for report in reports)
+    return bool(_judge_equal(reports)) or (not is_right and result.plan.expected is not Expected.EVEN)

@@ -1,0 +1,152 @@
+"""Trials under a launcher: paceline run, paceline.spawn or torchrun, with interpreters of their own.
+
+The same plans, program and judge as of forked ranks; what is different is who starts the ranks, and that the
+launcher itself can be struck. Each takes seconds, for importing the framework, so there are few.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from tests.chaos.board import Board
+from tests.chaos.plans import Plan
+from tests.chaos.strikes import signal_of
+from tests.chaos.trial import Ended, Outside, Result, left_names
+from tests.harness.leftovers import left_in_folder, shm_names
+
+_ROOT = Path(__file__).resolve().parents[2]
+_SCRIPT = Path(__file__).with_name("launched_rank.py")
+_DEADLINE_S = 240.0  # of which nearly all is importing, on a machine that does other things
+_PATIENCE_S = 10.0
+"""How long after the launcher's end something may still be about to end."""
+_PAUSE_S = 0.3
+_MARK = "CHAOS_TRIAL"
+_LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def run_launched(plans: Iterable[Plan]) -> Iterator[Result]:
+    """Run one after the other."""
+    for plan in plans:
+        yield _run(plan)
+
+
+def _run(plan: Plan) -> Result:
+    shm_before, mark = shm_names(), uuid.uuid4().hex
+    folder = Path(tempfile.mkdtemp(prefix="chaos-"))
+    (folder / "tmp").mkdir()
+    (folder / "plan").write_bytes(pickle.dumps(plan))
+    board = Board(folder / "board", plan.job.world_size)
+    begun_s = time.monotonic()
+    with (folder / "output").open("wb") as output:
+        launcher = subprocess.Popen(
+            _command(plan, folder),
+            cwd=folder,
+            env=_environment(folder, mark),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    is_hung = _watch(plan, board, launcher, begun_s + _DEADLINE_S)
+    left = [f"process {each}" for each in _end_marked(mark)]
+    launcher.wait()
+    left += left_names(shm_before)
+    left += [f"$TMPDIR/{name}" for name in left_in_folder(folder / "tmp")]
+    printed = (folder / "output").read_text(errors="replace")
+    reports = [board.report(rank) for rank in range(plan.job.world_size)]
+    ranks = tuple(
+        Ended(
+            0 if report is not None and report.how == "done" else 1,
+            report,
+            "hung" if is_hung else "",
+            printed[-4000:],
+        )
+        for report in reports
+    )
+    struck_s = max(map(board.struck_at_s, plan.fault.struck))
+    took_s = time.monotonic() - begun_s
+    board.close()
+    shutil.rmtree(folder, ignore_errors=True)
+    return Result(
+        plan, ranks, struck_s, bool(struck_s), False, tuple(left), took_s, (launcher.returncode, printed)
+    )
+
+
+def _command(plan: Plan, folder: Path) -> list[str]:
+    launcher, count = plan.job.launcher, str(plan.job.world_size)
+    ranks = [str(_SCRIPT), str(folder)]
+    if launcher == "paceline run":
+        return [sys.executable, "-m", "paceline", "run", "-n", count, *ranks]
+    if launcher == "paceline.spawn":
+        return [sys.executable, *ranks, count]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count]
+    return [*torchrun, "--log-dir", str(folder / "logs"), *ranks]
+
+
+def _environment(folder: Path, mark: str) -> dict[str, str]:
+    inherited = {name: value for name, value in os.environ.items() if name not in _LAUNCHER_VARIABLES}
+    return inherited | {
+        _MARK: mark,
+        "TMPDIR": str(folder / "tmp"),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH", "")])),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def _watch(plan: Plan, board: Board, launcher: subprocess.Popen[bytes], until_s: float) -> bool:
+    """Strike when it is time, until the launcher has ended; whether it had to be killed."""
+    outside, fault = Outside(plan.fault), plan.fault
+    continue_s, paused = 0.0, 0
+    while launcher.poll() is None:
+        now = time.monotonic()
+        if now > until_s:
+            launcher.kill()
+            return True
+        if outside.is_due(board):
+            board.note_strike(fault.rank, now)
+            if fault.kind.name.startswith("launcher "):
+                launcher.send_signal(signal.Signals[fault.kind.name.removeprefix("launcher ")])
+            else:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(board.pid(fault.rank), signal_of(fault))
+                if fault.kind.name == "SIGSTOP and SIGCONT":
+                    paused, continue_s = board.pid(fault.rank), now + _PAUSE_S
+        if paused and now > continue_s:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(paused, signal.SIGCONT)
+            paused = 0
+        time.sleep(0.002)
+    return False
+
+
+def _end_marked(mark: str) -> list[int]:
+    """Processes of this trial that outlive the launcher for long. Kills them."""
+    until = time.monotonic() + _PATIENCE_S
+    while (pids := _marked(mark)) and time.monotonic() < until:
+        time.sleep(0.05)
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return pids
+
+
+def _marked(mark: str) -> list[int]:
+    """Living processes that have the trial's mark in their environment; a zombie has none."""
+    wanted = f"{_MARK}={mark}".encode()
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if wanted in (process / "environ").read_bytes():
+                found.append(int(process.name))
+    return found

@@ -1,0 +1,32 @@
+"""A rank of a trial under a launcher; with a second argument, the caller of `paceline.spawn`."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from pathlib import Path
+
+
+def train(_: int, folder: str) -> None:
+    """One rank's program, in an interpreter of its own: how that ends is part of the trial."""
+    from tests.chaos.board import Board
+    from tests.chaos.rank import run_rank
+    from tests.chaos.strikes import Striker
+    from tests.chaos.torch_rank import make_trainer
+
+    plan = pickle.loads((Path(folder) / "plan").read_bytes())
+    rank = int(os.environ["RANK"])
+    board = Board(Path(folder) / "board", plan.job.world_size)
+    board.note_pid(rank, os.getpid())
+    striker = Striker(plan.fault, rank, board)
+    run_rank(plan, rank, board, make_trainer(plan, rank, "", Path(folder), striker), striker)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 2:
+        import paceline
+
+        paceline.spawn(train, args=(sys.argv[1],), nprocs=int(sys.argv[2]))
+    else:
+        train(0, sys.argv[1])

@@ -1,0 +1,360 @@
+"""From a seed to a plan: a job, and one fault in it. Pure; knows no framework.
+
+The one idea: what must come of a fault is known before it strikes, so each kind of fault says it
+(`Expected`), and where it may strike.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from enum import Enum
+
+STEPS = 6
+PATIENT_S = 60.0
+"""The time-out of jobs in which nobody is expected to be late: far beyond what a busy machine takes."""
+SHORT_S = 2.0
+"""The time-out of jobs in which a rank stops: most of what such a trial takes."""
+
+
+class Expected(Enum):
+    """What must come of a fault, if it strikes."""
+
+    TOLD = "every rank raises or dies, and every survivor names the rank that was struck"
+    FINE = "all ranks train on, to the weights of the reference"
+    EITHER = "one of these two"
+    WARNED = "the ranks train on, and are told by a warning that the replicas differ"
+    ENDED = "every process of the job ends, and the launcher's status is that of a failure"
+    LATER = "the other ranks raise when the rank that was struck has come to its end"
+    EVEN = "the ranks train on, to equal weights: a rank with one batch more or fewer is nothing wrong there"
+    BEHIND = "the rank that was struck raises at its end; the others have come to theirs, with equal weights"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of fault.
+
+    Attributes:
+        name: What happens.
+        family: A row of the table of results.
+        expected: What must come of it.
+        weight: How often it is chosen.
+        places: Where it may strike, see `strikes.py`; empty: it is a change of the rank's program.
+        is_late: Somebody has to wait for a time-out until it is noticed.
+        given_to_torch: Whether it can be done to torch's own DDP as well.
+    """
+
+    name: str
+    family: str
+    expected: Expected
+    weight: int = 2
+    places: tuple[str, ...] = ()
+    is_late: bool = False
+    given_to_torch: bool = False
+
+
+_LOOP = ("before forward", "in forward", "in backward", "after backward", "in the step", "after the step")
+# Often, because a moment that nobody chose is the one that nobody thought of.
+_ANYWHERE = (*_LOOP, "outside", "outside", "outside", "core", "core", "core", "wrapping", "outside wrapping")
+_OUTSIDE = ("outside",)
+_START = ("start",)
+
+CORE_POINTS = (
+    "call_begin",
+    "before_arrive",
+    "after_arrive",
+    "mark_ready",
+    "before_post",
+    "after_post",
+    "chunk_claimed",
+    "chunk_reduced",
+    "before_end",
+    "after_end",
+)
+
+_TOLD, _FINE, _EITHER = Expected.TOLD, Expected.FINE, Expected.EITHER
+
+KINDS = (
+    Kind("SIGKILL", "killed by SIGKILL", _TOLD, 24, _ANYWHERE, given_to_torch=True),
+    Kind("SIGKILL before it came", "killed by SIGKILL", _TOLD, 2, _START, is_late=True),
+    Kind("SIGKILL of two", "killed by SIGKILL", _TOLD, 4, _LOOP, given_to_torch=True),
+    Kind("SIGKILL beside a child", "killed by SIGKILL", _TOLD, 4, _LOOP, given_to_torch=True),
+    *(
+        Kind(name, "another signal that ends it", _TOLD, 3, (*_LOOP, "outside", "outside", "wrapping"))
+        for name in ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGTERM", "SIGHUP", "SIGXCPU", "SIGINT")
+    ),
+    *(
+        Kind(name, "os._exit", _TOLD, 4, (*_LOOP, "wrapping"), given_to_torch=True)
+        for name in ("os._exit(0)", "os._exit(3)")
+    ),
+    *(
+        Kind(name, "sys.exit", _TOLD, 4, (*_LOOP, "wrapping"), given_to_torch=True)
+        for name in ("sys.exit(0)", "sys.exit(3)")
+    ),
+    Kind("exception", "exception", _TOLD, 18, (*_LOOP, "wrapping", "core"), given_to_torch=True),
+    Kind("SIGSTOP", "SIGSTOP for ever", _TOLD, 12, _ANYWHERE, is_late=True, given_to_torch=True),
+    Kind("stuck", "stuck for ever", _TOLD, 6, _LOOP, is_late=True, given_to_torch=True),
+    Kind(
+        "SIGSTOP, SIGCONT too late",
+        "SIGSTOP, SIGCONT after the others gave up",
+        _TOLD,
+        6,
+        (*_LOOP, "outside", "core"),
+        is_late=True,
+    ),
+    Kind("SIGSTOP and SIGCONT", "SIGSTOP, SIGCONT in time", _FINE, 12, _ANYWHERE),
+    Kind("slow", "slow", _FINE, 4, _LOOP),
+    *(
+        Kind(f"{name} handled", "signal with a handler", _FINE, 4, (*_LOOP, "outside", "outside"))
+        for name in ("SIGTERM", "SIGINT", "SIGUSR1")
+    ),
+    Kind("timer", "signal with a handler", _FINE, 4, _LOOP),
+    Kind("handler raises", "exception", _TOLD, 4, (*_LOOP, "outside", "outside")),
+    Kind("handler exits", "sys.exit", _TOLD, 4, (*_LOOP, "outside", "outside")),
+    Kind("backward skipped", "backward skipped", _TOLD, 6, given_to_torch=True),
+    Kind("forward too many", "forward too many", _TOLD, 4, given_to_torch=True),
+    Kind("step skipped", "optimizer step skipped", _TOLD, 6, given_to_torch=True),
+    Kind("step too many", "optimizer step too many", _TOLD, 6, given_to_torch=True),
+    Kind("iteration skipped", "iteration skipped", Expected.LATER, 5, given_to_torch=True),
+    Kind("iteration too many", "iteration too many", Expected.BEHIND, 5, given_to_torch=True),
+    Kind("NaN", "NaN in a gradient", _TOLD, 4, given_to_torch=True),
+    *(
+        Kind(f"model: {name}", "another model", _TOLD, 3, given_to_torch=True)
+        for name in ("another shape", "another order", "a layer more", "another dtype", "a frozen weight")
+    ),
+    *(
+        Kind(f"limit: {name}", "resource limit", _EITHER, 3, ("start", "wrapping", *_LOOP))
+        for name in ("descriptors", "file size", "address space", "locked memory", "stack")
+    ),
+    Kind("closes 0, 1 and 2", "closed descriptors", _FINE, 3, ("start", "wrapping", *_LOOP)),
+    Kind("closes the others", "closed descriptors", _EITHER, 3, ("wrapping", *_LOOP), is_late=True),
+    Kind("no temporary folder", "no temporary folder", _FINE, 2, _START),
+)
+
+# Launchers start new interpreters, which import the framework: seconds each. So they are few.
+_LAUNCHED = (
+    Kind("SIGKILL", "under a launcher: a rank", _TOLD, 4, (*_LOOP, "outside")),
+    Kind("exception", "under a launcher: a rank", _TOLD, 4, _LOOP),
+    Kind("sys.exit(3)", "under a launcher: a rank", _TOLD, 2, _LOOP),
+    Kind("os._exit(0)", "under a launcher: a rank", _TOLD, 2, _LOOP),
+    Kind("SIGSTOP and SIGCONT", "under a launcher: a rank", _FINE, 1, ("outside",)),
+    *(
+        Kind(f"launcher {name}", "the launcher itself", Expected.ENDED, 3, ("outside",))
+        for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGKILL")
+    ),
+)
+
+LAUNCHERS = ("paceline run", "paceline.spawn", "torchrun")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the ranks do when nothing goes wrong.
+
+    Attributes:
+        framework: "torch" or "paddle".
+        way: Over what gradients go: "memory", a `paceline.Group`; "environment", the same formed from
+            variables; "gloo", a process group, through it; "gloo memory", a process group, in memory;
+            "backend", the backend "paceline"; "torch", torch's own DDP over Gloo.
+        style: "copy"; "view", gradients live in the shared memory; "tiny", a bucket for each parameter;
+            "accumulate", two micro-batches, the first in no_sync(); "finished", ranks with fewer batches;
+            "join", the same through torch's Join.
+        width: Of the model's hidden layers.
+        launcher: "", forks of the driver; else what starts the ranks.
+    """
+
+    framework: str
+    world_size: int
+    way: str
+    style: str
+    width: int
+    launcher: str = ""
+
+    def steps_of(self, rank: int) -> int:
+        """How many batches a rank has."""
+        return STEPS - 2 * (rank % 2) if self.style in ("finished", "join") else STEPS
+
+    @property
+    def micro_batches(self) -> int:
+        return 2 if self.style == "accumulate" else 1
+
+    @property
+    def is_in_memory(self) -> bool:
+        return self.way in ("memory", "environment", "gloo memory")
+
+    def __str__(self) -> str:
+        under = f", {self.launcher}" if self.launcher else ""
+        return (
+            f"{self.framework}, {self.world_size} ranks, {self.way}, {self.style}, width {self.width}{under}"
+        )
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong.
+
+    Attributes:
+        rank: That is struck.
+        step: In which; for the place "wrapping" and before it has no meaning.
+        place: See `strikes.py`; "core" places carry a point and its passage: "core chunk_claimed 2".
+        amount: A number between 0 and 1, for what the kind makes of it: a delay, a size.
+        also: A second rank that is struck; -1: none.
+    """
+
+    kind: Kind
+    rank: int
+    step: int
+    place: str
+    amount: float
+    also: int = -1
+
+    @property
+    def struck(self) -> tuple[int, ...]:
+        return (self.rank,) if self.also < 0 else (self.rank, self.also)
+
+    def __str__(self) -> str:
+        who = " and ".join(map(str, self.struck))
+        where = f", {self.place}" if self.place else ""
+        return f"{self.kind.name}, rank {who}, step {self.step}{where}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One trial."""
+
+    seed: int
+    job: Job
+    fault: Fault
+    timeout_s: float = field(default=PATIENT_S)
+
+    @property
+    def expected(self) -> Expected:
+        """As its kind says, but for what docs/design/reducer.md makes of it in some jobs."""
+        kind = self.fault.kind
+        # A rank that calls backward in no_sync() may step by itself on purpose (local SGD).
+        if kind.name in ("step skipped", "step too many") and self.job.style == "accumulate":
+            return Expected.WARNED
+        # Paddle's optimizers don't count their writes: one more is seen in the values only.
+        if kind.name == "step too many" and self.job.framework == "paddle":
+            return Expected.WARNED
+        if kind.name.startswith("iteration") and self.job.style in ("finished", "join"):
+            return Expected.EVEN
+        return kind.expected
+
+    @property
+    def must_name(self) -> bool:
+        """Whether survivors must name the rank that was struck.
+
+        While wrapping over a process group of another library nobody knows whom it lost
+        (docs/design/reducer.md, What it does not do yet), and torch's Join speaks for itself. There, names
+        are counted and not asked for.
+        """
+        job = self.job
+        is_torchs = job.way == "torch" or (job.style == "join" and job.way != "backend")
+        return not is_torchs and not self.is_while_wrapping_over_others
+
+    @property
+    def is_while_wrapping_over_others(self) -> bool:
+        """Over another library's process group, which some rank may still be forming."""
+        return "wrapping" in self.fault.place and self.job.way not in ("memory", "environment")
+
+    @property
+    def is_late(self) -> bool:
+        """Whether a time-out has to pass before anybody can know of the fault."""
+        job, fault = self.job, self.fault
+        # There the group is formed while wrapping: who dies before has never come.
+        is_unborn = job.way == "environment" and "wrapping" in fault.place and not job.launcher
+        # In torch's Join it waits in its next forward for ranks that wait for its backward.
+        is_crossed = job.style == "join" and fault.kind.name in ("backward skipped", "forward too many")
+        return fault.kind.is_late or is_crossed or (is_unborn and fault.kind.expected is Expected.TOLD)
+
+    def __str__(self) -> str:
+        return f"seed {self.seed}: {self.job}: {self.fault}"
+
+
+_TORCH_WAYS = ("memory", "memory", "environment", "gloo", "gloo memory", "backend")
+_PADDLE_WAYS = ("memory", "memory", "group")
+_TORCH_STYLES = ("copy", "view", "tiny", "accumulate", "finished", "join")
+_PADDLE_STYLES = ("copy", "view", "tiny", "accumulate", "finished")
+
+
+def plan_of(seed: int, framework: str = "torch", *, launched: bool = False) -> Plan:
+    """The plan of a seed: the same each time."""
+    chance = random.Random(f"{framework} {launched} {seed}")
+    if framework == "torch":
+        job = _job(chance, framework, _TORCH_WAYS, _TORCH_STYLES)
+    else:
+        job = _job(chance, framework, _PADDLE_WAYS, _PADDLE_STYLES)
+    if launched:
+        launcher = chance.choice(LAUNCHERS)
+        job = Job(
+            framework, min(job.world_size, 3), chance.choice(("environment", "gloo")), "copy", 16, launcher
+        )
+    kinds = _LAUNCHED if launched else KINDS
+    while True:
+        kind = chance.choices(kinds, [kind.weight for kind in kinds])[0]
+        fault = _fault(chance, job, kind)
+        if fault is not None:
+            break
+    plan = Plan(seed, job, fault)
+    if plan.is_late or (kind.expected is _EITHER and fault.place != "start"):
+        return Plan(seed, job, fault, SHORT_S)
+    return plan
+
+
+def _job(chance: random.Random, framework: str, ways: tuple[str, ...], styles: tuple[str, ...]) -> Job:
+    way, style = chance.choice(ways), chance.choice(styles)
+    world_size = chance.choices((2, 3, 4), (4, 3, 2))[0]
+    if style == "join" and way in ("memory", "environment"):
+        style = "finished"  # torch's Join needs a process group
+    return Job(framework, world_size, way, style, chance.choice((16, 16, 150)))
+
+
+def _fault(chance: random.Random, job: Job, kind: Kind) -> Fault | None:
+    """A fault of this kind in this job; None: there is none."""
+    rank = chance.randrange(job.world_size)
+    # A pass must follow that all ranks have data for: else nobody has to notice, and for a step nobody can.
+    step = chance.randrange(min(map(job.steps_of, range(job.world_size))) - 1)
+    place = chance.choice(kind.places) if kind.places else ""
+    amount = chance.random()
+    if place == "core":
+        if not job.is_in_memory:
+            place = "in forward" if kind.name == "exception" else "outside"
+        else:
+            place = f"core {chance.choice(CORE_POINTS)} {chance.randint(1, 3)}"
+    if "wrapping" in place:
+        step = -1
+    if place == "start":
+        step = -2
+        # There, torch's own rendezvous speaks and not ours.
+        if job.way not in ("memory", "environment"):
+            return None
+    if kind.name == "SIGKILL beside a child" and place == "in backward":
+        place = (
+            "after backward"  # torch forbids autograd in forks of its threads; the child does nothing anyway
+        )
+    also = -1
+    if kind.name.endswith("of two"):
+        if job.world_size < 3:
+            return None
+        also = chance.choice([other for other in range(job.world_size) if other != rank])
+    if (job.launcher, kind.name) == ("torchrun", "launcher SIGKILL"):
+        return None  # torchrun's own ranks outlive it
+    if job.framework == "paddle" and kind.name == "model: another dtype":
+        return None  # Paddle's layers of another dtype don't multiply inputs of this one
+    return Fault(kind, rank, step, place, amount, also)
+
+
+def for_torch(plan: Plan) -> Plan | None:
+    """The same fault in a job of torch's own DDP; None: it cannot be given it."""
+    job, fault = plan.job, plan.fault
+    if not fault.kind.given_to_torch or job.framework != "torch" or job.style == "finished":
+        return None
+    place = fault.place
+    if place.startswith("core"):
+        place = "in forward" if fault.kind.name == "exception" else "outside"
+    if "wrapping" in place or place == "start":
+        return None
+    given = Fault(fault.kind, fault.rank, fault.step, place, fault.amount, fault.also)
+    # Everything is late there: its ranks may wait for ever for one that skipped.
+    return Plan(plan.seed, Job("torch", job.world_size, "torch", job.style, job.width), given, 2 * SHORT_S)

@@ -1,0 +1,200 @@
+"""A fixed part of the random faults, and the judge itself. `make chaos` runs more."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.chaos.judge import is_silent, judge, names
+from tests.chaos.plans import KINDS, Expected, Fault, Job, Plan, for_torch, plan_of
+from tests.chaos.rank import Report
+from tests.chaos.reference import first_weights, weights_after
+from tests.chaos.strikes import signal_of
+from tests.chaos.trial import Ended, Result
+
+_ROOT = Path(__file__).parents[2]
+_DEADLINE_S = 500
+
+
+def chaos(*arguments: str) -> tuple[int, str]:
+    """Run the driver, in a process of its own because it forks its ranks; its status and what it printed."""
+    command = [sys.executable, "-m", "tests.chaos", *arguments]
+    with subprocess.Popen(
+        command,
+        cwd=_ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=_DEADLINE_S)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+        return process.returncode, output
+
+
+def test_faults_in_jobs_of_torch():
+    status, output = chaos("--seed", "0", "--faults", "70", "--paddle", "0", "--launched", "0")
+    assert status == 0, output
+    assert "killed by SIGKILL" in output
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="PaddlePaddle has no wheels for it")
+def test_faults_in_jobs_of_paddle():
+    pytest.importorskip("paddle")
+    status, output = chaos("--seed", "0", "--faults", "10", "--paddle", "100", "--launched", "0")
+    assert status == 0, output
+
+
+def test_a_fault_under_a_launcher():
+    status, output = chaos("--one", "7", "--launcher")
+    assert status == 0, output
+
+
+def test_a_seed_makes_the_same_plan():
+    assert [plan_of(seed) for seed in range(50)] == [plan_of(seed) for seed in range(50)]
+
+
+def test_every_kind_is_chosen_and_strikes_another_rank_each_time():
+    plans = [plan_of(seed) for seed in range(3000)]
+    assert {plan.fault.kind for plan in plans} == set(KINDS)
+    assert {plan.fault.rank for plan in plans} == {0, 1, 2, 3}
+
+
+def test_what_is_given_to_torch_can_strike_there():
+    """From outside only what is a signal; nothing at a point of our core."""
+    given = [plan for seed in range(3000) if (plan := for_torch(plan_of(seed))) is not None]
+    assert len(given) > 500
+    for plan in given:
+        assert not plan.fault.place.startswith("core")
+        assert not plan.fault.place.startswith("outside") or signal_of(plan.fault)
+
+
+def test_the_reference_computes_gradients():
+    """Of one step, against differences of the loss: sum over ranks of the mean squared error."""
+    from tests.chaos.reference import _gradients, batch
+
+    weights = [each.astype(np.float64) for each in first_weights(16)]
+    inputs, targets = batch(0, 0, 0)
+
+    def loss():
+        hidden = np.tanh(np.tanh(inputs @ weights[0] + weights[1]) @ weights[2] + weights[3])
+        return ((hidden @ weights[4] + weights[5] - targets) ** 2).mean()
+
+    for place, gradient in zip(weights, _gradients(weights, inputs, targets)):
+        before, place.flat[3] = place.flat[3], place.flat[3] + 1e-6
+        higher = loss()
+        place.flat[3] = before - 1e-6
+        assert (higher - loss()) / 2e-6 == pytest.approx(gradient.flat[3], rel=1e-5)
+        place.flat[3] = before
+
+
+# --- the judge: each finding that it must make ---
+
+_JOB = Job("torch", 3, "memory", "copy", 16)
+_LAST = [each.astype(np.float32) for each in weights_after(_JOB)[-1]]
+_THIRD = [each.astype(np.float32) for each in weights_after(_JOB)[3]]
+_DONE = Ended(0, Report("done", 9.0, steps=6, weights=_LAST))
+_LOST = Ended(1, Report("raised", 5.1, "PeerLostError", "Rank 1 of 3 died.", True, (1,), 3, _THIRD))
+_KILLED = Ended(-signal.SIGKILL, None)
+
+
+def result(kind: str, *ranks: Ended, left: tuple[str, ...] = (), was_struck: bool = True) -> Result:
+    """Rank 1 of three was struck at 5 s."""
+    found = next(each for each in KINDS if each.name == kind)
+    plan = Plan(0, _JOB, Fault(found, 1, 3, "in forward", 0.5))
+    return Result(plan, ranks, 5.0, was_struck, False, left, 1.0)
+
+
+def said(*told: str, **of_report: object) -> Ended:
+    """A survivor's end that differs in this."""
+    assert _LOST.report is not None
+    return replace(_LOST, report=replace(_LOST.report, **of_report))
+
+
+def test_a_death_that_all_tell_is_right():
+    verdict = judge(result("SIGKILL", _LOST, _KILLED, _LOST))
+    assert not verdict.wrong
+    assert (verdict.named, verdict.survivors) == (2, 2)
+    assert verdict.seconds == pytest.approx((0.1, 0.1))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "found"),
+    [
+        ((_LOST, _KILLED, _DONE), "rank 2 ended well"),
+        ((_LOST, _KILLED, Ended(-9, None, "hung")), "rank 2 hung"),
+        ((_LOST, _KILLED, Ended(0, None)), "rank 2 ended without a word"),
+        ((_LOST, _KILLED, said(ranks=(), text="Something broke.")), "do not name the rank"),
+        ((_LOST, _KILLED, said(ranks=(0,), text="Rank 0 of 3 died.")), "blames [0]"),
+        ((_LOST, _KILLED, said(is_ours=False)), "not of ours"),
+        ((_LOST, _KILLED, said(weights=_LAST)), "rank 2 has other weights than the reference after 3"),
+        ((_LOST, _KILLED, said(steps=4, weights=_LAST)), "good passes"),
+        ((_LOST, _KILLED, said(at_s=60.0)), "told after 55.0 s"),
+        ((_LOST, _DONE, _LOST), "rank 1, which was struck, ended well"),
+    ],
+)
+def test_a_death_that_is_not_told_is_found(ranks, found):
+    wrong = judge(result("SIGKILL", *ranks)).wrong
+    assert any(found in each for each in wrong), wrong
+
+
+def test_a_fault_that_must_do_no_harm():
+    assert not judge(result("slow", _DONE, _DONE, _DONE)).wrong
+    other = Ended(0, Report("done", 9.0, steps=6, weights=_THIRD))
+    assert any("other weights" in each for each in judge(result("slow", _DONE, other, _DONE)).wrong)
+    assert any("rank 1 raised" in each for each in judge(result("slow", _DONE, _LOST, _DONE)).wrong)
+
+
+def test_what_is_left_behind_is_found():
+    assert judge(result("slow", _DONE, _DONE, _DONE, left=("process 7",))).wrong == (
+        "left behind: process 7",
+    )
+
+
+def test_what_is_silent():
+    drifted = Ended(0, Report("done", 9.0, steps=6, weights=_THIRD))
+    assert is_silent(result("step skipped", _DONE, drifted, _DONE))
+    assert not is_silent(result("step skipped", _LOST, drifted, _LOST))
+    assert not is_silent(result("slow", _DONE, _DONE, _DONE))
+
+
+def test_an_innocent_rank_that_is_late_on_a_busy_machine_says_nothing():
+    late = said(kind="DeadlineError", text="Rank 2 of 3 did not arrive within 2.0 s.", ranks=(2,), at_s=5.5)
+    stop = result("SIGSTOP", late, _KILLED, late)
+    assert judge(stop).is_void
+    impatient = replace(stop, plan=replace(stop.plan, timeout_s=0.5))  # so it was the one that was stopped
+    assert any("blames [2]" in each for each in judge(impatient).wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_named"),
+    [
+        ("Rank 1 of 3 died.", True),
+        ("Rank 0 of 3 lost ranks 1-2.", True),
+        ("Rank 1 of 3 could not average gradients.", False),
+        ("Ranks 0 and 2 disagree.", False),
+        ("The replicas differ\n  seen  ranks 0, 2: a\n        rank 1: b", True),
+        ("Connection closed by peer [127.0.0.1]:1234", False),
+    ],
+)
+def test_who_is_named_by_a_text(text, is_named):
+    assert names(Report("raised", 0.0, text=text), (1,)) is is_named
+
+
+def test_what_must_come_of_a_kind_is_known():
+    assert {kind.expected for kind in KINDS} >= {
+        Expected.TOLD,
+        Expected.FINE,
+        Expected.EITHER,
+        Expected.LATER,
+    }

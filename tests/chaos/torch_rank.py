@@ -1,0 +1,177 @@
+"""torch's side of a rank: the model, and who averages its gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch._dynamo  # torch's DDP imports it in its first forward: a second, in every fork
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import paceline
+from paceline.torch import DistributedDataParallel, backend
+from tests.chaos.plans import Plan
+from tests.chaos.rank import Array, uneven_batches
+from tests.chaos.reference import LEARNING_RATE, MOMENTUM, batch, first_weights
+from tests.chaos.strikes import Striker
+
+_FORMING_S = 60.0
+
+
+class Model(nn.Module):
+    """Three layers with tanh between them, of which one rank's may be another."""
+
+    def __init__(self, width: int, striker: Striker) -> None:
+        super().__init__()
+        self._striker = striker
+        self.step = -1
+        change = striker.model_change()
+        weights = first_weights(width)
+        names = ["first", "middle", "last"]
+        layers = {}
+        for name, matrix, bias in zip(names, weights[::2], weights[1::2]):
+            rows, columns = matrix.shape
+            layers[name] = nn.Linear(rows + (change == "another shape" and name == "middle"), columns)
+            if layers[name].in_features == rows:
+                with torch.no_grad():
+                    layers[name].weight.copy_(torch.from_numpy(matrix).t())
+                    layers[name].bias.copy_(torch.from_numpy(bias))
+        for name in names[::-1] if change == "another order" else names:
+            self.add_module(name, layers[name])
+        if change == "a layer more":
+            self.more = nn.Linear(3, 3)
+        if change == "another dtype":
+            self.middle.double()
+        if change == "a frozen weight":
+            self.middle.weight.requires_grad_(False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(inputs))
+        self._striker.at("in forward", self.step)
+        if hidden.requires_grad:
+            step = self.step
+            hidden.register_hook(lambda _: self._striker.at("in backward", step))
+        hidden = torch.tanh(self.middle(hidden))
+        if self._striker.changes("NaN", self.step):
+            hidden = hidden * float("nan")
+        out: torch.Tensor = self.last(hidden)
+        return out
+
+
+class TorchTrainer:
+    """Trains with Paceline in one of its ways, or with torch's own DDP.
+
+    Args:
+        plan: Of the trial.
+        rank: This one.
+        job: A name that the ranks of the trial have in common.
+        folder: A folder that they have in common.
+        striker: Of this rank.
+    """
+
+    def __init__(self, plan: Plan, rank: int, job: str, folder: Path, striker: Striker) -> None:
+        torch.set_num_threads(1)
+        warnings.simplefilter("default")
+        self._plan, self._rank, self._job, self._folder = plan, rank, job, folder
+        self._striker = striker
+        self._model = Model(plan.job.width, striker)
+        self._group: Any = None
+        self._wrapped: Any = None
+
+    def form(self) -> None:
+        job, timeout_s = self._plan.job, self._plan.timeout_s
+        if job.launcher:
+            if job.way != "environment":
+                dist.init_process_group("gloo", timeout=timedelta(seconds=_FORMING_S))
+            return
+        os.environ.update(RANK=str(self._rank), WORLD_SIZE=str(job.world_size), LOCAL_RANK=str(self._rank))
+        os.environ.update(LOCAL_WORLD_SIZE=str(job.world_size), PACELINE_JOB_ID=self._job)
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+        if job.way == "memory":
+            forming_s = timeout_s if self._plan.fault.place == "start" else _FORMING_S
+            self._group = paceline.init(
+                rank=self._rank,
+                world_size=job.world_size,
+                job_id=self._job,
+                timeout_s=timeout_s,
+                forming_timeout_s=forming_s,
+            )
+        elif job.way != "environment":
+            # Twice, because the wrapper shall be the first to give up: what torch's own calls say of a late
+            # rank is torch's.
+            store = dist.FileStore(str(self._folder / "store"), job.world_size)
+            timeout = timedelta(seconds=2 * timeout_s)
+            if job.way == "backend":
+                backend.register()
+            name = "paceline" if job.way == "backend" else "gloo"
+            dist.init_process_group(
+                name, store=store, rank=self._rank, world_size=job.world_size, timeout=timeout
+            )
+
+    def wrap(self) -> None:
+        job, timeout_s = self._plan.job, self._plan.timeout_s
+        options: dict[str, Any] = {"gradient_as_bucket_view": job.style == "view"}
+        if job.style == "tiny":
+            options["bucket_cap_mb"] = 1e-6
+        if job.way == "torch":
+            self._wrapped = TorchDDP(self._model, **options)
+        else:
+            through = "group" if job.way in ("gloo", "backend") and not job.launcher else "auto"
+            self._wrapped = DistributedDataParallel(
+                self._model,
+                process_group=self._group,
+                timeout_s=timeout_s,
+                nonfinite="raise",
+                reduce_through=through,
+                **options,
+            )
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+        self._optimizer.register_step_pre_hook(lambda *_: self._striker.at("in the step", self._model.step))
+
+    def whole(self) -> contextlib.AbstractContextManager[object]:
+        if self._plan.job.style == "join":
+            joined: contextlib.AbstractContextManager[object] = self._wrapped.join()
+            return joined
+        return contextlib.nullcontext()
+
+    def batches(self, count: int, step: Any) -> Iterable[int]:
+        return uneven_batches(count, self._wrapped, self._plan.job.style, step)
+
+    def clear(self) -> None:
+        self._optimizer.zero_grad()
+
+    def forward(self, step: int, micro: int) -> torch.Tensor:
+        self._model.step = step
+        inputs, targets = map(torch.from_numpy, batch(self._rank, step, micro))
+        return nn.functional.mse_loss(self._wrapped(inputs), targets)
+
+    def backward(self, loss: Any) -> None:
+        loss.backward()
+
+    def no_sync(self) -> contextlib.AbstractContextManager[object]:
+        context: contextlib.AbstractContextManager[object] = self._wrapped.no_sync()
+        return context
+
+    def step(self) -> None:
+        self._optimizer.step()
+
+    def weights(self) -> list[Array]:
+        found = []
+        for name in ("first", "middle", "last"):
+            layer = getattr(self._model, name)
+            found += [np.array(layer.weight.detach().t()), np.array(layer.bias.detach())]
+        return found
+
+
+def make_trainer(plan: Plan, rank: int, job: str, folder: Path, striker: Striker) -> TorchTrainer:
+    """What `rank.py` runs."""
+    return TorchTrainer(plan, rank, job, folder, striker)

@@ -1,0 +1,132 @@
+"""Ranks of one host whose gradients go over a process group: who is lost or late has a name all the same."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from paceline.errors import CollectiveError, DeadlineError, PeerLostError
+from paceline.rendezvous import host
+from tests.harness import ranks
+from tests.multiprocess.conformance_numpy import batch
+
+PATIENT_S = 60.0
+ASKED_S = 1.5
+
+both = pytest.mark.parametrize("framework", ["torch", "paddle"])
+
+
+def model_of(rank: int, framework: str, timeout_s: float = PATIENT_S):
+    """A wrapped network that has made a pass over Gloo, and what makes another one."""
+    if framework == "torch":
+        import torch
+
+        import paceline.torch
+
+        store = torch.distributed.FileStore(f"{os.environ['TMPDIR']}/store", int(os.environ["WORLD_SIZE"]))
+        torch.distributed.init_process_group(
+            "gloo", store=store, rank=rank, world_size=int(os.environ["WORLD_SIZE"])
+        )
+        wrap = paceline.torch.DistributedDataParallel
+    else:
+        from paceline.paddle import DataParallel as wrap
+        from tests.multiprocess.paddle_models import join_paddle
+
+        join_paddle(rank)
+    do = importlib.import_module(f"tests.multiprocess.conformance_{framework}")
+    model = wrap(do.network(), reduce_through="group", timeout_s=timeout_s)
+    assert model.reduces_through == "group"
+
+    def one_pass() -> None:
+        do.backward(do.loss(model, batch()))
+
+    one_pass()
+    return one_pass
+
+
+@both
+@ranks(3, group=None, framework="framework", dies={1: signal.SIGKILL})
+def test_a_rank_that_is_killed(rank, framework):
+    one_pass = model_of(rank, framework)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerLostError, match="Rank 1 of 3 died") as caught:
+        one_pass()
+    assert caught.value.lost == (1,)
+    assert "fc" in caught.value.where or "weight" in caught.value.where or "status" in caught.value.where
+
+
+@both
+@ranks(3, group=None, framework="framework", dies={1: ValueError})
+def test_a_rank_that_raises(rank, framework):
+    one_pass = model_of(rank, framework)
+    if rank == 1:
+        error = ValueError("the cause")
+        sys.excepthook(ValueError, error, None)  # as the interpreter would; the harness catches it
+        raise error
+    with pytest.raises(PeerLostError) as caught:
+        one_pass()
+    assert caught.value.lost == (1,)
+    assert "the cause" in str(caught.value)
+
+
+@both
+@ranks(3, group=None, framework="framework", dies={1: SystemExit})
+def test_a_rank_that_leaves(rank, framework):
+    one_pass = model_of(rank, framework)
+    if rank == 1:
+        raise SystemExit(0)
+    with pytest.raises(PeerLostError) as caught:
+        one_pass()
+    assert "ank 1 of 3" in str(caught.value)
+
+
+@both
+@ranks(3, group=None, framework="framework", dies={1: signal.SIGKILL})
+def test_a_rank_that_does_not_come(rank, framework):
+    one_pass = model_of(rank, framework, ASKED_S)
+    folder = os.environ["TMPDIR"]
+    if rank == 1:
+        while not all(os.path.exists(f"{folder}/told-{other}") for other in (0, 2)):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)  # Paddle's threads would wait 30 s more
+    with pytest.raises(DeadlineError) as caught:
+        one_pass()
+    with open(f"{folder}/told-{rank}", "w"):
+        pass
+    assert caught.value.late == (1,)
+    assert "is alive; last after backward of pass" in str(caught.value)
+
+
+@ranks(2, group="gloo", dies={1: signal.SIGKILL})
+def test_with_a_communication_hook(rank):
+    import torch
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    from paceline.torch import DistributedDataParallel
+
+    model = DistributedDataParallel(torch.nn.Linear(3, 2))
+    model.register_comm_hook(None, allreduce_hook)
+    model(torch.ones(1, 3)).sum().backward()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerLostError) as caught:
+        model(torch.ones(1, 3)).sum().backward()
+    assert caught.value.lost == (1,)
+
+
+@both
+@ranks(2, group=None, framework="framework", dies={1: signal.SIGKILL})
+def test_on_two_hosts_nobody_knows(rank, framework):
+    host._host_hint = lambda: f"host {rank}"
+    one_pass = model_of(rank, framework)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(CollectiveError) as caught:
+        one_pass()
+    assert not isinstance(caught.value, PeerLostError) or not caught.value.lost

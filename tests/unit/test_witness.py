@@ -1,0 +1,128 @@
+"""Who is to blame, of ranks that share memory beside their process group; without a process."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from paceline.errors import DeadlineError, PeerLostError
+from paceline.reducer.engine_waits import EngineWaits
+from paceline.reducer.witness import Witness
+
+
+class Core:
+    """Memory of three ranks, seen by rank 0."""
+
+    rank, world_size = 0, 3
+
+    def __init__(self) -> None:
+        self.activities = ["", "", ""]
+        self.states = ["alive"] * 3
+        self.told: list[str] = []
+        self.error: Exception | None = None
+
+    def set_activity(self, text: str) -> None:
+        self.activities[0] = text
+        self.told.append(text)
+
+    def check_usable(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+    def records(self):
+        pid = os.getpid()  # which runs
+        return [
+            {"rank": rank, "pid": pid, "state": self.states[rank], "activity": self.activities[rank]}
+            for rank in range(3)
+        ]
+
+
+@pytest.fixture
+def core():
+    return Core()
+
+
+def waits_of(core: Core, timeout_s: float = 0.05) -> EngineWaits:
+    return EngineWaits(0, 3, engine="a group", timeout_s=timeout_s, warn_after_s=60.0, witness=Witness(core))
+
+
+def after(count: int):
+    """A call that is completed when it has been asked so often."""
+    asked = iter(range(count))
+    return lambda: next(asked, None) is None
+
+
+def waiting() -> str:
+    core = Core()
+    Witness(core).tell_waiting()
+    return core.told[0]
+
+
+def test_a_short_wait_tells_nobody(core):
+    waits_of(core, 60.0).poll(after(3), 0)
+    assert core.told == []
+
+
+def test_a_wait_that_ends_is_no_excuse_later(core):
+    waits_of(core, 60.0).poll(after(20), 0)
+    assert core.told[0] == waiting()
+    assert len(core.told) == 2
+    assert core.told[1] != waiting()
+
+
+def test_who_waits_as_well_is_not_late(core):
+    core.activities[1:] = ["in backward of pass 3", waiting()]
+    with pytest.raises(DeadlineError, match=r"gave up waiting for rank 1 .* after 0\.1 s") as caught:
+        waits_of(core).poll(lambda: False, 0)
+    assert caught.value.late == (1,)
+    assert "is alive; last in backward of pass 3" in str(caught.value)
+
+
+def test_who_has_given_up_is_not_late_and_stays_so(core):
+    witness = Witness(core)
+    witness.give_up()
+    witness.tell("after backward of pass 3")
+    given_up = core.activities[0]
+    core.activities = ["", given_up, "in forward of pass 3"]
+    with pytest.raises(DeadlineError) as caught:
+        waits_of(core).poll(lambda: False, 0)
+    assert caught.value.late == (2,)
+
+
+def test_where_all_wait_nobody_is_named(core):
+    core.activities[1:] = [waiting(), waiting()]
+    with pytest.raises(DeadlineError, match="does not tell which rank") as caught:
+        waits_of(core).poll(lambda: False, 0)
+    assert not caught.value.late
+
+
+def test_a_death_ends_the_wait(core):
+    core.error = PeerLostError("Rank 2 of 3 died.", seen="the kernel told", lost=(2,))
+    with pytest.raises(PeerLostError, match=r"(?s)Rank 2 of 3 died.*rank 0 of 3, .*over a group") as caught:
+        waits_of(core, 60.0).poll(lambda: False, "a sum")
+    assert caught.value.lost == (2,)
+
+
+def test_one_that_gave_up_first_does_not_take_the_blame(core):
+    core.activities[1] = "in backward of pass 3"
+    core.activities[2] = waiting()
+    core.error = PeerLostError("Rank 2 of 3 raised.", seen="DeadlineError: rank 1 did not come", lost=(2,))
+    with pytest.raises(DeadlineError) as caught:
+        waits_of(core, 60.0).poll(lambda: False, 0)
+    assert caught.value.late == (1,)
+
+
+def test_a_broken_connection_of_one_that_left(core):
+    core.states[1] = "left"
+    error = waits_of(core).failed(RuntimeError("Connection closed by peer [::1]:7"), 0)
+    assert isinstance(error, PeerLostError)
+    assert error.lost == (1,)
+    assert str(error).startswith("Rank 1 of 3 has left.")
+
+
+def test_another_failure_is_none_of_the_witness(core):
+    core.states[1] = "left"
+    error = waits_of(core).failed(RuntimeError("sizes differ"), 0)
+    assert not isinstance(error, PeerLostError)
+    assert "sizes differ" in str(error)
