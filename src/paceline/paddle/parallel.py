@@ -15,6 +15,7 @@ import paddle
 from paddle import nn
 
 from paceline.paddle import backward_calls
+from paceline.paddle.compatible import PaddleNames, hide_paddles_own
 from paceline.paddle.config import make_config
 from paceline.paddle.passes import GradientPasses
 from paceline.paddle.peers import LonePeers, Peers, find_peers
@@ -25,10 +26,11 @@ from paceline.reducer.agreement import ModelDescription, check_agreement
 from paceline.reducer.micro_batches import as_weight
 from paceline.reducer.wrapped_model import WrappedModel
 
-_NOT_OPTIONS = ("self", "layers", "group", "process_group", "strategy", "__class__")
+_NOT_OPTIONS = ("group", "process_group", "strategy", "__class__")
 
 
-class DataParallel(WrappedModel, nn.Layer):
+@hide_paddles_own
+class DataParallel(WrappedModel, PaddleNames):
     """Trains one model on several processes: a drop-in for `paddle.DataParallel`, with torch's arguments.
 
     Every rank wraps the same model and runs forward and backward on its own share of the batch. When
@@ -132,8 +134,11 @@ class DataParallel(WrappedModel, nn.Layer):
         timeout_s: float | None = None,
         check_replicas_every: int | None = None,
     ) -> None:
-        options = {name: value for name, value in locals().items() if name not in _NOT_OPTIONS}
-        super().__init__(f"{layers.full_name()}_data_parallel")
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "layers")}
+        options = {name: value for name, value in arguments.items() if name not in _NOT_OPTIONS}
+        # Not Paddle's DataParallel: it is a base only so that others recognise this class.
+        nn.Layer.__init__(self, f"{layers.full_name()}_data_parallel")
+        self._arguments = arguments
         self._config = make_config(**options)
         check_inner(layers)
         self._layers = layers
@@ -141,8 +146,8 @@ class DataParallel(WrappedModel, nn.Layer):
         self.grad_need_sync = True
         self._tensors = ManagedTensors(layers)
         self._passes = None
-        group = process_group if group is None else group
-        peers = None if _asks_for_one_rank(strategy) else find_peers(group, timeout_s)
+        arguments["group"] = group = process_group if group is None else group
+        peers = self._peers = None if _asks_for_one_rank(strategy) else find_peers(group, timeout_s)
         if peers is None and not self._tensors.is_trained:  # nothing to average, and nobody to do it with
             return
         self._tensors.check_trainable()
@@ -151,14 +156,15 @@ class DataParallel(WrappedModel, nn.Layer):
         if peers is None and (nonfinite == "raise" or weight is not None):
             peers = LonePeers()
         if peers is not None:
+            self._peers = peers
             self._passes = self._begin_passes(peers)
 
-    def _begin_passes(self, peers: Peers) -> GradientPasses:
+    def _begin_passes(self, peers: Peers, *, is_first: bool = True) -> GradientPasses:
         parameters, buffers = self._tensors.describe()
         description = ModelDescription(parameters, buffers, self._config.agreed_options())
         check_agreement(description, peers.exchange, peers.timeout_s)
         link = peers.connect(on_host=self._tensors.is_on_host, reduce_through=self._config.reduce_through)
-        if self._config.init_sync:
+        if self._config.init_sync and is_first:
             values = list(self._tensors.all_parameters.values())
             if self._config.init_sync_buffers:
                 values += self._tensors.buffers.values()
@@ -191,6 +197,25 @@ class DataParallel(WrappedModel, nn.Layer):
         if is_syncing or self._passes.weights.is_used:
             self._passes.watch(output)
         return output
+
+    def init_reducer(self) -> None:
+        """Average from now on the gradients of the parameters that the model trains now. Collective.
+
+        After parameters were added, replaced, or unfrozen; not within a backward. No value is broadcast.
+        paddle.DataParallel's constructor calls its own; here nobody needs to otherwise.
+
+        Raises:
+            ConfigError: The model has no parameters to train.
+            ModelMismatchError: The ranks have different models.
+        """
+        if self._peers is None:
+            return
+        tensors = ManagedTensors(self._layers)
+        tensors.check_trainable()
+        if self._passes is not None:
+            self._passes.end()
+        self._tensors = tensors
+        self._passes = self._begin_passes(self._peers, is_first=False)
 
     def _passes_to_weigh(self) -> GradientPasses:
         if self._passes is None:  # alone, there still are micro-batches

@@ -121,6 +121,12 @@ class GradientPasses(BackwardPasses):
         self._is_closed = True
         self._listen(False)
 
+    def end(self) -> None:
+        """Average no more. Gradients keep their values, and get memory of their own."""
+        self.close()
+        self._own.leave_arena()
+        self.reducer.close()
+
     @property
     def reducer(self) -> Reducer:
         """That of the plan in use."""

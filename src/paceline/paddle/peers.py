@@ -37,6 +37,8 @@ class Peers(Protocol):
     """The ranks, before anything connects them but small messages."""
 
     timeout_s: float
+    group: Any
+    """What was passed, or found, that connects the ranks; None: nothing does."""
 
     @property
     def rank(self) -> int: ...
@@ -71,7 +73,7 @@ class GroupPeers:
         self.timeout_s = timeout_s or group.core.timeout_s
         self._core = group.core.with_patience(self.timeout_s, group.core.warn_after_s)
         self.exchange = MemberExchange(self._core, range(group.world_size))
-        self._group = group
+        self.group = group
 
     def connect(self, *, on_host: bool, reduce_through: str = "auto") -> Link:
         if not on_host or reduce_through == "group":
@@ -80,7 +82,7 @@ class GroupPeers:
                 seen=f"reduce_through={reduce_through!r}" if on_host else "parameters on a GPU",
                 hint="call paddle.distributed.init_parallel_env() before wrapping the model",
             )
-        return MemoryLink(self._core, self._group)
+        return MemoryLink(self._core, self.group)
 
 
 class PaddlePeers:
@@ -126,6 +128,7 @@ class LonePeers:
     """A process that trains alone, and yet weighs its micro-batches, say."""
 
     rank, world_size, timeout_s = 0, 1, math.inf
+    group = None
 
     @property
     def exchange(self) -> Exchange:
