@@ -72,8 +72,8 @@ def test_the_signatures_come_first_in_their_own_order() -> None:
 
 
 def names_of(kind: type) -> set[str]:
-    """Public ones, of the class and those that its constructor sets."""
-    set_there = re.findall(r"self\.([a-z]\w*)\b[^=\n]*= ", inspect.getsource(kind.__init__))
+    """Public ones, of the class and those that it sets in its objects."""
+    set_there = re.findall(r"self\.([a-z]\w*)\b[^=\n]*= ", inspect.getsource(kind))
     return {name for name in {*dir(kind), *set_there} if not name.startswith("_")}
 
 
