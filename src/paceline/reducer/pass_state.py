@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from paceline import _core
 from paceline.errors import ConfigError, ForkedError
 from paceline.reducer.frozen import frozen_status
-from paceline.reducer.protocol import FINISHED, REFUSED, STATIC, TWICE
+from paceline.reducer.protocol import CHANGED, FINISHED, REFUSED, STATIC, TWICE
 
 
 class PassState:
@@ -30,6 +30,7 @@ class PassState:
             tells all ranks: a hook that raised would leave the others waiting.
         refused: A parameter whose gradient cannot be averaged, and why. The end of the pass tells, too.
         forwards: Of this rank since the last synchronised pass.
+        has_changed: Whether this pass used other parameters than the first one, against a promise.
         idle: Parameters without a gradient in this pass that are frozen, where unused ones are no good.
         promises_static_graph: Whether that promise was made after wrapping, and no good pass has shown yet
             that all ranks have made it.
@@ -42,6 +43,7 @@ class PassState:
         "came_twice",
         "forwards",
         "handed",
+        "has_changed",
         "idle",
         "is_armed",
         "is_interrupted",
@@ -64,6 +66,7 @@ class PassState:
         self.came_twice: int | None = None
         self.refused: tuple[int, ConfigError] | None = None
         self.forwards = 0
+        self.has_changed = False
         self.idle: Sequence[int] = ()
         self.promises_static_graph = False
         self.pid = os.getpid()
@@ -78,6 +81,7 @@ class PassState:
         self.came_twice = None
         self.refused = None
         self.forwards = 0
+        self.has_changed = False
         self.idle = ()
 
     def interrupt(self) -> None:
@@ -103,6 +107,8 @@ class PassState:
             return REFUSED + self.refused[0]
         if self.came_twice is not None:
             return TWICE + self.came_twice
+        if self.has_changed:
+            return CHANGED
         if self.promises_static_graph and self.forwards != FINISHED:
             return STATIC + self.forwards
         if self.idle:

@@ -26,6 +26,9 @@ REFUSED = 3 << 29
 STATIC = 1 << 29
 """STATIC + n: n `forwards`, of a rank that has promised a static graph since the last good pass."""
 
+CHANGED = 3 << 28
+"""`forwards` of a rank that has used other parameters than in the first pass, against its promise."""
+
 FROZEN = 1 << 28
 """FROZEN + ...: `forwards` of a rank that leaves frozen parameters without a gradient; see `frozen`."""
 

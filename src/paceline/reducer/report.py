@@ -149,21 +149,22 @@ def check_refused(forwards_by_rank: Sequence[int], names: Sequence[str]) -> None
 
 
 def graph_changed_error(
-    before: Mapping[int, Sequence[int]], now: Mapping[int, Sequence[int]], names: Sequence[str]
+    lost_by_rank: Mapping[int, Sequence[int]],
+    gained_by_rank: Mapping[int, Sequence[int]],
+    names: Sequence[str],
 ) -> GraphChangedError:
-    """Other parameters are unused than in the first pass, although static_graph promised the same.
+    """Other parameters are used than in the first pass, although static_graph promised the same.
 
     Args:
-        before: Unused parameter indices by rank, in the first pass.
-        now: In this one.
+        lost_by_rank: Indices of parameters that were used in the first pass and are not in this one.
+        gained_by_rank: Of those that are used in this one only.
         names: Of the parameters.
     """
-    lost = _invert((rank, sorted(set(now[rank]).difference(before[rank]))) for rank in now)
-    gained = _invert((rank, sorted(set(before[rank]).difference(now[rank]))) for rank in now)
+    lost, gained = _invert(lost_by_rank.items()), _invert(gained_by_rank.items())
     rows = [("no gradient any more", lost), ("no gradient in the first pass", gained)]
     return GraphChangedError(
         "The graph changed, although static_graph=True promised that it would not.",
-        where="the end of backward",
+        where="the end of backward; the gradients of this pass are of no use, on any rank",
         seen="\n".join(f"{what}, {_rows(ranks_of, names)}" for what, ranks_of in rows if ranks_of),
         likely="a branch in forward that some steps take and others don't",
         hint="pass find_unused_parameters=True instead of static_graph=True",

@@ -1,46 +1,76 @@
-"""The promise of static_graph=True: in every pass the same parameters are unused.
+"""The promise of static_graph=True: in every pass the same parameters are used.
+
+The one idea: whether a parameter was used only its own rank knows, because a gradient that is left from
+before (zeros, after zero_grad(set_to_none=False)) is averaged like any other. So each rank compares its pass
+with its first one, and says instead of its number of forwards that they differ; then all tell all.
 
 Imports only `errors` and its neighbours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Collection, Sequence
 
 from paceline.errors import ModelMismatchError, format_ranks
-from paceline.reducer.protocol import STATIC, TWICE, Reducer
+from paceline.reducer.protocol import CHANGED, STATIC, TWICE
 from paceline.reducer.report import graph_changed_error
 
 
 class StaticGraph:
-    """What was unused in the first pass, by rank.
+    """What this rank used in its first good pass, and whether it still does.
 
     Args:
         names: Of the parameters, by index in the plan.
+        all_gather: Payloads of all ranks, by rank. Collective; called only where a promise is broken.
     """
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], all_gather: Callable[[bytes], list[bytes]]) -> None:
         self._names = names
-        self._first: dict[int, list[int]] = {}
+        self._all_gather = all_gather
+        self._first: frozenset[int] | None = None
+        self._now: frozenset[int] | None = None
 
-    def check(self, reducer: Reducer, active: Sequence[int]) -> None:
-        """Compare the pass that is over with the first one. The same on all ranks.
+    def has_changed(self, used: Collection[int]) -> bool:
+        """Whether this pass of this rank used other parameters than the first one.
 
         Args:
-            reducer: Knows what was unused.
-            active: Ranks that had data; of others everything is unused.
+            used: Parameters that got a gradient in it, or in no_sync() since the pass before.
+        """
+        self._now = frozenset(used)
+        return self._first is not None and self._now != self._first
 
-        A parameter that is used for the first time is no alarm: a gradient of zeros, left by
-        zero_grad(set_to_none=False) where another rank used the parameter, counts as one.
+    def end_good(self) -> None:
+        """The pass was good on all ranks: if it was the first, it is what is promised."""
+        if self._first is None:
+            self._first = self._now
+
+    def check(self, statuses: Sequence[int]) -> None:
+        """Raise if some rank's pass ended with CHANGED. The same on all ranks, and collective if so.
 
         Raises:
-            GraphChangedError: A parameter is unused that was used; names what has changed.
+            GraphChangedError: Names the parameters that came or went, by rank.
+
+        Example:
+            Of two ranks rank 1 used `left` in the first pass and uses `right` now: both ranks raise, with
+            `err.changed == ("left", "right")`.
         """
-        now = {rank: reducer.unused(rank) for rank in active}
-        for rank in active:
-            self._first.setdefault(rank, now[rank])
-        if any(set(now[rank]) - set(self._first[rank]) for rank in active):
-            raise graph_changed_error(self._first, now, self._names)
+        told = [rank for rank, status in enumerate(statuses) if _tells_changed(status)]
+        if not told:
+            return
+        lost: Sequence[int] = ()
+        gained: Sequence[int] = ()
+        if self._first is not None and self._now is not None:  # else this rank has had no data yet
+            lost, gained = sorted(self._first - self._now), sorted(self._now - self._first)
+        payloads = self._all_gather(array("q", [len(lost), *lost, *gained]).tobytes())
+        rows = {rank: array("q", payloads[rank]).tolist() for rank in told}
+        lost_by_rank = {rank: row[1 : 1 + row[0]] for rank, row in rows.items()}
+        gained_by_rank = {rank: row[1 + row[0] :] for rank, row in rows.items()}
+        raise graph_changed_error(lost_by_rank, gained_by_rank, self._names)
+
+
+def _tells_changed(status: int) -> bool:
+    return CHANGED <= status < TWICE
 
 
 def without_promises(forwards_by_rank: Sequence[int]) -> list[int]:
@@ -49,7 +79,7 @@ def without_promises(forwards_by_rank: Sequence[int]) -> list[int]:
     Raises:
         ModelMismatchError: Some have, and others have not.
     """
-    counting = [rank for rank, count in enumerate(forwards_by_rank) if count < TWICE]
+    counting = [rank for rank, count in enumerate(forwards_by_rank) if count < CHANGED]
     promised = [rank for rank in counting if forwards_by_rank[rank] >= STATIC]
     others = [rank for rank in counting if rank not in promised]
     if promised and others:

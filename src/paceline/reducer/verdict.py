@@ -19,7 +19,7 @@ from paceline.reducer.report import (
     skipped_error,
     unused_error,
 )
-from paceline.reducer.static_graph import without_promises
+from paceline.reducer.static_graph import StaticGraph, without_promises
 
 
 class Judge:
@@ -30,13 +30,23 @@ class Judge:
         world_size: Number of ranks.
         allow_unused: A parameter without a gradient contributes 0.
         nonfinite: What to do about infinities and NaNs: "warn" once, "raise", or "ignore".
+        static_graph: Where that is promised.
     """
 
-    def __init__(self, names: Sequence[str], world_size: int, *, allow_unused: bool, nonfinite: str) -> None:
+    def __init__(
+        self,
+        names: Sequence[str],
+        world_size: int,
+        *,
+        allow_unused: bool,
+        nonfinite: str,
+        static_graph: StaticGraph | None = None,
+    ) -> None:
         self._names = names
         self._world_size = world_size
         self._allow_unused = allow_unused
         self._nonfinite = nonfinite
+        self._static_graph = static_graph
         self._has_warned = False
         self._has_warned_of_nobodys = False
 
@@ -62,6 +72,8 @@ class Judge:
                 raise refused[1]
             check_refused(forwards, self._names)
             check_twice(forwards, self._names)
+        if INTERRUPTED not in forwards and self._static_graph is not None:
+            self._static_graph.check(forwards)
         if Outcome.SKIPPED in outcome and not differ_in_frozen_only(forwards):
             raise skipped_error(without_promises(without_frozen(forwards)))
         if Outcome.SKIPPED in outcome or (

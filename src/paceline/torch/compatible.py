@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils import _pytree as pytree
 
-from paceline.errors import ReplicaError
+from paceline.errors import ConfigError, ReplicaError
 from paceline.reducer.arguments import MIB
 from paceline.torch.config import as_device
 from paceline.torch.scatter import gather, scatter_call
@@ -199,10 +199,23 @@ class TorchNames(TorchDDP):
         module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
 
     def _set_static_graph(self) -> None:
-        """As static_graph=True. Before the first backward, on every rank."""
+        """As static_graph=True. Before the first forward that trains, on every rank.
+
+        Raises:
+            ConfigError: The model has been trained already.
+        """
         if self.static_graph:
             warnings.warn("static_graph is True already, no need to set it again.", stacklevel=2)
             return
+        passes = self._passes
+        if passes is not None and (passes.good_passes or passes.state.forwards or passes.state.is_armed):
+            raise ConfigError(
+                "_set_static_graph() should be called before training loop starts, and after wrapping.",
+                where=passes.who,
+                seen=f"{passes.good_passes} good synchronised backwards, {passes.state.forwards} forwards "
+                "since the last one",
+                hint="pass static_graph=True when wrapping, or call it right after that, on every rank",
+            )
         self._arguments["static_graph"] = True
         self._config = replace(self._config, allow_unused=True, static_graph=True)
         if self._passes is not None:

@@ -113,12 +113,15 @@ class GradientPasses(BackwardPasses):
         self._late = LateGradients(
             self.state, self._hand_over, self._tensors.delayed, is_learning=config.static_graph
         )
-        self._static_graph = StaticGraph(self._tensors.names) if config.static_graph else None
+        self._static_graph = (
+            StaticGraph(self._tensors.names, self._factory.all_gather) if config.static_graph else None
+        )
         self._judge = Judge(
             self._tensors.names,
             self._peers.world_size,
             allow_unused=config.allow_unused,
             nonfinite=config.nonfinite,
+            static_graph=self._static_graph,
         )
         if self._last_hooks is not None:
             self._install_hooks()
@@ -225,6 +228,9 @@ class GradientPasses(BackwardPasses):
 
     def _hand_over_rest(self) -> None:
         without = self._late.end_pass()
+        if self._static_graph is not None and self.state.forwards != FINISHED:
+            used = self.state.accumulated.union(self.state.handed).difference(self._tensors.delayed)
+            self.state.has_changed = self._static_graph.has_changed(used)
         super()._hand_over_rest()
         if self.state.forwards != FINISHED:
             for index in without:  # torch keeps their gradients in a buffer that begins with zeros
@@ -344,7 +350,7 @@ class GradientPasses(BackwardPasses):
 
     def _bring_home(self) -> None:
         if self._static_graph is not None:
-            self._static_graph.check(self.reducer, self.active)
+            self._static_graph.end_good()
         self._place_means()
         if self._tensors.sparse:
             self._sparse.average(self.weight, has_data=self.state.forwards != FINISHED)

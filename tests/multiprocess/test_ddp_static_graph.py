@@ -1,0 +1,154 @@
+"""What static_graph=True promises, and that a broken promise is told on every rank, in that backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from paceline.errors import ConfigError, GraphChangedError
+from paceline.torch import DistributedDataParallel
+from tests.harness import ranks
+
+PATHS = ["memory", "group"]
+# What a loop may do with gradients between two steps.
+CLEARED = {
+    "to None": lambda model: model.zero_grad(),
+    "to zeros": lambda model: model.zero_grad(set_to_none=False),
+    "not at all": lambda model: None,
+}
+
+
+class Fork(nn.Module):
+    """Uses the layers that the caller names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("left", "right", "always"):
+            layer = nn.Linear(1, 1, bias=False)
+            nn.init.ones_(layer.weight)
+            self.add_module(name, layer)
+
+    def forward(self, x: torch.Tensor, *names: str) -> torch.Tensor:
+        return sum((getattr(self, name)(x) for name in names), self.always(x))
+
+
+def step(ddp: nn.Module, rank: int, *names: str) -> None:
+    ddp(torch.full((1,), 1.0 + rank), *names).sum().backward()
+
+
+@pytest.mark.parametrize("cleared", CLEARED)
+@pytest.mark.parametrize("path", PATHS)
+@ranks(2, group="gloo")
+def test_a_parameter_that_comes_later_breaks_the_promise(rank: int, path: str, cleared: str) -> None:
+    for who in ([1], [0, 1]):  # on one rank, or on both alike
+        ddp = DistributedDataParallel(Fork(), static_graph=True, reduce_through=path)
+        for _ in range(2):
+            step(ddp, rank)
+            CLEARED[cleared](ddp)
+        with pytest.raises(GraphChangedError, match="static_graph=True promised") as caught:
+            step(ddp, rank, *(["left"] if rank in who else []))
+        assert caught.value.changed == ("left.weight",)
+        named = "rank 1: left.weight" if who == [1] else "ranks 0-1: left.weight"
+        assert f"no gradient in the first pass, {named}" in str(caught.value)
+
+
+@pytest.mark.parametrize("cleared", CLEARED)
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+@ranks(2, group="gloo")
+def test_a_parameter_that_drops_out_breaks_the_promise(
+    rank: int, path: str, view: bool, cleared: str
+) -> None:
+    for who in ([1], [0, 1]):
+        ddp = DistributedDataParallel(
+            Fork(), static_graph=True, reduce_through=path, gradient_as_bucket_view=view
+        )
+        for _ in range(2):
+            step(ddp, rank, "left", "right")
+            CLEARED[cleared](ddp)
+        with pytest.raises(GraphChangedError, match="static_graph=True promised") as caught:
+            step(ddp, rank, "left", *(["right"] if rank not in who else []))
+        assert caught.value.changed == ("right.weight",)
+        named = "rank 1: right.weight" if who == [1] else "ranks 0-1: right.weight"
+        assert f"no gradient any more, {named}" in str(caught.value)
+        # Told once; who keeps the promise again trains on.
+        ddp.zero_grad()
+        step(ddp, rank, "left", "right")
+        assert_close(ddp.module.right.weight.grad, torch.full((1, 1), 1.5))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(2, group="gloo")
+def test_each_rank_has_a_graph_of_its_own(rank: int, path: str) -> None:
+    """What ranks leave out may differ between them, whatever is left in `.grad` where a rank has none."""
+    ddp = DistributedDataParallel(Fork(), static_graph=True, reduce_through=path)
+    own, other = ("left", "right") if rank else ("right", "left")
+    for cleared in CLEARED.values():
+        ddp.zero_grad()
+        for _ in range(3):
+            step(ddp, rank, own)
+            cleared(ddp)
+    with pytest.raises(GraphChangedError) as caught:
+        step(ddp, rank, own if rank else other)
+    assert caught.value.changed == ("left.weight", "right.weight")
+    assert "no gradient any more, rank 0: right.weight" in str(caught.value)
+    assert "no gradient in the first pass, rank 0: left.weight" in str(caught.value)
+
+
+@ranks(2, group="gloo")
+def test_micro_batches_count_together(rank: int) -> None:
+    ddp = DistributedDataParallel(Fork(), static_graph=True)
+    for _ in range(3):
+        ddp.zero_grad()
+        with ddp.no_sync():
+            step(ddp, rank, "left")
+        step(ddp, rank, "right")
+        assert_close(ddp.module.left.weight.grad, torch.full((1, 1), 1.5))
+    ddp.zero_grad()
+    with pytest.raises(GraphChangedError) as caught:
+        step(ddp, rank, "right")  # without the micro-batch that used the other
+    assert caught.value.changed == ("left.weight",)
+
+
+@ranks(2, group="gloo")
+def test_a_rank_without_data_keeps_the_promise_of_its_first_pass(rank: int) -> None:
+    ddp = DistributedDataParallel(Fork(), static_graph=True)
+    for epoch in range(2):
+        for _ in range(2 + rank):
+            ddp.zero_grad()
+            step(ddp, rank, "left")
+        if epoch and rank:  # the other one has ended already, and learns it nevertheless
+            with pytest.raises(GraphChangedError, match="rank 1: left"):
+                step(ddp, rank)
+        elif epoch:
+            with pytest.raises(GraphChangedError, match="rank 1: left"):
+                ddp.finished()
+        else:
+            ddp.finished()
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(2, group="gloo")
+def test_a_promise_after_training_is_refused(rank: int, path: str) -> None:
+    ddp = DistributedDataParallel(Fork(), reduce_through=path, find_unused_parameters=True)
+    ddp.eval()
+    with torch.no_grad():
+        step_free = ddp(torch.ones(1))
+    assert not step_free.requires_grad
+    refused: dict[str, Any] = {"match": rf"(?s)before training loop starts.*rank {rank} of 2"}
+    output = ddp.train()(torch.ones(1), "left").sum()
+    with pytest.raises(ConfigError, **refused):
+        ddp._set_static_graph()
+    output.backward()
+    for method in (ddp._set_static_graph, ddp.reducer._set_static_graph):
+        with pytest.raises(ConfigError, **refused):
+            method()
+    # Nothing has changed by that.
+    assert not ddp.static_graph
+    ddp.zero_grad()
+    step(ddp, rank, "right")
+    assert_close(ddp.module.right.weight.grad, torch.full((1, 1), 1.5))
