@@ -42,6 +42,7 @@ class GroupCalls:
     Args:
         group: None: the default group.
         timeout_s: Most seconds of a wait.
+        warn_after_s: Seconds after which a wait is reported.
 
     Attributes:
         group: Never None.
@@ -51,11 +52,12 @@ class GroupCalls:
         ConfigError: This process is not in the group.
     """
 
-    def __init__(self, group: Any, timeout_s: float) -> None:
+    def __init__(self, group: Any, timeout_s: float, warn_after_s: float = WARN_AFTER_S) -> None:
         self.group: Any = dist.get_group() if group is None else group
         self.rank: int = self.group.rank
         self.world_size: int = self.group.nranks
         self.timeout_s = timeout_s
+        self.warn_after_s = warn_after_s
         if self.rank < 0:
             raise ConfigError(
                 "DataParallel: this process is not in the group.",
@@ -74,7 +76,7 @@ class GroupCalls:
             self.world_size,
             engine=f"Paddle's {self.backend} group{fixed}",
             timeout_s=timeout_s or self.timeout_s,
-            warn_after_s=WARN_AFTER_S,
+            warn_after_s=self.warn_after_s,
             plan=plan,
         )
 
@@ -153,7 +155,7 @@ class LoneCalls(GroupCalls):
     def __init__(self, *, on_host: bool) -> None:
         self.group = None
         self.rank, self.world_size = 0, 1
-        self.timeout_s = math.inf
+        self.timeout_s, self.warn_after_s = math.inf, WARN_AFTER_S
         self.backend = "missing"
         self.on_host = on_host
 

@@ -19,16 +19,14 @@ _arguments = Arguments("DataParallel")
 _HARMLESS: Mapping[str, Sequence[Any]] = {
     # Values that ask for nothing.
     # `check_reduction`: what torch once checked, Paceline always checks.
+    # `batched_grad_copy`: how gradients are copied changes no result.
     "dim": (0,),
     "check_reduction": (False, True),
-    "delay_all_reduce_named_params": (None, []),
-    "param_to_hook_all_reduce": (None,),
+    "batched_grad_copy": (False, True),
     "mixed_precision": (None,),
-    "device_mesh": (None,),
-    "skip_all_reduce_unused_params": (False,),
-    "bucket_cap_mb_list": (None, []),
-    "batched_grad_copy": (False,),
 }
+
+_LOOKED_AT_ELSEWHERE = ("delay_all_reduce_named_params", "param_to_hook_all_reduce")  # by `ManagedTensors`
 
 
 @dataclass(frozen=True)
@@ -38,33 +36,41 @@ class DataParallelConfig:
     Attributes:
         bucket_cap_bytes: Largest bucket.
         first_bucket_bytes: Largest first bucket.
+        bucket_caps_bytes: Largest first, second, ... bucket, used instead of both, if there are any.
         init_sync: Broadcast rank 0's parameters (and buffers) when wrapping.
         init_sync_buffers: Buffers and running statistics too.
         broadcast_buffers: Give every rank rank 0's buffers after each synchronised backward.
         buffers: What is done with buffers whose name matches a pattern.
         gradients_in_arena: Gradients live in the memory where they are averaged.
+        skip_unused: Don't send buckets that no rank used in the pass before.
         allow_unused: A parameter without a gradient contributes 0.
+        static_graph: The same parameters are unused in every pass, or it raises.
         weight: Of this rank's gradients; a function computes it from forward's arguments.
         nonfinite: What to do about infinities and NaNs: "warn" once, "raise", or "ignore".
         reduce_through: "memory" that the ranks share, the "group", or the better one ("auto").
         devices: What device_ids and output_device name, if they name any.
         timeout_s: Seconds to wait for the slowest rank; None: the group's own time-out.
+        warn_after_s: Seconds after which a late rank is named in a warning; None: the default.
         check_replicas_every: Compare replicas after so many passes; None: where there is a reason; 0: never.
     """
 
     bucket_cap_bytes: int
     first_bucket_bytes: int
+    bucket_caps_bytes: tuple[int, ...]
     init_sync: bool
     init_sync_buffers: bool
     broadcast_buffers: bool
     buffers: Mapping[str, str]
     gradients_in_arena: bool
+    skip_unused: bool
     allow_unused: bool
+    static_graph: bool
     weight: float | Callable[..., Any] | None
     nonfinite: str
     reduce_through: str
     devices: Mapping[str, Any]
     timeout_s: float | None
+    warn_after_s: float | None
     check_replicas_every: int | None
 
     @property
@@ -77,11 +83,14 @@ class DataParallelConfig:
         return {
             "bucket_cap_mb or comm_buffer_size": str(self.bucket_cap_bytes / MIB),
             "last_comm_buffer_size": str(self.first_bucket_bytes / MIB),
+            "bucket_cap_mb_list": str([cap / MIB for cap in self.bucket_caps_bytes]),
             "init_sync": str(self.init_sync),
             "broadcast_buffers": f"{self.broadcast_buffers}, {self.init_sync_buffers} at wrap",
             "buffers": str(dict(self.buffers)),
             "gradient_as_bucket_view": str(self.gradients_in_arena),
-            "find_unused_parameters or static_graph": str(self.allow_unused),
+            "find_unused_parameters": "any" if self.static_graph else str(self.allow_unused),
+            "static_graph": str(self.static_graph),
+            "skip_all_reduce_unused_params": str(self.skip_unused),
             "nonfinite": self.nonfinite,
             "reduce_through": self.reduce_through,
             "check_replicas_every": str(self.check_replicas_every),
@@ -121,16 +130,22 @@ def make_config(
     nonfinite: str,
     reduce_through: str,
     timeout_s: float | None,
+    warn_after_s: float | None,
+    bucket_cap_mb_list: Sequence[float] | None,
+    skip_all_reduce_unused_params: bool,
+    init_sync_buffers: bool | None,
     check_replicas_every: int | None,
-    **harmless: Any,
+    **others: Any,
 ) -> DataParallelConfig:
     """Check the constructor's arguments; see `DataParallel` for what they mean.
 
     Raises:
         ConfigError: An argument has a value that is not supported or makes no sense.
     """
-    for name, value in harmless.items():
-        if not any(value is allowed or value == allowed for allowed in _HARMLESS[name]):
+    for name, value in others.items():
+        if name not in _LOOKED_AT_ELSEWHERE and not any(
+            value is allowed or value == allowed for allowed in _HARMLESS[name]
+        ):
             raise ConfigError(
                 f"DataParallel: {name} is not supported.", got=f"{name}={value!r}", hint=f"leave {name} out"
             )
@@ -141,24 +156,30 @@ def make_config(
         last_comm_buffer_size > 0, "last_comm_buffer_size", last_comm_buffer_size, "a positive number of MiB"
     )
     _arguments.check_choices(nonfinite, reduce_through)
-    _arguments.check_seconds(timeout_s=timeout_s)
+    _arguments.check_seconds(timeout_s=timeout_s, warn_after_s=warn_after_s)
+    caps_mb = _arguments.check_caps(bucket_cap_mb_list)
     broadcast_buffers = _arguments.one_buffer_switch(broadcast_buffers, forward_sync_buffers)
-    cap_bytes = max(1, int(cap_mb * MIB))
+    cap_bytes = max(1, int((max(caps_mb) if caps_mb else cap_mb) * MIB))
     return DataParallelConfig(
         bucket_cap_bytes=cap_bytes,
         first_bucket_bytes=min(cap_bytes, max(1, int(last_comm_buffer_size * MIB))),
+        bucket_caps_bytes=tuple(max(1, int(cap * MIB)) for cap in caps_mb),
         init_sync=bool(init_sync),
-        init_sync_buffers=broadcast_buffers is not False,
+        init_sync_buffers=broadcast_buffers is not False
+        if init_sync_buffers is None
+        else bool(init_sync_buffers),
         broadcast_buffers=broadcast_buffers is not False and forward_sync_buffers is not False,
         buffers=check_policies(buffers),
         gradients_in_arena=bool(gradient_as_bucket_view),
-        # A static graph promises that the same parameters are unused in every pass; allowing it is enough.
+        skip_unused=bool(skip_all_reduce_unused_params),
         allow_unused=bool(find_unused_parameters) or bool(static_graph),
+        static_graph=bool(static_graph),
         weight=weight if weight is None or callable(weight) else as_weight(weight),
         nonfinite=nonfinite,
         reduce_through=reduce_through,
         devices=_named_devices(device_ids, output_device),
         timeout_s=timeout_s,
+        warn_after_s=warn_after_s,
         check_replicas_every=_arguments.check_passes("check_replicas_every", check_replicas_every),
     )
 

@@ -75,6 +75,7 @@ class Link(Protocol):
         *,
         gradients_in_arena: bool,
         checks_finite: bool,
+        skip_unused: bool = False,
     ) -> Reduction:
         """An arena for this plan, filled with zeros, and what averages it."""
         ...
@@ -128,6 +129,7 @@ class MemoryLink:
         *,
         gradients_in_arena: bool,
         checks_finite: bool,  # costs nothing here
+        skip_unused: bool = False,  # nothing is sent
     ) -> Reduction:
         reducer = make_host_reducer(self._core, plan, gradients_in_arena=gradients_in_arena)
         places = shared_places(plan, parameters, reducer.arena_pointer, reducer)
@@ -183,9 +185,11 @@ class GroupLink:
         *,
         gradients_in_arena: bool,  # no matter here
         checks_finite: bool,
+        skip_unused: bool = False,
     ) -> Reduction:
         arena = Arena(plan, parameters)
-        reducer = EngineReducer(plan, PaddleTransport(arena, self._calls, checks_finite=checks_finite))
+        transport = PaddleTransport(arena, self._calls, checks_finite=checks_finite)
+        reducer = EngineReducer(plan, transport, skip_unused=skip_unused)
         return Reduction(arena.places, reducer, takes_pointers=False)
 
     def tell(self, activity: str) -> None:

@@ -26,7 +26,7 @@ from paceline.reducer.agreement import ModelDescription, check_agreement
 from paceline.reducer.micro_batches import as_weight
 from paceline.reducer.wrapped_model import WrappedModel
 
-_NOT_OPTIONS = ("group", "process_group", "strategy", "__class__")
+_NOT_OPTIONS = ("group", "process_group", "device_mesh", "strategy", "__class__")
 
 
 @hide_paddles_own
@@ -66,8 +66,16 @@ class DataParallel(WrappedModel, PaddleNames):
         process_group: Another name of `group`.
         bucket_cap_mb: Another name of `comm_buffer_size`, and before it.
         gradient_as_bucket_view: Keep gradients in the memory where they are averaged: they are held once.
-        static_graph: A promise that lets parameters be unused, like find_unused_parameters.
+        static_graph: A promise that the same parameters are unused in each pass. Breaking it raises.
         check_reduction: Accepted: what it once checked is always checked.
+        delay_all_reduce_named_params: (name, parameter) pairs whose gradients are complete at the end of
+            backward only, or do not come at all, which counts as zeros.
+        param_to_hook_all_reduce: Goes with the one above; here they wait for the end of backward.
+        device_mesh: A `paddle.distributed.ProcessMesh` of one dimension, instead of group.
+        skip_all_reduce_unused_params: Over a group, don't send buckets that no rank used in the pass
+            before. Used again, they are sent at the end of the pass.
+        bucket_cap_mb_list: Of the first bucket, the second, ..., all others; instead of comm_buffer_size.
+        batched_grad_copy: Accepted: how gradients are copied changes no result.
         buffers: What is done with buffers and running statistics after each synchronised backward, by name
             pattern (`"*._mean"`): "average" them, "broadcast" those of rank 0, or leave them "local". The
             first match counts; without one, broadcast_buffers says. Integers are broadcast, not averaged.
@@ -80,6 +88,8 @@ class DataParallel(WrappedModel, PaddleNames):
             else the group.
         timeout_s: Seconds to wait for the slowest rank, where the group does not say. Paddle's Gloo gives up
             after 30 s, whatever this is.
+        warn_after_s: Seconds after which a late rank is named in a warning; None: 10.
+        init_sync_buffers: Broadcast rank 0's buffers when wrapping. None: as broadcast_buffers says.
         check_replicas_every: At the end of each n-th synchronised backward, compare the replicas, and raise
             on every rank if they differ; see check_replicas(). None: only after ranks have written to their
             parameters differently often (a step that one skipped). 0: never.
@@ -132,12 +142,17 @@ class DataParallel(WrappedModel, PaddleNames):
         nonfinite: str = "warn",
         reduce_through: str = "auto",
         timeout_s: float | None = None,
+        warn_after_s: float | None = None,
+        init_sync_buffers: bool | None = None,
         check_replicas_every: int | None = None,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "layers")}
         options = {name: value for name, value in arguments.items() if name not in _NOT_OPTIONS}
         # Not Paddle's DataParallel: it is a base only so that others recognise this class.
         nn.Layer.__init__(self, f"{layers.full_name()}_data_parallel")
+        if delay_all_reduce_named_params is not None:  # may be an iterator
+            delay_all_reduce_named_params = list(delay_all_reduce_named_params)
+            arguments["delay_all_reduce_named_params"] = delay_all_reduce_named_params
         self._arguments = arguments
         self._config = make_config(**options)
         check_inner(layers)
@@ -145,9 +160,11 @@ class DataParallel(WrappedModel, PaddleNames):
         self.find_unused_parameters = find_unused_parameters
         self.grad_need_sync = True
         self._tensors = ManagedTensors(layers)
+        self._tensors.delay(delay_all_reduce_named_params, param_to_hook_all_reduce)
         self._passes = None
         arguments["group"] = group = process_group if group is None else group
-        peers = self._peers = None if _asks_for_one_rank(strategy) else find_peers(group, timeout_s)
+        is_alone = _asks_for_one_rank(strategy)
+        peers = self._peers = None if is_alone else find_peers(group, timeout_s, warn_after_s, device_mesh)
         if peers is None and not self._tensors.is_trained:  # nothing to average, and nobody to do it with
             return
         self._tensors.check_trainable()
@@ -161,7 +178,8 @@ class DataParallel(WrappedModel, PaddleNames):
 
     def _begin_passes(self, peers: Peers, *, is_first: bool = True) -> GradientPasses:
         parameters, buffers = self._tensors.describe()
-        description = ModelDescription(parameters, buffers, self._config.agreed_options())
+        options = self._config.agreed_options() | self._tensors.agreed_options()
+        description = ModelDescription(parameters, buffers, options)
         check_agreement(description, peers.exchange, peers.timeout_s)
         link = peers.connect(on_host=self._tensors.is_on_host, reduce_through=self._config.reduce_through)
         if self._config.init_sync and is_first:
@@ -212,6 +230,8 @@ class DataParallel(WrappedModel, PaddleNames):
             return
         tensors = ManagedTensors(self._layers)
         tensors.check_trainable()
+        names = ("delay_all_reduce_named_params", "param_to_hook_all_reduce")
+        tensors.delay(*(self._arguments[name] for name in names))
         if self._passes is not None:
             self._passes.end()
         self._tensors = tensors

@@ -42,6 +42,7 @@ from paceline.reducer.protocol import FINISHED, Reducer
 from paceline.reducer.replica_check import Entry
 from paceline.reducer.report import names_by_rank
 from paceline.reducer.sharing import registry
+from paceline.reducer.static_graph import StaticGraph
 from paceline.reducer.verdict import Judge
 
 
@@ -73,22 +74,24 @@ class GradientPasses(BackwardPasses):
         trainable = [*tensors.trainable, *tensors.sparse.values()]
         self.weights = PaddleWeights(trainable, self.state, self.keep_error, self._is_foreign)
         self.notes = IterationNotes(None, make_sampler(tensors.trainable))
-        self.drift = DriftWatch(
-            config.check_replicas_every,
-            self._hash_replica,
-            functools.partial(gather_bytes, link),
-        )
+        all_gather = functools.partial(gather_bytes, link)
+        self.drift = DriftWatch(config.check_replicas_every, self._hash_replica, all_gather)
         self._tensors = tensors
         self._link = link
         self._config = config
         self._all_names = [*tensors.names, *tensors.sparse]
         self._nonfinite_rows: list[tuple[int, int]] = []
+        self._static_graph = StaticGraph(tensors.names, all_gather) if config.static_graph else None
         self._judge = Judge(
-            self._all_names, link.world_size, allow_unused=config.allow_unused, nonfinite=config.nonfinite
+            self._all_names,
+            link.world_size,
+            allow_unused=config.allow_unused,
+            nonfinite=config.nonfinite,
+            static_graph=self._static_graph,
         )
         self._is_first = True
         self._at_end: dict[int, None] = {}  # to be handed over at the end of this pass, in this order
-        self._always_at_end: set[int] = set()
+        self._always_at_end: set[int] = set(tensors.delayed)
         self._listen(True)
         self._begins_at_outputs = True
         self.graphs = Graphs(self.close)
@@ -303,12 +306,28 @@ class GradientPasses(BackwardPasses):
             self.graphs.end_pass()
 
     def _hand_over_rest(self) -> None:
+        if self._static_graph is not None and self.state.forwards != FINISHED:
+            used = self.state.accumulated.union(self.state.handed).difference(self._tensors.delayed)
+            dense = used.intersection(range(len(self._names)))
+            self.state.has_changed = self._static_graph.has_changed(dense)
         super()._hand_over_rest()
+        if self._tensors.delayed and self.state.forwards != FINISHED:
+            self._complete_delayed()
         if len(self.state.handed) < len(self._names) and self.state.forwards != FINISHED:
-            unused = {index for index in range(len(self._names)) if index not in self.state.handed}
+            without = (index for index in range(len(self._names)) if index not in self.state.handed)
+            unused = set(without) - self._tensors.delayed
             for index in unused:
                 self._own.check_shape(index)
             self._own.leave_arena(unused)  # their places there are filled with zeros
+
+    def _complete_delayed(self) -> None:
+        """Delayed parameters that got no gradient have one of zeros, as in torch."""
+        for index in self._tensors.delayed:
+            if index not in self.state.handed:
+                self._own.check_shape(index)
+                self._own.leave_arena({index})
+                self._clear_place(index)
+                self.reducer.mark_ready(index, 0)
 
     def _forget_interrupted(self) -> None:
         self._drop_kept()
@@ -337,6 +356,8 @@ class GradientPasses(BackwardPasses):
         self._link.broadcast(values, root)
 
     def _bring_home(self) -> None:
+        if self._static_graph is not None:
+            self._static_graph.end_good()
         is_complete = len(self.state.handed) == len(self._names)
         self._own.place_means(set() if is_complete else set(self.reducer.globally_unused()))
 
@@ -364,6 +385,7 @@ class GradientPasses(BackwardPasses):
             self._tensors.trainable,
             gradients_in_arena=self._config.gradients_in_arena,
             checks_finite=self._config.nonfinite != "ignore",
+            skip_unused=self._config.skip_unused,
         )
         self._own.adopt(self._reduction)
 
@@ -373,6 +395,7 @@ class GradientPasses(BackwardPasses):
             bucket_cap_bytes=self._config.bucket_cap_bytes,
             first_bucket_bytes=self._config.first_bucket_bytes,
             order=order,
+            caps_bytes=self._config.bucket_caps_bytes,
         )
 
 

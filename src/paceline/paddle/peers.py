@@ -67,11 +67,13 @@ class Peers(Protocol):
 class GroupPeers:
     """The ranks of a `paceline.Group`, which share one host. Its other users wait as long as before."""
 
-    def __init__(self, group: Group, timeout_s: float | None) -> None:
+    def __init__(
+        self, group: Group, timeout_s: float | None = None, warn_after_s: float | None = None
+    ) -> None:
         self.rank = group.rank
         self.world_size = group.world_size
         self.timeout_s = timeout_s or group.core.timeout_s
-        self._core = group.core.with_patience(self.timeout_s, group.core.warn_after_s)
+        self._core = group.core.with_patience(self.timeout_s, warn_after_s or group.core.warn_after_s)
         self.exchange = MemberExchange(self._core, range(group.world_size))
         self.group = group
 
@@ -102,7 +104,7 @@ class PaddlePeers:
                 self.exchange,
                 name="DataParallel over paddle.distributed",
                 timeout_s=self.timeout_s,
-                warn_after_s=WARN_AFTER_S,
+                warn_after_s=self._calls.warn_after_s,
                 slow=report_slow,
             )
             if len(memory.hosts) == 1:
@@ -145,17 +147,24 @@ class LonePeers:
         return GroupLink(LoneCalls(on_host=on_host))
 
 
-def find_peers(group: Any, timeout_s: float | None) -> Peers | None:
+def find_peers(
+    group: Any,
+    timeout_s: float | None = None,
+    warn_after_s: float | None = None,
+    device_mesh: Any = None,
+) -> Peers | None:
     """The group that was passed, else paddle.distributed's, else one formed from the environment.
 
     Returns:
         None: this process is the only one.
 
     Raises:
-        ConfigError: The group is none of ours or Paddle's.
+        ConfigError: The group is none of ours or Paddle's, or both a group and a mesh were passed.
     """
+    if device_mesh is not None:
+        group = _group_of_mesh(device_mesh, group)
     if isinstance(group, Group):
-        return GroupPeers(group, timeout_s)
+        return GroupPeers(group, timeout_s, warn_after_s)
     if group is not None and not hasattr(group, "nranks"):
         raise ConfigError(
             "DataParallel: group is not a group of processes.",
@@ -165,11 +174,30 @@ def find_peers(group: Any, timeout_s: float | None) -> Peers | None:
     if group is None and not dist.is_initialized():
         environment = connect_environment(timeout_s)
         if environment is not None:
-            return GroupPeers(environment, timeout_s)
+            return GroupPeers(environment, timeout_s, warn_after_s)
     if group is None and not (dist.is_initialized() and dist.get_world_size() > 1):
         return None
-    calls = GroupCalls(group, timeout_s or _DEFAULT_TIMEOUT_S)
+    calls = GroupCalls(group, timeout_s or _DEFAULT_TIMEOUT_S, warn_after_s or WARN_AFTER_S)
     return PaddlePeers(calls) if calls.world_size > 1 else None
+
+
+def _group_of_mesh(mesh: Any, group: Any) -> Any:
+    """The group of the ranks in a ProcessMesh of paddle.distributed. Collective."""
+    if group is not None:
+        raise ConfigError("DataParallel: group and device_mesh both name the ranks.", hint="pass one of them")
+    if not isinstance(mesh, dist.ProcessMesh) or mesh.ndim != 1:
+        raise ConfigError(
+            "DataParallel: device_mesh is no mesh of one dimension.",
+            expected='a paddle.distributed.ProcessMesh, such as ProcessMesh([0, 1], dim_names=["dp"])',
+            got=repr(mesh),
+            hint="pass the data-parallel dimension only",
+        )
+    if not dist.is_initialized():
+        raise ConfigError(
+            "DataParallel: a device_mesh needs paddle.distributed.",
+            hint="call paddle.distributed.init_parallel_env() before wrapping the model",
+        )
+    return mesh.get_group()
 
 
 _common_links: weakref.WeakKeyDictionary[Any, dict[bool, Link]] = weakref.WeakKeyDictionary()
@@ -180,7 +208,7 @@ def common_link(group: Any, *, on_host: bool) -> Link | None:
 
     Collective on the first call for a group.
     """
-    peers = find_peers(group, None)
+    peers = find_peers(group)
     if not isinstance(peers, PaddlePeers):
         return None if peers is None else peers.connect(on_host=on_host)
     links = _common_links.setdefault(peers.group, {})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import paddle
@@ -20,6 +21,9 @@ class ManagedTensors:
     """What DataParallel keeps in step: gradients of what is trained, values of what is not.
 
     Parameters with `no_sync = True` are left alone, as by Paddle's.
+
+    Attributes:
+        delayed: Indices of delay_all_reduce_named_params.
     """
 
     def __init__(self, layer: nn.Layer) -> None:
@@ -38,6 +42,7 @@ class ManagedTensors:
         self.frozen = [p for p in self.all_parameters.values() if p.stop_gradient]
         self.buffers = {name: p for name, p in named if id(p) in statistics}
         self.buffers |= {name: b for name, b in layer.named_buffers() if isinstance(b, paddle.Tensor)}
+        self.delayed: frozenset[int] = frozenset()
         self._layer = layer
         # Walking the layers takes far longer than comparing the dictionaries in which they keep things.
         layers = layer.sublayers(include_self=True)
@@ -49,6 +54,39 @@ class ManagedTensors:
             ParameterSpec(name, int(p.size), dtype_name(p.dtype), p.element_size(), _device(p))
             for name, p in zip(self.names, self.trainable)
         ]
+
+    def delay(self, named: Iterable[tuple[str, paddle.Tensor]] | None, trigger: paddle.Tensor | None) -> None:
+        """Find the parameters that the wrapper's arguments name, or refuse strangers.
+
+        Args:
+            named: delay_all_reduce_named_params.
+            trigger: param_to_hook_all_reduce.
+
+        Raises:
+            ConfigError: One of the two is missing, or they name what is no parameter to average.
+        """
+        if (named is None) != (trigger is None):
+            raise ConfigError(
+                "DataParallel: delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at "
+                "the same time.",
+                hint="both or neither; without, every gradient is averaged as soon as it is there",
+            )
+        delayed = dict(named or ())
+        wrong = [name for name, p in delayed.items() if self.all_parameters.get(name) is not p]
+        if wrong or (trigger is not None and all(p is not trigger for p in self.trainable)):
+            raise ConfigError(
+                "DataParallel: these are no parameters of the model.",
+                got=f"delay_all_reduce_named_params: {shorten(wrong)}"
+                if wrong
+                else "param_to_hook_all_reduce",
+                hint="pass (name, parameter) as model.named_parameters() gives them",
+            )
+        self.delayed = frozenset(index for index, name in enumerate(self.names) if name in delayed)
+
+    def agreed_options(self) -> dict[str, str]:
+        """What `delay` was told, as it must be on all ranks."""
+        delayed = ", ".join(self.names[index] for index in sorted(self.delayed))
+        return {"delay_all_reduce_named_params": delayed}
 
     def describe(self) -> tuple[tuple[TensorDescription, ...], tuple[TensorDescription, ...]]:
         """Parameters and buffers, as they must be on all ranks."""

@@ -59,6 +59,13 @@ class Arguments:
         )
         return None
 
+    def check_caps(self, bucket_cap_mb_list: Sequence[float] | None) -> list[float]:
+        """The caps of single buckets, in MiB."""
+        caps_mb = [float(cap) for cap in bucket_cap_mb_list or ()]
+        expected = "positive numbers of MiB: of the first bucket, of the second, ..., of all others"
+        self.require(all(cap > 0 for cap in caps_mb), "bucket_cap_mb_list", bucket_cap_mb_list, expected)
+        return caps_mb
+
     def check_passes(self, name: str, value: int | None) -> int | None:
         """A number of passes; 0 is none at all."""
         is_count = value is None or (isinstance(value, int) and value >= 0)

@@ -138,9 +138,7 @@ def make_config(
         ConfigError: An argument has a value that is not supported or makes no sense.
     """
     check_later({name: value for name, value in others.items() if name not in NEED_NOTHING})
-    caps_mb = [float(cap) for cap in bucket_cap_mb_list or ()]
-    expected = "positive numbers of MiB: of the first bucket, of the second, ..., of all others"
-    _arguments.require(all(cap > 0 for cap in caps_mb), "bucket_cap_mb_list", bucket_cap_mb_list, expected)
+    caps_mb = _arguments.check_caps(bucket_cap_mb_list)
     cap_mb = DEFAULT_BUCKET_CAP_MB if bucket_cap_mb is None else float(bucket_cap_mb)
     _arguments.require(cap_mb > 0, "bucket_cap_mb", bucket_cap_mb, "a positive number of MiB, or None for 25")
     _arguments.check_choices(nonfinite, reduce_through)
