@@ -7,10 +7,11 @@ calls return at once, and are made where the caller is, whose stream they follow
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -18,7 +19,10 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 
+from paceline import _core
+from paceline.collectives.ops import DTYPE_NUMBERS, ReduceOp
 from paceline.errors import CollectiveError, ConfigError
+from paceline.paddle.arena import dtype_name, nbytes
 from paceline.reducer.engine_waits import EngineWaits
 from paceline.reducer.plan import Plan
 
@@ -95,12 +99,21 @@ class GroupCalls:
         return self._begin(lambda: dist.stream.all_gather(out, tensor, group=self.group, sync_op=False))
 
     def complete(self, begin: Callable[[], Call], what: str, timeout_s: float | None = None) -> None:
-        """Begin a call and wait for its end.
+        """Begin a call and wait for its end; see `start`."""
+        self.start(begin, what, timeout_s)()
+
+    def start(
+        self, begin: Callable[[], Call], what: str, timeout_s: float | None = None
+    ) -> Callable[[], None]:
+        """Begin a call.
 
         Args:
             begin: Makes one of the calls above.
             what: It is, in words, for errors.
             timeout_s: Most seconds of the wait; None: as of all.
+
+        Returns:
+            What waits for its end.
 
         Raises:
             DeadlineError: It was not done in time.
@@ -108,14 +121,15 @@ class GroupCalls:
             CollectiveError: It failed otherwise.
         """
         waits = self.waits(timeout_s=timeout_s)
-        try:
+
+        def finish() -> None:
+            with _worded(waits, what):
+                waits.poll(call.is_completed, what)
+                call.wait()
+
+        with _worded(waits, what):
             call = begin()
-            waits.poll(call.is_completed, what)
-            call.wait()
-        except CollectiveError:
-            raise
-        except RuntimeError as error:
-            raise waits.failed(error, what) from error
+        return finish
 
     def gather_bytes(self, payload: bytes, what: str, timeout_s: float | None = None) -> list[bytes]:
         """Payloads of all ranks, by rank; each rank's has the same length. Collective."""
@@ -167,8 +181,44 @@ class LoneCalls(GroupCalls):
         return _Done()
 
 
+class MemoryCalls(GroupCalls):
+    """Those of the ranks of one host, in the memory that they share: done when they return.
+
+    Args:
+        core: The memory.
+    """
+
+    def __init__(self, core: _core.HostGroup) -> None:
+        self.group = None
+        self.rank, self.world_size = core.rank, core.world_size
+        self.timeout_s, self.warn_after_s = core.timeout_s, core.warn_after_s
+        self.backend = "shared memory"
+        self.on_host = True
+        self._core = core
+
+    def all_reduce(self, tensor: paddle.Tensor) -> Call:
+        dtype = DTYPE_NUMBERS[dtype_name(tensor.dtype)]
+        self._core.all_reduce(tensor.data_ptr(), int(tensor.size), dtype, ReduceOp.SUM)
+        return _Done()
+
+    def all_gather(self, out: paddle.Tensor, tensor: paddle.Tensor) -> Call:
+        self._core.all_gather(tensor.data_ptr(), out.data_ptr(), nbytes(tensor))
+        return _Done()
+
+
+@contextlib.contextmanager
+def _worded(waits: EngineWaits, what: str) -> Iterator[None]:
+    """Failures of the engine become errors of ours."""
+    try:
+        yield
+    except CollectiveError:
+        raise
+    except RuntimeError as error:
+        raise waits.failed(error, what) from error
+
+
 class _Done:
-    """A call that had nothing to do."""
+    """A call that is done."""
 
     def is_completed(self) -> bool:
         return True

@@ -17,12 +17,14 @@ from paddle import nn
 from paceline.paddle import backward_calls
 from paceline.paddle.compatible import PaddleNames, hide_paddles_own
 from paceline.paddle.config import make_config
+from paceline.paddle.hooked import GradBucket
 from paceline.paddle.passes import GradientPasses
 from paceline.paddle.peers import LonePeers, Peers, find_peers
 from paceline.paddle.statistics import clip
 from paceline.paddle.tensors import ManagedTensors
 from paceline.paddle.wrapped_twice import check_inner, check_outer
 from paceline.reducer.agreement import ModelDescription, check_agreement
+from paceline.reducer.comm_hooks import CommHook, agree_on_hook, check_callable, check_is_first
 from paceline.reducer.micro_batches import as_weight
 from paceline.reducer.wrapped_model import WrappedModel
 
@@ -109,6 +111,7 @@ class DataParallel(WrappedModel, PaddleNames):
     _passes: GradientPasses | None
     _sync_flag = "grad_need_sync"
     _has_looked_outward = False
+    _comm_hook: CommHook | None = None
 
     def __init__(
         self,
@@ -216,6 +219,39 @@ class DataParallel(WrappedModel, PaddleNames):
             self._passes.watch(output)
         return output
 
+    def register_comm_hook(self, state: object, hook: Callable[[Any, GradBucket], Any]) -> None:
+        """Let `hook` average each bucket of gradients.
+
+        Collective. Once in the life of a wrapped model, and not within a backward. Hooks that send fewer
+        bits are in `paceline.paddle.compression`.
+
+        Args:
+            state: Handed to the hook, as it is.
+            hook: Called as `hook(state, bucket)` when all gradients of a bucket are there, not divided by
+                the world size, on every rank in the same order. Returns the tensor that replaces
+                `bucket.buffer()`, or a future of it: `bucket.all_reduce(tensor)` and `bucket.all_gather()`
+                return futures, and connect the ranks however they are connected.
+
+        Raises:
+            RuntimeError: A hook was registered before.
+            TypeError: It is not callable; or, in backward, does not return a tensor or a future of one.
+            ValueError: The shape or dtype it returns is wrong.
+            ModelMismatchError: Ranks registered different hooks.
+
+        Example:
+            >>> def hook(state, bucket):  # half the bytes on the wire
+            ...     sums = bucket.all_reduce(bucket.buffer().astype("bfloat16"))
+            ...     return sums.then(lambda f: f.value() / bucket.world_size)
+            >>> model.register_comm_hook(None, hook)
+        """
+        check_callable(hook)
+        check_is_first(self._comm_hook)
+        chosen = CommHook(state, hook)
+        if self._peers is not None:
+            agree_on_hook(chosen, self._peers.exchange, self._peers.timeout_s)
+        self._passes_to_weigh().use_hook(chosen, self.group)
+        self._comm_hook = chosen
+
     def init_reducer(self) -> None:
         """Average from now on the gradients of the parameters that the model trains now. Collective.
 
@@ -226,7 +262,7 @@ class DataParallel(WrappedModel, PaddleNames):
             ConfigError: The model has no parameters to train.
             ModelMismatchError: The ranks have different models.
         """
-        if self._peers is None:
+        if self._passes is None and self._peers is None:  # alone
             return
         tensors = ManagedTensors(self._layers)
         tensors.check_trainable()
@@ -235,7 +271,9 @@ class DataParallel(WrappedModel, PaddleNames):
         if self._passes is not None:
             self._passes.end()
         self._tensors = tensors
-        self._passes = self._begin_passes(self._peers, is_first=False)
+        self._passes = self._begin_passes(self._peers or LonePeers(), is_first=False)
+        if self._comm_hook is not None:
+            self._passes.use_hook(self._comm_hook, self.group)
 
     def _passes_to_weigh(self) -> GradientPasses:
         if self._passes is None:  # alone, there still are micro-batches

@@ -23,7 +23,7 @@ from paceline.paddle.backward_calls import calls
 from paceline.paddle.config import DataParallelConfig
 from paceline.paddle.gradients import Gradients
 from paceline.paddle.hooks import listen
-from paceline.paddle.links import Link, Reduction
+from paceline.paddle.links import Link, Reduction, ReductionOptions
 from paceline.paddle.outputs import may_hide_tensors, tensors_in
 from paceline.paddle.replica_state import gather_bytes, hash_model, make_sampler
 from paceline.paddle.sparse import average_rows
@@ -32,18 +32,20 @@ from paceline.paddle.tensors import ManagedTensors
 from paceline.paddle.values import BufferSync
 from paceline.paddle.weights import PaddleWeights
 from paceline.reducer.backward_passes import BackwardPasses
+from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.drift import DriftWatch
 from paceline.reducer.end_of_backward import EndOfBackward
 from paceline.reducer.fresh_gradients import FreshGradients
 from paceline.reducer.graphs import Graph, Graphs
 from paceline.reducer.iteration_notes import IterationNotes
-from paceline.reducer.plan import Plan, complete_order, plan_buckets
+from paceline.reducer.plan import Plan, complete_order, has_one_order, plan_buckets
 from paceline.reducer.protocol import FINISHED, Reducer
 from paceline.reducer.replica_check import Entry
 from paceline.reducer.report import names_by_rank
 from paceline.reducer.sharing import registry
 from paceline.reducer.static_graph import StaticGraph
 from paceline.reducer.verdict import Judge
+from paceline.reducer.whole_buckets import plan_whole_buckets
 
 
 class GradientPasses(BackwardPasses):
@@ -67,6 +69,8 @@ class GradientPasses(BackwardPasses):
         super().__init__(tensors.names, link.rank, link.world_size)
         self._error: BaseException | None = None  # of a hook, which must not raise
         self._is_closed = False
+        self._hook: CommHook | None = None
+        self._process_group: Any = None
         self.buffers = BufferSync(tensors, link, config.buffers, config.broadcast_buffers)
         self.gradients = FreshGradients(
             functools.partial(fingerprint, tensors.trainable), functools.partial(memory, tensors.trainable)
@@ -98,8 +102,7 @@ class GradientPasses(BackwardPasses):
         self._own = Gradients(tensors, self.state, live_in_arena=config.gradients_in_arena)
         self._ways = self._own.hand_over
         self._adopt(self._make_plan(None))
-        # With one bucket for each kind of parameter, any order is as good as any other.
-        self.is_order_final = len(self._plan.buckets) <= len(self._plan.sections)
+        self.is_order_final = has_one_order(self._plan)
         self._shared: set[int] = set()
         registry.join(self)
         self.refresh_sharing()
@@ -137,8 +140,8 @@ class GradientPasses(BackwardPasses):
 
     @property
     def path(self) -> str:
-        """Where gradients are averaged: "memory" or "group"."""
-        return self._link.path
+        """Where gradients are averaged: "memory" or "group"; a hook is as a group."""
+        return self._link.path if self._hook is None else "group"
 
     def begin_forward(self, *, is_syncing: bool, is_training: bool) -> None:
         """See `BackwardPasses`; cleared gradients stay where they are."""
@@ -366,8 +369,16 @@ class GradientPasses(BackwardPasses):
         agreed = paddle.to_tensor(complete_order(order, len(self._tensors.trainable)), "int32")
         self._link.broadcast([agreed])
         plan = self._make_plan(agreed.tolist())
-        if plan == self._plan:
-            return
+        if plan != self._plan:
+            self._replace(plan)
+
+    def use_hook(self, hook: CommHook, process_group: Any) -> None:
+        """Give every bucket to a hook from now on. Not within a pass; collective."""
+        self._hook, self._process_group = hook, process_group
+        self._replace(self._make_plan(list(self._plan.order)))
+        self.is_order_final = self.is_order_final or has_one_order(self._plan)
+
+    def _replace(self, plan: Plan) -> None:
         before = self.reducer
         self._of_first = (before.squared_norm(), before.nonfinite())
         self._waited_before_s += before.waited_s
@@ -383,19 +394,27 @@ class GradientPasses(BackwardPasses):
         self._reduction: Reduction = self._link.make_reduction(
             plan,
             self._tensors.trainable,
-            gradients_in_arena=self._config.gradients_in_arena,
-            checks_finite=self._config.nonfinite != "ignore",
-            skip_unused=self._config.skip_unused,
+            ReductionOptions(
+                gradients_in_arena=self._config.gradients_in_arena,
+                checks_finite=self._config.nonfinite != "ignore",
+                skip_unused=self._config.skip_unused,
+                hook=self._hook,
+                process_group=self._process_group,
+            ),
         )
         self._own.adopt(self._reduction)
 
     def _make_plan(self, order: list[int] | None) -> Plan:
+        first, others = self._config.first_bucket_bytes, self._config.bucket_cap_bytes
+        caps = self._config.bucket_caps_bytes
+        if self._hook is not None:
+            return plan_whole_buckets(self._tensors.specs(), caps_bytes=caps or (first, others), order=order)
         return plan_buckets(
             self._tensors.specs(),
-            bucket_cap_bytes=self._config.bucket_cap_bytes,
-            first_bucket_bytes=self._config.first_bucket_bytes,
+            bucket_cap_bytes=others,
+            first_bucket_bytes=first,
             order=order,
-            caps_bytes=self._config.bucket_caps_bytes,
+            caps_bytes=caps,
         )
 
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from torch._C._distributed_c10d import BuiltinCommHookType
 
 from paceline.errors import ConfigError
-from paceline.reducer.agreement import ModelDescription, check_agreement
+from paceline.reducer.comm_hooks import CommHook, agree_on_hook, check_is_first
 from paceline.torch.buffer_hook import BufferHook
-from paceline.torch.hooked import CommHook, check_hook
+from paceline.torch.hooked import check_hook
 
 if TYPE_CHECKING:
     from paceline.torch.passes import GradientPasses
@@ -52,12 +52,7 @@ class CommHooks:
             >>> model.register_comm_hook(None, fp16_compress_hook)  # half the bytes on the wire
         """
         check_hook(hook)
-        if self._comm_hook is not None:
-            raise ConfigError(
-                "register_comm_hook can only be called once.",
-                seen=f"'{self._comm_hook.name}' is registered",
-                hint="wrap the module anew to use another hook",
-            )
+        check_is_first(self._comm_hook)
         peers = self._connected()
         if peers.process_group is None:
             raise ConfigError(
@@ -67,8 +62,7 @@ class CommHooks:
             )
         chosen = CommHook(state, hook)
         if peers.world_size > 1:
-            options = {"the communication hook": chosen.name}
-            check_agreement(ModelDescription((), (), options), peers.exchange, peers.timeout_s)
+            agree_on_hook(chosen, peers.exchange, peers.timeout_s)
         if self._passes is None:
             self._passes = self._begin_passes()
         self._passes.use_hook(chosen)

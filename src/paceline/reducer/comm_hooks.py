@@ -1,0 +1,137 @@
+"""Communication hooks: functions of the user's that average a bucket of gradients, in any framework.
+
+A hook gets a state and a bucket, and returns the tensor that replaces the bucket's buffer, or a future of it.
+Imports only the standard library, `errors` and its neighbours.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from paceline.errors import ConfigError
+from paceline.reducer.agreement import ModelDescription, check_agreement
+from paceline.rendezvous.exchange import Exchange
+
+_Tensor = TypeVar("_Tensor")
+
+
+class TypeHookError(ConfigError, TypeError):
+    """A hook, its state or what it returned is of the wrong type."""
+
+
+@dataclass(frozen=True)
+class CommHook:
+    """A hook that was registered, and the state that it gets."""
+
+    state: Any
+    call: Callable[[Any, Any], Any]
+
+    @property
+    def name(self) -> str:
+        return str(getattr(self.call, "__qualname__", type(self.call).__name__))
+
+
+class HookedBucket(ABC, Generic[_Tensor]):
+    """What a hook sees of a bucket: the members of `torch.distributed.GradBucket`, and its weight.
+
+    Args:
+        index: Of the bucket; the first is complete first.
+        buffer: All its elements, flat.
+        gradients: Parts of the buffer, shaped like the parameters.
+        parameters: The parameters.
+        is_last: Whether it is the last bucket of the pass.
+        weight: What this rank's gradients are multiplied by already.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        buffer: _Tensor,
+        gradients: Sequence[_Tensor],
+        parameters: Sequence[_Tensor],
+        is_last: bool,
+        weight: float,
+    ) -> None:
+        self._index = index
+        self._buffer = buffer
+        self._gradients = list(gradients)
+        self._parameters = list(parameters)
+        self._is_last = is_last
+        self._weight = weight
+
+    @abstractmethod
+    def _cut(self, buffer: _Tensor) -> list[_Tensor]:
+        """Parts of another buffer, where and as those of the first one are."""
+
+    def index(self) -> int:
+        return self._index
+
+    def buffer(self) -> _Tensor:
+        return self._buffer
+
+    def gradients(self) -> list[_Tensor]:
+        return list(self._gradients)  # of the buffer as it is now
+
+    def parameters(self) -> list[_Tensor]:
+        return list(self._parameters)
+
+    def is_last(self) -> bool:
+        return self._is_last
+
+    def weight(self) -> float:
+        """What this rank's gradients are multiplied by: its weight over the ranks' mean weight."""
+        return self._weight
+
+    def set_buffer(self, buffer: _Tensor) -> None:
+        """Let `buffer()` return another tensor from now on."""
+        self._buffer = buffer
+        self._gradients = self._cut(buffer)
+
+
+def check_callable(hook: object) -> None:
+    """Refuse what cannot be called.
+
+    Raises:
+        TypeHookError: It cannot.
+    """
+    if not callable(hook):
+        raise TypeHookError("register_comm_hook: Communication hook must be callable.", got=repr(hook))
+
+
+def check_is_first(known: CommHook | None) -> None:
+    """Refuse a second hook of one wrapped model.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    if known is not None:
+        raise ConfigError(
+            "register_comm_hook can only be called once.",
+            seen=f"'{known.name}' is registered",
+            hint="wrap the module anew to use another hook",
+        )
+
+
+def agree_on_hook(hook: CommHook, exchange: Exchange, timeout_s: float) -> None:
+    """Raise on every rank if ranks have registered different hooks. Collective.
+
+    Raises:
+        ModelMismatchError: They have; names the hooks and the ranks.
+    """
+    options = {"the communication hook": hook.name}
+    check_agreement(ModelDescription((), (), options), exchange, timeout_s)
+
+
+def wrong_result(
+    name: str, expected: str, got: str, hint: str, kind: type[ConfigError] = ConfigError
+) -> ConfigError:
+    """What a hook returned cannot replace the bucket's buffer."""
+    return kind(
+        f"The communication hook '{name}' returned something that is no averaged bucket.",
+        expected=expected,
+        got=got,
+        hint=hint,
+    )
