@@ -6,6 +6,7 @@ What it does is elsewhere: `config` (arguments), `peers` (the ranks), `tensors` 
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -15,16 +16,16 @@ import paddle
 from paddle import nn
 
 from paceline.paddle import backward_calls
+from paceline.paddle.comm_hooks import CommHooks
 from paceline.paddle.compatible import PaddleNames, hide_paddles_own
 from paceline.paddle.config import make_config
-from paceline.paddle.hooked import GradBucket
 from paceline.paddle.passes import GradientPasses
 from paceline.paddle.peers import LonePeers, Peers, find_peers
 from paceline.paddle.statistics import clip
 from paceline.paddle.tensors import ManagedTensors
 from paceline.paddle.wrapped_twice import check_inner, check_outer
 from paceline.reducer.agreement import ModelDescription, check_agreement
-from paceline.reducer.comm_hooks import CommHook, agree_on_hook, check_callable, check_is_first
+from paceline.reducer.finished import joining
 from paceline.reducer.micro_batches import as_weight
 from paceline.reducer.wrapped_model import WrappedModel
 
@@ -32,7 +33,7 @@ _NOT_OPTIONS = ("group", "process_group", "device_mesh", "strategy", "__class__"
 
 
 @hide_paddles_own
-class DataParallel(WrappedModel, PaddleNames):
+class DataParallel(CommHooks, WrappedModel, PaddleNames):
     """Trains one model on several processes: a drop-in for `paddle.DataParallel`, with torch's arguments.
 
     Every rank wraps the same model and runs forward and backward on its own share of the batch. When
@@ -111,7 +112,6 @@ class DataParallel(WrappedModel, PaddleNames):
     _passes: GradientPasses | None
     _sync_flag = "grad_need_sync"
     _has_looked_outward = False
-    _comm_hook: CommHook | None = None
 
     def __init__(
         self,
@@ -219,39 +219,6 @@ class DataParallel(WrappedModel, PaddleNames):
             self._passes.watch(output)
         return output
 
-    def register_comm_hook(self, state: object, hook: Callable[[Any, GradBucket], Any]) -> None:
-        """Let `hook` average each bucket of gradients.
-
-        Collective. Once in the life of a wrapped model, and not within a backward. Hooks that send fewer
-        bits are in `paceline.paddle.compression`.
-
-        Args:
-            state: Handed to the hook, as it is.
-            hook: Called as `hook(state, bucket)` when all gradients of a bucket are there, not divided by
-                the world size, on every rank in the same order. Returns the tensor that replaces
-                `bucket.buffer()`, or a future of it: `bucket.all_reduce(tensor)` and `bucket.all_gather()`
-                return futures, and connect the ranks however they are connected.
-
-        Raises:
-            RuntimeError: A hook was registered before.
-            TypeError: It is not callable; or, in backward, does not return a tensor or a future of one.
-            ValueError: The shape or dtype it returns is wrong.
-            ModelMismatchError: Ranks registered different hooks.
-
-        Example:
-            >>> def hook(state, bucket):  # half the bytes on the wire
-            ...     sums = bucket.all_reduce(bucket.buffer().astype("bfloat16"))
-            ...     return sums.then(lambda f: f.value() / bucket.world_size)
-            >>> model.register_comm_hook(None, hook)
-        """
-        check_callable(hook)
-        check_is_first(self._comm_hook)
-        chosen = CommHook(state, hook)
-        if self._peers is not None:
-            agree_on_hook(chosen, self._peers.exchange, self._peers.timeout_s)
-        self._passes_to_weigh().use_hook(chosen, self.group)
-        self._comm_hook = chosen
-
     def init_reducer(self) -> None:
         """Average from now on the gradients of the parameters that the model trains now. Collective.
 
@@ -280,6 +247,42 @@ class DataParallel(WrappedModel, PaddleNames):
             self._passes = self._begin_passes(LonePeers())
             self._passes.state.is_syncing = self.grad_need_sync
         return self._passes
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> contextlib.AbstractContextManager[None]:
+        """A context in which ranks may make different numbers of steps, as torch's; see also finished().
+
+        A rank that leaves it takes part in the others' passes, and at its end, which blocks, all ranks have
+        the model of one that went on longest. What it had as gradients it has again then.
+
+        Args:
+            divide_by_initial_world_size: Divide sums of gradients by the number of all ranks; False: of
+                those that still have data.
+            enable: False: as if there were no context.
+            throw_on_early_termination: Raise on all ranks at the end of the first backward for which one
+                had no more data.
+
+        Raises:
+            SkippedPassError: That was asked for, and happened. Also a RuntimeError, as torch's.
+
+        Example:
+            Rank 0 has 3 batches and rank 1 has 5; the gradient of the last two steps is half of rank 1's:
+
+            >>> with model.join():
+            ...     for batch in batches:
+            ...         train_step(batch)
+        """
+        if self._passes is None or not enable:
+            return contextlib.nullcontext()
+        return joining(
+            self._passes,
+            divide_by_all=divide_by_initial_world_size,
+            throws=throw_on_early_termination,
+        )
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> paddle.Tensor:
         """Scale all dense gradients so that their norm is at most `max_norm`; returns the norm they had.
