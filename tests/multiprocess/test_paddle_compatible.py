@@ -65,20 +65,25 @@ def test_nothing_of_paddles_class_runs_on_state_that_is_not_there(group: Any) ->
     assert DataParallel(model, group=group)._find_tensor == "the model's"
 
 
+@pytest.mark.parametrize("is_static", [False, True])
 @ranks(2)
-def test_a_wrapped_model_is_saved_for_inference(group: Any, tmp_path: Path) -> None:
+def test_a_wrapped_model_is_saved_for_inference(group: Any, is_static: bool, tmp_path: Path) -> None:
+    """With the inputs described, or, of a model that is compiled, as its calls have shown them."""
     model, x = two_layers(), paddle.to_tensor(batch())
-    wrapped = DataParallel(model, group=group)
-    train(wrapped, share(batch(), group.rank))
-    wrapped.eval()
     path = str(tmp_path / f"{group.rank}" / "net")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Paddle's compiler
-        paddle.jit.save(wrapped, path, input_spec=[paddle.static.InputSpec([None, 4], "float32")])
+        wrapped = DataParallel(paddle.jit.to_static(model) if is_static else model, group=group)
+        train(wrapped, share(batch(), group.rank))
+        wrapped.eval()
+        inputs = {} if is_static else {"input_spec": [paddle.static.InputSpec([None, 4], "float32")]}
+        if is_static:
+            wrapped(x)
+        paddle.jit.save(wrapped, path, **inputs)
         loaded = paddle.jit.load(path)
-    assert_allclose(loaded(x).numpy(), model(x).numpy(), rtol=1e-6)
-    wrapped.train()
-    train(wrapped, share(batch(), group.rank))  # saving has not changed what backward averages
+        assert_allclose(loaded(x).numpy(), model(x).numpy(), rtol=1e-6)
+        wrapped.train()
+        train(wrapped, share(batch(), group.rank))  # saving has not changed what backward averages
 
 
 @ranks(2)

@@ -16,11 +16,13 @@ import pytest
 
 import paceline.paddle
 import paceline.torch
+from tests.multiprocess import parity
 from tests.multiprocess.test_paddle_module import ACCEPTED
 
 torch = pytest.importorskip("torch")
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "coming-from-paddle.md"
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENT = ROOT / "docs" / "coming-from-paddle.md"
 TorchDDP = torch.nn.parallel.DistributedDataParallel
 
 
@@ -98,3 +100,19 @@ def test_every_method_has_a_row_that_is_true() -> None:
             assert not hasattr(TorchDDP, ours), ours
         if paddles == "-":
             assert not hasattr(paddle.DataParallel, ours), ours
+
+
+def test_the_table_of_both_front_ends_is_what_their_classes_have() -> None:
+    made = parity.page()
+    assert parity.PAGE.read_text() == made, "python -m tests.multiprocess.parity writes it anew"
+
+
+def test_each_of_paddles_own_tests_has_one_here() -> None:
+    sources = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    here = set(re.findall(r"^def (test_\w+)", sources, re.MULTILINE))
+    table = [row for row in rows(5) if row[0] not in ("Paddle's tests", "sum")]
+    for theirs, *counts, tests in table:
+        assert len(set(counts)) == 1, theirs
+        assert set(re.findall(r"test_\w+", tests)) <= here and "test_" in tests, theirs
+    (total,) = [row for row in rows(5) if row[0] == "sum"]
+    assert total[1:4] == [str(sum(int(row[1]) for row in table))] * 3 == ["47"] * 3

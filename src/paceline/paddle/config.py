@@ -16,7 +16,7 @@ from paceline.reducer.micro_batches import as_weight
 
 _arguments = Arguments("DataParallel")
 
-_HARMLESS: Mapping[str, Sequence[Any]] = {
+HARMLESS: Mapping[str, Sequence[Any]] = {
     # Values that ask for nothing.
     # `check_reduction`: what torch once checked, Paceline always checks.
     # `batched_grad_copy`: how gradients are copied changes no result.
@@ -24,6 +24,10 @@ _HARMLESS: Mapping[str, Sequence[Any]] = {
     "check_reduction": (False, True),
     "batched_grad_copy": (False, True),
     "mixed_precision": (None,),
+}
+
+_INSTEAD = {
+    "mixed_precision": "paddle.amp trains in 16 bits, on GPUs; paceline.paddle.compression averages so",
 }
 
 _LOOKED_AT_ELSEWHERE = ("delay_all_reduce_named_params", "param_to_hook_all_reduce")  # by `ManagedTensors`
@@ -144,10 +148,12 @@ def make_config(
     """
     for name, value in others.items():
         if name not in _LOOKED_AT_ELSEWHERE and not any(
-            value is allowed or value == allowed for allowed in _HARMLESS[name]
+            value is allowed or value == allowed for allowed in HARMLESS[name]
         ):
             raise ConfigError(
-                f"DataParallel: {name} is not supported.", got=f"{name}={value!r}", hint=f"leave {name} out"
+                f"DataParallel: {name} is not supported.",
+                got=f"{name}={value!r}",
+                hint=_INSTEAD.get(name, f"leave {name} out"),
             )
     cap_mb = float(comm_buffer_size if bucket_cap_mb is None else bucket_cap_mb)
     cap_name = "comm_buffer_size" if bucket_cap_mb is None else "bucket_cap_mb"
