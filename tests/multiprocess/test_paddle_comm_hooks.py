@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from paddle import nn
 
 import paceline
-from paceline.errors import ModelMismatchError, NonFiniteGradientError
+from paceline.errors import ModelMismatchError, NonFiniteGradientError, PeerLostError
 from paceline.paddle import DataParallel
 from paceline.paddle.compression import (
     Bf16Compression,
@@ -227,6 +228,39 @@ def test_what_is_not_finite_is_named_beside_a_hook(group: Any) -> None:
     wrapped.register_comm_hook(None, lambda state, bucket: bucket.buffer() * float("inf"))
     with pytest.raises(NonFiniteGradientError):  # no rank's gradient is to blame
         wrapped(paddle.ones([1, 4])).sum().backward()
+
+
+@ranks(2, dies={1: signal.SIGKILL})
+def test_a_lost_rank_is_named_beside_a_hook(group: Any) -> None:
+    wrapped = DataParallel(two_layers(), group=group)
+    wrapped.register_comm_hook(None, mean)
+    for step in range(2):
+        loss = wrapped(paddle.ones([1, 4])).sum()
+        if step and group.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if step:
+            with pytest.raises(PeerLostError, match="Rank 1 of 2 died") as caught:
+                loss.backward()
+            assert caught.value.lost == (1,)
+        else:
+            loss.backward()
+
+
+@ranks(2)
+def test_an_empty_parameter_beside_a_hook(group: Any) -> None:
+    class Holds(nn.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.some, self.none = self.create_parameter([3]), paddle.create_parameter([0, 3], "float32")
+
+        def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+            return (self.some * x).sum() + self.none.sum()
+
+    model = Holds()
+    wrapped = DataParallel(model, group=group)
+    wrapped.register_comm_hook(None, mean)
+    wrapped(paddle.full([3], 1.0 + group.rank)).backward()
+    assert_array_equal(model.some.grad.numpy(), np.full(3, 1.5))
 
 
 # --- compression ---

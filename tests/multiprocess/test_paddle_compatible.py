@@ -177,6 +177,10 @@ def test_init_reducer_takes_note_of_changed_parameters(group: Any, view: bool) -
     squares(alone(paddle.to_tensor(batch()))).backward()
     for ours, expected in zip(gradients(model), gradients(alone), strict=True):
         assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
+    older = wrapped(x).sum()
+    wrapped.init_reducer()
+    with pytest.raises(ConfigError, match=r"older than the last init_reducer\(\)"):
+        older.backward()
     if group.rank:
         model[0].bias.stop_gradient = True
     with pytest.raises(ModelMismatchError, match=r"'0\.bias': requires_grad differs"):

@@ -70,15 +70,16 @@ class GroupCalls:
             )
         self.backend: str = dist.get_backend(self.group)
         self.on_host = self.backend == "GLOO"
+        fixed = ", which gives up after 30 s, whatever timeout_s" if self.on_host else ""
+        self._engine = f"Paddle's {self.backend} group{fixed}"
         self._thread = _thread_of(self.group) if self.on_host and self.world_size > 1 else None
 
     def waits(self, plan: Plan | None = None, timeout_s: float | None = None) -> EngineWaits:
         """How this rank waits for these calls, and words their failures."""
-        fixed = ", which gives up after 30 s, whatever timeout_s" if self.on_host else ""
         return EngineWaits(
             self.rank,
             self.world_size,
-            engine=f"Paddle's {self.backend} group{fixed}",
+            engine=self._engine,
             timeout_s=timeout_s or self.timeout_s,
             warn_after_s=self.warn_after_s,
             plan=plan,
@@ -170,7 +171,7 @@ class LoneCalls(GroupCalls):
         self.group = None
         self.rank, self.world_size = 0, 1
         self.timeout_s, self.warn_after_s = math.inf, WARN_AFTER_S
-        self.backend = "missing"
+        self.backend, self._engine = "missing", "this process alone"
         self.on_host = on_host
 
     def all_gather(self, out: paddle.Tensor, tensor: paddle.Tensor) -> Call:
@@ -192,7 +193,7 @@ class MemoryCalls(GroupCalls):
         self.group = None
         self.rank, self.world_size = core.rank, core.world_size
         self.timeout_s, self.warn_after_s = core.timeout_s, core.warn_after_s
-        self.backend = "shared memory"
+        self.backend, self._engine = "shared memory", "the memory that the ranks share"
         self.on_host = True
         self._core = core
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import paddle
 
-from paceline.errors import CollectiveError
+from paceline.errors import CollectiveError, ConfigError
 from paceline.paddle import backward_calls, internals
 from paceline.paddle.backward_calls import calls
 from paceline.paddle.config import DataParallelConfig
@@ -68,7 +68,7 @@ class GradientPasses(BackwardPasses):
     def __init__(self, tensors: ManagedTensors, link: Link, config: DataParallelConfig) -> None:
         super().__init__(tensors.names, link.rank, link.world_size)
         self._error: BaseException | None = None  # of a hook, which must not raise
-        self._is_closed = False
+        self._is_closed = self._has_ended = False
         self._hook: CommHook | None = None
         self._process_group: Any = None
         self.buffers = BufferSync(tensors, link, config.buffers, config.broadcast_buffers)
@@ -129,6 +129,7 @@ class GradientPasses(BackwardPasses):
 
     def end(self) -> None:
         """Average no more. Gradients keep their values, and get memory of their own."""
+        self._has_ended = True
         self.close()
         self._own.leave_arena()
         self.reducer.close()
@@ -169,6 +170,12 @@ class GradientPasses(BackwardPasses):
         try:
             if not self.state.is_syncing:
                 self.weights.watch_local()
+            elif calls.depth and self._has_ended:
+                raise ConfigError(
+                    "The outputs of this backward are older than the last init_reducer().",
+                    where=self.who,
+                    hint="call init_reducer() between a backward and the next forward",
+                )
             elif calls.depth:
                 self.graphs.begin(graph)
                 if not self.state.is_armed:
