@@ -46,6 +46,8 @@ def test_it_is_a_data_parallel_of_paddles(rank: int) -> None:
     assert wrapped.group is theirs.group is wrapped.process_group and wrapped.group.ranks == [0, 1]
     assert (wrapped._strategy.nranks, wrapped._strategy.local_rank) == (2, rank)
     assert wrapped.require_backward_grad_sync and not wrapped.static_graph
+    wrapped.require_backward_grad_sync = False  # what is ported from torch may set it
+    assert not wrapped.grad_need_sync
 
 
 @ranks(2)

@@ -87,6 +87,10 @@ class PaddleNames(PaddleDataParallel):
         """`grad_need_sync`, under torch's name."""
         return bool(self.grad_need_sync)
 
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, is_syncing: bool) -> None:
+        self.grad_need_sync = is_syncing
+
     @property
     def _strategy(self) -> Any:
         """The argument; without it, one of as many ranks as there are."""
@@ -100,21 +104,20 @@ class PaddleNames(PaddleDataParallel):
     @property
     def _reducer(self) -> PaddleReducer:
         """The member of Paddle's reducer that trainers call."""
-        return PaddleReducer(self)
+        return PaddleReducer(self._passes)
 
 
 class PaddleReducer:
     """The member of Paddle's reducer that trainers call."""
 
-    def __init__(self, wrapper: PaddleNames) -> None:
-        self._wrapper = wrapper
+    def __init__(self, passes: GradientPasses | None) -> None:
+        self._passes = passes
 
     def prepare_for_backward(self, outputs: Sequence[paddle.Tensor]) -> None:
         """The backward of these outputs synchronises, though their forward was in no_sync()."""
-        passes = self._wrapper._passes
-        if passes is not None:
-            passes.state.is_syncing = True
-            passes.watch(list(tensors_in(outputs)))
+        if self._passes is not None:
+            self._passes.state.is_syncing = True
+            self._passes.watch(list(tensors_in(outputs)))
 
 
 class _Hidden:
