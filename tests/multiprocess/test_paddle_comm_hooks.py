@@ -266,8 +266,20 @@ def test_an_empty_parameter_beside_a_hook(group: Any) -> None:
 # --- compression ---
 
 
+class Disordered(nn.Layer):
+    """Layers run in another order than they were made, so buckets are laid out anew after the first pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        paddle.seed(1)
+        self.last, self.middle, self.first = nn.Linear(5, 2), nn.Linear(6, 5), nn.Linear(4, 6)
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        return self.last(paddle.tanh(self.middle(paddle.tanh(self.first(x)))))
+
+
 def precise() -> nn.Layer:
-    model = two_layers()
+    model = Disordered()
     model.to(dtype="float64")
     return model
 
@@ -295,21 +307,24 @@ def test_what_is_received_and_what_is_kept_add_up_to_the_true_means(
     join_paddle(rank)
     with numpy_group(rank) as group:
         for make, hook in KINDS:
-            model, state = two_layers(), make()
+            model, state = Disordered(), make()
             wrapped = DataParallel(model, bucket_cap_mb=0.00001, reduce_through=path, weight=weights[rank])
             wrapped.register_comm_hook(state, hook)
             received: Any = 0.0
+            layouts = {wrapped._passes._plan.order}
             true: Any = 0.0
             for step in range(6):
                 wrapped.clear_gradients()
                 squares(wrapped(paddle.to_tensor(batch(seed=10 * step + rank)))).backward()
                 assert_same_on_all_ranks(model, group)
+                layouts.add(wrapped._passes._plan.order)
                 received = received + flat(gradients(model))
                 true = true + true_mean(step, weights)
                 kept = flat(state.error_of(p).numpy() for p in model.parameters())
                 kept *= weights[rank] / sum(weights)
                 group.all_reduce(kept)
                 assert_allclose(received + kept, true, rtol=2e-6, atol=1e-6)
+            assert len(layouts) == 2
             largest = np.abs(true).max()
             assert 0 < np.abs(kept).max() < 2 * largest * UNITS[make]  # not that of six steps
 
