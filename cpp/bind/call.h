@@ -36,11 +36,11 @@ class CallHooks final : public Hooks {
             const Patience* whose, bool unlock_now)
       : group_(group), slow_(slow) {
     patience = whose;
-    current_hooks = this;
+    slot_ = this;
     if (unlock_now) before_block();
   }
   ~CallHooks() override {
-    current_hooks = outer_;
+    slot_ = outer_;
     lock();
   }
   CallHooks(const CallHooks&) = delete;
@@ -95,7 +95,8 @@ class CallHooks final : public Hooks {
     return true;
   }
 
-  Hooks* const outer_ = current_hooks;
+  Hooks*& slot_ = current_hooks;  ///< looked up once: it is found by thread
+  Hooks* const outer_ = slot_;
   HostGroup* group_;
   const nanobind::object& slow_;
   PyThreadState* saved_ = nullptr;

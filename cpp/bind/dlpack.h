@@ -3,7 +3,12 @@
 // See https://dmlc.github.io/dlpack/latest/c_api.html
 #pragma once
 
+#include <nanobind/nanobind.h>
+
+#include <cstddef>
 #include <cstdint>
+
+#include "bind/failures.h"
 
 namespace paceline::dlpack {
 
@@ -34,7 +39,19 @@ struct Tensor {
   uint64_t byte_offset;
 
   void* begin() const { return static_cast<char*>(data) + byte_offset; }
+  /// Of elements that lie one after the other; 0: they don't.
+  size_t nbytes_in_a_row() const {
+    int64_t count = 1;
+    for (int32_t i = ndim; i-- > 0;) {
+      if (strides != nullptr && shape[i] != 1 && strides[i] != count) return 0;
+      count *= shape[i];
+    }
+    return static_cast<size_t>(count) * dtype.bits * dtype.lanes / 8;
+  }
 };
+
+/// Borrows what a Python object holds; -1: a Python exception is set.
+using Borrow = int (*)(void* py_object, Tensor* out);
 
 struct ExchangeApi {
   uint32_t major_version;
@@ -43,10 +60,21 @@ struct ExchangeApi {
   void* allocate;
   void* export_managed;
   void* import_managed;
-  /// Borrows what the Python object holds; -1: a Python exception is set. May
-  /// be null.
-  int (*borrow)(void* py_object, Tensor* out);
+  Borrow borrow;  ///< may be null
   void* current_stream;
 };
+
+/// How to look at tensors of the framework that has made this one.
+inline Borrow find_borrow(nanobind::handle tensor) {
+  const nanobind::object capsule = tensor.attr("__dlpack_c_exchange_api__");
+  auto* api = static_cast<ExchangeApi*>(
+      PyCapsule_GetPointer(capsule.ptr(), kCapsuleName));
+  while (api != nullptr && api->major_version > kMajorVersion)
+    api = api->prev_api;
+  if (PyErr_Occurred() != nullptr) throw nanobind::python_error();
+  if (api == nullptr || api->borrow == nullptr)
+    misuse("the framework has no DLPack exchange API of version 1");
+  return api->borrow;
+}
 
 }  // namespace paceline::dlpack

@@ -71,6 +71,7 @@ nb::dict describe_failure(const Failure& failure, HostGroup* group) {
   facts["waited_s"] = failure.waited_s;
   facts["message"] = failure.message;
   facts["thread"] = failure.thread;
+  facts["errno"] = failure.error_number;
   nb::list late;
   for (int r = 0; r < kMaxWorld; ++r) {
     if ((failure.late[r / 64] >> (r % 64) & 1) != 0) late.append(r);

@@ -62,15 +62,7 @@ class GradientHook {
         in_python_(std::move(in_python)),
         transformed_name_(
             nb::steal(PyUnicode_InternFromString(transformed.c_str()))) {
-    const nb::object capsule = place_.attr("__dlpack_c_exchange_api__");
-    auto* api = static_cast<dlpack::ExchangeApi*>(
-        PyCapsule_GetPointer(capsule.ptr(), dlpack::kCapsuleName));
-    while (api != nullptr && api->major_version > dlpack::kMajorVersion)
-      api = api->prev_api;
-    if (PyErr_Occurred() != nullptr) throw nb::python_error();
-    if (api == nullptr || api->borrow == nullptr)
-      misuse("the framework has no DLPack exchange API of version 1");
-    borrow_ = api->borrow;
+    borrow_ = dlpack::find_borrow(place_);
     dlpack::Tensor tensor;
     if (borrow_(place_.ptr(), &tensor) != 0) throw nb::python_error();
     dtype_ = tensor.dtype;
@@ -197,7 +189,7 @@ class GradientHook {
   TensorAttribute grad_{"grad"};
   nb::object place_;
   nb::object type_;
-  int (*borrow_)(void*, dlpack::Tensor*) = nullptr;
+  dlpack::Borrow borrow_ = nullptr;
   std::vector<Axis> axes_;
   dlpack::DType dtype_{};
   bool gradient_in_arena_;

@@ -12,6 +12,7 @@
 #include "bind/gradient_hook.h"
 #include "bind/handed_gradients.h"
 #include "bind/hook_order.h"
+#include "bind/iteration_notes.h"
 #include "bind/module_snapshot.h"
 #include "bind/py_compression.h"
 #include "bind/py_hash.h"
@@ -311,6 +312,7 @@ NB_MODULE(_core, m) {
   paceline::bind_reducer(m);
   paceline::bind_handed_gradients(m);
   paceline::bind_hook_order(m);
+  paceline::bind_iteration_notes(m);
   paceline::bind_gradient_hook(m);
   paceline::bind_module_snapshot(m);
   paceline::bind_permutation(m);

@@ -113,8 +113,6 @@ class PyHostGroup {
   template <class Body>
   auto collective(size_t bytes, double timeout_s, Body body) {
     check_not_forked();
-    if (group_->turn().is_mine())
-      raise_failure({.reason = Reason::kNested}, group_.get());
     // Here, where it is at hand: below it would be looked up by thread.
     if (timeout_s < 0) timeout_s = patience_.timeout_s;
     CallHooks hooks(group_.get(), slow_, &patience_, bytes >= kUnlockBytes);
@@ -122,11 +120,12 @@ class PyHostGroup {
       Turn& turn;
       ~Given() { turn.give_back(); }
     };
-    if (!group_->turn().try_take()) {
+    Turn& turn = group_->turn();
+    if (!turn.try_take()) {
       timeout_s = guard(
           hooks, [&](HostGroup&) { return wait_for_turn(hooks, timeout_s); });
     }
-    const Given given{group_->turn()};
+    const Given given{turn};
     hooks.defer_handlers();
     return guard(hooks,
                  [&](HostGroup& group) { return body(group, timeout_s); });
@@ -309,11 +308,13 @@ class PyHostGroup {
   }
 
  private:
-  /// Returns once this thread may make a collective, with what is left of
-  /// `timeout_s`. The call has not begun: it leaves no trace if it gives up.
+  /// Returns once this thread may make a collective, which it does not do now,
+  /// with what is left of `timeout_s`. The call has not begun: it leaves no
+  /// trace if it gives up.
   double wait_for_turn(CallHooks& hooks, double timeout_s) {
-    hooks.before_block();
     Turn& turn = group_->turn();
+    if (turn.is_mine()) throw Failure{.reason = Reason::kNested};
+    hooks.before_block();
     const int64_t deadline_ns = now_ns() + group_->timeout_ns(timeout_s);
     const int64_t start_ns = now_ns();
     while (true) {

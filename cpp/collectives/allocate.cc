@@ -30,7 +30,7 @@ std::optional<size_t> HostGroup::find_heap_space(size_t bytes) const {
 
 // By rank 0, because garbage collectors free in another order on each rank.
 void HostGroup::decide_allocation(size_t length) {
-  uint32_t entry = kNoRoom;
+  uint32_t entry = kNoBlockLeft;
   for (uint32_t i = 0; i < kMaxBlocks; ++i) {
     Block& block = blocks_[i];
     const size_t old_length = block.bytes.load(std::memory_order_relaxed);
@@ -41,13 +41,15 @@ void HostGroup::decide_allocation(size_t length) {
         region_->release(layout_.slab_at(r) + offset, old_length);
       block.bytes.store(0, std::memory_order_relaxed);
     }
-    if (block.bytes.load(std::memory_order_relaxed) == 0 && entry == kNoRoom)
+    if (block.bytes.load(std::memory_order_relaxed) == 0 &&
+        entry == kNoBlockLeft)
       entry = i;
   }
   const std::optional<size_t> offset = find_heap_space(length);
-  if (!offset) entry = kNoRoom;
+  if (!offset && entry < kMaxBlocks) entry = kNoRoom;
   try {  // for all ranks at once: each by itself would find enough
-    if (offset) Region::check_memory(uint64_t{length} * header_->world);
+    if (entry < kMaxBlocks)
+      Region::check_memory(uint64_t{length} * header_->world);
   } catch (const Failure&) {
     entry = kNoMemoryLeft;
   }
@@ -78,12 +80,14 @@ size_t HostGroup::allocate(size_t bytes, double timeout_s) {
                              " bytes each, which the machine or the container "
                              "does not have left"};
   }
+  if (entry == kNoBlockLeft)
+    throw Failure{.reason = Reason::kTooMany,
+                  .message = std::to_string(kMaxBlocks)};
   if (entry == kNoRoom) {
     throw Failure{.reason = Reason::kNoMemory,
                   .message = "no room for " + std::to_string(length) +
                              " bytes per rank in a slab of " +
-                             std::to_string(layout_.slab_bytes) + " (or " +
-                             std::to_string(kMaxBlocks) + " arrays are alive)"};
+                             std::to_string(layout_.slab_bytes)};
   }
   const size_t offset = blocks_[entry].offset.load(std::memory_order_relaxed);
   std::optional<Failure> own_failure;

@@ -91,6 +91,7 @@ struct Block {
 
 inline constexpr uint32_t kNoRoom = kMaxBlocks;
 inline constexpr uint32_t kNoMemoryLeft = kMaxBlocks + 1;
+inline constexpr uint32_t kNoBlockLeft = kMaxBlocks + 2;
 
 struct Header {
   uint64_t magic;
@@ -110,7 +111,7 @@ struct Header {
 
   Gate gate;
   /// Result of an allocation, decided by rank 0 between two barriers: the
-  /// block's number, kNoRoom or kNoMemoryLeft.
+  /// block's number, kNoRoom, kNoMemoryLeft or kNoBlockLeft.
   alignas(kLineBytes) Atomic<uint32_t> allocated_block;
   Atomic<uint32_t> allocation_failures;
 };

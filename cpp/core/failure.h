@@ -26,6 +26,7 @@ enum class Reason : uint32_t {
   kInjected = 11,  ///< a fault that a test asked for
   kNested = 12,    ///< this thread was inside a collective: in a signal handler
   kNoTurn = 13,    ///< another thread of this process was in a collective
+  kTooMany = 14,   ///< more arrays than a group has blocks for
 };
 
 struct Failure {
@@ -35,7 +36,8 @@ struct Failure {
   double waited_s = 0;    ///< how long this rank had waited
   std::string message =
       {};  ///< of the rank that raised, or of the failed system call
-  uint64_t thread = 0;  ///< kNoTurn: of this process, in a collective
+  uint64_t thread = 0;   ///< kNoTurn: of this process, in a collective
+  int error_number = 0;  ///< errno of the failed system call
 };
 
 [[noreturn]] inline void misuse(std::string message) {

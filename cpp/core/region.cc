@@ -34,7 +34,8 @@ constexpr size_t kReservePiece = size_t{64} << 20;
 
 [[noreturn]] void no_memory(const char* what, int error) {
   throw Failure{.reason = Reason::kNoMemory,
-                .message = std::string(what) + ": " + strerror(error)};
+                .message = std::string(what) + ": " + strerror(error),
+                .error_number = error};
 }
 
 /// The sum of the numbers behind `names` in a file of lines "name number" or

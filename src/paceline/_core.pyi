@@ -1,7 +1,7 @@
 """The core, in C++ (cpp/). Pointers are addresses; dtypes and ops are the numbers of collectives/ops.py."""
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, overload
 
 ABI_VERSION: int
 MAX_RANKS: int
@@ -153,6 +153,19 @@ class HandedGradients:
 class HookOrder:
     def __init__(self, parameters: list[Any], hooks: list[Any], attribute: str) -> None: ...
     def not_last(self) -> list[int]: ...
+
+def pack_note(writes: int, sample: int, dropped: int, accumulated: bool) -> int: ...
+
+class IterationNotes:
+    @overload
+    def __init__(self, count_writes: Callable[[], int] | None, take_sample: Callable[[], int]) -> None: ...
+    @overload
+    def __init__(
+        self, counted: list[Any], version: str, sampled: list[Any], begins: list[int], sizes: list[int]
+    ) -> None: ...
+    batches: int
+    def take(self, forwards: int, accumulated: bool) -> int: ...
+    def begin(self, forwards: int) -> None: ...
 
 class GradientHook:
     def __init__(

@@ -13,6 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from paceline.arguments import Arguments
 from paceline.errors import ConfigError
 
 
@@ -133,16 +134,27 @@ def read_rank_environment(
 def job_id_from_environment(environ: Mapping[str, str] | None = None) -> str:
     """The text that all ranks of this launch share and no other job has; "" if the launcher gives none."""
     environ = os.environ if environ is None else environ
-    if environ.get("PACELINE_JOB_ID"):
-        return environ["PACELINE_JOB_ID"]
-    run_id = environ.get("TORCHELASTIC_RUN_ID", "")
-    if run_id and run_id != "none":  # torchrun's default, the same for every job
-        return f"torchelastic-{run_id}"
+    if secret := job_secret_from_environment(environ):
+        return secret
     if environ.get("PMIX_NAMESPACE"):
         return f"pmix-{environ['PMIX_NAMESPACE']}"
     if environ.get("SLURM_JOB_ID"):
         return f"slurm-{environ['SLURM_JOB_ID']}.{environ.get('SLURM_STEP_ID', '')}"
     return ""
+
+
+def job_secret_from_environment(environ: Mapping[str, str] | None = None) -> str:
+    """That of these texts which other users do not know, unless somebody chose it; "" if there is none.
+
+    `paceline run`, `spawn` and `torchrun --standalone` make 128 random bits for each launch, and give them to
+    the ranks in their environment. The ids of Slurm and PMIx are public.
+    """
+    environ = os.environ if environ is None else environ
+    if environ.get("PACELINE_JOB_ID"):
+        return environ["PACELINE_JOB_ID"]
+    run_id = environ.get("TORCHELASTIC_RUN_ID", "")
+    # "none": torchrun's default, the same for every job
+    return f"torchelastic-{run_id}" if run_id and run_id != "none" else ""
 
 
 def first_slurm_host(nodelist: str) -> str:
@@ -256,12 +268,13 @@ def split_address(address: str, name: str) -> tuple[str, int]:
     host = host.removeprefix("tcp://").removeprefix("[").removesuffix("]")
     if not colon or not host:
         raise _bad_value(name, address, '"host:port"')
-    return host, _parse_port(name, port)
+    return host, _parse_port(name, port, address)
 
 
-def _parse_port(name: str, text: str) -> int:
+def _parse_port(name: str, text: str, address: str = "") -> int:
     if not text.isascii() or not text.isdigit() or not 0 < int(text) < 65536:
-        raise _bad_value(name, text, "a port, 1 to 65535")
+        expected = '"host:port", with a port from 1 to 65535' if address else "a port, 1 to 65535"
+        raise _bad_value(name, address or text, expected)
     return int(text)
 
 
@@ -304,12 +317,12 @@ def _check_range(value: int, size: int, name: str) -> None:
 
 
 def _bad_value(name: str, value: str, expected: str) -> ConfigError:
-    return ConfigError(
-        f"{name}={value!r} is not usable.",
+    return Arguments("").refuse(
+        name,
+        value,
+        expected,
+        "every rank is started with its own rank and the same world size; `paceline run` does that",
         where="the environment" if name.isupper() else "the arguments",
-        expected=expected,
         got=repr(value),
-        hint="every rank is started with its own rank and the same world size; `paceline run` does that",
         variable=name,
-        value=value,
     )

@@ -2,6 +2,7 @@
 
     PacelineError                    every error of ours (a RuntimeError)
     ├── ConfigError                  an argument or an environment variable is wrong (also a ValueError)
+    │   └── ConfigTypeError          an argument is of the wrong type (also a TypeError)
     ├── RendezvousError              the processes did not find each other
     ├── RegionError                  shared memory could not be reserved or mapped (also a MemoryError)
     ├── ForkedError                  a group or a wrapped model was used in a forked child
@@ -93,6 +94,10 @@ def _rebuild(
 
 class ConfigError(PacelineError, ValueError):
     """An argument or an environment variable is wrong; nothing was started."""
+
+
+class ConfigTypeError(ConfigError, TypeError):
+    """An argument is of the wrong type; nothing was started."""
 
 
 class RendezvousError(PacelineError):

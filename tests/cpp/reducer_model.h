@@ -4,11 +4,11 @@
 #include <math.h>
 
 #include <memory>
-#include <vector>
 
 #include "check.h"
 #include "group_world.h"
 #include "reducer/reducer.h"
+#include "reducer_layout.h"
 
 namespace paceline::testing {
 
@@ -18,35 +18,15 @@ inline constexpr size_t kParameters = sizeof(kSizes) / sizeof(kSizes[0]);
 /// One rank's reducer for parameters of kSizes floats.
 class Model {
  public:
-  Model(HostGroup& group, size_t cap_bytes) : group_(group) {
-    std::vector<ParameterSpan> spans;
-    std::vector<BucketSpan> buckets;
-    size_t at = 0;
-    size_t begin = 0;
-    for (const size_t count : kSizes) {
-      spans.push_back({at, count, DType::kFloat32});
-      offsets_.push_back(at);
-      const size_t end = at + (count * sizeof(float) + 63) / 64 * 64;
-      for (size_t block = kBlockElements; block < count;
-           block += kBlockElements)
-        if (at + block * sizeof(float) - begin >= cap_bytes) {
-          buckets.push_back({begin, at + block * sizeof(float)});
-          begin = buckets.back().end;
-        }
-      if (end - begin >= cap_bytes) {
-        buckets.push_back({begin, end});
-        begin = end;
-      }
-      at = end;
-    }
-    if (begin < at) buckets.push_back({begin, at});
-    reducer_ = std::make_unique<Reducer>(group, at, spans, buckets, false);
-  }
+  Model(HostGroup& group, size_t cap_bytes)
+      : group_(group),
+        layout_(kSizes, cap_bytes),
+        reducer_(std::make_unique<Reducer>(group, layout_.arena_bytes,
+                                           layout_.parameters, layout_.buckets,
+                                           false)) {}
 
   Reducer& reducer() { return *reducer_; }
-  float* view(size_t parameter) {
-    return reinterpret_cast<float*>(reducer_->arena() + offsets_[parameter]);
-  }
+  float* view(size_t parameter) { return layout_.view(*reducer_, parameter); }
   /// Multiples of 12: the mean over 1, 2, 3 or 4 ranks is exact.
   static float value(int rank, size_t parameter, size_t i, int step) {
     return 12.0f * static_cast<float>((rank + 1) * (step % 5 + 1) +
@@ -76,7 +56,7 @@ class Model {
 
  private:
   HostGroup& group_;
-  std::vector<size_t> offsets_;
+  const ReducerLayout layout_;
   std::unique_ptr<Reducer> reducer_;
 };
 

@@ -26,6 +26,8 @@ and these know no framework:
     walk.py              how one rank walks through a program, and where ranks meet (Paddle's)
     lockstep.py          one process that simulates all ranks (Paddle's reference)
     command.py           the fuzzer as the tests run it
-    session.py           one program in its modes, with its references; the table of many
+    session.py           one program in its modes, with its references
+    jobs.py              many programs, side by side
+    report.py            the table of many
     __main__.py          the command line
 """

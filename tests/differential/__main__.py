@@ -17,10 +17,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.differential.jobs import default_jobs, run_many
 from tests.differential.pool import DEADLINE_S
 from tests.differential.programs import Program, show
-from tests.differential.report import table
-from tests.differential.session import Finding, Session, run_many
+from tests.differential.report import Campaign, table, write
+from tests.differential.session import Finding, Session
 
 
 def main() -> int:
@@ -38,14 +39,21 @@ def main() -> int:
     first, _, last = arguments.seeds.partition(":")
     seeds = range(int(first or 0), int(last)) if last else itertools.count(int(first or 0))
     until_s = None if arguments.minutes is None else 60 * arguments.minutes
-    with Session(frontend, arguments.mutation, arguments.deadline) as session:
-        tally = run_many(
-            session, frontend, seeds, until_s=until_s, report=_tell, shrink_s=arguments.shrink_seconds
-        )
-    text = table(tally, arguments.framework, int(first or 0))
+    tally = run_many(
+        frontend,
+        lambda: Session(frontend, arguments.mutation, arguments.deadline),
+        seeds,
+        jobs=arguments.jobs,
+        until_s=until_s,
+        report=_tell,
+        shrink_s=arguments.shrink_seconds,
+    )
+    begin = int(first or 0)
+    again = f"make fuzz FRAMEWORK={arguments.framework} SEEDS={begin}:{begin + tally.programs}"
+    text = table(tally, Campaign(arguments.framework, begin, again))
     print(text)
     if arguments.output is not None:
-        Path(arguments.output).write_text(text)
+        print(f"Written to {write(text, Path(arguments.output), arguments.framework)}")
     return 1 if tally.findings else 0
 
 
@@ -92,6 +100,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.differential", description=__doc__)
     parser.add_argument("--framework", default="torch")
     parser.add_argument("--seeds", default="0:200", help="a range, 0:200, or the first one of as many as fit")
+    parser.add_argument("--jobs", type=int, default=default_jobs(), help="programs that run side by side")
     parser.add_argument("--minutes", type=float, help="stop after so long")
     parser.add_argument("--seed", type=int, help="one program, shown in full")
     parser.add_argument("--program", help="a file with one program as JSON")
@@ -102,7 +111,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--shrink", action="store_true", help="with --seed: make it small if it fails")
     parser.add_argument("--shrink-seconds", type=float, default=15.0, help="for each of the first findings")
     parser.add_argument("--mutation", help="put this bug in")
-    parser.add_argument("--output", help="write the table to this file")
+    parser.add_argument("--output", help="write the table to this file, or into this folder")
     return parser.parse_args()
 
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+# What would be imported in every fork.
+import numpy.random  # noqa: F401
+import paddle.distributed.auto_parallel.fully_shard_fusion
+import paddle.optimizer.fusion_utils  # noqa: F401
+
 from tests.differential.paddle_corpus import CORPUS, OPEN
 from tests.differential.paddle_grammar import generate
 from tests.differential.paddle_mutations import MUTATIONS
@@ -26,6 +31,7 @@ __all__ = [
     "make_reference",
     "same_parameters",
     "tolerance",
+    "writes_to_shared_gradients",
 ]
 
 
@@ -43,3 +49,8 @@ def incumbent_can_run(program: Program) -> bool:
     """Whether the program uses nothing that only Paceline has."""
     ops = [op for _, op in numbered(program["ops"])]
     return not any(op["op"] in ("weight", "iterate") for op in ops) and not program.get("options")
+
+
+def writes_to_shared_gradients(program: Program) -> bool:
+    """Whether a hook writes to a gradient in the middle of backward: Paddle's gradients have own memory."""
+    return False

@@ -12,6 +12,8 @@ answered at the deadline is asked for its stacks and killed.
 from __future__ import annotations
 
 import contextlib
+import encodings.ascii  # with paceline's two: what a group imports when it forms, in every fork
+import encodings.idna  # noqa: F401
 import faulthandler
 import gc
 import os
@@ -28,6 +30,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import paceline.collectives.init
+import paceline.rendezvous.hub  # noqa: F401
 from tests.differential.programs import Program
 from tests.differential.records import Lost, Record
 from tests.harness.rank_main import die_with
@@ -60,6 +64,7 @@ class Worker:
         self._ending = ""
         sys.stdout.flush()
         sys.stderr.flush()
+        gc.freeze()  # else each collection walks all of the framework's objects, and copies their pages
         self.pid = os.fork()
         if self.pid == 0:
             status = 1
@@ -67,6 +72,7 @@ class Worker:
                 for connection in (*others, self.pipe):
                     connection.close()
                 os.close(_lifeline[1])
+                _follow_parent()
                 status = _serve(make, theirs, log)
             except BaseException:
                 traceback.print_exc()
@@ -74,6 +80,17 @@ class Worker:
                 sys.stdout.flush()
                 os._exit(status)
         theirs.close()
+
+    def ask(self, task: object) -> None:
+        """Have it run a task: the arguments of what `make` returned."""
+        self.pipe.send_bytes(pickle.dumps(task))
+
+    def answer(self) -> Any:
+        """Wait for its answer; None: it has ended without one."""
+        try:
+            return pickle.loads(self.pipe.recv_bytes())
+        except (EOFError, OSError):
+            return None
 
     def ask_for_stacks(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -97,14 +114,19 @@ class Worker:
         return self._ending
 
 
-def _serve(make: Callable[[], Run], pipe: Connection, log: Path) -> int:
+def _follow_parent() -> None:
+    """Die when the parent does; and have a lifeline of its own for those that this process forks."""
     os.setsid()
+    die_with(_lifeline[0])
+    _lifeline.clear()
+
+
+def _serve(make: Callable[[], Run], pipe: Connection, log: Path) -> int:
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(output, 1)
     os.dup2(output, 2)
     faulthandler.enable(file=2)
     faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
-    die_with(_lifeline[0])
     run: Run | None = None
     while True:
         try:
@@ -145,25 +167,24 @@ class World:
     def run(self, program: Program, options: dict[str, Any]) -> list[Record | Lost]:
         """What every rank saw of it."""
         self._start()
-        task = pickle.dumps((program, options))
-        waiting: dict[Any, int] = {}
-        for rank, worker in enumerate(self._workers):
-            worker.pipe.send_bytes(task)
-            waiting[worker.pipe] = rank
+        for worker in self._workers:
+            worker.ask((program, options))
+        waiting: dict[Any, int] = {worker.pipe: rank for rank, worker in enumerate(self._workers)}
         answers: list[Record | Lost | None] = [None] * self._world_size
         until = time.monotonic() + self._deadline_s
         leaves_at = None
         while waiting and (now := time.monotonic()) < until:
             ready = wait(list(waiting), timeout=max(0.0, min(until, leaves_at or until) - now))
             for pipe in ready:
-                answers[waiting.pop(pipe)] = _answer(pipe)
+                rank = waiting.pop(pipe)
+                answers[rank] = self._workers[rank].answer()
                 leaves_at = time.monotonic() + GRACE_S
             if not ready and leaves_at is not None and time.monotonic() >= leaves_at:
                 self._send_home(answers)
                 leaves_at = None
         self._kill_late(answers, list(waiting.values()))
         records = [answer or Lost("left without a word") for answer in answers]
-        if not all(isinstance(record, Record) and not record.errors() for record in records):
+        if any(isinstance(record, Lost) or record.errors() for record in records):
             self._explain(records)
             self.close()
         return records
@@ -193,7 +214,7 @@ class World:
         for worker, answer in zip(self._workers, answers):
             if answer is not None:
                 with contextlib.suppress(OSError):
-                    worker.pipe.send_bytes(pickle.dumps(None))
+                    worker.ask(None)
 
     def _kill_late(self, answers: list[Record | Lost | None], late: list[int]) -> None:
         if not late:
@@ -209,13 +230,6 @@ class World:
             if isinstance(record, Lost) and record.how == "left without a word":
                 worker = self._workers[rank]
                 records[rank] = Lost(worker.end(kills=False), worker.tail())
-
-
-def _answer(pipe: Connection) -> Any:
-    try:
-        return pickle.loads(pipe.recv_bytes())
-    except (EOFError, OSError):
-        return None
 
 
 def _bound(function: Callable[..., Run], *arguments: Any) -> Callable[[], Run]:

@@ -1,32 +1,110 @@
-"""The table of a long run. Knows no framework."""
+"""The table of a long run, as it is committed. Knows no framework."""
 
 from __future__ import annotations
 
-from tests.differential.session import Tally
+import subprocess
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.observe.bench.machine import Machine
+from tests.differential.jobs import Tally
+from tests.differential.judge import EQUAL, INVALID, REFUSED, USER_ERROR
+
+SILENT = ("ranks differ", "a rank went on alone", "wrong")
+"""How the kinds of findings begin in which training would have gone on with wrong values, and nobody told."""
 
 
-def table(tally: Tally, framework: str, first_seed: int) -> str:
-    """Markdown: the seeds, the outcomes, and what the programs had in them."""
-    last = first_seed + tally.programs
+@dataclass(frozen=True)
+class Campaign:
+    """What a table says of its run, besides the tally.
+
+    Attributes:
+        framework: "torch" or "paddle".
+        first_seed: The programs are those of this seed and of the ones that follow.
+        command: With which it can be repeated.
+    """
+
+    framework: str
+    first_seed: int
+    command: str
+
+
+def table(tally: Tally, campaign: Campaign) -> str:
+    """Markdown: the seeds, the outcomes by mode, findings, and what the programs had in them.
+
+    Example:
+        Of one program in one mode, equal: "1 programs, 1 runs", a row "| default | 1 | 1 | 0 | 0 | 0 | 0 |".
+    """
+    last = campaign.first_seed + tally.programs - 1
     runs = sum(tally.outcomes.values())
-    lines = [
-        f"# Differential programs, {framework}",
-        "",
-        f"Seeds {first_seed} to {last - 1}: {tally.programs} programs, {runs} runs in their modes, "
-        f"{tally.seconds:.0f} s ({runs / max(tally.seconds, 1e-9):.1f} runs a second).",
-        "",
-        "| outcome | runs |",
-        "|---|---|",
-        *(f"| {kind} | {count} |" for kind, count in tally.outcomes.most_common()),
-        "",
-        "| refused with | runs |",
-        "|---|---|",
-        *(f"| {error} | {count} |" for error, count in tally.refusals.most_common()),
-        "",
-        "| feature | equal | refused | other | finding |",
-        "|---|---|---|---|---|",
-    ]
-    for feature, counts in sorted(tally.by_feature.items()):
-        row = " | ".join(str(counts[column]) for column in ("equal", "refused", "other", "finding"))
-        lines.append(f"| {feature} | {row} |")
-    return "\n".join(lines) + "\n"
+    silent = sum(count for kind, count in tally.outcomes.items() if kind.startswith(SILENT))
+    found = sum(counts["finding"] for counts in tally.by_mode.values())
+    machine = Machine.here()
+    return "\n".join(
+        [
+            f"# Differential programs, {campaign.framework}",
+            "",
+            f"{tally.programs:,} programs, seeds {campaign.first_seed} to {last} (docs/design/testing.md, "
+            f"Generated programs), {runs:,} runs in {len(tally.by_mode)} modes. "
+            f"**Silent differences: {silent}.** Other findings: {found - silent}.",
+            "",
+            f"- command: `{campaign.command}`",
+            f"- commit: {_commit()}",
+            f"- machine: {'; '.join(machine.describe().splitlines())}",
+            f"- took {tally.seconds / 60:.1f} minutes: {tally.programs / max(tally.seconds, 1e-9):.1f} "
+            "programs a second",
+            "",
+            "| mode | runs | equal | refused on all ranks | the program's own error | an error without "
+            "Paceline, too | findings |",
+            "|---|--:|--:|--:|--:|--:|--:|",
+            *(_mode_row(mode, counts) for mode, counts in sorted(tally.by_mode.items())),
+            _mode_row("all", sum(tally.by_mode.values(), Counter())),
+            "",
+            *_counted("refused with", tally.refusals),
+            *_counted("finding", _findings(tally)),
+            "| feature | equal | refused | other | finding |",
+            "|---|--:|--:|--:|--:|",
+            *(_feature_row(feature, counts) for feature, counts in sorted(tally.by_feature.items())),
+            "",
+        ]
+    )
+
+
+def write(text: str, path: Path, framework: str) -> Path:
+    """Write a table to a file; into a folder: to a file that names itself, as those of benchmarks/results."""
+    if path.is_dir():
+        machine = Machine.here()
+        path = path / f"differential-{framework}_{machine.slug}_{machine.date[:10]}.md"
+    path.write_text(text)
+    return path
+
+
+def _mode_row(mode: str, counts: Counter[str]) -> str:
+    columns = (EQUAL, REFUSED, USER_ERROR, INVALID, "finding")
+    row = [sum(counts.values()), *(counts[column] for column in columns)]
+    return f"| {mode} | " + " | ".join(f"{count:,}" for count in row) + " |"
+
+
+def _feature_row(feature: str, counts: Counter[str]) -> str:
+    row = " | ".join(str(counts[column]) for column in ("equal", "refused", "other", "finding"))
+    return f"| {feature} | {row} |"
+
+
+def _findings(tally: Tally) -> Counter[str]:
+    named = ((each.verdict.kind, each.mode, each.program.get("seed")) for each in tally.findings)
+    return Counter(f"{kind}, mode {mode}, seed {seed}" for kind, mode, seed in named)
+
+
+def _counted(title: str, counts: Counter[str]) -> list[str]:
+    if not counts:
+        return []
+    rows = [f"| {name} | {count:,} |" for name, count in counts.most_common()]
+    return [f"| {title} | runs |", "|---|--:|", *rows, ""]
+
+
+def _commit() -> str:
+    """Of the working tree; "+" where files differ from it."""
+    command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+    told = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return told.stdout.strip() or "unknown"

@@ -49,7 +49,7 @@ def test_programs_that_found_a_bug():
 @pytest.mark.parametrize("seeds", ["3:17", "18:31"])
 def test_generated_programs(seeds):
     status, output = _fuzz("--seeds", seeds, "--shrink-seconds", "10")
-    assert status == 0, output
+    assert status == 0 and "**Silent differences: 0.** Other findings: 0." in output, output
 
 
 @pytest.mark.parametrize(
@@ -66,6 +66,14 @@ def test_generated_programs(seeds):
 def test_finds_bugs_that_are_put_in(plain, mutation, kind):
     status, output = _fuzz("--program", plain, "--mutation", mutation, "--deadline", "3")
     assert status == 1 and f"--- default: {kind}" in output, output
+
+
+def test_the_table_counts_silent_differences(tmp_path):
+    arguments = ("--seeds", "3:5", "--shrink-seconds", "0", "--output", str(tmp_path))
+    status, output = _fuzz(*arguments, "--mutation", "wrong mean everywhere")
+    (file,) = tmp_path.iterdir()
+    told = int(file.read_text().partition("**Silent differences: ")[2].partition(".")[0])
+    assert status == 1 and told == output.count("=== wrong ") > 0, output
 
 
 def test_a_seed_makes_the_same_program():

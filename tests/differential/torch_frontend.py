@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import torch._dynamo  # torch's DDP imports it in its first forward: a second, in every fork  # noqa: F401
+# What would be imported in every fork: the first is a second's work, in the first forward of torch's DDP.
+import torch._dynamo
+import torch.profiler._cupti_monitor  # noqa: F401
 
 from tests.differential.programs import Program, numbered
 from tests.differential.torch_corpus import CORPUS, OPEN
@@ -28,6 +30,7 @@ __all__ = [
     "make_reference",
     "same_parameters",
     "tolerance",
+    "writes_to_shared_gradients",
 ]
 
 
@@ -51,3 +54,15 @@ def incumbent_can_run(program: Program) -> bool:
         op["op"] == "weight" or (op["op"] == "iterate" and op.get("how") != "join") or "nest" in op
         for op in ops
     ) and not program.get("options")
+
+
+def writes_to_shared_gradients(program: Program) -> bool:
+    """Whether a hook writes to a gradient in the middle of backward.
+
+    Where autograd lets other gradients share that memory, torch alone has no one answer for those: it depends
+    on which of them have come by then. What both readings of the reference agree on is still compared.
+    """
+    kinds = ("post scale", "post clamp_")
+    return any(
+        op["op"] == "hook" and op.get("kind", "post clamp_") in kinds for _, op in numbered(program["ops"])
+    )

@@ -28,6 +28,11 @@ OPTIMIZERS = {
 }
 
 
+def seed(number: int) -> None:
+    """Seed the CPU's generator only: for the others torch.manual_seed() keeps a formatted stack each time."""
+    torch.default_generator.manual_seed(number)
+
+
 class Refused(Exception):
     """In the reference: all ranks of the subject raised here."""
 
@@ -88,8 +93,9 @@ class Machine:
         subject: Who averages.
         options: Of the wrapper, besides the program's own.
         refused: For the reference: labels at which all ranks of the subject raised.
-        parts: For the reference: gradients that share memory are parted after each backward. Autograd may
-            give two parameters one memory as their gradients, and adds to it twice in the next backward.
+        parts: For the reference: each gradient gets memory of its own, before any hook of the program sees
+            it. Autograd may give two parameters one memory as their gradients: a hook that writes to one
+            changes both, and the next backward adds to that memory twice.
     """
 
     def __init__(
@@ -131,7 +137,7 @@ class Machine:
             self._build(spec)
 
     def _build(self, spec: dict[str, Any]) -> None:
-        torch.manual_seed(17 + len(self.nets))
+        seed(17 + len(self.nets))
         net = Net(spec, self.nets[:], self.traps)
         _convert(net, DTYPES[self.program.get("dtype", "float32")])
         if self.rank and not any(layer["kind"] == "borrow" for layer in spec.get("layers", [])):
@@ -139,8 +145,14 @@ class Machine:
                 net.last.mul_(1 + self.rank)
         if self.subject.simulates and not self.uses_amp:
             net.double()
+        self._part_gradients(net)
         self.nets.append(net)
         self.specs.append(spec)
+
+    def _part_gradients(self, module: nn.Module) -> None:
+        for p in module.parameters() if self.parts else ():
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(_give_own_memory)  # type: ignore[no-untyped-call]
 
     def run(self) -> Run:
         """The whole program; errors that it does not catch come out."""
@@ -297,10 +309,11 @@ class Machine:
         number = op.get("layer", 0) % len(layers)
         if layers[number]["kind"] in ("again", "tied", "borrow"):
             return
-        torch.manual_seed(99)
+        seed(99)
         net.layers[number] = None  # type: ignore[assignment]
         net.layers[number] = make_layer(layers[number], net)
         _convert(net, self._dtype())
+        self._part_gradients(net.layers[number])
 
     def _op_convert(self, op: Op, label: str) -> None:
         if not self.subject.simulates:
@@ -394,9 +407,9 @@ class Machine:
                     self.losses.pop(name, None)
             with self._weighed(models):
                 total.backward(retain_graph=bool(op.get("retain")))
-        if self.parts:
-            for p in (p for net in self.nets for p in net.parameters() if p.grad is not None):
-                p.grad = p.grad.clone()
+        if self.parts:  # those that were frozen when the model was built, too
+            for p in (p for net in self.nets for p in net.parameters()):
+                _give_own_memory(p)
         synced = [] if op.get("no_sync") else [m for loss in losses if loss.is_syncing for m in loss.models]
         synced = sorted(set(synced))
         if synced:
@@ -452,6 +465,8 @@ class Machine:
             return
         true = _norm(trainable)
         told = self.subject.clip(self.wrappers[model], trainable, op.get("max", 1.0))
+        if self._tainted and told < op.get("max", 1.0) and _norm(trainable) != true:
+            return  # after an error, ranks that have not noticed it may still write to the arena
         event = Event(self.at, "norm", told=float(told), true=true)
         self.record.events.append(event)
 
@@ -541,6 +556,11 @@ def _value(tensor: torch.Tensor | None) -> Value | None:
     if dense.dtype == torch.bfloat16:
         dense = dense.float()
     return Value.of(dense.resolve_conj().resolve_neg().cpu().numpy())
+
+
+def _give_own_memory(p: torch.Tensor) -> None:
+    if p.grad is not None:
+        p.grad = p.grad.clone()
 
 
 def _convert(net: nn.Module, dtype: torch.dtype) -> None:

@@ -153,7 +153,10 @@ def _mean(given: list[tuple[torch.Tensor | None, float]], whole: float) -> torch
         dense = gradient.to_dense() if gradient.is_sparse else gradient
         term = dense * (weight / whole)
         total = term if total is None else total + term
-    return torch.zeros_like(present[0][0].to_dense()) if total is None else total
+    if total is None:
+        total = torch.zeros_like(present[0][0].to_dense())
+    # Rows stay rows: hooks and clipping look at what a gradient is.
+    return total.to_sparse(1) if all(g.is_sparse for g, _ in present) else total
 
 
 def make_reference(rank: int, world_size: int, job: str, folder: Path) -> Run:

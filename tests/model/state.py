@@ -11,13 +11,38 @@ from typing import NamedTuple
 
 
 @dataclass(frozen=True)
+class Pass:
+    """Who leaves bucket 0 out of a pass, and whether that is allowed."""
+
+    left_out: tuple[int, ...] = ()  # by these ranks
+    allowed_by: tuple[int, ...] = ()  # allow_unused, which each rank says for itself
+    nobodys: bool = False  # allow_nobodys, the same on all ranks
+    finished: int | None = None  # this rank has no data: it leaves every bucket out, and allows that
+
+    def left_out_by(self, rank: int, buckets: int) -> int:
+        """The buckets that a rank leaves out: a bit for each."""
+        return (1 << buckets) - 1 if rank == self.finished else int(rank in self.left_out)
+
+    def is_allowed_by(self, rank: int) -> bool:
+        return rank in self.allowed_by or rank == self.finished
+
+    def is_good(self, ranks: int) -> bool:
+        """What all ranks must find, told by somebody who sees all of them at once."""
+        with_data = set(range(ranks)) - {self.finished}
+        is_nobodys = self.nobodys and set(self.left_out) >= with_data
+        return is_nobodys or all(map(self.is_allowed_by, self.left_out))
+
+
+PLAIN = Pass()
+
+
+@dataclass(frozen=True)
 class Setting:
-    """What is searched: how many ranks and passes, what may happen to them, and a mistake, if any."""
+    """What is searched: ranks and their passes, what may happen to them, and a mistake, if any."""
 
     ranks: int
     chunks: tuple[int, ...]  # of each bucket
-    passes: int = 1
-    unused: tuple[int, int] | None = None  # in this pass, this rank leaves bucket 0 out: nothing is reduced
+    passes: tuple[Pass, ...] = (PLAIN,)
     assigned: bool = False  # chunks belong to ranks, and are not claimed
     deaths: int = 0  # that may happen, anywhere
     deadlines: int = 0  # that may pass: whoever they wait for was stopped, and continues later
@@ -35,10 +60,10 @@ class Shared(NamedTuple):
     chunks_done: int = 0
     chunks_poisoned: bool = False  # a bit of chunks_done
     ended: int = 0
-    flags: bool = False  # something is unused
+    flags: int = 0  # of the pass that is ending: UNUSED, REFUSED
     ended_pass: int = 0
     ended_poisoned: bool = False  # a bit of ended_pass
-    verdict: bool = False
+    verdict: int = 0
     restarted: int = 0
     bell: int = 0
     sleepers: int = 0
@@ -66,15 +91,22 @@ class Rank(NamedTuple):
     late_claims: int = 0  # chunks begun after the end of the group
 
 
+UNUSED, REFUSED = 1, 2  # kPassUnused, kPassUnusedRefused
+
 # What lies in a rank's memory for a chunk, and of which pass.
 NOTHING, GRADIENT, HALF, MEAN = "-", "gradient", "half", "mean"
 Cells = tuple[tuple[tuple[str, int], ...], ...]
+
+# What a rank says of its pass beside those: its number, the buckets it left out, whether it had data. It
+# has two places for that, and takes them in turn.
+Told = tuple[tuple[tuple[int, int, bool], ...], ...]
 
 
 class State(NamedTuple):
     shared: Shared
     ranks: tuple[Rank, ...]
     cells: Cells
+    told: Told
 
 
 OVER = {"dead", "raised", "left", "finished"}
@@ -89,7 +121,8 @@ def first_state(setting: Setting) -> State:
         deadlines=setting.deadlines,
     )
     rank = Rank(done=(0,) * buckets)
-    return State(shared, (rank,) * setting.ranks, (((NOTHING, 0),) * setting.total,) * setting.ranks)
+    cells = (((NOTHING, 0),) * setting.total,) * setting.ranks
+    return State(shared, (rank,) * setting.ranks, cells, (((0, 0, True),) * 2,) * setting.ranks)
 
 
 def replaced(items: tuple, index: int, item) -> tuple:  # type: ignore[type-arg]

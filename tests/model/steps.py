@@ -8,7 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from .state import GRADIENT, HALF, MEAN, OVER, Cells, Rank, Setting, Shared, State, replaced
+from .state import (
+    GRADIENT,
+    HALF,
+    MEAN,
+    OVER,
+    REFUSED,
+    UNUSED,
+    Cells,
+    Pass,
+    Rank,
+    Setting,
+    Shared,
+    State,
+    replaced,
+)
 
 
 class Violation(Exception):
@@ -33,10 +47,10 @@ def step(at: str, *code: str):
 def moved(
     state: State, r: int, rank: Rank, shared: Shared | None = None, cells: Cells | None = None
 ) -> State:
-    return State(
-        state.shared if shared is None else shared,
-        replaced(state.ranks, r, rank),
-        state.cells if cells is None else cells,
+    return state._replace(
+        shared=state.shared if shared is None else shared,
+        ranks=replaced(state.ranks, r, rank),
+        cells=state.cells if cells is None else cells,
     )
 
 
@@ -69,8 +83,16 @@ def index_of(setting: Setting, chunk: tuple[int, int]) -> int:
     return sum(setting.chunks[: chunk[0]]) + chunk[1]
 
 
-def is_left_out(setting: Setting, r: int, rank: Rank, bucket: int) -> bool:
-    return setting.unused == (rank.number, r) and bucket == 0
+def pass_of(setting: Setting, rank: Rank) -> Pass:
+    return setting.passes[rank.number - 1]
+
+
+def left_out_by(setting: Setting, r: int, rank: Rank) -> int:
+    return pass_of(setting, rank).left_out_by(r, len(setting.chunks))
+
+
+def first_of(buckets: int) -> int:
+    return (buckets & -buckets).bit_length() - 1
 
 
 # --- a backward pass ---
@@ -96,20 +118,25 @@ def mark(setting: Setting, state: State, r: int) -> Steps:
     if setting.leaver == (rank.number, r):
         yield moved(state, r, rank._replace(at="leave"))
     order = range(len(setting.chunks)) if r % 2 == 0 else reversed(range(len(setting.chunks)))
+    away = rank.posted | left_out_by(setting, r, rank)
     for bucket in order:
-        if not rank.posted >> bucket & 1 and not is_left_out(setting, r, rank, bucket):
+        if not away >> bucket & 1:
             break
     else:
         yield moved(state, r, rank._replace(at="end"))
         return
-    own = state.cells[r]
+    yield with_gradient(setting, state, r, bucket, then="progress")
+
+
+def with_gradient(setting: Setting, state: State, r: int, bucket: int, then: str) -> State:
+    rank, own = state.ranks[r], state.cells[r]
     for chunk in range(setting.chunks[bucket]):
         i = index_of(setting, (bucket, chunk))
         if own[i][0] == HALF:
             raise Violation(f"rank {r} writes a gradient where a mean is being written")
         own = replaced(own, i, (GRADIENT, rank.number))
-    posting = rank._replace(at="post", bucket=bucket, posted=rank.posted | 1 << bucket)
-    yield moved(state, r, posting, cells=replaced(state.cells, r, own))
+    posting = rank._replace(at="post", then=then, bucket=bucket, posted=rank.posted | 1 << bucket)
+    return moved(state, r, posting, cells=replaced(state.cells, r, own))
 
 
 @step("post", "Reducer::post", "arrived.fetch_add(1, std::memory_order_acq_rel)", "ring(1)", "kAfterPost")
@@ -117,9 +144,10 @@ def post(setting: Setting, state: State, r: int) -> Steps:
     rank, shared = state.ranks[r], state.shared
     arrived = shared.arrived[rank.bucket] + 1
     shared = shared._replace(arrived=replaced(shared.arrived, rank.bucket, arrived))
-    after = moved(
-        state, r, rank._replace(at="progress", then="mark", takes_all=False, bucket=-1), shared=shared
-    )
+    following = rank._replace(at=rank.then, then="", bucket=-1)
+    if rank.then == "progress":
+        following = following._replace(then="mark", takes_all=False)
+    after = moved(state, r, following, shared=shared)
     yield from ring(after, 1) if arrived == rank.number * setting.ranks else [after]
 
 
@@ -215,14 +243,49 @@ def count(setting: Setting, state: State, r: int) -> Steps:
 # --- its end ---
 
 
-@step("end", "Reducer::finish", "kBeforeEnd", "flags.fetch_or(flags, std::memory_order_relaxed)")
+@step("end", "Reducer::finish", "kBeforeEnd", "bits[p / 64] |= uint64_t{1}", "own.forwards = forwards;")
 def end(setting: Setting, state: State, r: int) -> Steps:
-    rank, shared = state.ranks[r], state.shared
-    if shared.abort:
+    """Writes down what it left out; nobody reads that before all have ended."""
+    rank = state.ranks[r]
+    if state.shared.abort:
         yield moved(state, r, rank._replace(at="raised"))
         return
-    unused = any(is_left_out(setting, r, rank, bucket) for bucket in range(len(setting.chunks)))
-    yield moved(state, r, rank._replace(at="count end"), shared=shared._replace(flags=shared.flags or unused))
+    left_out, kind = left_out_by(setting, r, rank), pass_of(setting, rank)
+    telling = (rank.number, left_out, kind.finished != r)
+    told = replaced(state.told, r, replaced(state.told[r], place_of(setting, rank), telling))
+    allows = kind.is_allowed_by(r) or (kind.nobodys and setting.mistake != "no zeros for nobody's")
+    at = "zeros" if left_out and allows else "tell"
+    yield moved(state._replace(told=told), r, rank._replace(at=at))
+
+
+def place_of(setting: Setting, rank: Rank) -> int:
+    return 0 if setting.mistake == "one place for what is left out" else rank.number & 1
+
+
+@step("zeros", "Reducer::add_unused", "memset(arena() + offset")
+def zeros(setting: Setting, state: State, r: int) -> Steps:
+    """Buckets that the rank left out and that may be complete all the same."""
+    rank = state.ranks[r]
+    missing = left_out_by(setting, r, rank) & ~rank.posted
+    if missing:
+        yield with_gradient(setting, state, r, first_of(missing), then="zeros")
+    else:
+        yield moved(state, r, rank._replace(at="tell"))
+
+
+@step("tell", "flags |= kPassUnusedRefused", "flags.fetch_or(flags, std::memory_order_relaxed)")
+def tell(setting: Setting, state: State, r: int) -> Steps:
+    rank, shared = state.ranks[r], state.shared
+    if setting.mistake == "compares too early":
+        list(compare(setting, state, r))
+    shared = shared._replace(flags=shared.flags | flags_of(setting, r, rank))
+    yield moved(state, r, rank._replace(at="count end"), shared=shared)
+
+
+def flags_of(setting: Setting, r: int, rank: Rank) -> int:
+    if not left_out_by(setting, r, rank):
+        return 0
+    return UNUSED if pass_of(setting, rank).is_allowed_by(r) else UNUSED | REFUSED
 
 
 @step("count end", "Reducer::end_backward", "ended.fetch_add(1, std::memory_order_acq_rel)")
@@ -239,20 +302,41 @@ def publish(setting: Setting, state: State, r: int) -> Steps:
     """The last to end decides, unless somebody has given the pass up."""
     rank, shared = state.ranks[r], state.shared
     if not shared.ended_poisoned:
-        shared = shared._replace(flags=False, verdict=shared.flags, ended_pass=rank.number)
+        shared = shared._replace(flags=0, verdict=shared.flags, ended_pass=rank.number)
     yield from ring(moved(state, r, rank._replace(at="announce"), shared=shared), everybody(setting))
 
 
-@step("go on", "kAfterEnd", "Reducer::restart_without_reduction")
+@step("go on", "kAfterEnd", "(verdict & kPassUnusedRefused) != 0 && allow_nobodys")
 def go_on(setting: Setting, state: State, r: int) -> Steps:
     rank = state.ranks[r]
-    if state.shared.verdict:
-        yield moved(state, r, rank._replace(at="meet", awaits="void"))
-    else:
+    own = setting.mistake == "decides by its own flags"
+    verdict = flags_of(setting, r, rank) if own else state.shared.verdict
+    if not verdict & REFUSED:
         yield moved(state, r, rank._replace(at="announce", awaits="means"))
+    elif pass_of(setting, rank).nobodys:
+        yield moved(state, r, rank._replace(at="compare"))
+    else:
+        yield moved(state, r, rank._replace(at="meet", awaits="void"))
 
 
-@step("meet", "count_up(shared.restarted, target)")
+@step("compare", "Reducer::is_unused_alike", "forwards == kFinished) continue", "restart_without_reduction()")
+def compare(setting: Setting, state: State, r: int) -> Steps:
+    """Nobody has used what this rank has not, or the pass is void."""
+    rank = state.ranks[r]
+    left_out: set[int] = set()
+    for other, places in enumerate(state.told):
+        number, buckets, has_data = places[place_of(setting, rank)]
+        if number != rank.number:
+            raise Violation(f"rank {r} reads in pass {rank.number} what rank {other} left out in {number}")
+        if has_data or setting.mistake == "ranks without data count":
+            left_out.add(buckets)
+    if len(left_out) <= 1:
+        yield moved(state, r, rank._replace(at="announce", awaits="means"))
+    else:
+        yield moved(state, r, rank._replace(at="meet", awaits="void"))
+
+
+@step("meet", "Reducer::restart_without_reduction", "count_up(shared.restarted, target)")
 def meet(setting: Setting, state: State, r: int) -> Steps:
     rank, shared = state.ranks[r], state.shared
     shared = shared._replace(restarted=shared.restarted + 1)
@@ -283,9 +367,11 @@ def reset(setting: Setting, state: State, r: int) -> Steps:
 def return_(setting: Setting, state: State, r: int) -> Steps:
     rank = state.ranks[r]
     is_void = rank.awaits == "reset"
+    if is_void == pass_of(setting, rank).is_good(setting.ranks):
+        raise Violation(f"rank {r} finds pass {rank.number} {'void' if is_void else 'good'}")
     if not is_void and any(cell != (MEAN, rank.number) for cell in state.cells[r]):
         raise Violation(f"rank {r} returns from pass {rank.number} with {state.cells[r]}")
-    is_last = rank.number == setting.passes
+    is_last = rank.number == len(setting.passes)
     yield moved(
         state,
         r,

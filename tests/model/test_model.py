@@ -10,23 +10,35 @@ from pathlib import Path
 import pytest
 
 from tests.model.search import Found, search
-from tests.model.state import Setting
+from tests.model.state import PLAIN, Pass, Setting
 from tests.model.steps import CODE, STEPS
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = ("cpp/core", "cpp/collectives", "cpp/reducer")
 
 
+TWICE = (PLAIN, PLAIN)
+VOID = Pass(left_out=(1,))
+NOBODYS = Pass(left_out=(0, 1), nobodys=True)
+SOMEBODYS = Pass(left_out=(1,), nobodys=True)
+NOBODYS_FINISHED = Pass(left_out=(1,), nobodys=True, finished=0)
+
+
 @pytest.mark.parametrize(
     "setting",
     [
-        pytest.param(Setting(2, (1, 2), passes=2), id="claimed"),
-        pytest.param(Setting(2, (2, 2), passes=2, assigned=True), id="assigned"),
-        pytest.param(Setting(2, (2, 1), passes=2, unused=(1, 1)), id="void-pass"),
-        pytest.param(Setting(2, (1, 1), passes=1, deaths=1), id="death"),
-        pytest.param(Setting(2, (2,), passes=2, deadlines=1), id="stopped-beyond-the-deadline"),
-        pytest.param(Setting(2, (1, 1), passes=2, unused=(1, 0), deadlines=1), id="void-pass-deadline"),
-        pytest.param(Setting(2, (1, 1), passes=2, leaver=(2, 1)), id="leaving-in-mid-pass"),
+        pytest.param(Setting(2, (1, 2), TWICE), id="claimed"),
+        pytest.param(Setting(2, (2, 2), TWICE, assigned=True), id="assigned"),
+        pytest.param(Setting(2, (2, 1), (VOID, PLAIN)), id="void-pass"),
+        pytest.param(Setting(2, (1, 1), deaths=1), id="death"),
+        pytest.param(Setting(2, (2,), TWICE, deadlines=1), id="stopped-beyond-the-deadline"),
+        pytest.param(Setting(2, (1, 1), (Pass(left_out=(0,)), PLAIN), deadlines=1), id="void-pass-deadline"),
+        pytest.param(Setting(2, (1, 1), TWICE, leaver=(2, 1)), id="leaving-in-mid-pass"),
+        pytest.param(Setting(2, (1, 1), (Pass(left_out=(1,), allowed_by=(1,)), PLAIN)), id="allowed"),
+        pytest.param(Setting(2, (1, 1), (Pass((0, 1), (0, 1)), Pass((0, 1), (0,)))), id="frozen-on-one-rank"),
+        pytest.param(Setting(2, (1, 1), (NOBODYS, SOMEBODYS, PLAIN)), id="nobodys"),
+        pytest.param(Setting(2, (1, 1), (NOBODYS_FINISHED, NOBODYS)), id="nobodys-without-data"),
+        pytest.param(Setting(2, (1,), (NOBODYS, SOMEBODYS), deadlines=1), id="nobodys-deadline"),
     ],
 )
 def test_the_protocol_holds(setting):
@@ -39,9 +51,14 @@ def test_the_protocol_holds(setting):
         (Setting(2, (1, 2), mistake="no ring at the end"), "deadlock"),
         (Setting(2, (1, 1), mistake="sleeps without comparing"), "deadlock"),
         (Setting(3, (1,), mistake="one is woken"), "deadlock"),
-        (Setting(2, (2, 1), passes=2, unused=(1, 1), mistake="no reset"), "deadlock"),
+        (Setting(2, (2, 1), (VOID, PLAIN), mistake="no reset"), "deadlock"),
         (Setting(2, (2,), deadlines=1, mistake="each decides alone"), "survivors disagree"),
         (Setting(2, (2, 2), deadlines=1, mistake="goes on after the end"), "goes on reducing"),
+        (Setting(2, (1, 1), (NOBODYS,), mistake="no zeros for nobody's"), "deadlock"),
+        (Setting(2, (1, 1), (SOMEBODYS,), mistake="decides by its own flags"), "pass 1 good"),
+        (Setting(2, (1, 1), (NOBODYS_FINISHED,), mistake="ranks without data count"), "pass 1 void"),
+        (Setting(2, (1, 1), (NOBODYS,), mistake="compares too early"), "what rank . left out in 0"),
+        (Setting(2, (1,), (NOBODYS, PLAIN), mistake="one place for what is left out"), "left out in 2"),
     ],
     ids=lambda value: value.mistake if isinstance(value, Setting) else "",
 )

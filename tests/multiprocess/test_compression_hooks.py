@@ -210,7 +210,7 @@ def test_other_kinds_of_parameters_and_wrong_ones(rank: int) -> None:
         assert_close(found, list(expected), rtol=2 * UNITS[make], atol=0)
     ddp = DistributedDataParallel(model())
     ddp.register_comm_hook(Fp16Compression(), bf16_hook)
-    with pytest.raises(TypeError, match=r"expected +Bf16Compression"):
+    with pytest.raises(TypeError, match="an instance of Bf16Compression"):
         ddp(batch(0, rank)).sum().backward()
     kind, other = KINDS[rank]
     with pytest.raises(ModelMismatchError, match="communication hook differs"):

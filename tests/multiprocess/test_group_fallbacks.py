@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
+import errno
 import hashlib
 import os
-import platform
 import signal
-import struct
 
 import numpy as np
 import pytest
@@ -15,7 +13,7 @@ import pytest
 import paceline
 from paceline import _core
 from paceline.errors import PeerLostError
-from tests.harness import ranks, run_ranks
+from tests.harness import ranks, run_ranks, seccomp
 from tests.multiprocess.test_group_sequences import run_sequence
 
 
@@ -30,32 +28,11 @@ def test_without_futex_waitv(rank, without):
         run_sequence(group, 11, 80)
 
 
-_SET_ROBUST_LIST = {"x86_64": 273, "aarch64": 99}  # numbers of the system call
-
-
-def forbid(number):
-    """From now on this system call fails with EPERM, as in a sandbox (a filter of seccomp)."""
-
-    class Filter(ctypes.Structure):
-        _fields_ = (("length", ctypes.c_ushort), ("program", ctypes.c_char_p))
-
-    steps = (
-        (0x20, 0, 0, 0),  # load the number
-        (0x15, 0, 1, number),  # if it is this one
-        (0x06, 0, 0, 0x00050001),  # then EPERM
-        (0x06, 0, 0, 0x7FFF0000),  # else allow it
-    )
-    program = Filter(len(steps), b"".join(struct.pack("=HBBI", *step) for step in steps))
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    assert prctl(38, 1, 0, 0, 0) == 0  # PR_SET_NO_NEW_PRIVS
-    assert prctl(22, 2, ctypes.byref(program), 0, 0) == 0  # PR_SET_SECCOMP, by a filter
-
-
 def die_without_robust_list(rank, how, without):
     """Rank 1 dies; the others tell what they learned."""
     if rank in without:
         if how == "forbidden":
-            forbid(_SET_ROBUST_LIST[platform.machine()])
+            seccomp.refuse("set_robust_list", errno.EPERM)
         else:
             _core.disable_robust_list(True)
     assert _core.has_robust_list() == (rank not in without)
@@ -73,7 +50,7 @@ def die_without_robust_list(rank, how, without):
 @pytest.mark.parametrize("without", [{0, 1, 2}, {1}])
 @pytest.mark.parametrize("how", ["forbidden", "disabled"])
 def test_a_death_is_noticed_without_a_robust_list(how, without):
-    if how == "forbidden" and platform.machine() not in _SET_ROBUST_LIST:
+    if how == "forbidden" and not seccomp.is_supported():
         pytest.skip("the number of the system call is not known")
     facts = {"how": how, "without": without}
     answers = run_ranks(die_without_robust_list, 3, facts, group=None, dies={1: signal.SIGKILL})

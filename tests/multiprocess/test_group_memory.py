@@ -30,9 +30,9 @@ def test_shapes_and_types(group):
     pair = group.allocate(3, np.dtype([("a", "i4"), ("b", "f8")]))
     pair["b"] = 2
     assert pair.tolist() == [(0, 2.0)] * 3
-    with pytest.raises(ConfigError, match="negative"):
+    with pytest.raises(ConfigError, match="shape="):
         group.allocate((3, -1))
-    with pytest.raises(ConfigError, match="Python objects"):
+    with pytest.raises(ConfigError, match="without Python"):
         group.allocate(3, object)
 
 
@@ -89,8 +89,9 @@ def test_memory_that_there_is_not(group):
 @ranks(1)
 def test_too_many_arrays(group):
     arrays = [group.allocate(1) for _ in range(4096)]
-    with pytest.raises(RegionError, match="4096 arrays are alive"):
+    with pytest.raises(RegionError, match="4096 arrays are alive") as caught:
         group.allocate(1)
+    assert "views" in caught.value.hint
     del arrays[100:]
     assert len({each.ctypes.data for each in [*arrays, group.allocate(1)]}) == 101
 

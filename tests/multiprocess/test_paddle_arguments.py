@@ -147,10 +147,10 @@ def test_delayed_parameters_that_are_none(group: Any) -> None:
         ),
         (
             {"delay_all_reduce_named_params": named[:1], "param_to_hook_all_reduce": stranger},
-            "no parameters of the model(?s:.*)param_to_hook",
+            r"param_to_hook_all_reduce=(?s:.*)a parameter of the model that is trained",
         ),
         ({"bucket_cap_mb_list": [1, 0]}, "bucket_cap_mb_list"),
-        ({"device_mesh": "dp"}, "no mesh of one dimension"),
+        ({"device_mesh": "dp"}, "a ProcessMesh of one dimension"),
         ({"warn_after_s": -1}, "warn_after_s"),
     ):
         with pytest.raises(ConfigError, match=message):

@@ -373,7 +373,7 @@ def test_other_kinds_of_parameters_and_wrong_states(group: Any) -> None:
             assert_allclose(found, np.full(4, 1.5), rtol=2 * UNITS[make] + 2.0**-8)
     wrapped = DataParallel(two_layers(), group=group)
     wrapped.register_comm_hook(Fp16Compression(), bf16_hook)
-    with pytest.raises(TypeError, match=r"expected +Bf16Compression"):
+    with pytest.raises(TypeError, match="an instance of Bf16Compression"):
         wrapped(paddle.ones([1, 4])).sum().backward()
     with pytest.raises(TypeError, match="needs a bucket of paceline"):
         fp16_hook(Fp16Compression(), None)

@@ -213,12 +213,12 @@ def test_torchs_and_paddles_arguments(group: object) -> None:
         ({"output_device": "gpu:0"}, "names a device"),
         ({"dim": 1}, "dim is not supported"),
         ({"mixed_precision": "bf16"}, r"mixed_precision is not supported(?s:.*)paddle\.amp"),
-        ({"batched_grad_copy": "yes"}, "batched_grad_copy is not supported"),
+        ({"batched_grad_copy": "yes"}, "batched_grad_copy='yes' is not usable"),
         ({"comm_buffer_size": 0}, "comm_buffer_size"),
         ({"last_comm_buffer_size": -1}, "last_comm_buffer_size"),
         ({"nonfinite": "shout"}, "nonfinite"),
         ({"timeout_s": 0}, "timeout_s"),
-        ({"process_group": "world"}, "not a group of processes"),
+        ({"process_group": "world"}, "process_group='world' is not usable"),
     ]
     for options, message in refused:
         with pytest.raises(ConfigError, match=message):

@@ -12,7 +12,8 @@ import pytest
 
 import paceline
 from paceline.errors import ConfigError, RendezvousError
-from paceline.rendezvous.hub import HubExchange, hub_address
+from paceline.rendezvous.hub import HubExchange
+from paceline.rendezvous.meeting_place import hub_address
 from tests.harness import ranks, run_ranks
 
 
@@ -61,11 +62,11 @@ def test_the_launchers_variables_are_enough(rank):
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ({"rank": 0, "world_size": 0}, "at least 1"),
-        ({"rank": 0, "world_size": -2}, "at least 1"),
+        ({"rank": 0, "world_size": 0}, "1 to 128"),
+        ({"rank": 0, "world_size": -2}, "1 to 128"),
         ({"rank": 2, "world_size": 2}, "0 to 1"),
         ({"rank": -1, "world_size": 2}, "0 to 1"),
-        ({"rank": 0, "world_size": 129}, "at most 128"),
+        ({"rank": 0, "world_size": 129}, "1 to 128"),
         ({"rank": 0, "world_size": 2, "timeout_s": 0}, "timeout_s"),
         ({"rank": 0, "world_size": 2, "address": "nowhere"}, "host:port"),
         ({"rank": 0, "world_size": 2, "address": "host:99999"}, "1 to 65535"),

@@ -19,7 +19,7 @@ from paceline.errors import PacelineError, RegionError, RendezvousError
 from paceline.rendezvous import host
 from paceline.rendezvous.deadline import Deadline
 from paceline.rendezvous.frames import Frame, listen, receive_frame, send_frame
-from paceline.rendezvous.hub import hub_address
+from paceline.rendezvous.meeting_place import hub_address
 from paceline.rendezvous.messages import Hello
 from tests.harness import ranks, run_ranks
 

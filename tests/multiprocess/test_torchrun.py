@@ -7,6 +7,21 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
+
+def torchrun(folder, script, **environment):
+    """Two ranks, which may be restarted once."""
+    command = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    return subprocess.run(
+        [*command, "--max-restarts", "1", "--log-dir", str(folder / "logs"), str(script)],
+        cwd=folder,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
 
 def test_a_rank_that_died_before_it_joined_costs_one_restart(tmp_path):
     """The agent's store lives on, and with it what the ranks of the first attempt wrote there."""
@@ -38,13 +53,29 @@ def test_a_rank_that_died_before_it_joined_costs_one_restart(tmp_path):
         )
     )
     os.mkfifo(tmp_path / "joining")
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    done = subprocess.run(
-        [*torchrun, "--max-restarts", "1", "--log-dir", str(tmp_path / "logs"), str(script)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    done = torchrun(tmp_path, script)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("attempt 1: 2 ranks") == 2, done.stdout
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_ranks_over_gloo_are_warned_of_the_agents_store(tmp_path, is_shared):
+    """As torch itself tells its ranks; and the cure that is named ends it."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import torch
+            import torch.distributed as dist
+            from paceline.torch import DistributedDataParallel
+
+            dist.init_process_group("gloo")
+            DistributedDataParallel(torch.nn.Linear(2, 2))
+            dist.destroy_process_group()
+            """
+        )
+    )
+    cure = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+    done = torchrun(tmp_path, script, **({} if is_shared else {cure: "1"}))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count(f"Set {cure}=1") == int(is_shared), done.stderr

@@ -27,7 +27,7 @@ LAYERS = (
     ("paceline.collectives",),
     ("paceline.rendezvous",),
     ("paceline.observe",),
-    ("paceline.errors", "paceline.config", "paceline.env", "paceline._core"),
+    ("paceline.errors", "paceline.arguments", "paceline.config", "paceline.env", "paceline._core"),
 )
 BOTTOM = len(LAYERS) - 1
 # Names that say nothing about what is in a file.

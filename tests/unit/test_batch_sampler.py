@@ -82,8 +82,8 @@ def test_it_is_a_batched_distributed_sampler(length: int, world_size: int, batch
     [
         ({}, "one of batch_size"),
         ({"batch_size": 2, "global_batch_size": 4}, "one of batch_size"),
-        ({"batch_size": 0}, "at least one sample"),
-        ({"global_batch_size": 1}, "at least one sample"),
+        ({"batch_size": 0}, "batch_size=0 is not"),
+        ({"global_batch_size": 1}, "a sample for each rank"),
         ({"batch_size": 1, "drop_last": True, "pad": False}, "contradict"),
     ],
 )

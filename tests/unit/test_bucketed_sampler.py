@@ -106,9 +106,9 @@ def test_it_resumes_with_other_ranks() -> None:
 @pytest.mark.parametrize(
     ("arguments", "options", "what"),
     [
-        (([1, 2], 1), {}, "at least one sample"),
-        (([1, -2], 4), {}, "lengths must be integers"),
-        (([1, 2], 4), {"pool_batches": 0}, "at least one batch"),
+        (([1, 2], 1), {}, "a sample for each rank"),
+        (([1, -2], 4), {}, "whole numbers, 0 or more"),
+        (([1, 2], 4), {"pool_batches": 0}, "pool_batches=0 is not"),
         (([1, 2], 4), {"drop_last": True, "pad": False}, "contradict"),
     ],
 )

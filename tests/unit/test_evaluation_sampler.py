@@ -116,9 +116,9 @@ def test_a_group_of_another_size_is_refused() -> None:
 
 def test_bad_calls() -> None:
     sampler = EvaluationSampler(range(3), 1, 0)
-    with pytest.raises(ConfigError, match="root is no rank"):
+    with pytest.raises(ConfigError, match="root="):
         sampler.gather([], root=1)
     with pytest.raises(ConfigError, match="no group"):
         sampler.gather([])
-    with pytest.raises(ConfigError, match="single value"):
+    with pytest.raises(ConfigError, match="rows="):
         sampler.gather(np.float32(3), Member(Threads(1), 0))

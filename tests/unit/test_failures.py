@@ -35,6 +35,7 @@ def facts(reason, **details):
         "late": [2],
         "waited_s": 1.25,
         "message": "",
+        "errno": 0,
         "thread": threading.main_thread().ident,
         "group": "world",
         "rank": 1,
@@ -46,7 +47,14 @@ def facts(reason, **details):
 
 def without_group(reason, **details):
     """What is known outside of a group: its making, or a forked child."""
-    return {"reason": int(reason), "culprit": -1, "late": [], "waited_s": 0.0, "message": ""} | details
+    return {
+        "reason": int(reason),
+        "culprit": -1,
+        "late": [],
+        "waited_s": 0.0,
+        "message": "",
+        "errno": 0,
+    } | details
 
 
 @pytest.mark.parametrize(
@@ -83,6 +91,7 @@ def test_a_call_as_people_write_it(described, expected):
         (Reason.INTERRUPTED, errors.CollectiveError, "The call was interrupted by a signal."),
         (Reason.NO_MEMORY, errors.RegionError, "Shared memory could not be reserved."),
         (Reason.MISUSE, errors.ConfigError, "The core refused a call: too odd."),
+        (Reason.TOO_MANY, errors.RegionError, "too odd arrays are alive, as many as a group holds."),
         (Reason.INJECTED, errors.CollectiveError, "too odd."),
         (
             Reason.NESTED,
@@ -111,7 +120,7 @@ def test_every_reason_has_its_error(reason, kind, summary):
 
 
 def test_every_reason_is_known():
-    assert {int(reason) for reason in Reason} == set(range(1, 14))
+    assert {int(reason) for reason in Reason} == set(range(1, 15))
     for reason in (Reason.CLOSED, Reason.FORKED, Reason.NO_MEMORY, Reason.MISUSE):  # possible without a group
         assert make_error(without_group(reason, message="x")).where == ""
 

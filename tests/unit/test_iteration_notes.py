@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline import _core
 from paceline.errors import ReplicasDifferError
 from paceline.reducer.drift import DriftWatch
 from paceline.reducer.iteration_notes import (
     NOTHING,
-    IterationNotes,
     Note,
     describe_writes,
     dropped_warning,
@@ -35,12 +35,12 @@ def test_a_note_is_32_bits_and_not_nothing(
 
 
 def test_large_numbers_keep_their_last_bits() -> None:
-    assert Note.unpack(Note(-1, -1, 1000).pack()) == Note(1023, 4095, 255)
+    assert Note.unpack(Note(-1, (1 << 64) - 1, 1000).pack()) == Note(1023, 4095, 255)
 
 
 def test_notes_are_of_what_was_done_since_the_pass_before() -> None:
     writes = [5]
-    notes = IterationNotes(lambda: writes[0], lambda: 7)
+    notes = _core.IterationNotes(lambda: writes[0], lambda: 7)
     assert notes.take(forwards=1, accumulated=False) == NOTHING  # the first pass has no other before it
     notes.begin(forwards=1)
     writes[0] += 2
@@ -53,7 +53,7 @@ def test_notes_are_of_what_was_done_since_the_pass_before() -> None:
 
 def test_without_a_count_the_sample_tells_whether_there_was_a_write() -> None:
     values = np.zeros(3)
-    notes = IterationNotes(None, lambda: sample([values.ctypes.data], [values.nbytes]))
+    notes = _core.IterationNotes(None, lambda: sample([values.ctypes.data], [values.nbytes]))
     for written in (0, 1, 0):
         notes.begin(0)
         values += written

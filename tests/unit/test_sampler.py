@@ -169,12 +169,12 @@ def test_torchs_group_comes_before_the_environment(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(("ranks", "rank"), [(0, 0), (2, 2), (2, -1), (-1, None)])
 def test_out_of_range_is_refused(ranks: int, rank: int | None) -> None:
-    with pytest.raises(ConfigError, match="out of range"):
+    with pytest.raises(ConfigError, match=r"(num_replicas|rank)=-?[0-9] is not usable"):
         DistributedSampler(range(9), ranks, rank)
 
 
 def test_negative_epochs_and_contradictions_are_refused() -> None:
-    with pytest.raises(ConfigError, match="negative"):
+    with pytest.raises(ConfigError, match="epoch=-1 is not usable"):
         DistributedSampler(range(9), 1, 0).set_epoch(-1)
     with pytest.raises(ConfigError, match="contradict"):
         DistributedSampler(range(9), 1, 0, drop_last=True, pad=False)

@@ -56,10 +56,10 @@ every = pytest.mark.parametrize("name", ALL)
 @every
 def test_ranks_out_of_range(name: str) -> None:
     for ranks, rank in ((2, 2), (2, -1), (0, 0)):
-        with pytest.raises(ConfigError, match=f"{name}: the rank is out of range") as caught:
+        with pytest.raises(ConfigError, match=f"{name}: (num_replicas|rank)=-?[0-9] is not usable") as caught:
             ALL[name](9, ranks, rank)
-        assert f"rank={rank}, num_replicas={ranks}" in str(caught.value)
-    with pytest.raises(ConfigError, match=f"{name}: rank must be a whole number"):
+        assert caught.value.argument == ("rank" if ranks else "num_replicas")
+    with pytest.raises(ConfigError, match=f"{name}: rank=.* is not usable"):
         ALL[name](9, 2, 0.5)
 
 
@@ -81,11 +81,11 @@ def test_an_empty_epoch_can_be_saved_and_loaded(name: str) -> None:
 @pytest.mark.parametrize("name", [*RESUMABLE, "DistributedStream"])
 def test_epochs_that_are_none(name: str) -> None:
     sampler = ALL[name](9, 2, 0)
-    with pytest.raises(ConfigError, match=f"{name}: an epoch can't be negative"):
+    with pytest.raises(ConfigError, match=f"{name}.set_epoch: epoch=-1 is not usable"):
         sampler.set_epoch(-1)
-    with pytest.raises(ConfigError, match=f"{name}: epoch must be a whole number"):
+    with pytest.raises(ConfigError, match=f"{name}.set_epoch: epoch=1.0 is not usable"):
         sampler.set_epoch(1.0)
-    with pytest.raises(ConfigError, match=f"{name}: seed must be a whole number"):
+    with pytest.raises(ConfigError, match=f"{name}: seed=None is not usable"):
         ALL[name](9, 2, 0, seed=None)
     sampler.set_epoch(np.int64(3))
     assert sampler.epoch == 3 and isinstance(sampler.epoch, int)
@@ -101,7 +101,7 @@ def test_states_of_something_else(name: str) -> None:
     assert "9" in str(caught.value) and "11" in str(caught.value)
     with pytest.raises(ConfigError, match="the seed differs"):
         RESUMABLE[name](9, 2, 0, seed=2).load_state_dict(state)
-    with pytest.raises(ConfigError, match="epoch is out of range"):
+    with pytest.raises(ConfigError, match=r"state\['epoch'\]=-1 is not usable"):
         RESUMABLE[name](9, 2, 0, seed=1).load_state_dict({**state, "epoch": -1})
     with pytest.raises(ConfigError, match="saved by another kind of sampler"):
         RESUMABLE[name](9, 2, 0, seed=1).load_state_dict({**state, "sampler": "Other"})
@@ -132,14 +132,17 @@ def test_states_of_other_data() -> None:
 @pytest.mark.parametrize(
     ("make", "what"),
     [
-        (lambda: DistributedSampler(iter([1]), 2, 0), "the data set has no length"),
-        (lambda: DistributedBatchSampler(iter([1]), 2, 2, 0), "no length"),
-        (lambda: EvaluationSampler(iter([1]), 2, 0), "no length"),
-        (lambda: DistributedBatchSampler(range(9), 2.0, 2, 0), "batch_size must be"),
-        (lambda: BucketedSampler(range(9), "4", 2, 0), "global_batch_size must be"),
-        (lambda: BucketedSampler(range(9), 4, 2, 0, pool_batches=1.5), "pool_batches must be"),
-        (lambda: ChunkedShuffle(range(9), 2, 0, block_size=1e6), "block_size must be"),
-        (lambda: WeightedDistributedSampler([1], 2.5, num_replicas=2, rank=0), "num_samples must be"),
+        (lambda: DistributedSampler(iter([1]), 2, 0), "something that has a length"),
+        (lambda: DistributedBatchSampler(iter([1]), 2, 2, 0), "something that has a length"),
+        (lambda: EvaluationSampler(iter([1]), 2, 0), "something that has a length"),
+        (lambda: DistributedBatchSampler(range(9), 2.0, 2, 0), "batch_size=.* is not usable"),
+        (lambda: BucketedSampler(range(9), "4", 2, 0), "global_batch_size=.* is not usable"),
+        (lambda: BucketedSampler(range(9), 4, 2, 0, pool_batches=1.5), "pool_batches=.* is not usable"),
+        (lambda: ChunkedShuffle(range(9), 2, 0, block_size=1e6), "block_size=.* is not usable"),
+        (
+            lambda: WeightedDistributedSampler([1], 2.5, num_replicas=2, rank=0),
+            "num_samples=.* is not usable",
+        ),
     ],
 )
 def test_arguments_of_other_types(make: Callable[[], object], what: str) -> None:

@@ -111,10 +111,10 @@ def test_logarithm_and_uniform() -> None:
         ([1, -1], {}, r"weights\[1\] = -1"),
         ([1, math.nan], {}, r"weights\[1\] = nan"),
         ([math.inf], {}, "inf"),
-        ([0, 0], {}, "can't be drawn by"),
+        ([0, 0], {}, "sum of 0.0"),
         ([[1, 2]], {}, "shape"),
         ([1, 0], {"replacement": False}, "at most 1"),
-        ([1], {"num_samples": -1}, "out of range"),
+        ([1], {"num_samples": -1}, "num_samples=-1"),
         ([], {"num_samples": 1}, "out of range"),
     ],
 )
@@ -153,5 +153,5 @@ def test_states_of_other_subsets_are_refused() -> None:
 
 @pytest.mark.parametrize("indices", [[-1], [0.5], [True, False], [[1, 2]]])
 def test_bad_indices_are_refused(indices: list[object]) -> None:
-    with pytest.raises(ConfigError, match="must be integers"):
+    with pytest.raises(ConfigError, match="whole numbers, 0 or more"):
         SubsetDistributedSampler(indices, 1, 0)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from paceline import _core
+from paceline.arguments import Arguments
 from paceline.collectives.ops import DTYPE_NUMBERS, FLOATING_DTYPES, ReduceOp
 from paceline.errors import ConfigError
 
@@ -17,25 +19,41 @@ Array = npt.NDArray[Any]
 _NO_ROOM_BYTES = 1 << 63  # what no region has room for, and the core's size_t can hold
 
 
-def address_of(array: Array, what: str, *, is_written: bool = True) -> int:
-    """Address of a C-contiguous array.
+def require_array(array: object, what: str, name: str = "array") -> None:
+    """Raises ConfigError unless the argument `name` of the call `what` is an array."""
+    if not isinstance(array, np.ndarray):
+        hint = "numpy.asarray(...) makes one of a list or a number, tensor.numpy() of a tensor"
+        raise Arguments(what).refuse(name, array, "a numpy array", hint, is_type=True) from None
+
+
+def address_of(array: Array, what: str, name: str = "array", *, is_written: bool = True) -> int:
+    """Address of a C-contiguous array, the argument `name` of the call `what`.
 
     Raises:
-        ConfigError: It is no array, not contiguous, or read-only although it is written to.
+        ConfigError: It is no array, not contiguous, read-only although it is written to, or of Python's
+            objects.
     """
-    if type(array) is not np.ndarray and not isinstance(array, np.ndarray):
-        raise ConfigError(f"{what} needs a numpy array.", got=type(array).__name__)
+    if type(array) is not np.ndarray:
+        require_array(array, what, name)
     flags = array.flags
     if not flags.c_contiguous:
         raise ConfigError(
-            f"{what} needs a C-contiguous array.",
+            f"{what} needs a C-contiguous array as {name}.",
+            expected="elements one after the other, the last axis first",
             got=f"shape {array.shape}, strides {array.strides}",
-            hint="np.ascontiguousarray(array) makes a copy that is",
+            hint=f"np.ascontiguousarray({name}) makes a copy that is",
+            argument=name,
         )
     if is_written and not flags.writeable:
         raise ConfigError(
-            f"{what} writes into the array, but it is read-only.", hint="pass a copy: array.copy()"
+            f"{what} writes into {name}, but it is read-only.",
+            expected="an array that may be written to",
+            got=f"read-only, shape {array.shape}, {array.dtype}",
+            hint=f"pass a copy: {name}.copy()",
+            argument=name,
         )
+    if array.dtype.hasobject:
+        raise _no_numbers(array, what, name)
     address: int = array.__array_interface__["data"][0]
     return address
 
@@ -50,26 +68,43 @@ def dtype_number(array: Array, op: ReduceOp, what: str) -> int:
     number = DTYPE_NUMBERS.get(name)
     if number is None or not array.dtype.isnative:
         raise ConfigError(
-            f"{what} can't reduce arrays of this type.",
+            f"{what} can't reduce an array of this type.",
             expected=", ".join(DTYPE_NUMBERS),
-            got=array.dtype.str if number is None else f"{name} in foreign byte order",
+            got=f"{array.dtype}, {array.dtype.str}" if number is None else f"{name} in foreign byte order",
+            hint="array.astype(numpy.float32) makes a copy of another type",
+            argument="array",
         )
     if op is ReduceOp.MEAN and name not in FLOATING_DTYPES:
         raise ConfigError(
-            f"{what}: the mean needs a floating type.",
+            f"{what}: op='mean' needs an array of a floating type.",
+            expected=", ".join(sorted(FLOATING_DTYPES)),
             got=name,
+            argument="op",
             hint='use "sum", or array.astype(np.float32)',
         )
     return number
 
 
+def _no_numbers(array: Array, what: str, name: str) -> ConfigError:
+    return ConfigError(
+        f"{what} can't send Python's objects, which {name} holds: another process has no use for addresses.",
+        expected="numbers",
+        got=f"{array.dtype}, shape {array.shape}",
+        hint="numpy.asarray(..., dtype=float) where they are numbers; rows of one length",
+        argument=name,
+    )
+
+
 def check_blocks(array: Array, world_size: int, what: str) -> None:
     """Raises ConfigError unless the first axis has one block per rank."""
+    require_array(array, what)
     if array.ndim == 0 or array.shape[0] != world_size:
         raise ConfigError(
-            f"{what}: the first axis must have one block per rank.",
+            f"{what}: the first axis of array must have one block per rank.",
             expected=f"shape ({world_size}, ...)",
             got=f"shape {array.shape}",
+            hint=f"array.reshape({world_size}, -1) cuts it into blocks",
+            argument="array",
         )
 
 
@@ -77,13 +112,41 @@ def take_or_make(out: Array | None, shape: tuple[int, ...], dtype: np.dtype[Any]
     """`out`, or a new array where it is None. Raises ConfigError when it does not fit."""
     if out is None:
         return np.empty(shape, dtype)
+    require_array(out, what, "out")
     if out.shape != shape or out.dtype != dtype:
         raise ConfigError(
-            f"{what}: `out` does not fit.",
+            f"{what}: out does not fit.",
             expected=f"shape {shape}, {dtype}",
             got=f"shape {out.shape}, {out.dtype}",
+            hint="leave out out, for a new array",
+            argument="out",
         )
     return out
+
+
+def checked_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
+    """Of an array to be made; a number is that of a single axis."""
+    check = Arguments("allocate")
+    expected, hint = "a whole number, 0 or more, or several in a tuple", "for example shape=(2, 3)"
+    try:
+        is_one = hasattr(shape, "__index__") and np.ndim(shape) == 0
+        sizes: Sequence[Any] = (shape,) if is_one else tuple(shape)  # type: ignore[arg-type]
+        return tuple(check.whole("shape", size, least=0) for size in sizes)
+    except (TypeError, ValueError) as error:  # ours among them, which shows a single size
+        is_type = isinstance(error, TypeError)
+        raise check.refuse("shape", shape, expected, hint, is_type=is_type) from None
+
+
+def checked_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
+    """Of an array to be made."""
+    try:
+        kind = np.dtype(dtype)
+    except (TypeError, ValueError):
+        kind = np.dtype(object)
+    if kind.hasobject or kind.itemsize == 0:
+        hint = "a type of numbers, as dtype=numpy.float32"
+        raise Arguments("allocate").refuse("dtype", dtype, "a type without Python's objects", hint)
+    return kind
 
 
 class _Block:
@@ -107,8 +170,6 @@ class _Block:
 
 def allocate(core: _core.HostGroup, shape: tuple[int, ...], dtype: np.dtype[Any], timeout_s: float) -> Array:
     """A zeroed array in the region, at the same place on every rank. Collective."""
-    if dtype.hasobject:
-        raise ConfigError("allocate can't hold Python objects.", got=str(dtype))
     nbytes = math.prod(shape) * dtype.itemsize
     block = _Block(
         core,

@@ -26,6 +26,7 @@ from paceline.errors import (
     RegionError,
     format_ranks,
 )
+from paceline.rendezvous.limits import explain
 
 Facts = Mapping[str, Any]
 
@@ -46,6 +47,7 @@ class Reason(IntEnum):
     INJECTED = 11
     NESTED = 12
     NO_TURN = 13
+    TOO_MANY = 14
 
 
 _KINDS = (
@@ -254,12 +256,24 @@ def _no_turn(facts: Facts) -> PacelineError:
 
 
 def _no_memory(facts: Facts) -> PacelineError:
+    likely, hint = explain(facts["errno"], facts["message"])
     return RegionError(
         "Shared memory could not be reserved.",
         where=_where(facts),
         seen=facts["message"],
-        likely="the machine or the container is out of memory",
-        hint="check `free -h` and the container's memory limit; fewer ranks need less",
+        likely=likely or "the machine or the container is out of memory",
+        hint=hint or "check `free -h` and the container's memory limit; fewer ranks need less",
+        errno=facts["errno"],
+    )
+
+
+def _too_many(facts: Facts) -> PacelineError:
+    return RegionError(
+        f"{facts['message']} arrays are alive, as many as a group holds.",
+        where=_where(facts),
+        likely="each small value has an array of its own, or arrays are kept that nobody needs",
+        hint="one array, of which others are views; or drop those that are done with, on every rank",
+        rank=facts["rank"],
     )
 
 
@@ -285,6 +299,7 @@ _MAKERS = {
     Reason.INJECTED: _injected,
     Reason.NESTED: _nested,
     Reason.NO_TURN: _no_turn,
+    Reason.TOO_MANY: _too_many,
 }
 
 _core.set_failure_factory(make_error)

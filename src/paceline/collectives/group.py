@@ -7,7 +7,9 @@ core. Imports rendezvous and the core; no framework.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
@@ -15,8 +17,18 @@ import numpy as np
 import numpy.typing as npt
 
 from paceline import _core
+from paceline.arguments import Arguments
 from paceline.collectives import arrays
-from paceline.collectives.arrays import Array, address_of, check_blocks, dtype_number, take_or_make
+from paceline.collectives.arrays import (
+    Array,
+    address_of,
+    check_blocks,
+    checked_dtype,
+    checked_shape,
+    dtype_number,
+    require_array,
+    take_or_make,
+)
 from paceline.collectives.call_queue import CallQueue
 from paceline.collectives.formation import form_core
 from paceline.collectives.member_exchange import MemberExchange
@@ -24,6 +36,9 @@ from paceline.collectives.ops import ReduceOp, parse_op
 from paceline.collectives.work import TransferWork, Work, make_behind
 from paceline.errors import ConfigError
 from paceline.rendezvous import lifetime
+
+Seconds = float | timedelta | None
+_EQUAL = 1.0  # the weight of a rank that was given none
 
 
 class Group:
@@ -37,7 +52,7 @@ class Group:
     Arrays from `allocate` are reduced where they lie. Others are copied through the region.
 
     Args of all collectives:
-        timeout_s: Seconds to wait for the slowest rank; None: the group's default.
+        timeout_s: Seconds to wait for the slowest rank, or a timedelta; None: the group's default.
         async_op: Return a Work at once; its `wait()` returns what the call would have.
 
     Example:
@@ -84,8 +99,8 @@ class Group:
         array: Array,
         op: ReduceOp | str = ReduceOp.SUM,
         *,
-        weight: float = 1.0,
-        timeout_s: float | None = None,
+        weight: float = _EQUAL,
+        timeout_s: Seconds = None,
         async_op: bool = False,
     ) -> Work | None:
         """Replace `array` on every rank by the reduction over all ranks.
@@ -110,16 +125,24 @@ class Group:
         Source: one pass in place over everybody's copy; see docs/design/core.md.
         """
         if type(op) is not ReduceOp:
-            op = parse_op(op)
-        if weight != 1.0 and op is not ReduceOp.MEAN:
-            raise ConfigError(
-                "all_reduce: a weight only makes sense for the mean.", got=f"op={op.name.lower()!r}"
-            )
-        limit_s = -1.0 if timeout_s is None else timeout_s
+            op = parse_op(op, "all_reduce")
+        if weight is not _EQUAL and not (
+            type(weight) is float and op is ReduceOp.MEAN and 0.0 <= weight < math.inf
+        ):
+            weight = _checked_weight(weight, op)
+        limit_s = -1.0
+        if timeout_s is not None:
+            is_plain = type(timeout_s) is float and timeout_s >= 0.0
+            limit_s = timeout_s if is_plain else _seconds(timeout_s, "all_reduce")  # type: ignore[assignment]
         # The short way, without a look at the array in Python, which takes longer than a small call itself.
-        is_alone = not async_op and self._queue.newest is None
-        if is_alone and self._all_reduce_array(array, op, weight, limit_s):
-            return None
+        if not async_op and self._queue.newest is None:
+            reduce_now = self._all_reduce_array  # a bound method is called faster by a name of its own
+            try:
+                if reduce_now(array, op, weight, limit_s):
+                    return None
+            except TypeError:
+                require_array(array, "all_reduce")  # None, of which the core's words name no argument
+                raise
         pointer = address_of(array, "all_reduce")
         dtype = dtype_number(array, op, "all_reduce")
         args = (pointer, array.size, dtype, int(op), weight, limit_s)
@@ -131,7 +154,7 @@ class Group:
         root: int = 0,
         op: ReduceOp | str = ReduceOp.SUM,
         *,
-        timeout_s: float | None = None,
+        timeout_s: Seconds = None,
         async_op: bool = False,
     ) -> Work | None:
         """As `all_reduce`, but only `root` gets the result; the others' arrays stay as they are.
@@ -139,27 +162,33 @@ class Group:
         Example:
             Rank 0 holds [1, 2] and rank 1 holds [3, 4]; after reduce(array, root=1) rank 1 holds [4, 6].
         """
-        op = parse_op(op)
-        self._check_rank(root, "reduce", "root")
+        op = parse_op(op, "reduce")
+        root = self._checked_rank(root, "reduce", "root")
         pointer, dtype = address_of(array, "reduce"), dtype_number(array, op, "reduce")
-        args = (pointer, array.size, dtype, int(op), root, _seconds(timeout_s))
+        args = (pointer, array.size, dtype, int(op), root, _seconds(timeout_s, "reduce"))
         return self._make(async_op, array, self.core.reduce, *args)
 
     def broadcast(
-        self, array: Array, root: int = 0, *, timeout_s: float | None = None, async_op: bool = False
+        self, array: Array, root: int = 0, *, timeout_s: Seconds = None, async_op: bool = False
     ) -> Work | None:
         """Replace `array` on every rank by that of `root`. Any type; the same number of bytes on all ranks.
 
         Example:
             Rank 0 holds [1, 2] and rank 1 holds [3, 4]; after broadcast(array, root=1) both hold [3, 4].
         """
-        self._check_rank(root, "broadcast", "root")
+        root = self._checked_rank(root, "broadcast", "root")
         pointer = address_of(array, "broadcast", is_written=self.rank != root)
         return self._make(
-            async_op, array, self.core.broadcast, pointer, array.nbytes, root, _seconds(timeout_s)
+            async_op,
+            array,
+            self.core.broadcast,
+            pointer,
+            array.nbytes,
+            root,
+            _seconds(timeout_s, "broadcast"),
         )
 
-    def all_gather(self, array: Array, out: Array | None = None, *, timeout_s: float | None = None) -> Array:
+    def all_gather(self, array: Array, out: Array | None = None, *, timeout_s: Seconds = None) -> Array:
         """Return everybody's `array`, stacked in rank order: shape `(world_size, *array.shape)`.
 
         Args:
@@ -169,10 +198,10 @@ class Group:
         Example:
             Rank 0 holds [1, 2] and rank 1 holds [3, 4]; both get [[1, 2], [3, 4]].
         """
-        out = take_or_make(out, (self.world_size, *array.shape), array.dtype, "all_gather")
         source = address_of(array, "all_gather", is_written=False)
-        target = address_of(out, "all_gather")
-        args = (source, target, array.nbytes, _seconds(timeout_s))
+        out = take_or_make(out, (self.world_size, *array.shape), array.dtype, "all_gather")
+        target = address_of(out, "all_gather", "out")
+        args = (source, target, array.nbytes, _seconds(timeout_s, "all_gather"))
         self._make(False, (array, out), self.core.all_gather, *args)
         return out
 
@@ -182,7 +211,7 @@ class Group:
         out: Array | None = None,
         op: ReduceOp | str = ReduceOp.SUM,
         *,
-        timeout_s: float | None = None,
+        timeout_s: Seconds = None,
     ) -> Array:
         """Return the reduction over ranks of block `rank` of everybody's `array`.
 
@@ -193,33 +222,31 @@ class Group:
         Example:
             Rank 0 holds [[1], [2]] and rank 1 holds [[3], [4]]; rank 0 gets [4], rank 1 gets [6].
         """
-        op = parse_op(op)
+        op = parse_op(op, "reduce_scatter")
         check_blocks(array, self.world_size, "reduce_scatter")
         out = take_or_make(out, array.shape[1:], array.dtype, "reduce_scatter")
         source = address_of(array, "reduce_scatter", is_written=False)
         dtype = dtype_number(array, op, "reduce_scatter")
-        target = address_of(out, "reduce_scatter")
-        args = (source, target, out.size, dtype, int(op), _seconds(timeout_s))
+        target = address_of(out, "reduce_scatter", "out")
+        args = (source, target, out.size, dtype, int(op), _seconds(timeout_s, "reduce_scatter"))
         self._make(False, (array, out), self.core.reduce_scatter, *args)
         return out
 
-    def gather(self, array: Array, root: int = 0, *, timeout_s: float | None = None) -> Array | None:
+    def gather(self, array: Array, root: int = 0, *, timeout_s: Seconds = None) -> Array | None:
         """Return everybody's `array`, stacked in rank order, on `root`; None elsewhere.
 
         Example:
             Rank 0 holds [1, 2] and rank 1 holds [3, 4]; rank 0 gets [[1, 2], [3, 4]], rank 1 None.
         """
-        self._check_rank(root, "gather", "root")
-        out = np.empty((self.world_size, *array.shape), array.dtype) if self.rank == root else None
+        root = self._checked_rank(root, "gather", "root")
         source = address_of(array, "gather", is_written=False)
-        target = 0 if out is None else address_of(out, "gather")
-        args = (source, target, array.nbytes, root, _seconds(timeout_s))
+        out = np.empty((self.world_size, *array.shape), array.dtype) if self.rank == root else None
+        target = 0 if out is None else address_of(out, "gather", "out")
+        args = (source, target, array.nbytes, root, _seconds(timeout_s, "gather"))
         self._make(False, (array, out), self.core.gather, *args)
         return out
 
-    def scatter(
-        self, array: Array | None, out: Array, root: int = 0, *, timeout_s: float | None = None
-    ) -> None:
+    def scatter(self, array: Array | None, out: Array, root: int = 0, *, timeout_s: Seconds = None) -> None:
         """Give block r of `array` on `root` to rank r, in `out`.
 
         Args:
@@ -228,20 +255,23 @@ class Group:
         Example:
             Rank 0 holds [[1, 2], [3, 4]]; rank 0's out becomes [1, 2], rank 1's [3, 4].
         """
-        self._check_rank(root, "scatter", "root")
-        source = 0
+        root = self._checked_rank(root, "scatter", "root")
+        source, target = 0, address_of(out, "scatter", "out")
         if self.rank == root:
-            if array is None or array.shape != (self.world_size, *out.shape) or array.dtype != out.dtype:
+            source = address_of(array, "scatter", is_written=False)  # type: ignore[arg-type]
+            assert array is not None
+            if array.shape != (self.world_size, *out.shape) or array.dtype != out.dtype:
                 raise ConfigError(
                     "scatter: the root's array does not fit.",
                     expected=f"shape {(self.world_size, *out.shape)}, {out.dtype}",
-                    got="None" if array is None else f"shape {array.shape}, {array.dtype}",
+                    got=f"shape {array.shape}, {array.dtype}",
+                    hint="np.stack of the blocks, in the order of the ranks",
+                    argument="array",
                 )
-            source = address_of(array, "scatter", is_written=False)
-        args = (source, address_of(out, "scatter"), out.nbytes, root, _seconds(timeout_s))
+        args = (source, target, out.nbytes, root, _seconds(timeout_s, "scatter"))
         self._make(False, (array, out), self.core.scatter, *args)
 
-    def all_to_all(self, array: Array, out: Array | None = None, *, timeout_s: float | None = None) -> Array:
+    def all_to_all(self, array: Array, out: Array | None = None, *, timeout_s: Seconds = None) -> Array:
         """Give block r of `array` to rank r; return the blocks that the others gave, in rank order.
 
         Args:
@@ -255,19 +285,19 @@ class Group:
         out = take_or_make(out, array.shape, array.dtype, "all_to_all")
         sizes = [array.nbytes // self.world_size] * self.world_size
         source = address_of(array, "all_to_all", is_written=False)
-        target = address_of(out, "all_to_all")
-        args = (source, sizes, target, sizes, _seconds(timeout_s))
+        target = address_of(out, "all_to_all", "out")
+        args = (source, sizes, target, sizes, _seconds(timeout_s, "all_to_all"))
         self._make(False, (array, out), self.core.all_to_all, *args)
         return out
 
-    def barrier(self, *, timeout_s: float | None = None) -> None:
+    def barrier(self, *, timeout_s: Seconds = None) -> None:
         """Return once every rank has called it."""
-        self._make(False, None, self.core.barrier, _seconds(timeout_s))
+        self._make(False, None, self.core.barrier, _seconds(timeout_s, "barrier"))
 
     # --- between two ranks ---
 
     def send(
-        self, array: Array, dst: int, tag: int = 0, *, timeout_s: float | None = None, async_op: bool = False
+        self, array: Array, dst: int, tag: int = 0, *, timeout_s: Seconds = None, async_op: bool = False
     ) -> TransferWork | None:
         """Send `array` to rank `dst`, which must `recv` as many bytes with the same tag, in the same order.
 
@@ -276,36 +306,38 @@ class Group:
         Example:
             Rank 0: group.send(array, dst=1). Rank 1: group.recv(array, src=0).
         """
-        self._check_other(dst, "send", "dst")
+        dst = self._checked_other(dst, "send", "dst")
         pointer = address_of(array, "send", is_written=False)
-        transfer = self.core.start_send(pointer, array.nbytes, dst, _checked_tag(tag))
+        limit_s = _seconds(timeout_s, "send")
+        transfer = self.core.start_send(pointer, array.nbytes, dst, _checked_tag(tag, "send"))
         work = TransferWork(self.core, transfer, array, self._orphans)
         if async_op:
             return work
-        work.wait(timeout_s)
+        work.wait_for(limit_s)
         return None
 
     def recv(
-        self, array: Array, src: int, tag: int = 0, *, timeout_s: float | None = None, async_op: bool = False
+        self, array: Array, src: int, tag: int = 0, *, timeout_s: Seconds = None, async_op: bool = False
     ) -> TransferWork | None:
         """Receive into `array` what rank `src` sends. Blocks until it is there.
 
         Raises:
             MismatchError: The message has another size or tag; it is dropped.
         """
-        self._check_other(src, "recv", "src")
+        src = self._checked_other(src, "recv", "src")
         pointer = address_of(array, "recv")
-        transfer = self.core.start_receive(pointer, array.nbytes, src, _checked_tag(tag))
+        limit_s = _seconds(timeout_s, "recv")
+        transfer = self.core.start_receive(pointer, array.nbytes, src, _checked_tag(tag, "recv"))
         work = TransferWork(self.core, transfer, array, self._orphans)
         if async_op:
             return work
-        work.wait(timeout_s)
+        work.wait_for(limit_s)
         return None
 
     # --- memory and sub-groups ---
 
     def allocate(
-        self, shape: int | Sequence[int], dtype: npt.DTypeLike = np.float32, *, timeout_s: float | None = None
+        self, shape: int | Sequence[int], dtype: npt.DTypeLike = np.float32, *, timeout_s: Seconds = None
     ) -> Array:
         """Return a zeroed array in the memory that the ranks share. Collective.
 
@@ -315,13 +347,12 @@ class Group:
         Raises:
             RegionError: Some rank lacks the memory; on every rank.
         """
-        dims = (shape,) if isinstance(shape, int) else tuple(int(n) for n in shape)
-        if any(n < 0 for n in dims):
-            raise ConfigError("allocate: a negative size.", got=f"shape {dims}")
-        self._drain(timeout_s)
-        return arrays.allocate(self.core, dims, np.dtype(dtype), _seconds(timeout_s))
+        limit_s = _seconds(timeout_s, "allocate")
+        dims, kind = checked_shape(shape), checked_dtype(dtype)
+        self._drain(limit_s)
+        return arrays.allocate(self.core, dims, kind, limit_s)
 
-    def subgroup(self, ranks: Sequence[int], *, timeout_s: float | None = None) -> Group | None:
+    def subgroup(self, ranks: Sequence[int], *, timeout_s: Seconds = None) -> Group | None:
         """Form a group of some of the ranks. Collective over the whole group.
 
         Args:
@@ -333,17 +364,14 @@ class Group:
         Example:
             Four ranks call group.subgroup([0, 2]): rank 2 becomes rank 1 of the new group of two.
         """
-        members = list(ranks)
-        if not members or len(set(members)) != len(members):
-            raise ConfigError("subgroup: ranks must be different, and at least one.", got=str(members))
-        for rank in members:
-            self._check_rank(rank, "subgroup", "ranks")
+        members = self._checked_members(ranks)
+        limit_s = _seconds(timeout_s, "subgroup")
         self._num_subgroups += 1
         name = f"{self.name}/{self._num_subgroups}"
-        limit_s = self.core.timeout_s if timeout_s is None else timeout_s
         if self.rank not in members:
             return None
-        self._drain(timeout_s)
+        self._drain(limit_s)
+        limit_s = self.core.timeout_s if limit_s < 0 else limit_s
         return Group(form_core(MemberExchange(self.core, members), name=name, timeout_s=limit_s))
 
     # --- inside ---
@@ -367,30 +395,52 @@ class Group:
         self._queue.submit(work)
         return work
 
-    def _drain(self, timeout_s: float | None) -> None:
+    def _drain(self, limit_s: float) -> None:
         if not self._queue.is_empty():
             self.core.check_usable()
-            make_behind(self._queue, self.core, lambda _: None, None, _seconds(timeout_s))
+            make_behind(self._queue, self.core, lambda _: None, None, limit_s)
 
-    def _check_rank(self, rank: int, call: str, name: str) -> None:
-        if not 0 <= rank < self.world_size:
-            raise ConfigError(
-                f"{call}: {name} is not a rank of group {self.name!r}.",
-                expected=f"0 to {self.world_size - 1}",
-                got=str(rank),
-            )
+    def _checked_rank(self, rank: int, call: str, name: str) -> int:
+        if type(rank) is int and 0 <= rank < self.world_size:
+            return rank
+        hint = f"a rank of group {self.name!r}"
+        return Arguments(call).whole(name, rank, least=0, most=self.world_size - 1, hint=hint)
 
-    def _check_other(self, rank: int, call: str, name: str) -> None:
-        self._check_rank(rank, call, name)
+    def _checked_other(self, rank: int, call: str, name: str) -> int:
+        rank = self._checked_rank(rank, call, name)
         if rank == self.rank:
-            raise ConfigError(f"{call}: {name} is this rank itself.", got=str(rank))
+            hint = "copy the array where a rank keeps it"
+            raise Arguments(call).refuse(name, rank, "another rank than this one", hint)
+        return rank
+
+    def _checked_members(self, ranks: Sequence[int]) -> list[int]:
+        try:
+            members = [self._checked_rank(rank, "subgroup", "ranks") for rank in ranks]
+        except (TypeError, ConfigError):
+            members = []
+        if not members or len(set(members)) != len(members):
+            expected = f"different ranks of group {self.name!r}, 0 to {self.world_size - 1}, at least one"
+            raise Arguments("subgroup").refuse("ranks", ranks, expected, "for example ranks=[0]")
+        return members
 
 
-def _seconds(timeout_s: float | None) -> float:
-    return -1.0 if timeout_s is None else float(timeout_s)
+def _seconds(timeout_s: Seconds, call: str) -> float:
+    """As the core takes it: -1 is the group's own time-out."""
+    if timeout_s is None:
+        return -1.0
+    if type(timeout_s) is float and timeout_s >= 0.0:  # a check in words takes longer than a small call
+        return timeout_s
+    return Arguments(call).seconds("timeout_s", timeout_s, may_be_zero=True)
 
 
-def _checked_tag(tag: int) -> int:
-    if not 0 <= tag < 1 << 64:
-        raise ConfigError("A message's tag must fit 64 bits.", expected="0 to 2**64 - 1", got=f"tag {tag}")
-    return tag
+def _checked_weight(weight: float, op: ReduceOp) -> float:
+    check = Arguments("all_reduce")
+    weight = check.number("weight", weight, least=0, hint="the number of this rank's samples, say")
+    if weight != _EQUAL and op is not ReduceOp.MEAN:
+        hint = 'op="mean"; or multiply the array'
+        raise check.refuse("weight", weight, f"1 where op={op.name.lower()!r}: only a mean is weighted", hint)
+    return weight
+
+
+def _checked_tag(tag: int, call: str) -> int:
+    return tag if tag == 0 else Arguments(call).whole("tag", tag, least=0, most=(1 << 64) - 1)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
+from paceline.arguments import Arguments
 from paceline.collectives.formation import form_core
 from paceline.collectives.group import Group
-from paceline.env import read_rank_environment
-from paceline.errors import ConfigError
+from paceline.env import job_secret_from_environment, read_rank_environment, split_address
 from paceline.rendezvous.deadline import Deadline
 from paceline.rendezvous.hub import HubExchange
 
 MAX_RANKS_PER_HOST = 128
+_LONGEST_NAME = 200
+
+_arguments = Arguments("init")
 
 
 def init(
@@ -19,9 +24,9 @@ def init(
     address: str | None = None,
     job_id: str | None = None,
     name: str = "world",
-    timeout_s: float = 300.0,
-    warn_after_s: float = 10.0,
-    forming_timeout_s: float | None = None,
+    timeout_s: float | timedelta = 300.0,
+    warn_after_s: float | timedelta = 10.0,
+    forming_timeout_s: float | timedelta | None = None,
 ) -> Group:
     """Join the group of all ranks of this job, which share one host. Collective; blocks until all came.
 
@@ -47,6 +52,17 @@ def init(
     Example:
         Two processes: paceline.init(rank=0, world_size=2, job_id="a") and the same with rank=1.
     """
+    rank, world_size = _place(rank, world_size)
+    if address is not None:
+        split_address(_arguments.text("address", address, hint='address="127.0.0.1:29500"'), "address")
+    if job_id is not None:
+        _arguments.text("job_id", job_id, hint="a text that the ranks of this job have in common")
+    _check_name(name)
+    timeout_s = _arguments.seconds("timeout_s", timeout_s)
+    warn_after_s = _arguments.seconds("warn_after_s", warn_after_s)
+    if forming_timeout_s is None:
+        forming_timeout_s = timeout_s
+    forming_timeout_s = _arguments.seconds("forming_timeout_s", forming_timeout_s)
     place = read_rank_environment(
         rank=rank,
         world_size=world_size,
@@ -54,20 +70,18 @@ def init(
         job_id=job_id,
         needs_address=job_id is None and world_size != 1,  # a job id is a meeting place too
     )
-    if place.world_size > MAX_RANKS_PER_HOST:
-        raise ConfigError(
-            "One host can hold at most 128 ranks.", expected="1 to 128", got=f"world_size {place.world_size}"
-        )
-    if timeout_s <= 0:
-        raise ConfigError("timeout_s must be positive.", got=str(timeout_s))
-    if forming_timeout_s is None:
-        forming_timeout_s = timeout_s
-    elif forming_timeout_s <= 0:
-        raise ConfigError("forming_timeout_s must be positive.", got=str(forming_timeout_s))
+    _place(place.rank, place.world_size)
     key = place.job_id if address is None and place.job_id else f"{place.master_addr}:{place.master_port}"
     deadline = Deadline(forming_timeout_s)
     with HubExchange(
-        place.rank, place.world_size, key=key, job_id=place.job_id, name=name, timeout_s=forming_timeout_s
+        place.rank,
+        place.world_size,
+        key=key,
+        job_id=place.job_id,
+        name=name,
+        timeout_s=forming_timeout_s,
+        # An id in the arguments may be wrong on one rank, which is told at once only where all meet.
+        secret=job_secret_from_environment() if job_id is None else "",
     ) as exchange:
         core = form_core(
             exchange,
@@ -77,3 +91,22 @@ def init(
             group_timeout_s=timeout_s,
         )
     return Group(core)
+
+
+def _place(rank: int | None, world_size: int | None) -> tuple[int | None, int | None]:
+    """What is given of it, checked."""
+    if world_size is not None:
+        hint = "a Group is of one machine; a wrapped model works across them, over torch's or Paddle's"
+        world_size = _arguments.whole("world_size", world_size, least=1, most=MAX_RANKS_PER_HOST, hint=hint)
+    if rank is not None:
+        hint = "each rank gets a number of its own, from 0 on; `paceline run` gives it without being asked"
+        most = None if world_size is None else world_size - 1
+        rank = _arguments.whole("rank", rank, least=0, most=most, hint=hint)
+    return rank, world_size
+
+
+def _check_name(name: object) -> None:
+    hint = 'a short one, as name="world"'
+    text = _arguments.text("name", name, hint=hint, may_be_empty=False)
+    if len(text) > _LONGEST_NAME:
+        raise _arguments.refuse("name", text, f"at most {_LONGEST_NAME} characters", hint)

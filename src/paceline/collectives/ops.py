@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from paceline.errors import ConfigError
+from paceline.arguments import Arguments
 
 
 class ReduceOp(IntEnum):
@@ -42,8 +42,8 @@ _BY_NAME: dict[ReduceOp | str, ReduceOp] = {
 }
 
 
-def parse_op(op: ReduceOp | str) -> ReduceOp:
-    """`ReduceOp.SUM` from itself or from "sum".
+def parse_op(op: ReduceOp | str, what: str) -> ReduceOp:
+    """`ReduceOp.SUM` from itself or from "sum"; `what` is the call that got it.
 
     Raises:
         ConfigError: There is no such reduction.
@@ -51,8 +51,8 @@ def parse_op(op: ReduceOp | str) -> ReduceOp:
     try:
         return _BY_NAME[op]
     except (KeyError, TypeError):
-        raise ConfigError(
-            "There is no such reduction.",
-            expected=", ".join(repr(each.name.lower()) for each in ReduceOp),
-            got=repr(op),
+        is_type = not isinstance(op, str)
+        names = ", ".join(repr(each.name.lower()) for each in ReduceOp)
+        raise Arguments(what).refuse(
+            "op", op, names, 'op="sum" or op=ReduceOp.SUM', is_type=is_type
         ) from None

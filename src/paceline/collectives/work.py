@@ -7,9 +7,11 @@ the array and the Work.
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 from paceline import _core
+from paceline.arguments import Arguments
 from paceline.collectives.call_queue import CallQueue
 from paceline.collectives.failures import describe_call
 from paceline.collectives.latch import Latch
@@ -54,7 +56,7 @@ class Work:
         """Whether the call is done, well or not. Does not block."""
         return self._over.is_open
 
-    def wait(self, timeout_s: float | None = None) -> Any:
+    def wait(self, timeout_s: float | timedelta | None = None) -> Any:
         """Block until the call is done and return what the synchronous call would have.
 
         Args:
@@ -64,9 +66,10 @@ class Work:
             DeadlineError: Not done after `timeout_s`; the call goes on, and wait() may be called again.
             CollectiveError: What the call raised.
         """
-        if not self._over.wait(timeout_s):
+        seconds = Arguments("wait").optional_seconds("timeout_s", timeout_s, may_be_zero=True)
+        if not self._over.wait(seconds):
             raise DeadlineError(
-                f"The call was not done after {timeout_s:.1f} s.",
+                f"The call was not done after {seconds:.1f} s.",
                 hint="it goes on: call wait() again, or give it longer",
             )
         if self._error is not None:
@@ -132,11 +135,16 @@ class TransferWork:
         """Whether the message has left or arrived whole."""
         return self._transfer is None or self._core.test(self._transfer)
 
-    def wait(self, timeout_s: float | None = None) -> None:
+    def wait(self, timeout_s: float | timedelta | None = None) -> None:
         """Block until the message has left (send) or arrived (recv). Raises what went wrong with it."""
+        seconds = Arguments("wait").optional_seconds("timeout_s", timeout_s, may_be_zero=True)
+        self.wait_for(-1.0 if seconds is None else seconds)
+
+    def wait_for(self, limit_s: float) -> None:
+        """As `wait`; negative: until the group's own deadline."""
         if self._transfer is not None:
             transfer, self._transfer = self._transfer, None
-            self._core.wait(transfer, -1.0 if timeout_s is None else timeout_s)
+            self._core.wait(transfer, limit_s)
 
     def __del__(self) -> None:
         # Nobody will wait for it any more. If it is still under way, whoever holds `orphans` takes over.

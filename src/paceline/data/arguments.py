@@ -1,25 +1,25 @@
-"""What callers pass, checked where it comes in. Imports errors."""
+"""What samplers are made of, checked where it comes in. Imports errors and paceline.arguments."""
 
 from __future__ import annotations
 
-from operator import index
-from typing import SupportsIndex
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from paceline.arguments import Arguments
 from paceline.errors import ConfigError
 
+_SEED_HINT = "any whole number, the same on all ranks"
 
-def whole_number(name: str, argument: str, value: SupportsIndex) -> int:
-    """`value` as Python's own int, which JSON can hold; numpy's integers pass.
+
+def seed_of(name: str, seed: int) -> int:
+    """A seed, as Python's own int, which JSON can hold.
 
     Raises:
-        ConfigError: It is no integer.
+        ConfigError: It is no whole number.
     """
-    try:
-        return index(value)
-    except TypeError:
-        raise ConfigError(
-            f"{name}: {argument} must be a whole number.", got=f"{value!r}, of type {type(value).__name__}"
-        ) from None
+    return Arguments(name).whole("seed", seed, hint=_SEED_HINT)
 
 
 def length_of(name: str, dataset: object) -> int:
@@ -31,8 +31,37 @@ def length_of(name: str, dataset: object) -> int:
     try:
         return len(dataset)  # type: ignore[arg-type]
     except TypeError:
-        raise ConfigError(
-            f"{name}: the data set has no length.",
-            got=type(dataset).__qualname__,
-            hint="for iterable data: paceline.data.DistributedStream",
+        raise Arguments(name).refuse(
+            "dataset",
+            dataset,
+            "something that has a length",
+            "a class? Pass an instance"
+            if isinstance(dataset, type)
+            else "for iterable data without a length: paceline.data.DistributedStream",
+            is_type=True,
+            got=f"{type(dataset).__qualname__}, which has none",
         ) from None
+
+
+def row_of(name: str, argument: str, values: object, expected: str) -> npt.NDArray[Any]:
+    """An array of one dimension.
+
+    Raises:
+        ConfigError: It can't be made one; `expected` says what was wanted.
+    """
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError) as error:  # rows of different lengths
+        raise _no_row(name, argument, values, expected, str(error)) from None
+    if array.ndim != 1 or array.dtype.kind not in "biuf":
+        # An empty list is of any type.
+        if array.ndim == 1 and array.size == 0:
+            return array
+        raise _no_row(name, argument, values, expected, f"{array.dtype}, shape {array.shape}")
+    return array
+
+
+def _no_row(name: str, argument: str, values: object, expected: str, seen: str) -> ConfigError:
+    return Arguments(name).refuse(
+        argument, values, expected, f"one list or array of numbers as {argument}", is_type=True, seen=seen
+    )

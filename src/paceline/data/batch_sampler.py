@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sized
 
-from paceline.data.arguments import length_of, whole_number
-from paceline.data.deal import BatchDeal, Deal, Share
+from paceline.arguments import Arguments
+from paceline.data.arguments import length_of, seed_of
+from paceline.data.deal import BatchDeal, Deal, Ending, Share
 from paceline.data.epochs import EpochSampler
 from paceline.data.order import InOrder, Order, Shuffled, derive_key
 from paceline.data.place import find_place
@@ -69,10 +70,11 @@ class DistributedBatchSampler(EpochSampler[list[int]]):
         self.batch_size = batch_size
         self._ending = choose_ending(self.name, drop_last, pad)
         self.dataset = dataset
-        self.shuffle = shuffle
-        self.seed = whole_number(self.name, "seed", seed)
-        self.drop_last = drop_last
-        identity = {"dataset": dataset_id or identify(dataset), "seed": self.seed, "shuffle": shuffle}
+        self.shuffle = Arguments(self.name).flag("shuffle", shuffle)
+        self.seed = seed_of(self.name, seed)
+        self.drop_last = self._ending is Ending.DROP
+        known_as = identify(self.name, dataset, dataset_id)
+        identity = {"dataset": known_as, "seed": self.seed, "shuffle": self.shuffle}
         super().__init__(
             length_of(self.name, dataset), num_replicas, rank, reshuffle=reshuffle, identity=identity
         )
@@ -99,20 +101,15 @@ def choose_global_batch(
     Raises:
         ConfigError: Both or none were given, it is no integer, or it gives less than one sample to each rank.
     """
+    check = Arguments(name)
     if (batch_size is None) == (global_batch_size is None):
         raise ConfigError(
             f"{name}: one of batch_size and global_batch_size is needed.",
+            expected="a number for one, None for the other",
             got=f"batch_size={batch_size}, global_batch_size={global_batch_size}",
             hint="batch_size counts the samples of one rank, global_batch_size those of all ranks",
         )
     if batch_size is not None:
-        total = whole_number(name, "batch_size", batch_size) * num_replicas
-    elif global_batch_size is not None:
-        total = whole_number(name, "global_batch_size", global_batch_size)
-    if total < num_replicas:
-        raise ConfigError(
-            f"{name}: a step must have at least one sample for each rank.",
-            expected=f"batch_size >= 1, or global_batch_size >= {num_replicas}",
-            got=f"batch_size={batch_size}, global_batch_size={global_batch_size}, {num_replicas} ranks",
-        )
-    return total
+        return check.whole("batch_size", batch_size, least=1) * num_replicas
+    hint = "each step has a sample for each rank"
+    return check.whole("global_batch_size", global_batch_size, least=num_replicas, hint=hint)  # type: ignore[arg-type]

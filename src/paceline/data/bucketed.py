@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from paceline.data.arguments import whole_number
+from paceline.arguments import Arguments
+from paceline.data.arguments import seed_of
 from paceline.data.batch_sampler import choose_global_batch
 from paceline.data.deal import Deal, Ending, Share
 from paceline.data.epochs import EpochSampler
@@ -20,7 +21,6 @@ from paceline.data.order import Indices, InOrder, Order, Shuffled, derive_key
 from paceline.data.place import find_place
 from paceline.data.sampler import choose_ending
 from paceline.data.subset import checked_indices
-from paceline.errors import ConfigError
 
 
 class BucketedSampler(EpochSampler[list[int]]):
@@ -72,19 +72,16 @@ class BucketedSampler(EpochSampler[list[int]]):
     ) -> None:
         num_replicas, rank = find_place(self.name, num_replicas, rank)
         self.global_batch_size = choose_global_batch(self.name, None, global_batch_size, num_replicas)
-        self._pool_batches = whole_number(self.name, "pool_batches", pool_batches)
-        if pool_batches < 1:
-            raise ConfigError(
-                f"{self.name}: a pool holds at least one batch.", got=f"pool_batches={pool_batches}"
-            )
+        check = Arguments(self.name)
+        self._pool_batches = check.whole("pool_batches", pool_batches, least=1)
         self._ending = choose_ending(self.name, drop_last, pad)
         self._lengths = checked_indices(self.name, lengths, "lengths")
-        self.shuffle = shuffle
-        self.seed = whole_number(self.name, "seed", seed)
+        self.shuffle = check.flag("shuffle", shuffle)
+        self.seed = seed_of(self.name, seed)
         identity = {
             "dataset": hashlib.blake2b(self._lengths.tobytes(), digest_size=8).hexdigest(),
             "seed": self.seed,
-            "shuffle": shuffle,
+            "shuffle": self.shuffle,
             "global_batch_size": self.global_batch_size,
             "pool_batches": self._pool_batches,
         }

@@ -10,10 +10,9 @@ from collections.abc import Sized
 
 import numpy as np
 
-from paceline.data.arguments import whole_number
+from paceline.arguments import Arguments
 from paceline.data.order import Indices, Order, Shuffled, derive_key, places_from
 from paceline.data.sampler import DistributedSampler
-from paceline.errors import ConfigError
 
 
 class ChunkedShuffle(DistributedSampler):
@@ -59,14 +58,9 @@ class ChunkedShuffle(DistributedSampler):
         reshuffle: bool = True,
         dataset_id: str | None = None,
     ) -> None:
-        self.block_size = whole_number(self.name, "block_size", block_size)
-        self.window_blocks = whole_number(self.name, "window_blocks", window_blocks)
-        if block_size < 1 or window_blocks < 1:
-            raise ConfigError(
-                f"{self.name}: a block and a window hold at least one.",
-                expected="block_size >= 1 and window_blocks >= 1",
-                got=f"block_size={block_size}, window_blocks={window_blocks}",
-            )
+        check = Arguments(self.name)
+        self.block_size = check.whole("block_size", block_size, least=1)
+        self.window_blocks = check.whole("window_blocks", window_blocks, least=1)
         super().__init__(
             dataset,
             num_replicas,

@@ -11,7 +11,7 @@ from itertools import chain
 from operator import length_hint
 from typing import Any, Generic, TypeVar, cast
 
-from paceline.data.arguments import whole_number
+from paceline.arguments import Arguments
 from paceline.data.deal import Deal
 from paceline.data.order import Order
 from paceline.data.state import check_state
@@ -94,7 +94,7 @@ class EpochSampler(Generic[Item]):
         self.rank = rank
         self.epoch = 0
         self._length = length
-        self._reshuffle = reshuffle
+        self._reshuffle = Arguments(self.name).flag("reshuffle", reshuffle)
         self._identity = {"length": length, **identity}
         self._start = 0  # the place where the pass under way, or else the next one, starts
         self._is_pending = True  # whether the next pass is over self.epoch, and not over the one after it
@@ -129,11 +129,7 @@ class EpochSampler(Generic[Item]):
         Raises:
             ConfigError: The epoch is negative.
         """
-        epoch = whole_number(self.name, "epoch", epoch)
-        if epoch < 0:
-            raise ConfigError(
-                f"{self.name}: an epoch can't be negative.", expected="0, 1, ...", got=str(epoch)
-            )
+        epoch = Arguments(f"{self.name}.set_epoch").whole("epoch", epoch, least=0)
         if self._run is not None or epoch != self.epoch:
             self._start = 0
             self._run = None
@@ -157,13 +153,14 @@ class EpochSampler(Generic[Item]):
             ConfigError: More than was drawn.
         """
         drawn = 0 if self._run is None else self._run.drawn
+        count = Arguments(f"{self.name}.commit").whole("count", count, least=0)
         committed = count + (0 if self._run is None else self._run.committed)
-        if count < 0 or committed > drawn:
+        if committed > drawn:
             raise ConfigError(
                 f"{self.name}.commit: more than was drawn in epoch {self.epoch}.",
                 where=f"rank {self.rank} of {self.num_replicas}",
                 expected=f"0 to {drawn} in all",
-                got=f"{committed} (this call: {count})",
+                got=f"{committed} (this call: count={count})",
                 hint="count this rank's own samples (batches, if the sampler makes batches), once per step",
             )
         if self._run is not None:

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from paceline.arguments import Arguments
 from paceline.data.arguments import length_of
 from paceline.data.place import find_place
 from paceline.errors import ConfigError, MismatchError, format_ranks
@@ -90,10 +91,12 @@ class EvaluationSampler:
         Example:
             Of two ranks and 3 samples, rank 0 passes [[1], [2]] and rank 1 [[3]]; both get [[1], [2], [3]].
         """
-        if root is not None and not 0 <= root < self.num_replicas:
-            raise ConfigError(
-                "gather: root is no rank.", expected=f"0 to {self.num_replicas - 1}", got=str(root)
-            )
+        check = Arguments("gather")
+        if root is not None:
+            root = check.whole("root", root, least=0, most=self.num_replicas - 1)
+        if group is not None and not hasattr(group, "all_gather"):
+            hint = "leave group out for torch.distributed's default group; paceline.init() makes a Group"
+            raise check.refuse("group", group, "a paceline.Group", hint, is_type=True)
         group = _TorchGroup() if group is None else group
         mine = _joined(rows)
         kind = self._agree(mine, group)
@@ -169,12 +172,17 @@ def _ranks(count: int) -> str:
 
 
 def _joined(rows: Array | Sequence[Array]) -> Array:
-    if isinstance(rows, (list, tuple)):
-        arrays = [np.asarray(part) for part in rows]
-        return np.concatenate(arrays) if arrays else np.empty((0,))
-    array = np.asarray(rows)
+    expected = "an array with a row for each sample, or the arrays of the batches in a list"
+    hint = "for a rank without samples: rows=[]"
+    try:
+        if isinstance(rows, (list, tuple)):
+            arrays = [np.asarray(part) for part in rows]
+            return np.concatenate(arrays) if arrays else np.empty((0,))
+        array = np.asarray(rows)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise Arguments("gather").refuse("rows", rows, expected, hint, seen=str(error)) from None
     if array.ndim == 0:
-        raise ConfigError("gather: a row for each sample is needed.", got="a single value")
+        raise Arguments("gather").refuse("rows", rows, expected, hint)
     return array
 
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from paceline.data.arguments import whole_number
+from paceline.arguments import Arguments
 from paceline.env import read_rank_environment
-from paceline.errors import ConfigError
 
 
 def find_place(name: str, num_replicas: int | None, rank: int | None) -> tuple[int, int]:
@@ -20,24 +19,22 @@ def find_place(name: str, num_replicas: int | None, rank: int | None) -> tuple[i
     Raises:
         ConfigError: One of them is missing or out of range.
     """
+    check = Arguments(name)
+    hint = "leave num_replicas and rank out where the launcher's are right"
+    if num_replicas is not None:
+        num_replicas = check.whole("num_replicas", num_replicas, least=1, hint=hint)
+    if rank is not None:
+        most = None if num_replicas is None else num_replicas - 1
+        rank = check.whole("rank", rank, least=0, most=most, hint=hint)
     if num_replicas is None or rank is None:
         group = _torch_group()
         if group is not None:
             num_replicas = group.get_world_size() if num_replicas is None else num_replicas
             rank = group.get_rank() if rank is None else rank
-        elif (num_replicas is None or num_replicas >= 1) and (rank is None or rank >= 0):
+        else:
             place = read_rank_environment(rank=rank, world_size=num_replicas, needs_address=False)
             num_replicas, rank = place.world_size, place.rank
-    if num_replicas is not None and rank is not None:
-        num_replicas = whole_number(name, "num_replicas", num_replicas)
-        rank = whole_number(name, "rank", rank)
-    if num_replicas is None or rank is None or num_replicas < 1 or not 0 <= rank < num_replicas:
-        raise ConfigError(
-            f"{name}: the rank is out of range.",
-            expected="num_replicas >= 1 and 0 <= rank < num_replicas",
-            got=f"rank={rank}, num_replicas={num_replicas}",
-        )
-    return num_replicas, rank
+    return num_replicas, check.whole("rank", rank, least=0, most=num_replicas - 1, hint=hint)
 
 
 def _torch_group() -> Any:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sized
 
-from paceline.data.arguments import length_of, whole_number
+from paceline.arguments import Arguments
+from paceline.data.arguments import length_of, seed_of
 from paceline.data.deal import Deal, Ending, SampleDeal, Share
 from paceline.data.epochs import EpochSampler
 from paceline.data.order import InOrder, Order, Shuffled, derive_key
@@ -65,10 +66,11 @@ class DistributedSampler(EpochSampler[int]):
         num_replicas, rank = find_place(self.name, num_replicas, rank)
         self._ending = choose_ending(self.name, drop_last, pad)
         self.dataset = dataset
-        self.shuffle = shuffle
-        self.seed = whole_number(self.name, "seed", seed)
-        self.drop_last = drop_last
-        identity = {"dataset": dataset_id or identify(dataset), "seed": self.seed, "shuffle": shuffle}
+        self.shuffle = Arguments(self.name).flag("shuffle", shuffle)
+        self.seed = seed_of(self.name, seed)
+        self.drop_last = self._ending is Ending.DROP
+        known_as = identify(self.name, dataset, dataset_id)
+        identity = {"dataset": known_as, "seed": self.seed, "shuffle": self.shuffle}
         super().__init__(
             length_of(self.name, dataset), num_replicas, rank, reshuffle=reshuffle, identity=identity
         )
@@ -88,6 +90,8 @@ def choose_ending(name: str, drop_last: bool, pad: bool) -> Ending:
     Raises:
         ConfigError: Samples were to be dropped, and not.
     """
+    check = Arguments(name)
+    drop_last, pad = check.flag("drop_last", drop_last), check.flag("pad", pad)
     if drop_last and not pad:
         raise ConfigError(
             f"{name}: drop_last=True and pad=False contradict each other.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from paceline.arguments import Arguments, show
 from paceline.errors import ConfigError
 
 _NEEDED = ("version", "sampler", "epoch", "position", "is_complete")
@@ -16,8 +17,10 @@ _MEANING = {
 }
 
 
-def identify(dataset: object) -> str:
-    """What a state knows a data set by: its fingerprint, where it has one (Hugging Face), else its type."""
+def identify(name: str, dataset: object, dataset_id: str | None) -> str:
+    """What a state knows a data set by: the name it was given, else its fingerprint or type."""
+    if dataset_id:
+        return Arguments(name).text("dataset_id", dataset_id, hint='a name of the data: dataset_id="train"')
     fingerprint = getattr(dataset, "_fingerprint", None)
     return fingerprint if isinstance(fingerprint, str) else type(dataset).__qualname__
 
@@ -33,24 +36,33 @@ def check_state(name: str, state: Mapping[str, Any], identity: Mapping[str, Any]
     Raises:
         ConfigError: It does not fit; says in what, with both values.
     """
-    missing = [key for key in (*_NEEDED, *identity) if not isinstance(state, Mapping) or key not in state]
-    if isinstance(state, Mapping) and state.get("sampler", name) != name:
+    check = Arguments(f"{name}.load_state_dict")
+    if not isinstance(state, Mapping):
+        raise check.refuse(
+            "state", state, "what state_dict() returned", "load the checkpoint first", is_type=True
+        )
+    missing = [key for key in (*_NEEDED, *identity) if key not in state]
+    if state.get("sampler", name) != name:
         raise ConfigError(
             f"{name}: the state was saved by another kind of sampler.",
             expected=name,
             got=str(state["sampler"]),
+            hint=f"make a {state['sampler']} to go on from it",
         )
     if missing:
         raise ConfigError(
-            f"{name}: this is no state of a sampler.",
+            f"{name}.load_state_dict: state is no state of a sampler.",
             expected="what state_dict() returned",
-            got=f"without {', '.join(missing)}",
+            got=f"{show(state)}, without {', '.join(missing)}",
+            hint="pass the sampler's own part of the checkpoint",
+            argument="state",
         )
     if state["version"] != 1:
         raise ConfigError(
             f"{name}: the state has a format that this version does not know.",
             expected="version 1",
-            got=f"version {state['version']}",
+            got=f"version {show(state['version'])}",
+            hint="load it with the Paceline that saved it, or a newer one",
         )
     for key, ours in identity.items():
         if state[key] != ours:
@@ -69,9 +81,5 @@ def check_state(name: str, state: Mapping[str, Any], identity: Mapping[str, Any]
 def _check_position(name: str, state: Mapping[str, Any], length: int) -> None:
     for key, most in (("epoch", None), ("position", length)):
         value = state[key]
-        if not isinstance(value, int) or value < 0 or (most is not None and value > most):
-            raise ConfigError(
-                f"{name}: the state's {key} is out of range.",
-                expected="0 or more" if most is None else f"0 to {most}",
-                got=repr(value),
-            )
+        hint = "the state was changed, or saved by something else: start the epoch anew"
+        Arguments(f"{name}.load_state_dict").whole(f"state[{key!r}]", value, least=0, most=most, hint=hint)

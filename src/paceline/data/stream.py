@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
-from paceline.data.arguments import whole_number
+from paceline.arguments import Arguments
+from paceline.data.arguments import seed_of
 from paceline.data.order import Shuffled, derive_key
 from paceline.data.place import find_place, loader_worker
-from paceline.errors import ConfigError
 
 Shard = TypeVar("Shard")
 Sample = TypeVar("Sample")
@@ -56,10 +56,14 @@ class DistributedStream(Generic[Shard, Sample]):
         seed: int = 0,
     ) -> None:
         self.num_replicas, self.rank = find_place(type(self).__name__, num_replicas, rank)
+        check = Arguments(type(self).__name__)
+        if not hasattr(shards, "__len__") or not hasattr(shards, "__getitem__"):
+            hint = "list(...) of what can only be iterated over, sorted where it has no order"
+            raise check.refuse("shards", shards, "a list: as long and in the same order on all ranks", hint)
         self.shards = shards
-        self.read = read
-        self.shuffle = shuffle
-        self.seed = whole_number(type(self).__name__, "seed", seed)
+        self.read = check.function("read", read, "read(shard), which returns its elements")
+        self.shuffle = check.flag("shuffle", shuffle)
+        self.seed = seed_of(type(self).__name__, seed)
         self.epoch = 0
         _pass_for_iterable(type(self))
 
@@ -72,12 +76,7 @@ class DistributedStream(Generic[Shard, Sample]):
         Raises:
             ConfigError: The epoch is negative.
         """
-        epoch = whole_number(type(self).__name__, "epoch", epoch)
-        if epoch < 0:
-            raise ConfigError(
-                f"{type(self).__name__}: an epoch can't be negative.", expected="0, 1, ...", got=str(epoch)
-            )
-        self.epoch = epoch
+        self.epoch = Arguments(f"{type(self).__name__}.set_epoch").whole("epoch", epoch, least=0)
 
     def __iter__(self) -> Iterator[Sample]:
         """The elements of this worker of this rank; outside of a loader, of this rank."""

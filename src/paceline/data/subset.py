@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from paceline.arguments import Arguments
+from paceline.data.arguments import row_of
 from paceline.data.order import Indices, Order
 from paceline.data.sampler import DistributedSampler
-from paceline.errors import ConfigError
 
 
 class SubsetDistributedSampler(DistributedSampler):
@@ -87,14 +88,19 @@ def checked_indices(
     Raises:
         ConfigError: Not one row of integers, 0 or more.
     """
-    array = np.asarray(indices)
+    expected = "whole numbers, 0 or more, in one row"
+    array = row_of(name, what, indices, expected)
     if array.size == 0:
         return np.empty(0, np.int64)
-    if array.ndim != 1 or array.dtype.kind not in "iu" or array.min() < 0:
-        raise ConfigError(
-            f"{name}: {what} must be integers, 0 or more.",
-            got=f"{array.dtype}, shape {array.shape}"
-            + (f", smallest {array.min()}" if array.dtype.kind in "iuf" else ""),
-            hint="for a mask: numpy.flatnonzero(mask)" if array.dtype.kind == "b" else "",
+    if array.dtype.kind not in "iu" or array.min() < 0:
+        is_mask = array.dtype.kind == "b"
+        hint = (
+            "for a mask: numpy.flatnonzero(mask)"
+            if is_mask
+            else f"numpy.asarray({what}).min() must be 0 or more"
         )
+        if array.dtype.kind == "f":
+            hint = f"numpy.asarray({what}).astype(int) cuts fractions off"
+        seen = f"{array.dtype}, shape {array.shape}, smallest {array.min()}"
+        raise Arguments(name).refuse(what, indices, expected, hint, seen=seen)
     return array.astype(np.int64)

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from paceline.data.arguments import whole_number
+from paceline.arguments import Arguments
+from paceline.data.arguments import row_of
 from paceline.data.order import Indices, Order, derive_key, places_from
 from paceline.data.sampler import DistributedSampler
 from paceline.errors import ConfigError
@@ -66,17 +67,20 @@ class WeightedDistributedSampler(DistributedSampler):
         reshuffle: bool = True,
     ) -> None:
         self._weights = checked_weights(self.name, weights)
-        self.replacement = replacement
+        check = Arguments(self.name)
+        self.replacement = replacement = check.flag("replacement", replacement)
         draws = len(self._weights)
         if num_samples is not None:
-            draws = whole_number(self.name, "num_samples", num_samples)
+            draws = check.whole("num_samples", num_samples, least=0)
         positive = int((self._weights > 0).sum())
         most = draws if replacement and positive else positive
-        if draws < 0 or draws > most:
+        if draws > most:
             raise ConfigError(
                 f"{self.name}: num_samples is out of range.",
-                expected=f"0 or more; without replacement at most {positive}, the number of positive weights",
+                expected=f"without replacement at most {positive}, the number of positive weights",
                 got=f"{draws}, replacement={replacement}",
+                hint=f"num_samples={positive}, or replacement=True",
+                argument="num_samples",
             )
         self._sums = np.cumsum(self._weights) if replacement else np.empty(0)
         digest = hashlib.blake2b(self._weights.tobytes(), digest_size=8).hexdigest()
@@ -179,13 +183,12 @@ def checked_weights(name: str, weights: Sequence[float] | npt.NDArray[np.floatin
     Raises:
         ConfigError: Not one row of finite numbers, 0 or more, or all of several are 0.
     """
-    array = np.array(weights, np.float64)
+    expected = "one finite number for each sample, 0 or more, with a positive, finite sum"
+    array = row_of(name, "weights", weights, expected).astype(np.float64)
     bad = np.flatnonzero(~(np.isfinite(array) & (array >= 0)))
-    if array.ndim != 1 or bad.size or (array.size and not array.sum() > 0) or np.isinf(array.sum()):
-        where = f"weights[{bad[0]}] = {array.flat[bad[0]]}" if bad.size else f"shape {array.shape}"
-        raise ConfigError(
-            f"{name}: these weights can't be drawn by.",
-            expected="one finite number for each sample, 0 or more, with a positive, finite sum",
-            got=f"{where}, sum {array.sum()}",
-        )
+    if bad.size or (array.size and not array.sum() > 0) or np.isinf(array.sum()):
+        where = f"weights[{bad[0]}] = {array[bad[0]]}, " if bad.size else ""
+        hint = "give samples that must not be drawn a weight of 0, and some others more"
+        seen = f"{where}{array.size} weights with a sum of {array.sum()}"
+        raise Arguments(name).refuse("weights", weights, expected, hint, seen=seen)
     return array

@@ -12,7 +12,9 @@ import signal
 import subprocess
 import threading
 import time
+from datetime import timedelta
 
+from paceline.arguments import Arguments
 from paceline.errors import LaunchError
 from paceline.launch import report
 from paceline.launch.plan import Plan
@@ -61,11 +63,11 @@ class SpawnContext:
         pids: list[int] = json.loads(self._received.splitlines()[0])["pids"]
         return pids
 
-    def join(self, timeout: float | None = None) -> bool:
+    def join(self, timeout: float | timedelta | None = None) -> bool:
         """Wait until every rank has finished.
 
         Args:
-            timeout: Seconds to wait; None: as long as it takes.
+            timeout: Seconds to wait, or a timedelta; None: as long as it takes.
 
         Returns:
             True when all have finished, False when some still run after `timeout`.
@@ -73,7 +75,8 @@ class SpawnContext:
         Raises:
             LaunchError: A rank failed; the others have been stopped.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
+        seconds = Arguments("join").optional_seconds("timeout", timeout, may_be_zero=True)
+        deadline = None if seconds is None else time.monotonic() + seconds
         while not self._is_over:
             if not self._receive(deadline) and not self._is_over:
                 return False

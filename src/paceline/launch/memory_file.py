@@ -1,17 +1,53 @@
-"""Anonymous memory files that children inherit: no name, no disk, gone with the last one that holds it."""
+"""Anonymous files in memory that children inherit: no name, no disk, gone with the last one that holds it."""
 
 from __future__ import annotations
 
+import errno
 import os
+import tempfile
+
+from paceline.errors import ConfigError
+from paceline.rendezvous.limits import explain
+
+_REFUSED = frozenset({errno.ENOSYS, errno.EPERM, errno.EACCES})
 
 
 def write_memory_file(name: str, data: bytes) -> int:
-    """The descriptor of a new file that holds `data`; `name` is what /proc shows."""
-    fd = os.memfd_create(name)
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
+    """The descriptor of a new file that holds `data`; `name` is what /proc shows.
+
+    Raises:
+        ConfigError: A limit of this process does not allow it.
+    """
+    fd = -1
+    try:
+        fd = _open(name)
+        view = memoryview(data)
+        while view:
+            view = view[os.write(fd, view) :]
+    except OSError as error:
+        if fd >= 0:
+            os.close(fd)
+        likely, hint = explain(error.errno or 0)
+        if not likely:
+            raise
+        raise ConfigError(
+            f"The ranks can't be given what they are to do: {len(data)} bytes in a file in memory.",
+            seen=str(error),
+            likely=likely,
+            hint=hint,
+        ) from error
     return fd
+
+
+def _open(name: str) -> int:
+    try:
+        return os.memfd_create(name)
+    except OSError as error:
+        if error.errno not in _REFUSED:
+            raise
+    # A kernel or a seccomp filter without memfd_create: a file that has no name, or loses it at once.
+    with tempfile.TemporaryFile(buffering=0) as file:
+        return os.dup(file.fileno())
 
 
 def read_memory_file(fd: int) -> bytes:

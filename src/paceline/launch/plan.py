@@ -6,10 +6,14 @@ Its one idea: everything that can be wrong is checked here, while there is nothi
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+from paceline.arguments import Arguments
 from paceline.errors import ConfigError
 from paceline.launch.placement import Machine, assign_cores, threads_per_rank
 from paceline.launch.ports import check_port_is_free, free_ports
@@ -17,6 +21,11 @@ from paceline.launch.topology import read_machine
 from paceline.launch.variables import Meeting, new_job_id, rank_environment
 
 MAX_NPROCS = 128  # ranks that the shared memory of one host serves
+
+# What the launcher opens: for each rank its two streams, its log, its file for exceptions; for itself pipes,
+# an epoll, the call and the plan of `spawn`, and those of the rank that is just being started.
+_DESCRIPTORS_PER_RANK = 4
+_OWN_DESCRIPTORS = 18
 
 # A user who places threads by hand does not want a second placement on top.
 _PLACEMENT_VARIABLES = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PROC_BIND", "OMP_PLACES")
@@ -77,9 +86,10 @@ def make_plan(
     Raises:
         ConfigError: An option is out of range, or the port is taken.
     """
+    _check_descriptors(options.nprocs)  # first: the machine is read from files
     machine = read_machine() if machine is None else machine
+    options = _checked_options(options)
     nprocs = min(machine.num_cores, MAX_NPROCS) if options.nprocs is None else options.nprocs
-    _check_options(options, nprocs)
     if options.log_dir is not None:
         _make_log_dir(options.log_dir, nprocs)
     inherited = os.environ if inherited is None else inherited
@@ -105,37 +115,72 @@ def make_plan(
     )
 
 
-def _check_options(options: Options, nprocs: int) -> None:
-    if not 1 <= nprocs <= MAX_NPROCS:
+def _check_descriptors(nprocs: int | None) -> None:
+    """Raise unless the launcher may open as many files as so many ranks need.
+
+    Raises:
+        ConfigError: It may not. Told before anything is started, which would fail half-way.
+    """
+    if nprocs is None or nprocs not in range(1, MAX_NPROCS + 1):  # wrong, which is told later
+        nprocs = min(len(os.sched_getaffinity(0)), MAX_NPROCS)
+    may, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        has = len(os.listdir("/proc/self/fd"))
+    except OSError:  # not even that one
+        has = may
+    needs = has + _OWN_DESCRIPTORS + _DESCRIPTORS_PER_RANK * nprocs
+    if needs > may:
         raise ConfigError(
-            f"Cannot start {nprocs} ranks.",
-            expected=f"1 to {MAX_NPROCS} ranks on one machine",
-            got=str(nprocs),
-            hint="-n auto starts one rank per core",
-            nprocs=nprocs,
+            f"The launcher may not open as many files as it needs for {nprocs} ranks.",
+            expected=f"at least {needs} (RLIMIT_NOFILE), of which {has} are open already",
+            got=str(may),
+            hint=f"`ulimit -n {needs}` before the launcher; a service manager calls it LimitNOFILE",
         )
-    if options.threads is not None and options.threads < 1:
-        raise _bad_option("threads", options.threads, "at least 1")
-    for name, seconds in (("timeout_s", options.timeout_s), ("grace_s", options.grace_s)):
-        if seconds is not None and not 0 <= seconds < float("inf"):
-            raise _bad_option(name, seconds, "a number of seconds, 0 or more")
-    for name, value, choices in (
-        ("bind", options.bind, ("auto", "cores", "none")),
-        ("prefix", options.prefix, ("auto", "always", "never")),
-    ):
-        if value not in choices:
-            raise _bad_option(name, value, ", ".join(choices))
+
+
+def _checked_options(options: Options) -> Options:
+    check = Arguments("")
+    numbers: dict[str, Any] = {
+        name: check.whole(name, value, least=1, most=most, hint=hint)
+        for name, value, most, hint in (
+            ("nprocs", options.nprocs, MAX_NPROCS, "of one machine; leave -n or nprocs out for one per core"),
+            ("threads", options.threads, None, "leave --threads or threads out for cores divided by ranks"),
+            (
+                "master_port",
+                options.master_port,
+                65535,
+                "leave --master-port or master_port out for a free one",
+            ),
+        )
+        if value is not None
+    }
+    return replace(
+        options,
+        **numbers,
+        timeout_s=None
+        if options.timeout_s is None
+        else launch_seconds(check, "timeout_s", options.timeout_s),
+        grace_s=launch_seconds(check, "grace_s", options.grace_s),
+        bind=check.choice("bind", options.bind, ("auto", "cores", "none")),
+        prefix=check.choice("prefix", options.prefix, ("auto", "always", "never")),
+    )
+
+
+def launch_seconds(check: Arguments, name: str, value: float | timedelta) -> float:
+    """How long the launcher waits: 0 is at once, and for ever is said by leaving it out."""
+    return check.seconds(name, value, may_be_zero=True, is_finite=True)
 
 
 def _make_log_dir(path: str, nprocs: int) -> None:
+    hint = 'a folder, new or old, that gets a file for each rank: log_dir="logs", --log-dir logs'
+    if not isinstance(path, str) or not path:
+        raise Arguments("").refuse("log_dir", path, "the name of a folder", hint)
     folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"The log folder {path!r} cannot be made: {error.strerror}.",
-            hint="--log-dir takes a folder, new or old; it gets a file for each rank",
-        ) from None
+    except (OSError, ValueError) as error:  # a null character is a ValueError
+        reason = getattr(error, "strerror", None) or str(error)
+        raise Arguments("").refuse("log_dir", path, "a folder that can be made", hint, seen=reason) from None
     for rank in range(nprocs):
         log = folder / f"rank{rank}.log"
         if log.is_symlink():
@@ -150,11 +195,11 @@ def _make_log_dir(path: str, nprocs: int) -> None:
 
 def _choose_meeting(options: Options, nprocs: int) -> Meeting:
     if options.master_port is None:
+        if options.master_addr != Options.master_addr:
+            check_port_is_free(options.master_addr, 0)
         master_port, *paddle_ports = free_ports(nprocs + 1)
     else:
         master_port = options.master_port
-        if not 0 < master_port < 65536:
-            raise _bad_option("master_port", master_port, "1 to 65535")
         check_port_is_free(options.master_addr, master_port)
         paddle_ports = free_ports(nprocs)
     return Meeting(options.master_addr, master_port, tuple(paddle_ports), new_job_id())
@@ -179,13 +224,3 @@ def _choose_cores(
             nprocs=nprocs,
         )
     return unbound if cores is None else tuple(cores)
-
-
-def _bad_option(name: str, value: object, expected: str) -> ConfigError:
-    return ConfigError(
-        f"{name}={value!r} is not usable.",
-        where=f"--{name.replace('_', '-')} of `paceline run`, {name}= of `paceline.spawn`",
-        expected=expected,
-        got=repr(value),
-        variable=name,
-    )

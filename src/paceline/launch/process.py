@@ -150,7 +150,9 @@ def wait_readable(fds: Iterable[int], timeout_s: float | None = None) -> set[int
     poll = select.poll()
     for fd in fds:
         poll.register(fd, select.POLLIN)
-    return {fd for fd, _ in poll.poll(None if timeout_s is None else max(0.0, timeout_s) * 1000)}
+    # The kernel takes 31 bits: 24 days.
+    limit_ms = None if timeout_s is None else min(max(0.0, timeout_s) * 1000, 2**31 - 1)
+    return {fd for fd, _ in poll.poll(limit_ms)}
 
 
 def end_leftovers(wakeup: int) -> list[str]:

@@ -15,15 +15,19 @@ import sys
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TextIO
 
+from paceline.arguments import Arguments
 from paceline.errors import ConfigError
 from paceline.launch import payload, spawned
 from paceline.launch.context import SpawnContext
 from paceline.launch.memory_file import write_memory_file
-from paceline.launch.plan import Options, make_plan
+from paceline.launch.plan import Options, launch_seconds, make_plan
 from paceline.launch.process import interpreter, open_missing_streams
+
+_arguments = Arguments("spawn")
 
 
 def spawn(
@@ -38,9 +42,9 @@ def spawn(
     threads: int | None = None,
     bind: str = "auto",
     prefix: str = "auto",
-    log_dir: str | None = None,
-    timeout_s: float | None = None,
-    grace_s: float = 5.0,
+    log_dir: str | os.PathLike[str] | None = None,
+    timeout_s: float | timedelta | None = None,
+    grace_s: float | timedelta = 5.0,
 ) -> SpawnContext | None:
     """Call `fn(rank, *args)` in `nprocs` new processes, each one rank of a job.
 
@@ -61,7 +65,7 @@ def spawn(
         bind: "cores": each rank keeps to cores of its own; "none"; "auto": so, if there are enough.
         prefix: "always", "never" or "auto": whether "[rank 1]" stands before each line of output.
         log_dir: A folder that gets each rank's output too, as rankN.log.
-        timeout_s: Stop the job after so many seconds.
+        timeout_s: Stop the job after so many seconds, or a timedelta.
         grace_s: After a failure: seconds until SIGTERM, then until SIGKILL.
 
     Returns:
@@ -77,15 +81,19 @@ def spawn(
     """
     open_missing_streams()
     _check_call(fn, start_method)
+    join, daemon = _arguments.flag("join", join), _arguments.flag("daemon", daemon)
+    if isinstance(args, (str, bytes)) or not isinstance(args, Iterable):
+        hint = "args=(1,) for a single one"
+        raise _arguments.refuse("args", args, "the arguments after the rank, in a tuple", hint, is_type=True)
     options = Options(
         nprocs=nprocs,
         master_port=master_port,
         threads=threads,
         bind=bind,
         prefix=prefix,
-        log_dir=log_dir,
-        timeout_s=timeout_s,
-        grace_s=grace_s,
+        log_dir=str(log_dir) if isinstance(log_dir, os.PathLike) else log_dir,
+        timeout_s=None if timeout_s is None else launch_seconds(_arguments, "timeout_s", timeout_s),
+        grace_s=launch_seconds(_arguments, "grace_s", grace_s),
     )
     context = _start(fn, tuple(args), options, is_daemon=daemon)
     if not join:
@@ -100,14 +108,9 @@ def spawn(
 
 def _check_call(fn: Callable[..., Any], start_method: str) -> None:
     if start_method != "spawn":
-        raise ConfigError(
-            f"start_method={start_method!r} is not supported.",
-            expected='"spawn"',
-            likely="a forked rank would inherit threads and locks in an unknown state",
-            hint="leave start_method out",
-        )
-    if not callable(fn):
-        raise ConfigError("spawn needs a function.", expected="fn(rank, *args)", got=repr(fn))
+        hint = "leave start_method out: a forked rank would inherit threads and locks in an unknown state"
+        raise _arguments.refuse("start_method", start_method, '"spawn"', hint)
+    _arguments.function("fn", fn, "fn(rank, *args)")
     if spawned.is_importing_main():
         raise ConfigError(
             "spawn was called while a rank was importing the script that calls it.",
@@ -119,20 +122,19 @@ def _check_call(fn: Callable[..., Any], start_method: str) -> None:
 def _start(
     fn: Callable[..., Any], args: tuple[Any, ...], options: Options, *, is_daemon: bool
 ) -> SpawnContext:
+    # The plan first: it checks what the rest relies on.
+    plan = make_plan(getattr(fn, "__qualname__", repr(fn)), (), options)
     call = payload.pack(fn, args)
-    name = getattr(fn, "__qualname__", repr(fn))
     payload_fd = write_memory_file("paceline-call", call.data)
     lifeline, lifeline_end = os.pipe()
     report_fd, report_end = os.pipe()
     opened = [payload_fd, lifeline, report_end]
     try:
-        plan = make_plan(
-            name, _python(f"from paceline.launch.spawned import run_rank; run_rank({payload_fd})"), options
-        )
         error_fds = tuple(write_memory_file("paceline-error", b"") for _ in range(plan.nprocs))
         opened += error_fds
         plan = replace(
             plan,
+            command=_python(f"from paceline.launch.spawned import run_rank; run_rank({payload_fd})"),
             environments=tuple(
                 {**environment, "PACELINE_ERROR_FD": str(fd)}
                 for environment, fd in zip(plan.environments, error_fds, strict=True)

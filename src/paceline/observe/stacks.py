@@ -20,7 +20,7 @@ from paceline.errors import ConfigError
 
 _FILE_NAME = "paceline-stacks"
 _SIGNAL = signal.SIGUSR2
-_STOPPED = ("T", "t")
+STOPPED = ("T", "t")  # of `process_state`
 _answers: int | None = None  # our own file, once there is one; open as long as the process lives
 
 
@@ -28,11 +28,15 @@ def answer_requests() -> bool:
     """Make this process answer `paceline stacks`; call it as often as you like.
 
     Returns:
-        False if the program uses SIGUSR2 for something of its own: it is then left alone.
+        False if the program uses SIGUSR2 for something of its own, which is then left alone, or if there is
+        no memory file to be had (no memfd_create, no descriptor).
     """
     global _answers
     if _answers is None and signal.getsignal(_SIGNAL) is signal.SIG_DFL:
-        _answers = os.memfd_create(_FILE_NAME)
+        try:
+            _answers = os.memfd_create(_FILE_NAME)
+        except OSError:
+            return False
         fcntl.fcntl(_answers, fcntl.F_SETFL, os.O_APPEND)  # forked children share the file
         faulthandler.register(_SIGNAL, file=_answers, all_threads=True, chain=False)
     return _answers is not None
@@ -50,12 +54,12 @@ def ask(pid: int, timeout_s: float = 5.0) -> str:
     Raises:
         ConfigError: There is no such process, or it can't be asked.
     """
-    state = _state(pid)
+    state = process_state(pid)
     if not state:
         raise ConfigError(
             f"There is no process {pid}.", hint="errors and reports show the pids of ranks", pid=pid
         )
-    if state in _STOPPED:
+    if state in STOPPED:
         raise ConfigError(
             f"Process {pid} is stopped, so it cannot answer.",
             hint=f"`kill -CONT {pid}` lets it go on",
@@ -69,7 +73,7 @@ def ask_if_ready(pid: int, timeout_s: float = 5.0) -> str | None:
     """The stacks of a process that answers by itself; None if it does not, for whatever reason."""
     try:
         answers = _find_answers(Path(f"/proc/{pid}"))
-        if answers is None or _state(pid) in _STOPPED:
+        if answers is None or process_state(pid) in STOPPED:
             return None
         with answers.open("r+b", buffering=0) as file:
             begin = os.fstat(file.fileno()).st_size
@@ -99,7 +103,7 @@ def _catches_signal(folder: Path) -> bool:
     return False
 
 
-def _state(pid: int) -> str:
+def process_state(pid: int) -> str:
     """The kernel's letter for what a process does; "" if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

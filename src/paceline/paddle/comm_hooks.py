@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from paceline.paddle.hooked import GradBucket
+from paceline.reducer.agreement import telling_peers
 from paceline.reducer.comm_hooks import CommHook, agree_on_hook, check_callable, check_is_first
 
 if TYPE_CHECKING:
@@ -49,10 +50,15 @@ class CommHooks:
             ...     return sums.then(lambda f: f.value() / bucket.world_size)
             >>> model.register_comm_hook(None, hook)
         """
-        check_callable(hook)
-        check_is_first(self._comm_hook)
+        peers = self._peers
+        with telling_peers(
+            lambda: None if peers is None else (peers.exchange, peers.timeout_s), doing="register a hook"
+        ):
+            hint = "paceline.paddle.compression has some"
+            check_callable(hook, returns="a tensor, or a future of one", hint=hint)
+            check_is_first(self._comm_hook)
         chosen = CommHook(state, hook)
-        if self._peers is not None:
-            agree_on_hook(chosen, self._peers.exchange, self._peers.timeout_s)
+        if peers is not None:
+            agree_on_hook(chosen, peers.exchange, peers.timeout_s)
         self._passes_to_weigh().use_hook(chosen, self.group)
         self._comm_hook = chosen

@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 import numpy as np
 import paddle
 
+from paceline.arguments import Arguments
 from paceline.errors import ConfigError
 from paceline.paddle.hooked import Future, GradBucket
-from paceline.reducer.comm_hooks import TypeHookError
-from paceline.reducer.compression import BF16, EIGHT_BIT, FP16, Bytes, Codes, check_state
+from paceline.reducer.compression import BF16, EIGHT_BIT, FP16, Bytes, Codes, check_bucket, check_state
 
 
 class Compression:
@@ -30,8 +30,8 @@ class Compression:
     """The number of its encoding in the core (cpp/compression)."""
 
     def __init__(self, *, error_feedback: bool = True) -> None:
-        self.error_feedback = error_feedback
-        self._codes = Codes(self.encoding, error_feedback=error_feedback)
+        self.error_feedback = Arguments(type(self).__name__).flag("error_feedback", error_feedback)
+        self._codes = Codes(self.encoding, error_feedback=self.error_feedback)
 
     def error_of(self, parameter: paddle.Tensor) -> paddle.Tensor | None:
         """What the others have not got yet of this rank's gradients of a parameter.
@@ -47,7 +47,7 @@ class Compression:
 
         Raises:
             ConfigError: The gradients are not in the host's memory.
-            TypeHookError: It is no bucket of `paceline.paddle.DataParallel`.
+            ConfigTypeError: It is no bucket of `paceline.paddle.DataParallel`.
         """
         values = _values_of(bucket, type(self).__name__)
         parameters, count = bucket.parameters(), int(values.size)
@@ -98,7 +98,7 @@ def fp16_hook(state: Fp16Compression, bucket: GradBucket) -> Future[paddle.Tenso
         kept 2**-12 and adds it to its next gradient: after four such steps the means sum to 4 + 2**-11.
 
     Raises:
-        TypeHookError: The state is of another kind.
+        ConfigTypeError: The state is of another kind.
     """
     return check_state(state, Fp16Compression).average(bucket)
 
@@ -110,7 +110,7 @@ def bf16_hook(state: Bf16Compression, bucket: GradBucket) -> Future[paddle.Tenso
         >>> model.register_comm_hook(Bf16Compression(), bf16_hook)
 
     Raises:
-        TypeHookError: The state is of another kind.
+        ConfigTypeError: The state is of another kind.
     """
     return check_state(state, Bf16Compression).average(bucket)
 
@@ -122,18 +122,14 @@ def eight_bit_hook(state: EightBitCompression, bucket: GradBucket) -> Future[pad
         >>> model.register_comm_hook(EightBitCompression(), eight_bit_hook)
 
     Raises:
-        TypeHookError: The state is of another kind.
+        ConfigTypeError: The state is of another kind.
     """
     return check_state(state, EightBitCompression).average(bucket)
 
 
 def _values_of(bucket: Any, name: str) -> paddle.Tensor:
     """A bucket's gradients in float32, flat: the bucket's own memory if it is float32."""
-    if not isinstance(bucket, GradBucket):
-        raise TypeHookError(
-            f"{name} needs a bucket of paceline.paddle.DataParallel, which knows its weight.",
-            got=type(bucket).__name__,
-        )
+    check_bucket(bucket, GradBucket, user=name, owner="paceline.paddle.DataParallel")
     flat = bucket.buffer()
     if not flat.place.is_cpu_place():
         raise ConfigError(

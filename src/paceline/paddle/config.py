@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from datetime import timedelta
+from numbers import Real
+from typing import Any, ClassVar
 
+from paceline.arguments import show
 from paceline.errors import ConfigError
-from paceline.reducer.arguments import MIB, Arguments
-from paceline.reducer.buffer_policy import check_policies
-from paceline.reducer.micro_batches import as_weight
+from paceline.reducer.arguments import MIB, WrapperArguments
 
-_arguments = Arguments("DataParallel")
+_arguments = WrapperArguments("DataParallel")
 
 HARMLESS: Mapping[str, Sequence[Any]] = {
     # Values that ask for nothing.
@@ -29,8 +30,6 @@ HARMLESS: Mapping[str, Sequence[Any]] = {
 _INSTEAD = {
     "mixed_precision": "paddle.amp trains in 16 bits, on GPUs; paceline.paddle.compression averages so",
 }
-
-_LOOKED_AT_ELSEWHERE = ("delay_all_reduce_named_params", "param_to_hook_all_reduce")  # by `ManagedTensors`
 
 
 @dataclass(frozen=True)
@@ -76,11 +75,8 @@ class DataParallelConfig:
     timeout_s: float | None
     warn_after_s: float | None
     check_replicas_every: int | None
-
-    @property
-    def allow_nobodys(self) -> bool:
-        """Whether parameters that no rank uses are let be. Yes, as in Paddle: nothing can differ."""
-        return True
+    # Whether parameters that no rank uses are let be. Yes, as in Paddle: nothing can differ.
+    allow_nobodys: ClassVar[bool] = True
 
     def agreed_options(self) -> dict[str, str]:
         """The options that must be the same on all ranks, or their collectives would not match."""
@@ -133,71 +129,79 @@ def make_config(
     weight: Any,
     nonfinite: str,
     reduce_through: str,
-    timeout_s: float | None,
-    warn_after_s: float | None,
+    timeout_s: float | timedelta | None,
+    warn_after_s: float | timedelta | None,
     bucket_cap_mb_list: Sequence[float] | None,
     skip_all_reduce_unused_params: bool,
     init_sync_buffers: bool | None,
     check_replicas_every: int | None,
-    **others: Any,
+    **others: Any,  # `ManagedTensors` looks at those that are not in HARMLESS
 ) -> DataParallelConfig:
     """Check the constructor's arguments; see `DataParallel` for what they mean.
 
     Raises:
         ConfigError: An argument has a value that is not supported or makes no sense.
     """
-    for name, value in others.items():
-        if name not in _LOOKED_AT_ELSEWHERE and not any(
-            value is allowed or value == allowed for allowed in HARMLESS[name]
-        ):
-            raise ConfigError(
-                f"DataParallel: {name} is not supported.",
-                got=f"{name}={value!r}",
-                hint=_INSTEAD.get(name, f"leave {name} out"),
-            )
-    cap_mb = float(comm_buffer_size if bucket_cap_mb is None else bucket_cap_mb)
-    cap_name = "comm_buffer_size" if bucket_cap_mb is None else "bucket_cap_mb"
-    _arguments.require(cap_mb > 0, cap_name, cap_mb, "a positive number of MiB")
-    _arguments.require(
-        last_comm_buffer_size > 0, "last_comm_buffer_size", last_comm_buffer_size, "a positive number of MiB"
+    check = _arguments.check
+    for name in HARMLESS:
+        _check_harmless(name, others[name])
+    if bucket_cap_mb is None:
+        cap_bytes = _arguments.mebibytes("comm_buffer_size", comm_buffer_size)
+    else:
+        cap_bytes = _arguments.mebibytes("bucket_cap_mb", bucket_cap_mb)
+    last_bytes = _arguments.mebibytes("last_comm_buffer_size", last_comm_buffer_size)
+    broadcast_buffers, forward_sync_buffers = _arguments.one_buffer_switch(
+        broadcast_buffers, forward_sync_buffers
     )
-    _arguments.check_choices(nonfinite, reduce_through)
-    _arguments.check_seconds(timeout_s=timeout_s, warn_after_s=warn_after_s)
-    caps_mb = _arguments.check_caps(bucket_cap_mb_list)
-    broadcast_buffers = _arguments.one_buffer_switch(broadcast_buffers, forward_sync_buffers)
-    cap_bytes = max(1, int((max(caps_mb) if caps_mb else cap_mb) * MIB))
+    init_sync_buffers = _arguments.optional_flag("init_sync_buffers", init_sync_buffers)
+    caps_bytes = _arguments.caps(bucket_cap_mb_list)
+    cap_bytes = max(caps_bytes, default=cap_bytes)
+    find_unused_parameters = check.flag("find_unused_parameters", find_unused_parameters)
+    static_graph = check.flag("static_graph", static_graph)
     return DataParallelConfig(
         bucket_cap_bytes=cap_bytes,
-        first_bucket_bytes=min(cap_bytes, max(1, int(last_comm_buffer_size * MIB))),
-        bucket_caps_bytes=tuple(max(1, int(cap * MIB)) for cap in caps_mb),
-        init_sync=bool(init_sync),
-        init_sync_buffers=broadcast_buffers is not False
-        if init_sync_buffers is None
-        else bool(init_sync_buffers),
+        first_bucket_bytes=min(cap_bytes, last_bytes),
+        bucket_caps_bytes=caps_bytes,
+        init_sync=check.flag("init_sync", init_sync),
+        init_sync_buffers=broadcast_buffers is not False if init_sync_buffers is None else init_sync_buffers,
         broadcast_buffers=broadcast_buffers is not False and forward_sync_buffers is not False,
-        buffers=check_policies(buffers),
-        gradients_in_arena=bool(gradient_as_bucket_view),
-        skip_unused=bool(skip_all_reduce_unused_params),
-        allow_unused=bool(find_unused_parameters) or bool(static_graph),
-        static_graph=bool(static_graph),
-        weight=weight if weight is None or callable(weight) else as_weight(weight),
-        nonfinite=nonfinite,
-        reduce_through=reduce_through,
+        buffers=_arguments.buffers(buffers),
+        gradients_in_arena=check.flag("gradient_as_bucket_view", gradient_as_bucket_view),
+        skip_unused=check.flag("skip_all_reduce_unused_params", skip_all_reduce_unused_params),
+        allow_unused=find_unused_parameters or static_graph,
+        static_graph=static_graph,
+        weight=_arguments.weight(weight),
+        nonfinite=_arguments.nonfinite(nonfinite),
+        reduce_through=_arguments.reduce_through(reduce_through),
         devices=_named_devices(device_ids, output_device),
-        timeout_s=timeout_s,
-        warn_after_s=warn_after_s,
-        check_replicas_every=_arguments.check_passes("check_replicas_every", check_replicas_every),
+        timeout_s=check.optional_seconds("timeout_s", timeout_s),
+        warn_after_s=check.optional_seconds("warn_after_s", warn_after_s),
+        check_replicas_every=_arguments.passes("check_replicas_every", check_replicas_every),
     )
+
+
+def _check_harmless(name: str, value: Any) -> None:
+    """Refuse a value that asks for something that there is not."""
+    allowed = HARMLESS[name]
+    if True in allowed:
+        _arguments.check.flag(name, value)
+    elif value is not allowed[0] and not (isinstance(value, Real) and value == allowed[0]):
+        raise ConfigError(
+            f"DataParallel: {name} is not supported.",
+            expected=f"{name}={allowed[0]!r}",
+            got=f"{name}={show(value)}",
+            hint=_INSTEAD.get(name, f"leave {name} out"),
+            argument=name,
+        )
 
 
 def _named_devices(device_ids: Sequence[Any] | None, output_device: Any) -> dict[str, Any]:
     """Each process drives one device."""
-    _arguments.require(
-        not device_ids or len(device_ids) == 1,
-        "device_ids",
-        device_ids,
-        "one device: each process drives one; or None",
-    )
+    if device_ids is not None and not isinstance(device_ids, (list, tuple)):
+        hint = f"device_ids=[{device_ids!r}]"
+        raise _arguments.check.refuse("device_ids", device_ids, "a list of one device", hint, is_type=True)
+    is_single, hint = not device_ids or len(device_ids) == 1, "leave device_ids out"
+    _arguments.check.require(is_single, "device_ids", device_ids, "one device: each process drives one", hint)
     named = {"device_ids": device_ids[0] if device_ids else None, "output_device": output_device}
     return {name: device for name, device in named.items() if device is not None}
 

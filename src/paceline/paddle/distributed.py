@@ -7,6 +7,7 @@ from typing import Any
 
 from paddle import nn
 
+from paceline.arguments import Arguments
 from paceline.collectives.group import Group
 from paceline.launch.context import SpawnContext
 from paceline.launch.spawn import spawn as launch_spawn
@@ -124,6 +125,10 @@ def spawn(
         >>> spawn(train, args=(0.1,), nprocs=2)
         Two processes run; each calls train(0.1).
     """
+    check = Arguments("spawn")
+    check.function("func", func, "func(*args)")
+    if isinstance(args, (str, bytes)) or not isinstance(args, Iterable):
+        raise check.refuse("args", args, "its arguments, in a tuple", "args=(1,) for one", is_type=True)
     count = None if nprocs == -1 else nprocs
     return launch_spawn(_call_without_rank, (func, *args), count, join, daemon, **options)
 

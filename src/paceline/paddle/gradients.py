@@ -183,12 +183,17 @@ class Gradients:
         return gradient
 
     def _check(self, index: int, gradient: paddle.Tensor | None) -> bool:
-        """Whether the gradient can be averaged; else it is refused, on all ranks."""
+        """Whether the gradient can be averaged; else it is refused, on all ranks.
+
+        None: the parameter counts as unused. Paddle calls its hooks, but leaves the gradient undefined, as
+        that of a batch normalisation's shift is whose scale is frozen.
+        """
         if index in self._state.handed:
             self._refuse_second(index)
+        elif gradient is None:
+            return False
         elif (
-            gradient is None
-            or gradient.dtype is not self._dtypes[index]
+            gradient.dtype is not self._dtypes[index]
             or gradient.shape != self._shapes[index]
             or internals.is_sparse(gradient)
         ):
@@ -262,10 +267,8 @@ class Gradients:
         )
         self._state.refuse(index, error)
 
-    def _refuse_kind(self, index: int, gradient: paddle.Tensor | None) -> None:
-        if gradient is None:
-            got, likely = "no gradient", "another hook of this parameter removed it"
-        elif internals.is_sparse(gradient):
+    def _refuse_kind(self, index: int, gradient: paddle.Tensor) -> None:
+        if internals.is_sparse(gradient):
             got = "a sparse gradient"
             likely = "embedding(..., sparse=True) as a function: use the layer nn.Embedding(sparse=True)"
         elif gradient.dtype is not self._dtypes[index]:

@@ -12,9 +12,10 @@ from typing import Any, Generic, TypeVar
 
 import paddle
 
+from paceline.errors import ConfigTypeError
 from paceline.paddle.arena import Arena
 from paceline.paddle.calls import GroupCalls
-from paceline.reducer.comm_hooks import CommHook, HookedBucket, TypeHookError, wrong_result
+from paceline.reducer.comm_hooks import CommHook, HookedBucket, wrong_result
 from paceline.reducer.plan import Plan
 
 _Value = TypeVar("_Value")
@@ -147,7 +148,7 @@ class BucketHook:
             weight: Of this rank, over the ranks' mean weight.
 
         Raises:
-            TypeHookError: The hook returned neither a tensor nor a future.
+            ConfigTypeError: The hook returned neither a tensor nor a future.
         """
         if self._latest is not None:
             self._latest.wait()
@@ -166,7 +167,7 @@ class BucketHook:
             result = self._hook.call(self._hook.state, shown)
         if not isinstance(result, paddle.Tensor) and not callable(getattr(result, "wait", None)):
             expected = "a tensor, or a future of one (an object with wait())"
-            raise wrong_result(self._hook.name, expected, type(result).__name__, _HINT, TypeHookError)
+            raise wrong_result(self._hook.name, expected, type(result).__name__, _HINT, ConfigTypeError)
         self._latest = HookedCall(self._hook.name, flat, result)
         return self._latest
 
@@ -196,7 +197,7 @@ class HookedCall:
         flat = self._flat
         if not isinstance(value, paddle.Tensor):
             got = f"one of {type(value).__name__}"
-            raise wrong_result(self._name, "a future of a tensor", got, _HINT, TypeHookError)
+            raise wrong_result(self._name, "a future of a tensor", got, _HINT, ConfigTypeError)
         if int(value.size) != int(flat.size) or not value.is_floating_point():
             expected = f"a tensor like bucket.buffer(), shape {list(flat.shape)}, {flat.dtype}"
             raise wrong_result(self._name, expected, f"shape {list(value.shape)}, {value.dtype}", _HINT)

@@ -10,26 +10,31 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import paddle
 from paddle import nn
 
+from paceline.arguments import Arguments
 from paceline.paddle import backward_calls
+from paceline.paddle.arguments import checked_group, checked_layer
 from paceline.paddle.comm_hooks import CommHooks
 from paceline.paddle.compatible import PaddleNames, hide_paddles_own
 from paceline.paddle.config import make_config
 from paceline.paddle.passes import GradientPasses
-from paceline.paddle.peers import LonePeers, Peers, find_peers
+from paceline.paddle.peers import LonePeers, Peers, find_peers, known_exchange
 from paceline.paddle.statistics import clip
 from paceline.paddle.tensors import ManagedTensors
 from paceline.paddle.wrapped_twice import check_inner, check_outer
-from paceline.reducer.agreement import ModelDescription, check_agreement
+from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
 from paceline.reducer.finished import joining
 from paceline.reducer.micro_batches import as_weight
-from paceline.reducer.wrapped_model import WrappedModel
+from paceline.reducer.wrapped_model import WrappedModel, checked_norms
+from paceline.rendezvous.exchange import Exchange
 
-_NOT_OPTIONS = ("group", "process_group", "device_mesh", "strategy", "__class__")
+_DELAY = ("delay_all_reduce_named_params", "param_to_hook_all_reduce")
+_NOT_OPTIONS = ("group", "process_group", "device_mesh", "strategy", "__class__", *_DELAY)
 
 
 @hide_paddles_own
@@ -89,9 +94,9 @@ class DataParallel(CommHooks, WrappedModel, PaddleNames):
         reduce_through: Where gradients are averaged: "memory", which ranks on one host share; "group", that
             of paddle.distributed; "auto": memory where all ranks share one host and the model is on the CPU,
             else the group.
-        timeout_s: Seconds to wait for the slowest rank, where the group does not say. Paddle's Gloo gives up
-            after 30 s, whatever this is.
-        warn_after_s: Seconds after which a late rank is named in a warning; None: 10.
+        timeout_s: Seconds, or a timedelta, to wait for the slowest rank, where the group does not say.
+            Paddle's Gloo gives up after 30 s, whatever this is.
+        warn_after_s: Seconds, or a timedelta, after which a late rank is named in a warning; None: 10.
         init_sync_buffers: Broadcast rank 0's buffers when wrapping. None: as broadcast_buffers says.
         check_replicas_every: At the end of each n-th synchronised backward, compare the replicas, and raise
             on every rank if they differ; see check_replicas(). None: only after ranks have written to their
@@ -144,40 +149,52 @@ class DataParallel(CommHooks, WrappedModel, PaddleNames):
         weight: float | Callable[..., Any] | None = None,
         nonfinite: str = "warn",
         reduce_through: str = "auto",
-        timeout_s: float | None = None,
-        warn_after_s: float | None = None,
+        timeout_s: float | timedelta | None = None,
+        warn_after_s: float | timedelta | None = None,
         init_sync_buffers: bool | None = None,
         check_replicas_every: int | None = None,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "layers")}
-        options = {name: value for name, value in arguments.items() if name not in _NOT_OPTIONS}
-        # Not Paddle's DataParallel: it is a base only so that others recognise this class.
-        nn.Layer.__init__(self, f"{layers.full_name()}_data_parallel")
-        if delay_all_reduce_named_params is not None:  # may be an iterator
-            delay_all_reduce_named_params = list(delay_all_reduce_named_params)
-            arguments["delay_all_reduce_named_params"] = delay_all_reduce_named_params
-        self._arguments = arguments
-        self._config = make_config(**options)
-        check_inner(layers)
-        self._layers = layers
-        self.find_unused_parameters = find_unused_parameters
-        self.grad_need_sync = True
-        self._tensors = ManagedTensors(layers)
-        self._tensors.delay(delay_all_reduce_named_params, param_to_hook_all_reduce)
-        self._passes = None
-        arguments["group"] = group = process_group if group is None else group
-        is_alone = _asks_for_one_rank(strategy)
-        peers = self._peers = None if is_alone else find_peers(group, timeout_s, warn_after_s, device_mesh)
-        if peers is None and not self._tensors.is_trained:  # nothing to average, and nobody to do it with
-            return
-        self._tensors.check_trainable()
-        self._config.check_devices(self._tensors.place)
+        peers: Peers | None = None
+
+        def known() -> tuple[Exchange, float] | None:
+            if peers is not None:
+                return peers.exchange, peers.timeout_s
+            return known_exchange(process_group if group is None else group, device_mesh)
+
+        with telling_peers(known):
+            self._prepare(layers, arguments)
+            if not _asks_for_one_rank(strategy):
+                times = self._config.timeout_s, self._config.warn_after_s
+                peers = find_peers(self._arguments["group"], *times, device_mesh)
+            self._peers = peers
+            if peers is None and not self._tensors.is_trained:  # nothing to average, and nobody to do it with
+                return
+            self._tensors.check_trainable()
+            self._config.check_devices(self._tensors.place)
         # Alone, there is nothing to average, and nothing may cost; but these are also for one rank.
         if peers is None and (nonfinite == "raise" or weight is not None):
             peers = LonePeers()
         if peers is not None:
             self._peers = peers
             self._passes = self._begin_passes(peers)
+
+    def _prepare(self, layers: nn.Layer, arguments: dict[str, Any]) -> None:
+        """All that this rank does by itself."""
+        checked_layer("DataParallel", layers, "layers")
+        # Not Paddle's DataParallel: it is a base only so that others recognise this class.
+        nn.Layer.__init__(self, f"{layers.full_name()}_data_parallel")
+        self._config = make_config(**{name: v for name, v in arguments.items() if name not in _NOT_OPTIONS})
+        check_inner(layers)
+        self._layers = layers
+        self.find_unused_parameters = bool(arguments["find_unused_parameters"])
+        self.grad_need_sync = True
+        self._peers = self._passes = None
+        process_group = checked_group("DataParallel", arguments["process_group"], "process_group")
+        group = process_group if arguments["group"] is None else arguments["group"]
+        self._tensors = ManagedTensors(layers)
+        delayed = self._tensors.delay(*(arguments[name] for name in _DELAY))
+        self._arguments = arguments | {"group": group, _DELAY[0]: delayed}
 
     def _begin_passes(self, peers: Peers, *, is_first: bool = True) -> GradientPasses:
         parameters, buffers = self._tensors.describe()
@@ -215,7 +232,9 @@ class DataParallel(CommHooks, WrappedModel, PaddleNames):
                 as_weight(weight(*inputs, **kwargs) if callable(weight) else weight)
             )
         output = self._layers(*inputs, **kwargs)
-        if is_syncing or self._passes.weights.is_used:
+        # Where others hold the parameters too, only an output tells whose backward begins: a weight may be
+        # given between this forward and its backward.
+        if is_syncing or self._passes.weights.is_used or self._passes.is_shared:
             self._passes.watch(output)
         return output
 
@@ -233,8 +252,7 @@ class DataParallel(CommHooks, WrappedModel, PaddleNames):
             return
         tensors = ManagedTensors(self._layers)
         tensors.check_trainable()
-        names = ("delay_all_reduce_named_params", "param_to_hook_all_reduce")
-        tensors.delay(*(self._arguments[name] for name in names))
+        tensors.delay(*(self._arguments[name] for name in _DELAY))
         if self._passes is not None:
             self._passes.end()
         self._tensors = tensors
@@ -276,13 +294,12 @@ class DataParallel(CommHooks, WrappedModel, PaddleNames):
             ...     for batch in batches:
             ...         train_step(batch)
         """
-        if self._passes is None or not enable:
+        flag = Arguments("join").flag
+        divide = flag("divide_by_initial_world_size", divide_by_initial_world_size)
+        throws = flag("throw_on_early_termination", throw_on_early_termination)
+        if not flag("enable", enable) or self._passes is None:
             return contextlib.nullcontext()
-        return joining(
-            self._passes,
-            divide_by_all=divide_by_initial_world_size,
-            throws=throw_on_early_termination,
-        )
+        return joining(self._passes, divide_by_all=divide, throws=throws)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> paddle.Tensor:
         """Scale all dense gradients so that their norm is at most `max_norm`; returns the norm they had.
@@ -298,6 +315,8 @@ class DataParallel(CommHooks, WrappedModel, PaddleNames):
         Example:
             Rank 0's gradient is 6 and rank 1's 10: the norm is 8, and after clip_grad_norm_(2) both hold 2.
         """
+        if not (type(max_norm) is type(norm_type) is float and max_norm >= 0 and norm_type > 0):
+            max_norm, norm_type = checked_norms(max_norm, norm_type)
         is_known = self._passes is not None and norm_type == 2.0
         known = self._passes.known_norm() if is_known and self._passes is not None else None
         return clip(self._tensors.trainable, max_norm, known, norm_type)

@@ -17,6 +17,7 @@ from typing import Any
 
 import paddle
 
+from paceline import _core
 from paceline.errors import CollectiveError, ConfigError
 from paceline.paddle import backward_calls, internals
 from paceline.paddle.backward_calls import calls
@@ -37,7 +38,6 @@ from paceline.reducer.drift import DriftWatch
 from paceline.reducer.end_of_backward import EndOfBackward
 from paceline.reducer.fresh_gradients import FreshGradients
 from paceline.reducer.graphs import Graph, Graphs
-from paceline.reducer.iteration_notes import IterationNotes
 from paceline.reducer.plan import Plan, complete_order, has_one_order, plan_buckets
 from paceline.reducer.protocol import FINISHED, Reducer
 from paceline.reducer.replica_check import Entry
@@ -67,6 +67,7 @@ class GradientPasses(BackwardPasses):
 
     def __init__(self, tensors: ManagedTensors, link: Link, config: DataParallelConfig) -> None:
         super().__init__(tensors.names, link.rank, link.world_size)
+        self._tell = link.tell
         self._error: BaseException | None = None  # of a hook, which must not raise
         self._is_closed = self._has_ended = False
         self._hook: CommHook | None = None
@@ -77,7 +78,7 @@ class GradientPasses(BackwardPasses):
         )
         trainable = [*tensors.trainable, *tensors.sparse.values()]
         self.weights = PaddleWeights(trainable, self.state, self.keep_error, self._is_foreign)
-        self.notes = IterationNotes(None, make_sampler(tensors.trainable))
+        self.notes = _core.IterationNotes(None, make_sampler(tensors.trainable))
         all_gather = functools.partial(gather_bytes, link)
         self.drift = DriftWatch(config.check_replicas_every, self._hash_replica, all_gather)
         self._tensors = tensors
@@ -143,6 +144,11 @@ class GradientPasses(BackwardPasses):
     def path(self) -> str:
         """Where gradients are averaged: "memory" or "group"; a hook is as a group."""
         return self._link.path if self._hook is None else "group"
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether another wrapped model holds any of the parameters."""
+        return bool(self._shared)
 
     def begin_forward(self, *, is_syncing: bool, is_training: bool) -> None:
         """See `BackwardPasses`; cleared gradients stay where they are."""
@@ -285,9 +291,6 @@ class GradientPasses(BackwardPasses):
             internals.drop_gradient(parameter)
             if gradients.get(index) is not None:
                 parameter.grad = gradients[index]  # Paddle copies
-
-    def _tell(self, activity: str) -> None:
-        self._link.tell(activity)
 
     def _hand_over_postponed(self) -> None:
         """Before any wrapped model ends its pass: the means must not become part of another one's."""

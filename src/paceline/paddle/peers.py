@@ -16,12 +16,14 @@ from typing import Any, Protocol
 import paddle
 import paddle.distributed as dist
 
+from paceline.arguments import Arguments, show
 from paceline.collectives.formation import report_slow
 from paceline.collectives.group import Group
 from paceline.collectives.init import init
 from paceline.collectives.member_exchange import MemberExchange
 from paceline.env import read_rank_environment
 from paceline.errors import ConfigError
+from paceline.paddle.arguments import checked_group
 from paceline.paddle.calls import WARN_AFTER_S, GroupCalls, LoneCalls
 from paceline.paddle.exchange import PaddleExchange
 from paceline.paddle.links import GroupLink, Link, MemoryLink
@@ -161,16 +163,11 @@ def find_peers(
     Raises:
         ConfigError: The group is none of ours or Paddle's, or both a group and a mesh were passed.
     """
+    group = checked_group("DataParallel", group)
     if device_mesh is not None:
         group = _group_of_mesh(device_mesh, group)
     if isinstance(group, Group):
         return GroupPeers(group, timeout_s, warn_after_s)
-    if group is not None and not hasattr(group, "nranks"):
-        raise ConfigError(
-            "DataParallel: group is not a group of processes.",
-            expected="a paceline.Group, a group of paddle.distributed, or None",
-            got=repr(group),
-        )
     if group is None and not dist.is_initialized():
         environment = connect_environment(timeout_s)
         if environment is not None:
@@ -181,16 +178,34 @@ def find_peers(
     return PaddlePeers(calls) if calls.world_size > 1 else None
 
 
+def known_exchange(group: Any, device_mesh: Any = None) -> tuple[Exchange, float] | None:
+    """What connects the ranks that these arguments name, and its time-out; None: nothing yet."""
+    is_named = group is not None or device_mesh is not None
+    if not is_named and _environment_group is None and not dist.is_initialized():
+        return None
+    peers = find_peers(group, device_mesh=device_mesh if group is None else None)  # both are refused
+    return None if peers is None else (peers.exchange, peers.timeout_s)
+
+
 def _group_of_mesh(mesh: Any, group: Any) -> Any:
     """The group of the ranks in a ProcessMesh of paddle.distributed. Collective."""
     if group is not None:
-        raise ConfigError("DataParallel: group and device_mesh both name the ranks.", hint="pass one of them")
-    if not isinstance(mesh, dist.ProcessMesh) or mesh.ndim != 1:
         raise ConfigError(
-            "DataParallel: device_mesh is no mesh of one dimension.",
-            expected='a paddle.distributed.ProcessMesh, such as ProcessMesh([0, 1], dim_names=["dp"])',
-            got=repr(mesh),
+            "DataParallel: group and device_mesh both name the ranks.",
+            expected="one of them",
+            hint="pass one of them",
+        )
+    if not isinstance(mesh, dist.ProcessMesh):
+        hint = 'paddle.distributed.ProcessMesh([0, 1], dim_names=["dp"])'
+        check = Arguments("DataParallel")
+        raise check.refuse("device_mesh", mesh, "a ProcessMesh of one dimension", hint, is_type=True)
+    if mesh.ndim != 1:
+        raise ConfigError(
+            "DataParallel: only a device_mesh of one dimension is supported.",
+            expected='one dimension, as ProcessMesh([0, 1], dim_names=["dp"]) has',
+            got=f"{mesh.ndim} dimensions: {show(mesh)}",
             hint="pass the data-parallel dimension only",
+            argument="device_mesh",
         )
     if not dist.is_initialized():
         raise ConfigError(

@@ -12,7 +12,9 @@ import paddle
 from paddle import nn
 from paddle.nn import functional
 
+from paceline.arguments import Arguments
 from paceline.paddle import internals
+from paceline.paddle.arguments import checked_group, checked_layer
 from paceline.paddle.links import Link
 from paceline.paddle.peers import common_link
 
@@ -33,8 +35,13 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     """
 
     def __init__(self, num_features: int, *arguments: Any, process_group: Any = None, **options: Any) -> None:
-        super().__init__(num_features, *arguments, **options)
-        self.process_group = process_group
+        check = Arguments("SyncBatchNorm")
+        names = ("momentum", "epsilon")
+        for name, value in [*zip(names, arguments), *options.items()]:
+            if name in names:
+                check.number(name, value, least=0)
+        super().__init__(check.whole("num_features", num_features, least=1), *arguments, **options)
+        self.process_group = checked_group("SyncBatchNorm", process_group, "process_group")
         self._link: Link | None = None
         self._has_looked = False
 
@@ -45,6 +52,8 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         Returns:
             `layer`, or its replacement if it is itself a BatchNorm.
         """
+        checked_layer("convert_sync_batchnorm", layer, "layer")
+        checked_group("convert_sync_batchnorm", process_group, "process_group")
         if isinstance(layer, (nn.BatchNorm1D, nn.BatchNorm2D, nn.BatchNorm3D)):
             return cls._converted(layer, process_group)
         for name, child in layer.named_children():

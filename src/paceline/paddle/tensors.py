@@ -13,6 +13,7 @@ from paceline.errors import ConfigError
 from paceline.paddle import internals
 from paceline.paddle.arena import DTYPES, dtype_name
 from paceline.reducer.agreement import TensorDescription
+from paceline.reducer.arguments import WrapperArguments
 from paceline.reducer.plan import ParameterSpec
 from paceline.reducer.report import shorten
 
@@ -55,33 +56,25 @@ class ManagedTensors:
             for name, p in zip(self.names, self.trainable)
         ]
 
-    def delay(self, named: Iterable[tuple[str, paddle.Tensor]] | None, trigger: paddle.Tensor | None) -> None:
+    def delay(
+        self, named: Iterable[tuple[str, paddle.Tensor]] | None, trigger: paddle.Tensor | None
+    ) -> dict[str, paddle.Tensor] | None:
         """Find the parameters that the wrapper's arguments name, or refuse strangers.
 
         Args:
             named: delay_all_reduce_named_params.
             trigger: param_to_hook_all_reduce.
 
+        Returns:
+            delay_all_reduce_named_params, which may have been an iterator, to be passed again.
+
         Raises:
             ConfigError: One of the two is missing, or they name what is no parameter to average.
         """
-        if (named is None) != (trigger is None):
-            raise ConfigError(
-                "DataParallel: delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at "
-                "the same time.",
-                hint="both or neither; without, every gradient is averaged as soon as it is there",
-            )
-        delayed = dict(named or ())
-        wrong = [name for name, p in delayed.items() if self.all_parameters.get(name) is not p]
-        if wrong or (trigger is not None and all(p is not trigger for p in self.trainable)):
-            raise ConfigError(
-                "DataParallel: these are no parameters of the model.",
-                got=f"delay_all_reduce_named_params: {shorten(wrong)}"
-                if wrong
-                else "param_to_hook_all_reduce",
-                hint="pass (name, parameter) as model.named_parameters() gives them",
-            )
-        self.delayed = frozenset(index for index, name in enumerate(self.names) if name in delayed)
+        arguments = WrapperArguments("DataParallel")
+        delayed = arguments.delayed(named, trigger, known=self.all_parameters, trained=self.trainable)
+        self.delayed = frozenset(i for i, name in enumerate(self.names) if delayed and name in delayed)
+        return delayed
 
     def agreed_options(self) -> dict[str, str]:
         """What `delay` was told, as it must be on all ranks."""

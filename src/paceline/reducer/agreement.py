@@ -8,14 +8,17 @@ Imports only the standard library, `errors` and `rendezvous`.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 
-from paceline.errors import ModelMismatchError, format_ranks
+from paceline.errors import ConfigError, ModelMismatchError, PacelineError, format_ranks
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.messages import read_of_ranks
+
+_PATIENCE_S = 10.0  # of a rank that only wants to tell the others that it goes no further
 
 
 @dataclass(frozen=True)
@@ -44,11 +47,18 @@ class TensorDescription:
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """What must be the same on all ranks: parameters and buffers in registration order, and options."""
+    """What must be the same on all ranks: parameters and buffers in registration order, and options.
+
+    Attributes:
+        failure: Why this rank has no model to describe; empty: it has.
+        doing: What it could not do therefore, in words.
+    """
 
     parameters: tuple[TensorDescription, ...]
     buffers: tuple[TensorDescription, ...] = ()
     options: dict[str, str] = field(default_factory=dict)
+    failure: str = ""
+    doing: str = ""
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
@@ -60,6 +70,8 @@ class ModelDescription:
             parameters=tuple(_tensor(entry) for entry in plain["parameters"]),
             buffers=tuple(_tensor(entry) for entry in plain["buffers"]),
             options=dict(plain["options"]),
+            failure=str(plain["failure"]),
+            doing=str(plain["doing"]),
         )
 
 
@@ -73,6 +85,7 @@ def check_agreement(description: ModelDescription, exchange: Exchange, timeout_s
 
     Raises:
         ModelMismatchError: Names the first difference and the ranks on each side of it.
+        ConfigError: Some rank has refused its arguments; quotes it.
         RendezvousError: What a rank sent is no description; names it.
 
     Example:
@@ -84,7 +97,47 @@ def check_agreement(description: ModelDescription, exchange: Exchange, timeout_s
     if len(set(digests)) == 1:
         return
     payloads = exchange.all_gather(payload, timeout_s)
-    raise first_difference(read_of_ranks(payloads, ModelDescription.from_json))
+    models = read_of_ranks(payloads, ModelDescription.from_json)
+    raise _failure_of(models) or first_difference(models)
+
+
+@contextlib.contextmanager
+def telling_peers(
+    find: Callable[[], tuple[Exchange, float] | None], doing: str = "wrap the model"
+) -> Iterator[None]:
+    """Within it, a ConfigError is told to the ranks that wait in `check_agreement`; then it goes on.
+
+    They raise too, quoting it, and don't wait for their deadline. Where all ranks have it, as most often,
+    nobody waits.
+
+    Args:
+        find: What connects the ranks, and its time-out; None: nothing does yet.
+        doing: What the rank could not do then, in words.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        with contextlib.suppress(PacelineError):
+            found = find()
+            if found is not None and found[0].world_size > 1:
+                exchange, timeout_s = found
+                failed = ModelDescription((), failure=str(error), doing=doing)
+                check_agreement(failed, exchange, min(timeout_s, _PATIENCE_S))
+        raise
+
+
+def _failure_of(models: Sequence[ModelDescription]) -> ConfigError | None:
+    failed = [rank for rank, model in enumerate(models) if model.failure]
+    if not failed:
+        return None
+    return ConfigError(
+        f"{format_ranks(failed).capitalize()} of {len(models)} could not {models[failed[0]].doing}.",
+        seen=_by_ranks([model.failure or "waited for the others" for model in models]),
+        expected="the same arguments, and the same model, on every rank",
+        likely="an argument, or the model, depends on the rank",
+        hint=f"mend what {format_ranks(failed)} was given",
+        ranks=tuple(failed),
+    )
 
 
 def first_difference(models: Sequence[ModelDescription]) -> ModelMismatchError:

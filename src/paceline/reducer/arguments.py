@@ -1,22 +1,30 @@
 """Arguments that both front ends' wrappers have, checked alike.
 
-The one idea: an argument is honoured, or refused with a sentence; none is silently ignored. Imports `errors`.
+The one idea: an argument is honoured, or refused with a sentence; none is silently ignored. Imports `errors`
+and `arguments`.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
+from paceline.arguments import Arguments, show
 from paceline.errors import ConfigError
+from paceline.reducer.buffer_policy import check_policies
+from paceline.reducer.micro_batches import as_weight
+from paceline.reducer.report import shorten
+
+_Parameter = TypeVar("_Parameter")
 
 MIB = 1 << 20
 NONFINITE_POLICIES = ("warn", "raise", "ignore")
 REDUCE_THROUGH = ("auto", "memory", "group")
 
 
-class Arguments:
-    """Refuses values that make no sense.
+class WrapperArguments:
+    """The arguments of a wrapper's constructor. Each method returns the value as Paceline goes on with it.
 
     Args:
         owner: The class whose constructor got them.
@@ -24,61 +32,114 @@ class Arguments:
 
     def __init__(self, owner: str) -> None:
         self._owner = owner
+        self.check = Arguments(owner)
 
-    def require(self, holds: bool, name: str, got: object, expected: str) -> None:
-        """Raise ConfigError unless it holds.
+    def mebibytes(self, name: str, value: float) -> int:
+        """The size of a bucket, in bytes."""
+        size = self.check.number(name, value, above=0, what="a number of MiB", hint=f"for example {name}=25")
+        return max(1, int(size * MIB))
 
-        Example:
-            >>> Arguments("DataParallel").require(False, "timeout_s", -1, "a positive number")
-            ConfigError: DataParallel: timeout_s has a value that makes no sense. ...
-        """
-        if not holds:
-            raise ConfigError(
-                f"{self._owner}: {name} has a value that makes no sense.",
-                expected=f"{name}: {expected}",
-                got=f"{name}={got!r}",
-            )
+    def nonfinite(self, value: str) -> str:
+        """What to do about infinities."""
+        return self.check.choice("nonfinite", value, NONFINITE_POLICIES)
 
-    def check_choices(self, nonfinite: str, reduce_through: str) -> None:
-        """What to do about infinities, and where gradients are averaged."""
-        self.require(nonfinite in NONFINITE_POLICIES, "nonfinite", nonfinite, _one_of(NONFINITE_POLICIES))
-        self.require(
-            reduce_through in REDUCE_THROUGH, "reduce_through", reduce_through, _one_of(REDUCE_THROUGH)
-        )
+    def reduce_through(self, value: str) -> str:
+        """Where gradients are averaged."""
+        return self.check.choice("reduce_through", value, REDUCE_THROUGH)
+
+    def optional_flag(self, name: str, value: bool | None) -> bool | None:
+        """A flag; None stays None."""
+        return None if value is None else self.check.flag(name, value)
 
     def one_buffer_switch(
         self, broadcast_buffers: bool | None, forward_sync_buffers: bool | None
-    ) -> bool | None:
-        """`broadcast_buffers` as it counts; a warning, as torch's, where both are given."""
+    ) -> tuple[bool | None, bool | None]:
+        """Both, the first as it counts; a warning, as torch's, where both are given."""
+        broadcast_buffers = self.optional_flag("broadcast_buffers", broadcast_buffers)
+        forward_sync_buffers = self.optional_flag("forward_sync_buffers", forward_sync_buffers)
         if forward_sync_buffers is None or broadcast_buffers is None:
-            return broadcast_buffers
+            return broadcast_buffers, forward_sync_buffers
         warnings.warn(
             f"{self._owner}: broadcast_buffers is ignored where forward_sync_buffers is given.",
             FutureWarning,  # torch's
             stacklevel=4,
         )
-        return None
+        return None, forward_sync_buffers
 
-    def check_caps(self, bucket_cap_mb_list: Sequence[float] | None) -> list[float]:
-        """The caps of single buckets, in MiB."""
-        caps_mb = [float(cap) for cap in bucket_cap_mb_list or ()]
-        expected = "positive numbers of MiB: of the first bucket, of the second, ..., of all others"
-        self.require(all(cap > 0 for cap in caps_mb), "bucket_cap_mb_list", bucket_cap_mb_list, expected)
-        return caps_mb
+    def caps(self, value: Sequence[float] | None) -> tuple[int, ...]:
+        """bucket_cap_mb_list: the sizes of single buckets, in bytes; None is none."""
+        if value is None:
+            return ()
+        name = "bucket_cap_mb_list"
+        try:
+            if isinstance(value, (str, bytes)):
+                raise TypeError
+            return tuple(self.mebibytes(name, cap) for cap in value)
+        except (TypeError, ValueError):  # ours among them, which shows a single cap
+            expected = "positive numbers of MiB: of the first bucket, of the second, ..., of all others"
+            raise self.check.refuse(name, value, expected, f"for example {name}=[1, 25]") from None
 
-    def check_passes(self, name: str, value: int | None) -> int | None:
-        """A number of passes; 0 is none at all."""
-        is_count = value is None or (isinstance(value, int) and value >= 0)
-        self.require(is_count, name, value, "a number of passes, 0 for never, or None")
-        return value
+    def delayed(
+        self,
+        named: Iterable[tuple[str, _Parameter]] | Mapping[str, _Parameter] | None,
+        trigger: _Parameter | None,
+        *,
+        known: Mapping[str, _Parameter],
+        trained: Sequence[_Parameter],
+    ) -> dict[str, _Parameter] | None:
+        """delay_all_reduce_named_params as a dictionary; None: nothing is delayed.
 
-    def check_seconds(self, **times: float | None) -> None:
-        """Time-outs."""
-        for name, seconds in times.items():
-            self.require(
-                seconds is None or seconds > 0, name, seconds, "a positive number of seconds, or None"
+        Args:
+            named: As it was passed.
+            trigger: As param_to_hook_all_reduce was passed.
+            known: All parameters of the model, by name.
+            trained: Those that can be the trigger.
+
+        Raises:
+            ConfigError: One of the two is missing, or they name what is no parameter to average.
+        """
+        name, trigger_name = "delay_all_reduce_named_params", "param_to_hook_all_reduce"
+        if (named is None) != (trigger is None):
+            raise ConfigError(
+                f"{self._owner}: {name} and {trigger_name} need to be set at the same time.",
+                expected="both or neither",
+                got=f"{name}={show(named)},\n{trigger_name}={show(trigger)}",
+                hint="both or neither; without, every gradient is averaged as soon as it is there",
             )
+        if named is None:
+            return None
+        try:
+            if isinstance(named, str):
+                raise TypeError
+            pairs = dict(named)
+            if not all(isinstance(key, str) for key in pairs):
+                raise TypeError
+        except (TypeError, ValueError):
+            expected, hint = "(name, parameter) pairs, and nothing else", "some of model.named_parameters()"
+            raise self.check.refuse(name, named, expected, hint, is_type=True) from None
+        wrong = [key for key, parameter in pairs.items() if known.get(key) is not parameter]
+        if wrong:
+            raise ConfigError(
+                f"{self._owner}: these are no parameters of the model.",
+                expected="(name, parameter) as model.named_parameters() gives them",
+                got=f"{name}: {shorten(wrong)}",
+                hint="take them from the model that is wrapped, before it is wrapped",
+                argument=name,
+            )
+        if all(parameter is not trigger for parameter in trained):
+            expected, hint = "a parameter of the model that is trained", "the parameter, not its name"
+            raise self.check.refuse(trigger_name, trigger, expected, hint)
+        return pairs
 
+    def passes(self, name: str, value: int | None) -> int | None:
+        """A number of passes; 0 is none at all."""
+        hint = f"{name}=100; 0 for never; None where there is a reason"
+        return None if value is None else self.check.whole(name, value, least=0, hint=hint)
 
-def _one_of(choices: Sequence[str]) -> str:
-    return " or ".join(f'"{choice}"' for choice in choices)
+    def weight(self, value: float | Callable[..., Any] | None) -> float | Callable[..., Any] | None:
+        """A number, or a function of forward's arguments."""
+        return value if value is None or callable(value) else as_weight(value, self._owner)
+
+    def buffers(self, value: Mapping[str, str] | None) -> dict[str, str]:
+        """What is done with buffers, by name pattern."""
+        return check_policies(value, self._owner)

@@ -3,7 +3,7 @@
 A pass begins when the front end calls `_arm`, at the first gradient of a backward, and ends in `_end`, when
 that backward is over: this rank waits for the others, judges, and brings the means home.
 
-Imports only what is in this folder and the standard library.
+Imports only what is in this folder, the core and the standard library.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
+from paceline import _core
 from paceline.reducer import farewell
 from paceline.reducer.drift import DriftWatch
 from paceline.reducer.end_of_backward import EndOfBackward
 from paceline.reducer.fresh_gradients import FreshGradients
 from paceline.reducer.frozen import tells_frozen
-from paceline.reducer.iteration_notes import IterationNotes
 from paceline.reducer.micro_batches import MicroBatchWeights
 from paceline.reducer.pass_state import PassState
 from paceline.reducer.protocol import FINISHED, Outcome, Reducer
@@ -71,6 +71,7 @@ class BackwardPasses(ABC):
         notes: What this rank does between two passes.
         drift: Whether the replicas are still the same, where there is a reason to look, or now and then.
         active: Ranks that had data in the last pass. Others shadow it.
+        _tell: Lets the errors of other ranks tell what this one was doing; None: they can't.
         is_order_final: Whether the plan will not change any more.
         good_passes: How many passes have made the gradients means, and all else that a pass does.
         refuses_uneven: Whether a pass for which some ranks have no data raises, on all of them.
@@ -79,11 +80,12 @@ class BackwardPasses(ABC):
     weights: MicroBatchWeights
     buffers: SyncedBuffers
     gradients: FreshGradients
-    notes: IterationNotes
+    notes: _core.IterationNotes
     drift: DriftWatch
     is_order_final: bool
     _config: PassOptions
     _judge: Judge
+    _tell: Callable[[str], None] | None
 
     def __init__(self, names: Sequence[str], rank: int, world_size: int) -> None:
         self.state = PassState(rank, world_size)
@@ -151,10 +153,6 @@ class BackwardPasses(ABC):
     def _sync_others(self) -> None:
         """Bring in step, after a pass, what the reducer does not average: buffers. Collective."""
 
-    @abstractmethod
-    def _tell(self, activity: str) -> None:
-        """Let the errors of other ranks tell what this one was doing."""
-
     def _gradients_to_keep(self) -> dict[int, Any]:
         """This rank's gradients, by parameter, where no pass changes them."""
         return {}
@@ -215,13 +213,15 @@ class BackwardPasses(ABC):
         """
         state = self.state
         state.check_process()
-        if not self._is_in_backward():
+        has_weights = self.weights.is_used
+        if (state.is_armed or state.is_interrupted or has_weights) and not self._is_in_backward():
             self._tell_if_interrupted()
-        if self.weights.is_used and not self._is_in_backward():
-            self.weights.give_up_interrupted()
+            if has_weights:
+                self.weights.give_up_interrupted()
         self._begun_forwards += 1
         state.is_syncing = is_syncing
-        self._say("in forward of")
+        if self._tell is not None:
+            self._tell(f"in forward of pass {self._pass_number}")
         # Forwards in eval mode often have no backward, on some ranks only; such a rank skips nothing.
         if is_syncing and is_training:
             state.forwards += 1
@@ -292,14 +292,17 @@ class BackwardPasses(ABC):
         Raises:
             SkippedPassError: The backward before this one ended in an exception, on this rank.
         """
-        self.state.check_process()
-        self._tell_if_interrupted()
+        state = self.state
+        state.check_process()
+        if state.is_interrupted:
+            self._give_up_interrupted()
         if self.weights.is_used:
             self.weight = self.weights.begin()
             self.reducer.set_weight(self.weight)
-        self.state.is_armed = True  # first: gradients on another device come from another thread
-        self._call_at_end(EndOfBackward(self._end_backward, self.state.interrupt))
-        self._say("in backward of")
+        state.is_armed = True  # first: gradients on another device come from another thread
+        self._call_at_end(EndOfBackward(self._end_backward, state.interrupt))
+        if self._tell is not None:
+            self._tell(f"in backward of pass {self._pass_number}")
 
     def _end_backward(self) -> None:
         try:
@@ -309,31 +312,38 @@ class BackwardPasses(ABC):
                 self.state.interrupt()
 
     def _end(self) -> None:
-        """The end of this rank's backward: wait for the others, judge, and bring the means home."""
-        state = self.state
+        """The end of this rank's backward: wait for the others, judge, and bring the means home.
+
+        Between two large computations little of this is in the processor's caches: each call of a function
+        in Python costs a small model about a microsecond.
+        """
+        state, reducer, config = self.state, self.reducer, self._config
         self._of_first = None
         self.gradients.forget()
         self._prepare_end()
         try:
             self._hand_over_rest()
             status = state.status
-            self.reducer.set_note(self.notes.take(self._begun_forwards, accumulated=bool(state.accumulated)))
-            allow_unused = self._config.allow_unused or tells_frozen(status)
-            outcome = self.reducer.finish(status, allow_unused, self._config.allow_nobodys)
+            is_plain = status == state.forwards
+            reducer.set_note(self.notes.take(self._begun_forwards, bool(state.accumulated)))
+            allow_unused = config.allow_unused or (not is_plain and tells_frozen(status))
+            outcome = reducer.finish(status, allow_unused, config.allow_nobodys)
             self.active = self._all_ranks
-            if outcome or status != state.forwards:
+            if outcome or not is_plain:
                 self._note_active(Outcome(outcome))
-                self._judge.judge(Outcome(outcome), self.reducer, state.refused)
+                self._judge.judge(Outcome(outcome), reducer, state.refused)
             order = None if self.is_order_final else list(state.handed)
             if self.active:
-                self._part_overlapping()
+                if overlapping := reducer.overlapping():
+                    self._part_overlapping(overlapping)
                 self._bring_home()
             if self.gradients.is_used:
                 self.gradients.note()
         finally:
             state.begin_next()
             self.weights.end()
-            self._say("after backward of")
+            if self._tell is not None:
+                self._tell(f"after backward of pass {self._pass_number}")
             self._pass_number += 1
         if order is not None:
             self._adopt_order(order)
@@ -342,16 +352,16 @@ class BackwardPasses(ABC):
         self.good_passes += 1
         # Where a rank has no data there may be ranks that make no step until the others have finished.
         if len(self.active) == self.world_size:
-            self.drift.end_pass(self.reducer.notes_by_rank if outcome & _NOTES_DIFFER else None)
+            self.drift.end_pass(reducer.notes_by_rank if outcome & _NOTES_DIFFER else None)
             self.notes.begin(self._begun_forwards)
 
-    def _part_overlapping(self) -> None:
+    def _part_overlapping(self, overlapping: Sequence[int]) -> None:
         """Where gradients share memory, bring their means home into memory of their own.
 
         As for parameters that this backward left without a gradient.
         """
         state = self.state
-        for index in self.reducer.overlapping():
+        for index in overlapping:
             state.handed.discard(index)
             if index in state.staged:
                 state.staged.remove(index)
@@ -385,9 +395,6 @@ class BackwardPasses(ABC):
             counts = index in state.accumulated or self._config.allow_unused
             if index not in state.handed and counts and self._has_gradient(index):
                 self._hand_over(index)
-
-    def _say(self, doing: str) -> None:
-        self._tell(f"{doing} pass {self._pass_number}")
 
     def _tell_if_interrupted(self) -> None:
         if self.state.is_armed or self.state.is_interrupted:

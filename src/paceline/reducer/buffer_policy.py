@@ -8,27 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
+from typing import Any
 
-from paceline.errors import ConfigError
+from paceline.arguments import Arguments
 
 POLICIES = ("average", "broadcast", "local")
 
 
-def check_policies(patterns: Mapping[str, str] | None) -> dict[str, str]:
+def check_policies(patterns: Any, owner: str) -> dict[str, str]:
     """The patterns as a plain dictionary.
 
     Raises:
-        ConfigError: A policy is not one of POLICIES.
+        ConfigError: They are none, or a policy is not one of POLICIES.
     """
-    checked = dict(patterns or {})
-    for pattern, policy in checked.items():
-        if policy not in POLICIES:
-            raise ConfigError(
-                "The argument buffers has a value that makes no sense.",
-                expected='"average", "broadcast" or "local" for each name pattern',
-                got=f"buffers={{{pattern!r}: {policy!r}}}",
-            )
-    return checked
+    if patterns is None:
+        return {}
+    is_mapping = isinstance(patterns, Mapping)
+    if not is_mapping or any(not isinstance(p, str) or patterns[p] not in POLICIES for p in patterns):
+        raise Arguments(owner).refuse(
+            "buffers",
+            patterns,
+            '"average", "broadcast" or "local" for each name pattern, in a dictionary',
+            f'buffers={{"*": "{patterns if patterns in POLICIES else "average"}"}}, for all of them',
+            is_type=not is_mapping,
+        )
+    return dict(patterns)
 
 
 def policy_of(name: str, patterns: Mapping[str, str]) -> str | None:
@@ -48,6 +52,7 @@ class BufferPolicies:
         averaged: After each pass, and on demand.
         after_pass: Those broadcast after each pass.
         on_demand: Those broadcast when somebody asks: all but averaged ones and those called "local".
+        is_needed: Whether any changes after a pass.
     """
 
     def __init__(self, names: Iterable[str], patterns: Mapping[str, str], broadcasts: bool) -> None:
@@ -57,11 +62,7 @@ class BufferPolicies:
         self.averaged = {name for name, policy in policies.items() if policy == "average"}
         self.on_demand = named | unnamed
         self.after_pass = named | unnamed if broadcasts else named
-
-    @property
-    def is_needed(self) -> bool:
-        """Whether any buffer changes after a pass."""
-        return bool(self.averaged or self.after_pass)
+        self.is_needed = bool(self.averaged or self.after_pass)
 
     @property
     def in_step(self) -> set[str]:

@@ -11,15 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from paceline.errors import ConfigError
+from paceline.arguments import show
+from paceline.errors import ConfigError, ConfigTypeError, RendezvousError
 from paceline.reducer.agreement import ModelDescription, check_agreement
 from paceline.rendezvous.exchange import Exchange
 
 _Tensor = TypeVar("_Tensor")
-
-
-class TypeHookError(ConfigError, TypeError):
-    """A hook, its state or what it returned is of the wrong type."""
 
 
 @dataclass(frozen=True)
@@ -91,14 +88,24 @@ class HookedBucket(ABC, Generic[_Tensor]):
         self._gradients = self._cut(buffer)
 
 
-def check_callable(hook: object) -> None:
+def check_callable(hook: object, *, returns: str, hint: str) -> None:
     """Refuse what cannot be called.
 
+    Args:
+        returns: What a hook returns, in words.
+        hint: Where to find some.
+
     Raises:
-        TypeHookError: It cannot.
+        ConfigTypeError: It cannot.
     """
     if not callable(hook):
-        raise TypeHookError("register_comm_hook: Communication hook must be callable.", got=repr(hook))
+        raise ConfigTypeError(
+            "register_comm_hook: Communication hook must be callable.",  # torch's words
+            expected=f"hook(state, bucket), which returns {returns}",
+            got=f"hook={show(hook)}, of type {type(hook).__name__}",
+            hint=hint,
+            argument="hook",
+        )
 
 
 def check_is_first(known: CommHook | None) -> None:
@@ -120,9 +127,20 @@ def agree_on_hook(hook: CommHook, exchange: Exchange, timeout_s: float) -> None:
 
     Raises:
         ModelMismatchError: They have; names the hooks and the ranks.
+        RendezvousError: Some rank has registered none.
     """
     options = {"the communication hook": hook.name}
-    check_agreement(ModelDescription((), (), options), exchange, timeout_s)
+    try:
+        check_agreement(ModelDescription((), (), options), exchange, timeout_s)
+    except RendezvousError as error:
+        raise RendezvousError(
+            "register_comm_hook: not every rank has registered a hook.",
+            where=error.where,
+            seen=f"{error.summary} {error.seen}",
+            expected="the same call on every rank, before the same forward",
+            likely="a hook on some ranks only",
+            hint="register it on every rank",
+        ) from error
 
 
 def wrong_result(

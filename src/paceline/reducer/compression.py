@@ -1,10 +1,10 @@
-"""Gradients in 16 or 8 bits per value, and what rounding took from them..
+"""Gradients in 16 or 8 bits per value, and what rounding took from them.
 
 The one idea: every rank gathers everybody's codes and adds them up in float32, in the order of ranks, so
 nothing is rounded but once, at its origin, and that rank adds what was lost to its next gradient.
 
 Words: a *row* is what one rank sends of one bucket: its weight, then the codes. Imports the core, numpy and
-`errors`; tensors are addresses here.
+`errors`, `arguments`; tensors are addresses here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 
 from paceline import _core
-from paceline.reducer.comm_hooks import TypeHookError
+from paceline.arguments import show
+from paceline.errors import ConfigTypeError
 
 _HEADER_BYTES = 8  # this rank's weight, as float64; codes need 4
 _SMALLEST_WEIGHT = 1e-30  # of which float32 still holds the inverse
@@ -122,16 +123,38 @@ def check_state(state: Any, expected: type[_State]) -> _State:
     """The state of a compression hook.
 
     Raises:
-        TypeHookError: It is of another kind.
+        ConfigTypeError: It is of another kind.
     """
     if not isinstance(state, expected):
-        raise TypeHookError(
+        raise ConfigTypeError(
             "A compression hook got the state of something else.",
-            expected=expected.__name__,
-            got=type(state).__name__,
+            expected=f"an instance of {expected.__name__}",
+            got=f"state={show(state)}, of type {type(state).__name__}",
             hint="register_comm_hook(EightBitCompression(), eight_bit_hook)",
+            argument="state",
         )
     return state
+
+
+def check_bucket(bucket: Any, expected: type, *, user: str, owner: str) -> None:
+    """Refuse what is no bucket of ours.
+
+    Args:
+        expected: The class of those.
+        user: What needs one.
+        owner: The wrapper that hands them out.
+
+    Raises:
+        ConfigTypeError: It is none.
+    """
+    if not isinstance(bucket, expected):
+        raise ConfigTypeError(
+            f"{user} needs a bucket of {owner}, which knows its weight.",
+            expected="what register_comm_hook() gives to the hook",
+            got=f"bucket={show(bucket)}, of type {type(bucket).__name__}",
+            hint=f"register the hook on {owner}",
+            argument="bucket",
+        )
 
 
 def _are_same(known: Sequence[Hashable], now: Sequence[Hashable]) -> bool:

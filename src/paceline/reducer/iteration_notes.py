@@ -5,12 +5,13 @@ written to since the pass before (an optimizer's step writes), a hash of a few o
 batches it took from iterate() without a forward. Each may differ for a good reason, so none is an error by
 itself: the first two are reasons to compare the replicas there and then, the third one to say so.
 
+The core counts and packs them (`_core.IterationNotes`), because each step does so; here is what they mean.
 Imports only the core, the standard library and `errors`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from paceline import _core
@@ -39,8 +40,8 @@ class Note(NamedTuple):
     accumulated: bool = False
 
     def pack(self) -> int:
-        """In 32 bits, as packed() does."""
-        return packed(*self)
+        """In 32 bits; of large numbers the last ones, but of `dropped` no more than 255."""
+        return _core.pack_note(*self)
 
     @classmethod
     def unpack(cls, note: int) -> Note | None:
@@ -53,52 +54,6 @@ class Note(NamedTuple):
         if note == NOTHING:
             return None
         return cls(note >> 10 & 0x3FF, note >> 20, note >> 2 & 0xFF, bool(note >> 1 & 1))
-
-
-def packed(writes: int, sample: int, dropped: int, accumulated: bool) -> int:
-    """32 bits: 1, accumulated, 8 of dropped, 10 of writes, 12 of the sample."""
-    dropped = min(dropped, 0xFF)
-    return 1 | accumulated << 1 | dropped << 2 | (writes & 0x3FF) << 10 | (sample & 0xFFF) << 20
-
-
-class IterationNotes:
-    """Counts what this rank does between two passes.
-
-    Args:
-        count_writes: To some of the parameters, since they were made; None: the framework does not count,
-            and one write is told from none by the sample.
-        take_sample: A hash of some bytes of the parameters.
-
-    Attributes:
-        batches: Taken from iterate() since the pass before.
-    """
-
-    def __init__(self, count_writes: Callable[[], int] | None, take_sample: Callable[[], int]) -> None:
-        self.batches = 0
-        self._count_writes = count_writes
-        self._take_sample = take_sample
-        self._before: tuple[int, int] | None = None  # writes, or the sample; and forwards
-
-    def take(self, forwards: int, *, accumulated: bool) -> int:
-        """The note of the pass that ends now. The next one has none, unless begin() is called.
-
-        Args:
-            forwards: Begun so far.
-            accumulated: See `Note`.
-        """
-        before, self._before = self._before, None
-        if before is None:
-            return NOTHING
-        sample = self._take_sample()
-        writes = int(sample != before[0]) if self._count_writes is None else self._count_writes() - before[0]
-        dropped = self.batches - (forwards - before[1])
-        return packed(writes, sample, dropped if dropped > 0 else 0, accumulated)
-
-    def begin(self, forwards: int) -> None:
-        """A good pass of all ranks has ended: what comes now can be compared."""
-        self.batches = 0
-        count = self._take_sample if self._count_writes is None else self._count_writes
-        self._before = count(), forwards
 
 
 def places_to_sample(sizes: Sequence[int]) -> list[tuple[int, int, int]]:

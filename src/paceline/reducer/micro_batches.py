@@ -17,6 +17,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 
+from paceline.arguments import Arguments
 from paceline.errors import ConfigError
 from paceline.reducer.end_of_backward import EndOfBackward
 from paceline.reducer.pass_state import PassState
@@ -144,20 +145,13 @@ class MicroBatchWeights(ABC):
         self._once = self._of_forwards = None
 
 
-def as_weight(weight: object) -> float:
+def as_weight(weight: object, owner: str = "weight") -> float:
     """A weight as a float.
 
     Raises:
         ConfigError: It is not a finite number, or is negative.
     """
-    try:
-        value = float(weight)  # type: ignore[arg-type]
-    except (TypeError, ValueError, RuntimeError):
-        value = math.nan
-    if not (math.isfinite(value) and value >= 0):
-        raise ConfigError(
-            "The weight of a rank's gradients makes no sense.",
-            expected="a finite number, 0 or more: of samples, of tokens",
-            got=f"weight={weight!r}",
-        )
-    return value
+    if type(weight) is float and 0 <= weight < math.inf:  # in each pass of a model that is weighed
+        return weight
+    hint = "the number of samples, or of tokens, in the rank's part of the batch"
+    return Arguments(owner).number("weight", weight, least=0, what="a finite number", hint=hint)

@@ -11,6 +11,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, TypeVar
 
+from paceline.arguments import Arguments
 from paceline.errors import ConfigError
 from paceline.reducer.backward_passes import BackwardPasses
 from paceline.reducer.finished import take_part_until_all_finished
@@ -91,7 +92,7 @@ class WrappedModel:
             >>> with model.weight(num_tokens):
             ...     loss.backward()             # the gradient is (3 * 1 + 1 * 5) / 4 = 2 on both
         """
-        value = as_weight(weight)
+        value = as_weight(weight, f"{type(self).__name__}.weight")
         return self._passes_to_weigh().weights.give(value)
 
     def finished(self, after_pass: Callable[[], object] | None = None) -> None:
@@ -114,6 +115,7 @@ class WrappedModel:
             ...     train_step(batch)
             >>> model.finished(optimizer.step)
         """
+        _check_after_pass(f"{type(self).__name__}.finished", after_pass)
         if self._passes is not None:
             take_part_until_all_finished(self._passes, after_pass)
 
@@ -134,6 +136,16 @@ class WrappedModel:
             >>> for batch in model.iterate(loader, optimizer.step):
             ...     train_step(batch)
         """
+        owner = f"{type(self).__name__}.iterate"
+        _check_after_pass(owner, after_pass)
+        if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
+            hint = "a DataLoader, a sampler or a list"
+            raise Arguments(owner).refuse("batches", batches, "something to iterate over", hint, is_type=True)
+        return self._iterate(batches, after_pass)
+
+    def _iterate(
+        self, batches: Iterable[_Batch], after_pass: Callable[[], object] | None
+    ) -> Iterator[_Batch]:
         for batch in batches:
             if self._passes is not None:
                 self._passes.notes.batches += 1
@@ -204,6 +216,12 @@ class WrappedModel:
             >>> ddp.check_replicas(optimizer)
             ReplicasDifferError: Rank 2 of 3 has another model than the other ranks: parameter '0.weight' ...
         """
+        if isinstance(optimizer, type) or not (optimizer is None or hasattr(optimizer, "state_dict")):
+            owner, hint = (
+                f"{type(self).__name__}.check_replicas",
+                "the one that steps this model, or None",
+            )
+            raise Arguments(owner).refuse("optimizer", optimizer, "an optimizer", hint, is_type=True)
         if self._passes is not None:
             self._passes.state.check_process()
             self._passes.drift.check(optimizer)
@@ -217,3 +235,21 @@ class WrappedModel:
     def reduces_through(self) -> str:
         """Where gradients are averaged: "memory", "group", or "nothing" for a single rank."""
         return "nothing" if self._passes is None else self._passes.path
+
+
+def _check_after_pass(owner: str, after_pass: Callable[[], object] | None) -> None:
+    if after_pass is not None:
+        hint = "the method itself, without a call: after_pass=optimizer.step"
+        Arguments(owner).function("after_pass", after_pass, "after_pass()", hint=hint)
+
+
+def checked_norms(max_norm: Any, norm_type: Any) -> tuple[Any, float]:
+    """Arguments of clip_grad_norm_, as frameworks take them: numbers, and "inf" for the largest element."""
+    check = Arguments("clip_grad_norm_")
+    if not hasattr(max_norm, "backward"):  # a tensor may be on a GPU, and not known yet
+        hint = "for example max_norm=1.0; math.inf to clip nothing"
+        max_norm = check.number("max_norm", max_norm, least=0, is_finite=False, hint=hint)
+    if norm_type in ("inf", "-inf"):
+        return max_norm, float(norm_type)
+    hint = "norm_type=2.0; math.inf for the largest element"
+    return max_norm, check.number("norm_type", norm_type, is_finite=False, hint=hint)

@@ -90,14 +90,20 @@ def _receive_exactly(peer: socket.socket, length: int, deadline: Deadline) -> by
     return bytes(chunks)
 
 
-def peer_pid(peer: socket.socket) -> int:
-    """Process at the other end. Only processes of the same user may speak with us.
+def peer_credentials(peer: socket.socket) -> tuple[int, int]:
+    """Process id and user id of the other end: of whoever listens there, or has connected."""
+    raw = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, uid, _ = _CREDENTIALS.unpack(raw)
+    return pid, uid
+
+
+def check_same_user(peer: socket.socket) -> None:
+    """Only processes of the same user may speak with us.
 
     Raises:
         RendezvousError: The other end belongs to another user.
     """
-    raw = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    pid, uid, _ = _CREDENTIALS.unpack(raw)
+    pid, uid = peer_credentials(peer)
     if uid != os.getuid():
         raise RendezvousError(
             f"A process of another user (uid {uid}, pid {pid}) tried to join this job.",
@@ -105,7 +111,6 @@ def peer_pid(peer: socket.socket) -> int:
             got=f"uid {uid}",
             hint="start all ranks as the same user",
         )
-    return int(pid)
 
 
 def listen(address: str, backlog: int) -> socket.socket:

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import os
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from paceline import _core
@@ -24,10 +26,12 @@ from paceline.observe.stacks import answer_requests
 from paceline.rendezvous import lifetime
 from paceline.rendezvous.deadline import Deadline
 from paceline.rendezvous.exchange import Exchange
-from paceline.rendezvous.frames import Frame, listen, peer_pid, receive_frame, send_frame
+from paceline.rendezvous.frames import Frame, check_same_user, listen, receive_frame, send_frame
+from paceline.rendezvous.limits import OUT_OF_ROOM, explain
 from paceline.rendezvous.messages import gather_objects
 
 _NONCE_BYTES = 16
+_RETRY_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -74,32 +78,28 @@ def share_memory(
     _core.best_isa()  # raises now, not in the middle of the first collective
     answer_requests()  # whoever will wait for this rank may ask where it is
     deadline = Deadline(timeout_s)
-    hint = _host_hint()
+    place, obstacle = _host_hint()
     while True:
         with _Door(exchange.world_size) as door:
-            offers = _all_gather(
-                exchange, {"hint": hint, "address": door.address, "nonce": door.nonce}, deadline
-            )
-            mates = tuple(rank for rank, offer in enumerate(offers) if offer["hint"] == hint)
+            own = {"place": place, "address": door.address, "nonce": door.nonce}
+            obstacle = obstacle if obstacle.problem else door.obstacle
+            offers = _all_gather(exchange, own | obstacle.facts(), deadline)
+            _raise_limits(offers, name)
+            mates = tuple(rank for rank, offer in enumerate(offers) if offer["place"] == place)
             leader = mates[0]
-            fd, problem = _region_fd(exchange.rank, mates, offers[leader], door, deadline)
+            fd, obstacle = _region_fd(exchange.rank, mates, offers[leader], door, deadline)
             try:
-                states = _all_gather(exchange, {"problem": problem, "memory": problem == "memory"}, deadline)
+                states = _all_gather(exchange, obstacle.facts(), deadline)
             except BaseException:
                 _close(fd)
                 raise
         if not any(state["problem"] for state in states):
             break
         _close(fd)
-        if any(states[rank]["memory"] for rank in mates):
-            raise RegionError(
-                f"Rank {leader} could not create the shared memory of group {name!r}.",
-                seen=str([state["problem"] for state in states if state["problem"]]),
-                hint=f"look at rank {leader}'s limits: `ulimit -a`, and the container's memory limit",
-            )
-        if problem:
-            hint = f"alone-{exchange.rank}-{secrets.token_hex(8)}"
-    host_group, problem = None, ""
+        _raise_limits(states, name)
+        if obstacle.problem:
+            place = f"alone-{exchange.rank}-{secrets.token_hex(8)}"
+    host_group, obstacle = None, _Obstacle()
     try:
         host_group = _core.HostGroup(
             fd,
@@ -111,32 +111,64 @@ def share_memory(
             slow=slow,
         )
     except PacelineError as error:
-        problem = f"{error.summary} {error.seen}"
+        obstacle = _Obstacle.of(error)
     finally:
         _close(fd)
-    _join(host_group, exchange, problem, name, deadline)
+    _join(host_group, exchange, obstacle, name, deadline)
     assert host_group is not None
     lifetime.watch(host_group)
     hosts: dict[str, list[int]] = {}
     for rank, offer in enumerate(offers):
-        hosts.setdefault(offer["hint"], []).append(rank)
+        hosts.setdefault(offer["place"], []).append(rank)
     return HostMemory(host_group, tuple(tuple(ranks) for ranks in hosts.values()))
 
 
+@dataclass(frozen=True)
+class _Obstacle:
+    """Why a rank can't go on; no problem: it can.
+
+    A limit of its own is told to all ranks, and ends the forming; whatever else keeps it from mapping
+    another rank's memory makes it a host of its own.
+    """
+
+    problem: str = ""
+    likely: str = ""
+    remedy: str = ""
+    is_limit: bool = False
+
+    @classmethod
+    def of(cls, error: PacelineError) -> _Obstacle:
+        return cls(f"{error.summary} {error.seen}", error.likely, error.hint, is_limit=True)
+
+    @classmethod
+    def of_system(cls, error: OSError, doing: str) -> _Obstacle:
+        likely, remedy = explain(error.errno or 0)
+        return cls(f"could not {doing}: {error}", likely, remedy, is_limit=bool(likely))
+
+    def facts(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def _raise_limits(everybodys: list[dict[str, Any]], name: str) -> None:
+    """The error of all ranks, if one of them has met a limit."""
+    failed = [rank for rank, each in enumerate(everybodys) if each["is_limit"]]
+    if failed:
+        raise RegionError(
+            f"{format_ranks(failed).capitalize()} could not take the shared memory of group {name!r}.",
+            seen="\n".join(f"rank {rank}: {everybodys[rank]['problem']}" for rank in failed),
+            likely=everybodys[failed[0]]["likely"],
+            hint=f"on {format_ranks(failed)}: {everybodys[failed[0]]['remedy']}",
+            ranks=tuple(failed),
+        )
+
+
 def _join(
-    host_group: _core.HostGroup | None, exchange: Exchange, problem: str, name: str, deadline: Deadline
+    host_group: _core.HostGroup | None, exchange: Exchange, obstacle: _Obstacle, name: str, deadline: Deadline
 ) -> None:
     """Wait for the others in the memory, unless one of them could not map it."""
     try:
-        problems = [state["problem"] for state in _all_gather(exchange, {"problem": problem}, deadline)]
-        failed = [rank for rank, each in enumerate(problems) if each]
-        if failed or host_group is None:
-            raise RegionError(
-                f"{format_ranks(failed).capitalize()} could not take the shared memory of group {name!r}.",
-                seen="\n".join(problems[rank] for rank in failed),
-                likely="the machine or the container is out of memory",
-                hint="`free -h`, `ulimit -a`, and the container's memory limit",
-            )
+        _raise_limits(_all_gather(exchange, obstacle.facts(), deadline), name)
+        assert host_group is not None
         host_group.join()
     except BaseException:
         if host_group is not None:
@@ -153,36 +185,52 @@ def _all_gather(exchange: Exchange, facts: dict[str, Any], deadline: Deadline) -
     return gather_objects(exchange, facts, max(deadline.left_s(), 1e-3))
 
 
-def _host_hint() -> str:
+def _host_hint() -> tuple[str, _Obstacle]:
     """Equal on ranks that could share memory over an abstract Unix socket; says nothing about others."""
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        boot_id = file.read().strip()
+    obstacle, boot_id = _Obstacle(), ""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            boot_id = file.read().strip()
+    except OSError as error:  # a sandbox may not have the file
+        obstacle = _Obstacle.of_system(error, "open a file")
     network = os.stat("/proc/self/ns/net").st_ino
-    return f"{boot_id}/{network}/{os.getuid()}"
+    return f"{boot_id}/{network}/{os.getuid()}", obstacle if obstacle.is_limit else _Obstacle()
 
 
 class _Door:
     """Where a leader hands out its region: a socket, and a thread that serves it until the door closes."""
 
     def __init__(self, world_size: int) -> None:
-        self._listener = listen("", world_size)
-        self.address = self._listener.getsockname()[1:].decode("ascii")
+        self.address = ""
+        self.obstacle = _Obstacle()
         self.nonce = secrets.token_hex(_NONCE_BYTES)
+        self._listener: socket.socket | None = None
         self._thread: threading.Thread | None = None
+        try:
+            self._listener = listen("", world_size)
+            self.address = self._listener.getsockname()[1:].decode("ascii")
+        except OSError as error:
+            self.obstacle = _Obstacle.of_system(error, "open a socket")
+            if not self.obstacle.is_limit:
+                raise
 
     def serve(self, fd: int) -> None:
         self._thread = threading.Thread(target=self._hand_out, args=(fd,), name="paceline-door", daemon=True)
         self._thread.start()
 
     def _hand_out(self, fd: int) -> None:
+        assert self._listener is not None
         while True:
             try:
                 peer, _ = self._listener.accept()
-            except OSError:
+            except OSError as error:
+                if error.errno in OUT_OF_ROOM:
+                    time.sleep(_RETRY_S)  # until somebody closes a file; else that rank gives up waiting
+                    continue
                 return  # the door was closed
             with peer:
                 try:
-                    peer_pid(peer)
+                    check_same_user(peer)
                     socket.send_fds(peer, [b"r"], [fd])
                     receive_frame(peer, Deadline(5.0))  # keeps the descriptor in flight until it was taken
                 except Exception:
@@ -192,6 +240,8 @@ class _Door:
         return self
 
     def close(self) -> None:
+        if self._listener is None:
+            return
         # shutdown() wakes a thread that sleeps in accept(); close() alone does not.
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -205,29 +255,32 @@ class _Door:
 
 def _region_fd(
     rank: int, mates: tuple[int, ...], offer: Mapping[str, Any], door: _Door, deadline: Deadline
-) -> tuple[int, str]:
+) -> tuple[int, _Obstacle]:
     """The region's descriptor, or -1 and why not."""
     if rank == mates[0]:
         try:
             fd = _core.create_region(len(mates), bytes.fromhex(door.nonce))
-        except RegionError:
+        except RegionError as error:
             door.close()
-            return -1, "memory"
+            return -1, _Obstacle.of(error)
         door.serve(fd)
-        return fd, ""
+        return fd, _Obstacle()
     fd = -1
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as hub:
             hub.settimeout(max(min(deadline.left_s(), 10.0), 1e-3))
             hub.connect("\0" + offer["address"])
-            peer_pid(hub)
+            check_same_user(hub)
             fd = _receive_fd(hub)
             send_frame(hub, Frame.WELCOME, b"", deadline)
+    except OSError as error:
+        _close(fd)
+        return -1, _Obstacle.of_system(error, f"take the region of rank {mates[0]}")
     except Exception as error:  # whatever it is, this rank does not share the leader's memory
         _close(fd)
-        return -1, f"rank {rank} could not take the region of rank {mates[0]}: {error}"
+        return -1, _Obstacle(f"could not take the region of rank {mates[0]}: {error}")
     if fd < 0:
-        return -1, f"rank {rank} got no descriptor from rank {mates[0]}"
+        return -1, _Obstacle(f"got no descriptor from rank {mates[0]}")
     return fd, _check_nonce(fd, offer["nonce"])
 
 
@@ -237,17 +290,19 @@ def _receive_fd(hub: socket.socket) -> int:
     socket.recv_fds does not pass its flags on.
     """
     fds = array.array("i")
-    _, messages, _, _ = hub.recvmsg(1, socket.CMSG_LEN(fds.itemsize), socket.MSG_CMSG_CLOEXEC)
+    _, messages, flags, _ = hub.recvmsg(1, socket.CMSG_LEN(fds.itemsize), socket.MSG_CMSG_CLOEXEC)
     for level, kind, data in messages:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    if not fds and flags & socket.MSG_CTRUNC:  # how the kernel says that there is no number left for it
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     return fds[0] if fds else -1
 
 
-def _check_nonce(fd: int, nonce: str) -> str:
+def _check_nonce(fd: int, nonce: str) -> _Obstacle:
     """Whether the memory is the one that its maker announced: the proof that it is shared."""
     try:
         found = _core.region_nonce(fd).hex()
     except RegionError as error:
-        return str(error)
-    return "" if found == nonce else "the memory does not hold the announced nonce"
+        return _Obstacle(str(error))
+    return _Obstacle("" if found == nonce else "the memory does not hold the announced nonce")

@@ -9,8 +9,6 @@ the hub works inside rank 0's own calls.
 from __future__ import annotations
 
 import contextlib
-import errno
-import hashlib
 import os
 import selectors
 import socket
@@ -24,11 +22,14 @@ from paceline.rendezvous.frames import (
     LONGEST_HELLO,
     Frame,
     FrameReader,
+    check_same_user,
     listen,
-    peer_pid,
+    peer_credentials,
     receive_frame,
     send_frame,
 )
+from paceline.rendezvous.limits import OUT_OF_ROOM, explain
+from paceline.rendezvous.meeting_place import hub_address, stranger_error, taken_error
 from paceline.rendezvous.messages import (
     Hello,
     MessageError,
@@ -42,20 +43,11 @@ from paceline.rendezvous.messages import (
 )
 
 _RETRY_S = 0.01
-# For one message that is due at once, from a process that may have to wait for a core.
-_PATIENCE_S = 2.0
 # Rank 0 knows who is missing: the others give it this long to say so after their own deadline.
 _GRACE_S = 5.0
 _LONGEST_SLEEP_S = 3600.0  # of select(), which counts in an int of milliseconds
 # Strangers may connect and say nothing. When there are more than this beyond the ranks, the oldest goes.
 _MOST_SILENT = 64
-_OUT_OF_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-
-
-def hub_address(key: str, name: str) -> str:
-    """Abstract socket name for the group `name` of the job that meets at `key`."""
-    digest = hashlib.sha256(f"{key}\0{name}".encode()).hexdigest()[:32]
-    return f"paceline-{os.getuid()}-{digest}"
 
 
 class HubExchange:
@@ -68,6 +60,7 @@ class HubExchange:
         job_id: Refuses strangers that meet at the same key.
         name: Of the group that is being formed.
         timeout_s: For everybody to have connected.
+        secret: What the launcher has told this job's ranks alone: nobody else can compute where they meet.
 
     Raises:
         RendezvousError: The address is in use, a rank is missing at the deadline (it is named), or this
@@ -75,7 +68,15 @@ class HubExchange:
     """
 
     def __init__(
-        self, rank: int, world_size: int, *, key: str, job_id: str, name: str, timeout_s: float
+        self,
+        rank: int,
+        world_size: int,
+        *,
+        key: str,
+        job_id: str,
+        name: str,
+        timeout_s: float,
+        secret: str = "",
     ) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -83,12 +84,14 @@ class HubExchange:
         self._key = key
         self._peers: dict[int, socket.socket] = {}
         self._num_strangers = 0
+        self._no_room: OSError | None = None  # why the last connection could not be taken
         deadline = Deadline(timeout_s)
+        address = hub_address(key, name, secret)
         try:
             if rank == 0:
-                self._serve(hub_address(key, name), deadline)
+                self._serve(address, deadline)
             else:
-                self._connect(hub_address(key, name), deadline)
+                self._connect(address, deadline)
         except BaseException:
             self.close()
             raise
@@ -103,6 +106,9 @@ class HubExchange:
         for peer in self._peers.values():
             peer.close()
         self._peers.clear()
+
+    def _where(self) -> str:
+        return f"group {self._hello.name!r} at {self._key}"
 
     def all_gather(self, payload: bytes, timeout_s: float) -> list[bytes]:
         """See `Exchange.all_gather`."""
@@ -132,13 +138,9 @@ class HubExchange:
         try:
             listener = listen(address, self.world_size + _MOST_SILENT)
         except OSError as error:
-            raise RendezvousError(
-                f"Rank 0 of {self.world_size} can't open the meeting place of this job.",
-                where=f"group {self._hello.name!r} at {self._key}",
-                seen=f"{error}. {self._ask_who_is_there(address)}",
-                likely="another job, or another process with rank 0, is meeting at the same address",
-                hint="give each job its own address or job id: `paceline run` does; else set MASTER_PORT",
-            ) from error
+            self._raise_if_limit(error)
+            hello = write_object(asdict(self._hello))
+            raise taken_error(error, self.world_size, self._where(), address, hello) from error
         listener.setblocking(False)
         with listener, selectors.PollSelector() as waiting:  # which needs no descriptor
             waiting.register(listener, selectors.EVENT_READ)
@@ -150,18 +152,6 @@ class HubExchange:
                         key.fileobj.close()  # type: ignore[union-attr]
         for peer in self._peers.values():
             _try_send(peer, Frame.WELCOME, b"", deadline)
-
-    def _ask_who_is_there(self, address: str) -> str:
-        """What a hub that listens at our address says of us; empty: nothing."""
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as hub:
-            try:
-                hub.settimeout(_PATIENCE_S)
-                hub.connect("\0" + address)
-                send_frame(hub, Frame.HELLO, write_object(asdict(self._hello)), Deadline(_PATIENCE_S))
-                kind, answer = receive_frame(hub, Deadline(_PATIENCE_S))
-            except OSError:
-                return ""
-        return f"It says: {answer.decode(errors='replace')}" if kind is Frame.REFUSED else ""
 
     def _admit_all(
         self, listener: socket.socket, waiting: selectors.BaseSelector, deadline: Deadline
@@ -181,11 +171,13 @@ class HubExchange:
         try:
             peer, _ = listener.accept()
         except OSError as error:
-            if error.errno in _OUT_OF_ROOM and not self._drop_oldest(listener, waiting):
+            if error.errno in OUT_OF_ROOM and not self._drop_oldest(listener, waiting):
+                self._no_room = error
                 time.sleep(_RETRY_S)
             return
+        self._no_room = None
         try:
-            peer_pid(peer)
+            check_same_user(peer)
         except (OSError, RendezvousError):
             self._num_strangers += 1
             peer.close()
@@ -236,7 +228,7 @@ class HubExchange:
             self._fail(
                 RendezvousError(
                     f"Rank {hello.rank} and rank 0 disagree on the number of ranks.",
-                    where=f"group {self._hello.name!r} at {self._key}",
+                    where=self._where(),
                     expected=f"world_size {self.world_size} (rank 0)",
                     got=f"world_size {hello.world_size} (rank {hello.rank}, pid {hello.pid})",
                     hint="give every process the same WORLD_SIZE",
@@ -257,12 +249,14 @@ class HubExchange:
         return ""
 
     def _fail_missing(self, deadline: Deadline) -> NoReturn:
+        if self._no_room is not None:
+            self._raise_if_limit(self._no_room)
         missing = sorted(set(range(1, self.world_size)) - set(self._peers))
         self._fail(
             RendezvousError(
                 f"{format_ranks(missing).capitalize()} of {self.world_size} did not come within "
                 f"{deadline.timeout_s:.1f} s.",
-                where=f"group {self._hello.name!r} at {self._key}",
+                where=self._where(),
                 seen=f"{format_ranks([0, *self._peers])} came{self._turned_away()}",
                 likely="the process did not start, died while importing, or has another address or job id",
                 hint="look at the missing rank's output; `timeout_s` gives slow starters longer",
@@ -299,7 +293,7 @@ class HubExchange:
             self._fail(
                 RendezvousError(
                     f"Rank {rank} of {self.world_size} was lost while the group was being formed.",
-                    where=f"group {self._hello.name!r} at {self._key}",
+                    where=self._where(),
                     seen=str(error) or type(error).__name__,
                     likely="it died, or is stuck before the same point of the program",
                     hint="look at that rank's output",
@@ -314,7 +308,9 @@ class HubExchange:
         hub = self._dial(address, deadline)
         self._peers[0] = hub
         try:
-            peer_pid(hub)
+            pid, uid = peer_credentials(hub)
+            if uid != os.getuid():
+                raise stranger_error(pid, uid, self.rank, self.world_size, self._where())
             send_frame(hub, Frame.HELLO, write_object(asdict(self._hello)), deadline)
             kind, answer = receive_frame(hub, Deadline(deadline.left_s() + _GRACE_S))
         except OSError as error:
@@ -322,7 +318,7 @@ class HubExchange:
         if kind is Frame.REFUSED:
             raise RendezvousError(
                 f"Rank {self.rank} of {self.world_size} was refused by rank 0.",
-                where=f"group {self._hello.name!r} at {self._key}",
+                where=self._where(),
                 seen=answer.decode(errors="replace"),
                 likely="two jobs share one address, or the ranks were started with different settings",
                 hint="give each job its own MASTER_PORT or PACELINE_JOB_ID, and each process its own rank",
@@ -342,13 +338,15 @@ class HubExchange:
                 hub.connect("\0" + address)
                 return hub
             except OSError as error:
-                if hub is not None:
+                if hub is None:
+                    self._raise_if_limit(error)
+                else:
                     hub.close()
                 if deadline.is_over():
                     raise RendezvousError(
                         f"Rank {self.rank} of {self.world_size} did not find rank 0 within "
                         f"{deadline.timeout_s:.1f} s.",
-                        where=f"group {self._hello.name!r} at {self._key}",
+                        where=self._where(),
                         seen=str(error),
                         likely="rank 0 did not start, died, is on another host, or has another address "
                         "or job id",
@@ -357,10 +355,24 @@ class HubExchange:
                     ) from error
             time.sleep(_RETRY_S)  # an abstract address can't be watched for
 
+    def _raise_if_limit(self, error: OSError) -> None:
+        """This rank can have no further socket: it says so, and tells those who have come."""
+        likely, hint = explain(error.errno or 0)
+        if likely:
+            self._fail(
+                RendezvousError(
+                    f"Rank {self.rank} of {self.world_size} can't open a socket to meet the others.",
+                    where=self._where(),
+                    seen=str(error),
+                    likely=f"on rank {self.rank}, {likely}",
+                    hint=hint,
+                )
+            )
+
     def _lost_hub(self, error: OSError) -> RendezvousError:
         return RendezvousError(
             f"Rank {self.rank} of {self.world_size} lost rank 0 while the group was being formed.",
-            where=f"group {self._hello.name!r} at {self._key}",
+            where=self._where(),
             seen=str(error) or type(error).__name__,
             likely="rank 0 died, raised, or waits for another rank that is late",
             hint="look at rank 0's output",

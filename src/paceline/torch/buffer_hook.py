@@ -8,11 +8,7 @@ from typing import Any
 import torch
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
-from paceline.errors import ConfigError
-
-
-class NotCallableError(ConfigError, TypeError):
-    """What was passed as a hook can't be called."""
+from paceline.arguments import Arguments
 
 
 class BufferHook:
@@ -27,12 +23,11 @@ class BufferHook:
     def __init__(
         self, state: object, call: Callable[..., Any], location: _BufferCommHookLocation | None
     ) -> None:
-        if not callable(call):
-            raise NotCallableError(
-                "_register_buffer_comm_hook: a hook must be callable.",
-                expected="hook(state, {name: buffer})",
-                got=repr(call),
-            )
+        check = Arguments("_register_buffer_comm_hook")
+        check.function("hook", call, "hook(state, {name: buffer})")
+        if location is not None and not isinstance(location, _BufferCommHookLocation):
+            name, expected = "comm_hook_location", "torch.nn.parallel.distributed._BufferCommHookLocation"
+            raise check.refuse(name, location, expected, "leave it out: after forward", is_type=True)
         self._state = state
         self._call = call
         self._is_before = location is _BufferCommHookLocation.PRE_FORWARD

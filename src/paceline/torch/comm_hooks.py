@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch._C._distributed_c10d import BuiltinCommHookType
 
+from paceline.arguments import Arguments
 from paceline.errors import ConfigError
+from paceline.reducer.agreement import telling_peers
 from paceline.reducer.comm_hooks import CommHook, agree_on_hook, check_is_first
 from paceline.torch.buffer_hook import BufferHook
 from paceline.torch.hooked import check_hook
@@ -51,9 +54,10 @@ class CommHooks:
             >>> from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
             >>> model.register_comm_hook(None, fp16_compress_hook)  # half the bytes on the wire
         """
-        check_hook(hook)
-        check_is_first(self._comm_hook)
         peers = self._connected()
+        with telling_peers(lambda: (peers.exchange, peers.timeout_s), doing="register a hook"):
+            check_hook(hook)
+            check_is_first(self._comm_hook)
         if peers.process_group is None:
             raise ConfigError(
                 "register_comm_hook: a communication hook needs a process group of torch.",
@@ -76,7 +80,11 @@ class CommHooks:
             BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
             BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
         }
-        self.register_comm_hook(self._connected().process_group, hooks[comm_hook_type])
+        hook = hooks.get(comm_hook_type) if isinstance(comm_hook_type, BuiltinCommHookType) else None
+        if hook is None:
+            check, hint = Arguments("_register_builtin_comm_hook"), "dist.BuiltinCommHookType.FP16_COMPRESS"
+            raise check.refuse("comm_hook_type", comm_hook_type, "a BuiltinCommHookType", hint, is_type=True)
+        self.register_comm_hook(self._connected().process_group, hook)
 
     def _register_buffer_comm_hook(
         self, state: object, hook: Callable[..., Any], comm_hook_location: Any = None
@@ -105,6 +113,9 @@ class CommHooks:
         Raises:
             RuntimeError: torch has no functional form of this optimizer.
         """
+        if not isinstance(optim, type) or not issubclass(optim, torch.optim.Optimizer):
+            check, hint = Arguments("_register_fused_optim"), "torch.optim.Adam, without a call"
+            raise check.refuse("optim", optim, "the class of an optimizer", hint, is_type=True)
         from torch.distributed.algorithms._optimizer_overlap.optimizer_overlap import _as_overlapped_optim
 
         overlapped = _as_overlapped_optim(optim, optim_params, *args, **kwargs)

@@ -23,9 +23,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils import _pytree as pytree
 
+from paceline.arguments import Arguments
 from paceline.errors import ConfigError, ReplicaError
 from paceline.reducer.arguments import MIB
-from paceline.torch.config import as_device
+from paceline.torch.arguments import as_device
 from paceline.torch.scatter import gather, scatter_call
 from paceline.torch.wrapped_twice import AskedWhenWrapped, refuse_replicas
 
@@ -95,6 +96,9 @@ class TorchNames(TorchDDP):
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """As torch's, but weights that were saved without the wrapper, and its `module.`, will do as well."""
+        if not isinstance(state_dict, Mapping):
+            owner, hint = "load_state_dict", "torch.load(path, weights_only=True) reads one from a file"
+            raise Arguments(owner).refuse("state_dict", state_dict, "a state_dict", hint, is_type=True)
         own = self.module.state_dict().keys()
         num_bare = sum(key in own for key in state_dict)
         num_wrapped = sum(key.startswith("module.") and key[len("module.") :] in own for key in state_dict)

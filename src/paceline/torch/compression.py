@@ -12,9 +12,9 @@ from typing import Any, ClassVar, cast
 import torch
 import torch.distributed as dist
 
+from paceline.arguments import Arguments
 from paceline.errors import ConfigError
-from paceline.reducer.comm_hooks import TypeHookError
-from paceline.reducer.compression import BF16, EIGHT_BIT, FP16, Bytes, Codes, check_state
+from paceline.reducer.compression import BF16, EIGHT_BIT, FP16, Bytes, Codes, check_bucket, check_state
 from paceline.torch.engine import as_real
 from paceline.torch.hooked import GradBucket
 
@@ -31,8 +31,8 @@ class Compression:
     """The number of its encoding in the core (cpp/compression)."""
 
     def __init__(self, *, error_feedback: bool = True) -> None:
-        self.error_feedback = error_feedback
-        self._codes = Codes(self.encoding, error_feedback=error_feedback)
+        self.error_feedback = Arguments(type(self).__name__).flag("error_feedback", error_feedback)
+        self._codes = Codes(self.encoding, error_feedback=self.error_feedback)
 
     def error_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """What the others have not got yet of this rank's gradients of a parameter.
@@ -49,7 +49,7 @@ class Compression:
 
         Raises:
             ConfigError: The gradients are not in the host's memory, or not floating.
-            TypeHookError: It is no bucket of `paceline.torch.DistributedDataParallel`.
+            ConfigTypeError: It is no bucket of `paceline.torch.DistributedDataParallel`.
         """
         values = _values_of(bucket, type(self).__name__)
         group, parameters = bucket.process_group(), bucket.parameters()
@@ -103,7 +103,7 @@ def fp16_hook(state: Fp16Compression, bucket: GradBucket) -> torch.futures.Futur
         kept 2**-12 and adds it to its next gradient: after four such steps the means sum to 4 + 2**-11.
 
     Raises:
-        TypeHookError: The state is of another kind.
+        ConfigTypeError: The state is of another kind.
     """
     return check_state(state, Fp16Compression).average(bucket)
 
@@ -115,7 +115,7 @@ def bf16_hook(state: Bf16Compression, bucket: GradBucket) -> torch.futures.Futur
         >>> model.register_comm_hook(Bf16Compression(), bf16_hook)
 
     Raises:
-        TypeHookError: The state is of another kind.
+        ConfigTypeError: The state is of another kind.
     """
     return check_state(state, Bf16Compression).average(bucket)
 
@@ -127,18 +127,14 @@ def eight_bit_hook(state: EightBitCompression, bucket: GradBucket) -> torch.futu
         >>> model.register_comm_hook(EightBitCompression(), eight_bit_hook)
 
     Raises:
-        TypeHookError: The state is of another kind.
+        ConfigTypeError: The state is of another kind.
     """
     return check_state(state, EightBitCompression).average(bucket)
 
 
 def _values_of(bucket: Any, name: str) -> torch.Tensor:
     """A bucket's gradients in float32, flat: the bucket's own memory if it is float32."""
-    if not isinstance(bucket, GradBucket):
-        raise TypeHookError(
-            f"{name} needs a bucket of paceline.torch.DistributedDataParallel, which knows its weight.",
-            got=type(bucket).__name__,
-        )
+    check_bucket(bucket, GradBucket, user=name, owner="paceline.torch.DistributedDataParallel")
     flat = as_real(bucket.buffer())
     if flat.device.type != "cpu" or not flat.is_floating_point():
         raise ConfigError(

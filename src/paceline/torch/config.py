@@ -7,24 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from datetime import timedelta
+from typing import Any, ClassVar
 
 import torch
 
-from paceline.reducer.arguments import MIB, Arguments
-from paceline.reducer.buffer_policy import check_policies
-from paceline.reducer.micro_batches import as_weight
+from paceline.reducer.arguments import MIB, WrapperArguments
+from paceline.torch.arguments import as_device, check_devices
 from paceline.torch.later_arguments import check_later
 from paceline.torch.precision import Precision, as_precision
 from paceline.torch.weights import Weight
 
-_arguments = Arguments("DistributedDataParallel")
+_arguments = WrapperArguments("DistributedDataParallel")
 DEFAULT_BUCKET_CAP_MB = 25.0  # torch's defaults, so that ranks of either overlap alike
 DEFAULT_FIRST_BUCKET_BYTES = MIB
 
 NEED_NOTHING = (
-    "dim",  # the batch's: with one device per process nothing is scattered
-    "check_reduction",  # what torch once checked, Paceline always checks
     "delay_all_reduce_named_params",  # `ManagedTensors` looks at these two
     "param_to_hook_all_reduce",
 )
@@ -78,11 +76,8 @@ class DDPConfig:
     timeout_s: float | None
     warn_after_s: float | None
     check_replicas_every: int | None
-
-    @property
-    def allow_nobodys(self) -> bool:
-        """Whether parameters that no rank uses are let be. No: they raise, as in torch."""
-        return False
+    # Whether parameters that no rank uses are let be. No: they raise, as in torch.
+    allow_nobodys: ClassVar[bool] = False
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
@@ -122,14 +117,16 @@ def make_config(
     weight: float | Callable[..., Weight] | None,
     nonfinite: str,
     reduce_through: str,
-    timeout_s: float | None,
-    warn_after_s: float | None,
+    timeout_s: float | timedelta | None,
+    warn_after_s: float | timedelta | None,
     bucket_cap_mb_list: Sequence[float] | None,
     mixed_precision: Any,
     skip_all_reduce_unused_params: bool,
     batched_grad_copy: bool,
     init_sync_buffers: bool | None,
     check_replicas_every: int | None,
+    dim: int = 0,
+    check_reduction: bool = False,
     **others: Any,
 ) -> DDPConfig:
     """Check the constructor's arguments; see `DistributedDataParallel` for what they mean.
@@ -138,64 +135,59 @@ def make_config(
         ConfigError: An argument has a value that is not supported or makes no sense.
     """
     check_later({name: value for name, value in others.items() if name not in NEED_NOTHING})
-    caps_mb = _arguments.check_caps(bucket_cap_mb_list)
-    cap_mb = DEFAULT_BUCKET_CAP_MB if bucket_cap_mb is None else float(bucket_cap_mb)
-    _arguments.require(cap_mb > 0, "bucket_cap_mb", bucket_cap_mb, "a positive number of MiB, or None for 25")
-    _arguments.check_choices(nonfinite, reduce_through)
-    _arguments.check_seconds(timeout_s=timeout_s, warn_after_s=warn_after_s)
-    broadcast_buffers = _arguments.one_buffer_switch(broadcast_buffers, forward_sync_buffers)
-    cap_bytes = max(1, int((max(caps_mb) if caps_mb else cap_mb) * MIB))
+    check = _arguments.check
+    check.whole("dim", dim)
+    check.flag("check_reduction", check_reduction)
+    caps_bytes = _arguments.caps(bucket_cap_mb_list)
+    cap_mb = DEFAULT_BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
+    cap_bytes = _arguments.mebibytes("bucket_cap_mb", cap_mb)
+    cap_bytes = max(caps_bytes, default=cap_bytes)
+    broadcast_buffers, forward_sync_buffers = _arguments.one_buffer_switch(
+        broadcast_buffers, forward_sync_buffers
+    )
+    init_sync_buffers = _arguments.optional_flag("init_sync_buffers", init_sync_buffers)
+    find_unused_parameters = check.flag("find_unused_parameters", find_unused_parameters)
+    static_graph = check.flag("static_graph", static_graph)
     return DDPConfig(
         device=_single_device(device_ids, output_device),
         bucket_cap_bytes=cap_bytes,
         first_bucket_bytes=min(cap_bytes, DEFAULT_FIRST_BUCKET_BYTES),
-        bucket_caps_bytes=tuple(max(1, int(cap * MIB)) for cap in caps_mb),
+        bucket_caps_bytes=caps_bytes,
         precision=as_precision(mixed_precision),
-        init_sync=bool(init_sync),
-        init_sync_buffers=broadcast_buffers is not False
-        if init_sync_buffers is None
-        else bool(init_sync_buffers),
+        init_sync=check.flag("init_sync", init_sync),
+        init_sync_buffers=broadcast_buffers is not False if init_sync_buffers is None else init_sync_buffers,
         broadcast_buffers=broadcast_buffers is not False and forward_sync_buffers is not False,
-        buffers=check_policies(buffers),
-        gradients_in_arena=bool(gradient_as_bucket_view),
-        skip_unused=bool(skip_all_reduce_unused_params),
-        batched_copies=bool(batched_grad_copy),
-        allow_unused=bool(find_unused_parameters) or bool(static_graph),
-        static_graph=bool(static_graph),
-        weight=weight if weight is None or callable(weight) else as_weight(weight),
-        nonfinite=nonfinite,
-        reduce_through=reduce_through,
-        timeout_s=timeout_s,
-        warn_after_s=warn_after_s,
-        check_replicas_every=_arguments.check_passes("check_replicas_every", check_replicas_every),
+        buffers=_arguments.buffers(buffers),
+        gradients_in_arena=check.flag("gradient_as_bucket_view", gradient_as_bucket_view),
+        skip_unused=check.flag("skip_all_reduce_unused_params", skip_all_reduce_unused_params),
+        batched_copies=check.flag("batched_grad_copy", batched_grad_copy),
+        allow_unused=find_unused_parameters or static_graph,
+        static_graph=static_graph,
+        weight=_arguments.weight(weight),
+        nonfinite=_arguments.nonfinite(nonfinite),
+        reduce_through=_arguments.reduce_through(reduce_through),
+        timeout_s=check.optional_seconds("timeout_s", timeout_s),
+        warn_after_s=check.optional_seconds("warn_after_s", warn_after_s),
+        check_replicas_every=_arguments.passes("check_replicas_every", check_replicas_every),
     )
 
 
 def _single_device(
     device_ids: Sequence[int | torch.device] | None, output_device: int | torch.device | None
 ) -> torch.device | None:
+    check = _arguments.check
+    if device_ids is not None:
+        check_devices(device_ids)
     if not device_ids:
-        _arguments.require(
-            output_device is None, "output_device", output_device, "None where device_ids is None"
+        hint = "leave output_device out; or pass the same device in device_ids"
+        check.require(
+            output_device is None, "output_device", output_device, "None where device_ids is None", hint
         )
         return None
-    _arguments.require(
-        len(device_ids) == 1,
-        "device_ids",
-        device_ids,
-        "one device: each process drives one, or device_ids=None",
-    )
+    hint = "device_ids=[local_rank]; DataParallel drives several devices from one process"
+    check.require(len(device_ids) == 1, "device_ids", device_ids, "one device: each process drives one", hint)
     device = as_device(device_ids[0])
     if output_device is not None:
-        _arguments.require(
-            as_device(output_device) == device, "output_device", output_device, f"{device}, as device_ids"
-        )
+        is_same = as_device(output_device, "output_device") == device
+        check.require(is_same, "output_device", output_device, f"{device}, as device_ids")
     return device
-
-
-def as_device(device: int | str | torch.device) -> torch.device:
-    """A device as users name it; a number is that of an accelerator."""
-    if isinstance(device, int):
-        accelerator = torch.accelerator.current_accelerator()
-        return torch.device("cuda" if accelerator is None else accelerator.type, device)
-    return torch.device(device)

@@ -12,11 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.arguments import Arguments
 from paceline.errors import ConfigError
 from paceline.torch import replicas as _replicas
 from paceline.torch import scatter as _scatter
+from paceline.torch.arguments import as_device, check_devices, checked_module
 
 Device = int | str | torch.device
+
+_arguments = Arguments("DataParallel")
 
 
 class DataParallel(nn.DataParallel[nn.Module]):
@@ -63,20 +67,23 @@ class DataParallel(nn.DataParallel[nn.Module]):
         loss_fn: Callable[..., Any] | None = None,
     ) -> None:
         nn.Module.__init__(self)
-        self.module = module
-        self.dim = dim
+        self.module = checked_module("DataParallel", module)
+        self.dim = _arguments.whole("dim", dim)
         self.loss_fn = loss_fn
+        if loss_fn is not None:
+            _arguments.function("loss_fn", loss_fn, "loss_fn(output, *loss_inputs)", hint="nn.MSELoss()")
         self._devices = _devices(device_ids)
         self.device_ids = [_number_or_self(device) for device in self._devices]
         if not self._devices:
             return
         kinds = sorted({device.type for device in self._devices})
         if len(kinds) > 1:
-            raise ConfigError(
-                "DataParallel: the devices must be of one kind.", got=" and ".join(kinds), expected="one kind"
-            )
+            hint = 'device_ids=["cpu", "cpu"], or several GPUs'
+            raise _arguments.refuse("device_ids", device_ids, "devices of one kind", hint)
         self.src_device_obj = self._devices[0]
-        self._output = self.src_device_obj if output_device is None else _device(output_device)
+        self._output = (
+            self.src_device_obj if output_device is None else _device(output_device, "output_device")
+        )
         self.output_device = _number_or_self(self._output)
         if len(self._devices) == 1:
             self.module.to(self.src_device_obj)
@@ -97,6 +104,9 @@ class DataParallel(nn.DataParallel[nn.Module]):
             ConfigError: The module lies elsewhere; or there is no `loss_fn`.
         """
         if loss_inputs is not None:
+            if not isinstance(loss_inputs, (tuple, list)):
+                hint = "loss_inputs=(target,) for a single one"
+                raise _arguments.refuse("loss_inputs", loss_inputs, "a tuple", hint, is_type=True)
             return self._loss(inputs, kwargs, tuple(loss_inputs))
         if not self._devices:
             return self.module(*inputs, **kwargs)
@@ -201,13 +211,14 @@ def _devices(device_ids: Sequence[Device] | None) -> list[torch.device]:
     """As torch: numbers mean accelerators, and where there is none, no device at all."""
     if device_ids is None:
         return [_device(number) for number in range(torch.accelerator.device_count())]
+    check_devices(device_ids, "DataParallel")
     if not torch.accelerator.is_available() and all(isinstance(device, int) for device in device_ids):
         return []
     return [_device(device) for device in device_ids]
 
 
-def _device(device: Device) -> torch.device:
-    if isinstance(device, int):
+def _device(device: Device, name: str = "device_ids") -> torch.device:
+    if isinstance(device, int) and not isinstance(device, bool):
         if device == -1:  # torch's word for the CPU
             return torch.device("cpu")
         accelerator = torch.accelerator.current_accelerator()
@@ -217,7 +228,7 @@ def _device(device: Device) -> torch.device:
                 hint='"cpu" as a device runs replicas on the CPU',
             )
         return torch.device(accelerator.type, device)
-    device = torch.device(device)
+    device = as_device(device, name, "DataParallel")
     if device.type != "cpu" and device.index is None:
         return torch.device(device.type, 0)
     return torch.device("cpu") if device.type == "cpu" else device

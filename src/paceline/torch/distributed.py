@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,8 +19,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from paceline.reducer.agreement import ModelDescription, check_agreement
+from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
 from paceline.reducer.micro_batches import as_weight
+from paceline.torch.arguments import check_materialised, checked_module
 from paceline.torch.comm_hooks import CommHooks
 from paceline.torch.compatible import hide_torchs_own, moved
 from paceline.torch.compiling import untraced, untraced_itself
@@ -28,7 +30,7 @@ from paceline.torch.copies import Copies
 from paceline.torch.gradient_statistics import GradientStatistics
 from paceline.torch.parameters import ManagedTensors
 from paceline.torch.passes import GradientPasses
-from paceline.torch.peers import Peers, find_peers
+from paceline.torch.peers import Peers, find_peers, known_exchange
 from paceline.torch.reduction import ReductionFactory
 from paceline.torch.regrouping import Regrouping
 from paceline.torch.uneven import Joining, Joins
@@ -81,7 +83,7 @@ class DistributedDataParallel(CommHooks, GradientStatistics, Joins, Regrouping, 
             and returns it (of tokens, say). None: 1, or what weight() says.
         nonfinite: What to do when a gradient holds an infinity or a NaN: "warn" (once), "raise" (on every
             rank) or "ignore".
-        timeout_s: Seconds to wait for the slowest rank; None: the group's own time-out.
+        timeout_s: Seconds to wait for the slowest rank, or a timedelta; None: the group's own time-out.
         warn_after_s: Seconds after which a late rank is named in a warning; None: 10.
         reduce_through: "memory" that the ranks share, the process "group", or the better one that is
             possible ("auto").
@@ -144,8 +146,8 @@ class DistributedDataParallel(CommHooks, GradientStatistics, Joins, Regrouping, 
         buffers: Mapping[str, str] | None = None,
         weight: float | Callable[..., Weight] | None = None,
         nonfinite: str = "warn",
-        timeout_s: float | None = None,
-        warn_after_s: float | None = None,
+        timeout_s: float | timedelta | None = None,
+        warn_after_s: float | timedelta | None = None,
         reduce_through: str = "auto",
         init_sync_buffers: bool | None = None,
         check_replicas_every: int | None = None,
@@ -157,8 +159,18 @@ class DistributedDataParallel(CommHooks, GradientStatistics, Joins, Regrouping, 
         arguments |= later
         nn.Module.__init__(self)  # not torch's DDP: it is a base only so that others recognise this class
         self._arguments = arguments
+        with telling_peers(lambda: known_exchange(process_group, device_mesh)):
+            self._prepare(module, arguments)
+            times = self._config.timeout_s, self._config.warn_after_s
+            peers = find_peers(process_group, device_mesh, *times)
+        self._connect(peers)
+
+    def _prepare(self, module: nn.Module, arguments: dict[str, Any]) -> None:
+        """All that this rank does by itself."""
+        checked_module("DistributedDataParallel", module)
         self._config = make_config(**arguments)
         check_inner(module)
+        check_materialised("DistributedDataParallel", module)
         self.module = module
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True  # others set it; buffers are brought in step after backward
@@ -168,7 +180,6 @@ class DistributedDataParallel(CommHooks, GradientStatistics, Joins, Regrouping, 
         self._tensors.check_device(self._config.device)
         self._tensors.delay(arguments)
         self._config.precision.cast_buffers(module, self._tensors.ignored)
-        self._connect(find_peers(process_group, device_mesh, timeout_s, warn_after_s))
 
     def _connect(self, peers: Peers, *, is_first: bool = True) -> None:
         """Begin to keep the model in step with the other ranks'. Collective."""
@@ -264,8 +275,10 @@ class DistributedDataParallel(CommHooks, GradientStatistics, Joins, Regrouping, 
         passes = self._passes
         if not self._is_connected:
             self._refuse_backward(output)
-        elif passes is not None and (passes.state.is_syncing or passes.weights.is_used):
-            passes.watch(output)
+        elif passes is not None:
+            state = passes.state
+            if state.is_syncing or state.accumulated or passes.weights.is_used:
+                passes.watch(output)
 
     def _passes_to_weigh(self) -> GradientPasses:
         if not self._is_connected:

@@ -1,8 +1,8 @@
 """Torch's own means of communication as a rendezvous `Exchange`: a process group, or a store.
 
-May import torch, the standard library, `errors` and `rendezvous.exchange`. Its one idea: whatever the user
-has initialised already connects the ranks, so Paceline opens no second port to form its group. Payloads
-are plain bytes; nothing is pickled.
+May import torch, the standard library, `errors`, `rendezvous.exchange` and `roll_call`. Its one idea:
+whatever the user has initialised already connects the ranks, so Paceline opens no second port to form its
+group. Payloads are plain bytes; nothing is pickled.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from paceline.errors import RendezvousError, format_ranks
+from paceline.torch.roll_call import Missing, RollCall, say_where
 
 _LONGEST_NAP_S = 0.002
 _HEADER_BYTES = 4
@@ -34,15 +35,16 @@ class ProcessGroupExchange:
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None) -> None:
-        self._group = process_group if process_group is not None else dist.group.WORLD
-        if self._group is None:
+        group = process_group if process_group is not None else dist.group.WORLD
+        if group is None:
             raise RendezvousError(
                 "torch.distributed has no process group yet.",
                 likely="torch.distributed.init_process_group() was not called, or failed",
                 hint='call torch.distributed.init_process_group("gloo") first, or start with `paceline run`',
             )
-        self._rank = dist.get_rank(self._group)
-        self._world_size = dist.get_world_size(self._group)
+        self._group = group
+        self._rank = dist.get_rank(group)
+        self._world_size = dist.get_world_size(group)
         if self._rank < 0:
             raise RendezvousError(
                 "This process is not a member of the given process group.",
@@ -50,6 +52,7 @@ class ProcessGroupExchange:
                 hint="pass a group that this rank belongs to",
             )
         self._device = _transport_device(self._group)
+        say_where(self._group, self._rank)
 
     @property
     def rank(self) -> int:
@@ -63,8 +66,7 @@ class ProcessGroupExchange:
         """Return the payloads of all ranks, by rank. Collective; blocks at most `timeout_s`.
 
         Raises:
-            RendezvousError: The group failed or some rank was late. A process group does not tell which
-                one; its own words are in the message.
+            RendezvousError: The group failed, or some rank was late; names those that do not answer.
         """
         deadline = time.monotonic() + timeout_s
         own_size = torch.tensor([len(payload)], dtype=torch.int64, device=self._device)
@@ -77,38 +79,45 @@ class ProcessGroupExchange:
 
     def _gather_tensors(self, own: torch.Tensor, deadline: float, timeout_s: float) -> list[torch.Tensor]:
         rows = [torch.empty_like(own) for _ in range(self._world_size)]
-        try:
-            work = dist.all_gather(rows, own, group=self._group, async_op=True)
-            # Polled, because Work.wait(timeout) is ignored by some backends and aborts others.
-            nap_s = 0.00002
-            while not work.is_completed():
-                if time.monotonic() > deadline:
-                    raise self._late(timeout_s)
-                time.sleep(nap_s)
-                nap_s = min(nap_s * 2, _LONGEST_NAP_S)
-            work.wait()
-        except RendezvousError:
-            raise
-        except RuntimeError as error:
-            raise self._failed(error) from error
+        with RollCall(self._group, self._rank, self._world_size) as roll:
+            try:
+                work = dist.all_gather(rows, own, group=self._group, async_op=True)
+                # Polled, because Work.wait(timeout) is ignored by some backends and aborts others.
+                nap_s = 0.00002
+                while not work.is_completed():
+                    if time.monotonic() > deadline:
+                        raise self._late(timeout_s, roll.missing())
+                    if roll.is_called():
+                        raise self._failed("another rank has noticed it", roll.missing())
+                    time.sleep(nap_s)
+                    nap_s = min(nap_s * 2, _LONGEST_NAP_S)
+                work.wait()
+            except RendezvousError:
+                raise
+            except RuntimeError as error:
+                raise self._failed(str(error), roll.missing()) from error
         return rows
 
-    def _late(self, timeout_s: float) -> RendezvousError:
+    def _late(self, timeout_s: float, missing: list[Missing]) -> RendezvousError:
         return RendezvousError(
             f"Rank {self._rank} of {self._world_size} gave up forming a group after {timeout_s:.1f} s.",
             where=f"all_gather over torch's {dist.get_backend(self._group)} process group",
-            seen="the all_gather did not complete; the process group does not tell which rank is missing",
-            likely="a rank died before this point, or took another branch and forms no group",
+            seen=_told(missing) or "the all_gather did not complete; nobody tells which rank is missing",
+            likely="a rank died or was stopped before this point, or took another branch and forms no group",
             hint="every rank of the process group must make this call; look at the other ranks' output",
+            missing=tuple(each.rank for each in missing),
         )
 
-    def _failed(self, error: RuntimeError) -> RendezvousError:
+    def _failed(self, reason: str, missing: list[Missing]) -> RendezvousError:
         return RendezvousError(
             f"Rank {self._rank} of {self._world_size} could not form a group.",
             where=f"all_gather over torch's {dist.get_backend(self._group)} process group",
-            seen=str(error),
+            seen="\n".join(filter(None, (_told(missing), reason))),
             likely="another rank died or raised",
-            hint="look at the other ranks' output; the first to fail tells the reason",
+            hint="look at the output of the rank that is named"
+            if missing
+            else "look at the other ranks' output; the first to fail tells the reason",
+            missing=tuple(each.rank for each in missing),
         )
 
 
@@ -231,6 +240,10 @@ class StoreExchange:
             hint="give every process the same WORLD_SIZE, and every job its own MASTER_PORT",
             rank=self._rank,
         )
+
+
+def _told(missing: list[Missing]) -> str:
+    return "; ".join(f"rank {each.rank} {each.state}" for each in missing)
 
 
 def _transport_device(group: dist.ProcessGroup) -> torch.device:

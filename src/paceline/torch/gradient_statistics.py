@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.reducer.wrapped_model import WrappedModel
+from paceline.arguments import Arguments
+from paceline.reducer.wrapped_model import WrappedModel, checked_norms
 from paceline.torch.statistics import clip
 
 if TYPE_CHECKING:
@@ -42,6 +43,11 @@ class GradientStatistics(WrappedModel):
         Example:
             Rank 0's gradient is 6 and rank 1's 10: the norm is 8, and after clip_grad_norm_(2) both hold 2.
         """
+        if not (type(max_norm) is type(norm_type) is float and max_norm >= 0 and norm_type > 0):
+            max_norm, norm_type = checked_norms(max_norm, norm_type)
+        if scaler is not None and not hasattr(scaler, "get_scale"):
+            hint = "the GradScaler that scaled the loss, or None"
+            raise Arguments("clip_grad_norm_").refuse("scaler", scaler, "a GradScaler", hint, is_type=True)
         is_known = self._passes is not None and norm_type == 2.0
         known = self._passes.known_norm() if is_known and self._passes is not None else None
         scale = 1.0 if scaler is None else scaler.get_scale()

@@ -15,14 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.errors import ConfigError
-from paceline.reducer.comm_hooks import (
-    CommHook,
-    HookedBucket,
-    TypeHookError,
-    check_callable,
-    wrong_result,
-)
+from paceline.errors import ConfigError, ConfigTypeError
+from paceline.reducer.comm_hooks import CommHook, HookedBucket, check_callable, wrong_result
 from paceline.torch.arena import Arena
 from paceline.torch.engine import ProcessGroupTransport, as_real
 from paceline.torch.peers import ProcessGroupPeers
@@ -110,7 +104,7 @@ class HookTransport(ProcessGroupTransport):
             future = self._hook.call(self._hook.state, shown)
         if not isinstance(future, torch._C.Future):  # the base of torch.futures.Future
             raise _wrong_result(
-                self._hook.name, "a torch.futures.Future of a tensor", type(future).__name__, TypeHookError
+                self._hook.name, "a torch.futures.Future of a tensor", type(future).__name__, ConfigTypeError
             )
         self._latest = _HookWork(self, future, bucket)
         return self._latest
@@ -127,7 +121,7 @@ class HookTransport(ProcessGroupTransport):
         flat = self._buckets[bucket]
         if not isinstance(value, torch.Tensor):
             raise _wrong_result(
-                self._hook.name, "a future of a tensor", f"one of {type(value).__name__}", TypeHookError
+                self._hook.name, "a future of a tensor", f"one of {type(value).__name__}", ConfigTypeError
             )
         if flat.is_complex() and not value.is_complex():
             flat = as_real(flat)  # as torch's all_reduce delivers it
@@ -168,10 +162,11 @@ def check_hook(hook: Any) -> None:
     """Refuse what cannot be a hook, with torch's exception types.
 
     Raises:
-        TypeHookError: It is not callable.
+        ConfigTypeError: It is not callable.
         ConfigError: Its annotations are those of something else.
     """
-    check_callable(hook)
+    hint = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks has some"
+    check_callable(hook, returns="a future of a tensor", hint=hint)
     try:
         signature = inspect.signature(hook)
     except ValueError:  # written in C: nothing to look at

@@ -21,12 +21,13 @@ from paceline.reducer.graphs import Graphs
 from paceline.reducer.pass_state import PassState
 from paceline.reducer.protocol import Reducer
 from paceline.torch.compiling import untraced
+from paceline.torch.statistics import extent
 
 Hook = Callable[[torch.Tensor], None]
 HookMaker = Callable[[PassState, int, str, torch.Tensor, Reducer, torch.dtype], Hook]
 """Of a parameter: its index, name, place, who averages, and the dtype of its gradients."""
 
-_HAS_EXCHANGE_API = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")  # torch 2.10 and newer
+HAS_EXCHANGE_API = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")  # torch 2.10 and newer
 
 
 def pointer_hook(
@@ -100,7 +101,7 @@ def copy_hook(
         copy(gradient.detach() if gradient.requires_grad else gradient)
         handed[index] = gradient
         staged.append(index)
-        mark_copied(index, gradient.data_ptr(), _extent(gradient))
+        mark_copied(index, gradient.data_ptr(), extent(gradient))
 
     return hand_over
 
@@ -189,7 +190,7 @@ def in_core(
     What is not usual goes to the Python hook: the first gradient of a backward, a local one, any that does
     not lie in memory as its place does.
     """
-    if not isinstance(reducer, _core.Reducer) or view.is_complex() or not _HAS_EXCHANGE_API:
+    if not isinstance(reducer, _core.Reducer) or view.is_complex() or not HAS_EXCHANGE_API:
         return hook
     return _core.GradientHook(hook, state, index, reducer, view, gradient_in_arena, "is_neg")
 
@@ -203,14 +204,6 @@ def in_own_passes(state: PassState, graphs: Graphs, hook: Hook) -> Hook:
             hook(parameter)
 
     return hand_over
-
-
-def _extent(gradient: torch.Tensor) -> int:
-    """Bytes from the first element of a gradient to the end of the one that lies last."""
-    if gradient.is_contiguous() or not gradient.numel():
-        return gradient.nbytes
-    last = sum((size - 1) * stride for size, stride in zip(gradient.shape, gradient.stride()))
-    return (last + 1) * gradient.element_size()
 
 
 def moved_gradient(name: str, where: str, view: torch.Tensor) -> ConfigError:

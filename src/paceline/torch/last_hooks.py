@@ -23,6 +23,9 @@ class LastHooks:
     Args:
         parameters: All of a model.
         hooks: As many.
+
+    Attributes:
+        not_last: Which of them others have come after, by index. No method, because each step asks twice.
     """
 
     def __init__(
@@ -30,11 +33,12 @@ class LastHooks:
     ) -> None:
         self._parameters, self._hooks = list(parameters), list(hooks)
         self._handles = [self._register(index) for index in range(len(self._hooks))]
-        self._order = _core.HookOrder(self._parameters, self._hooks, "_post_accumulate_grad_hooks")
+        order = _core.HookOrder(self._parameters, self._hooks, "_post_accumulate_grad_hooks")
+        self.not_last: Callable[[], list[int]] = order.not_last
 
-    def put_last(self) -> None:
-        """Register those again after which others were registered."""
-        for index in self._order.not_last():
+    def put_last(self, indices: Sequence[int]) -> None:
+        """Register these again: others were registered after them."""
+        for index in indices:
             self._handles[index].remove()
             self._handles[index] = self._register(index)
 

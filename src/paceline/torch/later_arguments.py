@@ -6,6 +6,7 @@ ignored silently.
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Mapping
 from typing import Any
@@ -13,26 +14,45 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from paceline.errors import ConfigError
+from paceline.arguments import show
+from paceline.errors import ConfigError, ConfigTypeError
+
+_OURS = (
+    "buffers",
+    "check_replicas_every",
+    "init_sync_buffers",
+    "nonfinite",
+    "reduce_through",
+    "timeout_s",
+    "warn_after_s",
+    "weight",
+)
 
 
 def check_later(arguments: Mapping[str, Any]) -> None:
     """Take arguments of the installed torch that have its default value.
 
     Raises:
-        TypeError: torch has no such argument either.
+        ConfigTypeError: torch has no such argument either.
         ConfigError: It has, but Paceline does not know what this value means.
     """
     known = inspect.signature(TorchDDP.__init__).parameters
     for name, value in arguments.items():
         if name not in known:
-            raise TypeError(f"DistributedDataParallel() got an unexpected keyword argument '{name}'")
+            close = difflib.get_close_matches(name, [*known, *_OURS], n=1)
+            raise ConfigTypeError(
+                f"DistributedDataParallel() got an unexpected keyword argument '{name}'",
+                expected="the arguments of torch's class, and Paceline's own",
+                got=f"{name}={show(value)}",
+                hint=f"did you mean {close[0]}?" if close else "help(DistributedDataParallel) lists them",
+                argument=name,
+            )
         default = known[name].default
         if value is not default and value != default:
             raise ConfigError(
                 f"DistributedDataParallel: torch {torch.__version__} has an argument that Paceline does not "
                 "know.",
                 expected=f"{name}={default!r}, torch's default",
-                got=f"{name}={value!r}",
+                got=f"{name}={show(value)}",
                 hint="leave it out; or use a Paceline that is as new as this torch",
             )

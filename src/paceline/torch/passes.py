@@ -22,7 +22,6 @@ from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.drift import DriftWatch
 from paceline.reducer.fresh_gradients import FreshGradients
 from paceline.reducer.graphs import Graph, Graphs
-from paceline.reducer.iteration_notes import IterationNotes
 from paceline.reducer.plan import Plan, complete_order, has_one_order
 from paceline.reducer.protocol import FINISHED, Reducer
 from paceline.reducer.replica_check import Entry
@@ -30,6 +29,7 @@ from paceline.reducer.report import names_by_rank
 from paceline.reducer.sharing import registry
 from paceline.reducer.static_graph import StaticGraph
 from paceline.reducer.verdict import Judge
+from paceline.torch.accumulated import part_accumulated
 from paceline.torch.buffer_sync import BufferSync
 from paceline.torch.compiling import untraced
 from paceline.torch.config import DDPConfig
@@ -50,7 +50,7 @@ from paceline.torch.outputs import tensors_in
 from paceline.torch.parameters import ManagedTensors
 from paceline.torch.peers import Peers
 from paceline.torch.reduction import Reduction, ReductionFactory
-from paceline.torch.replica_state import hash_model, make_counter, make_sampler
+from paceline.torch.replica_state import hash_model, make_notes
 from paceline.torch.running_call import RunningCall, running_call
 from paceline.torch.sparse import SparseMeans
 from paceline.torch.statistics import fingerprint, memory
@@ -84,11 +84,13 @@ class GradientPasses(BackwardPasses):
             functools.partial(fingerprint, tensors.trainable), functools.partial(memory, tensors.trainable)
         )
         self.weights = TorchWeights(tensors.trainable, self.state)
-        self.notes = IterationNotes(make_counter(tensors.trainable), make_sampler(tensors.trainable))
+        self.notes = make_notes(tensors.trainable)
         self.drift = DriftWatch(config.check_replicas_every, self._hash_replica, factory.all_gather)
         self._tensors = tensors
         self._peers = peers
         self._factory = factory
+        core = factory.host_group
+        self._tell = None if core is None else core.set_activity
         self._last_hooks: LastHooks | None = None
         self._frozen: frozenset[int] = (
             frozenset()
@@ -157,13 +159,13 @@ class GradientPasses(BackwardPasses):
         self.weights.close()
         self._remove_hooks()
 
+    def _put_last(self, moved: Sequence[int]) -> None:
+        assert self._last_hooks is not None
+        self._last_hooks.put_last(moved)
+
     def _remove_hooks(self) -> None:
         if self._last_hooks is not None:
             self._last_hooks.remove()
-
-    def _put_hooks_last(self) -> None:
-        if self._last_hooks is not None:
-            self._last_hooks.put_last()
 
     def begin_forward(self, *, is_syncing: bool, is_training: bool) -> None:
         """Note a forward whose gradients will be needed."""
@@ -172,13 +174,14 @@ class GradientPasses(BackwardPasses):
         if self._sharing_version != registry.version and not self._is_in_backward():
             self.refresh_sharing()
         super().begin_forward(is_syncing=is_syncing, is_training=is_training)
-        if is_syncing:  # what one of several forwards trains is not frozen
-            frozen = self._tensors.frozen_now
-            self._frozen = self._frozen & frozen if self._is_frozen_noted else frozen
-            self._is_frozen_noted = True
-        if is_syncing and not self.state.is_armed:
-            self._put_hooks_last()
-        if self.buffers.hook is not None and is_syncing:
+        if not is_syncing:
+            return
+        frozen = self._tensors.frozen_now  # what one of several forwards trains is not
+        self._frozen = self._frozen & frozen if self._is_frozen_noted else frozen
+        self._is_frozen_noted = True
+        if not self.state.is_armed and (moved := self._not_last()):
+            self._put_last(moved)
+        if self.buffers.hook is not None:
             self.buffers.hook.before_forward(self._tensors.current_buffers())
 
     def watch(self, output: object) -> None:
@@ -194,6 +197,8 @@ class GradientPasses(BackwardPasses):
     def _on_output_gradient(self, graph: Graph) -> None:
         state = self.state
         if not state.is_syncing:
+            if state.accumulated:
+                part_accumulated(self._tensors.trainable, state.accumulated)
             self.weights.watch_local()
             return
         call = RunningCall.BACKWARD if state.is_armed else running_call()
@@ -204,8 +209,11 @@ class GradientPasses(BackwardPasses):
 
     @untraced
     def _arm(self) -> None:
+        if self.state.accumulated:
+            part_accumulated(self._tensors.trainable, self.state.accumulated)
         super()._arm()
-        self._put_hooks_last()  # for those that were registered since forward
+        if moved := self._not_last():  # hooks were registered since forward
+            self._put_last(moved)
 
     def _is_in_backward(self) -> bool:
         return torch._C._current_graph_task_id() != -1
@@ -323,11 +331,6 @@ class GradientPasses(BackwardPasses):
         tensors = [*self._tensors.all_parameters.values(), *self._tensors.current_buffers().values()]
         self._factory.broadcast_all(tensors, root)
 
-    def _tell(self, activity: str) -> None:
-        core = self._factory.host_group
-        if core is not None:
-            core.set_activity(activity)
-
     def _hash_replica(self, optimizer: Any) -> Sequence[Entry]:
         now, in_step = self._tensors.current_buffers(), self.buffers.in_step
         buffers = {name: buffer for name, buffer in now.items() if name in in_step}
@@ -429,6 +432,7 @@ class GradientPasses(BackwardPasses):
         if self._tensors.trigger is not None:
             registered[self._tensors.trigger] = late.with_trigger(registered[self._tensors.trigger])
         self._last_hooks = LastHooks(trainable, registered)
+        self._not_last = self._last_hooks.not_last
         # Another wrapped model brings its own means to what both have, in the same backward.
         watched = [None if index in self._shared else p for index, p in enumerate(trainable)]
         self.state.handed.watch(watched, "grad", "_version")

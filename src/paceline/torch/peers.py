@@ -7,15 +7,18 @@ any backend offers them, and so does a `paceline.Group`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from paceline.arguments import Arguments
 from paceline.env import read_rank_environment
 from paceline.errors import ConfigError
 from paceline.rendezvous.exchange import Exchange
+from paceline.torch.arguments import checked_group
 from paceline.torch.exchange import ProcessGroupExchange
+from paceline.torch.restarts import warn_of_shared_store
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -68,6 +71,7 @@ class ProcessGroupPeers:
         self.world_size = self.exchange.world_size
         self.timeout_s = timeout_s or _timeout_of(group)
         self.warn_after_s = warn_after_s or _DEFAULT_WARN_AFTER_S
+        warn_of_shared_store(dist.get_backend(group), self.rank)
 
     def broadcast(self, payload: torch.Tensor, root: int = 0) -> None:
         dist.broadcast(payload, src=dist.get_global_rank(self.process_group, root), group=self.process_group)
@@ -120,12 +124,14 @@ def find_peers(
     device_mesh: DeviceMesh | None,
     timeout_s: float | None,
     warn_after_s: float | None,
+    name: str = "process_group",
 ) -> Peers:
     """The group that was passed, else torch's default group, else one formed from the environment.
 
     Raises:
         ConfigError: There is none, or both a group and a mesh were passed.
     """
+    process_group = checked_group("DistributedDataParallel", process_group, name)
     if device_mesh is not None:
         process_group = _group_of_mesh(device_mesh, process_group)
     if process_group is None and dist.is_available() and dist.is_initialized():
@@ -135,12 +141,26 @@ def find_peers(
     return GroupPeers(process_group or _group_from_environment(timeout_s), timeout_s, warn_after_s)
 
 
+def known_exchange(process_group: Any, device_mesh: Any) -> tuple[Exchange, float] | None:
+    """What connects the ranks that these arguments name, and its time-out; None: nothing yet, or nonsense."""
+    is_known = process_group is not None or device_mesh is not None or _environment_group is not None
+    if not is_known and not (dist.is_available() and dist.is_initialized()):
+        return None
+    peers = find_peers(process_group, device_mesh, None, None)
+    return peers.exchange, peers.timeout_s
+
+
 def _group_of_mesh(mesh: DeviceMesh, process_group: dist.ProcessGroup | Group | None) -> dist.ProcessGroup:
     if process_group is not None:
         raise ConfigError(
             "DistributedDataParallel: process_group and device_mesh both name the ranks.",
+            expected="one of them",
             hint="pass one of them",
         )
+    if not hasattr(mesh, "get_group"):
+        hint = 'torch.distributed.device_mesh.init_device_mesh("cpu", (2,)) makes one'
+        check = Arguments("DistributedDataParallel")
+        raise check.refuse("device_mesh", mesh, "a DeviceMesh of one dimension", hint, is_type=True)
     if mesh.ndim != 1:
         raise ConfigError(
             "DistributedDataParallel: only a device_mesh of one dimension is supported.",

@@ -15,12 +15,9 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
 
-from paceline.errors import ConfigError
+from paceline.arguments import show
+from paceline.errors import ConfigTypeError
 from paceline.torch.compiling import untraced_itself
-
-
-class PrecisionTypeError(ConfigError, TypeError):
-    """What was passed is no description of a mixed precision."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,7 @@ def as_precision(given: Any) -> Precision:
     Gradients are averaged in param_dtype where reduce_dtype is None, as in torch.
 
     Raises:
-        PrecisionTypeError: It has no such attributes, or they are no floating-point dtypes.
+        ConfigTypeError: It has no such attributes, or they are no floating-point dtypes.
     """
     if given is None:
         return Precision()
@@ -77,10 +74,12 @@ def as_precision(given: Any) -> Precision:
     for name, dtype in zip(names, dtypes):
         if dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             continue
-        raise PrecisionTypeError(
+        raise ConfigTypeError(
             "DistributedDataParallel: mixed_precision describes no precision.",
             expected="torch.nn.parallel.distributed._MixedPrecision(param_dtype, reduce_dtype, buffer_dtype)",
-            got=f"{given!r}, {name} is {dtype}",
+            got=f"{show(given)}, {name} is {dtype}",
+            hint="_MixedPrecision(param_dtype=torch.bfloat16); or torch.autocast in the training loop",
+            argument="mixed_precision",
         )
     param_dtype, reduce_dtype, buffer_dtype = dtypes
     return Precision(param_dtype, reduce_dtype or param_dtype, buffer_dtype)

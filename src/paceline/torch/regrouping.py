@@ -59,9 +59,10 @@ class Regrouping:
             ModelMismatchError: The ranks' models differ, or their weights; names the first difference, or
                 the ranks and their numbers of good passes.
         """
-        if new_process_group == dist.GroupMember.NON_GROUP_MEMBER:
+        if new_process_group is dist.GroupMember.NON_GROUP_MEMBER:
             return
-        peers = find_peers(new_process_group, None, self._config.timeout_s, self._config.warn_after_s)
+        timeout_s, warn_after_s = self._config.timeout_s, self._config.warn_after_s
+        peers = find_peers(new_process_group, None, timeout_s, warn_after_s, "new_process_group")
         before, self._passes = self._passes, None
         if before is not None:
             self._good_passes = before.good_passes

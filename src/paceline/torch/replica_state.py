@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,32 +10,30 @@ import torch
 from paceline import _core
 from paceline.reducer.iteration_notes import places_to_sample, sample
 from paceline.reducer.replica_check import Entry, flattened, hash_of_plain
+from paceline.torch.hooks import HAS_EXCHANGE_API
 
 Named = tuple[str, str, torch.Tensor]
 """Kind, name and value."""
 
 
-def make_counter(parameters: Sequence[torch.Tensor]) -> Callable[[], int]:
-    """A function that tells how often three of them were written to, but for writes through .data."""
-    first, middle, last = parameters[0], parameters[len(parameters) // 2], parameters[-1]
-    return lambda: first._version + middle._version + last._version
-
-
-def make_sampler(parameters: Sequence[torch.Tensor]) -> Callable[[], int]:
-    """A function that hashes a few bytes of them: microseconds. 0: they can't be read, or have changed."""
+def make_notes(parameters: Sequence[torch.Tensor]) -> _core.IterationNotes:
+    """Of writes to three of them, but for those through .data; and of a few bytes of some."""
+    counted = [parameters[0], parameters[len(parameters) // 2], parameters[-1]]
     sizes = [p.nbytes if p.is_cpu and p.is_contiguous() else 0 for p in parameters]
     places = [(parameters[index], begin, size) for index, begin, size in places_to_sample(sizes)]
-    lengths = [size for _, _, size in places]
+    begins, lengths = [begin for _, begin, _ in places], [size for _, _, size in places]
+    if HAS_EXCHANGE_API:
+        return _core.IterationNotes(counted, "_version", [p for p, _, _ in places], begins, lengths)
 
-    def take() -> int:
+    def take_sample() -> int:
         pointers = []
         for parameter, begin, size in places:
-            if not parameter.is_cpu or parameter.nbytes < begin + size:
+            if not parameter.is_cpu or not parameter.is_contiguous() or parameter.nbytes < begin + size:
                 return 0
             pointers.append(parameter.data_ptr() + begin)
         return sample(pointers, lengths)
 
-    return take
+    return _core.IterationNotes(lambda: sum(parameter._version for parameter in counted), take_sample)
 
 
 def hash_model(

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from paceline.arguments import show
 from paceline.errors import ConfigError
 
 
@@ -37,7 +38,8 @@ def scatter(value: Any, devices: Sequence[torch.device], dim: int = 0) -> list[A
     if isinstance(value, torch.Tensor):
         if not -value.dim() <= dim < value.dim():
             raise ConfigError(
-                f"DataParallel cannot cut a tensor of shape {tuple(value.shape)} along dimension {dim}.",
+                f"DataParallel cannot cut inputs of shape {tuple(value.shape)} along dimension {dim}.",
+                got=show(value),
                 expected=f"tensors with a dimension {dim}, the batch",
                 hint="pass numbers as Python numbers: those go to every device as they are",
             )

@@ -27,14 +27,14 @@ def memory(parameters: Sequence[torch.Tensor]) -> tuple[list[int], list[int]] | 
         if not gradient.is_cpu or gradient.layout is not torch.strided:
             return None
         pointers.append(gradient.data_ptr())
-        sizes.append(gradient.nbytes if gradient.is_contiguous() else _extent(gradient))
+        sizes.append(extent(gradient))
     return pointers, sizes
 
 
-def _extent(tensor: torch.Tensor) -> int:
+def extent(tensor: torch.Tensor) -> int:
     """Bytes from the first element to the end of the last."""
-    if not tensor.numel():
-        return 0
+    if tensor.is_contiguous() or not tensor.numel():
+        return tensor.nbytes
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     return (last + 1) * tensor.itemsize
 

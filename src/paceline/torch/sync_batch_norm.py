@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from paceline.arguments import Arguments
 from paceline.collectives.group import Group
 from paceline.errors import ConfigError
+from paceline.torch.arguments import checked_group, checked_module
 from paceline.torch.peers import formed_group
 
 
@@ -77,10 +79,9 @@ class SyncBatchNorm(nn.SyncBatchNorm):
     Collective: forward in training mode, and its backward. Blocks until all ranks have arrived.
 
     Args:
-        *args: As torch's: num_features, eps, momentum, affine, track_running_stats.
+        num_features, eps, momentum, affine, track_running_stats, device, dtype: As torch's.
         process_group: A process group of torch or a `paceline.Group`. None: torch's default group; or that
             which `DistributedDataParallel` formed from the environment.
-        **kwargs: As torch's.
 
     Raises:
         ValueError: All ranks together have a single value per channel.
@@ -90,9 +91,28 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         >>> model = DistributedDataParallel(model)
     """
 
-    def __init__(self, *args: Any, process_group: Any = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.process_group = process_group
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        process_group: Any = None,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        check = Arguments("SyncBatchNorm")
+        super().__init__(
+            check.whole("num_features", num_features, least=1),
+            check.number("eps", eps, least=0),
+            None if momentum is None else check.number("momentum", momentum),
+            check.flag("affine", affine),
+            check.flag("track_running_stats", track_running_stats),
+            device=device,
+            dtype=dtype,
+        )
+        self.process_group = checked_group("SyncBatchNorm", process_group)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalise each channel (dimension 1) by the statistics of all ranks.
@@ -146,7 +166,9 @@ class SyncBatchNorm(nn.SyncBatchNorm):
             module: Of any kind; a batch norm itself is replaced by the result.
             process_group: As the constructor's.
         """
-        return _convert(cls, module, process_group, {})
+        owner = "convert_sync_batchnorm"
+        group = checked_group(owner, process_group)
+        return _convert(cls, checked_module(owner, module), group, {})
 
 
 class _AnyDimension:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
+from paceline.arguments import Arguments
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -106,12 +107,10 @@ class Joins(Joinable):
         Raises:
             ConfigError: The ranks are connected by a `paceline.Group`; torch's Join needs a process group.
         """
-        return Join(
-            [self],
-            enable,
-            throw_on_early_termination,
-            divide_by_initial_world_size=divide_by_initial_world_size,
-        )
+        flag = Arguments("join").flag
+        divide = flag("divide_by_initial_world_size", divide_by_initial_world_size)
+        throw = flag("throw_on_early_termination", throw_on_early_termination)
+        return Join([self], flag("enable", enable), throw, divide_by_initial_world_size=divide)
 
     def join_hook(self, **kwargs: Any) -> DDPJoinHook:
         """What torch's `Join` runs when this rank has no more data; part of its `Joinable` protocol."""

@@ -7,6 +7,9 @@
 set(mutant_sources_of_host_group.h
     cpp/collectives/all_gather.cc cpp/collectives/all_reduce.cc cpp/collectives/broadcast.cc
     cpp/collectives/host_group.cc cpp/reducer/ending.cc cpp/reducer/reducer.cc)
+set(mutant_sources_of_reducer.h
+    cpp/reducer/ending.cc cpp/reducer/outcome.cc cpp/reducer/overlaps.cc cpp/reducer/plan.cc
+    cpp/reducer/reducer.cc)
 
 function(mutant name file program finding)
   set(folder ${CMAKE_CURRENT_BINARY_DIR}/mutants/${name})
@@ -80,6 +83,23 @@ mutant(gate_opens_before_its_reset cpp/collectives/host_group.cc "collectives, 2
   "gate.phase.store(phase + 1); gate.arrived.store(0);")
 mutant(one_buffer_for_all_calls cpp/collectives/host_group.h "collectives, 2 ranks" "(race|a wrong)"
   "Layout::small_at(call_.number & 1)" "Layout::small_at(0)")
+
+# --- what is unused, and who may leave it so ---
+mutant(no_zeros_for_nobodys cpp/reducer/ending.cc "passes, 2 ranks" "(deadlock|a wrong mean)"
+  "if (any_unused && (allow_unused || allow_nobodys)) add_unused();" "if (any_unused && allow_unused) add_unused();")
+mutant(decides_by_its_own_flags cpp/reducer/ending.cc "passes, 2 ranks" "(deadlock|another verdict)"
+  "if ((verdict & kPassUnusedRefused) != 0 && allow_nobodys" "if ((flags & kPassUnusedRefused) != 0 && allow_nobodys")
+mutant(forgets_who_refused cpp/reducer/ending.cc "passes, 2 ranks" "(deadlock|another verdict)"
+  "if (any_unused && !allow_unused) flags |= kPassUnusedRefused;"
+  "if (any_unused && !allow_unused && !allow_nobodys) flags |= kPassUnusedRefused;")
+mutant(ranks_without_data_count cpp/reducer/ending.cc "passes, 2 ranks" "another verdict"
+  "if (header(r, pass_).forwards == kFinished) continue;" "")
+mutant(compares_too_early cpp/reducer/ending.cc "passes, 2 ranks" "(deadlock|another verdict)"
+  "uint32_t verdict = end_backward(forwards, flags);"
+  "const bool is_alike = is_unused_alike();\n  uint32_t verdict = end_backward(forwards, flags);"
+  "allow_nobodys && is_unused_alike())" "allow_nobodys && is_alike)")
+mutant(one_place_for_what_is_unused cpp/reducer/reducer.h "passes, 2 ranks" "(deadlock|another verdict)"
+  "(pass & 1) * unused_words_" "0 * unused_words_")
 
 # --- memory orders that promise too little ---
 mutant(relaxed_count cpp/reducer/ending.cc "passes, 2 ranks" race

@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "reducer/reducer.h"
+#include "reducer_layout.h"
 #include "world.h"
 
 namespace paceline::schedules {
@@ -14,27 +15,88 @@ constexpr size_t kParameters = std::size(kSizes);
 constexpr int kPasses = 3;
 constexpr float kGarbage = -7;
 
+enum class Who { kNobody, kOddRank, kOthers, kAll };
+
+/// What ranks do in a pass, and what all of them must find.
+struct Kind {
+  Who leave_one_out = Who::kNobody;  ///< of the parameters, always the same
+  Who allow_it = Who::kNobody;       ///< allow_unused: each rank says its own
+  bool nobodys = false;              ///< allow_nobodys, the same on all ranks
+  Who lack_data = Who::kNobody;      ///< use nothing, and allow that
+  Who differ = Who::kNobody;         ///< in their number of forwards
+  uint32_t verdict = 0;
+  bool is_void = false;
+};
+using enum Who;
+constexpr Kind kKinds[] = {
+    {},
+    {.differ = kOddRank, .verdict = kPassForwardsDiffer, .is_void = true},
+    {.lack_data = kOddRank, .verdict = kPassUnused | kPassFinished},
+    {.leave_one_out = kOddRank, .verdict = kPassUnused, .is_void = true},
+    {.leave_one_out = kOddRank, .allow_it = kAll, .verdict = kPassUnused},
+    // Frozen on all ranks; on all but one.
+    {.leave_one_out = kAll, .allow_it = kAll, .verdict = kPassUnused},
+    {.leave_one_out = kAll,
+     .allow_it = kOthers,
+     .verdict = kPassUnused,
+     .is_void = true},
+    // Nobody's: frozen on all but one; where one has no data.
+    {.leave_one_out = kAll, .nobodys = true, .verdict = kPassNobodys},
+    {.leave_one_out = kAll,
+     .allow_it = kOthers,
+     .nobodys = true,
+     .verdict = kPassNobodys},
+    {.leave_one_out = kAll,
+     .nobodys = true,
+     .lack_data = kOddRank,
+     .verdict = kPassNobodys | kPassFinished},
+    // Somebody's: one uses it; all but one do.
+    {.leave_one_out = kOthers,
+     .nobodys = true,
+     .verdict = kPassUnused,
+     .is_void = true},
+    {.leave_one_out = kOddRank,
+     .nobodys = true,
+     .verdict = kPassUnused,
+     .is_void = true},
+};
+
 /// One pass, as all ranks know it beforehand.
 struct Pass {
-  enum Kind { kPlain, kUnused, kUnusedAllowed, kForwardsDiffer, kFinished };
-  Kind kind = kPlain;
-  int odd_rank = 0;  ///< that leaves something out, or differs
+  Kind kind;
+  int odd_rank = 0;
   bool has_weights = false;
+
+  bool is_of(Who who, int rank) const {
+    return who == kAll || (who == kOddRank && rank == odd_rank) ||
+           (who == kOthers && rank != odd_rank);
+  }
+  bool has_data(int rank) const { return !is_of(kind.lack_data, rank); }
+  bool uses(int rank, size_t parameter) const {
+    return has_data(rank) &&
+           !(parameter == 1 && is_of(kind.leave_one_out, rank));
+  }
+  bool allows(int rank) const {
+    return is_of(kind.allow_it, rank) || !has_data(rank);
+  }
 };
 
 /// How the ranks of one schedule train.
 struct Setting {
+  enum Passes { kAny, kGood, kPlain };
+
   bool is_elsewhere;  ///< gradients lie outside of the arena
   size_t cap_bytes;   ///< of a bucket
   Pass passes[kPasses];
 
-  Setting(const Run& run, bool only_plain) {
+  Setting(const Run& run, Passes which) {
     Random random = run.shared_random();
     is_elsewhere = random.one_in(2);
     cap_bytes = size_t{256} << random.below(6);
     for (Pass& pass : passes) {
-      if (!only_plain && random.one_in(2))
-        pass.kind = static_cast<Pass::Kind>(1 + random.below(4));
+      if (which != kPlain && random.one_in(2))
+        pass.kind = kKinds[random.below(std::size(kKinds))];
+      if (which == kGood && pass.kind.is_void) pass.kind = {};
       pass.odd_rank = static_cast<int>(
           random.below(static_cast<uint64_t>(run.world.ranks())));
       pass.has_weights = random.one_in(4);
@@ -50,31 +112,13 @@ double weight_of(int rank, int world) {
 class Model {
  public:
   Model(HostGroup& group, const Setting& setting)
-      : group_(group), setting_(setting) {
-    std::vector<ParameterSpan> spans;
-    std::vector<BucketSpan> buckets;
-    size_t at = 0;
-    size_t begin = 0;
-    for (const size_t count : kSizes) {
-      spans.push_back({at, count, DType::kFloat32});
-      offsets_.push_back(at);
-      const size_t end = at + (count * sizeof(float) + 63) / 64 * 64;
-      for (size_t block = kBlockElements; block < count;
-           block += kBlockElements) {
-        if (at + block * sizeof(float) - begin < setting.cap_bytes) continue;
-        buckets.push_back({begin, at + block * sizeof(float)});
-        begin = buckets.back().end;
-      }
-      if (end - begin >= setting.cap_bytes) {
-        buckets.push_back({begin, end});
-        begin = end;
-      }
-      at = end;
-      elsewhere_.emplace_back(count, kGarbage);
-    }
-    if (begin < at) buckets.push_back({begin, at});
-    reducer_ = std::make_unique<Reducer>(group, at, spans, buckets,
-                                         setting.is_elsewhere);
+      : group_(group),
+        setting_(setting),
+        layout_(kSizes, setting.cap_bytes),
+        reducer_(std::make_unique<Reducer>(group, layout_.arena_bytes,
+                                           layout_.parameters, layout_.buckets,
+                                           setting.is_elsewhere)) {
+    for (const size_t count : kSizes) elsewhere_.emplace_back(count, kGarbage);
     fill_with_garbage();
   }
 
@@ -97,8 +141,9 @@ class Model {
     const int world = group_.world();
     for (size_t p = 0; p < kParameters; ++p) {
       // What this rank has no gradient for is in the arena only.
-      const float* gradient =
-          weight(group_.rank(), p) == 0 ? view_of(p) : gradient_of(p);
+      const float* gradient = weight(group_.rank(), p) == 0
+                                  ? layout_.view(*reducer_, p)
+                                  : gradient_of(p);
       note_plain_read(gradient, kSizes[p] * sizeof(float));
       double weights[Clocks::kMostRanks];
       double total = 0;
@@ -132,17 +177,14 @@ class Model {
     return 24.0f * static_cast<float>((rank + 1) * (pass + 1) +
                                       static_cast<int>((parameter + i) % 9));
   }
-  float* view_of(size_t parameter) {
-    return reinterpret_cast<float*>(reducer_->arena() + offsets_[parameter]);
-  }
   float* gradient_of(size_t parameter) {
     return setting_.is_elsewhere ? elsewhere_[parameter].data()
-                                 : view_of(parameter);
+                                 : layout_.view(*reducer_, parameter);
   }
 
   HostGroup& group_;
   const Setting& setting_;
-  std::vector<size_t> offsets_;
+  const testing::ReducerLayout layout_;
   std::vector<std::vector<float>> elsewhere_;
   std::unique_ptr<Reducer> reducer_;
 };
@@ -165,10 +207,10 @@ struct Rank {
   HostGroup group;
   std::optional<Model> model;
 
-  Rank(Run& a_run, int a_rank, bool only_plain)
+  Rank(Run& a_run, int a_rank, Setting::Passes passes)
       : run(a_run),
         rank(a_rank),
-        setting(run, only_plain),
+        setting(run, passes),
         outcome(run.outcomes[static_cast<size_t>(rank)]),
         own(run.random_of(rank)),
         group(run.world.region(), rank, kNonce,
@@ -178,21 +220,13 @@ struct Rank {
     scheduler().start();
   }
 
-  bool is_odd(const Pass& pass) const { return pass.odd_rank == rank; }
-
   /// Marks `most` gradients of a pass.
   void mark_some(int number, size_t most) {
     const Pass& pass = setting.passes[number];
     std::vector<size_t> order = random_order(own);
-    if (is_odd(pass) && pass.kind == Pass::kFinished) order.clear();
-    if (is_odd(pass) &&
-        (pass.kind == Pass::kUnused || pass.kind == Pass::kUnusedAllowed))
-      std::erase(order, size_t{1});
-    const bool is_finished = is_odd(pass) && pass.kind == Pass::kFinished;
-    model->reducer().set_weight(is_finished ? 0
-                                : pass.has_weights
-                                    ? weight_of(rank, group.world())
-                                    : 1);
+    std::erase_if(
+        order, [&](size_t parameter) { return !pass.uses(rank, parameter); });
+    model->reducer().set_weight(weight_in(pass, rank));
     order.resize(std::min(order.size(), most));
     for (const size_t parameter : order) model->mark(parameter, number);
   }
@@ -200,47 +234,39 @@ struct Rank {
   void train(int number) {
     const Pass& pass = setting.passes[number];
     mark_some(number, kParameters);
-    const bool is_finished = is_odd(pass) && pass.kind == Pass::kFinished;
-    const uint32_t forwards =
-        is_finished                                          ? kFinished
-        : is_odd(pass) && pass.kind == Pass::kForwardsDiffer ? 2
-                                                             : 1;
-    const bool allows =
-        pass.kind == Pass::kUnusedAllowed || pass.kind == Pass::kFinished;
-    const uint32_t flags = model->reducer().finish(forwards, allows);
+    const uint32_t forwards = !pass.has_data(rank)                 ? kFinished
+                              : pass.is_of(pass.kind.differ, rank) ? 2
+                                                                   : 1;
+    const uint32_t flags =
+        model->reducer().finish(forwards, pass.allows(rank), pass.kind.nobodys);
     ++outcome.good_passes;
-    static constexpr uint32_t kExpected[] = {0, kPassUnused, kPassUnused,
-                                             kPassForwardsDiffer,
-                                             kPassUnused | kPassFinished};
-    expect(flags == kExpected[pass.kind],
-           "another verdict than the ranks' own");
-    if (pass.kind != Pass::kUnused && pass.kind != Pass::kForwardsDiffer)
-      check(number);
+    expect(flags == pass.kind.verdict, "another verdict than the ranks' own");
+    if (!pass.kind.is_void) check(number);
     model->fill_with_garbage();
+  }
+
+  double weight_in(const Pass& pass, int r) const {
+    if (!pass.has_data(r)) return 0;
+    return pass.has_weights ? weight_of(r, group.world()) : 1;
   }
 
   void check(int number) {
     const Pass& pass = setting.passes[number];
     // kParameters asks for the weight in the sum of weights.
     model->check(number, [&](int r, size_t parameter) -> double {
-      const bool leaves_out =
-          r == pass.odd_rank &&
-          (pass.kind == Pass::kFinished ||
-           (pass.kind == Pass::kUnusedAllowed && parameter == 1));
-      if (leaves_out) return 0;
-      return pass.has_weights ? weight_of(r, group.world()) : 1;
+      return pass.uses(r, parameter) ? weight_in(pass, r) : 0;
     });
   }
 };
 
 void train(Run& run, int index) {
-  Rank rank(run, index, false);
+  Rank rank(run, index, Setting::kAny);
   for (int p = 0; p < kPasses; ++p) rank.train(p);
 }
 
 // Survivors keep their memory until all are back, and see who writes there.
 void train_and_watch(Run& run, int index) {
-  Rank rank(run, index, true);
+  Rank rank(run, index, Setting::kGood);
   const bool watches = run.shared_random().one_in(2);
   try {
     for (int p = 0; p < kPasses; ++p) rank.train(p);
@@ -256,7 +282,7 @@ void train_and_watch(Run& run, int index) {
 }
 
 void leave_in_mid_pass(Run& run, int index) {
-  Rank rank(run, index, true);
+  Rank rank(run, index, Setting::kPlain);
   Random random = run.shared_random();
   const int leaver =
       static_cast<int>(random.below(static_cast<uint64_t>(run.world.ranks())));
@@ -272,7 +298,7 @@ void leave_in_mid_pass(Run& run, int index) {
 
 // Two reducers of one group, one of which comes and goes.
 void several_reducers(Run& run, int index) {
-  Rank rank(run, index, true);
+  Rank rank(run, index, Setting::kPlain);
   for (int p = 0; p < 2; ++p) {
     Model passing(rank.group, rank.setting);
     for (size_t i = 0; i < kParameters; ++i) passing.mark(i, p);

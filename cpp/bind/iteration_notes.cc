@@ -1,0 +1,197 @@
+#include "bind/iteration_notes.h"
+
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bind/dlpack.h"
+#include "bind/failures.h"
+#include "bind/garbage_collected.h"
+#include "bind/tensor_attribute.h"
+#include "hash/xxh64.h"
+
+namespace paceline {
+namespace {
+
+constexpr uint32_t kNothing = 0;
+
+/// 32 bits: 1, accumulated, 8 of dropped, 10 of writes, 12 of the sample. See
+/// paceline/reducer/iteration_notes.py for what they mean.
+uint32_t pack_note(int64_t writes, uint64_t sample, int64_t dropped,
+                   bool accumulated) {
+  const auto most = static_cast<uint32_t>(std::min<int64_t>(dropped, 0xff));
+  return 1 | static_cast<uint32_t>(accumulated) << 1 | most << 2 |
+         (static_cast<uint32_t>(writes) & 0x3ff) << 10 |
+         (static_cast<uint32_t>(sample) & 0xfff) << 20;
+}
+
+/// Looks at the parameters without Python: each step does so between two large
+/// computations, when nothing of it is in the processor's caches any more.
+class Look {
+ public:
+  Look(nb::list counted, const std::string& version, nb::list sampled,
+       std::vector<size_t> begins, std::vector<size_t> sizes)
+      : counted_(std::move(counted)),
+        version_(version.c_str()),
+        sampled_(std::move(sampled)),
+        begins_(std::move(begins)),
+        sizes_(std::move(sizes)) {
+    if (sampled_.size() != begins_.size() || sampled_.size() != sizes_.size())
+      misuse("sampled, begins and sizes must have one entry per piece");
+    for (const nb::handle tensor : sampled_)
+      borrow_ = dlpack::find_borrow(tensor);
+  }
+
+  int64_t writes() {
+    int64_t sum = 0;
+    for (const nb::handle tensor : counted_) {
+      const nb::object version = nb::steal(version_.get(tensor.ptr()));
+      if (version.is_valid()) sum += PyLong_AsLongLong(version.ptr());
+      if (PyErr_Occurred() != nullptr) throw nb::python_error();
+    }
+    return sum;
+  }
+
+  uint64_t sample() const {
+    uint64_t hash = 0;
+    for (size_t i = 0; i < sizes_.size(); ++i) {
+      dlpack::Tensor tensor;
+      if (borrow_(nb::handle(sampled_[i]).ptr(), &tensor) != 0) {
+        PyErr_Clear();
+        return 0;
+      }
+      // Its memory may have been replaced by other, smaller memory.
+      if (tensor.device.type != dlpack::kCpu ||
+          tensor.nbytes_in_a_row() < begins_[i] + sizes_[i])
+        return 0;
+      const auto* begin = static_cast<const std::byte*>(tensor.begin());
+      hash = sample_hash(begin + begins_[i], sizes_[i], hash);
+    }
+    return hash;
+  }
+
+  int traverse(visitproc visit, void* arg) const {
+    Py_VISIT(counted_.ptr());
+    Py_VISIT(sampled_.ptr());
+    return 0;
+  }
+
+ private:
+  nb::list counted_;
+  TensorAttribute version_;
+  nb::list sampled_;
+  std::vector<size_t> begins_;
+  std::vector<size_t> sizes_;
+  dlpack::Borrow borrow_ = nullptr;
+};
+
+/// Counts what this rank does between two passes.
+class IterationNotes {
+ public:
+  /// `count_writes` may be None: the framework does not count.
+  IterationNotes(nb::object count_writes, nb::object take_sample)
+      : count_writes_(std::move(count_writes)),
+        take_sample_(std::move(take_sample)) {}
+  /// `version` is an attribute that each write to a tensor counts up. `begins`
+  /// and `sizes` say, in bytes, what of each of `sampled` is looked at.
+  IterationNotes(nb::list counted, const std::string& version, nb::list sampled,
+                 std::vector<size_t> begins, std::vector<size_t> sizes)
+      : look_(std::in_place, std::move(counted), version, std::move(sampled),
+              std::move(begins), std::move(sizes)) {}
+
+  uint32_t take(int64_t forwards, bool accumulated) {
+    if (!has_begun_ || !is_valid()) return kNothing;
+    has_begun_ = false;
+    const uint64_t sampled = sample();
+    const int64_t writes =
+        counts_writes() ? count() - writes_before_ : sampled != sample_before_;
+    const int64_t dropped = batches - (forwards - forwards_before_);
+    return pack_note(writes, sampled, std::max<int64_t>(dropped, 0),
+                     accumulated);
+  }
+
+  void begin(int64_t forwards) {
+    if (!is_valid()) return;
+    batches = 0;
+    if (counts_writes()) {
+      writes_before_ = count();
+    } else {
+      sample_before_ = sample();
+    }
+    forwards_before_ = forwards;
+    has_begun_ = true;
+  }
+
+  int traverse(visitproc visit, void* arg) const {
+    Py_VISIT(count_writes_.ptr());
+    Py_VISIT(take_sample_.ptr());
+    return look_.has_value() ? look_->traverse(visit, arg) : 0;
+  }
+  void clear() {
+    // What ends with them may run Python code, which finds nothing here.
+    std::optional<Look> look;
+    look.swap(look_);
+    const nb::object count_writes = std::move(count_writes_);
+    const nb::object take_sample = std::move(take_sample_);
+  }
+
+  int64_t batches = 0;
+
+ private:
+  /// Not once the garbage collector was here.
+  bool is_valid() const { return look_.has_value() || take_sample_.is_valid(); }
+  bool counts_writes() const {
+    return look_.has_value() || !count_writes_.is_none();
+  }
+  int64_t count() {
+    return look_.has_value() ? look_->writes()
+                             : nb::cast<int64_t>(count_writes_());
+  }
+  uint64_t sample() {
+    return look_.has_value() ? look_->sample()
+                             : nb::cast<uint64_t>(take_sample_());
+  }
+
+  std::optional<Look> look_;
+  nb::object count_writes_;
+  nb::object take_sample_;
+  bool has_begun_ = false;
+  int64_t writes_before_ = 0;
+  uint64_t sample_before_ = 0;
+  int64_t forwards_before_ = 0;
+};
+
+PyType_Slot slots[] = {
+    {Py_tp_traverse, reinterpret_cast<void*>(traverse_slot<IterationNotes>)},
+    {Py_tp_clear, reinterpret_cast<void*>(clear_slot<IterationNotes>)},
+    {0, nullptr}};
+
+}  // namespace
+
+void bind_iteration_notes(nb::module_& m) {
+  using namespace nb::literals;
+  m.def("pack_note", &pack_note, "writes"_a, "sample"_a, "dropped"_a,
+        "accumulated"_a);
+  nb::class_<IterationNotes>(m, "IterationNotes", nb::type_slots(slots))
+      .def(nb::init<nb::object, nb::object>(), "count_writes"_a.none(),
+           "take_sample"_a)
+      .def(nb::init<nb::list, const std::string&, nb::list, std::vector<size_t>,
+                    std::vector<size_t>>(),
+           "counted"_a, "version"_a, "sampled"_a, "begins"_a, "sizes"_a)
+      .def_rw("batches", &IterationNotes::batches,
+              "Taken from iterate() since the pass before.")
+      .def("take", &IterationNotes::take, "forwards"_a, "accumulated"_a,
+           "The note of the pass that ends now; 0 unless begin() was called.")
+      .def("begin", &IterationNotes::begin, "forwards"_a,
+           "A good pass of all ranks has ended: what comes now can be "
+           "compared.");
+}
+
+}  // namespace paceline

@@ -1,0 +1,286 @@
+"""What callers pass to Paceline, checked where it comes in.
+
+Its one idea: a wrong value is told in the same words wherever it is passed (the callable, the argument, the
+value, what was expected, and what to write instead), before it reaches anything that would fail in words of
+its own. What means the right thing is taken: numpy's numbers and tensors of one element for Python's, and a
+timedelta for seconds. Imports errors and the standard library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+import reprlib
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from numbers import Real
+from typing import Any, SupportsIndex, TypeVar
+
+from paceline.errors import ConfigError, ConfigTypeError
+
+_LONGEST_S = 1e8
+"""Three years, which stands for ever: clocks below count nanoseconds, and some milliseconds in 32 bits."""
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+class Arguments:
+    """The arguments of one public callable. Each method returns the value as Paceline goes on with it.
+
+    Args:
+        owner: How the user calls it: "init", "DistributedSampler". Empty: the argument's name says it.
+
+    Example:
+        >>> Arguments("init").seconds("timeout_s", timedelta(minutes=1))
+        60.0
+        >>> Arguments("init").whole("rank", "3", least=0)
+        paceline.errors.ConfigTypeError: init: rank='3' is not usable.
+          expected a whole number, 0 or more
+          got      '3', of type str
+          hint     rank=3, a number and not text
+    """
+
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
+
+    def refuse(
+        self,
+        name: str,
+        value: object,
+        expected: str,
+        hint: str,
+        *,
+        is_type: bool = False,
+        got: str = "",
+        **more: Any,
+    ) -> ConfigError:
+        """The error for a value.
+
+        Args:
+            name: Of the argument.
+            value: As it was passed.
+            expected: What would have been right.
+            hint: What to write instead.
+            is_type: Whether the type is wrong already; the error is a TypeError, too.
+            got: The value in other words than its repr; empty: that, and its type.
+            more: Further rows and fields of the error.
+        """
+        kind = ConfigTypeError if is_type else ConfigError
+        shown = show(value)
+        given = shown if value is None else f"{shown}, of type {type(value).__name__}"
+        prefix = f"{self._owner}: " if self._owner else ""
+        return kind(
+            f"{prefix}{name}={shown} is not usable.",
+            expected=expected,
+            got=got or given,
+            hint=hint,
+            argument=name,
+            **more,
+        )
+
+    def require(self, holds: bool, name: str, value: object, expected: str, hint: str = "") -> None:
+        """Raise ConfigError unless it holds."""
+        if not holds:
+            raise self.refuse(name, value, expected, hint or f"leave {name} out for its default")
+
+    def whole(
+        self,
+        name: str,
+        value: SupportsIndex,
+        *,
+        least: int | None = None,
+        most: int | None = None,
+        hint: str = "",
+    ) -> int:
+        """A whole number, as Python's own int.
+
+        Raises:
+            ConfigError: It is none (a float is none), a bool, or out of range.
+        """
+        expected = f"a whole number{_range(least, most)}"
+        hint = hint or f"for example {name}={1 if least is None else least}"
+        plain = _plain(value)
+        try:
+            if isinstance(plain, bool):
+                raise TypeError
+            number = operator.index(plain)
+        except TypeError:
+            raise self.refuse(name, value, expected, _as_number(name, value) or hint, is_type=True) from None
+        if (least is not None and number < least) or (most is not None and number > most):
+            raise self.refuse(name, value, expected, hint)
+        return number
+
+    def number(
+        self,
+        name: str,
+        value: Any,
+        *,
+        above: float | None = None,
+        least: float | None = None,
+        what: str = "a number",
+        is_finite: bool = True,
+        hint: str = "",
+    ) -> float:
+        """A number, as Python's own float.
+
+        Args:
+            above: It must be larger.
+            least: It must be as large.
+            what: It is, in words.
+            is_finite: Whether it must be finite; NaN never is a number.
+
+        Raises:
+            ConfigError: It is none, a bool, or out of range.
+        """
+        if least is not None:
+            what = f"{what}, {least:g} or more"
+        elif above is not None:
+            what = f"{what}, more than {above:g}"
+        hint = hint or f"for example {name}=1.0"
+        plain = _plain(value)
+        try:
+            if isinstance(plain, (bool, str, bytes, bytearray)):
+                raise TypeError
+            number = float(plain)
+        except OverflowError:
+            number = math.inf
+        except (TypeError, ValueError):
+            raise self.refuse(name, value, what, _as_number(name, value) or hint, is_type=True) from None
+        is_low = (above is not None and not number > above) or (least is not None and not number >= least)
+        if is_low or math.isnan(number) or (is_finite and math.isinf(number)):
+            raise self.refuse(name, value, what, hint)
+        return number
+
+    def seconds(
+        self, name: str, value: float | timedelta, *, may_be_zero: bool = False, is_finite: bool = False
+    ) -> float:
+        """A time, as a number of seconds; infinity is taken for a very long one.
+
+        Raises:
+            ConfigError: It is no number and no timedelta, or not positive.
+        """
+        least = "0 or more" if may_be_zero else "more than 0"
+        what = f"a number of seconds, {least}, or a datetime.timedelta"
+        hint = f"{name}=30.0, or {name}=datetime.timedelta(seconds=30)"
+        if isinstance(value, timedelta):
+            number = value.total_seconds()
+        else:
+            number = self.number(name, value, what=what, hint=hint, is_finite=is_finite)
+        if number < 0 or (number == 0 and not may_be_zero):
+            raise self.refuse(name, value, what, hint)
+        return min(number, _LONGEST_S)
+
+    def optional_seconds(
+        self, name: str, value: float | timedelta | None, *, may_be_zero: bool = False
+    ) -> float | None:
+        """As `seconds`; None stays None."""
+        return None if value is None else self.seconds(name, value, may_be_zero=may_be_zero)
+
+    def flag(self, name: str, value: object) -> bool:
+        """True or False; 1 and 0, numpy's, and None for False pass, as in most programs.
+
+        Raises:
+            ConfigError: It is something else, such as the text "False", which Python takes for true.
+        """
+        if value is None:
+            return False
+        plain = _plain(value)
+        if isinstance(plain, int) and plain in (0, 1):
+            return bool(plain)
+        raise self.refuse(
+            name, value, "True or False", f"{name}=True or {name}=False", is_type=not isinstance(value, int)
+        )
+
+    def choice(self, name: str, value: object, choices: Sequence[str]) -> str:
+        """One of several texts.
+
+        Raises:
+            ConfigError: It is none of them.
+        """
+        if isinstance(value, str) and value in choices:
+            return value
+        expected = ", ".join(f'"{choice}"' for choice in choices[:-1]) + f' or "{choices[-1]}"'
+        raise self.refuse(
+            name, value, expected, f'for example {name}="{choices[0]}"', is_type=not isinstance(value, str)
+        )
+
+    def text(self, name: str, value: object, *, hint: str = "", may_be_empty: bool = True) -> str:
+        """A text.
+
+        Raises:
+            ConfigError: It is none, or empty.
+        """
+        expected = "a text" if may_be_empty else "a text that is not empty"
+        hint = hint or f'for example {name}="a"'
+        if not isinstance(value, str):
+            raise self.refuse(name, value, expected, hint, is_type=True)
+        if not value and not may_be_empty:
+            raise self.refuse(name, value, expected, hint)
+        return value
+
+    def function(self, name: str, value: _Function, expected: str, *, hint: str = "") -> _Function:
+        """Something that can be called.
+
+        Args:
+            expected: How it is called: "fn(rank, *args)".
+
+        Raises:
+            ConfigError: It can't.
+        """
+        if not callable(value):
+            raise self.refuse(
+                name, value, f"a function: {expected}", hint or f"{name}=the function itself", is_type=True
+            )
+        return value
+
+
+def show(value: object) -> str:
+    """A value on one short line, however large it is and whatever its repr does."""
+    return " ".join(_short.repr(value).split())
+
+
+class _Short(reprlib.Repr):
+    """reprlib's, which looks at the first elements only, with more room for texts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = 80
+
+    def repr_instance(self, x: object, level: int) -> str:
+        try:
+            text = repr(x)
+        except Exception:
+            return f"<{type(x).__name__} instance>"
+        return text if len(text) <= self.maxother else f"{text[: self.maxother - 3]}..."
+
+
+_short = _Short()
+
+
+def _plain(value: Any) -> Any:
+    """Python's own number for numpy's, and for an array or tensor of one; anything else as it is."""
+    if hasattr(value, "item") and not isinstance(value, type):
+        with contextlib.suppress(Exception):  # of several, or of a kind without values
+            return value.item()
+    return value
+
+
+def _range(least: int | None, most: int | None) -> str:
+    if least is not None and most is not None:
+        return f", {least} to {most}" if most > least else f": {least}"
+    if least is not None:
+        return f", {least} or more"
+    return "" if most is None else f", at most {most}"
+
+
+def _as_number(name: str, value: object) -> str:
+    """What to write instead of a text or a float that holds a number; empty: it holds none."""
+    if isinstance(value, Real) and float(value).is_integer():
+        return f"{name}={int(float(value))}, or int(...) of it"
+    if isinstance(value, (str, bytes)):
+        with contextlib.suppress(ValueError):
+            number = float(value)
+            if math.isfinite(number):
+                return f"{name}={number:g}, a number and not text; int() or float() make one of a text"
+    return ""

@@ -1,0 +1,45 @@
+// Where a test's parameters lie in a reducer's arena.
+#pragma once
+
+#include <cstddef>
+#include <span>
+#include <vector>
+
+#include "reducer/reducer.h"
+
+namespace paceline::testing {
+
+/// Parameters of floats one after the other, cut into buckets.
+struct ReducerLayout {
+  std::vector<ParameterSpan> parameters;
+  std::vector<BucketSpan> buckets;
+  size_t arena_bytes = 0;
+
+  /// `sizes` in elements. A bucket ends with the first block or parameter that
+  /// fills `cap_bytes`.
+  ReducerLayout(std::span<const size_t> sizes, size_t cap_bytes) {
+    size_t begin = 0;
+    const auto cut = [&](size_t end) {
+      if (end - begin < cap_bytes) return;
+      buckets.push_back({begin, end});
+      begin = end;
+    };
+    for (const size_t count : sizes) {
+      const size_t at = arena_bytes;
+      parameters.push_back({at, count, DType::kFloat32});
+      for (size_t block = kBlockElements; block < count;
+           block += kBlockElements)
+        cut(at + block * sizeof(float));
+      arena_bytes = at + (count * sizeof(float) + 63) / 64 * 64;
+      cut(arena_bytes);
+    }
+    if (begin < arena_bytes) buckets.push_back({begin, arena_bytes});
+  }
+
+  float* view(const Reducer& reducer, size_t parameter) const {
+    return reinterpret_cast<float*>(reducer.arena() +
+                                    parameters[parameter].offset);
+  }
+};
+
+}  // namespace paceline::testing

@@ -1,0 +1,158 @@
+"""Many programs, several of them side by side. Knows no framework.
+
+A job is a forked process with a session of its own, and is given one seed after the other. Ranks of a program
+wait for each other most of the time, so one job more than there are cores keeps the cores busy.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from tests.differential.judge import EQUAL, REFUSED, Verdict
+from tests.differential.pool import Worker
+from tests.differential.programs import Program, features
+from tests.differential.records import Lost
+from tests.differential.session import Finding, Session
+
+SILENT_S = 600.0
+"""After so long without an answer of any job the fuzzer itself is broken: programs have shorter deadlines."""
+
+
+def default_jobs() -> int:
+    """How many programs run side by side."""
+    return len(os.sched_getaffinity(0)) + 1
+
+
+@dataclass(frozen=True)
+class Checked:
+    """What came of the program of one seed: a verdict by mode."""
+
+    program: Program
+    verdicts: dict[str, Verdict]
+    findings: list[Finding]
+
+
+@dataclass
+class Tally:
+    """Of many programs: outcomes, in all, by mode and by feature."""
+
+    programs: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    by_mode: dict[str, Counter[str]] = field(default_factory=dict)
+    by_feature: dict[str, Counter[str]] = field(default_factory=dict)
+    refusals: Counter[str] = field(default_factory=Counter)
+    findings: list[Finding] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def add(self, checked: Checked) -> None:
+        self.programs += 1
+        self.findings.extend(checked.findings)
+        for mode, verdict in checked.verdicts.items():
+            self.outcomes[verdict.kind] += 1
+            told = "finding" if verdict.is_finding else verdict.kind
+            self.by_mode.setdefault(mode, Counter())[told] += 1
+            for feature in features(checked.program):
+                self.by_feature.setdefault(feature, Counter())[_column(verdict)] += 1
+            if verdict.kind == REFUSED:
+                self.refusals[verdict.error] += 1
+
+
+def check_seed(session: Session, program: Program, shrink_s: Callable[[str], float]) -> Checked:
+    """Check a program in each of its modes; findings of a kind are made small for so many seconds."""
+    verdicts, findings = {}, []
+    for mode in dict.fromkeys(program["modes"]):  # a program may name one twice
+        verdicts[mode], finding = session.find(program, mode, seconds=shrink_s)
+        if finding is not None:
+            findings.append(finding)
+    return Checked(program, verdicts, findings)
+
+
+def run_many(
+    frontend: Any,
+    make_session: Callable[[], Session],
+    seeds: Iterable[int],
+    *,
+    jobs: int = 1,
+    until_s: float | None = None,
+    report: Callable[[Finding], None] | None = None,
+    shrink_s: float = 15.0,
+) -> Tally:
+    """Check the programs of these seeds. The first findings of a kind are made small."""
+    tally = Tally()
+    begun = time.monotonic()
+    left = iter(seeds)
+
+    def next_task() -> tuple[Any, ...] | None:
+        if until_s is not None and time.monotonic() - begun > until_s:
+            return None
+        kinds = Counter(finding.verdict.kind for finding in tally.findings)
+        enough = [kind for kind, count in kinds.items() if count >= 3]
+        return next(((seed, enough) for seed in left), None)
+
+    def make() -> Callable[[int, list[str]], Checked]:
+        session = make_session()
+        return lambda seed, enough: check_seed(
+            session, frontend.generate(seed), lambda kind: 0.0 if kind in enough else shrink_s
+        )
+
+    with _workers(make, jobs) as workers:
+        for checked in _answers(workers, next_task):
+            tally.add(checked)
+            for finding in checked.findings if report is not None else ():
+                report(finding)
+    tally.seconds = time.monotonic() - begun
+    return tally
+
+
+@contextmanager
+def _workers(make: Callable[[], Any], jobs: int) -> Iterator[list[Worker]]:
+    """Jobs. When one is killed, the kernel kills its ranks; what they leave behind lies in one folder."""
+    with tempfile.TemporaryDirectory(prefix="fuzz-", ignore_cleanup_errors=True) as folder:
+        workers: list[Worker] = []
+        before, tempfile.tempdir = tempfile.tempdir, folder
+        try:
+            for job in range(jobs):
+                pipes = [worker.pipe for worker in workers]
+                workers.append(Worker(make, Path(folder) / f"job-{job}.log", pipes))
+            yield workers
+        finally:
+            tempfile.tempdir = before
+            for worker in workers:
+                worker.end()
+
+
+def _answers(workers: list[Worker], next_task: Callable[[], tuple[Any, ...] | None]) -> Iterator[Checked]:
+    """Give each job a task whenever it has none, until there are none."""
+    busy: dict[Any, tuple[Worker, tuple[Any, ...]]] = {}
+    idle = list(workers)
+    while True:
+        while idle and (task := next_task()) is not None:
+            worker = idle.pop()
+            worker.ask(task)
+            busy[worker.pipe] = (worker, task)
+        if not busy:
+            return
+        ready = wait(list(busy), timeout=SILENT_S)
+        for pipe in ready or list(busy):
+            worker, task = busy.pop(pipe)
+            answer = worker.answer() if ready else None
+            if answer is None or isinstance(answer, Lost):
+                told = worker.tail() if answer is None else answer.stacks
+                raise RuntimeError(f"the fuzzer itself failed at seed {task[0]}:\n{told}")
+            idle.append(worker)
+            yield answer
+
+
+def _column(verdict: Verdict) -> str:
+    return (
+        verdict.kind if verdict.kind in (EQUAL, REFUSED) else ("finding" if verdict.is_finding else "other")
+    )

@@ -1,0 +1,103 @@
+"""A rank that dies, or is stopped, while a model is wrapped over Gloo is named by all others."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from paceline.errors import PacelineError
+from paceline.torch import DistributedDataParallel
+from paceline.torch.exchange import ProcessGroupExchange
+from tests.harness import run_ranks
+
+DEADLINE_S = 4
+
+
+def strike(sign):
+    """This rank's end; the others may ask who it was."""
+    with open(f"{os.environ['TMPDIR']}/struck.partial", "w") as file:
+        file.write(str(os.getpid()))
+    os.rename(file.name, f"{os.environ['TMPDIR']}/struck")
+    os.kill(os.getpid(), sign)
+    time.sleep(60)
+
+
+def strike_at(number, sign):
+    """Before this rank's exchange of that number; 0 is the first."""
+    count = [0]
+
+    def all_gather(self, payload, timeout_s, original=ProcessGroupExchange.all_gather):
+        if count[0] == number:
+            strike(sign)
+        count[0] += 1
+        return original(self, payload, timeout_s)
+
+    ProcessGroupExchange.all_gather = all_gather
+
+
+def wrap(rank, who, sign, at, store):
+    """What wrapping raises, as text, with the ranks that the error names, and after how long."""
+    init = f"file://{os.environ['TMPDIR']}/store" if store == "file" else "env://"
+    dist.init_process_group(
+        "gloo", init_method=init, rank=rank, world_size=3, timeout=timedelta(seconds=DEADLINE_S)
+    )
+    dist.barrier()  # none is still connecting to the others
+    if rank == who:
+        if at == "before":
+            strike(sign)
+        strike_at(at, sign)
+    started = time.monotonic()
+    try:
+        DistributedDataParallel(torch.nn.Linear(4, 4))
+    except PacelineError as error:
+        with open(f"{os.environ['TMPDIR']}/struck") as file:
+            pid = int(file.read())
+        waited_s = time.monotonic() - started
+        if sign == signal.SIGSTOP and rank == (who + 1) % 3:
+            time.sleep(3)  # the other has its answer: a store that its holder serves ends with it
+            os.kill(pid, signal.SIGKILL)
+        return str(error), getattr(error, "missing", None) or getattr(error, "lost", None), waited_s, pid
+    return None
+
+
+@pytest.mark.parametrize("store", ["file", "tcp"])
+@pytest.mark.parametrize("at", ["before", 0, 2])
+@pytest.mark.parametrize("who", [0, 2])
+def test_a_killed_rank_is_named(who, at, store):
+    sign = signal.SIGKILL
+    answers = run_ranks(
+        wrap, 3, {"who": who, "sign": sign, "at": at, "store": store}, group=None, dies={who: sign}
+    )
+    for rank in {0, 1, 2} - {who}:
+        text, named, waited_s, pid = answers[rank]
+        assert tuple(named) == (who,), text
+        assert f"rank {who}" in text.lower()
+        assert waited_s < DEADLINE_S + 5
+        if at != "before" and (store, who) != ("tcp", 0):
+            assert f"rank {who} (pid {pid}) has died" in text, text
+            assert waited_s < DEADLINE_S - 1
+
+
+@pytest.mark.parametrize("store", ["file", "tcp"])
+@pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_stopped_rank_is_named(who, at, store):
+    sign = signal.SIGSTOP
+    answers = run_ranks(
+        wrap,
+        3,
+        {"who": who, "sign": sign, "at": at, "store": store},
+        group=None,
+        dies={who: signal.SIGKILL},
+    )
+    for rank in {0, 1, 2} - {who}:
+        text, named, _, pid = answers[rank]
+        assert tuple(named) == (who,), text
+        if (store, who) != ("tcp", 0):
+            assert f"rank {who} (pid {pid}) is stopped: `kill -CONT {pid}`" in text, text

@@ -1,0 +1,113 @@
+"""Another process has taken the abstract name where the ranks of a job meet."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import socket
+import time
+
+import pytest
+
+import paceline
+from paceline.errors import RendezvousError
+from paceline.rendezvous.meeting_place import hub_address
+from tests.harness import ranks
+
+STRANGER = 65534
+as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+
+
+def address():
+    return f"127.0.0.1:{os.environ['MASTER_PORT']}"
+
+
+@contextlib.contextmanager
+def squatter(name, uid, *, listens=True):
+    """A process of another user that has the name; yields its pid."""
+    fork = multiprocessing.get_context("fork")
+    ready, over = fork.Event(), fork.Event()
+
+    def squat():
+        os.setuid(uid)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as taken:
+            taken.bind("\0" + name)
+            if listens:
+                taken.listen(64)
+            ready.set()
+            over.wait(60)
+
+    process = fork.Process(target=squat, daemon=True)
+    process.start()
+    try:
+        assert ready.wait(30)
+        yield process.pid
+    finally:
+        over.set()
+        process.join()
+
+
+def form_and_fail(rank):
+    """What `init` raises, at once, where nothing but the address tells this job from others."""
+    started = time.monotonic()
+    with pytest.raises(RendezvousError) as caught:
+        paceline.init(address=address(), timeout_s=30)
+    assert time.monotonic() - started < 10
+    return caught.value
+
+
+@as_root
+@ranks(2, group=None)
+def test_a_launchers_secret_is_part_of_the_name(rank):
+    """What can be computed from the address and the user alone is of no use to a squatter."""
+    with contextlib.ExitStack() as stack:
+        if rank == 0:
+            stack.enter_context(squatter(hub_address(address(), "world"), STRANGER))
+        with paceline.init(address=address(), timeout_s=30) as group:
+            group.barrier()
+
+
+@as_root
+@ranks(2, group=None)
+def test_another_user_is_named_on_every_rank(rank):
+    """Where the launcher gave no secret. Rank 1 comes when the name is taken, or waits for rank 0."""
+    del os.environ["PACELINE_JOB_ID"]
+    path = f"/tmp/squatted-{os.environ['MASTER_PORT']}"
+    if rank == 0:
+        with squatter(hub_address(address(), "world"), STRANGER) as pid:
+            error = form_and_fail(rank)
+            assert "Rank 0 of 2 can't open the meeting place" in str(error)
+            assert f"held by a process of another user (uid {STRANGER}, pid {pid})" in error.seen
+            assert "PACELINE_JOB_ID=" in error.hint
+            os.mkfifo(path)
+            with open(path):  # until rank 1 has met it too
+                os.unlink(path)
+    else:
+        error = form_and_fail(rank)
+        assert "Rank 1 of 2 met a process of another user at the meeting place" in str(error)
+        assert f"of uid {STRANGER}" in error.got
+        assert "PACELINE_JOB_ID=" in error.hint
+        assert error.missing == (0,)
+        deadline = time.monotonic() + 30
+        while not os.path.exists(path) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        with open(path, "w"):
+            pass
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_a_process_of_this_user_is_named(listens, monkeypatch):
+    monkeypatch.delenv("PACELINE_JOB_ID", raising=False)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    with (
+        squatter(hub_address("127.0.0.1:29499", "world"), os.getuid(), listens=listens) as pid,
+        pytest.raises(RendezvousError) as caught,
+    ):
+        paceline.init(rank=0, world_size=2, address="127.0.0.1:29499", timeout_s=30)
+    if listens:
+        assert f"held by pid {pid} of this user" in caught.value.seen
+        assert "another process with rank 0" in caught.value.likely
+    else:
+        assert "held by a process that lets nobody connect (Connection refused)" in caught.value.seen
+        assert "PACELINE_JOB_ID=" in caught.value.hint

@@ -1,0 +1,84 @@
+"""What is wrong on one rank alone is told on every rank, and long before the deadline."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from paceline import Group
+from paceline.errors import CollectiveError, ConfigError, PacelineError, RendezvousError
+from paceline.torch import DistributedDataParallel
+from tests.harness import ranks
+
+LONG_S = 300.0  # longer than the harness waits
+
+
+def wrap_wrongly_on_rank_1(rank: int, world_size: int, **options: Any) -> None:
+    """Each wrong use on rank 1 alone; then a right one on all, as nothing is left of it."""
+    lazy = nn.Sequential(nn.LazyLinear(2))
+    for wrong, said in (
+        ({"bucket_cap_mb": "big"}, "bucket_cap_mb='big'"),
+        ({"device_ids": 0}, "device_ids=0"),
+        ({"buffers": "average"}, "buffers='average'"),
+        ({"timeout_s": -1}, "timeout_s=-1"),
+        ({"module": None}, "module=None"),
+        ({"module": lazy}, "uninitialized"),
+    ):
+        given = {"module": nn.Linear(2, 2), "timeout_s": LONG_S, **options, **(wrong if rank == 1 else {})}
+        with pytest.raises(ConfigError) as caught:
+            DistributedDataParallel(**given)
+        assert said in str(caught.value)
+        if rank != 1:
+            assert f"Rank 1 of {world_size} could not wrap" in str(caught.value)
+            assert caught.value.ranks == (1,)
+    model = DistributedDataParallel(nn.Linear(2, 2), **options)
+    model(torch.ones(1, 2)).sum().backward()
+
+
+@ranks(2, group="gloo")
+def test_arguments_over_gloo(rank: int) -> None:
+    wrap_wrongly_on_rank_1(rank, 2)
+
+
+@ranks(3)
+def test_arguments_over_a_group(group: Group) -> None:
+    wrap_wrongly_on_rank_1(group.rank, 3, process_group=group)
+
+
+@ranks(2, group="gloo")
+def test_arguments_that_are_wrong_on_all_ranks_are_told_to_each(rank: int) -> None:
+    with pytest.raises(ConfigError, match=r"DistributedDataParallel: bucket_cap_mb='(big|huge)'"):
+        DistributedDataParallel(nn.Linear(2, 2), bucket_cap_mb=("big", "huge")[rank])
+
+
+@ranks(2, group="gloo")
+def test_one_rank_alone_wraps(rank: int) -> None:
+    if rank == 1:
+        with pytest.raises(PacelineError, match=r"form(ing)? a group"):
+            DistributedDataParallel(nn.Linear(2, 2), timeout_s=0.5)
+
+
+@ranks(2, group="gloo")
+def test_a_hook_that_is_none(rank: int) -> None:
+    model = DistributedDataParallel(nn.Linear(2, 2), timeout_s=LONG_S)
+    with pytest.raises(ConfigError) as caught:
+        model.register_comm_hook(None, 3 if rank else allreduce_hook)
+    assert "hook=3" in str(caught.value)
+    if rank == 0:
+        assert "Rank 1 of 2 could not register a hook" in str(caught.value)
+    model(torch.ones(1, 2)).sum().backward()
+
+
+@ranks(2, group="gloo")
+def test_a_hook_on_one_rank(rank: int) -> None:
+    model = DistributedDataParallel(nn.Linear(2, 2), timeout_s=1.0)
+    if rank == 1:
+        with pytest.raises(RendezvousError, match="not every rank has registered a hook"):
+            model.register_comm_hook(None, lambda state, bucket: None)
+        return
+    with pytest.raises(CollectiveError, match="Rank 1"):
+        model(torch.ones(1, 2)).sum().backward()
