@@ -91,7 +91,7 @@ def check_sum_of_means(make: Any, hook: Any, rank: int, weights: list[float]) ->
         assert_close(received + kept(state, net, weights), true, rtol=2e-6, atol=2e-7)
     missing = kept(state, net, weights).abs().max()
     assert 0 < missing < 2 * LARGEST * UNITS[make]  # not that of eight steps
-    assert len(state._buckets) > 1
+    assert len(state._codes._buckets) > 1
 
 
 @ranks(2, group="gloo")
@@ -210,7 +210,7 @@ def test_other_kinds_of_parameters_and_wrong_ones(rank: int) -> None:
         assert_close(found, list(expected), rtol=2 * UNITS[make], atol=0)
     ddp = DistributedDataParallel(model())
     ddp.register_comm_hook(Fp16Compression(), bf16_hook)
-    with pytest.raises(TypeError, match=r"expected +Bf16Compression"):
+    with pytest.raises(TypeError, match="an instance of Bf16Compression"):
         ddp(batch(0, rank)).sum().backward()
     kind, other = KINDS[rank]
     with pytest.raises(ModelMismatchError, match="communication hook differs"):

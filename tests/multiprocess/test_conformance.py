@@ -132,6 +132,35 @@ def test_a_rank_that_has_finished_takes_part_until_all_have(group: object, frame
 
 @both
 @on_two_ranks
+def test_finished_twice_without_a_pass_between(group: object, framework: str) -> None:
+    do, x = adapter(framework), batch()
+    model = do.network()
+    wrapped = do.wrap(model, group)
+    do.backward(do.loss(wrapped, np.split(x, 2)[group.rank]))
+    for _ in range(2):
+        wrapped.finished()
+    same_on_all_ranks(do.parameters(model), group)
+
+
+@both
+@on_two_ranks
+def test_a_rank_without_data_weighs_as_before_after_an_error(group: object, framework: str) -> None:
+    """It weighs nothing in the others' passes; what one of them raises may be caught, and training go on."""
+    do, x = adapter(framework), batch()
+    model = do.network()
+    wrapped = do.wrap(model, group, nonfinite="raise")
+    with pytest.raises(NonFiniteGradientError):
+        if group.rank == 0:
+            wrapped.finished()
+        else:
+            do.backward(do.loss(wrapped, np.full_like(x, np.nan)))
+    do.clear(wrapped)
+    do.backward(do.loss(wrapped, np.split(x, 2)[group.rank]))
+    close(do.gradients(model), reference.gradients(reference.initial(), x))
+
+
+@both
+@on_two_ranks
 def test_norm_and_clipping(group: object, framework: str) -> None:
     do, x = adapter(framework), batch()
     model = do.network()

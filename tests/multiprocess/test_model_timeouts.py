@@ -103,12 +103,11 @@ def test_the_group_that_a_model_formed_is_as_patient_as_any_for_the_others(rank,
     assert peers._environment_group.core.timeout_s == GROUPS_S
 
 
-@ranks(2)
-def test_warn_after_s_belongs_to_the_model(group):
-    from paceline.torch import DistributedDataParallel
-
-    do, x, told = adapter("torch"), batch(), []
-    model = DistributedDataParallel(do.network(), process_group=group, warn_after_s=0.1)
+@both
+@on_two_ranks
+def test_warn_after_s_belongs_to_the_model(group, framework):
+    do, x, told = adapter(framework), batch(), []
+    model = do.wrap(do.network(), group, warn_after_s=0.1)
     do.backward(do.loss(model, x))
     handler = logging.Handler()
     # What the log says is what ends the wait: only then does the other rank come.

@@ -16,11 +16,13 @@ import pytest
 
 import paceline.paddle
 import paceline.torch
+from tests.multiprocess import parity
 from tests.multiprocess.test_paddle_module import ACCEPTED
 
 torch = pytest.importorskip("torch")
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "coming-from-paddle.md"
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENT = ROOT / "docs" / "coming-from-paddle.md"
 TorchDDP = torch.nn.parallel.DistributedDataParallel
 
 
@@ -50,7 +52,7 @@ def test_every_argument_of_torch_has_a_row_that_is_true() -> None:
         assert in_paceline in ours, torchs
         assert torchs == "module" or in_paceline in tried, f"{in_paceline} is not tried by test_paddle_module"
     missing = set(theirs) - {row[0] for row in table}
-    sentence = next(line for line in lines() if line.startswith("`delay_all_reduce_named_params`"))
+    sentence = next(line for line in lines() if line.startswith("`mixed_precision`"))
     for name in missing:  # refused, where it asks for something; the sentence below the table says so
         assert f"`{name}`" in sentence and ours[name].default == theirs[name].default, name
     assert set(paddles) <= set(ours)
@@ -71,18 +73,20 @@ def test_the_signatures_come_first_in_their_own_order() -> None:
                 assert arguments(kind.__init__)[name].default == parameter.default, name
 
 
+def names_of(kind: type) -> set[str]:
+    """Public ones, of the class and those that it sets in its objects."""
+    set_there = re.findall(r"self\.([a-z]\w*)\b[^=\n]*= ", inspect.getsource(kind))
+    return {name for name in {*dir(kind), *set_there} if not name.startswith("_")}
+
+
 def test_the_names_that_hide_those_of_a_model_are_listed() -> None:
     def listed(document: Path) -> set[str]:
         (line,) = [each for each in document.read_text().splitlines() if each.startswith("Names of ours")]
         return set(re.findall(r"`(\w+)`", line.partition(". ")[0]))
 
-    def public(kind: type) -> set[str]:
-        return {name for name in dir(kind) if not name.startswith("_")}
-
-    in_paddle = public(paceline.paddle.DataParallel) - public(paddle.DataParallel)
-    assert listed(DOCUMENT) == in_paddle
-    assert listed(DOCUMENT.with_name("coming-from-ddp.md")) == in_paddle - {"module"}
-    assert in_paddle - {"module"} <= public(paceline.torch.DistributedDataParallel) - public(TorchDDP)
+    assert listed(DOCUMENT) == names_of(paceline.paddle.DataParallel) - names_of(paddle.DataParallel)
+    in_torch = names_of(paceline.torch.DistributedDataParallel) - names_of(TorchDDP)
+    assert listed(DOCUMENT.with_name("coming-from-ddp.md")) == in_torch
 
 
 def test_every_method_has_a_row_that_is_true() -> None:
@@ -96,3 +100,19 @@ def test_every_method_has_a_row_that_is_true() -> None:
             assert not hasattr(TorchDDP, ours), ours
         if paddles == "-":
             assert not hasattr(paddle.DataParallel, ours), ours
+
+
+def test_the_table_of_both_front_ends_is_what_their_classes_have() -> None:
+    made = parity.page()
+    assert parity.PAGE.read_text() == made, "python -m tests.multiprocess.parity writes it anew"
+
+
+def test_each_of_paddles_own_tests_has_one_here() -> None:
+    sources = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    here = set(re.findall(r"^def (test_\w+)", sources, re.MULTILINE))
+    table = [row for row in rows(5) if row[0] not in ("Paddle's tests", "sum")]
+    for theirs, *counts, tests in table:
+        assert len(set(counts)) == 1, theirs
+        assert set(re.findall(r"test_\w+", tests)) <= here and "test_" in tests, theirs
+    (total,) = [row for row in rows(5) if row[0] == "sum"]
+    assert total[1:4] == [str(sum(int(row[1]) for row in table))] * 3 == ["47"] * 3

@@ -186,6 +186,11 @@ ACCEPTED = [
     {"gradient_as_bucket_view": True},
     {"static_graph": True},
     {"forward_sync_buffers": True},
+    {"delay_all_reduce_named_params": None, "param_to_hook_all_reduce": None},
+    {"device_mesh": None},
+    {"skip_all_reduce_unused_params": True},
+    {"bucket_cap_mb_list": [0.001, 1]},
+    {"batched_grad_copy": True},
 ]
 
 
@@ -207,7 +212,8 @@ def test_torchs_and_paddles_arguments(group: object) -> None:
         ({"device_ids": ["cpu", "cpu"]}, "one device"),
         ({"output_device": "gpu:0"}, "names a device"),
         ({"dim": 1}, "dim is not supported"),
-        ({"mixed_precision": "bf16"}, "mixed_precision is not supported"),
+        ({"mixed_precision": "bf16"}, r"mixed_precision is not supported(?s:.*)paddle\.amp"),
+        ({"batched_grad_copy": "yes"}, "batched_grad_copy='yes' is not usable"),
         ({"comm_buffer_size": 0}, "comm_buffer_size"),
         ({"last_comm_buffer_size": -1}, "last_comm_buffer_size"),
         ({"nonfinite": "shout"}, "nonfinite"),

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import paddle
+import paddle.distributed as dist
 import pytest
+from paddle import nn
 
 from paceline import Group
 from paceline.errors import ConfigError
-from tests.harness import ranks
+from paceline.paddle import DataParallel
+from tests.multiprocess.paddle_models import join_paddle, ranks
 
 
-@ranks(2, framework="paddle")
+@ranks(2)
 def test_arguments_over_a_group(group: Group) -> None:
-    import paddle
-    from paddle import nn
-
-    from paceline.paddle import DataParallel
-
     for wrong, said in (
         ({"bucket_cap_mb": "big"}, "bucket_cap_mb='big'"),
         ({"buffers": "average"}, "buffers='average'"),
         ({"layers": None}, "layers=None"),
+        ({"warn_after_s": -1}, "warn_after_s=-1"),
+        ({"bucket_cap_mb_list": [0]}, "bucket_cap_mb_list=[0]"),
+        ({"skip_all_reduce_unused_params": "no"}, "skip_all_reduce_unused_params='no'"),
+        ({"delay_all_reduce_named_params": 7}, "delay_all_reduce_named_params=7"),
+        ({"mixed_precision": "bf16"}, "mixed_precision='bf16'"),
+        ({"device_mesh": "dp"}, "both name the ranks"),
     ):
         given = {"layers": nn.Linear(2, 2), "group": group, "timeout_s": 300.0}
         with pytest.raises(ConfigError) as caught:
@@ -28,4 +33,34 @@ def test_arguments_over_a_group(group: Group) -> None:
         if group.rank == 0:
             assert "Rank 1 of 2 could not wrap" in str(caught.value)
     model = DataParallel(nn.Linear(2, 2), group=group)
+    model(paddle.ones([1, 2])).sum().backward()
+
+
+@ranks(2, group=None, deadline_s=90)
+def test_a_mesh_is_known_to_those_that_refuse_something_else(rank: int) -> None:
+    join_paddle(rank)
+    mesh = dist.ProcessMesh([0, 1], dim_names=["dp"])
+    frozen = nn.Linear(2, 2)
+    for parameter in frozen.parameters():
+        parameter.stop_gradient = True
+    for wrong, said in (
+        ({"init_sync_buffers": "yes"}, "init_sync_buffers='yes'"),
+        ({"layers": frozen}, "does not have any parameters to train"),
+    ):
+        given = {"layers": nn.Linear(2, 2), "device_mesh": mesh, "timeout_s": 300.0}
+        with pytest.raises(ConfigError) as caught:
+            DataParallel(**given | (wrong if rank == 1 else {}))
+        assert said in str(caught.value)
+    model = DataParallel(nn.Linear(2, 2), device_mesh=mesh)
+    model(paddle.ones([1, 2])).sum().backward()
+
+
+@ranks(2)
+def test_a_hook_that_is_none(group: Group) -> None:
+    model = DataParallel(nn.Linear(2, 2), group=group, timeout_s=300.0)
+    with pytest.raises(ConfigError) as caught:
+        model.register_comm_hook(None, 3 if group.rank else (lambda state, bucket: bucket.buffer()))
+    assert "hook=3" in str(caught.value)
+    if group.rank == 0:
+        assert "Rank 1 of 2 could not register a hook" in str(caught.value)
     model(paddle.ones([1, 2])).sum().backward()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from paceline import Group
 from paceline.errors import CollectiveError, ConfigError, PacelineError, RendezvousError
@@ -59,6 +60,17 @@ def test_one_rank_alone_wraps(rank: int) -> None:
     if rank == 1:
         with pytest.raises(PacelineError, match=r"form(ing)? a group"):
             DistributedDataParallel(nn.Linear(2, 2), timeout_s=0.5)
+
+
+@ranks(2, group="gloo")
+def test_a_hook_that_is_none(rank: int) -> None:
+    model = DistributedDataParallel(nn.Linear(2, 2), timeout_s=LONG_S)
+    with pytest.raises(ConfigError) as caught:
+        model.register_comm_hook(None, 3 if rank else allreduce_hook)
+    assert "hook=3" in str(caught.value)
+    if rank == 0:
+        assert "Rank 1 of 2 could not register a hook" in str(caught.value)
+    model(torch.ones(1, 2)).sum().backward()
 
 
 @ranks(2, group="gloo")

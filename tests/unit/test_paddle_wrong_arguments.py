@@ -13,6 +13,7 @@ paddle = pytest.importorskip("paddle")
 from paddle import nn  # noqa: E402
 
 import paceline.paddle as ours  # noqa: E402
+from paceline.paddle import compression  # noqa: E402
 from tests.unit.wrong_uses import INF, NAN, Use, check, each, each_shown  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Paddle's own, and that this process trains alone
@@ -33,8 +34,24 @@ def _wrapping() -> list[Use]:
         ("model", "'model'"),
         (lambda x: x, "function"),
     )
-    flags = ("init_sync", "find_unused_parameters", "gradient_as_bucket_view", "static_graph")
-    switches = ("broadcast_buffers", "forward_sync_buffers")
+    flags = (
+        "init_sync",
+        "find_unused_parameters",
+        "gradient_as_bucket_view",
+        "static_graph",
+        "skip_all_reduce_unused_params",
+        "batched_grad_copy",
+        "check_reduction",
+    )
+    switches = ("broadcast_buffers", "forward_sync_buffers", "init_sync_buffers")
+    model = nn.Linear(2, 2)
+
+    def delay(named: Any, trigger: Any = model.weight) -> Any:
+        return wrap(model, delay_all_reduce_named_params=named, param_to_hook_all_reduce=trigger)
+
+    delayed, trigger = "delay_all_reduce_named_params", "param_to_hook_all_reduce"
+    stranger = paddle.ones([2])
+    mesh = paddle.distributed.ProcessMesh([[0], [1]], dim_names=["dp", "mp"])
     return [
         *each_shown("DP", "layers", ours.DataParallel, *bad_layers),
         *each_shown("DDP", "layers", ours.DistributedDataParallel, *bad_layers),
@@ -46,19 +63,37 @@ def _wrapping() -> list[Use]:
         *dp("device_ids", 0, "0", {0: 1}, [0, 1]),
         *(use for name in (*flags, *switches) for use in dp(name, "False", 2)),
         *dp("dim", 1, "0"),
-        *dp("mixed_precision", "bf16"),
+        *dp("mixed_precision", "bf16", True, paddle.float16),
+        *dp("bucket_cap_mb_list", "big", 25, [0], ["1"], [NAN], [None], [True]),
+        *dp(delayed, "w", 7, ["weight"]),
+        *dp(trigger, "weight", 7),
+        *each("DP", delayed, delay, "w", 7, ["weight"], [("weight",)], [(7, model.weight)]),
+        *each_shown(
+            "DP", delayed, delay, ([("none", model.weight)], "none"), ([("weight", stranger)], "weight")
+        ),
+        *each("DP", trigger, lambda v: delay([], v), "weight", 7),
+        *each_shown("DP", trigger, lambda v: delay([], v), (stranger, "Tensor")),
+        *dp("device_mesh", "dp", 2, [0, 1]),
+        *each_shown("DP", "device_mesh", lambda v: wrap(device_mesh=v), (mesh, "dp")),
         *dp("buffers", "average", ["average"], 7, {"*": "mean"}, {7: "average"}),
         *dp("weight", "2", -1.0, NAN, INF, [1], True),
         *dp("nonfinite", "panic", True, None),
         *dp("reduce_through", "gloo", None),
         *dp("timeout_s", "5", -1, 0, NAN, True, [5], datetime.timedelta(0)),
+        *dp("warn_after_s", "5", -1, 0, NAN, True, [5], datetime.timedelta(0)),
         *dp("check_replicas_every", "100", -1, 1.5, True),
     ]
 
 
 def _others() -> list[Use]:
     norm, convert = ours.SyncBatchNorm, ours.SyncBatchNorm.convert_sync_batchnorm
+    hooks = (compression.fp16_hook, compression.bf16_hook, compression.eight_bit_hook)
     return [
+        *(use for hook in hooks for use in each("hook", "state", lambda v, h=hook: h(v, None), None, "fp16")),
+        *each("hook", "bucket", lambda v: hooks[0](compression.Fp16Compression(), v), None, "b"),
+        *each(
+            "compression", "error_feedback", lambda v: compression.Fp16Compression(error_feedback=v), "no", 2
+        ),
         *each("SyncBatchNorm", "num_features", norm, "4", 0, -1, 2.5, None),
         *each("SyncBatchNorm", "momentum", lambda v: norm(2, v), "some", NAN, -1, None),
         *each("SyncBatchNorm", "epsilon", lambda v: norm(2, epsilon=v), "small", NAN, -1),
@@ -83,6 +118,10 @@ def _methods() -> list[Use]:
         *each(
             "check_replicas", "optimizer", lambda m, v: m.check_replicas(v), "sgd", 7, paddle.optimizer.SGD
         ),
+        *each("register_comm_hook", "hook", lambda m, v: m.register_comm_hook(None, v), None, "fp16", 7),
+        *each("join", "enable", lambda m, v: m.join(enable=v), "yes", 2),
+        *each("join", "divide_by_initial_world_size", lambda m, v: m.join(v), "yes"),
+        *each("join", "throw_on_early_termination", lambda m, v: m.join(True, True, v), "yes"),
     ]
 
 
@@ -105,9 +144,17 @@ def test_what_means_the_right_thing_is_taken() -> None:
         find_unused_parameters=np.True_,
         init_sync=1,
         check_replicas_every=np.int32(10),
+        warn_after_s=datetime.timedelta(milliseconds=2500),
+        bucket_cap_mb_list=(np.float64(0.5), 1),
+        skip_all_reduce_unused_params=np.True_,
+        batched_grad_copy=np.False_,
+        init_sync_buffers=0,
+        dim=np.int64(0),
     )
-    assert model._config.timeout_s == 5.0
+    assert (model._config.timeout_s, model._config.warn_after_s) == (5.0, 2.5)
     assert (model._config.bucket_cap_bytes, model._config.first_bucket_bytes) == (1 << 20, 1 << 19)
+    assert model._config.bucket_caps_bytes == (1 << 19, 1 << 20)
+    assert (model._config.skip_unused, model._config.init_sync_buffers) == (True, False)
     assert model._config.allow_unused is True
     model(paddle.ones([1, 2])).sum().backward()
     model.clip_grad_norm_(np.float64(1.0), np.int64(2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 from collections.abc import Iterator
 from typing import Any
@@ -204,3 +205,13 @@ def test_what_means_the_right_thing_is_taken() -> None:
     model.clip_grad_norm_(torch.tensor(1.0), "inf")
     model.check_replicas(torch.optim.SGD(model.parameters(), lr=0.1))
     assert DistributedDataParallel(nn.Linear(2, 2), []).module is not None  # as torch: no device
+
+
+def test_an_iterator_of_delayed_parameters_is_there_for_a_copy_too() -> None:
+    module = nn.Linear(2, 2)
+    model = wrap(
+        module,
+        delay_all_reduce_named_params=module.named_parameters(),
+        param_to_hook_all_reduce=module.weight,
+    )
+    assert model._tensors.delayed == copy.deepcopy(model)._tensors.delayed == {0, 1}

@@ -7,10 +7,11 @@ calls return at once, and are made where the caller is, whose stream they follow
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import Any, Protocol
 
@@ -18,7 +19,10 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 
+from paceline import _core
+from paceline.collectives.ops import DTYPE_NUMBERS, ReduceOp
 from paceline.errors import CollectiveError, ConfigError
+from paceline.paddle.arena import dtype_name, nbytes
 from paceline.reducer.engine_waits import EngineWaits
 from paceline.reducer.plan import Plan
 from paceline.reducer.witness import Witness
@@ -43,6 +47,7 @@ class GroupCalls:
     Args:
         group: None: the default group.
         timeout_s: Most seconds of a wait.
+        warn_after_s: Seconds after which a wait is reported.
 
     Attributes:
         group: Never None.
@@ -55,11 +60,12 @@ class GroupCalls:
 
     witness: Witness | None = None
 
-    def __init__(self, group: Any, timeout_s: float) -> None:
+    def __init__(self, group: Any, timeout_s: float, warn_after_s: float = WARN_AFTER_S) -> None:
         self.group: Any = dist.get_group() if group is None else group
         self.rank: int = self.group.rank
         self.world_size: int = self.group.nranks
         self.timeout_s = timeout_s
+        self.warn_after_s = warn_after_s
         if self.rank < 0:
             raise ConfigError(
                 "DataParallel: this process is not in the group.",
@@ -68,17 +74,18 @@ class GroupCalls:
             )
         self.backend: str = dist.get_backend(self.group)
         self.on_host = self.backend == "GLOO"
+        fixed = ", which gives up after 30 s, whatever timeout_s" if self.on_host else ""
+        self._engine = f"Paddle's {self.backend} group{fixed}"
         self._thread = _thread_of(self.group) if self.on_host and self.world_size > 1 else None
 
     def waits(self, plan: Plan | None = None, timeout_s: float | None = None) -> EngineWaits:
         """How this rank waits for these calls, and words their failures."""
-        fixed = ", which gives up after 30 s, whatever timeout_s" if self.on_host else ""
         return EngineWaits(
             self.rank,
             self.world_size,
-            engine=f"Paddle's {self.backend} group{fixed}",
+            engine=self._engine,
             timeout_s=timeout_s or self.timeout_s,
-            warn_after_s=WARN_AFTER_S,
+            warn_after_s=self.warn_after_s,
             plan=plan,
             witness=self.witness,
         )
@@ -98,12 +105,21 @@ class GroupCalls:
         return self._begin(lambda: dist.stream.all_gather(out, tensor, group=self.group, sync_op=False))
 
     def complete(self, begin: Callable[[], Call], what: str, timeout_s: float | None = None) -> None:
-        """Begin a call and wait for its end.
+        """Begin a call and wait for its end; see `start`."""
+        self.start(begin, what, timeout_s)()
+
+    def start(
+        self, begin: Callable[[], Call], what: str, timeout_s: float | None = None
+    ) -> Callable[[], None]:
+        """Begin a call.
 
         Args:
             begin: Makes one of the calls above.
             what: It is, in words, for errors.
             timeout_s: Most seconds of the wait; None: as of all.
+
+        Returns:
+            What waits for its end.
 
         Raises:
             DeadlineError: It was not done in time.
@@ -111,14 +127,15 @@ class GroupCalls:
             CollectiveError: It failed otherwise.
         """
         waits = self.waits(timeout_s=timeout_s)
-        try:
+
+        def finish() -> None:
+            with _worded(waits, what):
+                waits.poll(call.is_completed, what)
+                call.wait()
+
+        with _worded(waits, what):
             call = begin()
-            waits.poll(call.is_completed, what)
-            call.wait()
-        except CollectiveError:
-            raise
-        except RuntimeError as error:
-            raise waits.failed(error, what) from error
+        return finish
 
     def gather_bytes(self, payload: bytes, what: str, timeout_s: float | None = None) -> list[bytes]:
         """Payloads of all ranks, by rank; each rank's has the same length. Collective."""
@@ -158,8 +175,8 @@ class LoneCalls(GroupCalls):
     def __init__(self, *, on_host: bool) -> None:
         self.group = None
         self.rank, self.world_size = 0, 1
-        self.timeout_s = math.inf
-        self.backend = "missing"
+        self.timeout_s, self.warn_after_s = math.inf, WARN_AFTER_S
+        self.backend, self._engine = "missing", "this process alone"
         self.on_host = on_host
 
     def all_gather(self, out: paddle.Tensor, tensor: paddle.Tensor) -> Call:
@@ -170,8 +187,44 @@ class LoneCalls(GroupCalls):
         return _Done()
 
 
+class MemoryCalls(GroupCalls):
+    """Those of the ranks of one host, in the memory that they share: done when they return.
+
+    Args:
+        core: The memory.
+    """
+
+    def __init__(self, core: _core.HostGroup) -> None:
+        self.group = None
+        self.rank, self.world_size = core.rank, core.world_size
+        self.timeout_s, self.warn_after_s = core.timeout_s, core.warn_after_s
+        self.backend, self._engine = "shared memory", "the memory that the ranks share"
+        self.on_host = True
+        self._core = core
+
+    def all_reduce(self, tensor: paddle.Tensor) -> Call:
+        dtype = DTYPE_NUMBERS[dtype_name(tensor.dtype)]
+        self._core.all_reduce(tensor.data_ptr(), int(tensor.size), dtype, ReduceOp.SUM)
+        return _Done()
+
+    def all_gather(self, out: paddle.Tensor, tensor: paddle.Tensor) -> Call:
+        self._core.all_gather(tensor.data_ptr(), out.data_ptr(), nbytes(tensor))
+        return _Done()
+
+
+@contextlib.contextmanager
+def _worded(waits: EngineWaits, what: str) -> Iterator[None]:
+    """Failures of the engine become errors of ours."""
+    try:
+        yield
+    except CollectiveError:
+        raise
+    except RuntimeError as error:
+        raise waits.failed(error, what) from error
+
+
 class _Done:
-    """A call that had nothing to do."""
+    """A call that is done."""
 
     def is_completed(self) -> bool:
         return True

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from numbers import Real
 from typing import Any, ClassVar
 
 from paceline.arguments import show
@@ -16,18 +17,18 @@ from paceline.reducer.arguments import MIB, WrapperArguments
 
 _arguments = WrapperArguments("DataParallel")
 
-_HARMLESS: Mapping[str, Sequence[Any]] = {
+HARMLESS: Mapping[str, Sequence[Any]] = {
     # Values that ask for nothing.
     # `check_reduction`: what torch once checked, Paceline always checks.
+    # `batched_grad_copy`: how gradients are copied changes no result.
     "dim": (0,),
     "check_reduction": (False, True),
-    "delay_all_reduce_named_params": (None, []),
-    "param_to_hook_all_reduce": (None,),
+    "batched_grad_copy": (False, True),
     "mixed_precision": (None,),
-    "device_mesh": (None,),
-    "skip_all_reduce_unused_params": (False,),
-    "bucket_cap_mb_list": (None, []),
-    "batched_grad_copy": (False,),
+}
+
+_INSTEAD = {
+    "mixed_precision": "paddle.amp trains in 16 bits, on GPUs; paceline.paddle.compression averages so",
 }
 
 
@@ -38,33 +39,41 @@ class DataParallelConfig:
     Attributes:
         bucket_cap_bytes: Largest bucket.
         first_bucket_bytes: Largest first bucket.
+        bucket_caps_bytes: Largest first, second, ... bucket, used instead of both, if there are any.
         init_sync: Broadcast rank 0's parameters (and buffers) when wrapping.
         init_sync_buffers: Buffers and running statistics too.
         broadcast_buffers: Give every rank rank 0's buffers after each synchronised backward.
         buffers: What is done with buffers whose name matches a pattern.
         gradients_in_arena: Gradients live in the memory where they are averaged.
+        skip_unused: Don't send buckets that no rank used in the pass before.
         allow_unused: A parameter without a gradient contributes 0.
+        static_graph: The same parameters are unused in every pass, or it raises.
         weight: Of this rank's gradients; a function computes it from forward's arguments.
         nonfinite: What to do about infinities and NaNs: "warn" once, "raise", or "ignore".
         reduce_through: "memory" that the ranks share, the "group", or the better one ("auto").
         devices: What device_ids and output_device name, if they name any.
         timeout_s: Seconds to wait for the slowest rank; None: the group's own time-out.
+        warn_after_s: Seconds after which a late rank is named in a warning; None: the default.
         check_replicas_every: Compare replicas after so many passes; None: where there is a reason; 0: never.
     """
 
     bucket_cap_bytes: int
     first_bucket_bytes: int
+    bucket_caps_bytes: tuple[int, ...]
     init_sync: bool
     init_sync_buffers: bool
     broadcast_buffers: bool
     buffers: Mapping[str, str]
     gradients_in_arena: bool
+    skip_unused: bool
     allow_unused: bool
+    static_graph: bool
     weight: float | Callable[..., Any] | None
     nonfinite: str
     reduce_through: str
     devices: Mapping[str, Any]
     timeout_s: float | None
+    warn_after_s: float | None
     check_replicas_every: int | None
     # Whether parameters that no rank uses are let be. Yes, as in Paddle: nothing can differ.
     allow_nobodys: ClassVar[bool] = True
@@ -74,11 +83,14 @@ class DataParallelConfig:
         return {
             "bucket_cap_mb or comm_buffer_size": str(self.bucket_cap_bytes / MIB),
             "last_comm_buffer_size": str(self.first_bucket_bytes / MIB),
+            "bucket_cap_mb_list": str([cap / MIB for cap in self.bucket_caps_bytes]),
             "init_sync": str(self.init_sync),
             "broadcast_buffers": f"{self.broadcast_buffers}, {self.init_sync_buffers} at wrap",
             "buffers": str(dict(self.buffers)),
             "gradient_as_bucket_view": str(self.gradients_in_arena),
-            "find_unused_parameters or static_graph": str(self.allow_unused),
+            "find_unused_parameters": "any" if self.static_graph else str(self.allow_unused),
+            "static_graph": str(self.static_graph),
+            "skip_all_reduce_unused_params": str(self.skip_unused),
             "nonfinite": self.nonfinite,
             "reduce_through": self.reduce_through,
             "check_replicas_every": str(self.check_replicas_every),
@@ -118,8 +130,12 @@ def make_config(
     nonfinite: str,
     reduce_through: str,
     timeout_s: float | timedelta | None,
+    warn_after_s: float | timedelta | None,
+    bucket_cap_mb_list: Sequence[float] | None,
+    skip_all_reduce_unused_params: bool,
+    init_sync_buffers: bool | None,
     check_replicas_every: int | None,
-    **harmless: Any,
+    **others: Any,  # `ManagedTensors` looks at those that are not in HARMLESS
 ) -> DataParallelConfig:
     """Check the constructor's arguments; see `DataParallel` for what they mean.
 
@@ -127,15 +143,8 @@ def make_config(
         ConfigError: An argument has a value that is not supported or makes no sense.
     """
     check = _arguments.check
-    for name, value in harmless.items():
-        if not any(value is allowed or value == allowed for allowed in _HARMLESS[name]):
-            raise ConfigError(
-                f"DataParallel: {name} is not supported.",
-                expected=f"{name}={_HARMLESS[name][0]!r}",
-                got=f"{name}={show(value)}",
-                hint=f"leave {name} out",
-                argument=name,
-            )
+    for name in HARMLESS:
+        _check_harmless(name, others[name])
     if bucket_cap_mb is None:
         cap_bytes = _arguments.mebibytes("comm_buffer_size", comm_buffer_size)
     else:
@@ -144,24 +153,46 @@ def make_config(
     broadcast_buffers, forward_sync_buffers = _arguments.one_buffer_switch(
         broadcast_buffers, forward_sync_buffers
     )
-    allows_unused = check.flag("find_unused_parameters", find_unused_parameters)
+    init_sync_buffers = _arguments.optional_flag("init_sync_buffers", init_sync_buffers)
+    caps_bytes = _arguments.caps(bucket_cap_mb_list)
+    cap_bytes = max(caps_bytes, default=cap_bytes)
+    find_unused_parameters = check.flag("find_unused_parameters", find_unused_parameters)
+    static_graph = check.flag("static_graph", static_graph)
     return DataParallelConfig(
         bucket_cap_bytes=cap_bytes,
         first_bucket_bytes=min(cap_bytes, last_bytes),
+        bucket_caps_bytes=caps_bytes,
         init_sync=check.flag("init_sync", init_sync),
-        init_sync_buffers=broadcast_buffers is not False,
+        init_sync_buffers=broadcast_buffers is not False if init_sync_buffers is None else init_sync_buffers,
         broadcast_buffers=broadcast_buffers is not False and forward_sync_buffers is not False,
         buffers=_arguments.buffers(buffers),
         gradients_in_arena=check.flag("gradient_as_bucket_view", gradient_as_bucket_view),
-        # A static graph promises that the same parameters are unused in every pass; allowing it is enough.
-        allow_unused=check.flag("static_graph", static_graph) or allows_unused,
+        skip_unused=check.flag("skip_all_reduce_unused_params", skip_all_reduce_unused_params),
+        allow_unused=find_unused_parameters or static_graph,
+        static_graph=static_graph,
         weight=_arguments.weight(weight),
         nonfinite=_arguments.nonfinite(nonfinite),
         reduce_through=_arguments.reduce_through(reduce_through),
         devices=_named_devices(device_ids, output_device),
         timeout_s=check.optional_seconds("timeout_s", timeout_s),
+        warn_after_s=check.optional_seconds("warn_after_s", warn_after_s),
         check_replicas_every=_arguments.passes("check_replicas_every", check_replicas_every),
     )
+
+
+def _check_harmless(name: str, value: Any) -> None:
+    """Refuse a value that asks for something that there is not."""
+    allowed = HARMLESS[name]
+    if True in allowed:
+        _arguments.check.flag(name, value)
+    elif value is not allowed[0] and not (isinstance(value, Real) and value == allowed[0]):
+        raise ConfigError(
+            f"DataParallel: {name} is not supported.",
+            expected=f"{name}={allowed[0]!r}",
+            got=f"{name}={show(value)}",
+            hint=_INSTEAD.get(name, f"leave {name} out"),
+            argument=name,
+        )
 
 
 def _named_devices(device_ids: Sequence[Any] | None, output_device: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import paddle
 from paceline.errors import CollectiveError
 from paceline.paddle.arena import Arena
 from paceline.paddle.calls import Call, GroupCalls
+from paceline.paddle.hooked import BucketHook, HookedCall
 from paceline.reducer.engine_waits import STATUS, EngineWaits
 from paceline.reducer.plan import pieces_of
 
@@ -26,13 +27,17 @@ class PaddleTransport:
         arena: Of this rank.
         calls: On the group.
         checks_finite: Look at every gradient before it is reduced, to tell whose holds an infinity or a NaN.
+        hook: Averages buckets instead of the group.
     """
 
-    def __init__(self, arena: Arena, calls: GroupCalls, *, checks_finite: bool) -> None:
+    def __init__(
+        self, arena: Arena, calls: GroupCalls, *, checks_finite: bool, hook: BucketHook | None = None
+    ) -> None:
         self.rank = calls.rank
         self.world_size = calls.world_size
         self._arena = arena
         self._calls = calls
+        self._hook = hook
         self._waits = calls.waits(arena.plan)
         self._checks_finite = checks_finite
         numbers = range(len(arena.plan.buckets))
@@ -40,15 +45,20 @@ class PaddleTransport:
         self._pieces = [_pieces(arena, number) for number in numbers]
         self._suspects: list[tuple[int, paddle.Tensor]] = []  # and whether all is finite
 
-    def launch(self, bucket: int, scale: float) -> BucketCall:
+    def launch(self, bucket: int, scale: float) -> BucketCall | HookedCall:
         flat = self._buckets[bucket]
         if self._checks_finite and scale:
             self._note_nonfinite(bucket, flat)
+        if self._hook is not None:  # which divides by the number of ranks; the rest of `scale` is a weight
+            scale *= self.world_size
+            scale = 1.0 if math.isclose(scale, 1.0, rel_tol=_ROUNDING) else scale  # 1 / 49 * 49 is not 1
         with paddle.no_grad():
             if scale == 0.0:
                 flat.zero_()  # 0 * NaN would be NaN
             elif scale != 1.0:
                 flat.scale_(scale)
+        if self._hook is not None:
+            return self._hook.launch(bucket, flat, scale)
         try:
             return BucketCall(self._calls.all_reduce(flat), self._waits, bucket)
         except RuntimeError as error:
@@ -66,10 +76,13 @@ class PaddleTransport:
     def take_nonfinite(self) -> list[int]:
         found = sorted({param for param, is_finite in self._suspects if not bool(is_finite)})
         self._suspects.clear()
+        if self._hook is not None:
+            self._hook.forget()
         return found
 
     def find_overflowed(self, scale: float) -> list[int]:
-        if not self._checks_finite or scale * self.world_size <= 1 + _ROUNDING:
+        may_overflow = scale * self.world_size > 1 + _ROUNDING or self._hook is not None
+        if not self._checks_finite or not may_overflow:
             return []
         found: set[int] = set()
         for flat, pieces in zip(self._buckets, self._pieces):

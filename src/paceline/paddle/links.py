@@ -16,14 +16,35 @@ import paddle
 from paceline import _core
 from paceline.collectives.ops import ReduceOp
 from paceline.paddle.arena import Arena, dtype_name, nbytes, shared_places
-from paceline.paddle.calls import GroupCalls
+from paceline.paddle.calls import GroupCalls, MemoryCalls
 from paceline.paddle.engine import PaddleTransport
+from paceline.paddle.hooked import BucketHook
+from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.engine import EngineReducer
 from paceline.reducer.host import CORE_DTYPES, make_host_reducer
 from paceline.reducer.plan import Plan
 from paceline.reducer.protocol import Reducer
 
 _PIECE_BYTES = 32 << 20  # large enough to run at full speed, small beside a model that needs several
+
+
+@dataclass(frozen=True)
+class ReductionOptions:
+    """How gradients are to be averaged.
+
+    Attributes:
+        gradients_in_arena: They will live in the arena. Not asked where a group averages.
+        checks_finite: Look for infinities and NaNs. In memory that costs nothing, and is always done.
+        skip_unused: Don't send buckets that no rank used in the pass before. In memory nothing is sent.
+        hook: Averages buckets, which hold whole parameters, instead of memory or group.
+        process_group: Of the wrapped model, for the hook.
+    """
+
+    gradients_in_arena: bool
+    checks_finite: bool
+    skip_unused: bool
+    hook: CommHook | None
+    process_group: Any
 
 
 @dataclass(frozen=True)
@@ -69,12 +90,7 @@ class Link(Protocol):
         ...
 
     def make_reduction(
-        self,
-        plan: Plan,
-        parameters: Sequence[paddle.Tensor],
-        *,
-        gradients_in_arena: bool,
-        checks_finite: bool,
+        self, plan: Plan, parameters: Sequence[paddle.Tensor], options: ReductionOptions
     ) -> Reduction:
         """An arena for this plan, filled with zeros, and what averages it."""
         ...
@@ -122,14 +138,11 @@ class MemoryLink:
         return out
 
     def make_reduction(
-        self,
-        plan: Plan,
-        parameters: Sequence[paddle.Tensor],
-        *,
-        gradients_in_arena: bool,
-        checks_finite: bool,  # costs nothing here
+        self, plan: Plan, parameters: Sequence[paddle.Tensor], options: ReductionOptions
     ) -> Reduction:
-        reducer = make_host_reducer(self._core, plan, gradients_in_arena=gradients_in_arena)
+        if options.hook is not None:
+            return _over_calls(MemoryCalls(self._core), plan, parameters, options)
+        reducer = make_host_reducer(self._core, plan, gradients_in_arena=options.gradients_in_arena)
         places = shared_places(plan, parameters, reducer.arena_pointer, reducer)
         return Reduction(places, reducer, takes_pointers=True)
 
@@ -177,20 +190,24 @@ class GroupLink:
         return self._calls.gather(array, "rows of sparse gradients")
 
     def make_reduction(
-        self,
-        plan: Plan,
-        parameters: Sequence[paddle.Tensor],
-        *,
-        gradients_in_arena: bool,  # no matter here
-        checks_finite: bool,
+        self, plan: Plan, parameters: Sequence[paddle.Tensor], options: ReductionOptions
     ) -> Reduction:
-        arena = Arena(plan, parameters)
-        reducer = EngineReducer(plan, PaddleTransport(arena, self._calls, checks_finite=checks_finite))
-        return Reduction(arena.places, reducer, takes_pointers=False)
+        return _over_calls(self._calls, plan, parameters, options)
 
     def tell(self, activity: str) -> None:
         if self._calls.witness is not None:
             self._calls.witness.tell(activity)
+
+
+def _over_calls(
+    calls: GroupCalls, plan: Plan, parameters: Sequence[paddle.Tensor], options: ReductionOptions
+) -> Reduction:
+    arena, hook = Arena(plan, parameters), None
+    if options.hook is not None:
+        hook = BucketHook(options.hook, arena, parameters, calls, options.process_group)
+    transport = PaddleTransport(arena, calls, checks_finite=options.checks_finite, hook=hook)
+    reducer = EngineReducer(plan, transport, skip_unused=options.skip_unused)
+    return Reduction(arena.places, reducer, takes_pointers=False)
 
 
 def _copy(source: paddle.Tensor, target: paddle.Tensor) -> None:

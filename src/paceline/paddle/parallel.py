@@ -6,6 +6,7 @@ What it does is elsewhere: `config` (arguments), `peers` (the ranks), `tensors` 
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -15,8 +16,11 @@ from typing import Any
 import paddle
 from paddle import nn
 
+from paceline.arguments import Arguments
 from paceline.paddle import backward_calls
 from paceline.paddle.arguments import checked_group, checked_layer
+from paceline.paddle.comm_hooks import CommHooks
+from paceline.paddle.compatible import PaddleNames, hide_paddles_own
 from paceline.paddle.config import make_config
 from paceline.paddle.passes import GradientPasses
 from paceline.paddle.peers import LonePeers, Peers, find_peers, known_exchange
@@ -24,13 +28,17 @@ from paceline.paddle.statistics import clip
 from paceline.paddle.tensors import ManagedTensors
 from paceline.paddle.wrapped_twice import check_inner, check_outer
 from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
+from paceline.reducer.finished import joining
 from paceline.reducer.micro_batches import as_weight
 from paceline.reducer.wrapped_model import WrappedModel, checked_norms
+from paceline.rendezvous.exchange import Exchange
 
-_NOT_OPTIONS = ("self", "layers", "group", "process_group", "strategy", "__class__")
+_DELAY = ("delay_all_reduce_named_params", "param_to_hook_all_reduce")
+_NOT_OPTIONS = ("group", "process_group", "device_mesh", "strategy", "__class__", *_DELAY)
 
 
-class DataParallel(WrappedModel, nn.Layer):
+@hide_paddles_own
+class DataParallel(CommHooks, WrappedModel, PaddleNames):
     """Trains one model on several processes: a drop-in for `paddle.DataParallel`, with torch's arguments.
 
     Every rank wraps the same model and runs forward and backward on its own share of the batch. When
@@ -66,8 +74,16 @@ class DataParallel(WrappedModel, nn.Layer):
         process_group: Another name of `group`.
         bucket_cap_mb: Another name of `comm_buffer_size`, and before it.
         gradient_as_bucket_view: Keep gradients in the memory where they are averaged: they are held once.
-        static_graph: A promise that lets parameters be unused, like find_unused_parameters.
+        static_graph: A promise that the same parameters are unused in each pass. Breaking it raises.
         check_reduction: Accepted: what it once checked is always checked.
+        delay_all_reduce_named_params: (name, parameter) pairs whose gradients are complete at the end of
+            backward only, or do not come at all, which counts as zeros.
+        param_to_hook_all_reduce: Goes with the one above; here they wait for the end of backward.
+        device_mesh: A `paddle.distributed.ProcessMesh` of one dimension, instead of group.
+        skip_all_reduce_unused_params: Over a group, don't send buckets that no rank used in the pass
+            before. Used again, they are sent at the end of the pass.
+        bucket_cap_mb_list: Of the first bucket, the second, ..., all others; instead of comm_buffer_size.
+        batched_grad_copy: Accepted: how gradients are copied changes no result.
         buffers: What is done with buffers and running statistics after each synchronised backward, by name
             pattern (`"*._mean"`): "average" them, "broadcast" those of rank 0, or leave them "local". The
             first match counts; without one, broadcast_buffers says. Integers are broadcast, not averaged.
@@ -80,6 +96,8 @@ class DataParallel(WrappedModel, nn.Layer):
             else the group.
         timeout_s: Seconds, or a timedelta, to wait for the slowest rank, where the group does not say.
             Paddle's Gloo gives up after 30 s, whatever this is.
+        warn_after_s: Seconds, or a timedelta, after which a late rank is named in a warning; None: 10.
+        init_sync_buffers: Broadcast rank 0's buffers when wrapping. None: as broadcast_buffers says.
         check_replicas_every: At the end of each n-th synchronised backward, compare the replicas, and raise
             on every rank if they differ; see check_replicas(). None: only after ranks have written to their
             parameters differently often (a step that one skipped). 0: never.
@@ -132,22 +150,24 @@ class DataParallel(WrappedModel, nn.Layer):
         nonfinite: str = "warn",
         reduce_through: str = "auto",
         timeout_s: float | timedelta | None = None,
+        warn_after_s: float | timedelta | None = None,
+        init_sync_buffers: bool | None = None,
         check_replicas_every: int | None = None,
     ) -> None:
-        options = {name: value for name, value in locals().items() if name not in _NOT_OPTIONS}
-        with telling_peers(lambda: known_exchange(process_group if group is None else group)):
-            checked_layer("DataParallel", layers, "layers")
-            super().__init__(f"{layers.full_name()}_data_parallel")
-            self._config = make_config(**options)
-            check_inner(layers)
-            self._layers = layers
-            self.find_unused_parameters = bool(find_unused_parameters)
-            self.grad_need_sync = True
-            self._tensors = ManagedTensors(layers)
-            self._passes = None
-            checked_group("DataParallel", process_group, "process_group")
-            group = process_group if group is None else group
-            peers = None if _asks_for_one_rank(strategy) else find_peers(group, self._config.timeout_s)
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "layers")}
+        peers: Peers | None = None
+
+        def known() -> tuple[Exchange, float] | None:
+            if peers is not None:
+                return peers.exchange, peers.timeout_s
+            return known_exchange(process_group if group is None else group, device_mesh)
+
+        with telling_peers(known):
+            self._prepare(layers, arguments)
+            if not _asks_for_one_rank(strategy):
+                times = self._config.timeout_s, self._config.warn_after_s
+                peers = find_peers(self._arguments["group"], *times, device_mesh)
+            self._peers = peers
             if peers is None and not self._tensors.is_trained:  # nothing to average, and nobody to do it with
                 return
             self._tensors.check_trainable()
@@ -156,14 +176,33 @@ class DataParallel(WrappedModel, nn.Layer):
         if peers is None and (nonfinite == "raise" or weight is not None):
             peers = LonePeers()
         if peers is not None:
+            self._peers = peers
             self._passes = self._begin_passes(peers)
 
-    def _begin_passes(self, peers: Peers) -> GradientPasses:
+    def _prepare(self, layers: nn.Layer, arguments: dict[str, Any]) -> None:
+        """All that this rank does by itself."""
+        checked_layer("DataParallel", layers, "layers")
+        # Not Paddle's DataParallel: it is a base only so that others recognise this class.
+        nn.Layer.__init__(self, f"{layers.full_name()}_data_parallel")
+        self._config = make_config(**{name: v for name, v in arguments.items() if name not in _NOT_OPTIONS})
+        check_inner(layers)
+        self._layers = layers
+        self.find_unused_parameters = bool(arguments["find_unused_parameters"])
+        self.grad_need_sync = True
+        self._peers = self._passes = None
+        process_group = checked_group("DataParallel", arguments["process_group"], "process_group")
+        group = process_group if arguments["group"] is None else arguments["group"]
+        self._tensors = ManagedTensors(layers)
+        delayed = self._tensors.delay(*(arguments[name] for name in _DELAY))
+        self._arguments = arguments | {"group": group, _DELAY[0]: delayed}
+
+    def _begin_passes(self, peers: Peers, *, is_first: bool = True) -> GradientPasses:
         parameters, buffers = self._tensors.describe()
-        description = ModelDescription(parameters, buffers, self._config.agreed_options())
+        options = self._config.agreed_options() | self._tensors.agreed_options()
+        description = ModelDescription(parameters, buffers, options)
         check_agreement(description, peers.exchange, peers.timeout_s)
         link = peers.connect(on_host=self._tensors.is_on_host, reduce_through=self._config.reduce_through)
-        if self._config.init_sync:
+        if self._config.init_sync and is_first:
             values = list(self._tensors.all_parameters.values())
             if self._config.init_sync_buffers:
                 values += self._tensors.buffers.values()
@@ -199,11 +238,68 @@ class DataParallel(WrappedModel, nn.Layer):
             self._passes.watch(output)
         return output
 
+    def init_reducer(self) -> None:
+        """Average from now on the gradients of the parameters that the model trains now. Collective.
+
+        After parameters were added, replaced, or unfrozen; not within a backward. No value is broadcast.
+        paddle.DataParallel's constructor calls its own; here nobody needs to otherwise.
+
+        Raises:
+            ConfigError: The model has no parameters to train.
+            ModelMismatchError: The ranks have different models.
+        """
+        if self._passes is None and self._peers is None:  # alone
+            return
+        tensors = ManagedTensors(self._layers)
+        tensors.check_trainable()
+        tensors.delay(*(self._arguments[name] for name in _DELAY))
+        if self._passes is not None:
+            self._passes.end()
+        self._tensors = tensors
+        self._passes = self._begin_passes(self._peers or LonePeers(), is_first=False)
+        if self._comm_hook is not None:
+            self._passes.use_hook(self._comm_hook, self.group)
+
     def _passes_to_weigh(self) -> GradientPasses:
         if self._passes is None:  # alone, there still are micro-batches
             self._passes = self._begin_passes(LonePeers())
             self._passes.state.is_syncing = self.grad_need_sync
         return self._passes
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> contextlib.AbstractContextManager[None]:
+        """A context in which ranks may make different numbers of steps, as torch's; see also finished().
+
+        A rank that leaves it takes part in the others' passes, and at its end, which blocks, all ranks have
+        the model of one that went on longest. What it had as gradients it has again then.
+
+        Args:
+            divide_by_initial_world_size: Divide sums of gradients by the number of all ranks; False: of
+                those that still have data.
+            enable: False: as if there were no context.
+            throw_on_early_termination: Raise on all ranks at the end of the first backward for which one
+                had no more data.
+
+        Raises:
+            SkippedPassError: That was asked for, and happened. Also a RuntimeError, as torch's.
+
+        Example:
+            Rank 0 has 3 batches and rank 1 has 5; the gradient of the last two steps is half of rank 1's:
+
+            >>> with model.join():
+            ...     for batch in batches:
+            ...         train_step(batch)
+        """
+        flag = Arguments("join").flag
+        divide = flag("divide_by_initial_world_size", divide_by_initial_world_size)
+        throws = flag("throw_on_early_termination", throw_on_early_termination)
+        if not flag("enable", enable) or self._passes is None:
+            return contextlib.nullcontext()
+        return joining(self._passes, divide_by_all=divide, throws=throws)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> paddle.Tensor:
         """Scale all dense gradients so that their norm is at most `max_norm`; returns the norm they had.

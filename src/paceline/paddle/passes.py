@@ -18,13 +18,13 @@ from typing import Any
 import paddle
 
 from paceline import _core
-from paceline.errors import CollectiveError
+from paceline.errors import CollectiveError, ConfigError
 from paceline.paddle import backward_calls, internals
 from paceline.paddle.backward_calls import calls
 from paceline.paddle.config import DataParallelConfig
 from paceline.paddle.gradients import Gradients
 from paceline.paddle.hooks import listen
-from paceline.paddle.links import Link, Reduction
+from paceline.paddle.links import Link, Reduction, ReductionOptions
 from paceline.paddle.outputs import may_hide_tensors, tensors_in
 from paceline.paddle.replica_state import gather_bytes, hash_model, make_sampler
 from paceline.paddle.sparse import average_rows
@@ -33,16 +33,19 @@ from paceline.paddle.tensors import ManagedTensors
 from paceline.paddle.values import BufferSync
 from paceline.paddle.weights import PaddleWeights
 from paceline.reducer.backward_passes import BackwardPasses
+from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.drift import DriftWatch
 from paceline.reducer.end_of_backward import EndOfBackward
 from paceline.reducer.fresh_gradients import FreshGradients
 from paceline.reducer.graphs import Graph, Graphs
-from paceline.reducer.plan import Plan, complete_order, plan_buckets
+from paceline.reducer.plan import Plan, complete_order, has_one_order, plan_buckets
 from paceline.reducer.protocol import FINISHED, Reducer
 from paceline.reducer.replica_check import Entry
 from paceline.reducer.report import names_by_rank
 from paceline.reducer.sharing import registry
+from paceline.reducer.static_graph import StaticGraph
 from paceline.reducer.verdict import Judge
+from paceline.reducer.whole_buckets import plan_whole_buckets
 
 
 class GradientPasses(BackwardPasses):
@@ -66,7 +69,9 @@ class GradientPasses(BackwardPasses):
         super().__init__(tensors.names, link.rank, link.world_size)
         self._tell = link.tell
         self._error: BaseException | None = None  # of a hook, which must not raise
-        self._is_closed = False
+        self._is_closed = self._has_ended = False
+        self._hook: CommHook | None = None
+        self._process_group: Any = None
         self.buffers = BufferSync(tensors, link, config.buffers, config.broadcast_buffers)
         self.gradients = FreshGradients(
             functools.partial(fingerprint, tensors.trainable), functools.partial(memory, tensors.trainable)
@@ -74,30 +79,31 @@ class GradientPasses(BackwardPasses):
         trainable = [*tensors.trainable, *tensors.sparse.values()]
         self.weights = PaddleWeights(trainable, self.state, self.keep_error, self._is_foreign)
         self.notes = _core.IterationNotes(None, make_sampler(tensors.trainable))
-        self.drift = DriftWatch(
-            config.check_replicas_every,
-            self._hash_replica,
-            functools.partial(gather_bytes, link),
-        )
+        all_gather = functools.partial(gather_bytes, link)
+        self.drift = DriftWatch(config.check_replicas_every, self._hash_replica, all_gather)
         self._tensors = tensors
         self._link = link
         self._config = config
         self._all_names = [*tensors.names, *tensors.sparse]
         self._nonfinite_rows: list[tuple[int, int]] = []
+        self._static_graph = StaticGraph(tensors.names, all_gather) if config.static_graph else None
         self._judge = Judge(
-            self._all_names, link.world_size, allow_unused=config.allow_unused, nonfinite=config.nonfinite
+            self._all_names,
+            link.world_size,
+            allow_unused=config.allow_unused,
+            nonfinite=config.nonfinite,
+            static_graph=self._static_graph,
         )
         self._is_first = True
         self._at_end: dict[int, None] = {}  # to be handed over at the end of this pass, in this order
-        self._always_at_end: set[int] = set()
+        self._always_at_end: set[int] = set(tensors.delayed)
         self._listen(True)
         self._begins_at_outputs = True
         self.graphs = Graphs(self.close)
         self._own = Gradients(tensors, self.state, live_in_arena=config.gradients_in_arena)
         self._ways = self._own.hand_over
         self._adopt(self._make_plan(None))
-        # With one bucket for each kind of parameter, any order is as good as any other.
-        self.is_order_final = len(self._plan.buckets) <= len(self._plan.sections)
+        self.is_order_final = has_one_order(self._plan)
         self._shared: set[int] = set()
         registry.join(self)
         self.refresh_sharing()
@@ -122,6 +128,13 @@ class GradientPasses(BackwardPasses):
         self._is_closed = True
         self._listen(False)
 
+    def end(self) -> None:
+        """Average no more. Gradients keep their values, and get memory of their own."""
+        self._has_ended = True
+        self.close()
+        self._own.leave_arena()
+        self.reducer.close()
+
     @property
     def reducer(self) -> Reducer:
         """That of the plan in use."""
@@ -129,8 +142,8 @@ class GradientPasses(BackwardPasses):
 
     @property
     def path(self) -> str:
-        """Where gradients are averaged: "memory" or "group"."""
-        return self._link.path
+        """Where gradients are averaged: "memory" or "group"; a hook is as a group."""
+        return self._link.path if self._hook is None else "group"
 
     @property
     def is_shared(self) -> bool:
@@ -163,6 +176,12 @@ class GradientPasses(BackwardPasses):
         try:
             if not self.state.is_syncing:
                 self.weights.watch_local()
+            elif calls.depth and self._has_ended:
+                raise ConfigError(
+                    "The outputs of this backward are older than the last init_reducer().",
+                    where=self.who,
+                    hint="call init_reducer() between a backward and the next forward",
+                )
             elif calls.depth:
                 self.graphs.begin(graph)
                 if not self.state.is_armed:
@@ -300,12 +319,28 @@ class GradientPasses(BackwardPasses):
             self.graphs.end_pass()
 
     def _hand_over_rest(self) -> None:
+        if self._static_graph is not None and self.state.forwards != FINISHED:
+            used = self.state.accumulated.union(self.state.handed).difference(self._tensors.delayed)
+            dense = used.intersection(range(len(self._names)))
+            self.state.has_changed = self._static_graph.has_changed(dense)
         super()._hand_over_rest()
+        if self._tensors.delayed and self.state.forwards != FINISHED:
+            self._complete_delayed()
         if len(self.state.handed) < len(self._names) and self.state.forwards != FINISHED:
-            unused = {index for index in range(len(self._names)) if index not in self.state.handed}
+            without = (index for index in range(len(self._names)) if index not in self.state.handed)
+            unused = set(without) - self._tensors.delayed
             for index in unused:
                 self._own.check_shape(index)
             self._own.leave_arena(unused)  # their places there are filled with zeros
+
+    def _complete_delayed(self) -> None:
+        """Delayed parameters that got no gradient have one of zeros, as in torch."""
+        for index in self._tensors.delayed:
+            if index not in self.state.handed:
+                self._own.check_shape(index)
+                self._own.leave_arena({index})
+                self._clear_place(index)
+                self.reducer.mark_ready(index, 0)
 
     def _forget_interrupted(self) -> None:
         self._drop_kept()
@@ -334,6 +369,8 @@ class GradientPasses(BackwardPasses):
         self._link.broadcast(values, root)
 
     def _bring_home(self) -> None:
+        if self._static_graph is not None:
+            self._static_graph.end_good()
         is_complete = len(self.state.handed) == len(self._names)
         self._own.place_means(set() if is_complete else set(self.reducer.globally_unused()))
 
@@ -342,8 +379,16 @@ class GradientPasses(BackwardPasses):
         agreed = paddle.to_tensor(complete_order(order, len(self._tensors.trainable)), "int32")
         self._link.broadcast([agreed])
         plan = self._make_plan(agreed.tolist())
-        if plan == self._plan:
-            return
+        if plan != self._plan:
+            self._replace(plan)
+
+    def use_hook(self, hook: CommHook, process_group: Any) -> None:
+        """Give every bucket to a hook from now on. Not within a pass; collective."""
+        self._hook, self._process_group = hook, process_group
+        self._replace(self._make_plan(list(self._plan.order)))
+        self.is_order_final = self.is_order_final or has_one_order(self._plan)
+
+    def _replace(self, plan: Plan) -> None:
         before = self.reducer
         self._of_first = (before.squared_norm(), before.nonfinite())
         self._waited_before_s += before.waited_s
@@ -359,17 +404,27 @@ class GradientPasses(BackwardPasses):
         self._reduction: Reduction = self._link.make_reduction(
             plan,
             self._tensors.trainable,
-            gradients_in_arena=self._config.gradients_in_arena,
-            checks_finite=self._config.nonfinite != "ignore",
+            ReductionOptions(
+                gradients_in_arena=self._config.gradients_in_arena,
+                checks_finite=self._config.nonfinite != "ignore",
+                skip_unused=self._config.skip_unused,
+                hook=self._hook,
+                process_group=self._process_group,
+            ),
         )
         self._own.adopt(self._reduction)
 
     def _make_plan(self, order: list[int] | None) -> Plan:
+        first, others = self._config.first_bucket_bytes, self._config.bucket_cap_bytes
+        caps = self._config.bucket_caps_bytes
+        if self._hook is not None:
+            return plan_whole_buckets(self._tensors.specs(), caps_bytes=caps or (first, others), order=order)
         return plan_buckets(
             self._tensors.specs(),
-            bucket_cap_bytes=self._config.bucket_cap_bytes,
-            first_bucket_bytes=self._config.first_bucket_bytes,
+            bucket_cap_bytes=others,
+            first_bucket_bytes=first,
             order=order,
+            caps_bytes=caps,
         )
 
 

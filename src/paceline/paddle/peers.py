@@ -18,6 +18,7 @@ import paddle
 import paddle.distributed as dist
 
 from paceline import _core
+from paceline.arguments import Arguments, show
 from paceline.collectives.formation import report_slow
 from paceline.collectives.group import Group
 from paceline.collectives.init import init
@@ -41,6 +42,8 @@ class Peers(Protocol):
     """The ranks, before anything connects them but small messages."""
 
     timeout_s: float
+    group: Any
+    """What was passed, or found, that connects the ranks; None: nothing does."""
 
     @property
     def rank(self) -> int: ...
@@ -69,13 +72,15 @@ class Peers(Protocol):
 class GroupPeers:
     """The ranks of a `paceline.Group`, which share one host. Its other users wait as long as before."""
 
-    def __init__(self, group: Group, timeout_s: float | None) -> None:
+    def __init__(
+        self, group: Group, timeout_s: float | None = None, warn_after_s: float | None = None
+    ) -> None:
         self.rank = group.rank
         self.world_size = group.world_size
         self.timeout_s = timeout_s or group.core.timeout_s
-        self._core = group.core.with_patience(self.timeout_s, group.core.warn_after_s)
+        self._core = group.core.with_patience(self.timeout_s, warn_after_s or group.core.warn_after_s)
         self.exchange = WholeExchange(self._core)
-        self._group = group
+        self.group = group
 
     def connect(self, *, on_host: bool, reduce_through: str = "auto") -> Link:
         if not on_host or reduce_through == "group":
@@ -84,7 +89,7 @@ class GroupPeers:
                 seen=f"reduce_through={reduce_through!r}" if on_host else "parameters on a GPU",
                 hint="call paddle.distributed.init_parallel_env() before wrapping the model",
             )
-        return MemoryLink(self._core, self._group)
+        return MemoryLink(self._core, self.group)
 
 
 class PaddlePeers:
@@ -126,7 +131,7 @@ class PaddlePeers:
             self.exchange,
             name="DataParallel over paddle.distributed",
             timeout_s=self.timeout_s,
-            warn_after_s=WARN_AFTER_S,
+            warn_after_s=self._calls.warn_after_s,
             slow=report_slow,
         )
         if len(memory.hosts) == 1:
@@ -145,6 +150,7 @@ class LonePeers:
     """A process that trains alone, and yet weighs its micro-batches, say."""
 
     rank, world_size, timeout_s = 0, 1, math.inf
+    group = None
 
     @property
     def exchange(self) -> Exchange:
@@ -161,34 +167,70 @@ class LonePeers:
         return GroupLink(LoneCalls(on_host=on_host))
 
 
-def find_peers(group: Any, timeout_s: float | None) -> Peers | None:
+def find_peers(
+    group: Any,
+    timeout_s: float | None = None,
+    warn_after_s: float | None = None,
+    device_mesh: Any = None,
+) -> Peers | None:
     """The group that was passed, else paddle.distributed's, else one formed from the environment.
 
     Returns:
         None: this process is the only one.
 
     Raises:
-        ConfigError: The group is none of ours or Paddle's.
+        ConfigError: The group is none of ours or Paddle's, or both a group and a mesh were passed.
     """
     group = checked_group("DataParallel", group)
+    if device_mesh is not None:
+        group = _group_of_mesh(device_mesh, group)
     if isinstance(group, Group):
-        return GroupPeers(group, timeout_s)
+        return GroupPeers(group, timeout_s, warn_after_s)
     if group is None and not dist.is_initialized():
         environment = connect_environment(timeout_s)
         if environment is not None:
-            return GroupPeers(environment, timeout_s)
+            return GroupPeers(environment, timeout_s, warn_after_s)
     if group is None and not (dist.is_initialized() and dist.get_world_size() > 1):
         return None
-    calls = GroupCalls(group, timeout_s or _DEFAULT_TIMEOUT_S)
+    calls = GroupCalls(group, timeout_s or _DEFAULT_TIMEOUT_S, warn_after_s or WARN_AFTER_S)
     return PaddlePeers(calls) if calls.world_size > 1 else None
 
 
-def known_exchange(group: Any) -> tuple[Exchange, float] | None:
-    """What connects the ranks of that group, and its time-out; None: nothing yet."""
-    if group is None and _environment_group is None and not dist.is_initialized():
+def known_exchange(group: Any, device_mesh: Any = None) -> tuple[Exchange, float] | None:
+    """What connects the ranks that these arguments name, and its time-out; None: nothing yet."""
+    is_named = group is not None or device_mesh is not None
+    if not is_named and _environment_group is None and not dist.is_initialized():
         return None
-    peers = find_peers(group, None)
+    peers = find_peers(group, device_mesh=device_mesh if group is None else None)  # both are refused
     return None if peers is None else (peers.exchange, peers.timeout_s)
+
+
+def _group_of_mesh(mesh: Any, group: Any) -> Any:
+    """The group of the ranks in a ProcessMesh of paddle.distributed. Collective."""
+    if group is not None:
+        raise ConfigError(
+            "DataParallel: group and device_mesh both name the ranks.",
+            expected="one of them",
+            hint="pass one of them",
+        )
+    if not isinstance(mesh, dist.ProcessMesh):
+        hint = 'paddle.distributed.ProcessMesh([0, 1], dim_names=["dp"])'
+        check = Arguments("DataParallel")
+        raise check.refuse("device_mesh", mesh, "a ProcessMesh of one dimension", hint, is_type=True)
+    if mesh.ndim != 1:
+        raise ConfigError(
+            "DataParallel: only a device_mesh of one dimension is supported.",
+            expected='one dimension, as ProcessMesh([0, 1], dim_names=["dp"]) has',
+            got=f"{mesh.ndim} dimensions: {show(mesh)}",
+            hint="pass the data-parallel dimension only",
+            argument="device_mesh",
+        )
+    if not dist.is_initialized():
+        raise ConfigError(
+            "DataParallel: a device_mesh needs paddle.distributed.",
+            hint="call paddle.distributed.init_parallel_env() before wrapping the model",
+        )
+    return mesh.get_group()
 
 
 _common_links: weakref.WeakKeyDictionary[Any, dict[bool, Link]] = weakref.WeakKeyDictionary()
@@ -199,7 +241,7 @@ def common_link(group: Any, *, on_host: bool) -> Link | None:
 
     Collective on the first call for a group.
     """
-    peers = find_peers(group, None)
+    peers = find_peers(group)
     if not isinstance(peers, PaddlePeers):
         return None if peers is None else peers.connect(on_host=on_host)
     links = _common_links.setdefault(peers.group, {})

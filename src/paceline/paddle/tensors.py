@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import paddle
@@ -12,6 +13,7 @@ from paceline.errors import ConfigError
 from paceline.paddle import internals
 from paceline.paddle.arena import DTYPES, dtype_name
 from paceline.reducer.agreement import TensorDescription
+from paceline.reducer.arguments import WrapperArguments
 from paceline.reducer.plan import ParameterSpec
 from paceline.reducer.report import shorten
 
@@ -20,6 +22,9 @@ class ManagedTensors:
     """What DataParallel keeps in step: gradients of what is trained, values of what is not.
 
     Parameters with `no_sync = True` are left alone, as by Paddle's.
+
+    Attributes:
+        delayed: Indices of delay_all_reduce_named_params.
     """
 
     def __init__(self, layer: nn.Layer) -> None:
@@ -38,6 +43,7 @@ class ManagedTensors:
         self.frozen = [p for p in self.all_parameters.values() if p.stop_gradient]
         self.buffers = {name: p for name, p in named if id(p) in statistics}
         self.buffers |= {name: b for name, b in layer.named_buffers() if isinstance(b, paddle.Tensor)}
+        self.delayed: frozenset[int] = frozenset()
         self._layer = layer
         # Walking the layers takes far longer than comparing the dictionaries in which they keep things.
         layers = layer.sublayers(include_self=True)
@@ -49,6 +55,31 @@ class ManagedTensors:
             ParameterSpec(name, int(p.size), dtype_name(p.dtype), p.element_size(), _device(p))
             for name, p in zip(self.names, self.trainable)
         ]
+
+    def delay(
+        self, named: Iterable[tuple[str, paddle.Tensor]] | None, trigger: paddle.Tensor | None
+    ) -> dict[str, paddle.Tensor] | None:
+        """Find the parameters that the wrapper's arguments name, or refuse strangers.
+
+        Args:
+            named: delay_all_reduce_named_params.
+            trigger: param_to_hook_all_reduce.
+
+        Returns:
+            delay_all_reduce_named_params, which may have been an iterator, to be passed again.
+
+        Raises:
+            ConfigError: One of the two is missing, or they name what is no parameter to average.
+        """
+        arguments = WrapperArguments("DataParallel")
+        delayed = arguments.delayed(named, trigger, known=self.all_parameters, trained=self.trainable)
+        self.delayed = frozenset(i for i, name in enumerate(self.names) if delayed and name in delayed)
+        return delayed
+
+    def agreed_options(self) -> dict[str, str]:
+        """What `delay` was told, as it must be on all ranks."""
+        delayed = ", ".join(self.names[index] for index in sorted(self.delayed))
+        return {"delay_all_reduce_named_params": delayed}
 
     def describe(self) -> tuple[tuple[TensorDescription, ...], tuple[TensorDescription, ...]]:
         """Parameters and buffers, as they must be on all ranks."""

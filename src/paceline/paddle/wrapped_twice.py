@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import paddle
 from paddle import nn
+from paddle.distributed.parallel import DataParallel as _Theirs
 
 from paceline.paddle import internals
+from paceline.reducer.wrapped_model import WrappedModel
 from paceline.reducer.wrapped_twice import callers, inner_error, outer_error
 
-_Theirs = paddle.DataParallel  # now: scripts put ours in place of that name, for hapi and fleet
 _OURS, _THEIRS = "paceline.paddle.DataParallel", "paddle.DataParallel"
 
 
@@ -35,4 +35,5 @@ def check_outer() -> None:
 
 def _averages(layer: object) -> bool:
     """In a process that paddle.distributed does not know of others, Paddle's wrapper does nothing."""
-    return isinstance(layer, _Theirs) and internals.ranks_of_wrapper(layer) > 1
+    is_theirs = isinstance(layer, _Theirs) and not isinstance(layer, WrappedModel)
+    return is_theirs and internals.ranks_of_wrapper(layer) > 1

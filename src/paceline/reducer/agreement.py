@@ -51,12 +51,14 @@ class ModelDescription:
 
     Attributes:
         failure: Why this rank has no model to describe; empty: it has.
+        doing: What it could not do therefore, in words.
     """
 
     parameters: tuple[TensorDescription, ...]
     buffers: tuple[TensorDescription, ...] = ()
     options: dict[str, str] = field(default_factory=dict)
     failure: str = ""
+    doing: str = ""
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
@@ -69,6 +71,7 @@ class ModelDescription:
             buffers=tuple(_tensor(entry) for entry in plain["buffers"]),
             options=dict(plain["options"]),
             failure=str(plain["failure"]),
+            doing=str(plain["doing"]),
         )
 
 
@@ -99,7 +102,9 @@ def check_agreement(description: ModelDescription, exchange: Exchange, timeout_s
 
 
 @contextlib.contextmanager
-def telling_peers(find: Callable[[], tuple[Exchange, float] | None]) -> Iterator[None]:
+def telling_peers(
+    find: Callable[[], tuple[Exchange, float] | None], doing: str = "wrap the model"
+) -> Iterator[None]:
     """Within it, a ConfigError is told to the ranks that wait in `check_agreement`; then it goes on.
 
     They raise too, quoting it, and don't wait for their deadline. Where all ranks have it, as most often,
@@ -107,6 +112,7 @@ def telling_peers(find: Callable[[], tuple[Exchange, float] | None]) -> Iterator
 
     Args:
         find: What connects the ranks, and its time-out; None: nothing does yet.
+        doing: What the rank could not do then, in words.
     """
     try:
         yield
@@ -115,7 +121,7 @@ def telling_peers(find: Callable[[], tuple[Exchange, float] | None]) -> Iterator
             found = find()
             if found is not None and found[0].world_size > 1:
                 exchange, timeout_s = found
-                failed = ModelDescription((), failure=str(error))
+                failed = ModelDescription((), failure=str(error), doing=doing)
                 check_agreement(failed, exchange, min(timeout_s, _PATIENCE_S))
         raise
 
@@ -125,7 +131,7 @@ def _failure_of(models: Sequence[ModelDescription]) -> ConfigError | None:
     if not failed:
         return None
     return ConfigError(
-        f"{format_ranks(failed).capitalize()} of {len(models)} could not wrap the model.",
+        f"{format_ranks(failed).capitalize()} of {len(models)} could not {models[failed[0]].doing}.",
         seen=_by_ranks([model.failure or "waited for the others" for model in models]),
         expected="the same arguments, and the same model, on every rank",
         likely="an argument, or the model, depends on the rank",

@@ -7,12 +7,16 @@ and `arguments`.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
-from paceline.arguments import Arguments
+from paceline.arguments import Arguments, show
+from paceline.errors import ConfigError
 from paceline.reducer.buffer_policy import check_policies
 from paceline.reducer.micro_batches import as_weight
+from paceline.reducer.report import shorten
+
+_Parameter = TypeVar("_Parameter")
 
 MIB = 1 << 20
 NONFINITE_POLICIES = ("warn", "raise", "ignore")
@@ -61,6 +65,71 @@ class WrapperArguments:
             stacklevel=4,
         )
         return None, forward_sync_buffers
+
+    def caps(self, value: Sequence[float] | None) -> tuple[int, ...]:
+        """bucket_cap_mb_list: the sizes of single buckets, in bytes; None is none."""
+        if value is None:
+            return ()
+        name = "bucket_cap_mb_list"
+        try:
+            if isinstance(value, (str, bytes)):
+                raise TypeError
+            return tuple(self.mebibytes(name, cap) for cap in value)
+        except (TypeError, ValueError):  # ours among them, which shows a single cap
+            expected = "positive numbers of MiB: of the first bucket, of the second, ..., of all others"
+            raise self.check.refuse(name, value, expected, f"for example {name}=[1, 25]") from None
+
+    def delayed(
+        self,
+        named: Iterable[tuple[str, _Parameter]] | Mapping[str, _Parameter] | None,
+        trigger: _Parameter | None,
+        *,
+        known: Mapping[str, _Parameter],
+        trained: Sequence[_Parameter],
+    ) -> dict[str, _Parameter] | None:
+        """delay_all_reduce_named_params as a dictionary; None: nothing is delayed.
+
+        Args:
+            named: As it was passed.
+            trigger: As param_to_hook_all_reduce was passed.
+            known: All parameters of the model, by name.
+            trained: Those that can be the trigger.
+
+        Raises:
+            ConfigError: One of the two is missing, or they name what is no parameter to average.
+        """
+        name, trigger_name = "delay_all_reduce_named_params", "param_to_hook_all_reduce"
+        if (named is None) != (trigger is None):
+            raise ConfigError(
+                f"{self._owner}: {name} and {trigger_name} need to be set at the same time.",
+                expected="both or neither",
+                got=f"{name}={show(named)},\n{trigger_name}={show(trigger)}",
+                hint="both or neither; without, every gradient is averaged as soon as it is there",
+            )
+        if named is None:
+            return None
+        try:
+            if isinstance(named, str):
+                raise TypeError
+            pairs = dict(named)
+            if not all(isinstance(key, str) for key in pairs):
+                raise TypeError
+        except (TypeError, ValueError):
+            expected, hint = "(name, parameter) pairs, and nothing else", "some of model.named_parameters()"
+            raise self.check.refuse(name, named, expected, hint, is_type=True) from None
+        wrong = [key for key, parameter in pairs.items() if known.get(key) is not parameter]
+        if wrong:
+            raise ConfigError(
+                f"{self._owner}: these are no parameters of the model.",
+                expected="(name, parameter) as model.named_parameters() gives them",
+                got=f"{name}: {shorten(wrong)}",
+                hint="take them from the model that is wrapped, before it is wrapped",
+                argument=name,
+            )
+        if all(parameter is not trigger for parameter in trained):
+            expected, hint = "a parameter of the model that is trained", "the parameter, not its name"
+            raise self.check.refuse(trigger_name, trigger, expected, hint)
+        return pairs
 
     def passes(self, name: str, value: int | None) -> int | None:
         """A number of passes; 0 is none at all."""

@@ -24,7 +24,7 @@ from paceline.reducer.frozen import tells_frozen
 from paceline.reducer.micro_batches import MicroBatchWeights
 from paceline.reducer.pass_state import PassState
 from paceline.reducer.protocol import FINISHED, Outcome, Reducer
-from paceline.reducer.report import names_by_rank
+from paceline.reducer.report import names_by_rank, uneven_error
 from paceline.reducer.verdict import Judge, give_up_interrupted
 
 _NOTES_DIFFER = int(Outcome.NOTES_DIFFER)  # as an enumeration's member it would cost more than the question
@@ -74,6 +74,7 @@ class BackwardPasses(ABC):
         _tell: Lets the errors of other ranks tell what this one was doing; None: they can't.
         is_order_final: Whether the plan will not change any more.
         good_passes: How many passes have made the gradients means, and all else that a pass does.
+        refuses_uneven: Whether a pass for which some ranks have no data raises, on all of them.
     """
 
     weights: MicroBatchWeights
@@ -99,6 +100,7 @@ class BackwardPasses(ABC):
         self._waited_before_s = 0.0
         self._pass_number = 1
         self.good_passes = 0
+        self.refuses_uneven = False
         self._of_first: tuple[float, list[tuple[int, int]]] | None = None
         self._gradients_aside: dict[int, Any] = {}
         self._accumulated_aside: set[int] = set()
@@ -277,9 +279,11 @@ class BackwardPasses(ABC):
                 self._clear_place(index)
                 self.reducer.mark_ready(index, 0)
         self.state.forwards = FINISHED
-        self._end()
-        self.weight = 1.0
-        self.reducer.set_weight(1.0)
+        try:
+            self._end()
+        finally:  # what it raises may be caught, and training go on
+            self.weight = 1.0
+            self.reducer.set_weight(1.0)
         return bool(self.active)
 
     def _arm(self) -> None:
@@ -373,6 +377,8 @@ class BackwardPasses(ABC):
         if Outcome.FINISHED in outcome:
             forwards = self.reducer.forwards_by_rank()
             self.active = [rank for rank, count in enumerate(forwards) if count != FINISHED]
+            if self.refuses_uneven and self.active:
+                raise uneven_error(forwards)
 
     def _hand_over_rest(self) -> None:
         if len(self.state.handed) < len(self._names) and self.state.forwards != FINISHED:

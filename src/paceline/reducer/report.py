@@ -203,6 +203,22 @@ def skipped_error(forwards_by_rank: Sequence[int]) -> SkippedPassError:
     )
 
 
+def uneven_error(forwards_by_rank: Sequence[int]) -> SkippedPassError:
+    """Some ranks have no more data, and join(throw_on_early_termination=True) was asked for.
+
+    Args:
+        forwards_by_rank: FINISHED for a rank without data.
+    """
+    without = [rank for rank, count in enumerate(forwards_by_rank) if count == FINISHED]
+    return SkippedPassError(
+        f"{_of_world(without, len(forwards_by_rank)).capitalize()} exhausted the inputs before the others.",
+        where="the end of backward; the gradients of this pass are of no use, on any rank",
+        expected="as many batches on every rank, because of throw_on_early_termination=True",
+        hint="leave it out: then join() lets the others go on",
+        ranks=tuple(without),
+    )
+
+
 def _interrupted_error(ranks: Sequence[int], world_size: int) -> SkippedPassError:
     return SkippedPassError(
         f"The backward of {_of_world(ranks, world_size)} ended in an exception.",

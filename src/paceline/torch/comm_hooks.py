@@ -9,10 +9,11 @@ import torch
 from torch._C._distributed_c10d import BuiltinCommHookType
 
 from paceline.arguments import Arguments
-from paceline.errors import ConfigError, RendezvousError
-from paceline.reducer.agreement import ModelDescription, check_agreement
+from paceline.errors import ConfigError
+from paceline.reducer.agreement import telling_peers
+from paceline.reducer.comm_hooks import CommHook, agree_on_hook, check_is_first
 from paceline.torch.buffer_hook import BufferHook
-from paceline.torch.hooked import CommHook, check_hook
+from paceline.torch.hooked import check_hook
 
 if TYPE_CHECKING:
     from paceline.torch.passes import GradientPasses
@@ -54,14 +55,10 @@ class CommHooks:
             >>> from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
             >>> model.register_comm_hook(None, fp16_compress_hook)  # half the bytes on the wire
         """
-        check_hook(hook)
-        if self._comm_hook is not None:
-            raise ConfigError(
-                "register_comm_hook can only be called once.",
-                seen=f"'{self._comm_hook.name}' is registered",
-                hint="wrap the module anew to use another hook",
-            )
         peers = self._connected()
+        with telling_peers(lambda: (peers.exchange, peers.timeout_s), doing="register a hook"):
+            check_hook(hook)
+            check_is_first(self._comm_hook)
         if peers.process_group is None:
             raise ConfigError(
                 "register_comm_hook: a communication hook needs a process group of torch.",
@@ -70,18 +67,7 @@ class CommHooks:
             )
         chosen = CommHook(state, hook)
         if peers.world_size > 1:
-            options = {"the communication hook": chosen.name}
-            try:
-                check_agreement(ModelDescription((), (), options), peers.exchange, peers.timeout_s)
-            except RendezvousError as error:
-                raise RendezvousError(
-                    "register_comm_hook: not every rank has registered a hook.",
-                    where=error.where,
-                    seen=f"{error.summary} {error.seen}",
-                    expected="the same call on every rank, before the same forward",
-                    likely="a hook on some ranks only",
-                    hint="register it on every rank",
-                ) from error
+            agree_on_hook(chosen, peers.exchange, peers.timeout_s)
         if self._passes is None:
             self._passes = self._begin_passes()
         self._passes.use_hook(chosen)

@@ -138,7 +138,7 @@ def make_config(
     check = _arguments.check
     check.whole("dim", dim)
     check.flag("check_reduction", check_reduction)
-    caps_bytes = _caps(bucket_cap_mb_list)
+    caps_bytes = _arguments.caps(bucket_cap_mb_list)
     cap_mb = DEFAULT_BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
     cap_bytes = _arguments.mebibytes("bucket_cap_mb", cap_mb)
     cap_bytes = max(caps_bytes, default=cap_bytes)
@@ -170,19 +170,6 @@ def make_config(
         warn_after_s=check.optional_seconds("warn_after_s", warn_after_s),
         check_replicas_every=_arguments.passes("check_replicas_every", check_replicas_every),
     )
-
-
-def _caps(caps_mb: Sequence[float] | None) -> tuple[int, ...]:
-    if caps_mb is None:
-        return ()
-    name = "bucket_cap_mb_list"
-    try:
-        if isinstance(caps_mb, (str, bytes)):
-            raise TypeError
-        return tuple(_arguments.mebibytes(name, cap) for cap in caps_mb)
-    except (TypeError, ValueError):  # ours among them, which shows a single cap
-        expected = "positive numbers of MiB: of the first bucket, of the second, ..., of all others"
-        raise _arguments.check.refuse(name, caps_mb, expected, f"for example {name}=[1, 25]") from None
 
 
 def _single_device(

@@ -9,95 +9,43 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from paceline.arguments import show
 from paceline.errors import ConfigError, ConfigTypeError
+from paceline.reducer.comm_hooks import CommHook, HookedBucket, check_callable, wrong_result
 from paceline.reducer.witness import Witness
 from paceline.torch.arena import Arena
 from paceline.torch.engine import ProcessGroupTransport, as_real
 from paceline.torch.peers import ProcessGroupPeers
 
 
-class GradBucket:
+class GradBucket(HookedBucket[torch.Tensor]):
     """What a hook sees of a bucket: the members of `torch.distributed.GradBucket`, and two that it lacks.
 
     Args:
-        index: Of the bucket; the first is complete first.
-        buffer: All its elements, flat.
-        gradients: Views of the buffer, shaped like the parameters.
-        parameters: The parameters.
-        is_last: Whether it is the last bucket of the pass.
-        weight: What this rank's gradients are multiplied by already.
         process_group: Of the wrapped model.
+        members: Those of a `HookedBucket`.
     """
 
-    def __init__(
-        self,
-        index: int,
-        buffer: torch.Tensor,
-        gradients: list[torch.Tensor],
-        parameters: list[torch.Tensor],
-        is_last: bool,
-        weight: float,
-        process_group: dist.ProcessGroup,
-    ) -> None:
-        self._index = index
-        self._buffer = buffer
-        self._gradients = gradients
-        self._places = [(view.storage_offset() - buffer.storage_offset(), view) for view in gradients]
-        self._parameters = parameters
-        self._is_last = is_last
-        self._weight = weight
+    def __init__(self, process_group: dist.ProcessGroup, *members: Any) -> None:
+        super().__init__(*members)
+        first = self._buffer.storage_offset()
+        self._places = [(view.storage_offset() - first, view) for view in self._gradients]
         self._process_group = process_group
-
-    def index(self) -> int:
-        return self._index
-
-    def buffer(self) -> torch.Tensor:
-        return self._buffer
-
-    def gradients(self) -> list[torch.Tensor]:
-        return list(self._gradients)  # of the buffer as it is now
-
-    def parameters(self) -> list[torch.Tensor]:
-        return list(self._parameters)
-
-    def is_last(self) -> bool:
-        return self._is_last
-
-    def weight(self) -> float:
-        """What this rank's gradients are multiplied by: its weight over the ranks' mean weight."""
-        return self._weight
 
     def process_group(self) -> dist.ProcessGroup:
         """The ranks to average over."""
         return self._process_group
 
-    def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Let `buffer()` return another tensor from now on."""
-        self._buffer = buffer
-        self._gradients = [
+    def _cut(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        return [
             buffer[first : first + view.numel()].as_strided(view.shape, view.stride())
             for first, view in self._places
         ]
-
-
-@dataclass(frozen=True)
-class CommHook:
-    """A hook that was registered, and the state that it gets."""
-
-    state: Any
-    call: Callable[[Any, Any], Any]
-
-    @property
-    def name(self) -> str:
-        return str(getattr(self.call, "__qualname__", type(self.call).__name__))
 
 
 class HookTransport(ProcessGroupTransport):
@@ -146,6 +94,7 @@ class HookTransport(ProcessGroupTransport):
             elif not math.isclose(weight, 1.0, rel_tol=1e-12):  # 1 / 49 * 49 is not 1
                 flat.mul_(weight)
             shown = GradBucket(
+                self._group,
                 bucket,
                 flat,
                 # .data: what the hook does to them does not count as a change of the gradient itself
@@ -153,7 +102,6 @@ class HookTransport(ProcessGroupTransport):
                 [self._parameters[index] for index in members],
                 bucket == len(self._buckets) - 1,
                 weight,
-                self._group,
             )
             future = self._hook.call(self._hook.state, shown)
         if not isinstance(future, torch._C.Future):  # the base of torch.futures.Future
@@ -219,14 +167,8 @@ def check_hook(hook: Any) -> None:
         ConfigTypeError: It is not callable.
         ConfigError: Its annotations are those of something else.
     """
-    if not callable(hook):
-        raise ConfigTypeError(
-            "register_comm_hook: Communication hook must be callable.",
-            expected="hook(state, bucket), which returns a future of a tensor",
-            got=f"hook={show(hook)}, of type {type(hook).__name__}",
-            hint="torch.distributed.algorithms.ddp_comm_hooks.default_hooks has some",
-            argument="hook",
-        )
+    hint = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks has some"
+    check_callable(hook, returns="a future of a tensor", hint=hint)
     try:
         signature = inspect.signature(hook)
     except ValueError:  # written in C: nothing to look at
@@ -247,9 +189,5 @@ def check_hook(hook: Any) -> None:
 
 
 def _wrong_result(name: str, expected: str, got: str, kind: type[ConfigError]) -> ConfigError:
-    return kind(
-        f"The communication hook '{name}' returned something that is no averaged bucket.",
-        expected=expected,
-        got=got,
-        hint="return work.get_future().then(lambda f: f.value()[0] / world_size)",
-    )
+    hint = "return work.get_future().then(lambda f: f.value()[0] / world_size)"
+    return wrong_result(name, expected, got, hint, kind)

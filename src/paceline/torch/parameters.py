@@ -5,16 +5,16 @@ The one idea: a module may change in every way, as long as no parameter is train
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from paceline import _core
-from paceline.arguments import Arguments, show
 from paceline.errors import ConfigError
 from paceline.reducer.agreement import TensorDescription
+from paceline.reducer.arguments import WrapperArguments
 from paceline.reducer.plan import ParameterSpec
 from paceline.reducer.report import shorten
 from paceline.torch.arena import DTYPES
@@ -89,38 +89,17 @@ class ManagedTensors:
                 hint="leave device_ids out; or move the module there before wrapping it",
             )
 
-    def delay(self, arguments: Mapping[str, Any]) -> None:
-        """Find the parameters that the wrapper's arguments name, or refuse strangers."""
-        delayed, trigger = (
-            arguments[name] for name in ("delay_all_reduce_named_params", "param_to_hook_all_reduce")
+    def delay(self, arguments: dict[str, Any]) -> None:
+        """Find the parameters that the wrapper's arguments name, or refuse strangers.
+
+        Of these arguments, an iterator is replaced by a dictionary: a copy of the wrapper looks again.
+        """
+        name, trigger = "delay_all_reduce_named_params", arguments["param_to_hook_all_reduce"]
+        delayed = WrapperArguments("DistributedDataParallel").delayed(
+            arguments[name], trigger, known=self.all_parameters, trained=self.trainable
         )
-        if (delayed is None) != (trigger is None):
-            raise ConfigError(
-                "DistributedDataParallel: delay_all_reduce_named_params and param_to_hook_all_reduce need to "
-                "be set at the same time.",
-                expected="both or neither",
-                got=f"delay_all_reduce_named_params={show(delayed)},\nparam_to_hook_all_reduce={show(trigger)}",
-                hint="both or neither; without, every gradient is averaged as soon as it is there",
-            )
-        name, expected = "delay_all_reduce_named_params", "(name, parameter) pairs, and nothing else"
-        try:
-            named = dict(delayed or ())
-            if isinstance(delayed, str) or not all(isinstance(key, str) for key in named):
-                raise TypeError
-        except (TypeError, ValueError):
-            hint = "list(module.named_parameters()), or some of these pairs"
-            owner = Arguments("DistributedDataParallel")
-            raise owner.refuse(name, delayed, expected, hint, is_type=True) from None
-        wrong = [name for name, p in named.items() if self.all_parameters.get(name) is not p]
-        if wrong or (trigger is not None and all(p is not trigger for p in self.trainable)):
-            raise ConfigError(
-                "DistributedDataParallel: these are no parameters of the module.",
-                got=f"delay_all_reduce_named_params: {shorten(wrong)}"
-                if wrong
-                else "param_to_hook_all_reduce",
-                hint="pass (name, parameter) as module.named_parameters() gives them",
-            )
-        self.delayed = {index for index, name in enumerate(self.names) if name in named}
+        arguments[name] = delayed
+        self.delayed = {index for index, name in enumerate(self.names) if delayed and name in delayed}
         self.trigger = next((index for index, p in enumerate(self.trainable) if p is trigger), None)
 
     def agreed_options(self) -> dict[str, str]:

@@ -18,6 +18,7 @@ import torch
 from torch.autograd import Variable, profiler
 
 from paceline.reducer.backward_passes import BackwardPasses
+from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.drift import DriftWatch
 from paceline.reducer.fresh_gradients import FreshGradients
 from paceline.reducer.graphs import Graph, Graphs
@@ -32,7 +33,6 @@ from paceline.torch.accumulated import part_accumulated
 from paceline.torch.buffer_sync import BufferSync
 from paceline.torch.compiling import untraced
 from paceline.torch.config import DDPConfig
-from paceline.torch.hooked import CommHook
 from paceline.torch.hooks import (
     HookMaker,
     changed_gradient,

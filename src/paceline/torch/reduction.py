@@ -16,6 +16,7 @@ import torch.distributed as dist
 from paceline import _core
 from paceline.collectives.ops import ReduceOp
 from paceline.errors import ConfigError, RegionError
+from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.engine import EngineReducer
 from paceline.reducer.host import CORE_DTYPES, make_host_reducer
 from paceline.reducer.plan import Plan, plan_buckets
@@ -26,7 +27,7 @@ from paceline.torch.arena import Arena
 from paceline.torch.buffers import broadcast_tensors
 from paceline.torch.config import DDPConfig
 from paceline.torch.engine import ProcessGroupTransport
-from paceline.torch.hooked import CommHook, HookTransport
+from paceline.torch.hooked import HookTransport
 from paceline.torch.parameters import ManagedTensors, dtype_name
 from paceline.torch.peers import Peers, ProcessGroupPeers
 

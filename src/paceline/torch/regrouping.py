@@ -17,8 +17,8 @@ from paceline.reducer.history import agree_on_passes
 from paceline.torch.peers import find_peers
 
 if TYPE_CHECKING:
+    from paceline.reducer.comm_hooks import CommHook
     from paceline.torch.config import DDPConfig
-    from paceline.torch.hooked import CommHook
     from paceline.torch.parameters import ManagedTensors
     from paceline.torch.passes import GradientPasses
     from paceline.torch.peers import Peers

@@ -1,0 +1,155 @@
+"""Communication hooks: functions of the user's that average a bucket of gradients, in any framework.
+
+A hook gets a state and a bucket, and returns the tensor that replaces the bucket's buffer, or a future of it.
+Imports only the standard library, `errors` and its neighbours.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from paceline.arguments import show
+from paceline.errors import ConfigError, ConfigTypeError, RendezvousError
+from paceline.reducer.agreement import ModelDescription, check_agreement
+from paceline.rendezvous.exchange import Exchange
+
+_Tensor = TypeVar("_Tensor")
+
+
+@dataclass(frozen=True)
+class CommHook:
+    """A hook that was registered, and the state that it gets."""
+
+    state: Any
+    call: Callable[[Any, Any], Any]
+
+    @property
+    def name(self) -> str:
+        return str(getattr(self.call, "__qualname__", type(self.call).__name__))
+
+
+class HookedBucket(ABC, Generic[_Tensor]):
+    """What a hook sees of a bucket: the members of `torch.distributed.GradBucket`, and its weight.
+
+    Args:
+        index: Of the bucket; the first is complete first.
+        buffer: All its elements, flat.
+        gradients: Parts of the buffer, shaped like the parameters.
+        parameters: The parameters.
+        is_last: Whether it is the last bucket of the pass.
+        weight: What this rank's gradients are multiplied by already.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        buffer: _Tensor,
+        gradients: Sequence[_Tensor],
+        parameters: Sequence[_Tensor],
+        is_last: bool,
+        weight: float,
+    ) -> None:
+        self._index = index
+        self._buffer = buffer
+        self._gradients = list(gradients)
+        self._parameters = list(parameters)
+        self._is_last = is_last
+        self._weight = weight
+
+    @abstractmethod
+    def _cut(self, buffer: _Tensor) -> list[_Tensor]:
+        """Parts of another buffer, where and as those of the first one are."""
+
+    def index(self) -> int:
+        return self._index
+
+    def buffer(self) -> _Tensor:
+        return self._buffer
+
+    def gradients(self) -> list[_Tensor]:
+        return list(self._gradients)  # of the buffer as it is now
+
+    def parameters(self) -> list[_Tensor]:
+        return list(self._parameters)
+
+    def is_last(self) -> bool:
+        return self._is_last
+
+    def weight(self) -> float:
+        """What this rank's gradients are multiplied by: its weight over the ranks' mean weight."""
+        return self._weight
+
+    def set_buffer(self, buffer: _Tensor) -> None:
+        """Let `buffer()` return another tensor from now on."""
+        self._buffer = buffer
+        self._gradients = self._cut(buffer)
+
+
+def check_callable(hook: object, *, returns: str, hint: str) -> None:
+    """Refuse what cannot be called.
+
+    Args:
+        returns: What a hook returns, in words.
+        hint: Where to find some.
+
+    Raises:
+        ConfigTypeError: It cannot.
+    """
+    if not callable(hook):
+        raise ConfigTypeError(
+            "register_comm_hook: Communication hook must be callable.",  # torch's words
+            expected=f"hook(state, bucket), which returns {returns}",
+            got=f"hook={show(hook)}, of type {type(hook).__name__}",
+            hint=hint,
+            argument="hook",
+        )
+
+
+def check_is_first(known: CommHook | None) -> None:
+    """Refuse a second hook of one wrapped model.
+
+    Raises:
+        ConfigError: There is one.
+    """
+    if known is not None:
+        raise ConfigError(
+            "register_comm_hook can only be called once.",
+            seen=f"'{known.name}' is registered",
+            hint="wrap the module anew to use another hook",
+        )
+
+
+def agree_on_hook(hook: CommHook, exchange: Exchange, timeout_s: float) -> None:
+    """Raise on every rank if ranks have registered different hooks. Collective.
+
+    Raises:
+        ModelMismatchError: They have; names the hooks and the ranks.
+        RendezvousError: Some rank has registered none.
+    """
+    options = {"the communication hook": hook.name}
+    try:
+        check_agreement(ModelDescription((), (), options), exchange, timeout_s)
+    except RendezvousError as error:
+        raise RendezvousError(
+            "register_comm_hook: not every rank has registered a hook.",
+            where=error.where,
+            seen=f"{error.summary} {error.seen}",
+            expected="the same call on every rank, before the same forward",
+            likely="a hook on some ranks only",
+            hint="register it on every rank",
+        ) from error
+
+
+def wrong_result(
+    name: str, expected: str, got: str, hint: str, kind: type[ConfigError] = ConfigError
+) -> ConfigError:
+    """What a hook returned cannot replace the bucket's buffer."""
+    return kind(
+        f"The communication hook '{name}' returned something that is no averaged bucket.",
+        expected=expected,
+        got=got,
+        hint=hint,
+    )

@@ -1,0 +1,182 @@
+"""Arguments of torch's class in paceline.paddle.DataParallel that change what backward does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+from paddle import nn
+
+from paceline.errors import ConfigError, GraphChangedError, ModelMismatchError
+from paceline.paddle import DataParallel
+from tests.multiprocess.paddle_models import Branches, batch, join_paddle, ranks, share, squares, two_layers
+
+
+@pytest.mark.parametrize("path", ["memory", "group"])
+@ranks(2, group=None, deadline_s=90)
+def test_a_graph_that_changes_against_the_promise(rank: int, path: str) -> None:
+    join_paddle(rank)
+    model = Branches()
+    wrapped = DataParallel(model, static_graph=True, reduce_through=path)
+    x = paddle.full([1, 3], 1.0 + rank)
+    for _ in range(2):
+        wrapped.clear_gradients()
+        wrapped(x, "left").sum().backward()
+        assert_array_equal(model.left.weight.grad.numpy(), np.full((3, 2), 1.5))
+    with pytest.raises(GraphChangedError, match="static_graph=True promised") as caught:
+        wrapped(x, "right" if rank else "left").sum().backward()
+    changed = ("left.weight", "left.bias", "right.weight", "right.bias")
+    assert caught.value.changed == changed and "rank 1" in str(caught.value)
+
+
+@ranks(2)
+def test_a_static_graph_may_differ_from_rank_to_rank(group: Any) -> None:
+    model = Branches()
+    wrapped = DataParallel(model, group=group, static_graph=True)
+    for _ in range(3):
+        wrapped.clear_gradients()
+        wrapped(paddle.ones([1, 3]), "right" if group.rank else "left").sum().backward()
+        for layer in (model.left, model.right):
+            assert_array_equal(layer.weight.grad.numpy(), np.full((3, 2), 0.5))
+    assert wrapped.static_graph
+    with pytest.raises(ModelMismatchError, match="static_graph differ"):
+        DataParallel(Branches(), group=group, static_graph=group.rank == 0)
+
+
+@ranks(2)
+def test_caps_of_single_buckets(group: Any) -> None:
+    model = nn.Sequential(*[nn.Linear(16, 16, bias_attr=False) for _ in range(5)])  # 1 KiB each
+    kib = 1 / 1024
+    wrapped = DataParallel(model, group=group, bucket_cap_mb_list=[kib, 3 * kib, kib])
+    assert [bucket.nbytes for bucket in wrapped._passes._plan.buckets] == [1024, 3072, 1024]
+    for _ in range(2):  # the second pass has the order of the first
+        wrapped.clear_gradients()
+        wrapped(paddle.full([1, 16], 1.0 + group.rank)).sum().backward()
+        assert_array_equal(model[0].weight.grad.numpy(), model[0].weight.grad.numpy()[:1].repeat(16, 0))
+    assert [bucket.nbytes for bucket in wrapped._passes._plan.buckets] == [1024, 3072, 1024]
+
+
+@ranks(2, group=None, deadline_s=90)
+def test_what_nobody_uses_is_not_sent(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    join_paddle(rank)
+    sent: list[int] = []
+    reduce = dist.all_reduce
+    monkeypatch.setattr(dist, "all_reduce", lambda t, **kw: (sent.append(t.size * 4), reduce(t, **kw))[1])
+    model = Branches()
+    wrapped = DataParallel(
+        model,
+        find_unused_parameters=True,
+        skip_all_reduce_unused_params=True,
+        reduce_through="group",
+        bucket_cap_mb_list=[8 / 2**20],
+    )
+    of_a_layer = 2 * 64  # each place begins a cache line
+    x = paddle.full([1, 3], 1.0 + rank)
+    # The first pass makes the plan, and the second is the first with it.
+    branches = ("left", "left", "left", "both", "both", "right", "right")
+    for branch, layers in zip(branches, (2, 2, 1, 2, 2, 2, 1), strict=True):
+        sent.clear()
+        wrapped.clear_gradients(set_to_zero=False)  # zeros would count as used
+        wrapped(x, branch).sum().backward()
+        assert sum(sent) == layers * of_a_layer, branch
+        for name in ("left", "right"):
+            if branch in (name, "both"):
+                assert_array_equal(getattr(model, name).weight.grad.numpy(), np.full((3, 2), 1.5))
+
+
+class Twice(nn.Layer):
+    """`late` is in two parts of the graph that backward runs on their own, or in none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        paddle.seed(1)
+        self.late, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: paddle.Tensor, times: int) -> paddle.Tensor:
+        for _ in range(times):
+            x = dist.fleet.utils.recompute(self.late, x, use_reentrant=True)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("view", [False, True])
+@ranks(2)
+def test_delayed_parameters_wait_for_the_end(group: Any, view: bool) -> None:
+    model, alone = Twice(), Twice()
+    wrapped = DataParallel(
+        model,
+        group=group,
+        delay_all_reduce_named_params=((f"late.{name}", p) for name, p in model.late.named_parameters()),
+        param_to_hook_all_reduce=model.head.weight,
+        gradient_as_bucket_view=view,
+    )
+    # Once in the first passes, so that nothing but the argument tells that it comes twice later on.
+    for times in (1, 1, 2, 0, 2):
+        x = batch(seed=times)
+        wrapped.clear_gradients()
+        alone.clear_gradients()
+        own, whole = share(x, group.rank), paddle.to_tensor(x)
+        own.stop_gradient = whole.stop_gradient = False
+        squares(wrapped(own, times)).backward()
+        squares(alone(whole, times)).backward()
+        for ours, expected in zip(model.parameters(), alone.parameters(), strict=True):
+            zeros = np.zeros(expected.shape)  # of one that got no gradient, as in torch
+            assert_allclose(
+                ours.grad.numpy(),
+                zeros if expected.grad is None else expected.grad.numpy(),
+                rtol=1e-5,
+                atol=1e-6,
+            )
+    wrapped.init_reducer()  # looks at the same parameters again
+    assert wrapped._tensors.delayed == {0, 1}
+
+
+@ranks(2)
+def test_delayed_parameters_that_are_none(group: Any) -> None:
+    model = two_layers()
+    named = list(model.named_parameters())
+    stranger = paddle.create_parameter([1], "float32")
+    for options, message in (
+        ({"delay_all_reduce_named_params": named[:1]}, "set at the same time"),
+        (
+            {"delay_all_reduce_named_params": [("x", stranger)], "param_to_hook_all_reduce": named[0][1]},
+            "params: x",
+        ),
+        (
+            {"delay_all_reduce_named_params": named[:1], "param_to_hook_all_reduce": stranger},
+            r"param_to_hook_all_reduce=(?s:.*)a parameter of the model that is trained",
+        ),
+        ({"bucket_cap_mb_list": [1, 0]}, "bucket_cap_mb_list"),
+        ({"device_mesh": "dp"}, "a ProcessMesh of one dimension"),
+        ({"warn_after_s": -1}, "warn_after_s"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            DataParallel(model, **options)
+    with pytest.raises(ConfigError, match="both name the ranks"):
+        DataParallel(model, group=group, device_mesh=dist.ProcessMesh([0, 1], dim_names=["dp"]))
+    with pytest.raises(ConfigError, match=r"needs paddle\.distributed"):
+        DataParallel(model, device_mesh=dist.ProcessMesh([0, 1], dim_names=["dp"]))
+
+
+@ranks(2, group=None, deadline_s=90)
+def test_the_ranks_of_a_mesh(rank: int) -> None:
+    join_paddle(rank)
+    model = nn.Linear(4, 1)
+    wrapped = DataParallel(model, device_mesh=dist.ProcessMesh([0, 1], dim_names=["dp"]))
+    wrapped(paddle.full([1, 4], 1.0 + rank)).sum().backward()
+    assert_array_equal(model.weight.grad.numpy(), np.full((4, 1), 1.5))
+    with pytest.raises(ConfigError, match="one dimension"):
+        DataParallel(model, device_mesh=dist.ProcessMesh([[0], [1]], dim_names=["dp", "mp"]))
+
+
+@pytest.mark.parametrize("init_sync_buffers", [None, False])
+@ranks(2)
+def test_buffers_are_broadcast_when_wrapping_or_not(group: Any, init_sync_buffers: bool | None) -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1D(3))
+    model[1]._mean.set_value(paddle.full([3], float(group.rank)))
+    DataParallel(model, group=group, init_sync_buffers=init_sync_buffers)
+    expected = 0 if init_sync_buffers is None else group.rank
+    assert_array_equal(model[1]._mean.numpy(), np.full(3, expected))

@@ -1,0 +1,150 @@
+"""What Paddle's own tests of its DataParallel ask for: ours beside Paddle's class, and beside one process.
+
+docs/coming-from-paddle.md names, for each of Paddle's tests, the one here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+from paddle import nn
+
+from paceline.paddle import DataParallel
+from tests.multiprocess.paddle_models import join_paddle, ranks
+from tests.multiprocess.paddle_programs import PROGRAMS, Program, run
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 240
+
+SPAWNED = (
+    "unused",
+    "shared and unused",
+    "nothing used",
+    "sparse",
+    "sparse, float64",
+    "no_sync",
+    "no_sync, other ways",
+    "pictures",
+)
+
+
+def assert_same(found: Any, expected: Any, what: str) -> None:
+    (losses, parameters), (others, theirs) = found, expected
+    assert_allclose(losses, others, rtol=1e-5, atol=1e-6, err_msg=what)
+    for ours, right in zip(parameters, theirs, strict=True):
+        assert_allclose(ours.numpy(), right.numpy(), rtol=1e-5, atol=1e-6, err_msg=what)
+
+
+def trains_as_paddles(program: Program, rank: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of parameters that nobody uses
+        theirs = run(program, paddle.DataParallel, rank)
+        for path in ("memory", "group"):
+            ours = run(program, functools.partial(DataParallel, reduce_through=path), rank)
+            assert_same(ours, theirs, path)
+    if program.is_even:
+        _, parameters = run(program, None, None)
+        assert_same(([], ours[1]), ([], parameters), "one process")
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@ranks(2, group=None, deadline_s=120)
+def test_it_trains_as_paddles_class_does(rank: int, name: str) -> None:
+    join_paddle(rank)
+    trains_as_paddles(PROGRAMS[name], rank)
+
+
+def train_spawned() -> None:
+    """One rank of `test_the_same_under_paddles_spawn`."""
+    dist.init_parallel_env()
+    for name in SPAWNED:
+        trains_as_paddles(PROGRAMS[name], dist.get_rank())
+
+
+def spawn_programs() -> None:
+    dist.spawn(train_spawned, nprocs=2, backend="gloo")
+
+
+def test_the_same_under_paddles_spawn() -> None:
+    call = "from tests.multiprocess.test_paddle_as_paddles import spawn_programs; spawn_programs()"
+    ended = subprocess.run(
+        [sys.executable, "-c", call], cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    assert ended.returncode == 0, ended.stderr
+
+
+class TwoWays(nn.Layer):
+    """Two weights, of which one is used, and one that never is; and buffers that are not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = self.create_parameter([10, 20]), self.create_parameter([10, 20])
+        self.head, self.unused = nn.Linear(20, 1), self.create_parameter([20, 10])
+        self.register_buffer("queue", paddle.ones([10, 5]))
+        self.register_buffer("place", paddle.zeros([1], "int64"))
+
+    def forward(self, x: paddle.Tensor, is_first: bool) -> paddle.Tensor:
+        return self.head(paddle.matmul(x, self.first if is_first else self.second))
+
+
+@pytest.mark.parametrize("path", ["memory", "group"])
+@ranks(2, group=None, deadline_s=120)
+def test_local_and_averaged_backwards_add_up_to_the_same(rank: int, path: str) -> None:
+    """Several backwards averaged one by one are, in sum, what is accumulated and averaged once."""
+    join_paddle(rank)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # `unused` is
+        late, each = (
+            DataParallel(TwoWays(), find_unused_parameters=True, reduce_through=path) for _ in range(2)
+        )
+        each.set_state_dict(late.state_dict())
+        rng = np.random.default_rng(rank)
+        for step in range(1, 16):
+            is_last = step % 5 == 0
+            x = paddle.to_tensor(rng.random((1, 10)).astype(np.float32))
+            for model in (late, each):
+                with late.no_sync() if model is late and not is_last else contextlib.nullcontext():
+                    model(x, rank == 1 and step % 2 == 1).sum().backward()
+            if is_last:
+                for ours, theirs in zip(late.parameters(), each.parameters(), strict=True):
+                    assert (ours.grad is None) == (theirs.grad is None)
+                    if ours.grad is not None:
+                        assert_allclose(ours.grad.numpy(), theirs.grad.numpy(), rtol=1e-5, atol=1e-6)
+                        other = ours.grad.clone()
+                        dist.broadcast(other, src=1)
+                        assert_array_equal(other.numpy(), ours.grad.numpy())
+                assert late.module.unused.grad is None
+                late.clear_gradients()
+                each.clear_gradients()
+
+
+class Squares(nn.Layer):
+    def forward(self, x: paddle.Tensor) -> list[paddle.Tensor]:
+        return [nn.functional.relu(x).square().sum()]
+
+
+@pytest.mark.parametrize("kind", [paddle.DataParallel, DataParallel])
+@ranks(1, group=None)
+def test_a_layer_without_parameters_in_one_process(rank: int, kind: type[nn.Layer]) -> None:
+    """And Paddle's functions that join and part tensors are Paddle's, whoever wraps."""
+    from paddle.distributed.parallel import _coalesce_tensors, _reshape_inplace, _split_tensors
+
+    with pytest.warns(UserWarning, match=r"single-card|strategy\.nranks is 1"):
+        wrapped = kind(Squares(), dist.parallel.ParallelStrategy())
+    assert float(wrapped(paddle.full([2, 3], 2.0))[0]) == 24
+    tensors = [paddle.rand(shape) for shape in ([2, 3], [4, 9], [10, 1])]
+    _split_tensors(_coalesce_tensors({0: tensors}))
+    assert [tensor.shape for tensor in tensors] == [[2, 3], [4, 9], [10, 1]]
+    _reshape_inplace(tensors[0], [3, 2])
+    assert tensors[0].shape == [3, 2]

@@ -1,0 +1,379 @@
+"""Communication hooks for Paddle, in shared memory and over a group of Paddle's; and those that compress."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+from paddle import nn
+
+import paceline
+from paceline.errors import ModelMismatchError, NonFiniteGradientError, PeerLostError
+from paceline.paddle import DataParallel
+from paceline.paddle.compression import (
+    Bf16Compression,
+    EightBitCompression,
+    Fp16Compression,
+    bf16_hook,
+    eight_bit_hook,
+    fp16_hook,
+)
+from tests.multiprocess.paddle_models import (
+    Branches,
+    Words,
+    assert_same_on_all_ranks,
+    batch,
+    gradients,
+    join_paddle,
+    ranks,
+    share,
+    squares,
+    train,
+    two_layers,
+)
+
+KINDS = [(Fp16Compression, fp16_hook), (Bf16Compression, bf16_hook), (EightBitCompression, eight_bit_hook)]
+# Of a value, or of the largest in its block: what rounding may take from it.
+UNITS = {Fp16Compression: 2.0**-11, Bf16Compression: 2.0**-8, EightBitCompression: 1 / 254}
+PATHS = pytest.mark.parametrize("path", ["memory", "group"])
+
+
+def mean(state: Any, bucket: Any) -> Any:
+    """What happens without a hook."""
+    return bucket.all_reduce(bucket.buffer()).then(lambda f: f.value() / bucket.world_size)
+
+
+def at_once(state: Any, bucket: Any) -> paddle.Tensor:
+    return bucket.all_gather(bucket.buffer()).wait().mean(axis=0)
+
+
+def with_paddles_calls(state: Any, bucket: Any) -> paddle.Tensor:
+    total = bucket.buffer().clone()
+    dist.all_reduce(total, group=bucket.process_group())
+    return total / bucket.world_size
+
+
+def twice(state: Any, bucket: Any) -> Any:
+    """A call that is made when another one completes."""
+    return bucket.all_reduce(bucket.buffer()).then(
+        lambda f: bucket.all_reduce(f.value() / 4.0).wait()  # the sum of two equal halves of the mean
+    )
+
+
+@contextlib.contextmanager
+def numpy_group(rank: int) -> Iterator[Any]:
+    """To compare ranks, beside paddle.distributed."""
+    with paceline.init(name="compare") as group:
+        yield group
+
+
+@PATHS
+@pytest.mark.parametrize("view", [False, True])
+@ranks(2, group=None, deadline_s=120)
+def test_a_hook_that_averages_gives_what_none_gives(rank: int, path: str, view: bool) -> None:
+    join_paddle(rank)
+    expected = two_layers()
+    train(expected, paddle.to_tensor(batch()))
+    for hook in (mean, at_once, with_paddles_calls, twice):
+        model = two_layers()
+        wrapped = DataParallel(
+            model, reduce_through=path, gradient_as_bucket_view=view, bucket_cap_mb=0.00001
+        )
+        wrapped.register_comm_hook(None, hook)
+        assert wrapped.reduces_through == "group"
+        train(wrapped, share(batch(), rank))
+        for ours, right in zip(model.parameters(), expected.parameters(), strict=True):
+            assert_allclose(ours.numpy(), right.numpy(), rtol=1e-5, atol=1e-6)
+            assert_allclose(ours.grad.numpy(), right.grad.numpy(), rtol=1e-4, atol=1e-6)
+        norm = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in gradients(model)))
+        assert_allclose(wrapped.grad_norm(), norm, rtol=1e-5)
+
+
+@ranks(2)
+def test_buckets_hold_whole_parameters_and_exactly_them(group: Any) -> None:
+    seen: list[list[Any]] = []
+
+    def hook(state: str, bucket: Any) -> Any:
+        assert state == "state" and bucket.process_group() is group
+        assert int(bucket.buffer().size) == sum(int(p.size) for p in bucket.parameters())
+        address = bucket.buffer().data_ptr()
+        for part, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
+            assert part.shape == parameter.shape and part.data_ptr() == address
+            address += 4 * int(part.size)
+        seen[-1].append((bucket.index(), bucket.is_last(), len(bucket.parameters())))
+        bucket.set_buffer(bucket.buffer() * 1.0)
+        assert_array_equal(bucket.gradients()[0].numpy().ravel()[0], bucket.buffer().numpy()[0])
+        return mean(None, bucket)
+
+    model = two_layers()
+    wrapped = DataParallel(model, group=group, bucket_cap_mb=0.00001)
+    wrapped.register_comm_hook("state", hook)
+    for _ in range(3):
+        seen.append([])
+        wrapped.clear_gradients()
+        with wrapped.no_sync():
+            wrapped(paddle.full([1, 4], 1.0 * group.rank)).sum().backward()
+        wrapped(paddle.full([1, 4], 1.0 * group.rank)).sum().backward()
+        assert_array_equal(model[2].bias.grad.numpy(), np.full(2, 2.0))
+    assert seen[0] == seen[2]
+    assert [index for index, _, _ in seen[0]] == list(range(len(seen[0])))
+    assert [last for _, last, _ in seen[0]] == [False] * (len(seen[0]) - 1) + [True]
+    assert sum(count for _, _, count in seen[0]) == 4
+
+
+@ranks(2)
+def test_weights_unused_and_sparse_parameters_beside_a_hook(group: Any) -> None:
+    model = nn.Linear(4, 1)
+    weighed = DataParallel(model, group=group, weight=3 - 2 * group.rank)
+    weighed.register_comm_hook(None, mean)
+    weighed(paddle.full([1, 4], 1.0 + 4 * group.rank)).sum().backward()
+    assert_allclose(model.weight.grad.numpy(), np.full((4, 1), 2.0), rtol=1e-6)
+    fork = Branches()
+    wrapped = DataParallel(fork, group=group, find_unused_parameters=True)
+    wrapped.register_comm_hook(None, mean)
+    wrapped(paddle.ones([1, 3]), "right" if group.rank else "left").sum().backward()
+    for layer in (fork.left, fork.right):
+        assert_array_equal(layer.weight.grad.numpy(), np.full((3, 2), 0.5))
+    words = Words(sparse=True)
+    wrapped = DataParallel(words, group=group)
+    wrapped.register_comm_hook(None, mean)
+    wrapped(paddle.to_tensor([group.rank, 2])).sum().backward()
+    assert words.table.weight.grad.is_selected_rows()
+    assert_array_equal(words.head.bias.grad.numpy(), [2.0, 2.0])
+
+
+@ranks(2)
+def test_a_hook_of_a_changed_model_stays(group: Any) -> None:
+    calls: list[int] = []
+
+    def counted(state: Any, bucket: Any) -> Any:
+        calls.append(bucket.index())
+        return mean(state, bucket)
+
+    model = two_layers()
+    wrapped = DataParallel(model, group=group)
+    wrapped.register_comm_hook(None, counted)
+    wrapped.init_reducer()
+    wrapped(paddle.full([1, 4], 1.0 + group.rank)).sum().backward()
+    assert calls and model[2].bias.grad.numpy().tolist() == [1, 1]
+
+
+@ranks(1, group=None)
+def test_a_single_process_calls_its_hook(rank: int) -> None:
+    os.environ["WORLD_SIZE"] = "1"
+    model = nn.Linear(4, 1)
+    wrapped = DataParallel(model)
+    wrapped.register_comm_hook(None, lambda state, bucket: bucket.buffer() * 2)
+    wrapped(paddle.ones([1, 4])).sum().backward()
+    assert_array_equal(model.weight.grad.numpy(), np.full((4, 1), 2.0))
+
+
+def returning(value: Any) -> Any:
+    return lambda state, bucket: value
+
+
+class Ready:
+    """A future of the user's own class."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+    def wait(self) -> object:
+        return self.value
+
+
+@ranks(2)
+def test_wrong_hooks_are_refused(group: Any) -> None:
+    wrong = [
+        (returning(None), TypeError, "a tensor, or a future"),
+        (returning(Ready(3)), TypeError, "one of int"),
+        (returning(paddle.zeros([3])), ValueError, r"shape \[3\]"),
+        (returning(paddle.zeros([37], "int64")), ValueError, "int64"),
+    ]
+    for hook, error, text in wrong:
+        wrapped = DataParallel(two_layers(), group=group)
+        wrapped.register_comm_hook(None, hook)
+        with pytest.raises(error, match=text):
+            wrapped(paddle.ones([1, 4])).sum().backward()
+    wrapped = DataParallel(two_layers(), group=group)
+    with pytest.raises(TypeError, match="must be callable"):
+        wrapped.register_comm_hook(None, 3)
+    wrapped.register_comm_hook(None, mean)
+    with pytest.raises(RuntimeError, match="can only be called once"):
+        wrapped.register_comm_hook(None, mean)
+    with pytest.raises(ModelMismatchError, match="communication hook differs"):
+        DataParallel(two_layers(), group=group).register_comm_hook(None, [mean, at_once][group.rank])
+
+
+@ranks(2)
+def test_what_is_not_finite_is_named_beside_a_hook(group: Any) -> None:
+    model = two_layers()
+    wrapped = DataParallel(model, group=group, nonfinite="raise")
+    wrapped.register_comm_hook(None, mean)
+    x = paddle.ones([1, 4])
+    if group.rank == 1:
+        x[0, 0] = float("nan")
+    with pytest.raises(NonFiniteGradientError, match="rank 1"):
+        wrapped(x).sum().backward()
+    model = nn.Linear(4, 1)
+    wrapped = DataParallel(model, group=group, nonfinite="raise")
+    wrapped.register_comm_hook(None, lambda state, bucket: bucket.buffer() * float("inf"))
+    with pytest.raises(NonFiniteGradientError):  # no rank's gradient is to blame
+        wrapped(paddle.ones([1, 4])).sum().backward()
+
+
+@ranks(2, dies={1: signal.SIGKILL})
+def test_a_lost_rank_is_named_beside_a_hook(group: Any) -> None:
+    wrapped = DataParallel(two_layers(), group=group)
+    wrapped.register_comm_hook(None, mean)
+    for step in range(2):
+        loss = wrapped(paddle.ones([1, 4])).sum()
+        if step and group.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if step:
+            with pytest.raises(PeerLostError, match="Rank 1 of 2 died") as caught:
+                loss.backward()
+            assert caught.value.lost == (1,)
+        else:
+            loss.backward()
+
+
+@ranks(2)
+def test_an_empty_parameter_beside_a_hook(group: Any) -> None:
+    class Holds(nn.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.some, self.none = self.create_parameter([3]), paddle.create_parameter([0, 3], "float32")
+
+        def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+            return (self.some * x).sum() + self.none.sum()
+
+    model = Holds()
+    wrapped = DataParallel(model, group=group)
+    wrapped.register_comm_hook(None, mean)
+    wrapped(paddle.full([3], 1.0 + group.rank)).backward()
+    assert_array_equal(model.some.grad.numpy(), np.full(3, 1.5))
+
+
+# --- compression ---
+
+
+class Disordered(nn.Layer):
+    """Layers run in another order than they were made, so buckets are laid out anew after the first pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        paddle.seed(1)
+        self.last, self.middle, self.first = nn.Linear(5, 2), nn.Linear(6, 5), nn.Linear(4, 6)
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        return self.last(paddle.tanh(self.middle(paddle.tanh(self.first(x)))))
+
+
+def precise() -> nn.Layer:
+    model = Disordered()
+    model.to(dtype="float64")
+    return model
+
+
+def flat(arrays: Any) -> np.ndarray:
+    return np.concatenate([np.asarray(array, np.float64).ravel() for array in arrays])
+
+
+def true_mean(step: int, weights: list[float]) -> np.ndarray:
+    """Of all ranks' gradients, in float64 and in one process, without Paceline."""
+    total: Any = 0.0
+    for rank, weight in enumerate(weights):
+        model = precise()
+        squares(model(paddle.to_tensor(batch(seed=10 * step + rank)).astype("float64"))).backward()
+        total = total + weight * flat(gradients(model))
+    return total / sum(weights)
+
+
+@PATHS
+@pytest.mark.parametrize("weights", [[1.0, 1.0], [700.0, 0.5]])
+@ranks(2, group=None, deadline_s=120)
+def test_what_is_received_and_what_is_kept_add_up_to_the_true_means(
+    rank: int, path: str, weights: list[float]
+) -> None:
+    join_paddle(rank)
+    with numpy_group(rank) as group:
+        for make, hook in KINDS:
+            model, state = Disordered(), make()
+            wrapped = DataParallel(model, bucket_cap_mb=0.00001, reduce_through=path, weight=weights[rank])
+            wrapped.register_comm_hook(state, hook)
+            received: Any = 0.0
+            layouts = {wrapped._passes._plan.order}
+            true: Any = 0.0
+            for step in range(6):
+                wrapped.clear_gradients()
+                squares(wrapped(paddle.to_tensor(batch(seed=10 * step + rank)))).backward()
+                assert_same_on_all_ranks(model, group)
+                layouts.add(wrapped._passes._plan.order)
+                received = received + flat(gradients(model))
+                true = true + true_mean(step, weights)
+                kept = flat(state.error_of(p).numpy() for p in model.parameters())
+                kept *= weights[rank] / sum(weights)
+                group.all_reduce(kept)
+                assert_allclose(received + kept, true, rtol=2e-6, atol=1e-6)
+            assert len(layouts) == 2
+            largest = np.abs(true).max()
+            assert 0 < np.abs(kept).max() < 2 * largest * UNITS[make]  # not that of six steps
+
+
+@ranks(2)
+def test_error_feedback_brings_what_is_too_small_for_a_code(group: Any) -> None:
+    """A large value in the block makes 8 bits round the small ones to 0, each time."""
+    x = paddle.full([1, 64], 0.001)
+    x[0, 0] = 1.0
+    arrived = {}
+    for feedback in (True, False):
+        model = nn.Linear(64, 1, bias_attr=False)
+        state = EightBitCompression(error_feedback=feedback)
+        wrapped = DataParallel(model, group=group)
+        wrapped.register_comm_hook(state, eight_bit_hook)
+        for _ in range(20):
+            wrapped.clear_gradients()
+            wrapped(x).sum().backward()
+            arrived[feedback] = arrived.get(feedback, 0) + model.weight.grad.numpy()[:, 0]
+        assert (state.error_of(model.weight) is not None) == feedback
+    assert_allclose(arrived[True], 20 * x.numpy()[0], rtol=0, atol=0.5 / 127)
+    assert not arrived[False][1:].any()
+
+
+class Scale(nn.Layer):
+    """In bfloat16 Paddle's CPU multiplies no matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = self.create_parameter([4])
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        return self.scale * x
+
+
+@ranks(2)
+def test_other_kinds_of_parameters_and_wrong_states(group: Any) -> None:
+    for make, hook in KINDS:
+        for dtype in ("float64", "bfloat16"):
+            model = Scale()
+            model.to(dtype=dtype)
+            wrapped = DataParallel(model, group=group)
+            wrapped.register_comm_hook(make(), hook)
+            wrapped(paddle.full([4], 1.0 + group.rank).astype(dtype)).sum().backward()
+            found = model.scale.grad.astype("float32").numpy()
+            assert_allclose(found, np.full(4, 1.5), rtol=2 * UNITS[make] + 2.0**-8)
+    wrapped = DataParallel(two_layers(), group=group)
+    wrapped.register_comm_hook(Fp16Compression(), bf16_hook)
+    with pytest.raises(TypeError, match="an instance of Bf16Compression"):
+        wrapped(paddle.ones([1, 4])).sum().backward()
+    with pytest.raises(TypeError, match="needs a bucket of paceline"):
+        fp16_hook(Fp16Compression(), None)

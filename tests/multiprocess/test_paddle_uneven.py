@@ -1,0 +1,135 @@
+"""Ranks with different numbers of batches, in paceline.paddle's join(): the reference is one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+from paddle import nn
+
+from paceline.errors import SkippedPassError
+from paceline.paddle import DataParallel
+from tests.multiprocess.paddle_models import (
+    assert_same_on_all_ranks,
+    join_paddle,
+    ranks,
+    squares,
+    two_layers,
+)
+
+
+def batches(count: int, rank: int) -> list[paddle.Tensor]:
+    rng = np.random.default_rng(rank)
+    return [paddle.to_tensor(rng.standard_normal((2, 4)).astype(np.float32)) for _ in range(count)]
+
+
+def sgd(model: nn.Layer) -> None:
+    for parameter in model.parameters():
+        parameter.set_value(parameter - 0.1 * parameter.grad)
+
+
+def reference(data: list[list[paddle.Tensor]], divide_by_all: bool) -> nn.Layer:
+    """In each step the sum over the ranks that have a batch, divided by their number or by that of all."""
+    alone = two_layers()
+    alone.to(dtype="float64")
+    for step in range(max(map(len, data))):
+        active = [rows[step] for rows in data if step < len(rows)]
+        alone.clear_gradients()
+        for x in active:
+            (squares(alone(x.astype("float64"))) / (len(data) if divide_by_all else len(active))).backward()
+        sgd(alone)
+    return alone
+
+
+def check(model: nn.Layer, expected: nn.Layer) -> None:
+    for ours, right in zip(model.parameters(), expected.parameters(), strict=True):
+        assert_allclose(ours.numpy(), right.numpy(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("divide_by_all", [True, False])
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}])
+@ranks(3)
+def test_join_gives_the_mean_over_all_or_over_those_with_data(
+    group: Any, divide_by_all: bool, options: dict[str, bool]
+) -> None:
+    model = two_layers()
+    wrapped = DataParallel(model, group=group, bucket_cap_mb=0.0001, **options)
+    # In the first epoch rank 0 has nothing at all; the second is even.
+    for counts in ((0, 3, 1), (2, 2, 2), (3, 1, 0)):
+        data = [batches(count, rank) for rank, count in enumerate(counts)]
+        for parameter, start in zip(model.parameters(), two_layers().parameters(), strict=True):
+            parameter.set_value(start)
+        with wrapped.join(divide_by_initial_world_size=divide_by_all):
+            for x in data[group.rank]:
+                wrapped.clear_gradients()
+                squares(wrapped(x)).backward()
+                sgd(model)
+        check(model, reference(data, divide_by_all))
+        everybodys = [group.all_gather(p.numpy()) for p in model.parameters()]
+        assert all(np.array_equal(rows[0], row) for rows in everybodys for row in rows)
+    wrapped.clear_gradients()
+    wrapped(paddle.full([1, 4], 1.0 + group.rank)).sum().backward()  # and weighs as before
+    assert_same_on_all_ranks(model, group)
+    assert_array_equal(model[2].bias.grad.numpy(), [1, 1])
+
+
+@ranks(2, group=None, deadline_s=90)
+def test_join_over_a_group_of_paddles(rank: int) -> None:
+    join_paddle(rank)
+    model = two_layers()
+    wrapped = DataParallel(model, reduce_through="group")
+    data = [batches(1, 0), batches(4, 1)]
+    with wrapped.join():
+        for x in data[rank]:
+            wrapped.clear_gradients()
+            squares(wrapped(x)).backward()
+            sgd(model)
+    check(model, reference(data, divide_by_all=True))
+
+
+@ranks(2)
+def test_what_has_accumulated_is_kept_by_join(group: Any) -> None:
+    model = two_layers()
+    wrapped = DataParallel(model, group=group)
+    x = paddle.ones([1, 4])
+    with wrapped.join():
+        if group.rank == 0:
+            with wrapped.no_sync():
+                wrapped(x).sum().backward()
+        else:
+            wrapped(x).sum().backward()
+            assert_array_equal(model[2].bias.grad.numpy(), [0.5, 0.5])
+    wrapped(x).sum().backward()
+    # Rank 0 brings 1 of before and 1 of now, rank 1 what was left of its pass and 1 of now.
+    assert_array_equal(model[2].bias.grad.numpy(), [1.75, 1.75])
+
+
+@ranks(2)
+def test_join_may_throw_on_all_ranks(group: Any) -> None:
+    model = two_layers()
+    wrapped = DataParallel(model, group=group)
+    expected = pytest.raises(RuntimeError, match="Rank 0 of 2 exhausted the inputs")
+    with expected as caught, wrapped.join(throw_on_early_termination=True):
+        for x in batches(1 + 2 * group.rank, group.rank):
+            squares(wrapped(x)).backward()
+    assert isinstance(caught.value, SkippedPassError) and caught.value.ranks == (0,)
+    with wrapped.join(throw_on_early_termination=True):  # as many batches on each
+        for x in batches(2, group.rank):
+            wrapped.clear_gradients()
+            wrapped(x * 0 + 1.0 + group.rank).mean().backward()
+    assert_array_equal(model[2].bias.grad.numpy(), [0.5, 0.5])
+    with wrapped.join():  # this one does not throw
+        for x in batches(1 + group.rank, group.rank):
+            squares(wrapped(x)).backward()
+
+
+@ranks(2)
+def test_an_exception_within_join_is_not_the_end_of_data(group: Any) -> None:
+    wrapped = DataParallel(two_layers(), group=group)
+    with pytest.raises(KeyError), wrapped.join():
+        raise KeyError("the loader's")
+    with wrapped.join(enable=False):
+        wrapped(paddle.ones([1, 4])).sum().backward()
