@@ -32,7 +32,7 @@ from paceline.torch.scatter import gather, scatter_call
 from paceline.torch.wrapped_twice import AskedWhenWrapped, refuse_replicas
 
 if TYPE_CHECKING:
-    from paceline.torch.hooked import CommHook
+    from paceline.reducer.comm_hooks import CommHook
     from paceline.torch.passes import GradientPasses
     from paceline.torch.peers import Peers
     from paceline.torch.uneven import Joining
