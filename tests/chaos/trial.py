@@ -38,9 +38,6 @@ _PAUSE_S = 0.3
 """How long a rank stops that goes on in time."""
 _LARGEST_DELAY_S = 0.004
 
-# Of multiprocessing, which no job uses: another program on this machine comes and goes.
-_OF_OTHERS = "sem.mp-"
-
 _lifeline: list[int] = []  # both ends of a pipe; the kernel kills the ranks when this process loses its end
 
 
@@ -262,7 +259,7 @@ class Trial:
 
 def left_names(before: frozenset[str]) -> list[str]:
     """Names in /dev/shm that are new, that nobody holds, and that a job may have made."""
-    return [f"/dev/shm/{name}" for name in left_in_shm(before) if not name.startswith(_OF_OTHERS)]
+    return [f"/dev/shm/{name}" for name in left_in_shm(before)]
 
 
 @dataclass

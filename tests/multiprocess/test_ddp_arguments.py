@@ -163,7 +163,10 @@ def test_wrong_arguments_are_refused(rank: int) -> None:
         ({"delay_all_reduce_named_params": named[:1], "param_to_hook_all_reduce": stranger}, "param_to_hook"),
         ({"mixed_precision": _MixedPrecision(torch.int8)}, "param_dtype is torch.int8"),
         ({"device_mesh": dist.init_device_mesh("cpu", (2, 1))}, "Only 1D device mesh"),
-        ({"device_mesh": dist.init_device_mesh("cpu", (2,)), "process_group": dist.group.WORLD}, "both name"),
+        (
+            {"device_mesh": dist.init_device_mesh("cpu", (2,)), "process_group": dist.group.WORLD},
+            "both process_group and device_mesh",
+        ),
     ]
     for options, text in wrong:
         with pytest.raises(ValueError, match=text):

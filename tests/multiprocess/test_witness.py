@@ -123,7 +123,7 @@ def test_with_a_communication_hook(rank):
 @both
 @ranks(2, group=None, framework="framework", dies={1: signal.SIGKILL})
 def test_on_two_hosts_nobody_knows(rank, framework):
-    host._host_hint = lambda: f"host {rank}"
+    host._host_hint = lambda: (f"host {rank}", host._Obstacle())
     one_pass = model_of(rank, framework)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
