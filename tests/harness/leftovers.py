@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 SHM = Path("/dev/shm")
-# Semaphores of joblib, which scikit-learn loads, and of multiprocessing, which Paceline does not use: those of
-# a test that runs beside ours are dropped late, above all when it kills the processes that made them.
+# Semaphores of joblib, which scikit-learn loads, and of multiprocessing, which Paceline does not use: those
+# of a test that runs beside ours are dropped late, above all when it kills the processes that made them.
 _OF_OTHERS = ("sem.loky-", "sem.mp-")
 _PATIENCE_S = 2.0  # the kernel tears large address spaces down after a process counts as dead
 
