@@ -14,14 +14,17 @@ class Obedient:
         self._is_bad = rank == bad
         self._rank = rank
         self._world_size = world_size
+        self._is_prepared = False
 
     def double(self, number: int) -> int:
         return 2 * number + self._rank
 
     def prepare(self, nbytes: int) -> None:
-        pass
+        self._is_prepared = True
 
     def time(self, iterations: int) -> float:
+        if not self._is_prepared:
+            raise RuntimeError("prepare() comes first")
         if self._is_bad and iterations > 1:
             raise ArithmeticError("wrong answer")
         return 0.001 * iterations

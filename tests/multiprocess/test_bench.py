@@ -93,6 +93,21 @@ def test_a_contender_that_fails_leaves_and_the_others_go_on():
     assert not contest.ours_failed
 
 
+def test_all_processes_are_started_anew_and_prepared_for_a_part_of_the_rounds():
+    pids = []
+    with Contest([Entry("paceline_x", "Good", OBEDIENT)], 2, lambda line: None, starts=3) as contest:
+        (only,) = contest.contenders
+        start_anew = only.start_anew
+        only.start_anew = lambda: (pids.append(only.job.pids), start_anew())
+        contest.prepare("4 B", nbytes=4)
+        timing = contest.measure("4 B", rounds=6, sample_s=0.02)["paceline_x"]
+        pids.append(only.job.pids)
+    assert timing.starts == 3
+    assert timing.samples == [[pytest.approx(0.001)] * 6] * 2
+    assert len({pid for each in pids for pid in each}) == 6
+    assert not contest.ours_failed
+
+
 def bench(tmp_path: Path, *arguments: str) -> dict[str, object]:
     """Run `paceline bench`; it must succeed. Its JSON."""
     path = tmp_path / "report.json"

@@ -62,3 +62,10 @@ def test_the_interval_narrows_with_more_samples():
 def test_a_ratio_is_taken_round_by_round():
     slow_second = [[1.0, 2.0, 1.0], [0.5, 0.5, 0.5]]
     assert ratio([[1.1, 2.2, 1.1], [0.1, 0.1, 0.1]], slow_second).median == pytest.approx(1.1)
+
+
+def test_a_ratio_over_starts_is_the_median_of_their_medians():
+    before = [[1.0] * 6]
+    now = [[1.3, 1.0, 1.0, 1.1, 1.1, 1.4]]  # three starts of two rounds: 1.15, 1.05, 1.25
+    found = ratio(now, before, starts=3)
+    assert (found.median, found.low, found.high) == pytest.approx((1.15, 1.05, 1.25))

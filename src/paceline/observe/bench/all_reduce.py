@@ -72,7 +72,7 @@ def run(plan: Plan, sizes: Sequence[int]) -> Report:
         for nbytes in sizes:
             size = format_size(nbytes)
             plan.say(f"{size}: checking answers")
-            contest.on_all("prepare", size, nbytes=nbytes)
+            contest.prepare(size, nbytes=nbytes)
             timings[nbytes] = contest.measure(size, plan.rounds, SAMPLE_S)
     shown = [contender.entry for contender in contest.contenders]
     ratios = [ratio for ratio in _RATIOS if {ratio[0], ratio[1]} <= {entry.key for entry in shown}]

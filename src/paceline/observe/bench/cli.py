@@ -38,7 +38,14 @@ def register(subparsers: Any) -> None:
 
 
 def _add(
-    benches: Any, name: str, run: Callable[..., int], rounds: int, what: str, has_ranks: bool = True
+    benches: Any,
+    name: str,
+    run: Callable[..., int],
+    rounds: int,
+    what: str,
+    *,
+    has_ranks: bool = True,
+    has_starts: bool = True,
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = benches.add_parser(
         name,
@@ -63,6 +70,16 @@ def _add(
         metavar="PYTHON",
         help="interpreter of an installation with another version of Paceline, to measure in the same rounds",
     )
+    if has_starts:
+        parser.add_argument(
+            "--starts",
+            type=_at_least(1),
+            default=1,
+            metavar="N",
+            help="start all processes anew N times, and divide the rounds among the starts (default 1)",
+        )
+    else:
+        parser.set_defaults(starts=1)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table and how it was made")
     parser.set_defaults(func=functools.partial(_guarded, run))
@@ -97,7 +114,12 @@ def _add_step(benches: Any) -> None:
 
 def _add_killed(benches: Any) -> None:
     parser = _add(
-        benches, "killed", _killed, 5, "time from SIGKILL of a rank until all survivors have raised"
+        benches,
+        "killed",
+        _killed,
+        5,
+        "time from SIGKILL of a rank until all survivors have raised",
+        has_starts=False,
     )
     parser.add_argument(
         "--resident",
@@ -109,7 +131,8 @@ def _add_killed(benches: Any) -> None:
 
 
 def _add_memory(benches: Any) -> None:
-    _add(benches, "memory", _memory, 5, "memory that gradients and their buckets take, peak over a step")
+    what = "memory that gradients and their buckets take, peak over a step"
+    _add(benches, "memory", _memory, 5, what, has_starts=False)
 
 
 def _add_data(benches: Any) -> None:
@@ -232,6 +255,7 @@ def _plan(
         status_line,
         environment or {},
         arguments.before,
+        arguments.starts,
     )
 
 

@@ -5,6 +5,7 @@ Imports only the rest of the bench. A contender that fails is taken out, its rea
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -77,6 +78,7 @@ class Plan:
         say: Called with a line whenever something worth telling happens.
         environment: What all contenders find in their environment.
         before: An interpreter that has another version of Paceline, which takes part beside this one.
+        starts: How often the processes of all contenders are started anew for each measurement.
     """
 
     ranks: int
@@ -86,6 +88,7 @@ class Plan:
     say: Callable[[str], None]
     environment: Mapping[str, str] = field(default_factory=dict)
     before: str = ""
+    starts: int = 1
 
     def chosen(self, entries: Iterable[Entry]) -> list[Entry]:
         """Those of `entries` that the user wants."""
@@ -104,12 +107,17 @@ class Plan:
 
     def contest(self, entries: Iterable[Entry]) -> Contest:
         """A contest of those chosen; start it with `with`."""
-        return Contest(self.chosen(entries), self.ranks, self.say, self.environment)
+        return Contest(self.chosen(entries), self.ranks, self.say, self.environment, self.starts)
 
     def notes(self, contest: Contest) -> list[str]:
         """What every report says of its contest: too few cores, who is absent, who failed and why."""
         cores = usable_cores()
         notes = [f"{self.ranks} ranks share {cores} cores."] if self.ranks > cores else []
+        if self.starts > 1:
+            notes.append(
+                f"All processes were started {self.starts} times, and the rounds divided among the starts: "
+                "two processes that run the same program differ by a few percent for as long as they live."
+            )
         notes += [f"{label} is absent: {why}." for label, why in contest.absent.items()]
         return notes + [f"{label} failed: {why}" for label, why in contest.failures.items()]
 
@@ -118,13 +126,17 @@ BEFORE = "before_"
 
 
 def changes(contest: Contest, during: str, timings: Mapping[str, Timing]) -> list[str]:
-    """What each of ours takes as a part of what it took before, a note on each."""
+    """What each of ours takes as a part of what it took before, a note on each.
+
+    The interval is the 95 % confidence interval over rounds; with several starts, the smallest and the
+    largest of their medians.
+    """
     notes = []
     for contender in contest.contenders:
         key, label = contender.entry.key, contender.entry.label
         before = f"{BEFORE}{key}"
         if key in timings and before in timings:
-            change = ratio(timings[key].samples, timings[before].samples)
+            change = ratio(timings[key].samples, timings[before].samples, timings[key].starts)
             notes.append(
                 f"{during}, {label}: {change.median:.3f} ({change.low:.3f} .. {change.high:.3f}) of the time "
                 "that it took before."
@@ -134,10 +146,11 @@ def changes(contest: Contest, during: str, timings: Mapping[str, Timing]) -> lis
 
 @dataclass
 class Timing:
-    """The samples of one contender: `samples[rank][round]`, seconds per call."""
+    """The samples of one contender: `samples[rank][round]`, seconds per call; each start has as many."""
 
     iterations: int
     samples: list[list[float]]
+    starts: int = 1
 
 
 class Contender:
@@ -146,9 +159,20 @@ class Contender:
     def __init__(self, entry: Entry, ranks: int, environment: Mapping[str, str]) -> None:
         self.entry = entry
         self.failure = ""
+        self._ranks = ranks
         launch = entry.launch(ranks)
-        launch = replace(launch, environment={**environment, **launch.environment})
-        self.job = Job(entry.label, entry.target, ranks, launch, entry.options)
+        self._launch = replace(launch, environment={**environment, **launch.environment})
+        self.job = self._new_job()
+
+    def _new_job(self) -> Job:
+        return Job(self.entry.label, self.entry.target, self._ranks, self._launch, self.entry.options)
+
+    def start_anew(self) -> None:
+        """End the job, and start another one in its place."""
+        if not self.failure:
+            self.job.close()
+            self.job = self._new_job()
+            self.attempt(lambda job: job.start(), "start")
 
     def attempt(self, action: Callable[[Job], Any], during: str) -> Any:
         """Do something with the job; on failure remember why, end the job and return None."""
@@ -174,6 +198,7 @@ class Contest:
         ranks: Number of processes of each.
         say: Called with a line whenever something worth telling happens.
         environment: What all of them find in their environment.
+        starts: How often their processes are started anew for each measurement.
     """
 
     def __init__(
@@ -182,11 +207,14 @@ class Contest:
         ranks: int,
         say: Callable[[str], None],
         environment: Mapping[str, str] | None = None,
+        starts: int = 1,
     ) -> None:
         self.absent: dict[str, str] = {}
         self.contenders: list[Contender] = []
         self._ranks = ranks
         self._say = say
+        self._starts = starts
+        self._prepare: Callable[[], object] = lambda: None
         for entry in entries:
             why = entry.missing()
             if why:
@@ -219,6 +247,11 @@ class Contest:
         """Whether something of Paceline failed."""
         return any(c.failure and c.entry.is_ours for c in self.contenders)
 
+    def prepare(self, during: str, **arguments: Any) -> dict[str, list[Any]]:
+        """Have every contender prepare what is measured next; after each start again."""
+        self._prepare = lambda: self.on_all("prepare", during, **arguments)
+        return self.on_all("prepare", during, **arguments)
+
     def on_all(self, method: str, during: str, **arguments: Any) -> dict[str, list[Any]]:
         """Call a method on every contender, one after the other; results by key of the good."""
         results = {}
@@ -235,14 +268,26 @@ class Contest:
         timings: dict[str, Timing] = {}
         for contender in self.contenders:
             iterations = self._calibrate(contender, during, sample_s, at_most)
-            timings[contender.entry.key] = Timing(iterations, [[] for _ in range(self._ranks)])
-        for number in range(rounds):
-            self._say(f"{during}: round {number + 1} of {rounds}")
-            for contender in self.contenders:
-                timing = timings[contender.entry.key]
-                for rank, seconds in enumerate(_sample(contender, during, timing.iterations)):
-                    timing.samples[rank].append(seconds / timing.iterations)
+            timings[contender.entry.key] = Timing(iterations, [[] for _ in range(self._ranks)], self._starts)
+        each = math.ceil(rounds / self._starts)
+        for start in range(self._starts):
+            if start > 0:
+                self._start_anew(during, sample_s, at_most)
+            for number in range(start * each, (start + 1) * each):
+                self._say(f"{during}: round {number + 1} of {each * self._starts}")
+                for contender in self.contenders:
+                    timing = timings[contender.entry.key]
+                    for rank, seconds in enumerate(_sample(contender, during, timing.iterations)):
+                        timing.samples[rank].append(seconds / timing.iterations)
         return {c.entry.key: timings[c.entry.key] for c in self.contenders if not c.failure}
+
+    def _start_anew(self, during: str, sample_s: float, at_most: int) -> None:
+        for contender in self.contenders:
+            self._say(f"{during}: starting {contender.entry.label} anew")
+            contender.start_anew()
+        self._prepare()
+        for contender in self.contenders:
+            self._calibrate(contender, during, sample_s, at_most)  # warms it
 
     def _calibrate(self, contender: Contender, during: str, sample_s: float, at_most: int) -> int:
         iterations = 1

@@ -63,7 +63,7 @@ def run(plan: Plan, length: int = LENGTH) -> Report:
         for task in TASKS:
             samples = max(2, length // task.share)
             plan.say(f"{task.label}: checking")
-            counts = contest.on_all("prepare", task.label, task=task.key, length=samples)
+            counts = contest.prepare(task.label, task=task.key, length=samples)
             timings = contest.measure(task.label, plan.rounds, SAMPLE_S)
             rows.append(_row(contest, task, samples, counts, timings))
             data += _as_data(task, samples, counts, timings)

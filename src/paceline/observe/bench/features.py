@@ -29,7 +29,7 @@ def run(plan: Plan) -> Report:
     with plan.contest(ENTRIES) as contest:
         for model in MODELS:
             plan.say(f"{model}: checking gradients")
-            facts = contest.on_all("prepare", model, model=model)
+            facts = contest.prepare(model, model=model)
             timings = contest.measure(model, plan.rounds, SAMPLE_S)
             tensors = next((fact[0]["tensors"] for fact in facts.values()), 0)
             rows += [*_rows(contest, model, tensors, timings), []]

@@ -43,7 +43,7 @@ def run(plan: Plan) -> Report:
     machine = Machine.here()
     with plan.contest(ENTRIES) as contest:
         plan.say("checking gradients")
-        facts = contest.on_all("prepare", MODEL, model=MODEL)
+        facts = contest.prepare(MODEL, model=MODEL)
         timings = contest.measure(MODEL, plan.rounds, SAMPLE_S)
     parameters = next((fact[0]["tensors"] for fact in facts.values()), 0)
     return Report(

@@ -56,13 +56,25 @@ def overhead(with_it: Samples, alone: Samples) -> Interval:
     return interval(differences)
 
 
-def ratio(of: Samples, to: Samples) -> Interval:
+def ratio(of: Samples, to: Samples, starts: int = 1) -> Interval:
     """How long one takes as a part of the other: the median over rounds, divided round by round.
+
+    Args:
+        of: The samples of one.
+        to: Those of the other.
+        starts: How often the processes were started, with as many rounds each. With more than one, it is
+            the median of the starts' medians, and from the smallest to the largest of them: rounds of one
+            start say nothing of how the next one will turn out.
 
     Example:
         Two ranks, three rounds; 1.1, 2.2, 1.0 to 1.0, 2.0, 1.0: 1.1.
     """
-    return interval([a / b for a, b in zip(slowest_by_round(of), slowest_by_round(to), strict=True)])
+    ratios = [a / b for a, b in zip(slowest_by_round(of), slowest_by_round(to), strict=True)]
+    if starts == 1:
+        return interval(ratios)
+    each = len(ratios) // starts
+    medians = [statistics.median(ratios[start * each :][:each]) for start in range(starts)]
+    return Interval(statistics.median(medians), min(medians), max(medians))
 
 
 def interval(values: Sequence[float]) -> Interval:

@@ -73,7 +73,7 @@ def run(plan: Plan, models: Sequence[str], framework: str = "torch") -> Report:
     with plan.contest(ENTRIES[framework]) as contest:
         for model in models:
             plan.say(f"{model}: checking gradients")
-            facts = contest.on_all("prepare", model, model=model)
+            facts = contest.prepare(model, model=model)
             _check_replicas(contest, facts)
             timings = contest.measure(model, plan.rounds, SAMPLE_S)
             heading = f"{model}{_size_of(facts)}"
