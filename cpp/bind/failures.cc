@@ -9,8 +9,8 @@ namespace paceline {
 namespace {
 
 nb::object& failure_factory() {
-  static nb::object* factory =
-      new nb::object(nb::none());  // outlives the interpreter's own teardown
+  // Never freed: it outlives the interpreter's own teardown.
+  static nb::object* factory = new nb::object(nb::none());
   return *factory;
 }
 
@@ -77,9 +77,8 @@ nb::dict describe_failure(const Failure& failure, HostGroup* group) {
     if ((failure.late[r / 64] >> (r % 64) & 1) != 0) late.append(r);
   }
   facts["late"] = late;
-  if (group != nullptr &&
-      failure.reason !=
-          Reason::kForked) {  // a forked child does not map the region
+  // A forked child does not map the region.
+  if (group != nullptr && failure.reason != Reason::kForked) {
     facts["group"] = group->options().name;
     facts["rank"] = group->rank();
     facts["world_size"] = group->world();

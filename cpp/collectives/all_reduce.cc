@@ -4,21 +4,31 @@
 // rank reduces.
 //
 // Small (B <= kSmallBytes), one synchronisation:
-//   1. copy own data to own small buffer;  2. meet;  3. every rank reduces all
-//   N small buffers by itself. Bytes read per rank: B + N * B, all in cache.
+//   1. copy own data to own small buffer;
+//   2. meet;
+//   3. every rank reduces all N small buffers by itself.
+//   Bytes read per rank: B + N * B, all in cache.
+//
 // In the region, two synchronisations and no copy:
-//   1. meet;  2. rank r reduces chunk r of everybody's array and writes the
-//   mean into everybody's array;  3. meet.  Over all ranks, each byte of each
-//   array is read once and written once.
+//   1. meet;
+//   2. rank r reduces chunk r of everybody's array and writes the result into
+//      everybody's array;
+//   3. meet.
+//   Over all ranks, each byte of each array is read once and written once.
+//
 // Any other array, in pieces of kPieceBytes through two staging buffers, one
 // synchronisation a piece. What costs is not the copies but the cache lines
 // that change owner between cores:
-//   N <= kDirectRanks, step k: copy piece k in;  meet;  reduce all of
-//   everybody's piece k straight into the own array. N - 1 lines travel per
-//   line of result. else, step k: copy piece k in;  meet;  reduce own chunk of
-//   piece k in place; copy piece k - 1 out. About 2 lines travel, but more is
-//   copied. Two buffers are enough: piece k + 1 goes where piece k - 1 was, and
-//   nobody needs that any more once all have arrived in step k.
+//   N <= kDirectRanks, step k:
+//     copy piece k in;  meet;
+//     reduce all of everybody's piece k straight into the own array.
+//     N - 1 lines travel per line of result.
+//   Else, step k:
+//     copy piece k in;  meet;
+//     reduce own chunk of piece k in place;  copy piece k - 1 out.
+//     About 2 lines travel per line of result, but more is copied.
+//   Two buffers are enough: piece k + 1 goes where piece k - 1 was, and nobody
+//   needs that any more once all have arrived in step k.
 #include <string.h>
 
 #include "collectives/host_group.h"

@@ -298,8 +298,8 @@ TransferId HostGroup::start_send(const void* data, size_t bytes,
     misuse("send to rank " + std::to_string(destination) + " of " +
            std::to_string(world()));
   }
-  auto* unchanged =
-      static_cast<std::byte*>(const_cast<void*>(data));  // a send only reads it
+  // A send only reads it.
+  auto* unchanged = static_cast<std::byte*>(const_cast<void*>(data));
   return transfers_->start(unchanged, bytes, destination, tag, true);
 }
 

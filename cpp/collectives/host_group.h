@@ -41,12 +41,14 @@ struct Patience {
 /// the binding does.
 struct Hooks {
   virtual ~Hooks() = default;
-  virtual void before_block() {}  ///< about to sleep
+  /// About to sleep.
+  virtual void before_block() {}
   /// A signal arrived (`by_signal`), or may have: true gives the call up.
   virtual bool interrupted(bool /*by_signal*/) { return false; }
-  virtual void slow(const Failure& /*so_far*/) {
-  }  ///< waited for the warning time
-  const Patience* patience = nullptr;  ///< null: the group's own
+  /// Waited for the warning time.
+  virtual void slow(const Failure& /*so_far*/) {}
+  /// Null: the group's own.
+  const Patience* patience = nullptr;
 };
 
 /// Of this thread's call under way; null: none.

@@ -55,8 +55,8 @@ class Transfers {
     bool sends;
     size_t moved = 0;
     bool header_moved = false;
-    bool is_drained_only =
-        false;  ///< the message does not fit: read it away, then raise
+    /// The message does not fit: read it away, then raise.
+    bool is_drained_only = false;
     size_t incoming_bytes = 0;
     bool finished = false;
     uint64_t got_tag = 0;
@@ -73,8 +73,8 @@ class Transfers {
   std::mutex mutex_;
   TransferId next_id_ = 1;
   std::unordered_map<TransferId, std::shared_ptr<Transfer>> started_;
-  std::unordered_map<int, Queue>
-      queues_;  ///< by peer, sends at 2 * peer, receives at 2 * peer + 1
+  /// By peer: sends at 2 * peer, receives at 2 * peer + 1.
+  std::unordered_map<int, Queue> queues_;
   std::vector<bool> outbox_reserved_;
   Atomic<size_t> unfinished_{0};
   int last_source_ = 0;  ///< that source_of_waiting() found

@@ -9,8 +9,8 @@
 namespace paceline {
 namespace {
 
-constexpr uint64_t mix(uint64_t x) {  // the finalizer of MurmurHash3: every
-                                      // input bit reaches every output bit
+// The finalizer of MurmurHash3: every input bit reaches every output bit.
+constexpr uint64_t mix(uint64_t x) {
   x ^= x >> 33;
   x *= 0xff51afd7ed558ccdULL;
   x ^= x >> 33;
@@ -41,8 +41,8 @@ uint64_t CallRecord::fingerprint() const {
   const uint64_t shape =
       static_cast<uint64_t>(kind) | uint64_t{dtype} << 8 | uint64_t{op} << 16 |
       static_cast<uint64_t>(static_cast<uint32_t>(root)) << 32;
-  return mix(number ^ mix(shape ^ mix(count))) |
-         1;  // never 0, which means "nobody"
+  // Never 0, which means "nobody".
+  return mix(number ^ mix(shape ^ mix(count))) | 1;
 }
 
 size_t Layout::blocks_at() const {

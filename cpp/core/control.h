@@ -1,11 +1,12 @@
 // What lies where in the region, and the words by which ranks talk.
 //
-//   Header | Block table | RankLine x world | Channel x world^2 | slab of rank
-//   0 | slab of rank 1 | ... slab:  small buffers (2) | staging buffers (2) |
-//   outboxes (one per destination) | heap
+//   region:  Header | Block x 4096 | RankLine x N | Channel x N * N |
+//            slab of rank 0 | slab of rank 1 | ...
+//   slab:    small buffers (2) | staging buffers (2) |
+//            outboxes (one per destination) | heap
 //
-// Everything in Header, RankLine and Channel starts as zeros, which is the
-// right start for all of it.
+// Everything in Header, Block, RankLine and Channel starts as zeros, which is
+// the right start for all of it.
 #pragma once
 
 #include <linux/futex.h>
@@ -73,8 +74,8 @@ inline constexpr uint32_t kPlacesDiffer = 2;
 struct alignas(kLineBytes) Gate {
   Atomic<uint64_t> fingerprint;  ///< of the first to arrive; 0: nobody has
   Atomic<uint64_t> place;        ///< of the first to arrive; 0: nobody has
-  Atomic<uint32_t>
-      flags;  ///< kCallsDiffer, kPlacesDiffer of the phase under way
+  /// kCallsDiffer, kPlacesDiffer of the phase under way.
+  Atomic<uint32_t> flags;
   Atomic<uint32_t> arrived;
   alignas(kLineBytes) Atomic<uint32_t> phase;  ///< futex word: completed phases
   Atomic<uint32_t> verdict;  ///< flags of the phase completed last
@@ -153,14 +154,15 @@ struct alignas(kLineBytes) RankLine {
   // which may have been taken away by then where memory had run out.
   robust_list_head robust_head;
   void* robust_next;
-  Atomic<uint32_t> life;    ///< futex word: the keeper thread's id, marked
-                            ///< by the kernel when it dies
-  Atomic<Witness> witness;  ///< set before `life`
+  /// Futex word: the keeper thread's id, marked by the kernel when it dies.
+  Atomic<uint32_t> life;
+  /// Set before `life`.
+  Atomic<Witness> witness;
   /// 0, or the crash for which a handler is running.
   Atomic<uint32_t> crash;
   Atomic<uint32_t> pid;
-  uint8_t affinity[128];  ///< cpu_set_t of the process, to tell whether the
-                          ///< ranks of this host fit it
+  /// cpu_set_t of the process, to tell whether the ranks of this host fit it.
+  uint8_t affinity[128];
   Atomic<uint32_t> affinity_known;
 
   /// Calls n and n + 1 use different entries; n + 2 reuses n's, which nobody
@@ -169,25 +171,28 @@ struct alignas(kLineBytes) RankLine {
   Atomic<uint64_t> call_number;
   Atomic<uint32_t> arrivals;  ///< gate phases that this rank has arrived in
 
-  alignas(kLineBytes) Atomic<uint32_t> bell;  ///< futex word: point-to-point
-                                              ///< traffic for this rank
+  /// Futex word: point-to-point traffic for this rank.
+  alignas(kLineBytes) Atomic<uint32_t> bell;
   Atomic<uint32_t> bell_sleepers;
 
-  alignas(kLineBytes)
-      uint64_t late[2];  ///< whom this rank gave up on, when `abort` names it
+  /// Whom this rank gave up on, when `abort` names it.
+  alignas(kLineBytes) uint64_t late[2];
   double waited_s;
-  Atomic<uint32_t> is_informed;  ///< has raised because of `abort`
-  char message[1024];  ///< why this rank raised, when `abort` names it
-  char activity[128];  ///< what the rank was last doing, in words
+  /// Has raised because of `abort`.
+  Atomic<uint32_t> is_informed;
+  /// Why this rank raised, when `abort` names it.
+  char message[1024];
+  /// What the rank was last doing, in words.
+  char activity[128];
 };
 
 /// One direction between two ranks: a ring of bytes in the sender's outbox.
 /// Positions only grow.
 struct alignas(kLineBytes) Channel {
-  Atomic<uint64_t> written;  ///< release: publishes the bytes before it;
-                             ///< partner: receiver's acquire
-  alignas(kLineBytes)
-      Atomic<uint64_t> read;  ///< release: frees the bytes before it
+  /// Release: publishes the bytes before it. Partner: the receiver's acquire.
+  Atomic<uint64_t> written;
+  /// Release: frees the bytes before it. Partner: the sender's acquire.
+  alignas(kLineBytes) Atomic<uint64_t> read;
 };
 
 /// Offsets of the parts; a function of the world size and the slab size alone.

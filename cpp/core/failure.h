@@ -10,34 +10,50 @@ namespace paceline {
 
 enum class Reason : uint32_t {
   kNone = 0,
-  kDied = 1,  ///< a process was killed or crashed: its life word says so
-  kRaised =
-      2,  ///< a rank told the others that it raised; its message says what
-  kLeft =
-      3,  ///< a rank closed the group, or exited, while others waited for it
-  kDeadline = 4,     ///< a rank was later than the time-out
-  kMismatch = 5,     ///< ranks made different calls; the group stays usable
-  kClosed = 6,       ///< this rank had closed the group
-  kForked = 7,       ///< used in a forked child, which does not map the region
-  kInterrupted = 8,  ///< a signal handler of this process raised (Ctrl-C)
-  kNoMemory = 9,     ///< the region could not be reserved
-  kMisuse =
-      10,  ///< an argument or an order of calls that this rank alone got wrong
-  kInjected = 11,  ///< a fault that a test asked for
-  kNested = 12,    ///< this thread was inside a collective: in a signal handler
-  kNoTurn = 13,    ///< another thread of this process was in a collective
-  kTooMany = 14,   ///< more arrays than a group has blocks for
+  /// A process was killed or crashed: its life word says so.
+  kDied = 1,
+  /// A rank told the others that it raised; its message says what.
+  kRaised = 2,
+  /// A rank closed the group, or exited, while others waited for it.
+  kLeft = 3,
+  /// A rank was later than the time-out.
+  kDeadline = 4,
+  /// Ranks made different calls; the group stays usable.
+  kMismatch = 5,
+  /// This rank had closed the group.
+  kClosed = 6,
+  /// Used in a forked child, which does not map the region.
+  kForked = 7,
+  /// A signal handler of this process raised (Ctrl-C).
+  kInterrupted = 8,
+  /// The region could not be reserved.
+  kNoMemory = 9,
+  /// An argument or an order of calls that this rank alone got wrong.
+  kMisuse = 10,
+  /// A fault that a test asked for.
+  kInjected = 11,
+  /// This thread was inside a collective: in a signal handler.
+  kNested = 12,
+  /// Another thread of this process was in a collective.
+  kNoTurn = 13,
+  /// More arrays than a group has blocks for.
+  kTooMany = 14,
 };
 
 struct Failure {
   Reason reason = Reason::kNone;
-  int culprit = -1;       ///< the rank to blame first; -1: none
-  uint64_t late[2] = {};  ///< bit r: rank r had not arrived
-  double waited_s = 0;    ///< how long this rank had waited
-  std::string message =
-      {};  ///< of the rank that raised, or of the failed system call
-  uint64_t thread = 0;   ///< kNoTurn: of this process, in a collective
-  int error_number = 0;  ///< errno of the failed system call
+  /// The rank to blame first; -1: none.
+  int culprit = -1;
+  /// Bit r: rank r had not arrived.
+  uint64_t late[2] = {};
+  /// How long this rank had waited.
+  double waited_s = 0;
+  /// Of the rank that raised, or of the failed system call.
+  std::string message = {};
+  /// kNoTurn: of this process, in a collective.
+  uint64_t thread = 0;
+  /// errno of the failed system call.
+  int error_number = 0;
 };
 
 [[noreturn]] inline void misuse(std::string message) {

@@ -46,8 +46,8 @@ void Reducer::plan(const std::vector<BucketSpan>& spans) {
   for (uint32_t b = 0; b < spans.size(); ++b) {
     Bucket bucket{};
     bucket.first_chunk = static_cast<uint32_t>(chunks_.size());
-    size_t chunk_bytes =
-        kChunkBytes;  // "full": the first segment opens a chunk
+    // "Full": the first segment opens a chunk.
+    size_t chunk_bytes = kChunkBytes;
     // Each from where it begins: buckets come in the order in which they are
     // complete, which with several dtypes is not that of the arena.
     auto next = std::lower_bound(

@@ -146,8 +146,8 @@ bool Reducer::claim_chunk(size_t index, uint32_t* chunk) {
   const uint64_t base = pass_ << 32;
   uint64_t seen = claim.load(std::memory_order_relaxed);
   while (true) {
-    const uint64_t next =
-        std::max(seen, base);  // a claim of an earlier pass counts as none
+    // A claim of an earlier pass counts as none.
+    const uint64_t next = std::max(seen, base);
     if (static_cast<uint32_t>(next) >= count) return false;
     // Relaxed: a claim only decides who; the data was acquired through
     // `arrived`.

@@ -3,29 +3,28 @@
 // holds the mean.
 //
 // Words
-//
-// - Arena: one contiguous piece of each rank's slab, at the same offset, with a
-//   place for every gradient.
-// - Bucket: a byte range of the arena; a rank posts it once every gradient in
-//   it is final there.
-// - Segment: at most kBlockElements of one parameter; the unit of the
-//   statistics, the same for every bucket size.
-// - Chunk: a run of segments of one bucket; the unit of work.
+//   arena    one contiguous piece of each rank's slab, at the same offset, with
+//            a place for every gradient
+//   bucket   a byte range of the arena; a rank posts it once every gradient in
+//            it is final there
+//   segment  at most kBlockElements of one parameter: the unit of the
+//            statistics, the same for every bucket size
+//   chunk    a run of segments of one bucket: the unit of work
 //
 // Steps of pass p, for N ranks (counters only grow; nothing is reset)
-//
-// 1. A rank posts bucket b: arrived[b] += 1. Release: all its gradients of b
-//    are in place.
-// 2. arrived[b] == N * p: b is complete, any rank may claim chunks of it.
-//    Acquire.
-// 3. claim[b] = (p, next): a compare-and-swap hands each chunk to exactly one
-//    rank, which reads everybody's copy and writes the mean into everybody's
-//    copy.
-// 4. chunks_done += 1. Release: that chunk is written everywhere.
-// 5. A rank's backward ends: ended += 1, with what it left unused. The last to
-//    end writes the verdict, whether to go on, and sets ended_pass = p.
-// 6. chunks_done == p * all chunks: the pass is complete, and its mean is in
-//    place.
+//   1. a rank posts bucket b:   arrived[b] += 1
+//                               (release: its gradients of b are in place)
+//   2. arrived[b] == N * p:     b is complete, any rank may claim chunks of it
+//                               (acquire)
+//   3. claim[b] = (p, next):    a compare-and-swap hands each chunk to exactly
+//                               one rank, which reads everybody's copy and
+//                               writes the mean into everybody's copy
+//   4. chunks_done += 1         (release: that chunk is written everywhere)
+//   5. a rank's backward ends:  ended += 1, with what it left unused; the last
+//                               to end writes the verdict, whether to go on,
+//                               and sets ended_pass = p
+//   6. chunks_done == p * all:  the pass is complete, and its mean is in place
+//                               (acquire)
 //
 // Parameters that a rank leaves unused, where all or those that nobody uses are
 // allowed: it gives zeros for them before step 5. If only nobody's are and the

@@ -49,8 +49,11 @@ inline void run_ranks(
     };
     if (!ended.wait_until(lock, limit, all_back)) {
       std::string late;
-      for (int rank = 0; rank < world_size; ++rank)
-        if (!is_back[rank]) late += " " + std::to_string(rank);
+      for (int rank = 0; rank < world_size; ++rank) {
+        if (is_back[rank]) continue;
+        late += ' ';
+        late += std::to_string(rank);
+      }
       fail(__FILE__, __LINE__, "not back in time: rank" + late);
     }
   }

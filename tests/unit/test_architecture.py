@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -139,6 +140,46 @@ def test_files_are_named_for_what_they_hold():
             if lines > LONG_LINES:
                 print(spell(path, lines, "long: one idea, or two?"))
     assert not wrong, "\n".join(wrong)
+
+
+def torn_comments(lines: list[str]) -> Iterator[int]:
+    """Numbers of lines of C++ whose comment does not fit behind the code, and so tears it or itself apart."""
+    for number, (before, line, after) in enumerate(
+        zip(["", *lines], lines, [*lines[1:], ""], strict=False), 1
+    ):
+        code, sep, _ = line.partition("//")
+        if not sep or not code.strip() or '"' in code:
+            continue
+        goes_on = re.match(rf"\s{{{len(code)}}}//", after) is not None
+        is_tail = re.search(r"(=|<|alignas\(\w+\))$", before) is not None
+        is_behind_a_brace = code.strip() == "}" and line.partition("//")[2].startswith("/")
+        if goes_on or is_tail or is_behind_a_brace:
+            yield number
+
+
+def test_no_comment_tears_a_declaration():
+    """A comment of more than one line stands above what it is about."""
+    wrong = [
+        spell(path, number, "the comment belongs above the declaration")
+        for top in ("cpp", "tests/cpp")
+        for path in sorted((ROOT / top).rglob("*.[ch]*"))
+        for number in torn_comments(path.read_text().splitlines())
+    ]
+    assert not wrong, "\n".join(wrong)
+    torn = ["int a;  ///< ranks that", "        ///< wait", "kLeft =", "    3,  ///< closed", "}  ///< late"]
+    assert list(torn_comments(torn)) == [1, 4, 5]
+
+
+def test_legends_keep_their_layout():
+    """The formatter leaves comments alone, and nobody else has poured a legend into lines of prose."""
+    assert "ReflowComments: Never" in (ROOT / ".clang-format").read_text()
+    for name, *drawn in (
+        ("cpp/reducer/reducer.h", "//   chunk    a run", "//   4. chunks_done += 1         (release: "),
+        ("cpp/core/control.h", "//   slab:    small buffers (2) | staging buffers (2) |"),
+        ("cpp/collectives/all_reduce.cc", "//   2. meet;\n", "//     copy piece k in;  meet;\n"),
+    ):
+        text = (ROOT / name).read_text()
+        assert not [each for each in drawn if each not in text], name
 
 
 def test_every_public_name_has_a_docstring():
