@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib
 import multiprocessing
 import os
@@ -18,7 +19,8 @@ from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PRELOADED = ("numpy", "pytest", "hypothesis", "paceline.collectives.init", "tests.harness.rank_main")
-_PRELOADED_OF = {"torch": ("torch", "paceline.torch"), "paddle": ("paceline.paddle",)}
+# torch's optimizers import its compiler when the first of them is made, which takes longer than most tests.
+_PRELOADED_OF = {"torch": ("torch", "paceline.torch", "torch._dynamo"), "paddle": ("paceline.paddle",)}
 # Ranks share the cores: one thread each, and the libraries read this when they are imported.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
@@ -82,3 +84,6 @@ def _preload(framework: str) -> None:
 
 if _framework := os.environ.pop("PACELINE_PRELOAD", None):
     _preload(_framework)
+    # A rank's garbage collector would walk all objects of the framework, and copy the pages they lie in.
+    gc.collect()
+    gc.freeze()
