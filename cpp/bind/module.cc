@@ -14,6 +14,7 @@
 #include "bind/hook_order.h"
 #include "bind/iteration_notes.h"
 #include "bind/module_snapshot.h"
+#include "bind/pass_status.h"
 #include "bind/py_compression.h"
 #include "bind/py_hash.h"
 #include "bind/py_host_group.h"
@@ -244,7 +245,7 @@ void bind_reducer(nb::module_& m) {
       .def("mark_ready", &PyReducer::mark_ready, "param"_a, "grad_pointer"_a)
       .def("mark_copied", &PyReducer::mark_copied, "param"_a, "grad_pointer"_a,
            "nbytes"_a)
-      .def("finish", &PyReducer::finish, "forwards"_a, "allow_unused"_a,
+      .def("finish", &PyReducer::finish, "status"_a, "allow_unused"_a,
            "allow_nobodys"_a = false)
       .def(
           "unused",
@@ -254,8 +255,7 @@ void bind_reducer(nb::module_& m) {
            [](PyReducer& r) { return r.reducer().globally_unused(); })
       .def("overlapping",
            [](PyReducer& r) { return r.reducer().overlapping(); })
-      .def("forwards_by_rank",
-           [](PyReducer& r) { return r.reducer().forwards_by_rank(); })
+      .def("statuses", [](PyReducer& r) { return r.reducer().statuses(); })
       .def("waiting_ranks",
            [](PyReducer& r) { return r.reducer().waiting_ranks(); })
       .def("notes_by_rank",
@@ -313,6 +313,7 @@ NB_MODULE(_core, m) {
   paceline::bind_kernels(m);
   paceline::bind_faults(m);
   paceline::bind_group(m);
+  paceline::bind_pass_status(m);
   paceline::bind_reducer(m);
   paceline::bind_handed_gradients(m);
   paceline::bind_hook_order(m);

@@ -46,7 +46,8 @@ class PyReducer {
       reducer_->mark_copied(parameter, as_pointer(gradient), bytes);
     });
   }
-  uint32_t finish(uint32_t forwards, bool allow_unused, bool allow_nobodys) {
+  uint32_t finish(const PassStatus& status, bool allow_unused,
+                  bool allow_nobodys) {
     check_not_nested();
     finishing_ = Turn::this_thread();
     struct Finished {
@@ -54,7 +55,7 @@ class PyReducer {
       ~Finished() { finishing = 0; }
     } const finished{finishing_};
     return group_->call(kUnlockBytes, [&](HostGroup&) {
-      return reducer_->finish(forwards, allow_unused, allow_nobodys);
+      return reducer_->finish(status, allow_unused, allow_nobodys);
     });
   }
   void close() { reducer_->close(); }

@@ -7,13 +7,13 @@
 
 namespace paceline {
 
-uint32_t Reducer::finish(uint32_t forwards, bool allow_unused,
+uint32_t Reducer::finish(const PassStatus& status, bool allow_unused,
                          bool allow_nobodys) {
   check_usable();
   if (!in_pass_) begin_pass();
   has_no_means_ = true;  // until it has
   try {
-    return complete_pass(forwards, allow_unused, allow_nobodys);
+    return complete_pass(status, allow_unused, allow_nobodys);
   } catch (...) {
     leave_pass();
     keep_arena();
@@ -21,7 +21,7 @@ uint32_t Reducer::finish(uint32_t forwards, bool allow_unused,
   }
 }
 
-uint32_t Reducer::complete_pass(uint32_t forwards, bool allow_unused,
+uint32_t Reducer::complete_pass(const PassStatus& status, bool allow_unused,
                                 bool allow_nobodys) {
   fault_point(Point::kBeforeEnd);
   uint64_t* bits = unused_bits(group_.rank(), pass_);
@@ -36,7 +36,7 @@ uint32_t Reducer::complete_pass(uint32_t forwards, bool allow_unused,
   if (any_unused && (allow_unused || allow_nobodys)) add_unused();
   uint32_t flags = any_unused ? kPassUnused : 0;
   if (any_unused && !allow_unused) flags |= kPassUnusedRefused;
-  uint32_t verdict = end_backward(forwards, flags);
+  uint32_t verdict = end_backward(status, flags);
   fault_point(Point::kAfterEnd);
   in_pass_ = false;
   leave_pass();
@@ -81,7 +81,7 @@ void Reducer::add_unused() {
 bool Reducer::is_unused_alike() const {
   const uint64_t* first = nullptr;
   for (int r = 0; r < group_.world(); ++r) {
-    if (header(r, pass_).forwards == kFinished) continue;
+    if (PassStatus::unpack(header(r, pass_).status).finished) continue;
     const uint64_t* bits = unused_bits(r, pass_);
     if (first == nullptr) first = bits;
     if (!std::equal(bits, bits + unused_words_, first)) return false;
@@ -91,19 +91,20 @@ bool Reducer::is_unused_alike() const {
 
 // Says that this rank's backward is over, and waits for the others to say so,
 // reducing meanwhile.
-uint32_t Reducer::end_backward(uint32_t forwards, uint32_t flags) {
+uint32_t Reducer::end_backward(const PassStatus& status, uint32_t flags) {
   PassControl& shared = control();
   PassHeader& own = header(group_.rank(), pass_);
-  own.forwards = forwards;
+  own.status = status.pack();
   uint64_t first = 0;
-  const uint64_t mine = uint64_t{forwards} + 1;
-  if (forwards == kFinished) {
+  const uint64_t mine = uint64_t{own.status} + 1;
+  if (status.finished) {
     flags |= kPassFinished;
-  } else if (!shared.forwards.compare_exchange_strong(
+  } else if (!shared.status.compare_exchange_strong(
                  first, mine, std::memory_order_relaxed) &&
              first != mine) {
     flags |= kPassForwardsDiffer;
   }
+  if (!status.is_plain() && !status.finished) flags |= kPassTold;
   own.note = note_;
   if (uint32_t told = 0; note_ != 0 &&
                          !shared.note.compare_exchange_strong(
@@ -119,7 +120,7 @@ uint32_t Reducer::end_backward(uint32_t forwards, uint32_t flags) {
     shared.verdict.store(shared.flags.load(std::memory_order_relaxed),
                          std::memory_order_relaxed);
     shared.flags.store(0, std::memory_order_relaxed);
-    shared.forwards.store(0, std::memory_order_relaxed);
+    shared.status.store(0, std::memory_order_relaxed);
     shared.note.store(0, std::memory_order_relaxed);
     // Unless somebody has given up on it.
     if (count_up(shared.ended_pass, pass_)) ring(kWakeAll);

@@ -21,7 +21,8 @@ std::vector<size_t> Reducer::globally_unused() const {
   for (size_t p = 0; p < parameters_.size(); ++p) {
     bool everywhere = true;
     for (int r = 0; r < group_.world() && everywhere; ++r) {
-      if (header(r, finished_passes_).forwards == kFinished) continue;
+      if (PassStatus::unpack(header(r, finished_passes_).status).finished)
+        continue;
       everywhere =
           (unused_bits(r, finished_passes_)[p / 64] >> (p % 64) & 1) != 0;
     }
@@ -30,10 +31,10 @@ std::vector<size_t> Reducer::globally_unused() const {
   return found;
 }
 
-std::vector<uint32_t> Reducer::forwards_by_rank() const {
-  std::vector<uint32_t> found;
+std::vector<PassStatus> Reducer::statuses() const {
+  std::vector<PassStatus> found;
   for (int r = 0; r < group_.world(); ++r)
-    found.push_back(header(r, finished_passes_).forwards);
+    found.push_back(PassStatus::unpack(header(r, finished_passes_).status));
   return found;
 }
 

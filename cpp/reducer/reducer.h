@@ -77,6 +77,7 @@
 #include <vector>
 
 #include "collectives/host_group.h"
+#include "reducer/pass_status.h"
 
 namespace paceline {
 
@@ -104,8 +105,8 @@ inline constexpr uint32_t kPassNobodys = 64;
 /// A rank left parameters unused, and did not allow it. Ranks tell each other;
 /// callers are told kPassUnused.
 inline constexpr uint32_t kPassUnusedRefused = 128;
-/// `forwards` of a rank that has no more data; agrees with every number.
-inline constexpr uint32_t kFinished = (uint32_t{1} << 31) - 2;
+/// Some rank tells more than its number of forwards; see PassStatus.
+inline constexpr uint32_t kPassTold = 256;
 
 class Reducer {
  public:
@@ -133,7 +134,7 @@ class Reducer {
   void mark_ready(size_t index, void* gradient);
   /// Ends this rank's pass; blocks until the pass is complete everywhere.
   /// Returns kPass... flags. Nobody's: unused on all ranks that have data.
-  uint32_t finish(uint32_t forwards, bool allow_unused,
+  uint32_t finish(const PassStatus& status, bool allow_unused,
                   bool allow_nobodys = false);
   /// Whether this rank has marked gradients of a pass that it has not finished.
   bool in_pass() const { return in_pass_; }
@@ -143,7 +144,8 @@ class Reducer {
   /// Parameters of the last pass whose gradients shared memory with others:
   /// their means are in the arena only. Of this rank, in no order.
   const std::vector<size_t>& overlapping() const { return overlapping_; }
-  std::vector<uint32_t> forwards_by_rank() const;
+  /// What the ranks told of the last pass.
+  std::vector<PassStatus> statuses() const;
   std::vector<uint32_t> notes_by_rank() const;
   /// Ranks that wait at the end of a pass that this rank has not ended.
   std::vector<int> waiting_ranks() const;
@@ -220,8 +222,8 @@ class Reducer {
     Atomic<uint64_t> ended;
     /// kPass..., but for kPassNonFinite, of the pass that is ending.
     Atomic<uint32_t> flags;
-    /// Of the first to end, plus 1; 0: nobody has.
-    Atomic<uint64_t> forwards;
+    /// The word of the first to end that has data, plus 1; 0: nobody has.
+    Atomic<uint64_t> status;
     /// Of the first to end that has one.
     Atomic<uint32_t> note;
     /// Arrivals at the barrier that resets a pass without reduction.
@@ -254,7 +256,8 @@ class Reducer {
   struct alignas(kLineBytes) PassHeader {
     uint64_t pass;
     double weight;
-    uint32_t forwards;
+    /// PassStatus::pack()
+    uint32_t status;
     uint32_t note;
     // Evidence for whoever waits: how far this rank has come, whether others
     // wait for a chunk in its hands, and how many of the chunks assigned to it
@@ -289,10 +292,10 @@ class Reducer {
   void copy_back();
   double sum_squared_norms(const SegmentStats* table) const;
   void read_weights();
-  uint32_t complete_pass(uint32_t forwards, bool allow_unused,
+  uint32_t complete_pass(const PassStatus& status, bool allow_unused,
                          bool allow_nobodys);
   bool is_unused_alike() const;
-  uint32_t end_backward(uint32_t forwards, uint32_t flags);
+  uint32_t end_backward(const PassStatus& status, uint32_t flags);
   void restart_without_reduction();
   /// Stages of a pass that others wait for; kVoid and kReset only if nothing is
   /// reduced.

@@ -112,8 +112,8 @@ void run_with_nobodys(int ranks, size_t cap_bytes) {
       };
       for (const size_t p : random_order(own))
         if (!leaves_out(p)) model.mark(p, step);
-      const uint32_t flags =
-          model.reducer().finish(is_finished ? kFinished : 1, false, true);
+      const PassStatus status = is_finished ? PassStatus::without_data() : 1;
+      const uint32_t flags = model.reducer().finish(status, false, true);
       const bool is_void = kind == 0 && ranks > 1;
       CHECK_EQ(flags, is_void
                           ? kPassUnused

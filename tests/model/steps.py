@@ -243,7 +243,7 @@ def count(setting: Setting, state: State, r: int) -> Steps:
 # --- its end ---
 
 
-@step("end", "Reducer::finish", "kBeforeEnd", "bits[p / 64] |= uint64_t{1}", "own.forwards = forwards;")
+@step("end", "Reducer::finish", "kBeforeEnd", "bits[p / 64] |= uint64_t{1}", "own.status = status.pack();")
 def end(setting: Setting, state: State, r: int) -> Steps:
     """Writes down what it left out; nobody reads that before all have ended."""
     rank = state.ranks[r]
@@ -319,7 +319,7 @@ def go_on(setting: Setting, state: State, r: int) -> Steps:
         yield moved(state, r, rank._replace(at="meet", awaits="void"))
 
 
-@step("compare", "Reducer::is_unused_alike", "forwards == kFinished) continue", "restart_without_reduction()")
+@step("compare", "Reducer::is_unused_alike", ".finished) continue", "restart_without_reduction()")
 def compare(setting: Setting, state: State, r: int) -> Steps:
     """Nobody has used what this rank has not, or the pass is void."""
     rank = state.ranks[r]

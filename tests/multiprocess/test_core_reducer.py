@@ -12,6 +12,7 @@ from numpy.testing import assert_array_equal
 
 from paceline import _core
 from paceline.errors import ConfigError, GroupClosedError
+from paceline.reducer.protocol import PassStatus
 from tests.harness import ranks, run_ranks
 from tests.multiprocess.reducer_world import (
     FINISHED,
@@ -170,8 +171,8 @@ def test_parameters_that_nobody_uses_are_let_be_where_that_is_allowed(group, ass
     ]
     for step, (orders, has_data, expected) in enumerate(cases * 2):
         got = {param: world.mark(param, step, param in (2, 3)) for param in orders[group.rank]}
-        forwards = 1 if has_data or group.rank != 1 else (1 << 31) - 2
-        assert world.reducer.finish(forwards, False, True) == expected, f"pass {step}"
+        status = PassStatus(1, finished=not has_data and group.rank == 1)
+        assert world.reducer.finish(status, False, True) == expected, f"pass {step}"
         assert np.isnan(world.reducer.squared_norm()) == bool(expected & UNUSED)
         active = [rank for rank in range(3) if has_data or rank != 1]
         unused = set.intersection(*(set(everything) - set(orders[rank]) for rank in active))
@@ -190,7 +191,11 @@ def test_forwards_that_differ(group):
         forwards = step + 1 + (is_void and group.rank == 2)
         flags, got = run_pass(world, step, forwards=forwards, allow_unused=step % 2 == 0)
         assert flags == (FORWARDS_DIFFER if is_void else 0)
-        assert world.reducer.forwards_by_rank() == [step + 1, step + 1, step + 1 + is_void]
+        assert [status.forwards for status in world.reducer.statuses()] == [
+            step + 1,
+            step + 1,
+            step + 1 + is_void,
+        ]
         if not is_void:
             world.check(got, step)
     # A rank that made no backward at all ends its pass at once.

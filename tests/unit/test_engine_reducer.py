@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from paceline.errors import CollectiveError, GroupClosedError
 from paceline.reducer.engine import EngineReducer
 from paceline.reducer.plan import ParameterSpec, Plan, plan_buckets
-from paceline.reducer.protocol import FINISHED, Outcome
+from paceline.reducer.protocol import Outcome, PassStatus
 
 COUNTS = (5, 40000, 0, 17)
 
@@ -148,7 +148,7 @@ def test_the_mean_does_not_depend_on_who_is_ready_when(orders: list[list[int]], 
         for _ in range(2):
             for index in orders[own.rank]:
                 own.mark(index, float(2 * own.rank + index))
-            assert own.reducer.finish(1, allow_unused=False) == Outcome.GOOD
+            assert own.reducer.finish(PassStatus(1), allow_unused=False) == Outcome.GOOD
             assert own.transport.launched == sorted(own.transport.launched)
             own.transport.launched.clear()
             for index in range(len(COUNTS)):
@@ -165,7 +165,7 @@ def test_weights_make_a_weighted_mean() -> None:
         own.reducer.set_weight(1.0 + 2 * own.rank)
         for index in range(len(COUNTS)):
             own.mark(index, float(own.rank))
-        own.reducer.finish(1, allow_unused=False)
+        own.reducer.finish(PassStatus(1), allow_unused=False)
         np.testing.assert_allclose(own.transport.place(0), 0.75)
 
     on_ranks(2, body)
@@ -175,12 +175,12 @@ def test_an_unused_parameter_is_known_to_all_and_the_next_pass_works() -> None:
     def body(own: Rank) -> None:
         for index in (0, 1) if own.rank == 1 else (0, 1, 2, 3):
             own.mark(index, 1.0)
-        assert own.reducer.finish(1, allow_unused=False) == Outcome.UNUSED
+        assert own.reducer.finish(PassStatus(1), allow_unused=False) == Outcome.UNUSED
         assert [own.reducer.unused(rank) for rank in (0, 1)] == [[], [2, 3]]
         assert own.reducer.globally_unused() == []
         for index in range(len(COUNTS)):
             own.mark(index, 3.0)
-        assert own.reducer.finish(1, allow_unused=False) == Outcome.GOOD
+        assert own.reducer.finish(PassStatus(1), allow_unused=False) == Outcome.GOOD
         assert own.reducer.unused(1) == []
         np.testing.assert_allclose(own.transport.place(3), 3.0)
 
@@ -192,7 +192,7 @@ def test_an_unused_parameter_contributes_zero_where_that_is_allowed() -> None:
         own.transport.place(3)[:] = 7.0  # left over from before
         for index in (0, 3) if own.rank == 0 else (0,):
             own.mark(index, 4.0)
-        assert own.reducer.finish(1, allow_unused=True) == Outcome.UNUSED
+        assert own.reducer.finish(PassStatus(1), allow_unused=True) == Outcome.UNUSED
         np.testing.assert_allclose(own.transport.place(3), 2.0)
         assert own.reducer.globally_unused() == [1, 2]
 
@@ -211,8 +211,8 @@ def test_parameters_that_nobody_uses_are_let_be_where_that_is_allowed() -> None:
         for marked, has_data, expected in cases:
             for index in marked[own.rank]:
                 own.mark(index, 4.0 * own.rank)
-            forwards = 1 if has_data or own.rank == 0 else FINISHED
-            assert own.reducer.finish(forwards, allow_unused=False, allow_nobodys=True) == expected
+            status = PassStatus(1, finished=not has_data and own.rank != 0)
+            assert own.reducer.finish(status, allow_unused=False, allow_nobodys=True) == expected
             assert np.isnan(own.reducer.squared_norm()) == (Outcome.UNUSED in expected)
             if Outcome.UNUSED not in expected:
                 np.testing.assert_allclose(own.transport.place(3), 2.0)
@@ -225,8 +225,8 @@ def test_differing_forwards_are_noticed() -> None:
     def body(own: Rank) -> None:
         for index in range(len(COUNTS)):
             own.mark(index, 1.0)
-        assert own.reducer.finish(1 + own.rank, allow_unused=False) == Outcome.SKIPPED
-        assert own.reducer.forwards_by_rank() == [1, 2, 3]
+        assert own.reducer.finish(PassStatus(1 + own.rank), allow_unused=False) == Outcome.SKIPPED
+        assert [status.forwards for status in own.reducer.statuses()] == [1, 2, 3]
 
     on_ranks(3, body)
 
@@ -238,7 +238,7 @@ def test_notes_that_differ_are_told_and_change_nothing() -> None:
                 own.mark(index, float(own.rank))
             own.reducer.set_note(notes[own.rank])
             expected = Outcome.NOTES_DIFFER if notes[0] else Outcome.GOOD
-            assert own.reducer.finish(1, allow_unused=False) == expected
+            assert own.reducer.finish(PassStatus(1), allow_unused=False) == expected
             assert own.reducer.notes_by_rank() == notes
             for index in range(len(COUNTS)):
                 np.testing.assert_allclose(own.transport.place(index), 1.0, rtol=1e-6)
@@ -250,7 +250,7 @@ def test_nonfinite_gradients_are_known_by_rank() -> None:
     def body(own: Rank) -> None:
         for index in range(len(COUNTS)):
             own.mark(index, float("nan") if (own.rank, index) == (1, 3) else 1.0)
-        assert own.reducer.finish(1, allow_unused=False) == Outcome.NONFINITE
+        assert own.reducer.finish(PassStatus(1), allow_unused=False) == Outcome.NONFINITE
         assert own.reducer.nonfinite() == [(1, 3)]
 
     on_ranks(2, body)
@@ -261,13 +261,13 @@ def overflowing_passes(own: Rank) -> None:
     own.reducer.set_weight(4.0)  # more than was expected: the sum is corrected when it is too late
     for index in range(len(COUNTS)):
         own.mark(index, {0: 1e38, 3: float("inf") if own.rank else 1.0}.get(index, 1.0))
-    outcome = own.reducer.finish(1, allow_unused=False)
+    outcome = own.reducer.finish(PassStatus(1), allow_unused=False)
     assert outcome == Outcome.NONFINITE | Outcome.OVERFLOWED
     assert own.reducer.overflowed() == [0]
     assert own.reducer.nonfinite() == [(1, 3)]
     for index in range(len(COUNTS)):
         own.mark(index, 1e37)
-    assert own.reducer.finish(1, allow_unused=False) == Outcome.GOOD
+    assert own.reducer.finish(PassStatus(1), allow_unused=False) == Outcome.GOOD
     assert own.reducer.overflowed() == []
 
 
@@ -280,7 +280,7 @@ def test_a_void_pass_has_no_norm() -> None:
         for step in range(3):
             for index in range(len(COUNTS)):
                 own.mark(index, 1.0)
-            own.reducer.finish(1 + (step == 1) * own.rank, allow_unused=False)
+            own.reducer.finish(PassStatus(1 + (step == 1) * own.rank), allow_unused=False)
             assert np.isnan(own.reducer.squared_norm()) == (step == 1)
 
     on_ranks(2, body)
@@ -316,7 +316,7 @@ def test_buckets_that_nobody_uses_are_skipped_until_somebody_does() -> None:
                 own.mark(index, 1.0 + own.rank)
             if own.rank in users:
                 own.mark(big, float("inf"))
-            outcome = own.reducer.finish(1, allow_unused=True)
+            outcome = own.reducer.finish(PassStatus(1), allow_unused=True)
             assert sorted(own.transport.launched) == sorted(sent)
             assert bool(outcome & Outcome.NONFINITE) == bool(users)
             assert own.reducer.nonfinite() == [(rank, big) for rank in users]
@@ -336,8 +336,8 @@ def test_a_pass_that_fails_below_is_the_last_one() -> None:
     rank.transport.all_gather = fail  # type: ignore[method-assign]
     rank.mark(0, 1.0)
     with pytest.raises(CollectiveError, match="lost the others"):
-        rank.reducer.finish(1, True)
+        rank.reducer.finish(PassStatus(1), True)
     with pytest.raises(GroupClosedError, match=r"(?s)any more.*Rank 0 of 1 lost the others"):
         rank.mark(0, 1.0)
     with pytest.raises(GroupClosedError):
-        rank.reducer.finish(1, True)
+        rank.reducer.finish(PassStatus(1), True)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from paceline.errors import ConfigError, GraphChangedError
-from paceline.reducer.protocol import FINISHED, INTERRUPTED, REFUSED, TWICE
+from paceline.reducer.protocol import PassStatus
 from paceline.reducer.report import check_refused, check_twice, nonfinite_error, skipped_error, unused_error
 
+PLAIN, FINISHED, INTERRUPTED = PassStatus(1), PassStatus(finished=True), PassStatus(interrupted=True)
 NAMES = ["embed.weight", "fc.weight", "fc.bias", "head.weight"]
 
 
@@ -58,33 +59,33 @@ def test_a_sum_that_overflows_blames_no_rank() -> None:
 
 
 def test_a_skipped_backward_names_the_odd_rank_out() -> None:
-    error = skipped_error([1, 1, 2, 1])
+    error = skipped_error([PLAIN, PLAIN, PassStatus(2), PLAIN])
     assert str(error).startswith("Rank 2 of 4 skipped")
     assert "rank 2: 2 forwards since" in str(error) and "ranks 0-1, 3: 1 forward since" in str(error)
     assert error.ranks == (2,)
 
 
 def test_an_interrupted_backward_is_told_apart() -> None:
-    error = skipped_error([1, INTERRUPTED])
+    error = skipped_error([PLAIN, INTERRUPTED])
     assert "The backward of rank 1 of 2 ended in an exception" in str(error)
     assert error.ranks == (1,)
 
 
 def test_a_refused_gradient_is_told_to_the_others() -> None:
     with pytest.raises(ConfigError) as caught:
-        check_refused([FINISHED, REFUSED + 1, 1, TWICE + 3], NAMES)
+        check_refused([FINISHED, PassStatus(refused=1), PLAIN, PassStatus(twice=3)], NAMES)
     assert str(caught.value).startswith("The gradient of 'fc.weight' cannot be averaged on rank 1 of 4.")
-    check_refused([1, FINISHED, INTERRUPTED, TWICE], NAMES)
-    check_twice([1, REFUSED + 1], NAMES)
+    check_refused([PLAIN, FINISHED, INTERRUPTED, PassStatus(twice=0)], NAMES)
+    check_twice([PLAIN, PassStatus(refused=1)], NAMES)
 
 
 def test_a_gradient_that_came_twice_is_told_to_ranks_without_data_too() -> None:
     with pytest.raises(GraphChangedError) as caught:
-        check_twice([FINISHED, TWICE + 1, 1, TWICE + 3], NAMES)
+        check_twice([FINISHED, PassStatus(twice=1), PLAIN, PassStatus(twice=3)], NAMES)
     text = str(caught.value)
     assert text.startswith(
         "The gradient of 'fc.weight, head.weight' came twice in one backward, on ranks 1, 3 of 4"
     )
     assert "rank 1: fc.weight" in text and "rank 3: head.weight" in text
     assert caught.value.changed == ("fc.weight", "head.weight")
-    check_twice([1, FINISHED, INTERRUPTED], NAMES)
+    check_twice([PLAIN, FINISHED, INTERRUPTED], NAMES)

@@ -39,7 +39,7 @@ from paceline.reducer.end_of_backward import EndOfBackward
 from paceline.reducer.fresh_gradients import FreshGradients
 from paceline.reducer.graphs import Graph, Graphs
 from paceline.reducer.plan import Plan, complete_order, has_one_order, plan_buckets
-from paceline.reducer.protocol import FINISHED, Reducer
+from paceline.reducer.protocol import Reducer
 from paceline.reducer.replica_check import Entry
 from paceline.reducer.report import names_by_rank
 from paceline.reducer.sharing import registry
@@ -319,14 +319,14 @@ class GradientPasses(BackwardPasses):
             self.graphs.end_pass()
 
     def _hand_over_rest(self) -> None:
-        if self._static_graph is not None and self.state.forwards != FINISHED:
+        if self._static_graph is not None and not self.state.status.finished:
             used = self.state.accumulated.union(self.state.handed).difference(self._tensors.delayed)
             dense = used.intersection(range(len(self._names)))
-            self.state.has_changed = self._static_graph.has_changed(dense)
+            self.state.status.graph_changed = self._static_graph.has_changed(dense)
         super()._hand_over_rest()
-        if self._tensors.delayed and self.state.forwards != FINISHED:
+        if self._tensors.delayed and not self.state.status.finished:
             self._complete_delayed()
-        if len(self.state.handed) < len(self._names) and self.state.forwards != FINISHED:
+        if len(self.state.handed) < len(self._names) and not self.state.status.finished:
             without = (index for index in range(len(self._names)) if index not in self.state.handed)
             unused = set(without) - self._tensors.delayed
             for index in unused:

@@ -20,10 +20,9 @@ from paceline.reducer import farewell
 from paceline.reducer.drift import DriftWatch
 from paceline.reducer.end_of_backward import EndOfBackward
 from paceline.reducer.fresh_gradients import FreshGradients
-from paceline.reducer.frozen import tells_frozen
 from paceline.reducer.micro_batches import MicroBatchWeights
 from paceline.reducer.pass_state import PassState
-from paceline.reducer.protocol import FINISHED, Outcome, Reducer
+from paceline.reducer.protocol import Outcome, Reducer
 from paceline.reducer.report import names_by_rank, uneven_error
 from paceline.reducer.verdict import Judge, give_up_interrupted
 
@@ -224,7 +223,7 @@ class BackwardPasses(ABC):
             self._tell(f"in forward of pass {self._pass_number}")
         # Forwards in eval mode often have no backward, on some ranks only; such a rank skips nothing.
         if is_syncing and is_training:
-            state.forwards += 1
+            state.status.forwards += 1
 
     @contextlib.contextmanager
     def local(self) -> Iterator[None]:
@@ -278,7 +277,7 @@ class BackwardPasses(ABC):
             for index in range(len(self._names)):
                 self._clear_place(index)
                 self.reducer.mark_ready(index, 0)
-        self.state.forwards = FINISHED
+        self.state.status.finished = True
         try:
             self._end()
         finally:  # what it raises may be caught, and training go on
@@ -324,14 +323,13 @@ class BackwardPasses(ABC):
         try:
             self._hand_over_rest()
             status = state.status
-            is_plain = status == state.forwards
             reducer.set_note(self.notes.take(self._begun_forwards, bool(state.accumulated)))
-            allow_unused = config.allow_unused or (not is_plain and tells_frozen(status))
+            allow_unused = config.allow_unused or status.frozen is not None
             outcome = reducer.finish(status, allow_unused, config.allow_nobodys)
             self.active = self._all_ranks
-            if outcome or not is_plain:
+            if outcome:
                 self._note_active(Outcome(outcome))
-                self._judge.judge(Outcome(outcome), reducer, state.refused)
+                self._judge.judge(Outcome(outcome), reducer, state.refusal)
             order = None if self.is_order_final else list(state.handed)
             if self.active:
                 if overlapping := reducer.overlapping():
@@ -375,13 +373,13 @@ class BackwardPasses(ABC):
 
     def _note_active(self, outcome: Outcome) -> None:
         if Outcome.FINISHED in outcome:
-            forwards = self.reducer.forwards_by_rank()
-            self.active = [rank for rank, count in enumerate(forwards) if count != FINISHED]
+            statuses = self.reducer.statuses()
+            self.active = [rank for rank, status in enumerate(statuses) if not status.finished]
             if self.refuses_uneven and self.active:
-                raise uneven_error(forwards)
+                raise uneven_error(statuses)
 
     def _hand_over_rest(self) -> None:
-        if len(self.state.handed) < len(self._names) and self.state.forwards != FINISHED:
+        if len(self.state.handed) < len(self._names) and not self.state.status.finished:
             self._hand_over_accumulated()
 
     def _hand_over_accumulated(self) -> None:

@@ -30,7 +30,7 @@ from typing import Protocol
 from paceline.errors import GroupClosedError
 from paceline.reducer.overlaps import overlapping
 from paceline.reducer.plan import Plan
-from paceline.reducer.protocol import FINISHED, Outcome
+from paceline.reducer.protocol import Outcome, PassStatus
 
 _STATUS = struct.Struct("<dIIIII?")
 
@@ -91,7 +91,7 @@ class _Status:
     """What one rank says of its pass."""
 
     weight: float
-    forwards: int
+    word: int  # PassStatus.pack()
     unused: int
     nonfinite: int
     overflowed: int
@@ -99,7 +99,7 @@ class _Status:
     refuses_unused: bool
 
     def pack(self) -> bytes:
-        counts = (self.forwards, self.unused, self.nonfinite, self.overflowed)
+        counts = (self.word, self.unused, self.nonfinite, self.overflowed)
         return _STATUS.pack(self.weight, *counts, self.note, self.refuses_unused)
 
     @classmethod
@@ -185,12 +185,12 @@ class EngineReducer:
         self._copied.append((grad_pointer, nbytes, param))
         self.mark_ready(param)
 
-    def finish(self, forwards: int, allow_unused: bool, allow_nobodys: bool = False) -> int:
+    def finish(self, status: PassStatus, allow_unused: bool, allow_nobodys: bool = False) -> int:
         self._check_usable()
         started = time.perf_counter()
         self._has_no_means = True  # until it has
         try:
-            self._complete(forwards, allow_unused)
+            self._complete(status, allow_unused)
         except Exception as error:
             self._failure = error  # the ranks' calls do not pair any more
             raise
@@ -220,8 +220,8 @@ class EngineReducer:
     def overlapping(self) -> list[int]:
         return sorted(self._overlapping)
 
-    def forwards_by_rank(self) -> list[int]:
-        return [status.forwards for status in self._statuses]
+    def statuses(self) -> list[PassStatus]:
+        return [PassStatus.unpack(row.word) for row in self._statuses]
 
     def notes_by_rank(self) -> list[int]:
         return [status.note for status in self._statuses]
@@ -259,13 +259,13 @@ class EngineReducer:
 
     def _unused_with_data(self) -> list[list[int]]:
         """Parameters that are unused, for each rank that has data."""
-        return [row for row, status in zip(self._unused, self._statuses) if status.forwards != FINISHED]
+        return [row for row, status in zip(self._unused, self.statuses()) if not status.finished]
 
     def _is_unused_alike(self) -> bool:
         """Whether all ranks with data have left the same parameters unused. The same on all ranks."""
         return len(set(map(tuple, self._unused_with_data()))) <= 1
 
-    def _complete(self, forwards: int, allow_unused: bool) -> None:
+    def _complete(self, status: PassStatus, allow_unused: bool) -> None:
         """Launch what is missing, and wait for all buckets and everybody's status."""
         unused = [index for index, marked in enumerate(self._marked) if not marked]
         for index in unused:
@@ -279,7 +279,7 @@ class EngineReducer:
         overflowed = self._transport.find_overflowed(self._weight / self._expected_weight)
         counts = (len(unused), len(nonfinite), len(overflowed))
         refuses_unused = bool(unused) and not allow_unused
-        own = _Status(self._weight, forwards, *counts, self._note, refuses_unused)
+        own = _Status(self._weight, status.pack(), *counts, self._note, refuses_unused)
         self._statuses = [_Status.unpack(row) for row in self._transport.all_gather(own.pack())]
         self._gather_details(unused, nonfinite, overflowed)
         if self._skip_unused:
@@ -340,11 +340,14 @@ class EngineReducer:
 
     def _judge(self) -> Outcome:
         outcome = Outcome.GOOD
-        counts = set(self.forwards_by_rank())
-        if FINISHED in counts:
+        told = [PassStatus.unpack(word) for word in {row.word for row in self._statuses}]
+        active = [status for status in told if not status.finished]
+        if len(active) < len(told):
             outcome |= Outcome.FINISHED
-        if len(counts - {FINISHED}) > 1:
+        if len(active) > 1:
             outcome |= Outcome.SKIPPED
+        if not all(status.is_plain for status in active):
+            outcome |= Outcome.TOLD
         if any(status.unused for status in self._statuses):
             outcome |= Outcome.UNUSED
         if self._nonfinite:

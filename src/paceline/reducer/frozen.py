@@ -13,45 +13,26 @@ import zlib
 from array import array
 from collections.abc import Sequence
 
-from paceline.reducer.protocol import FINISHED, FROZEN, STATIC, Reducer
+from paceline.reducer.protocol import PassStatus, Reducer
 
-_DIGEST_BITS = 14
-_COUNT_BITS = 14
-
-
-def frozen_status(forwards: int, frozen: Sequence[int]) -> int:
-    """What a rank tells that made so many forwards and left these frozen parameters without a gradient.
-
-    Example:
-        >>> without_frozen([frozen_status(2, [0, 3]), 2])
-        [2, 2]
-    """
-    return FROZEN + (_digest(frozen) << _COUNT_BITS) + forwards % (1 << _COUNT_BITS)
+_DIGEST_BITS = 14  # as many as PassStatus has room for
 
 
-def tells_frozen(status: int) -> bool:
-    """Whether a rank with this status has left frozen parameters without a gradient."""
-    return FROZEN <= status < STATIC
+def digest_of(frozen: Sequence[int]) -> int:
+    """What a rank tells that left these frozen parameters without a gradient: `PassStatus.frozen`."""
+    return zlib.crc32(array("i", frozen).tobytes()) % (1 << _DIGEST_BITS)
 
 
-def without_frozen(statuses: Sequence[int]) -> list[int]:
-    """The numbers of forwards alone, where a rank has told a digest besides."""
-    return [status % (1 << _COUNT_BITS) if tells_frozen(status) else status for status in statuses]
-
-
-def differ_in_frozen_only(statuses: Sequence[int]) -> bool:
+def differ_in_frozen_only(statuses: Sequence[PassStatus]) -> bool:
     """Whether all ranks with data made as many forwards, and have not frozen the same parameters."""
-    return any(map(tells_frozen, statuses)) and len(set(without_frozen(statuses)) - {FINISHED}) == 1
+    active = [status for status in statuses if not status.finished]
+    told = {status.pack() if status.frozen is None else status.forwards for status in active}
+    return len(told) == 1 and any(status.frozen is not None for status in active)
 
 
 def is_all_unused_frozen(reducer: Reducer) -> bool:
     """Whether no rank left more unused in the last pass than what all ranks have frozen."""
     return all(
-        tells_frozen(status) and status >> _COUNT_BITS == (FROZEN >> _COUNT_BITS) + _digest(unused)
-        for status, unused in ((s, reducer.unused(r)) for r, s in enumerate(reducer.forwards_by_rank()))
-        if status != FINISHED
+        status.finished or (status.frozen is not None and status.frozen == digest_of(reducer.unused(rank)))
+        for rank, status in enumerate(reducer.statuses())
     )
-
-
-def _digest(indices: Sequence[int]) -> int:
-    return zlib.crc32(array("i", indices).tobytes()) % (1 << _DIGEST_BITS)

@@ -6,12 +6,11 @@ Imports only the standard library, the core, `errors` and its neighbours.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from paceline import _core
 from paceline.errors import ConfigError, ForkedError
-from paceline.reducer.frozen import frozen_status
-from paceline.reducer.protocol import CHANGED, FINISHED, REFUSED, STATIC, TWICE
+from paceline.reducer.protocol import PassStatus
 
 
 class PassState:
@@ -26,32 +25,23 @@ class PassState:
             the reducer reads and writes by pointer.
         staged: Those of them whose mean the front end copies back.
         accumulated: Parameters that got local gradients, in no_sync(), since the last synchronised pass.
-        came_twice: A parameter whose gradient came again after it had been handed over. The end of the pass
-            tells all ranks: a hook that raised would leave the others waiting.
-        refused: A parameter whose gradient cannot be averaged, and why. The end of the pass tells, too.
-        forwards: Of this rank since the last synchronised pass.
-        has_changed: Whether this pass used other parameters than the first one, against a promise.
-        idle: Parameters without a gradient in this pass that are frozen, where unused ones are no good.
-        promises_static_graph: Whether that promise was made after wrapping, and no good pass has shown yet
-            that all ranks have made it.
+        status: What the end of the pass tells all ranks: the forwards since the last one, and what is wrong.
+            A hook that raised instead would leave the others waiting.
+        refusal: Why the gradient of the parameter `status.refused` cannot be averaged.
         where: "rank 1 of 2", for errors.
     """
 
     __slots__ = (
         "accumulated",
         "arm",
-        "came_twice",
-        "forwards",
         "handed",
-        "has_changed",
-        "idle",
         "is_armed",
         "is_interrupted",
         "is_syncing",
         "pid",
-        "promises_static_graph",
-        "refused",
+        "refusal",
         "staged",
+        "status",
         "where",
     )
 
@@ -63,12 +53,8 @@ class PassState:
         self.handed = _core.HandedGradients()
         self.staged: list[int] = []
         self.accumulated: set[int] = set()
-        self.came_twice: int | None = None
-        self.refused: tuple[int, ConfigError] | None = None
-        self.forwards = 0
-        self.has_changed = False
-        self.idle: Sequence[int] = ()
-        self.promises_static_graph = False
+        self.status = PassStatus()
+        self.refusal: ConfigError | None = None
         self.pid = os.getpid()
         self.arm: Callable[[], None]
 
@@ -78,11 +64,8 @@ class PassState:
         self.handed.clear()
         self.staged.clear()
         self.accumulated.clear()
-        self.came_twice = None
-        self.refused = None
-        self.forwards = 0
-        self.has_changed = False
-        self.idle = ()
+        self.status.begin_next()
+        self.refusal = None
 
     def interrupt(self) -> None:
         """The backward has ended in an exception; whatever begins next tells the other ranks."""
@@ -97,23 +80,8 @@ class PassState:
         """
         if not self.is_syncing:
             raise error
-        if self.refused is None:
-            self.refused = index, error
-
-    @property
-    def status(self) -> int:
-        """What the end of the pass tells the other ranks: the number of forwards, or what went wrong."""
-        if self.refused is not None:
-            return REFUSED + self.refused[0]
-        if self.came_twice is not None:
-            return TWICE + self.came_twice
-        if self.has_changed:
-            return CHANGED
-        if self.promises_static_graph and self.forwards != FINISHED:
-            return STATIC + self.forwards
-        if self.idle:
-            return frozen_status(self.forwards, self.idle)
-        return self.forwards
+        if self.refusal is None:
+            self.status.refused, self.refusal = index, error
 
     def check_process(self) -> None:
         """Raise ForkedError in a forked child, which has the model but not the memory."""

@@ -2,7 +2,7 @@
 
 Two classes satisfy it: `paceline._core.Reducer`, in C++ over memory that the ranks share, and
 `paceline.reducer.engine.EngineReducer`, over somebody else's asynchronous all-reduce. Both give the same
-answers, so a front end has one code path. Imports only the standard library.
+answers, so a front end has one code path. Imports only the standard library and the core.
 """
 
 from __future__ import annotations
@@ -10,27 +10,10 @@ from __future__ import annotations
 from enum import IntFlag
 from typing import Protocol
 
-INTERRUPTED = (1 << 31) - 1
-"""`forwards` of a rank whose backward ended in an exception: differs from every count, so all ranks raise."""
+from paceline import _core
 
-FINISHED = (1 << 31) - 2
-"""`forwards` of a rank that has no more data: agrees with every count."""
-
-TWICE = 1 << 30
-"""TWICE + i: `forwards` of a rank on which the gradient of parameter i came a second time in a pass."""
-
-REFUSED = 3 << 29
-"""REFUSED + i: `forwards` of a rank on which the gradient of parameter i is none that can be averaged."""
-
-
-STATIC = 1 << 29
-"""STATIC + n: n `forwards`, of a rank that has promised a static graph since the last good pass."""
-
-CHANGED = 3 << 28
-"""`forwards` of a rank that has used other parameters than in the first pass, against its promise."""
-
-FROZEN = 1 << 28
-"""FROZEN + ...: `forwards` of a rank that leaves frozen parameters without a gradient; see `frozen`."""
+PassStatus = _core.PassStatus
+"""What a rank tells the others of its pass at its end; `pack()` makes it one word, for them all."""
 
 
 class Outcome(IntFlag):
@@ -44,6 +27,7 @@ class Outcome(IntFlag):
     OVERFLOWED = 16  # a sum over ranks does, though each rank's gradients are finite
     NOTES_DIFFER = 32  # ranks told different things of themselves; the means are in place
     NOBODYS = 64  # in place of UNUSED: all ranks left the same parameters unused; the means are in place
+    TOLD = 256  # some rank tells more than its number of forwards; see PassStatus
 
 
 class Reducer(Protocol):
@@ -98,12 +82,12 @@ class Reducer(Protocol):
         """
         ...
 
-    def finish(self, forwards: int, allow_unused: bool, allow_nobodys: bool = False) -> int:
+    def finish(self, status: PassStatus, allow_unused: bool, allow_nobodys: bool = False) -> int:
         """End this rank's pass; block until the arena holds the means. Returns an `Outcome`.
 
         Args:
-            forwards: How many forwards this rank made for this pass; must be the same on all ranks,
-                but for those that say FINISHED.
+            status: What this rank tells of the pass. Must be the same on all ranks, but for those without
+                data.
             allow_unused: Let parameters that this rank has not marked contribute 0. Otherwise one unmarked
                 parameter makes the pass void on all ranks.
             allow_nobodys: Of unmarked parameters, let those contribute 0 that no rank with data has
@@ -126,7 +110,9 @@ class Reducer(Protocol):
         """
         ...
 
-    def forwards_by_rank(self) -> list[int]: ...
+    def statuses(self) -> list[PassStatus]:
+        """What the ranks told of the last pass, by rank."""
+        ...
 
     def notes_by_rank(self) -> list[int]: ...
 

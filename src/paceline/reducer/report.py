@@ -15,7 +15,7 @@ from paceline.errors import (
     UnusedParameterError,
     format_ranks,
 )
-from paceline.reducer.protocol import FINISHED, INTERRUPTED, REFUSED, TWICE
+from paceline.reducer.protocol import PassStatus
 
 _SHOWN_NAMES = 6
 _SHOWN_GROUPS = 8
@@ -104,13 +104,13 @@ def nonfinite_error(
     )
 
 
-def check_twice(forwards_by_rank: Sequence[int], names: Sequence[str]) -> None:
-    """Raise if some rank's pass ended with TWICE + index: a gradient came again after it was handed over.
+def check_twice(statuses: Sequence[PassStatus], names: Sequence[str]) -> None:
+    """Raise if on some rank a gradient came again after it was handed over.
 
     Raises:
         GraphChangedError: Names the parameters, by rank.
     """
-    ranks_of, who = _coded(forwards_by_rank, TWICE, REFUSED)
+    ranks_of, who = _told([status.twice for status in statuses])
     if not ranks_of:
         return
     twice = tuple(names[index] for index in sorted(ranks_of))
@@ -125,8 +125,8 @@ def check_twice(forwards_by_rank: Sequence[int], names: Sequence[str]) -> None:
     )
 
 
-def check_refused(forwards_by_rank: Sequence[int], names: Sequence[str]) -> None:
-    """Raise if another rank's pass ended with REFUSED + index: a gradient there cannot be averaged.
+def check_refused(statuses: Sequence[PassStatus], names: Sequence[str]) -> None:
+    """Raise if on another rank a gradient cannot be averaged.
 
     Raises:
         ConfigError: Names the parameters, by rank.
@@ -135,7 +135,7 @@ def check_refused(forwards_by_rank: Sequence[int], names: Sequence[str]) -> None
         On rank 0, if rank 1 of 2 got a gradient of another dtype: "The gradient of 'fc.weight' cannot be
         averaged on rank 1 of 2."
     """
-    ranks_of, who = _coded(forwards_by_rank, REFUSED, FINISHED)
+    ranks_of, who = _told([status.refused for status in statuses])
     if not ranks_of:
         return
     refused = tuple(names[index] for index in sorted(ranks_of))
@@ -172,18 +172,17 @@ def graph_changed_error(
     )
 
 
-def skipped_error(forwards_by_rank: Sequence[int]) -> SkippedPassError:
+def skipped_error(statuses: Sequence[PassStatus]) -> SkippedPassError:
     """Ranks did not make the same number of forwards before this backward.
 
     Args:
-        forwards_by_rank: Since each rank's previous synchronised backward; INTERRUPTED for a rank whose
-            backward raised half-way, FINISHED for one without data.
+        statuses: Of the ranks, with their forwards since the previous synchronised backward.
     """
-    world_size = len(forwards_by_rank)
-    interrupted = [rank for rank, count in enumerate(forwards_by_rank) if count == INTERRUPTED]
+    world_size = len(statuses)
+    interrupted = [rank for rank, status in enumerate(statuses) if status.interrupted]
     if interrupted:
         return _interrupted_error(interrupted, world_size)
-    active = [(rank, count) for rank, count in enumerate(forwards_by_rank) if count != FINISHED]
+    active = [(rank, status.forwards) for rank, status in enumerate(statuses) if not status.finished]
     counts = _invert((rank, [count]) for rank, count in active)
     usual = max(counts, key=lambda count: (len(counts[count]), -count))
     ahead = [rank for rank, count in active if count > usual]
@@ -203,15 +202,15 @@ def skipped_error(forwards_by_rank: Sequence[int]) -> SkippedPassError:
     )
 
 
-def uneven_error(forwards_by_rank: Sequence[int]) -> SkippedPassError:
+def uneven_error(statuses: Sequence[PassStatus]) -> SkippedPassError:
     """Some ranks have no more data, and join(throw_on_early_termination=True) was asked for.
 
     Args:
-        forwards_by_rank: FINISHED for a rank without data.
+        statuses: Of the ranks.
     """
-    without = [rank for rank, count in enumerate(forwards_by_rank) if count == FINISHED]
+    without = [rank for rank, status in enumerate(statuses) if status.finished]
     return SkippedPassError(
-        f"{_of_world(without, len(forwards_by_rank)).capitalize()} exhausted the inputs before the others.",
+        f"{_of_world(without, len(statuses)).capitalize()} exhausted the inputs before the others.",
         where="the end of backward; the gradients of this pass are of no use, on any rank",
         expected="as many batches on every rank, because of throw_on_early_termination=True",
         hint="leave it out: then join() lets the others go on",
@@ -230,10 +229,10 @@ def _interrupted_error(ranks: Sequence[int], world_size: int) -> SkippedPassErro
     )
 
 
-def _coded(forwards_by_rank: Sequence[int], first: int, end: int) -> tuple[dict[int, list[int]], str]:
-    """Ranks of each parameter told as `first` + index, below `end`; and all these ranks in words."""
-    pairs = [(rank, [code - first]) for rank, code in enumerate(forwards_by_rank) if first <= code < end]
-    return _invert(pairs), _of_world([rank for rank, _ in pairs], len(forwards_by_rank))
+def _told(index_by_rank: Sequence[int | None]) -> tuple[dict[int, list[int]], str]:
+    """Ranks of each parameter that some rank tells; and all these ranks in words."""
+    pairs = [(rank, [index]) for rank, index in enumerate(index_by_rank) if index is not None]
+    return _invert(pairs), _of_world([rank for rank, _ in pairs], len(index_by_rank))
 
 
 def _of_world(ranks: Sequence[int], world_size: int) -> str:

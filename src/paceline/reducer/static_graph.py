@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Callable, Collection, Sequence
 
 from paceline.errors import ModelMismatchError, format_ranks
-from paceline.reducer.protocol import CHANGED, STATIC, TWICE
+from paceline.reducer.protocol import PassStatus
 from paceline.reducer.report import graph_changed_error
 
 
@@ -45,8 +45,8 @@ class StaticGraph:
         if self._first is None:
             self._first = self._now
 
-    def check(self, statuses: Sequence[int]) -> None:
-        """Raise if some rank's pass ended with CHANGED. The same on all ranks, and collective if so.
+    def check(self, statuses: Sequence[PassStatus]) -> None:
+        """Raise if the graph of some rank has changed. The same on all ranks, and collective if so.
 
         Raises:
             GraphChangedError: Names the parameters that came or went, by rank.
@@ -55,7 +55,7 @@ class StaticGraph:
             Of two ranks rank 1 used `left` in the first pass and uses `right` now: both ranks raise, with
             `err.changed == ("left", "right")`.
         """
-        told = [rank for rank, status in enumerate(statuses) if _tells_changed(status)]
+        told = [rank for rank, status in enumerate(statuses) if status.graph_changed]
         if not told:
             return
         lost: Sequence[int] = ()
@@ -101,18 +101,14 @@ class GraphVariety:
         return not self._has_varied and self._num_passes in (0, num_passes)
 
 
-def _tells_changed(status: int) -> bool:
-    return CHANGED <= status < TWICE
-
-
-def without_promises(forwards_by_rank: Sequence[int]) -> list[int]:
-    """The numbers of forwards alone, of ranks that may have promised a static graph after wrapping.
+def check_promises(statuses: Sequence[PassStatus]) -> None:
+    """Raise if some ranks have promised a static graph after wrapping, and others have not.
 
     Raises:
-        ModelMismatchError: Some have, and others have not.
+        ModelMismatchError: Names both.
     """
-    counting = [rank for rank, count in enumerate(forwards_by_rank) if count < CHANGED]
-    promised = [rank for rank in counting if forwards_by_rank[rank] >= STATIC]
+    counting = [rank for rank, status in enumerate(statuses) if status.is_count]
+    promised = [rank for rank in counting if statuses[rank].static_graph]
     others = [rank for rank in counting if rank not in promised]
     if promised and others:
         raise ModelMismatchError(
@@ -123,4 +119,3 @@ def without_promises(forwards_by_rank: Sequence[int]) -> list[int]:
             hint="call it on every rank, before the first backward; or pass static_graph=True when wrapping",
             parameter="static_graph",
         )
-    return [count - STATIC if rank in promised else count for rank, count in enumerate(forwards_by_rank)]

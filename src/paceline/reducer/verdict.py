@@ -9,8 +9,8 @@ import warnings
 from collections.abc import Sequence
 
 from paceline.errors import ConfigError
-from paceline.reducer.frozen import differ_in_frozen_only, is_all_unused_frozen, without_frozen
-from paceline.reducer.protocol import INTERRUPTED, TWICE, Outcome, Reducer
+from paceline.reducer.frozen import differ_in_frozen_only, is_all_unused_frozen
+from paceline.reducer.protocol import Outcome, PassStatus, Reducer
 from paceline.reducer.report import (
     check_refused,
     check_twice,
@@ -19,7 +19,7 @@ from paceline.reducer.report import (
     skipped_error,
     unused_error,
 )
-from paceline.reducer.static_graph import StaticGraph, without_promises
+from paceline.reducer.static_graph import StaticGraph, check_promises
 
 
 class Judge:
@@ -50,15 +50,13 @@ class Judge:
         self._has_warned = False
         self._has_warned_of_nobodys = False
 
-    def judge(
-        self, outcome: Outcome, reducer: Reducer, refused: tuple[int, ConfigError] | None = None
-    ) -> None:
+    def judge(self, outcome: Outcome, reducer: Reducer, refusal: ConfigError | None = None) -> None:
         """Look at what `reducer.finish` returned; the same on every rank.
 
         Args:
             outcome: That.
             reducer: Knows more.
-            refused: A parameter of this rank whose gradient cannot be averaged, and why.
+            refusal: Why a gradient of this rank cannot be averaged.
 
         Raises:
             ConfigError: Some rank refused a gradient; the pass is void.
@@ -66,16 +64,17 @@ class Judge:
             SkippedPassError, UnusedParameterError, GraphChangedError: The pass is void.
             NonFiniteGradientError: The means are in place, but hold an infinity or a NaN.
         """
-        forwards = reducer.forwards_by_rank()
-        if INTERRUPTED not in forwards and max(forwards) >= TWICE:
-            if refused is not None:
-                raise refused[1]
-            check_refused(forwards, self._names)
-            check_twice(forwards, self._names)
-        if INTERRUPTED not in forwards and self._static_graph is not None:
-            self._static_graph.check(forwards)
-        if Outcome.SKIPPED in outcome and not differ_in_frozen_only(forwards):
-            raise skipped_error(without_promises(without_frozen(forwards)))
+        statuses = reducer.statuses()
+        if not any(status.interrupted for status in statuses):
+            if refusal is not None:
+                raise refusal
+            check_refused(statuses, self._names)
+            check_twice(statuses, self._names)
+            if self._static_graph is not None:
+                self._static_graph.check(statuses)
+        if Outcome.SKIPPED in outcome and not differ_in_frozen_only(statuses):
+            check_promises(statuses)
+            raise skipped_error(statuses)
         if Outcome.SKIPPED in outcome or (
             Outcome.UNUSED in outcome and not self._allow_unused and not is_all_unused_frozen(reducer)
         ):
@@ -104,5 +103,5 @@ def give_up_interrupted(reducer: Reducer, allow_unused: bool, allow_nobodys: boo
     Returns:
         What to raise, on this rank as on the others.
     """
-    outcome = Outcome(reducer.finish(INTERRUPTED, allow_unused, allow_nobodys))
-    return skipped_error(reducer.forwards_by_rank()) if Outcome.SKIPPED in outcome else None
+    outcome = Outcome(reducer.finish(PassStatus(interrupted=True), allow_unused, allow_nobodys))
+    return skipped_error(reducer.statuses()) if Outcome.SKIPPED in outcome else None

@@ -155,11 +155,12 @@ class TorchNames(TorchAttributes):
             warnings.warn("static_graph is True already, no need to set it again.", stacklevel=2)
             return
         passes = self._passes
-        if passes is not None and (passes.good_passes or passes.state.forwards or passes.state.is_armed):
+        forwards = 0 if passes is None else passes.state.status.forwards
+        if passes is not None and (passes.good_passes or forwards or passes.state.is_armed):
             raise ConfigError(
                 "_set_static_graph() should be called before training loop starts, and after wrapping.",
                 where=passes.who,
-                seen=f"{passes.good_passes} good synchronised backwards, {passes.state.forwards} forwards "
+                seen=f"{passes.good_passes} good synchronised backwards, {forwards} forwards "
                 "since the last one",
                 hint="pass static_graph=True when wrapping, or call it right after that, on every rank",
             )
@@ -167,7 +168,7 @@ class TorchNames(TorchAttributes):
         self._config = replace(self._config, allow_unused=True, static_graph=True)
         if self._passes is not None:
             self._passes.use_config(self._config)
-            self._passes.state.promises_static_graph = True  # the next pass tells those who have not
+            self._passes.state.status.static_graph = True  # the next pass tells those who have not
 
     def _check_reducer_finalized(self) -> None:
         """Raise if a backward has begun to average gradients and not ended."""

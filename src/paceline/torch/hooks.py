@@ -58,7 +58,7 @@ def pointer_hook(
             stage(parameter)
             return
         if index in handed:
-            state.came_twice = index
+            state.status.twice = index
             return
         handed[index] = gradient
         mark_ready(index, gradient.data_ptr())
@@ -95,7 +95,7 @@ def copy_hook(
             refuse_unsupported(state, index, name, parameter, dtype, shape)
             return
         if index in handed:
-            state.came_twice = index
+            state.status.twice = index
             return
         # Only backward(create_graph=True) needs detach(), which takes as long as the rest of the hook.
         copy(gradient.detach() if gradient.requires_grad else gradient)
@@ -138,7 +138,7 @@ def view_hook(
             state.accumulated.add(index)
             return
         if index in handed:
-            state.came_twice = index
+            state.status.twice = index
             return
         handed[index] = view
         mark_ready(index, 0)
@@ -167,7 +167,7 @@ def sparse_hook(
         if not state.is_armed:
             state.arm()
         if index in handed:
-            state.came_twice = index
+            state.status.twice = index
             return
         gradient = parameter.grad
         if gradient is None:

@@ -58,7 +58,7 @@ class LateGradients:
             if not state.is_armed:
                 state.arm()
             if index in state.handed:
-                state.came_twice = index
+                state.status.twice = index
                 return
             count = came.pop(index, 0) + 1
             if count == expected:

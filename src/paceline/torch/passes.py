@@ -21,9 +21,10 @@ from paceline.reducer.backward_passes import BackwardPasses
 from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.drift import DriftWatch
 from paceline.reducer.fresh_gradients import FreshGradients
+from paceline.reducer.frozen import digest_of
 from paceline.reducer.graphs import Graph, Graphs
 from paceline.reducer.plan import Plan, complete_order, has_one_order
-from paceline.reducer.protocol import FINISHED, Reducer
+from paceline.reducer.protocol import Reducer
 from paceline.reducer.replica_check import Entry
 from paceline.reducer.report import names_by_rank
 from paceline.reducer.sharing import registry
@@ -226,7 +227,7 @@ class GradientPasses(BackwardPasses):
     def _end(self) -> None:
         try:
             super()._end()
-            self.state.promises_static_graph = False
+            self.state.status.static_graph = False
             if self._late.learn():
                 self._install_hooks()
         finally:
@@ -241,12 +242,12 @@ class GradientPasses(BackwardPasses):
     def _hand_over_rest(self) -> None:
         without = self._late.end_pass()
         if self._static_graph is not None:
-            if self.state.forwards != FINISHED:
-                self.state.has_changed = self._static_graph.has_changed(self._used())
-        elif len(self.state.handed) < len(self._names) and self.state.forwards != FINISHED:
+            if not self.state.status.finished:
+                self.state.status.graph_changed = self._static_graph.has_changed(self._used())
+        elif len(self.state.handed) < len(self._names) and not self.state.status.finished:
             self._variety.note(self._used)
         super()._hand_over_rest()
-        if self.state.forwards != FINISHED:
+        if not self.state.status.finished:
             for index in without:  # torch keeps their gradients in a buffer that begins with zeros
                 if index not in self.state.handed:
                     self._clear_place(index)
@@ -268,7 +269,8 @@ class GradientPasses(BackwardPasses):
         """Say which parameters have no gradient in this pass because they are frozen."""
         with_gradient = self._tensors.delayed.union(self.state.handed)  # zeros at least
         idle = sorted(frozen.difference(with_gradient))
-        self.state.idle = idle
+        if idle:
+            self.state.status.frozen = digest_of(idle)
         for index in idle:  # what is left there stays as it is, while their places become zeros
             parameter = self._tensors.trainable[index]
             if parameter.grad is self._reduction.arena.views[index]:
@@ -277,7 +279,7 @@ class GradientPasses(BackwardPasses):
     def _refuse_changed(self) -> None:
         """Refuse gradients that are not what the reducer was given, and parameters of another shape."""
         state, names, trainable = self.state, self._names, self._tensors.trainable
-        if state.refused is not None or state.came_twice is not None:
+        if state.refusal is not None or state.status.twice is not None:
             return
         for changed in state.handed.changed():
             handed, now = state.handed[changed], trainable[changed].grad
@@ -375,7 +377,7 @@ class GradientPasses(BackwardPasses):
             self._static_graph.end_good()
         self._place_means()
         if self._tensors.sparse:
-            self._sparse.average(self.weight, has_data=self.state.forwards != FINISHED)
+            self._sparse.average(self.weight, has_data=not self.state.status.finished)
             self._judge.judge_nonfinite(self._sparse.nonfinite)
         step_in_backward(self._in_backward)
 

@@ -93,7 +93,7 @@ mutant(forgets_who_refused cpp/reducer/ending.cc "passes, 2 ranks" "(deadlock|an
   "if (any_unused && !allow_unused) flags |= kPassUnusedRefused;"
   "if (any_unused && !allow_unused && !allow_nobodys) flags |= kPassUnusedRefused;")
 mutant(ranks_without_data_count cpp/reducer/ending.cc "passes, 2 ranks" "another verdict"
-  "if (header(r, pass_).forwards == kFinished) continue;" "")
+  "if (PassStatus::unpack(header(r, pass_).status).finished) continue;" "")
 mutant(compares_too_early cpp/reducer/ending.cc "passes, 2 ranks" "(deadlock|another verdict)"
   "uint32_t verdict = end_backward(forwards, flags);"
   "const bool is_alike = is_unused_alike();\n  uint32_t verdict = end_backward(forwards, flags);"

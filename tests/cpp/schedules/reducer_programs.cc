@@ -234,11 +234,12 @@ struct Rank {
   void train(int number) {
     const Pass& pass = setting.passes[number];
     mark_some(number, kParameters);
-    const uint32_t forwards = !pass.has_data(rank)                 ? kFinished
-                              : pass.is_of(pass.kind.differ, rank) ? 2
-                                                                   : 1;
+    const PassStatus status =
+        !pass.has_data(rank)
+            ? PassStatus::without_data()
+            : PassStatus(pass.is_of(pass.kind.differ, rank) ? 2 : 1);
     const uint32_t flags =
-        model->reducer().finish(forwards, pass.allows(rank), pass.kind.nobodys);
+        model->reducer().finish(status, pass.allows(rank), pass.kind.nobodys);
     ++outcome.good_passes;
     expect(flags == pass.kind.verdict, "another verdict than the ranks' own");
     if (!pass.kind.is_void) check(number);

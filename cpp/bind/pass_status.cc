@@ -1,0 +1,79 @@
+#include "bind/pass_status.h"
+
+#include <nanobind/operators.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "reducer/pass_status.h"
+
+namespace paceline {
+namespace {
+
+namespace nb = nanobind;
+
+std::string describe(const PassStatus& status) {
+  std::string text = "PassStatus(" + std::to_string(status.forwards);
+  const auto index = [&](const char* name, std::optional<uint32_t> value) {
+    if (value) text += std::string(", ") + name + "=" + std::to_string(*value);
+  };
+  const auto flag = [&](const char* name, bool value) {
+    if (value) text += std::string(", ") + name + "=True";
+  };
+  index("refused", status.refused);
+  index("twice", status.twice);
+  index("frozen", status.frozen);
+  flag("graph_changed", status.graph_changed);
+  flag("static_graph", status.static_graph);
+  flag("finished", status.finished);
+  flag("interrupted", status.interrupted);
+  return text + ")";
+}
+
+}  // namespace
+
+void bind_pass_status(nb::module_& m) {
+  using namespace nb::literals;
+  using Index = std::optional<uint32_t>;
+  const auto may_be_none = nb::for_setter(nb::arg("value").none());
+  nb::class_<PassStatus>(m, "PassStatus")
+      .def(
+          "__init__",
+          [](PassStatus* self, uint32_t forwards, Index refused, Index twice,
+             Index frozen, bool graph_changed, bool static_graph, bool finished,
+             bool interrupted) {
+            new (self) PassStatus(forwards);
+            self->refused = refused;
+            self->twice = twice;
+            self->frozen = frozen;
+            self->graph_changed = graph_changed;
+            self->static_graph = static_graph;
+            self->finished = finished;
+            self->interrupted = interrupted;
+          },
+          "forwards"_a = 0, nb::kw_only(), "refused"_a = nb::none(),
+          "twice"_a = nb::none(), "frozen"_a = nb::none(),
+          "graph_changed"_a = false, "static_graph"_a = false,
+          "finished"_a = false, "interrupted"_a = false)
+      .def(nb::init_implicit<uint32_t>())
+      .def_rw("forwards", &PassStatus::forwards)
+      .def_rw("refused", &PassStatus::refused, may_be_none)
+      .def_rw("twice", &PassStatus::twice, may_be_none)
+      .def_rw("frozen", &PassStatus::frozen, may_be_none)
+      .def_rw("graph_changed", &PassStatus::graph_changed)
+      .def_rw("static_graph", &PassStatus::static_graph)
+      .def_rw("finished", &PassStatus::finished)
+      .def_rw("interrupted", &PassStatus::interrupted)
+      .def_prop_ro("is_count", &PassStatus::is_count)
+      .def_prop_ro("is_plain", &PassStatus::is_plain)
+      .def("begin_next", &PassStatus::begin_next)
+      .def("pack", &PassStatus::pack)
+      .def_static("unpack", &PassStatus::unpack, "word"_a)
+      .def(nb::self == nb::self)
+      .def("__repr__", &describe);
+}
+
+}  // namespace paceline
