@@ -35,7 +35,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def _bench(arguments: Sequence[str]) -> int:
-    from paceline.observe.bench import cli
+    from paceline.bench import cli
 
     parser = argparse.ArgumentParser(prog="paceline", allow_abbrev=False)
     cli.register(parser.add_subparsers())
@@ -44,7 +44,7 @@ def _bench(arguments: Sequence[str]) -> int:
 
 
 def _stacks(arguments: Sequence[str]) -> int:
-    from paceline.observe import stacks
+    from paceline import stacks
 
     parser = argparse.ArgumentParser(
         prog="paceline stacks", description="Show where the Python threads of a process are."

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from paceline.observe.bench.machine import Machine
-from paceline.observe.bench.report import Report
+from paceline.bench.machine import Machine
+from paceline.bench.report import Report
 from tests.chaos.judge import Verdict, is_silent, judge
 from tests.chaos.plans import Expected
 from tests.chaos.trial import Result

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.observe.bench.machine import Machine
+from paceline.bench.machine import Machine
 from tests.differential.jobs import Tally
 from tests.differential.judge import EQUAL, INVALID, REFUSED, USER_ERROR
 

@@ -10,12 +10,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from paceline import stacks
 from paceline.errors import ConfigError
-from paceline.observe import stacks
 
 PROGRAM = """
 import signal, threading
-from paceline.observe import stacks
+from paceline import stacks
 if "own" in __import__("sys").argv:
     signal.signal(signal.SIGUSR2, lambda *_: None)
 print(stacks.answer_requests(), stacks.answer_requests(), flush=True)

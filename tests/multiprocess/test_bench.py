@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.observe.bench.conductor import ContenderFailed, Job
-from paceline.observe.bench.contest import Contest, Entry
+from paceline.bench.conductor import ContenderFailed, Job
+from paceline.bench.contest import Contest, Entry
 
 OBEDIENT = "tests.multiprocess.bench_subjects:Obedient"
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")

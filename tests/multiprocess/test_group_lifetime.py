@@ -16,7 +16,7 @@ from numpy.testing import assert_array_equal
 
 import paceline
 from paceline.errors import ConfigError, DeadlineError, ForkedError, GroupClosedError, PeerLostError
-from paceline.observe.stacks import ask
+from paceline.stacks import ask
 from tests.harness import ranks, run_ranks
 
 

@@ -21,14 +21,13 @@ LAYERS = (
     ("paceline.cli",),
     ("paceline",),
     ("paceline.torch", "paceline.paddle"),
-    ("paceline.observe.bench",),  # it measures all that is below; a front end adds its own contests to it
+    ("paceline.bench",),  # it measures all that is below; a front end adds its own contests to it
     ("paceline.launch",),
     ("paceline.data",),
     ("paceline.reducer",),
     ("paceline.collectives",),
     ("paceline.rendezvous",),
-    ("paceline.observe",),
-    ("paceline.errors", "paceline.arguments", "paceline.config", "paceline.env", "paceline._core"),
+    ("paceline.errors", "paceline.arguments", "paceline.env", "paceline.stacks", "paceline._core"),
 )
 BOTTOM = len(LAYERS) - 1
 # Names that say nothing about what is in a file.

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from paceline.observe.bench import all_reduce, data, killed, memory, step
-from paceline.observe.bench.cli import register
-from paceline.observe.bench.contest import Plan
+from paceline.bench import all_reduce, data, killed, memory, step
+from paceline.bench.cli import register
+from paceline.bench.contest import Installation, Plan
 
 
 def parse(*arguments: str) -> argparse.Namespace:
@@ -82,10 +82,17 @@ def test_absent_contenders_are_told(monkeypatch):
 
 
 def test_each_of_ours_takes_part_a_second_time_as_it_was_before():
-    plan = Plan(2, 1, ("gloo", "paceline_any"), "", print, before="/other/python")
+    other = Installation("/other/python", "paceline.observe.bench")
+    plan = Plan(2, 1, ("gloo", "paceline_any"), "", print, before=other)
     entries = plan.chosen(all_reduce.ENTRIES)
     assert [entry.key for entry in entries] == ["paceline_any", "before_paceline_any", "gloo"]
     now, before, _ = (entry.launch(2) for entry in entries)
     assert (before.python, before.cores) == ("/other/python", now.cores)
+    assert before.package == "paceline.observe.bench"
+    assert [entry.target for entry in entries[:2]] == [
+        "paceline.bench.on_numpy:PacelineAnyArray",
+        "paceline.observe.bench.on_numpy:PacelineAnyArray",
+    ]
+    assert Installation.of(sys.executable) == Installation(sys.executable, "paceline.bench")
     assert now.python == sys.executable
     assert not entries[1].is_ours  # what fails there is no failure of this version

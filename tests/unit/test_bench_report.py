@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.observe.bench.machine import Machine
-from paceline.observe.bench.memory import parse_pss
-from paceline.observe.bench.report import Report
-from paceline.observe.bench.units import format_ratio, format_size, format_time, parse_size
+from paceline.bench.machine import Machine
+from paceline.bench.memory import parse_pss
+from paceline.bench.report import Report
+from paceline.bench.units import format_ratio, format_size, format_time, parse_size
 
 MACHINE = Machine(
     processor="Intel(R) Xeon(R) CPU @ 2.50GHz",

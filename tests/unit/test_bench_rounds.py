@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.observe.bench.rounds import (
+from paceline.bench.rounds import (
     interval,
     iterations_for,
     overhead,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.observe.bench.contest import Timing
-from paceline.observe.bench.rounds import Interval
-from paceline.observe.bench.step import overhead_cells, overheads
+from paceline.bench.contest import Timing
+from paceline.bench.rounds import Interval
+from paceline.bench.step import overhead_cells, overheads
 
 
 def test_overhead_is_over_alone():

@@ -1,6 +1,6 @@
 """Starting ranks: `paceline run`, `paceline.spawn`, and the supervision of their processes.
 
-May import paceline.errors, paceline.env and paceline.observe; never numpy, torch or the core, so that the
+May import paceline.errors, paceline.env and paceline.stacks; never numpy, torch or the core, so that the
 launcher itself is small and starts at once.
 
     cli.py         the arguments of `paceline run`

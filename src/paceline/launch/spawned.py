@@ -11,7 +11,7 @@ import traceback
 
 from paceline.launch import payload
 from paceline.launch.memory_file import read_memory_file
-from paceline.observe.stacks import answer_requests
+from paceline.stacks import answer_requests
 
 _is_importing_main = False
 

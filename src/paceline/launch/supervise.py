@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from paceline import stacks
 from paceline.errors import format_ranks
 from paceline.launch import report
 from paceline.launch.memory_file import read_memory_file
@@ -24,7 +25,6 @@ from paceline.launch.output import Screen
 from paceline.launch.plan import Plan
 from paceline.launch.process import Streams, end_leftovers, reap_children, send, start_rank
 from paceline.launch.wiring import Channel, Wiring, connect, copy_window_size
-from paceline.observe import stacks
 
 _KILLED_WITHIN_S = 30.0
 _SHOWN_STACKS = 4  # one would often do, and those of 128 ranks would bury the report

@@ -22,13 +22,13 @@ from typing import Any
 
 from paceline import _core
 from paceline.errors import PacelineError, RegionError, format_ranks
-from paceline.observe.stacks import answer_requests
 from paceline.rendezvous import lifetime
 from paceline.rendezvous.deadline import Deadline
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.frames import Frame, check_same_user, listen, receive_frame, send_frame
 from paceline.rendezvous.limits import OUT_OF_ROOM, explain
 from paceline.rendezvous.messages import gather_objects
+from paceline.stacks import answer_requests
 
 _NONCE_BYTES = 16
 _RETRY_S = 0.01

@@ -23,7 +23,7 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from paceline.observe.stacks import STOPPED, process_state
+from paceline.stacks import STOPPED, process_state
 
 T = TypeVar("T")
 

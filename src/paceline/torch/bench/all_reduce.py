@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from paceline.observe.bench.on_numpy import check_sum, pattern, time_calls
+from paceline.bench.on_numpy import check_sum, pattern, time_calls
 
 LIMIT = timedelta(seconds=60)
 

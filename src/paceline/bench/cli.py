@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from paceline.observe.bench.contest import Entry, Plan
-    from paceline.observe.bench.report import Report
+    from paceline.bench.contest import Entry, Plan
+    from paceline.bench.report import Report
 
 _EPILOG = """\
 Contenders take turns, round after round, so that whatever else this machine does hits all alike.
@@ -154,14 +154,14 @@ def _add_data(benches: Any) -> None:
 
 
 def _all_reduce(arguments: argparse.Namespace) -> int:
-    from paceline.observe.bench import all_reduce, plot
+    from paceline.bench import all_reduce, plot
 
     report = all_reduce.run(_plan(arguments, all_reduce.ENTRIES), arguments.sizes or all_reduce.SIZES)
     return _finish(report, arguments, plot.draw_all_reduce)
 
 
 def _step(arguments: argparse.Namespace) -> int:
-    from paceline.observe.bench import plot, step
+    from paceline.bench import plot, step
 
     framework, models = arguments.framework, step.MODELS[arguments.framework]
     _check_names("--models", arguments.models, models)
@@ -172,31 +172,31 @@ def _step(arguments: argparse.Namespace) -> int:
 
 
 def _killed(arguments: argparse.Namespace) -> int:
-    from paceline.observe.bench import killed
+    from paceline.bench import killed
 
     return _finish(killed.run(_plan(arguments, killed.ENTRIES), arguments.resident), arguments)
 
 
 def _memory(arguments: argparse.Namespace) -> int:
-    from paceline.observe.bench import memory
+    from paceline.bench import memory
 
     return _finish(memory.run(_plan(arguments, memory.ENTRIES)), arguments)
 
 
 def _features(arguments: argparse.Namespace) -> int:
-    from paceline.observe.bench import features, step
+    from paceline.bench import features, step
 
     return _finish(features.run(_plan(arguments, features.ENTRIES, step.STEADY_MALLOC)), arguments)
 
 
 def _hook(arguments: argparse.Namespace) -> int:
-    from paceline.observe.bench import hook, step
+    from paceline.bench import hook, step
 
     return _finish(hook.run(_plan(arguments, hook.ENTRIES, step.STEADY_MALLOC)), arguments)
 
 
 def _data(arguments: argparse.Namespace) -> int:
-    from paceline.observe.bench import data
+    from paceline.bench import data
 
     return _finish(data.run(_plan(arguments, data.ENTRIES), arguments.length), arguments)
 
@@ -238,7 +238,7 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
 def _plan(
     arguments: argparse.Namespace, entries: Sequence[Entry], environment: Mapping[str, str] | None = None
 ) -> Plan:
-    from paceline.observe.bench.contest import Plan, status_line
+    from paceline.bench.contest import Installation, Plan, status_line
 
     _check_names("--only", arguments.only, [entry.key for entry in entries])
     command = "paceline " + shlex.join(sys.argv[1:])
@@ -254,7 +254,7 @@ def _plan(
         command,
         status_line,
         environment or {},
-        arguments.before,
+        Installation.of(arguments.before) if arguments.before else None,
         arguments.starts,
     )
 
@@ -270,7 +270,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    from paceline.observe.bench.units import parse_size
+    from paceline.bench.units import parse_size
 
     try:
         return tuple(parse_size(part) for part in text.split(","))

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.observe.bench.all_reduce import no_torch
-from paceline.observe.bench.conductor import ContenderFailed, Job, Launch
-from paceline.observe.bench.contest import Entry, Plan
-from paceline.observe.bench.machine import Machine
-from paceline.observe.bench.report import Report
-from paceline.observe.bench.units import format_size
+from paceline.bench.all_reduce import no_torch
+from paceline.bench.conductor import ContenderFailed, Job, Launch
+from paceline.bench.contest import Entry, Plan
+from paceline.bench.machine import Machine
+from paceline.bench.report import Report
+from paceline.bench.units import format_size
 
 _SAMPLE_EVERY_S = 0.002
 _STEPS_PER_ROUND = 4

@@ -6,9 +6,9 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from paceline.observe.bench import all_reduce, step
-from paceline.observe.bench.report import Report
-from paceline.observe.bench.units import format_size
+from paceline.bench import all_reduce, step
+from paceline.bench.report import Report
+from paceline.bench.units import format_size
 
 # Ours in one hue from dark to light, theirs in others; told apart without colour by the markers.
 _STYLES = {

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.observe.bench.all_reduce import no_torch
-from paceline.observe.bench.contest import Contest, Entry, Plan, Timing, bound, changes
-from paceline.observe.bench.machine import Machine
-from paceline.observe.bench.report import Report
-from paceline.observe.bench.rounds import overhead, slowest_median
-from paceline.observe.bench.units import format_time
+from paceline.bench.all_reduce import no_torch
+from paceline.bench.contest import Contest, Entry, Plan, Timing, bound, changes
+from paceline.bench.machine import Machine
+from paceline.bench.report import Report
+from paceline.bench.rounds import overhead, slowest_median
+from paceline.bench.units import format_time
 
 MODEL = "many"
 # Short, and so many of them: what is measured is a tenth of a backward.

@@ -6,17 +6,18 @@ Imports only the rest of the bench. A contender that fails is taken out, its rea
 from __future__ import annotations
 
 import math
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
+from paceline.bench.conductor import PACKAGE, ContenderFailed, Job, Launch
+from paceline.bench.machine import usable_cores
+from paceline.bench.rounds import iterations_for, ratio
 from paceline.launch.placement import assign_cores
 from paceline.launch.topology import read_machine
-from paceline.observe.bench.conductor import ContenderFailed, Job, Launch
-from paceline.observe.bench.machine import usable_cores
-from paceline.observe.bench.rounds import iterations_for, ratio
 
 
 def unbound(ranks: int) -> Launch:
@@ -29,6 +30,27 @@ def bound(ranks: int) -> Launch:
     machine = read_machine()
     cores = None if machine.is_cut_by_quota else assign_cores(machine.cpus, ranks)
     return Launch(cores=tuple(cores or ()))
+
+
+@dataclass(frozen=True)
+class Installation:
+    """Another version of Paceline.
+
+    Attributes:
+        python: Its interpreter.
+        package: The package in which it has its bench.
+    """
+
+    python: str
+    package: str = PACKAGE
+
+    @staticmethod
+    def of(python: str) -> Installation:
+        """The one that this interpreter imports."""
+        code = f"import importlib.util as util; print(util.find_spec({PACKAGE!r}) is not None)"
+        ended = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
+        # Until 2026-11-22 the bench was a part of another package.
+        return Installation(python, PACKAGE if ended.stdout.strip() == "True" else "paceline.observe.bench")
 
 
 @dataclass(frozen=True)
@@ -56,13 +78,14 @@ class Entry:
         """Whether a failure of it is a failure of Paceline."""
         return self.key.startswith("paceline")
 
-    def before(self, python: str) -> Entry:
-        """The same with the Paceline of another installation, whose interpreter this is."""
+    def before(self, other: Installation) -> Entry:
+        """The same with the Paceline of another installation."""
         return replace(
             self,
             key=f"{BEFORE}{self.key}",
             label=f"{self.label}, before",
-            launch=lambda ranks: replace(self.launch(ranks), python=python),
+            target=self.target.replace(f"{PACKAGE}.", f"{other.package}."),
+            launch=lambda ranks: replace(self.launch(ranks), python=other.python, package=other.package),
         )
 
 
@@ -77,7 +100,7 @@ class Plan:
         command: The command that makes the same report again.
         say: Called with a line whenever something worth telling happens.
         environment: What all contenders find in their environment.
-        before: An interpreter that has another version of Paceline, which takes part beside this one.
+        before: Another version of Paceline, which takes part beside this one.
         starts: How often the processes of all contenders are started anew for each measurement.
     """
 
@@ -87,13 +110,13 @@ class Plan:
     command: str
     say: Callable[[str], None]
     environment: Mapping[str, str] = field(default_factory=dict)
-    before: str = ""
+    before: Installation | None = None
     starts: int = 1
 
     def chosen(self, entries: Iterable[Entry]) -> list[Entry]:
         """Those of `entries` that the user wants."""
         chosen = [entry for entry in entries if not self.only or entry.key in self.only]
-        if not self.before:
+        if self.before is None:
             return chosen
         # Side by side, so that the two meet the same moments.
         twins = [[entry, entry.before(self.before)] if entry.is_ours else [entry] for entry in chosen]

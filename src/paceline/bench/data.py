@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.observe.bench.all_reduce import no_torch
-from paceline.observe.bench.conductor import Launch
-from paceline.observe.bench.contest import Contest, Entry, Plan, Timing
-from paceline.observe.bench.machine import Machine
-from paceline.observe.bench.report import Report
-from paceline.observe.bench.rounds import slowest_median
-from paceline.observe.bench.units import format_ratio, format_time
+from paceline.bench.all_reduce import no_torch
+from paceline.bench.conductor import Launch
+from paceline.bench.contest import Contest, Entry, Plan, Timing
+from paceline.bench.machine import Machine
+from paceline.bench.report import Report
+from paceline.bench.rounds import slowest_median
+from paceline.bench.units import format_ratio, format_time
 
 LENGTH = 10**8
 SAMPLE_S = 0.1

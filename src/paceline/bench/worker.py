@@ -1,6 +1,6 @@
 """One rank of one contender: obeys the conductor until its socket closes.
 
-Run as `python -m paceline.observe.bench.worker SOCKET`, by any launcher. Every command carries a time
+Run as `python -m paceline.bench.worker SOCKET`, by any launcher. Every command carries a time
 limit, at which this process writes its stacks and ends by itself, even when it is stuck in C++.
 """
 

@@ -25,11 +25,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from paceline.observe.bench.machine import usable_cores
+from paceline.bench.machine import usable_cores
 
 START_LIMIT_S = 180.0
 # A worker ends itself at the limit; this much later it is ended from here.
 GRACE_S = 5.0
+PACKAGE = "paceline.bench"
 
 
 class ContenderFailed(Exception):
@@ -45,12 +46,14 @@ class Launch:
         environment: What the processes find in their environment, besides ours.
         cores: The cores of each rank, by rank; empty: the ranks are not bound.
         python: The interpreter; of another installation of Paceline, say.
+        package: The package in which that installation has its bench.
     """
 
     prefix: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     cores: tuple[frozenset[int], ...] = ()
     python: str = sys.executable
+    package: str = PACKAGE
 
 
 class _Channel:
@@ -222,7 +225,7 @@ class Job:
         self._directory.cleanup()
 
     def _start_processes(self, path: str) -> None:
-        worker = [self._launch.python, "-m", "paceline.observe.bench.worker", path]
+        worker = [self._launch.python, "-m", f"{self._launch.package}.worker", path]
         common = {
             **os.environ,
             **self._launch.environment,

@@ -7,12 +7,12 @@ import statistics
 import time
 from typing import Any
 
-from paceline.observe.bench.all_reduce import no_torch
-from paceline.observe.bench.conductor import ContenderFailed, Job
-from paceline.observe.bench.contest import Entry, Plan, bound, unbound
-from paceline.observe.bench.machine import Machine
-from paceline.observe.bench.report import Report
-from paceline.observe.bench.units import format_size, format_time
+from paceline.bench.all_reduce import no_torch
+from paceline.bench.conductor import ContenderFailed, Job
+from paceline.bench.contest import Entry, Plan, bound, unbound
+from paceline.bench.machine import Machine
+from paceline.bench.report import Report
+from paceline.bench.units import format_size, format_time
 
 _LIMIT_S = 90.0
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.observe.bench.machine import Machine
+from paceline.bench.machine import Machine
 
 
 @dataclass

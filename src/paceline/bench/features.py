@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.observe.bench.contest import Contest, Plan, Timing
-from paceline.observe.bench.machine import Machine
-from paceline.observe.bench.report import Report
-from paceline.observe.bench.rounds import overhead, slowest_median
-from paceline.observe.bench.step import SAMPLE_S, entry
-from paceline.observe.bench.units import format_time
+from paceline.bench.contest import Contest, Plan, Timing
+from paceline.bench.machine import Machine
+from paceline.bench.report import Report
+from paceline.bench.rounds import overhead, slowest_median
+from paceline.bench.step import SAMPLE_S, entry
+from paceline.bench.units import format_time
 
 MODELS = ("many", "gpt")
 ENTRIES = (

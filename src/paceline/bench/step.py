@@ -6,8 +6,8 @@ import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.observe.bench.all_reduce import no_torch
-from paceline.observe.bench.contest import (
+from paceline.bench.all_reduce import no_torch
+from paceline.bench.contest import (
     BEFORE,
     Contest,
     Entry,
@@ -17,10 +17,10 @@ from paceline.observe.bench.contest import (
     changes,
     unbound,
 )
-from paceline.observe.bench.machine import Machine
-from paceline.observe.bench.report import Report
-from paceline.observe.bench.rounds import Interval, overhead, slowest_median
-from paceline.observe.bench.units import format_ratio, format_time
+from paceline.bench.machine import Machine
+from paceline.bench.report import Report
+from paceline.bench.rounds import Interval, overhead, slowest_median
+from paceline.bench.units import format_ratio, format_time
 
 MODELS = {"torch": ("toy", "rl", "mlp", "gpt", "cnn"), "paddle": ("toy", "rl", "deep", "mlp")}
 # A step of the larger models takes tens of milliseconds; a few of them average out the scheduler.

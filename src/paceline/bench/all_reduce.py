@@ -8,12 +8,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.observe.bench.conductor import Launch
-from paceline.observe.bench.contest import Entry, Plan, Timing, bound, changes
-from paceline.observe.bench.machine import Machine
-from paceline.observe.bench.report import Report
-from paceline.observe.bench.rounds import slowest_median
-from paceline.observe.bench.units import format_ratio, format_size, format_time
+from paceline.bench.conductor import Launch
+from paceline.bench.contest import Entry, Plan, Timing, bound, changes
+from paceline.bench.machine import Machine
+from paceline.bench.report import Report
+from paceline.bench.rounds import slowest_median
+from paceline.bench.units import format_ratio, format_size, format_time
 
 SIZES = (4, 16 << 10, 256 << 10, 4 << 20, 25 << 20)
 # Long enough that the start of a sample (tens of microseconds apart on two ranks) does not show in it.
@@ -46,7 +46,7 @@ def _mpi_launch(ranks: int) -> Launch:
     return Launch((_mpirun() or "mpirun", "-n", str(ranks)), environment)
 
 
-_HERE = "paceline.observe.bench.on_numpy"
+_HERE = "paceline.bench.on_numpy"
 _TORCH = "paceline.torch.bench.all_reduce"
 ENTRIES = (
     Entry("paceline_region", "Paceline, in the region", f"{_HERE}:PacelineInRegion", launch=bound),
