@@ -10,7 +10,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from paceline.torch import DistributedDataParallel
-from paceline.torch.running_call import RunningCall
+from paceline.torch.graphs import RunningCall
 from tests.harness import ranks
 
 PATHS = ["memory", "group"]

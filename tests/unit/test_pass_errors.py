@@ -5,8 +5,14 @@ from __future__ import annotations
 import pytest
 
 from paceline.errors import ConfigError, GraphChangedError
+from paceline.reducer.pass_errors import (
+    check_refused,
+    check_twice,
+    nonfinite_error,
+    skipped_error,
+    unused_error,
+)
 from paceline.reducer.protocol import PassStatus
-from paceline.reducer.report import check_refused, check_twice, nonfinite_error, skipped_error, unused_error
 
 PLAIN, FINISHED, INTERRUPTED = PassStatus(1), PassStatus(finished=True), PassStatus(interrupted=True)
 NAMES = ["embed.weight", "fc.weight", "fc.bias", "head.weight"]

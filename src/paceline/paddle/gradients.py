@@ -20,7 +20,7 @@ from paceline.paddle import internals
 from paceline.paddle.arena import dtype_name, nbytes
 from paceline.paddle.links import Reduction
 from paceline.paddle.tensors import ManagedTensors
-from paceline.reducer.pass_state import PassState
+from paceline.reducer.passes import PassState
 
 
 class Gradients:

@@ -17,18 +17,16 @@ import paddle
 from paddle import nn
 
 from paceline.arguments import Arguments
-from paceline.paddle import backward_calls
+from paceline.paddle import backward_calls, internals
 from paceline.paddle.arguments import checked_group, checked_layer
 from paceline.paddle.comm_hooks import CommHooks
 from paceline.paddle.compatible import PaddleNames, hide_paddles_own
 from paceline.paddle.config import make_config
 from paceline.paddle.passes import GradientPasses
 from paceline.paddle.peers import LonePeers, Peers, find_peers, known_exchange
-from paceline.paddle.statistics import clip
 from paceline.paddle.tensors import ManagedTensors
 from paceline.paddle.wrapped_twice import check_inner, check_outer
 from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
-from paceline.reducer.finished import joining
 from paceline.reducer.micro_batches import as_weight
 from paceline.reducer.wrapped_model import WrappedModel, checked_norms
 from paceline.rendezvous.exchange import Exchange
@@ -299,7 +297,7 @@ class DataParallel(CommHooks, WrappedModel, PaddleNames):
         throws = flag("throw_on_early_termination", throw_on_early_termination)
         if not flag("enable", enable) or self._passes is None:
             return contextlib.nullcontext()
-        return joining(self._passes, divide_by_all=divide, throws=throws)
+        return self._passes.joining(divide_by_all=divide, throws=throws)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> paddle.Tensor:
         """Scale all dense gradients so that their norm is at most `max_norm`; returns the norm they had.
@@ -319,7 +317,7 @@ class DataParallel(CommHooks, WrappedModel, PaddleNames):
             max_norm, norm_type = checked_norms(max_norm, norm_type)
         is_known = self._passes is not None and norm_type == 2.0
         known = self._passes.known_norm() if is_known and self._passes is not None else None
-        return clip(self._tensors.trainable, max_norm, known, norm_type)
+        return _clip(self._tensors.trainable, max_norm, known, norm_type)
 
     def _own_squared_norm(self) -> float:
         gradients = [p.grad.astype("float64") for p in self._tensors.trainable if p.grad is not None]
@@ -411,3 +409,25 @@ def _asks_for_one_rank(strategy: Any) -> bool:
 def _warn_of_deprecated(name: str) -> None:
     text = f"DataParallel.{name}() does nothing: gradients are averaged by backward(). Remove the call."
     warnings.warn(text, DeprecationWarning, stacklevel=3)
+
+
+def _clip(
+    parameters: Sequence[paddle.Tensor], max_norm: float, known_norm: float | None, norm_type: float
+) -> paddle.Tensor:
+    """Scale gradients so that their norm is at most `max_norm`; returns the norm that they had.
+
+    Args:
+        known_norm: Their 2-norm; None: to be computed.
+    """
+    if known_norm is None:
+        norm: paddle.Tensor = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        return norm
+    # As Paddle's: a NaN stays a NaN, and a norm that is small enough changes nothing.
+    factor = max_norm / (known_norm + 1e-6)
+    if not factor >= 1.0:
+        with paddle.no_grad():
+            for parameter in parameters:
+                gradient = internals.gradient_of(parameter)
+                if gradient is not None:
+                    gradient.scale_(factor)
+    return paddle.to_tensor(known_norm)

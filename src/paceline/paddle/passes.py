@@ -20,6 +20,7 @@ import paddle
 from paceline import _core
 from paceline.errors import CollectiveError, ConfigError
 from paceline.paddle import backward_calls, internals
+from paceline.paddle.arena import nbytes
 from paceline.paddle.backward_calls import calls
 from paceline.paddle.config import DataParallelConfig
 from paceline.paddle.gradients import Gradients
@@ -28,24 +29,19 @@ from paceline.paddle.links import Link, Reduction, ReductionOptions
 from paceline.paddle.outputs import may_hide_tensors, tensors_in
 from paceline.paddle.replica_state import gather_bytes, hash_model, make_sampler
 from paceline.paddle.sparse import average_rows
-from paceline.paddle.statistics import fingerprint, memory
 from paceline.paddle.tensors import ManagedTensors
 from paceline.paddle.values import BufferSync
 from paceline.paddle.weights import PaddleWeights
-from paceline.reducer.backward_passes import BackwardPasses
 from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.drift import DriftWatch
 from paceline.reducer.end_of_backward import EndOfBackward
-from paceline.reducer.fresh_gradients import FreshGradients
 from paceline.reducer.graphs import Graph, Graphs
-from paceline.reducer.plan import Plan, complete_order, has_one_order, plan_buckets
+from paceline.reducer.pass_errors import Judge, StaticGraph, names_by_rank
+from paceline.reducer.passes import BackwardPasses, FreshGradients
+from paceline.reducer.plan import Plan, complete_order, has_one_order, plan_buckets, plan_whole_buckets
 from paceline.reducer.protocol import Reducer
 from paceline.reducer.replica_check import Entry
-from paceline.reducer.report import names_by_rank
 from paceline.reducer.sharing import registry
-from paceline.reducer.static_graph import StaticGraph
-from paceline.reducer.verdict import Judge
-from paceline.reducer.whole_buckets import plan_whole_buckets
 
 
 class GradientPasses(BackwardPasses):
@@ -74,7 +70,7 @@ class GradientPasses(BackwardPasses):
         self._process_group: Any = None
         self.buffers = BufferSync(tensors, link, config.buffers, config.broadcast_buffers)
         self.gradients = FreshGradients(
-            functools.partial(fingerprint, tensors.trainable), functools.partial(memory, tensors.trainable)
+            functools.partial(_fingerprint, tensors.trainable), functools.partial(_memory, tensors.trainable)
         )
         trainable = [*tensors.trainable, *tensors.sparse.values()]
         self.weights = PaddleWeights(trainable, self.state, self.keep_error, self._is_foreign)
@@ -430,3 +426,17 @@ class GradientPasses(BackwardPasses):
 
 def _nothing() -> None:
     """What a parameter with sparse gradients hands over."""
+
+
+def _fingerprint(parameters: Sequence[paddle.Tensor]) -> list[tuple[int, int]]:
+    """Tells whether a gradient was changed, or replaced."""
+    gradients = map(internals.gradient_of, parameters)
+    return [(g.data_ptr(), g.inplace_version) for g in gradients if g is not None]
+
+
+def _memory(parameters: Sequence[paddle.Tensor]) -> tuple[list[int], list[int]] | None:
+    """Addresses and sizes of all gradients; None where one is on another device, or has gaps."""
+    gradients = [g for g in map(internals.gradient_of, parameters) if g is not None]
+    if not all(g.place.is_cpu_place() and g.is_contiguous() for g in gradients):
+        return None
+    return [g.data_ptr() for g in gradients], [nbytes(g) for g in gradients]

@@ -14,8 +14,8 @@ from paceline.paddle import internals
 from paceline.paddle.arena import DTYPES, dtype_name
 from paceline.reducer.agreement import TensorDescription
 from paceline.reducer.arguments import WrapperArguments
+from paceline.reducer.pass_errors import shorten
 from paceline.reducer.plan import ParameterSpec
-from paceline.reducer.report import shorten
 
 
 class ManagedTensors:

@@ -9,7 +9,7 @@ import paddle
 
 from paceline.paddle import backward_calls, internals
 from paceline.reducer.micro_batches import MicroBatchWeights
-from paceline.reducer.pass_state import PassState
+from paceline.reducer.passes import PassState
 
 
 class PaddleWeights(MicroBatchWeights):

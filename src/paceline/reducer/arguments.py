@@ -14,7 +14,7 @@ from paceline.arguments import Arguments, show
 from paceline.errors import ConfigError
 from paceline.reducer.buffer_policy import check_policies
 from paceline.reducer.micro_batches import as_weight
-from paceline.reducer.report import shorten
+from paceline.reducer.pass_errors import shorten
 
 _Parameter = TypeVar("_Parameter")
 

@@ -13,8 +13,8 @@ import warnings
 from collections.abc import Callable
 
 from paceline.errors import CollectiveError, DeadlineError, PeerLostError, format_ranks
+from paceline.reducer.pass_errors import shorten
 from paceline.reducer.plan import Plan
-from paceline.reducer.report import shorten
 from paceline.reducer.witness import Witness
 
 _SHORTEST_NAP_S = 0.00002

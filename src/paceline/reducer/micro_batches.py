@@ -16,11 +16,23 @@ import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 from paceline.arguments import Arguments
 from paceline.errors import ConfigError
 from paceline.reducer.end_of_backward import EndOfBackward
-from paceline.reducer.pass_state import PassState
+
+
+class Accumulating(Protocol):
+    """What it must know of a model's passes.
+
+    Attributes:
+        is_syncing: Whether the pass under way is averaged.
+        accumulated: Parameters that got local gradients since the last synchronised pass.
+    """
+
+    is_syncing: bool
+    accumulated: set[int]
 
 
 class MicroBatchWeights(ABC):
@@ -33,7 +45,7 @@ class MicroBatchWeights(ABC):
         is_used: Whether any weight was ever given.
     """
 
-    def __init__(self, state: PassState) -> None:
+    def __init__(self, state: Accumulating) -> None:
         self.is_used = False
         self._state = state
         self._scopes: list[float] = []

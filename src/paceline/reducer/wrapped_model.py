@@ -13,9 +13,8 @@ from typing import Any, ClassVar, TypeVar
 
 from paceline.arguments import Arguments
 from paceline.errors import ConfigError
-from paceline.reducer.backward_passes import BackwardPasses
-from paceline.reducer.finished import take_part_until_all_finished
 from paceline.reducer.micro_batches import as_weight
+from paceline.reducer.passes import BackwardPasses
 
 _Batch = TypeVar("_Batch")
 
@@ -117,7 +116,7 @@ class WrappedModel:
         """
         _check_after_pass(f"{type(self).__name__}.finished", after_pass)
         if self._passes is not None:
-            take_part_until_all_finished(self._passes, after_pass)
+            self._passes.take_part_until_all_finished(after_pass)
 
     def iterate(
         self, batches: Iterable[_Batch], after_pass: Callable[[], object] | None = None

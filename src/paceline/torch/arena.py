@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import torch
 
 from paceline.reducer.plan import Plan
-from paceline.torch.batched_copies import BatchedCopies
 
 DTYPES = {
     "float32": torch.float32,
@@ -23,6 +22,31 @@ DTYPES = {
     "complex128": torch.complex128,
 }
 """Gradients that both kinds of reducer average."""
+
+
+class BatchedCopies:
+    """batched_grad_copy: gradients that reach their places in the arena a bucket at a time.
+
+    On a GPU each copy is a launch of a kernel, and a model of many small parameters spends its backward on
+    them. So their hooks only note what is to be copied, and one call copies it before a bucket is reduced.
+    """
+
+    def __init__(self) -> None:
+        self._places: list[torch.Tensor] = []
+        self._gradients: list[torch.Tensor] = []
+
+    def add(self, place: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Copy `gradient` to `place`, later; it must not change until then."""
+        self._places.append(place)
+        self._gradients.append(gradient)
+
+    def make(self) -> None:
+        """Copy all that waits."""
+        if self._places:
+            with torch.no_grad():
+                torch._foreach_copy_(self._places, self._gradients)
+            self._places.clear()
+            self._gradients.clear()
 
 
 class Arena:
@@ -123,3 +147,11 @@ def is_dense(tensor: torch.Tensor) -> bool:
                 return False
             expected *= size
     return True
+
+
+def extent(tensor: torch.Tensor) -> int:
+    """Bytes from the first element to the end of the last."""
+    if tensor.is_contiguous() or not tensor.numel():
+        return tensor.nbytes
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return (last + 1) * tensor.itemsize

@@ -5,16 +5,20 @@ The one idea: an argument of torch's DDP is honoured, or refused with a sentence
 
 from __future__ import annotations
 
+import difflib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from paceline.arguments import show
+from paceline.errors import ConfigError, ConfigTypeError
 from paceline.reducer.arguments import MIB, WrapperArguments
 from paceline.torch.arguments import as_device, check_devices
-from paceline.torch.later_arguments import check_later
 from paceline.torch.precision import Precision, as_precision
 from paceline.torch.weights import Weight
 
@@ -27,6 +31,17 @@ NEED_NOTHING = (
     "param_to_hook_all_reduce",
 )
 """Arguments of torch that are no options."""
+
+_OURS = (
+    "buffers",
+    "check_replicas_every",
+    "init_sync_buffers",
+    "nonfinite",
+    "reduce_through",
+    "timeout_s",
+    "warn_after_s",
+    "weight",
+)
 
 
 @dataclass(frozen=True)
@@ -134,7 +149,7 @@ def make_config(
     Raises:
         ConfigError: An argument has a value that is not supported or makes no sense.
     """
-    check_later({name: value for name, value in others.items() if name not in NEED_NOTHING})
+    _check_later({name: value for name, value in others.items() if name not in NEED_NOTHING})
     check = _arguments.check
     check.whole("dim", dim)
     check.flag("check_reduction", check_reduction)
@@ -191,3 +206,35 @@ def _single_device(
         is_same = as_device(output_device, "output_device") == device
         check.require(is_same, "output_device", output_device, f"{device}, as device_ids")
     return device
+
+
+def _check_later(arguments: Mapping[str, Any]) -> None:
+    """Take arguments of the installed torch that this class does not know, if they have torch's default.
+
+    Code that passes torch's defaults explicitly must run with any torch; another value must not be ignored
+    silently.
+
+    Raises:
+        ConfigTypeError: torch has no such argument either.
+        ConfigError: It has, but Paceline does not know what this value means.
+    """
+    known = inspect.signature(TorchDDP.__init__).parameters
+    for name, value in arguments.items():
+        if name not in known:
+            close = difflib.get_close_matches(name, [*known, *_OURS], n=1)
+            raise ConfigTypeError(
+                f"DistributedDataParallel() got an unexpected keyword argument '{name}'",
+                expected="the arguments of torch's class, and Paceline's own",
+                got=f"{name}={show(value)}",
+                hint=f"did you mean {close[0]}?" if close else "help(DistributedDataParallel) lists them",
+                argument=name,
+            )
+        default = known[name].default
+        if value is not default and value != default:
+            raise ConfigError(
+                f"DistributedDataParallel: torch {torch.__version__} has an argument that Paceline does not "
+                "know.",
+                expected=f"{name}={default!r}, torch's default",
+                got=f"{name}={show(value)}",
+                hint="leave it out; or use a Paceline that is as new as this torch",
+            )

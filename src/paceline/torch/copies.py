@@ -14,9 +14,8 @@ from torch import nn
 
 from paceline.errors import ConfigError
 from paceline.torch.compatible import TorchNames
-from paceline.torch.outputs import tensors_in
+from paceline.torch.graphs import RunningCall, running_call, tensors_in
 from paceline.torch.parameters import ManagedTensors
-from paceline.torch.running_call import RunningCall, running_call
 
 if TYPE_CHECKING:
     from paceline.torch.peers import Peers

@@ -19,16 +19,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from paceline.arguments import Arguments
 from paceline.errors import ConfigError
 from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
 from paceline.reducer.micro_batches import as_weight
+from paceline.reducer.wrapped_model import WrappedModel, checked_norms
 from paceline.torch.arguments import check_materialised, checked_module
 from paceline.torch.comm_hooks import CommHooks
 from paceline.torch.compatible import hide_torchs_own, moved
 from paceline.torch.compiling import untraced, untraced_itself
 from paceline.torch.config import make_config
 from paceline.torch.copies import Copies
-from paceline.torch.gradient_statistics import GradientStatistics
 from paceline.torch.parameters import ManagedTensors
 from paceline.torch.passes import GradientPasses
 from paceline.torch.peers import Peers, find_peers, known_exchange
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
 
 @hide_torchs_own
-class DistributedDataParallel(CommHooks, GradientStatistics, Joins, Regrouping, Copies):
+class DistributedDataParallel(CommHooks, WrappedModel, Joins, Regrouping, Copies):
     """Trains one model on several processes: a drop-in for `torch.nn.parallel.DistributedDataParallel`.
 
     Every rank wraps the same model and runs forward and backward on its own share of the batch. When
@@ -299,6 +300,46 @@ class DistributedDataParallel(CommHooks, GradientStatistics, Joins, Regrouping, 
             self._passes.state.is_syncing = self.require_backward_grad_sync
         return self._passes
 
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> torch.Tensor:
+        """Scale all gradients so that their norm is at most `max_norm`; returns the norm that they had.
+
+        As `torch.nn.utils.clip_grad_norm_`, but for gradients that are as backward left them the norm is
+        known already. After the first call; that one computes it. A kernel or numpy that changed a few
+        elements of a gradient, and no others, may go unseen.
+
+        Args:
+            max_norm: The largest norm allowed.
+            norm_type: Of the p-norm; others than 2 are computed.
+            scaler: If gradients are still scaled by it: `max_norm` and the result are those of unscaled
+                gradients. Leave it out after `scaler.unscale_()`.
+
+        Example:
+            Rank 0's gradient is 6 and rank 1's 10: the norm is 8, and after clip_grad_norm_(2) both hold 2.
+        """
+        if not (type(max_norm) is type(norm_type) is float and max_norm >= 0 and norm_type > 0):
+            max_norm, norm_type = checked_norms(max_norm, norm_type)
+        if scaler is not None and not hasattr(scaler, "get_scale"):
+            hint = "the GradScaler that scaled the loss, or None"
+            raise Arguments("clip_grad_norm_").refuse("scaler", scaler, "a GradScaler", hint, is_type=True)
+        is_known = self._passes is not None and norm_type == 2.0
+        known = self._passes.known_norm() if is_known and self._passes is not None else None
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        return _clip(self._tensors.trainable, max_norm * scale, known, norm_type) / scale
+
+    def _own_squared_norm(self) -> float:
+        squares = [p.grad.double().square().sum() for p in self._tensors.trainable if p.grad is not None]
+        return sum(float(square) for square in squares)
+
+    def _own_nonfinite(self) -> tuple[str, ...]:
+        parameters = zip(self._tensors.names, self._tensors.trainable)
+        return tuple(n for n, p in parameters if p.grad is not None and not torch.isfinite(p.grad).all())
+
     def will_sync_module_buffers(self) -> bool:
         """Whether a synchronised backward brings buffers in step."""
         return self._passes is not None and self._passes.buffers.is_needed
@@ -307,3 +348,22 @@ class DistributedDataParallel(CommHooks, GradientStatistics, Joins, Regrouping, 
     def process_group(self) -> dist.ProcessGroup | None:
         """Torch's process group, or None where a `paceline.Group` connects the ranks."""
         return None if self._peers is None else self._peers.process_group
+
+
+def _clip(
+    parameters: Sequence[nn.Parameter], max_norm: float, known_norm: float | None, norm_type: float
+) -> torch.Tensor:
+    """Scale gradients so that their norm is at most `max_norm`; returns the norm that they had.
+
+    Args:
+        known_norm: Their 2-norm; None: to be computed.
+    """
+    if known_norm is None:
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    # As in torch: a NaN stays a NaN, and a norm that is small enough changes nothing.
+    factor = max_norm / (known_norm + 1e-6)
+    if not factor >= 1.0:
+        with torch.no_grad():
+            torch._foreach_mul_(gradients, factor)
+    return torch.tensor(known_norm, device=gradients[0].device if gradients else None)

@@ -18,10 +18,10 @@ import torch
 from paceline import _core
 from paceline.errors import ConfigError
 from paceline.reducer.graphs import Graphs
-from paceline.reducer.pass_state import PassState
+from paceline.reducer.passes import PassState
 from paceline.reducer.protocol import Reducer
+from paceline.torch.arena import extent
 from paceline.torch.compiling import untraced
-from paceline.torch.statistics import extent
 
 Hook = Callable[[torch.Tensor], None]
 HookMaker = Callable[[PassState, int, str, torch.Tensor, Reducer, torch.dtype], Hook]

@@ -15,8 +15,8 @@ from paceline import _core
 from paceline.errors import ConfigError
 from paceline.reducer.agreement import TensorDescription
 from paceline.reducer.arguments import WrapperArguments
+from paceline.reducer.pass_errors import shorten
 from paceline.reducer.plan import ParameterSpec
-from paceline.reducer.report import shorten
 from paceline.torch.arena import DTYPES
 
 

@@ -17,23 +17,22 @@ from typing import Any
 import torch
 from torch.autograd import Variable, profiler
 
-from paceline.reducer.backward_passes import BackwardPasses
 from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.drift import DriftWatch
-from paceline.reducer.fresh_gradients import FreshGradients
 from paceline.reducer.frozen import digest_of
 from paceline.reducer.graphs import Graph, Graphs
+from paceline.reducer.pass_errors import GraphVariety, Judge, StaticGraph, names_by_rank
+from paceline.reducer.passes import BackwardPasses, FreshGradients
 from paceline.reducer.plan import Plan, complete_order, has_one_order
 from paceline.reducer.protocol import Reducer
 from paceline.reducer.replica_check import Entry
-from paceline.reducer.report import names_by_rank
 from paceline.reducer.sharing import registry
-from paceline.reducer.static_graph import GraphVariety, StaticGraph
-from paceline.reducer.verdict import Judge
 from paceline.torch.accumulated import part_accumulated
+from paceline.torch.arena import extent
 from paceline.torch.buffer_sync import BufferSync
 from paceline.torch.compiling import untraced
 from paceline.torch.config import DDPConfig
+from paceline.torch.graphs import RunningCall, running_call, tensors_in
 from paceline.torch.hooks import (
     HookMaker,
     changed_gradient,
@@ -47,15 +46,12 @@ from paceline.torch.hooks import (
 from paceline.torch.last_hooks import LastHooks
 from paceline.torch.late import LateGradients
 from paceline.torch.optimizer_in_backward import Steppers, step_in_backward, take_over_optimizers
-from paceline.torch.outputs import tensors_in
 from paceline.torch.parameters import ManagedTensors
 from paceline.torch.pass_times import PassTimes, profiled
 from paceline.torch.peers import Peers
 from paceline.torch.reduction import Reduction, ReductionFactory
 from paceline.torch.replica_state import hash_model, make_notes
-from paceline.torch.running_call import RunningCall, running_call
 from paceline.torch.sparse import SparseMeans
-from paceline.torch.statistics import fingerprint, memory
 from paceline.torch.weights import TorchWeights
 
 
@@ -83,7 +79,7 @@ class GradientPasses(BackwardPasses):
         super().__init__(tensors.names, peers.rank, peers.world_size)
         self.buffers = BufferSync(tensors, peers, factory, config.buffers, config.broadcast_buffers)
         self.gradients = FreshGradients(
-            functools.partial(fingerprint, tensors.trainable), functools.partial(memory, tensors.trainable)
+            functools.partial(_fingerprint, tensors.trainable), functools.partial(_memory, tensors.trainable)
         )
         self.weights = TorchWeights(tensors.trainable, self.state)
         self.notes = make_notes(tensors.trainable)
@@ -472,3 +468,22 @@ class GradientPasses(BackwardPasses):
         if self._config.batched_copies:
             return functools.partial(copy_hook, put=self._reduction.arena.copies.add)
         return copy_hook
+
+
+def _fingerprint(parameters: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """Tells whether a gradient was changed, or replaced."""
+    gradients = [p.grad for p in parameters]
+    return [(id(g), g._version) for g in gradients if g is not None]
+
+
+def _memory(parameters: Sequence[torch.Tensor]) -> tuple[list[int], list[int]] | None:
+    """Addresses and sizes of all gradients; None where one is on another device, or sparse."""
+    pointers, sizes = [], []
+    for gradient in [p.grad for p in parameters]:
+        if gradient is None:
+            continue
+        if not gradient.is_cpu or gradient.layout is not torch.strided:
+            return None
+        pointers.append(gradient.data_ptr())
+        sizes.append(extent(gradient))
+    return pointers, sizes

@@ -19,9 +19,8 @@ from paceline.errors import ConfigError, RegionError
 from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.engine import EngineReducer
 from paceline.reducer.host import CORE_DTYPES, make_host_reducer
-from paceline.reducer.plan import Plan, plan_buckets
+from paceline.reducer.plan import Plan, plan_buckets, plan_whole_buckets
 from paceline.reducer.protocol import Reducer
-from paceline.reducer.whole_buckets import plan_whole_buckets
 from paceline.reducer.witness import Witness
 from paceline.torch.arena import Arena
 from paceline.torch.buffers import broadcast_tensors

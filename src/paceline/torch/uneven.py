@@ -1,4 +1,4 @@
-"""Ranks that run out of data before the others, in torch's `Join`; see also `reducer.finished`.
+"""Ranks that run out of data before the others, in torch's `Join`; see also `reducer.passes`.
 
 The one idea: such a rank takes part in the others' passes without gradients, and asks before each of them, as
 torch's `Join` does, whether there will be one.

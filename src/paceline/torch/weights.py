@@ -9,9 +9,9 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from paceline.reducer.micro_batches import MicroBatchWeights
-from paceline.reducer.pass_state import PassState
+from paceline.reducer.passes import PassState
+from paceline.torch.graphs import RunningCall, running_call
 from paceline.torch.last_hooks import taking_hooks
-from paceline.torch.running_call import RunningCall, running_call
 
 Weight = float | int | torch.Tensor
 """A finite number that is not negative: of samples, of tokens."""

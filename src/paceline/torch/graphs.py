@@ -1,16 +1,33 @@
-"""Which call of autograd runs the hook that asks. Autograd itself does not tell."""
+"""Autograd's graph, as far as passes ask: the tensors that a forward returned, and whose call runs a hook.
+
+`reducer.graphs` keeps what belongs to the graph of a forward.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from types import FrameType
 
 import torch
+from torch.utils import _pytree as pytree
+
+
+def tensors_in(output: object) -> Iterator[torch.Tensor]:
+    """All tensors in tuples, lists, dicts, dataclasses and what is registered with torch's pytree."""
+    leaves = [output] if isinstance(output, torch.Tensor) else pytree.tree_leaves(output)
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            for field in fields(leaf):
+                yield from tensors_in(getattr(leaf, field.name, None))
 
 
 class RunningCall(Enum):
-    """What the user called.
+    """Which call of autograd runs the hook that asks. Autograd itself does not tell.
 
     On a GPU hooks run in a thread of their own, where it cannot be seen: UNKNOWN.
     """

@@ -3,7 +3,11 @@
 A pass begins when the front end calls `_arm`, at the first gradient of a backward, and ends in `_end`, when
 that backward is over: this rank waits for the others, judges, and brings the means home.
 
-Imports only what is in this folder, the core and the standard library.
+A rank that runs out of data before the others takes part in their passes with no gradients and a weight of 0,
+until every rank has none left; each rank says so in the status that ends a pass, so nobody asks. Then it gets
+the model of the rank that went on longest, and its own gradients are again what they were.
+
+Imports only what is in this folder, `errors`, the core and the standard library.
 """
 
 from __future__ import annotations
@@ -16,17 +20,21 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from paceline import _core
+from paceline.errors import ConfigError, ForkedError
 from paceline.reducer import farewell
 from paceline.reducer.drift import DriftWatch
 from paceline.reducer.end_of_backward import EndOfBackward
-from paceline.reducer.fresh_gradients import FreshGradients
 from paceline.reducer.micro_batches import MicroBatchWeights
-from paceline.reducer.pass_state import PassState
-from paceline.reducer.protocol import Outcome, Reducer
-from paceline.reducer.report import names_by_rank, uneven_error
-from paceline.reducer.verdict import Judge, give_up_interrupted
+from paceline.reducer.pass_errors import Judge, give_up_interrupted, names_by_rank, uneven_error
+from paceline.reducer.protocol import Outcome, PassStatus, Reducer
 
 _NOTES_DIFFER = int(Outcome.NOTES_DIFFER)  # as an enumeration's member it would cost more than the question
+
+Fingerprint = Sequence[tuple[int, int]]
+"""Identity and version counter of each gradient."""
+
+Memory = tuple[list[int], list[int]]
+"""Addresses and sizes in bytes."""
 
 
 class PassOptions(Protocol):
@@ -51,6 +59,134 @@ class SyncedBuffers(Protocol):
     def sync(self, active: Sequence[int], *, on_demand: bool) -> None:
         """Bring them in step with the ranks that had data. Collective."""
         ...
+
+
+class PassState:
+    """Where one model is in its passes; hooks and the front end share it.
+
+    Attributes:
+        is_syncing: Whether the pass under way is averaged; no_sync() makes forward clear it.
+        is_armed: Whether a pass is under way, so that the end of this backward ends it.
+        is_interrupted: Whether an exception has ended the backward of the last pass, of which the other ranks
+            do not know yet.
+        handed: Gradients handed over in this pass, by parameter, in that order. Keeps the memory alive that
+            the reducer reads and writes by pointer.
+        staged: Those of them whose mean the front end copies back.
+        accumulated: Parameters that got local gradients, in no_sync(), since the last synchronised pass.
+        status: What the end of the pass tells all ranks: the forwards since the last one, and what is wrong.
+            A hook that raised instead would leave the others waiting.
+        refusal: Why the gradient of the parameter `status.refused` cannot be averaged.
+        where: "rank 1 of 2", for errors.
+    """
+
+    __slots__ = (
+        "accumulated",
+        "arm",
+        "handed",
+        "is_armed",
+        "is_interrupted",
+        "is_syncing",
+        "pid",
+        "refusal",
+        "staged",
+        "status",
+        "where",
+    )
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.where = f"rank {rank} of {world_size}"
+        self.is_syncing = True
+        self.is_armed = False
+        self.is_interrupted = False
+        self.handed = _core.HandedGradients()
+        self.staged: list[int] = []
+        self.accumulated: set[int] = set()
+        self.status = PassStatus()
+        self.refusal: ConfigError | None = None
+        self.pid = os.getpid()
+        self.arm: Callable[[], None]
+
+    def begin_next(self) -> None:
+        """Forget the pass that is over."""
+        self.is_armed = self.is_interrupted = False
+        self.handed.clear()
+        self.staged.clear()
+        self.accumulated.clear()
+        self.status.begin_next()
+        self.refusal = None
+
+    def interrupt(self) -> None:
+        """The backward has ended in an exception; whatever begins next tells the other ranks."""
+        self.is_armed = False
+        self.is_interrupted = True
+
+    def refuse(self, index: int, error: ConfigError) -> None:
+        """The gradient of a parameter cannot be averaged; raises at once where no pass will end.
+
+        Raises:
+            ConfigError: The one given.
+        """
+        if not self.is_syncing:
+            raise error
+        if self.refusal is None:
+            self.status.refused, self.refusal = index, error
+
+    def check_process(self) -> None:
+        """Raise ForkedError in a forked child, which has the model but not the memory."""
+        if os.getpid() != self.pid:
+            raise ForkedError(
+                "A model wrapped for data-parallel training was used in a forked child.",
+                seen=f"wrapped in process {self.pid}, used in process {os.getpid()}",
+                likely="a data loader's worker, or multiprocessing with the start method 'fork'",
+                hint="use `.module` in the child; or start it with the method 'spawn' and wrap there",
+            )
+
+
+class FreshGradients:
+    """Whether gradients are still what the last pass made them, so that its norm is theirs.
+
+    A gradient that was replaced is another object, and one that was changed by its framework has another
+    version; writes past the framework (through `.data`, numpy or a kernel) are seen in a few lines of memory
+    of each gradient. Such a write that changes a few elements only may go unseen. The same lines on every
+    rank, so that ranks with the same gradients find the same.
+
+    Args:
+        fingerprint: Of all gradients.
+        memory: Where all gradients are; None: not all where the processor can read them, and then nobody
+            knows.
+
+    Attributes:
+        is_used: Whether anybody has asked. Until then nothing is noted, and the answer is no.
+    """
+
+    def __init__(self, fingerprint: Callable[[], Fingerprint], memory: Callable[[], Memory | None]) -> None:
+        self.is_used = False
+        self._fingerprint = fingerprint
+        self._memory = memory
+        self._seen: Fingerprint | None = None
+        self._sample: int | None = None
+
+    def note(self) -> None:
+        """A pass has just made them the means."""
+        self._sample = self._take_sample()
+        self._seen = None if self._sample is None else self._fingerprint()
+
+    def forget(self) -> None:
+        """A pass was void, or raised: what the gradients are now, nobody knows."""
+        self._seen = None
+
+    def are_unchanged(self) -> bool:
+        """Whether nobody has changed a gradient since note(), as far as that is seen."""
+        self.is_used = True
+        return (
+            self._seen is not None
+            and self._seen == self._fingerprint()
+            and self._sample == self._take_sample()
+        )
+
+    def _take_sample(self) -> int | None:
+        memory = self._memory()
+        return None if memory is None else _core.sample_all(*memory)
 
 
 class BackwardPasses(ABC):
@@ -238,6 +374,40 @@ class BackwardPasses(ABC):
         finally:
             if self._begun_forwards == begun_before:
                 self.state.is_syncing = before
+
+    def take_part_until_all_finished(self, after_pass: Callable[[], object] | None) -> None:
+        """Shadow the others' passes, then take over the model of those who went on longest. Collective."""
+        self._take_part(after_pass, weight=0.0, keep_accumulated=False)
+
+    @contextlib.contextmanager
+    def joining(self, *, divide_by_all: bool, throws: bool) -> Iterator[None]:
+        """Within it, ranks may make different numbers of passes. Its end is collective.
+
+        Args:
+            divide_by_all: Ranks without data count in the mean, with zeros.
+            throws: All ranks raise at the end of the first pass for which one had no data.
+        """
+        before, self.refuses_uneven = self.refuses_uneven, throws
+        try:
+            yield
+            self._take_part(None, weight=1.0 if divide_by_all else 0.0, keep_accumulated=True)
+        finally:
+            self.refuses_uneven = before
+
+    def _take_part(
+        self, after_pass: Callable[[], object] | None, *, weight: float, keep_accumulated: bool
+    ) -> None:
+        last_active = self.active
+        self.begin_shadowing(keep_accumulated=keep_accumulated)
+        try:
+            while self.shadow(weight=weight):
+                last_active = self.active
+                if after_pass is not None:
+                    after_pass()
+        finally:
+            self.end_shadowing()
+        if 0 < len(last_active) < self.world_size:  # 0: all have finished before, and made no pass since
+            self.broadcast_model(last_active[0])
 
     def begin_shadowing(self, *, keep_accumulated: bool) -> None:
         """Put this rank's gradients aside: from here to `end_shadowing` it has those of the others.

@@ -1,24 +1,119 @@
-"""The errors that a backward pass can end in, with names for indices. Pure.
+"""What the outcome of a pass means for the user, in the same words for every framework, on every rank.
 
-Imports only the standard library, `errors` and `protocol`.
+`Judge` decides; below it are the errors, with names for indices; at the end the promise of static_graph=True:
+in every pass the same parameters are used. Whether a parameter was used only its own rank knows, because a
+gradient that is left from before (zeros, after zero_grad(set_to_none=False)) is averaged like any other. So
+each rank compares its pass with its first one, and says instead of its number of forwards that they differ;
+then all tell all.
+
+Imports only the standard library, `errors` and its neighbours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from array import array
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from paceline.errors import (
     ConfigError,
     GraphChangedError,
+    ModelMismatchError,
     NonFiniteGradientError,
     SkippedPassError,
     UnusedParameterError,
     format_ranks,
 )
-from paceline.reducer.protocol import PassStatus
+from paceline.reducer.frozen import differ_in_frozen_only, is_all_unused_frozen
+from paceline.reducer.protocol import Outcome, PassStatus, Reducer
 
 _SHOWN_NAMES = 6
 _SHOWN_GROUPS = 8
+
+
+class Judge:
+    """Raises, warns or lets the ranks go on.
+
+    Args:
+        names: Of the parameters, by index in the plan.
+        world_size: Number of ranks.
+        allow_unused: A parameter without a gradient contributes 0.
+        nonfinite: What to do about infinities and NaNs: "warn" once, "raise", or "ignore".
+        static_graph: Where that is promised.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        world_size: int,
+        *,
+        allow_unused: bool,
+        nonfinite: str,
+        static_graph: StaticGraph | None = None,
+    ) -> None:
+        self._names = names
+        self._world_size = world_size
+        self._allow_unused = allow_unused
+        self._nonfinite = nonfinite
+        self._static_graph = static_graph
+        self._has_warned = False
+        self._has_warned_of_nobodys = False
+
+    def judge(self, outcome: Outcome, reducer: Reducer, refusal: ConfigError | None = None) -> None:
+        """Look at what `reducer.finish` returned; the same on every rank.
+
+        Args:
+            outcome: That.
+            reducer: Knows more.
+            refusal: Why a gradient of this rank cannot be averaged.
+
+        Raises:
+            ConfigError: Some rank refused a gradient; the pass is void.
+            ModelMismatchError: Some ranks have promised a static graph, others not; the pass is void.
+            SkippedPassError, UnusedParameterError, GraphChangedError: The pass is void.
+            NonFiniteGradientError: The means are in place, but hold an infinity or a NaN.
+        """
+        statuses = reducer.statuses()
+        if not any(status.interrupted for status in statuses):
+            if refusal is not None:
+                raise refusal
+            check_refused(statuses, self._names)
+            check_twice(statuses, self._names)
+            if self._static_graph is not None:
+                self._static_graph.check(statuses)
+        if Outcome.SKIPPED in outcome and not differ_in_frozen_only(statuses):
+            check_promises(statuses)
+            raise skipped_error(statuses)
+        if Outcome.SKIPPED in outcome or (
+            Outcome.UNUSED in outcome and not self._allow_unused and not is_all_unused_frozen(reducer)
+        ):
+            raise unused_error([reducer.unused(rank) for rank in range(self._world_size)], self._names)
+        if Outcome.NOBODYS in outcome and not self._has_warned_of_nobodys:
+            self._has_warned_of_nobodys = True
+            text = nobodys_warning(reducer.globally_unused(), self._names, self._world_size)
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
+        if outcome & (Outcome.NONFINITE | Outcome.OVERFLOWED):
+            self.judge_nonfinite(reducer.nonfinite(), reducer.overflowed())
+
+    def judge_nonfinite(self, pairs: Sequence[tuple[int, int]], overflowed: Sequence[int] = ()) -> None:
+        """Look at (rank, parameter) of each gradient that was not finite, and at sums that are not."""
+        if (pairs or overflowed) and self._nonfinite != "ignore":
+            error = nonfinite_error(pairs, self._names, self._world_size, overflowed)
+            if self._nonfinite == "raise":
+                raise error
+            if not self._has_warned:
+                self._has_warned = True
+                warnings.warn(f"{error}\n  (reported once)", RuntimeWarning, stacklevel=3)
+
+
+def give_up_interrupted(reducer: Reducer, allow_unused: bool, allow_nobodys: bool) -> Exception | None:
+    """End a pass that an exception broke off, so that all ranks learn of it and can go on. Collective.
+
+    Returns:
+        What to raise, on this rank as on the others.
+    """
+    outcome = Outcome(reducer.finish(PassStatus(interrupted=True), allow_unused, allow_nobodys))
+    return skipped_error(reducer.statuses()) if Outcome.SKIPPED in outcome else None
 
 
 def unused_error(unused_by_rank: Sequence[Iterable[int]], names: Sequence[str]) -> UnusedParameterError:
@@ -290,3 +385,107 @@ def shorten(names: Sequence[str]) -> str:
     if len(names) <= _SHOWN_NAMES:
         return ", ".join(names)
     return f"{', '.join(names[: _SHOWN_NAMES - 1])} and {len(names) - _SHOWN_NAMES + 1} more"
+
+
+class StaticGraph:
+    """What this rank used in its first good pass, and whether it still does.
+
+    Args:
+        names: Of the parameters, by index in the plan.
+        all_gather: Payloads of all ranks, by rank. Collective; called only where a promise is broken.
+    """
+
+    def __init__(self, names: Sequence[str], all_gather: Callable[[bytes], list[bytes]]) -> None:
+        self._names = names
+        self._all_gather = all_gather
+        self._first: frozenset[int] | None = None
+        self._now: frozenset[int] | None = None
+
+    def has_changed(self, used: Collection[int]) -> bool:
+        """Whether this pass of this rank used other parameters than the first one.
+
+        Args:
+            used: Parameters that got a gradient in it, or in no_sync() since the pass before.
+        """
+        self._now = frozenset(used)
+        return self._first is not None and self._now != self._first
+
+    def end_good(self) -> None:
+        """The pass was good on all ranks: if it was the first, it is what is promised."""
+        if self._first is None:
+            self._first = self._now
+
+    def check(self, statuses: Sequence[PassStatus]) -> None:
+        """Raise if the graph of some rank has changed. The same on all ranks, and collective if so.
+
+        Raises:
+            GraphChangedError: Names the parameters that came or went, by rank.
+
+        Example:
+            Of two ranks rank 1 used `left` in the first pass and uses `right` now: both ranks raise, with
+            `err.changed == ("left", "right")`.
+        """
+        told = [rank for rank, status in enumerate(statuses) if status.graph_changed]
+        if not told:
+            return
+        lost: Sequence[int] = ()
+        gained: Sequence[int] = ()
+        if self._first is not None and self._now is not None:  # else this rank has had no data yet
+            lost, gained = sorted(self._first - self._now), sorted(self._now - self._first)
+        payloads = self._all_gather(array("q", [len(lost), *lost, *gained]).tobytes())
+        rows = {rank: array("q", payloads[rank]).tolist() for rank in told}
+        lost_by_rank = {rank: row[1 : 1 + row[0]] for rank, row in rows.items()}
+        gained_by_rank = {rank: row[1 + row[0] :] for rank, row in rows.items()}
+        raise graph_changed_error(lost_by_rank, gained_by_rank, self._names)
+
+
+class GraphVariety:
+    """Whether a promise of a static graph would have held so far, on this rank.
+
+    It is told only of passes in which something was unused; it is the number of the others that says whether
+    all passes were alike.
+
+    Args:
+        num_parameters: Of the model.
+    """
+
+    def __init__(self, num_parameters: int) -> None:
+        self._num_parameters = num_parameters
+        self._used: frozenset[int] | None = None
+        self._num_passes = 0
+        self._has_varied = False
+
+    def note(self, used: Callable[[], Collection[int]]) -> None:
+        """A pass in which this rank's backward did not reach every parameter; see StaticGraph for `used`."""
+        if self._has_varied:
+            return
+        now = frozenset(used())
+        if len(now) == self._num_parameters:  # with the micro-batches before it
+            return
+        self._num_passes += 1
+        self._has_varied = self._used is not None and now != self._used
+        self._used = now
+
+    def is_static(self, num_passes: int) -> bool:
+        """Whether the graph was the same in all good passes, of which there were so many."""
+        return not self._has_varied and self._num_passes in (0, num_passes)
+
+
+def check_promises(statuses: Sequence[PassStatus]) -> None:
+    """Raise if some ranks have promised a static graph after wrapping, and others have not.
+
+    Raises:
+        ModelMismatchError: Names both.
+    """
+    counting = [rank for rank, status in enumerate(statuses) if status.is_count]
+    promised = [rank for rank in counting if statuses[rank].static_graph]
+    others = [rank for rank in counting if rank not in promised]
+    if promised and others:
+        raise ModelMismatchError(
+            "The ranks train with different arguments: static_graph differs.",
+            where="the end of backward; the gradients of this pass are of no use, on any rank",
+            seen=f"{format_ranks(promised)}: static_graph=True\n{format_ranks(others)}: static_graph=False",
+            likely="_set_static_graph() was called on some ranks only",
+            hint="call it on every rank, before the first backward; or pass static_graph=True when wrapping",
+            parameter="static_graph",
+        )
