@@ -144,7 +144,7 @@ def test_caps_of_single_buckets(rank: int) -> None:
     net = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(5)])  # 1 KiB each
     kib = 1 / 1024
     ddp = DistributedDataParallel(net, bucket_cap_mb=25, bucket_cap_mb_list=[kib, 3 * kib, kib])
-    sizes = [bucket.nbytes for bucket in ddp._passes.reduction.arena.plan.buckets]
+    sizes = [bucket.nbytes for bucket in ddp._passes.reduction.plan.buckets]
     assert sizes == [1024, 3072, 1024]
 
 

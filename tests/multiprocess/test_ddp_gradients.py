@@ -199,7 +199,7 @@ def test_the_order_of_the_first_pass_becomes_the_plan(rank: int, path: str, view
     x = torch.full((2, 3), 1.0 + rank)
     orders = []
     for _ in range(3):
-        orders.append(ddp._passes.reduction.arena.plan.order)
+        orders.append(ddp._passes.reduction.plan.order)
         ddp(x).sum().backward()
         assert_close(second.bias.grad, torch.full((3,), 2.0 * len(orders)))
     assert orders[0] == (3, 2, 1, 0)

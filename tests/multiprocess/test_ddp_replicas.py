@@ -202,8 +202,7 @@ def test_writes_that_leave_the_replicas_equal_are_nobodys_business(rank: int) ->
     train(ddp)
     if rank == 0:  # a server of parameters
         update(ddp)
-    factory = ddp._passes._factory
-    factory.broadcast_all([parameter.detach() for parameter in ddp.parameters()])
+    ddp._passes._link.broadcast([parameter.detach() for parameter in ddp.parameters()])
     train(ddp)
 
 

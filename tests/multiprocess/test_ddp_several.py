@@ -89,7 +89,7 @@ def test_wrapped_twice_but_used_once(rank: int, is_seen: bool, monkeypatch: pyte
     assert before._passes.reducer.passes == 0
     del before
     ddp(torch.ones(1, 4)).sum().backward()
-    views = ddp._passes.reduction.arena.views
+    views = ddp._passes.reduction.places
     assert [p.grad is view for p, view in zip(net.parameters(), views, strict=True)] == [True, True]
     loss = ddp(torch.ones(1, 4)).sum() * (1 + rank)
     del ddp

@@ -18,8 +18,8 @@ import paddle
 from paceline.errors import ConfigError
 from paceline.paddle import internals
 from paceline.paddle.arena import dtype_name, nbytes
-from paceline.paddle.links import Reduction
 from paceline.paddle.tensors import ManagedTensors
+from paceline.reducer.link import Reduction
 from paceline.reducer.passes import PassState
 
 
@@ -44,7 +44,7 @@ class Gradients:
         self._shared: set[int] = set()
         self._shapes = [parameter.shape for parameter in tensors.trainable]
 
-    def adopt(self, reduction: Reduction) -> None:
+    def adopt(self, reduction: Reduction[paddle.Tensor]) -> None:
         """Have gradients averaged here from now on; those that live in an arena are moved."""
         moved = self._in_arena()
         self._reduction = reduction

@@ -1,13 +1,13 @@
 """What moves values and gradients between the ranks of one model.
 
-The one idea: the memory that the ranks of one host share and a group of paddle.distributed do the same few
-things, so that nothing above knows which it is.
+See `paceline.reducer.link`: the memory that the ranks of one host share and a group of paddle.distributed do
+the same few things, so that nothing above knows which it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,84 +19,31 @@ from paceline.paddle.arena import Arena, dtype_name, nbytes, shared_places
 from paceline.paddle.calls import GroupCalls, MemoryCalls
 from paceline.paddle.engine import PaddleTransport
 from paceline.paddle.hooked import BucketHook
+from paceline.reducer import link
 from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.engine import EngineReducer
-from paceline.reducer.host import CORE_DTYPES, make_host_reducer
+from paceline.reducer.link import (
+    CORE_DTYPES,
+    Reduction,
+    ReductionOptions,
+    gather_bytes,
+    gather_in_memory,
+    make_host_reducer,
+)
 from paceline.reducer.plan import Plan
-from paceline.reducer.protocol import Reducer
 
 _PIECE_BYTES = 32 << 20  # large enough to run at full speed, small beside a model that needs several
 
 
-@dataclass(frozen=True)
-class ReductionOptions:
-    """How gradients are to be averaged.
-
-    Attributes:
-        gradients_in_arena: They will live in the arena. Not asked where a group averages.
-        checks_finite: Look for infinities and NaNs. In memory that costs nothing, and is always done.
-        skip_unused: Don't send buckets that no rank used in the pass before. In memory nothing is sent.
-        hook: Averages buckets, which hold whole parameters, instead of memory or group.
-        process_group: Of the wrapped model, for the hook.
-    """
-
-    gradients_in_arena: bool
-    checks_finite: bool
-    skip_unused: bool
-    hook: CommHook | None
-    process_group: Any
-
-
-@dataclass(frozen=True)
-class Reduction:
-    """The gradients' memory and who averages it.
-
-    Attributes:
-        places: Each parameter's place, by index.
-        reducer: Averages the places over the ranks.
-        takes_pointers: Whether the reducer copies a gradient to its place, and the mean back, itself.
-    """
-
-    places: list[paddle.Tensor]
-    reducer: Reducer
-    takes_pointers: bool
-
-
-class Link(Protocol):
-    """Each of its methods but `tell` is collective.
-
-    Attributes:
-        path: Where gradients are averaged: "memory" or "group".
-    """
-
-    path: str
-    rank: int
-    world_size: int
-
-    def broadcast(self, tensors: Sequence[paddle.Tensor], root: int = 0) -> None:
-        """Replace the values of `tensors` by those of the rank `root`.
-
-        Example:
-            Rank 0 passes [[1.0, 2.0]] and rank 1 [[3.0, 4.0]]; afterwards both hold [[1.0, 2.0]].
-        """
-        ...
-
-    def sum(self, tensor: paddle.Tensor) -> None:
-        """Replace a contiguous tensor of float32 or float64 by its sum over the ranks."""
-        ...
+class Link(link.Link[paddle.Tensor], Protocol):
+    """A `Link` that gathers arrays, too."""
 
     def gather(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        """Arrays of all ranks, by rank, of one shape and dtype."""
+        """Arrays of all ranks, by rank, of one shape and dtype. Collective."""
         ...
 
-    def make_reduction(
-        self, plan: Plan, parameters: Sequence[paddle.Tensor], options: ReductionOptions
-    ) -> Reduction:
-        """An arena for this plan, filled with zeros, and what averages it."""
-        ...
-
-    def tell(self, activity: str) -> None:
-        """Let the errors of other ranks tell what this one was doing."""
+    def with_hook(self, hook: CommHook, process_group: Any) -> Link:
+        """See `paceline.reducer.link.Link`."""
         ...
 
 
@@ -109,10 +56,12 @@ class MemoryLink:
     """
 
     path = "memory"
+    wants_whole_buckets = False
 
     def __init__(self, core: _core.HostGroup, owner: object) -> None:
-        self.rank = core.rank
-        self.world_size = core.world_size
+        self.rank, self.world_size = core.rank, core.world_size
+        self.tell: Callable[[str], None] | None = core.set_activity
+        self.gather = functools.partial(gather_in_memory, core)
         self._core = core
         self._owner = owner
 
@@ -131,23 +80,24 @@ class MemoryLink:
         dtype = CORE_DTYPES[dtype_name(tensor.dtype)]
         self._core.all_reduce(tensor.data_ptr(), int(tensor.size), dtype, ReduceOp.SUM)
 
-    def gather(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        out = np.empty((self.world_size, *array.shape), array.dtype)
-        if array.nbytes:
-            self._core.all_gather(array.ctypes.data, out.ctypes.data, array.nbytes)
-        return out
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        return gather_bytes(self.gather, payload)
 
     def make_reduction(
-        self, plan: Plan, parameters: Sequence[paddle.Tensor], options: ReductionOptions
-    ) -> Reduction:
-        if options.hook is not None:
-            return _over_calls(MemoryCalls(self._core), plan, parameters, options)
+        self,
+        plan: Plan,
+        parameters: Sequence[paddle.Tensor],
+        options: ReductionOptions,
+        instead_of: Reduction[paddle.Tensor] | None = None,
+    ) -> Reduction[paddle.Tensor]:
+        if instead_of is not None:
+            instead_of.reducer.close()
         reducer = make_host_reducer(self._core, plan, gradients_in_arena=options.gradients_in_arena)
         places = shared_places(plan, parameters, reducer.arena_pointer, reducer)
-        return Reduction(places, reducer, takes_pointers=True)
+        return Reduction(plan, places, reducer, takes_pointers=True)
 
-    def tell(self, activity: str) -> None:
-        self._core.set_activity(activity)
+    def with_hook(self, hook: CommHook, process_group: Any) -> Link:
+        return HookLink(self, MemoryCalls(self._core), hook, process_group)
 
 
 class GroupLink:
@@ -158,10 +108,12 @@ class GroupLink:
     """
 
     path = "group"
+    wants_whole_buckets = False
 
     def __init__(self, calls: GroupCalls) -> None:
-        self.rank = calls.rank
-        self.world_size = calls.world_size
+        self.rank, self.world_size = calls.rank, calls.world_size
+        witness = calls.witness
+        self.tell: Callable[[str], None] | None = None if witness is None else witness.tell
         self._calls = calls
 
     def broadcast(self, tensors: Sequence[paddle.Tensor], root: int = 0) -> None:
@@ -189,25 +141,63 @@ class GroupLink:
     def gather(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         return self._calls.gather(array, "rows of sparse gradients")
 
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        return gather_bytes(self.gather, payload)
+
     def make_reduction(
-        self, plan: Plan, parameters: Sequence[paddle.Tensor], options: ReductionOptions
-    ) -> Reduction:
-        return _over_calls(self._calls, plan, parameters, options)
+        self,
+        plan: Plan,
+        parameters: Sequence[paddle.Tensor],
+        options: ReductionOptions,
+        instead_of: Reduction[paddle.Tensor] | None = None,
+    ) -> Reduction[paddle.Tensor]:
+        return _over(self._calls, Arena(plan, parameters), options)
 
-    def tell(self, activity: str) -> None:
-        if self._calls.witness is not None:
-            self._calls.witness.tell(activity)
+    def with_hook(self, hook: CommHook, process_group: Any) -> Link:
+        return HookLink(self, self._calls, hook, process_group)
 
 
-def _over_calls(
-    calls: GroupCalls, plan: Plan, parameters: Sequence[paddle.Tensor], options: ReductionOptions
-) -> Reduction:
-    arena, hook = Arena(plan, parameters), None
-    if options.hook is not None:
-        hook = BucketHook(options.hook, arena, parameters, calls, options.process_group)
+class HookLink:
+    """A `Link` that gives buckets to a user's hook, and leaves all else to another link.
+
+    Args:
+        link: The other one.
+        calls: Between the same ranks, for the hook.
+        hook: Averages buckets, which hold whole parameters.
+        process_group: Of the wrapped model, for the hook.
+    """
+
+    path = "group"
+    wants_whole_buckets = True
+
+    def __init__(self, link: Link, calls: GroupCalls, hook: CommHook, process_group: Any) -> None:
+        self.rank, self.world_size, self.tell = link.rank, link.world_size, link.tell
+        self.broadcast, self.sum, self.all_gather = link.broadcast, link.sum, link.all_gather
+        self.gather, self.with_hook = link.gather, link.with_hook
+        self._calls = calls
+        self._hook = hook
+        self._process_group = process_group
+
+    def make_reduction(
+        self,
+        plan: Plan,
+        parameters: Sequence[paddle.Tensor],
+        options: ReductionOptions,
+        instead_of: Reduction[paddle.Tensor] | None = None,
+    ) -> Reduction[paddle.Tensor]:
+        if instead_of is not None:
+            instead_of.reducer.close()
+        arena = Arena(plan, parameters)
+        hook = BucketHook(self._hook, arena, parameters, self._calls, self._process_group)
+        return _over(self._calls, arena, options, hook)
+
+
+def _over(
+    calls: GroupCalls, arena: Arena, options: ReductionOptions, hook: BucketHook | None = None
+) -> Reduction[paddle.Tensor]:
     transport = PaddleTransport(arena, calls, checks_finite=options.checks_finite, hook=hook)
-    reducer = EngineReducer(plan, transport, skip_unused=options.skip_unused)
-    return Reduction(arena.places, reducer, takes_pointers=False)
+    reducer = EngineReducer(arena.plan, transport, skip_unused=options.skip_unused)
+    return Reduction(arena.plan, arena.places, reducer, takes_pointers=False)
 
 
 def _copy(source: paddle.Tensor, target: paddle.Tensor) -> None:

@@ -25,9 +25,9 @@ from paceline.paddle.backward_calls import calls
 from paceline.paddle.config import DataParallelConfig
 from paceline.paddle.gradients import Gradients
 from paceline.paddle.hooks import listen
-from paceline.paddle.links import Link, Reduction, ReductionOptions
+from paceline.paddle.links import Link
 from paceline.paddle.outputs import may_hide_tensors, tensors_in
-from paceline.paddle.replica_state import gather_bytes, hash_model, make_sampler
+from paceline.paddle.replica_state import hash_model, make_sampler
 from paceline.paddle.sparse import average_rows
 from paceline.paddle.tensors import ManagedTensors
 from paceline.paddle.values import BufferSync
@@ -36,9 +36,10 @@ from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.drift import DriftWatch
 from paceline.reducer.end_of_backward import EndOfBackward
 from paceline.reducer.graphs import Graph, Graphs
+from paceline.reducer.link import Reduction, ReductionOptions
 from paceline.reducer.pass_errors import Judge, StaticGraph, names_by_rank
 from paceline.reducer.passes import BackwardPasses, FreshGradients
-from paceline.reducer.plan import Plan, complete_order, has_one_order, plan_buckets, plan_whole_buckets
+from paceline.reducer.plan import Plan, complete_order, has_one_order, plan_gradients
 from paceline.reducer.protocol import Reducer
 from paceline.reducer.replica_check import Entry
 from paceline.reducer.sharing import registry
@@ -66,8 +67,6 @@ class GradientPasses(BackwardPasses):
         self._tell = link.tell
         self._error: BaseException | None = None  # of a hook, which must not raise
         self._is_closed = self._has_ended = False
-        self._hook: CommHook | None = None
-        self._process_group: Any = None
         self.buffers = BufferSync(tensors, link, config.buffers, config.broadcast_buffers)
         self.gradients = FreshGradients(
             functools.partial(_fingerprint, tensors.trainable), functools.partial(_memory, tensors.trainable)
@@ -75,14 +74,13 @@ class GradientPasses(BackwardPasses):
         trainable = [*tensors.trainable, *tensors.sparse.values()]
         self.weights = PaddleWeights(trainable, self.state, self.keep_error, self._is_foreign)
         self.notes = _core.IterationNotes(None, make_sampler(tensors.trainable))
-        all_gather = functools.partial(gather_bytes, link)
-        self.drift = DriftWatch(config.check_replicas_every, self._hash_replica, all_gather)
+        self.drift = DriftWatch(config.check_replicas_every, self._hash_replica, link.all_gather)
         self._tensors = tensors
         self._link = link
         self._config = config
         self._all_names = [*tensors.names, *tensors.sparse]
         self._nonfinite_rows: list[tuple[int, int]] = []
-        self._static_graph = StaticGraph(tensors.names, all_gather) if config.static_graph else None
+        self._static_graph = StaticGraph(tensors.names, link.all_gather) if config.static_graph else None
         self._judge = Judge(
             self._all_names,
             link.world_size,
@@ -139,7 +137,7 @@ class GradientPasses(BackwardPasses):
     @property
     def path(self) -> str:
         """Where gradients are averaged: "memory" or "group"; a hook is as a group."""
-        return self._link.path if self._hook is None else "group"
+        return self._link.path
 
     @property
     def is_shared(self) -> bool:
@@ -380,48 +378,32 @@ class GradientPasses(BackwardPasses):
 
     def use_hook(self, hook: CommHook, process_group: Any) -> None:
         """Give every bucket to a hook from now on. Not within a pass; collective."""
-        self._hook, self._process_group = hook, process_group
+        self._link = self._link.with_hook(hook, process_group)
+        self._tell = self._link.tell
         self._replace(self._make_plan(list(self._plan.order)))
         self.is_order_final = self.is_order_final or has_one_order(self._plan)
 
     def _replace(self, plan: Plan) -> None:
-        before = self.reducer
+        reduction, before = self._reduction, self.reducer
         self._of_first = (before.squared_norm(), before.nonfinite())
         self._waited_before_s += before.waited_s
         must_move = self._own.any_in_arena
-        if not must_move:  # the arena is free, so there need never be two
-            before.close()
-        self._adopt(plan)
+        # Where the arena is free there need never be two.
+        self._adopt(plan, instead_of=None if must_move else reduction)
         if must_move:
             before.close()
 
-    def _adopt(self, plan: Plan) -> None:
+    def _adopt(self, plan: Plan, instead_of: Reduction[paddle.Tensor] | None = None) -> None:
+        config, parameters = self._config, self._tensors.trainable
+        finite = config.nonfinite != "ignore"
+        options = ReductionOptions(config.gradients_in_arena, finite, config.skip_unused)
         self._plan = plan
-        self._reduction: Reduction = self._link.make_reduction(
-            plan,
-            self._tensors.trainable,
-            ReductionOptions(
-                gradients_in_arena=self._config.gradients_in_arena,
-                checks_finite=self._config.nonfinite != "ignore",
-                skip_unused=self._config.skip_unused,
-                hook=self._hook,
-                process_group=self._process_group,
-            ),
-        )
+        self._reduction = self._link.make_reduction(plan, parameters, options, instead_of)
         self._own.adopt(self._reduction)
 
     def _make_plan(self, order: list[int] | None) -> Plan:
-        first, others = self._config.first_bucket_bytes, self._config.bucket_cap_bytes
-        caps = self._config.bucket_caps_bytes
-        if self._hook is not None:
-            return plan_whole_buckets(self._tensors.specs(), caps_bytes=caps or (first, others), order=order)
-        return plan_buckets(
-            self._tensors.specs(),
-            bucket_cap_bytes=others,
-            first_bucket_bytes=first,
-            order=order,
-            caps_bytes=caps,
-        )
+        whole = self._link.wants_whole_buckets
+        return plan_gradients(self._tensors.specs(), self._config, order, whole=whole)
 
 
 def _nothing() -> None:

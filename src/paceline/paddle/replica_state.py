@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import paddle
 
 from paceline import _core
 from paceline.paddle.arena import nbytes
-from paceline.paddle.links import Link
 from paceline.reducer.iteration_notes import places_to_sample, sample
 from paceline.reducer.replica_check import Entry, flattened, hash_of_plain
 
@@ -45,15 +43,6 @@ def hash_model(
     whole = [(value if value.place.is_cpu_place() else value.cpu()).contiguous() for _, _, value in named]
     hashes = _core.hash_all([each.data_ptr() for each in whole], [nbytes(each) for each in whole])
     return [*(Entry(kind, name, value) for (kind, name, _), value in zip(named, hashes, strict=True)), *plain]
-
-
-def gather_bytes(link: Link, payload: bytes) -> list[bytes]:
-    """Payloads of all ranks, of any lengths. Collective."""
-    lengths = link.gather(np.array([len(payload)], np.int64)).ravel()
-    own = np.zeros(max(1, int(lengths.max())), np.uint8)
-    own[: len(payload)] = np.frombuffer(payload, np.uint8)
-    rows = link.gather(own)
-    return [row[:length].tobytes() for row, length in zip(rows, lengths.tolist(), strict=True)]
 
 
 def _held_by(optimizer: Any, names: Mapping[str, str]) -> Iterator[tuple[str, Any]]:

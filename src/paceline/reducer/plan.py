@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from paceline.errors import ConfigError
 
@@ -189,6 +190,42 @@ def plan_whole_buckets(
     position = {index: place for place, index in enumerate(expected)}
     buckets.sort(key=lambda bucket: max(position[index] for index in bucket.parameters))
     return Plan(specs, expected, tuple(offsets), end, tuple(sections), tuple(buckets))
+
+
+class BucketCaps(Protocol):
+    """Largest sizes of buckets, as both wrappers' configs have them.
+
+    Attributes:
+        first_bucket_bytes: Of the first bucket.
+        bucket_cap_bytes: Of all others.
+        bucket_caps_bytes: Of the first, the second, ...; used instead of both, if there are any.
+    """
+
+    @property
+    def first_bucket_bytes(self) -> int: ...
+    @property
+    def bucket_cap_bytes(self) -> int: ...
+    @property
+    def bucket_caps_bytes(self) -> Sequence[int]: ...
+
+
+def plan_gradients(
+    parameters: Sequence[ParameterSpec], caps: BucketCaps, order: Sequence[int] | None, *, whole: bool
+) -> Plan:
+    """Where a model's gradients are averaged, and which together.
+
+    Args:
+        parameters: In registration order.
+        caps: Sizes of buckets.
+        order: Of the gradients; None: the reverse of registration.
+        whole: Whether a bucket must hold whole parameters.
+    """
+    first, others, all_caps = caps.first_bucket_bytes, caps.bucket_cap_bytes, caps.bucket_caps_bytes
+    if whole:
+        return plan_whole_buckets(parameters, caps_bytes=all_caps or (first, others), order=order)
+    return plan_buckets(
+        parameters, bucket_cap_bytes=others, first_bucket_bytes=first, order=order, caps_bytes=all_caps
+    )
 
 
 def has_one_order(plan: Plan) -> bool:

@@ -85,20 +85,21 @@ class Arena:
 
     @classmethod
     def allocate(
-        cls, plan: Plan, parameters: Sequence[torch.Tensor], instead_of: Arena | None = None
+        cls,
+        plan: Plan,
+        parameters: Sequence[torch.Tensor],
+        instead_of: tuple[Plan, Sequence[torch.Tensor]] | None = None,
     ) -> Arena:
         """An arena in memory of each section's own device, filled with zeros.
 
-        In that of another arena if there is one: another order of the same parameters has sections of the
-        same sizes.
+        In the sections of another plan if there is one: another order of the same parameters has sections of
+        the same sizes.
         """
         if instead_of is not None:
-            kinds = {
-                (s.dtype, s.device): memory
-                for s, memory in zip(instead_of.plan.sections, instead_of.sections)
-            }
+            before, sections = instead_of
+            kinds = {(s.dtype, s.device): memory for s, memory in zip(before.sections, sections)}
             return cls(plan, parameters, [kinds[s.dtype, s.device].zero_() for s in plan.sections])
-        sections = [
+        made = [
             torch.zeros(
                 (section.end_byte - section.begin_byte) // section.itemsize,
                 dtype=DTYPES[section.dtype],
@@ -106,7 +107,7 @@ class Arena:
             )
             for section in plan.sections
         ]
-        return cls(plan, parameters, sections)
+        return cls(plan, parameters, made)
 
     def bucket(self, number: int) -> torch.Tensor:
         """All elements of a bucket, flat."""

@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from paceline.reducer.buffer_policy import BufferPolicies
+from paceline.reducer.link import Link
 from paceline.torch.buffer_hook import BufferHook
 from paceline.torch.parameters import ManagedTensors
-from paceline.torch.peers import Peers
-from paceline.torch.reduction import ReductionFactory
 
 
 class BufferSync:
@@ -18,8 +17,7 @@ class BufferSync:
 
     Args:
         tensors: The model's.
-        peers: The ranks that train it.
-        factory: Moves bytes between them.
+        link: Between the ranks that train it.
         patterns: Policies by name pattern, as those of file names; the first match counts.
         broadcasts: Whether buffers that no pattern matches are broadcast after each pass.
 
@@ -30,15 +28,13 @@ class BufferSync:
     def __init__(
         self,
         tensors: ManagedTensors,
-        peers: Peers,
-        factory: ReductionFactory,
+        link: Link[torch.Tensor],
         patterns: Mapping[str, str],
         broadcasts: bool,
     ) -> None:
         self.hook: BufferHook | None = None
         self._tensors = tensors
-        self._peers = peers
-        self._factory = factory
+        self._link = link
         self._patterns = patterns
         self._broadcasts = broadcasts
         self._take_names()
@@ -78,7 +74,7 @@ class BufferSync:
         averaged = [buffer for name, buffer in now.items() if name in self._policies.averaged]
         # Counters and other integers have no mean.
         copied += [buffer for buffer in averaged if not buffer.is_floating_point()]
-        self._factory.broadcast_all(copied, root=active[0])
+        self._link.broadcast(copied, root=active[0])
         self._average([buffer for buffer in averaged if buffer.is_floating_point()], active)
 
     def _average(self, buffers: Sequence[torch.Tensor], active: Sequence[int]) -> None:
@@ -89,9 +85,9 @@ class BufferSync:
         with torch.no_grad():
             for (_, dtype), group in kinds.items():
                 flat = torch.cat([buffer.detach().to(dtype).flatten() for buffer in group])
-                if self._peers.rank not in active:
+                if self._link.rank not in active:
                     flat.zero_()
-                self._factory.sum(flat)
+                self._link.sum(flat)
                 flat /= len(active)
                 means = torch.split(flat, [buffer.numel() for buffer in group])
                 for buffer, mean in zip(group, means):

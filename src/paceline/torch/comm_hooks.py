@@ -70,7 +70,7 @@ class CommHooks:
             agree_on_hook(chosen, peers.exchange, peers.timeout_s)
         if self._passes is None:
             self._passes = self._begin_passes()
-        self._passes.use_hook(chosen)
+        self._passes.use_hook(chosen, peers.process_group)
         self._comm_hook = chosen
 
     def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:

@@ -30,10 +30,10 @@ from paceline.torch.compatible import hide_torchs_own, moved
 from paceline.torch.compiling import untraced, untraced_itself
 from paceline.torch.config import make_config
 from paceline.torch.copies import Copies
+from paceline.torch.links import connect
 from paceline.torch.parameters import ManagedTensors
 from paceline.torch.passes import GradientPasses
 from paceline.torch.peers import Peers, find_peers, known_exchange
-from paceline.torch.reduction import ReductionFactory
 from paceline.torch.regrouping import Regrouping
 from paceline.torch.uneven import Joining, Joins
 from paceline.torch.weights import Weight
@@ -219,12 +219,13 @@ class DistributedDataParallel(CommHooks, WrappedModel, Joins, Regrouping, Copies
     def _begin_passes(self, *, is_first: bool = True) -> GradientPasses:
         peers = self._peers
         assert peers is not None
-        factory = ReductionFactory(peers, self._tensors.device_kinds, self._config)
+        on_host = self._tensors.device_kinds == {"cpu"}
+        link = connect(peers, on_host=on_host, reduce_through=self._config.reduce_through)
         if self._config.init_sync and is_first:
             buffers = list(self._tensors.buffers.values()) if self._config.init_sync_buffers else []
             values = [*self._tensors.all_parameters.values(), *buffers]
-            factory.broadcast_all(values)
-        passes = GradientPasses(self._tensors, peers, factory, self._config)
+            link.broadcast(values)
+        passes = GradientPasses(self._tensors, link, self._config)
         if self._sample_rate is not None:
             passes.times.use_rate(self._sample_rate, passes.good_passes)
         # The hooks are the parameters', which may live on and be wrapped again.

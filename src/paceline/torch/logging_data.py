@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from paceline.torch.reduction import plan_parameters
+from paceline.reducer.plan import plan_gradients
 
 if TYPE_CHECKING:
     from paceline.reducer.plan import Bucket, Plan
@@ -94,12 +94,14 @@ def _of_construction(ddp: TorchNames) -> dict[str, Any]:
 
 
 def _of_buckets(ddp: TorchNames) -> dict[str, Any]:
-    first = plan_parameters(ddp._tensors, ddp._config, None, is_hooked=ddp._comm_hook is not None)
+    is_hooked = ddp._comm_hook is not None
+    specs = ddp._tensors.specs(ddp._config.reduce_dtype, complex_as_real=not is_hooked)
+    first = plan_gradients(specs, ddp._config, None, whole=is_hooked)
     facts: dict[str, Any] = {"bucket_sizes": _sizes(first)}
     passes = ddp._passes
     if passes is None or not passes.good_passes:
         return facts
-    now = passes.reduction.arena.plan
+    now = passes.reduction.plan
     unused = passes.reducer.unused(ddp._peers.rank) if ddp._peers is not None else []
     return facts | {
         "has_rebuilt_buckets": int(passes.is_order_final),

@@ -21,9 +21,10 @@ from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.drift import DriftWatch
 from paceline.reducer.frozen import digest_of
 from paceline.reducer.graphs import Graph, Graphs
+from paceline.reducer.link import Link, Reduction, ReductionOptions
 from paceline.reducer.pass_errors import GraphVariety, Judge, StaticGraph, names_by_rank
 from paceline.reducer.passes import BackwardPasses, FreshGradients
-from paceline.reducer.plan import Plan, complete_order, has_one_order
+from paceline.reducer.plan import Plan, complete_order, has_one_order, plan_gradients
 from paceline.reducer.protocol import Reducer
 from paceline.reducer.replica_check import Entry
 from paceline.reducer.sharing import registry
@@ -48,8 +49,6 @@ from paceline.torch.late import LateGradients
 from paceline.torch.optimizer_in_backward import Steppers, step_in_backward, take_over_optimizers
 from paceline.torch.parameters import ManagedTensors
 from paceline.torch.pass_times import PassTimes, profiled
-from paceline.torch.peers import Peers
-from paceline.torch.reduction import Reduction, ReductionFactory
 from paceline.torch.replica_state import hash_model, make_notes
 from paceline.torch.sparse import SparseMeans
 from paceline.torch.weights import TorchWeights
@@ -60,8 +59,7 @@ class GradientPasses(BackwardPasses):
 
     Args:
         tensors: The model's.
-        peers: The ranks that train it.
-        factory: Makes the memory and the reducer of each plan.
+        link: Between the ranks that train it.
         config: Of the wrapped model.
 
     Attributes:
@@ -73,21 +71,18 @@ class GradientPasses(BackwardPasses):
     buffers: BufferSync
     _config: DDPConfig
 
-    def __init__(
-        self, tensors: ManagedTensors, peers: Peers, factory: ReductionFactory, config: DDPConfig
-    ) -> None:
-        super().__init__(tensors.names, peers.rank, peers.world_size)
-        self.buffers = BufferSync(tensors, peers, factory, config.buffers, config.broadcast_buffers)
+    def __init__(self, tensors: ManagedTensors, link: Link[torch.Tensor], config: DDPConfig) -> None:
+        super().__init__(tensors.names, link.rank, link.world_size)
+        self.buffers = BufferSync(tensors, link, config.buffers, config.broadcast_buffers)
         self.gradients = FreshGradients(
             functools.partial(_fingerprint, tensors.trainable), functools.partial(_memory, tensors.trainable)
         )
         self.weights = TorchWeights(tensors.trainable, self.state)
         self.notes = make_notes(tensors.trainable)
-        self.drift = DriftWatch(config.check_replicas_every, self._hash_replica, factory.all_gather)
+        self.drift = DriftWatch(config.check_replicas_every, self._hash_replica, link.all_gather)
         self._tensors = tensors
-        self._peers = peers
-        self._factory = factory
-        self._tell = factory.tell
+        self._link = link
+        self._tell = link.tell
         self.times = PassTimes(is_timing=tensors.device_kinds == {"cpu"})
         self._variety = GraphVariety(len(tensors.names) - len(tensors.delayed))
         self._last_hooks: LastHooks | None = None
@@ -99,9 +94,9 @@ class GradientPasses(BackwardPasses):
         self.use_config(config)
         self.graphs = Graphs(self.close)
         self._in_backward: Steppers = []
-        self._sparse = SparseMeans([(i, tensors.trainable[i]) for i in sorted(tensors.sparse)], factory)
-        self._plan = factory.plan(tensors, None)
-        self._reduction = factory.make(self._plan, tensors.trainable)
+        self._sparse = SparseMeans([(i, tensors.trainable[i]) for i in sorted(tensors.sparse)], link)
+        self._plan = self._make_plan(None)
+        self._reduction = link.make_reduction(self._plan, tensors.trainable, self._options)
         self.is_order_final = has_one_order(self._plan)
         self._shared: set[int] = set()
         registry.join(self)
@@ -115,11 +110,11 @@ class GradientPasses(BackwardPasses):
             self.state, self._hand_over, self._tensors.delayed, is_learning=config.static_graph
         )
         self._static_graph = (
-            StaticGraph(self._tensors.names, self._factory.all_gather) if config.static_graph else None
+            StaticGraph(self._tensors.names, self._link.all_gather) if config.static_graph else None
         )
         self._judge = Judge(
             self._tensors.names,
-            self._peers.world_size,
+            self._link.world_size,
             allow_unused=config.allow_unused,
             nonfinite=config.nonfinite,
             static_graph=self._static_graph,
@@ -141,10 +136,10 @@ class GradientPasses(BackwardPasses):
     @property
     def path(self) -> str:
         """Where gradients are averaged: "memory" or "group"."""
-        return self._factory.path
+        return self._link.path
 
     @property
-    def reduction(self) -> Reduction:
+    def reduction(self) -> Reduction[torch.Tensor]:
         return self._reduction
 
     @property
@@ -269,7 +264,7 @@ class GradientPasses(BackwardPasses):
             self.state.status.frozen = digest_of(idle)
         for index in idle:  # what is left there stays as it is, while their places become zeros
             parameter = self._tensors.trainable[index]
-            if parameter.grad is self._reduction.arena.views[index]:
+            if parameter.grad is self._reduction.places[index]:
                 parameter.grad = parameter.grad.clone()
 
     def _refuse_changed(self) -> None:
@@ -296,7 +291,7 @@ class GradientPasses(BackwardPasses):
         arena each counts its own.
         """
         handed, gradient = self.state.handed, self.state.handed[index]
-        if gradient is self._reduction.arena.views[index]:
+        if gradient is self._reduction.places[index]:
             return False
         storage = gradient.untyped_storage().data_ptr()
         others = [handed[other] for other in handed if other != index]
@@ -319,14 +314,14 @@ class GradientPasses(BackwardPasses):
         self._hooks[index](self._tensors.trainable[index])
 
     def _clear_place(self, index: int) -> None:
-        self._reduction.arena.views[index].zero_()
+        self._reduction.places[index].zero_()
 
     def _gradients_to_keep(self) -> dict[int, Any]:
         kept: dict[int, Any] = {}
         for index, parameter in enumerate(self._tensors.trainable):
             gradient = parameter.grad
             if gradient is not None:
-                is_at_home = gradient is self._reduction.arena.views[index]
+                is_at_home = gradient is self._reduction.places[index]
                 kept[index] = (gradient.clone() if is_at_home else gradient, is_at_home)
         return kept
 
@@ -334,7 +329,7 @@ class GradientPasses(BackwardPasses):
         for index, parameter in enumerate(self._tensors.trainable):
             gradient, is_at_home = gradients.get(index, (None, False))
             if is_at_home:  # in the place of the plan that is in use now
-                gradient = self._reduction.arena.views[index].copy_(gradient)
+                gradient = self._reduction.places[index].copy_(gradient)
             parameter.grad = gradient
 
     def _sync_others(self) -> None:
@@ -346,7 +341,7 @@ class GradientPasses(BackwardPasses):
     def broadcast_model(self, root: int) -> None:
         """Give every rank the parameters and buffers of the rank `root`. Collective."""
         tensors = [*self._tensors.all_parameters.values(), *self._tensors.current_buffers().values()]
-        self._factory.broadcast_all(tensors, root)
+        self._link.broadcast(tensors, root)
 
     def _hash_replica(self, optimizer: Any) -> Sequence[Entry]:
         now, in_step = self._tensors.current_buffers(), self.buffers.in_step
@@ -378,7 +373,7 @@ class GradientPasses(BackwardPasses):
         step_in_backward(self._in_backward)
 
     def _place_means(self) -> None:
-        state, views = self.state, self._reduction.arena.views
+        state, views = self.state, self._reduction.places
         is_complete = len(state.handed) == len(views)
         if is_complete and not state.staged:
             return
@@ -399,17 +394,17 @@ class GradientPasses(BackwardPasses):
         self.is_order_final = True
         count = len(self._tensors.trainable)
         payload = torch.frombuffer(array("i", complete_order(order, count)), dtype=torch.uint8)
-        self._factory.broadcast(payload)
-        plan = self._factory.plan(self._tensors, payload.view(torch.int32).tolist())
+        self._link.broadcast([payload])
+        plan = self._make_plan(payload.view(torch.int32).tolist())
         if plan == self._plan:
             return
         self._replace_reduction(plan)
 
-    def use_hook(self, hook: CommHook) -> None:
+    def use_hook(self, hook: CommHook, process_group: Any) -> None:
         """Give every bucket to a hook from now on. Collective."""
-        self._factory.hook = hook
-        self._tell = self._factory.tell
-        self._replace_reduction(self._factory.plan(self._tensors, list(self._plan.order)))
+        self._link = self._link.with_hook(hook, process_group)
+        self._tell = self._link.tell
+        self._replace_reduction(self._make_plan(list(self._plan.order)))
         self.is_order_final = self.is_order_final or has_one_order(self._plan)
 
     def _replace_reduction(self, plan: Plan) -> None:
@@ -418,22 +413,35 @@ class GradientPasses(BackwardPasses):
         self._waited_before_s += before.reducer.waited_s
         self._plan = plan
         if self._config.gradients_in_arena:
-            self._reduction = self._factory.make(plan, self._tensors.trainable)
+            self._reduction = self._link.make_reduction(plan, self._tensors.trainable, self._options)
             self._move_gradients(before)
             before.reducer.close()
         else:  # the arena is free, so there need never be two
-            self._reduction = self._factory.make(plan, self._tensors.trainable, instead_of=before)
+            self._reduction = self._link.make_reduction(
+                plan, self._tensors.trainable, self._options, instead_of=before
+            )
         self._install_hooks()
 
-    def _move_gradients(self, before: Reduction) -> None:
-        views = zip(self._tensors.trainable, before.arena.views, self._reduction.arena.views)
+    @property
+    def _options(self) -> ReductionOptions:
+        config = self._config
+        finite = config.nonfinite != "ignore"
+        return ReductionOptions(config.gradients_in_arena, finite, config.skip_unused)
+
+    def _make_plan(self, order: list[int] | None) -> Plan:
+        whole = self._link.wants_whole_buckets
+        specs = self._tensors.specs(self._config.reduce_dtype, complex_as_real=not whole)
+        return plan_gradients(specs, self._config, order, whole=whole)
+
+    def _move_gradients(self, before: Reduction[torch.Tensor]) -> None:
+        views = zip(self._tensors.trainable, before.places, self._reduction.places)
         for parameter, old, new in views:
             if parameter.grad is old:
                 parameter.grad = new.copy_(old)
 
     def _install_hooks(self) -> None:
         self._remove_hooks()
-        reducer, views = self._reduction.reducer, self._reduction.arena.views
+        reducer, views = self._reduction.reducer, self._reduction.places
         places = zip(self._tensors.names, self._tensors.trainable, views)
         self._hooks = [
             self._kind_of_hook(index, parameter, view)(
@@ -466,7 +474,7 @@ class GradientPasses(BackwardPasses):
         if self._reduction.takes_pointers:
             return copy_hook if parameter.is_complex() else pointer_hook
         if self._config.batched_copies:
-            return functools.partial(copy_hook, put=self._reduction.arena.copies.add)
+            return functools.partial(copy_hook, put=self._reduction.put)
         return copy_hook
 
 

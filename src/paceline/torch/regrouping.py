@@ -83,7 +83,7 @@ class Regrouping:
         if self._comm_hook is not None:
             if self._passes is None:  # alone
                 self._passes = self._begin_passes(is_first=False)
-            self._passes.use_hook(self._comm_hook)
+            self._passes.use_hook(self._comm_hook, peers.process_group)
         if self._passes is not None:
             self._passes.good_passes = self._good_passes
             if before is not None:
@@ -103,6 +103,6 @@ def _leave_arena(passes: GradientPasses) -> None:
 
     A rank that was stopped, and whom this one has given up, may still write there.
     """
-    for parameter, place in zip(passes.trainable, passes.reduction.arena.views):
+    for parameter, place in zip(passes.trainable, passes.reduction.places):
         if parameter.grad is place:
             parameter.grad = place.clone()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.torch.reduction import ReductionFactory
+from paceline.reducer.link import Link
 
 _HEADER = struct.Struct("<d?qq")
 
@@ -33,16 +33,16 @@ class SparseMeans:
 
     Args:
         parameters: Those that have them, and their indices in the plan.
-        factory: Moves bytes between the ranks.
+        link: Between the ranks.
 
     Attributes:
         squared_norm: Of the last pass's means.
         nonfinite: (rank, parameter) of each gradient of the last pass that was not finite.
     """
 
-    def __init__(self, parameters: Sequence[tuple[int, torch.Tensor]], factory: ReductionFactory) -> None:
+    def __init__(self, parameters: Sequence[tuple[int, torch.Tensor]], link: Link[torch.Tensor]) -> None:
         self._parameters = parameters
-        self._factory = factory
+        self._link = link
         self.squared_norm = 0.0
         self.nonfinite: list[tuple[int, int]] = []
 
@@ -59,7 +59,7 @@ class SparseMeans:
         """
         self.squared_norm, self.nonfinite = 0.0, []
         for index, parameter in self._parameters:
-            payloads = self._factory.all_gather(_pack(parameter.grad if has_data else None, weight))
+            payloads = self._link.all_gather(_pack(parameter.grad if has_data else None, weight))
             rows = [_unpack(payload, parameter) for payload in payloads]
             self.nonfinite += [
                 (rank, index)

@@ -1,0 +1,173 @@
+"""What moves values and gradients between the ranks of one model, whoever they are.
+
+The one idea: the memory that the ranks of one host share and a process group of the framework do the same few
+things, so nothing above knows which it is. Each front end has a `MemoryLink` and a `GroupLink`, and one that
+gives buckets to a user's hook and leaves all else to another link. A link between hosts, each of which shares
+memory, would be one more: it makes reductions whose reducer sums within a host first.
+
+Imports numpy, the core and its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+
+from paceline import _core
+from paceline.reducer.comm_hooks import CommHook
+from paceline.reducer.plan import Plan
+from paceline.reducer.protocol import Reducer
+
+_Tensor = TypeVar("_Tensor")
+
+# kernels.h: enum class DType.
+CORE_DTYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3}
+"""Gradients that the core averages."""
+
+
+@dataclass(frozen=True)
+class ReductionOptions:
+    """How gradients are to be averaged.
+
+    Attributes:
+        gradients_in_arena: They will live in the arena. Not asked where a group averages.
+        checks_finite: Look for infinities and NaNs. In memory that costs nothing, and is always done.
+        skip_unused: Don't send buckets that no rank used in the pass before. In memory nothing is sent.
+    """
+
+    gradients_in_arena: bool
+    checks_finite: bool
+    skip_unused: bool
+
+
+@dataclass(frozen=True)
+class Reduction(Generic[_Tensor]):
+    """The gradients' memory and who averages it; made anew whenever the plan changes.
+
+    Attributes:
+        plan: Of the arena.
+        places: Each parameter's place in the arena, by index.
+        reducer: Averages the places over the ranks.
+        takes_pointers: Whether the reducer copies a gradient to its place, and the mean back, itself.
+        sections: Memory of the arena that another plan of the same parameters may use again.
+        put: Copies a gradient (its second argument) to its place, a bucket at a time; None: nobody does.
+    """
+
+    plan: Plan
+    places: Sequence[_Tensor]
+    reducer: Reducer
+    takes_pointers: bool
+    sections: Sequence[_Tensor] = ()
+    put: Callable[[_Tensor, _Tensor], None] | None = None
+
+
+class Link(Protocol[_Tensor]):
+    """Between all ranks that train a model. Its methods are collective, but for `tell` and `with_hook`.
+
+    Attributes:
+        path: Where gradients are averaged: "memory" or "group"; a hook counts as a group.
+        wants_whole_buckets: Whether a bucket must hold whole parameters, for a hook to look at.
+    """
+
+    path: str
+    rank: int
+    world_size: int
+    wants_whole_buckets: bool
+
+    @property
+    def tell(self) -> Callable[[str], None] | None:
+        """Lets the errors of other ranks tell what this one was doing; None: they can't."""
+        ...
+
+    def broadcast(self, tensors: Sequence[_Tensor], root: int = 0) -> None:
+        """Replace the values of `tensors` by those of the rank `root`.
+
+        Example:
+            Rank 0 passes [[1.0, 2.0]] and rank 1 [[3.0, 4.0]]; afterwards both hold [[1.0, 2.0]].
+        """
+        ...
+
+    def sum(self, tensor: _Tensor) -> None:
+        """Replace a contiguous tensor of float32 or float64 by its sum over the ranks."""
+        ...
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        """Payloads of all ranks, by rank, of any lengths."""
+        ...
+
+    def make_reduction(
+        self,
+        plan: Plan,
+        parameters: Sequence[_Tensor],
+        options: ReductionOptions,
+        instead_of: Reduction[_Tensor] | None = None,
+    ) -> Reduction[_Tensor]:
+        """An arena for this plan, filled with zeros, and what averages it.
+
+        Args:
+            plan: The same on all ranks.
+            parameters: Those that the plan lists.
+            options: The same on all ranks.
+            instead_of: The reduction of another plan, which is over: it is closed, or its memory used again.
+        """
+        ...
+
+    def with_hook(self, hook: CommHook, process_group: Any) -> Link[_Tensor]:
+        """A link that gives buckets to a hook of the user's, and does all else as this one.
+
+        Args:
+            hook: The same on all ranks.
+            process_group: Of the wrapped model, for the hook.
+        """
+        ...
+
+
+def make_host_reducer(group: _core.HostGroup, plan: Plan, *, gradients_in_arena: bool) -> _core.Reducer:
+    """An arena in the memory of `group`, filled with zeros, and what averages it. Collective.
+
+    Args:
+        group: All ranks that train the model.
+        plan: The same on all ranks.
+        gradients_in_arena: Gradients will live in the arena; else they are handed over by pointer.
+
+    Example:
+        Both ranks write 1 and 3 at `plan.offsets[0]` after `reducer.arena_pointer`, call
+        `reducer.mark_ready(0, 0)` and `reducer.finish(PassStatus(1), False)`, and find 2 there.
+    """
+    return _core.Reducer(
+        group,
+        plan.arena_bytes,
+        list(plan.offsets),
+        [spec.numel for spec in plan.parameters],
+        [CORE_DTYPES[spec.dtype] for spec in plan.parameters],
+        [(bucket.begin_byte, bucket.end_byte) for bucket in plan.buckets],
+        assigns_chunks=not gradients_in_arena,
+    )
+
+
+Gather = Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]
+"""Arrays of all ranks, by rank, of one shape and dtype. Collective."""
+
+
+def gather_in_memory(core: _core.HostGroup, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """A `Gather` through the memory of a host."""
+    out = np.empty((core.world_size, *array.shape), array.dtype)
+    if array.nbytes:
+        core.all_gather(array.ctypes.data, out.ctypes.data, array.nbytes)
+    return out
+
+
+def gather_bytes(gather: Gather, payload: bytes) -> list[bytes]:
+    """Payloads of all ranks, by rank, of any lengths. Collective.
+
+    Example:
+        Rank 0 passes b"a" and rank 1 b"bc"; both get [b"a", b"bc"].
+    """
+    lengths = gather(np.array([len(payload)], np.int64)).ravel()
+    own = np.zeros(max(1, int(lengths.max())), np.uint8)
+    own[: len(payload)] = np.frombuffer(payload, np.uint8)
+    rows = gather(own)
+    return [row[:length].tobytes() for row, length in zip(rows, lengths.tolist(), strict=True)]
