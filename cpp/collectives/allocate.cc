@@ -2,6 +2,9 @@
 //
 // Rank 0 decides where, between two meetings; each rank then reserves its own
 // share, and a third meeting tells all of them whether somebody could not.
+#include <errno.h>
+#include <string.h>
+
 #include <algorithm>
 #include <string>
 
@@ -9,56 +12,58 @@
 
 namespace paceline {
 
-// First fit in the gaps between the blocks that are in use.
-std::optional<size_t> HostGroup::find_heap_space(size_t bytes) const {
-  std::vector<std::pair<size_t, size_t>> used;
-  for (const Block& block : blocks_) {
-    const size_t length = block.bytes.load(std::memory_order_acquire);
-    if (length != 0)
-      used.emplace_back(block.offset.load(std::memory_order_relaxed), length);
+void HostGroup::own_block(size_t offset, uint32_t entry) {
+  const std::lock_guard lock(own_blocks_mutex_);
+  own_blocks_[offset] = entry;
+}
+
+std::optional<uint32_t> HostGroup::disown_block(size_t offset) {
+  const std::lock_guard lock(own_blocks_mutex_);
+  const auto found = own_blocks_.find(offset);
+  if (found == own_blocks_.end()) return std::nullopt;
+  const uint32_t entry = found->second;
+  own_blocks_.erase(found);
+  return entry;
+}
+
+// Takes the blocks that no rank uses any more off their list.
+void HostGroup::reclaim_blocks() {
+  // Acquire: pairs with the release in free().
+  uint32_t first = header_->freed_blocks.exchange(0, std::memory_order_acquire);
+  while (first != 0) {
+    const uint32_t entry = first - 1;
+    Block& block = blocks_[entry];
+    const size_t offset = block.offset.load(std::memory_order_relaxed);
+    const size_t length = block.bytes.load(std::memory_order_relaxed);
+    first = block.next.load(std::memory_order_relaxed);
+    for (int r = 0; r < world(); ++r)
+      region_->release(layout_.slab_at(r) + offset, length);
+    block.bytes.store(0, std::memory_order_relaxed);
+    free_space_.give_back(offset, length);
+    free_blocks_.push_back(entry);
   }
-  std::sort(used.begin(), used.end());
-  size_t at = round_up(layout_.heap_at(), page_bytes());
-  for (const auto& [offset, length] : used) {
-    if (offset - at >= bytes) break;
-    at = offset + length;
-  }
-  if (bytes > layout_.slab_bytes || at > layout_.slab_bytes - bytes)
-    return std::nullopt;
-  return at;
 }
 
 // By rank 0, because garbage collectors free in another order on each rank.
 void HostGroup::decide_allocation(size_t length) {
+  reclaim_blocks();
   uint32_t entry = kNoBlockLeft;
-  for (uint32_t i = 0; i < kMaxBlocks; ++i) {
-    Block& block = blocks_[i];
-    const size_t old_length = block.bytes.load(std::memory_order_relaxed);
-    // Acquire: pairs with the release in free(); no rank uses it any more.
-    if (old_length != 0 && block.owners.load(std::memory_order_acquire) == 0) {
-      const size_t offset = block.offset.load(std::memory_order_relaxed);
-      for (int r = 0; r < world(); ++r)
-        region_->release(layout_.slab_at(r) + offset, old_length);
-      block.bytes.store(0, std::memory_order_relaxed);
+  if (!free_blocks_.empty()) {
+    const std::optional<size_t> offset = free_space_.take(length);
+    entry = offset ? free_blocks_.back() : kNoRoom;
+    try {  // for all ranks at once: each by itself would find enough
+      if (offset) Region::check_memory(uint64_t{length} * header_->world);
+    } catch (const Failure&) {
+      free_space_.give_back(*offset, length);
+      entry = kNoMemoryLeft;
     }
-    if (block.bytes.load(std::memory_order_relaxed) == 0 &&
-        entry == kNoBlockLeft)
-      entry = i;
+    if (entry < kMaxBlocks) {
+      free_blocks_.pop_back();
+      blocks_[entry].offset.store(*offset, std::memory_order_relaxed);
+      blocks_[entry].owners.store(header_->world, std::memory_order_relaxed);
+      blocks_[entry].bytes.store(length, std::memory_order_release);
+    }
   }
-  const std::optional<size_t> offset = find_heap_space(length);
-  if (!offset && entry < kMaxBlocks) entry = kNoRoom;
-  try {  // for all ranks at once: each by itself would find enough
-    if (entry < kMaxBlocks)
-      Region::check_memory(uint64_t{length} * header_->world);
-  } catch (const Failure&) {
-    entry = kNoMemoryLeft;
-  }
-  if (entry < kMaxBlocks) {
-    blocks_[entry].offset.store(*offset, std::memory_order_relaxed);
-    blocks_[entry].owners.store(header_->world, std::memory_order_relaxed);
-    blocks_[entry].bytes.store(length, std::memory_order_release);
-  }
-  header_->allocation_failures.store(0, std::memory_order_relaxed);
   header_->allocated_block.store(entry, std::memory_order_release);
 }
 
@@ -90,6 +95,7 @@ size_t HostGroup::allocate(size_t bytes, double timeout_s) {
                              std::to_string(layout_.slab_bytes)};
   }
   const size_t offset = blocks_[entry].offset.load(std::memory_order_relaxed);
+  own_block(offset, entry);
   std::optional<Failure> own_failure;
   try {
     fault_point(Point::kAllocate);
@@ -97,34 +103,63 @@ size_t HostGroup::allocate(size_t bytes, double timeout_s) {
   } catch (const Failure& failure) {
     if (failure.reason != Reason::kNoMemory) throw;
     own_failure = failure;
-    header_->allocation_failures.fetch_add(1, std::memory_order_relaxed);
   }
+  const int error = !own_failure                     ? 0
+                    : own_failure->error_number != 0 ? own_failure->error_number
+                                                     : ENOMEM;
+  lines_[static_cast<size_t>(rank_)].allocation_error.store(
+      static_cast<uint32_t>(error), std::memory_order_relaxed);
   meet();
-  const uint32_t failures =
-      header_->allocation_failures.load(std::memory_order_relaxed);
-  if (failures == 0) return offset;
-  free(offset);
-  if (own_failure) throw *own_failure;
-  throw Failure{.reason = Reason::kNoMemory,
-                .message = std::to_string(failures) + " of " +
-                           std::to_string(world()) +
-                           " ranks could not reserve " +
-                           std::to_string(length) + " bytes"};
+  try {
+    check_reserved(length, own_failure);
+  } catch (const Failure&) {
+    free(offset);
+    throw;
+  }
+  return offset;
+}
+
+// Throws on every rank if one could not reserve its share, and names it. `own`
+// is why this one could not.
+void HostGroup::check_reserved(size_t length,
+                               const std::optional<Failure>& own) const {
+  Failure failure{.reason = Reason::kNoMemory};
+  for (int r = 0; r < world(); ++r) {
+    const auto error = static_cast<int>(
+        line(r).allocation_error.load(std::memory_order_relaxed));
+    if (error == 0) continue;
+    if (failure.culprit < 0) {
+      failure.culprit = r;
+      failure.error_number = error;
+    } else {
+      failure.message += '\n';
+    }
+    failure.late[r / 64] |= uint64_t{1} << (r % 64);
+    failure.message += "rank " + std::to_string(r) + " could not reserve " +
+                       std::to_string(length) + " bytes: ";
+    failure.message += r == rank_ ? own->message : strerror(error);
+  }
+  if (failure.culprit < 0) return;
+  if (own) failure.error_number = own->error_number;
+  throw failure;
 }
 
 void HostGroup::free(size_t offset, bool others_still_read) {
   if (is_forked()) return;
-  for (Block& block : blocks_) {
-    const size_t length = block.bytes.load(std::memory_order_acquire);
-    if (length == 0 || block.offset.load(std::memory_order_relaxed) != offset)
-      continue;
-    if (block.owners.load(std::memory_order_relaxed) == 0)
-      continue;  // an older block, not reclaimed yet
-    if (!others_still_read)
-      region_->release(layout_.slab_at(rank_) + offset, length);
-    block.owners.fetch_sub(1, std::memory_order_release);
-    return;
+  const std::optional<uint32_t> entry = disown_block(offset);
+  if (!entry) return;
+  Block& block = blocks_[*entry];
+  if (!others_still_read) {
+    region_->release(layout_.slab_at(rank_) + offset,
+                     block.bytes.load(std::memory_order_relaxed));
   }
+  // acq_rel: the last rank to come here tells rank 0 for all of them.
+  if (block.owners.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+  uint32_t first = header_->freed_blocks.load(std::memory_order_relaxed);
+  do {
+    block.next.store(first, std::memory_order_relaxed);
+  } while (!header_->freed_blocks.compare_exchange_weak(
+      first, *entry + 1, std::memory_order_release, std::memory_order_relaxed));
 }
 
 }  // namespace paceline

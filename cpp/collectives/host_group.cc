@@ -74,6 +74,13 @@ void HostGroup::attach(const uint64_t nonce[2]) {
     memcpy(own.affinity, &affinity, sizeof(affinity));
     own.affinity_known.store(1, std::memory_order_release);
   }
+  if (rank_ == 0) {
+    const size_t heap_at = round_up(layout_.heap_at(), page_bytes());
+    if (heap_at < layout_.slab_bytes)
+      free_space_.give_back(heap_at, layout_.slab_bytes - heap_at);
+    for (size_t i = kMaxBlocks; i > 0; --i)
+      free_blocks_.push_back(static_cast<uint32_t>(i - 1));
+  }
   transfers_ = std::make_unique<Transfers>(*this);
   keeper_ = std::make_unique<Keeper>(*header_, lines_, rank_, region_.get());
   header_->attached.fetch_add(1, std::memory_order_seq_cst);

@@ -13,11 +13,14 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
+#include "collectives/free_space.h"
 #include "collectives/point_to_point.h"
 #include "collectives/turn.h"
 #include "core/clock.h"
@@ -236,8 +239,11 @@ class HostGroup {
 
   [[noreturn]] void fail_from_abort(double waited_s) const;
   [[noreturn]] void fail_deadline(const Failure& so_far);
-  std::optional<size_t> find_heap_space(size_t bytes) const;
+  void reclaim_blocks();
   void decide_allocation(size_t length);
+  void own_block(size_t offset, uint32_t entry);
+  std::optional<uint32_t> disown_block(size_t offset);
+  void check_reserved(size_t length, const std::optional<Failure>& own) const;
 
   std::shared_ptr<Region> region_;
   GroupOptions options_;
@@ -247,6 +253,14 @@ class HostGroup {
   Header* header_ = nullptr;
   std::byte* first_slab_ = nullptr;
   std::span<Block> blocks_;
+  /// What only rank 0 knows, which decides: the free part of the slabs, and
+  /// blocks without an array.
+  FreeSpace<> free_space_;
+  std::vector<uint32_t> free_blocks_;
+  /// Of the arrays that this rank has not freed, by offset. A garbage collector
+  /// may free one while another thread allocates.
+  std::unordered_map<size_t, uint32_t> own_blocks_;
+  std::mutex own_blocks_mutex_;
   std::span<RankLine> lines_;
   std::unique_ptr<Keeper> keeper_;
   std::unique_ptr<Transfers> transfers_;

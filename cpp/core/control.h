@@ -22,7 +22,7 @@
 namespace paceline {
 
 inline constexpr uint64_t kMagic = 0x31656e696c656361;  // "aceline1"
-inline constexpr uint32_t kAbiVersion = 2;
+inline constexpr uint32_t kAbiVersion = 3;
 inline constexpr int kMaxWorld = kSmaller > 1 ? 8 : 128;
 inline constexpr size_t kMaxBlocks = 4096 / kSmaller;
 
@@ -88,6 +88,7 @@ struct Block {
   Atomic<uint64_t> offset;  ///< in the slab
   Atomic<uint64_t> bytes;   ///< 0: the entry is free
   Atomic<uint32_t> owners;  ///< ranks that have not freed it
+  Atomic<uint32_t> next;    ///< of Header::freed_blocks
 };
 
 inline constexpr uint32_t kNoRoom = kMaxBlocks;
@@ -114,7 +115,9 @@ struct Header {
   /// Result of an allocation, decided by rank 0 between two barriers: the
   /// block's number, kNoRoom, kNoMemoryLeft or kNoBlockLeft.
   alignas(kLineBytes) Atomic<uint32_t> allocated_block;
-  Atomic<uint32_t> allocation_failures;
+  /// Blocks that all ranks have freed, for rank 0 to use again: 0, or one more
+  /// than the number of the first, which names the next.
+  Atomic<uint32_t> freed_blocks;
 };
 
 /// States of RankLine::life beyond the holder's thread id and the kernel's
@@ -180,6 +183,9 @@ struct alignas(kLineBytes) RankLine {
   double waited_s;
   /// Has raised because of `abort`.
   Atomic<uint32_t> is_informed;
+  /// Why this rank could not reserve its share of the last allocation: an
+  /// errno; 0: it could. Written before the last meeting of that call.
+  Atomic<uint32_t> allocation_error;
   /// Why this rank raised, when `abort` names it.
   char message[1024];
   /// What the rank was last doing, in words.

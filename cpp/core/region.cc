@@ -85,7 +85,7 @@ void on_fork() {
   forked_away.forget_walkers();
   forked_away.visit([&](const ForkedAway& each) {
     if (each.generation != generation) return;  // of the parent's parent
-    close(each.fd);
+    each.file.close();
     if (each.data == nullptr) return;
     // Linux before 4.17 takes MAP_FIXED_NOREPLACE as a hint.
     void* const taken =
@@ -153,19 +153,20 @@ Region::Region(int fd) : fork_generation_(fork_generation()) {
                   .message = "the shared region is not sealed"};
   }
   size_ = static_cast<size_t>(status.st_size);
-  fd_ = fcntl(fd, F_DUPFD_CLOEXEC, 3);
-  if (fd_ < 0) no_memory("duplicating the shared region's descriptor", errno);
+  const int own = fcntl(fd, F_DUPFD_CLOEXEC, 3);
+  if (own < 0) no_memory("duplicating the shared region's descriptor", errno);
+  file_ = Descriptor::of(own);
   void* mapped = mmap(nullptr, size_, PROT_READ | PROT_WRITE,
-                      MAP_SHARED | MAP_NORESERVE, fd_, 0);
+                      MAP_SHARED | MAP_NORESERVE, own, 0);
   if (mapped == MAP_FAILED) {
     const int error = errno;
-    close(fd_);
+    close(own);
     no_memory("mapping the shared region", error);
   }
   data_ = static_cast<std::byte*>(mapped);
   madvise(data_, size_, MADV_DONTFORK);
   madvise(data_, size_, MADV_DONTDUMP);
-  entry_ = forked_away.put({fd_, data_, size_, fork_generation_});
+  entry_ = forked_away.put({file_, data_, size_, fork_generation_});
 }
 
 Region::~Region() {
@@ -173,7 +174,7 @@ Region::~Region() {
   if (fork_generation_ != fork_generation()) return;
   forked_away.take_out(entry_);
   munmap(data_, size_);
-  close(fd_);
+  file_.close();
 }
 
 void Region::check_memory(uint64_t bytes) {
@@ -190,11 +191,12 @@ void Region::check_memory(uint64_t bytes) {
 void Region::reserve(size_t offset, size_t bytes) {
   if (bytes == 0) return;
   check_memory(bytes);
+  if (!file_.is_ours()) no_memory("reserving shared memory", EBADF);
   size_t piece = kReservePiece;
   const size_t end = offset + bytes;
   while (offset < end) {
     const int error =
-        posix_fallocate(fd_, static_cast<off_t>(offset),
+        posix_fallocate(file_.number, static_cast<off_t>(offset),
                         static_cast<off_t>(std::min(piece, end - offset)));
     if (error == EINTR) {
       // Many kernels give up, and undo what they did, at any signal: a smaller
@@ -210,24 +212,30 @@ void Region::reserve(size_t offset, size_t bytes) {
 
 void Region::release(size_t offset, size_t bytes) {
   if (bytes == 0) return;
-  fallocate(fd_, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+  if (!file_
+           .is_ours()) {  // the same through the mapping, if it is shared there
+    madvise(data_ + offset, bytes, MADV_REMOVE);
+    return;
+  }
+  fallocate(file_.number, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
             static_cast<off_t>(offset), static_cast<off_t>(bytes));
 }
 
 RegionLock::RegionLock(int fd)
-    : fd_(fd),
+    : file_(Descriptor::of(fd)),
       fork_generation_(fork_generation()),
-      entry_(forked_away.put({fd_, nullptr, 0, fork_generation_})) {}
+      entry_(forked_away.put({file_, nullptr, 0, fork_generation_})) {}
 
 RegionLock::~RegionLock() {
   if (fork_generation_ != fork_generation()) return;
   forked_away.take_out(entry_);
-  close(fd_);
+  file_.close();
 }
 
 std::unique_ptr<RegionLock> RegionLock::take(const Region& region, int number) {
   // A lock belongs to a file description, and all ranks share the region's.
-  const std::string path = "/proc/self/fd/" + std::to_string(region.fd_);
+  const std::string path =
+      "/proc/self/fd/" + std::to_string(region.file_.number);
   const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
   if (fd < 0) return nullptr;
   struct flock range = place_of(number);
@@ -239,8 +247,10 @@ std::unique_ptr<RegionLock> RegionLock::take(const Region& region, int number) {
 }
 
 bool RegionLock::is_held(const Region& region, int number) {
+  if (!region.file_.is_ours()) return true;
   struct flock range = place_of(number);
-  return fcntl(region.fd_, F_OFD_GETLK, &range) != 0 || range.l_type != F_UNLCK;
+  return fcntl(region.file_.number, F_OFD_GETLK, &range) != 0 ||
+         range.l_type != F_UNLCK;
 }
 
 void Region::keep_to_itself(size_t offset, size_t bytes) noexcept {

@@ -11,13 +11,14 @@
 #include <cstdint>
 #include <memory>
 
+#include "core/descriptor.h"
 #include "core/signal_safe_list.h"
 
 namespace paceline {
 
 /// What a forked child must not have; see region.cc.
 struct ForkedAway {
-  int fd;
+  Descriptor file;
   std::byte* data;  ///< null: a descriptor alone
   size_t size;
   uint32_t generation;  ///< of the process that has it
@@ -62,7 +63,7 @@ class Region {
 
  private:
   friend class RegionLock;
-  int fd_ = -1;
+  Descriptor file_;
   std::byte* data_ = nullptr;
   size_t size_ = 0;
   uint32_t fork_generation_ = 0;
@@ -85,7 +86,7 @@ class RegionLock {
 
  private:
   explicit RegionLock(int fd);
-  const int fd_;
+  const Descriptor file_;
   const uint32_t fork_generation_;
   ForkedEntry* const entry_;
 };

@@ -15,5 +15,6 @@ docs/design/testing.md tells how to use it and how to read a report.
     launched.py     trials under paceline run, spawn and torchrun
     judge.py        what must hold of how the ranks ended
     report.py       the table of many trials
+    journal.py      its rows in a file, so that a run that was interrupted goes on
     __main__.py     the command line
 """

@@ -1,4 +1,7 @@
-"""The command line: python -m tests.chaos --faults 1000 --seed 0; --one 17 for one with all its output."""
+"""The command line: python -m tests.chaos --faults 1000 --seed 0; --one 17 for one with all its output.
+
+A run that was interrupted goes on with --resume FILE; it says at its begin which file.
+"""
 
 # ruff: noqa: E402  # the environment comes before whatever imports numpy
 
@@ -12,19 +15,20 @@ for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 import argparse
 import gc
 import importlib
-import pickle
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from tests.chaos.journal import Journal
 from tests.chaos.launched import run_launched
 from tests.chaos.plans import Plan, for_torch, plan_of
 from tests.chaos.report import Row, details, report_of
 from tests.chaos.trial import Result, run_all
 
+_ROOT = Path(__file__).parents[2]
+_TORCHS = "torch's own DDP"
 _REPEATS = 2
 _MORE_PATIENT = 4
 
@@ -36,37 +40,53 @@ def main() -> int:
     arguments = _arguments()
     if arguments.one is not None:
         return _one(arguments)
-    first, count = arguments.seed, arguments.faults
-    launched = count * arguments.launched // 100
-    paddle = count * arguments.paddle // 100
+    journal = _journal(arguments)
+    asked = argparse.Namespace(**journal.asked)
+    first, count = asked.seed, asked.faults
+    launched = count * asked.launched // 100
+    paddle = count * asked.paddle // 100
     ours: list[Row] = []
-    begun = time.monotonic()
     for name, number in (("torch", count - launched - paddle), ("paddle", paddle)):
         plans = [plan_of(seed, name) for seed in range(first, first + number)]
-        ours += _in_a_fork(plans, name, arguments)
-    ours += _judged([plan_of(seed, launched=True) for seed in range(first, first + launched)], run_launched)
-    spent_s = time.monotonic() - begun
-    seeds = range(first, first + 10 * arguments.torchs)
-    given = [plan for seed in seeds if (plan := for_torch(plan_of(seed))) is not None][: arguments.torchs]
-    torchs = _in_a_fork(given, "torch", arguments, is_ours=False)
-    report = report_of(ours, torchs, _command(arguments), spent_s)
+        ours += _in_a_fork(plans, name, arguments.at_once, journal, name)
+    plans = [plan_of(seed, launched=True) for seed in range(first, first + launched)]
+    _judge_all(plans, run_launched, journal, "launched")
+    ours += journal.rows("launched")
+    spent_s = journal.spent_s
+    seeds = range(first, first + 10 * asked.torchs)
+    given = [plan for seed in seeds if (plan := for_torch(plan_of(seed))) is not None][: asked.torchs]
+    torchs = _in_a_fork(given, "torch", arguments.at_once, journal, _TORCHS)
+    report = report_of(ours, torchs, _command(asked), spent_s)
     report.show()
     if arguments.markdown is not None:
         print(f"written to {report.write_markdown(Path(arguments.markdown))}")
     return 0 if report.is_complete else 1
 
 
-def _command(arguments: argparse.Namespace) -> str:
-    return f"make chaos FAULTS={arguments.faults} SEED={arguments.seed} TORCHS={arguments.torchs}"
+def _journal(arguments: argparse.Namespace) -> Journal:
+    """That of a new run, or of one that was interrupted."""
+    if arguments.resume is not None:
+        journal = Journal(Path(arguments.resume))
+        print(f"Goes on with {journal.path}: {journal.asked}", flush=True)
+        for part in ("torch", "paddle", "launched"):
+            for row in journal.rows(part):
+                _print_findings(row)
+        return journal
+    asked = {name: getattr(arguments, name) for name in ("seed", "faults", "paddle", "launched", "torchs")}
+    moment = time.strftime("%Y-%m-%dT%H%M%S")
+    path = arguments.rows or _ROOT / "build" / "chaos" / f"{moment}-{os.getpid()}.jsonl"
+    journal = Journal.begin(Path(path), asked)
+    print(f"If this is interrupted, --resume {journal.path} goes on with it.", flush=True)
+    return journal
 
 
-def _in_a_fork(
-    plans: Sequence[Plan], framework: str, arguments: argparse.Namespace, *, is_ours: bool = True
-) -> list[Row]:
+def _command(asked: argparse.Namespace) -> str:
+    return f"make chaos FAULTS={asked.faults} SEED={asked.seed} TORCHS={asked.torchs}"
+
+
+def _in_a_fork(plans: Sequence[Plan], framework: str, at_once: int, journal: Journal, part: str) -> list[Row]:
     """Run trials in a child, which imports the framework: two of them in one process change each other."""
-    if not plans:
-        return []
-    with tempfile.NamedTemporaryFile(prefix="chaos-rows-") as file:
+    if {plan.seed for plan in plans} - {row.seed for row in journal.rows(part)}:
         pid = os.fork()
         if pid == 0:
             status = 1
@@ -74,8 +94,7 @@ def _in_a_fork(
                 make = importlib.import_module(f"tests.chaos.{framework}_rank").make_trainer
                 gc.collect()
                 gc.freeze()  # what is collected in a fork is copied for it first
-                rows = _judged(plans, lambda some: run_all(some, make, arguments.at_once), is_ours=is_ours)
-                Path(file.name).write_bytes(pickle.dumps(rows))
+                _judge_all(plans, lambda some: run_all(some, make, at_once), journal, part)
                 status = 0
             except BaseException:
                 sys.excepthook(*sys.exc_info())
@@ -84,14 +103,15 @@ def _in_a_fork(
                 os._exit(status)
         _, status = os.waitpid(pid, 0)
         if status:
-            raise SystemExit(f"the trials of {framework} broke off, status {status}")
-        rows: list[Row] = pickle.loads(Path(file.name).read_bytes())
-        return rows
+            raise SystemExit(f"the trials of {part} broke off, status {status}")
+    return journal.rows(part)
 
 
-def _judged(plans: Sequence[Plan], run: Run, *, is_ours: bool = True) -> list[Row]:
-    """One row for each plan; those that say nothing, on a busy machine, are made again with more patience."""
-    rows: list[Row] = []
+def _judge_all(plans: Sequence[Plan], run: Run, journal: Journal, part: str) -> None:
+    """A row for each plan without one; where a busy machine is to blame, the trial is made again."""
+    is_ours = part != _TORCHS
+    done = {row.seed for row in journal.rows(part)}
+    plans = [plan for plan in plans if plan.seed not in done]
     for attempt in range(1 + _REPEATS):
         again: list[Plan] = []
         for result in run(plans):
@@ -99,14 +119,18 @@ def _judged(plans: Sequence[Plan], run: Run, *, is_ours: bool = True) -> list[Ro
             if row.verdict.is_void and is_ours and attempt < _REPEATS:
                 again.append(replace(result.plan, timeout_s=_MORE_PATIENT * result.plan.timeout_s))
                 continue
-            rows.append(row)
-            if row.verdict.wrong and is_ours:
-                print(row.told, *row.verdict.wrong, sep="\n   ")
-                print(f"{row.details}\n", flush=True)
+            journal.add(part, row)
+            if is_ours:
+                _print_findings(row)
         plans = again
         if not plans:
             break
-    return rows
+
+
+def _print_findings(row: Row) -> None:
+    if row.verdict.wrong:
+        print(row.told, *row.verdict.wrong, sep="\n   ")
+        print(f"{row.details}\n", flush=True)
 
 
 def _one(arguments: argparse.Namespace) -> int:
@@ -143,6 +167,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--one", type=int, help="only the fault of this seed, with all that was printed")
     parser.add_argument("--framework", default="torch", help="with --one")
     parser.add_argument("--launcher", action="store_true", help="with --one: that under a launcher")
+    parser.add_argument("--rows", help="write the rows to this new file; by default one in build/chaos")
+    parser.add_argument("--resume", metavar="FILE", help="go on with the run whose rows are there")
     parser.add_argument("--markdown", help="write the table to this file, or to one in this folder")
     return parser.parse_args()
 

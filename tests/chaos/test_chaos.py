@@ -6,16 +6,20 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.chaos.__main__ import _judge_all
+from tests.chaos.journal import Journal
 from tests.chaos.judge import is_silent, judge, names
 from tests.chaos.plans import KINDS, Expected, Fault, Job, Plan, for_torch, plan_of
 from tests.chaos.rank import Report
 from tests.chaos.reference import first_weights, weights_after
+from tests.chaos.report import Row
 from tests.chaos.strikes import signal_of
 from tests.chaos.trial import Ended, Result
 
@@ -42,17 +46,86 @@ def chaos(*arguments: str) -> tuple[int, str]:
         return process.returncode, output
 
 
-def test_faults_in_jobs_of_torch():
-    status, output = chaos("--seed", "0", "--faults", "70", "--paddle", "0", "--launched", "0")
+def test_faults_in_jobs_of_torch(tmp_path):
+    jobs = ("--faults", "70", "--paddle", "0", "--launched", "0")
+    status, output = chaos("--seed", "0", *jobs, "--rows", str(tmp_path / "rows"))
     assert status == 0, output
     assert "killed by SIGKILL" in output
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="PaddlePaddle has no wheels for it")
-def test_faults_in_jobs_of_paddle():
+def test_faults_in_jobs_of_paddle(tmp_path):
     pytest.importorskip("paddle")
-    status, output = chaos("--seed", "0", "--faults", "10", "--paddle", "100", "--launched", "0")
+    jobs = ("--faults", "10", "--paddle", "100", "--launched", "0")
+    status, output = chaos("--seed", "0", *jobs, "--rows", str(tmp_path / "rows"))
     assert status == 0, output
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="PaddlePaddle has no wheels for it")
+def test_a_rank_of_paddle_that_closes_all_descriptors_is_named():
+    pytest.importorskip("paddle")
+    status, output = chaos("--one", "12", "--framework", "paddle")
+    assert status == 0, output
+    assert "2 of 2 name it" in output
+
+
+def test_a_run_that_was_killed_goes_on(tmp_path):
+    rows, arguments = tmp_path / "rows", ["--faults", "12", "--paddle", "0", "--launched", "0"]
+    command = [sys.executable, "-m", "tests.chaos", *arguments, "--at-once", "1", "--rows", str(rows)]
+    with subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.DEVNULL, start_new_session=True) as process:
+        deadline = time.monotonic() + _DEADLINE_S
+        while not rows.exists() or rows.read_bytes().count(b"\n") < 4:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGKILL)
+    before = rows.read_bytes()
+    before = before[: before.rfind(b"\n") + 1]
+    assert len(Journal(rows).rows("torch")) < 12
+    status, output = chaos("--resume", str(rows))
+    assert status == 0, output
+    assert rows.read_bytes().startswith(before)  # what there was, was not made again
+    assert [row.seed for row in Journal(rows).rows("torch")] == list(range(12))
+    assert "random faults in training jobs" in output
+
+
+def test_a_row_outlives_the_file_it_was_written_to(tmp_path):
+    journal = Journal.begin(tmp_path / "rows", {"seed": 3})
+    told = Row.of(result("SIGKILL", _LOST, _KILLED, _LOST))
+    wrong = Row.of(result("slow", _DONE, _DONE, _DONE, left=("process 7",)))
+    journal.add("torch", told)
+    journal.add("paddle", wrong)
+    with journal.path.open("a") as file:
+        file.write('{"part": "torch", "row": {"se')  # the machine went down
+    again = Journal(journal.path)
+    assert again.asked == {"seed": 3}
+    assert again.rows("torch") == [told]
+    assert again.rows("paddle") == [wrong]
+    assert again.rows("launched") == []
+    assert again.spent_s > 0
+    again.add("torch", replace(told, seed=1))
+    assert [row.seed for row in Journal(journal.path).rows("torch")] == [0, 1]
+    with pytest.raises(FileExistsError):
+        Journal.begin(journal.path, {})
+
+
+def test_trials_with_a_row_are_not_made_again(tmp_path):
+    journal, made = Journal.begin(tmp_path / "rows", {}), []
+
+    def run(plans):
+        for plan in plans:
+            if plan.seed == 2 and not made.count(2):
+                made.append(2)
+                raise KeyboardInterrupt
+            made.append(plan.seed)
+            yield replace(result("slow", _DONE, _DONE, _DONE), plan=plan)
+
+    slow = result("slow", _DONE, _DONE, _DONE).plan
+    plans = [replace(slow, seed=seed) for seed in range(4)]
+    with pytest.raises(KeyboardInterrupt):
+        _judge_all(plans, run, journal, "torch")
+    _judge_all(plans, run, Journal(journal.path), "torch")
+    assert made == [0, 1, 2, 2, 3]
+    assert [row.seed for row in journal.rows("torch")] == [0, 1, 2, 3]
 
 
 def test_a_fault_under_a_launcher():

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from numpy.testing import assert_array_equal
 
 from paceline import Group
 from paceline.data import EvaluationSampler
+from paceline.errors import ConfigError
 from tests.harness import ranks
 
 TRUTH = np.arange(21, dtype=np.float32).reshape(7, 3)
@@ -27,3 +29,40 @@ def test_over_torch_distributed(rank: int) -> None:
     sampler = EvaluationSampler(range(7))
     batches = [torch.from_numpy(TRUTH[[i]]) for i in sampler]
     assert_array_equal(sampler.gather(batches), TRUTH)
+
+
+def gather_wrongly_on_rank_1(rank: int, world_size: int, group: Group | None = None) -> None:
+    """Each wrong use on rank 1 alone; then a right one on all."""
+    sampler = EvaluationSampler(range(7), world_size, rank)
+    rows = TRUTH[list(sampler)]
+    for wrong, said in (
+        ({"rows": None}, "rows=None"),
+        ({"rows": 3.5}, "rows=3.5"),
+        ({"rows": [rows, rows[:, :1]]}, "rows="),
+        ({"root": world_size}, f"root={world_size}"),
+        ({"root": "0"}, "root='0'"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            sampler.gather(**{"rows": rows, "group": group} | (wrong if rank == 1 else {}))
+        assert said in str(caught.value)
+        if rank != 1:
+            assert f"rank 1 of {world_size} could not hand in rows" in str(caught.value)
+            assert caught.value.ranks == (1,)
+    assert_array_equal(sampler.gather(rows, group), TRUTH)
+
+
+@ranks(3)
+def test_what_is_wrong_on_one_rank_is_told_to_all_over_a_group(group: Group) -> None:
+    gather_wrongly_on_rank_1(group.rank, 3, group)
+
+
+@ranks(2, group="gloo")
+def test_what_is_wrong_on_one_rank_is_told_to_all_over_torch_distributed(rank: int) -> None:
+    gather_wrongly_on_rank_1(rank, 2)
+
+
+@ranks(2)
+def test_what_is_wrong_on_all_ranks_is_told_to_each(group: Group) -> None:
+    sampler = EvaluationSampler(range(7), 2, group.rank)
+    with pytest.raises(ConfigError, match=f"rows={group.rank}"):
+        sampler.gather(group.rank, group)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import os
 import random
 
 import numpy as np
@@ -84,6 +86,70 @@ def test_memory_that_there_is_not(group):
     array[:] = 1
     group.all_reduce(array)
     assert_array_equal(array, 2)
+
+
+def region_descriptors():
+    """Of this process; a program that becomes a daemon closes them with all others."""
+    found = []
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{number}").startswith("/memfd:paceline"):
+                found.append(number)
+    assert found
+    return found
+
+
+@ranks(3)
+def test_who_cannot_reserve_is_named_by_all(group):
+    before = group.allocate(1000)
+    kept = []
+    if group.rank == 2:
+        kept = [(number, os.dup(number)) for number in region_descriptors()]
+        for number, _ in kept:
+            os.close(number)
+    for _ in range(2):
+        with pytest.raises(RegionError, match="Rank 2 of 3 could not reserve shared memory") as caught:
+            group.allocate(1000)
+        assert caught.value.ranks == (2,)
+        assert caught.value.seen.startswith("rank 2 could not reserve 4096 bytes: ")
+        assert caught.value.seen.endswith("Bad file descriptor")
+        assert ("os.closerange" in str(caught.value)) is (group.rank == 2)
+        assert ("what rank 2 raised" in caught.value.hint) is (group.rank != 2)
+        before[:] = group.rank  # what there is stays usable
+        group.all_reduce(before)
+        assert_array_equal(before, 3)
+    for number, copy in kept:
+        os.dup2(copy, number)
+    array = group.allocate(1000)  # nothing is left of the failure
+    assert not array.any()
+
+
+@ranks(2)
+def test_a_file_with_the_number_of_a_closed_descriptor_is_not_ours(group, tmp_path):
+    """Nothing is reserved in it, cut out of it, or closed: not here, and not in a forked child."""
+    arrays = [group.allocate(100_000) for _ in range(3)]
+    with open(tmp_path / f"users-{group.rank}", "w+b") as file:
+        file.write(b"x" * 10_000)
+        file.flush()
+        numbers = region_descriptors()
+        for number in numbers:
+            os.dup2(file.fileno(), number)
+        del arrays[1:]  # gives memory back
+        with pytest.raises(RegionError, match="Ranks 0-1 of 2 could not reserve"):
+            group.allocate(100_000)
+        child = os.fork()
+        if child == 0:
+            os._exit(any(os.fstat(number).st_size != 10_000 for number in numbers))
+        assert os.waitpid(child, 0)[1] == 0
+        arrays.clear()
+        group.close()
+        del group
+        gc.collect()
+        for number in numbers:
+            assert os.fstat(number).st_ino == os.fstat(file.fileno()).st_ino
+            assert os.fstat(number).st_size == 10_000
+        file.seek(0)
+        assert file.read() == b"x" * 10_000
 
 
 @ranks(1)

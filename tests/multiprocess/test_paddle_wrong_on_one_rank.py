@@ -45,6 +45,8 @@ def test_a_mesh_is_known_to_those_that_refuse_something_else(rank: int) -> None:
         parameter.stop_gradient = True
     for wrong, said in (
         ({"init_sync_buffers": "yes"}, "init_sync_buffers='yes'"),
+        ({"group": "gloo"}, "group='gloo'"),
+        ({"group": dist.get_group()}, "both name the ranks"),
         ({"layers": frozen}, "does not have any parameters to train"),
     ):
         given = {"layers": nn.Linear(2, 2), "device_mesh": mesh, "timeout_s": 300.0}

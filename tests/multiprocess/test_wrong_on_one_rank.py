@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import init_device_mesh
 
 from paceline import Group
 from paceline.errors import CollectiveError, ConfigError, PacelineError, RendezvousError
@@ -17,10 +19,11 @@ from tests.harness import ranks
 LONG_S = 300.0  # longer than the harness waits
 
 
-def wrap_wrongly_on_rank_1(rank: int, world_size: int, **options: Any) -> None:
-    """Each wrong use on rank 1 alone; then a right one on all, as nothing is left of it."""
+def wrap_wrongly_on_rank_1(rank: int, world_size: int, *also: Any, **options: Any) -> None:
+    """Each wrong use on rank 1 alone, `also` those; then a right one on all, as nothing is left of it."""
     lazy = nn.Sequential(nn.LazyLinear(2))
     for wrong, said in (
+        *also,
         ({"bucket_cap_mb": "big"}, "bucket_cap_mb='big'"),
         ({"device_ids": 0}, "device_ids=0"),
         ({"buffers": "average"}, "buffers='average'"),
@@ -41,7 +44,27 @@ def wrap_wrongly_on_rank_1(rank: int, world_size: int, **options: Any) -> None:
 
 @ranks(2, group="gloo")
 def test_arguments_over_gloo(rank: int) -> None:
-    wrap_wrongly_on_rank_1(rank, 2)
+    mesh = init_device_mesh("cpu", (2,))
+    wrap_wrongly_on_rank_1(
+        rank,
+        2,
+        ({"process_group": "gloo"}, "process_group='gloo'"),
+        ({"device_mesh": "dp"}, "device_mesh='dp'"),
+        ({"device_mesh": init_device_mesh("cpu", (2, 1))}, "Only 1D device mesh"),
+        ({"process_group": dist.group.WORLD, "device_mesh": mesh}, "both process_group and device_mesh"),
+    )
+
+
+@ranks(3, group="gloo")
+def test_a_mesh_on_one_rank_beside_the_group_of_all(rank: int) -> None:
+    """Not the default group."""
+    group, mesh = dist.new_group([1, 2]), init_device_mesh("cpu", (3,))
+    if rank == 0:
+        return
+    given = {"process_group": group, "timeout_s": LONG_S} | ({"device_mesh": mesh} if rank == 2 else {})
+    with pytest.raises(ConfigError, match="both process_group and device_mesh") as caught:
+        DistributedDataParallel(nn.Linear(2, 2), **given)
+    assert rank == 2 or "Rank 1 of 2 could not wrap" in str(caught.value)
 
 
 @ranks(3)

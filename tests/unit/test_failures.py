@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import pickle
 import threading
 
@@ -89,7 +90,7 @@ def test_a_call_as_people_write_it(described, expected):
         (Reason.CLOSED, errors.GroupClosedError, "The group is closed."),
         (Reason.FORKED, errors.ForkedError, "A group was used in a forked child."),
         (Reason.INTERRUPTED, errors.CollectiveError, "The call was interrupted by a signal."),
-        (Reason.NO_MEMORY, errors.RegionError, "Shared memory could not be reserved."),
+        (Reason.NO_MEMORY, errors.RegionError, "Rank 2 of 4 could not reserve shared memory."),
         (Reason.MISUSE, errors.ConfigError, "The core refused a call: too odd."),
         (Reason.TOO_MANY, errors.RegionError, "too odd arrays are alive, as many as a group holds."),
         (Reason.INJECTED, errors.CollectiveError, "too odd."),
@@ -123,6 +124,21 @@ def test_every_reason_is_known():
     assert {int(reason) for reason in Reason} == set(range(1, 15))
     for reason in (Reason.CLOSED, Reason.FORKED, Reason.NO_MEMORY, Reason.MISUSE):  # possible without a group
         assert make_error(without_group(reason, message="x")).where == ""
+
+
+def test_the_limit_of_another_rank_is_not_looked_for_in_this_process():
+    message = "rank 2 could not reserve 4096 bytes: File too large"
+    others = make_error(facts(Reason.NO_MEMORY, message=message, errno=errno.EFBIG))
+    assert others.ranks == (2,)
+    assert others.seen == message
+    assert "what rank 2 raised" in others.hint
+    own = make_error(facts(Reason.NO_MEMORY, message=message, errno=errno.EFBIG, rank=2))
+    assert "`ulimit -f unlimited`" in own.hint
+    machine = make_error(facts(Reason.NO_MEMORY, errno=errno.ENOSPC))
+    assert "free -h" in machine.hint
+    everybodys = make_error(facts(Reason.NO_MEMORY, late=[]))
+    assert everybodys.summary == "Shared memory could not be reserved."
+    assert everybodys.ranks == ()
 
 
 def test_the_lost_and_the_late_are_fields():

@@ -257,13 +257,21 @@ def _no_turn(facts: Facts) -> PacelineError:
 
 def _no_memory(facts: Facts) -> PacelineError:
     likely, hint = explain(facts["errno"], facts["message"])
+    failed = facts["late"]
+    if likely and failed and facts["rank"] not in failed:  # this process's own limits are others
+        likely = "a limit of that process, and not of the machine"
+        hint = f"what {format_ranks(failed)} raised names the limit, and the cure"
+    summary = "Shared memory could not be reserved."
+    if failed:
+        summary = f"{_who(facts)} could not reserve shared memory."
     return RegionError(
-        "Shared memory could not be reserved.",
+        summary,
         where=_where(facts),
         seen=facts["message"],
         likely=likely or "the machine or the container is out of memory",
         hint=hint or "check `free -h` and the container's memory limit; fewer ranks need less",
         errno=facts["errno"],
+        ranks=tuple(failed),
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence, Sized
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -86,20 +86,28 @@ class EvaluationSampler:
         Raises:
             MismatchError: A rank has more or fewer rows than samples, or rows of another shape or type. Every
                 rank raises, and names the ranks.
-            ConfigError: There is no group, or it has another number of ranks.
+            ConfigError: There is no group, or it has another number of ranks. Or `rows` or `root` of a rank
+                are unusable: every rank raises, and the others quote it.
 
         Example:
             Of two ranks and 3 samples, rank 0 passes [[1], [2]] and rank 1 [[3]]; both get [[1], [2], [3]].
         """
         check = Arguments("gather")
-        if root is not None:
-            root = check.whole("root", root, least=0, most=self.num_replicas - 1)
         if group is not None and not hasattr(group, "all_gather"):
             hint = "leave group out for torch.distributed's default group; paceline.init() makes a Group"
             raise check.refuse("group", group, "a paceline.Group", hint, is_type=True)
-        group = _TorchGroup() if group is None else group
-        mine = _joined(rows)
-        kind = self._agree(mine, group)
+        mine, refused = np.empty((0,)), None
+        try:
+            mine = _joined(rows)
+            if root is not None:
+                root = check.whole("root", root, least=0, most=self.num_replicas - 1)
+        except ConfigError as error:  # the others wait to hear of it
+            refused = error
+        try:
+            group = _TorchGroup() if group is None else group
+        except ConfigError as error:
+            raise refused or error from None
+        kind = self._agree(mine, group, refused)
         if kind is None:
             return np.empty((0, *mine.shape[1:]), mine.dtype) if root in (None, self.rank) else None
         dtype, shape = kind
@@ -114,9 +122,17 @@ class EvaluationSampler:
         stacked = everybodys.reshape(-1).view(dtype).reshape(self.num_replicas, most, *shape)
         return np.concatenate([stacked[rank, : len(self.part(rank))] for rank in range(self.num_replicas)])
 
-    def _agree(self, mine: Array, group: Gathers) -> tuple[np.dtype[Any], tuple[int, ...]] | None:
-        """Type and shape of a row; None if nobody has one. Raises on all ranks if they do not fit."""
+    def _agree(
+        self, mine: Array, group: Gathers, refused: ConfigError | None
+    ) -> tuple[np.dtype[Any], tuple[int, ...]] | None:
+        """Type and shape of a row; None if nobody has one. Raises on all ranks if they do not fit.
+
+        Args:
+            refused: Why this rank has no rows to describe.
+        """
         facts = _describe(mine)
+        if refused is not None:
+            facts[0] = _REFUSED
         everybodys = group.all_gather(facts)
         if len(everybodys) != self.num_replicas:
             raise ConfigError(
@@ -126,6 +142,8 @@ class EvaluationSampler:
                 hint="make the sampler with the group's size and rank, or pass the group it was made for",
             )
         counts = everybodys[:, 0].tolist()
+        if _REFUSED in counts:
+            _raise_refused([rank for rank, count in enumerate(counts) if count == _REFUSED], refused, group)
         wrong = {rank: n for rank, n in enumerate(counts) if n != len(self.part(rank))}
         if wrong:
             raise MismatchError(
@@ -147,6 +165,23 @@ class EvaluationSampler:
 
 
 _MOST_DIMS = 14
+_REFUSED = -1  # instead of a number of rows
+_MOST_TEXT_BYTES = 4000
+
+
+def _raise_refused(failed: Sequence[int], own: ConfigError | None, group: Gathers) -> NoReturn:
+    """Raise on every rank what some of them refuse. Collective."""
+    text = str(own or "").encode()[:_MOST_TEXT_BYTES].ljust(_MOST_TEXT_BYTES, b"\0")
+    everybodys = group.all_gather(np.frombuffer(text, np.uint8).copy())
+    if own is not None:
+        raise own
+    texts = [everybodys[rank].tobytes().rstrip(b"\0").decode(errors="ignore") for rank in failed]
+    raise ConfigError(
+        f"gather: {format_ranks(failed)} of {len(everybodys)} could not hand in rows.",
+        seen="\n".join(f"rank {rank}: {text}" for rank, text in zip(failed, texts)),
+        hint=f"mend what {format_ranks(failed)} passed",
+        ranks=tuple(failed),
+    )
 
 
 def _describe(rows: Array) -> npt.NDArray[np.int64]:

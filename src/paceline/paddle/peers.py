@@ -197,12 +197,19 @@ def find_peers(
 
 
 def known_exchange(group: Any, device_mesh: Any = None) -> tuple[Exchange, float] | None:
-    """What connects the ranks that these arguments name, and its time-out; None: nothing yet."""
-    is_named = group is not None or device_mesh is not None
-    if not is_named and _environment_group is None and not dist.is_initialized():
-        return None
-    peers = find_peers(group, device_mesh=device_mesh if group is None else None)  # both are refused
-    return None if peers is None else (peers.exchange, peers.timeout_s)
+    """What connects the ranks that these arguments name, and its time-out; None: nothing yet.
+
+    Where they are refused themselves, because they are nonsense or both are given: the group over which the
+    other ranks wait, most likely.
+    """
+    is_there = _environment_group is not None or dist.is_initialized()
+    for named, mesh in ((group, device_mesh if group is None else None), (None, None)):
+        if named is None and mesh is None and not is_there:
+            break
+        with contextlib.suppress(ConfigError):
+            peers = find_peers(named, device_mesh=mesh)
+            return None if peers is None else (peers.exchange, peers.timeout_s)
+    return None
 
 
 def _group_of_mesh(mesh: Any, group: Any) -> Any:

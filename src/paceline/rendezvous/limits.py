@@ -70,7 +70,16 @@ def _address_space() -> tuple[str, str]:
     )
 
 
+def _closed_file() -> tuple[str, str]:
+    return (
+        "this process has closed a descriptor that Paceline holds: a program that closes all descriptors "
+        "(os.closerange, as to become a daemon) closes those of its libraries, too",
+        "close them before the group is formed, or only those that the program has opened itself",
+    )
+
+
 _EXPLANATIONS: dict[int, Callable[[], tuple[str, str]]] = {
+    errno.EBADF: _closed_file,
     errno.EMFILE: _open_files,
     errno.ENFILE: _all_open_files,
     errno.EFBIG: _file_size,

@@ -7,6 +7,7 @@ any backend offers them, and so does a `paceline.Group`.
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -142,12 +143,20 @@ def find_peers(
 
 
 def known_exchange(process_group: Any, device_mesh: Any) -> tuple[Exchange, float] | None:
-    """What connects the ranks that these arguments name, and its time-out; None: nothing yet, or nonsense."""
-    is_known = process_group is not None or device_mesh is not None or _environment_group is not None
-    if not is_known and not (dist.is_available() and dist.is_initialized()):
-        return None
-    peers = find_peers(process_group, device_mesh, None, None)
-    return peers.exchange, peers.timeout_s
+    """What connects the ranks that these arguments name, and its time-out; None: nothing yet.
+
+    Where they are refused themselves, because they are nonsense or both are given: the group over which the
+    other ranks wait, most likely.
+    """
+    is_there = _environment_group is not None or (dist.is_available() and dist.is_initialized())
+    named = (process_group, device_mesh if process_group is None else None)
+    for group, mesh in (named, (None, None)):
+        if group is None and mesh is None and not is_there:
+            break
+        with contextlib.suppress(ConfigError):
+            peers = find_peers(group, mesh, None, None)
+            return peers.exchange, peers.timeout_s
+    return None
 
 
 def _group_of_mesh(mesh: DeviceMesh, process_group: dist.ProcessGroup | Group | None) -> dist.ProcessGroup:

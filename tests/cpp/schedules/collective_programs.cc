@@ -190,6 +190,30 @@ void barriers(Run& run, int index) {
   }
 }
 
+// What an array costs has nothing to do with how many there may be.
+void many_arrays(Run& run, int index) {
+  HostGroup group(run.world.region(), index, kNonce, options());
+  group.join();
+  scheduler().start();
+  const auto steps_of = [](auto body) {
+    const size_t before = scheduler().steps();
+    body();
+    return scheduler().steps() - before;
+  };
+  for (int round = 0; round < 2; ++round) {
+    std::vector<size_t> offsets;
+    for (int i = 0; i < 6; ++i) {
+      expect(steps_of([&] { offsets.push_back(group.allocate(1, -1)); }) <
+                 2 * kMaxBlocks,
+             "an allocation looks at all blocks");
+    }
+    for (const size_t offset : offsets) {
+      expect(steps_of([&] { group.free(offset); }) < 12,
+             "giving back looks at many blocks");
+    }
+  }
+}
+
 void come_and_leave(Run& run, int index) {
   scheduler().start();
   HostGroup group(run.world.region(), index, kNonce, options());
@@ -264,6 +288,7 @@ void add_collective_programs(std::vector<Program>& programs) {
   const Events deadline{
       .stops = 1, .time_passes = true, .watches_races = false};
   add("coming and leaving, 3 ranks", 3, {}, come_and_leave, nobody_raises);
+  add("many arrays, 1 rank", 1, {}, many_arrays, nobody_raises);
   add("collectives, 2 ranks", 2, {}, collectives, nobody_raises);
   add("collectives, 3 ranks", 3, {}, collectives, nobody_raises);
   add("collectives, 4 ranks, 2 cores", 4, {.cores = 2}, collectives,
