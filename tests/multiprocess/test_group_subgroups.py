@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
+import pytest
 from numpy.testing import assert_array_equal
 
+from paceline.errors import CollectiveError, DeadlineError
 from tests.harness import ranks
 
 
@@ -63,3 +67,18 @@ def test_messages_of_a_group_and_its_subgroup_do_not_mix(group):
     assert got[0] == 1
     for work in works:
         work.wait()
+
+
+@pytest.mark.parametrize("late", [0, 1, 3])
+@ranks(4)
+def test_who_does_not_come_to_a_subgroup_is_named_by_all(group, late):
+    """Also by those who wait less long than the others."""
+    if group.rank == late:
+        with pytest.raises(CollectiveError):
+            while True:
+                group.core.check_usable()
+                time.sleep(0.01)
+        return
+    with pytest.raises(DeadlineError) as caught:
+        group.subgroup([0, 1, 2, 3], timeout_s=1.0 if group.rank >= 2 else 8.0)
+    assert caught.value.late == (late,)

@@ -1,17 +1,20 @@
-"""An Exchange between some ranks of an existing group, by messages: the first of them is the hub.
+"""An Exchange between some ranks of an existing group, by messages from each to each. Imports the core.
 
-Imports the core alone.
+The one idea: each rank waits for every other one itself. If one of them collected for all, those who wait for
+it would blame it, although it waits for somebody else.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from paceline import _core
+from paceline.collectives.work import TransferWork
 from paceline.rendezvous.deadline import Deadline
 
 _TAG = 0x9ACE  # a message of the user that is still under way shows up as a MismatchError, not as garbage
+_LENGTH_BYTES = 8
 
 
 class MemberExchange:
@@ -20,36 +23,41 @@ class MemberExchange:
     Args:
         core: Of the existing group; this process's rank in it is one of `members`.
         members: Ranks in the existing group; their order is that of the new ranks.
+        orphans: Takes over messages that are still under way after an error; lives as long as the group.
     """
 
-    def __init__(self, core: _core.HostGroup, members: Sequence[int]) -> None:
+    def __init__(self, core: _core.HostGroup, members: Sequence[int], orphans: list[TransferWork]) -> None:
         self._core = core
         self._members = list(members)
+        self._orphans = orphans
         self.rank = self._members.index(core.rank)
         self.world_size = len(self._members)
 
     def all_gather(self, payload: bytes, timeout_s: float) -> list[bytes]:
         deadline = Deadline(timeout_s)
-        hub, others = self._members[0], self._members[1:]
-        if self.rank > 0:
-            self._send(hub, payload, deadline)
-            return [self._receive(hub, deadline) for _ in self._members]
-        payloads = [payload, *(self._receive(member, deadline) for member in others)]
-        for member in others:
-            for each in payloads:
-                self._send(member, each, deadline)
-        return payloads
-
-    def _send(self, member: int, payload: bytes, deadline: Deadline) -> None:
-        for part in (len(payload).to_bytes(8, "little"), payload):
-            buffer = ctypes.create_string_buffer(part, len(part))
-            self._core.send(ctypes.addressof(buffer), len(part), member, _TAG, deadline.left_s())
+        length = len(payload).to_bytes(_LENGTH_BYTES, "little")
+        others = [member for member in self._members if member != self._core.rank]
+        sent = [
+            self._start(self._core.start_send, ctypes.create_string_buffer(part, len(part)), member)
+            for member in others
+            for part in (length, payload)
+        ]
+        payloads = {member: self._receive(member, deadline) for member in others}
+        for each in sent:
+            each.wait_for(deadline.left_s())
+        return [payloads.get(member, payload) for member in self._members]
 
     def _receive(self, member: int, deadline: Deadline) -> bytes:
-        length = int.from_bytes(self._receive_exactly(member, 8, deadline), "little")
+        length = int.from_bytes(self._receive_exactly(member, _LENGTH_BYTES, deadline), "little")
         return self._receive_exactly(member, length, deadline)
 
     def _receive_exactly(self, member: int, length: int, deadline: Deadline) -> bytes:
         buffer = ctypes.create_string_buffer(length)
-        self._core.recv(ctypes.addressof(buffer), length, member, _TAG, deadline.left_s())
+        self._start(self._core.start_receive, buffer, member).wait_for(deadline.left_s())
         return buffer.raw
+
+    def _start(
+        self, start: Callable[..., int], buffer: ctypes.Array[ctypes.c_char], member: int
+    ) -> TransferWork:
+        transfer = start(ctypes.addressof(buffer), len(buffer), member, _TAG)
+        return TransferWork(self._core, transfer, buffer, self._orphans)
