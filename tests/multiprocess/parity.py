@@ -45,7 +45,7 @@ REMARKS: Mapping[str, str] = {
     "_register_builtin_comm_hook": "torch's names of its own hooks",
     "_register_fused_optim": "optimizers of torch that step within backward",
     "_set_static_graph": "`static_graph=True` when wrapping",
-    "_update_process_group": "going on without lost ranks: not yet for Paddle",
+    "_update_process_group": "going on without lost ranks; with Paddle, wrap anew over those left",
     "join_hook": "torch's `Join` protocol; `join()` is in both",
     "join_device": "torch's `Join` protocol",
     "join_process_group": "torch's `Join` protocol",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import re
 import time
@@ -19,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.testing import assert_close
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, UnusedParameterError
 from paceline.torch import DistributedDataParallel
 from tests.harness import ranks
 from tests.multiprocess.ddp_models import Branches, train, two_layers
@@ -221,6 +222,27 @@ def test_torchs_own_facts(rank: int) -> None:
         ddp = wrap(two_layers())
         ddp._register_builtin_comm_hook(builtin)
         assert ddp._get_ddp_logging_data()["comm_hook"] == str(builtin)
+
+
+@ranks(2, group="gloo")
+def test_errors_are_told_under_torchs_names(rank: int) -> None:
+    for wrap in (TorchDDP, DistributedDataParallel):
+        ddp = wrap(two_layers())
+        assert not {"has_error", "error"} & set(ddp._get_ddp_logging_data())
+        with pytest.raises(TypeError) as caught:
+            ddp.register_comm_hook(None, 3)
+        assert facts_of(ddp, "has_error") == [1]
+        assert str(caught.value) in facts_of(ddp, "error")[0]
+    assert facts_of(copy.deepcopy(ddp), "has_error") == [None]
+    # Of a backward, of a forward; and that training goes on.
+    ddp = DistributedDataParallel(nn.ModuleDict({"used": nn.Linear(4, 4), "idle": nn.Linear(4, 4)}))
+    with pytest.raises(UnusedParameterError) as unused:
+        ddp.used(torch.ones(1, 4)).sum().backward()
+    assert facts_of(ddp, "error") == [f"UnusedParameterError: {unused.value}"]
+    ddp.module["idle"] = nn.Linear(4, 4)
+    with pytest.raises(ConfigError) as changed:
+        ddp(torch.ones(1, 4))
+    assert facts_of(ddp, "has_error", "error") == [1, f"ConfigError: {changed.value}"]
 
 
 @pytest.mark.parametrize("path", PATHS)

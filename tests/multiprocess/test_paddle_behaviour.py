@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import warnings
 
 import numpy as np
@@ -11,7 +13,7 @@ from numpy.testing import assert_allclose
 from paddle import nn
 
 import paceline
-from paceline.errors import CollectiveError, UnusedParameterError
+from paceline.errors import CollectiveError, PeerLostError, UnusedParameterError
 from paceline.paddle import DataParallel, SyncBatchNorm
 from tests.multiprocess.paddle_models import (
     Branches,
@@ -258,3 +260,23 @@ def test_clipping_sees_gradients_that_were_changed_past_paddle(group: object, vi
         np.from_dlpack(parameter.grad.detach())[...] *= 0.01  # its memory, not a copy
         norm = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in gradients(model)))
         assert_allclose(float(wrapped.clip_grad_norm_(1e9)), norm, rtol=1e-5)
+
+
+@ranks(3, dies={2: signal.SIGKILL})
+def test_those_left_go_on_over_a_group_of_their_own(group):
+    """As docs/coming-from-paddle.md says."""
+    pair = group.subgroup([0, 1])
+    net = nn.Linear(4, 2, bias_attr=False)
+    model = DataParallel(net, group=group)
+    model(paddle.ones([1, 4]) * group.rank).sum().backward()
+    assert_allclose(net.weight.grad.numpy(), 1.0)
+    if group.rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    model.clear_gradients()
+    with pytest.raises(PeerLostError):
+        model(paddle.ones([1, 4]) * group.rank).sum().backward()
+    model = DataParallel(model.module, group=pair)
+    for _ in range(2):
+        model.clear_gradients()
+        model(paddle.ones([1, 4]) * group.rank).sum().backward()
+        assert_allclose(net.weight.grad.numpy(), 0.5)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
+
 import paddle
 import pytest
 from paddle import nn
+from paddle.distributed import fleet
 
 from paceline.errors import ConfigError
 from paceline.paddle import DataParallel
@@ -26,6 +29,30 @@ def test_wrappers_of_paddle_around_ours_and_within(rank: int) -> None:
         DataParallel(paddle.DataParallel(nn.Linear(4, 2)))
     with pytest.raises(ConfigError, match=r"wrapped already, by paddle.*at '0'"):
         DataParallel(nn.Sequential(paddle.DataParallel(nn.Linear(4, 2))))
+
+
+@ranks(2, group=None)
+def test_what_has_wrapped_is_named(rank: int) -> None:
+    join_paddle(rank)
+    x = paddle.ones([1, 4])
+    hapi = paddle.Model(DataParallel(nn.Linear(4, 2)))
+    hapi.prepare(paddle.optimizer.SGD(parameters=hapi.parameters()), nn.MSELoss())
+    with pytest.raises(ConfigError, match=r"paddle\.DataParallel is around") as caught:
+        hapi.train_batch([x.numpy()], [x.numpy()[:, :2]])
+    assert "paddle.Model (hapi) wraps the model as well" in str(caught.value)
+    assert "`paddle.DataParallel = paceline.paddle.DataParallel`" in caught.value.hint
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of Paddle's own groups
+        fleet.init(is_collective=True)
+    with pytest.raises(ConfigError, match=r"paddle\.DataParallel is around") as caught:
+        fleet.distributed_model(DataParallel(nn.Linear(4, 2)))(x)
+    assert "fleet.distributed_model() wraps the model as well" in str(caught.value)
+    with pytest.raises(ConfigError, match=r"wrapped already, by paddle") as caught:
+        DataParallel(fleet.distributed_model(nn.Linear(4, 2)))
+    assert "fleet.distributed_model() has wrapped it" in str(caught.value)
+    with pytest.raises(ConfigError, match=r"wrapped already, by paddle") as caught:
+        DataParallel(paddle.DataParallel(nn.Linear(4, 2)))
+    assert "the line that wraps it" in str(caught.value)
 
 
 @ranks(2)

@@ -372,7 +372,8 @@ class Group:
             return None
         self._drain(limit_s)
         limit_s = self.core.timeout_s if limit_s < 0 else limit_s
-        return Group(form_core(MemberExchange(self.core, members, self._orphans), name=name, timeout_s=limit_s))
+        exchange = MemberExchange(self.core, members, self._orphans)
+        return Group(form_core(exchange, name=name, timeout_s=limit_s))
 
     # --- inside ---
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from paddle import nn
+from paddle.distributed import fleet
 from paddle.distributed.parallel import DataParallel as _Theirs
+from paddle.hapi.model import DynamicGraphAdapter as _HapiModel
 
 from paceline.paddle import internals
 from paceline.reducer.wrapped_model import WrappedModel
 from paceline.reducer.wrapped_twice import callers, inner_error, outer_error
 
+_CURE = (
+    "{} with the model itself makes our wrapper, if `paddle.DataParallel = paceline.paddle.DataParallel` "
+    "stands before it"
+)
 _OURS, _THEIRS = "paceline.paddle.DataParallel", "paddle.DataParallel"
 
 
@@ -20,7 +26,7 @@ def check_inner(layer: nn.Layer) -> None:
     """
     for name, part in layer.named_sublayers(include_self=True):
         if _averages(part):
-            raise inner_error(_OURS, _THEIRS, name)
+            raise inner_error(_OURS, _THEIRS, name, **_library(part))
 
 
 def check_outer() -> None:
@@ -29,8 +35,23 @@ def check_outer() -> None:
     Raises:
         ConfigError: There is one that averages.
     """
-    if any(map(_averages, callers({_Theirs.forward.__code__}))):
-        raise outer_error(_OURS, _THEIRS, f"a forward of ours within one of {_THEIRS}")
+    for outer in callers({_Theirs.forward.__code__}):
+        if _averages(outer):
+            raise outer_error(_OURS, _THEIRS, f"a forward of ours within one of {_THEIRS}", **_library(outer))
+
+
+def _library(wrapper: object) -> dict[str, str]:
+    """Which part of Paddle has made a wrapper, and what to do; nothing where the script has."""
+    adapters = callers({vars(_HapiModel)[name].__code__ for name in ("train_batch", "eval_batch")})
+    if any(getattr(adapter, "ddp_model", None) is wrapper for adapter in adapters):
+        return {"by": "paddle.Model (hapi)", "cure": _CURE.format("paddle.Model(model)")}
+    groups = getattr(fleet.fleet, "_hcg", None)
+    if groups is not None and getattr(wrapper, "group", None) is groups.get_data_parallel_group():
+        return {
+            "by": "fleet.distributed_model()",
+            "cure": f"{_CURE} fleet.distributed_model(model) is called",
+        }
+    return {}
 
 
 def _averages(layer: object) -> bool:

@@ -13,36 +13,45 @@ from types import CodeType, FrameType
 from paceline.errors import ConfigError
 
 
-def inner_error(ours: str, theirs: str, name: str) -> ConfigError:
+def inner_error(ours: str, theirs: str, name: str, *, by: str = "", cure: str = "") -> ConfigError:
     """The module that is to be wrapped is, or has in it, a wrapper of the framework.
 
     Args:
         ours: Our class.
         theirs: The framework's.
         name: Of the wrapper within the module; "" is the module itself.
+        by: Who has wrapped it, where that is known.
+        cure: What to do about that.
     """
     where = f"at '{name}'" if name else "around the whole model"
     return ConfigError(
         f"{ours}: the model is wrapped already, by {theirs}, {where}; its gradients would be averaged twice.",
-        likely=f"the line that wraps it in {theirs} is still there, or a library has wrapped it",
-        hint=f"remove that line; or pass the model itself, `wrapped.module`, and use no {theirs}",
+        likely=f"{by} has wrapped it"
+        if by
+        else f"the line that wraps it in {theirs} is still there, or a library has wrapped it",
+        hint=cure or f"remove that line; or pass the model itself, `wrapped.module`, and use no {theirs}",
     )
 
 
-def outer_error(ours: str, theirs: str, seen: str) -> ConfigError:
+def outer_error(ours: str, theirs: str, seen: str, *, by: str = "", cure: str = "") -> ConfigError:
     """A wrapper of the framework is around ours.
 
     Args:
         ours: Our class.
         theirs: The framework's.
         seen: How it was noticed.
+        by: Who has put it there, where that is known.
+        cure: What to do about that.
     """
     return ConfigError(
         f"{theirs} is around a model that {ours} has wrapped already; its gradients would be averaged twice.",
         seen=seen,
-        likely=f"a library wraps the model as well, as `accelerator.prepare(model)` does, or a line that "
+        likely=f"{by} wraps the model as well"
+        if by
+        else f"a library wraps the model as well, as `accelerator.prepare(model)` does, or a line that "
         f"wraps it in {theirs} is still there",
-        hint=f"remove that line, or the one with {ours}; with Accelerate leave the model out: "
+        hint=cure
+        or f"remove that line, or the one with {ours}; with Accelerate leave the model out: "
         "`optimizer, loader = accelerator.prepare(optimizer, loader)`",
     )
 

@@ -14,6 +14,7 @@ from paceline.reducer.agreement import telling_peers
 from paceline.reducer.comm_hooks import CommHook, agree_on_hook, check_is_first
 from paceline.torch.buffer_hook import BufferHook
 from paceline.torch.hooked import check_hook
+from paceline.torch.logging_data import noting_errors
 
 if TYPE_CHECKING:
     from paceline.torch.passes import GradientPasses
@@ -33,6 +34,7 @@ class CommHooks:
     _comm_hook: CommHook | None = None
     _builtin_hook: str | None = None  # what torch calls the hook, if it is one of those in C++
 
+    @noting_errors
     def register_comm_hook(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
         """Let `hook` average each bucket of gradients, over torch's process group.
 
@@ -73,6 +75,7 @@ class CommHooks:
         self._passes.use_hook(chosen, peers.process_group)
         self._comm_hook = chosen
 
+    @noting_errors
     def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
         """Torch's names for its hooks written in C++: ALLREDUCE and FP16_COMPRESS."""
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -88,6 +91,7 @@ class CommHooks:
         self.register_comm_hook(self._connected().process_group, hook)
         self._builtin_hook = str(comm_hook_type)
 
+    @noting_errors
     def _register_buffer_comm_hook(
         self, state: object, hook: Callable[..., Any], comm_hook_location: Any = None
     ) -> None:

@@ -27,7 +27,7 @@ from paceline.arguments import Arguments
 from paceline.errors import ConfigError, ReplicaError
 from paceline.torch.arguments import as_device
 from paceline.torch.attributes import TorchAttributes
-from paceline.torch.logging_data import TorchLogger, logging_data
+from paceline.torch.logging_data import ErrorNote, TorchLogger, logging_data, noting_errors
 from paceline.torch.scatter import gather, scatter_call
 from paceline.torch.wrapped_twice import AskedWhenWrapped, refuse_replicas
 
@@ -65,6 +65,11 @@ class TorchNames(TorchAttributes):
     _are_hooks_removed = False
     _sample_rate: int | None = None
     _ddp_params_and_buffers_to_ignore = AskedWhenWrapped()
+
+    @property
+    def _errors(self) -> ErrorNote:
+        note: ErrorNote = self.__dict__.setdefault("_error_note", ErrorNote())
+        return note
 
     def _replicate_for_data_parallel(self) -> NoReturn:
         raise refuse_replicas()
@@ -145,6 +150,7 @@ class TorchNames(TorchAttributes):
         """The members of torch's logger that libraries call."""
         return TorchLogger(logging_data(self))
 
+    @noting_errors
     def _set_static_graph(self) -> None:
         """As static_graph=True. Before the first forward that trains, on every rank.
 
@@ -230,7 +236,8 @@ class TorchNames(TorchAttributes):
         those of the last pass that was timed, whose number is `iteration`. Timed are the second to the tenth
         good pass, and one in a hundred after that, with parameters on the CPU and more than one rank;
         before, there are no such keys. `can_set_static_graph` is 1 if this rank has used the same parameters
-        in all passes so far.
+        in all passes so far. Once the wrapper, or a backward of its outputs, has raised an error of ours,
+        `has_error` is 1 and `error` the last one, also if it was caught and training went on.
 
         Example:
             >>> ddp._get_ddp_logging_data()["bucket_sizes"]  # bytes of gradients in each bucket

@@ -32,6 +32,7 @@ _CONNECTIONS = (
     "_builtin_hook",
     "_on_drop",
     "_are_hooks_removed",
+    "_error_note",
     "device_mesh",
 )
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from paceline.arguments import Arguments
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, PacelineError
 from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
 from paceline.reducer.micro_batches import as_weight
 from paceline.reducer.wrapped_model import WrappedModel, checked_norms
@@ -226,6 +226,7 @@ class DistributedDataParallel(CommHooks, WrappedModel, Joins, Regrouping, Copies
             values = [*self._tensors.all_parameters.values(), *buffers]
             link.broadcast(values)
         passes = GradientPasses(self._tensors, link, self._config)
+        passes.errors = self._errors
         if self._sample_rate is not None:
             passes.times.use_rate(self._sample_rate, passes.good_passes)
         # The hooks are the parameters', which may live on and be wrapped again.
@@ -236,7 +237,11 @@ class DistributedDataParallel(CommHooks, WrappedModel, Joins, Regrouping, Copies
     @untraced_itself
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the wrapped module; where gradients will be needed, get ready to average them."""
-        inputs, kwargs, is_training = self._before_forward(inputs, kwargs)
+        try:
+            inputs, kwargs, is_training = self._before_forward(inputs, kwargs)
+        except PacelineError as error:
+            self._errors.add(error)
+            raise
         # torch.compile cuts the graphs of what runs within into buckets. Not through torch's
         # _inside_ddp_forward(), which imports the compiler: seconds, in every program.
         outer, TorchDDP._active_ddp_module = TorchDDP._active_ddp_module, self

@@ -5,18 +5,23 @@ The one idea: all of it is known or computed when it is asked for, but for the t
 
 from __future__ import annotations
 
+import functools
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from paceline.errors import PacelineError
 from paceline.reducer.plan import plan_gradients
 
 if TYPE_CHECKING:
     from paceline.reducer.plan import Bucket, Plan
     from paceline.torch.compatible import TorchNames
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 # As torch's own dictionary has them, in C++.
 _DTYPES = {
@@ -41,6 +46,33 @@ _ENVIRONMENT_OF_BACKEND = {
 }
 
 
+class ErrorNote:
+    """The last error of ours that a wrapper or its passes raised.
+
+    Attributes:
+        text: Its type and its words; empty: there was none.
+    """
+
+    text = ""
+
+    def add(self, error: PacelineError) -> None:
+        self.text = f"{type(error).__name__}: {error}"
+
+
+def noting_errors(method: _Method) -> _Method:
+    """Let a method of a wrapper note what it raises. Not for what runs in each pass: it costs a call."""
+
+    @functools.wraps(method)
+    def call(self: TorchNames, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except PacelineError as error:
+            self._errors.add(error)
+            raise
+
+    return cast(_Method, call)
+
+
 class TorchLogger:
     """The members of torch's logger that libraries call."""
 
@@ -57,7 +89,7 @@ class TorchLogger:
 
 def logging_data(ddp: TorchNames) -> dict[str, Any]:
     """Facts about a wrapper, and times of its passes; see `DistributedDataParallel._get_ddp_logging_data`."""
-    return _of_construction(ddp) | _of_buckets(ddp) | _of_passes(ddp)
+    return _of_construction(ddp) | _of_buckets(ddp) | _of_passes(ddp) | _of_errors(ddp)
 
 
 def _of_construction(ddp: TorchNames) -> dict[str, Any]:
@@ -123,6 +155,11 @@ def _of_passes(ddp: TorchNames) -> dict[str, int]:
     if passes.good_passes:
         facts["can_set_static_graph"] = int(passes.is_graph_static)
     return facts
+
+
+def _of_errors(ddp: TorchNames) -> dict[str, Any]:
+    text = ddp._errors.text
+    return {"has_error": 1, "error": text} if text else {}
 
 
 def _joined(items: Any) -> str:

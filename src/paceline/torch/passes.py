@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.autograd import Variable, profiler
 
+from paceline.errors import PacelineError
 from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.drift import DriftWatch
 from paceline.reducer.frozen import digest_of
@@ -46,6 +47,7 @@ from paceline.torch.hooks import (
 )
 from paceline.torch.last_hooks import LastHooks
 from paceline.torch.late import LateGradients
+from paceline.torch.logging_data import ErrorNote
 from paceline.torch.optimizer_in_backward import Steppers, step_in_backward, take_over_optimizers
 from paceline.torch.parameters import ManagedTensors
 from paceline.torch.pass_times import PassTimes, profiled
@@ -65,6 +67,7 @@ class GradientPasses(BackwardPasses):
     Attributes:
         buffers: Keeps them in step.
         graphs: Of forwards whose backward is still to come.
+        errors: Where it notes what a pass raised.
     """
 
     weights: TorchWeights
@@ -83,6 +86,7 @@ class GradientPasses(BackwardPasses):
         self._tensors = tensors
         self._link = link
         self._tell = link.tell
+        self.errors = ErrorNote()
         self.times = PassTimes(is_timing=tensors.device_kinds == {"cpu"})
         self._variety = GraphVariety(len(tensors.names) - len(tensors.delayed))
         self._last_hooks: LastHooks | None = None
@@ -207,7 +211,11 @@ class GradientPasses(BackwardPasses):
     def _arm(self) -> None:
         if self.state.accumulated:
             part_accumulated(self._tensors.trainable, self.state.accumulated)
-        super()._arm()
+        try:
+            super()._arm()
+        except PacelineError as error:
+            self.errors.add(error)
+            raise
         if moved := self._not_last():  # hooks were registered since forward
             self._put_last(moved)
 
@@ -221,6 +229,9 @@ class GradientPasses(BackwardPasses):
             self.state.status.static_graph = False
             if self._late.learn():
                 self._install_hooks()
+        except PacelineError as error:
+            self.errors.add(error)
+            raise
         finally:
             self._is_frozen_noted = False
             self.graphs.end_pass()
