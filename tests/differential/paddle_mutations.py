@@ -10,7 +10,7 @@ from typing import Any
 
 import paddle
 
-from paceline.paddle import passes
+from paceline.reducer.passes import Passes
 
 _is_in = False
 
@@ -47,14 +47,14 @@ def _die(tensors: Any, rank: int) -> None:
 
 
 def _after_pass(change: Callable[[Any], None]) -> None:
-    real = passes.GradientPasses._bring_home
+    real = Passes._bring_home
 
     def bring_home(self: Any) -> None:
         real(self)
         with paddle.no_grad():
             change([p for p in self._tensors.trainable if p.grad is not None])
 
-    passes.GradientPasses._bring_home = bring_home  # type: ignore[method-assign]
+    Passes._bring_home = bring_home  # type: ignore[method-assign]
 
 
 MUTATIONS = {

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
-from paceline.torch import passes
+from paceline.reducer.passes import Passes
+from paceline.torch import gradients
 
 _is_in = False
 
@@ -22,7 +23,7 @@ def put_in(name: str, rank: int) -> None:
 
 def _skip_parameter(rank: int) -> None:
     """The first parameter keeps this rank's own gradient, as if it had never been averaged."""
-    real = passes.pointer_hook
+    real = gradients.pointer_hook
 
     def make(state: Any, index: int, name: str, view: torch.Tensor, reducer: Any, dtype: Any) -> Any:
         if index:
@@ -37,7 +38,7 @@ def _skip_parameter(rank: int) -> None:
 
         return hand_over
 
-    passes.pointer_hook = make
+    gradients.pointer_hook = make
 
 
 def _wrong_mean_on_one(rank: int) -> None:
@@ -79,14 +80,14 @@ def _die(rank: int) -> None:
 
 
 def _after_pass(change: Any) -> None:
-    real = passes.GradientPasses._bring_home
+    real = Passes._bring_home
 
     def bring_home(self: Any) -> None:
         real(self)
         with torch.no_grad():
             change([p for p in self._tensors.trainable if p.grad is not None])
 
-    passes.GradientPasses._bring_home = bring_home  # type: ignore[method-assign]
+    Passes._bring_home = bring_home  # type: ignore[method-assign]
 
 
 MUTATIONS = {

@@ -90,7 +90,7 @@ def test_gradients_of_any_layout(change: Callable[[torch.Tensor], torch.Tensor],
 def test_the_core_takes_what_is_usual(view: bool) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     ddp = wrapped(model, view=view)
-    hooks = ddp._passes._hooks
+    hooks = ddp._passes.gradients.hooks
     assert {type(hook) for hook in hooks} == {_core.GradientHook}
     ddp(torch.ones(1, 3)).sum().backward()
     kept = [parameter.grad for parameter in model.parameters()]
@@ -104,7 +104,7 @@ def test_the_core_takes_what_is_usual(view: bool) -> None:
 def test_a_second_gradient_in_one_pass_is_an_error(view: bool) -> None:
     model = Model(CHANGES["as it is"])
     ddp = wrapped(model, view=view)
-    model.first.register_post_accumulate_grad_hook(lambda p: ddp._passes._hooks[0](p))
+    model.first.register_post_accumulate_grad_hook(lambda p: ddp._passes.gradients.hooks[0](p))
     with pytest.raises(PacelineError, match="first"):
         ddp(torch.ones(2, 3)).backward()
 
@@ -124,7 +124,7 @@ def test_a_wrapper_without_users_goes_away(view: bool) -> None:
 @pytest.mark.skipif(not IS_THERE, reason="this torch has no DLPack exchange API")
 def test_wrong_calls_raise() -> None:
     ddp = wrapped(nn.Linear(2, 2), view=False)
-    hook = ddp._passes._hooks[0]
+    hook = ddp._passes.gradients.hooks[0]
     for arguments in ((), (1, 2)):
         with pytest.raises(TypeError, match="one parameter"):
             hook(*arguments)

@@ -11,7 +11,8 @@ rare is a call of something else.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
 
 import paddle
 
@@ -21,10 +22,11 @@ from paceline.paddle.arena import dtype_name, nbytes
 from paceline.paddle.tensors import ManagedTensors
 from paceline.reducer.link import Reduction
 from paceline.reducer.passes import PassState
+from paceline.reducer.plan import ParameterSpec
 
 
 class Gradients:
-    """Those of the parameters that a plan lists.
+    """Those of the parameters that a plan lists; see `paceline.reducer.front_end.Gradients`.
 
     Args:
         tensors: The model's.
@@ -32,11 +34,14 @@ class Gradients:
         live_in_arena: Keep gradients in the arena, but for those of shared parameters.
 
     Attributes:
-        hand_over: For each parameter a function that gives its gradient to the reducer; this list stays.
+        hand_over: For each parameter, in the plan or not, a function that gives its gradient to the reducer;
+            this list stays.
     """
 
     def __init__(self, tensors: ManagedTensors, state: PassState, *, live_in_arena: bool) -> None:
-        self.hand_over: list[Callable[[], None]] = []
+        # Rows of sparse gradients are averaged at the end of a pass.
+        self.hand_over: list[Callable[[], None]] = [_nothing] * len(tensors.all_trainable)
+        self._tensors = tensors
         self._names = tensors.names
         self._parameters = tensors.trainable
         self._state = state
@@ -55,16 +60,19 @@ class Gradients:
             self._move_home(index, gradient)
         self._choose_ways()
 
+    def specs(self, *, whole: bool) -> list[ParameterSpec]:
+        return self._tensors.specs()
+
     def share(self, indices: set[int]) -> None:
         """Note which parameters other wrapped models have, too. Their gradients leave the arena."""
-        if indices == self._shared:
-            return
         self.leave_arena(indices)
         self._shared = indices
         self._choose_ways()
 
-    def leave_arena(self, indices: set[int] | None = None) -> None:
-        """Give these gradients (None: all) memory of their own, with the values that they have."""
+    def give_up_arena(self) -> None:
+        self.leave_arena()
+
+    def leave_arena(self, indices: Collection[int] | None = None) -> None:
         for index, gradient in self._in_arena().items():
             if indices is None or index in indices:
                 with paddle.no_grad():
@@ -110,9 +118,20 @@ class Gradients:
                 if parameter.shape == shape:  # else Paddle would raise, on this rank alone
                     internals.count_as_gradient(parameter)
 
-    def clear_place(self, index: int) -> None:
-        """Fill the parameter's place in the arena with zeros."""
+    def hand_over_rest(self, index: int) -> None:
+        self.count(index)
+        self.hand_over[index]()
+
+    def clear(self, index: int) -> None:
         self._places[index].zero_()
+
+    def leave_out(self, indices: Collection[int]) -> None:
+        for index in indices:
+            self._check_shape(index)
+        self.leave_arena(indices)  # their places there are filled with zeros
+
+    def check(self) -> None:
+        """Nobody is assumed to change gradients in mid-backward, but for hooks of the parameter itself."""
 
     def _by_pointer(self, index: int) -> Callable[[], None]:
         find, take = internals.find_gradient(self._parameters[index]), self._take
@@ -212,37 +231,31 @@ class Gradients:
         assert home is not None
         return home
 
-    def place_means(self, nobodys: set[int]) -> None:
-        """Make every gradient the mean, where the reducer has not done so itself.
-
-        Args:
-            nobodys: Parameters that no rank has used.
-        """
-        state = self._state
-        for index in state.staged:
-            state.handed[index].copy_(self._places[index], True)
-        if len(state.handed) == len(self._places):
-            return
+    def write_back(self, missing: Sequence[int]) -> None:
+        for index in self._state.staged:
+            self._state.handed[index].copy_(self._places[index], True)
         with paddle.no_grad():
-            for index, parameter in enumerate(self._parameters):
-                if index not in state.handed and index not in nobodys:
-                    is_home = self._live_in_arena and index not in self._shared
-                    place = self._places[index]
-                    internals.set_gradient(parameter, place if is_home else place.clone())
-                    internals.count_as_gradient(parameter)
+            for index in missing:
+                parameter, place = self._parameters[index], self._places[index]
+                is_home = self._live_in_arena and index not in self._shared
+                internals.set_gradient(parameter, place if is_home else place.clone())
+                internals.count_as_gradient(parameter)
 
-    def keep(self) -> dict[int, tuple[paddle.Tensor, bool]]:
+    def keep(self) -> dict[int, Any]:
         """All gradients where no pass changes them, and whether they live in the arena."""
-        in_arena, kept = self._in_arena(), {}
+        in_arena: dict[int, paddle.Tensor] = self._in_arena()
+        kept: dict[int, Any] = {}
         for index, parameter in enumerate(self._parameters):
             gradient = internals.gradient_of(parameter)
             if gradient is not None:
                 is_home = index in in_arena
                 with paddle.no_grad():
                     kept[index] = (gradient.clone() if is_home else gradient, is_home)
+        for index, parameter in self._sparse():
+            kept[index] = (internals.gradient_of(parameter), False)
         return kept
 
-    def restore(self, kept: dict[int, tuple[paddle.Tensor, bool]]) -> None:
+    def restore(self, kept: dict[int, Any]) -> None:
         """Make what keep() has returned the only gradients that there are."""
         for index, parameter in enumerate(self._parameters):
             if index not in kept:
@@ -251,8 +264,26 @@ class Gradients:
                 self._move_home(index, kept[index][0])
             else:
                 internals.set_gradient(parameter, kept[index][0])
+        for index, parameter in self._sparse():
+            internals.drop_gradient(parameter)
+            gradient, _ = kept.get(index, (None, False))
+            if gradient is not None:
+                parameter.grad = gradient  # Paddle copies
 
-    def check_shape(self, index: int) -> None:
+    def _sparse(self) -> Iterable[tuple[int, paddle.Tensor]]:
+        return enumerate(self._tensors.sparse.values(), len(self._names))
+
+    def fingerprint(self) -> list[tuple[int, int]]:
+        gradients = map(internals.gradient_of, self._parameters)
+        return [(g.data_ptr(), g.inplace_version) for g in gradients if g is not None]
+
+    def memory(self) -> tuple[list[int], list[int]] | None:
+        gradients = [g for g in map(internals.gradient_of, self._parameters) if g is not None]
+        if not all(g.place.is_cpu_place() and g.is_contiguous() for g in gradients):
+            return None
+        return [g.data_ptr() for g in gradients], [nbytes(g) for g in gradients]
+
+    def _check_shape(self, index: int) -> None:
         """Refuse a parameter that has another shape than when it was wrapped, and no gradient."""
         parameter = self._parameters[index]
         if parameter.shape != self._shapes[index]:
@@ -295,3 +326,7 @@ _CHANGED = "the parameter's value was replaced by one of another shape after it 
 
 def _described(tensor: paddle.Tensor, what: str) -> str:
     return f"{what} of {dtype_name(tensor.dtype)}, shape {list(tensor.shape)}"
+
+
+def _nothing() -> None:
+    """What a parameter with sparse gradients hands over."""

@@ -22,7 +22,7 @@ from paceline.paddle.arguments import checked_group, checked_layer
 from paceline.paddle.comm_hooks import CommHooks
 from paceline.paddle.compatible import PaddleNames, hide_paddles_own
 from paceline.paddle.config import make_config
-from paceline.paddle.passes import GradientPasses
+from paceline.paddle.passes import GradientPasses, make_passes
 from paceline.paddle.peers import LonePeers, Peers, find_peers, known_exchange
 from paceline.paddle.tensors import ManagedTensors
 from paceline.paddle.wrapped_twice import check_inner, check_outer
@@ -205,7 +205,7 @@ class DataParallel(CommHooks, WrappedModel, PaddleNames):
             if self._config.init_sync_buffers:
                 values += self._tensors.buffers.values()
             link.broadcast(values)
-        passes = GradientPasses(self._tensors, link, self._config)
+        passes = make_passes(self._tensors, link, self._config)
         # The hooks are the parameters', which may live on and be wrapped again.
         weakref.finalize(self, passes.graphs.drop_wrapper).atexit = False
         return passes
@@ -252,6 +252,7 @@ class DataParallel(CommHooks, WrappedModel, PaddleNames):
         tensors.check_trainable()
         tensors.delay(*(self._arguments[name] for name in _DELAY))
         if self._passes is not None:
+            self._passes.autograd.has_ended = True
             self._passes.end()
         self._tensors = tensors
         self._passes = self._begin_passes(self._peers or LonePeers(), is_first=False)

@@ -15,6 +15,38 @@ import paddle
 from paceline.errors import ConfigError, format_ranks
 from paceline.paddle import internals
 from paceline.paddle.links import Link
+from paceline.paddle.tensors import ManagedTensors
+
+
+class SparseMeans:
+    """Averages the sparse gradients of one model.
+
+    Args:
+        tensors: The model's.
+        link: Between the ranks.
+
+    Attributes:
+        squared_norm: 0: no norm counts them.
+        nonfinite: (rank, parameter) of each that was not finite in the last pass.
+    """
+
+    squared_norm = 0.0
+
+    def __init__(self, tensors: ManagedTensors, link: Link) -> None:
+        self.nonfinite: list[tuple[int, int]] = []
+        self._first = len(tensors.names)
+        self._parameters = tensors.sparse
+        self._link = link
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+    def average(self, weight: float, *, has_data: bool) -> None:
+        """See `average_rows`; a rank without data has no gradients. Collective."""
+        self.nonfinite = []
+        for index, (name, parameter) in enumerate(self._parameters.items(), self._first):
+            ranks = average_rows(parameter, name, self._link, weight)
+            self.nonfinite += [(rank, index) for rank in ranks]
 
 
 def average_rows(parameter: paddle.Tensor, name: str, link: Link, weight: float = 1.0) -> list[int]:

@@ -50,6 +50,16 @@ class ManagedTensors:
         slots = [slot for child in layers for slot in internals.slots_of(child)]
         self._snapshot = _core.ModuleSnapshot(slots, "stop_gradient", self.frozen, [])
 
+    @property
+    def all_names(self) -> list[str]:
+        """Those of all parameters that are trained, with sparse gradients too."""
+        return [*self.names, *self.sparse]
+
+    @property
+    def all_trainable(self) -> list[paddle.Tensor]:
+        """The parameters that the plan lists, then those with sparse gradients."""
+        return [*self.trainable, *self.sparse.values()]
+
     def specs(self) -> list[ParameterSpec]:
         return [
             ParameterSpec(name, int(p.size), dtype_name(p.dtype), p.element_size(), _device(p))

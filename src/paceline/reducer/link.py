@@ -98,6 +98,10 @@ class Link(Protocol[_Tensor]):
         """Payloads of all ranks, by rank, of any lengths."""
         ...
 
+    def agree(self, numbers: Sequence[int]) -> list[int]:
+        """Rank 0's numbers, below 2**31; every rank has as many."""
+        ...
+
     def make_reduction(
         self,
         plan: Plan,

@@ -1,7 +1,8 @@
-"""One backward pass after the other, for every framework: what a front end adds are its hooks and tensors.
+"""One backward pass after the other, for every framework.
 
-A pass begins when the front end calls `_arm`, at the first gradient of a backward, and ends in `_end`, when
-that backward is over: this rank waits for the others, judges, and brings the means home.
+`Passes` plans where gradients lie, begins and ends each pass, judges it, and brings the means home. A
+framework gives it its parts (`FrontEnd`): the gradients and where they lie, its autograd, weights, buffers.
+A `Link` joins the ranks. `Passes._end` is the end of a pass from top to bottom.
 
 A rank that runs out of data before the others takes part in their passes with no gradients and a weight of 0,
 until every rank has none left; each rank says so in the status that ends a pass, so nobody asks. Then it gets
@@ -15,50 +16,38 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Generic
 
 from paceline import _core
-from paceline.errors import ConfigError, ForkedError
+from paceline.errors import CollectiveError, ConfigError, ForkedError, PacelineError
 from paceline.reducer import farewell
+from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.drift import DriftWatch
 from paceline.reducer.end_of_backward import EndOfBackward
-from paceline.reducer.micro_batches import MicroBatchWeights
-from paceline.reducer.pass_errors import Judge, give_up_interrupted, names_by_rank, uneven_error
+from paceline.reducer.front_end import AnyAutograd, Fingerprint, FrontEnd, Memory, PassOptions
+from paceline.reducer.frozen import digest_of
+from paceline.reducer.graphs import Graphs
+from paceline.reducer.link import Link, Reduction, ReductionOptions
+from paceline.reducer.pass_errors import (
+    GraphVariety,
+    Judge,
+    StaticGraph,
+    give_up_interrupted,
+    names_by_rank,
+    uneven_error,
+)
+from paceline.reducer.plan import (
+    Plan,
+    complete_order,
+    has_one_order,
+    plan_gradients,
+)
 from paceline.reducer.protocol import Outcome, PassStatus, Reducer
+from paceline.reducer.replica_check import Entry
+from paceline.reducer.sharing import registry
 
 _NOTES_DIFFER = int(Outcome.NOTES_DIFFER)  # as an enumeration's member it would cost more than the question
-
-Fingerprint = Sequence[tuple[int, int]]
-"""Identity and version counter of each gradient."""
-
-Memory = tuple[list[int], list[int]]
-"""Addresses and sizes in bytes."""
-
-
-class PassOptions(Protocol):
-    """What a wrapped model was asked to do, as far as passes need it."""
-
-    @property
-    def allow_unused(self) -> bool: ...
-    @property
-    def allow_nobodys(self) -> bool: ...
-    @property
-    def nonfinite(self) -> str: ...
-
-
-class SyncedBuffers(Protocol):
-    """The buffers of a model."""
-
-    @property
-    def is_needed(self) -> bool:
-        """Whether the end of a pass brings any in step."""
-        ...
-
-    def sync(self, active: Sequence[int], *, on_demand: bool) -> None:
-        """Bring them in step with the ranks that had data. Collective."""
-        ...
 
 
 class PassState:
@@ -73,6 +62,9 @@ class PassState:
             the reducer reads and writes by pointer.
         staged: Those of them whose mean the front end copies back.
         accumulated: Parameters that got local gradients, in no_sync(), since the last synchronised pass.
+        weight: Of this rank in the pass under way, or the last one.
+        arm: Begins a pass; hooks call it at the first gradient of a backward.
+        graphs: Of forwards whose backward is still to come.
         status: What the end of the pass tells all ranks: the forwards since the last one, and what is wrong.
             A hook that raised instead would leave the others waiting.
         refusal: Why the gradient of the parameter `status.refused` cannot be averaged.
@@ -82,6 +74,7 @@ class PassState:
     __slots__ = (
         "accumulated",
         "arm",
+        "graphs",
         "handed",
         "is_armed",
         "is_interrupted",
@@ -90,6 +83,7 @@ class PassState:
         "refusal",
         "staged",
         "status",
+        "weight",
         "where",
     )
 
@@ -102,9 +96,11 @@ class PassState:
         self.staged: list[int] = []
         self.accumulated: set[int] = set()
         self.status = PassStatus()
+        self.weight = 1.0
         self.refusal: ConfigError | None = None
         self.pid = os.getpid()
         self.arm: Callable[[], None]
+        self.graphs: Graphs
 
     def begin_next(self) -> None:
         """Forget the pass that is over."""
@@ -189,48 +185,43 @@ class FreshGradients:
         return None if memory is None else _core.sample_all(*memory)
 
 
-class BackwardPasses(ABC):
+class Passes(Generic[AnyAutograd]):
     """Averages the gradients of one model in each backward.
 
     Args:
-        names: Of the trainable parameters, by index in the plan.
-        rank: This rank.
-        world_size: Number of ranks.
+        front_end: What the framework gives.
+        state: Shared with the framework's hooks.
+        link: Between the ranks that train the model.
+        config: Of the wrapped model.
 
     Attributes:
-        state: Shared with the hooks.
-        weights: Of this rank's micro-batches.
-        buffers: Keeps them in step.
-        weight: Of this rank in the pass under way, or the last one.
-        gradients: Whether they are still those of the last pass.
-        notes: What this rank does between two passes.
+        reduction: Of the plan in use.
+        graphs: Of forwards whose backward is still to come.
+        fresh: Whether gradients are still those of the last pass.
         drift: Whether the replicas are still the same, where there is a reason to look, or now and then.
         active: Ranks that had data in the last pass. Others shadow it.
-        _tell: Lets the errors of other ranks tell what this one was doing; None: they can't.
         is_order_final: Whether the plan will not change any more.
         good_passes: How many passes have made the gradients means, and all else that a pass does.
         refuses_uneven: Whether a pass for which some ranks have no data raises, on all of them.
     """
 
-    weights: MicroBatchWeights
-    buffers: SyncedBuffers
-    gradients: FreshGradients
-    notes: _core.IterationNotes
-    drift: DriftWatch
-    is_order_final: bool
-    _config: PassOptions
-    _judge: Judge
-    _tell: Callable[[str], None] | None
-
-    def __init__(self, names: Sequence[str], rank: int, world_size: int) -> None:
-        self.state = PassState(rank, world_size)
+    def __init__(
+        self, front_end: FrontEnd[AnyAutograd], state: PassState, link: Link[Any], config: PassOptions
+    ) -> None:
+        tensors = front_end.tensors
+        self.state = state
         self.state.arm = self._arm
         farewell.watch(self)
-        self.world_size = world_size
-        self.weight = 1.0
-        self.active: Sequence[int] = range(world_size)
-        self._all_ranks = range(world_size)
-        self._names = names
+        self.gradients, self.sparse = front_end.gradients, front_end.sparse
+        self.autograd, self.watch = front_end.autograd, front_end.autograd.watch
+        self.weights, self.buffers, self.notes = front_end.weights, front_end.buffers, front_end.notes
+        self.world_size = link.world_size
+        self.active: Sequence[int] = range(link.world_size)
+        self._all_ranks = range(link.world_size)
+        self._tensors = tensors
+        self._names = tensors.names
+        self._hash_model = front_end.hash_model
+        self._link, self._tell = link, link.tell
         self._begun_forwards = 0
         self._waited_before_s = 0.0
         self._pass_number = 1
@@ -239,74 +230,78 @@ class BackwardPasses(ABC):
         self._of_first: tuple[float, list[tuple[int, int]]] | None = None
         self._gradients_aside: dict[int, Any] = {}
         self._accumulated_aside: set[int] = set()
+        self.fresh = FreshGradients(self.gradients.fingerprint, self.gradients.memory)
+        self.drift = DriftWatch(config.check_replicas_every, self._hash_replica, link.all_gather)
+        self._variety = GraphVariety(len(tensors.names) - len(tensors.delayed))
+        self.graphs = state.graphs = Graphs(self.close)
+        self._set_config(config)
+        self.reduction = self._make_reduction(self._make_plan(None), None)
+        self.gradients.adopt(self.reduction)
+        self.is_order_final = has_one_order(self.reduction.plan)
+        self._shared: set[int] = set()
+        registry.join(self)
+        self.refresh_sharing()
+        self.autograd.install()
 
-    # --- what a front end adds ---
+    def use_config(self, config: PassOptions) -> None:
+        """Judge passes by other options than before. Not within a pass; on every rank."""
+        self._set_config(config)
+        self.autograd.use_static_graph(config.static_graph)
 
-    @property
-    @abstractmethod
-    def reducer(self) -> Reducer:
-        """That of the plan in use."""
+    def _set_config(self, config: PassOptions) -> None:
+        self._config = config
+        is_static = config.static_graph
+        self._static_graph = StaticGraph(self._names, self._link.all_gather) if is_static else None
+        self._judge = Judge(
+            self._tensors.all_names,
+            self.world_size,
+            allow_unused=config.allow_unused,
+            nonfinite=config.nonfinite,
+            static_graph=self._static_graph,
+        )
 
-    @property
-    @abstractmethod
-    def path(self) -> str:
-        """Where gradients are averaged: "memory" or "group"."""
+    def close(self) -> None:
+        """Hear of no gradient any more. The memory goes with the last gradient that lies in it."""
+        registry.leave(self)
+        self.autograd.close()
 
-    @abstractmethod
-    def broadcast_model(self, root: int) -> None:
-        """Give every rank the parameters and buffers of the rank `root`. Collective."""
+    def end(self) -> None:
+        """Average no more. Gradients keep their values, and get memory of their own."""
+        self.close()
+        self.gradients.leave_arena()
+        self.reducer.close()
 
-    @abstractmethod
-    def _is_in_backward(self) -> bool:
-        """Whether this thread runs a backward: a forward within it is a recomputation."""
-
-    @abstractmethod
-    def _call_at_end(self, end: Callable[[], None]) -> None:
-        """Call `end` when the backward that runs is over."""
-
-    @abstractmethod
-    def _has_gradient(self, index: int) -> bool:
-        """Whether the parameter has a gradient."""
-
-    @abstractmethod
-    def _hand_over(self, index: int) -> None:
-        """Give the parameter's gradient to the reducer."""
-
-    @abstractmethod
-    def _bring_home(self) -> None:
-        """Make every parameter's gradient the mean, where the reducer has not done so itself."""
-
-    @abstractmethod
-    def _clear_place(self, index: int) -> None:
-        """Fill the parameter's place in the arena with zeros."""
-
-    @abstractmethod
-    def _adopt_order(self, order: list[int]) -> None:
-        """Plan anew, in the order that rank 0 saw; once, after the first good pass. Collective."""
-
-    @abstractmethod
-    def _sync_others(self) -> None:
-        """Bring in step, after a pass, what the reducer does not average: buffers. Collective."""
-
-    def _gradients_to_keep(self) -> dict[int, Any]:
-        """This rank's gradients, by parameter, where no pass changes them."""
-        return {}
-
-    def _set_gradients(self, gradients: dict[int, Any]) -> None:  # noqa: B027
-        """Make these, of `_gradients_to_keep`, the only gradients that parameters have."""
-
-    def _prepare_end(self) -> None:  # noqa: B027  # most need nothing
-        """At the end of backward, before this rank says that it is there."""
-
-    def _forget_interrupted(self) -> None:  # noqa: B027
-        """Drop what a front end remembers of a pass that an exception broke off."""
-
-    # --- what all front ends do ---
+    # --- what others ask ---
 
     @property
     def who(self) -> str:
         """This rank in words."""
         return self.state.where
+
+    @property
+    def reducer(self) -> Reducer:
+        """That of the plan in use."""
+        return self.reduction.reducer
+
+    @property
+    def path(self) -> str:
+        """Where gradients are averaged: "memory" or "group"."""
+        return self._link.path
+
+    @property
+    def trainable(self) -> Sequence[object]:
+        """All parameters that are trained."""
+        return self._tensors.all_trainable
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether another wrapped model holds any of the parameters."""
+        return bool(self._shared)
+
+    @property
+    def is_graph_static(self) -> bool:
+        """Whether this rank has used the same parameters in all passes so far."""
+        return self._static_graph is not None or self._variety.is_static(self.good_passes)
 
     def waiting_ranks(self) -> list[int]:
         """Ranks that wait at the end of a pass that this rank has not ended, if that is known."""
@@ -320,11 +315,12 @@ class BackwardPasses(ABC):
 
     def squared_norm(self) -> float:
         """Of the last pass's mean gradient; NaN if that pass was void, or raised."""
-        return self.reducer.squared_norm() if self._of_first is None else self._of_first[0]
+        of_plan = self.reducer.squared_norm() if self._of_first is None else self._of_first[0]
+        return of_plan + self.sparse.squared_norm
 
     def known_norm(self) -> float | None:
-        """The 2-norm of all gradients, if it is that of the last pass's means."""
-        if not self.gradients.are_unchanged() or self._unused_by_all():
+        """The 2-norm of all gradients that the plan lists, if it is that of the last pass's means."""
+        if not self.fresh.are_unchanged() or self.reducer.globally_unused():
             return None
         norm = math.sqrt(self.squared_norm())
         return None if math.isnan(norm) else norm  # of a void pass, too
@@ -337,7 +333,69 @@ class BackwardPasses(ABC):
     def nonfinite(self) -> dict[int, tuple[str, ...]]:
         """Names of parameters whose gradient was not finite in the last pass, by rank."""
         pairs = self.reducer.nonfinite() if self._of_first is None else self._of_first[1]
-        return names_by_rank(pairs, self._names)
+        found = names_by_rank(pairs, self._names)
+        for rank, names in names_by_rank(self.sparse.nonfinite, self._tensors.all_names).items():
+            found[rank] = (*found.get(rank, ()), *names)
+        return found
+
+    def broadcast_model(self, root: int) -> None:
+        """Give every rank the parameters and buffers of the rank `root`. Collective."""
+        tensors = [*self._tensors.all_parameters.values(), *self._tensors.current_buffers().values()]
+        self._link.broadcast(tensors, root)
+
+    def _hash_replica(self, optimizer: Any) -> Sequence[Entry]:
+        now, in_step = self._tensors.current_buffers(), self.buffers.in_step
+        buffers = {name: buffer for name, buffer in now.items() if name in in_step}
+        return self._hash_model(self._tensors.all_parameters, buffers, optimizer)
+
+    # --- plans, and where gradients lie ---
+
+    def use_hook(self, hook: CommHook, process_group: Any) -> None:
+        """Give every bucket to a hook from now on. Not within a pass; collective."""
+        self._link = self._link.with_hook(hook, process_group)
+        self._tell = self._link.tell
+        self._replace(self._make_plan(list(self.reduction.plan.order)))
+        self.is_order_final = self.is_order_final or has_one_order(self.reduction.plan)
+
+    def _adopt_order(self, order: list[int]) -> None:
+        """Plan anew, in the order that rank 0 saw; once, after the first good pass. Collective."""
+        self.is_order_final = True
+        agreed = self._link.agree(complete_order(order, len(self._names)))
+        plan = self._make_plan(agreed)
+        if plan != self.reduction.plan:
+            self._replace(plan)
+
+    def _replace(self, plan: Plan) -> None:
+        before = self.reduction
+        self._of_first = (before.reducer.squared_norm(), before.reducer.nonfinite())
+        self._waited_before_s += before.reducer.waited_s
+        must_move = self.gradients.any_in_arena
+        # Where the arena is free there need never be two.
+        self.reduction = self._make_reduction(plan, None if must_move else before)
+        self.gradients.adopt(self.reduction)
+        if must_move:
+            before.reducer.close()
+        self.autograd.install()
+
+    def _make_plan(self, order: list[int] | None) -> Plan:
+        whole = self._link.wants_whole_buckets
+        return plan_gradients(self.gradients.specs(whole=whole), self._config, order, whole=whole)
+
+    def _make_reduction(self, plan: Plan, instead_of: Reduction[Any] | None) -> Reduction[Any]:
+        config = self._config
+        finite = config.nonfinite != "ignore"
+        options = ReductionOptions(config.gradients_in_arena, finite, config.skip_unused)
+        return self._link.make_reduction(plan, self._tensors.trainable, options, instead_of)
+
+    def refresh_sharing(self) -> None:
+        """Find out which parameters other wrapped models have, too."""
+        self._sharing_version = registry.version
+        before, self._shared = self._shared, registry.shared_by_others(self)
+        if self._shared != before:
+            self.gradients.share(self._shared)
+            self.autograd.share(self._shared)
+
+    # --- a pass begins ---
 
     def begin_forward(self, *, is_syncing: bool, is_training: bool) -> None:
         """Note a forward whose gradients will be needed.
@@ -346,10 +404,12 @@ class BackwardPasses(ABC):
             ForkedError: This process is a forked child of the one that wrapped the model.
             SkippedPassError: The last backward ended in an exception, on this rank.
         """
-        state = self.state
+        state, autograd = self.state, self.autograd
+        if self._sharing_version != registry.version and not autograd.is_in_backward():
+            self.refresh_sharing()
         state.check_process()
         has_weights = self.weights.is_used
-        if (state.is_armed or state.is_interrupted or has_weights) and not self._is_in_backward():
+        if (state.is_armed or state.is_interrupted or has_weights) and not autograd.is_in_backward():
             self._tell_if_interrupted()
             if has_weights:
                 self.weights.give_up_interrupted()
@@ -360,6 +420,7 @@ class BackwardPasses(ABC):
         # Forwards in eval mode often have no backward, on some ranks only; such a rank skips nothing.
         if is_syncing and is_training:
             state.status.forwards += 1
+        autograd.begin_forward(is_syncing=is_syncing, good_passes=self.good_passes)
 
     @contextlib.contextmanager
     def local(self) -> Iterator[None]:
@@ -374,6 +435,197 @@ class BackwardPasses(ABC):
         finally:
             if self._begun_forwards == begun_before:
                 self.state.is_syncing = before
+
+    def _arm(self) -> None:
+        """The first gradient of a backward has come.
+
+        Raises:
+            SkippedPassError: The backward before this one ended in an exception, on this rank.
+        """
+        state = self.state
+        try:
+            self.autograd.prepare()
+            state.check_process()
+            if state.is_interrupted:
+                self._give_up_interrupted()
+            if self.weights.is_used:
+                self._weigh(self.weights.begin())
+        except PacelineError as error:
+            self.autograd.note_error(error)
+            raise
+        state.is_armed = True  # first: gradients on another device come from another thread
+        self.autograd.at_end(EndOfBackward(self._end_backward, state.interrupt))
+        if self._tell is not None:
+            self._tell(f"in backward of pass {self._pass_number}")
+
+    def _weigh(self, weight: float) -> None:
+        self.state.weight = weight
+        self.reducer.set_weight(weight)
+
+    # --- a pass ends ---
+
+    def _end_backward(self) -> None:
+        try:
+            self._end()
+        finally:
+            if self.state.is_armed:  # it raised before the pass was ended
+                self.state.interrupt()
+
+    def _end(self) -> None:
+        """The end of this rank's backward: wait for the others, judge, and bring the means home.
+
+        Between two large computations little of this is in the processor's caches: each call of a function
+        in Python costs a small model about a microsecond.
+        """
+        state, reducer, config = self.state, self.reduction.reducer, self._config
+        self._of_first = None
+        self.fresh.forget()
+        try:
+            self.autograd.raise_kept()
+            try:
+                if not state.status.finished:
+                    self._hand_over_rest()
+                status = state.status
+                reducer.set_note(self.notes.take(self._begun_forwards, bool(state.accumulated)))
+                allow_unused = config.allow_unused or status.frozen is not None
+                outcome = reducer.finish(status, allow_unused, config.allow_nobodys)
+                self.active = self._all_ranks
+                if outcome:
+                    self._note_active(Outcome(outcome))
+                    self._judge.judge(Outcome(outcome), reducer, state.refusal)
+                order = None if self.is_order_final else list(state.handed)
+                if self.active:
+                    self._bring_home()
+                if self.fresh.is_used:
+                    self.fresh.note()
+            finally:
+                state.begin_next()
+                self.weights.end()
+                if self._tell is not None:
+                    self._tell(f"after backward of pass {self._pass_number}")
+                self._pass_number += 1
+            if order is not None:
+                self._adopt_order(order)
+            if self.active:
+                self.buffers.end_pass(self.active)
+            self.good_passes += 1
+            # Where a rank has no data there may be ranks that make no step until the others have finished.
+            if len(self.active) == self.world_size:
+                self.drift.end_pass(reducer.notes_by_rank if outcome & _NOTES_DIFFER else None)
+                self.notes.begin(self._begun_forwards)
+            state.status.static_graph = False  # all ranks have promised it
+            self.autograd.learn()
+        except PacelineError as error:
+            self.autograd.note_error(error)
+            if isinstance(error, CollectiveError):
+                self.gradients.give_up_arena()
+            raise
+        finally:
+            self.autograd.forget()
+            self.graphs.end_pass()
+
+    def _hand_over_rest(self) -> None:
+        """Hand over what has waited, and what this backward did not touch; look at all of it again."""
+        state = self.state
+        self.autograd.complete()
+        count = len(self._names)
+        if self._static_graph is not None:
+            state.status.graph_changed = self._static_graph.has_changed(self._used())
+        elif len(state.handed) < count:
+            self._variety.note(self._used)
+        if len(state.handed) < count:
+            self._hand_over_accumulated()
+        if len(state.handed) < count:
+            self._leave_out([index for index in range(count) if index not in state.handed])
+        self.gradients.check()
+
+    def _used(self) -> set[int]:
+        """Parameters that have got gradients since the last pass, and wait for no others'."""
+        used = self.state.accumulated.union(self.state.handed).difference(self._tensors.delayed)
+        return used.intersection(range(len(self._names)))
+
+    def _hand_over_accumulated(self) -> None:
+        """Hand over gradients that this backward did not touch but that count all the same.
+
+        Those of no_sync() passes; and, where unused parameters are allowed, any gradient that is left
+        from before: the others add to theirs, so it must take part in the mean.
+        """
+        state = self.state
+        for index in range(len(self._names)):
+            counts = index in state.accumulated or self._config.allow_unused
+            if index not in state.handed and counts and self.gradients.exists(index):
+                self.gradients.hand_over_rest(index)
+
+    def _leave_out(self, missing: Sequence[int]) -> None:
+        """These have no gradient; delayed ones have one of zeros, as in torch."""
+        delayed = [index for index in missing if index in self._tensors.delayed]
+        if delayed:
+            self.gradients.leave_out(delayed)
+        for index in delayed:
+            self._mark_zeros(index)
+        unused = [index for index in missing if index not in self._tensors.delayed]
+        self.gradients.leave_out(unused)
+        idle = self.autograd.frozen.intersection(unused)
+        if idle and not self._config.allow_unused:
+            self.state.status.frozen = digest_of(sorted(idle))
+            # What is left there stays as it is, while their places become zeros.
+            self.gradients.leave_arena(idle)
+
+    def _mark_zeros(self, index: int) -> None:
+        self.gradients.clear(index)
+        self.reducer.mark_ready(index, 0)
+
+    def _note_active(self, outcome: Outcome) -> None:
+        if Outcome.FINISHED in outcome:
+            statuses = self.reducer.statuses()
+            self.active = [rank for rank, status in enumerate(statuses) if not status.finished]
+            if self.refuses_uneven and self.active:
+                raise uneven_error(statuses)
+
+    def _bring_home(self) -> None:
+        """Make every parameter's gradient the mean."""
+        state = self.state
+        if overlapping := self.reducer.overlapping():
+            self._part_overlapping(overlapping)
+        if self._static_graph is not None:
+            self._static_graph.end_good()
+        missing: Sequence[int] = ()
+        if len(state.handed) < len(self._names):
+            nobodys = set(self.reducer.globally_unused())
+            missing = [i for i in range(len(self._names)) if i not in state.handed and i not in nobodys]
+        if missing or state.staged:
+            self.gradients.write_back(missing)
+        if len(self.sparse):
+            self.sparse.average(state.weight, has_data=not state.status.finished)
+            self._judge.judge_nonfinite(self.sparse.nonfinite)
+        self.autograd.after_means()
+
+    def _part_overlapping(self, overlapping: Sequence[int]) -> None:
+        """Where gradients share memory, bring their means home into memory of their own.
+
+        As for parameters that this backward left without a gradient.
+        """
+        state = self.state
+        for index in overlapping:
+            state.handed.discard(index)
+            if index in state.staged:
+                state.staged.remove(index)
+
+    def _tell_if_interrupted(self) -> None:
+        if self.state.is_armed or self.state.is_interrupted:
+            self._give_up_interrupted()
+
+    def _give_up_interrupted(self) -> None:
+        """End the pass that an exception broke off, so that all ranks learn of it and can go on."""
+        self.autograd.forget()
+        self.graphs.end_pass()
+        error = give_up_interrupted(self.reducer, self._config.allow_unused, self._config.allow_nobodys)
+        self.state.begin_next()
+        self.weights.end()
+        if error is not None:
+            raise error
+
+    # --- ranks without data ---
 
     def take_part_until_all_finished(self, after_pass: Callable[[], object] | None) -> None:
         """Shadow the others' passes, then take over the model of those who went on longest. Collective."""
@@ -416,18 +668,18 @@ class BackwardPasses(ABC):
             keep_accumulated: Give back what no_sync() has accumulated too; else it is dropped.
         """
         state = self.state
-        self._gradients_aside = self._gradients_to_keep()
+        self._gradients_aside = self.gradients.keep()
         self._accumulated_aside = set(state.accumulated)
         if not keep_accumulated:
             for index in self._accumulated_aside:
                 self._gradients_aside.pop(index, None)
             self._accumulated_aside.clear()
-        self._set_gradients({})
+        self.gradients.restore({})
 
     def end_shadowing(self) -> None:
         """Give this rank its own gradients back: the next backward adds to them."""
         gradients, self._gradients_aside = self._gradients_aside, {}
-        self._set_gradients(gradients)
+        self.gradients.restore(gradients)
         self.state.accumulated |= self._accumulated_aside
 
     def shadow(self, *, weight: float) -> bool:
@@ -440,139 +692,14 @@ class BackwardPasses(ABC):
         """
         self.state.check_process()
         self._tell_if_interrupted()
-        self._set_gradients({})  # those of the last such pass
-        self.weight = weight
-        self.reducer.set_weight(weight)
+        self.gradients.restore({})  # those of the last such pass
+        self._weigh(weight)
         if not self._config.allow_unused:  # nothing is unused because this rank has no data
             for index in range(len(self._names)):
-                self._clear_place(index)
-                self.reducer.mark_ready(index, 0)
+                self._mark_zeros(index)
         self.state.status.finished = True
         try:
             self._end()
         finally:  # what it raises may be caught, and training go on
-            self.weight = 1.0
-            self.reducer.set_weight(1.0)
+            self._weigh(1.0)
         return bool(self.active)
-
-    def _arm(self) -> None:
-        """The first gradient of a backward has come.
-
-        Raises:
-            SkippedPassError: The backward before this one ended in an exception, on this rank.
-        """
-        state = self.state
-        state.check_process()
-        if state.is_interrupted:
-            self._give_up_interrupted()
-        if self.weights.is_used:
-            self.weight = self.weights.begin()
-            self.reducer.set_weight(self.weight)
-        state.is_armed = True  # first: gradients on another device come from another thread
-        self._call_at_end(EndOfBackward(self._end_backward, state.interrupt))
-        if self._tell is not None:
-            self._tell(f"in backward of pass {self._pass_number}")
-
-    def _end_backward(self) -> None:
-        try:
-            self._end()
-        finally:
-            if self.state.is_armed:  # it raised before the pass was ended
-                self.state.interrupt()
-
-    def _end(self) -> None:
-        """The end of this rank's backward: wait for the others, judge, and bring the means home.
-
-        Between two large computations little of this is in the processor's caches: each call of a function
-        in Python costs a small model about a microsecond.
-        """
-        state, reducer, config = self.state, self.reducer, self._config
-        self._of_first = None
-        self.gradients.forget()
-        self._prepare_end()
-        try:
-            self._hand_over_rest()
-            status = state.status
-            reducer.set_note(self.notes.take(self._begun_forwards, bool(state.accumulated)))
-            allow_unused = config.allow_unused or status.frozen is not None
-            outcome = reducer.finish(status, allow_unused, config.allow_nobodys)
-            self.active = self._all_ranks
-            if outcome:
-                self._note_active(Outcome(outcome))
-                self._judge.judge(Outcome(outcome), reducer, state.refusal)
-            order = None if self.is_order_final else list(state.handed)
-            if self.active:
-                if overlapping := reducer.overlapping():
-                    self._part_overlapping(overlapping)
-                self._bring_home()
-            if self.gradients.is_used:
-                self.gradients.note()
-        finally:
-            state.begin_next()
-            self.weights.end()
-            if self._tell is not None:
-                self._tell(f"after backward of pass {self._pass_number}")
-            self._pass_number += 1
-        if order is not None:
-            self._adopt_order(order)
-        if self.active:
-            self._sync_others()
-        self.good_passes += 1
-        # Where a rank has no data there may be ranks that make no step until the others have finished.
-        if len(self.active) == self.world_size:
-            self.drift.end_pass(reducer.notes_by_rank if outcome & _NOTES_DIFFER else None)
-            self.notes.begin(self._begun_forwards)
-
-    def _part_overlapping(self, overlapping: Sequence[int]) -> None:
-        """Where gradients share memory, bring their means home into memory of their own.
-
-        As for parameters that this backward left without a gradient.
-        """
-        state = self.state
-        for index in overlapping:
-            state.handed.discard(index)
-            if index in state.staged:
-                state.staged.remove(index)
-
-    def _unused_by_all(self) -> list[int]:
-        """Parameters that no rank with data used in the last pass."""
-        if len(self.active) in (0, self.world_size):
-            return self.reducer.globally_unused()
-        # Ranks without data have marked all parameters, where unused ones are not allowed.
-        return sorted(set.intersection(*(set(self.reducer.unused(rank)) for rank in self.active)))
-
-    def _note_active(self, outcome: Outcome) -> None:
-        if Outcome.FINISHED in outcome:
-            statuses = self.reducer.statuses()
-            self.active = [rank for rank, status in enumerate(statuses) if not status.finished]
-            if self.refuses_uneven and self.active:
-                raise uneven_error(statuses)
-
-    def _hand_over_rest(self) -> None:
-        if len(self.state.handed) < len(self._names) and not self.state.status.finished:
-            self._hand_over_accumulated()
-
-    def _hand_over_accumulated(self) -> None:
-        """Hand over gradients that this backward did not touch but that count all the same.
-
-        Those of no_sync() passes; and, where unused parameters are allowed, any gradient that is left
-        from before: the others add to theirs, so it must take part in the mean.
-        """
-        state = self.state
-        for index in range(len(self._names)):
-            counts = index in state.accumulated or self._config.allow_unused
-            if index not in state.handed and counts and self._has_gradient(index):
-                self._hand_over(index)
-
-    def _tell_if_interrupted(self) -> None:
-        if self.state.is_armed or self.state.is_interrupted:
-            self._give_up_interrupted()
-
-    def _give_up_interrupted(self) -> None:
-        """End the pass that an exception broke off, so that all ranks learn of it and can go on."""
-        self._forget_interrupted()
-        error = give_up_interrupted(self.reducer, self._config.allow_unused, self._config.allow_nobodys)
-        self.state.begin_next()
-        self.weights.end()
-        if error is not None:
-            raise error

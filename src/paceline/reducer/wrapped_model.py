@@ -14,7 +14,7 @@ from typing import Any, ClassVar, TypeVar
 from paceline.arguments import Arguments
 from paceline.errors import ConfigError
 from paceline.reducer.micro_batches import as_weight
-from paceline.reducer.passes import BackwardPasses
+from paceline.reducer.passes import Passes
 
 _Batch = TypeVar("_Batch")
 
@@ -27,13 +27,13 @@ class WrappedModel:
         _sync_flag: The framework's name for whether the next forward begins a synchronised pass.
     """
 
-    _passes: BackwardPasses | None
+    _passes: Passes[Any] | None
     _sync_flag: ClassVar[str]
 
     # --- what a front end adds ---
 
     @abstractmethod
-    def _passes_to_weigh(self) -> BackwardPasses:
+    def _passes_to_weigh(self) -> Passes[Any]:
         """Its passes; a single rank has none until its micro-batches are to be weighed."""
 
     @abstractmethod

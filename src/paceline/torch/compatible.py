@@ -225,7 +225,7 @@ class TorchNames(TorchAttributes):
             )
         self._sample_rate = sample_rate
         if self._passes is not None:
-            self._passes.times.use_rate(sample_rate, self._passes.good_passes)
+            self._passes.autograd.times.use_rate(sample_rate, self._passes.good_passes)
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """Facts about the wrapper and times of its passes, under the names and in the units of torch.

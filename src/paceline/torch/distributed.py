@@ -32,7 +32,7 @@ from paceline.torch.config import make_config
 from paceline.torch.copies import Copies
 from paceline.torch.links import connect
 from paceline.torch.parameters import ManagedTensors
-from paceline.torch.passes import GradientPasses
+from paceline.torch.passes import GradientPasses, make_passes
 from paceline.torch.peers import Peers, find_peers, known_exchange
 from paceline.torch.regrouping import Regrouping
 from paceline.torch.uneven import Joining, Joins
@@ -225,10 +225,10 @@ class DistributedDataParallel(CommHooks, WrappedModel, Joins, Regrouping, Copies
             buffers = list(self._tensors.buffers.values()) if self._config.init_sync_buffers else []
             values = [*self._tensors.all_parameters.values(), *buffers]
             link.broadcast(values)
-        passes = GradientPasses(self._tensors, link, self._config)
-        passes.errors = self._errors
+        passes = make_passes(self._tensors, link, self._config)
+        passes.autograd.errors = self._errors
         if self._sample_rate is not None:
-            passes.times.use_rate(self._sample_rate, passes.good_passes)
+            passes.autograd.times.use_rate(self._sample_rate, passes.good_passes)
         # The hooks are the parameters', which may live on and be wrapped again.
         self._on_drop = weakref.finalize(self, passes.graphs.drop_wrapper)
         self._on_drop.atexit = False

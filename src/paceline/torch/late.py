@@ -80,17 +80,16 @@ class LateGradients:
 
         return hand_over
 
-    def end_pass(self) -> list[int]:
-        """Hand over all that waits. Returns the delayed parameters that got no gradient in this pass."""
-        if not self._came and not self._delayed:
-            return []
+    def end_pass(self) -> None:
+        """Hand over all that waits."""
+        if not self._came:
+            return
         came = dict(self._came)
         self.forget()
-        if self.is_learning and came:
+        if self.is_learning:
             self._learned = {index: count for index, count in came.items() if count > 1}
         for index in came:
             self._hand_over(index)
-        return sorted(index for index in self._delayed if index not in self._state.handed)
 
     def forget(self) -> None:
         """The pass was given up."""

@@ -151,7 +151,7 @@ def _of_passes(ddp: TorchNames) -> dict[str, int]:
     passes = ddp._passes
     if passes is None:
         return {"iteration": 0}
-    facts = {"iteration": passes.times.pass_number, **passes.times.facts()}
+    facts = {"iteration": passes.autograd.times.pass_number, **passes.autograd.times.facts()}
     if passes.good_passes:
         facts["can_set_static_graph"] = int(passes.is_graph_static)
     return facts

@@ -57,6 +57,16 @@ class ManagedTensors:
         self._take_structure()
 
     @property
+    def all_names(self) -> list[str]:
+        """Those of all parameters that are trained."""
+        return self.names
+
+    @property
+    def all_trainable(self) -> list[nn.Parameter]:
+        """All parameters that are trained."""
+        return self.trainable
+
+    @property
     def device_kinds(self) -> set[str]:
         return {p.device.type for p in self.trainable}
 

@@ -67,7 +67,8 @@ class Regrouping:
         if before is not None:
             self._good_passes = before.good_passes
             before.graphs.close()
-            _leave_arena(before)
+            # A rank that was stopped, and whom this one has given up, may still write into the arena.
+            before.gradients.leave_arena()
         elif self._is_connected:  # alone: nobody has counted
             self._good_passes = None
         self._is_connected = False
@@ -96,13 +97,3 @@ class Regrouping:
             values = torch.view_as_real(values.resolve_conj()) if values.is_complex() else values
             digest.update(values.contiguous().reshape(-1).view(torch.uint8).numpy().data)
         return digest.digest()
-
-
-def _leave_arena(passes: GradientPasses) -> None:
-    """Give gradients that live in the old arena memory of their own.
-
-    A rank that was stopped, and whom this one has given up, may still write there.
-    """
-    for parameter, place in zip(passes.trainable, passes.reduction.places):
-        if parameter.grad is place:
-            parameter.grad = place.clone()

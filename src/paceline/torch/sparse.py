@@ -46,6 +46,9 @@ class SparseMeans:
         self.squared_norm = 0.0
         self.nonfinite: list[tuple[int, int]] = []
 
+    def __len__(self) -> int:
+        return len(self._parameters)
+
     @torch.no_grad()
     def average(self, weight: float, *, has_data: bool) -> None:
         """Replace each .grad by the weighted mean over ranks; one that no rank has stays None. Collective.

@@ -1,0 +1,266 @@
+"""What a framework gives to the passes of a model: its gradients, its autograd, weights and buffers.
+
+The one idea: `Passes` is the same for every framework, and asks these few things of one. Imports only its
+neighbours and the core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+from paceline import _core
+from paceline.errors import PacelineError
+from paceline.reducer.buffers import BufferSync
+from paceline.reducer.link import Reduction
+from paceline.reducer.micro_batches import MicroBatchWeights
+from paceline.reducer.plan import BucketCaps, ParameterSpec
+from paceline.reducer.replica_check import Entry
+
+Fingerprint = Sequence[tuple[int, int]]
+"""Identity and version counter of each gradient."""
+
+Memory = tuple[list[int], list[int]]
+"""Addresses and sizes in bytes."""
+
+
+class PassOptions(BucketCaps, Protocol):
+    """What a wrapped model was asked to do, as far as passes need it."""
+
+    @property
+    def allow_unused(self) -> bool: ...
+    @property
+    def allow_nobodys(self) -> bool: ...
+    @property
+    def nonfinite(self) -> str: ...
+    @property
+    def static_graph(self) -> bool: ...
+    @property
+    def gradients_in_arena(self) -> bool: ...
+    @property
+    def skip_unused(self) -> bool: ...
+    @property
+    def check_replicas_every(self) -> int | None: ...
+
+
+class Tensors(Protocol):
+    """The parameters and buffers of a model.
+
+    Attributes:
+        names: Of the parameters that the plan lists, by index.
+        trainable: Those parameters.
+        all_names: Of all parameters that are trained: those, then any whose gradients lie elsewhere.
+        all_trainable: Those parameters.
+        all_parameters: By name, frozen ones too.
+        delayed: Indices of delay_all_reduce_named_params.
+    """
+
+    names: list[str]
+    trainable: list[Any]
+    all_parameters: dict[str, Any]
+
+    @property
+    def all_names(self) -> Sequence[str]: ...
+    @property
+    def all_trainable(self) -> Sequence[Any]: ...
+    @property
+    def delayed(self) -> Collection[int]: ...
+    def current_buffers(self) -> Mapping[str, Any]: ...
+
+
+class Gradients(Protocol):
+    """The gradients of the parameters that a plan lists, and where they lie."""
+
+    @property
+    def any_in_arena(self) -> bool:
+        """Whether any may live in the arena."""
+        ...
+
+    def specs(self, *, whole: bool) -> list[ParameterSpec]:
+        """The parameters as a plan knows them; `whole`: for buckets that a hook looks at."""
+        ...
+
+    def adopt(self, reduction: Reduction[Any]) -> None:
+        """Have gradients averaged here from now on; those that live in an arena are moved."""
+        ...
+
+    def share(self, indices: set[int]) -> None:
+        """Note which parameters other wrapped models have, too."""
+        ...
+
+    def exists(self, index: int) -> bool:
+        """Whether the parameter has a gradient."""
+        ...
+
+    def hand_over_rest(self, index: int) -> None:
+        """Give a gradient to the reducer that its hook has not given."""
+        ...
+
+    def clear(self, index: int) -> None:
+        """Fill the parameter's place in the arena with zeros."""
+        ...
+
+    def leave_out(self, indices: Collection[int]) -> None:
+        """These have no gradient in this pass: their places will become zeros."""
+        ...
+
+    def check(self) -> None:
+        """Look again at what was handed over, before this rank tells how its pass went."""
+        ...
+
+    def write_back(self, missing: Sequence[int]) -> None:
+        """Make every gradient the mean, where the reducer has not done so itself.
+
+        Args:
+            missing: Parameters that got none on this rank, and one on others.
+        """
+        ...
+
+    def keep(self) -> dict[int, Any]:
+        """All gradients, by parameter, where no pass changes them."""
+        ...
+
+    def restore(self, kept: dict[int, Any]) -> None:
+        """Make what keep() has returned the only gradients that there are."""
+        ...
+
+    def leave_arena(self, indices: Collection[int] | None = None) -> None:
+        """Give these gradients (None: all) memory of their own, with the values that they have."""
+        ...
+
+    def give_up_arena(self) -> None:
+        """An error has ended the group of ranks: one that was given up may still write into the arena."""
+        ...
+
+    def fingerprint(self) -> Fingerprint:
+        """Identity and version counter of each."""
+        ...
+
+    def memory(self) -> Memory | None:
+        """Where all are; None: not all where the processor can read them."""
+        ...
+
+
+class Sparse(Protocol):
+    """Gradients that lie elsewhere, and are averaged after all others.
+
+    Attributes:
+        squared_norm: Of the last pass's means.
+        nonfinite: (rank, parameter) of each that was not finite in the last pass.
+    """
+
+    squared_norm: float
+    nonfinite: list[tuple[int, int]]
+
+    def __len__(self) -> int:
+        """How many parameters have such gradients."""
+        ...
+
+    def average(self, weight: float, *, has_data: bool) -> None:
+        """Replace them by their weighted means. Collective.
+
+        Args:
+            weight: Of this rank.
+            has_data: False: what is there is left from an earlier pass.
+        """
+        ...
+
+
+class Autograd(Protocol):
+    """When a framework's backwards begin and end.
+
+    Attributes:
+        frozen: Parameters that were frozen in the forwards before the pass, and may be unused.
+    """
+
+    frozen: frozenset[int]
+
+    def install(self) -> None:
+        """Hook the parameters, as `Gradients` hands them over now."""
+        ...
+
+    def share(self, indices: set[int]) -> None:
+        """Note which parameters other wrapped models have, too."""
+        ...
+
+    def use_static_graph(self, is_static: bool) -> None:
+        """Whether that is promised from now on."""
+        ...
+
+    def begin_forward(self, *, is_syncing: bool, good_passes: int) -> None:
+        """A forward begins whose gradients will be needed."""
+        ...
+
+    def watch(self, output: object) -> None:
+        """Let the backward of these outputs begin a pass even if it reaches no parameter."""
+        ...
+
+    def is_in_backward(self) -> bool:
+        """Whether this thread runs a backward: a forward within it is a recomputation."""
+        ...
+
+    def prepare(self) -> None:
+        """The first gradient of a backward has come."""
+        ...
+
+    def at_end(self, end: Callable[[], None]) -> None:
+        """Call `end` when the backward that runs is over; drop it where it raises."""
+        ...
+
+    def raise_kept(self) -> None:
+        """Raise what a hook would have raised, if it must not."""
+        ...
+
+    @property
+    def complete(self) -> Callable[[], None]:
+        """Hands over gradients that have waited for the end of backward."""
+        ...
+
+    def note_error(self, error: PacelineError) -> None:
+        """A pass raises this."""
+        ...
+
+    def after_means(self) -> None:
+        """The means are in place."""
+        ...
+
+    def learn(self) -> None:
+        """A pass was good."""
+        ...
+
+    def forget(self) -> None:
+        """A pass is over, or was given up."""
+        ...
+
+    def close(self) -> None:
+        """Hear of no gradient any more."""
+        ...
+
+
+AnyAutograd = TypeVar("AnyAutograd", bound=Autograd, covariant=True)
+
+
+@dataclass(frozen=True)
+class FrontEnd(Generic[AnyAutograd]):
+    """What a framework gives to the passes of one model.
+
+    Attributes:
+        tensors: The model's.
+        gradients: Where they lie.
+        sparse: Those that lie elsewhere.
+        autograd: When backwards begin and end.
+        weights: Of this rank's micro-batches.
+        buffers: Keeps them in step.
+        notes: What this rank does between two passes.
+        hash_model: Of parameters, buffers and an optimizer's state, if there is one.
+    """
+
+    tensors: Tensors
+    gradients: Gradients
+    sparse: Sparse
+    autograd: AnyAutograd
+    weights: MicroBatchWeights
+    buffers: BufferSync
+    notes: _core.IterationNotes
+    hash_model: Callable[[Mapping[str, Any], Mapping[str, Any], Any], Sequence[Entry]]
