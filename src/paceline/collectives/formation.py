@@ -20,6 +20,21 @@ def report_slow(facts: Mapping[str, Any]) -> None:
     _log.warning("%s", describe_slow(facts))
 
 
+def share_with_all(
+    exchange: Exchange, *, name: str, timeout_s: float, warn_after_s: float
+) -> _core.HostGroup | None:
+    """The memory that all ranks of an Exchange share; None: they are on several hosts. Collective.
+
+    Raises:
+        RendezvousError: A rank did not take part in time.
+        RegionError: There is not enough memory; on every rank.
+    """
+    memory = share_memory(
+        exchange, name=name, timeout_s=timeout_s, warn_after_s=warn_after_s, slow=report_slow
+    )
+    return memory.of_all_ranks()
+
+
 def form_core(
     exchange: Exchange,
     *,
@@ -40,8 +55,8 @@ def form_core(
     memory = share_memory(
         exchange, name=name, timeout_s=timeout_s, warn_after_s=warn_after_s, slow=report_slow
     )
-    if len(memory.hosts) > 1:
-        memory.host_group.close()
+    core = memory.of_all_ranks()
+    if core is None:
         raise RendezvousError(
             f"The {exchange.world_size} ranks of group {name!r} do not share one host's memory.",
             seen="; ".join(format_ranks(ranks) for ranks in memory.hosts),
@@ -49,5 +64,5 @@ def form_core(
             hint="a wrapped model works across hosts: on a process group of torch, or of paddle.distributed",
         )
     if group_timeout_s is None:
-        return memory.host_group
-    return memory.host_group.with_patience(group_timeout_s, warn_after_s)
+        return core
+    return core.with_patience(group_timeout_s, warn_after_s)

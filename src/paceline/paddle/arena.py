@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import paddle
 
-from paceline.reducer.plan import Plan
+from paceline.reducer.plan import Plan, bucket_in
 
 DTYPES = {
     "float32": paddle.float32,
@@ -82,20 +82,16 @@ class Arena:
 
     def bucket(self, number: int) -> paddle.Tensor:
         """All elements of a bucket, flat."""
-        bucket = self.plan.buckets[number]
-        return self._slice(bucket.section, bucket.begin_byte, bucket.end_byte)
+        return bucket_in(self.plan, self.sections, number)
 
     def _place(self, index: int, parameter: paddle.Tensor) -> paddle.Tensor:
         spec, offset = self.plan.parameters[index], self.plan.offsets[index]
         if spec.numel == 0:
             return _nothing(parameter)
         number = next(n for n, s in enumerate(self.plan.sections) if s.begin_byte <= offset < s.end_byte)
-        return self._slice(number, offset, offset + spec.nbytes).reshape(parameter.shape)
-
-    def _slice(self, number: int, begin_byte: int, end_byte: int) -> paddle.Tensor:
         section = self.plan.sections[number]
-        first, last = ((byte - section.begin_byte) // section.itemsize for byte in (begin_byte, end_byte))
-        return self.sections[number][first:last]
+        first = (offset - section.begin_byte) // section.itemsize
+        return self.sections[number][first : first + spec.numel].reshape(parameter.shape)
 
 
 def _nothing(parameter: paddle.Tensor) -> paddle.Tensor:

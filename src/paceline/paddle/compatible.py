@@ -70,7 +70,7 @@ class PaddleNames(PaddleDataParallel):
     @property
     def static_graph(self) -> bool:
         """The argument."""
-        return bool(self._arguments["static_graph"])
+        return self._config.static_graph
 
     @property
     def gradient_as_bucket_view(self) -> bool:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from numbers import Real
 from typing import Any, ClassVar
 
@@ -119,30 +118,14 @@ def make_config(
     bucket_cap_mb: float | None,
     device_ids: Sequence[Any] | None,
     output_device: Any,
-    broadcast_buffers: bool | None,
-    forward_sync_buffers: bool | None,
-    init_sync: bool,
-    find_unused_parameters: bool,
-    gradient_as_bucket_view: bool,
-    static_graph: bool,
-    buffers: Mapping[str, str] | None,
-    weight: Any,
-    nonfinite: str,
-    reduce_through: str,
-    timeout_s: float | timedelta | None,
-    warn_after_s: float | timedelta | None,
     bucket_cap_mb_list: Sequence[float] | None,
-    skip_all_reduce_unused_params: bool,
-    init_sync_buffers: bool | None,
-    check_replicas_every: int | None,
-    **others: Any,  # `ManagedTensors` looks at those that are not in HARMLESS
+    **others: Any,  # those of SHARED_NAMES; `ManagedTensors` looks at any others that are not in HARMLESS
 ) -> DataParallelConfig:
     """Check the constructor's arguments; see `DataParallel` for what they mean.
 
     Raises:
         ConfigError: An argument has a value that is not supported or makes no sense.
     """
-    check = _arguments.check
     for name in HARMLESS:
         _check_harmless(name, others[name])
     if bucket_cap_mb is None:
@@ -150,33 +133,14 @@ def make_config(
     else:
         cap_bytes = _arguments.mebibytes("bucket_cap_mb", bucket_cap_mb)
     last_bytes = _arguments.mebibytes("last_comm_buffer_size", last_comm_buffer_size)
-    broadcast_buffers, forward_sync_buffers = _arguments.one_buffer_switch(
-        broadcast_buffers, forward_sync_buffers
-    )
-    init_sync_buffers = _arguments.optional_flag("init_sync_buffers", init_sync_buffers)
     caps_bytes = _arguments.caps(bucket_cap_mb_list)
     cap_bytes = max(caps_bytes, default=cap_bytes)
-    find_unused_parameters = check.flag("find_unused_parameters", find_unused_parameters)
-    static_graph = check.flag("static_graph", static_graph)
     return DataParallelConfig(
         bucket_cap_bytes=cap_bytes,
         first_bucket_bytes=min(cap_bytes, last_bytes),
         bucket_caps_bytes=caps_bytes,
-        init_sync=check.flag("init_sync", init_sync),
-        init_sync_buffers=broadcast_buffers is not False if init_sync_buffers is None else init_sync_buffers,
-        broadcast_buffers=broadcast_buffers is not False and forward_sync_buffers is not False,
-        buffers=_arguments.buffers(buffers),
-        gradients_in_arena=check.flag("gradient_as_bucket_view", gradient_as_bucket_view),
-        skip_unused=check.flag("skip_all_reduce_unused_params", skip_all_reduce_unused_params),
-        allow_unused=find_unused_parameters or static_graph,
-        static_graph=static_graph,
-        weight=_arguments.weight(weight),
-        nonfinite=_arguments.nonfinite(nonfinite),
-        reduce_through=_arguments.reduce_through(reduce_through),
         devices=_named_devices(device_ids, output_device),
-        timeout_s=check.optional_seconds("timeout_s", timeout_s),
-        warn_after_s=check.optional_seconds("warn_after_s", warn_after_s),
-        check_replicas_every=_arguments.passes("check_replicas_every", check_replicas_every),
+        **_arguments.shared(others),
     )
 
 

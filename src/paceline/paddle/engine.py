@@ -15,7 +15,7 @@ from paceline.paddle.arena import Arena
 from paceline.paddle.calls import Call, GroupCalls
 from paceline.paddle.hooked import BucketHook, HookedCall
 from paceline.reducer.engine_waits import STATUS, EngineWaits
-from paceline.reducer.plan import pieces_of
+from paceline.reducer.plan import pieces_in
 
 _ROUNDING = 1e-9  # of weights over their sum
 
@@ -42,7 +42,7 @@ class PaddleTransport:
         self._checks_finite = checks_finite
         numbers = range(len(arena.plan.buckets))
         self._buckets = [arena.bucket(number) for number in numbers]
-        self._pieces = [_pieces(arena, number) for number in numbers]
+        self._pieces = [pieces_in(arena.plan, arena.sections, number) for number in numbers]
         self._suspects: list[tuple[int, paddle.Tensor]] = []  # and whether all is finite
 
     def launch(self, bucket: int, scale: float) -> BucketCall | HookedCall:
@@ -129,11 +129,3 @@ class BucketCall:
             raise
         except RuntimeError as error:
             raise self._waits.failed(error, self._bucket) from error
-
-
-def _pieces(arena: Arena, number: int) -> list[tuple[int, paddle.Tensor]]:
-    """What lies in a bucket: (parameter index, its elements there)."""
-    section = arena.sections[arena.plan.buckets[number].section]
-    return [
-        (index, section[first:last]) for index, first, last in pieces_of(arena.plan, number) if last > first
-    ]

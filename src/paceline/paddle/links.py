@@ -29,10 +29,9 @@ from paceline.reducer.link import (
     gather_bytes,
     gather_in_memory,
     make_host_reducer,
+    pack,
 )
 from paceline.reducer.plan import Plan
-
-_PIECE_BYTES = 32 << 20  # large enough to run at full speed, small beside a model that needs several
 
 
 class Link(link.Link[paddle.Tensor], Protocol):
@@ -122,8 +121,8 @@ class GroupLink:
     def broadcast(self, tensors: Sequence[paddle.Tensor], root: int = 0) -> None:
         with paddle.no_grad():
             wires = [(tensor, self._calls.to_wire(_as_bytes(tensor))) for tensor in tensors if tensor.size]
-            for piece in _pieces([wire for _, wire in wires]):
-                self._broadcast_piece(piece, root)
+            for run in pack(int(wire.size) for _, wire in wires):
+                self._broadcast_piece([wires[index][1] for index in run], root)
             for tensor, wire in wires:
                 if wire.data_ptr() != tensor.data_ptr():
                     _copy(paddle.view(wire, tensor.dtype).reshape(tensor.shape), tensor)
@@ -226,16 +225,3 @@ def _as_bytes(tensor: paddle.Tensor) -> paddle.Tensor:
     if flat.data_ptr() != whole.data_ptr():  # a part of a larger tensor, of which Paddle takes another part
         flat = paddle.view(whole.clone(), "uint8")
     return flat
-
-
-def _pieces(flats: list[paddle.Tensor]) -> list[list[paddle.Tensor]]:
-    """The tensors in lists of at most _PIECE_BYTES, or of one."""
-    pieces: list[list[paddle.Tensor]] = []
-    size = _PIECE_BYTES
-    for flat in flats:
-        size += int(flat.size)
-        if size > _PIECE_BYTES:
-            pieces.append([])
-            size = int(flat.size)
-        pieces[-1].append(flat)
-    return pieces

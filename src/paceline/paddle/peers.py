@@ -19,7 +19,7 @@ import paddle.distributed as dist
 
 from paceline import _core
 from paceline.arguments import Arguments, show
-from paceline.collectives.formation import report_slow
+from paceline.collectives.formation import share_with_all
 from paceline.collectives.group import Group
 from paceline.collectives.init import init
 from paceline.collectives.whole_exchange import WholeExchange
@@ -31,7 +31,6 @@ from paceline.paddle.exchange import PaddleExchange
 from paceline.paddle.links import GroupLink, Link, MemoryLink
 from paceline.reducer.witness import Witness
 from paceline.rendezvous.exchange import Exchange
-from paceline.rendezvous.host import share_memory
 
 _DEFAULT_TIMEOUT_S = 1800.0  # Paddle's own
 
@@ -127,17 +126,8 @@ class PaddlePeers:
 
     def _share_memory(self) -> _core.HostGroup | None:
         """The memory of all ranks; None: they are on several hosts."""
-        memory = share_memory(
-            self.exchange,
-            name="DataParallel over paddle.distributed",
-            timeout_s=self.timeout_s,
-            warn_after_s=self._calls.warn_after_s,
-            slow=report_slow,
-        )
-        if len(memory.hosts) == 1:
-            return memory.host_group
-        memory.host_group.close()
-        return None
+        name, warn_after_s = "DataParallel over paddle.distributed", self._calls.warn_after_s
+        return share_with_all(self.exchange, name=name, timeout_s=self.timeout_s, warn_after_s=warn_after_s)
 
     def _watch(self) -> None:
         """Memory in which no gradient lies; without it, ranks that are lost go unnamed."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from types import SimpleNamespace
+from typing import Any, TypedDict, TypeVar
 
 from paceline.arguments import Arguments, show
 from paceline.errors import ConfigError
@@ -21,6 +22,45 @@ _Parameter = TypeVar("_Parameter")
 MIB = 1 << 20
 NONFINITE_POLICIES = ("warn", "raise", "ignore")
 REDUCE_THROUGH = ("auto", "memory", "group")
+
+
+SHARED_NAMES = (
+    "broadcast_buffers",
+    "buffers",
+    "check_replicas_every",
+    "find_unused_parameters",
+    "forward_sync_buffers",
+    "gradient_as_bucket_view",
+    "init_sync",
+    "init_sync_buffers",
+    "nonfinite",
+    "reduce_through",
+    "skip_all_reduce_unused_params",
+    "static_graph",
+    "timeout_s",
+    "warn_after_s",
+    "weight",
+)
+"""Arguments of both wrappers that mean the same."""
+
+
+class SharedOptions(TypedDict):
+    """Fields of both wrappers' configs, whose docstrings say what they mean."""
+
+    init_sync: bool
+    init_sync_buffers: bool
+    broadcast_buffers: bool
+    buffers: Mapping[str, str]
+    gradients_in_arena: bool
+    skip_unused: bool
+    allow_unused: bool
+    static_graph: bool
+    weight: float | Callable[..., Any] | None
+    nonfinite: str
+    reduce_through: str
+    timeout_s: float | None
+    warn_after_s: float | None
+    check_replicas_every: int | None
 
 
 class WrapperArguments:
@@ -62,9 +102,43 @@ class WrapperArguments:
         warnings.warn(
             f"{self._owner}: broadcast_buffers is ignored where forward_sync_buffers is given.",
             FutureWarning,  # torch's
-            stacklevel=4,
+            stacklevel=5,
         )
         return None, forward_sync_buffers
+
+    def shared(self, arguments: Mapping[str, Any]) -> SharedOptions:
+        """What does not differ between the wrappers, checked.
+
+        Args:
+            arguments: Of the constructor, with all of SHARED_NAMES.
+
+        Raises:
+            ConfigError: One has a value that is not supported or makes no sense.
+        """
+        given, check = SimpleNamespace(**arguments), self.check
+        broadcast_buffers, forward_sync_buffers = self.one_buffer_switch(
+            given.broadcast_buffers, given.forward_sync_buffers
+        )
+        init_sync_buffers = self.optional_flag("init_sync_buffers", given.init_sync_buffers)
+        find_unused_parameters = check.flag("find_unused_parameters", given.find_unused_parameters)
+        static_graph = check.flag("static_graph", given.static_graph)
+        broadcasts = broadcast_buffers is not False
+        return SharedOptions(
+            init_sync=check.flag("init_sync", given.init_sync),
+            init_sync_buffers=broadcasts if init_sync_buffers is None else init_sync_buffers,
+            broadcast_buffers=broadcasts and forward_sync_buffers is not False,
+            buffers=self.buffers(given.buffers),
+            gradients_in_arena=check.flag("gradient_as_bucket_view", given.gradient_as_bucket_view),
+            skip_unused=check.flag("skip_all_reduce_unused_params", given.skip_all_reduce_unused_params),
+            allow_unused=find_unused_parameters or static_graph,
+            static_graph=static_graph,
+            weight=self.weight(given.weight),
+            nonfinite=self.nonfinite(given.nonfinite),
+            reduce_through=self.reduce_through(given.reduce_through),
+            timeout_s=check.optional_seconds("timeout_s", given.timeout_s),
+            warn_after_s=check.optional_seconds("warn_after_s", given.warn_after_s),
+            check_replicas_every=self.passes("check_replicas_every", given.check_replicas_every),
+        )
 
     def caps(self, value: Sequence[float] | None) -> tuple[int, ...]:
         """bucket_cap_mb_list: the sizes of single buckets, in bytes; None is none."""

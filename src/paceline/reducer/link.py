@@ -10,7 +10,7 @@ Imports numpy, the core and its neighbours.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -150,6 +150,28 @@ def make_host_reducer(group: _core.HostGroup, plan: Plan, *, gradients_in_arena:
         [(bucket.begin_byte, bucket.end_byte) for bucket in plan.buckets],
         assigns_chunks=not gradients_in_arena,
     )
+
+
+PIECE_BYTES = 32 << 20  # large enough to run at full speed, small beside a model that needs several
+
+
+def pack(sizes: Iterable[int], most: int = PIECE_BYTES) -> list[range]:
+    """Things of these sizes, in order, in runs of at most so many bytes, or of one thing.
+
+    Example:
+        >>> pack([4, 4, 9, 1], most=8)
+        [range(0, 2), range(2, 3), range(3, 4)]
+    """
+    runs: list[range] = []
+    held = 0
+    for index, size in enumerate(sizes):
+        if runs and held + size <= most:
+            runs[-1] = range(runs[-1].start, index + 1)
+            held += size
+        else:
+            runs.append(range(index, index + 1))
+            held = size
+    return runs
 
 
 Gather = Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]

@@ -16,9 +16,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from paceline.errors import ConfigError
+
+_Sliceable = TypeVar("_Sliceable", bound=Any)  # a flat tensor of any framework
 
 BLOCK_ELEMENTS = 16384
 ALIGNMENT_BYTES = 64
@@ -260,6 +262,23 @@ def pieces_of(plan: Plan, number: int) -> list[tuple[int, int, int]]:
         first, last = ((byte - section.begin_byte) // section.itemsize for byte in (begin, end))
         pieces.append((index, first, last))
     return pieces
+
+
+def bucket_in(plan: Plan, sections: Sequence[_Sliceable], number: int) -> _Sliceable:
+    """All elements of a bucket, in memory of the plan's sections, which is flat."""
+    bucket = plan.buckets[number]
+    section = plan.sections[bucket.section]
+    first, last = (
+        (byte - section.begin_byte) // section.itemsize for byte in (bucket.begin_byte, bucket.end_byte)
+    )
+    elements: _Sliceable = sections[bucket.section][first:last]
+    return elements
+
+
+def pieces_in(plan: Plan, sections: Sequence[_Sliceable], number: int) -> list[tuple[int, _Sliceable]]:
+    """What lies in a bucket: (parameter index, its elements there), without those that have none."""
+    memory = sections[plan.buckets[number].section]
+    return [(index, memory[first:last]) for index, first, last in pieces_of(plan, number) if last > first]
 
 
 def _members(specs: tuple[ParameterSpec, ...], order: tuple[int, ...]) -> list[list[int]]:

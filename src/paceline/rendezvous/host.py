@@ -50,6 +50,13 @@ class HostMemory:
     host_group: _core.HostGroup
     hosts: tuple[tuple[int, ...], ...]
 
+    def of_all_ranks(self) -> _core.HostGroup | None:
+        """The memory, if all ranks share it; None: they are on several hosts, and it is given back."""
+        if len(self.hosts) == 1:
+            return self.host_group
+        self.host_group.close()
+        return None
+
 
 def share_memory(
     exchange: Exchange,

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.reducer.plan import Plan
+from paceline.reducer.plan import Plan, bucket_in
 
 DTYPES = {
     "float32": torch.float32,
@@ -111,12 +111,7 @@ class Arena:
 
     def bucket(self, number: int) -> torch.Tensor:
         """All elements of a bucket, flat."""
-        bucket = self.plan.buckets[number]
-        section = self.plan.sections[bucket.section]
-        first, last = (
-            (byte - section.begin_byte) // section.itemsize for byte in (bucket.begin_byte, bucket.end_byte)
-        )
-        return self.sections[bucket.section][first:last]
+        return bucket_in(self.plan, self.sections, number)
 
     def _view(self, index: int, parameter: torch.Tensor) -> torch.Tensor:
         spec = self.plan.parameters[index]

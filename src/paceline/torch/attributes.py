@@ -76,7 +76,7 @@ class TorchAttributes(TorchDDP):
     @property
     def static_graph(self) -> bool:
         """The argument, or whether _set_static_graph() was called."""
-        return bool(self._arguments["static_graph"])
+        return self._config.static_graph
 
     @property
     def find_unused_parameters(self) -> bool:

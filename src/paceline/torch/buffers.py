@@ -6,13 +6,12 @@ a thousand small tensors costs a few broadcasts, and a large tensor no second co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import torch
 
+from paceline.reducer.link import PIECE_BYTES, pack
 from paceline.torch.arena import is_dense
-
-PIECE_BYTES = 32 << 20  # large enough to run at memory speed, small beside a model that needs several
 
 
 def broadcast_tensors(
@@ -43,8 +42,10 @@ def broadcast_tensors(
         for group in by_device.values():
             copies = [(tensor, tensor.contiguous()) for tensor in group if not is_dense(tensor)]
             flat = [_as_bytes(tensor) for tensor in group if is_dense(tensor)]
-            for piece in _pack(flat + [_as_bytes(copy) for _, copy in copies], piece_bytes):
-                _broadcast_piece(piece, rank == root, broadcast)
+            flat += [_as_bytes(copy) for _, copy in copies]
+            parts = [part for each in flat for part in torch.split(each, piece_bytes)]
+            for run in pack((part.numel() for part in parts), piece_bytes):
+                _broadcast_piece([parts[index] for index in run], rank == root, broadcast)
             for tensor, copy in copies:
                 tensor.copy_(copy)
 
@@ -52,21 +53,6 @@ def broadcast_tensors(
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's own memory as flat bytes, whatever the order of its dimensions."""
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
-def _pack(tensors: Iterable[torch.Tensor], piece_bytes: int) -> Iterator[list[torch.Tensor]]:
-    """Cut byte tensors into parts, and gather parts into lists of at most `piece_bytes`."""
-    piece: list[torch.Tensor] = []
-    size = 0
-    for tensor in tensors:
-        for part in torch.split(tensor, piece_bytes):
-            if size + part.numel() > piece_bytes:
-                yield piece
-                piece, size = [], 0
-            piece.append(part)
-            size += part.numel()
-    if piece:
-        yield piece
 
 
 def _broadcast_piece(

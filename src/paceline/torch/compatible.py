@@ -170,7 +170,6 @@ class TorchNames(TorchAttributes):
                 "since the last one",
                 hint="pass static_graph=True when wrapping, or call it right after that, on every rank",
             )
-        self._arguments["static_graph"] = True
         self._config = replace(self._config, allow_unused=True, static_graph=True)
         if self._passes is not None:
             self._passes.use_config(self._config)

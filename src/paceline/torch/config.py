@@ -9,7 +9,6 @@ import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from paceline.arguments import show
 from paceline.errors import ConfigError, ConfigTypeError
-from paceline.reducer.arguments import MIB, WrapperArguments
+from paceline.reducer.arguments import MIB, SHARED_NAMES, WrapperArguments
 from paceline.torch.arguments import as_device, check_devices
 from paceline.torch.precision import Precision, as_precision
 from paceline.torch.weights import Weight
@@ -121,35 +120,21 @@ def make_config(
     *,
     device_ids: Sequence[int | torch.device] | None,
     output_device: int | torch.device | None,
-    broadcast_buffers: bool | None,
-    forward_sync_buffers: bool | None,
-    init_sync: bool,
     bucket_cap_mb: float | None,
-    find_unused_parameters: bool,
-    gradient_as_bucket_view: bool,
-    static_graph: bool,
-    buffers: Mapping[str, str] | None,
-    weight: float | Callable[..., Weight] | None,
-    nonfinite: str,
-    reduce_through: str,
-    timeout_s: float | timedelta | None,
-    warn_after_s: float | timedelta | None,
     bucket_cap_mb_list: Sequence[float] | None,
     mixed_precision: Any,
-    skip_all_reduce_unused_params: bool,
     batched_grad_copy: bool,
-    init_sync_buffers: bool | None,
-    check_replicas_every: int | None,
     dim: int = 0,
     check_reduction: bool = False,
-    **others: Any,
+    **others: Any,  # with those of SHARED_NAMES
 ) -> DDPConfig:
     """Check the constructor's arguments; see `DistributedDataParallel` for what they mean.
 
     Raises:
         ConfigError: An argument has a value that is not supported or makes no sense.
     """
-    _check_later({name: value for name, value in others.items() if name not in NEED_NOTHING})
+    known = (*NEED_NOTHING, *SHARED_NAMES)
+    _check_later({name: value for name, value in others.items() if name not in known})
     check = _arguments.check
     check.whole("dim", dim)
     check.flag("check_reduction", check_reduction)
@@ -157,33 +142,14 @@ def make_config(
     cap_mb = DEFAULT_BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
     cap_bytes = _arguments.mebibytes("bucket_cap_mb", cap_mb)
     cap_bytes = max(caps_bytes, default=cap_bytes)
-    broadcast_buffers, forward_sync_buffers = _arguments.one_buffer_switch(
-        broadcast_buffers, forward_sync_buffers
-    )
-    init_sync_buffers = _arguments.optional_flag("init_sync_buffers", init_sync_buffers)
-    find_unused_parameters = check.flag("find_unused_parameters", find_unused_parameters)
-    static_graph = check.flag("static_graph", static_graph)
     return DDPConfig(
         device=_single_device(device_ids, output_device),
         bucket_cap_bytes=cap_bytes,
         first_bucket_bytes=min(cap_bytes, DEFAULT_FIRST_BUCKET_BYTES),
         bucket_caps_bytes=caps_bytes,
         precision=as_precision(mixed_precision),
-        init_sync=check.flag("init_sync", init_sync),
-        init_sync_buffers=broadcast_buffers is not False if init_sync_buffers is None else init_sync_buffers,
-        broadcast_buffers=broadcast_buffers is not False and forward_sync_buffers is not False,
-        buffers=_arguments.buffers(buffers),
-        gradients_in_arena=check.flag("gradient_as_bucket_view", gradient_as_bucket_view),
-        skip_unused=check.flag("skip_all_reduce_unused_params", skip_all_reduce_unused_params),
         batched_copies=check.flag("batched_grad_copy", batched_grad_copy),
-        allow_unused=find_unused_parameters or static_graph,
-        static_graph=static_graph,
-        weight=_arguments.weight(weight),
-        nonfinite=_arguments.nonfinite(nonfinite),
-        reduce_through=_arguments.reduce_through(reduce_through),
-        timeout_s=check.optional_seconds("timeout_s", timeout_s),
-        warn_after_s=check.optional_seconds("warn_after_s", warn_after_s),
-        check_replicas_every=_arguments.passes("check_replicas_every", check_replicas_every),
+        **_arguments.shared(others),
     )
 
 

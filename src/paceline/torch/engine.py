@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.reducer.engine_waits import STATUS, EngineWaits
-from paceline.reducer.plan import pieces_of
+from paceline.reducer.plan import pieces_in
 from paceline.reducer.witness import Witness
 from paceline.torch.arena import Arena
 from paceline.torch.peers import ProcessGroupPeers
@@ -47,8 +47,9 @@ class ProcessGroupTransport:
             witness=witness,
         )
         self._checks_finite = checks_finite
-        self._buckets = [arena.bucket(number) for number in range(len(arena.plan.buckets))]
-        self._pieces = [_pieces(arena, number) for number in range(len(arena.plan.buckets))]
+        numbers = range(len(arena.plan.buckets))
+        self._buckets = [arena.bucket(number) for number in numbers]
+        self._pieces = [pieces_in(arena.plan, arena.sections, number) for number in numbers]
         self._norms: list[tuple[int, torch.Tensor]] = []
         self._nonfinite: set[int] = set()
         kinds = {device.type for device in self._group._device_types}
@@ -148,12 +149,6 @@ class BucketWork:
 
     def wait(self) -> None:
         self._transport.wait(self._work, self._bucket)
-
-
-def _pieces(arena: Arena, number: int) -> list[tuple[int, torch.Tensor]]:
-    """What lies in a bucket: (parameter index, its elements there)."""
-    section = arena.sections[arena.plan.buckets[number].section]
-    return [(index, section[first:last]) for index, first, last in pieces_of(arena.plan, number)]
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:

@@ -79,20 +79,12 @@ class ProcessGroupPeers:
 
     def share_host(self) -> _core.HostGroup | None:
         # Here, not above: a process that only reduces through the group needs no core.
-        from paceline.collectives.formation import report_slow
-        from paceline.rendezvous.host import share_memory
+        from paceline.collectives.formation import share_with_all
 
-        memory = share_memory(
-            self.exchange,
-            name=f"DDP over {dist.get_backend(self.process_group)}",
-            timeout_s=self.timeout_s,
-            warn_after_s=self.warn_after_s,
-            slow=report_slow,
+        name = f"DDP over {dist.get_backend(self.process_group)}"
+        return share_with_all(
+            self.exchange, name=name, timeout_s=self.timeout_s, warn_after_s=self.warn_after_s
         )
-        if len(memory.hosts) > 1:
-            memory.host_group.close()
-            return None
-        return memory.host_group
 
 
 class GroupPeers:

@@ -33,11 +33,11 @@ def _create(options: Any, _: Any) -> PacelineProcessGroup:
     name = f"torch group {options.group_id}"
     exchange = StoreExchange(options.store, options.group_rank, options.group_size, NAME)
     memory = share_memory(exchange, name=name, timeout_s=timeout_s, slow=report_slow)
-    if len(memory.hosts) > 1:
-        memory.host_group.close()
+    core = memory.of_all_ranks()
+    if core is None:
         raise _several_hosts(memory.hosts)
     kind = MixedProcessGroup if torch.accelerator.is_available() else PacelineProcessGroup
-    return kind(memory.host_group, options.store, timeout_s)
+    return kind(core, options.store, timeout_s)
 
 
 def _several_hosts(hosts: tuple[tuple[int, ...], ...]) -> ConfigError:
