@@ -80,7 +80,8 @@ class BufferSync:
     @property
     def is_needed(self) -> bool:
         """Whether any buffer changes after a pass."""
-        return self._policies.is_needed
+        is_known = self._tensors.buffers is self._buffers
+        return (self._policies_then if is_known else self._policies).is_needed
 
     @property
     def in_step(self) -> set[str]:

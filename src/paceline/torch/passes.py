@@ -8,7 +8,7 @@ autograd's engine, which calls it when the backward is over. What happens there 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
@@ -118,11 +118,10 @@ class TorchAutograd:
         if self._last_hooks is not None:
             self._last_hooks.remove()
 
-    def _put_last(self) -> None:
-        """Hooks may have been registered after ours, which must hand over what those leave."""
-        if moved := self._not_last():
-            assert self._last_hooks is not None
-            self._last_hooks.put_last(moved)
+    def _put_last(self, moved: Sequence[int]) -> None:
+        """Hooks have been registered after ours, which must hand over what those leave."""
+        assert self._last_hooks is not None
+        self._last_hooks.put_last(moved)
 
     def begin_forward(self, *, is_syncing: bool, good_passes: int) -> None:
         if not self._has_begun:
@@ -135,8 +134,8 @@ class TorchAutograd:
         frozen = self._tensors.frozen_now  # what one of several forwards trains is not
         self.frozen = self.frozen & frozen if self._is_frozen_noted else frozen
         self._is_frozen_noted = True
-        if not self._state.is_armed:
-            self._put_last()
+        if not self._state.is_armed and (moved := self._not_last()):
+            self._put_last(moved)
         if self._buffers.hook is not None:
             self._buffers.hook.before_forward(self._tensors.current_buffers())
 
@@ -176,7 +175,8 @@ class TorchAutograd:
         if profiler._is_profiler_enabled:
             end = profiled(end)
         Variable._execution_engine.queue_callback(functools.partial(_call, end))
-        self._put_last()  # hooks may have been registered since forward
+        if moved := self._not_last():  # hooks were registered since forward
+            self._put_last(moved)
 
     def raise_kept(self) -> None:
         """Hooks of torch raise where they are called."""
