@@ -32,8 +32,12 @@ uint32_t Reducer::complete_pass(const PassStatus& status, bool allow_unused,
     bits[p / 64] |= uint64_t{1} << (p % 64);
     any_unused = true;
   }
-  part_overlapping();
-  if (any_unused && (allow_unused || allow_nobodys)) add_unused();
+  if (status.interrupted) {
+    forget_outside();
+  } else {
+    part_overlapping();
+    if (any_unused && (allow_unused || allow_nobodys)) add_unused();
+  }
   uint32_t flags = any_unused ? kPassUnused : 0;
   if (any_unused && !allow_unused) flags |= kPassUnusedRefused;
   uint32_t verdict = end_backward(status, flags);
@@ -61,6 +65,14 @@ uint32_t Reducer::complete_pass(const PassStatus& status, bool allow_unused,
   };
   return verdict | saw(shared.nonfinite_pass, kPassNonFinite) |
          saw(shared.overflow_pass, kPassOverflow);
+}
+
+// Whoever caught the exception that broke the backward off may have cleared the
+// gradients since, in place, and the next backward adds to them. They are not
+// written any more: by a void pass neither, whose complete buckets are reduced.
+void Reducer::forget_outside() {
+  overlapping_.clear();
+  for (Parameter& parameter : parameters_) parameter.copy_back = nullptr;
 }
 
 // A parameter without a gradient counts as zeros; its buckets can be posted
@@ -99,6 +111,8 @@ uint32_t Reducer::end_backward(const PassStatus& status, uint32_t flags) {
   const uint64_t mine = uint64_t{own.status} + 1;
   if (status.finished) {
     flags |= kPassFinished;
+  } else if (status.interrupted) {
+    flags |= kPassForwardsDiffer;
   } else if (!shared.status.compare_exchange_strong(
                  first, mine, std::memory_order_relaxed) &&
              first != mine) {

@@ -19,7 +19,8 @@
 
 namespace paceline {
 
-/// Ranks whose words are equal agree; one without data agrees with all others.
+/// Ranks whose words are equal agree; one without data agrees with all others,
+/// one whose backward was broken off with none, nor with its like.
 struct PassStatus {
   // Not explicit: a number of forwards alone is the usual status.
   constexpr PassStatus(uint32_t count = 0) : forwards(count) {}  // NOLINT
@@ -27,6 +28,12 @@ struct PassStatus {
   static constexpr PassStatus without_data() {
     PassStatus status;
     status.finished = true;
+    return status;
+  }
+
+  static constexpr PassStatus broken_off() {
+    PassStatus status;
+    status.interrupted = true;
     return status;
   }
 

@@ -278,6 +278,8 @@ class Reducer {
   bool post_complete(const Parameter& parameter);
   void post(Bucket& bucket, size_t index);
   void add_unused();
+  /// Whatever is reduced of this pass stays in the arena.
+  void forget_outside();
   /// How much of the complete buckets a rank reduces: in the middle of its
   /// backward no more than 1/N of each (a rank that is behind should not do the
   /// others' work as well) and only of those that lie in the arena, at its end

@@ -72,6 +72,37 @@ TEST(gradients_elsewhere_stay_as_they_are_until_backward_ends) {
   }
 }
 
+// Whoever caught the exception may have cleared them since, in place.
+TEST(gradients_elsewhere_stay_as_they_are_after_a_pass_that_was_broken_off) {
+  for (const bool assigns_chunks : {false, true}) {
+    run_group(2, [&](HostGroup& group) {
+      constexpr size_t kCount = 300'000;
+      constexpr size_t kBytes = kCount * sizeof(float);
+      Reducer reducer(group, kBytes, {{0, kCount, DType::kFloat32}},
+                      {{0, kBytes}}, assigns_chunks);
+      std::vector<float> gradient(kCount);
+      const auto mark = [&] {
+        std::fill(gradient.begin(), gradient.end(),
+                  group.rank() == 0 ? 1.0f : 3.0f);
+        reducer.mark_ready(0, gradient.data());
+      };
+      const auto check = [&](float expected) {
+        for (const float element : gradient) CHECK_EQ(element, expected);
+      };
+      for (int step = 0; step < 4; ++step) {
+        mark();
+        CHECK_EQ(reducer.finish(1, false), 0u);
+        check(2);
+        mark();
+        std::fill(gradient.begin(), gradient.end(), 0.0f);
+        CHECK_EQ(reducer.finish(PassStatus::broken_off(), step % 2 == 0),
+                 kPassForwardsDiffer | kPassTold);
+        check(0);
+      }
+    });
+  }
+}
+
 // On rank 0 the gradients of two reducers lie in one memory, and two of one
 // reducer overlap by half.
 TEST(gradients_that_overlap_are_moved_into_the_arena) {

@@ -86,17 +86,20 @@ def judge(
     return Verdict(EQUAL)
 
 
-def raised_everywhere(records: Sequence[Record | Lost]) -> frozenset[str]:
+def raised_everywhere(records: Sequence[Record | Lost]) -> dict[str, bool]:
     """Labels of the ops at which every rank caught an error of the library's, if they all caught the same.
 
     The reference raises there, too. Empty also where the ranks raised at different ops: what follows cannot
     be compared with a reference.
+
+    Returns:
+        By label, whether backward had run layers again by then, which may have changed their buffers.
     """
-    labels = [
-        frozenset(event.at for event in record.events if event.kind == "error" and not event.by_user)
+    caught = [
+        {event.at: event.recomputed for event in record.events if event.kind == "error" and not event.by_user}
         for record in _whole(records)
     ]
-    return labels[0] if labels and all(each == labels[0] for each in labels) else frozenset()
+    return caught[0] if caught and all(each.keys() == caught[0].keys() for each in caught) else {}
 
 
 def agreed(first: Sequence[Record], second: Sequence[Record]) -> list[Record]:

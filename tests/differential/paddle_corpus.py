@@ -154,6 +154,43 @@ CORPUS: dict[str, Program] = {
         _op("weight", values=[3.0, 1.0]),
         _op("backward"),
     ),
+    "others still write to gradients after an exception": _program(
+        ["view", "tiny view", "group tiny view"],
+        [{"kind": "scale"}, {"kind": "trap"}, {"kind": "scale"}],
+        _op("forward"),
+        _op("backward"),
+        _op("clear"),
+        _op(
+            "try",
+            body=[_op("forward", data=1), _op("trap", place="backward"), _op("backward", **_LATE)],
+            otherwise=[_op("clear")],
+        ),
+        _op("forward", data=2),
+        _op("backward"),
+    ),
+    "a mean is written after an exception": _program(
+        ["default", "tiny", "tiny view", "unused"],
+        [{"kind": "trap"}, {"kind": "recompute", "layers": [{"kind": "scale"}]}],
+        _op("forward"),
+        _op("backward"),
+        _op("clear"),
+        _op(
+            "try",
+            body=[_op("forward", data=1), _op("trap", place="backward"), _op("backward", **_LATE)],
+            otherwise=[_op("clear")],
+        ),
+        _op("forward", data=2),
+        _op("backward"),
+    ),
+    "running statistics after a pass that raised": _program(  # the reference had not recomputed
+        ["default", "group tiny view"],
+        [{"kind": "recompute", "layers": [{"kind": "norm"}]}],
+        _op("try", body=[_op("forward", nan=[0]), _op("backward")]),
+        _op("clear"),
+        _op("forward"),
+        _op("backward"),
+        options={"nonfinite": "raise"},
+    ),
 }
 for _each in CORPUS.values():
     _each["ops"].insert(0, _op("wrap"))

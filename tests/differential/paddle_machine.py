@@ -50,6 +50,7 @@ class Loss:
     value: paddle.Tensor
     model: int
     is_syncing: bool
+    batch: Batch
 
 
 class Machine(Walker):
@@ -153,10 +154,10 @@ class Machine(Walker):
             return
         is_syncing = not op.get("no_sync")
         with contextlib.nullcontext() if is_syncing else self.subject.no_sync(wrapper):
-            value = self._loss(op, model, wrapper)
-        self.losses[op.get("to", "loss")] = Loss(value, model, is_syncing)
+            value, batch = self._loss(op, model, wrapper)
+        self.losses[op.get("to", "loss")] = Loss(value, model, is_syncing, batch)
 
-    def _loss(self, op: Op, model: int, wrapper: Any) -> paddle.Tensor:
+    def _loss(self, op: Op, model: int, wrapper: Any) -> tuple[paddle.Tensor, Batch]:
         size = of_rank(op.get("batch", 2), self.rank)
         made = np.random.default_rng([op.get("data", 0), self.rank])
         x, factors = (made.standard_normal((size, WIDTH)).astype(np.float32) for _ in range(2))
@@ -166,9 +167,10 @@ class Machine(Walker):
         x, factors = (paddle.to_tensor(each.astype(self.dtype)) for each in (x, factors))
         x.stop_gradient = not self._has_recompute
         number = self.numbers[model] = self.numbers.get(model, -1) + 1
-        y = wrapper(x, Batch(self.rank, number, rows))
+        batch = Batch(self.rank, number, rows)
+        y = wrapper(x, batch)
         scale = of_rank(op.get("scale", 1.0), self.rank)
-        return ((y * factors).sum() + 0.1 * (y * y).sum()) * scale
+        return ((y * factors).sum() + 0.1 * (y * y).sum()) * scale, batch
 
     def _op_evaluate(self, op: Op, label: str) -> None:
         wrapper = self.wrappers.get(op.get("model", 0) % len(self.nets))
@@ -213,7 +215,7 @@ class Machine(Walker):
             if not keeps:
                 for name in names:
                     self.losses.pop(name, None)
-            with self._weighed(models):
+            with self._weighed(models), self._watching_runs(losses):
                 if op.get("how") == "sum":
                     total = sum((loss.value for loss in losses[1:]), losses[0].value)
                     total.backward(retain_graph=keeps)
@@ -229,6 +231,16 @@ class Machine(Walker):
                 self.weight_so_far.pop(model, None)
         for model in self.wrappers:
             self._note_gradients(model, is_shared=model in synced)
+
+    @contextlib.contextmanager
+    def _watching_runs(self, losses: list[Loss]) -> Iterator[None]:
+        """Note whether a backward that raises has run layers again."""
+        before = [loss.batch.runs for loss in losses]
+        try:
+            yield
+        except BaseException:
+            self._recomputed = before != [loss.batch.runs for loss in losses]
+            raise
 
     @contextlib.contextmanager
     def _weighed(self, models: list[int]) -> Iterator[None]:

@@ -25,12 +25,14 @@ class Batch:
         rank: Of the process, or the one that is simulated.
         number: How many forwards this rank has made before.
         rows: For embeddings, one of each sample.
+        runs: How often layers were run that may be run again in backward.
     """
 
     def __init__(self, rank: int, number: int, rows: paddle.Tensor) -> None:
         self.rank = rank
         self.number = number
         self.rows = rows
+        self.runs = 0
 
 
 class Linear(nn.Layer):
@@ -229,6 +231,7 @@ class Nested(nn.Layer):
         self.spec = spec
 
     def run(self, x: paddle.Tensor, batch: Batch) -> paddle.Tensor:
+        batch.runs += 1
         for layer in self.inner:
             x = layer(x, batch)
         return x

@@ -20,7 +20,7 @@ from tests.differential.walk import Meeting
 class Ranks(Lockstep):
     """All ranks of a program."""
 
-    def __init__(self, program: Program, refused: frozenset[str], parts: bool) -> None:
+    def __init__(self, program: Program, refused: dict[str, bool], parts: bool) -> None:
         ranks = range(program.get("ranks", 2))
         super().__init__([Machine(program, rank, Simulated(), {}, refused, parts) for rank in ranks])
 
@@ -75,6 +75,6 @@ def make_reference(rank: int, world_size: int, job: str, folder: Path) -> Run:
     warnings.simplefilter("ignore")
 
     def run(program: Program, options: dict[str, Any]) -> Any:
-        return ReferenceRun(Ranks(program, frozenset(options["refused"]), options["parts"]).run())
+        return ReferenceRun(Ranks(program, options["refused"], options["parts"]).run())
 
     return run

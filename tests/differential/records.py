@@ -51,6 +51,7 @@ class Event:
         told, true: Of a norm: what the subject said, and what it was.
         error, text: Of an error: its type and its message.
         by_user: The error is one that the program itself raised.
+        recomputed: Of an error in a backward: it had run layers again by then.
     """
 
     at: str
@@ -63,6 +64,7 @@ class Event:
     error: str = ""
     text: str = ""
     by_user: bool = False
+    recomputed: bool = False
 
 
 @dataclass

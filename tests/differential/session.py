@@ -133,15 +133,16 @@ class Session:
             same_parameters=self._frontend.same_parameters(program),
         )
 
-    def _expect(self, program: Program, refused: frozenset[str], parts: bool) -> list[Record] | Lost:
+    def _expect(self, program: Program, refused: dict[str, bool], parts: bool) -> list[Record] | Lost:
         """The reference's records. It knows nothing of modes: one run serves all that were refused alike."""
         if self._expected[0] is not program:
             self._expected = (program, {})
         answers = self._expected[1]
-        if (refused, parts) not in answers:
-            (answer,) = self._reference.run(program, {"refused": sorted(refused), "parts": parts})
-            answers[refused, parts] = answer if isinstance(answer, Lost) else answer.records
-        return answers[refused, parts]
+        key = frozenset(refused.items()), parts
+        if key not in answers:
+            (answer,) = self._reference.run(program, {"refused": refused, "parts": parts})
+            answers[key] = answer if isinstance(answer, Lost) else answer.records
+        return answers[key]
 
     def _weigh_refusal(self, program: Program, mode: str, verdict: Verdict) -> Verdict:
         if mode == self._frontend.INCUMBENT:

@@ -11,6 +11,7 @@ import json
 import pytest
 
 from tests.differential.command import fuzz
+from tests.harness import ranks
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("paddle") is None, reason="PaddlePaddle is not installed"
@@ -48,6 +49,22 @@ def test_programs_that_found_a_bug():
 def test_generated_programs():
     status, output = _fuzz("--seeds", "0:12", "--shrink-seconds", "10")
     assert status == 0, output
+
+
+@ranks(1, group=None)
+def test_what_the_reference_assumes_of_recomputation(rank: int) -> None:
+    """In Paddle alone: a recomputation changes running statistics a second time, so a backward does."""
+    import paddle
+    from paddle.distributed.fleet.utils import recompute
+
+    for is_reentrant in (False, True):
+        norm = paddle.nn.BatchNorm1D(1, momentum=0.5)
+        x = paddle.full([2, 1], 8.0)
+        x.stop_gradient = False
+        y = recompute(norm, x, use_reentrant=is_reentrant).sum()
+        assert norm._mean.item() == 4
+        y.backward()
+        assert norm._mean.item() == 6
 
 
 def test_finds_a_bug_that_is_put_in(plain):

@@ -263,6 +263,46 @@ CORPUS: dict[str, Program] = {
             {"layers": [{"kind": "borrow", "layer": 1}]},
         ],
     },
+    "others still write to gradients after an exception": _program(
+        ["view", "gloo tiny view"],
+        [{"kind": "scale"}, {"kind": "trap"}, {"kind": "scale"}],
+        _op("wrap"),
+        _op("forward"),
+        _op("backward"),
+        _op("zero_grad", none=False),
+        _op(
+            "try",
+            body=[_op("forward", data=1), _op("trap", place="backward"), _op("backward", **_LATE)],
+            otherwise=[_op("zero_grad", none=False)],
+        ),
+        _op("forward", data=2),
+        _op("backward"),
+    ),
+    "a mean is written after an exception": _program(
+        ["default", "tiny", "view", "unused"],
+        [{"kind": "trap"}, {"kind": "checkpoint", "layers": [{"kind": "scale"}]}],
+        _op("wrap"),
+        _op("forward"),
+        _op("backward"),
+        _op("zero_grad", none=False),
+        _op(
+            "try",
+            body=[_op("forward", data=1), _op("trap", place="backward"), _op("backward", **_LATE)],
+            otherwise=[_op("zero_grad", none=False)],
+        ),
+        _op("forward", data=2),
+        _op("backward"),
+    ),
+    "buffers after a pass that raised": _program(  # the reference had not recomputed
+        ["default", "gloo"],
+        [{"kind": "checkpoint", "reentrant": True, "layers": [{"kind": "buffer"}, {"kind": "scale"}]}],
+        _op("wrap"),
+        _op("try", body=[_op("forward", scale=2e38), _op("backward")]),
+        _op("zero_grad"),
+        _op("forward"),
+        _op("backward"),
+        options={"nonfinite": "raise"},
+    ),
 }
 
 OPEN: frozenset[str] = frozenset()

@@ -82,6 +82,7 @@ class Loss:
     value: torch.Tensor
     models: list[int]
     is_syncing: bool
+    batch: Batch
 
 
 class Machine:
@@ -92,7 +93,8 @@ class Machine:
         rank: Of the process, or that it simulates.
         subject: Who averages.
         options: Of the wrapper, besides the program's own.
-        refused: For the reference: labels at which all ranks of the subject raised.
+        refused: For the reference: labels at which all ranks of the subject raised, and whether a backward
+            had run layers again by then.
         parts: For the reference: each gradient gets memory of its own, before any hook of the program sees
             it. Autograd may give two parameters one memory as their gradients: a hook that writes to one
             changes both, and the next backward adds to that memory twice.
@@ -104,7 +106,7 @@ class Machine:
         rank: int,
         subject: Subject,
         options: dict[str, Any],
-        refused: frozenset[str] = frozenset(),
+        refused: dict[str, bool] | None = None,
         parts: bool = False,
     ) -> None:
         self.program = program
@@ -112,7 +114,7 @@ class Machine:
         self.world_size = program.get("ranks", 2)
         self.subject = subject
         self.options = {**options, **program.get("options", {})}
-        self.refused = refused
+        self.refused = refused or {}
         self.parts = parts
         self.record = Record()
         self.traps = Traps()
@@ -132,6 +134,7 @@ class Machine:
         self._visits: dict[str, int] = {}
         self._tainted = False
         self._is_lost = False
+        self._recomputed = False  # by the backward that has raised
         self._is_partial = False  # some ranks have no data left, and see nothing of these steps
         for spec in program["models"]:
             self._build(spec)
@@ -171,12 +174,20 @@ class Machine:
             visit = self._visits[label] = self._visits.get(label, 0) + 1
             self.at = label if visit == 1 else f"{label}#{visit}"
             if self.at in self.refused and op["op"] not in ("try", "iterate"):
+                if self.refused[self.at] and self.rank in op.get("ranks", [self.rank]):
+                    self._run_alone(op, label)
                 raise Refused
             if self.rank not in op.get("ranks", [self.rank]):
                 continue
             steps = getattr(self, "_op_" + op["op"])(op, label)
             if steps is not None:
                 yield from steps
+
+    def _run_alone(self, op: Op, label: str) -> None:
+        """An op up to where the ranks would meet, which they did not; nothing is told of it."""
+        told = len(self.record.events)
+        next(getattr(self, "_op_" + op["op"])(op, label), None)
+        del self.record.events[told:]
 
     # --- ops: what holds others ---
 
@@ -338,10 +349,10 @@ class Machine:
             return
         is_syncing = not op.get("no_sync")
         with contextlib.nullcontext() if is_syncing else self.subject.no_sync(wrapper):
-            value = self._loss(op, model, wrapper)
-        self.losses[op.get("to", "loss")] = Loss(value, [model], is_syncing)
+            value, batch = self._loss(op, model, wrapper)
+        self.losses[op.get("to", "loss")] = Loss(value, [model], is_syncing, batch)
 
-    def _loss(self, op: Op, model: int, wrapper: nn.Module) -> torch.Tensor:
+    def _loss(self, op: Op, model: int, wrapper: nn.Module) -> tuple[torch.Tensor, Batch]:
         size = _of_rank(op.get("batch", 2), self.rank)
         made = torch.Generator().manual_seed(1000 * op.get("data", 0) + self.rank)
         dtype = self._dtype()
@@ -355,11 +366,12 @@ class Machine:
         number = self.numbers.get(model, 0)
         self.numbers[model] = number + 1
         amp = torch.autocast("cpu", torch.bfloat16) if op.get("amp") else contextlib.nullcontext()
+        batch = Batch(self.rank, number, rows)
         with amp:
-            y = wrapper(x, Batch(self.rank, number, rows))
+            y = wrapper(x, batch)
         y = y.to(dtype)
         scale = _of_rank(op.get("scale", 1.0), self.rank)
-        return ((y * factors).sum() + 0.1 * (y * y).sum()) * scale
+        return ((y * factors).sum() + 0.1 * (y * y).sum()) * scale, batch
 
     def _op_evaluate(self, op: Op, label: str) -> None:
         model = op.get("model", 0) % len(self.nets)
@@ -405,7 +417,7 @@ class Machine:
             if not op.get("retain"):
                 for name in op.get("of", ["loss"]):
                     self.losses.pop(name, None)
-            with self._weighed(models):
+            with self._weighed(models), self._watching_runs(losses):
                 total.backward(retain_graph=bool(op.get("retain")))
         if self.parts:  # those that were frozen when the model was built, too
             for p in (p for net in self.nets for p in net.parameters()):
@@ -419,6 +431,16 @@ class Machine:
         for model in range(len(self.nets)):
             if model in self.wrappers:
                 self._note_gradients(model, is_shared=model in synced)
+
+    @contextlib.contextmanager
+    def _watching_runs(self, losses: list[Loss]) -> Iterator[None]:
+        """Note whether a backward that raises has run layers again."""
+        before = [loss.batch.runs for loss in losses]
+        try:
+            yield
+        except BaseException:
+            self._recomputed = before != [loss.batch.runs for loss in losses]
+            raise
 
     @contextlib.contextmanager
     def _weighed(self, models: list[int]) -> Iterator[None]:
@@ -453,7 +475,7 @@ class Machine:
                 self.wrappers[model].zero_grad(set_to_none=none)
             else:
                 net.zero_grad(set_to_none=none)
-        if none and "model" not in op:
+        if "model" not in op:
             self._tainted = self._is_lost
 
     def _op_clip(self, op: Op, label: str) -> None:
@@ -465,8 +487,6 @@ class Machine:
             return
         true = _norm(trainable)
         told = self.subject.clip(self.wrappers[model], trainable, op.get("max", 1.0))
-        if self._tainted and told < op.get("max", 1.0) and _norm(trainable) != true:
-            return  # after an error, ranks that have not noticed it may still write to the arena
         event = Event(self.at, "norm", told=float(told), true=true)
         self.record.events.append(event)
 
@@ -515,7 +535,9 @@ class Machine:
     def _error(self, error: BaseException) -> Event:
         by_user = isinstance(error, UserError)
         text = "" if isinstance(error, Refused) else " | ".join(str(error).strip().splitlines()[:4])[:400]
-        return Event(self.at, "error", error=type(error).__name__, text=text, by_user=by_user)
+        recomputed, self._recomputed = self._recomputed, False
+        name = type(error).__name__
+        return Event(self.at, "error", error=name, text=text, by_user=by_user, recomputed=recomputed)
 
     # --- small things ---
 

@@ -26,12 +26,14 @@ class Batch:
         rank: Of the process, or the one that is simulated.
         number: How many forwards this rank has made before.
         rows: For embeddings, one of each sample.
+        runs: How often layers were run that may be run again in backward.
     """
 
     def __init__(self, rank: int, number: int, rows: torch.Tensor) -> None:
         self.rank = rank
         self.number = number
         self.rows = rows
+        self.runs = 0
 
 
 class Traps:
@@ -223,6 +225,7 @@ class Nested(nn.Module):
         self.twice = spec.get("twice", False)
 
     def run(self, x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        batch.runs += 1
         for layer in self.inner:
             x = layer(x, batch)
         return x

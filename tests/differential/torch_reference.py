@@ -51,7 +51,7 @@ class Simulated:
 class Ranks:
     """All ranks of a program, in lockstep."""
 
-    def __init__(self, program: Program, refused: frozenset[str], parts: bool) -> None:
+    def __init__(self, program: Program, refused: dict[str, bool], parts: bool) -> None:
         size = program.get("ranks", 2)
         self._machines = [Machine(program, rank, Simulated(), {}, refused, parts) for rank in range(size)]
         self._runs = [machine.run() for machine in self._machines]
@@ -165,7 +165,7 @@ def make_reference(rank: int, world_size: int, job: str, folder: Path) -> Run:
     warnings.simplefilter("ignore")
 
     def run(program: Program, options: dict[str, Any]) -> Any:
-        return ReferenceRun(Ranks(program, frozenset(options["refused"]), options["parts"]).run())
+        return ReferenceRun(Ranks(program, options["refused"], options["parts"]).run())
 
     return run
 

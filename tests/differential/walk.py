@@ -69,7 +69,8 @@ class Walker:
         rank: Of the process, or that it simulates.
         subject: Who averages.
         options: Of the wrapper, besides the program's own.
-        refused: For the reference: labels at which all ranks of the subject raised.
+        refused: For the reference: labels at which all ranks of the subject raised, and whether a backward
+            had run layers again by then.
         parts: For the reference: gradients that share memory are parted after each backward.
     """
 
@@ -79,14 +80,14 @@ class Walker:
         rank: int,
         subject: Any,
         options: dict[str, Any],
-        refused: frozenset[str] = frozenset(),
+        refused: dict[str, bool] | None = None,
         parts: bool = False,
     ) -> None:
         self.program = program
         self.rank = rank
         self.subject = subject
         self.options = {**options, **program.get("options", {})}
-        self.refused = refused
+        self.refused = refused or {}
         self.parts = parts
         self.record = Record()
         self.traps = Traps()
@@ -100,6 +101,7 @@ class Walker:
         self._visits: dict[str, int] = {}
         self._tainted = False
         self._is_lost = False
+        self._recomputed = False  # by the backward that has raised
         self._is_partial = False  # some ranks have no data left, and see nothing of these steps
 
     def run(self) -> Run:
@@ -116,12 +118,20 @@ class Walker:
             visit = self._visits[label] = self._visits.get(label, 0) + 1
             self.at = label if visit == 1 else f"{label}#{visit}"
             if self.at in self.refused and op["op"] not in ("try", "iterate"):
+                if self.refused[self.at] and self.rank in op.get("ranks", [self.rank]):
+                    self._run_alone(op, label)
                 raise Refused
             if self.rank not in op.get("ranks", [self.rank]):
                 continue
             steps = getattr(self, "_op_" + op["op"])(op, label)
             if steps is not None:
                 yield from steps
+
+    def _run_alone(self, op: Op, label: str) -> None:
+        """An op up to where the ranks would meet, which they did not; nothing is told of it."""
+        told = len(self.record.events)
+        next(getattr(self, "_op_" + op["op"])(op, label), None)
+        del self.record.events[told:]
 
     def _op_try(self, op: Op, label: str) -> Run:
         body = op.get("body", [])
@@ -180,4 +190,6 @@ class Walker:
             isinstance(error, UserError) or "UserError: raised in " in told
         )  # Paddle says it in its own words
         text = "" if isinstance(error, Refused) else " | ".join(told.splitlines()[:4])[:400]
-        return Event(self.at, "error", error=type(error).__name__, text=text, by_user=by_user)
+        recomputed, self._recomputed = self._recomputed, False
+        name = type(error).__name__
+        return Event(self.at, "error", error=name, text=text, by_user=by_user, recomputed=recomputed)

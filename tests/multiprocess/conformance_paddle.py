@@ -23,11 +23,43 @@ class Branches(nn.Layer):
         return getattr(self, branch)(x)
 
 
+class _Trapped(paddle.autograd.PyLayer):
+    @staticmethod
+    def forward(ctx: Any, x: paddle.Tensor, trap: Trap) -> paddle.Tensor:
+        ctx.trap = trap
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: paddle.Tensor) -> paddle.Tensor:
+        ctx.trap.spring()
+        return gradient
+
+
+class Trap(nn.Layer):
+    """Its backward raises once it is set, in Paddle's words an OSError."""
+
+    is_set = False
+
+    def spring(self) -> None:
+        if self.is_set:
+            raise RuntimeError("in the backward of a trap")
+
+    def forward(self, x: paddle.Tensor) -> paddle.Tensor:
+        x.stop_gradient = False
+        return _Trapped.apply(x, self)
+
+
 def network() -> nn.Layer:
     model = nn.Sequential(nn.Linear(4, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 2))
     for parameter, value in zip(model.parameters(), initial()):
         parameter.set_value(value)
     return model
+
+
+def trapped() -> nn.Layer:
+    """The same with traps: model[0] springs after all gradients, model[3] after those of the second layer."""
+    first, tanh, second = network()
+    return nn.Sequential(Trap(), first, tanh, Trap(), second)
 
 
 def normalised() -> nn.Layer:
@@ -66,6 +98,10 @@ def statistic(model: nn.Layer) -> np.ndarray:
 
 
 def clear(model: nn.Layer) -> None:
+    model.clear_gradients()
+
+
+def clear_in_place(model: nn.Layer) -> None:
     model.clear_gradients()
 
 

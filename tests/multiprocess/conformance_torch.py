@@ -23,12 +23,43 @@ class Branches(nn.Module):
         return getattr(self, branch)(x)
 
 
+class _Trapped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, trap: Trap) -> torch.Tensor:
+        ctx.trap = trap
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        ctx.trap.spring()
+        return gradient, None
+
+
+class Trap(nn.Module):
+    """Its backward raises OSError once it is set."""
+
+    is_set = False
+
+    def spring(self) -> None:
+        if self.is_set:
+            raise OSError("in the backward of a trap")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return _Trapped.apply(x if x.requires_grad else x.requires_grad_(), self)
+
+
 def network() -> nn.Module:
     model = nn.Sequential(nn.Linear(4, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 2))
     with torch.no_grad():
         for parameter, value in zip(model.parameters(), initial()):
             parameter.copy_(torch.from_numpy(value.T.copy()))
     return model
+
+
+def trapped() -> nn.Module:
+    """The same with traps: model[0] springs after all gradients, model[3] after those of the second layer."""
+    first, tanh, second = network()
+    return nn.Sequential(Trap(), first, tanh, Trap(), second)
 
 
 def normalised() -> nn.Module:
@@ -69,6 +100,10 @@ def statistic(model: nn.Module) -> np.ndarray:
 
 def clear(model: nn.Module) -> None:
     model.zero_grad()
+
+
+def clear_in_place(model: nn.Module) -> None:
+    model.zero_grad(set_to_none=False)
 
 
 def step(model: nn.Module, lr: float = 0.1) -> None:

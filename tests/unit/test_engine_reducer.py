@@ -231,6 +231,16 @@ def test_differing_forwards_are_noticed() -> None:
     on_ranks(3, body)
 
 
+def test_a_pass_that_all_ranks_broke_off_is_void() -> None:
+    def body(own: Rank) -> None:
+        for index in range(len(COUNTS)):
+            own.mark(index, 1.0)
+        assert own.reducer.finish(PassStatus(interrupted=True), allow_unused=False) == Outcome.SKIPPED | Outcome.TOLD
+        assert np.isnan(own.reducer.squared_norm())
+
+    on_ranks(2, body)
+
+
 def test_notes_that_differ_are_told_and_change_nothing() -> None:
     def body(own: Rank) -> None:
         for notes in ([4, 4, 5], [0, 4, 4]):

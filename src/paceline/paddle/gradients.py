@@ -69,9 +69,6 @@ class Gradients:
         self._shared = indices
         self._choose_ways()
 
-    def give_up_arena(self) -> None:
-        self.leave_arena()
-
     def leave_arena(self, indices: Collection[int] | None = None) -> None:
         for index, gradient in self._in_arena().items():
             if indices is None or index in indices:

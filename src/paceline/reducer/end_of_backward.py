@@ -14,8 +14,8 @@ class EndOfBackward:
 
     Args:
         end: Called when the backward is over.
-        interrupted: Called instead when an exception has ended it. It may come within any other call, so it
-            may do no more than note the fact.
+        interrupted: Called instead when an exception has ended it, before the user has the exception, and
+            within the framework: it must neither wait nor raise.
     """
 
     __slots__ = ("_end", "_interrupted", "_is_made")

@@ -344,7 +344,7 @@ class EngineReducer:
         active = [status for status in told if not status.finished]
         if len(active) < len(told):
             outcome |= Outcome.FINISHED
-        if len(active) > 1:
+        if len(active) > 1 or any(status.interrupted for status in active):
             outcome |= Outcome.SKIPPED
         if not all(status.is_plain for status in active):
             outcome |= Outcome.TOLD

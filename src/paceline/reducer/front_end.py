@@ -126,11 +126,10 @@ class Gradients(Protocol):
         ...
 
     def leave_arena(self, indices: Collection[int] | None = None) -> None:
-        """Give these gradients (None: all) memory of their own, with the values that they have."""
-        ...
+        """Give these gradients (None: all) memory of their own, with the values that they have.
 
-    def give_up_arena(self) -> None:
-        """An error has ended the group of ranks: one that was given up may still write into the arena."""
+        Not collective. Called also when the framework drops the end of a backward that raised.
+        """
         ...
 
     def fingerprint(self) -> Fingerprint:

@@ -110,10 +110,11 @@ def give_up_interrupted(reducer: Reducer, allow_unused: bool, allow_nobodys: boo
     """End a pass that an exception broke off, so that all ranks learn of it and can go on. Collective.
 
     Returns:
-        What to raise, on this rank as on the others.
+        What to raise, on this rank as on the others; None: an exception has told each of them already.
     """
-    outcome = Outcome(reducer.finish(PassStatus(interrupted=True), allow_unused, allow_nobodys))
-    return skipped_error(reducer.statuses()) if Outcome.SKIPPED in outcome else None
+    reducer.finish(PassStatus(interrupted=True), allow_unused, allow_nobodys)
+    statuses = reducer.statuses()
+    return None if all(status.interrupted for status in statuses) else skipped_error(statuses)
 
 
 def unused_error(unused_by_rank: Sequence[Iterable[int]], names: Sequence[str]) -> UnusedParameterError:

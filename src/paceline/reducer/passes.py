@@ -454,7 +454,7 @@ class Passes(Generic[AnyAutograd]):
             self.autograd.note_error(error)
             raise
         state.is_armed = True  # first: gradients on another device come from another thread
-        self.autograd.at_end(EndOfBackward(self._end_backward, state.interrupt))
+        self.autograd.at_end(EndOfBackward(self._end_backward, self._interrupt))
         if self._tell is not None:
             self._tell(f"in backward of pass {self._pass_number}")
 
@@ -469,7 +469,15 @@ class Passes(Generic[AnyAutograd]):
             self._end()
         finally:
             if self.state.is_armed:  # it raised before the pass was ended
-                self.state.interrupt()
+                self._interrupt()
+
+    def _interrupt(self) -> None:
+        """An exception has ended the backward, and goes on to the user, who may clear gradients and go on.
+
+        Until all ranks have ended this pass they may still reduce what this one has handed over of it.
+        """
+        self.state.interrupt()
+        self.gradients.leave_arena()
 
     def _end(self) -> None:
         """The end of this rank's backward: wait for the others, judge, and bring the means home.
@@ -518,7 +526,8 @@ class Passes(Generic[AnyAutograd]):
         except PacelineError as error:
             self.autograd.note_error(error)
             if isinstance(error, CollectiveError):
-                self.gradients.give_up_arena()
+                # A rank that was stopped, and whom this one has given up, may still write into the arena.
+                self.gradients.leave_arena()
             raise
         finally:
             self.autograd.forget()
@@ -619,6 +628,8 @@ class Passes(Generic[AnyAutograd]):
         """End the pass that an exception broke off, so that all ranks learn of it and can go on."""
         self.autograd.forget()
         self.graphs.end_pass()
+        self._of_first = None
+        self.fresh.forget()
         error = give_up_interrupted(self.reducer, self._config.allow_unused, self._config.allow_nobodys)
         self.state.begin_next()
         self.weights.end()

@@ -22,7 +22,7 @@ class Outcome(IntFlag):
     GOOD = 0
     UNUSED = 1  # some rank left parameters unused
     NONFINITE = 2  # some rank's gradients hold an infinity or a NaN
-    SKIPPED = 4  # ranks made different numbers of forwards before this backward
+    SKIPPED = 4  # ranks made different numbers of forwards before this backward, or an exception broke it off
     FINISHED = 8  # some rank has no more data
     OVERFLOWED = 16  # a sum over ranks does, though each rank's gradients are finite
     NOTES_DIFFER = 32  # ranks told different things of themselves; the means are in place

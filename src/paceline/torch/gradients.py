@@ -174,9 +174,6 @@ class Gradients:
             if indices is None or index in indices:
                 self._parameters[index].grad = self.reduction.places[index].clone()
 
-    def give_up_arena(self) -> None:
-        """The core takes the memory of this rank out of what others write to."""
-
     def _in_arena(self) -> list[int]:
         if not hasattr(self, "reduction"):
             return []

@@ -24,13 +24,17 @@ struct Kind {
   bool nobodys = false;              ///< allow_nobodys, the same on all ranks
   Who lack_data = Who::kNobody;      ///< use nothing, and allow that
   Who differ = Who::kNobody;         ///< in their number of forwards
+  Who break_off = Who::kNobody;      ///< by an exception, somewhere
   uint32_t verdict = 0;
   bool is_void = false;
 };
 using enum Who;
+constexpr uint32_t kBrokenOff = kPassForwardsDiffer | kPassTold;
 constexpr Kind kKinds[] = {
     {},
     {.differ = kOddRank, .verdict = kPassForwardsDiffer, .is_void = true},
+    {.break_off = kOddRank, .verdict = kBrokenOff, .is_void = true},
+    {.break_off = kAll, .verdict = kBrokenOff, .is_void = true},
     {.lack_data = kOddRank, .verdict = kPassUnused | kPassFinished},
     {.leave_one_out = kOddRank, .verdict = kPassUnused, .is_void = true},
     {.leave_one_out = kOddRank, .allow_it = kAll, .verdict = kPassUnused},
@@ -233,17 +237,36 @@ struct Rank {
 
   void train(int number) {
     const Pass& pass = setting.passes[number];
+    if (pass.is_of(pass.kind.break_off, rank)) {
+      break_off(number);
+      return;
+    }
     mark_some(number, kParameters);
     const PassStatus status =
         !pass.has_data(rank)
             ? PassStatus::without_data()
             : PassStatus(pass.is_of(pass.kind.differ, rank) ? 2 : 1);
-    const uint32_t flags =
+    uint32_t flags =
         model->reducer().finish(status, pass.allows(rank), pass.kind.nobodys);
     ++outcome.good_passes;
+    // Who breaks off has marked some gradients, or all.
+    if (pass.kind.break_off != kNobody) flags &= ~kPassUnused;
     expect(flags == pass.kind.verdict, "another verdict than the ranks' own");
     if (!pass.kind.is_void) check(number);
     model->fill_with_garbage();
+  }
+
+  // The gradients are cleared before the others know: the next pass finds them
+  // as they are then.
+  void break_off(int number) {
+    mark_some(number, own.below(kParameters + 1));
+    if (setting.is_elsewhere) model->fill_with_garbage();
+    const uint32_t flags =
+        model->reducer().finish(PassStatus::broken_off(), false);
+    ++outcome.good_passes;
+    expect((flags & kBrokenOff) == kBrokenOff,
+           "a pass that was broken off was good");
+    if (!setting.is_elsewhere) model->fill_with_garbage();
   }
 
   double weight_in(const Pass& pass, int r) const {

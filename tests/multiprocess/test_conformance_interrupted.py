@@ -1,0 +1,93 @@
+"""An exception in backward that the script catches, in both front ends: what it clears then stays cleared.
+
+The reference is plain numpy on the whole batch, in float64.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.errors import SkippedPassError
+from tests.multiprocess import conformance_numpy as reference
+from tests.multiprocess.conformance_numpy import batch
+from tests.multiprocess.test_conformance import adapter, both, close, on_two_ranks, same_on_all_ranks
+
+
+def all_zero(arrays: list[np.ndarray | None]) -> bool:
+    return all(array is None or not array.any() for array in arrays)
+
+
+@both
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("unused", [False, True])
+@pytest.mark.parametrize("place", [0, 3])
+@on_two_ranks
+def test_what_is_cleared_after_an_exception_stays_cleared(
+    group: Any, framework: str, view: bool, unused: bool, place: int
+) -> None:
+    do, x = adapter(framework), batch()
+    own = np.split(x, 2)[group.rank]
+    model = do.trapped()
+    wrapped = do.wrap(
+        model,
+        group,
+        gradient_as_bucket_view=view,
+        find_unused_parameters=unused,
+        bucket_cap_mb=0.00005,  # each gradient on its way as soon as it is there
+    )
+    for _ in range(2):
+        do.backward(do.loss(wrapped, own))
+        close(do.gradients(model), reference.gradients(reference.initial(), x))
+        do.clear_in_place(model)
+        loss = do.loss(wrapped, own)
+        model[place].is_set = True
+        if group.rank == 0:  # rank 1 has handed its gradients over, raised, and cleared them
+            group.barrier()
+        with pytest.raises(OSError, match="backward of a trap"):
+            do.backward(loss)
+        model[place].is_set = False
+        do.clear_in_place(model)
+        if group.rank == 1:
+            group.barrier()
+        group.barrier()
+        assert all_zero(do.gradients(model))
+        loss = do.loss(wrapped, own)  # ends the pass that was broken off
+        assert all_zero(do.gradients(model))
+        do.backward(loss)
+        close(do.gradients(model), reference.gradients(reference.initial(), x))
+        same_on_all_ranks(do.gradients(model), group)
+        do.clear_in_place(model)
+
+
+@both
+@pytest.mark.parametrize("view", [False, True])
+@on_two_ranks
+def test_all_ranks_raise_where_those_that_have_data_were_interrupted(
+    group: Any, framework: str, view: bool
+) -> None:
+    """The rank that has none does not step with what was left of the pass."""
+    do, x = adapter(framework), batch()
+    own = np.split(x, 2)[group.rank]
+    model = do.trapped()
+    wrapped = do.wrap(model, group, gradient_as_bucket_view=view)
+    do.backward(do.loss(wrapped, own))
+    do.clear_in_place(model)
+    steps: list[int] = []
+    if group.rank == 0:
+        with pytest.raises(SkippedPassError, match="rank 1 of 2 ended in an exception"):
+            wrapped.finished(lambda: steps.append(1))
+    else:
+        loss = do.loss(wrapped, own)
+        model[0].is_set = True
+        with pytest.raises(OSError, match="backward of a trap"):
+            do.backward(loss)
+        model[0].is_set = False
+        with pytest.raises(SkippedPassError, match="rank 1 of 2 ended in an exception"):
+            do.loss(wrapped, own)
+    assert not steps
+    do.clear_in_place(model)
+    do.backward(do.loss(wrapped, own))
+    close(do.gradients(model), reference.gradients(reference.initial(), x))
