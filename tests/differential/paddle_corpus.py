@@ -191,6 +191,25 @@ CORPUS: dict[str, Program] = {
         _op("backward"),
         options={"nonfinite": "raise"},
     ),
+    "ranks are in backwards of two models of one shape": {
+        "ranks": 2,
+        "modes": ["group", "group tiny view"],
+        "models": [{"layers": [_LINEAR, {"kind": "trap"}]}, {"layers": [_LINEAR, {"kind": "trap"}]}],
+        "ops": [
+            _op("wrap", model=1),
+            _op("forward", to="m0"),
+            _op("backward", of=["m0"]),
+            _op("forward", to="m1", model=1),
+            _op("backward", of=["m1"]),
+            _op("clear"),
+            _op(
+                "try",
+                body=[_op("trap", place="forward", ranks=[1]), _op("forward", data=1), _op("backward")],
+                otherwise=[_op("clear")],
+            ),
+            _op("try", body=[_op("forward", data=2, model=1), _op("backward")]),
+        ],
+    },
 }
 for _each in CORPUS.values():
     _each["ops"].insert(0, _op("wrap"))

@@ -303,6 +303,26 @@ CORPUS: dict[str, Program] = {
         _op("backward"),
         options={"nonfinite": "raise"},
     ),
+    "ranks are in backwards of two models of one shape": {
+        "ranks": 2,
+        "modes": ["gloo", "backend"],
+        "models": [{"layers": [_LINEAR, {"kind": "trap"}]}, {"layers": [_LINEAR, {"kind": "trap"}]}],
+        "ops": [
+            _op("wrap"),
+            _op("wrap", model=1),
+            _op("forward", to="m0"),
+            _op("backward", of=["m0"]),
+            _op("forward", to="m1", model=1),
+            _op("backward", of=["m1"]),
+            _op("zero_grad"),
+            _op(
+                "try",
+                body=[_op("trap", place="forward", ranks=[1]), _op("forward", data=1), _op("backward")],
+                otherwise=[_op("zero_grad")],
+            ),
+            _op("try", body=[_op("forward", data=2, model=1), _op("backward")]),
+        ],
+    },
 }
 
 OPEN: frozenset[str] = frozenset()

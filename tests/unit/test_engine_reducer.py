@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.errors import CollectiveError, GroupClosedError
+from paceline.errors import CollectiveError, GroupClosedError, MismatchError
 from paceline.reducer.engine import EngineReducer
 from paceline.reducer.plan import ParameterSpec, Plan, plan_buckets
 from paceline.reducer.protocol import Outcome, PassStatus
@@ -235,8 +235,30 @@ def test_a_pass_that_all_ranks_broke_off_is_void() -> None:
     def body(own: Rank) -> None:
         for index in range(len(COUNTS)):
             own.mark(index, 1.0)
-        assert own.reducer.finish(PassStatus(interrupted=True), allow_unused=False) == Outcome.SKIPPED | Outcome.TOLD
+        outcome = own.reducer.finish(PassStatus(interrupted=True), allow_unused=False)
+        assert outcome == Outcome.SKIPPED | Outcome.TOLD
         assert np.isnan(own.reducer.squared_norm())
+
+    on_ranks(2, body)
+
+
+def test_ranks_in_passes_of_two_models_all_raise_and_go_on() -> None:
+    """The engine below cannot tell whose buckets it adds up."""
+
+    def body(own: Rank) -> None:
+        other = EngineReducer(own.transport.plan, own.transport)
+        first, second = (own.reducer, other) if own.rank else (other, own.reducer)
+        for reducer in (first, second):
+            for index in range(len(COUNTS)):
+                own.transport.place(index)[:] = float("nan") if own.rank else 1.0
+                reducer.mark_ready(index)
+            with pytest.raises(MismatchError, match=f"another model than rank {1 - own.rank}"):
+                reducer.finish(PassStatus(1), allow_unused=False)
+            assert np.isnan(reducer.squared_norm())
+        for index in range(len(COUNTS)):
+            own.mark(index, 2.0 * own.rank)
+        assert own.reducer.finish(PassStatus(1), allow_unused=False) == Outcome.GOOD
+        np.testing.assert_array_equal(own.transport.place(0), 1.0)
 
     on_ranks(2, body)
 

@@ -8,8 +8,8 @@ Steps of a pass:
    because the engine below pairs calls of different ranks by their order.
 2. At the end, places of unmarked parameters are cleared and the remaining buckets launched. So every rank
    launches the same buckets in every pass, whatever its own backward did, and ranks cannot get out of step.
-3. The status is gathered: number of forwards, weight, how many parameters were unused, not finite, or have a
-   sum that is not.
+3. The status is gathered: whose model it is, number of forwards, weight, how many parameters were unused,
+   not finite, or have a sum that is not.
    Only if some rank reports any, a second gather tells which.
 The mean is the sum of gradients scaled beforehand by weight / (the ranks' total weight in the previous pass),
 which keeps 16-bit sums in range, and is corrected afterwards where the total has changed.
@@ -20,19 +20,21 @@ Imports only the standard library, `errors`, `plan` and `protocol`.
 from __future__ import annotations
 
 import math
+import os
 import struct
 import threading
 import time
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from paceline.errors import GroupClosedError
+from paceline.errors import GroupClosedError, MismatchError, format_ranks
 from paceline.reducer.overlaps import overlapping
 from paceline.reducer.plan import Plan
 from paceline.reducer.protocol import Outcome, PassStatus
 
-_STATUS = struct.Struct("<dIIIII?")
+_STATUS = struct.Struct("<dIIIIII?")
 
 
 class Pending(Protocol):
@@ -91,6 +93,7 @@ class _Status:
     """What one rank says of its pass."""
 
     weight: float
+    identity: int
     word: int  # PassStatus.pack()
     unused: int
     nonfinite: int
@@ -100,7 +103,7 @@ class _Status:
 
     def pack(self) -> bytes:
         counts = (self.word, self.unused, self.nonfinite, self.overflowed)
-        return _STATUS.pack(self.weight, *counts, self.note, self.refuses_unused)
+        return _STATUS.pack(self.weight, self.identity, *counts, self.note, self.refuses_unused)
 
     @classmethod
     def unpack(cls, payload: bytes) -> _Status:
@@ -108,7 +111,7 @@ class _Status:
 
 
 class EngineReducer:
-    """A `Reducer` whose bytes are moved by a `Transport`.
+    """A `Reducer` whose bytes are moved by a `Transport`. Making one is collective.
 
     Args:
         plan: The same on all ranks.
@@ -146,6 +149,8 @@ class EngineReducer:
         self._has_no_means = False
         self._failure: Exception | None = None
         self._overlapping: set[int] = set()
+        # Which no two reducers have in common, and all ranks of this one.
+        self._identity = zlib.crc32(b"".join(transport.all_gather(os.urandom(8))))
         self._begin_pass()
 
     @property
@@ -198,6 +203,8 @@ class EngineReducer:
         self._overlapping = overlapping(self._copied)
         self._begin_pass()
         self._passes += 1
+        if strangers := self._strangers():
+            raise self._mixed(strangers)
         outcome = self._judge()
         # Not by what this rank allows: one without data has nothing to allow.
         is_refused = any(status.refuses_unused for status in self._statuses)
@@ -279,11 +286,29 @@ class EngineReducer:
         overflowed = self._transport.find_overflowed(self._weight / self._expected_weight)
         counts = (len(unused), len(nonfinite), len(overflowed))
         refuses_unused = bool(unused) and not allow_unused
-        own = _Status(self._weight, status.pack(), *counts, self._note, refuses_unused)
+        own = _Status(self._weight, self._identity, status.pack(), *counts, self._note, refuses_unused)
         self._statuses = [_Status.unpack(row) for row in self._transport.all_gather(own.pack())]
+        if self._strangers():  # their details would not be of these parameters
+            return
         self._gather_details(unused, nonfinite, overflowed)
         if self._skip_unused:
             self._launch_idle()
+
+    def _strangers(self) -> list[int]:
+        """Ranks that were in a pass of another model, whose buckets were added to those of this one."""
+        return [rank for rank, each in enumerate(self._statuses) if each.identity != self._identity]
+
+    def _mixed(self, strangers: Sequence[int]) -> MismatchError:
+        transport = self._transport
+        return MismatchError(
+            f"Rank {transport.rank} of {transport.world_size} ended a backward of another model than "
+            f"{format_ranks(strangers)}.",
+            where="the end of backward; the gradients of this pass are of no use, on any rank",
+            seen=f"{format_ranks(strangers)} averaged gradients of another wrapped model in the same calls",
+            likely="a rank skipped a model's backward after an exception that it caught, or in a branch, or "
+            "ran the backwards of several models in another order",
+            hint="run the same backwards in the same order on every rank",
+        )
 
     def _check_usable(self) -> None:
         if self._failure is not None:
