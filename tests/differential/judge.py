@@ -2,12 +2,13 @@
 
 equal      every rank reached the end with the reference's values, and the same bits
 refused    every rank raised; no rank went on alone, and all values until then were right
+engine     the engine below has ended a process, in a way that is known; all others raised
 anything else is a finding: a silent difference, a rank that raised or went on alone, a hang, a crash
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,7 +19,8 @@ EQUAL = "equal"
 REFUSED = "refused"
 USER_ERROR = "ended by the program's own error"
 INVALID = "an error in the reference, too"
-FINE = (EQUAL, REFUSED, USER_ERROR, INVALID)
+ENGINE_CRASH = "a crash of the engine below"
+FINE = (EQUAL, REFUSED, USER_ERROR, INVALID, ENGINE_CRASH)
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ def judge(
     *,
     tolerance: float,
     same_parameters: bool = True,
+    is_engine_crash: Callable[[Lost], bool] = lambda lost: False,
 ) -> Verdict:
     """Judge one run.
 
@@ -56,7 +59,9 @@ def judge(
         expected: The reference's, by rank; None: ranks are compared with each other only.
         tolerance: Relative to the largest value of an array.
         same_parameters: False: what a rank does after backward may differ in bits (flushing denormals).
+        is_engine_crash: Whether a process was ended by the engine below, in a way that is known.
     """
+    whole = _whole(records)
     lost = [(rank, record) for rank, record in enumerate(records) if isinstance(record, Lost)]
     if lost:
         kind = "hang" if all(record.how == "hung" for _, record in lost) else "crash"
@@ -66,8 +71,9 @@ def judge(
             for rank, record in enumerate(records)
             if isinstance(record, Record)
         ]
+        if all(is_engine_crash(record) for _, record in lost) and all(record.errors() for record in whole):
+            return _bits(whole, False) or Verdict(ENGINE_CRASH, text="\n".join(told))
         return Verdict(kind, text="\n".join(told))
-    whole = [record for record in records if isinstance(record, Record)]
     if expected is not None and (wrong := _invalid(whole, expected)):
         return Verdict(INVALID, wrong.at, wrong.text, wrong.error)
     verdict = (

@@ -191,6 +191,21 @@ CORPUS: dict[str, Program] = {
         _op("backward"),
         options={"nonfinite": "raise"},
     ),
+    # Gloo's, which ends a process that gets more bytes than it expects; all other ranks raise.
+    "ranks are in backwards of two models of different sizes": {
+        "ranks": 3,
+        "modes": ["group"],
+        "models": [{"layers": [_LINEAR, {"kind": "trap"}]}, {"layers": []}],
+        "ops": [
+            _op("wrap", model=1),
+            _op(
+                "try",
+                body=[_op("trap", place="forward", ranks=[2]), _op("forward"), _op("backward")],
+                otherwise=[_op("clear")],
+            ),
+            _op("try", body=[_op("forward", data=2, model=1), _op("backward")]),
+        ],
+    },
     "ranks are in backwards of two models of one shape": {
         "ranks": 2,
         "modes": ["group", "group tiny view"],

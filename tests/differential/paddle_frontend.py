@@ -14,6 +14,7 @@ from tests.differential.paddle_reference import make_reference
 from tests.differential.paddle_refusals import expected_refusal
 from tests.differential.paddle_subjects import MODES, PADDLE, make_rank
 from tests.differential.programs import Program, numbered
+from tests.differential.records import Lost
 
 INCUMBENT = PADDLE
 """The mode in which the framework's own wrapper runs the program."""
@@ -27,6 +28,7 @@ __all__ = [
     "expected_refusal",
     "generate",
     "incumbent_can_run",
+    "is_engine_crash",
     "make_rank",
     "make_reference",
     "same_parameters",
@@ -54,3 +56,12 @@ def incumbent_can_run(program: Program) -> bool:
 def writes_to_shared_gradients(program: Program) -> bool:
     """Whether a hook writes to a gradient in the middle of backward: Paddle's gradients have own memory."""
     return False
+
+
+def is_engine_crash(program: Program, lost: Lost) -> bool:
+    """Whether Paddle's Gloo has ended the process because ranks made calls of different sizes.
+
+    They do where an error came on some ranks only: these go on with another model, or another call.
+    """
+    parts = any("ranks" in op for _, op in numbered(program["ops"]))
+    return parts and lost.how == "was killed by SIGABRT" and "gloo::transport::tcp::Pair::read" in lost.stacks

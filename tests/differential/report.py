@@ -9,7 +9,7 @@ from pathlib import Path
 
 from paceline.bench.machine import Machine
 from tests.differential.jobs import Tally
-from tests.differential.judge import EQUAL, INVALID, REFUSED, USER_ERROR
+from tests.differential.judge import ENGINE_CRASH, EQUAL, INVALID, REFUSED, USER_ERROR
 
 SILENT = ("ranks differ", "a rank went on alone", "wrong")
 """How the kinds of findings begin in which training would have gone on with wrong values, and nobody told."""
@@ -34,7 +34,8 @@ def table(tally: Tally, campaign: Campaign) -> str:
     """Markdown: the seeds, the outcomes by mode, findings, and what the programs had in them.
 
     Example:
-        Of one program in one mode, equal: "1 programs, 1 runs", a row "| default | 1 | 1 | 0 | 0 | 0 | 0 |".
+        Of one program in one mode, equal: "1 programs, 1 runs", a row
+        "| default | 1 | 1 | 0 | 0 | 0 | 0 | 0 |".
     """
     last = campaign.first_seed + tally.programs - 1
     runs = sum(tally.outcomes.values())
@@ -56,8 +57,8 @@ def table(tally: Tally, campaign: Campaign) -> str:
             "programs a second",
             "",
             "| mode | runs | equal | refused on all ranks | the program's own error | an error without "
-            "Paceline, too | findings |",
-            "|---|--:|--:|--:|--:|--:|--:|",
+            "Paceline, too | a crash of the engine below | findings |",
+            "|---|--:|--:|--:|--:|--:|--:|--:|",
             *(_mode_row(mode, counts) for mode, counts in sorted(tally.by_mode.items())),
             _mode_row("all", sum(tally.by_mode.values(), Counter())),
             "",
@@ -81,7 +82,7 @@ def write(text: str, path: Path, framework: str) -> Path:
 
 
 def _mode_row(mode: str, counts: Counter[str]) -> str:
-    columns = (EQUAL, REFUSED, USER_ERROR, INVALID, "finding")
+    columns = (EQUAL, REFUSED, USER_ERROR, INVALID, ENGINE_CRASH, "finding")
     row = [sum(counts.values()), *(counts[column] for column in columns)]
     return f"| {mode} | " + " | ".join(f"{count:,}" for count in row) + " |"
 

@@ -131,6 +131,7 @@ class Session:
             expected,
             tolerance=self._frontend.tolerance(program),
             same_parameters=self._frontend.same_parameters(program),
+            is_engine_crash=lambda lost: self._frontend.is_engine_crash(program, lost),
         )
 
     def _expect(self, program: Program, refused: dict[str, bool], parts: bool) -> list[Record] | Lost:

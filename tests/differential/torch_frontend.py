@@ -7,6 +7,7 @@ import torch._dynamo
 import torch.profiler._cupti_monitor  # noqa: F401
 
 from tests.differential.programs import Program, numbered
+from tests.differential.records import Lost
 from tests.differential.torch_corpus import CORPUS, OPEN
 from tests.differential.torch_grammar import generate
 from tests.differential.torch_mutations import MUTATIONS
@@ -26,6 +27,7 @@ __all__ = [
     "expected_refusal",
     "generate",
     "incumbent_can_run",
+    "is_engine_crash",
     "make_rank",
     "make_reference",
     "same_parameters",
@@ -66,3 +68,8 @@ def writes_to_shared_gradients(program: Program) -> bool:
     return any(
         op["op"] == "hook" and op.get("kind", "post clamp_") in kinds for _, op in numbered(program["ops"])
     )
+
+
+def is_engine_crash(program: Program, lost: Lost) -> bool:
+    """Whether the engine below has ended the process: torch's Gloo raises instead."""
+    return False
