@@ -133,6 +133,7 @@ def test_what_nobody_uses_is_not_sent(rank: int, monkeypatch: pytest.MonkeyPatch
         ddp.zero_grad()
         ddp(x, branch).sum().backward()
         assert sum(sent) == layers * bytes_of_a_layer, branch
+        assert ddp._get_ddp_logging_data()["num_buckets_reduced"] == len(sent)
         if branch != "right":
             assert_close(net.left.weight.grad, torch.full((2, 3), 1.5))
         if branch != "left":

@@ -151,6 +151,7 @@ class EngineReducer:
         self._overlapping: set[int] = set()
         # Which no two reducers have in common, and all ranks of this one.
         self._identity = zlib.crc32(b"".join(transport.all_gather(os.urandom(8))))
+        self._num_launched = len(plan.buckets)
         self._begin_pass()
 
     @property
@@ -163,6 +164,11 @@ class EngineReducer:
     @property
     def first_bucket_ns(self) -> int:
         return self._first_bucket_ns
+
+    @property
+    def num_launched(self) -> int:
+        """Buckets that the last pass has averaged: not those that it skipped. Before the first one: all."""
+        return self._num_launched
 
     @property
     def passes(self) -> int:
@@ -257,6 +263,7 @@ class EngineReducer:
         for pending in [self._transport.launch(number, scale) for number in woken]:
             pending.wait()
         self._idle = idle
+        self._num_launched += len(woken)
         if woken:
             nonfinite, overflowed = self._gather_bits(
                 self._transport.take_nonfinite(), self._transport.find_overflowed(scale)
@@ -282,6 +289,7 @@ class EngineReducer:
         self._launch_complete()
         for pending in self._pending:
             pending.wait()
+        self._num_launched = len(self._pending)
         nonfinite = self._transport.take_nonfinite()
         overflowed = self._transport.find_overflowed(self._weight / self._expected_weight)
         counts = (len(unused), len(nonfinite), len(overflowed))

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.errors import PacelineError
+from paceline.reducer.engine import EngineReducer
 from paceline.reducer.plan import plan_gradients
 
 if TYPE_CHECKING:
@@ -134,7 +135,8 @@ def _of_buckets(ddp: TorchNames) -> dict[str, Any]:
     if passes is None or not passes.good_passes:
         return facts
     now = passes.reduction.plan
-    unused = passes.reducer.unused(ddp._peers.rank) if ddp._peers is not None else []
+    reducer = passes.reducer
+    unused = reducer.unused(ddp._peers.rank) if ddp._peers is not None else []
     return facts | {
         "has_rebuilt_buckets": int(passes.is_order_final),
         "rebuilt_bucket_sizes": _sizes(now),
@@ -142,7 +144,9 @@ def _of_buckets(ddp: TorchNames) -> dict[str, Any]:
             " ".join(map(str, bucket.parameters)) for bucket in now.buckets
         ),
         "prev_iteration_grad_ready_order_indices": _joined(now.order),
-        "num_buckets_reduced": len(now.buckets),
+        "num_buckets_reduced": reducer.num_launched
+        if isinstance(reducer, EngineReducer)
+        else len(now.buckets),
         "unused_parameter_size": sum(ddp._tensors.trainable[index].nbytes for index in unused),
     }
 
