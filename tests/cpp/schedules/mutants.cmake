@@ -95,8 +95,8 @@ mutant(forgets_who_refused cpp/reducer/ending.cc "passes, 2 ranks" "(deadlock|an
 mutant(ranks_without_data_count cpp/reducer/ending.cc "passes, 2 ranks" "another verdict"
   "if (PassStatus::unpack(header(r, pass_).status).finished) continue;" "")
 mutant(compares_too_early cpp/reducer/ending.cc "passes, 2 ranks" "(deadlock|another verdict)"
-  "uint32_t verdict = end_backward(forwards, flags);"
-  "const bool is_alike = is_unused_alike();\n  uint32_t verdict = end_backward(forwards, flags);"
+  "uint32_t verdict = end_backward(status, flags);"
+  "const bool is_alike = is_unused_alike();\n  uint32_t verdict = end_backward(status, flags);"
   "allow_nobodys && is_unused_alike())" "allow_nobodys && is_alike)")
 mutant(one_place_for_what_is_unused cpp/reducer/reducer.h "passes, 2 ranks" "(deadlock|another verdict)"
   "(pass & 1) * unused_words_" "0 * unused_words_")
