@@ -213,6 +213,7 @@ class Passes(Generic[AnyAutograd]):
         self.state.arm = self._arm
         farewell.watch(self)
         self.gradients, self.sparse = front_end.gradients, front_end.sparse
+        self._has_sparse = len(self.sparse) > 0
         self.autograd, self.watch = front_end.autograd, front_end.autograd.watch
         self.weights, self.buffers, self.notes = front_end.weights, front_end.buffers, front_end.notes
         self.world_size = link.world_size
@@ -593,18 +594,18 @@ class Passes(Generic[AnyAutograd]):
 
     def _bring_home(self) -> None:
         """Make every parameter's gradient the mean."""
-        state = self.state
-        if overlapping := self.reducer.overlapping():
+        state, reducer = self.state, self.reduction.reducer
+        if overlapping := reducer.overlapping():
             self._part_overlapping(overlapping)
         if self._static_graph is not None:
             self._static_graph.end_good()
         missing: Sequence[int] = ()
         if len(state.handed) < len(self._names):
-            nobodys = set(self.reducer.globally_unused())
+            nobodys = set(reducer.globally_unused())
             missing = [i for i in range(len(self._names)) if i not in state.handed and i not in nobodys]
         if missing or state.staged:
             self.gradients.write_back(missing)
-        if len(self.sparse):
+        if self._has_sparse:
             self.sparse.average(state.weight, has_data=not state.status.finished)
             self._judge.judge_nonfinite(self.sparse.nonfinite)
         self.autograd.after_means()
