@@ -14,10 +14,9 @@ from paceline.errors import CollectiveError
 from paceline.paddle.arena import Arena
 from paceline.paddle.calls import Call, GroupCalls
 from paceline.paddle.hooked import BucketHook, HookedCall
+from paceline.reducer.engine import ROUNDING, may_overflow, overflowed_in
 from paceline.reducer.engine_waits import STATUS, EngineWaits
 from paceline.reducer.plan import pieces_in
-
-_ROUNDING = 1e-9  # of weights over their sum
 
 
 class PaddleTransport:
@@ -51,7 +50,7 @@ class PaddleTransport:
             self._note_nonfinite(bucket, flat)
         if self._hook is not None:  # which divides by the number of ranks; the rest of `scale` is a weight
             scale *= self.world_size
-            scale = 1.0 if math.isclose(scale, 1.0, rel_tol=_ROUNDING) else scale  # 1 / 49 * 49 is not 1
+            scale = 1.0 if math.isclose(scale, 1.0, rel_tol=ROUNDING) else scale  # 1 / 49 * 49 is not 1
         with paddle.no_grad():
             if scale == 0.0:
                 flat.zero_()  # 0 * NaN would be NaN
@@ -81,14 +80,10 @@ class PaddleTransport:
         return found
 
     def find_overflowed(self, scale: float) -> list[int]:
-        may_overflow = scale * self.world_size > 1 + _ROUNDING or self._hook is not None
-        if not self._checks_finite or not may_overflow:
+        is_possible = self._hook is not None or may_overflow(scale, self.world_size)
+        if not self._checks_finite or not is_possible:
             return []
-        found: set[int] = set()
-        for flat, pieces in zip(self._buckets, self._pieces):
-            if not bool(paddle.isfinite(flat).all()):
-                found.update(param for param, piece in pieces if not bool(paddle.isfinite(piece).all()))
-        return sorted(found)
+        return overflowed_in(self._buckets, self._pieces, lambda flat: bool(paddle.isfinite(flat).all()))
 
     def squared_norm(self) -> float:
         return sum(float(section.astype("float64").square().sum()) for section in self._arena.sections)

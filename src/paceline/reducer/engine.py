@@ -25,9 +25,9 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from paceline.errors import GroupClosedError, MismatchError, format_ranks
 from paceline.reducer.overlaps import overlapping
@@ -35,6 +35,8 @@ from paceline.reducer.plan import Plan
 from paceline.reducer.protocol import Outcome, PassStatus
 
 _STATUS = struct.Struct("<dIIIIII?")
+_Flat = TypeVar("_Flat")  # a flat tensor of any framework
+ROUNDING = 1e-9  # of weights over their sum
 
 
 class Pending(Protocol):
@@ -86,6 +88,30 @@ class Transport(Protocol):
     def all_gather(self, payload: bytes) -> list[bytes]:
         """Payloads of all ranks, by rank; each rank's has the same length."""
         ...
+
+
+def may_overflow(scale: float, world_size: int) -> bool:
+    """Whether a sum of finite gradients may, of which each rank has multiplied its own by about this."""
+    return scale * world_size > 1 + ROUNDING
+
+
+def overflowed_in(
+    buckets: Sequence[_Flat],
+    pieces: Sequence[Sequence[tuple[int, _Flat]]],
+    is_finite: Callable[[_Flat], bool],
+) -> list[int]:
+    """Parameters of which some element is not finite.
+
+    Args:
+        buckets: Each bucket's elements.
+        pieces: What lies in each bucket: (parameter index, its elements there).
+        is_finite: Whether all elements are.
+    """
+    found: set[int] = set()
+    for flat, parts in zip(buckets, pieces):
+        if not is_finite(flat):
+            found.update(param for param, part in parts if not is_finite(part))
+    return sorted(found)
 
 
 @dataclass(frozen=True)

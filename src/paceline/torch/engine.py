@@ -11,13 +11,12 @@ import math
 import torch
 import torch.distributed as dist
 
+from paceline.reducer.engine import may_overflow, overflowed_in
 from paceline.reducer.engine_waits import STATUS, EngineWaits
 from paceline.reducer.plan import pieces_in
 from paceline.reducer.witness import Witness
 from paceline.torch.arena import Arena
 from paceline.torch.peers import ProcessGroupPeers
-
-_ROUNDING = 1e-9  # of weights over their sum
 
 
 class ProcessGroupTransport:
@@ -87,14 +86,10 @@ class ProcessGroupTransport:
     def find_overflowed(self, scale: float) -> list[int]:
         if not self._checks_finite or not self._may_overflow(scale):
             return []
-        found: set[int] = set()
-        for flat, pieces in zip(self._buckets, self._pieces):
-            if not torch.isfinite(flat).all():
-                found.update(param for param, piece in pieces if not torch.isfinite(piece).all())
-        return sorted(found)
+        return overflowed_in(self._buckets, self._pieces, lambda flat: bool(torch.isfinite(flat).all()))
 
     def _may_overflow(self, scale: float) -> bool:
-        return scale * self.world_size > 1 + _ROUNDING
+        return may_overflow(scale, self.world_size)
 
     def squared_norm(self) -> float:
         sections = [as_real(section) for section in self._arena.sections]
