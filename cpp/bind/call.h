@@ -105,4 +105,12 @@ class CallHooks final : public Hooks {
   int64_t signal_ns_ = 0;   ///< the first since handlers ran last; 0: none
 };
 
+/// Makes a call that waits for nobody, and is long, without Python's lock.
+template <class Call>
+void without_lock(Call&& call) {
+  const nanobind::object nobody = nanobind::none();
+  CallHooks hooks(nullptr, nobody, nullptr, /*unlock_now=*/true);
+  call();
+}
+
 }  // namespace paceline

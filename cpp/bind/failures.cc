@@ -3,6 +3,12 @@
 #include <nanobind/stl/string.h>
 #include <string.h>
 
+#include <exception>
+#include <string>
+#include <utility>
+
+#include "bind/bindings.h"
+
 namespace nb = nanobind;
 
 namespace paceline {
@@ -36,11 +42,11 @@ const char* state_of(const RankLine& line) {
   return life == kLifeNotYet ? "missing" : life == kLifeLeft ? "left" : "alive";
 }
 
-}  // namespace
-
 void set_failure_factory(nb::object factory) {
   failure_factory() = std::move(factory);
 }
+
+}  // namespace
 
 nb::list describe_ranks(const HostGroup& group) {
   nb::list ranks;
@@ -73,7 +79,7 @@ nb::dict describe_failure(const Failure& failure, HostGroup* group) {
   facts["thread"] = failure.thread;
   facts["errno"] = failure.error_number;
   nb::list late;
-  for (int r = 0; r < kMaxWorld; ++r) {
+  for (int r = 0; r < kMaxRanks; ++r) {
     if ((failure.late[r / 64] >> (r % 64) & 1) != 0) late.append(r);
   }
   facts["late"] = late;
@@ -123,6 +129,20 @@ void set_error(const Failure& failure, HostGroup* group) {
 void raise_failure(const Failure& failure, HostGroup* group) {
   set_error(failure, group);
   throw nb::python_error();
+}
+
+void bind_failures(nb::module_& m) {
+  using namespace nb::literals;
+  nb::register_exception_translator(
+      [](const std::exception_ptr& thrown, void*) {
+        try {
+          std::rethrow_exception(thrown);
+        } catch (const Failure& failure) {  // outside of any call
+          set_error(failure, nullptr);
+        }
+      });
+  m.def("set_failure_factory", &set_failure_factory, "factory"_a,
+        "factory(facts: dict) -> the exception to raise.");
 }
 
 }  // namespace paceline

@@ -10,8 +10,6 @@
 
 namespace paceline {
 
-void set_failure_factory(nanobind::object factory);
-
 /// Sets what the factory makes of the facts as Python's exception, unless one
 /// is set already.
 void set_error(const Failure& failure, HostGroup* group);

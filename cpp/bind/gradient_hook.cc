@@ -1,5 +1,3 @@
-#include "bind/gradient_hook.h"
-
 #include <nanobind/stl/string.h>
 #include <structmember.h>
 
@@ -8,6 +6,7 @@
 #include <exception>
 #include <vector>
 
+#include "bind/bindings.h"
 #include "bind/dlpack.h"
 #include "bind/garbage_collected.h"
 #include "bind/handed_gradients.h"

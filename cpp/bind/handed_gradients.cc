@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <exception>
 
+#include "bind/bindings.h"
 #include "bind/garbage_collected.h"
 
 namespace paceline {

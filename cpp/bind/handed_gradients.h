@@ -89,7 +89,4 @@ class HandedGradients {
   std::optional<TensorAttribute> version_;
 };
 
-/// Adds the class HandedGradients to the module.
-void bind_handed_gradients(nb::module_& m);
-
 }  // namespace paceline

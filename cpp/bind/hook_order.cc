@@ -1,5 +1,3 @@
-#include "bind/hook_order.h"
-
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -7,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "bind/bindings.h"
 #include "bind/failures.h"
 #include "bind/garbage_collected.h"
 #include "bind/tensor_attribute.h"

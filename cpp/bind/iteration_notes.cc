@@ -1,5 +1,3 @@
-#include "bind/iteration_notes.h"
-
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -11,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "bind/bindings.h"
 #include "bind/dlpack.h"
 #include "bind/failures.h"
 #include "bind/garbage_collected.h"

@@ -1,11 +1,10 @@
-#include "bind/module_snapshot.h"
-
 #include <nanobind/stl/string.h>
 
 #include <array>
 #include <string>
 #include <vector>
 
+#include "bind/bindings.h"
 #include "bind/garbage_collected.h"
 #include "bind/tensor_attribute.h"
 

@@ -1,4 +1,4 @@
-#include "bind/pass_status.h"
+#include "reducer/pass_status.h"
 
 #include <nanobind/operators.h>
 #include <nanobind/stl/optional.h>
@@ -8,7 +8,7 @@
 #include <optional>
 #include <string>
 
-#include "reducer/pass_status.h"
+#include "bind/bindings.h"
 
 namespace paceline {
 namespace {

@@ -48,7 +48,7 @@ struct Range {
 // Chunk `index` of `parts` of `count` elements; chunks begin on cache lines, so
 // that no two ranks write one.
 Range chunk_of(size_t count, size_t element_bytes, int index, int parts) {
-  const size_t line = kLineBytes / element_bytes;
+  const size_t line = kLinePairBytes / element_bytes;
   const size_t lines = (count + line - 1) / line;
   const auto at = [&](int i) {
     return std::min(count, lines * static_cast<size_t>(i) /
@@ -97,8 +97,8 @@ void HostGroup::reduce_everywhere_or_at(int root, void* data, size_t count,
 template <class ArrayOf>
 void HostGroup::reduce_all(ArrayOf array_of, void* out, size_t count,
                            DType dtype, ReduceOp op) {
-  double storage[kMaxWorld];
-  const void* inputs[kMaxWorld];
+  double storage[kMaxRanks];
+  const void* inputs[kMaxRanks];
   for (int r = 0; r < world(); ++r) inputs[r] = array_of(r);
   fault_point(Point::kBeforeReduce);
   paceline::reduce(dtype, op, inputs, world(), &out, 1, count, weights(storage),
@@ -114,8 +114,8 @@ void HostGroup::reduce_chunk(ArrayOf array_of, int root, size_t count,
   const size_t size = dtype_bytes(dtype);
   const Range chunk = chunk_of(count, size, rank_, world());
   if (chunk.size() == 0) return;
-  double storage[kMaxWorld];
-  void* arrays[kMaxWorld];
+  double storage[kMaxRanks];
+  void* arrays[kMaxRanks];
   for (int r = 0; r < world(); ++r)
     arrays[r] = array_of(r) + chunk.begin * size;
   fault_point(Point::kBeforeReduce);

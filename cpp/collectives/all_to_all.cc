@@ -17,8 +17,8 @@ namespace {
 
 /// In a rank's small buffer.
 struct Sizes {
-  uint64_t sends[kMaxWorld];
-  uint64_t expects[kMaxWorld];
+  uint64_t sends[kMaxRanks];
+  uint64_t expects[kMaxRanks];
 };
 static_assert(sizeof(Sizes) <= kSmallBytes);
 
@@ -55,7 +55,8 @@ void HostGroup::all_to_all(const void* in, std::span<const uint64_t> in_bytes,
     }
   }
 
-  const size_t slot_bytes = kPieceBytes / ranks / kLineBytes * kLineBytes;
+  const size_t slot_bytes =
+      kPieceBytes / ranks / kLinePairBytes * kLinePairBytes;
   for (size_t begin = 0; begin < most; begin += slot_bytes, ++step_) {
     const auto part = [&](uint64_t total) {
       return begin < total ? std::min<size_t>(slot_bytes, total - begin) : 0;

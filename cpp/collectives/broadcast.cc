@@ -44,7 +44,8 @@ void HostGroup::scatter(const void* in, void* out, size_t bytes, int root,
   meet();  // compares the calls before any staging buffer is touched
   const auto ranks = static_cast<size_t>(world());
   const auto* blocks = static_cast<const std::byte*>(in);
-  const size_t slot_bytes = kPieceBytes / ranks / kLineBytes * kLineBytes;
+  const size_t slot_bytes =
+      kPieceBytes / ranks / kLinePairBytes * kLinePairBytes;
   for (size_t begin = 0; begin < bytes; begin += slot_bytes, ++step_) {
     const size_t length = std::min(slot_bytes, bytes - begin);
     if (rank_ == root) {

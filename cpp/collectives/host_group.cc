@@ -282,7 +282,7 @@ uint64_t HostGroup::place_of(const void* data, size_t bytes) const {
   return static_cast<uint64_t>(at - slab(rank_));
 }
 
-const double* HostGroup::weights(double (&storage)[kMaxWorld]) const {
+const double* HostGroup::weights(double (&storage)[kMaxRanks]) const {
   // Reading them touches a cache line of every rank.
   if (static_cast<ReduceOp>(call_.op) != ReduceOp::kMean) return nullptr;
   bool all_one = true;

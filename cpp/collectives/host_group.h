@@ -229,7 +229,7 @@ class HostGroup {
                           ReduceOp op);
   void gather_everywhere_or_at(int root, const void* in, void* out,
                                size_t bytes);
-  const double* weights(double (&storage)[kMaxWorld]) const;
+  const double* weights(double (&storage)[kMaxRanks]) const;
   std::byte* small(int rank) const {
     return slab(rank) + Layout::small_at(call_.number & 1);
   }

@@ -20,7 +20,7 @@ void HostGroup::reduce_scatter(const void* in, void* out, size_t count,
   const size_t block_bytes = count * size;
   const auto ranks = static_cast<size_t>(world());
   const auto* blocks = static_cast<const std::byte*>(in);
-  const void* inputs[kMaxWorld];
+  const void* inputs[kMaxRanks];
   const auto reduce_to = [&](void* to, size_t elements) {
     fault_point(Point::kBeforeReduce);
     paceline::reduce(dtype, op, inputs, world(), &to, 1, elements, nullptr,
@@ -44,7 +44,8 @@ void HostGroup::reduce_scatter(const void* in, void* out, size_t count,
     meet();
     return;
   }
-  const size_t slot_bytes = kPieceBytes / ranks / kLineBytes * kLineBytes;
+  const size_t slot_bytes =
+      kPieceBytes / ranks / kLinePairBytes * kLinePairBytes;
   const size_t slot_count = slot_bytes / size;
   for (size_t begin = 0; begin < count; begin += slot_count, ++step_) {
     const size_t elements = std::min(slot_count, count - begin);

@@ -1,4 +1,4 @@
-// The loops behind code_table.h. codes_<set>.cc defines PACELINE_KERNELS, the
+// The loops behind code_table.h. codes_<set>.cc defines PACELINE_ISA, the
 // namespace, and includes this.
 //
 // Values are walked in blocks of kCodeBlock: prepared in a local buffer, then
@@ -9,7 +9,7 @@
 #include "compression/code_table.h"
 #include "kernels/formats.h"
 
-namespace paceline::PACELINE_KERNELS {
+namespace paceline::PACELINE_ISA {
 namespace {
 
 constexpr float kNan = __builtin_nanf("");
@@ -171,4 +171,4 @@ constexpr Codec kCodec = {encode_blocks<Codes>, decode_blocks<Codes>};
 constinit const CodecTable kCodecs = {
     {kCodec<HalfCodes>, kCodec<BFloatCodes>, kCodec<ByteCodes>}};
 
-}  // namespace paceline::PACELINE_KERNELS
+}  // namespace paceline::PACELINE_ISA

@@ -21,13 +21,11 @@ struct CodecTable {
 namespace portable {
 extern const CodecTable kCodecs;
 }
-#if defined(__x86_64__)
 namespace avx2 {
 extern const CodecTable kCodecs;
 }
 namespace avx512 {
 extern const CodecTable kCodecs;
 }
-#endif
 
 }  // namespace paceline

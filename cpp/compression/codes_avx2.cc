@@ -1,2 +1,2 @@
-#define PACELINE_KERNELS avx2
+#define PACELINE_ISA avx2
 #include "compression/code_loops.h"

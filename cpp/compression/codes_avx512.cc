@@ -1,2 +1,2 @@
-#define PACELINE_KERNELS avx512
+#define PACELINE_ISA avx512
 #include "compression/code_loops.h"

@@ -1,2 +1,2 @@
-#define PACELINE_KERNELS portable
+#define PACELINE_ISA portable
 #include "compression/code_loops.h"

@@ -2,23 +2,31 @@
 #include "compression/compression.h"
 
 #include "compression/code_table.h"
+#include "core/isa.h"
 #include "kernels/default_floats.h"
-#include "kernels/kernels.h"
 
 namespace paceline {
 namespace {
 
+constexpr PerIsa<const CodecTable> kTables = {PACELINE_VERSIONS_OF(kCodecs)};
+
 const Codec& codec_of(Encoding encoding) {
-  const auto row = static_cast<size_t>(encoding);
-#if defined(__x86_64__)
-  const Isa isa = current_isa();
-  if (isa == Isa::kAvx512) return avx512::kCodecs.of[row];
-  if (isa == Isa::kAvx2) return avx2::kCodecs.of[row];
-#endif
-  return portable::kCodecs.of[row];
+  return kTables.current().of[static_cast<size_t>(encoding)];
 }
 
 }  // namespace
+
+const char* name_of(Encoding encoding) {
+  switch (encoding) {
+    case Encoding::kFloat16:
+      return "float16";
+    case Encoding::kBFloat16:
+      return "bfloat16";
+    case Encoding::kEightBit:
+      return "eight_bit";
+  }
+  return nullptr;
+}
 
 size_t encoded_bytes(Encoding encoding, size_t count) {
   if (encoding != Encoding::kEightBit) return count * sizeof(uint16_t);

@@ -30,6 +30,9 @@ enum class Encoding : uint8_t { kFloat16 = 0, kBFloat16 = 1, kEightBit = 2 };
 inline constexpr int kNumEncodings = 3;
 inline constexpr size_t kCodeBlock = 256;
 
+/// As Python knows it; null: no such encoding.
+const char* name_of(Encoding encoding);
+
 /// Bytes of `count` encoded values.
 size_t encoded_bytes(Encoding encoding, size_t count);
 

@@ -11,7 +11,6 @@
 #pragma once
 
 #include <atomic>
-#include <cstddef>
 #include <cstdint>
 
 #ifdef PACELINE_SCHEDULER
@@ -30,18 +29,6 @@ static_assert(std::atomic<uint32_t>::is_always_lock_free,
 static_assert(std::atomic<uint64_t>::is_always_lock_free,
               "shared words must be lock-free");
 static_assert(sizeof(Atomic<uint32_t>) == 4, "a futex word is 4 bytes");
-
-/// The tests of the protocol explore schedules by the million, and large sizes
-/// only cost them time: there, buffers, chunks and tables are this much
-/// smaller.
-#ifdef PACELINE_SCHEDULER
-inline constexpr size_t kSmaller = 64;
-#else
-inline constexpr size_t kSmaller = 1;
-#endif
-
-/// Two cache lines: adjacent-line prefetchers pull lines in pairs.
-inline constexpr size_t kLineBytes = 128;
 
 inline void cpu_relax() {
 #if defined(__x86_64__)

@@ -46,11 +46,11 @@ uint64_t CallRecord::fingerprint() const {
 }
 
 size_t Layout::blocks_at() const {
-  return round_up(sizeof(Header), kLineBytes);
+  return round_up(sizeof(Header), kLinePairBytes);
 }
 
 size_t Layout::rank_lines_at() const {
-  return round_up(blocks_at() + kMaxBlocks * sizeof(Block), kLineBytes);
+  return round_up(blocks_at() + kMaxBlocks * sizeof(Block), kLinePairBytes);
 }
 
 size_t Layout::channels_at() const {

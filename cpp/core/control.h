@@ -18,12 +18,12 @@
 #include "core/atomics.h"
 #include "core/failure.h"
 #include "core/region.h"
+#include "core/sizes.h"
 
 namespace paceline {
 
 inline constexpr uint64_t kMagic = 0x31656e696c656361;  // "aceline1"
 inline constexpr uint32_t kAbiVersion = 3;
-inline constexpr int kMaxWorld = kSmaller > 1 ? 8 : 128;
 inline constexpr size_t kMaxBlocks = 4096 / kSmaller;
 
 /// Payloads up to this are exchanged with one synchronisation instead of two.
@@ -52,6 +52,35 @@ enum class CallKind : uint32_t {
   kAllocate = 10,
 };
 
+/// As Python and its users know it; null: no such call.
+constexpr const char* name_of(CallKind kind) {
+  switch (kind) {
+    case CallKind::kNone:
+      return "none";
+    case CallKind::kAllReduce:
+      return "all_reduce";
+    case CallKind::kBroadcast:
+      return "broadcast";
+    case CallKind::kAllGather:
+      return "all_gather";
+    case CallKind::kReduceScatter:
+      return "reduce_scatter";
+    case CallKind::kReduce:
+      return "reduce";
+    case CallKind::kGather:
+      return "gather";
+    case CallKind::kScatter:
+      return "scatter";
+    case CallKind::kAllToAll:
+      return "all_to_all";
+    case CallKind::kBarrier:
+      return "barrier";
+    case CallKind::kAllocate:
+      return "allocate";
+  }
+  return nullptr;
+}
+
 /// What a rank says it is calling; compared over ranks, and evidence when they
 /// differ.
 struct CallRecord {
@@ -71,13 +100,14 @@ inline constexpr uint32_t kPlacesDiffer = 2;
 
 /// A barrier that counts arrivals and resets itself. It also compares two words
 /// over the ranks: what they call, and where their array lies.
-struct alignas(kLineBytes) Gate {
+struct alignas(kLinePairBytes) Gate {
   Atomic<uint64_t> fingerprint;  ///< of the first to arrive; 0: nobody has
   Atomic<uint64_t> place;        ///< of the first to arrive; 0: nobody has
   /// kCallsDiffer, kPlacesDiffer of the phase under way.
   Atomic<uint32_t> flags;
   Atomic<uint32_t> arrived;
-  alignas(kLineBytes) Atomic<uint32_t> phase;  ///< futex word: completed phases
+  alignas(
+      kLinePairBytes) Atomic<uint32_t> phase;  ///< futex word: completed phases
   Atomic<uint32_t> verdict;  ///< flags of the phase completed last
   Atomic<uint32_t> sleepers;
 };
@@ -104,17 +134,17 @@ struct Header {
 
   /// Futex word: 0, or why the group is over: reason << 16 | who noticed << 8 |
   /// culprit. Set once, by CAS.
-  alignas(kLineBytes) Atomic<uint32_t> abort;
+  alignas(kLinePairBytes) Atomic<uint32_t> abort;
   /// Futex word: counts ranks that left in good order, so that who waits for
   /// one of them looks again.
-  alignas(kLineBytes) Atomic<uint32_t> departures;
+  alignas(kLinePairBytes) Atomic<uint32_t> departures;
   /// Futex word: counts ranks that have attached.
   Atomic<uint32_t> attached;
 
   Gate gate;
   /// Result of an allocation, decided by rank 0 between two barriers: the
   /// block's number, kNoRoom, kNoMemoryLeft or kNoBlockLeft.
-  alignas(kLineBytes) Atomic<uint32_t> allocated_block;
+  alignas(kLinePairBytes) Atomic<uint32_t> allocated_block;
   /// Blocks that all ranks have freed, for rank 0 to use again: 0, or one more
   /// than the number of the first, which names the next.
   Atomic<uint32_t> freed_blocks;
@@ -151,7 +181,7 @@ inline void end_crash(Atomic<uint32_t>& crash, uint32_t word) {
 
 /// What one rank tells the others. Written by its owner alone, but for `life`
 /// and `crash`, in which others note its death where the kernel does not.
-struct alignas(kLineBytes) RankLine {
+struct alignas(kLinePairBytes) RankLine {
   // The kernel finds `life` at a fixed distance from the list node when the
   // holder's thread ends. Both lie here and not in the holder's own memory,
   // which may have been taken away by then where memory had run out.
@@ -170,16 +200,16 @@ struct alignas(kLineBytes) RankLine {
 
   /// Calls n and n + 1 use different entries; n + 2 reuses n's, which nobody
   /// reads once all are in n + 1.
-  alignas(kLineBytes) CallRecord call[2];
+  alignas(kLinePairBytes) CallRecord call[2];
   Atomic<uint64_t> call_number;
   Atomic<uint32_t> arrivals;  ///< gate phases that this rank has arrived in
 
   /// Futex word: point-to-point traffic for this rank.
-  alignas(kLineBytes) Atomic<uint32_t> bell;
+  alignas(kLinePairBytes) Atomic<uint32_t> bell;
   Atomic<uint32_t> bell_sleepers;
 
   /// Whom this rank gave up on, when `abort` names it.
-  alignas(kLineBytes) uint64_t late[2];
+  alignas(kLinePairBytes) uint64_t late[2];
   double waited_s;
   /// Has raised because of `abort`.
   Atomic<uint32_t> is_informed;
@@ -194,11 +224,11 @@ struct alignas(kLineBytes) RankLine {
 
 /// One direction between two ranks: a ring of bytes in the sender's outbox.
 /// Positions only grow.
-struct alignas(kLineBytes) Channel {
+struct alignas(kLinePairBytes) Channel {
   /// Release: publishes the bytes before it. Partner: the receiver's acquire.
   Atomic<uint64_t> written;
   /// Release: frees the bytes before it. Partner: the sender's acquire.
-  alignas(kLineBytes) Atomic<uint64_t> read;
+  alignas(kLinePairBytes) Atomic<uint64_t> read;
 };
 
 /// Offsets of the parts; a function of the world size and the slab size alone.

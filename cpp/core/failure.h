@@ -40,6 +40,43 @@ enum class Reason : uint32_t {
   kTooMany = 14,
 };
 
+/// As Python knows it; null: no such reason.
+constexpr const char* name_of(Reason reason) {
+  switch (reason) {
+    case Reason::kNone:
+      return "none";
+    case Reason::kDied:
+      return "died";
+    case Reason::kRaised:
+      return "raised";
+    case Reason::kLeft:
+      return "left";
+    case Reason::kDeadline:
+      return "deadline";
+    case Reason::kMismatch:
+      return "mismatch";
+    case Reason::kClosed:
+      return "closed";
+    case Reason::kForked:
+      return "forked";
+    case Reason::kInterrupted:
+      return "interrupted";
+    case Reason::kNoMemory:
+      return "no_memory";
+    case Reason::kMisuse:
+      return "misuse";
+    case Reason::kInjected:
+      return "injected";
+    case Reason::kNested:
+      return "nested";
+    case Reason::kNoTurn:
+      return "no_turn";
+    case Reason::kTooMany:
+      return "too_many";
+  }
+  return nullptr;
+}
+
 struct Failure {
   Reason reason = Reason::kNone;
   /// The rank to blame first; -1: none.

@@ -62,7 +62,7 @@ class Keeper {
     uint32_t word = 0;
     int64_t since_ns = 0;
   };
-  std::array<Crash, kMaxWorld> crashes_{};
+  std::array<Crash, kMaxRanks> crashes_{};
   std::optional<CrashWatch> crash_watch_;
   std::thread thread_;
 };

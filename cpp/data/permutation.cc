@@ -6,7 +6,7 @@
 #include <numeric>
 #include <utility>
 
-#include "kernels/kernels.h"
+#include "core/isa.h"
 
 namespace paceline {
 namespace {
@@ -46,14 +46,7 @@ uint64_t ceil_sqrt(uint64_t n) {
   return root;
 }
 
-ApplyRounds rounds_of(Isa isa) {
-#if defined(__x86_64__)
-  if (isa == Isa::kAvx512) return avx512::apply_rounds;
-  if (isa == Isa::kAvx2) return avx2::apply_rounds;
-#endif
-  (void)isa;
-  return portable::apply_rounds;
-}
+constexpr PerIsa<ApplyRounds> kRounds = {PACELINE_VERSIONS_OF(apply_rounds)};
 
 }  // namespace
 
@@ -135,7 +128,7 @@ void Permutation::map(int64_t* places, size_t count) const {
 void Permutation::permute(uint32_t* left, uint32_t* right, size_t count,
                           int64_t* out) const {
   const auto columns = static_cast<uint32_t>(columns_);
-  rounds_of(current_isa())({left, right, count, rows_, columns}, keys_);
+  kRounds.current()({left, right, count, rows_, columns}, keys_);
   for (size_t i = 0; i < count; ++i)
     out[i] = static_cast<int64_t>(left[i] * columns_ + right[i]);
   for (size_t i = 0; i < count; ++i) {
@@ -151,7 +144,7 @@ uint64_t Permutation::walk(uint64_t outside) const {
   while (outside >= length_) {
     auto left = static_cast<uint32_t>(outside / columns_);
     auto right = static_cast<uint32_t>(outside % columns_);
-    portable::apply_rounds({&left, &right, 1, rows_, columns}, keys_);
+    kRounds.portable()({&left, &right, 1, rows_, columns}, keys_);
     outside = left * columns_ + right;
   }
   return outside;

@@ -1,7 +1,7 @@
-// The loops behind rounds.h; PACELINE_ROUNDS names the instruction set.
+// The loops behind rounds.h; PACELINE_ISA names the instruction set.
 #include "data/rounds.h"
 
-namespace paceline::PACELINE_ROUNDS {
+namespace paceline::PACELINE_ISA {
 namespace {
 
 // Without a branch, for the vectoriser. `range` may exceed 2^31, so that the
@@ -31,4 +31,4 @@ void apply_rounds(const Digits& d, const RoundKey* keys) {
   }
 }
 
-}  // namespace paceline::PACELINE_ROUNDS
+}  // namespace paceline::PACELINE_ISA

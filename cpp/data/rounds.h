@@ -25,18 +25,16 @@ struct Digits {
   uint32_t columns;
 };
 
-using ApplyRounds = void (*)(const Digits& digits, const RoundKey* keys);
+using ApplyRounds = void(const Digits& digits, const RoundKey* keys);
 
 namespace portable {
 void apply_rounds(const Digits& digits, const RoundKey* keys);
 }
-#if defined(__x86_64__)
 namespace avx2 {
 void apply_rounds(const Digits& digits, const RoundKey* keys);
 }
 namespace avx512 {
 void apply_rounds(const Digits& digits, const RoundKey* keys);
 }
-#endif
 
 }  // namespace paceline

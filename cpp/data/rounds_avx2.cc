@@ -1,2 +1,2 @@
-#define PACELINE_ROUNDS avx2
+#define PACELINE_ISA avx2
 #include "data/round_loops.h"

@@ -1,2 +1,2 @@
-#define PACELINE_ROUNDS avx512
+#define PACELINE_ISA avx512
 #include "data/round_loops.h"

@@ -1,2 +1,2 @@
-#define PACELINE_ROUNDS portable
+#define PACELINE_ISA portable
 #include "data/round_loops.h"

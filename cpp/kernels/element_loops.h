@@ -7,7 +7,7 @@
 
 #include "kernels/formats.h"
 
-namespace paceline::PACELINE_KERNELS {
+namespace paceline::PACELINE_ISA {
 namespace {
 
 constexpr int kFanIn = 4;  // inputs that combine() takes at a time
@@ -154,4 +154,4 @@ void copy(const T* from, size_t count, T* __restrict to) {
 }
 
 }  // namespace
-}  // namespace paceline::PACELINE_KERNELS
+}  // namespace paceline::PACELINE_ISA

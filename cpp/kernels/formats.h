@@ -15,7 +15,7 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace paceline::PACELINE_KERNELS {
+namespace paceline::PACELINE_ISA {
 namespace {
 
 /// A type that is reduced as it is stored.
@@ -161,4 +161,4 @@ template <class T>
 constexpr size_t kBlock = sizeof(T) == 8 ? 512 : 2048 / sizeof(T);
 
 }  // namespace
-}  // namespace paceline::PACELINE_KERNELS
+}  // namespace paceline::PACELINE_ISA

@@ -37,13 +37,11 @@ struct KernelTable {
 namespace portable {
 extern const KernelTable kKernels;
 }
-#if defined(__x86_64__)
 namespace avx2 {
 extern const KernelTable kKernels;
 }
 namespace avx512 {
 extern const KernelTable kKernels;
 }
-#endif
 
 }  // namespace paceline

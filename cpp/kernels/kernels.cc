@@ -1,68 +1,17 @@
-// Chooses the set of loops that this processor runs, and forwards to it.
+// Forwards to the set of loops that this processor runs.
 #include "kernels/kernels.h"
 
-#include <atomic>
 #include <cassert>
-#include <cstdlib>
 #include <cstring>
-#include <string>
 
-#include "core/failure.h"
+#include "core/isa.h"
 #include "kernels/default_floats.h"
 #include "kernels/kernel_table.h"
 
 namespace paceline {
 namespace {
 
-const KernelTable& table_of(Isa isa) {
-#if defined(__x86_64__)
-  if (isa == Isa::kAvx512) return avx512::kKernels;
-  if (isa == Isa::kAvx2) return avx2::kKernels;
-#endif
-  (void)isa;
-  return portable::kKernels;
-}
-
-// __builtin_cpu_supports asks the operating system too: it must save the wide
-// registers.
-bool is_runnable(Isa isa) {
-  if (isa == Isa::kPortable) return true;
-#if defined(__x86_64__)
-  const bool has_avx2 =
-      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
-  if (isa == Isa::kAvx2) return has_avx2;
-  if (isa == Isa::kAvx512) {
-    return has_avx2 && __builtin_cpu_supports("avx512f") &&
-           __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512vl");
-  }
-#endif
-  return false;
-}
-
-Isa highest_allowed() {
-  const char* name = std::getenv("PACELINE_ISA");
-  if (name == nullptr || *name == '\0') return Isa::kAvx512;
-  if (std::strcmp(name, "portable") == 0) return Isa::kPortable;
-  if (std::strcmp(name, "avx2") == 0) return Isa::kAvx2;
-  if (std::strcmp(name, "avx512") == 0) return Isa::kAvx512;
-  misuse(std::string("PACELINE_ISA must be portable, avx2 or avx512, not '") +
-         name + "'");
-}
-
-Isa find_best_isa() {
-  const Isa highest = highest_allowed();
-  if (highest >= Isa::kAvx512 && is_runnable(Isa::kAvx512)) return Isa::kAvx512;
-  if (highest >= Isa::kAvx2 && is_runnable(Isa::kAvx2)) return Isa::kAvx2;
-  return Isa::kPortable;
-}
-
-// Relaxed suffices: each set gives the same bits, and the tables are constants.
-std::atomic<Isa>& chosen_isa() {
-  static std::atomic<Isa> isa{best_isa()};
-  return isa;
-}
+constexpr PerIsa<const KernelTable> kTables = {PACELINE_VERSIONS_OF(kKernels)};
 
 // In the order of reduce(): level by level over neighbours, an odd one carried
 // up.
@@ -82,8 +31,8 @@ double sum_weights(const double* weights, int num_weights) {
   request.total_weight = request.weights != nullptr
                              ? sum_weights(request.weights, request.num_inputs)
                              : static_cast<double>(request.num_inputs);
-  const KernelTable& kernels = table_of(current_isa());
-  kernels.reduce[static_cast<int>(dtype)][static_cast<int>(op)](request);
+  kTables.current().reduce[static_cast<int>(dtype)][static_cast<int>(op)](
+      request);
 }
 
 }  // namespace
@@ -108,25 +57,54 @@ size_t dtype_bytes(DType dtype) {
   return 0;
 }
 
+const char* name_of(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32:
+      return "float32";
+    case DType::kFloat64:
+      return "float64";
+    case DType::kFloat16:
+      return "float16";
+    case DType::kBFloat16:
+      return "bfloat16";
+    case DType::kInt8:
+      return "int8";
+    case DType::kInt16:
+      return "int16";
+    case DType::kInt32:
+      return "int32";
+    case DType::kInt64:
+      return "int64";
+    case DType::kUInt8:
+      return "uint8";
+    case DType::kBool:
+      return "bool";
+  }
+  return nullptr;
+}
+
+const char* name_of(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::kSum:
+      return "sum";
+    case ReduceOp::kMean:
+      return "mean";
+    case ReduceOp::kMin:
+      return "min";
+    case ReduceOp::kMax:
+      return "max";
+    case ReduceOp::kProduct:
+      return "product";
+  }
+  return nullptr;
+}
+
 bool is_supported(DType dtype, ReduceOp op) {
   const auto row = static_cast<int>(dtype);
   const auto column = static_cast<int>(op);
   return row < kNumDTypes && column < kNumOps &&
-         portable::kKernels.reduce[row][column] != nullptr;
+         kTables.portable().reduce[row][column] != nullptr;
 }
-
-Isa best_isa() {
-  static const Isa isa = find_best_isa();
-  return isa;
-}
-
-bool set_isa(Isa isa) {
-  if (!is_runnable(isa)) return false;
-  chosen_isa().store(isa, std::memory_order_relaxed);
-  return true;
-}
-
-Isa current_isa() { return chosen_isa().load(std::memory_order_relaxed); }
 
 void reduce(DType dtype, ReduceOp op, const void* const* inputs, int num_inputs,
             void* const* outputs, int num_outputs, size_t count,

@@ -12,6 +12,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/sizes.h"
+
 namespace paceline {
 
 enum class DType : uint8_t {
@@ -36,10 +38,6 @@ enum class ReduceOp : uint8_t {
   kProduct = 4,  ///< bool: logical and
 };
 
-enum class Isa : uint8_t { kPortable = 0, kAvx2 = 1, kAvx512 = 2 };
-
-inline constexpr int kMaxRanks = 128;
-
 /// What one reduction saw on its way, free of a further pass.
 struct ReduceStats {
   /// of the result; summed in fixed 16 lanes, independent of Isa
@@ -49,16 +47,13 @@ struct ReduceStats {
 };
 
 size_t dtype_bytes(DType dtype);
+/// As numpy knows it; null: no such type.
+const char* name_of(DType dtype);
+/// As Python knows it; null: no such reduction.
+const char* name_of(ReduceOp op);
 
 /// Floating types take every op, integers and bool all but kMean.
 bool is_supported(DType dtype, ReduceOp op);
-
-/// The fastest set that this processor runs; PACELINE_ISA=portable|avx2|avx512
-/// lowers it; any other value is a Failure.
-Isa best_isa();
-/// For tests: use `isa` from now on. False when this processor lacks it.
-bool set_isa(Isa isa);
-Isa current_isa();
 
 /// Reduces `count` elements of `num_inputs` arrays (1..kMaxRanks) and writes
 /// the result to each of `num_outputs` arrays. An output may be one of the

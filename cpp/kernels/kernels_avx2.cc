@@ -1,2 +1,2 @@
-#define PACELINE_KERNELS avx2
+#define PACELINE_ISA avx2
 #include "kernels/reduce_blocks.h"

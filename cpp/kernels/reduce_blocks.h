@@ -1,5 +1,5 @@
 // All reductions of one instruction set. kernels_<set>.cc defines
-// PACELINE_KERNELS, the namespace, and includes this; its compile flags make
+// PACELINE_ISA, the namespace, and includes this; its compile flags make
 // the difference.
 //
 // Arrays are walked in blocks that fit the L1 cache. For each block: the tree
@@ -17,7 +17,7 @@
 #include "kernels/element_loops.h"
 #include "kernels/kernel_table.h"
 
-namespace paceline::PACELINE_KERNELS {
+namespace paceline::PACELINE_ISA {
 namespace {
 
 /// The part of every rank's array that is being reduced.
@@ -234,4 +234,4 @@ constinit const KernelTable kKernels = {{
      reduce_array<Max, Bool>, reduce_array<Min, Bool>},
 }};
 
-}  // namespace paceline::PACELINE_KERNELS
+}  // namespace paceline::PACELINE_ISA

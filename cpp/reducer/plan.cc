@@ -26,8 +26,8 @@ void Reducer::plan(const std::vector<BucketSpan>& spans) {
       misuse("parameter " + std::to_string(p) + " ends outside the arena");
     if (!is_supported(dtype, ReduceOp::kMean))
       misuse("parameter " + std::to_string(p) + " is not of a floating type");
-    for (size_t at = 0; at < count; at += kBlockElements) {
-      const size_t length = std::min(kBlockElements, count - at);
+    for (size_t at = 0; at < count; at += kSegmentElements) {
+      const size_t length = std::min(kSegmentElements, count - at);
       all.push_back({offset + at * size, static_cast<uint32_t>(length), p,
                      order++, dtype});
     }
@@ -103,12 +103,12 @@ void Reducer::plan(const std::vector<BucketSpan>& spans) {
 }
 
 void Reducer::allocate(bool assigns_chunks) {
-  layout_.buckets_at = round_up(sizeof(PassControl), kLineBytes);
+  layout_.buckets_at = round_up(sizeof(PassControl), kLinePairBytes);
   layout_.stats_at =
       layout_.buckets_at + buckets_.size() * sizeof(BucketControl);
   layout_.headers_at =
       round_up(layout_.stats_at + 2 * segments_.size() * sizeof(SegmentStats),
-               kLineBytes);
+               kLinePairBytes);
   layout_.unused_at = layout_.headers_at + 2 * sizeof(PassHeader);
   layout_.bytes = layout_.unused_at + 2 * unused_words_ * sizeof(uint64_t);
   control_at_ = group_.allocate(layout_.bytes, -1);

@@ -231,7 +231,7 @@ void Reducer::read_weights() {
 }
 
 void Reducer::reduce_chunk(const Chunk& chunk) {
-  void* arrays[kMaxWorld];
+  void* arrays[kMaxRanks];
   SegmentStats* table = stats(pass_);
   const int world = group_.world();
   for (uint32_t s = chunk.first_segment; s < chunk.end_segment; ++s) {

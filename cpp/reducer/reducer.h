@@ -7,7 +7,7 @@
 //            a place for every gradient
 //   bucket   a byte range of the arena; a rank posts it once every gradient in
 //            it is final there
-//   segment  at most kBlockElements of one parameter: the unit of the
+//   segment  at most kSegmentElements of one parameter: the unit of the
 //            statistics, the same for every bucket size
 //   chunk    a run of segments of one bucket: the unit of work
 //
@@ -82,7 +82,7 @@
 namespace paceline {
 
 struct ParameterSpan {
-  size_t offset;  ///< bytes into the arena, kLineBytes / 2 aligned
+  size_t offset;  ///< bytes into the arena, kLinePairBytes / 2 aligned
   size_t count;   ///< elements
   DType dtype;
 };
@@ -92,7 +92,7 @@ struct BucketSpan {
   size_t end;
 };
 
-inline constexpr size_t kBlockElements = 16384 / kSmaller;
+inline constexpr size_t kSegmentElements = 16384 / kSmaller;
 inline constexpr uint32_t kPassUnused = 1;
 inline constexpr uint32_t kPassNonFinite = 2;
 inline constexpr uint32_t kPassForwardsDiffer = 4;
@@ -218,7 +218,7 @@ class Reducer {
     uint32_t first_own_chunk = 0;
   };
   // In rank 0's copy of the control block.
-  struct alignas(kLineBytes) PassControl {
+  struct alignas(kLinePairBytes) PassControl {
     Atomic<uint64_t> ended;
     /// kPass..., but for kPassNonFinite, of the pass that is ending.
     Atomic<uint32_t> flags;
@@ -228,20 +228,20 @@ class Reducer {
     Atomic<uint32_t> note;
     /// Arrivals at the barrier that resets a pass without reduction.
     Atomic<uint64_t> restarted;
-    alignas(kLineBytes) Atomic<uint64_t> chunks_done;
+    alignas(kLinePairBytes) Atomic<uint64_t> chunks_done;
     /// The last pass that saw one, and the last in which a sum overflowed.
     Atomic<uint64_t> nonfinite_pass;
     Atomic<uint64_t> overflow_pass;
     /// The last pass whose end was decided, and the flags of that pass.
-    alignas(kLineBytes) Atomic<uint64_t> ended_pass;
+    alignas(kLinePairBytes) Atomic<uint64_t> ended_pass;
     Atomic<uint32_t> verdict;
     /// Futex word: something above changed.
-    alignas(kLineBytes) Atomic<uint32_t> bell;
+    alignas(kLinePairBytes) Atomic<uint32_t> bell;
     Atomic<uint32_t> sleepers;
     /// As rank 0 decided, once.
     uint32_t assigns_chunks;
   };
-  struct alignas(kLineBytes) BucketControl {
+  struct alignas(kLinePairBytes) BucketControl {
     Atomic<uint64_t> arrived;
     /// pass << 32 | next chunk
     Atomic<uint64_t> claim;
@@ -253,7 +253,7 @@ class Reducer {
   };
   // In each rank's own copy; two, because a fast rank may be one pass ahead of
   // one that still reads.
-  struct alignas(kLineBytes) PassHeader {
+  struct alignas(kLinePairBytes) PassHeader {
     uint64_t pass;
     double weight;
     /// PassStatus::pack()

@@ -240,18 +240,18 @@ TEST(weighted_mean_and_a_weight_of_zero) {
 }
 
 TEST(a_hundred_and_twenty_eight_ranks_form_and_reduce) {
-  run_group(kMaxWorld,
+  run_group(kMaxRanks,
             [](HostGroup& group) {
               std::vector<int64_t> array(100, group.rank());
               group.all_reduce(array.data(), array.size(), DType::kInt64,
                                ReduceOp::kSum, 1, -1);
               for (const int64_t each : array)
-                CHECK_EQ(each, int64_t{kMaxWorld} * (kMaxWorld - 1) / 2);
-              std::vector<int64_t> sent(kMaxWorld, group.rank());
-              std::vector<int64_t> got(kMaxWorld);
-              const std::vector<uint64_t> sizes(kMaxWorld, sizeof(int64_t));
+                CHECK_EQ(each, int64_t{kMaxRanks} * (kMaxRanks - 1) / 2);
+              std::vector<int64_t> sent(kMaxRanks, group.rank());
+              std::vector<int64_t> got(kMaxRanks);
+              const std::vector<uint64_t> sizes(kMaxRanks, sizeof(int64_t));
               group.all_to_all(sent.data(), sizes, got.data(), sizes, -1);
-              for (int r = 0; r < kMaxWorld; ++r)
+              for (int r = 0; r < kMaxRanks; ++r)
                 CHECK_EQ(got[static_cast<size_t>(r)], int64_t{r});
               group.barrier(-1);
             },

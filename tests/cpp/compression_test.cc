@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "check.h"
+#include "core/isa.h"
 #include "kernels/kernels.h"
 #include "ranks.h"
 #include "strange_floats.h"

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "check.h"
+#include "core/isa.h"
 #include "ranks.h"
 #include "strange_floats.h"
 

@@ -27,8 +27,8 @@ struct ReducerLayout {
     for (const size_t count : sizes) {
       const size_t at = arena_bytes;
       parameters.push_back({at, count, DType::kFloat32});
-      for (size_t block = kBlockElements; block < count;
-           block += kBlockElements)
+      for (size_t block = kSegmentElements; block < count;
+           block += kSegmentElements)
         cut(at + block * sizeof(float));
       arena_bytes = at + (count * sizeof(float) + 63) / 64 * 64;
       cut(arena_bytes);

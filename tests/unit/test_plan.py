@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from paceline.errors import ConfigError
 from paceline.reducer.plan import (
     ALIGNMENT_BYTES,
-    BLOCK_ELEMENTS,
+    SEGMENT_ELEMENTS,
     ParameterSpec,
     Plan,
     complete_order,
@@ -30,7 +30,7 @@ def spec(numel: int, dtype: str = "float32", device: str = "cpu", name: str = "p
 specs = st.lists(
     st.builds(
         spec,
-        st.one_of(st.integers(0, 100), st.integers(0, 5 * BLOCK_ELEMENTS)),
+        st.one_of(st.integers(0, 100), st.integers(0, 5 * SEGMENT_ELEMENTS)),
         st.sampled_from(sorted(ITEMSIZES)),
         st.sampled_from(["cpu", "cuda:0"]),
     ),
@@ -92,8 +92,8 @@ def test_a_bucket_lists_exactly_the_parameters_in_it(planned: tuple[Plan, int]) 
 def test_a_bucket_exceeds_its_cap_only_by_alignment_or_by_one_block(planned: tuple[Plan, int]) -> None:
     plan, cap = planned
     for bucket in plan.buckets:
-        block_bytes = BLOCK_ELEMENTS * plan.sections[bucket.section].itemsize
-        assert bucket.nbytes < cap + ALIGNMENT_BYTES or bucket.nbytes <= block_bytes
+        segment_bytes = SEGMENT_ELEMENTS * plan.sections[bucket.section].itemsize
+        assert bucket.nbytes < cap + ALIGNMENT_BYTES or bucket.nbytes <= segment_bytes
 
 
 @given(plans())
@@ -103,7 +103,7 @@ def test_parameters_are_split_only_between_blocks_and_only_when_too_large(planne
         for index in bucket.parameters:
             inside = bucket.end_byte - plan.offsets[index]
             if inside < plan.parameters[index].nbytes:
-                assert inside % (BLOCK_ELEMENTS * plan.parameters[index].itemsize) == 0
+                assert inside % (SEGMENT_ELEMENTS * plan.parameters[index].itemsize) == 0
                 assert plan.parameters[index].nbytes > cap or bucket is first_of_section(plan, bucket.section)
 
 

@@ -32,37 +32,27 @@ Facts = Mapping[str, Any]
 
 
 class Reason(IntEnum):
-    """As in cpp/core/failure.h."""
+    """Why a call gave up; what each means stands in cpp/core/failure.h."""
 
-    DIED = 1
-    RAISED = 2
-    LEFT = 3
-    DEADLINE = 4
-    MISMATCH = 5
-    CLOSED = 6
-    FORKED = 7
-    INTERRUPTED = 8
-    NO_MEMORY = 9
-    MISUSE = 10
-    INJECTED = 11
-    NESTED = 12
-    NO_TURN = 13
-    TOO_MANY = 14
+    DIED = _core.REASONS["died"]
+    RAISED = _core.REASONS["raised"]
+    LEFT = _core.REASONS["left"]
+    DEADLINE = _core.REASONS["deadline"]
+    MISMATCH = _core.REASONS["mismatch"]
+    CLOSED = _core.REASONS["closed"]
+    FORKED = _core.REASONS["forked"]
+    INTERRUPTED = _core.REASONS["interrupted"]
+    NO_MEMORY = _core.REASONS["no_memory"]
+    MISUSE = _core.REASONS["misuse"]
+    INJECTED = _core.REASONS["injected"]
+    NESTED = _core.REASONS["nested"]
+    NO_TURN = _core.REASONS["no_turn"]
+    TOO_MANY = _core.REASONS["too_many"]
 
 
-_KINDS = (
-    "no call yet",
-    "all_reduce",
-    "broadcast",
-    "all_gather",
-    "reduce_scatter",
-    "reduce",
-    "gather",
-    "scatter",
-    "all_to_all",
-    "barrier",
-    "allocate",
-)
+_KINDS = {number: name for name, number in _core.CALL_KINDS.items()} | {
+    _core.CALL_KINDS["none"]: "no call yet"
+}
 _STATES = {"alive": "is alive", "dead": "is dead", "left": "has left"}
 _REDUCTIONS = frozenset({"all_reduce", "reduce", "reduce_scatter"})
 _ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+from paceline import _core
 from paceline.arguments import Arguments
 from paceline.collectives.formation import form_core
 from paceline.collectives.group import Group
@@ -11,7 +12,6 @@ from paceline.env import job_secret_from_environment, read_rank_environment, spl
 from paceline.rendezvous.deadline import Deadline
 from paceline.rendezvous.hub import HubExchange
 
-MAX_RANKS_PER_HOST = 128
 _LONGEST_NAME = 200
 
 _arguments = Arguments("init")
@@ -97,7 +97,7 @@ def _place(rank: int | None, world_size: int | None) -> tuple[int | None, int | 
     """What is given of it, checked."""
     if world_size is not None:
         hint = "a Group is of one machine; a wrapped model works across them, over torch's or Paddle's"
-        world_size = _arguments.whole("world_size", world_size, least=1, most=MAX_RANKS_PER_HOST, hint=hint)
+        world_size = _arguments.whole("world_size", world_size, least=1, most=_core.MAX_RANKS, hint=hint)
     if rank is not None:
         hint = "each rank gets a number of its own, from 0 on; `paceline run` gives it without being asked"
         most = None if world_size is None else world_size - 1

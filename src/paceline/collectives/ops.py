@@ -1,9 +1,10 @@
-"""Reductions and element types, with the numbers that the core knows them by (cpp/kernels/kernels.h)."""
+"""Reductions and element types, with the numbers that the core knows them by. Imports the core."""
 
 from __future__ import annotations
 
 from enum import IntEnum
 
+from paceline import _core
 from paceline.arguments import Arguments
 
 
@@ -14,25 +15,14 @@ class ReduceOp(IntEnum):
     NaN wins. PRODUCT: bool is "and".
     """
 
-    SUM = 0
-    MEAN = 1
-    MIN = 2
-    MAX = 3
-    PRODUCT = 4
+    SUM = _core.REDUCE_OPS["sum"]
+    MEAN = _core.REDUCE_OPS["mean"]
+    MIN = _core.REDUCE_OPS["min"]
+    MAX = _core.REDUCE_OPS["max"]
+    PRODUCT = _core.REDUCE_OPS["product"]
 
 
-DTYPE_NUMBERS = {
-    "float32": 0,
-    "float64": 1,
-    "float16": 2,
-    "bfloat16": 3,
-    "int8": 4,
-    "int16": 5,
-    "int32": 6,
-    "int64": 7,
-    "uint8": 8,
-    "bool": 9,
-}
+DTYPE_NUMBERS = _core.DTYPES
 DTYPE_NAMES = {number: name for name, number in DTYPE_NUMBERS.items()}
 FLOATING_DTYPES = frozenset({"float32", "float64", "float16", "bfloat16"})
 

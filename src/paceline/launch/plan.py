@@ -20,7 +20,7 @@ from paceline.launch.ports import check_port_is_free, free_ports
 from paceline.launch.topology import read_machine
 from paceline.launch.variables import Meeting, new_job_id, rank_environment
 
-MAX_NPROCS = 128  # ranks that the shared memory of one host serves
+MAX_NPROCS = 128  # as _core.MAX_RANKS, which a launcher does not load: it brings numpy
 
 # What the launcher opens: for each rank its two streams, its log, its file for exceptions; for itself pipes,
 # an epoll, the call and the plan of `spawn`, and those of the rank that is just being started.

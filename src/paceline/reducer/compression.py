@@ -21,7 +21,7 @@ from paceline.errors import ConfigTypeError
 _HEADER_BYTES = 8  # this rank's weight, as float64; codes need 4
 _SMALLEST_WEIGHT = 1e-30  # of which float32 still holds the inverse
 
-FP16, BF16, EIGHT_BIT = range(3)
+FP16, BF16, EIGHT_BIT = (_core.ENCODINGS[name] for name in ("float16", "bfloat16", "eight_bit"))
 """The numbers of the encodings in the core (cpp/compression)."""
 
 Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]

@@ -2,14 +2,14 @@
 
 Words: the *arena* is one flat memory that holds every gradient of a model; a *section* is the part of it
 with one device and one dtype; a *bucket* is a range of bytes of one section that is reduced at once; a
-*block* is BLOCK_ELEMENTS elements of one parameter, counted from its start.
+*segment* is SEGMENT_ELEMENTS elements of one parameter, counted from its start.
 
 The one idea: parameters lie in the arena one after another, in the order in which backward makes their
 gradients, and buckets are just ranges of it. So a large parameter spreads over several buckets and is
-still one contiguous view. Buckets split a parameter only between blocks: statistics that are summed block
-by block then do not depend on the bucket size.
+still one contiguous view. Buckets split a parameter only between segments: statistics that are summed segment
+by segment then do not depend on the bucket size.
 
-Imports only the standard library and `errors`.
+Imports `errors`, and of the core one number.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from paceline import _core
 from paceline.errors import ConfigError
 
 _Sliceable = TypeVar("_Sliceable", bound=Any)  # a flat tensor of any framework
 
-BLOCK_ELEMENTS = 16384
+SEGMENT_ELEMENTS = _core.SEGMENT_ELEMENTS
 ALIGNMENT_BYTES = 64
 """A cache line: two parameters never share one, and every vector load of a parameter's start is aligned."""
 
@@ -99,7 +100,7 @@ def plan_buckets(
     """Lay the gradients out in an arena and cut it into buckets.
 
     A parameter that fits under the cap is never split; a larger one is cut into pieces of the cap, rounded
-    down to whole blocks. A bucket exceeds its cap only when a single block does.
+    down to whole segments. A bucket exceeds its cap only when a single segment does.
 
     Args:
         parameters: In registration order.
@@ -334,8 +335,8 @@ def _cut(
             if last_byte - begin <= limit:
                 end = _aligned(last_byte)
             else:
-                block_bytes = BLOCK_ELEMENTS * specs[index].itemsize
-                end = min(begin + max(1, limit // block_bytes) * block_bytes, _aligned(last_byte))
+                segment_bytes = SEGMENT_ELEMENTS * specs[index].itemsize
+                end = min(begin + max(1, limit // segment_bytes) * segment_bytes, _aligned(last_byte))
                 close()
     close()
     return buckets

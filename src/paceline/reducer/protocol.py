@@ -20,14 +20,22 @@ class Outcome(IntFlag):
     """What `Reducer.finish` found; the same value on every rank."""
 
     GOOD = 0
-    UNUSED = 1  # some rank left parameters unused
-    NONFINITE = 2  # some rank's gradients hold an infinity or a NaN
-    SKIPPED = 4  # ranks made different numbers of forwards before this backward, or an exception broke it off
-    FINISHED = 8  # some rank has no more data
-    OVERFLOWED = 16  # a sum over ranks does, though each rank's gradients are finite
-    NOTES_DIFFER = 32  # ranks told different things of themselves; the means are in place
-    NOBODYS = 64  # in place of UNUSED: all ranks left the same parameters unused; the means are in place
-    TOLD = 256  # some rank tells more than its number of forwards; see PassStatus
+    UNUSED = _core.OUTCOMES["unused"]
+    """Some rank left parameters unused."""
+    NONFINITE = _core.OUTCOMES["nonfinite"]
+    """Some rank's gradients hold an infinity or a NaN."""
+    SKIPPED = _core.OUTCOMES["skipped"]
+    """Ranks made different numbers of forwards before this backward, or an exception broke it off."""
+    FINISHED = _core.OUTCOMES["finished"]
+    """Some rank has no more data."""
+    OVERFLOWED = _core.OUTCOMES["overflowed"]
+    """A sum over ranks does, though each rank's gradients are finite."""
+    NOTES_DIFFER = _core.OUTCOMES["notes_differ"]
+    """Ranks told different things of themselves; the means are in place."""
+    NOBODYS = _core.OUTCOMES["nobodys"]
+    """In place of UNUSED: all ranks left the same parameters unused; the means are in place."""
+    TOLD = _core.OUTCOMES["told"]
+    """Some rank tells more than its number of forwards; see PassStatus."""
 
 
 class Reducer(Protocol):

@@ -1,34 +1,33 @@
 // The compression of gradients as Python calls it: addresses, and Python's lock
 // given away while the loops run.
-#pragma once
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/vector.h>
 
 #include <vector>
 
+#include "bind/bindings.h"
 #include "bind/call.h"
-#include "bind/py_host_group.h"
+#include "bind/pointer.h"
 #include "compression/compression.h"
 
-namespace paceline {
+namespace nb = nanobind;
+using namespace nb::literals;
 
-inline Encoding checked_encoding(int encoding) {
+namespace paceline {
+namespace {
+
+Encoding checked_encoding(int encoding) {
   if (encoding < 0 || encoding >= kNumEncodings)
     throw nb::value_error("no such encoding");
   return static_cast<Encoding>(encoding);
 }
 
-template <class Call>
-void without_lock(Call&& call) {
-  const nb::object nobody = nb::none();
-  CallHooks hooks(nullptr, nobody, nullptr, /*unlock_now=*/true);
-  call();
-}
-
-inline size_t py_encoded_bytes(int encoding, size_t count) {
+size_t encoded_bytes_of(int encoding, size_t count) {
   return encoded_bytes(checked_encoding(encoding), count);
 }
 
-inline void py_encode(int encoding, Pointer values, Pointer error, float factor,
-                      size_t count, Pointer codes) {
+void encode_at(int encoding, Pointer values, Pointer error, float factor,
+               size_t count, Pointer codes) {
   const Encoding chosen = checked_encoding(encoding);
   without_lock([&] {
     encode(chosen, static_cast<const float*>(as_pointer(values)),
@@ -37,9 +36,9 @@ inline void py_encode(int encoding, Pointer values, Pointer error, float factor,
   });
 }
 
-inline void py_decode_mean(int encoding, const std::vector<Pointer>& codes,
-                           const std::vector<float>& weights, size_t count,
-                           Pointer mean) {
+void decode_mean_at(int encoding, const std::vector<Pointer>& codes,
+                    const std::vector<float>& weights, size_t count,
+                    Pointer mean) {
   const Encoding chosen = checked_encoding(encoding);
   if (codes.size() != weights.size())
     throw nb::value_error("codes and weights must have one entry per rank");
@@ -50,6 +49,16 @@ inline void py_decode_mean(int encoding, const std::vector<Pointer>& codes,
                 static_cast<int>(parts.size()), count,
                 static_cast<float*>(as_pointer(mean)));
   });
+}
+
+}  // namespace
+
+void bind_compression(nb::module_& m) {
+  m.def("encoded_bytes", &encoded_bytes_of, "encoding"_a, "count"_a);
+  m.def("encode", &encode_at, "encoding"_a, "values"_a, "error"_a, "factor"_a,
+        "count"_a, "codes"_a, "An `error` of 0 is none.");
+  m.def("decode_mean", &decode_mean_at, "encoding"_a, "codes"_a, "weights"_a,
+        "count"_a, "mean"_a);
 }
 
 }  // namespace paceline

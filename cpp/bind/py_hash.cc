@@ -1,28 +1,34 @@
 // Hashes of memory as Python calls them.
-#pragma once
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/vector.h>
 
 #include <vector>
 
+#include "bind/bindings.h"
 #include "bind/call.h"
-#include "bind/py_host_group.h"
+#include "bind/pointer.h"
 #include "hash/xxh64.h"
 
-namespace paceline {
+namespace nb = nanobind;
+using namespace nb::literals;
 
-inline std::vector<uint64_t> hash_all(const std::vector<Pointer>& pointers,
-                                      const std::vector<size_t>& sizes) {
+namespace paceline {
+namespace {
+
+std::vector<uint64_t> hash_all(const std::vector<Pointer>& pointers,
+                               const std::vector<size_t>& sizes) {
   if (pointers.size() != sizes.size())
     misuse("hash_all: pointers and sizes must have one entry per piece");
-  const nb::object nobody = nb::none();
-  CallHooks hooks(nullptr, nobody, nullptr, /*unlock_now=*/true);
   std::vector<uint64_t> hashes;
-  for (size_t i = 0; i < sizes.size(); ++i)
-    hashes.push_back(xxh64(as_pointer(pointers[i]), sizes[i]));
+  without_lock([&] {
+    for (size_t i = 0; i < sizes.size(); ++i)
+      hashes.push_back(xxh64(as_pointer(pointers[i]), sizes[i]));
+  });
   return hashes;
 }
 
-inline uint64_t sample_all(const std::vector<Pointer>& pointers,
-                           const std::vector<size_t>& sizes) {
+uint64_t sample_all(const std::vector<Pointer>& pointers,
+                    const std::vector<size_t>& sizes) {
   if (pointers.size() != sizes.size())
     misuse("sample_all: pointers and sizes must have one entry per piece");
   uint64_t hash = 0;
@@ -31,9 +37,9 @@ inline uint64_t sample_all(const std::vector<Pointer>& pointers,
   return hash;
 }
 
-/// Adds them to the module.
-inline void bind_hash(nb::module_& m) {
-  using namespace nb::literals;
+}  // namespace
+
+void bind_hash(nb::module_& m) {
   m.def(
       "hash_bytes",
       [](nb::bytes bytes) { return xxh64(bytes.c_str(), bytes.size()); },

@@ -1,27 +1,14 @@
-// numpy arrays by numpy's own structure: a twentieth of the time that asking
-// the array's attributes takes in Python, a fifth of the buffer protocol's.
-#pragma once
-
-#include <Python.h>
+// The only file that includes numpy, whose table of functions each file would
+// have to import for itself.
+#include "bind/array_buffer.h"
 
 #define NPY_NO_DEPRECATED_API NPY_1_7_API_VERSION
 #include <numpy/arrayobject.h>
 
-#include <optional>
-
-#include "kernels/kernels.h"
-
 namespace paceline {
+namespace {
 
-/// A writable, aligned, C-contiguous array of a type that the kernels know; the
-/// caller keeps it alive.
-struct ArrayBuffer {
-  void* data;
-  size_t count;
-  DType dtype;
-};
-
-inline std::optional<DType> dtype_of(PyArrayObject* array) {
+std::optional<DType> dtype_of(PyArrayObject* array) {
   switch (PyArray_TYPE(array)) {
     case NPY_FLOAT:
       return DType::kFloat32;
@@ -47,8 +34,11 @@ inline std::optional<DType> dtype_of(PyArrayObject* array) {
   }
 }
 
-/// Nothing: `object` is no such array.
-inline std::optional<ArrayBuffer> array_buffer(PyObject* object) {
+}  // namespace
+
+bool import_numpy() { return PyArray_ImportNumPyAPI() == 0; }
+
+std::optional<ArrayBuffer> array_buffer(PyObject* object) {
   if (!PyArray_Check(object)) return {};
   auto* array = reinterpret_cast<PyArrayObject*>(object);
   const std::optional<DType> dtype = dtype_of(array);

@@ -1,0 +1,53 @@
+// The numbers by which Python and the core know the same things, and the core's
+// limits. Python reads them; it spells none by itself.
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+
+#include "bind/bindings.h"
+#include "compression/compression.h"
+#include "core/control.h"
+#include "core/failure.h"
+#include "core/sizes.h"
+#include "kernels/kernels.h"
+#include "reducer/reducer.h"
+
+namespace nb = nanobind;
+
+namespace paceline {
+namespace {
+
+/// {name: number} of an enumeration whose numbers begin with 0.
+template <class Enumeration>
+nb::dict numbers_of() {
+  nb::dict numbers;
+  uint8_t number = 0;
+  while (const char* name = name_of(static_cast<Enumeration>(number)))
+    numbers[name] = number++;
+  return numbers;
+}
+
+}  // namespace
+
+void bind_enumerations(nb::module_& m) {
+  m.attr("ABI_VERSION") = kAbiVersion;
+  m.attr("MAX_RANKS") = kMaxRanks;
+  m.attr("SEGMENT_ELEMENTS") = kSegmentElements;
+  m.attr("REASONS") = numbers_of<Reason>();
+  m.attr("CALL_KINDS") = numbers_of<CallKind>();
+  m.attr("DTYPES") = numbers_of<DType>();
+  m.attr("REDUCE_OPS") = numbers_of<ReduceOp>();
+  m.attr("ENCODINGS") = numbers_of<Encoding>();
+  nb::dict outcomes;
+  outcomes["unused"] = kPassUnused;
+  outcomes["nonfinite"] = kPassNonFinite;
+  outcomes["skipped"] = kPassForwardsDiffer;
+  outcomes["finished"] = kPassFinished;
+  outcomes["overflowed"] = kPassOverflow;
+  outcomes["notes_differ"] = kPassNotesDiffer;
+  outcomes["nobodys"] = kPassNobodys;
+  outcomes["told"] = kPassTold;
+  m.attr("OUTCOMES") = outcomes;
+}
+
+}  // namespace paceline

@@ -1,0 +1,41 @@
+// Faults that tests ask for.
+#include <nanobind/nanobind.h>
+
+#include "bind/bindings.h"
+#include "bind/pointer.h"
+#include "core/faults.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace paceline {
+
+void bind_faults(nb::module_& m) {
+  m.def("fault_points", [] {
+    nb::list names;
+    for (uint32_t p = 0; p < static_cast<uint32_t>(Point::kNumPoints); ++p)
+      names.append(point_name(static_cast<Point>(p)));
+    return names;
+  });
+  m.def(
+      "arm_fault",
+      [](int point, int action, uint32_t nth, int partner, int partner_point) {
+        arm_fault(static_cast<Point>(point), static_cast<FaultAction>(action),
+                  nth, {partner, static_cast<Point>(partner_point)});
+      },
+      "point"_a, "action"_a, "nth"_a, "partner"_a = -1, "partner_point"_a = 0,
+      "At this thread's nth passage of the point: 0 kill, 1 stop, 2 segfault, "
+      "3 raise, 4 go on; but not before the rank `partner` has passed its "
+      "point once more.");
+  m.def(
+      "count_passages",
+      [](Pointer board, int world, int rank) {
+        count_passages(reinterpret_cast<Atomic<uint32_t>*>(board), world, rank);
+      },
+      "board"_a, "world"_a, "rank"_a,
+      "Counts this process's passages of each point in memory that the ranks "
+      "share: world times len(fault_points()) words of 4 bytes, zeroed.");
+  m.def("disarm_fault", &disarm_fault);
+}
+
+}  // namespace paceline

@@ -1,0 +1,22 @@
+// What this machine's kernel can do, and what this process does at the moment.
+#include <nanobind/nanobind.h>
+
+#include "bind/bindings.h"
+#include "bind/call.h"
+#include "core/futex.h"
+#include "core/life.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace paceline {
+
+void bind_machine(nb::module_& m) {
+  m.def("calls_under_way", [] { return calls_without_lock.load(); });
+  m.def("has_futex_waitv", &has_futex_waitv);
+  m.def("disable_futex_waitv", &disable_futex_waitv, "disabled"_a);
+  m.def("has_robust_list", &has_robust_list);
+  m.def("disable_robust_list", &disable_robust_list, "disabled"_a);
+}
+
+}  // namespace paceline

@@ -1,0 +1,74 @@
+#include "bind/py_reducer.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/vector.h>
+
+#include <utility>
+#include <vector>
+
+#include "bind/bindings.h"
+#include "bind/pointer.h"
+
+namespace paceline {
+
+using namespace nb::literals;
+
+void bind_reducer(nb::module_& m) {
+  nb::class_<PyReducer>(m, "Reducer")
+      .def(nb::init<nb::object, size_t, const std::vector<size_t>&,
+                    const std::vector<size_t>&, const std::vector<int>&,
+                    const std::vector<std::pair<size_t, size_t>>&, bool>(),
+           "group"_a, "arena_bytes"_a, "offsets"_a, "counts"_a, "dtypes"_a,
+           "buckets"_a, "assigns_chunks"_a = false)
+      .def_prop_ro("arena_pointer",
+                   [](PyReducer& r) {
+                     return reinterpret_cast<Pointer>(r.reducer().arena());
+                   })
+      .def_prop_ro("waited_s",
+                   [](PyReducer& r) {
+                     return static_cast<double>(r.reducer().waited_ns()) * 1e-9;
+                   })
+      .def("note_first_bucket",
+           [](PyReducer& r) { r.reducer().note_first_bucket(); })
+      .def_prop_ro("first_bucket_ns",
+                   [](PyReducer& r) { return r.reducer().first_bucket_ns(); })
+      .def_prop_ro("passes", [](PyReducer& r) { return r.reducer().passes(); })
+      .def_prop_ro("in_pass",
+                   [](PyReducer& r) { return r.reducer().in_pass(); })
+      .def_prop_ro("num_chunks",
+                   [](PyReducer& r) { return r.reducer().num_chunks(); })
+      .def(
+          "set_weight",
+          [](PyReducer& r, double weight) { r.reducer().set_weight(weight); },
+          "weight"_a)
+      .def(
+          "set_note",
+          [](PyReducer& r, uint32_t note) { r.reducer().set_note(note); },
+          "note"_a)
+      .def("mark_ready", &PyReducer::mark_ready, "param"_a, "grad_pointer"_a)
+      .def("mark_copied", &PyReducer::mark_copied, "param"_a, "grad_pointer"_a,
+           "nbytes"_a)
+      .def("finish", &PyReducer::finish, "status"_a, "allow_unused"_a,
+           "allow_nobodys"_a = false)
+      .def(
+          "unused",
+          [](PyReducer& r, int rank) { return r.reducer().unused(rank); },
+          "rank"_a)
+      .def("globally_unused",
+           [](PyReducer& r) { return r.reducer().globally_unused(); })
+      .def("overlapping",
+           [](PyReducer& r) { return r.reducer().overlapping(); })
+      .def("statuses", [](PyReducer& r) { return r.reducer().statuses(); })
+      .def("waiting_ranks",
+           [](PyReducer& r) { return r.reducer().waiting_ranks(); })
+      .def("notes_by_rank",
+           [](PyReducer& r) { return r.reducer().notes_by_rank(); })
+      .def("nonfinite", [](PyReducer& r) { return r.reducer().nonfinite(); })
+      .def("overflowed", [](PyReducer& r) { return r.reducer().overflowed(); })
+      .def("squared_norm",
+           [](PyReducer& r) { return r.reducer().squared_norm(); })
+      .def("close", &PyReducer::close);
+}
+
+}  // namespace paceline

@@ -1,0 +1,69 @@
+#include "core/isa.h"
+
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+
+#include "core/failure.h"
+
+namespace paceline {
+namespace {
+
+// __builtin_cpu_supports asks the operating system too: it must save the wide
+// registers.
+bool is_runnable(Isa isa) {
+  if (isa == Isa::kPortable) return true;
+#if defined(__x86_64__)
+  const bool has_avx2 =
+      __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+  if (isa == Isa::kAvx2) return has_avx2;
+  if (isa == Isa::kAvx512) {
+    return has_avx2 && __builtin_cpu_supports("avx512f") &&
+           __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512vl");
+  }
+#endif
+  return false;
+}
+
+Isa highest_allowed() {
+  const char* name = std::getenv("PACELINE_ISA");
+  if (name == nullptr || *name == '\0') return Isa::kAvx512;
+  if (std::strcmp(name, "portable") == 0) return Isa::kPortable;
+  if (std::strcmp(name, "avx2") == 0) return Isa::kAvx2;
+  if (std::strcmp(name, "avx512") == 0) return Isa::kAvx512;
+  misuse(std::string("PACELINE_ISA must be portable, avx2 or avx512, not '") +
+         name + "'");
+}
+
+Isa find_best_isa() {
+  const Isa highest = highest_allowed();
+  if (highest >= Isa::kAvx512 && is_runnable(Isa::kAvx512)) return Isa::kAvx512;
+  if (highest >= Isa::kAvx2 && is_runnable(Isa::kAvx2)) return Isa::kAvx2;
+  return Isa::kPortable;
+}
+
+// Relaxed suffices: each set gives the same bits, and the tables are constants.
+std::atomic<Isa>& chosen_isa() {
+  static std::atomic<Isa> isa{best_isa()};
+  return isa;
+}
+
+}  // namespace
+
+Isa best_isa() {
+  static const Isa isa = find_best_isa();
+  return isa;
+}
+
+bool set_isa(Isa isa) {
+  if (!is_runnable(isa)) return false;
+  chosen_isa().store(isa, std::memory_order_relaxed);
+  return true;
+}
+
+Isa current_isa() { return chosen_isa().load(std::memory_order_relaxed); }
+
+}  // namespace paceline

@@ -1,0 +1,40 @@
+// Which vector instructions this processor runs, and the one way to choose among
+// loops that were compiled once for each of them.
+//
+// Such loops (kernels/, compression/, data/) are headers that are compiled in
+// the namespace PACELINE_ISA, once per instruction set, and give the same bits
+// in each. cpp/CMakeLists.txt knows the flags.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace paceline {
+
+enum class Isa : uint8_t { kPortable = 0, kAvx2 = 1, kAvx512 = 2 };
+
+/// The fastest set that this processor runs; PACELINE_ISA=portable|avx2|avx512
+/// lowers it; any other value is a Failure.
+Isa best_isa();
+/// For tests: use `isa` from now on. False when this processor lacks it.
+bool set_isa(Isa isa);
+Isa current_isa();
+
+/// One thing in its versions, by Isa; null where the compiler's architecture has
+/// no such set.
+template <class T>
+struct PerIsa {
+  T* versions[3];
+
+  T& portable() const { return *versions[0]; }
+  T& current() const { return *versions[static_cast<size_t>(current_isa())]; }
+};
+
+}  // namespace paceline
+
+/// The versions of `name`, which each namespace has: what PerIsa holds.
+#if defined(__x86_64__)
+#define PACELINE_VERSIONS_OF(name) {&portable::name, &avx2::name, &avx512::name}
+#else
+#define PACELINE_VERSIONS_OF(name) {&portable::name, nullptr, nullptr}
+#endif
