@@ -51,7 +51,7 @@ void set_failure_factory(nb::object factory) {
 nb::list describe_ranks(const HostGroup& group) {
   nb::list ranks;
   for (int r = 0; r < group.world(); ++r) {
-    const RankLine& line = group.line(r);
+    const RankLine& line = group.session.line(r);
     const uint64_t number = line.call_number.load(std::memory_order_acquire);
     nb::dict facts;
     facts["rank"] = r;
@@ -63,7 +63,7 @@ nb::list describe_ranks(const HostGroup& group) {
     // The entry that this rank's current call uses: what the other did when the
     // calls differed.
     facts["same_call"] =
-        describe_call(line.call[group.current_call().number & 1]);
+        describe_call(line.call[group.calls.current().number & 1]);
     facts["activity"] = bounded(line.activity);
     ranks.append(facts);
   }
@@ -85,10 +85,10 @@ nb::dict describe_failure(const Failure& failure, HostGroup* group) {
   facts["late"] = late;
   // A forked child does not map the region.
   if (group != nullptr && failure.reason != Reason::kForked) {
-    facts["group"] = group->options().name;
+    facts["group"] = group->session.options().name;
     facts["rank"] = group->rank();
     facts["world_size"] = group->world();
-    facts["call"] = describe_call(group->current_call());
+    facts["call"] = describe_call(group->calls.current());
     facts["ranks"] = describe_ranks(*group);
   }
   return facts;

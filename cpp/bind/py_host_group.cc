@@ -14,6 +14,12 @@
 
 #include "bind/array_buffer.h"
 #include "bind/bindings.h"
+#include "collectives/all_gather.h"
+#include "collectives/all_reduce.h"
+#include "collectives/all_to_all.h"
+#include "collectives/barrier.h"
+#include "collectives/broadcast.h"
+#include "collectives/reduce_scatter.h"
 #include "core/clock.h"
 
 namespace paceline {
@@ -48,8 +54,8 @@ void PyHostGroup::all_reduce(Pointer data, size_t count, int dtype, int op,
                              double weight, double timeout_s) {
   collective(count, timeout_s, [&](HostGroup& group, double left_s) {
     const DType type = checked_dtype(dtype);
-    group.all_reduce(as_pointer(data), count, type, checked_op(op, type),
-                     weight, left_s);
+    paceline::all_reduce(group.calls, as_pointer(data), count, type,
+                         checked_op(op, type), weight, left_s);
   });
 }
 
@@ -61,8 +67,9 @@ bool PyHostGroup::all_reduce_array(nb::handle array, nb::handle ordinal,
   if (!buffer || !is_supported(buffer->dtype, static_cast<ReduceOp>(op)))
     return false;
   collective(buffer->count, timeout_s, [&](HostGroup& group, double left_s) {
-    group.all_reduce(buffer->data, buffer->count, buffer->dtype,
-                     static_cast<ReduceOp>(op), weight, left_s);
+    paceline::all_reduce(group.calls, buffer->data, buffer->count,
+                         buffer->dtype, static_cast<ReduceOp>(op), weight,
+                         left_s);
   });
   return true;
 }
@@ -72,8 +79,8 @@ void PyHostGroup::reduce(Pointer data, size_t count, int dtype, int op,
   collective(count, timeout_s, [&](HostGroup& group, double left_s) {
     check_root(group, root);
     const DType type = checked_dtype(dtype);
-    group.reduce(as_pointer(data), count, type, checked_op(op, type), root,
-                 left_s);
+    paceline::reduce(group.calls, as_pointer(data), count, type,
+                     checked_op(op, type), root, left_s);
   });
 }
 
@@ -81,8 +88,8 @@ void PyHostGroup::reduce_scatter(Pointer in, Pointer out, size_t count,
                                  int dtype, int op, double timeout_s) {
   collective(count, timeout_s, [&](HostGroup& group, double left_s) {
     const DType type = checked_dtype(dtype);
-    group.reduce_scatter(as_pointer(in), as_pointer(out), count, type,
-                         checked_op(op, type), left_s);
+    paceline::reduce_scatter(group.calls, as_pointer(in), as_pointer(out),
+                             count, type, checked_op(op, type), left_s);
   });
 }
 
@@ -90,7 +97,7 @@ void PyHostGroup::broadcast(Pointer data, size_t bytes, int root,
                             double timeout_s) {
   collective(bytes, timeout_s, [&](HostGroup& group, double left_s) {
     check_root(group, root);
-    group.broadcast(as_pointer(data), bytes, root, left_s);
+    paceline::broadcast(group.calls, as_pointer(data), bytes, root, left_s);
   });
 }
 
@@ -116,11 +123,13 @@ void PyHostGroup::broadcast_all(const std::vector<Pointer>& pieces,
     const bool is_root = group.rank() == root;
     if (is_root) copy_small(true);
     if (packed_bytes > 0)
-      group.broadcast(packed.data(), packed_bytes, root, left_s);
+      paceline::broadcast(group.calls, packed.data(), packed_bytes, root,
+                          left_s);
     if (!is_root) copy_small(false);
     for (size_t i = 0; i < pieces.size(); ++i) {
       if (!is_small(sizes[i]))
-        group.broadcast(as_pointer(pieces[i]), sizes[i], root, left_s);
+        paceline::broadcast(group.calls, as_pointer(pieces[i]), sizes[i], root,
+                            left_s);
     }
   });
 }
@@ -128,7 +137,8 @@ void PyHostGroup::broadcast_all(const std::vector<Pointer>& pieces,
 void PyHostGroup::all_gather(Pointer in, Pointer out, size_t bytes,
                              double timeout_s) {
   collective(bytes, timeout_s, [&](HostGroup& group, double left_s) {
-    group.all_gather(as_pointer(in), as_pointer(out), bytes, left_s);
+    paceline::all_gather(group.calls, as_pointer(in), as_pointer(out), bytes,
+                         left_s);
   });
 }
 
@@ -136,7 +146,8 @@ void PyHostGroup::gather(Pointer in, Pointer out, size_t bytes, int root,
                          double timeout_s) {
   collective(bytes, timeout_s, [&](HostGroup& group, double left_s) {
     check_root(group, root);
-    group.gather(as_pointer(in), as_pointer(out), bytes, root, left_s);
+    paceline::gather(group.calls, as_pointer(in), as_pointer(out), bytes, root,
+                     left_s);
   });
 }
 
@@ -144,7 +155,8 @@ void PyHostGroup::scatter(Pointer in, Pointer out, size_t bytes, int root,
                           double timeout_s) {
   collective(bytes, timeout_s, [&](HostGroup& group, double left_s) {
     check_root(group, root);
-    group.scatter(as_pointer(in), as_pointer(out), bytes, root, left_s);
+    paceline::scatter(group.calls, as_pointer(in), as_pointer(out), bytes, root,
+                      left_s);
   });
 }
 
@@ -153,46 +165,50 @@ void PyHostGroup::all_to_all(Pointer in, const std::vector<uint64_t>& in_bytes,
                              const std::vector<uint64_t>& out_bytes,
                              double timeout_s) {
   collective(kUnlockBytes, timeout_s, [&](HostGroup& group, double left_s) {
-    group.all_to_all(as_pointer(in), in_bytes, as_pointer(out), out_bytes,
-                     left_s);
+    paceline::all_to_all(group.calls, as_pointer(in), in_bytes, as_pointer(out),
+                         out_bytes, left_s);
   });
 }
 
 void PyHostGroup::barrier(double timeout_s) {
-  collective(0, timeout_s,
-             [&](HostGroup& group, double left_s) { group.barrier(left_s); });
+  collective(0, timeout_s, [&](HostGroup& group, double left_s) {
+    paceline::barrier(group.calls, left_s);
+  });
 }
 
 TransferId PyHostGroup::start_send(Pointer data, size_t bytes, int destination,
                                    uint64_t tag) {
   return call(bytes, [&](HostGroup& group) {
-    return group.start_send(as_pointer(data), bytes, destination, tag);
+    return group.messages.start_send(as_pointer(data), bytes, destination, tag);
   });
 }
 
 TransferId PyHostGroup::start_receive(Pointer data, size_t bytes, int source,
                                       uint64_t tag) {
   return call(bytes, [&](HostGroup& group) {
-    return group.start_receive(as_pointer(data), bytes, source, tag);
+    return group.messages.start_receive(as_pointer(data), bytes, source, tag);
   });
 }
 
 bool PyHostGroup::test(TransferId id) {
-  return call(kUnlockBytes, [&](HostGroup& group) { return group.test(id); });
+  return call(kUnlockBytes,
+              [&](HostGroup& group) { return group.messages.test(id); });
 }
 
 void PyHostGroup::wait(TransferId id, double timeout_s) {
-  call(kUnlockBytes, [&](HostGroup& group) { group.wait(id, timeout_s); });
+  call(kUnlockBytes,
+       [&](HostGroup& group) { group.messages.wait(id, timeout_s); });
 }
 
 int PyHostGroup::source_of_waiting(uint64_t tag) {
-  return call(0,
-              [&](HostGroup& group) { return group.source_of_waiting(tag); });
+  return call(0, [&](HostGroup& group) {
+    return group.messages.source_of_waiting(tag);
+  });
 }
 
 int PyHostGroup::wait_for_source(uint64_t tag, double timeout_s) {
   return call(0, [&](HostGroup& group) {
-    return group.wait_for_source(tag, timeout_s);
+    return group.messages.wait_for_source(tag, timeout_s);
   });
 }
 
@@ -209,20 +225,20 @@ void PyHostGroup::recv(Pointer data, size_t bytes, int source, uint64_t tag,
 size_t PyHostGroup::allocate(size_t bytes, double timeout_s) {
   return collective(kUnlockBytes, timeout_s,
                     [&](HostGroup& group, double left_s) {
-                      return group.allocate(bytes, left_s);
+                      return group.heap.allocate(bytes, left_s);
                     });
 }
 
 Pointer PyHostGroup::pointer(size_t offset, int rank) {
   check_root(*group_, rank);
-  return reinterpret_cast<Pointer>(group_->slab(rank) + offset);
+  return reinterpret_cast<Pointer>(group_->session.slab(rank) + offset);
 }
 
 double PyHostGroup::wait_for_turn(CallHooks& hooks, double timeout_s) {
-  Turn& turn = group_->turn();
+  Turn& turn = group_->calls.turn();
   if (turn.is_mine()) throw Failure{.reason = Reason::kNested};
   hooks.before_block();
-  const int64_t deadline_ns = now_ns() + group_->timeout_ns(timeout_s);
+  const int64_t deadline_ns = now_ns() + group_->session.timeout_ns(timeout_s);
   const int64_t start_ns = now_ns();
   while (true) {
     const int64_t left_ns = std::max<int64_t>(0, deadline_ns - now_ns());
@@ -230,7 +246,7 @@ double PyHostGroup::wait_for_turn(CallHooks& hooks, double timeout_s) {
             std::min(kLockSlice, std::chrono::nanoseconds(left_ns))))
       return static_cast<double>(std::max<int64_t>(0, deadline_ns - now_ns())) *
              1e-9;
-    group_->check_usable();
+    group_->session.check_usable();
     if (left_ns == 0) {
       throw Failure{.reason = Reason::kNoTurn,
                     .waited_s = static_cast<double>(now_ns() - start_ns) * 1e-9,
@@ -251,8 +267,9 @@ void bind_host_group(nb::module_& m) {
       .def_prop_ro("rank", [](PyHostGroup& g) { return g.group().rank(); })
       .def_prop_ro("world_size",
                    [](PyHostGroup& g) { return g.group().world(); })
-      .def_prop_ro("name",
-                   [](PyHostGroup& g) { return g.group().options().name; })
+      .def_prop_ro(
+          "name",
+          [](PyHostGroup& g) { return g.group().session.options().name; })
       .def_prop_ro("timeout_s", &PyHostGroup::timeout_s)
       .def_prop_ro("warn_after_s",
                    [](PyHostGroup& g) { return g.patience().warn_after_s; })
@@ -264,7 +281,7 @@ void bind_host_group(nb::module_& m) {
           "timeout_s"_a, "warn_after_s"_a, nb::keep_alive<0, 1>(),
           "The same group, for somebody whose calls wait for another time.")
       .def_prop_ro("is_closed",
-                   [](PyHostGroup& g) { return g.group().is_closed(); })
+                   [](PyHostGroup& g) { return g.group().session.is_closed(); })
       .def("all_reduce", &PyHostGroup::all_reduce, "pointer"_a, "count"_a,
            "dtype"_a, "op"_a, "weight"_a = 1.0, "timeout_s"_a = kDefault)
       .def("all_reduce_array", &PyHostGroup::all_reduce_array, "array"_a,
@@ -298,11 +315,13 @@ void bind_host_group(nb::module_& m) {
       .def("test", &PyHostGroup::test, "transfer"_a)
       .def(
           "forget",
-          [](PyHostGroup& g, TransferId id) { return g.group().forget(id); },
+          [](PyHostGroup& g, TransferId id) {
+            return g.group().messages.forget(id);
+          },
           "transfer"_a)
       .def("check_usable",
            [](PyHostGroup& g) {
-             g.call(0, [](HostGroup& group) { group.check_usable(); });
+             g.call(0, [](HostGroup& group) { group.session.check_usable(); });
            })
       .def("wait", &PyHostGroup::wait, "transfer"_a, "timeout_s"_a = kDefault)
       .def("source_of_waiting", &PyHostGroup::source_of_waiting, "tag"_a = 0)
@@ -311,25 +330,26 @@ void bind_host_group(nb::module_& m) {
       .def("allocate", &PyHostGroup::allocate, "nbytes"_a,
            "timeout_s"_a = kDefault)
       .def(
-          "free", [](PyHostGroup& g, size_t offset) { g.group().free(offset); },
+          "free",
+          [](PyHostGroup& g, size_t offset) { g.group().heap.free(offset); },
           "offset"_a)
       .def("pointer", &PyHostGroup::pointer, "offset"_a, "rank"_a)
       .def(
           "abort",
           [](PyHostGroup& g, const std::string& message) {
-            g.group().abort(message.c_str());
+            g.group().session.abort(message.c_str());
           },
           "message"_a)
       .def(
           "set_activity",
           [](PyHostGroup& g, const std::string& text) {
-            g.group().set_activity(text.c_str());
+            g.group().session.set_activity(text.c_str());
           },
           "text"_a)
       .def("close",
            [](PyHostGroup& g) {
              nb::gil_scoped_release unlocked;
-             g.group().close();
+             g.group().session.close();
            })
       .def("records", [](PyHostGroup& g) {
         g.check_not_forked();

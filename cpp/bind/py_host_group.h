@@ -55,7 +55,7 @@ class PyHostGroup {
       : group_(other.group_), slow_(other.slow_), patience_(patience) {}
 
   void join() {
-    call(kUnlockBytes, [](HostGroup& group) { group.join(); });
+    call(kUnlockBytes, [](HostGroup& group) { group.session.join(); });
   }
 
   /// Turns failures of `body` into Python exceptions.
@@ -67,7 +67,7 @@ class PyHostGroup {
       hooks.lock();
       // Whoever waits for this rank in the same call would wait in vain.
       if (failure.reason == Reason::kInterrupted)
-        group_->abort(describe_interruption().c_str());
+        group_->session.abort(describe_interruption().c_str());
       raise_failure(failure, group_.get());
     }
   }
@@ -92,7 +92,7 @@ class PyHostGroup {
       Turn& turn;
       ~Given() { turn.give_back(); }
     };
-    Turn& turn = group_->turn();
+    Turn& turn = group_->calls.turn();
     if (!turn.try_take()) {
       timeout_s = guard(
           hooks, [&](HostGroup&) { return wait_for_turn(hooks, timeout_s); });
@@ -120,7 +120,7 @@ class PyHostGroup {
   /// Before anything else is touched: a forked child maps no region, and a lock
   /// may have been held by a thread that it does not have.
   void check_not_forked() {
-    if (group_->is_forked())
+    if (group_->session.is_forked())
       raise_failure({.reason = Reason::kForked}, group_.get());
   }
 

@@ -29,8 +29,8 @@ class PyReducer {
       }
       std::vector<BucketSpan> spans;
       for (const auto& [begin, end] : buckets) spans.push_back({begin, end});
-      reducer_ = std::make_unique<Reducer>(core, arena_bytes, parameters, spans,
-                                           assigns_chunks);
+      reducer_ = std::make_unique<Reducer>(core.heap, arena_bytes, parameters,
+                                           spans, assigns_chunks);
     });
   }
 

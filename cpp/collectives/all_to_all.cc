@@ -6,11 +6,15 @@
 // step by step: a staging buffer is divided into one slot per destination; each
 // rank fills its slots, all meet, each copies its slot out of everybody's
 // buffer.
+#include "collectives/all_to_all.h"
+
 #include <string.h>
 
+#include <algorithm>
 #include <string>
 
-#include "collectives/host_group.h"
+#include "core/failure.h"
+#include "core/faults.h"
 
 namespace paceline {
 namespace {
@@ -24,21 +28,22 @@ static_assert(sizeof(Sizes) <= kSmallBytes);
 
 }  // namespace
 
-void HostGroup::all_to_all(const void* in, std::span<const uint64_t> in_bytes,
-                           void* out, std::span<const uint64_t> out_bytes,
-                           double timeout_s) {
-  const auto ranks = static_cast<size_t>(world());
+void all_to_all(Calls& calls, const void* in,
+                std::span<const uint64_t> in_bytes, void* out,
+                std::span<const uint64_t> out_bytes, double timeout_s) {
+  const auto ranks = static_cast<size_t>(calls.world());
   if (in_bytes.size() != ranks || out_bytes.size() != ranks) {
     misuse("all_to_all needs one size per rank, for sending and for receiving");
   }
-  begin(CallKind::kAllToAll, 0, DType::kUInt8, ReduceOp::kSum, 0, 1, timeout_s);
+  calls.begin(CallKind::kAllToAll, 0, DType::kUInt8, ReduceOp::kSum, 0, 1,
+              timeout_s);
   const auto sizes_of = [&](size_t r) {
-    return reinterpret_cast<Sizes*>(small(static_cast<int>(r)));
+    return reinterpret_cast<Sizes*>(calls.small(static_cast<int>(r)));
   };
-  const auto me = static_cast<size_t>(rank_);
+  const auto me = static_cast<size_t>(calls.rank());
   std::copy(in_bytes.begin(), in_bytes.end(), sizes_of(me)->sends);
   std::copy(out_bytes.begin(), out_bytes.end(), sizes_of(me)->expects);
-  meet();
+  calls.meet();
   uint64_t most = 0;
   for (size_t source = 0; source < ranks; ++source) {
     for (size_t to = 0; to < ranks; ++to) {
@@ -57,23 +62,24 @@ void HostGroup::all_to_all(const void* in, std::span<const uint64_t> in_bytes,
 
   const size_t slot_bytes =
       kPieceBytes / ranks / kLinePairBytes * kLinePairBytes;
-  for (size_t begin = 0; begin < most; begin += slot_bytes, ++step_) {
+  for (size_t begin = 0; begin < most;
+       begin += slot_bytes, calls.next_piece()) {
     const auto part = [&](uint64_t total) {
       return begin < total ? std::min<size_t>(slot_bytes, total - begin) : 0;
     };
     size_t at = 0;
     for (size_t r = 0; r < ranks; at += in_bytes[r], ++r) {
       if (part(in_bytes[r]) == 0) continue;
-      memcpy(piece(rank_, step_) + r * slot_bytes,
+      memcpy(calls.piece(calls.rank()) + r * slot_bytes,
              static_cast<const std::byte*>(in) + at + begin, part(in_bytes[r]));
     }
-    meet();
+    calls.meet();
     fault_point(Point::kCopyOut);
     at = 0;
     for (size_t r = 0; r < ranks; at += out_bytes[r], ++r) {
       if (part(out_bytes[r]) == 0) continue;
       memcpy(static_cast<std::byte*>(out) + at + begin,
-             piece(static_cast<int>(r), step_) + me * slot_bytes,
+             calls.piece(static_cast<int>(r)) + me * slot_bytes,
              part(out_bytes[r]));
     }
   }

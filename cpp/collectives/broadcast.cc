@@ -3,61 +3,67 @@
 // broadcast in pieces: the root copies piece k to its staging buffer, all meet,
 // the others copy it out. With two buffers the root may be one piece ahead, so
 // one synchronisation a piece is enough.
+#include "collectives/broadcast.h"
+
 #include <string.h>
 
-#include "collectives/host_group.h"
+#include <algorithm>
+
+#include "core/faults.h"
 
 namespace paceline {
 
-void HostGroup::broadcast(void* data, size_t bytes, int root,
-                          double timeout_s) {
-  begin(CallKind::kBroadcast, bytes, DType::kUInt8, ReduceOp::kSum, root, 1,
-        timeout_s);
-  const bool is_root = rank_ == root;
+void broadcast(Calls& calls, void* data, size_t bytes, int root,
+               double timeout_s) {
+  calls.begin(CallKind::kBroadcast, bytes, DType::kUInt8, ReduceOp::kSum, root,
+              1, timeout_s);
+  const bool is_root = calls.rank() == root;
   if (bytes <= kSmallBytes) {
-    if (is_root) memcpy(small(root), data, bytes);
-    meet();
-    if (!is_root) memcpy(data, small(root), bytes);
+    if (is_root) memcpy(calls.small(root), data, bytes);
+    calls.meet();
+    if (!is_root) memcpy(data, calls.small(root), bytes);
     return;
   }
-  const uint64_t place = place_of(data, bytes);
-  if (meet(place) == Places::kInRegion) {
+  const uint64_t place = calls.place_of(data, bytes);
+  if (calls.meet(place) == Places::kInRegion) {
     fault_point(Point::kCopyOut);
-    if (!is_root) memcpy(data, slab(root) + place, bytes);
-    meet();
+    if (!is_root) memcpy(data, calls.slab(root) + place, bytes);
+    calls.meet();
     return;
   }
   auto* at = static_cast<std::byte*>(data);
-  for (size_t begin = 0; begin < bytes; begin += kPieceBytes, ++step_) {
+  for (size_t begin = 0; begin < bytes;
+       begin += kPieceBytes, calls.next_piece()) {
     const size_t length = std::min(kPieceBytes, bytes - begin);
-    if (is_root) memcpy(piece(root, step_), at + begin, length);
-    meet();
+    if (is_root) memcpy(calls.piece(root), at + begin, length);
+    calls.meet();
     fault_point(Point::kCopyOut);
-    if (!is_root) memcpy(at + begin, piece(root, step_), length);
+    if (!is_root) memcpy(at + begin, calls.piece(root), length);
   }
 }
 
-void HostGroup::scatter(const void* in, void* out, size_t bytes, int root,
-                        double timeout_s) {
-  begin(CallKind::kScatter, bytes, DType::kUInt8, ReduceOp::kSum, root, 1,
-        timeout_s);
-  meet();  // compares the calls before any staging buffer is touched
-  const auto ranks = static_cast<size_t>(world());
+void scatter(Calls& calls, const void* in, void* out, size_t bytes, int root,
+             double timeout_s) {
+  calls.begin(CallKind::kScatter, bytes, DType::kUInt8, ReduceOp::kSum, root, 1,
+              timeout_s);
+  calls.meet();  // compares the calls before any staging buffer is touched
+  const auto ranks = static_cast<size_t>(calls.world());
   const auto* blocks = static_cast<const std::byte*>(in);
   const size_t slot_bytes =
       kPieceBytes / ranks / kLinePairBytes * kLinePairBytes;
-  for (size_t begin = 0; begin < bytes; begin += slot_bytes, ++step_) {
+  for (size_t begin = 0; begin < bytes;
+       begin += slot_bytes, calls.next_piece()) {
     const size_t length = std::min(slot_bytes, bytes - begin);
-    if (rank_ == root) {
+    if (calls.rank() == root) {
       for (size_t r = 0; r < ranks; ++r) {
-        memcpy(piece(root, step_) + r * slot_bytes, blocks + r * bytes + begin,
+        memcpy(calls.piece(root) + r * slot_bytes, blocks + r * bytes + begin,
                length);
       }
     }
-    meet();
+    calls.meet();
     fault_point(Point::kCopyOut);
     memcpy(static_cast<std::byte*>(out) + begin,
-           piece(root, step_) + slot_bytes * static_cast<size_t>(rank_),
+           calls.piece(root) + slot_bytes * static_cast<size_t>(calls.rank()),
            length);
   }
 }

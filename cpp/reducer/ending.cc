@@ -3,6 +3,9 @@
 
 #include <algorithm>
 
+#include "core/failure.h"
+#include "core/faults.h"
+#include "core/futex.h"
 #include "reducer/reducer.h"
 
 namespace paceline {
@@ -24,7 +27,7 @@ uint32_t Reducer::finish(const PassStatus& status, bool allow_unused,
 uint32_t Reducer::complete_pass(const PassStatus& status, bool allow_unused,
                                 bool allow_nobodys) {
   fault_point(Point::kBeforeEnd);
-  uint64_t* bits = unused_bits(group_.rank(), pass_);
+  uint64_t* bits = unused_bits(session_.rank(), pass_);
   std::fill_n(bits, unused_words_, 0);
   bool any_unused = false;
   for (size_t p = 0; p < parameters_.size(); ++p) {
@@ -92,7 +95,7 @@ void Reducer::add_unused() {
 // before they ended, and write again only when all have ended another pass.
 bool Reducer::is_unused_alike() const {
   const uint64_t* first = nullptr;
-  for (int r = 0; r < group_.world(); ++r) {
+  for (int r = 0; r < session_.world(); ++r) {
     if (PassStatus::unpack(header(r, pass_).status).finished) continue;
     const uint64_t* bits = unused_bits(r, pass_);
     if (first == nullptr) first = bits;
@@ -105,7 +108,7 @@ bool Reducer::is_unused_alike() const {
 // reducing meanwhile.
 uint32_t Reducer::end_backward(const PassStatus& status, uint32_t flags) {
   PassControl& shared = control();
-  PassHeader& own = header(group_.rank(), pass_);
+  PassHeader& own = header(session_.rank(), pass_);
   own.status = status.pack();
   uint64_t first = 0;
   const uint64_t mine = uint64_t{own.status} + 1;
@@ -129,7 +132,7 @@ uint32_t Reducer::end_backward(const PassStatus& status, uint32_t flags) {
   if (flags != 0) shared.flags.fetch_or(flags, std::memory_order_relaxed);
   // acq_rel: releases this rank's header, unused bits and flags; the last to
   // end acquires everybody's.
-  const uint64_t all = pass_ * static_cast<uint64_t>(group_.world());
+  const uint64_t all = pass_ * static_cast<uint64_t>(session_.world());
   if (shared.ended.fetch_add(1, std::memory_order_acq_rel) + 1 == all) {
     shared.verdict.store(shared.flags.load(std::memory_order_relaxed),
                          std::memory_order_relaxed);
@@ -148,18 +151,18 @@ uint32_t Reducer::end_backward(const PassStatus& status, uint32_t flags) {
 // then. Brings the counters to where the pass would have ended.
 void Reducer::restart_without_reduction() {
   PassControl& shared = control();
-  const auto world = static_cast<uint64_t>(group_.world());
+  const auto world = static_cast<uint64_t>(session_.world());
   // Two meetings: nobody reduces any more before rank 0 writes; nobody goes on
   // before it has.
   const auto meet = [&](Stage next, uint64_t target) {
     if (count_up(shared.restarted, target)) ring(kWakeAll);
-    header(group_.rank(), pass_)
+    header(session_.rank(), pass_)
         .stage.store(stage(next), std::memory_order_relaxed);
     wait_for(shared.restarted, target, next, [] {});
   };
   const uint64_t base = restarts_++ * 2 * world;
   meet(kVoid, base + world);
-  if (group_.rank() == 0) {
+  if (session_.rank() == 0) {
     for (size_t b = 0; b < buckets_.size(); ++b) {
       bucket_control(b).arrived.store(pass_ * world, std::memory_order_relaxed);
       bucket_control(b).claim.store(pass_ << 32 | UINT32_MAX,
@@ -220,8 +223,8 @@ void Reducer::wait_until(Stage awaited, Ready ready) {
   const int64_t start_ns = now_ns();
   const int64_t reducing_before_ns = reducing_ns_;
   PassControl& shared = control();
-  group_.wait_until(
-      shared.bell, shared.sleepers, group_.timeout_ns(-1), ready, [&](int r) {
+  session_.wait_until(
+      shared.bell, shared.sleepers, session_.timeout_ns(-1), ready, [&](int r) {
         const PassHeader& theirs = header(r, pass_);
         // What a rank owes is its own fault only once all gradients are there.
         const bool can_reduce = has_reached(

@@ -20,7 +20,7 @@ std::vector<size_t> Reducer::globally_unused() const {
   std::vector<size_t> found;
   for (size_t p = 0; p < parameters_.size(); ++p) {
     bool everywhere = true;
-    for (int r = 0; r < group_.world() && everywhere; ++r) {
+    for (int r = 0; r < session_.world() && everywhere; ++r) {
       if (PassStatus::unpack(header(r, finished_passes_).status).finished)
         continue;
       everywhere =
@@ -33,14 +33,14 @@ std::vector<size_t> Reducer::globally_unused() const {
 
 std::vector<PassStatus> Reducer::statuses() const {
   std::vector<PassStatus> found;
-  for (int r = 0; r < group_.world(); ++r)
+  for (int r = 0; r < session_.world(); ++r)
     found.push_back(PassStatus::unpack(header(r, finished_passes_).status));
   return found;
 }
 
 std::vector<uint32_t> Reducer::notes_by_rank() const {
   std::vector<uint32_t> found;
-  for (int r = 0; r < group_.world(); ++r)
+  for (int r = 0; r < session_.world(); ++r)
     found.push_back(header(r, finished_passes_).note);
   return found;
 }
@@ -48,11 +48,11 @@ std::vector<uint32_t> Reducer::notes_by_rank() const {
 std::vector<int> Reducer::waiting_ranks() const {
   const uint64_t next = finished_passes_ + 1;
   std::vector<int> found;
-  if (closed_ || group_.is_closed()) return found;
-  for (int r = 0; r < group_.world(); ++r) {
+  if (closed_ || session_.is_closed()) return found;
+  for (int r = 0; r < session_.world(); ++r) {
     const uint64_t stage =
         header(r, next).stage.load(std::memory_order_relaxed);
-    if (r != group_.rank() && stage == next * 4 + kEnded) found.push_back(r);
+    if (r != session_.rank() && stage == next * 4 + kEnded) found.push_back(r);
   }
   return found;
 }
@@ -65,7 +65,7 @@ std::vector<std::pair<int, size_t>> Reducer::nonfinite() const {
     return found;
   const SegmentStats* table = stats(finished_passes_);
   for (const uint32_t s : segments_in_order_) {
-    for (int r = 0; r < group_.world(); ++r) {
+    for (int r = 0; r < session_.world(); ++r) {
       if ((table[s].nonfinite_ranks[r / 64] >> (r % 64) & 1) == 0) continue;
       const std::pair<int, size_t> pair{r, segments_[s].parameter};
       if (std::find(found.begin(), found.end(), pair) == found.end())

@@ -52,7 +52,7 @@ void Reducer::enter_pass() {
 }
 
 void Reducer::leave_pass() {
-  if (group_.is_forked()) return;
+  if (session_.is_forked()) return;
   OpenPasses& open = open_passes();
   const std::lock_guard lock(open.mutex);
   std::erase(open.reducers, this);
@@ -125,7 +125,7 @@ void Reducer::part(Parameter& parameter) {
 void Reducer::move_into_arena(Parameter& parameter) {
   for (uint32_t i = parameter.first_segment; i < parameter.end_segment; ++i) {
     const Segment& segment = segments_[segments_in_order_[i]];
-    if (segment.owner != group_.rank()) continue;
+    if (segment.owner != session_.rank()) continue;
     memcpy(arena() + segment.offset, own_place_of(segment), segment.bytes());
   }
   parameter.copy_back = nullptr;

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <string>
 
+#include "core/failure.h"
+#include "kernels/kernels.h"
 #include "reducer/reducer.h"
 
 namespace paceline {
@@ -99,7 +101,7 @@ void Reducer::plan(const std::vector<BucketSpan>& spans) {
   }
   unused_words_ = (parameters_.size() + 63) / 64;
   reduced_in_pass_.assign(segments_.size(), 0);
-  weights_.assign(static_cast<size_t>(group_.world()), 1.0);
+  weights_.assign(static_cast<size_t>(session_.world()), 1.0);
 }
 
 void Reducer::allocate(bool assigns_chunks) {
@@ -111,14 +113,14 @@ void Reducer::allocate(bool assigns_chunks) {
                kLinePairBytes);
   layout_.unused_at = layout_.headers_at + 2 * sizeof(PassHeader);
   layout_.bytes = layout_.unused_at + 2 * unused_words_ * sizeof(uint64_t);
-  control_at_ = group_.allocate(layout_.bytes, -1);
+  control_at_ = heap_.allocate(layout_.bytes, -1);
   // The next allocation, a collective, brings it to the others.
-  if (group_.rank() == 0)
-    control().assigns_chunks = assigns_chunks && group_.has_core_per_rank();
+  if (session_.rank() == 0)
+    control().assigns_chunks = assigns_chunks && session_.has_core_per_rank();
   try {
-    arena_at_ = group_.allocate(arena_bytes_, -1);
+    arena_at_ = heap_.allocate(arena_bytes_, -1);
   } catch (...) {
-    group_.free(control_at_);
+    heap_.free(control_at_);
     throw;
   }
 }
@@ -126,8 +128,8 @@ void Reducer::allocate(bool assigns_chunks) {
 // Small buckets are better reduced by the first who can.
 void Reducer::assign_chunks() {
   if (control().assigns_chunks == 0) return;
-  const auto world = static_cast<uint32_t>(group_.world());
-  const auto rank = static_cast<uint32_t>(group_.rank());
+  const auto world = static_cast<uint32_t>(session_.world());
+  const auto rank = static_cast<uint32_t>(session_.rank());
   for (uint32_t b = 0; b < buckets_.size(); ++b) {
     Bucket& bucket = buckets_[b];
     const uint32_t count = bucket.end_chunk - bucket.first_chunk;

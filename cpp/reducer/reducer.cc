@@ -6,11 +6,19 @@
 #include <algorithm>
 #include <string>
 
+#include "core/clock.h"
+#include "core/failure.h"
+#include "core/faults.h"
+#include "core/futex.h"
+#include "kernels/kernels.h"
+
 namespace paceline {
-Reducer::Reducer(HostGroup& group, size_t arena_bytes,
+
+Reducer::Reducer(Heap& heap, size_t arena_bytes,
                  const std::vector<ParameterSpan>& parameters,
                  const std::vector<BucketSpan>& buckets, bool assigns_chunks)
-    : group_(group),
+    : heap_(heap),
+      session_(heap.session()),
       arena_bytes_(arena_bytes),
       holds_gradients_(!assigns_chunks) {
   for (const ParameterSpan& span : parameters)
@@ -27,10 +35,10 @@ void Reducer::close() {
   closed_ = true;
   in_pass_ = false;
   leave_pass();
-  group_.free(arena_at_);
+  heap_.free(arena_at_);
   // The counters are in rank 0's share: others may still be reading how the
   // last pass ended.
-  group_.free(control_at_, true);
+  heap_.free(control_at_, true);
 }
 
 // A pass that the group did not survive stays as it is: going on with it would
@@ -38,7 +46,7 @@ void Reducer::close() {
 void Reducer::check_usable() {
   if (closed_) throw Failure{.reason = Reason::kClosed};
   try {
-    group_.check_usable();
+    session_.check_usable();
   } catch (const Failure& failure) {
     if (failure.reason != Reason::kForked) keep_arena();
     throw;
@@ -46,10 +54,10 @@ void Reducer::check_usable() {
 }
 
 void Reducer::keep_arena() {
-  if (!holds_gradients_ || is_arena_kept_ || closed_ || !group_.is_over())
+  if (!holds_gradients_ || is_arena_kept_ || closed_ || !session_.is_over())
     return;
   is_arena_kept_ = true;
-  group_.keep_to_itself(arena_at_, arena_bytes_);
+  session_.keep_to_itself(arena_at_, arena_bytes_);
 }
 
 void Reducer::begin_pass() {
@@ -66,7 +74,7 @@ void Reducer::begin_pass() {
     bucket.has_outside = false;
     bucket.done = 0;
   }
-  PassHeader& own = header(group_.rank(), pass_);
+  PassHeader& own = header(session_.rank(), pass_);
   own.pass = pass_;
   own.weight = weight_;
   own.owed.store(own_chunks_, std::memory_order_relaxed);
@@ -114,7 +122,7 @@ bool Reducer::post_complete(const Parameter& parameter) {
 void Reducer::copy_in(const Parameter& parameter) {
   for (uint32_t i = parameter.first_segment; i < parameter.end_segment; ++i) {
     const Segment& segment = segments_[segments_in_order_[i]];
-    if (segment.owner == group_.rank()) continue;
+    if (segment.owner == session_.rank()) continue;
     memcpy(arena() + segment.offset, own_place_of(segment), segment.bytes());
   }
 }
@@ -130,7 +138,7 @@ void Reducer::post(Bucket& bucket, size_t index) {
   // acquires everybody's.
   const uint64_t arrived =
       bucket_control(index).arrived.fetch_add(1, std::memory_order_acq_rel) + 1;
-  if (arrived == pass_ * static_cast<uint64_t>(group_.world())) ring(1);
+  if (arrived == pass_ * static_cast<uint64_t>(session_.world())) ring(1);
   fault_point(Point::kAfterPost);
 }
 
@@ -139,7 +147,7 @@ bool Reducer::claim_chunk(size_t index, uint32_t* chunk) {
   const uint32_t count = bucket.end_chunk - bucket.first_chunk;
   if (bucket.is_assigned) {
     *chunk = bucket.first_own_chunk +
-             bucket.done * static_cast<uint32_t>(group_.world());
+             bucket.done * static_cast<uint32_t>(session_.world());
     return *chunk < bucket.end_chunk;
   }
   Atomic<uint64_t>& claim = bucket_control(index).claim;
@@ -160,7 +168,7 @@ bool Reducer::claim_chunk(size_t index, uint32_t* chunk) {
 }
 
 void Reducer::progress(Appetite appetite) {
-  const auto world = static_cast<uint32_t>(group_.world());
+  const auto world = static_cast<uint32_t>(session_.world());
   const uint64_t all = pass_ * world;
   while (first_open_bucket_ < buckets_.size() &&
          buckets_[first_open_bucket_].exhausted)
@@ -179,13 +187,13 @@ void Reducer::progress(Appetite appetite) {
       continue;
     if (!weights_known_) read_weights();
     const int64_t start_ns = now_ns();
-    PassHeader& own = header(group_.rank(), pass_);
+    PassHeader& own = header(session_.rank(), pass_);
     own.is_reducing.store(1, std::memory_order_relaxed);
     while (bucket.done < most && !bucket.exhausted) {
       uint32_t chunk = 0;
       // Whoever was stopped and goes on should not write where others have
       // given up: they may use that memory for something else.
-      if (group_.is_over()) break;
+      if (session_.is_over()) break;
       if (!claim_chunk(b, &chunk)) {
         bucket.exhausted = true;
         break;
@@ -223,7 +231,7 @@ void Reducer::copy_back() {
 void Reducer::read_weights() {
   weights_known_ = true;
   weights_all_one_ = true;
-  for (int r = 0; r < group_.world(); ++r) {
+  for (int r = 0; r < session_.world(); ++r) {
     weights_[static_cast<size_t>(r)] = header(r, pass_).weight;
     weights_all_one_ =
         weights_all_one_ && weights_[static_cast<size_t>(r)] == 1.0;
@@ -233,7 +241,7 @@ void Reducer::read_weights() {
 void Reducer::reduce_chunk(const Chunk& chunk) {
   void* arrays[kMaxRanks];
   SegmentStats* table = stats(pass_);
-  const int world = group_.world();
+  const int world = session_.world();
   for (uint32_t s = chunk.first_segment; s < chunk.end_segment; ++s) {
     const Segment& segment = segments_[s];
     for (int r = 0; r < world; ++r) arrays[r] = arena_of(r) + segment.offset;
@@ -242,7 +250,7 @@ void Reducer::reduce_chunk(const Chunk& chunk) {
     // backward (see progress()), and only memory of this gradient alone (see
     // part_overlapping()).
     if (std::byte* own = own_place_of(segment); own != nullptr) {
-      arrays[group_.rank()] = own;
+      arrays[session_.rank()] = own;
       reduced_in_pass_[s] = pass_;
     }
     ReduceStats seen;
@@ -251,8 +259,9 @@ void Reducer::reduce_chunk(const Chunk& chunk) {
                      weights_all_one_ ? nullptr : weights_.data(), &seen);
     const bool has_culprit =
         (seen.nonfinite_ranks[0] | seen.nonfinite_ranks[1]) != 0;
-    const bool has_overflowed = !has_culprit && !isfinite(seen.squared_norm) &&
-                                !is_all_finite(segment, arrays[group_.rank()]);
+    const bool has_overflowed =
+        !has_culprit && !isfinite(seen.squared_norm) &&
+        !is_all_finite(segment, arrays[session_.rank()]);
     table[s] = {seen.squared_norm,
                 {seen.nonfinite_ranks[0], seen.nonfinite_ranks[1]},
                 has_overflowed};

@@ -74,9 +74,15 @@
 #include <cstdint>
 #include <span>
 #include <thread>
+#include <utility>
 #include <vector>
 
-#include "collectives/host_group.h"
+#include "collectives/heap.h"
+#include "core/atomics.h"
+#include "core/control.h"
+#include "core/session.h"
+#include "core/sizes.h"
+#include "kernels/kernels.h"
 #include "reducer/pass_status.h"
 
 namespace paceline {
@@ -112,14 +118,14 @@ class Reducer {
  public:
   /// Collective: allocates the arena and the counters.
   /// `assigns_chunks`: gradients will lie outside of the arena; see the words.
-  Reducer(HostGroup& group, size_t arena_bytes,
+  Reducer(Heap& heap, size_t arena_bytes,
           const std::vector<ParameterSpan>& parameters,
           const std::vector<BucketSpan>& buckets, bool assigns_chunks);
   ~Reducer();
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
 
-  std::byte* arena() const { return arena_of(group_.rank()); }
+  std::byte* arena() const { return arena_of(session_.rank()); }
   /// Of this rank in the next pass's mean.
   void set_weight(double weight) { weight_ = weight; }
   /// What this rank tells the others of itself with the end of this pass; 0:
@@ -346,9 +352,11 @@ class Reducer {
   void part(Parameter& parameter);
   void move_into_arena(Parameter& parameter);
 
-  std::byte* arena_of(int rank) const { return group_.slab(rank) + arena_at_; }
+  std::byte* arena_of(int rank) const {
+    return session_.slab(rank) + arena_at_;
+  }
   std::byte* control_of(int rank) const {
-    return group_.slab(rank) + control_at_;
+    return session_.slab(rank) + control_at_;
   }
   PassControl& control() const {
     return *reinterpret_cast<PassControl*>(control_of(0));
@@ -370,7 +378,8 @@ class Reducer {
            (pass & 1) * unused_words_;
   }
 
-  HostGroup& group_;
+  Heap& heap_;
+  Session& session_;
   const size_t arena_bytes_;
   /// Gradients may live in the arena.
   const bool holds_gradients_;

@@ -8,6 +8,12 @@
 #include <vector>
 
 #include "check.h"
+#include "collectives/all_gather.h"
+#include "collectives/all_reduce.h"
+#include "collectives/all_to_all.h"
+#include "collectives/barrier.h"
+#include "collectives/broadcast.h"
+#include "collectives/reduce_scatter.h"
 #include "group_world.h"
 
 namespace paceline {
@@ -36,8 +42,8 @@ class Arrays {
   explicit Arrays(HostGroup& group)
       : group_(group), ranks_(static_cast<size_t>(group.world())) {
     const size_t bytes = (kMost * ranks_ + 64 * ranks_) * sizeof(int32_t);
-    region_ = reinterpret_cast<int32_t*>(group.slab(group.rank()) +
-                                         group.allocate(bytes, -1));
+    region_ = reinterpret_cast<int32_t*>(group.session.slab(group.rank()) +
+                                         group.heap.allocate(bytes, -1));
     plain_.resize(kMost * ranks_ + 1);
     out_.resize(kMost * ranks_ + 1);
   }
@@ -58,27 +64,30 @@ class Arrays {
 };
 
 /// Makes one collective and checks its answer.
-class Calls {
+class EveryCall {
  public:
-  Calls(HostGroup& group, Arrays& arrays) : group_(group), arrays_(arrays) {}
+  EveryCall(HostGroup& group, Arrays& arrays)
+      : group_(group), arrays_(arrays) {}
 
   void all_reduce(size_t count, Place place, int call) {
     int32_t* array = filled(count, place, call);
-    group_.all_reduce(array, count, DType::kInt32, ReduceOp::kSum, 1, -1);
+    paceline::all_reduce(group_.calls, array, count, DType::kInt32,
+                         ReduceOp::kSum, 1, -1);
     for (size_t i = 0; i < count; ++i) CHECK_EQ(array[i], sum(i, call));
   }
 
   void reduce(size_t count, Place place, int root, int call) {
     int32_t* array = filled(count, place, call);
-    group_.reduce(array, count, DType::kInt32, ReduceOp::kSum, root, -1);
+    paceline::reduce(group_.calls, array, count, DType::kInt32, ReduceOp::kSum,
+                     root, -1);
     for (size_t i = 0; i < count; ++i)
       CHECK_EQ(array[i], rank() == root ? sum(i, call) : own(i, call));
   }
 
   void reduce_scatter(size_t count, Place place, int call) {
     int32_t* in = filled(count * ranks(), place, call);
-    group_.reduce_scatter(in, arrays_.out(), count, DType::kInt32,
-                          ReduceOp::kSum, -1);
+    paceline::reduce_scatter(group_.calls, in, arrays_.out(), count,
+                             DType::kInt32, ReduceOp::kSum, -1);
     const size_t begin = count * static_cast<size_t>(rank());
     for (size_t i = 0; i < count; ++i)
       CHECK_EQ(arrays_.out()[i], sum(begin + i, call));
@@ -86,7 +95,7 @@ class Calls {
 
   void broadcast(size_t count, Place place, int root, int call) {
     int32_t* array = filled(count, place, call);
-    group_.broadcast(array, count * sizeof(int32_t), root, -1);
+    paceline::broadcast(group_.calls, array, count * sizeof(int32_t), root, -1);
     for (size_t i = 0; i < count; ++i)
       CHECK_EQ(array[i], value_of(root, i, call));
   }
@@ -94,9 +103,11 @@ class Calls {
   void gather(size_t count, Place place, int root, int call) {
     int32_t* in = filled(count, place, call);
     if (root < 0) {
-      group_.all_gather(in, arrays_.out(), count * sizeof(int32_t), -1);
+      paceline::all_gather(group_.calls, in, arrays_.out(),
+                           count * sizeof(int32_t), -1);
     } else {
-      group_.gather(in, arrays_.out(), count * sizeof(int32_t), root, -1);
+      paceline::gather(group_.calls, in, arrays_.out(), count * sizeof(int32_t),
+                       root, -1);
       if (rank() != root) return;
     }
     for (size_t r = 0; r < ranks(); ++r)
@@ -108,7 +119,8 @@ class Calls {
   void scatter(size_t count, Place place, int root, int call) {
     int32_t* in =
         rank() == root ? filled(count * ranks(), place, call) : nullptr;
-    group_.scatter(in, arrays_.out(), count * sizeof(int32_t), root, -1);
+    paceline::scatter(group_.calls, in, arrays_.out(), count * sizeof(int32_t),
+                      root, -1);
     const size_t begin = count * static_cast<size_t>(rank());
     for (size_t i = 0; i < count; ++i)
       CHECK_EQ(arrays_.out()[i], value_of(root, begin + i, call));
@@ -124,7 +136,7 @@ class Calls {
         std::accumulate(sends.begin(), sends.end(), size_t{0}) /
         sizeof(int32_t);
     int32_t* in = filled(total, place, call);
-    group_.all_to_all(in, sends, arrays_.out(), expects, -1);
+    paceline::all_to_all(group_.calls, in, sends, arrays_.out(), expects, -1);
     const int32_t* out = arrays_.out();
     for (size_t s = 0; s < ranks(); ++s) {
       size_t begin = 0;  // of this rank's part in what rank s sends
@@ -151,8 +163,8 @@ class Calls {
   Arrays& arrays_;
 };
 
-void make_call(Calls& calls, unsigned kind, size_t count, Place place, int root,
-               int call) {
+void make_call(EveryCall& calls, unsigned kind, size_t count, Place place,
+               int root, int call) {
   switch (kind) {
     case 0:
       return calls.all_reduce(count, place, call);
@@ -177,7 +189,7 @@ TEST(every_collective_at_every_size_and_place) {
   for (const int ranks : {1, 3}) {
     run_group(ranks, [](HostGroup& group) {
       Arrays arrays(group);
-      Calls calls(group, arrays);
+      EveryCall calls(group, arrays);
       int call = 0;
       for (const size_t count : kCounts) {
         for (unsigned kind = 0; kind < 8; ++kind) {
@@ -198,7 +210,7 @@ void run_random_calls(int ranks, unsigned seed, int num_calls, double spin_us) {
       ranks,
       [&](HostGroup& group) {
         Arrays arrays(group);
-        Calls calls(group, arrays);
+        EveryCall calls(group, arrays);
         std::mt19937 shared(seed);
         std::mt19937 own(seed + 1000 + static_cast<unsigned>(group.rank()));
         constexpr size_t kFew[] = {1, 300, kSmall + 1, kPiece + 3};
@@ -232,8 +244,8 @@ TEST(weighted_mean_and_a_weight_of_zero) {
     for (const size_t count : {size_t{9}, kSmall + 5, kPiece + 5}) {
       std::vector<float> array(count, group.rank() == 1 ? NAN : 8.0f);
       const double weights[] = {1, 0, 3};
-      group.all_reduce(array.data(), count, DType::kFloat32, ReduceOp::kMean,
-                       weights[group.rank()], -1);
+      paceline::all_reduce(group.calls, array.data(), count, DType::kFloat32,
+                           ReduceOp::kMean, weights[group.rank()], -1);
       for (const float each : array) CHECK_EQ(each, 8.0f);
     }
   });
@@ -243,17 +255,18 @@ TEST(a_hundred_and_twenty_eight_ranks_form_and_reduce) {
   run_group(kMaxRanks,
             [](HostGroup& group) {
               std::vector<int64_t> array(100, group.rank());
-              group.all_reduce(array.data(), array.size(), DType::kInt64,
-                               ReduceOp::kSum, 1, -1);
+              paceline::all_reduce(group.calls, array.data(), array.size(),
+                                   DType::kInt64, ReduceOp::kSum, 1, -1);
               for (const int64_t each : array)
                 CHECK_EQ(each, int64_t{kMaxRanks} * (kMaxRanks - 1) / 2);
               std::vector<int64_t> sent(kMaxRanks, group.rank());
               std::vector<int64_t> got(kMaxRanks);
               const std::vector<uint64_t> sizes(kMaxRanks, sizeof(int64_t));
-              group.all_to_all(sent.data(), sizes, got.data(), sizes, -1);
+              paceline::all_to_all(group.calls, sent.data(), sizes, got.data(),
+                                   sizes, -1);
               for (int r = 0; r < kMaxRanks; ++r)
                 CHECK_EQ(got[static_cast<size_t>(r)], int64_t{r});
-              group.barrier(-1);
+              paceline::barrier(group.calls, -1);
             },
             {.timeout_s = 110});
 }

@@ -7,6 +7,11 @@
 #include <vector>
 
 #include "check.h"
+#include "collectives/all_gather.h"
+#include "collectives/all_reduce.h"
+#include "collectives/all_to_all.h"
+#include "collectives/barrier.h"
+#include "collectives/broadcast.h"
 #include "core/faults.h"
 #include "group_world.h"
 
@@ -19,7 +24,8 @@ using testing::run_group;
 
 void sum(HostGroup& group, size_t count) {
   std::vector<float> array(count, 1);
-  group.all_reduce(array.data(), count, DType::kFloat32, ReduceOp::kSum, 1, -1);
+  all_reduce(group.calls, array.data(), count, DType::kFloat32, ReduceOp::kSum,
+             1, -1);
   for (const float each : array)
     CHECK_EQ(each, static_cast<float>(group.world()));
 }
@@ -30,25 +36,32 @@ TEST(calls_that_differ_fail_everywhere_and_the_group_stays) {
     uint8_t bytes[64] = {};
     float floats[64] = {};
     const std::vector<std::function<void()>> disagreements = {
-        [&] { group.broadcast(bytes, odd ? 8 : 9, 0, -1); },
-        [&] { group.broadcast(bytes, 8, odd ? 1 : 0, -1); },
-        [&] { odd ? group.barrier(-1) : group.broadcast(bytes, 8, 0, -1); },
+        [&] { broadcast(group.calls, bytes, odd ? 8 : 9, 0, -1); },
+        [&] { broadcast(group.calls, bytes, 8, odd ? 1 : 0, -1); },
         [&] {
-          group.all_reduce(floats, 4, odd ? DType::kInt32 : DType::kFloat32,
-                           ReduceOp::kSum, 1, -1);
+          odd ? barrier(group.calls, -1)
+              : paceline::broadcast(group.calls, bytes, 8, 0, -1);
         },
         [&] {
-          group.all_reduce(floats, 4, DType::kFloat32,
-                           odd ? ReduceOp::kMax : ReduceOp::kSum, 1, -1);
+          all_reduce(group.calls, floats, 4,
+                     odd ? DType::kInt32 : DType::kFloat32, ReduceOp::kSum, 1,
+                     -1);
         },
-        [&] { odd ? (void)group.allocate(4, -1) : group.barrier(-1); },
         [&] {
-          odd ? (void)group.allocate(4, -1) : (void)group.allocate(5, -1);
+          all_reduce(group.calls, floats, 4, DType::kFloat32,
+                     odd ? ReduceOp::kMax : ReduceOp::kSum, 1, -1);
+        },
+        [&] {
+          odd ? (void)group.heap.allocate(4, -1) : barrier(group.calls, -1);
+        },
+        [&] {
+          odd ? (void)group.heap.allocate(4, -1)
+              : (void)group.heap.allocate(5, -1);
         },
         [&] {
           std::vector<uint8_t> large(2 * kPieceBytes);
-          odd ? group.broadcast(large.data(), large.size(), 0, -1)
-              : group.all_gather(bytes, large.data(), 8, -1);
+          odd ? broadcast(group.calls, large.data(), large.size(), 0, -1)
+              : all_gather(group.calls, bytes, large.data(), 8, -1);
         },
     };
     for (const auto& disagree : disagreements) {
@@ -64,8 +77,9 @@ TEST(sizes_of_all_to_all_that_differ_are_told) {
     std::vector<uint8_t> in(64), out(64);
     std::vector<uint64_t> sends(3, 8), expects(3, 8);
     if (group.rank() == 2) expects[1] = 9;
-    const Failure failure = failure_of(
-        [&] { group.all_to_all(in.data(), sends, out.data(), expects, -1); });
+    const Failure failure = failure_of([&] {
+      all_to_all(group.calls, in.data(), sends, out.data(), expects, -1);
+    });
     CHECK_EQ(failure.reason, Reason::kMismatch);
     CHECK(failure.message ==
           "all_to_all: rank 1 sends 8 bytes to rank 2, which expects 9");
@@ -78,24 +92,25 @@ TEST(sizes_of_all_to_all_that_differ_are_told) {
 void check_death(Point point, uint32_t nth,
                  const std::function<void(HostGroup&)>& call) {
   run_group(3, [&](HostGroup& group) {
-    group.barrier(-1);
+    barrier(group.calls, -1);
     if (group.rank() == 1) {
       arm_fault(point, FaultAction::kRaise, nth);
       const Failure injected = failure_of([&] { call(group); });
       disarm_fault();
       CHECK_EQ(injected.reason, Reason::kInjected);
-      group.die_for_test();
+      group.session.die_for_test();
       return;
     }
     const Failure failure = failure_of([&] {
       call(group);
-      group.barrier(-1);
+      barrier(group.calls, -1);
     });
     CHECK_EQ(failure.reason, Reason::kDied);
     CHECK_EQ(failure.culprit, 1);
     CHECK(is_late(failure, 1));
     // The group is over, and says so.
-    CHECK_EQ(failure_of([&] { group.barrier(-1); }).reason, Reason::kDied);
+    CHECK_EQ(failure_of([&] { barrier(group.calls, -1); }).reason,
+             Reason::kDied);
   });
 }
 
@@ -112,7 +127,7 @@ TEST(a_death_at_every_step_of_a_collective) {
   check_death(Point::kAfterReduce, 2, sum_of(kPieceBytes));
   check_death(Point::kCopyOut, 1, sum_of(kPieceBytes));
   check_death(Point::kAllocate, 1,
-              [](HostGroup& group) { group.allocate(5000, -1); });
+              [](HostGroup& group) { group.heap.allocate(5000, -1); });
 }
 
 TEST(a_death_in_a_message) {
@@ -122,9 +137,11 @@ TEST(a_death_in_a_message) {
       const bool sends = (group.rank() == 1) == (point == Point::kSend);
       if (group.rank() == 2) return;
       const int peer = 1 - group.rank();
-      group.wait(sends ? group.start_send(data.data(), data.size(), peer, 0)
-                       : group.start_receive(data.data(), data.size(), peer, 0),
-                 -1);
+      group.messages.wait(
+          sends
+              ? group.messages.start_send(data.data(), data.size(), peer, 0)
+              : group.messages.start_receive(data.data(), data.size(), peer, 0),
+          -1);
     });
   }
 }
@@ -138,10 +155,11 @@ TEST(a_death_without_futex_waitv) {
 
 TEST(several_deaths_at_once_are_all_named) {
   run_group(5, [](HostGroup& group) {
-    group.barrier(-1);
-    if (group.rank() % 2 == 1) return group.die_for_test();
-    while (!has_died(group.line(1)) || !has_died(group.line(3))) sched_yield();
-    const Failure failure = failure_of([&] { group.barrier(-1); });
+    barrier(group.calls, -1);
+    if (group.rank() % 2 == 1) return group.session.die_for_test();
+    while (!has_died(group.session.line(1)) || !has_died(group.session.line(3)))
+      sched_yield();
+    const Failure failure = failure_of([&] { barrier(group.calls, -1); });
     CHECK_EQ(failure.reason, Reason::kDied);
     CHECK(is_late(failure, 1) && is_late(failure, 3));
     CHECK(!is_late(failure, 0) && !is_late(failure, 2));
@@ -151,11 +169,11 @@ TEST(several_deaths_at_once_are_all_named) {
 TEST(a_rank_that_raises_is_quoted) {
   run_group(3, [](HostGroup& group) {
     if (group.rank() == 2) {
-      group.abort("ValueError: no such file");
-      group.abort("a second thought");
+      group.session.abort("ValueError: no such file");
+      group.session.abort("a second thought");
       return;
     }
-    const Failure failure = failure_of([&] { group.barrier(-1); });
+    const Failure failure = failure_of([&] { barrier(group.calls, -1); });
     CHECK_EQ(failure.reason, Reason::kRaised);
     CHECK_EQ(failure.culprit, 2);
     CHECK(failure.message == "ValueError: no such file");
@@ -164,9 +182,9 @@ TEST(a_rank_that_raises_is_quoted) {
 
 TEST(a_rank_that_leaves_while_others_wait_for_it) {
   run_group(3, [](HostGroup& group) {
-    group.barrier(-1);
-    if (group.rank() == 0) return group.close();
-    const Failure failure = failure_of([&] { group.barrier(-1); });
+    barrier(group.calls, -1);
+    if (group.rank() == 0) return group.session.close();
+    const Failure failure = failure_of([&] { barrier(group.calls, -1); });
     CHECK_EQ(failure.reason, Reason::kLeft);
     CHECK_EQ(failure.culprit, 0);
   });
@@ -181,11 +199,12 @@ TEST(a_rank_that_is_late_is_named_everywhere) {
               if (group.rank() == 2) {
                 while (raised.load() < 3) sched_yield();
                 raised = 0;
-                CHECK_EQ(failure_of([&] { group.barrier(-1); }).reason,
+                CHECK_EQ(failure_of([&] { barrier(group.calls, -1); }).reason,
                          Reason::kDeadline);
                 return;
               }
-              const Failure failure = failure_of([&] { group.barrier(0.3); });
+              const Failure failure =
+                  failure_of([&] { barrier(group.calls, 0.3); });
               CHECK_EQ(failure.reason, Reason::kDeadline);
               CHECK(is_late(failure, 2));
               CHECK(failure.waited_s >= 0.3);
@@ -208,7 +227,7 @@ TEST(a_wait_is_reported_once_after_the_warning_time) {
               static std::atomic<bool> was_told{false};
               if (group.rank() == 1) {
                 while (!was_told.load()) sched_yield();
-                group.barrier(-1);
+                barrier(group.calls, -1);
                 return;
               }
               Counting hooks;
@@ -221,7 +240,7 @@ TEST(a_wait_is_reported_once_after_the_warning_time) {
                 Counting& counting;
               } watching(hooks);
               current_hooks = &watching;
-              group.barrier(-1);
+              barrier(group.calls, -1);
               current_hooks = nullptr;
               CHECK_EQ(hooks.count, 1);
               CHECK(hooks.named);
@@ -237,14 +256,15 @@ TEST(a_closed_group_refuses_and_wakes_its_own_waits) {
     } else {
       // Another thread of this rank waits when it closes.
       std::thread waiting([&] {
-        CHECK_EQ(failure_of([&] { group.barrier(-1); }).reason,
+        CHECK_EQ(failure_of([&] { barrier(group.calls, -1); }).reason,
                  Reason::kClosed);
       });
-      while (group.line(0).call_number.load() == 0) sched_yield();
-      group.close();
+      while (group.session.line(0).call_number.load() == 0) sched_yield();
+      group.session.close();
       waiting.join();
-      CHECK_EQ(failure_of([&] { group.barrier(-1); }).reason, Reason::kClosed);
-      group.close();
+      CHECK_EQ(failure_of([&] { barrier(group.calls, -1); }).reason,
+               Reason::kClosed);
+      group.session.close();
       is_over = true;
     }
   });

@@ -31,7 +31,7 @@ class World {
     run_ranks(size_, [&](int rank) {
       try {
         HostGroup group(region_, rank, kNonce, options_);
-        group.join();
+        group.session.join();
         program(group);
       } catch (const Failure& failure) {
         fail(__FILE__, __LINE__,

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "check.h"
+#include "collectives/barrier.h"
 #include "group_world.h"
 
 namespace paceline {
@@ -15,13 +16,15 @@ using testing::run_group;
 
 void send(HostGroup& group, const std::vector<uint8_t>& data, int to,
           uint64_t tag = 0) {
-  group.wait(group.start_send(data.data(), data.size(), to, tag), -1);
+  group.messages.wait(
+      group.messages.start_send(data.data(), data.size(), to, tag), -1);
 }
 
 std::vector<uint8_t> receive(HostGroup& group, size_t bytes, int from,
                              uint64_t tag = 0) {
   std::vector<uint8_t> data(bytes, 0xee);
-  group.wait(group.start_receive(data.data(), bytes, from, tag), -1);
+  group.messages.wait(
+      group.messages.start_receive(data.data(), bytes, from, tag), -1);
   return data;
 }
 
@@ -56,11 +59,13 @@ TEST(all_pairs_at_once_in_random_order) {
                          static_cast<uint8_t>(16 * group.rank() + peer));
         in.emplace_back(kBytes);
         if (peer == group.rank()) continue;
-        ids.push_back(group.start_send(out.back().data(), kBytes, peer, 1));
-        ids.push_back(group.start_receive(in.back().data(), kBytes, peer, 1));
+        ids.push_back(
+            group.messages.start_send(out.back().data(), kBytes, peer, 1));
+        ids.push_back(
+            group.messages.start_receive(in.back().data(), kBytes, peer, 1));
       }
       std::shuffle(ids.begin(), ids.end(), random);
-      for (const TransferId id : ids) group.wait(id, -1);
+      for (const TransferId id : ids) group.messages.wait(id, -1);
       for (int peer = 0; peer < 4; ++peer) {
         const std::vector<uint8_t> expected(
             kBytes, static_cast<uint8_t>(16 * peer + group.rank()));
@@ -108,12 +113,12 @@ TEST(messages_go_on_in_collectives_of_another_thread) {
     constexpr size_t kBytes = 4 * kOutboxBytes;
     const std::vector<uint8_t> data(kBytes, 5);
     if (group.rank() == 0) {
-      std::thread collective([&] { group.barrier(-1); });
+      std::thread collective([&] { barrier(group.calls, -1); });
       CHECK(receive(group, kBytes, 1) == data);
       collective.join();
     } else {
       send(group, data, 0);
-      group.barrier(-1);
+      barrier(group.calls, -1);
     }
   });
 }
@@ -124,19 +129,22 @@ TEST(a_transfer_nobody_waits_for_can_be_let_go) {
     constexpr size_t kBytes = 2 * kOutboxBytes;
     std::vector<uint8_t> out(kBytes, 1);
     std::vector<uint8_t> in(kBytes);
-    const TransferId sent = group.start_send(out.data(), kBytes, other, 0);
-    CHECK(!group.forget(sent));  // the other end has read nothing yet
-    group.barrier(-1);
-    group.wait(group.start_receive(in.data(), kBytes, other, 0), -1);
-    group.wait(sent, -1);
-    CHECK(group.forget(sent));
-    CHECK(group.forget(999));
-    const TransferId never = group.start_receive(in.data(), kBytes, other, 0);
-    CHECK(!group.test(never));
-    CHECK(!group.forget(never));
-    group.barrier(-1);
-    group.close();
-    CHECK(group.forget(never));  // from here on `in` may go
+    const TransferId sent =
+        group.messages.start_send(out.data(), kBytes, other, 0);
+    CHECK(!group.messages.forget(sent));  // the other end has read nothing yet
+    barrier(group.calls, -1);
+    group.messages.wait(
+        group.messages.start_receive(in.data(), kBytes, other, 0), -1);
+    group.messages.wait(sent, -1);
+    CHECK(group.messages.forget(sent));
+    CHECK(group.messages.forget(999));
+    const TransferId never =
+        group.messages.start_receive(in.data(), kBytes, other, 0);
+    CHECK(!group.messages.test(never));
+    CHECK(!group.messages.forget(never));
+    barrier(group.calls, -1);
+    group.session.close();
+    CHECK(group.messages.forget(never));  // from here on `in` may go
   });
 }
 
@@ -146,7 +154,7 @@ TEST(a_message_that_was_sent_before_its_sender_left_arrives) {
       const std::vector<uint8_t> data(1000, 3);
       if (group.rank() == 0) {
         send(group, data, 1);
-        group.close();
+        group.session.close();
       } else {
         CHECK(receive(group, 1000, 0) == data);
         CHECK_EQ(failure_of([&] { receive(group, 1, 0); }).reason,
@@ -160,11 +168,14 @@ TEST(a_wrong_peer_is_refused) {
   run_group(2, [](HostGroup& group) {
     for (const int peer : {-1, 2, group.rank()}) {
       uint8_t byte = 0;
-      CHECK_EQ(failure_of([&] { group.start_send(&byte, 1, peer, 0); }).reason,
+      CHECK_EQ(failure_of([&] {
+                 group.messages.start_send(&byte, 1, peer, 0);
+               }).reason,
                Reason::kMisuse);
-      CHECK_EQ(
-          failure_of([&] { group.start_receive(&byte, 1, peer, 0); }).reason,
-          Reason::kMisuse);
+      CHECK_EQ(failure_of([&] {
+                 group.messages.start_receive(&byte, 1, peer, 0);
+               }).reason,
+               Reason::kMisuse);
     }
   });
 }

@@ -47,7 +47,7 @@ TEST(a_death_at_every_step_of_a_pass) {
         disarm_fault();
         CHECK_EQ(injected.reason, Reason::kInjected);
         is_dying.store(true, std::memory_order_release);
-        return group.die_for_test();
+        return group.session.die_for_test();
       }
       const Failure failure = failure_of([&] {
         for (int step = 1;; ++step) pass(step);
@@ -92,7 +92,7 @@ TEST(survivors_agree_on_the_last_good_pass) {
                   });
                   disarm_fault();
                   for (unsigned i = own() % 3000; i > 0; --i) cpu_relax();
-                  group.abort("so it ends");
+                  group.session.abort("so it ends");
                   return;
                 }
                 const Failure failure = failure_of([&] {

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "check.h"
+#include "collectives/barrier.h"
 #include "group_world.h"
 #include "reducer/reducer.h"
 #include "reducer_model.h"
@@ -54,10 +55,10 @@ TEST(gradients_elsewhere_stay_as_they_are_until_backward_ends) {
         std::vector<std::vector<float>> gradients(
             2, std::vector<float>(kCount, Model::value(group.rank(), 0, 0, 0)));
         const bool is_behind = group.rank() == step % 2;
-        if (is_behind) group.barrier(-1);
+        if (is_behind) barrier(group.calls, -1);
         for (size_t p = 0; p < 2; ++p)
           reducer.mark_ready(p, gradients[p].data());
-        if (!is_behind) group.barrier(-1);
+        if (!is_behind) barrier(group.calls, -1);
         for (const auto& gradient : gradients)
           for (const float element : gradient)
             CHECK_EQ(element, Model::value(group.rank(), 0, 0, 0));
@@ -78,7 +79,7 @@ TEST(gradients_elsewhere_stay_as_they_are_after_a_pass_that_was_broken_off) {
     run_group(2, [&](HostGroup& group) {
       constexpr size_t kCount = 300'000;
       constexpr size_t kBytes = kCount * sizeof(float);
-      Reducer reducer(group, kBytes, {{0, kCount, DType::kFloat32}},
+      Reducer reducer(group.heap, kBytes, {{0, kCount, DType::kFloat32}},
                       {{0, kBytes}}, assigns_chunks);
       std::vector<float> gradient(kCount);
       const auto mark = [&] {
@@ -112,7 +113,7 @@ TEST(gradients_that_overlap_are_moved_into_the_arena) {
       constexpr size_t kBytes = kCount * sizeof(float);
       const auto make = [&] {
         return std::make_unique<Reducer>(
-            group, 3 * kBytes,
+            group.heap, 3 * kBytes,
             std::vector<ParameterSpan>{{0, kCount, DType::kFloat32},
                                        {kBytes, kCount, DType::kFloat32},
                                        {2 * kBytes, kCount, DType::kFloat32}},
@@ -173,7 +174,7 @@ TEST(assigned_chunks_with_random_readiness) {
             [](HostGroup& group) {
               constexpr size_t kLarge = 200'000;
               constexpr size_t kBytes = kLarge * sizeof(float);
-              Reducer reducer(group, 3 * kBytes,
+              Reducer reducer(group.heap, 3 * kBytes,
                               {{0, kLarge, DType::kFloat32},
                                {kBytes, kLarge, DType::kFloat32},
                                {2 * kBytes, kLarge, DType::kFloat32}},

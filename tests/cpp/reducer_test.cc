@@ -162,7 +162,7 @@ TEST(a_sum_of_finite_gradients_that_overflows_is_told) {
     constexpr size_t kCount = 20'000;
     constexpr size_t kBytes = kCount * sizeof(double);
     Reducer reducer(
-        group, 2 * kBytes,
+        group.heap, 2 * kBytes,
         {{0, kCount, DType::kFloat32}, {kBytes, kCount, DType::kFloat64}},
         {{0, 2 * kBytes}}, false);
     auto* singles = reinterpret_cast<float*>(reducer.arena());

@@ -136,7 +136,7 @@ TEST(a_group_refuses_memory_of_another_job_and_a_taken_place) {
   HostGroup first(fd, 0, nonce, options);
   CHECK_EQ(join_as(0, nonce).reason, Reason::kMisuse);
   // Rank 1 never comes.
-  const Failure late = testing::failure_of([&] { first.join(); });
+  const Failure late = testing::failure_of([&] { first.session.join(); });
   CHECK_EQ(late.reason, Reason::kDeadline);
   CHECK(testing::is_late(late, 1) && !testing::is_late(late, 0));
   close(fd);

@@ -1,6 +1,12 @@
 // Collectives, messages, and how ranks come and go.
 #include <numeric>
 
+#include "collectives/all_gather.h"
+#include "collectives/all_reduce.h"
+#include "collectives/all_to_all.h"
+#include "collectives/barrier.h"
+#include "collectives/broadcast.h"
+#include "collectives/reduce_scatter.h"
 #include "world.h"
 
 namespace paceline::schedules {
@@ -39,8 +45,8 @@ struct Caller {
         rank(a_rank),
         group(run.world.region(), rank, kNonce, options()),
         shared(run.shared_random()) {
-    group.join();
-    in_region = group.allocate(kCounts[2] * kFloat, -1);
+    group.session.join();
+    in_region = group.heap.allocate(kCounts[2] * kFloat, -1);
     scheduler().start();
   }
 
@@ -49,11 +55,12 @@ struct Caller {
   void all_reduce(size_t count, bool is_inside, bool is_mean) {
     std::vector<float> outside(is_inside ? 0 : count);
     float* const data =
-        is_inside ? reinterpret_cast<float*>(group.slab(rank) + in_region)
-                  : outside.data();
+        is_inside
+            ? reinterpret_cast<float*>(group.session.slab(rank) + in_region)
+            : outside.data();
     fill({data, count}, rank, call);
-    group.all_reduce(data, count, DType::kFloat32,
-                     is_mean ? ReduceOp::kMean : ReduceOp::kSum, 1, -1);
+    paceline::all_reduce(group.calls, data, count, DType::kFloat32,
+                         is_mean ? ReduceOp::kMean : ReduceOp::kSum, 1, -1);
     note_plain_read(data, count * kFloat);
     for (size_t i = 0; i < count; ++i) {
       float sum = 0;
@@ -66,7 +73,7 @@ struct Caller {
   void broadcast(size_t count, int root) {
     std::vector<float> data(count);
     fill(data, rank, call);
-    group.broadcast(data.data(), count * kFloat, root, -1);
+    paceline::broadcast(group.calls, data.data(), count * kFloat, root, -1);
     for (size_t i = 0; i < count; ++i)
       expect(data[i] == value(root, i, call), "a wrong broadcast");
   }
@@ -75,7 +82,8 @@ struct Caller {
     std::vector<float> in(count);
     std::vector<float> out(count * static_cast<size_t>(world()));
     fill(in, rank, call);
-    group.all_gather(in.data(), out.data(), count * kFloat, -1);
+    paceline::all_gather(group.calls, in.data(), out.data(), count * kFloat,
+                         -1);
     for (size_t i = 0; i < out.size(); ++i) {
       expect(out[i] == value(static_cast<int>(i / count), i % count, call),
              "a wrong gathering");
@@ -86,8 +94,8 @@ struct Caller {
     std::vector<float> in(count * static_cast<size_t>(world()));
     std::vector<float> out(count);
     fill(in, rank, call);
-    group.reduce_scatter(in.data(), out.data(), count, DType::kFloat32,
-                         ReduceOp::kSum, -1);
+    paceline::reduce_scatter(group.calls, in.data(), out.data(), count,
+                             DType::kFloat32, ReduceOp::kSum, -1);
     for (size_t i = 0; i < count; ++i) {
       float sum = 0;
       for (int r = 0; r < world(); ++r)
@@ -102,7 +110,7 @@ struct Caller {
     std::vector<float> out(count * ranks);
     fill(in, rank, call);
     const std::vector<uint64_t> bytes(ranks, count * kFloat);
-    group.all_to_all(in.data(), bytes, out.data(), bytes, -1);
+    paceline::all_to_all(group.calls, in.data(), bytes, out.data(), bytes, -1);
     for (size_t i = 0; i < out.size(); ++i) {
       expect(
           out[i] == value(static_cast<int>(i / count),
@@ -116,8 +124,8 @@ struct Caller {
     float data[2] = {1, 1};
     bool raised = false;
     try {
-      group.all_reduce(data, rank == odd_rank ? 2 : 1, DType::kFloat32,
-                       ReduceOp::kSum, 1, -1);
+      paceline::all_reduce(group.calls, data, rank == odd_rank ? 2 : 1,
+                           DType::kFloat32, ReduceOp::kSum, 1, -1);
     } catch (const Failure& failure) {
       raised = failure.reason == Reason::kMismatch;
       if (!raised) throw;
@@ -126,13 +134,14 @@ struct Caller {
   }
 
   void allocate_and_free() {
-    const size_t offset = group.allocate(100, -1);
-    auto* const data = reinterpret_cast<float*>(group.slab(rank) + offset);
+    const size_t offset = group.heap.allocate(100, -1);
+    auto* const data =
+        reinterpret_cast<float*>(group.session.slab(rank) + offset);
     note_plain_read(data, 100);
     expect(data[0] == 0, "new memory is not zeroed");
     note_plain_write(data, 100);
     data[0] = 5;
-    group.free(offset, shared.one_in(2));
+    group.heap.free(offset, shared.one_in(2));
   }
 
   void next() {
@@ -143,7 +152,7 @@ struct Caller {
     const bool coin = shared.one_in(2);
     switch (shared.below(9)) {
       case 0:
-        group.barrier(-1);
+        paceline::barrier(group.calls, -1);
         break;
       case 1:
         all_reduce(count, false, coin);
@@ -185,7 +194,7 @@ void collectives(Run& run, int index) {
 void barriers(Run& run, int index) {
   Caller caller(run, index);
   for (int i = 0; i < 4; ++i) {
-    caller.group.barrier(-1);
+    paceline::barrier(caller.group.calls, -1);
     ++run.outcomes[static_cast<size_t>(index)].good_passes;
   }
 }
@@ -193,7 +202,7 @@ void barriers(Run& run, int index) {
 // What an array costs has nothing to do with how many there may be.
 void many_arrays(Run& run, int index) {
   HostGroup group(run.world.region(), index, kNonce, options());
-  group.join();
+  group.session.join();
   scheduler().start();
   const auto steps_of = [](auto body) {
     const size_t before = scheduler().steps();
@@ -217,14 +226,14 @@ void many_arrays(Run& run, int index) {
 void come_and_leave(Run& run, int index) {
   scheduler().start();
   HostGroup group(run.world.region(), index, kNonce, options());
-  group.join();
-  if (run.shared_random().one_in(2)) group.barrier(-1);
+  group.session.join();
+  if (run.shared_random().one_in(2)) paceline::barrier(group.calls, -1);
 }
 
 // Everybody sends to everybody before it receives, more than an outbox holds.
 void messages(Run& run, int index) {
   HostGroup group(run.world.region(), index, kNonce, options());
-  group.join();
+  group.session.join();
   scheduler().start();
   Random shared = run.shared_random();
   const auto ranks = static_cast<size_t>(group.world());
@@ -241,13 +250,13 @@ void messages(Run& run, int index) {
       in[peer].resize(count);
       fill(out[peer], index, round + r);
       started.push_back(
-          group.start_send(out[peer].data(), count * kFloat, r, 7));
+          group.messages.start_send(out[peer].data(), count * kFloat, r, 7));
       started.push_back(
-          group.start_receive(in[peer].data(), count * kFloat, r, 7));
+          group.messages.start_receive(in[peer].data(), count * kFloat, r, 7));
     }
     const bool has_barrier = shared.one_in(2);
-    if (has_barrier) group.barrier(-1);
-    for (const TransferId id : started) group.wait(id, -1);
+    if (has_barrier) paceline::barrier(group.calls, -1);
+    for (const TransferId id : started) group.messages.wait(id, -1);
     for (int r = 0; r < group.world(); ++r) {
       for (size_t i = 0; r != index && i < count; ++i) {
         expect(in[static_cast<size_t>(r)][i] == value(r, i, round + index),

@@ -4,9 +4,11 @@
 # hold it, builds the explorer with that copy, and expects FINDING from the programs named like PROGRAM.
 # A header is compiled with the sources named first.
 
-set(mutant_sources_of_host_group.h
-    cpp/collectives/all_gather.cc cpp/collectives/all_reduce.cc cpp/collectives/broadcast.cc
-    cpp/collectives/host_group.cc cpp/reducer/ending.cc cpp/reducer/reducer.cc)
+set(mutant_sources_of_calls.h
+    cpp/collectives/all_gather.cc cpp/collectives/all_reduce.cc cpp/collectives/all_to_all.cc
+    cpp/collectives/broadcast.cc cpp/collectives/calls.cc cpp/collectives/reduce_scatter.cc)
+set(mutant_sources_of_session.h
+    cpp/collectives/calls.cc cpp/collectives/messages.cc cpp/core/session.cc cpp/reducer/ending.cc)
 set(mutant_sources_of_reducer.h
     cpp/reducer/ending.cc cpp/reducer/outcome.cc cpp/reducer/overlaps.cc cpp/reducer/plan.cc
     cpp/reducer/reducer.cc)
@@ -55,11 +57,11 @@ mutant(one_is_woken cpp/reducer/reducer.cc "passes, 3 ranks" deadlock
 mutant(wake_before_the_change cpp/reducer/reducer.cc "passes, 2 ranks" deadlock
   "shared.bell.fetch_add(1, std::memory_order_seq_cst);" ""
   "futex_wake(shared.bell, count);" "futex_wake(shared.bell, count); shared.bell.fetch_add(1);")
-mutant(sleep_without_comparing cpp/collectives/host_group.h "passes, 2 ranks" deadlock
+mutant(sleep_without_comparing cpp/core/session.h "passes, 2 ranks" deadlock
   "{{&word, seen}," "{{&word, word.load() + 0 * seen},")
-mutant(no_wake_at_the_gate cpp/collectives/host_group.cc "collectives, 2 ranks" deadlock
+mutant(no_wake_at_the_gate cpp/collectives/calls.cc "collectives, 2 ranks" deadlock
   "futex_wake(gate.phase, kWakeAll)" "(void)0")
-mutant(receiver_does_not_ring cpp/collectives/point_to_point.cc "messages, 2 ranks" deadlock
+mutant(receiver_does_not_ring cpp/core/transfers.cc "messages, 2 ranks" deadlock
   "channel.read.store(at, std::memory_order_release);\n    ring(transfer.peer)"
   "channel.read.store(at, std::memory_order_release)")
 mutant(nobody_hears_of_a_death cpp/core/crash.cc "collectives, a death" deadlock
@@ -77,11 +79,11 @@ mutant(claims_in_two_steps cpp/reducer/reducer.cc "passes, 2 ranks" "(a wrong me
   "claim.store(next + 1);")
 mutant(no_reset_after_a_void_pass cpp/reducer/ending.cc "passes, 2 ranks" "(a wrong mean|race|deadlock)"
   "shared.chunks_done.store(pass_ * total_chunks_, std::memory_order_relaxed);" "")
-mutant(gate_opens_before_its_reset cpp/collectives/host_group.cc "collectives, 2 ranks" "(deadlock|race|calls differ|a wrong|rank)"
+mutant(gate_opens_before_its_reset cpp/collectives/calls.cc "collectives, 2 ranks" "(deadlock|race|calls differ|a wrong|rank)"
   "gate.arrived.store(0, std::memory_order_relaxed);" ""
   "gate.phase.store(phase + 1, std::memory_order_seq_cst);"
   "gate.phase.store(phase + 1); gate.arrived.store(0);")
-mutant(one_buffer_for_all_calls cpp/collectives/host_group.h "collectives, 2 ranks" "(race|a wrong)"
+mutant(one_buffer_for_all_calls cpp/collectives/calls.h "collectives, 2 ranks" "(race|a wrong)"
   "Layout::small_at(call_.number & 1)" "Layout::small_at(0)")
 
 # --- what is unused, and who may leave it so ---
@@ -106,13 +108,13 @@ mutant(relaxed_count cpp/reducer/ending.cc "passes, 2 ranks" race
   "seen, seen + 1, std::memory_order_acq_rel" "seen, seen + 1, std::memory_order_relaxed")
 mutant(relaxed_post cpp/reducer/reducer.cc "passes, 2 ranks" race
   "arrived.fetch_add(1, std::memory_order_acq_rel)" "arrived.fetch_add(1, std::memory_order_relaxed)")
-mutant(relaxed_gate cpp/collectives/host_group.cc "collectives, 2 ranks" race
+mutant(relaxed_gate cpp/collectives/calls.cc "collectives, 2 ranks" race
   "gate.arrived.fetch_add(1, std::memory_order_acq_rel)" "gate.arrived.fetch_add(1, std::memory_order_relaxed)")
-mutant(relaxed_message cpp/collectives/point_to_point.cc "messages, 2 ranks" race
+mutant(relaxed_message cpp/core/transfers.cc "messages, 2 ranks" race
   "channel.written.store(at, std::memory_order_release)" "channel.written.store(at, std::memory_order_relaxed)")
 
 # --- each survivor decides alone ---
 mutant(no_poison cpp/reducer/ending.cc "passes, a death, 3 ranks" "(survivors disagree|a wrong mean)"
   "const bool is_reached = settle(count, target);" "throw;\n    const bool is_reached = false;")
 mutant(goes_on_after_the_end cpp/reducer/reducer.cc "passes, a death, 2 ranks" "rank [0-9] claimed [0-9]+ chunks after the end"
-  "if (group_.is_over()) break;" "")
+  "if (session_.is_over()) break;" "")

@@ -119,7 +119,7 @@ class Model {
       : group_(group),
         setting_(setting),
         layout_(kSizes, setting.cap_bytes),
-        reducer_(std::make_unique<Reducer>(group, layout_.arena_bytes,
+        reducer_(std::make_unique<Reducer>(group.heap, layout_.arena_bytes,
                                            layout_.parameters, layout_.buckets,
                                            setting.is_elsewhere)) {
     for (const size_t count : kSizes) elsewhere_.emplace_back(count, kGarbage);
@@ -219,7 +219,7 @@ struct Rank {
         own(run.random_of(rank)),
         group(run.world.region(), rank, kNonce,
               {.timeout_s = 2, .warn_after_s = 1000, .spin_us = 0}) {
-    group.join();
+    group.session.join();
     model.emplace(group, setting);
     scheduler().start();
   }

@@ -19,7 +19,7 @@ void warm_up() {
       1,
       [&](int rank) {
         HostGroup group(world.region(), rank, kNonce, {});
-        group.join();
+        group.session.join();
       },
       {}, 1);
   keep_memory();

@@ -11,10 +11,10 @@
 #include <vector>
 
 #include "core/atomics.h"
+#include "core/mapping.h"
 
 namespace paceline {
 
-class HostGroup;
 using TransferId = uint64_t;
 
 /// Leads every message in its ring.
@@ -28,7 +28,7 @@ struct MessageHeader {
 /// both send before they receive can't deadlock.
 class Transfers {
  public:
-  explicit Transfers(HostGroup& group) : group_(group) {}
+  explicit Transfers(const Mapping& mapping) : mapping_(mapping) {}
 
   TransferId start(std::byte* data, size_t bytes, int peer, uint64_t tag,
                    bool sends);
@@ -69,7 +69,7 @@ class Transfers {
   void ring(int peer);
   void reserve_outbox(int peer);
 
-  HostGroup& group_;
+  const Mapping& mapping_;
   std::mutex mutex_;
   TransferId next_id_ = 1;
   std::unordered_map<TransferId, std::shared_ptr<Transfer>> started_;

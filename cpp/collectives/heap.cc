@@ -1,23 +1,33 @@
-// allocate and free: arrays at the same offset in every rank's slab.
-//
-// Rank 0 decides where, between two meetings; each rank then reserves its own
-// share, and a third meeting tells all of them whether somebody could not.
+#include "collectives/heap.h"
+
 #include <errno.h>
 #include <string.h>
 
 #include <algorithm>
 #include <string>
 
-#include "collectives/host_group.h"
+#include "core/failure.h"
+#include "core/faults.h"
 
 namespace paceline {
 
-void HostGroup::own_block(size_t offset, uint32_t entry) {
+Heap::Heap(Calls& calls)
+    : calls_(calls), mapping_(calls.session().mapping()) {
+  if (calls_.rank() != 0) return;
+  const Layout& layout = mapping_.layout();
+  const size_t heap_at = round_up(layout.heap_at(), page_bytes());
+  if (heap_at < layout.slab_bytes)
+    free_space_.give_back(heap_at, layout.slab_bytes - heap_at);
+  for (size_t i = kMaxBlocks; i > 0; --i)
+    free_blocks_.push_back(static_cast<uint32_t>(i - 1));
+}
+
+void Heap::own_block(size_t offset, uint32_t entry) {
   const std::lock_guard lock(own_blocks_mutex_);
   own_blocks_[offset] = entry;
 }
 
-std::optional<uint32_t> HostGroup::disown_block(size_t offset) {
+std::optional<uint32_t> Heap::disown_block(size_t offset) {
   const std::lock_guard lock(own_blocks_mutex_);
   const auto found = own_blocks_.find(offset);
   if (found == own_blocks_.end()) return std::nullopt;
@@ -27,17 +37,17 @@ std::optional<uint32_t> HostGroup::disown_block(size_t offset) {
 }
 
 // Takes the blocks that no rank uses any more off their list.
-void HostGroup::reclaim_blocks() {
+void Heap::reclaim_blocks() {
   // Acquire: pairs with the release in free().
-  uint32_t first = header_->freed_blocks.exchange(0, std::memory_order_acquire);
+  uint32_t first = mapping_.header().freed_blocks.exchange(0, std::memory_order_acquire);
   while (first != 0) {
     const uint32_t entry = first - 1;
-    Block& block = blocks_[entry];
+    Block& block = mapping_.blocks()[entry];
     const size_t offset = block.offset.load(std::memory_order_relaxed);
     const size_t length = block.bytes.load(std::memory_order_relaxed);
     first = block.next.load(std::memory_order_relaxed);
-    for (int r = 0; r < world(); ++r)
-      region_->release(layout_.slab_at(r) + offset, length);
+    for (int r = 0; r < calls_.world(); ++r)
+      mapping_.region().release(mapping_.layout().slab_at(r) + offset, length);
     block.bytes.store(0, std::memory_order_relaxed);
     free_space_.give_back(offset, length);
     free_blocks_.push_back(entry);
@@ -45,42 +55,45 @@ void HostGroup::reclaim_blocks() {
 }
 
 // By rank 0, because garbage collectors free in another order on each rank.
-void HostGroup::decide_allocation(size_t length) {
+void Heap::decide(size_t length) {
   reclaim_blocks();
   uint32_t entry = kNoBlockLeft;
   if (!free_blocks_.empty()) {
     const std::optional<size_t> offset = free_space_.take(length);
     entry = offset ? free_blocks_.back() : kNoRoom;
     try {  // for all ranks at once: each by itself would find enough
-      if (offset) Region::check_memory(uint64_t{length} * header_->world);
+      if (offset) Region::check_memory(uint64_t{length} * mapping_.header().world);
     } catch (const Failure&) {
       free_space_.give_back(*offset, length);
       entry = kNoMemoryLeft;
     }
     if (entry < kMaxBlocks) {
       free_blocks_.pop_back();
-      blocks_[entry].offset.store(*offset, std::memory_order_relaxed);
-      blocks_[entry].owners.store(header_->world, std::memory_order_relaxed);
-      blocks_[entry].bytes.store(length, std::memory_order_release);
+      mapping_.blocks()[entry].offset.store(*offset, std::memory_order_relaxed);
+      mapping_.blocks()[entry].owners.store(mapping_.header().world, std::memory_order_relaxed);
+      mapping_.blocks()[entry].bytes.store(length, std::memory_order_release);
     }
   }
-  header_->allocated_block.store(entry, std::memory_order_release);
+  // Release: publishes the block; partner: allocate(). (The meeting after it
+  // would do, too.)
+  mapping_.header().allocated_block.store(entry, std::memory_order_release);
 }
 
-size_t HostGroup::allocate(size_t bytes, double timeout_s) {
-  begin(CallKind::kAllocate, bytes, DType::kUInt8, ReduceOp::kSum, 0, 1,
+size_t Heap::allocate(size_t bytes, double timeout_s) {
+  calls_.begin(CallKind::kAllocate, bytes, DType::kUInt8, ReduceOp::kSum, 0, 1,
         timeout_s);
   // More than any slab: refused below, and no sum overflows on the way there.
   bytes = std::min(bytes, size_t{1} << 60);
   const size_t length = round_up(std::max<size_t>(bytes, 1), page_bytes());
-  meet();
-  if (rank_ == 0) decide_allocation(length);
-  meet();
+  calls_.meet();
+  if (calls_.rank() == 0) decide(length);
+  calls_.meet();
+  // Acquire; partner: decide().
   const uint32_t entry =
-      header_->allocated_block.load(std::memory_order_acquire);
+      mapping_.header().allocated_block.load(std::memory_order_acquire);
   if (entry == kNoMemoryLeft) {
     throw Failure{.reason = Reason::kNoMemory,
-                  .message = std::to_string(world()) + " ranks need " +
+                  .message = std::to_string(calls_.world()) + " ranks need " +
                              std::to_string(length) +
                              " bytes each, which the machine or the container "
                              "does not have left"};
@@ -92,14 +105,14 @@ size_t HostGroup::allocate(size_t bytes, double timeout_s) {
     throw Failure{.reason = Reason::kNoMemory,
                   .message = "no room for " + std::to_string(length) +
                              " bytes per rank in a slab of " +
-                             std::to_string(layout_.slab_bytes)};
+                             std::to_string(mapping_.layout().slab_bytes)};
   }
-  const size_t offset = blocks_[entry].offset.load(std::memory_order_relaxed);
+  const size_t offset = mapping_.blocks()[entry].offset.load(std::memory_order_relaxed);
   own_block(offset, entry);
   std::optional<Failure> own_failure;
   try {
     fault_point(Point::kAllocate);
-    region_->reserve(layout_.slab_at(rank_) + offset, length);
+    mapping_.reserve(offset, length);
   } catch (const Failure& failure) {
     if (failure.reason != Reason::kNoMemory) throw;
     own_failure = failure;
@@ -107,9 +120,9 @@ size_t HostGroup::allocate(size_t bytes, double timeout_s) {
   const int error = !own_failure                     ? 0
                     : own_failure->error_number != 0 ? own_failure->error_number
                                                      : ENOMEM;
-  lines_[static_cast<size_t>(rank_)].allocation_error.store(
+  mapping_.own_line().allocation_error.store(
       static_cast<uint32_t>(error), std::memory_order_relaxed);
-  meet();
+  calls_.meet();
   try {
     check_reserved(length, own_failure);
   } catch (const Failure&) {
@@ -121,12 +134,12 @@ size_t HostGroup::allocate(size_t bytes, double timeout_s) {
 
 // Throws on every rank if one could not reserve its share, and names it. `own`
 // is why this one could not.
-void HostGroup::check_reserved(size_t length,
+void Heap::check_reserved(size_t length,
                                const std::optional<Failure>& own) const {
   Failure failure{.reason = Reason::kNoMemory};
-  for (int r = 0; r < world(); ++r) {
+  for (int r = 0; r < calls_.world(); ++r) {
     const auto error = static_cast<int>(
-        line(r).allocation_error.load(std::memory_order_relaxed));
+        mapping_.line(r).allocation_error.load(std::memory_order_relaxed));
     if (error == 0) continue;
     if (failure.culprit < 0) {
       failure.culprit = r;
@@ -137,28 +150,28 @@ void HostGroup::check_reserved(size_t length,
     failure.late[r / 64] |= uint64_t{1} << (r % 64);
     failure.message += "rank " + std::to_string(r) + " could not reserve " +
                        std::to_string(length) + " bytes: ";
-    failure.message += r == rank_ ? own->message : strerror(error);
+    failure.message += r == calls_.rank() ? own->message : strerror(error);
   }
   if (failure.culprit < 0) return;
   if (own) failure.error_number = own->error_number;
   throw failure;
 }
 
-void HostGroup::free(size_t offset, bool others_still_read) {
-  if (is_forked()) return;
+void Heap::free(size_t offset, bool others_still_read) {
+  if (calls_.session().is_forked()) return;
   const std::optional<uint32_t> entry = disown_block(offset);
   if (!entry) return;
-  Block& block = blocks_[*entry];
+  Block& block = mapping_.blocks()[*entry];
   if (!others_still_read) {
-    region_->release(layout_.slab_at(rank_) + offset,
+    mapping_.region().release(mapping_.layout().slab_at(calls_.rank()) + offset,
                      block.bytes.load(std::memory_order_relaxed));
   }
   // acq_rel: the last rank to come here tells rank 0 for all of them.
   if (block.owners.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-  uint32_t first = header_->freed_blocks.load(std::memory_order_relaxed);
+  uint32_t first = mapping_.header().freed_blocks.load(std::memory_order_relaxed);
   do {
     block.next.store(first, std::memory_order_relaxed);
-  } while (!header_->freed_blocks.compare_exchange_weak(
+  } while (!mapping_.header().freed_blocks.compare_exchange_weak(
       first, *entry + 1, std::memory_order_release, std::memory_order_relaxed));
 }
 

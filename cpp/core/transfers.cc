@@ -1,11 +1,13 @@
-#include "collectives/point_to_point.h"
+#include "core/transfers.h"
 
 #include <string.h>
 
 #include <algorithm>
 #include <string>
 
-#include "collectives/host_group.h"
+#include "core/failure.h"
+#include "core/faults.h"
+#include "core/futex.h"
 
 namespace paceline {
 namespace {
@@ -71,18 +73,18 @@ bool Transfers::is_finished(TransferId id) {
 
 int Transfers::source_of_waiting(uint64_t tag) {
   const std::lock_guard lock(mutex_);
-  for (int i = 1; i <= group_.world(); ++i) {
-    const int source = (last_source_ + i) % group_.world();
-    if (source == group_.rank()) continue;
+  for (int i = 1; i <= mapping_.world(); ++i) {
+    const int source = (last_source_ + i) % mapping_.world();
+    if (source == mapping_.rank()) continue;
     const auto queue = queues_.find(queue_key(source, false));
     if (queue != queues_.end() && !queue->second.empty()) continue;
-    Channel& channel = group_.channel(source, group_.rank());
+    Channel& channel = mapping_.channel(source, mapping_.rank());
     const uint64_t at = channel.read.load(std::memory_order_relaxed);
     // Acquire: pairs with the release in advance_send(); a header is written
     // whole.
     if (channel.written.load(std::memory_order_acquire) == at) continue;
     MessageHeader header;
-    ring_read(group_.slab(source) + Layout::outbox_at(group_.rank()), at,
+    ring_read(mapping_.slab(source) + Layout::outbox_at(mapping_.rank()), at,
               &header, sizeof(header));
     if (header.tag != tag) continue;
     last_source_ = source;
@@ -139,9 +141,9 @@ bool Transfers::advance(Transfer& transfer) {
 
 // Moves what the ring has room for; true when the whole message is in it.
 bool Transfers::advance_send(Transfer& transfer) {
-  Channel& channel = group_.channel(group_.rank(), transfer.peer);
+  Channel& channel = mapping_.channel(mapping_.rank(), transfer.peer);
   std::byte* outbox =
-      group_.slab(group_.rank()) + Layout::outbox_at(transfer.peer);
+      mapping_.slab(mapping_.rank()) + Layout::outbox_at(transfer.peer);
   // Relaxed: only this rank writes `written`. Acquire on `read`: the receiver
   // is done with the bytes before.
   const uint64_t begin = channel.written.load(std::memory_order_relaxed);
@@ -174,9 +176,9 @@ bool Transfers::advance_send(Transfer& transfer) {
 // Moves what has arrived; true when the whole message was read. One that does
 // not fit is read away, so that its sender and the messages behind it go on.
 bool Transfers::advance_receive(Transfer& transfer) {
-  Channel& channel = group_.channel(transfer.peer, group_.rank());
+  Channel& channel = mapping_.channel(transfer.peer, mapping_.rank());
   const std::byte* outbox =
-      group_.slab(transfer.peer) + Layout::outbox_at(group_.rank());
+      mapping_.slab(transfer.peer) + Layout::outbox_at(mapping_.rank());
   const uint64_t begin = channel.read.load(std::memory_order_relaxed);
   uint64_t at = begin;
   // Acquire: pairs with the release in advance_send(); the bytes before
@@ -212,7 +214,7 @@ bool Transfers::advance_receive(Transfer& transfer) {
 }
 
 void Transfers::ring(int peer) {
-  RankLine& line = group_.mutable_line(peer);
+  RankLine& line = mapping_.line(peer);
   line.bell.fetch_add(1, std::memory_order_seq_cst);
   if (line.bell_sleepers.load(std::memory_order_seq_cst) != 0)
     futex_wake(line.bell, kWakeAll);
@@ -220,9 +222,9 @@ void Transfers::ring(int peer) {
 
 void Transfers::reserve_outbox(int peer) {
   if (outbox_reserved_.empty())
-    outbox_reserved_.resize(static_cast<size_t>(group_.world()));
+    outbox_reserved_.resize(static_cast<size_t>(mapping_.world()));
   if (outbox_reserved_[static_cast<size_t>(peer)]) return;
-  group_.reserve_in_slab(Layout::outbox_at(peer), kOutboxBytes);
+  mapping_.reserve(Layout::outbox_at(peer), kOutboxBytes);
   outbox_reserved_[static_cast<size_t>(peer)] = true;
 }
 

@@ -1,0 +1,19 @@
+// all_to_all: other bytes from every rank to every rank.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "collectives/calls.h"
+
+namespace paceline {
+
+/// in_bytes[r] go to rank r, out_bytes[r] come from it; both arrays are
+/// contiguous in rank order. Throws kMismatch on every rank when a pair
+/// disagrees.
+void all_to_all(Calls& calls, const void* in,
+                std::span<const uint64_t> in_bytes, void* out,
+                std::span<const uint64_t> out_bytes, double timeout_s);
+
+}  // namespace paceline

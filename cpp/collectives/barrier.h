@@ -1,0 +1,16 @@
+// barrier: nobody returns before everybody has called it.
+//
+// Steps: one meeting. Bytes: one line, the gate's.
+#pragma once
+
+#include "collectives/calls.h"
+
+namespace paceline {
+
+inline void barrier(Calls& calls, double timeout_s) {
+  calls.begin(CallKind::kBarrier, 0, DType::kUInt8, ReduceOp::kSum, 0, 1,
+              timeout_s);
+  calls.meet();
+}
+
+}  // namespace paceline

@@ -1,0 +1,56 @@
+// Arrays at the same offset in every rank's slab.
+//
+// Steps: all meet; rank 0 decides where; all meet; each rank reserves its own
+// share; a third meeting tells all of them whether somebody could not. No data
+// moves.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <optional>
+#include <unordered_map>
+#include <vector>
+
+#include "collectives/calls.h"
+#include "collectives/free_space.h"
+#include "core/failure.h"
+#include "core/mapping.h"
+
+namespace paceline {
+
+class Heap {
+ public:
+  explicit Heap(Calls& calls);
+  Heap(const Heap&) = delete;
+  Heap& operator=(const Heap&) = delete;
+
+  Session& session() const { return calls_.session(); }
+  /// Collective: the same offset on every rank, page-aligned and zeroed. Throws
+  /// on every rank when one lacks memory.
+  size_t allocate(size_t bytes, double timeout_s);
+  /// Not collective: gives this rank's share back; the offset is used again
+  /// once all ranks have freed it. `others_still_read`: the memory stays until
+  /// then, too.
+  void free(size_t offset, bool others_still_read = false);
+
+ private:
+  void reclaim_blocks();
+  void decide(size_t length);
+  void own_block(size_t offset, uint32_t entry);
+  std::optional<uint32_t> disown_block(size_t offset);
+  void check_reserved(size_t length, const std::optional<Failure>& own) const;
+
+  Calls& calls_;
+  const Mapping& mapping_;
+  /// What only rank 0 knows, which decides: the free part of the slabs, and
+  /// blocks without an array.
+  FreeSpace<> free_space_;
+  std::vector<uint32_t> free_blocks_;
+  /// Of the arrays that this rank has not freed, by offset. A garbage collector
+  /// may free one while another thread allocates.
+  std::unordered_map<size_t, uint32_t> own_blocks_;
+  std::mutex own_blocks_mutex_;
+};
+
+}  // namespace paceline

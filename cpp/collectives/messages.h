@@ -1,0 +1,44 @@
+// Messages between two ranks: started in order per pair, finished by wait().
+//
+// Steps and bytes: the sender copies a header of 16 bytes and the message to its
+// outbox for the receiver, a ring of kOutboxBytes, as far as there is room; the
+// receiver copies it out and gives the room back. Each byte is written twice and
+// read twice. Both move on whenever either end looks (core/transfers.h).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/session.h"
+#include "core/transfers.h"
+
+namespace paceline {
+
+class Messages {
+ public:
+  explicit Messages(Session& session)
+      : session_(session), transfers_(session.transfers()) {}
+  Messages(const Messages&) = delete;
+  Messages& operator=(const Messages&) = delete;
+
+  /// Never block.
+  TransferId start_send(const void* data, size_t bytes, int destination,
+                        uint64_t tag);
+  TransferId start_receive(void* data, size_t bytes, int source, uint64_t tag);
+  bool test(TransferId id);
+  void wait(TransferId id, double timeout_s);
+  /// A rank that has sent a message with this tag for which no receive was
+  /// started; -1: none.
+  int source_of_waiting(uint64_t tag);
+  /// Blocks until there is one.
+  int wait_for_source(uint64_t tag, double timeout_s);
+  /// Lets go of a transfer that nobody will wait for. False: it is under way,
+  /// and its memory must stay. Never blocks, never throws.
+  bool forget(TransferId id);
+
+ private:
+  Session& session_;
+  Transfers& transfers_;
+};
+
+}  // namespace paceline

@@ -1,0 +1,171 @@
+#include "core/session.h"
+
+#include <sched.h>
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "core/cgroup.h"
+
+namespace paceline {
+namespace {
+
+// Measured on a 2-core virtual machine: a futex wake-up costs 10 to 60 us
+// there, and two ranks that do the same work arrive within less than that. See
+// benchmarks/results/.
+constexpr double kDefaultSpinUs = 50;
+
+}  // namespace
+
+Session::Session(std::shared_ptr<Region> region, int rank,
+                 const uint64_t nonce[2], const GroupOptions& options)
+    : options_(options),
+      fork_generation_(fork_generation()),
+      mapping_(std::move(region), rank, nonce),
+      transfers_(mapping_) {
+  take_place();
+}
+
+void Session::take_place() {
+  RankLine& own = mapping_.own_line();
+  if (own.pid.exchange(static_cast<uint32_t>(getpid())) != 0) {
+    misuse("another process has taken the place of rank " +
+           std::to_string(rank()));
+  }
+  try {
+    mapping_.reserve(0, Layout::buffers_bytes());
+  } catch (const Failure& failure) {
+    abort(failure.message.c_str());  // the others need not wait for this rank
+    throw;
+  }
+  cpu_set_t affinity;
+  static_assert(sizeof(affinity) == sizeof(own.affinity));
+  if (sched_getaffinity(0, sizeof(affinity), &affinity) == 0) {
+    memcpy(own.affinity, &affinity, sizeof(affinity));
+    own.affinity_known.store(1, std::memory_order_release);
+  }
+  keeper_ = std::make_unique<Keeper>(mapping_.header(), mapping_.lines(),
+                                     rank(), &mapping_.region());
+  mapping_.header().attached.fetch_add(1, std::memory_order_seq_cst);
+  futex_wake(mapping_.header().attached, kWakeAll);
+}
+
+void Session::join() {
+  Atomic<uint32_t> no_sleepers{0};  // whoever attaches always wakes
+  wait_until(
+      mapping_.header().attached, no_sleepers, timeout_ns(-1),
+      [&] {
+        return mapping_.header().attached.load(std::memory_order_acquire) ==
+               mapping_.header().world;
+      },
+      [&](int r) {
+        return line(r).life.load(std::memory_order_acquire) == kLifeNotYet;
+      });
+  decide_spinning();
+}
+
+// Spinning is right only while every rank of this host can have a core of its
+// own.
+void Session::decide_spinning() {
+  cpu_set_t all;
+  CPU_ZERO(&all);
+  for (const RankLine& each : mapping_.lines()) {
+    cpu_set_t one;
+    if (each.affinity_known.load(std::memory_order_acquire) == 0) continue;
+    memcpy(&one, each.affinity, sizeof(one));
+    CPU_OR(&all, &all, &one);
+  }
+  const double cores =
+      std::min<double>(CPU_COUNT(&all), read_cgroup_limits().cores);
+  has_core_per_rank_ = cores >= world();
+  if (world() == 1) return;
+  spin_ns_ =
+      static_cast<int64_t>(1000 * (options_.spin_us >= 0 ? options_.spin_us
+                                   : has_core_per_rank_  ? kDefaultSpinUs
+                                                         : 0));
+  // With more ranks than cores, one yield often lets the late rank run: 5 us
+  // instead of a 20 us sleep.
+  yields_ = has_core_per_rank_ ? 0 : 2;
+}
+
+Session::~Session() {
+  close();
+  // A child forked from the group's process has a keeper object, but not its
+  // thread.
+  if (keeper_ != nullptr) keeper_->abandon();
+}
+
+void Session::close() {
+  if (keeper_ == nullptr || closed_.exchange(true)) return;
+  if (is_forked()) return;
+  if (mapping_.header().abort.load(std::memory_order_acquire) == 0)
+    transfers_.advance_all();
+  keeper_.reset();
+}
+
+void Session::abort(const char* message) {
+  if (closed_ || is_forked()) return;
+  // The first reason stays, and whoever reads it must not see it change.
+  if (mapping_.header().abort.load(std::memory_order_acquire) != 0) return;
+  RankLine& own = mapping_.own_line();
+  snprintf(own.message, sizeof(own.message), "%s", message);
+  abort_group(mapping_.header(), Reason::kRaised, rank(), rank());
+}
+
+void Session::set_activity(const char* text) {
+  if (closed_ || is_forked()) return;
+  RankLine& own = mapping_.own_line();
+  snprintf(own.activity, sizeof(own.activity), "%s", text);
+}
+
+void Session::check_usable() const {
+  if (is_forked()) throw Failure{.reason = Reason::kForked};
+  if (closed_) throw Failure{.reason = Reason::kClosed};
+  if (mapping_.header().abort.load(std::memory_order_acquire) != 0)
+    fail_from_abort(0);
+}
+
+void Session::fail_from_abort(double waited_s) const {
+  const uint32_t word = mapping_.header().abort.load(std::memory_order_acquire);
+  const auto by = static_cast<int>(word >> 8 & 0xff);
+  Failure failure{.reason = static_cast<Reason>(word >> 16),
+                  .culprit = static_cast<int>(word & 0xff)};
+  failure.waited_s = waited_s;
+  if (failure.reason == Reason::kDeadline) {
+    const RankLine& noticed = line(by);
+    failure.late[0] = noticed.late[0];
+    failure.late[1] = noticed.late[1];
+    failure.waited_s = noticed.waited_s;
+  } else {
+    for (int r = 0; r < world(); ++r) {
+      // Who died after it had learned of the end did so because of it.
+      const bool is_victim =
+          has_died(line(r)) &&
+          line(r).is_informed.load(std::memory_order_relaxed) == 0;
+      if (r == failure.culprit || is_victim)
+        failure.late[r / 64] |= uint64_t{1} << (r % 64);
+    }
+  }
+  if (failure.reason == Reason::kRaised) {
+    const RankLine& raised = line(failure.culprit);
+    failure.message.assign(raised.message,
+                           strnlen(raised.message, sizeof(raised.message)));
+  }
+  mapping_.own_line().is_informed.store(1, std::memory_order_relaxed);
+  throw failure;
+}
+
+void Session::fail_deadline(const Failure& so_far) {
+  RankLine& own = mapping_.own_line();
+  own.late[0] = so_far.late[0];
+  own.late[1] = so_far.late[1];
+  own.waited_s = so_far.waited_s;
+  abort_group(mapping_.header(), Reason::kDeadline, rank(), so_far.culprit);
+  fail_from_abort(so_far.waited_s);
+}
+
+}  // namespace paceline

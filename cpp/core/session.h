@@ -1,0 +1,212 @@
+// One rank's part in a group: the region that it maps, that it is alive, how it
+// waits for others, and whom it blames when they do not come.
+//
+// What is exchanged meanwhile is no business of a session, but for messages
+// between two ranks: those move on in every wait (transfers.h).
+#pragma once
+
+#include <sched.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "core/atomics.h"
+#include "core/clock.h"
+#include "core/control.h"
+#include "core/failure.h"
+#include "core/futex.h"
+#include "core/hooks.h"
+#include "core/life.h"
+#include "core/mapping.h"
+#include "core/region.h"
+#include "core/transfers.h"
+
+namespace paceline {
+
+struct GroupOptions {
+  std::string name = "world";
+  double timeout_s = 300;
+  double warn_after_s = 10;
+  /// How long to spin before sleeping, in microseconds; negative: 50 when the
+  /// host's ranks fit its cores, else 0.
+  double spin_us = -1;
+};
+
+inline constexpr int64_t kSignalRecheckNs = 500'000'000;
+
+class Session {
+ public:
+  /// Takes place `rank` in the region and reserves this rank's share. Does not
+  /// block: join() comes next.
+  Session(std::shared_ptr<Region> region, int rank, const uint64_t nonce[2],
+          const GroupOptions& options);
+  ~Session();
+  Session(const Session&) = delete;
+  Session& operator=(const Session&) = delete;
+  /// Blocks until every rank has taken its place.
+  void join();
+  /// Leaves in good order. Idempotent; later calls throw Failure{kClosed}.
+  void close();
+
+  int rank() const { return mapping_.rank(); }
+  int world() const { return mapping_.world(); }
+  const GroupOptions& options() const { return options_; }
+  /// Whether every rank of this host can have a core of its own.
+  bool has_core_per_rank() const { return has_core_per_rank_; }
+  const Mapping& mapping() const { return mapping_; }
+  std::byte* slab(int rank) const { return mapping_.slab(rank); }
+  const RankLine& line(int rank) const { return mapping_.line(rank); }
+  Transfers& transfers() { return transfers_; }
+
+  // --- the state of the group ---
+  /// Tells the others that this rank raised; they raise too, quoting the
+  /// message.
+  void abort(const char* message);
+  bool is_closed() const { return closed_; }
+  /// Whether this process is a child forked from the one that joined; it does
+  /// not map the region.
+  bool is_forked() const { return fork_generation_ != fork_generation(); }
+  void set_activity(const char* text);
+  /// Throws unless this process may use the group: not closed, not forked, not
+  /// aborted.
+  void check_usable() const;
+  /// Whether a rank has ended the group: died, given up, raised.
+  bool is_over() const {
+    return mapping_.header().abort.load(std::memory_order_acquire) != 0;
+  }
+  /// Takes a range of this rank's slab out of the memory that others see. Only
+  /// after the end of the group: no array may come to lie there again.
+  void keep_to_itself(size_t offset, size_t bytes) {
+    mapping_.region().keep_to_itself(mapping_.layout().slab_at(rank()) + offset,
+                                     bytes);
+  }
+  void die_for_test() { keeper_->die(); }
+
+  // --- waiting ---
+  /// Blocks until `ready()`. Sleeps on `word` (whoever makes ready() true
+  /// changes it, then wakes it if `sleepers` is not 0). `is_late(r)` tells whom
+  /// to blame. Point-to-point traffic goes on meanwhile.
+  template <class Ready, class IsLate>
+  void wait_until(Atomic<uint32_t>& word, Atomic<uint32_t>& sleepers,
+                  int64_t timeout_ns, Ready ready, IsLate is_late);
+  /// Negative: that of whoever makes this thread's call, or else the group's.
+  int64_t timeout_ns(double timeout_s) const {
+    return seconds_to_ns(timeout_s < 0 ? patience().timeout_s : timeout_s);
+  }
+
+ private:
+  Patience patience() const {
+    if (current_hooks != nullptr && current_hooks->patience != nullptr)
+      return *current_hooks->patience;
+    return {options_.timeout_s, options_.warn_after_s};
+  }
+  void take_place();
+  void decide_spinning();
+  [[noreturn]] void fail_from_abort(double waited_s) const;
+  [[noreturn]] void fail_deadline(const Failure& so_far);
+
+  const GroupOptions options_;
+  const uint32_t fork_generation_;
+  const Mapping mapping_;
+  Transfers transfers_;
+  std::unique_ptr<Keeper> keeper_;
+  int64_t spin_ns_ = 0;
+  int yields_ = 0;
+  bool has_core_per_rank_ = false;
+  static constexpr int64_t kSpinAloneNs = 4000;  ///< then with yields
+  Atomic<bool> closed_{false};
+};
+
+template <class Ready, class IsLate>
+void Session::wait_until(Atomic<uint32_t>& word, Atomic<uint32_t>& sleepers,
+                         int64_t timeout_ns, Ready ready, IsLate is_late) {
+  if (ready()) return;
+  const int64_t start_ns = now_ns();
+  if (spin_ns_ > 0) {
+    int64_t spun_ns = 0;
+    do {
+      for (int i = 0; i < 32; ++i) {
+        cpu_relax();
+        if (ready()) return;
+      }
+      // The scheduler may have put the late rank on this very core.
+      if (spun_ns > kSpinAloneNs) sched_yield();
+      spun_ns = now_ns() - start_ns;
+    } while (spun_ns < spin_ns_);
+  }
+  for (int i = 0; i < yields_; ++i) {
+    sched_yield();
+    if (ready()) return;
+  }
+
+  const int64_t deadline_ns = start_ns + timeout_ns;
+  int64_t warn_ns = start_ns + seconds_to_ns(patience().warn_after_s);
+  Header& header = mapping_.header();
+  RankLine& own = mapping_.own_line();
+  Hooks* const hooks = current_hooks;
+  if (hooks != nullptr) hooks->before_block();
+  // seq_cst: orders this announcement before the look at `word`; partner: the
+  // change of the word before the look at `sleepers` of whoever wakes.
+  struct Announced {
+    Atomic<uint32_t>& count;
+    explicit Announced(Atomic<uint32_t>& c) : count(c) {
+      count.fetch_add(1, std::memory_order_seq_cst);
+    }
+    ~Announced() { count.fetch_sub(1, std::memory_order_seq_cst); }
+  } announced(sleepers), at_bell(own.bell_sleepers);
+
+  while (true) {
+    const uint32_t seen = word.load(std::memory_order_seq_cst);
+    const uint32_t departures =
+        header.departures.load(std::memory_order_seq_cst);
+    const uint32_t bell = own.bell.load(std::memory_order_seq_cst);
+    transfers_.advance_all();
+    if (ready()) return;
+    if (closed_) throw Failure{.reason = Reason::kClosed};
+
+    Failure so_far{.reason = Reason::kDeadline};
+    so_far.waited_s = static_cast<double>(now_ns() - start_ns) * 1e-9;
+    if (header.abort.load(std::memory_order_acquire) != 0) {
+      if (ready()) return;  // what was complete before the end counts
+      fail_from_abort(so_far.waited_s);
+    }
+    for (int r = 0; r < world(); ++r) {
+      if (r == rank() || !is_late(r)) continue;
+      so_far.late[r / 64] |= uint64_t{1} << (r % 64);
+      if (so_far.culprit < 0) so_far.culprit = r;
+      if (line(r).life.load(std::memory_order_acquire) == kLifeLeft) {
+        transfers_.advance_all();  // its last message may have come meanwhile
+        if (ready()) return;
+        abort_group(header, Reason::kLeft, rank(), r);
+        fail_from_abort(so_far.waited_s);
+      }
+    }
+    const int64_t now = now_ns();
+    if (now >= deadline_ns) {
+      if (ready()) return;  // it came while we looked whom to blame
+      fail_deadline(so_far);
+    }
+    if (now >= warn_ns) {
+      if (hooks != nullptr) hooks->slow(so_far);
+      warn_ns = INT64_MAX;
+    }
+    const FutexWait waits[] = {{&word, seen},
+                               {&header.abort, 0},
+                               {&header.departures, departures},
+                               {&own.bell, bell}};
+    // A signal that came before the sleep does not end it: look again soon.
+    const int64_t wake_ns =
+        std::min({deadline_ns, warn_ns, now + kSignalRecheckNs});
+    const FutexResult woken = futex_wait_any(waits, wake_ns);
+    if (woken != FutexResult::kWoken && hooks != nullptr &&
+        hooks->interrupted(woken == FutexResult::kInterrupted)) {
+      throw Failure{.reason = Reason::kInterrupted,
+                    .waited_s = so_far.waited_s};
+    }
+  }
+}
+
+}  // namespace paceline
