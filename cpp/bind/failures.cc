@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "bind/bindings.h"
+#include "core/shared_text.h"
 
 namespace nb = nanobind;
 
@@ -31,12 +32,15 @@ nb::dict describe_call(const CallRecord& call) {
   return facts;
 }
 
-template <size_t N>
-std::string bounded(const char (&text)[N]) {
-  return std::string(text, strnlen(text, N));
+/// What fits in shared memory may have been cut in the middle of a character, or
+/// read while it changed.
+nb::object as_text(const std::string& bytes) {
+  return nb::steal(PyUnicode_DecodeUTF8(
+      bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "replace"));
 }
 
 const char* state_of(const RankLine& line) {
+  // Acquire: as has_died(); partners: Keeper::hold() and let_go().
   const uint32_t life = line.life.load(std::memory_order_acquire);
   if (has_died(line)) return "dead";
   return life == kLifeNotYet ? "missing" : life == kLifeLeft ? "left" : "alive";
@@ -52,11 +56,13 @@ nb::list describe_ranks(const HostGroup& group) {
   nb::list ranks;
   for (int r = 0; r < group.world(); ++r) {
     const RankLine& line = group.session.line(r);
+    // Acquire: the record of that number is whole; partner: Calls::begin().
     const uint64_t number = line.call_number.load(std::memory_order_acquire);
     nb::dict facts;
     facts["rank"] = r;
     facts["pid"] = line.pid.load(std::memory_order_relaxed);
     facts["state"] = state_of(line);
+    // Acquire; partners: the stores of the crash handler and Keeper::look_at().
     const uint32_t crash = line.crash.load(std::memory_order_acquire);
     facts["crash_signal"] = (crash & kCrashIsFatal) != 0 ? crash & 0xff : 0;
     facts["call"] = describe_call(line.call[number & 1]);
@@ -64,7 +70,7 @@ nb::list describe_ranks(const HostGroup& group) {
     // calls differed.
     facts["same_call"] =
         describe_call(line.call[group.calls.current().number & 1]);
-    facts["activity"] = bounded(line.activity);
+    facts["activity"] = as_text(read_text(line.activity));
     ranks.append(facts);
   }
   return ranks;
@@ -75,7 +81,7 @@ nb::dict describe_failure(const Failure& failure, HostGroup* group) {
   facts["reason"] = static_cast<uint32_t>(failure.reason);
   facts["culprit"] = failure.culprit;
   facts["waited_s"] = failure.waited_s;
-  facts["message"] = failure.message;
+  facts["message"] = as_text(failure.message);
   facts["thread"] = failure.thread;
   facts["errno"] = failure.error_number;
   nb::list late;

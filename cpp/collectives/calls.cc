@@ -18,6 +18,8 @@ void Calls::begin(CallKind kind, size_t count, DType dtype, ReduceOp op,
            .weight = weight};
   call_timeout_ns_ = session_.timeout_ns(timeout_s);
   own_.call[call_.number & 1] = call_;
+  // Release: publishes the record; partner: describe_ranks(), of whoever tells
+  // an error.
   own_.call_number.store(call_.number, std::memory_order_release);
 }
 
@@ -45,7 +47,8 @@ Places Calls::meet(uint64_t place) {
   }
   if (flags != 0) gate.flags.fetch_or(flags, std::memory_order_relaxed);
   // acq_rel: the release half publishes this rank's data and its flags; the
-  // acquire half lets the last to arrive see everybody's.
+  // acquire half lets the last to arrive see everybody's. Partners: each other;
+  // what the last has acquired it hands on with `phase`.
   if (gate.arrived.fetch_add(1, std::memory_order_acq_rel) + 1 ==
       mapping_.header().world) {
     gate.verdict.store(gate.flags.load(std::memory_order_relaxed),
@@ -64,6 +67,8 @@ Places Calls::meet(uint64_t place) {
   // must not look as if it had arrived.
   own_.arrivals.store(phase + 1, std::memory_order_relaxed);
   fault_point(Point::kAfterArrive);
+  // Acquire in ready(): everybody's data; partner: the store of `phase` by the
+  // last to arrive.
   session_.wait_until(
       gate.phase, gate.sleepers, call_timeout_ns_,
       [&] { return gate.phase.load(std::memory_order_acquire) != phase; },

@@ -11,8 +11,7 @@
 
 namespace paceline {
 
-Heap::Heap(Calls& calls)
-    : calls_(calls), mapping_(calls.session().mapping()) {
+Heap::Heap(Calls& calls) : calls_(calls), mapping_(calls.session().mapping()) {
   if (calls_.rank() != 0) return;
   const Layout& layout = mapping_.layout();
   const size_t heap_at = round_up(layout.heap_at(), page_bytes());
@@ -39,7 +38,8 @@ std::optional<uint32_t> Heap::disown_block(size_t offset) {
 // Takes the blocks that no rank uses any more off their list.
 void Heap::reclaim_blocks() {
   // Acquire: pairs with the release in free().
-  uint32_t first = mapping_.header().freed_blocks.exchange(0, std::memory_order_acquire);
+  uint32_t first =
+      mapping_.header().freed_blocks.exchange(0, std::memory_order_acquire);
   while (first != 0) {
     const uint32_t entry = first - 1;
     Block& block = mapping_.blocks()[entry];
@@ -62,7 +62,8 @@ void Heap::decide(size_t length) {
     const std::optional<size_t> offset = free_space_.take(length);
     entry = offset ? free_blocks_.back() : kNoRoom;
     try {  // for all ranks at once: each by itself would find enough
-      if (offset) Region::check_memory(uint64_t{length} * mapping_.header().world);
+      if (offset)
+        Region::check_memory(uint64_t{length} * mapping_.header().world);
     } catch (const Failure&) {
       free_space_.give_back(*offset, length);
       entry = kNoMemoryLeft;
@@ -70,7 +71,10 @@ void Heap::decide(size_t length) {
     if (entry < kMaxBlocks) {
       free_blocks_.pop_back();
       mapping_.blocks()[entry].offset.store(*offset, std::memory_order_relaxed);
-      mapping_.blocks()[entry].owners.store(mapping_.header().world, std::memory_order_relaxed);
+      mapping_.blocks()[entry].owners.store(mapping_.header().world,
+                                            std::memory_order_relaxed);
+      // Release, though what reads it is ordered by allocated_block; partner:
+      // allocate().
       mapping_.blocks()[entry].bytes.store(length, std::memory_order_release);
     }
   }
@@ -81,7 +85,7 @@ void Heap::decide(size_t length) {
 
 size_t Heap::allocate(size_t bytes, double timeout_s) {
   calls_.begin(CallKind::kAllocate, bytes, DType::kUInt8, ReduceOp::kSum, 0, 1,
-        timeout_s);
+               timeout_s);
   // More than any slab: refused below, and no sum overflows on the way there.
   bytes = std::min(bytes, size_t{1} << 60);
   const size_t length = round_up(std::max<size_t>(bytes, 1), page_bytes());
@@ -107,7 +111,8 @@ size_t Heap::allocate(size_t bytes, double timeout_s) {
                              " bytes per rank in a slab of " +
                              std::to_string(mapping_.layout().slab_bytes)};
   }
-  const size_t offset = mapping_.blocks()[entry].offset.load(std::memory_order_relaxed);
+  const size_t offset =
+      mapping_.blocks()[entry].offset.load(std::memory_order_relaxed);
   own_block(offset, entry);
   std::optional<Failure> own_failure;
   try {
@@ -120,8 +125,8 @@ size_t Heap::allocate(size_t bytes, double timeout_s) {
   const int error = !own_failure                     ? 0
                     : own_failure->error_number != 0 ? own_failure->error_number
                                                      : ENOMEM;
-  mapping_.own_line().allocation_error.store(
-      static_cast<uint32_t>(error), std::memory_order_relaxed);
+  mapping_.own_line().allocation_error.store(static_cast<uint32_t>(error),
+                                             std::memory_order_relaxed);
   calls_.meet();
   try {
     check_reserved(length, own_failure);
@@ -135,7 +140,7 @@ size_t Heap::allocate(size_t bytes, double timeout_s) {
 // Throws on every rank if one could not reserve its share, and names it. `own`
 // is why this one could not.
 void Heap::check_reserved(size_t length,
-                               const std::optional<Failure>& own) const {
+                          const std::optional<Failure>& own) const {
   Failure failure{.reason = Reason::kNoMemory};
   for (int r = 0; r < calls_.world(); ++r) {
     const auto error = static_cast<int>(
@@ -164,11 +169,15 @@ void Heap::free(size_t offset, bool others_still_read) {
   Block& block = mapping_.blocks()[*entry];
   if (!others_still_read) {
     mapping_.region().release(mapping_.layout().slab_at(calls_.rank()) + offset,
-                     block.bytes.load(std::memory_order_relaxed));
+                              block.bytes.load(std::memory_order_relaxed));
   }
-  // acq_rel: the last rank to come here tells rank 0 for all of them.
+  // acq_rel: the last rank to come here tells rank 0 for all of them; partners:
+  // each other.
   if (block.owners.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-  uint32_t first = mapping_.header().freed_blocks.load(std::memory_order_relaxed);
+  uint32_t first =
+      mapping_.header().freed_blocks.load(std::memory_order_relaxed);
+  // Release: the block and all that was done with it; partner: the exchange in
+  // reclaim_blocks().
   do {
     block.next.store(first, std::memory_order_relaxed);
   } while (!mapping_.header().freed_blocks.compare_exchange_weak(

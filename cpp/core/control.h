@@ -106,8 +106,8 @@ struct alignas(kLinePairBytes) Gate {
   /// kCallsDiffer, kPlacesDiffer of the phase under way.
   Atomic<uint32_t> flags;
   Atomic<uint32_t> arrived;
-  alignas(
-      kLinePairBytes) Atomic<uint32_t> phase;  ///< futex word: completed phases
+  /// Futex word: completed phases.
+  alignas(kLinePairBytes) Atomic<uint32_t> phase;
   Atomic<uint32_t> verdict;  ///< flags of the phase completed last
   Atomic<uint32_t> sleepers;
 };
@@ -174,6 +174,8 @@ inline constexpr uint32_t kCrashIsFatal = 0x80000000;
 /// Marks the crash as over, if it is still this one.
 inline void end_crash(Atomic<uint32_t>& crash, uint32_t word) {
   uint32_t seen = crash.load(std::memory_order_relaxed);
+  // Release: what the handler did before is done; partner: the acquire of
+  // Keeper::look_at() on other ranks.
   while ((seen & ~kCrashBeat) == (word & ~kCrashBeat) &&
          !crash.compare_exchange_weak(seen, 0, std::memory_order_release)) {
   }
@@ -218,7 +220,8 @@ struct alignas(kLinePairBytes) RankLine {
   Atomic<uint32_t> allocation_error;
   /// Why this rank raised, when `abort` names it.
   char message[1024];
-  /// What the rank was last doing, in words.
+  /// What the rank was last doing, in words that change while others read
+  /// them; see shared_text.h.
   char activity[128];
 };
 

@@ -57,6 +57,8 @@ void wait_for_partner() {
       board.passages(armed.partner.rank, armed.partner.point);
   uint64_t seen = board.passages_of_others();
   int64_t since_ns = now_ns();
+  // Acquire: what the other rank did before it passed; partner:
+  // strike_if_armed().
   while (passages.load(std::memory_order_acquire) == armed.partner_passages) {
     const timespec nap{0, 100'000};
     nanosleep(&nap, nullptr);
@@ -84,6 +86,7 @@ void arm_fault(Point point, FaultAction action, uint32_t nth,
                FaultPartner partner) {
   armed = {point, action, nth, partner};
   if (partner.rank >= 0 && board.words != nullptr) {
+    // Acquire; partner: strike_if_armed().
     armed.partner_passages = board.passages(partner.rank, partner.point)
                                  .load(std::memory_order_acquire);
   }
@@ -98,6 +101,8 @@ void count_passages(Atomic<uint32_t>* words, int world, int rank) {
 void disarm_fault() { armed = {}; }
 
 void strike_if_armed(Point point) {
+  // acq_rel: who waits for this passage sees what came before it; partner: the
+  // acquires of who waits.
   if (board.words != nullptr)
     board.passages(board.rank, point).fetch_add(1, std::memory_order_acq_rel);
   if (armed.point != point || armed.passages_left == 0 ||

@@ -51,9 +51,11 @@ bool try_robust_list() {
   bool is_taken = false;
   std::thread([&] {
     is_taken = hold_robustly(trial.head, trial.node, trial.word);
+    // Release; partner: the load below. (The join would do, too.)
     trial.word.store(held_by_this_thread(), std::memory_order_release);
   }).join();
   // The kernel marks the word before it tells of the thread's end.
+  // Acquire; partners: the store above, and the kernel's mark.
   return is_taken &&
          (trial.word.load(std::memory_order_acquire) & FUTEX_OWNER_DIED) != 0;
 }
@@ -76,7 +78,8 @@ void disable_robust_list(bool disabled) {
 }
 
 bool has_died(const RankLine& line) {
-  // Acquire: what the rank had written before it died is seen.
+  // Acquire: what the rank had written before it died is seen. Partners: the
+  // kernel's mark, or who marks in its place: the crash handler, look_at().
   return (line.life.load(std::memory_order_acquire) & FUTEX_OWNER_DIED) != 0 ||
          (line.crash.load(std::memory_order_acquire) & kCrashIsFatal) != 0;
 }
@@ -86,6 +89,7 @@ Keeper::Keeper(Header& header, std::span<RankLine> ranks, int rank,
     : header_(header), ranks_(ranks), rank_(rank), region_(region) {
   has_robust_list();  // tried out here, and not while others wait
   thread_ = std::thread([this] { run(); });
+  // Acquire: what the thread has done to hold the word; partner: run().
   while (state_.load(std::memory_order_acquire) == kStarting) {
     const FutexWait wait[] = {{&state_, kStarting}};
     futex_wait_any(wait, now_ns() + kRecheckNs);
@@ -96,6 +100,7 @@ Keeper::Keeper(Header& header, std::span<RankLine> ranks, int rank,
 Keeper::~Keeper() {
   if (!thread_.joinable()) return;
   crash_watch_.reset();
+  // Release; partners: run() and watch().
   state_.store(kLeave, std::memory_order_release);
   futex_wake(state_, kWakeAll);
   thread_.join();
@@ -107,6 +112,7 @@ void Keeper::abandon() {
 
 void Keeper::die() {
   crash_watch_.reset();
+  // Release; partners: run() and watch().
   state_.store(kDie, std::memory_order_release);
   futex_wake(state_, kWakeAll);
   thread_.join();
@@ -115,9 +121,11 @@ void Keeper::die() {
 void Keeper::run() {
   block_all_signals();
   hold();
+  // Release: the word is held; partner: the constructor.
   state_.store(kHolding, std::memory_order_release);
   futex_wake(state_, kWakeAll);
   watch();
+  // Acquire; partners: the destructor and die().
   if (state_.load(std::memory_order_acquire) == kLeave) let_go();
   lock_.reset();  // as the kernel does where the process ends
 }
@@ -133,7 +141,8 @@ void Keeper::hold() {
     if (lock_ != nullptr) witness = Witness::kFileLock;
   }
   line.witness.store(witness, std::memory_order_relaxed);
-  // Release: publishes the witness, too.
+  // Release: publishes the witness, too; partners: watch(), look_at() and
+  // has_died().
   line.life.store(held_by_this_thread(), std::memory_order_release);
 }
 
@@ -152,6 +161,7 @@ void Keeper::let_go() {
 // words, the kernel's limit.
 void Keeper::watch() {
   std::array<FutexWait, kMaxFutexWaits> waits;
+  // Acquire; partners: the destructor and die().
   while (state_.load(std::memory_order_acquire) == kHolding) {
     size_t count = 0;
     waits[count++] = {&state_, kHolding};
@@ -161,6 +171,7 @@ void Keeper::watch() {
       if (static_cast<int>(peer) == rank_) continue;
       look_at(peer);
       const RankLine& line = ranks_[peer];
+      // Acquire: the witness is there; partner: hold().
       const uint32_t life = line.life.load(std::memory_order_acquire);
       if (has_died(line)) {
         abort_group(header_, Reason::kDied, rank_, static_cast<int>(peer));
@@ -176,20 +187,24 @@ void Keeper::watch() {
 
 void Keeper::look_at(size_t peer) {
   RankLine& line = ranks_[peer];
+  // Acquire: the witness is there; partner: hold().
   uint32_t life = line.life.load(std::memory_order_acquire);
   if (life == kLifeNotYet || life == kLifeLeft || has_died(line)) return;
   if (line.witness.load(std::memory_order_relaxed) == Witness::kFileLock &&
       region_ != nullptr &&
       !RegionLock::is_held(*region_, static_cast<int>(peer))) {
     // Fails where the rank has left meanwhile: it says so before it unlocks.
+    // acq_rel, for the kernel that would do it; partner: has_died().
     line.life.compare_exchange_strong(life, life | FUTEX_OWNER_DIED,
                                       std::memory_order_acq_rel);
   }
+  // Acquire; partners: the crash handler's stores and end_crash().
   uint32_t crash = line.crash.load(std::memory_order_acquire);
   const int64_t now = now_ns();
   if (crash != crashes_[peer].word) crashes_[peer] = {crash, now};
   if (crash != 0 && now - crashes_[peer].since_ns >= kSilenceNs) {
     // Fails where the handler has just returned, or the keeper is alive.
+    // acq_rel, for the handler that would do it; partner: has_died().
     line.crash.compare_exchange_strong(crash, crash | kCrashIsFatal,
                                        std::memory_order_acq_rel);
   }

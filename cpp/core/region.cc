@@ -212,8 +212,8 @@ void Region::reserve(size_t offset, size_t bytes) {
 
 void Region::release(size_t offset, size_t bytes) {
   if (bytes == 0) return;
-  if (!file_
-           .is_ours()) {  // the same through the mapping, if it is shared there
+  if (!file_.is_ours()) {
+    // The same through the mapping, if it is shared there.
     madvise(data_ + offset, bytes, MADV_REMOVE);
     return;
   }

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "core/cgroup.h"
+#include "core/shared_text.h"
 
 namespace paceline {
 namespace {
@@ -46,6 +47,7 @@ void Session::take_place() {
   static_assert(sizeof(affinity) == sizeof(own.affinity));
   if (sched_getaffinity(0, sizeof(affinity), &affinity) == 0) {
     memcpy(own.affinity, &affinity, sizeof(affinity));
+    // Release: publishes the affinity; partner: decide_spinning().
     own.affinity_known.store(1, std::memory_order_release);
   }
   keeper_ = std::make_unique<Keeper>(mapping_.header(), mapping_.lines(),
@@ -56,13 +58,14 @@ void Session::take_place() {
 
 void Session::join() {
   Atomic<uint32_t> no_sleepers{0};  // whoever attaches always wakes
+  // Acquire in ready(): what each rank wrote of itself; partner: take_place().
   wait_until(
       mapping_.header().attached, no_sleepers, timeout_ns(-1),
       [&] {
         return mapping_.header().attached.load(std::memory_order_acquire) ==
                mapping_.header().world;
       },
-      [&](int r) {
+      [&](int r) {  // partner: Keeper::hold()
         return line(r).life.load(std::memory_order_acquire) == kLifeNotYet;
       });
   decide_spinning();
@@ -75,6 +78,7 @@ void Session::decide_spinning() {
   CPU_ZERO(&all);
   for (const RankLine& each : mapping_.lines()) {
     cpu_set_t one;
+    // Acquire; partner: take_place().
     if (each.affinity_known.load(std::memory_order_acquire) == 0) continue;
     memcpy(&one, each.affinity, sizeof(one));
     CPU_OR(&all, &all, &one);
@@ -102,6 +106,7 @@ Session::~Session() {
 void Session::close() {
   if (keeper_ == nullptr || closed_.exchange(true)) return;
   if (is_forked()) return;
+  // Acquire; partner: abort_group().
   if (mapping_.header().abort.load(std::memory_order_acquire) == 0)
     transfers_.advance_all();
   keeper_.reset();
@@ -110,6 +115,7 @@ void Session::close() {
 void Session::abort(const char* message) {
   if (closed_ || is_forked()) return;
   // The first reason stays, and whoever reads it must not see it change.
+  // Acquire; partner: abort_group().
   if (mapping_.header().abort.load(std::memory_order_acquire) != 0) return;
   RankLine& own = mapping_.own_line();
   snprintf(own.message, sizeof(own.message), "%s", message);
@@ -118,18 +124,20 @@ void Session::abort(const char* message) {
 
 void Session::set_activity(const char* text) {
   if (closed_ || is_forked()) return;
-  RankLine& own = mapping_.own_line();
-  snprintf(own.activity, sizeof(own.activity), "%s", text);
+  write_text(mapping_.own_line().activity, text);
 }
 
 void Session::check_usable() const {
   if (is_forked()) throw Failure{.reason = Reason::kForked};
   if (closed_) throw Failure{.reason = Reason::kClosed};
+  // Acquire; partner: abort_group().
   if (mapping_.header().abort.load(std::memory_order_acquire) != 0)
     fail_from_abort(0);
 }
 
 void Session::fail_from_abort(double waited_s) const {
+  // Acquire: the message, the late ranks and the waiting time of who noticed;
+  // partner: abort_group().
   const uint32_t word = mapping_.header().abort.load(std::memory_order_acquire);
   const auto by = static_cast<int>(word >> 8 & 0xff);
   Failure failure{.reason = static_cast<Reason>(word >> 16),

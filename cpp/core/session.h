@@ -75,6 +75,7 @@ class Session {
   void check_usable() const;
   /// Whether a rank has ended the group: died, given up, raised.
   bool is_over() const {
+    // Acquire; partner: abort_group().
     return mapping_.header().abort.load(std::memory_order_acquire) != 0;
   }
   /// Takes a range of this rank's slab out of the memory that others see. Only
@@ -169,6 +170,8 @@ void Session::wait_until(Atomic<uint32_t>& word, Atomic<uint32_t>& sleepers,
 
     Failure so_far{.reason = Reason::kDeadline};
     so_far.waited_s = static_cast<double>(now_ns() - start_ns) * 1e-9;
+    // Acquire: what was complete before the end is seen; partner:
+    // abort_group().
     if (header.abort.load(std::memory_order_acquire) != 0) {
       if (ready()) return;  // what was complete before the end counts
       fail_from_abort(so_far.waited_s);
@@ -177,6 +180,7 @@ void Session::wait_until(Atomic<uint32_t>& word, Atomic<uint32_t>& sleepers,
       if (r == rank() || !is_late(r)) continue;
       so_far.late[r / 64] |= uint64_t{1} << (r % 64);
       if (so_far.culprit < 0) so_far.culprit = r;
+      // Acquire: its last message is seen; partner: Keeper::let_go().
       if (line(r).life.load(std::memory_order_acquire) == kLifeLeft) {
         transfers_.advance_all();  // its last message may have come meanwhile
         if (ready()) return;

@@ -59,7 +59,7 @@ uint32_t Reducer::complete_pass(const PassStatus& status, bool allow_unused,
     return verdict;
   }
   wait_for(control().chunks_done, pass_ * total_chunks_, kEnded,
-           [&] { progress(Appetite::kAll); });
+           [&] { progress(ChunkLimit::kAll); });
   copy_back();
   has_no_means_ = false;
   const PassControl& shared = control();
@@ -131,7 +131,8 @@ uint32_t Reducer::end_backward(const PassStatus& status, uint32_t flags) {
   }
   if (flags != 0) shared.flags.fetch_or(flags, std::memory_order_relaxed);
   // acq_rel: releases this rank's header, unused bits and flags; the last to
-  // end acquires everybody's.
+  // end acquires everybody's. Partners: each other; what the last has acquired
+  // it hands on with ended_pass, in count_up().
   const uint64_t all = pass_ * static_cast<uint64_t>(session_.world());
   if (shared.ended.fetch_add(1, std::memory_order_acq_rel) + 1 == all) {
     shared.verdict.store(shared.flags.load(std::memory_order_relaxed),
@@ -143,7 +144,8 @@ uint32_t Reducer::end_backward(const PassStatus& status, uint32_t flags) {
     if (count_up(shared.ended_pass, pass_)) ring(kWakeAll);
   }
   own.stage.store(stage(kEnded), std::memory_order_relaxed);
-  wait_for(shared.ended_pass, pass_, kEnded, [&] { progress(Appetite::kAll); });
+  wait_for(shared.ended_pass, pass_, kEnded,
+           [&] { progress(ChunkLimit::kAll); });
   return shared.verdict.load(std::memory_order_relaxed);
 }
 
@@ -176,7 +178,8 @@ void Reducer::restart_without_reduction() {
 bool Reducer::count_up(Atomic<uint64_t>& count, uint64_t target) {
   uint64_t seen = count.load(std::memory_order_relaxed);
   // acq_rel: releases what this rank has done; whoever reaches the target has
-  // acquired what all have.
+  // acquired what all have. Partners: each other, and the acquire in wait_for()
+  // and settle().
   do {
     if ((seen & kPoison) != 0) return false;
   } while (!count.compare_exchange_weak(
@@ -185,6 +188,8 @@ bool Reducer::count_up(Atomic<uint64_t>& count, uint64_t target) {
 }
 
 bool Reducer::settle(Atomic<uint64_t>& count, uint64_t target) {
+  // Acquire, at each look; partner: count_up(). The release half of the exchange
+  // has nothing to publish.
   uint64_t seen = count.load(std::memory_order_acquire);
   while (!has_reached(seen, target)) {
     if ((seen & kPoison) != 0) return false;
@@ -232,7 +237,7 @@ void Reducer::wait_until(Stage awaited, Ready ready) {
         return theirs.stage.load(std::memory_order_relaxed) < stage(awaited) ||
                theirs.is_reducing.load(std::memory_order_relaxed) != 0 ||
                (can_reduce && awaited == kEnded &&
-                theirs.owed.load(std::memory_order_relaxed) != 0);
+                theirs.assigned_left.load(std::memory_order_relaxed) != 0);
       });
   waited_ns_ += now_ns() - start_ns - (reducing_ns_ - reducing_before_ns);
 }

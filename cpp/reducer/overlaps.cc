@@ -29,10 +29,13 @@ struct OpenPasses {
 // held by a thread that it does not have.
 OpenPasses& open_passes() {
   static Atomic<OpenPasses*> current{nullptr};
+  // Acquire: what another thread has made; partner: the exchange below.
   OpenPasses* seen = current.load(std::memory_order_acquire);
   if (seen == nullptr || seen->fork_generation != fork_generation()) {
     auto fresh = std::make_unique<OpenPasses>();
     fresh->fork_generation = fork_generation();
+    // acq_rel: publishes what this thread has made, or finds what another has;
+    // partners: each other, and the load above.
     if (current.compare_exchange_strong(seen, fresh.get(),
                                         std::memory_order_acq_rel))
       seen = fresh.release();  // outlives every reducer

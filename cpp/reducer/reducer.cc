@@ -77,7 +77,7 @@ void Reducer::begin_pass() {
   PassHeader& own = header(session_.rank(), pass_);
   own.pass = pass_;
   own.weight = weight_;
-  own.owed.store(own_chunks_, std::memory_order_relaxed);
+  own.assigned_left.store(own_chunks_, std::memory_order_relaxed);
 }
 
 void Reducer::mark_ready(size_t index, void* gradient) {
@@ -97,7 +97,7 @@ void Reducer::mark_ready(size_t index, void* gradient) {
   parameter.copy_back =
       is_elsewhere ? static_cast<std::byte*>(gradient) : nullptr;
   if (is_elsewhere) copy_in(parameter);
-  if (post_complete(parameter)) progress(Appetite::kOwnShare);
+  if (post_complete(parameter)) progress(ChunkLimit::kOwnShare);
 }
 
 void Reducer::mark_copied(size_t index, void* gradient, size_t bytes) {
@@ -135,7 +135,7 @@ void Reducer::post(Bucket& bucket, size_t index) {
     first_bucket_ns_ = now_ns();
   }
   // acq_rel: releases this rank's gradients and header; the last to arrive
-  // acquires everybody's.
+  // acquires everybody's. Partners: each other, and the acquire in progress().
   const uint64_t arrived =
       bucket_control(index).arrived.fetch_add(1, std::memory_order_acq_rel) + 1;
   if (arrived == pass_ * static_cast<uint64_t>(session_.world())) ring(1);
@@ -167,7 +167,7 @@ bool Reducer::claim_chunk(size_t index, uint32_t* chunk) {
   }
 }
 
-void Reducer::progress(Appetite appetite) {
+void Reducer::progress(ChunkLimit limit) {
   const auto world = static_cast<uint32_t>(session_.world());
   const uint64_t all = pass_ * world;
   while (first_open_bucket_ < buckets_.size() &&
@@ -176,10 +176,10 @@ void Reducer::progress(Appetite appetite) {
   for (size_t b = first_open_bucket_; b < buckets_.size(); ++b) {
     Bucket& bucket = buckets_[b];
     if (!bucket.posted || bucket.exhausted) continue;
-    if (bucket.has_outside && appetite != Appetite::kAll) continue;
+    if (bucket.has_outside && limit != ChunkLimit::kAll) continue;
     const uint32_t chunks = bucket.end_chunk - bucket.first_chunk;
     const uint32_t most =
-        appetite == Appetite::kAll ? chunks : (chunks + world - 1) / world;
+        limit == ChunkLimit::kAll ? chunks : (chunks + world - 1) / world;
     if (bucket.done >= most) continue;
     // Acquire: everybody's gradients of this bucket are in place; partner: the
     // release in post().
@@ -202,7 +202,8 @@ void Reducer::progress(Appetite appetite) {
       reduce_chunk(chunks_[chunk]);
       fault_point(Point::kChunkReduced);
       ++bucket.done;
-      if (bucket.is_assigned) own.owed.fetch_sub(1, std::memory_order_relaxed);
+      if (bucket.is_assigned)
+        own.assigned_left.fetch_sub(1, std::memory_order_relaxed);
       // Release: the chunk is written everywhere; partner: the acquire of
       // whoever waits for the count.
       if (count_up(control().chunks_done, pass_ * total_chunks_))

@@ -270,7 +270,7 @@ class Reducer {
     // it has not reduced yet.
     Atomic<uint64_t> stage;
     Atomic<uint32_t> is_reducing;
-    Atomic<uint32_t> owed;
+    Atomic<uint32_t> assigned_left;
   };
 
   void plan(const std::vector<BucketSpan>& buckets);
@@ -290,8 +290,8 @@ class Reducer {
   /// backward no more than 1/N of each (a rank that is behind should not do the
   /// others' work as well) and only of those that lie in the arena, at its end
   /// all that is left.
-  enum class Appetite { kOwnShare, kAll };
-  void progress(Appetite appetite);
+  enum class ChunkLimit { kOwnShare, kAll };
+  void progress(ChunkLimit limit);
   bool claim_chunk(size_t bucket, uint32_t* chunk);
   void reduce_chunk(const Chunk& chunk);
   static bool is_all_finite(const Segment& segment, const void* mean);

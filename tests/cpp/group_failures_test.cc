@@ -13,6 +13,7 @@
 #include "collectives/barrier.h"
 #include "collectives/broadcast.h"
 #include "core/faults.h"
+#include "core/shared_text.h"
 #include "group_world.h"
 
 namespace paceline {
@@ -267,6 +268,23 @@ TEST(a_closed_group_refuses_and_wakes_its_own_waits) {
       group.session.close();
       is_over = true;
     }
+  });
+}
+
+TEST(an_activity_changes_while_others_read_it) {
+  run_group(2, [](HostGroup& group) {
+    const std::string texts[] = {std::string(200, 'a'), "bb"};
+    for (int i = 0; i < 2000; ++i) {
+      if (group.rank() == 0) {
+        group.session.set_activity(texts[i % 2].c_str());
+        continue;
+      }
+      const std::string seen = read_text(group.session.line(0).activity);
+      CHECK(seen.size() < sizeof(RankLine::activity));
+      CHECK(seen.find_first_not_of("ab") == std::string::npos);
+    }
+    barrier(group.calls, -1);
+    CHECK_EQ(read_text(group.session.line(0).activity) == texts[1], true);
   });
 }
 

@@ -77,7 +77,7 @@ class Rank(NamedTuple):
     at: str = "begin"  # its next step
     awaits: str = ""  # what wait_until() waits for: ended, means, void, reset
     then: str = ""  # where progress() returns to
-    takes_all: bool = False  # Appetite::kAll
+    takes_all: bool = False  # ChunkLimit::kAll
     asleep: bool = False
     number: int = 1  # of the pass
     good: int = 0  # passes that it has the means of

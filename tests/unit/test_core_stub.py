@@ -41,7 +41,9 @@ def signatures_in(function: Any) -> list[Signature]:
     found = []
     for text, _, _ in function.__nb_signature__:
         text = re.sub(r"\\\d+", "None", text)  # a default is told apart
-        found.append(signature_of(ast.parse(f"{text}: ...").body[0]))
+        node = ast.parse(f"{text}: ...").body[0]
+        is_conversion = len(node.args.posonlyargs) == 2  # from another type, when that is given instead
+        found += [] if is_conversion else [signature_of(node)]
     return found
 
 

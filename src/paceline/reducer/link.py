@@ -23,8 +23,7 @@ from paceline.reducer.protocol import Reducer
 
 _Tensor = TypeVar("_Tensor")
 
-# kernels.h: enum class DType.
-CORE_DTYPES = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 3}
+CORE_DTYPES = {name: _core.DTYPES[name] for name in ("float32", "float64", "float16", "bfloat16")}
 """Gradients that the core averages."""
 
 

@@ -212,12 +212,12 @@ void many_arrays(Run& run, int index) {
   for (int round = 0; round < 2; ++round) {
     std::vector<size_t> offsets;
     for (int i = 0; i < 6; ++i) {
-      expect(steps_of([&] { offsets.push_back(group.allocate(1, -1)); }) <
+      expect(steps_of([&] { offsets.push_back(group.heap.allocate(1, -1)); }) <
                  2 * kMaxBlocks,
              "an allocation looks at all blocks");
     }
     for (const size_t offset : offsets) {
-      expect(steps_of([&] { group.free(offset); }) < 12,
+      expect(steps_of([&] { group.heap.free(offset); }) < 12,
              "giving back looks at many blocks");
     }
   }
