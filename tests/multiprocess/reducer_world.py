@@ -66,7 +66,7 @@ class World:
         self.group = group
         self.model = model
         self.reducer = _core.Reducer(
-            group.core,
+            group._core,
             arena_bytes,
             offsets,
             [count for count, _ in model],

@@ -357,7 +357,7 @@ def test_misuse(group):
             "buckets": [(0, 64), (64, 192)],
         } | change
         with pytest.raises(ConfigError, match=problem):
-            _core.Reducer(group.core, 192, **plan)
+            _core.Reducer(group._core, 192, **plan)
     group.barrier()  # all of this was refused before anything was shared
 
 

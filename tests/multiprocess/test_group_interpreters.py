@@ -47,7 +47,7 @@ def test_an_exit_without_close_is_silent():
         group.all_reduce(array)
         inner = group.subgroup([1, 0])
         inner.barrier()
-        reducer = paceline._core.Reducer(group.core, 64, [0], [16], [0], [(0, 64)])
+        reducer = paceline._core.Reducer(group._core, 64, [0], [16], [0], [(0, 64)])
         transfer = group.send(array, 1 - rank, async_op=True)
         group.barrier()
     """

@@ -80,7 +80,7 @@ def in_forked_child(check):
 @ranks(2, deadline_s=30.0)
 def test_a_forked_child_is_refused_and_the_parent_unharmed(group):
     array = np.ones(3)
-    reducer = paceline._core.Reducer(group.core, 64, [0], [16], [0], [(0, 64)])
+    reducer = paceline._core.Reducer(group._core, 64, [0], [16], [0], [(0, 64)])
     transfer = group.recv(np.zeros(1), 1 - group.rank, async_op=True)
 
     def misuse():
@@ -91,7 +91,7 @@ def test_a_forked_child_is_refused_and_the_parent_unharmed(group):
             lambda: group.send(array, 1 - group.rank),
             lambda: group.allocate(4),
             lambda: transfer.wait(),
-            lambda: group.core.records(),
+            lambda: group._core.records(),
             lambda: reducer.mark_ready(0, 0),
             lambda: reducer.finish(1, False),
             lambda: reducer.squared_norm(),
@@ -99,8 +99,8 @@ def test_a_forked_child_is_refused_and_the_parent_unharmed(group):
             with pytest.raises(ForkedError, match="forked child"):
                 call()
         reducer.close()
-        group.core.set_activity("nothing")
-        group.core.abort("nothing")
+        group._core.set_activity("nothing")
+        group._core.abort("nothing")
         group.close()
 
     assert in_forked_child(misuse) == 0
@@ -162,7 +162,7 @@ def test_ctrl_c_ends_the_wait_and_is_told_to_the_others(rank):
 def test_a_slow_rank_is_logged(group):
     own = init(group.rank, 3, name="patient", timeout_s=60, warn_after_s=0.1)
     if group.rank == 2:
-        own.core.set_activity("in backward of step 7")
+        own._core.set_activity("in backward of step 7")
         for peer in (0, 1):  # each of them has warned
             group.recv(np.zeros(1), peer)
         own.barrier()

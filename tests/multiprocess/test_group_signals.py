@@ -30,19 +30,19 @@ def until(condition):
 
 def until_calling(group, rank, kind):
     """Until that rank's newest call is of that kind, by its number in the core."""
-    until(lambda: group.core.records()[rank]["call"]["kind"] == kind)
+    until(lambda: group._core.records()[rank]["call"]["kind"] == kind)
 
 
 BARRIER, ALL_REDUCE = 9, 1
 
 
 def interrupt(group, rank):
-    os.kill(group.core.records()[rank]["pid"], signal.SIGUSR1)
+    os.kill(group._core.records()[rank]["pid"], signal.SIGUSR1)
 
 
 def interrupt_sleep(group, rank):
     """The same for a rank that waits, and return once it has seen the signal and waits again."""
-    pid = group.core.records()[rank]["pid"]
+    pid = group._core.records()[rank]["pid"]
 
     def sleeps():
         """How often it went to sleep, if it sleeps."""
@@ -282,7 +282,7 @@ def test_a_call_that_waits_for_its_turn_ends_with_the_group_and_with_signals(gro
     if group.rank == 1:
         group.recv(np.zeros(1), 0)
         if end == "abort":
-            group.core.abort("rank 1 has had enough")
+            group._core.abort("rank 1 has had enough")
         return
     held, go_on = threading.Event(), threading.Event()
 
@@ -292,12 +292,12 @@ def test_a_call_that_waits_for_its_turn_ends_with_the_group_and_with_signals(gro
             go_on.wait(WAIT_S)
 
     logging.getLogger("paceline").addHandler(Stuck())
-    impatient = group.core.with_patience(WAIT_S, 0.05)
+    impatient = group._core.with_patience(WAIT_S, 0.05)
     thread, _ = in_thread(impatient.barrier)
     assert held.wait(WAIT_S)
     if end == "close":
         group.send(np.ones(1), 1)
-        threading.Timer(0.2, group.core.close).start()
+        threading.Timer(0.2, group._core.close).start()
         expected = GroupClosedError
     elif end == "abort":
         group.send(np.ones(1), 1)

@@ -76,7 +76,7 @@ def test_who_does_not_come_to_a_subgroup_is_named_by_all(group, late):
     if group.rank == late:
         with pytest.raises(CollectiveError):
             while True:
-                group.core.check_usable()
+                group._core.check_usable()
                 time.sleep(0.01)
         return
     with pytest.raises(DeadlineError) as caught:

@@ -25,7 +25,7 @@ on_two_ranks = ranks(2, framework="framework")
 
 def waits_in_vain(call, group):
     """The error of rank 0, which alone makes the call; the other rank learns of it on the group."""
-    assert group.core.timeout_s == GROUPS_S
+    assert group._core.timeout_s == GROUPS_S
     if group.rank == 1:
         with pytest.raises(CollectiveError):
             group.recv(np.zeros(1), 0)
@@ -100,7 +100,7 @@ def test_the_group_that_a_model_formed_is_as_patient_as_any_for_the_others(rank,
     model = do.wrap(do.network(), None, timeout_s=20.0)
     do.backward(do.loss(model, x))
     peers = importlib.import_module(f"paceline.{framework}.peers")
-    assert peers._environment_group.core.timeout_s == GROUPS_S
+    assert peers._environment_group._core.timeout_s == GROUPS_S
 
 
 @both

@@ -277,7 +277,7 @@ def test_what_means_the_right_thing_is_taken() -> None:
     minute = datetime.timedelta(minutes=1)
     one, zero = np.int64(1), np.int32(0)
     with init(rank=zero, world_size=one, timeout_s=minute, warn_after_s=np.float32(2.5)) as group:
-        assert (group.rank, group.world_size, group.core.timeout_s) == (0, 1, 60.0)
+        assert (group.rank, group.world_size, group._core.timeout_s) == (0, 1, 60.0)
         array = group.allocate((np.int16(2), 3), timeout_s=minute)
         for timeout_s in (minute, np.float64(3), 7, INF, None):
             group.all_reduce(array, "mean", weight=np.float32(2), timeout_s=timeout_s)

@@ -64,7 +64,7 @@ class Group:
     """
 
     def __init__(self, core: _core.HostGroup) -> None:
-        self.core = core
+        self._core = core  # takes addresses; for the front ends, which are parts of this package
         self.rank: int = core.rank
         self.world_size: int = core.world_size
         self.name: str = core.name
@@ -74,7 +74,7 @@ class Group:
         self._orphans: list[TransferWork] = []  # messages under way whose Work was dropped
 
     def __repr__(self) -> str:
-        state = "closed" if self.core.is_closed else "open"
+        state = "closed" if self._core.is_closed else "open"
         return f"<paceline.Group {self.name!r}: rank {self.rank} of {self.world_size}, {state}>"
 
     def __enter__(self) -> Group:
@@ -90,7 +90,7 @@ class Group:
     def close(self) -> None:
         """Leave the group. Not collective; whoever waits for this rank from now on raises."""
         self._queue.close()
-        self.core.close()
+        self._core.close()
 
     # --- collectives ---
 
@@ -146,7 +146,7 @@ class Group:
         pointer = address_of(array, "all_reduce")
         dtype = dtype_number(array, op, "all_reduce")
         args = (pointer, array.size, dtype, int(op), weight, limit_s)
-        return self._make(async_op, array, self.core.all_reduce, *args)
+        return self._make(async_op, array, self._core.all_reduce, *args)
 
     def reduce(
         self,
@@ -166,7 +166,7 @@ class Group:
         root = self._checked_rank(root, "reduce", "root")
         pointer, dtype = address_of(array, "reduce"), dtype_number(array, op, "reduce")
         args = (pointer, array.size, dtype, int(op), root, _seconds(timeout_s, "reduce"))
-        return self._make(async_op, array, self.core.reduce, *args)
+        return self._make(async_op, array, self._core.reduce, *args)
 
     def broadcast(
         self, array: Array, root: int = 0, *, timeout_s: Seconds = None, async_op: bool = False
@@ -181,7 +181,7 @@ class Group:
         return self._make(
             async_op,
             array,
-            self.core.broadcast,
+            self._core.broadcast,
             pointer,
             array.nbytes,
             root,
@@ -202,7 +202,7 @@ class Group:
         out = take_or_make(out, (self.world_size, *array.shape), array.dtype, "all_gather")
         target = address_of(out, "all_gather", "out")
         args = (source, target, array.nbytes, _seconds(timeout_s, "all_gather"))
-        self._make(False, (array, out), self.core.all_gather, *args)
+        self._make(False, (array, out), self._core.all_gather, *args)
         return out
 
     def reduce_scatter(
@@ -229,7 +229,7 @@ class Group:
         dtype = dtype_number(array, op, "reduce_scatter")
         target = address_of(out, "reduce_scatter", "out")
         args = (source, target, out.size, dtype, int(op), _seconds(timeout_s, "reduce_scatter"))
-        self._make(False, (array, out), self.core.reduce_scatter, *args)
+        self._make(False, (array, out), self._core.reduce_scatter, *args)
         return out
 
     def gather(self, array: Array, root: int = 0, *, timeout_s: Seconds = None) -> Array | None:
@@ -243,7 +243,7 @@ class Group:
         out = np.empty((self.world_size, *array.shape), array.dtype) if self.rank == root else None
         target = 0 if out is None else address_of(out, "gather", "out")
         args = (source, target, array.nbytes, root, _seconds(timeout_s, "gather"))
-        self._make(False, (array, out), self.core.gather, *args)
+        self._make(False, (array, out), self._core.gather, *args)
         return out
 
     def scatter(self, array: Array | None, out: Array, root: int = 0, *, timeout_s: Seconds = None) -> None:
@@ -269,7 +269,7 @@ class Group:
                     argument="array",
                 )
         args = (source, target, out.nbytes, root, _seconds(timeout_s, "scatter"))
-        self._make(False, (array, out), self.core.scatter, *args)
+        self._make(False, (array, out), self._core.scatter, *args)
 
     def all_to_all(self, array: Array, out: Array | None = None, *, timeout_s: Seconds = None) -> Array:
         """Give block r of `array` to rank r; return the blocks that the others gave, in rank order.
@@ -287,12 +287,12 @@ class Group:
         source = address_of(array, "all_to_all", is_written=False)
         target = address_of(out, "all_to_all", "out")
         args = (source, sizes, target, sizes, _seconds(timeout_s, "all_to_all"))
-        self._make(False, (array, out), self.core.all_to_all, *args)
+        self._make(False, (array, out), self._core.all_to_all, *args)
         return out
 
     def barrier(self, *, timeout_s: Seconds = None) -> None:
         """Return once every rank has called it."""
-        self._make(False, None, self.core.barrier, _seconds(timeout_s, "barrier"))
+        self._make(False, None, self._core.barrier, _seconds(timeout_s, "barrier"))
 
     # --- between two ranks ---
 
@@ -309,8 +309,8 @@ class Group:
         dst = self._checked_other(dst, "send", "dst")
         pointer = address_of(array, "send", is_written=False)
         limit_s = _seconds(timeout_s, "send")
-        transfer = self.core.start_send(pointer, array.nbytes, dst, _checked_tag(tag, "send"))
-        work = TransferWork(self.core, transfer, array, self._orphans)
+        transfer = self._core.start_send(pointer, array.nbytes, dst, _checked_tag(tag, "send"))
+        work = TransferWork(self._core, transfer, array, self._orphans)
         if async_op:
             return work
         work.wait_for(limit_s)
@@ -327,8 +327,8 @@ class Group:
         src = self._checked_other(src, "recv", "src")
         pointer = address_of(array, "recv")
         limit_s = _seconds(timeout_s, "recv")
-        transfer = self.core.start_receive(pointer, array.nbytes, src, _checked_tag(tag, "recv"))
-        work = TransferWork(self.core, transfer, array, self._orphans)
+        transfer = self._core.start_receive(pointer, array.nbytes, src, _checked_tag(tag, "recv"))
+        work = TransferWork(self._core, transfer, array, self._orphans)
         if async_op:
             return work
         work.wait_for(limit_s)
@@ -350,7 +350,7 @@ class Group:
         limit_s = _seconds(timeout_s, "allocate")
         dims, kind = checked_shape(shape), checked_dtype(dtype)
         self._drain(limit_s)
-        return arrays.allocate(self.core, dims, kind, limit_s)
+        return arrays.allocate(self._core, dims, kind, limit_s)
 
     def subgroup(self, ranks: Sequence[int], *, timeout_s: Seconds = None) -> Group | None:
         """Form a group of some of the ranks. Collective over the whole group.
@@ -371,8 +371,8 @@ class Group:
         if self.rank not in members:
             return None
         self._drain(limit_s)
-        limit_s = self.core.timeout_s if limit_s < 0 else limit_s
-        exchange = MemberExchange(self.core, members, self._orphans)
+        limit_s = self._core.timeout_s if limit_s < 0 else limit_s
+        exchange = MemberExchange(self._core, members, self._orphans)
         return Group(form_core(exchange, name=name, timeout_s=limit_s))
 
     # --- inside ---
@@ -387,10 +387,10 @@ class Group:
         if not async_op and self._queue.is_empty():
             call(*args)
             return None
-        self.core.check_usable()  # in a forked child nobody serves the queue
+        self._core.check_usable()  # in a forked child nobody serves the queue
         if not async_op:
             *others, timeout_s = args
-            make_behind(self._queue, self.core, functools.partial(call, *others), keep, timeout_s)
+            make_behind(self._queue, self._core, functools.partial(call, *others), keep, timeout_s)
             return None
         work = Work(functools.partial(call, *args), keep)
         self._queue.submit(work)
@@ -398,8 +398,8 @@ class Group:
 
     def _drain(self, limit_s: float) -> None:
         if not self._queue.is_empty():
-            self.core.check_usable()
-            make_behind(self._queue, self.core, lambda _: None, None, limit_s)
+            self._core.check_usable()
+            make_behind(self._queue, self._core, lambda _: None, None, limit_s)
 
     def _checked_rank(self, rank: int, call: str, name: str) -> int:
         if type(rank) is int and 0 <= rank < self.world_size:

@@ -76,8 +76,8 @@ class GroupPeers:
     ) -> None:
         self.rank = group.rank
         self.world_size = group.world_size
-        self.timeout_s = timeout_s or group.core.timeout_s
-        self._core = group.core.with_patience(self.timeout_s, warn_after_s or group.core.warn_after_s)
+        self.timeout_s = timeout_s or group._core.timeout_s
+        self._core = group._core.with_patience(self.timeout_s, warn_after_s or group._core.warn_after_s)
         self.exchange = WholeExchange(self._core)
         self.group = group
 
@@ -153,7 +153,7 @@ class LonePeers:
     def connect(self, *, on_host: bool, reduce_through: str = "auto") -> Link:
         if on_host and reduce_through != "group":
             group = init(rank=0, world_size=1, name="paceline.paddle")
-            return MemoryLink(group.core, group)
+            return MemoryLink(group._core, group)
         return GroupLink(LoneCalls(on_host=on_host))
 
 
@@ -303,7 +303,7 @@ def environment_group(forming_timeout_s: float | None = None) -> Group | None:
     Collective on the first call: blocks until all came.
     """
     global _environment_group
-    if _environment_group is None or _environment_group.core.is_closed:
+    if _environment_group is None or _environment_group._core.is_closed:
         try:
             place = read_rank_environment(needs_address=False)
         except ConfigError as error:

@@ -97,9 +97,9 @@ class GroupPeers:
 
         self.rank = group.rank
         self.world_size = group.world_size
-        self.timeout_s = timeout_s or group.core.timeout_s
-        self.warn_after_s = warn_after_s or group.core.warn_after_s
-        self._core = group.core.with_patience(self.timeout_s, self.warn_after_s)
+        self.timeout_s = timeout_s or group._core.timeout_s
+        self.warn_after_s = warn_after_s or group._core.warn_after_s
+        self._core = group._core.with_patience(self.timeout_s, self.warn_after_s)
         self.exchange = WholeExchange(self._core)
 
     def broadcast(self, payload: torch.Tensor, root: int = 0) -> None:
@@ -187,7 +187,7 @@ def _group_from_environment(forming_timeout_s: float | None) -> Group:
             hint="`paceline run -n 2 script.py` needs no init_process_group",
         ) from error
     global _environment_group
-    if _environment_group is None or _environment_group.core.is_closed:
+    if _environment_group is None or _environment_group._core.is_closed:
         from paceline.collectives.init import init
 
         _environment_group = init(name="paceline.torch", forming_timeout_s=forming_timeout_s)
