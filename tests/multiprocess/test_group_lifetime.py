@@ -182,6 +182,23 @@ def test_a_slow_rank_is_logged(group):
     assert "is alive; in backward of step 7" in told[0]
 
 
+@ranks(2)
+def test_words_that_are_cut_in_a_character_are_told_as_far_as_they_go(group):
+    group._core.set_activity("é" * 100)  # 200 bytes, of which 127 fit
+    group.barrier()
+    told = group._core.records()[1 - group.rank]["activity"]
+    assert told == "é" * 63 + "\ufffd"
+    group.barrier()
+    own = init(group.rank, 2)
+    if group.rank == 0:
+        own._core.abort("x" + "é" * 600)  # of 1201 bytes, 1023 fit
+    group.barrier()
+    if group.rank == 1:
+        with pytest.raises(PeerLostError, match="xéé"):
+            own.barrier()
+    group.barrier()
+
+
 @ranks(4)
 def test_a_late_rank_is_named_on_every_rank(group):
     own = init(group.rank, 4, name="strict", timeout_s=0.4)

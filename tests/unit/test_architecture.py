@@ -186,7 +186,7 @@ PARTNER = re.compile(r"\b[Pp]artners?\b|\b[Pp]airs with\b")
 
 
 def test_every_acquire_and_release_names_its_partner():
-    """docs/design/core.md claims it. A comment stands at most seven lines above the operation that it is about."""
+    """docs/design/core.md claims it; the comment stands at most seven lines above the operation."""
     wrong = []
     for path in sorted((ROOT / "cpp").rglob("*.[ch]*")):
         lines = path.read_text().splitlines()
