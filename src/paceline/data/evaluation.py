@@ -98,9 +98,9 @@ class EvaluationSampler:
             raise check.refuse("group", group, "a paceline.Group", hint, is_type=True)
         mine, refused = np.empty((0,)), None
         try:
-            mine = _joined(rows)
             if root is not None:
                 root = check.whole("root", root, least=0, most=self.num_replicas - 1)
+            mine = _joined(rows)
         except ConfigError as error:  # the others wait to hear of it
             refused = error
         try:
