@@ -8,6 +8,7 @@
 #include <random>
 
 #include "check.h"
+#include "core/faults.h"
 #include "group_world.h"
 #include "reducer/reducer.h"
 #include "reducer_model.h"
