@@ -48,7 +48,7 @@ TEST(gradients_elsewhere_stay_as_they_are_until_backward_ends) {
       constexpr size_t kCount = 300'000;
       constexpr size_t kBytes = kCount * sizeof(float);
       Reducer reducer(
-          group, 2 * kBytes,
+          group.heap, 2 * kBytes,
           {{0, kCount, DType::kFloat32}, {kBytes, kCount, DType::kFloat32}},
           {{0, kBytes}, {kBytes, 2 * kBytes}}, assigns_chunks);
       for (int step = 0; step < 4; ++step) {
