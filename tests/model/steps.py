@@ -151,7 +151,7 @@ def post(setting: Setting, state: State, r: int) -> Steps:
     yield from ring(after, 1) if arrived == rank.number * setting.ranks else [after]
 
 
-@step("progress", "Reducer::progress", "arrived.load(std::memory_order_acquire)", "group_.is_over()")
+@step("progress", "Reducer::progress", "arrived.load(std::memory_order_acquire)", "session_.is_over()")
 def progress(setting: Setting, state: State, r: int) -> Steps:
     """Looks for a bucket that is complete, and at the abort word before each chunk."""
     rank, shared = state.ranks[r], state.shared
@@ -388,7 +388,7 @@ def return_(setting: Setting, state: State, r: int) -> Steps:
 # --- waiting ---
 
 
-@step("announce", "HostGroup::wait_until", "count.fetch_add(1, std::memory_order_seq_cst)")
+@step("announce", "Session::wait_until", "count.fetch_add(1, std::memory_order_seq_cst)")
 def announce(setting: Setting, state: State, r: int) -> Steps:
     shared = state.shared._replace(sleepers=state.shared.sleepers + 1)
     yield moved(state, r, state.ranks[r]._replace(at="look at the bell"), shared=shared)
@@ -463,7 +463,7 @@ def give_up(setting: Setting, state: State, r: int) -> Steps:
 # --- what happens to a rank ---
 
 
-@step("leave", "HostGroup::close", "departures.fetch_add(1, std::memory_order_seq_cst)")
+@step("leave", "Session::close", "departures.fetch_add(1, std::memory_order_seq_cst)")
 def leave(setting: Setting, state: State, r: int) -> Steps:
     shared = state.shared._replace(departures=state.shared.departures + 1)
     yield from woken(moved(state, r, state.ranks[r]._replace(at="left"), shared=shared), setting.ranks)

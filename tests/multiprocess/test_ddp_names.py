@@ -159,10 +159,11 @@ def test_times_are_those_of_forward_backward_and_averaging(rank: int, path: str)
     for prefix in ("", "avg_"):
         forward, backward, comm, overlap = (data[f"{prefix}{phase}_time"] for phase in PHASES)
         assert forward >= forward_s * 1e9
-        # The first bucket is complete before the sleep in backward, and averaged after that of rank 1.
-        assert comm >= backward_s * 1e9
         assert 0 <= overlap <= min(backward, comm)
         if rank:
+            # The first bucket is complete before the sleep in backward, and averaged after it. (Rank 0 may
+            # come to its own when rank 1 has slept for a while.)
+            assert comm >= backward_s * 1e9
             assert backward >= overlap >= backward_s * 1e9
         assert forward + backward + comm - overlap < elapsed
     start, computing, launched, computed, ended = (
