@@ -23,8 +23,8 @@ and these know no framework:
     judge.py             whether the records agree
     pool.py              forked ranks that run one program after the other
     shrink.py            the smallest program that still fails
-    walk.py              how one rank walks through a program, and where ranks meet (Paddle's)
-    lockstep.py          one process that simulates all ranks (Paddle's reference)
+    walk.py              how one rank walks through a program, and where ranks meet
+    lockstep.py          one process that simulates all ranks
     command.py           the fuzzer as the tests run it
     session.py           one program in its modes, with its references
     jobs.py              many programs, side by side

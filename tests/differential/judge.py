@@ -8,7 +8,8 @@ anything else is a finding: a silent difference, a rank that raised or went on a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -154,24 +155,60 @@ def _norms(records: Sequence[Record], tolerance: float) -> Verdict | None:
 
 
 def _bits(records: Sequence[Record], same_parameters: bool) -> Verdict | None:
-    """All ranks see the same sequence of shared values, in the same bits."""
+    """All ranks that take part in a pass with data see the same shared values, in the same bits."""
     kinds = ("gradients", "parameters", "buffers") if same_parameters else ("gradients",)
-    shared = [
-        [event for event in record.events if event.shared and not event.tainted and event.kind in kinds]
-        for record in records
-    ]
-    for row in zip(*shared):
-        for name in row[0].values:
-            seen = [event.values.get(name) for event in row]
-            if any(_digest(value) != _digest(seen[0]) for value in seen):
-                return Verdict("ranks differ", row[0].at, _differing(row, name))
-    passes = [sum(event.kind == "gradients" for event in events) for events in shared]
-    if min(passes) == max(passes):
+    models = sorted({event.model for record in records for event in record.events})
+    told = (_bits_of_model(records, model, kinds) for model in models)
+    return next((verdict for verdict in told if verdict is not None), None)
+
+
+def _bits_of_model(records: Sequence[Record], model: int, kinds: tuple[str, ...]) -> Verdict | None:
+    """Let all ranks go from one pass to the next one, as they did.
+
+    A rank that has no more data sees nothing of the passes of the others until all are there. After an error
+    of its own it may be there earlier than its program says, so nothing but its record tells.
+    """
+    left = [deque(_passes(record, model, kinds)) for record in records]
+    active = list(range(len(left)))
+    while True:
+        for row in zip(*(left[rank].popleft() for rank in active)):
+            if name := _differing_name([event for event in row if not event.tainted]):
+                return Verdict("ranks differ", row[0].at, _differing(row, active, name))
+        if not all(left):
+            break
+        active = [rank for rank, passes in enumerate(left) if passes[0][0].kind == "gradients"]
+        active = active or list(range(len(left)))
+    alone = [events[0] for passes in left for events in passes if events[0].kind == "gradients"]
+    if not alone:
         return None
-    ahead = passes.index(max(passes))
-    first = [event for event in shared[ahead] if event.kind == "gradients"][min(passes)]
+    passes = [sum(each.kind == "gradients" for each in _shared(record, model, kinds)) for record in records]
     text = f"backwards that returned a mean, by rank: {passes}\n{_endings(records)}"
-    return Verdict("a rank went on alone", first.at, text)
+    return Verdict("a rank went on alone", alone[0].at, text)
+
+
+def _passes(record: Record, model: int, kinds: tuple[str, ...]) -> Iterator[list[Event]]:
+    """What a rank has seen before its first pass, and then from each mean, or the end of its data, on."""
+    events: list[Event] = []
+    for event in _shared(record, model, kinds):
+        if event.kind in ("gradients", "finished"):
+            yield events
+            events = []
+        events.append(event)
+    yield events
+
+
+def _shared(record: Record, model: int, kinds: tuple[str, ...]) -> Iterator[Event]:
+    for event in record.events:
+        if event.model == model and (event.kind == "finished" or (event.shared and event.kind in kinds)):
+            yield event
+
+
+def _differing_name(row: Sequence[Event]) -> str:
+    """Whose bits are not the same; empty: all are."""
+    for name in row[0].values if row else ():
+        if len({_digest(event.values.get(name)) for event in row}) > 1:
+            return name
+    return ""
 
 
 def _invalid(records: Sequence[Record], expected: Sequence[Record]) -> Event | None:
@@ -200,7 +237,7 @@ def _means(records: Sequence[Record], expected: Sequence[Record], tolerance: flo
         for event, wanted in zip(record.events, reference.events):
             if (event.at, event.kind) != (wanted.at, wanted.kind):
                 break  # one of them raised here; after this the two are not at the same place
-            if event.kind in ("error", "norm") or event.tainted or wanted.tainted:
+            if event.kind in ("error", "norm", "finished") or event.tainted or wanted.tainted:
                 continue
             floor = max((_scale(value) for value in wanted.values.values()), default=0.0)
             for name, value in wanted.values.items():
@@ -244,16 +281,16 @@ def _digest(value: Value | None) -> bytes:
     return b"" if value is None else value.digest
 
 
-def _differing(row: Sequence[Event], name: str) -> str:
+def _differing(row: Sequence[Event], ranks: Sequence[int], name: str) -> str:
     lines = [f"{row[0].kind} of {name} after op {row[0].at}:"]
     samples = [None if event.values.get(name) is None else event.values[name].sample for event in row]  # type: ignore[union-attr]
     place = 0
     if all(sample is not None and sample.shape == samples[0].shape for sample in samples):  # type: ignore[union-attr]
         stacked = np.stack([sample for sample in samples if sample is not None])
         place = int(np.argmax((stacked != stacked[0]).any(axis=0)))
-    for rank, sample in enumerate(samples):
+    for rank, event, sample in zip(ranks, row, samples):
         told = "None" if sample is None else f"element {place} is {sample[place] if sample.size else '-'}"
-        lines.append(f"  rank {rank} (op {row[rank].at}): {told}")
+        lines.append(f"  rank {rank} (op {event.at}): {told}")
     return "\n".join(lines)
 
 

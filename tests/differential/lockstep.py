@@ -36,7 +36,7 @@ class Simulated:
 
 
 class Parted(Exception):
-    """What the ranks have differs so that there is no mean: of gradients of two shapes."""
+    """What the ranks have differs so that there is no mean, or no copy: it has two shapes."""
 
 
 class Lockstep:
@@ -48,7 +48,11 @@ class Lockstep:
 
     def run(self) -> list[Record]:
         """Records of all ranks; they stop where the ranks part, because one of them raised alone."""
-        records = [machine.record for machine in self.machines]
+        with contextlib.suppress(Parted):
+            self._run()
+        return [machine.record for machine in self.machines]
+
+    def _run(self) -> None:
         waiting: list[Meeting | None] = [None] * len(self._runs)
         everybody = last_active = list(range(len(self._runs)))
         while True:
@@ -56,7 +60,7 @@ class Lockstep:
                 waiting[rank] = self._next(rank) if meeting is None else meeting
             here = [meeting for meeting in waiting if meeting is not None]
             if len(here) < len(waiting):
-                return records
+                return
             active = [rank for rank in everybody if here[rank].kind != "finished"]
             if not active:
                 self.take_model(here[0].models[0], last_active[0])
@@ -65,17 +69,14 @@ class Lockstep:
                 continue
             first = here[active[0]]
             if any(here[rank] != first for rank in active):
-                return records
+                return
             if first.kind == "wrapped":
                 for model in first.models:
                     self.take_model(model, 0)
             else:
                 last_active = active
-                try:
-                    for model in first.models:
-                        self.average(model, active, here)
-                except Parted:
-                    return records
+                for model in first.models:
+                    self.average(model, active, here)
             for rank in active:
                 waiting[rank] = None
 

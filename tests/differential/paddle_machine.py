@@ -320,18 +320,21 @@ class Machine(Walker):
     # --- what is told ---
 
     def _note_gradients(self, model: int, *, is_shared: bool) -> None:
-        net, at = self.nets[model], f"{self.at} model {model}"
+        net = self.nets[model]
         values = {f"{model}:{name}": _value(p.grad) for name, p in net.named_parameters()}
-        self._note(at, "gradients", values, is_shared)
+        self._note(model, "gradients", values, is_shared)
         buffers = {f"{model}:{name}": _value(b) for name, b in buffers_of(net).items()}
         if is_shared and buffers:
-            self._note(at, "buffers", buffers, True)
+            self._note(model, "buffers", buffers, True)
 
     def _note_parameters(self, model: int) -> None:
         statistics = buffers_of(self.nets[model])
         named = self.nets[model].named_parameters()
         values = {f"{model}:{name}": _value(p) for name, p in named if name not in statistics}
-        self._note(f"{self.at} model {model}", "parameters", values, True)
+        self._note(model, "parameters", values, True)
+
+    def _is_own(self, error: BaseException) -> bool:
+        return super()._is_own(error) or "UserError: raised in " in str(error)  # Paddle's own words around it
 
     # --- small things ---
 

@@ -44,8 +44,9 @@ class Event:
 
     Attributes:
         at: Label of the op; "3#1" when a loop has reached it a second time.
-        kind: "gradients", "parameters", "buffers", "norm" or "error".
+        kind: "gradients", "parameters", "buffers", "norm", "error" or "finished" (no data left).
         values: By name; None: the parameter has no gradient.
+        model: Whose values, or of which there are no more data.
         shared: All ranks must see the same bits.
         tainted: Nobody promises anything of these values: an error came before, and nothing was cleared.
         told, true: Of a norm: what the subject said, and what it was.
@@ -57,6 +58,7 @@ class Event:
     at: str
     kind: str
     values: dict[str, Value | None] = field(default_factory=dict)
+    model: int = 0
     shared: bool = False
     tainted: bool = False
     told: float = 0.0

@@ -323,6 +323,72 @@ CORPUS: dict[str, Program] = {
             _op("try", body=[_op("forward", data=2, model=1), _op("backward")]),
         ],
     },
+    # The five below have found mistakes of the judge, of the reference and of the machine.
+    "a rank without data takes part in the pass that it has left": _program(
+        ["tiny", "gloo"],
+        [{"kind": "trap"}],
+        _op("wrap"),
+        _op(
+            "try",
+            body=[_op("trap", place="forward", ranks=[0]), _op("forward"), _op("backward")],
+            otherwise=[_op("zero_grad")],
+        ),
+        _op("iterate", body=[]),
+        _op("zero_grad"),
+        _op("forward", data=1),
+        _op("backward"),
+    ),
+    "rows that are weighed have momentum": _program(
+        ["tiny", "gloo"],
+        [{"kind": "embedding", "sparse": True}],
+        _op("wrap"),
+        _op("optimizer", kind="momentum"),
+        _op("forward"),
+        _op("backward"),
+        _op("step"),
+        _op(
+            "iterate",
+            counts=[0, 2],
+            body=[_op("zero_grad"), _op("forward"), _op("weight", values=3.0), _op("backward"), _op("step")],
+        ),
+    ),
+    "a parameter shrinks on one rank": _program(
+        ["tiny", "gloo"],
+        [{"kind": "table"}],
+        _op("wrap"),
+        _op("swap", how="shrunk", ranks=[1]),
+        _op("forward"),
+        _op("backward"),
+    ),
+    "one rank converts a frozen parameter": {
+        "ranks": 2,
+        "modes": ["tiny", "gloo"],
+        "models": [{"layers": [{"kind": "table"}], "frozen": [1]}],
+        "ops": [
+            _op("wrap"),
+            _op("optimizer"),
+            _op("swap", how="dtype", ranks=[0]),
+            _op("forward"),
+            _op("backward"),
+            _op("step"),
+        ],
+    },
+    # Gloo's, which ends a process that gets more bytes than it expects; all other ranks raise.
+    "ranks are in backwards of two models of different sizes": {
+        "ranks": 2,
+        "modes": ["gloo"],
+        "models": [{"layers": [_LINEAR, {"kind": "trap"}]}, {"layers": []}],
+        "ops": [
+            _op("wrap"),
+            _op("wrap", model=1),
+            _op(
+                "try",
+                body=[_op("trap", place="forward", ranks=[1]), _op("forward"), _op("backward")],
+                otherwise=[_op("zero_grad")],
+            ),
+            _op("try", body=[_op("forward", data=2, model=1), _op("backward")]),
+        ],
+    },
 }
 
 OPEN: frozenset[str] = frozenset()

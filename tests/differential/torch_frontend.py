@@ -71,5 +71,10 @@ def writes_to_shared_gradients(program: Program) -> bool:
 
 
 def is_engine_crash(program: Program, lost: Lost) -> bool:
-    """Whether the engine below has ended the process: torch's Gloo raises instead."""
-    return False
+    """Whether Gloo has ended the process because ranks made calls of different sizes.
+
+    They do where an error came on some ranks only: these go on with another model, or another call.
+    """
+    parts = any("ranks" in op for _, op in numbered(program["ops"]))
+    is_gloo = "gloo::EnforceNotMet" in lost.stacks and "op.preamble.length <= op.nbytes" in lost.stacks
+    return parts and lost.how == "was killed by SIGABRT" and is_gloo

@@ -327,12 +327,13 @@ class _Writer:
         return [*ops, self.do("zero_grad")]
 
     def uneven(self) -> list[Op]:
+        """Only model 0 steps: a rank without data makes no step of another model's optimizer."""
         rng = self.rng
         how = rng.choice(["finished", "finished", "loader", "finished" if self.is_weighted else "join"])
         counts = [rng.randint(0, 3) for _ in range(self.ranks)]
         if how == "join":
             counts = [max(1, count) for count in counts]
-        ends = [self.do("step")]
+        ends = [self.do("step", model=0) if self.many_models else self.do("step")]
         if rng.random() < 0.5:
             body = [*self.plain(), *ends, *self.clear(sure=True)]
         else:

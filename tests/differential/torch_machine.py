@@ -1,24 +1,23 @@
 """Runs a program of the torch grammar as one rank. Who averages is a `Subject`; this file does not know.
 
-A run is a generator that yields where the ranks meet: after each synchronised backward, and where a rank has
-no more data. A real rank has met the others by then and just goes on; the reference runs one generator for
-each rank and averages between them. `Machine._op_...` are the ops, with their defaults.
+`Machine._op_...` are the ops, with their defaults.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from tests.differential.programs import Op, Program
-from tests.differential.records import Event, Record, Value
-from tests.differential.torch_models import WIDTH, Batch, Net, Traps, UserError, make_layer, parameter_of
+from tests.differential.programs import Op, Program, numbered
+from tests.differential.records import Event, Value
+from tests.differential.torch_models import WIDTH, Batch, Net, Table, make_layer, parameter_of
+from tests.differential.walk import Meeting, Run, Walker, of_rank
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 OPTIMIZERS = {
@@ -31,30 +30,6 @@ OPTIMIZERS = {
 def seed(number: int) -> None:
     """Seed the CPU's generator only: for the others torch.manual_seed() keeps a formatted stack each time."""
     torch.default_generator.manual_seed(number)
-
-
-class Refused(Exception):
-    """In the reference: all ranks of the subject raised here."""
-
-
-@dataclass
-class Meeting:
-    """Where ranks meet.
-
-    Attributes:
-        kind: "wrapped", "synchronised" (after a backward), or "finished".
-        models: Whose gradients are averaged.
-        joins: Of "finished": a rank without data counts as one with zeros (torch's join()).
-        steps: Of "finished": optimizers that step with the means.
-    """
-
-    kind: str
-    models: list[int]
-    joins: bool = False
-    steps: list[torch.optim.Optimizer] = field(default_factory=list)
-
-
-Run = Generator[Meeting, None, None]
 
 
 class Subject(Protocol):
@@ -85,57 +60,24 @@ class Loss:
     batch: Batch
 
 
-class Machine:
-    """One rank's run.
+class Machine(Walker):
+    """One rank's run; see `Walker`.
 
-    Args:
-        program: As the grammar makes it.
-        rank: Of the process, or that it simulates.
-        subject: Who averages.
-        options: Of the wrapper, besides the program's own.
-        refused: For the reference: labels at which all ranks of the subject raised, and whether a backward
-            had run layers again by then.
-        parts: For the reference: each gradient gets memory of its own, before any hook of the program sees
-            it. Autograd may give two parameters one memory as their gradients: a hook that writes to one
-            changes both, and the next backward adds to that memory twice.
+    With `parts`, each gradient gets memory of its own before any hook of the program sees it. Autograd may
+    give two parameters one memory as their gradients: a hook that writes to one changes both, and the next
+    backward adds to that memory twice.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        rank: int,
-        subject: Subject,
-        options: dict[str, Any],
-        refused: dict[str, bool] | None = None,
-        parts: bool = False,
-    ) -> None:
-        self.program = program
-        self.rank = rank
-        self.world_size = program.get("ranks", 2)
-        self.subject = subject
-        self.options = {**options, **program.get("options", {})}
-        self.refused = refused or {}
-        self.parts = parts
-        self.record = Record()
-        self.traps = Traps()
-        self.nets: list[Net] = []
+    subject: Subject
+
+    def __init__(self, program: Program, rank: int, subject: Subject, *more: Any) -> None:
+        super().__init__(program, rank, subject, *more)
         self.specs: list[dict[str, Any]] = []
-        self.trainable: dict[int, list[nn.Parameter]] = {}
-        self.wrappers: dict[int, nn.Module] = {}
         self.kept: list[nn.Module] = []
-        self.optimizers: dict[int, torch.optim.Optimizer] = {}
         self.losses: dict[str, Loss] = {}
         self.numbers: dict[int, int] = {}
         self.handles: list[Any] = []
-        self.weights: dict[int, float] = {}
-        self.weight_so_far: dict[int, float] = {}
-        self.uses_amp = any(op.get("amp") for _, op in _all(program["ops"]))
-        self.at = ""
-        self._visits: dict[str, int] = {}
-        self._tainted = False
-        self._is_lost = False
-        self._recomputed = False  # by the backward that has raised
-        self._is_partial = False  # some ranks have no data left, and see nothing of these steps
+        self.uses_amp = any(op.get("amp") for _, op in numbered(program["ops"]))
         for spec in program["models"]:
             self._build(spec)
 
@@ -160,72 +102,9 @@ class Machine:
     def run(self) -> Run:
         """The whole program; errors that it does not catch come out."""
         try:
-            yield from self._run_ops(self.program["ops"], "", 0)
+            yield from super().run()
         finally:
             torch.set_flush_denormal(False)
-
-    def note_end(self, error: BaseException) -> None:
-        """The program ended with this error."""
-        self.record.raised = self._error(error)
-
-    def _run_ops(self, ops: list[Op], prefix: str, first: int) -> Run:
-        for position, op in enumerate(ops, first):
-            label = f"{prefix}{position}"
-            visit = self._visits[label] = self._visits.get(label, 0) + 1
-            self.at = label if visit == 1 else f"{label}#{visit}"
-            if self.at in self.refused and op["op"] not in ("try", "iterate"):
-                if self.refused[self.at] and self.rank in op.get("ranks", [self.rank]):
-                    self._run_alone(op, label)
-                raise Refused
-            if self.rank not in op.get("ranks", [self.rank]):
-                continue
-            steps = getattr(self, "_op_" + op["op"])(op, label)
-            if steps is not None:
-                yield from steps
-
-    def _run_alone(self, op: Op, label: str) -> None:
-        """An op up to where the ranks would meet, which they did not; nothing is told of it."""
-        told = len(self.record.events)
-        next(getattr(self, "_op_" + op["op"])(op, label), None)
-        del self.record.events[told:]
-
-    # --- ops: what holds others ---
-
-    def _op_try(self, op: Op, label: str) -> Run:
-        body = op.get("body", [])
-        try:
-            yield from self._run_ops(body, f"{label}.", 0)
-        except Exception as error:
-            self.record.events.append(self._error(error))
-            self.traps.place = None
-            self._tainted = True
-            self.weight_so_far.clear()
-            self.weights.clear()
-            yield from self._run_ops(op.get("otherwise", []), f"{label}.", len(body))
-
-    def _op_iterate(self, op: Op, label: str) -> Run:
-        model, how = op.get("model", 0), op.get("how", "finished")
-        wrapper, optimizer = self.wrappers.get(model), self.optimizers.get(model)
-        if wrapper is None:
-            return
-        counts = op.get("counts", [1])
-        batches = range(counts[self.rank % len(counts)])
-        step = None if optimizer is None or how == "join" else optimizer.step
-        body = op.get("body", [])
-        context = self.subject.join(wrapper) if how == "join" else contextlib.nullcontext()
-        with context:
-            rounds = self.subject.iterate(wrapper, batches, step) if how == "loader" else iter(batches)
-            for number, _ in enumerate(rounds):
-                self._is_partial = number >= min(counts)
-                yield from self._run_ops(body, f"{label}.", 0)
-        self._is_partial = False
-        if how == "finished":
-            self.at = label
-            self.subject.finished(wrapper, step)
-        steps = [] if step is None or optimizer is None else [optimizer]
-        yield Meeting("finished", [model], joins=how == "join", steps=steps)
-        self.at = label
-        self._note_parameters(model)
 
     # --- ops: before and around training ---
 
@@ -291,12 +170,12 @@ class Machine:
         net, how = self._net(op), op.get("how", "same")
         p = parameter_of(net, op.get("param", 0))
         if how in ("grown", "shrunk", "dtype"):
-            from tests.differential.torch_models import Table
-
             tables = [module for module in net.modules() if isinstance(module, Table)]
             if not tables:
                 return
             p = tables[0].rows
+            if "ranks" in op and not p.requires_grad:  # nobody averages it: ranks may differ there for good
+                return
         data = p.data
         if how == "grown":
             p.data = torch.cat([data, 0.5 * torch.ones_like(data[:1])])
@@ -334,12 +213,6 @@ class Machine:
         if not self.subject.simulates:
             torch.set_flush_denormal(bool(op.get("on", True)))
 
-    def _op_trap(self, op: Op, label: str) -> None:
-        self.traps.place = op.get("place", "backward")
-
-    def _op_raise(self, op: Op, label: str) -> None:
-        raise UserError("raised between two calls")
-
     # --- ops: a step ---
 
     def _op_forward(self, op: Op, label: str) -> None:
@@ -353,7 +226,7 @@ class Machine:
         self.losses[op.get("to", "loss")] = Loss(value, [model], is_syncing, batch)
 
     def _loss(self, op: Op, model: int, wrapper: nn.Module) -> tuple[torch.Tensor, Batch]:
-        size = _of_rank(op.get("batch", 2), self.rank)
+        size = of_rank(op.get("batch", 2), self.rank)
         made = torch.Generator().manual_seed(1000 * op.get("data", 0) + self.rank)
         dtype = self._dtype()
         x = torch.randn(size, WIDTH, generator=made).to(dtype)
@@ -370,7 +243,7 @@ class Machine:
         with amp:
             y = wrapper(x, batch)
         y = y.to(dtype)
-        scale = _of_rank(op.get("scale", 1.0), self.rank)
+        scale = of_rank(op.get("scale", 1.0), self.rank)
         return ((y * factors).sum() + 0.1 * (y * y).sum()) * scale, batch
 
     def _op_evaluate(self, op: Op, label: str) -> None:
@@ -397,7 +270,7 @@ class Machine:
     def _op_weight(self, op: Op, label: str) -> None:
         model = op.get("model", 0) % len(self.nets)
         if model in self.wrappers:
-            value = float(_of_rank(op.get("values", 1.0), self.rank))
+            value = float(of_rank(op.get("values", 1.0), self.rank))
             self.weights[model] = value
             self.subject.weight(self.wrappers[model], value)
 
@@ -406,7 +279,7 @@ class Machine:
         if not losses:
             return
         models = sorted({model for loss in losses for model in loss.models})
-        lag_s = _of_rank(op.get("lag", 0.0), self.rank)
+        lag_s = of_rank(op.get("lag", 0.0), self.rank)
         if lag_s and not self.subject.simulates:
             time.sleep(lag_s)
         total = sum((loss.value for loss in losses[1:]), losses[0].value)
@@ -461,8 +334,9 @@ class Machine:
             for p in self.trainable[model]:
                 given = [(g, share) for g, share in zip((before[p], p.grad), shares) if g is not None]
                 if given:
-                    zeros = torch.zeros_like(p)
-                    p.grad = sum((g * share for g, share in given if share), zeros)
+                    p.grad = sum((g * share for g, share in given if share), torch.zeros_like(p))
+                    if all(g.is_sparse for g, _ in given):  # momentum of rows takes nothing else
+                        p.grad = p.grad.to_sparse(1)
 
     def _op_zero_grad(self, op: Op, label: str) -> None:
         none, how = op.get("none", True), op.get("how", "optimizer")
@@ -518,26 +392,14 @@ class Machine:
     def _note_gradients(self, model: int, *, is_shared: bool) -> None:
         named = self.nets[model].named_parameters()
         values = {f"{model}:{name}": _value(p.grad) for name, p in named}
-        self._note(f"{self.at} model {model}", "gradients", values, is_shared)
+        self._note(model, "gradients", values, is_shared)
         buffers = {f"{model}:{name}": _value(b) for name, b in self.nets[model].named_buffers()}
         if is_shared and buffers:
-            self._note(f"{self.at} model {model}", "buffers", buffers, True)
+            self._note(model, "buffers", buffers, True)
 
     def _note_parameters(self, model: int) -> None:
         values = {f"{model}:{name}": _value(p.data) for name, p in self.nets[model].named_parameters()}
-        self._note(f"{self.at} model {model}", "parameters", values, True)
-
-    def _note(self, at: str, kind: str, values: dict[str, Value | None], is_shared: bool) -> None:
-        is_tainted = self._is_lost if kind == "parameters" else self._tainted
-        is_shared = is_shared and not self._is_partial
-        self.record.events.append(Event(at, kind, values, shared=is_shared, tainted=is_tainted))
-
-    def _error(self, error: BaseException) -> Event:
-        by_user = isinstance(error, UserError)
-        text = "" if isinstance(error, Refused) else " | ".join(str(error).strip().splitlines()[:4])[:400]
-        recomputed, self._recomputed = self._recomputed, False
-        name = type(error).__name__
-        return Event(self.at, "error", error=name, text=text, by_user=by_user, recomputed=recomputed)
+        self._note(model, "parameters", values, True)
 
     # --- small things ---
 
@@ -556,17 +418,6 @@ class Machine:
         return search(self.specs[model].get("layers", [])) or any(
             search(spec.get("layers", [])) for spec in self.specs
         )
-
-
-def _all(ops: list[Op]) -> Iterator[tuple[str, Op]]:
-    from tests.differential.programs import numbered
-
-    return numbered(ops)
-
-
-def _of_rank(value: Any, rank: int) -> Any:
-    """A value of all ranks, or one of each."""
-    return value[rank % len(value)] if isinstance(value, list) else value
 
 
 def _value(tensor: torch.Tensor | None) -> Value | None:

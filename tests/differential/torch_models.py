@@ -12,11 +12,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.differential.walk import Traps
+
 WIDTH = 4
-
-
-class UserError(Exception):
-    """What generated programs raise."""
 
 
 class Batch:
@@ -34,18 +32,6 @@ class Batch:
         self.number = number
         self.rows = rows
         self.runs = 0
-
-
-class Traps:
-    """Where the next error comes from."""
-
-    def __init__(self) -> None:
-        self.place: str | None = None
-
-    def spring(self, place: str) -> None:
-        if self.place == place:
-            self.place = None
-            raise UserError(f"raised in {place}")
 
 
 class Linear(nn.Module):

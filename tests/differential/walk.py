@@ -8,7 +8,7 @@ generator for each rank and averages between them. A subclass has a method `_op_
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,7 +102,6 @@ class Walker:
         self._tainted = False
         self._is_lost = False
         self._recomputed = False  # by the backward that has raised
-        self._is_partial = False  # some ranks have no data left, and see nothing of these steps
 
     def run(self) -> Run:
         """The whole program; errors that it does not catch come out."""
@@ -151,15 +150,12 @@ class Walker:
         if wrapper is None:
             return
         counts = op.get("counts", [1])
-        batches = range(counts[self.rank % len(counts)])
+        batches = self._until_finished(range(counts[self.rank % len(counts)]), model)
         step = None if optimizer is None or how == "join" else optimizer.step
         context = self.subject.join(wrapper) if how == "join" else contextlib.nullcontext()
         with context:
-            rounds = self.subject.iterate(wrapper, batches, step) if how == "loader" else iter(batches)
-            for number, _ in enumerate(rounds):
-                self._is_partial = number >= min(counts)
+            for _ in self.subject.iterate(wrapper, batches, step) if how == "loader" else batches:
                 yield from self._run_ops(op.get("body", []), f"{label}.", 0)
-        self._is_partial = False
         if how == "finished":
             self.at = label
             self.subject.finished(wrapper, step)
@@ -167,6 +163,11 @@ class Walker:
         yield Meeting("finished", [model], joins=how == "join", steps=steps)
         self.at = label
         self._note_parameters(model)
+
+    def _until_finished(self, batches: Iterable[int], model: int) -> Iterator[int]:
+        """The batches; then it is told that this rank has none left, and may see passes of others only."""
+        yield from batches
+        self.record.events.append(Event(self.at, "finished", model=model))
 
     def _op_trap(self, op: Op, label: str) -> None:
         self.traps.place = op.get("place", "backward")
@@ -179,17 +180,19 @@ class Walker:
     def _note_parameters(self, model: int) -> None:
         raise NotImplementedError
 
-    def _note(self, at: str, kind: str, values: dict[str, Value | None], is_shared: bool) -> None:
+    def _note(self, model: int, kind: str, values: dict[str, Value | None], is_shared: bool) -> None:
+        at = f"{self.at} model {model}"
         is_tainted = self._is_lost if kind == "parameters" else self._tainted
-        is_shared = is_shared and not self._is_partial
-        self.record.events.append(Event(at, kind, values, shared=is_shared, tainted=is_tainted))
+        self.record.events.append(Event(at, kind, values, model, shared=is_shared, tainted=is_tainted))
 
     def _error(self, error: BaseException) -> Event:
         told = str(error).strip()
-        by_user = (
-            isinstance(error, UserError) or "UserError: raised in " in told
-        )  # Paddle says it in its own words
         text = "" if isinstance(error, Refused) else " | ".join(told.splitlines()[:4])[:400]
         recomputed, self._recomputed = self._recomputed, False
         name = type(error).__name__
+        by_user = self._is_own(error)
         return Event(self.at, "error", error=name, text=text, by_user=by_user, recomputed=recomputed)
+
+    def _is_own(self, error: BaseException) -> bool:
+        """Whether it is one that the program itself has raised."""
+        return isinstance(error, UserError)

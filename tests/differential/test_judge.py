@@ -1,0 +1,54 @@
+"""The judge of generated programs, on records that are written by hand. In no process but this one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.differential.judge import EQUAL, USER_ERROR, judge
+from tests.differential.records import Event, Record, Value
+
+_END = "end of data"
+_ERROR = "its own error"
+
+
+def _verdict(*ranks):
+    """Of means by rank: a number for each pass that returned one."""
+    return judge([Record([_event(each) for each in means]) for means in ranks], None, tolerance=1e-3)
+
+
+def _event(told):
+    if told == _END:
+        return Event("loop", "finished")
+    if told == _ERROR:
+        return Event("forward", "error", by_user=True)
+    mean = np.full(3, told, np.float32)
+    return Event("backward", "gradients", {"weight": Value.of(mean)}, shared=True)
+
+
+def test_a_rank_without_data_sees_no_passes_of_the_others():
+    assert _verdict([1, _END, 4], [1, 2, 3, _END, 4]).kind == EQUAL
+
+
+def test_ranks_with_data_are_compared_while_another_one_has_none():
+    assert _verdict([1, _END, 4], [1, 2, _END, 4], [1, 2, _END, 4]).kind == EQUAL
+    assert _verdict([1, _END, 4], [1, 2, _END, 4], [1, 9, _END, 4]).kind == "ranks differ"
+
+
+def test_a_rank_may_end_its_data_before_the_pass_that_it_has_left():
+    assert _verdict([1, _ERROR, _END, 5], [1, 4, _END, 5]).kind == USER_ERROR
+    assert _verdict([1, _ERROR, 3, _END, 5], [1, 3, 4, _END, 5]).kind == USER_ERROR  # a step apart
+
+
+@pytest.mark.parametrize(("first", "second"), [(5, 6), (4, 5)])
+def test_ranks_that_differ_after_all_data_has_ended(first, second):
+    assert _verdict([1, _ERROR, _END, first], [1, 4, _END, second]).kind == "ranks differ"
+
+
+def test_a_mean_that_one_rank_alone_has():
+    assert _verdict([1, 2], [1]).kind == "a rank went on alone"
+    assert _verdict([1, _END, 2], [1, _END]).kind == "a rank went on alone"
+
+
+def test_a_rank_that_left_before_the_data_of_another_one_had_ended():
+    assert _verdict([1, _END, 2], [1, _END, 2], [1, 3]).kind == "a rank went on alone"
