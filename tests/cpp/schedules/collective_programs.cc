@@ -217,7 +217,8 @@ void many_arrays(Run& run, int index) {
              "an allocation looks at all blocks");
     }
     for (const size_t offset : offsets) {
-      expect(steps_of([&] { group.heap.free(offset); }) < 12,
+      // A weak compare-and-swap may fail for no reason, several times even.
+      expect(steps_of([&] { group.heap.free(offset); }) < kMaxBlocks / 8,
              "giving back looks at many blocks");
     }
   }
