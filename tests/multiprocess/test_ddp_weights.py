@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -200,3 +201,41 @@ def test_no_sync_around_the_backward_alone(rank: int, path: str) -> None:
     assert_close(bias.grad, torch.full((2,), 1.0 + rank))
     ddp(x).sum().backward()
     assert_close(bias.grad, torch.full((2,), 2.5))
+
+
+class Blocked(torch.autograd.Function):
+    """Its backward has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> None:
+        return None
+
+
+class MayBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.ones(1))
+        self.b = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor, blocks: bool) -> torch.Tensor:
+        hidden = self.a * x
+        return self.b * (Blocked.apply(hidden) if blocks else hidden)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(2, group="gloo")
+def test_an_undefined_gradient_counts_as_zeros_of_its_weight(rank: int, path: str) -> None:
+    ddp = DistributedDataParallel(MayBlock(), reduce_through=path)
+    x = torch.tensor([1.0 + rank])
+    with ddp.no_sync():
+        for blocks in (False, True):
+            with ddp.weight(1):
+                ddp(x, blocks).sum().backward()
+    with ddp.weight(2):
+        ddp(x, False).sum().backward()
+    assert_close(ddp.module.a.grad, torch.tensor([1.5 * 3 / 4]))
+    assert_close(ddp.module.b.grad, torch.tensor([1.5]))

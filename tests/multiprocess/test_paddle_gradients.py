@@ -303,6 +303,22 @@ def test_sparse_gradients_of_weighed_micro_batches(group: object) -> None:
 
 
 @ranks(2)
+def test_weighed_micro_batches_of_which_a_gradient_is_undefined(group: object) -> None:
+    """Paddle leaves the gradient of a batch normalisation's shift undefined where its scale is frozen."""
+    model = nn.Sequential(nn.BatchNorm1D(3), nn.Linear(3, 1))
+    model[0].weight.stop_gradient = True
+    wrapped = DataParallel(model, group=group, find_unused_parameters=True)
+    x = paddle.arange(6, dtype="float32").reshape([2, 3])
+    with wrapped.no_sync(), wrapped.weight(1):
+        wrapped(x).sum().backward()
+    with wrapped.weight(3):
+        (5 * wrapped(x).sum()).backward()
+    assert model[0].bias.grad is None
+    assert_allclose(model[1].bias.grad.numpy(), [2 * (1 * 1 + 3 * 5) / 4], rtol=1e-6)
+    assert_same_on_all_ranks(model[1], group)
+
+
+@ranks(2)
 def test_a_sparse_gradient_that_is_not_finite_is_named(group: object) -> None:
     model = nn.Embedding(6, 3, sparse=True)
     wrapped = DataParallel(model, group=group, nonfinite="raise")

@@ -56,8 +56,11 @@ class PaddleWeights(MicroBatchWeights):
     def _call_at_end(self, end: Callable[[], None]) -> None:
         backward_calls.at_end(end)
 
-    def scale(self, number: int, gradient: paddle.Tensor) -> paddle.Tensor | None:
-        """Runs before Paddle adds a gradient to that of a parameter, and in paddle.grad()."""
+    def scale(self, number: int, gradient: paddle.Tensor | None) -> paddle.Tensor | None:
+        """Runs before Paddle adds a gradient to that of a parameter, and in paddle.grad().
+
+        None: backward leaves this parameter's gradient undefined. What it has is weighed all the same.
+        """
         if not backward_calls.calls.depth or (not self._is_open and self._is_foreign(number)):
             return None
         try:
@@ -65,7 +68,7 @@ class PaddleWeights(MicroBatchWeights):
         except BaseException as error:
             self._keep_error(error)
             return None
-        if share == 1.0:
+        if share == 1.0 or gradient is None:
             return None
         if internals.is_sparse(gradient):
             internals.scale_rows(gradient, share)
@@ -74,10 +77,10 @@ class PaddleWeights(MicroBatchWeights):
         return gradient * share if share else paddle.zeros_like(gradient)
 
 
-def _weak_hook(weights: PaddleWeights, number: int) -> Callable[[paddle.Tensor], paddle.Tensor | None]:
+def _weak_hook(weights: PaddleWeights, number: int) -> Callable[[paddle.Tensor | None], paddle.Tensor | None]:
     find = weakref.ref(weights)
 
-    def hook(gradient: paddle.Tensor) -> paddle.Tensor | None:
+    def hook(gradient: paddle.Tensor | None) -> paddle.Tensor | None:
         found = find()
         return None if found is None else found.scale(number, gradient)
 

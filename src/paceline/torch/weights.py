@@ -54,12 +54,15 @@ class TorchWeights(MicroBatchWeights):
     def _call_at_end(self, end: Callable[[], None]) -> None:
         Variable._execution_engine.queue_callback(end)
 
-    def _scale(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Runs before autograd adds a gradient to .grad."""
+    def _scale(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """Runs before autograd adds a gradient to .grad.
+
+        None: backward leaves this parameter's gradient undefined. What it has is weighed all the same.
+        """
         if not self._is_open and running_call() is RunningCall.GRAD:
             return None
         share = self._share_of_incoming()
-        if share == 1.0:
+        if share == 1.0 or gradient is None:
             return None
         # A weight of 0 takes a gradient out, whatever it holds: 0 * NaN would be NaN.
         return gradient * share if share else torch.zeros_like(gradient)
