@@ -63,7 +63,8 @@ class Lockstep:
                 return
             active = [rank for rank in everybody if here[rank].kind != "finished"]
             if not active:
-                self.take_model(here[0].models[0], last_active[0])
+                if len(last_active) < len(everybody):
+                    self.take_model(here[0].models[0], last_active[0])
                 last_active = everybody
                 waiting = [None] * len(waiting)
                 continue

@@ -225,6 +225,39 @@ CORPUS: dict[str, Program] = {
             _op("try", body=[_op("forward", data=2, model=1), _op("backward")]),
         ],
     },
+    "a weighed gradient is undefined": _program(
+        ["view", "group"],
+        [{"kind": "norm"}],
+        _op("forward"),
+        _op("weight"),
+        _op("backward", no_sync=True),
+        _op("forward"),
+        _op("weight"),
+        _op("backward"),
+        frozen=[1],
+    ),
+    # The judge and the reference were wrong in the two below.
+    "a rank without data takes part in the pass that it has left": _program(
+        ["tiny", "group"],
+        [{"kind": "trap"}],
+        _op(
+            "try",
+            body=[_op("trap", place="forward", ranks=[0]), _op("forward"), _op("backward")],
+            otherwise=[_op("clear")],
+        ),
+        _op("iterate", body=[]),
+        _op("clear"),
+        _op("forward", data=1),
+        _op("backward"),
+    ),
+    "buffers differ where the data of all ranks ends at once": _program(
+        ["group unused", "unused"],
+        [{"kind": "buffer"}],
+        _op("forward"),
+        _op("iterate", body=[]),
+        _op("forward"),
+        _op("backward"),
+    ),
 }
 for _each in CORPUS.values():
     _each["ops"].insert(0, _op("wrap"))

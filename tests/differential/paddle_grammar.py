@@ -76,7 +76,6 @@ class _Writer:
         self.is_weighted = rng.random() < 0.1
         self.sizes = rng.choice([[1], [1], [2], [3, 1], [1, 2, 3]])
         self.lags = rng.random() < 0.5
-        self.has_parted = False  # an error came on one rank alone: ranks may be a step apart from then on
         self.raises = rng.random() < 0.08
 
     # --- models ---
@@ -288,7 +287,6 @@ class _Writer:
         rng = self.rng
         place = rng.choice(["forward", "backward", "hook", "between", "own"])
         where = {} if rng.random() < 0.5 else {"ranks": [rng.randrange(self.ranks)]}
-        self.has_parted = self.has_parted or bool(where)
         two = rng.random() < 0.4
         body: list[Op] = []
         if place == "hook":
@@ -335,13 +333,13 @@ class _Writer:
 
     def uneven(self) -> list[Op]:
         """Only of model 0: other models have their gradients on some ranks and step there."""
-        if self.has_parted:
-            return self.plain_step()
         rng = self.rng
         counts = [rng.randint(0, 3) for _ in range(self.ranks)]
         parts = [self.plain(), [self.do("step", model=0)]]
         parts.insert(rng.choice([0, 2]), self.clear(sure=True))
         body = [op for part in parts for op in part]
+        if self.many_models:  # on all ranks, or on none
+            body = [{**op, "model": 0} if op["op"] == "clear" else op for op in body]
         loop = self.do("iterate", how=rng.choice(["finished", "loader"]), counts=counts, body=body)
         ops = [*self.clear(sure=True), loop]
         if rng.random() < 0.5:  # no clearing in between
