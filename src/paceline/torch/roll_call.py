@@ -5,7 +5,7 @@ is in the same call sees that within a moment and answers, and who does not answ
 host also look whether the process of a missing rank is dead or stopped. While all goes well nothing is
 written but where each process is, once; the store is read only in calls that take long.
 
-May import torch, the standard library and `observe`.
+May import torch, the standard library and `stacks`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -130,8 +130,10 @@ class RollCall:
         store.set(f"{self._prefix}/answer/{self._rank}", "1")
         deadline = time.monotonic() + _ANSWER_WITHIN_S
         while True:
-            silent = [r for r in range(self._world_size) if not store.check([f"{self._prefix}/answer/{r}"])]
-            states = {r: self._state_of(store, r) for r in silent}
+            states = {r: self._state_of(store, r) for r in self._silent(store, range(self._world_size))}
+            # Asked again after the look at the processes: one that has died since may have answered before.
+            silent = self._silent(store, states)
+            states = {r: states[r] for r in silent}
             if all(is_certain for _, is_certain in states.values()) or time.monotonic() > deadline:
                 break
             time.sleep(_NAP_S)
@@ -142,6 +144,10 @@ class RollCall:
             deadline = time.monotonic() + _LINGER_S
             while time.monotonic() < deadline and not store.check(answered):
                 time.sleep(_NAP_S)
+
+    def _silent(self, store: Store, ranks: Iterable[int]) -> list[int]:
+        """Those of `ranks` that have not answered."""
+        return [r for r in ranks if not store.check([f"{self._prefix}/answer/{r}"])]
 
     def _state_of(self, store: Store, rank: int) -> tuple[str, bool]:
         """What this rank can see of another, and whether that is why it does not answer."""
