@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +12,10 @@ from paddle import nn
 
 from paceline.paddle import DataParallel
 from tests.chaos.plans import Plan
-from tests.chaos.rank import Array, uneven_batches
+from tests.chaos.rank import Array, Trainer
 from tests.chaos.reference import LEARNING_RATE, MOMENTUM, batch, first_weights
 from tests.chaos.strikes import Striker
 from tests.differential.paddle_subjects import Groups
-
-_FORMING_S = 60.0
 
 
 class Model(nn.Layer):
@@ -59,34 +55,23 @@ class Model(nn.Layer):
         return self.last(hidden)
 
 
-class PaddleTrainer:
-    """Trains with Paceline in one of its ways; arguments as those of torch's."""
+class PaddleTrainer(Trainer):
+    """Trains with Paceline in one of its ways."""
 
     def __init__(self, plan: Plan, rank: int, job: str, folder: Path, striker: Striker) -> None:
         warnings.simplefilter("default")
-        self._plan, self._rank, self._job, self._folder = plan, rank, job, folder
-        self._striker = striker
+        super().__init__(plan, rank, job, folder, striker)
         self._model = Model(plan.job.width, striker)
         self._group: Any = None
-        self._wrapped: Any = None
 
     def form(self) -> None:
-        import paceline
-
-        world_size, timeout_s = self._plan.job.world_size, self._plan.timeout_s
-        if self._plan.job.way == "memory":
-            self._group = paceline.init(
-                rank=self._rank,
-                world_size=world_size,
-                job_id=self._job,
-                timeout_s=timeout_s,
-                forming_timeout_s=timeout_s if self._plan.fault.place == "start" else _FORMING_S,
-            )
+        if self.plan.job.way == "memory":
+            self._group = self.group_in_memory()
         else:
-            Groups(self._rank, world_size, self._job, self._folder).paddle()
+            Groups(self.rank, self.plan.job.world_size, self.job, self.folder).paddle()
 
     def wrap(self) -> None:
-        job = self._plan.job
+        job = self.plan.job
         options: dict[str, Any] = {"gradient_as_bucket_view": job.style == "view"}
         if job.style == "tiny":
             options["bucket_cap_mb"] = 1e-6
@@ -94,36 +79,21 @@ class PaddleTrainer:
             options["group"] = self._group
         else:
             options["reduce_through"] = "group"
-        self._wrapped = DataParallel(
-            self._model, timeout_s=self._plan.timeout_s, nonfinite="raise", **options
-        )
+        self.wrapped = DataParallel(self._model, timeout_s=self.plan.timeout_s, nonfinite="raise", **options)
         self._optimizer = paddle.optimizer.Momentum(
             LEARNING_RATE, MOMENTUM, parameters=self._model.parameters()
         )
-
-    def whole(self) -> contextlib.AbstractContextManager[object]:
-        return contextlib.nullcontext()
-
-    def batches(self, count: int, step: Any) -> Iterable[int]:
-        return uneven_batches(count, self._wrapped, self._plan.job.style, step)
 
     def clear(self) -> None:
         self._optimizer.clear_grad()
 
     def forward(self, step: int, micro: int) -> paddle.Tensor:
         self._model.number = step
-        inputs, targets = map(paddle.to_tensor, batch(self._rank, step, micro))
-        return nn.functional.mse_loss(self._wrapped(inputs), targets)
-
-    def backward(self, loss: Any) -> None:
-        loss.backward()
-
-    def no_sync(self) -> contextlib.AbstractContextManager[object]:
-        context: contextlib.AbstractContextManager[object] = self._wrapped.no_sync()
-        return context
+        inputs, targets = map(paddle.to_tensor, batch(self.rank, step, micro))
+        return nn.functional.mse_loss(self.wrapped(inputs), targets)
 
     def step(self) -> None:
-        self._striker.at("in the step", self._model.number)
+        self.striker.at("in the step", self._model.number)
         self._optimizer.step()
 
     def weights(self) -> list[Array]:

@@ -12,9 +12,11 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -25,6 +27,7 @@ from tests.chaos.strikes import Striker
 
 Array = np.ndarray[Any, Any]
 
+FORMING_S = 60.0  # imports on a busy machine take their time
 _LOADING_S = 0.001  # as for a batch; so a fault from outside finds the job still under way
 
 
@@ -52,36 +55,85 @@ class Report:
     weights: list[Array] = field(default_factory=list)
 
 
-class Trainer(Protocol):
-    """A framework's side of the program."""
+class Trainer(ABC):
+    """A framework's side of the program.
 
+    Args:
+        plan: Of the trial.
+        rank: This one.
+        job: A name that the ranks of the trial have in common.
+        folder: A folder that they have in common.
+        striker: Of this rank.
+
+    Attributes:
+        wrapped: The model, once `wrap` has wrapped it.
+    """
+
+    wrapped: Any = None
+
+    def __init__(self, plan: Plan, rank: int, job: str, folder: Path, striker: Striker) -> None:
+        self.plan, self.rank, self.job, self.folder = plan, rank, job, folder
+        self.striker = striker
+
+    @abstractmethod
     def form(self) -> None:
         """Join the group."""
 
+    @abstractmethod
     def wrap(self) -> None:
         """Wrap the model."""
 
-    def batches(self, count: int, step: Any) -> Iterable[int]:
-        """The numbers of this rank's batches; at their end, whatever the style does there."""
-
-    def whole(self) -> contextlib.AbstractContextManager[object]:
-        """Around the loop."""
-
+    @abstractmethod
     def clear(self) -> None:
         """Drop the gradients."""
 
+    @abstractmethod
     def forward(self, step: int, micro: int) -> Any:
         """A loss."""
 
-    def backward(self, loss: Any) -> None: ...
-
-    def no_sync(self) -> contextlib.AbstractContextManager[object]: ...
-
+    @abstractmethod
     def step(self) -> None:
         """The optimizer's."""
 
+    @abstractmethod
     def weights(self) -> list[Array]:
         """As those of the reference."""
+
+    def group_in_memory(self) -> Any:
+        """The group of a job that forms one itself: within the deadline, if a rank is struck at the start."""
+        import paceline
+
+        timeout_s = self.plan.timeout_s
+        return paceline.init(
+            rank=self.rank,
+            world_size=self.plan.job.world_size,
+            job_id=self.job,
+            timeout_s=timeout_s,
+            forming_timeout_s=timeout_s if self.plan.fault.place == "start" else FORMING_S,
+        )
+
+    def batches(self, count: int, step: Any) -> Iterable[int]:
+        """The numbers of this rank's batches; at their end, whatever the style does there."""
+        batches: Iterable[int] = range(count)
+        if self.plan.job.style == "finished":
+            batches = self.wrapped.iterate(batches, step)
+        return batches
+
+    def whole(self) -> contextlib.AbstractContextManager[object]:
+        """Around the loop."""
+        if self.plan.job.style == "join":
+            joined: contextlib.AbstractContextManager[object] = self.wrapped.join()
+            return joined
+        return contextlib.nullcontext()
+
+    def backward(self, loss: Any) -> None:
+        """The loss's."""
+        loss.backward()
+
+    def no_sync(self) -> contextlib.AbstractContextManager[object]:
+        """The wrapper's."""
+        context: contextlib.AbstractContextManager[object] = self.wrapped.no_sync()
+        return context
 
 
 class Program:
@@ -197,10 +249,3 @@ def _report(how: str, at_s: float, error: BaseException | None, steps: int, weig
         steps,
         weights,
     )
-
-
-def uneven_batches(count: int, wrapper: Any, style: str, step: Any) -> Iterator[int]:
-    """Batches of a rank that may have fewer than others."""
-    if style == "finished":
-        return iter(wrapper.iterate(range(count), step))
-    return iter(range(count))

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,28 +21,14 @@ from tests.chaos.reference import first_weights, weights_after
 from tests.chaos.report import Row
 from tests.chaos.strikes import signal_of
 from tests.chaos.trial import Ended, Result
+from tests.harness.command import ROOT, run_module
 
-_ROOT = Path(__file__).parents[2]
 _DEADLINE_S = 500
 
 
 def chaos(*arguments: str) -> tuple[int, str]:
-    """Run the driver, in a process of its own because it forks its ranks; its status and what it printed."""
-    command = [sys.executable, "-m", "tests.chaos", *arguments]
-    with subprocess.Popen(
-        command,
-        cwd=_ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            output, _ = process.communicate(timeout=_DEADLINE_S)
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-        return process.returncode, output
+    """Run the driver; its status and what it printed."""
+    return run_module("tests.chaos", *arguments, deadline_s=_DEADLINE_S)
 
 
 def test_faults_in_jobs_of_torch(tmp_path):
@@ -72,7 +57,7 @@ def test_a_rank_of_paddle_that_closes_all_descriptors_is_named():
 def test_a_run_that_was_killed_goes_on(tmp_path):
     rows, arguments = tmp_path / "rows", ["--faults", "12", "--paddle", "0", "--launched", "0"]
     command = [sys.executable, "-m", "tests.chaos", *arguments, "--at-once", "1", "--rows", str(rows)]
-    with subprocess.Popen(command, cwd=_ROOT, stdout=subprocess.DEVNULL, start_new_session=True) as process:
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True) as process:
         deadline = time.monotonic() + _DEADLINE_S
         while not rows.exists() or rows.read_bytes().count(b"\n") < 4:
             assert process.poll() is None and time.monotonic() < deadline

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import warnings
-from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,14 +15,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-import paceline
 from paceline.torch import DistributedDataParallel, backend
 from tests.chaos.plans import Plan
-from tests.chaos.rank import Array, uneven_batches
+from tests.chaos.rank import FORMING_S, Array, Trainer
 from tests.chaos.reference import LEARNING_RATE, MOMENTUM, batch, first_weights
 from tests.chaos.strikes import Striker
-
-_FORMING_S = 60.0
 
 
 class Model(nn.Module):
@@ -67,66 +62,49 @@ class Model(nn.Module):
         return out
 
 
-class TorchTrainer:
-    """Trains with Paceline in one of its ways, or with torch's own DDP.
-
-    Args:
-        plan: Of the trial.
-        rank: This one.
-        job: A name that the ranks of the trial have in common.
-        folder: A folder that they have in common.
-        striker: Of this rank.
-    """
+class TorchTrainer(Trainer):
+    """Trains with Paceline in one of its ways, or with torch's own DDP."""
 
     def __init__(self, plan: Plan, rank: int, job: str, folder: Path, striker: Striker) -> None:
         torch.set_num_threads(1)
         warnings.simplefilter("default")
-        self._plan, self._rank, self._job, self._folder = plan, rank, job, folder
-        self._striker = striker
+        super().__init__(plan, rank, job, folder, striker)
         self._model = Model(plan.job.width, striker)
         self._group: Any = None
-        self._wrapped: Any = None
 
     def form(self) -> None:
-        job, timeout_s = self._plan.job, self._plan.timeout_s
+        job, timeout_s = self.plan.job, self.plan.timeout_s
         if job.launcher:
             if job.way != "environment":
-                dist.init_process_group("gloo", timeout=timedelta(seconds=_FORMING_S))
+                dist.init_process_group("gloo", timeout=timedelta(seconds=FORMING_S))
             return
-        os.environ.update(RANK=str(self._rank), WORLD_SIZE=str(job.world_size), LOCAL_RANK=str(self._rank))
-        os.environ.update(LOCAL_WORLD_SIZE=str(job.world_size), PACELINE_JOB_ID=self._job)
+        os.environ.update(RANK=str(self.rank), WORLD_SIZE=str(job.world_size), LOCAL_RANK=str(self.rank))
+        os.environ.update(LOCAL_WORLD_SIZE=str(job.world_size), PACELINE_JOB_ID=self.job)
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
         if job.way == "memory":
-            forming_s = timeout_s if self._plan.fault.place == "start" else _FORMING_S
-            self._group = paceline.init(
-                rank=self._rank,
-                world_size=job.world_size,
-                job_id=self._job,
-                timeout_s=timeout_s,
-                forming_timeout_s=forming_s,
-            )
+            self._group = self.group_in_memory()
         elif job.way != "environment":
             # Twice, because the wrapper shall be the first to give up: what torch's own calls say of a late
             # rank is torch's.
-            store = dist.FileStore(str(self._folder / "store"), job.world_size)
+            store = dist.FileStore(str(self.folder / "store"), job.world_size)
             timeout = timedelta(seconds=2 * timeout_s)
             if job.way == "backend":
                 backend.register()
             name = "paceline" if job.way == "backend" else "gloo"
             dist.init_process_group(
-                name, store=store, rank=self._rank, world_size=job.world_size, timeout=timeout
+                name, store=store, rank=self.rank, world_size=job.world_size, timeout=timeout
             )
 
     def wrap(self) -> None:
-        job, timeout_s = self._plan.job, self._plan.timeout_s
+        job, timeout_s = self.plan.job, self.plan.timeout_s
         options: dict[str, Any] = {"gradient_as_bucket_view": job.style == "view"}
         if job.style == "tiny":
             options["bucket_cap_mb"] = 1e-6
         if job.way == "torch":
-            self._wrapped = TorchDDP(self._model, **options)
+            self.wrapped = TorchDDP(self._model, **options)
         else:
             through = "group" if job.way in ("gloo", "backend") and not job.launcher else "auto"
-            self._wrapped = DistributedDataParallel(
+            self.wrapped = DistributedDataParallel(
                 self._model,
                 process_group=self._group,
                 timeout_s=timeout_s,
@@ -135,31 +113,15 @@ class TorchTrainer:
                 **options,
             )
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
-        self._optimizer.register_step_pre_hook(lambda *_: self._striker.at("in the step", self._model.step))
-
-    def whole(self) -> contextlib.AbstractContextManager[object]:
-        if self._plan.job.style == "join":
-            joined: contextlib.AbstractContextManager[object] = self._wrapped.join()
-            return joined
-        return contextlib.nullcontext()
-
-    def batches(self, count: int, step: Any) -> Iterable[int]:
-        return uneven_batches(count, self._wrapped, self._plan.job.style, step)
+        self._optimizer.register_step_pre_hook(lambda *_: self.striker.at("in the step", self._model.step))
 
     def clear(self) -> None:
         self._optimizer.zero_grad()
 
     def forward(self, step: int, micro: int) -> torch.Tensor:
         self._model.step = step
-        inputs, targets = map(torch.from_numpy, batch(self._rank, step, micro))
-        return nn.functional.mse_loss(self._wrapped(inputs), targets)
-
-    def backward(self, loss: Any) -> None:
-        loss.backward()
-
-    def no_sync(self) -> contextlib.AbstractContextManager[object]:
-        context: contextlib.AbstractContextManager[object] = self._wrapped.no_sync()
-        return context
+        inputs, targets = map(torch.from_numpy, batch(self.rank, step, micro))
+        return nn.functional.mse_loss(self.wrapped(inputs), targets)
 
     def step(self) -> None:
         self._optimizer.step()

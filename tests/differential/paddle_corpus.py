@@ -25,6 +25,18 @@ def _program(modes: list[str], layers: list[dict[str, Any]], *ops: Op, **more: A
 
 _LINEAR = {"kind": "linear"}
 _LATE = {"lag": [0.05, 0.0]}  # rank 0 finds every other rank's gradients there
+_CLEARED_AFTER_AN_EXCEPTION = (  # in place, while other ranks have not noticed
+    _op("forward"),
+    _op("backward"),
+    _op("clear"),
+    _op(
+        "try",
+        body=[_op("forward", data=1), _op("trap", place="backward"), _op("backward", **_LATE)],
+        otherwise=[_op("clear")],
+    ),
+    _op("forward", data=2),
+    _op("backward"),
+)
 
 CORPUS: dict[str, Program] = {
     "a PyLayer gives one gradient to two": _program(
@@ -157,30 +169,12 @@ CORPUS: dict[str, Program] = {
     "others still write to gradients after an exception": _program(
         ["view", "tiny view", "group tiny view"],
         [{"kind": "scale"}, {"kind": "trap"}, {"kind": "scale"}],
-        _op("forward"),
-        _op("backward"),
-        _op("clear"),
-        _op(
-            "try",
-            body=[_op("forward", data=1), _op("trap", place="backward"), _op("backward", **_LATE)],
-            otherwise=[_op("clear")],
-        ),
-        _op("forward", data=2),
-        _op("backward"),
+        *_CLEARED_AFTER_AN_EXCEPTION,
     ),
     "a mean is written after an exception": _program(
         ["default", "tiny", "tiny view", "unused"],
         [{"kind": "trap"}, {"kind": "recompute", "layers": [{"kind": "scale"}]}],
-        _op("forward"),
-        _op("backward"),
-        _op("clear"),
-        _op(
-            "try",
-            body=[_op("forward", data=1), _op("trap", place="backward"), _op("backward", **_LATE)],
-            otherwise=[_op("clear")],
-        ),
-        _op("forward", data=2),
-        _op("backward"),
+        *_CLEARED_AFTER_AN_EXCEPTION,
     ),
     "running statistics after a pass that raised": _program(  # the reference had not recomputed
         ["default", "group tiny view"],

@@ -10,16 +10,18 @@ import json
 
 import pytest
 
-from tests.differential.command import fuzz
 from tests.harness import ranks
+from tests.harness.command import run_module
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("paddle") is None, reason="PaddlePaddle is not installed"
 )
 
+_DEADLINE_S = 300
+
 
 def _fuzz(*arguments: str) -> tuple[int, str]:
-    return fuzz("--framework", "paddle", *arguments)
+    return run_module("tests.differential", "--framework", "paddle", *arguments, deadline_s=_DEADLINE_S)
 
 
 @pytest.fixture

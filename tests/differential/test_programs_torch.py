@@ -9,8 +9,9 @@ import json
 
 import pytest
 
-from tests.differential.command import fuzz as _fuzz
+from tests.harness.command import run_module
 
+_DEADLINE_S = 300
 _PLAIN = {
     "ranks": 2,
     "modes": ["default"],
@@ -30,6 +31,10 @@ _PLAIN = {
         ),
     ],
 }
+
+
+def _fuzz(*arguments: str) -> tuple[int, str]:
+    return run_module("tests.differential", *arguments, deadline_s=_DEADLINE_S)
 
 
 @pytest.fixture

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -39,6 +41,18 @@ class Branches(nn.Module):
         if branch == "none":
             return x * 1
         return outputs[branch]()
+
+
+class Blocked(torch.autograd.Function):
+    """Its backward has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> None:
+        return None
 
 
 def two_layers(width: int = 5) -> nn.Sequential:

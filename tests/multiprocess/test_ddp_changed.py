@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from paceline.errors import ConfigError, DeadlineError, UnusedParameterError
 from paceline.torch import DistributedDataParallel, SyncBatchNorm
 from tests.harness import ranks
-from tests.multiprocess.ddp_models import bits, share, two_layers
+from tests.multiprocess.ddp_models import Blocked, bits, share, two_layers
 
 PATHS = ["group", "memory"]
 WORLD = 2
@@ -341,18 +341,6 @@ def test_what_is_ignored_may_change(rank: int, find_unused: bool) -> None:
     net.fc3.more = nn.Parameter(torch.ones(1))
     with pytest.raises(ConfigError, match=r"added: fc3\.more"):
         ddp(x)
-
-
-class Blocked(torch.autograd.Function):
-    """Its backward has no gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> None:
-        return None
 
 
 class MayBlock(nn.Module):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch.testing import assert_close
 from paceline.errors import ConfigError, NonFiniteGradientError
 from paceline.torch import DistributedDataParallel
 from tests.harness import ranks
-from tests.multiprocess.ddp_models import Branches, two_layers
+from tests.multiprocess.ddp_models import Blocked, Branches, two_layers
 
 PATHS = ["group", "memory"]
 # Samples of each micro-batch: one step after the other, for each rank its micro-batches.
@@ -201,18 +200,6 @@ def test_no_sync_around_the_backward_alone(rank: int, path: str) -> None:
     assert_close(bias.grad, torch.full((2,), 1.0 + rank))
     ddp(x).sum().backward()
     assert_close(bias.grad, torch.full((2,), 2.5))
-
-
-class Blocked(torch.autograd.Function):
-    """Its backward has no gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> None:
-        return None
 
 
 class MayBlock(nn.Module):
