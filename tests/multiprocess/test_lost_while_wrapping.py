@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import PacelineError
-from paceline.torch import DistributedDataParallel
-from paceline.torch.exchange import ProcessGroupExchange
 from tests.harness import run_ranks
 
 DEADLINE_S = 4
@@ -28,33 +26,63 @@ def strike(sign):
     time.sleep(60)
 
 
-def strike_at(number, sign):
+def strike_at(number, sign, exchange):
     """Before this rank's exchange of that number; 0 is the first."""
     count = [0]
 
-    def all_gather(self, payload, timeout_s, original=ProcessGroupExchange.all_gather):
+    def all_gather(self, payload, timeout_s, original=exchange.all_gather):
         if count[0] == number:
             strike(sign)
         count[0] += 1
         return original(self, payload, timeout_s)
 
-    ProcessGroupExchange.all_gather = all_gather
+    exchange.all_gather = all_gather
 
 
 def wrap(rank, who, sign, at, store):
     """What wrapping raises, as text, with the ranks that the error names, and after how long."""
+    from paceline.torch import DistributedDataParallel
+    from paceline.torch.exchange import ProcessGroupExchange
+
     init = f"file://{os.environ['TMPDIR']}/store" if store == "file" else "env://"
     dist.init_process_group(
         "gloo", init_method=init, rank=rank, world_size=3, timeout=timedelta(seconds=DEADLINE_S)
     )
     dist.barrier()  # none is still connecting to the others
+    return raised_by(
+        lambda: DistributedDataParallel(torch.nn.Linear(4, 4)), ProcessGroupExchange, rank, who, sign, at
+    )
+
+
+def wrap_paddles(rank, who, sign, at):
+    """The same over Paddle's Gloo, whose store lives in rank 0 always."""
+    import paddle
+
+    from paceline.paddle import DataParallel
+    from paceline.paddle.exchange import PaddleExchange
+    from tests.multiprocess.paddle_models import join_paddle
+
+    join_paddle(rank)
+    paddle.distributed.barrier()
+    return raised_by(
+        lambda: DataParallel(paddle.nn.Linear(4, 4), timeout_s=DEADLINE_S),
+        PaddleExchange,
+        rank,
+        who,
+        sign,
+        at,
+    )
+
+
+def raised_by(wrap_model, exchange, rank, who, sign, at):
+    """Wrap a model, while the rank `who` gets a signal before its exchange `at`, or before all."""
     if rank == who:
         if at == "before":
             strike(sign)
-        strike_at(at, sign)
+        strike_at(at, sign, exchange)
     started = time.monotonic()
     try:
-        DistributedDataParallel(torch.nn.Linear(4, 4))
+        wrap_model()
     except PacelineError as error:
         with open(f"{os.environ['TMPDIR']}/struck") as file:
             pid = int(file.read())
@@ -100,4 +128,42 @@ def test_a_stopped_rank_is_named(who, at, store):
         text, named, _, pid = answers[rank]
         assert tuple(named) == (who,), text
         if (store, who) != ("tcp", 0):
+            assert f"rank {who} (pid {pid}) is stopped: `kill -CONT {pid}`" in text, text
+
+
+@pytest.mark.parametrize("at", ["before", 0, 2])
+@pytest.mark.parametrize("who", [0, 2])
+def test_a_killed_rank_is_named_over_paddles_gloo(who, at):
+    answers = run_ranks(
+        wrap_paddles,
+        3,
+        {"who": who, "sign": signal.SIGKILL, "at": at},
+        group=None,
+        framework="paddle",
+        dies={who: signal.SIGKILL},
+    )
+    for rank in {0, 1, 2} - {who}:
+        text, named, waited_s, pid = answers[rank]
+        assert tuple(named) == (who,), text
+        assert waited_s < DEADLINE_S + 5
+        if at != "before" and who != 0:
+            assert f"rank {who} (pid {pid}) has died" in text, text
+            assert waited_s < DEADLINE_S - 1
+
+
+@pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_stopped_rank_is_named_over_paddles_gloo(who, at):
+    answers = run_ranks(
+        wrap_paddles,
+        3,
+        {"who": who, "sign": signal.SIGSTOP, "at": at},
+        group=None,
+        framework="paddle",
+        dies={who: signal.SIGKILL},
+    )
+    for rank in {0, 1, 2} - {who}:
+        text, named, _, pid = answers[rank]
+        assert tuple(named) == (who,), text
+        if who != 0:
             assert f"rank {who} (pid {pid}) is stopped: `kill -CONT {pid}`" in text, text

@@ -1,40 +1,87 @@
-"""Who is missing, by torch's store: only ranks that have not answered."""
+"""Who is missing, by a framework's store: only ranks that have not answered."""
 
 from __future__ import annotations
 
 import os
+import time
 
 import pytest
-import torch.distributed as dist
 
-from paceline.torch import roll_call
-from paceline.torch.roll_call import Missing, RollCall, say_where
+from paceline.errors import RendezvousError
+from paceline.rendezvous import roll_call
+from paceline.rendezvous.roll_call import Missing, Roll
+
+
+class Board(dict):
+    """A store of one process; the test writes to it what other ranks would."""
+
+    write = dict.__setitem__
+    read = dict.get
+
+
+class Gone:
+    """The store of a process that has ended."""
+
+    def write(self, key, value):
+        raise RuntimeError("connection closed")
+
+    read = write
+
+
+class Never:
+    """A call that no other rank makes."""
+
+    def is_completed(self):
+        return False
 
 
 @pytest.fixture
-def group():
-    """A process group of this process alone, whose store the test writes to for a second rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield dist.group.WORLD
-    dist.destroy_process_group()
+def roll():
+    board = Board()
+    Roll(board, 1, 2, None, "the test's group")  # this process stands in for rank 1, too
+    return Roll(board, 0, 2, None, "the test's group")
 
 
-def test_a_rank_that_answered_before_it_ended_is_not_missing(group, monkeypatch):
+def test_a_rank_that_answered_before_it_ended_is_not_missing(roll, monkeypatch):
     """The rank answers and ends between the look at its answer and the look at its process."""
-    say_where(group, 1)  # this process stands in for rank 1
-    store = dist.distributed_c10d._get_process_group_store(group)
-    roll = RollCall(group, 0, 2)
 
     def process_state(pid):
         assert pid == os.getpid()
-        store.set(f"{roll._prefix}/answer/1", "1")
+        roll.board.write("paceline/roll/0/0/1/answer/1", "1")
         return ""
 
     monkeypatch.setattr(roll_call, "process_state", process_state)
-    assert roll.missing() == []
+    assert roll.begin().missing() == []
 
 
-def test_a_rank_that_ended_without_an_answer_is_missing(group, monkeypatch):
-    say_where(group, 1)
+def test_a_rank_that_ended_without_an_answer_is_missing(roll, monkeypatch):
     monkeypatch.setattr(roll_call, "process_state", lambda pid: "")
-    assert RollCall(group, 0, 2).missing() == [Missing(1, f"(pid {os.getpid()}) has died")]
+    assert roll.begin().missing() == [Missing(1, f"(pid {os.getpid()}) has died")]
+
+
+def test_an_answer_to_an_earlier_roll_does_not_count(roll, monkeypatch):
+    monkeypatch.setattr(roll_call, "process_state", lambda pid: "")
+    roll.board.write("paceline/roll/0/0/1/answer/1", "1")
+    assert roll.begin().missing() == []
+    assert [each.rank for each in roll.begin().missing()] == [1]
+
+
+def test_a_call_that_is_late_names_who_does_not_answer(roll, monkeypatch):
+    monkeypatch.setattr(roll_call, "process_state", lambda pid: "T")
+    with pytest.raises(RendezvousError) as raised:
+        roll.complete(Never, "all_gather", 0.05, time.monotonic() + 0.05)
+    assert raised.value.missing == (1,)
+    assert f"rank 1 (pid {os.getpid()}) is stopped: `kill -CONT {os.getpid()}`" in str(raised.value)
+    assert "Rank 0 of 2 gave up forming a group after 0.1 s." in str(raised.value)
+    assert "all_gather over the test's group" in str(raised.value)
+
+
+def test_a_store_that_is_gone_was_served_by_its_holder():
+    roll = Roll(Gone(), 0, 3, 2, "the test's group")
+    assert roll.begin().missing() == [Missing(2, "is gone, and the store with it")]
+
+
+def test_nobody_is_named_where_there_is_no_store():
+    roll = Roll(None, 0, 2, None, "the test's group")
+    with pytest.raises(RendezvousError, match="nobody tells which rank is missing"):
+        roll.complete(Never, "all_gather", 0.0, time.monotonic())

@@ -1,6 +1,6 @@
 """Torch's own means of communication as a rendezvous `Exchange`: a process group, or a store.
 
-May import torch, the standard library, `errors`, `rendezvous.exchange` and `roll_call`. Its one idea:
+May import torch, the standard library, `errors` and `rendezvous`. Its one idea:
 whatever the user has initialised already connects the ranks, so Paceline opens no second port to form its
 group. Payloads are plain bytes; nothing is pickled.
 """
@@ -10,16 +10,17 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+import weakref
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from paceline.errors import RendezvousError, format_ranks
-from paceline.torch.roll_call import Missing, RollCall, say_where
+from paceline.rendezvous.roll_call import Roll
 
-_LONGEST_NAP_S = 0.002
+_HOLDER = 0  # the rank of the default group that serves torch's store, where no agent does
 _HEADER_BYTES = 4
 _CLOCK_SLACK_S = 0.05  # stores count milliseconds and may give up a little before the deadline
 
@@ -52,7 +53,7 @@ class ProcessGroupExchange:
                 hint="pass a group that this rank belongs to",
             )
         self._device = _transport_device(self._group)
-        say_where(self._group, self._rank)
+        self._roll = _roll_of(self._group, self._rank, self._world_size)
 
     @property
     def rank(self) -> int:
@@ -79,46 +80,13 @@ class ProcessGroupExchange:
 
     def _gather_tensors(self, own: torch.Tensor, deadline: float, timeout_s: float) -> list[torch.Tensor]:
         rows = [torch.empty_like(own) for _ in range(self._world_size)]
-        with RollCall(self._group, self._rank, self._world_size) as roll:
-            try:
-                work = dist.all_gather(rows, own, group=self._group, async_op=True)
-                # Polled, because Work.wait(timeout) is ignored by some backends and aborts others.
-                nap_s = 0.00002
-                while not work.is_completed():
-                    if time.monotonic() > deadline:
-                        raise self._late(timeout_s, roll.missing())
-                    if roll.is_called():
-                        raise self._failed("another rank has noticed it", roll.missing())
-                    time.sleep(nap_s)
-                    nap_s = min(nap_s * 2, _LONGEST_NAP_S)
-                work.wait()
-            except RendezvousError:
-                raise
-            except RuntimeError as error:
-                raise self._failed(str(error), roll.missing()) from error
+        self._roll.complete(
+            lambda: dist.all_gather(rows, own, group=self._group, async_op=True),
+            "all_gather",
+            timeout_s,
+            deadline,
+        )
         return rows
-
-    def _late(self, timeout_s: float, missing: list[Missing]) -> RendezvousError:
-        return RendezvousError(
-            f"Rank {self._rank} of {self._world_size} gave up forming a group after {timeout_s:.1f} s.",
-            where=f"all_gather over torch's {dist.get_backend(self._group)} process group",
-            seen=_told(missing) or "the all_gather did not complete; nobody tells which rank is missing",
-            likely="a rank died or was stopped before this point, or took another branch and forms no group",
-            hint="every rank of the process group must make this call; look at the other ranks' output",
-            missing=tuple(each.rank for each in missing),
-        )
-
-    def _failed(self, reason: str, missing: list[Missing]) -> RendezvousError:
-        return RendezvousError(
-            f"Rank {self._rank} of {self._world_size} could not form a group.",
-            where=f"all_gather over torch's {dist.get_backend(self._group)} process group",
-            seen="\n".join(filter(None, (_told(missing), reason))),
-            likely="another rank died or raised",
-            hint="look at the output of the rank that is named"
-            if missing
-            else "look at the other ranks' output; the first to fail tells the reason",
-            missing=tuple(each.rank for each in missing),
-        )
 
 
 class StoreExchange:
@@ -242,8 +210,49 @@ class StoreExchange:
         )
 
 
-def _told(missing: list[Missing]) -> str:
-    return "; ".join(f"rank {each.rank} {each.state}" for each in missing)
+_rolls: weakref.WeakKeyDictionary[dist.ProcessGroup, Roll] = weakref.WeakKeyDictionary()
+
+
+def _roll_of(group: dist.ProcessGroup, rank: int, world_size: int) -> Roll:
+    """One for each group, so that all ranks count its calls alike."""
+    if group not in _rolls:
+        store = _store_of(group)
+        board = None if store is None else _StoreBoard(store)
+        ranks = dist.get_process_group_ranks(group)
+        holder = ranks.index(_HOLDER) if _HOLDER in ranks and _is_store_served_by_rank() else None
+        _rolls[group] = Roll(
+            board, rank, world_size, holder, f"torch's {dist.get_backend(group)} process group"
+        )
+    return _rolls[group]
+
+
+class _StoreBoard:
+    """A process group's store as a `Board`."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def write(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+
+    def read(self, key: str) -> str | None:
+        return bytes(self._store.get(key)).decode() if self._store.check([key]) else None
+
+
+def _store_of(group: dist.ProcessGroup) -> Store | None:
+    try:
+        store: Store = dist.distributed_c10d._get_process_group_store(group)
+    except (AttributeError, KeyError):  # another torch, or a group that was made by hand
+        return None
+    return store
+
+
+def _is_store_served_by_rank() -> bool:
+    """Whether the default group's store lives in the process of its rank 0."""
+    store = _store_of(dist.group.WORLD) if dist.group.WORLD is not None else None
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return isinstance(store, TCPStore) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
 def _transport_device(group: dist.ProcessGroup) -> torch.device:

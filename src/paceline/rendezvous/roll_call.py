@@ -1,0 +1,305 @@
+"""Which ranks of a framework's process group do not answer, when something over it has failed or is late.
+
+A process group does not tell. The store through which it was formed does: whoever notices a failure calls the
+roll there, every rank that is in the same call sees that within a moment and answers, and who does not answer
+is missing. Ranks of one host also look whether the process of a missing rank is dead or stopped. While all
+goes well nothing is written but where each process is, once; the store is read only in calls that take long.
+
+Imports `errors`, `stacks` and the standard library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from paceline.errors import RendezvousError
+from paceline.stacks import STOPPED, process_state
+
+_QUIET_S = 0.1  # most calls are over by then
+_LOOK_EVERY_S = 0.05
+_ANSWER_WITHIN_S = 2.0
+_LINGER_S = 1.0
+_NAP_S = 0.01
+_SHORTEST_NAP_S = 0.00002
+_LONGEST_NAP_S = 0.002
+
+
+class Board(Protocol):
+    """A framework's store: words by key, for all ranks.
+
+    Both calls may raise RuntimeError (the store is gone), and may block for ever if the process that serves
+    the store is stopped.
+    """
+
+    def write(self, key: str, value: str) -> None:
+        """Let all ranks read `value` at `key`."""
+        ...
+
+    def read(self, key: str) -> str | None:
+        """What was written at `key`; None: nothing yet. Does not wait for it."""
+        ...
+
+
+class Work(Protocol):
+    """A call over the process group that is on its way."""
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, well or not. Does not block for long."""
+        ...
+
+    def wait(self) -> object:
+        """Raise RuntimeError if the call failed."""
+        ...
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A rank that did not answer.
+
+    Attributes:
+        rank: In the group.
+        state: What is known of it: "has died", "is stopped", ...
+    """
+
+    rank: int
+    state: str
+
+
+class Roll:
+    """The ranks of one process group, and the board where they answer. Writes down where this process is.
+
+    Args:
+        board: The group's; its keys are this group's alone. None: there is none, and nobody can be named.
+        rank: Of this process in the group.
+        world_size: Number of ranks in the group.
+        holder: The rank whose process serves the board, so that it ends with that rank; None: another process
+            does.
+        engine: What moves the bytes, in words: "torch's gloo process group".
+    """
+
+    def __init__(
+        self, board: Board | None, rank: int, world_size: int, holder: int | None, engine: str
+    ) -> None:
+        self.board = board
+        self.rank = rank
+        self.world_size = world_size
+        self.holder = holder
+        self.prefix = f"paceline/roll/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        self._engine = engine
+        self._calls = 0
+        self._failures = 0  # what was written for one must not count for the next
+        if board is not None:
+            with contextlib.suppress(
+                RuntimeError, TimeoutError
+            ):  # the call that follows will say what is wrong
+                _within(1.0, lambda: board.write(self.place_of(rank), f"{_host()}/{os.getpid()}"))
+
+    def place_of(self, rank: int) -> str:
+        """The key at which a rank has written where it is."""
+        return f"{self.prefix}/place/{rank}"
+
+    def begin(self) -> RollCall:
+        """The next call over the group, which every rank makes."""
+        self._calls += 1
+        return RollCall(self, f"{self.prefix}/{self._failures}/{self._calls}")
+
+    def fail(self) -> None:
+        """Keep what will be written from now on apart from what was written for the call that has failed."""
+        self._failures += 1
+
+    def complete(self, start: Callable[[], Work], call: str, timeout_s: float, deadline: float) -> None:
+        """Start a call over the group and wait for its end. Collective; blocks until `deadline` at most.
+
+        Args:
+            start: Makes the call.
+            call: Its name, for errors: "all_gather".
+            timeout_s: How long the ranks have, for errors.
+            deadline: Of `time.monotonic()`.
+
+        Raises:
+            RendezvousError: The group failed, or some rank was late; names those that do not answer.
+        """
+        where = f"{call} over {self._engine}"
+        with self.begin() as roll:
+            try:
+                work = start()
+                # Polled, because a wait with a time-out is ignored by some engines and aborts others.
+                nap_s = _SHORTEST_NAP_S
+                while not work.is_completed():
+                    if time.monotonic() > deadline:
+                        raise self._late(where, timeout_s, roll.missing())
+                    if roll.is_called():
+                        raise self._failed(where, "another rank has noticed it", roll.missing())
+                    time.sleep(nap_s)
+                    nap_s = min(nap_s * 2, _LONGEST_NAP_S)
+                work.wait()
+            except RendezvousError:
+                raise
+            except RuntimeError as error:
+                raise self._failed(where, str(error), roll.missing()) from error
+
+    def _late(self, where: str, timeout_s: float, missing: list[Missing]) -> RendezvousError:
+        return RendezvousError(
+            f"Rank {self.rank} of {self.world_size} gave up forming a group after {timeout_s:.1f} s.",
+            where=where,
+            seen=_told(missing) or "the call did not complete; nobody tells which rank is missing",
+            likely="a rank died or was stopped before this point, or took another branch and forms no group",
+            hint="every rank of the process group must make this call; look at the other ranks' output",
+            missing=tuple(each.rank for each in missing),
+        )
+
+    def _failed(self, where: str, reason: str, missing: list[Missing]) -> RendezvousError:
+        return RendezvousError(
+            f"Rank {self.rank} of {self.world_size} could not form a group.",
+            where=where,
+            seen="\n".join(filter(None, (_told(missing), reason))),
+            likely="another rank died or raised",
+            hint="look at the output of the rank that is named"
+            if missing
+            else "look at the other ranks' output; the first to fail tells the reason",
+            missing=tuple(each.rank for each in missing),
+        )
+
+
+def _told(missing: list[Missing]) -> str:
+    """In words: "rank 1 (pid 48121) has died; rank 2 ..."."""
+    return "; ".join(f"rank {each.rank} {each.state}" for each in missing)
+
+
+class RollCall:
+    """One call of all ranks over a process group, which may fail. A context manager.
+
+    Args:
+        roll: Of the group.
+        prefix: Of this call's keys.
+
+    Example:
+        Rank 1 of 3 was killed. The call of ranks 0 and 2 fails, or passes its deadline, so both call
+        `missing()`; both get [Missing(1, "(pid 48121) has died")].
+    """
+
+    def __init__(self, roll: Roll, prefix: str) -> None:
+        self._roll = roll
+        self._prefix = prefix
+        self._begun = time.monotonic()
+        self._is_called = threading.Event()
+        self._is_over = threading.Event()
+        self._watcher: threading.Thread | None = None
+
+    def __enter__(self) -> RollCall:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+
+    def is_called(self) -> bool:
+        """Whether another rank has noticed a failure. Does not block; ask again and again."""
+        if self._roll.board is None or time.monotonic() < self._begun + _QUIET_S:
+            return False
+        if self._watcher is None:
+            # In a thread: a store whose process is stopped answers nobody, and does not time out either.
+            board = self._roll.board
+            self._watcher = threading.Thread(
+                target=self._watch, args=(board,), name="paceline-roll-call", daemon=True
+            )
+            self._watcher.start()
+        return self._is_called.is_set()
+
+    def missing(self) -> list[Missing]:
+        """Call the roll, and return who did not answer; empty if nobody can tell. Blocks 4 s at most."""
+        self._roll.fail()
+        self._is_over.set()
+        found: list[Missing] = []
+        board = self._roll.board
+        if board is None:
+            return found
+        try:
+            _within(_ANSWER_WITHIN_S + _LINGER_S + 1.0, lambda: found.extend(self._collect(board)))
+        except TimeoutError:
+            return found or self._holder("does not answer: it is stopped, or its host is")
+        except RuntimeError:
+            return found or self._holder("is gone, and the store with it")
+        return found
+
+    # --- in threads of their own ---
+
+    def _watch(self, board: Board) -> None:
+        with contextlib.suppress(RuntimeError):  # a store that is gone: the call itself will fail
+            while not self._is_over.wait(_LOOK_EVERY_S):
+                if board.read(f"{self._prefix}/called") is not None:
+                    self._is_called.set()
+                    return
+
+    def _collect(self, board: Board) -> Iterator[Missing]:
+        def silent(ranks: Iterable[int], what: str) -> list[int]:
+            return [r for r in ranks if board.read(f"{self._prefix}/{what}/{r}") is None]
+
+        own, ranks = self._roll.rank, range(self._roll.world_size)
+        board.write(f"{self._prefix}/called", "1")
+        board.write(f"{self._prefix}/answer/{own}", "1")
+        deadline = time.monotonic() + _ANSWER_WITHIN_S
+        while True:
+            seen = {r: self._state_of(board, r) for r in silent(ranks, "answer")}
+            # Asked again after the look at the processes: one that has died since may have answered before.
+            states = {r: seen[r] for r in silent(seen, "answer")}
+            if all(is_certain for _, is_certain in states.values()) or time.monotonic() > deadline:
+                break
+            time.sleep(_NAP_S)
+        yield from (Missing(r, state) for r, (state, _) in states.items())
+        board.write(f"{self._prefix}/done/{own}", "1")
+        if self._roll.holder == own:  # whoever is slower still reads there
+            answered = [r for r in ranks if r not in states]
+            deadline = time.monotonic() + _LINGER_S
+            while time.monotonic() < deadline and silent(answered, "done"):
+                time.sleep(_NAP_S)
+
+    def _state_of(self, board: Board, rank: int) -> tuple[str, bool]:
+        """What this rank can see of another, and whether that is why it does not answer."""
+        place = board.read(self._roll.place_of(rank))
+        if place is None:
+            return "has not come so far, or died before", False
+        host, _, pid = place.rpartition("/")
+        if host != _host():
+            return f"(pid {pid} of another host) does not answer", False
+        state = process_state(int(pid))
+        if state in ("", "Z", "X"):
+            return f"(pid {pid}) has died", True
+        if state in STOPPED:
+            return f"(pid {pid}) is stopped: `kill -CONT {pid}` lets it go on", True
+        return f"(pid {pid}) is alive, and has not made this call", False
+
+    def _holder(self, state: str) -> list[Missing]:
+        """The rank whose process serves the board, which is gone or silent; empty if that is no rank."""
+        return [] if self._roll.holder is None else [Missing(self._roll.holder, state)]
+
+
+def _host() -> str:
+    """Equal where a process id means the same process."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot_id}/{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def _within(seconds: float, function: Callable[[], object]) -> None:
+    """Call `function` in a thread. Raises what it raises, or TimeoutError: it goes on then, unheard."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="paceline-roll-call", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise TimeoutError
+    if errors:
+        raise errors[0]
