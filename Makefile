@@ -27,8 +27,8 @@ endif
 
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
-# What the core is built from; a change rebuilds it.
-CORE := pyproject.toml CMakeLists.txt $(shell find cpp -type f)
+# What the core is built from; a change rebuilds it. New packages too: an editable install keeps a list of files.
+CORE := pyproject.toml CMakeLists.txt $(shell find cpp -type f) $(shell find src/paceline -name __init__.py)
 CPP_FILES = $(shell find cpp tests/cpp -name '*.cc' -o -name '*.h')
 
 .PHONY: demo demo-paddle test pairs fuzz chaos schedules model lint format types sanitizers docs bench clean help

@@ -8,7 +8,7 @@ import torch
 from torch.autograd import Variable
 
 from paceline.reducer.passes import Passes
-from paceline.torch import gradients
+from paceline.torch.passes import gradients
 
 _is_in = False
 

@@ -15,7 +15,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from paceline.paddle import DataParallel as OursOfPaddle
-from paceline.paddle.config import HARMLESS
+from paceline.paddle.model.config import HARMLESS
 from paceline.torch import DistributedDataParallel as OursOfTorch
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "parity.md"

@@ -42,7 +42,7 @@ def strike_at(number, sign, exchange):
 def wrap(rank, who, sign, at, store):
     """What wrapping raises, as text, with the ranks that the error names, and after how long."""
     from paceline.torch import DistributedDataParallel
-    from paceline.torch.exchange import ProcessGroupExchange
+    from paceline.torch.link.exchange import ProcessGroupExchange
 
     init = f"file://{os.environ['TMPDIR']}/store" if store == "file" else "env://"
     dist.init_process_group(
@@ -59,7 +59,7 @@ def wrap_paddles(rank, who, sign, at):
     import paddle
 
     from paceline.paddle import DataParallel
-    from paceline.paddle.exchange import PaddleExchange
+    from paceline.paddle.link.exchange import PaddleExchange
     from tests.multiprocess.paddle_models import join_paddle
 
     join_paddle(rank)

@@ -22,7 +22,7 @@ from paddle import nn
 import paceline.paddle
 from paceline.errors import ConfigError, DeadlineError, ModelMismatchError, PeerLostError
 from paceline.paddle import DataParallel, SyncBatchNorm
-from paceline.paddle.peers import needs_paddles_group
+from paceline.paddle.link.peers import needs_paddles_group
 from paceline.rendezvous import host
 from tests.multiprocess.paddle_models import (
     Words,

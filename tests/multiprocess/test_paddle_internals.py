@@ -14,8 +14,9 @@ import pytest
 from numpy.testing import assert_array_equal
 from paddle import nn
 
-from paceline.paddle import backward_calls, internals, versions
-from paceline.paddle.arena import shared_places
+from paceline.paddle import internals, versions
+from paceline.paddle.link.arena import shared_places
+from paceline.paddle.passes import backward_calls
 from paceline.reducer.plan import ParameterSpec, plan_buckets
 from tests.multiprocess.paddle_models import ranks
 

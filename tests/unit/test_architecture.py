@@ -30,6 +30,25 @@ LAYERS = (
     ("paceline.errors", "paceline.arguments", "paceline.env", "paceline.stacks", "paceline._core"),
 )
 BOTTOM = len(LAYERS) - 1
+# The rooms of a front end (folders, and files beside them), top to bottom: a room imports from rows below
+# it and from itself. So the longest chain of imports has as many rooms as there are rows.
+ROOMS = {
+    "torch": (
+        ("__init__", "bench"),
+        ("ddp",),
+        ("passes", "backend", "compression", "sync_batch_norm"),
+        ("link", "data_parallel"),
+        ("model",),
+    ),
+    "paddle": (
+        ("__init__", "bench"),
+        ("ddp",),
+        ("passes", "compression", "sync_batch_norm"),
+        ("link",),
+        ("model",),
+        ("internals", "versions"),
+    ),
+}
 # Names that say nothing about what is in a file.
 VAGUE = {"utils", "util", "helpers", "helper", "common", "misc"}
 LONG_LINES = 400
@@ -92,6 +111,28 @@ def test_imports_point_down_only():
             below, other = layer_of(imported)
             if below < row or (below == row and other != entry and row != BOTTOM):
                 wrong.append(spell(path, line, f"{entry} imports {imported}, which is not below it"))
+    assert not wrong, "\n".join(wrong)
+
+
+def room_of(module: str, framework: str) -> str:
+    """The folder, or the file beside the folders, that a module of a front end is in."""
+    name, *_ = [*module.removeprefix(f"paceline.{framework}").strip(".").split("."), ""]
+    return name or "__init__"
+
+
+@pytest.mark.parametrize("framework", ["torch", "paddle"])
+def test_each_room_of_a_front_end_imports_from_rooms_below(framework):
+    rows = {room: row for row, rooms in enumerate(ROOMS[framework]) for room in rooms}
+    assert framework != "torch" or len(ROOMS[framework]) == 5
+    wrong = []
+    for path in sorted((PACKAGE / framework).rglob("*.py")):
+        room = room_of(module_of(path), framework)
+        for line, imported in imports_of(path):
+            if imported.split(".")[:2] != ["paceline", framework]:
+                continue
+            other = room_of(imported, framework)
+            if other != room and rows[other] <= rows[room]:
+                wrong.append(spell(path, line, f"{room} imports {other}, which is not below it"))
     assert not wrong, "\n".join(wrong)
 
 

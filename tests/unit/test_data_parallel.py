@@ -17,8 +17,8 @@ from torch.testing import assert_close  # noqa: E402
 
 from paceline.errors import ConfigError  # noqa: E402
 from paceline.torch import DataParallel  # noqa: E402
-from paceline.torch.replicas import Spread, replicate, tree_rounds  # noqa: E402
-from paceline.torch.scatter import gather, scatter  # noqa: E402
+from paceline.torch.data_parallel.replicas import Spread, replicate, tree_rounds  # noqa: E402
+from paceline.torch.data_parallel.scatter import gather, scatter  # noqa: E402
 
 CPU = torch.device("cpu")
 COUNTS = [None, 1, 2, 3, 5]

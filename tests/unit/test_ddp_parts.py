@@ -21,10 +21,10 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP  # noqa: E402
 from paceline.errors import ConfigError  # noqa: E402
 from paceline.reducer.plan import plan_buckets  # noqa: E402
 from paceline.torch import DistributedDataParallel  # noqa: E402
-from paceline.torch.arena import Arena, is_dense  # noqa: E402
-from paceline.torch.buffers import broadcast_tensors  # noqa: E402
-from paceline.torch.config import make_config  # noqa: E402
-from paceline.torch.parameters import ManagedTensors  # noqa: E402
+from paceline.torch.link.arena import Arena, is_dense  # noqa: E402
+from paceline.torch.link.broadcast import broadcast_tensors  # noqa: E402
+from paceline.torch.model.config import make_config  # noqa: E402
+from paceline.torch.model.parameters import ManagedTensors  # noqa: E402
 
 
 def config(**arguments: Any) -> Any:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import RendezvousError
-from paceline.torch.exchange import StoreExchange
+from paceline.torch.link.exchange import StoreExchange
 
 
 def on_ranks(program, world_size):

@@ -11,8 +11,8 @@ from paceline.paddle import versions
 versions.check()
 
 from paceline.paddle import compression  # noqa: E402
-from paceline.paddle.distributed import DistributedDataParallel, init_parallel_env, spawn  # noqa: E402
-from paceline.paddle.parallel import DataParallel  # noqa: E402
+from paceline.paddle.ddp.distributed import DistributedDataParallel, init_parallel_env, spawn  # noqa: E402
+from paceline.paddle.ddp.parallel import DataParallel  # noqa: E402
 from paceline.paddle.sync_batch_norm import SyncBatchNorm  # noqa: E402
 
 __all__ = [

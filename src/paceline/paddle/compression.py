@@ -14,7 +14,7 @@ import paddle
 
 from paceline.arguments import Arguments
 from paceline.errors import ConfigError
-from paceline.paddle.hooked import Future, GradBucket
+from paceline.paddle.link.comm_hook import Future, GradBucket
 from paceline.reducer.compression import BF16, EIGHT_BIT, FP16, Bytes, Codes, check_bucket, check_state
 
 

@@ -14,9 +14,9 @@ from paddle.nn import functional
 
 from paceline.arguments import Arguments
 from paceline.paddle import internals
-from paceline.paddle.arguments import checked_group, checked_layer
-from paceline.paddle.links import Link
-from paceline.paddle.peers import common_link
+from paceline.paddle.link.link import Link
+from paceline.paddle.link.peers import common_link
+from paceline.paddle.model.arguments import checked_group, checked_layer
 
 
 class SyncBatchNorm(nn.SyncBatchNorm):

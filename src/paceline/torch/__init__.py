@@ -7,8 +7,8 @@ Paceline that imports torch; may import everything below it.
 """
 
 from paceline.torch import backend, compression
-from paceline.torch.data_parallel import DataParallel
-from paceline.torch.distributed import DistributedDataParallel
+from paceline.torch.data_parallel.data_parallel import DataParallel
+from paceline.torch.ddp.distributed import DistributedDataParallel
 from paceline.torch.sync_batch_norm import SyncBatchNorm
 
 backend.register()

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from paceline.arguments import Arguments
 from paceline.errors import ConfigError
 from paceline.reducer.compression import BF16, EIGHT_BIT, FP16, Bytes, Codes, check_bucket, check_state
-from paceline.torch.engine import as_real
-from paceline.torch.hooked import GradBucket
+from paceline.torch.link.comm_hook import GradBucket
+from paceline.torch.link.transport import as_real
 
 
 class Compression:

@@ -16,8 +16,8 @@ from torch import nn
 from paceline.arguments import Arguments
 from paceline.collectives.group import Group
 from paceline.errors import ConfigError
-from paceline.torch.arguments import checked_group, checked_module
-from paceline.torch.peers import formed_group
+from paceline.torch.link.peers import formed_group
+from paceline.torch.model.arguments import checked_group, checked_module
 
 
 class GatherRows(torch.autograd.Function):

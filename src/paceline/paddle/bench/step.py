@@ -17,7 +17,7 @@ import paddle
 import paddle.distributed as dist
 from paddle import nn
 
-from paceline.paddle.parallel import DataParallel
+from paceline.paddle.ddp.parallel import DataParallel
 
 Batch = tuple[paddle.Tensor, paddle.Tensor]
 _MODELS: dict[str, tuple[list[int], int]] = {

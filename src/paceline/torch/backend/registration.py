@@ -16,7 +16,7 @@ from paceline.errors import ConfigError, format_ranks
 from paceline.rendezvous.host import share_memory
 from paceline.torch.backend.other_devices import MixedProcessGroup
 from paceline.torch.backend.process_group import PacelineProcessGroup
-from paceline.torch.exchange import StoreExchange
+from paceline.torch.link.exchange import StoreExchange
 
 NAME = "paceline"
 

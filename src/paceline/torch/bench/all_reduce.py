@@ -15,9 +15,10 @@ LIMIT = timedelta(seconds=60)
 
 
 def form_group(backend: str, rank: int, world_size: int) -> None:
-    """Form torch's default group of this bench job, with `gloo` or `paceline`."""
-    if backend == "paceline":
-        import paceline.torch  # noqa: F401  (registers the backend)
+    """Form torch's default group of this bench job, with `gloo` or `paceline`.
+
+    `paceline.torch`, which registers the latter, has been imported: this module is within it.
+    """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # A file and not a port: nobody else can take it between choosing and binding.
     store = Path(os.environ["PACELINE_BENCH_DIRECTORY"], "store")

@@ -68,7 +68,7 @@ class Step:
             return module
         if self._way == "torch":
             return TorchDDP(module, **self._options)
-        from paceline.torch import DistributedDataParallel
+        from paceline.torch.ddp.distributed import DistributedDataParallel
 
         return DistributedDataParallel(module, **self._options)
 

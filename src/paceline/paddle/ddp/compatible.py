@@ -1,0 +1,139 @@
+"""What code that knows paddle.DataParallel, or torch's class, reads of a wrapper beyond its public methods.
+
+The one idea: ours is a subclass, so that Paddle and trainers recognise it, and does not run Paddle's
+constructor; what Paddle's class has besides is hidden: it would run on state that is not there.
+"""
+
+# mypy: disable-error-code="misc"
+# Paddle's class is Any to mypy
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import paddle
+from paddle.distributed.parallel import DataParallel as PaddleDataParallel
+from paddle.distributed.parallel import ParallelStrategy
+
+from paceline.paddle.passes.outputs import tensors_in
+
+if TYPE_CHECKING:
+    from paceline.paddle.link.peers import Peers
+    from paceline.paddle.model.config import DataParallelConfig
+    from paceline.paddle.passes.passes import GradientPasses
+
+_Class = TypeVar("_Class", bound=type)
+
+
+class PaddleNames(PaddleDataParallel):
+    """The part of `DataParallel` that is there for other people's code."""
+
+    find_unused_parameters: bool
+    var_dtype = paddle.Tensor
+    _passes: GradientPasses | None
+    _peers: Peers | None
+    _config: DataParallelConfig
+    _arguments: dict[str, Any]
+
+    @property
+    def group(self) -> Any:
+        """What connects the ranks, of paddle.distributed or a `paceline.Group`; alone, the argument."""
+        return self._arguments["group"] if self._peers is None else self._peers.group
+
+    @property
+    def process_group(self) -> Any:
+        """`group`, under torch's name."""
+        return self.group
+
+    @property
+    def comm_buffer_size(self) -> int:
+        """Most bytes that are averaged at once."""
+        return self._config.bucket_cap_bytes
+
+    @property
+    def last_comm_buffer_size(self) -> int:
+        """Most bytes of the bucket that is averaged first."""
+        return self._config.first_bucket_bytes
+
+    @property
+    def device_ids(self) -> list[Any] | None:
+        """The argument; None where it was empty."""
+        return list(self._arguments["device_ids"] or ()) or None
+
+    @property
+    def output_device(self) -> Any:
+        """The argument; without it, the device of device_ids."""
+        given = self._arguments["output_device"]
+        return self.device_ids[0] if given is None and self.device_ids else given
+
+    @property
+    def static_graph(self) -> bool:
+        """The argument."""
+        return self._config.static_graph
+
+    @property
+    def gradient_as_bucket_view(self) -> bool:
+        """The argument."""
+        return self._config.gradients_in_arena
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """Whether buffers are broadcast after each synchronised backward."""
+        return self._config.broadcast_buffers
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """`grad_need_sync`, under torch's name."""
+        return bool(self.grad_need_sync)
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, is_syncing: bool) -> None:
+        self.grad_need_sync = is_syncing
+
+    @property
+    def _strategy(self) -> Any:
+        """The argument; without it, one of as many ranks as there are."""
+        if self._arguments["strategy"] is not None:
+            return self._arguments["strategy"]
+        strategy = ParallelStrategy()
+        if self._peers is not None:
+            strategy.nranks, strategy.local_rank = self._peers.world_size, self._peers.rank
+        return strategy
+
+    @property
+    def _reducer(self) -> PaddleReducer:
+        """The member of Paddle's reducer that trainers call."""
+        return PaddleReducer(self._passes)
+
+
+class PaddleReducer:
+    """The member of Paddle's reducer that trainers call."""
+
+    def __init__(self, passes: GradientPasses | None) -> None:
+        self._passes = passes
+
+    def prepare_for_backward(self, outputs: Sequence[paddle.Tensor]) -> None:
+        """The backward of these outputs synchronises, though their forward was in no_sync()."""
+        if self._passes is not None:
+            self._passes.state.is_syncing = True
+            self._passes.watch(list(tensors_in(outputs)))
+
+
+class _Hidden:
+    """A member of Paddle's class that ours does not have."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type) -> NoReturn:
+        raise AttributeError(f"{owner.__name__!r} object has no attribute {self._name!r}")
+
+
+def hide_paddles_own(cls: _Class) -> _Class:
+    """Let `cls` inherit from Paddle's class nothing that it does not replace. A class decorator."""
+    for name in vars(PaddleDataParallel):
+        is_own = getattr(cls, name, None) is not getattr(PaddleDataParallel, name)
+        if not is_own and not name.startswith("__"):
+            setattr(cls, name, _Hidden(name))
+    return cls

@@ -1,0 +1,137 @@
+"""What code that comes from torch.distributed, or from paddle.distributed, calls by its own names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from paddle import nn
+
+from paceline.arguments import Arguments
+from paceline.collectives.group import Group
+from paceline.launch.context import SpawnContext
+from paceline.launch.spawn import spawn as launch_spawn
+from paceline.paddle.ddp.parallel import DataParallel
+from paceline.paddle.link.peers import connect_environment
+
+
+class DistributedDataParallel(DataParallel):
+    """`DataParallel` with the signature of torch's class, for code converted from torch.
+
+    The arguments mean what they do there; see `DataParallel`.
+
+    Example:
+        >>> model = DistributedDataParallel(model, find_unused_parameters=True)
+        >>> model(batch).sum().backward()   # rank 0's gradient was 1, rank 1's was 3: now 2 on both
+    """
+
+    def __init__(
+        self,
+        module: nn.Layer,
+        device_ids: Sequence[Any] | None = None,
+        output_device: Any = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: Any = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Any = None,
+        param_to_hook_all_reduce: Any = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            module,
+            device_ids=device_ids,
+            output_device=output_device,
+            dim=dim,
+            broadcast_buffers=broadcast_buffers,
+            init_sync=init_sync,
+            process_group=process_group,
+            bucket_cap_mb=bucket_cap_mb,
+            find_unused_parameters=find_unused_parameters,
+            check_reduction=check_reduction,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            static_graph=static_graph,
+            delay_all_reduce_named_params=delay_all_reduce_named_params,
+            param_to_hook_all_reduce=param_to_hook_all_reduce,
+            mixed_precision=mixed_precision,
+            device_mesh=device_mesh,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+            bucket_cap_mb_list=bucket_cap_mb_list,
+            batched_grad_copy=batched_grad_copy,
+            forward_sync_buffers=forward_sync_buffers,
+            **options,
+        )
+
+
+def init_parallel_env() -> Group | None:
+    """Bring the processes of one host together; what paddle.distributed.init_parallel_env() does, faster.
+
+    Needs no store of Paddle's. DataParallel does it by itself, so calling it is optional. Collective; blocks
+    until all processes that the launcher started have come. Processes of several hosts, and those that train
+    on GPUs, are brought together by paddle.distributed.init_parallel_env().
+
+    Returns:
+        The group, with its own collectives on numpy arrays; None in a single process, and where
+        paddle.distributed did it. Its collectives need paddle.distributed.init_parallel_env().
+
+    Raises:
+        RendezvousError: A process is missing at the deadline.
+
+    Example:
+        Rank 0 and rank 1 both call it, under `paceline run -n 2`: both get a group of world_size 2.
+    """
+    return connect_environment()
+
+
+def spawn(
+    func: Callable[..., Any],
+    args: Iterable[Any] = (),
+    nprocs: int = -1,
+    join: bool = True,
+    daemon: bool = False,
+    **options: Any,
+) -> SpawnContext | None:
+    """Call `func(*args)` on several new processes; as paddle.distributed.spawn, started by Paceline.
+
+    `paceline.spawn` does the same, but calls `func(rank, *args)` as torch's does.
+
+    Args:
+        func: What to call on each rank.
+        args: Its arguments.
+        nprocs: Number of ranks; -1: as many as there are cores.
+        join: Wait for the ranks; else return at once.
+        daemon: With join=False: stop the ranks, instead of waiting for them, when this process ends.
+        **options: Further ones of `paceline.spawn`.
+
+    Returns:
+        None, or with join=False a context to join later.
+
+    Raises:
+        ConfigError: An argument is wrong; nothing was started.
+        LaunchError: A rank failed. It names the first one, and why.
+
+    Example:
+        >>> spawn(train, args=(0.1,), nprocs=2)
+        Two processes run; each calls train(0.1).
+    """
+    check = Arguments("spawn")
+    check.function("func", func, "func(*args)")
+    if isinstance(args, (str, bytes)) or not isinstance(args, Iterable):
+        raise check.refuse("args", args, "its arguments, in a tuple", "args=(1,) for one", is_type=True)
+    count = None if nprocs == -1 else nprocs
+    return launch_spawn(_call_without_rank, (func, *args), count, join, daemon, **options)
+
+
+def _call_without_rank(rank: int, func: Callable[..., Any], *args: Any) -> None:
+    func(*args)

@@ -1,0 +1,435 @@
+"""`DataParallel`: a layer that averages its gradients over the ranks behind backward().
+
+What it does is elsewhere: `config` (arguments), `peers` (the ranks), `tensors` (what is kept in step),
+`passes` (each backward). This file is the layer that users hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import paddle
+from paddle import nn
+
+from paceline.arguments import Arguments
+from paceline.paddle import internals
+from paceline.paddle.ddp.comm_hooks import CommHooks
+from paceline.paddle.ddp.compatible import PaddleNames, hide_paddles_own
+from paceline.paddle.ddp.wrapped_twice import check_inner, check_outer
+from paceline.paddle.link.peers import LonePeers, Peers, find_peers, known_exchange
+from paceline.paddle.model.arguments import checked_group, checked_layer
+from paceline.paddle.model.config import make_config
+from paceline.paddle.model.parameters import ManagedTensors
+from paceline.paddle.passes import backward_calls
+from paceline.paddle.passes.passes import GradientPasses, make_passes
+from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
+from paceline.reducer.micro_batches import as_weight
+from paceline.reducer.wrapped_model import WrappedModel, checked_norms
+from paceline.rendezvous.exchange import Exchange
+
+_DELAY = ("delay_all_reduce_named_params", "param_to_hook_all_reduce")
+_NOT_OPTIONS = ("group", "process_group", "device_mesh", "strategy", "__class__", *_DELAY)
+
+
+@hide_paddles_own
+class DataParallel(CommHooks, WrappedModel, PaddleNames):
+    """Trains one model on several processes: a drop-in for `paddle.DataParallel`, with torch's arguments.
+
+    Every rank wraps the same model and runs forward and backward on its own share of the batch. When
+    backward() returns, every parameter's gradient is the mean over the ranks, with the same bits on each; or
+    every rank has raised. Gradients are averaged in memory that the ranks of one host share; between hosts,
+    and on GPUs, through paddle.distributed.
+
+    Attributes and methods of the model are reached through the wrapper, but for names that it has itself:
+    `model.module.finished` is the model's own. `model.weight` is the model's where that is a tensor; then the
+    argument `weight` weighs the mean. Parameters with `no_sync = True` are
+    left to each rank.
+
+    Collective: every rank constructs it, and runs the same number of synchronised backwards.
+
+    Args:
+        layers: The model. Its parameters must not be added, replaced or unfrozen afterwards.
+        strategy: Deprecated. As in Paddle, only its `nranks` counts: where that is 1, nothing is averaged,
+            and a warning says so.
+        comm_buffer_size: Most MiB that are averaged at once. The result does not depend on it.
+        last_comm_buffer_size: Most MiB of the bucket that is averaged first.
+        find_unused_parameters: Let a parameter that got no gradient contribute 0. Otherwise that raises, on
+            every rank, unless no rank uses it: then it is a warning, once, as nothing can differ. A parameter
+            unused on all ranks keeps its gradient.
+        group: A group of paddle.distributed, or a `paceline.Group`. None: that of paddle.distributed, or,
+            where it is not initialised, one formed from the environment that the launcher has set.
+        device_ids: The device of the parameters, as the only entry, or None. Inputs stay where they are.
+        output_device: The device of the parameters, or None.
+        dim: 0, the only dimension along which a batch is shared.
+        broadcast_buffers: Give every rank rank 0's buffers and running statistics, when wrapping and at the
+            end of each synchronised backward. None: yes.
+        forward_sync_buffers: As broadcast_buffers, but not when wrapping.
+        init_sync: Give every rank rank 0's parameters when wrapping.
+        process_group: Another name of `group`.
+        bucket_cap_mb: Another name of `comm_buffer_size`, and before it.
+        gradient_as_bucket_view: Keep gradients in the memory where they are averaged: they are held once.
+        static_graph: A promise that the same parameters are unused in each pass. Breaking it raises.
+        check_reduction: Accepted: what it once checked is always checked.
+        delay_all_reduce_named_params: (name, parameter) pairs whose gradients are complete at the end of
+            backward only, or do not come at all, which counts as zeros.
+        param_to_hook_all_reduce: Goes with the one above; here they wait for the end of backward.
+        device_mesh: A `paddle.distributed.ProcessMesh` of one dimension, instead of group.
+        skip_all_reduce_unused_params: Over a group, don't send buckets that no rank used in the pass
+            before. Used again, they are sent at the end of the pass.
+        bucket_cap_mb_list: Of the first bucket, the second, ..., all others; instead of comm_buffer_size.
+        batched_grad_copy: Accepted: how gradients are copied changes no result.
+        buffers: What is done with buffers and running statistics after each synchronised backward, by name
+            pattern (`"*._mean"`): "average" them, "broadcast" those of rank 0, or leave them "local". The
+            first match counts; without one, broadcast_buffers says. Integers are broadcast, not averaged.
+        weight: Of this rank's gradients in the mean: a number, or a function that gets forward's arguments
+            and returns it (of tokens, say). None: 1, or what weight() says.
+        nonfinite: What to do when a gradient holds an infinity or a NaN: "warn" (once), "raise" (on every
+            rank) or "ignore".
+        reduce_through: Where gradients are averaged: "memory", which ranks on one host share; "group", that
+            of paddle.distributed; "auto": memory where all ranks share one host and the model is on the CPU,
+            else the group.
+        timeout_s: Seconds, or a timedelta, to wait for the slowest rank, where the group does not say.
+            Paddle's Gloo gives up after 30 s, whatever this is.
+        warn_after_s: Seconds, or a timedelta, after which a late rank is named in a warning; None: 10.
+        init_sync_buffers: Broadcast rank 0's buffers when wrapping. None: as broadcast_buffers says.
+        check_replicas_every: At the end of each n-th synchronised backward, compare the replicas, and raise
+            on every rank if they differ; see check_replicas(). None: only after ranks have written to their
+            parameters differently often (a step that one skipped). 0: never.
+
+    Raises:
+        ConfigError: An argument, or the model, is not supported; the message says which and why.
+        ModelMismatchError: The ranks wrapped different models; names the first difference.
+
+    Attributes:
+        grad_need_sync: Whether the next forward begins a synchronised pass; see no_sync().
+
+    Example:
+        >>> model = DataParallel(nn.Linear(4, 1))
+        >>> model(batch).sum().backward()   # rank 0's gradient was 1, rank 1's was 3: now 2 on both
+    """
+
+    _passes: GradientPasses | None
+    _sync_flag = "grad_need_sync"
+    _has_looked_outward = False
+
+    def __init__(
+        self,
+        layers: nn.Layer,
+        strategy: Any = None,
+        comm_buffer_size: float = 25,
+        last_comm_buffer_size: float = 1,
+        find_unused_parameters: bool = False,
+        group: Any = None,
+        *,
+        device_ids: Sequence[Any] | None = None,
+        output_device: Any = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: Any = None,
+        bucket_cap_mb: float | None = None,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Any = None,
+        param_to_hook_all_reduce: Any = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Any = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        buffers: Mapping[str, str] | None = None,
+        weight: float | Callable[..., Any] | None = None,
+        nonfinite: str = "warn",
+        reduce_through: str = "auto",
+        timeout_s: float | timedelta | None = None,
+        warn_after_s: float | timedelta | None = None,
+        init_sync_buffers: bool | None = None,
+        check_replicas_every: int | None = None,
+    ) -> None:
+        arguments = {name: value for name, value in locals().items() if name not in ("self", "layers")}
+        peers: Peers | None = None
+
+        def known() -> tuple[Exchange, float] | None:
+            if peers is not None:
+                return peers.exchange, peers.timeout_s
+            return known_exchange(process_group if group is None else group, device_mesh)
+
+        with telling_peers(known):
+            self._prepare(layers, arguments)
+            if not _asks_for_one_rank(strategy):
+                times = self._config.timeout_s, self._config.warn_after_s
+                peers = find_peers(self._arguments["group"], *times, device_mesh)
+            self._peers = peers
+            if peers is None and not self._tensors.is_trained:  # nothing to average, and nobody to do it with
+                return
+            self._tensors.check_trainable()
+            self._config.check_devices(self._tensors.place)
+        # Alone, there is nothing to average, and nothing may cost; but these are also for one rank.
+        if peers is None and (nonfinite == "raise" or weight is not None):
+            peers = LonePeers()
+        if peers is not None:
+            self._peers = peers
+            self._passes = self._begin_passes(peers)
+
+    def _prepare(self, layers: nn.Layer, arguments: dict[str, Any]) -> None:
+        """All that this rank does by itself."""
+        checked_layer("DataParallel", layers, "layers")
+        # Not Paddle's DataParallel: it is a base only so that others recognise this class.
+        nn.Layer.__init__(self, f"{layers.full_name()}_data_parallel")
+        self._config = make_config(**{name: v for name, v in arguments.items() if name not in _NOT_OPTIONS})
+        check_inner(layers)
+        self._layers = layers
+        self.find_unused_parameters = bool(arguments["find_unused_parameters"])
+        self.grad_need_sync = True
+        self._peers = self._passes = None
+        process_group = checked_group("DataParallel", arguments["process_group"], "process_group")
+        group = process_group if arguments["group"] is None else arguments["group"]
+        self._tensors = ManagedTensors(layers)
+        delayed = self._tensors.delay(*(arguments[name] for name in _DELAY))
+        self._arguments = arguments | {"group": group, _DELAY[0]: delayed}
+
+    def _begin_passes(self, peers: Peers, *, is_first: bool = True) -> GradientPasses:
+        parameters, buffers = self._tensors.describe()
+        options = self._config.agreed_options() | self._tensors.agreed_options()
+        description = ModelDescription(parameters, buffers, options)
+        check_agreement(description, peers.exchange, peers.timeout_s)
+        link = peers.connect(on_host=self._tensors.is_on_host, reduce_through=self._config.reduce_through)
+        if self._config.init_sync and is_first:
+            values = list(self._tensors.all_parameters.values())
+            if self._config.init_sync_buffers:
+                values += self._tensors.buffers.values()
+            link.broadcast(values)
+        passes = make_passes(self._tensors, link, self._config)
+        # The hooks are the parameters', which may live on and be wrapped again.
+        weakref.finalize(self, passes.graphs.drop_wrapper).atexit = False
+        return passes
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the wrapped model; where gradients will be needed, get ready to average them."""
+        if self._passes is None or not paddle.is_grad_enabled():
+            return self._layers(*inputs, **kwargs)
+        if backward_calls.calls.depth:  # recompute runs the model again, then backward
+            output = self._layers(*inputs, **kwargs)
+            self._passes.watch(output)
+            return output
+        self._tensors.check_unchanged()
+        if not self._has_looked_outward:
+            check_outer()
+            self._has_looked_outward = True
+        is_syncing = self.grad_need_sync
+        self._passes.begin_forward(is_syncing=is_syncing, is_training=self._layers.training)
+        if self._config.weight is not None:
+            weight = self._config.weight
+            self._passes.weights.add_forward(
+                as_weight(weight(*inputs, **kwargs) if callable(weight) else weight)
+            )
+        output = self._layers(*inputs, **kwargs)
+        # Where others hold the parameters too, only an output tells whose backward begins: a weight may be
+        # given between this forward and its backward.
+        if is_syncing or self._passes.weights.is_used or self._passes.is_shared:
+            self._passes.watch(output)
+        return output
+
+    def init_reducer(self) -> None:
+        """Average from now on the gradients of the parameters that the model trains now. Collective.
+
+        After parameters were added, replaced, or unfrozen; not within a backward. No value is broadcast.
+        paddle.DataParallel's constructor calls its own; here nobody needs to otherwise.
+
+        Raises:
+            ConfigError: The model has no parameters to train.
+            ModelMismatchError: The ranks have different models.
+        """
+        if self._passes is None and self._peers is None:  # alone
+            return
+        tensors = ManagedTensors(self._layers)
+        tensors.check_trainable()
+        tensors.delay(*(self._arguments[name] for name in _DELAY))
+        if self._passes is not None:
+            self._passes.autograd.has_ended = True
+            self._passes.end()
+        self._tensors = tensors
+        self._passes = self._begin_passes(self._peers or LonePeers(), is_first=False)
+        if self._comm_hook is not None:
+            self._passes.use_hook(self._comm_hook, self.group)
+
+    def _passes_to_weigh(self) -> GradientPasses:
+        if self._passes is None:  # alone, there still are micro-batches
+            self._passes = self._begin_passes(LonePeers())
+            self._passes.state.is_syncing = self.grad_need_sync
+        return self._passes
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> contextlib.AbstractContextManager[None]:
+        """A context in which ranks may make different numbers of steps, as torch's; see also finished().
+
+        A rank that leaves it takes part in the others' passes, and at its end, which blocks, all ranks have
+        the model of one that went on longest. What it had as gradients it has again then.
+
+        Args:
+            divide_by_initial_world_size: Divide sums of gradients by the number of all ranks; False: of
+                those that still have data.
+            enable: False: as if there were no context.
+            throw_on_early_termination: Raise on all ranks at the end of the first backward for which one
+                had no more data.
+
+        Raises:
+            SkippedPassError: That was asked for, and happened. Also a RuntimeError, as torch's.
+
+        Example:
+            Rank 0 has 3 batches and rank 1 has 5; the gradient of the last two steps is half of rank 1's:
+
+            >>> with model.join():
+            ...     for batch in batches:
+            ...         train_step(batch)
+        """
+        flag = Arguments("join").flag
+        divide = flag("divide_by_initial_world_size", divide_by_initial_world_size)
+        throws = flag("throw_on_early_termination", throw_on_early_termination)
+        if not flag("enable", enable) or self._passes is None:
+            return contextlib.nullcontext()
+        return self._passes.joining(divide_by_all=divide, throws=throws)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> paddle.Tensor:
+        """Scale all dense gradients so that their norm is at most `max_norm`; returns the norm they had.
+
+        As `paddle.nn.utils.clip_grad_norm_`, but for gradients that are as backward left them the norm is
+        known already. After the first call; that one computes it. A kernel or numpy that changed a few
+        elements of a gradient, and no others, may go unseen.
+
+        Args:
+            max_norm: The largest norm allowed.
+            norm_type: Of the p-norm; others than 2 are computed.
+
+        Example:
+            Rank 0's gradient is 6 and rank 1's 10: the norm is 8, and after clip_grad_norm_(2) both hold 2.
+        """
+        if not (type(max_norm) is type(norm_type) is float and max_norm >= 0 and norm_type > 0):
+            max_norm, norm_type = checked_norms(max_norm, norm_type)
+        is_known = self._passes is not None and norm_type == 2.0
+        known = self._passes.known_norm() if is_known and self._passes is not None else None
+        return _clip(self._tensors.trainable, max_norm, known, norm_type)
+
+    def _own_squared_norm(self) -> float:
+        gradients = [p.grad.astype("float64") for p in self._tensors.trainable if p.grad is not None]
+        return sum(float(gradient.square().sum()) for gradient in gradients)
+
+    def _own_nonfinite(self) -> tuple[str, ...]:
+        parameters = zip(self._tensors.names, self._tensors.trainable)
+        return tuple(n for n, p in parameters if p.grad is not None and not bool(p.grad.isfinite().all()))
+
+    @property
+    def weight(self) -> Any:
+        """The method weight() of `WrappedModel`; where the model has a tensor of this name, that tensor."""
+        own = getattr(self._layers, "weight", None)
+        return own if isinstance(own, paddle.Tensor) else super().weight
+
+    @property
+    def module(self) -> nn.Layer:
+        """The wrapped model; `_layers` is Paddle's name for it."""
+        return self._layers
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "_layers":
+                raise
+            return getattr(self._layers, name)
+
+    # --- what is saved, under the wrapped model's own names ---
+
+    def state_dict(
+        self,
+        destination: dict[str, Any] | None = None,
+        include_sublayers: bool = True,
+        structured_name_prefix: str = "",
+        **options: Any,
+    ) -> dict[str, Any]:
+        """The wrapped model's state_dict(): its names have no prefix, whether it is wrapped or not."""
+        result: dict[str, Any] = self._layers.state_dict(
+            destination=destination,
+            include_sublayers=include_sublayers,
+            structured_name_prefix=structured_name_prefix,
+            **options,
+        )
+        return result
+
+    def set_state_dict(
+        self, state_dict: dict[str, Any], use_structured_name: bool = True
+    ) -> tuple[list[str], list[str]]:
+        """Load values into the wrapped model.
+
+        Args:
+            state_dict: As state_dict() gives it.
+            use_structured_name: Whether the keys are the model's names of its parameters, or each
+                parameter's own `.name`.
+
+        Returns:
+            Keys that were missing and keys that were not expected, as Layer.set_state_dict does.
+        """
+        result: tuple[list[str], list[str]] = self._layers.set_state_dict(
+            state_dict, use_structured_name=use_structured_name
+        )
+        return result
+
+    set_dict = set_state_dict
+    load_dict = set_state_dict
+
+    # --- deprecated in Paddle ---
+
+    def scale_loss(self, loss: paddle.Tensor) -> paddle.Tensor:
+        """Return the loss as it is: deprecated and without effect, as in Paddle."""
+        _warn_of_deprecated("scale_loss")
+        return loss
+
+    def apply_collective_grads(self) -> None:
+        """Do nothing: deprecated and without effect, as in Paddle."""
+        _warn_of_deprecated("apply_collective_grads")
+
+
+def _asks_for_one_rank(strategy: Any) -> bool:
+    """Whether a ParallelStrategy says that this process trains alone."""
+    if getattr(strategy, "nranks", 2) > 1:
+        return False
+    text = f"DataParallel averages nothing: strategy.nranks is {strategy.nranks}. Leave strategy out."
+    warnings.warn(text, UserWarning, stacklevel=3)
+    return True
+
+
+def _warn_of_deprecated(name: str) -> None:
+    text = f"DataParallel.{name}() does nothing: gradients are averaged by backward(). Remove the call."
+    warnings.warn(text, DeprecationWarning, stacklevel=3)
+
+
+def _clip(
+    parameters: Sequence[paddle.Tensor], max_norm: float, known_norm: float | None, norm_type: float
+) -> paddle.Tensor:
+    """Scale gradients so that their norm is at most `max_norm`; returns the norm that they had.
+
+    Args:
+        known_norm: Their 2-norm; None: to be computed.
+    """
+    if known_norm is None:
+        norm: paddle.Tensor = nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        return norm
+    # As Paddle's: a NaN stays a NaN, and a norm that is small enough changes nothing.
+    factor = max_norm / (known_norm + 1e-6)
+    if not factor >= 1.0:
+        with paddle.no_grad():
+            for parameter in parameters:
+                gradient = internals.gradient_of(parameter)
+                if gradient is not None:
+                    gradient.scale_(factor)
+    return paddle.to_tensor(known_norm)

@@ -1,0 +1,205 @@
+"""Buckets through a user's hook. Paddle has no such hooks; these are called as torch's are.
+
+A hook gets a state and a `GradBucket`, and returns the tensor that replaces the bucket's buffer, or a
+`Future` of it. One hook at a time: the next begins when the future of the one before is done, so that calls
+which hooks make when a call of theirs completes have one order on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import paddle
+
+from paceline.errors import ConfigTypeError
+from paceline.paddle.link.arena import Arena
+from paceline.paddle.link.calls import GroupCalls
+from paceline.reducer.comm_hooks import CommHook, HookedBucket, wrong_result
+from paceline.reducer.plan import Plan
+
+_Value = TypeVar("_Value")
+_Next = TypeVar("_Next")
+
+_HINT = "return bucket.all_reduce(bucket.buffer()).then(lambda f: f.value() / world_size)"
+
+
+class Future(Generic[_Value]):
+    """A value that is on its way.
+
+    Args:
+        finish: Waits for it and returns it; called once.
+    """
+
+    def __init__(self, finish: Callable[[], _Value]) -> None:
+        self._finish: Callable[[], _Value] | None = finish
+        self._value: _Value
+
+    def wait(self) -> _Value:
+        """The value. Blocks until it is there, at most until the deadline of the wrapped model."""
+        finish, self._finish = self._finish, None
+        if finish is not None:
+            self._value = finish()
+        return self._value
+
+    def value(self) -> _Value:
+        """As wait(): torch's name for it within `then`."""
+        return self.wait()
+
+    def then(self, callback: Callable[[Future[_Value]], _Next]) -> Future[_Next]:
+        """The future of what `callback` returns, which is called with this future when its value is there."""
+
+        def finish() -> _Next:
+            self.wait()
+            return callback(self)
+
+        return Future(finish)
+
+
+class GradBucket(HookedBucket[paddle.Tensor]):
+    """What a hook sees of a bucket: what torch's hooks see, and calls that connect the ranks.
+
+    Args:
+        calls: Between the ranks.
+        process_group: What was passed to the wrapper, or found.
+        members: Those of a `HookedBucket`.
+    """
+
+    def __init__(self, calls: GroupCalls, process_group: Any, *members: Any) -> None:
+        super().__init__(*members)
+        self._calls = calls
+        self._process_group = process_group
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks there are."""
+        return self._calls.world_size
+
+    def process_group(self) -> Any:
+        """The group of the wrapped model, of paddle.distributed or a `paceline.Group`."""
+        return self._process_group
+
+    def all_reduce(self, tensor: paddle.Tensor) -> Future[paddle.Tensor]:
+        """Begin to replace a contiguous tensor by its sum over the ranks. Collective.
+
+        Over Gloo it is exchanged while backward goes on; in shared memory it is done at once.
+        """
+        finish = self._calls.start(lambda: self._calls.all_reduce(tensor), "sum in a communication hook")
+        return Future(finish).then(lambda _: tensor)
+
+    def all_gather(self, tensor: paddle.Tensor) -> Future[paddle.Tensor]:
+        """Begin to collect a contiguous tensor of every rank, by rank, in a new dimension. Collective.
+
+        Example:
+            Rank 0 passes [1, 2] and rank 1 [3, 4]; both get the future of [[1, 2], [3, 4]].
+        """
+        whole = paddle.empty([self.world_size * int(tensor.size)], tensor.dtype, device=tensor.place)
+        flat = tensor.reshape([-1])
+        what = "gathering in a communication hook"
+        finish = self._calls.start(lambda: self._calls.all_gather(whole, flat), what)
+        return Future(finish).then(lambda _: whole.reshape([self.world_size, *tensor.shape]))
+
+    def _cut(self, buffer: paddle.Tensor) -> list[paddle.Tensor]:
+        return cut(buffer, self._parameters)
+
+
+def cut(buffer: paddle.Tensor, parameters: Sequence[paddle.Tensor]) -> list[paddle.Tensor]:
+    """Parts of a flat buffer, in its memory, shaped like these parameters, one after another."""
+    parts, first = [], 0
+    for parameter in parameters:
+        last = first + int(parameter.size)
+        parts.append(buffer[first:last].reshape(parameter.shape))
+        first = last
+    return parts
+
+
+class BucketHook:
+    """Gives buckets to a hook, one after another.
+
+    Args:
+        hook: Replaces the all_reduce. It gets gradients that are not divided by anything.
+        arena: With whole parameters in its buckets.
+        parameters: Those that the plan lists.
+        calls: Between the ranks.
+        process_group: For the hook.
+    """
+
+    def __init__(
+        self,
+        hook: CommHook,
+        arena: Arena,
+        parameters: Sequence[paddle.Tensor],
+        calls: GroupCalls,
+        process_group: Any,
+    ) -> None:
+        self._hook = hook
+        self._plan: Plan = arena.plan
+        self._parameters = parameters
+        self._calls = calls
+        self._process_group = process_group
+        self._latest: HookedCall | None = None
+
+    def launch(self, bucket: int, flat: paddle.Tensor, weight: float) -> HookedCall:
+        """Begin to average a bucket.
+
+        Args:
+            bucket: Its number.
+            flat: Its elements, multiplied by `weight`.
+            weight: Of this rank, over the ranks' mean weight.
+
+        Raises:
+            ConfigTypeError: The hook returned neither a tensor nor a future.
+        """
+        if self._latest is not None:
+            self._latest.wait()
+        members = [self._parameters[index] for index in self._plan.buckets[bucket].parameters]
+        shown = GradBucket(
+            self._calls,
+            self._process_group,
+            bucket,
+            flat,
+            cut(flat, members),
+            members,
+            bucket == len(self._plan.buckets) - 1,
+            weight,
+        )
+        with paddle.no_grad():
+            result = self._hook.call(self._hook.state, shown)
+        if not isinstance(result, paddle.Tensor) and not callable(getattr(result, "wait", None)):
+            expected = "a tensor, or a future of one (an object with wait())"
+            raise wrong_result(self._hook.name, expected, type(result).__name__, _HINT, ConfigTypeError)
+        self._latest = HookedCall(self._hook.name, flat, result)
+        return self._latest
+
+    def forget(self) -> None:
+        """The pass is over."""
+        self._latest = None
+
+
+class HookedCall:
+    """A bucket in the hands of a hook."""
+
+    def __init__(self, name: str, flat: paddle.Tensor, result: Any) -> None:
+        self._name = name
+        self._flat = flat
+        self._result = result
+
+    def wait(self) -> None:
+        """Block until the hook is done, and put its tensor into the bucket."""
+        result, self._result = self._result, None
+        if result is None:
+            return
+        with paddle.no_grad():
+            value = result if isinstance(result, paddle.Tensor) else result.wait()
+            self._put(value)
+
+    def _put(self, value: Any) -> None:
+        flat = self._flat
+        if not isinstance(value, paddle.Tensor):
+            got = f"one of {type(value).__name__}"
+            raise wrong_result(self._name, "a future of a tensor", got, _HINT, ConfigTypeError)
+        if int(value.size) != int(flat.size) or not value.is_floating_point():
+            expected = f"a tensor like bucket.buffer(), shape {list(flat.shape)}, {flat.dtype}"
+            raise wrong_result(self._name, expected, f"shape {list(value.shape)}, {value.dtype}", _HINT)
+        if value.data_ptr() != flat.data_ptr():
+            paddle.assign(value.reshape(flat.shape).astype(flat.dtype), flat)

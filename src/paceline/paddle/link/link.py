@@ -1,0 +1,228 @@
+"""What moves values and gradients between the ranks of one model.
+
+See `paceline.reducer.link`: the memory that the ranks of one host share and a group of paddle.distributed do
+the same few things, so that nothing above knows which it is.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import paddle
+
+from paceline import _core
+from paceline.collectives.ops import ReduceOp
+from paceline.paddle.link.arena import Arena, shared_places
+from paceline.paddle.link.calls import GroupCalls, MemoryCalls
+from paceline.paddle.link.comm_hook import BucketHook
+from paceline.paddle.link.transport import PaddleTransport
+from paceline.paddle.model.parameters import dtype_name, nbytes
+from paceline.reducer import link
+from paceline.reducer.comm_hooks import CommHook
+from paceline.reducer.engine import EngineReducer
+from paceline.reducer.link import (
+    CORE_DTYPES,
+    Reduction,
+    ReductionOptions,
+    gather_bytes,
+    gather_in_memory,
+    make_host_reducer,
+    pack,
+)
+from paceline.reducer.plan import Plan
+
+
+class Link(link.Link[paddle.Tensor], Protocol):
+    """A `Link` that gathers arrays, too."""
+
+    def gather(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Arrays of all ranks, by rank, of one shape and dtype. Collective."""
+        ...
+
+    def with_hook(self, hook: CommHook, process_group: Any) -> Link:
+        """See `paceline.reducer.link.Link`."""
+        ...
+
+
+class MemoryLink:
+    """A `Link` through the memory that all ranks share. Tensors are on the CPU.
+
+    Args:
+        core: The memory.
+        owner: Keeps it.
+    """
+
+    path = "memory"
+    wants_whole_buckets = False
+
+    def __init__(self, core: _core.HostGroup, owner: object) -> None:
+        self.rank, self.world_size = core.rank, core.world_size
+        self.tell: Callable[[str], None] | None = core.set_activity
+        self.gather = functools.partial(gather_in_memory, core)
+        self._core = core
+        self._owner = owner
+
+    def broadcast(self, tensors: Sequence[paddle.Tensor], root: int = 0) -> None:
+        filled = [tensor for tensor in tensors if tensor.size]
+        with paddle.no_grad():
+            whole = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in filled]
+            pieces = [flat.data_ptr() for flat in whole]
+            sizes = [nbytes(flat) for flat in whole]
+            self._core.broadcast_all(pieces, sizes, root)
+            for tensor, flat in zip(filled, whole):
+                if flat is not tensor:
+                    paddle.assign(flat, tensor)
+
+    def sum(self, tensor: paddle.Tensor) -> None:
+        dtype = CORE_DTYPES[dtype_name(tensor.dtype)]
+        self._core.all_reduce(tensor.data_ptr(), int(tensor.size), dtype, ReduceOp.SUM)
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        return gather_bytes(self.gather, payload)
+
+    def agree(self, numbers: Sequence[int]) -> list[int]:
+        return _agree(self, numbers)
+
+    def make_reduction(
+        self,
+        plan: Plan,
+        parameters: Sequence[paddle.Tensor],
+        options: ReductionOptions,
+        instead_of: Reduction[paddle.Tensor] | None = None,
+    ) -> Reduction[paddle.Tensor]:
+        if instead_of is not None:
+            instead_of.reducer.close()
+        reducer = make_host_reducer(self._core, plan, gradients_in_arena=options.gradients_in_arena)
+        places = shared_places(plan, parameters, reducer.arena_pointer, reducer)
+        return Reduction(plan, places, reducer, takes_pointers=True)
+
+    def with_hook(self, hook: CommHook, process_group: Any) -> Link:
+        return HookLink(self, MemoryCalls(self._core), hook, process_group)
+
+
+class GroupLink:
+    """A `Link` through a group of paddle.distributed.
+
+    Args:
+        calls: On the group.
+    """
+
+    path = "group"
+    wants_whole_buckets = False
+
+    def __init__(self, calls: GroupCalls) -> None:
+        self.rank, self.world_size = calls.rank, calls.world_size
+        witness = calls.witness
+        self.tell: Callable[[str], None] | None = None if witness is None else witness.tell
+        self._calls = calls
+
+    def broadcast(self, tensors: Sequence[paddle.Tensor], root: int = 0) -> None:
+        with paddle.no_grad():
+            wires = [(tensor, self._calls.to_wire(_as_bytes(tensor))) for tensor in tensors if tensor.size]
+            for run in pack(int(wire.size) for _, wire in wires):
+                self._broadcast_piece([wires[index][1] for index in run], root)
+            for tensor, wire in wires:
+                if wire.data_ptr() != tensor.data_ptr():
+                    _copy(paddle.view(wire, tensor.dtype).reshape(tensor.shape), tensor)
+
+    def _broadcast_piece(self, piece: list[paddle.Tensor], root: int) -> None:
+        packed = piece[0] if len(piece) == 1 else paddle.concat(piece)
+        self._calls.complete(lambda: self._calls.broadcast(packed, root), "a broadcast of values")
+        if packed is not piece[0]:
+            for each, part in zip(piece, paddle.split(packed, [int(each.size) for each in piece])):
+                paddle.assign(part, each)
+
+    def sum(self, tensor: paddle.Tensor) -> None:
+        wire = self._calls.to_wire(tensor)
+        self._calls.complete(lambda: self._calls.all_reduce(wire), "a sum of values")
+        if wire is not tensor:
+            _copy(wire, tensor)
+
+    def gather(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        return self._calls.gather(array, "rows of sparse gradients")
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        return gather_bytes(self.gather, payload)
+
+    def agree(self, numbers: Sequence[int]) -> list[int]:
+        return _agree(self, numbers)
+
+    def make_reduction(
+        self,
+        plan: Plan,
+        parameters: Sequence[paddle.Tensor],
+        options: ReductionOptions,
+        instead_of: Reduction[paddle.Tensor] | None = None,
+    ) -> Reduction[paddle.Tensor]:
+        return _over(self._calls, Arena(plan, parameters), options)
+
+    def with_hook(self, hook: CommHook, process_group: Any) -> Link:
+        return HookLink(self, self._calls, hook, process_group)
+
+
+class HookLink:
+    """A `Link` that gives buckets to a user's hook, and leaves all else to another link.
+
+    Args:
+        link: The other one.
+        calls: Between the same ranks, for the hook.
+        hook: Averages buckets, which hold whole parameters.
+        process_group: Of the wrapped model, for the hook.
+    """
+
+    path = "group"
+    wants_whole_buckets = True
+
+    def __init__(self, link: Link, calls: GroupCalls, hook: CommHook, process_group: Any) -> None:
+        self.rank, self.world_size, self.tell = link.rank, link.world_size, link.tell
+        self.broadcast, self.sum, self.all_gather = link.broadcast, link.sum, link.all_gather
+        self.gather, self.agree, self.with_hook = link.gather, link.agree, link.with_hook
+        self._calls = calls
+        self._hook = hook
+        self._process_group = process_group
+
+    def make_reduction(
+        self,
+        plan: Plan,
+        parameters: Sequence[paddle.Tensor],
+        options: ReductionOptions,
+        instead_of: Reduction[paddle.Tensor] | None = None,
+    ) -> Reduction[paddle.Tensor]:
+        if instead_of is not None:
+            instead_of.reducer.close()
+        arena = Arena(plan, parameters)
+        hook = BucketHook(self._hook, arena, parameters, self._calls, self._process_group)
+        return _over(self._calls, arena, options, hook)
+
+
+def _agree(link: Link, numbers: Sequence[int]) -> list[int]:
+    agreed = paddle.to_tensor(list(numbers), "int32")
+    link.broadcast([agreed])
+    return [int(number) for number in agreed.tolist()]
+
+
+def _over(
+    calls: GroupCalls, arena: Arena, options: ReductionOptions, hook: BucketHook | None = None
+) -> Reduction[paddle.Tensor]:
+    transport = PaddleTransport(arena, calls, checks_finite=options.checks_finite, hook=hook)
+    reducer = EngineReducer(arena.plan, transport, skip_unused=options.skip_unused)
+    return Reduction(arena.plan, arena.places, reducer, takes_pointers=False)
+
+
+def _copy(source: paddle.Tensor, target: paddle.Tensor) -> None:
+    if source.place == target.place:
+        paddle.assign(source, target)
+    else:
+        target.copy_(source, True)
+
+
+def _as_bytes(tensor: paddle.Tensor) -> paddle.Tensor:
+    """The tensor's own memory as flat bytes, or a copy of it."""
+    whole = tensor.detach().contiguous().reshape([-1])
+    flat = paddle.view(whole, "uint8")
+    if flat.data_ptr() != whole.data_ptr():  # a part of a larger tensor, of which Paddle takes another part
+        flat = paddle.view(whole.clone(), "uint8")
+    return flat

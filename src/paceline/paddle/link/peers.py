@@ -1,0 +1,322 @@
+"""The ranks that train one model, however they were started.
+
+The one idea: whoever brings the ranks together (a `paceline.Group`, paddle.distributed, or only a launcher's
+environment variables), what DataParallel needs is a `Link` between them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import socket
+import warnings
+import weakref
+from typing import Any, Protocol
+
+import paddle
+import paddle.distributed as dist
+
+from paceline import _core
+from paceline.arguments import Arguments, show
+from paceline.collectives.formation import share_with_all
+from paceline.collectives.group import Group
+from paceline.collectives.init import init
+from paceline.collectives.whole_exchange import WholeExchange
+from paceline.env import read_rank_environment
+from paceline.errors import ConfigError, RegionError
+from paceline.paddle.link.calls import WARN_AFTER_S, GroupCalls, LoneCalls
+from paceline.paddle.link.exchange import PaddleExchange
+from paceline.paddle.link.link import GroupLink, Link, MemoryLink
+from paceline.paddle.model.arguments import checked_group
+from paceline.reducer.witness import Witness
+from paceline.rendezvous.exchange import Exchange
+
+_DEFAULT_TIMEOUT_S = 1800.0  # Paddle's own
+
+_environment_group: Group | None = None  # one for all models of this process
+
+
+class Peers(Protocol):
+    """The ranks, before anything connects them but small messages."""
+
+    timeout_s: float
+    group: Any
+    """What was passed, or found, that connects the ranks; None: nothing does."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def exchange(self) -> Exchange:
+        """Small messages between the ranks."""
+        ...
+
+    def connect(self, *, on_host: bool, reduce_through: str = "auto") -> Link:
+        """What moves gradients and values between the ranks. Collective.
+
+        Args:
+            on_host: Whether they are on the CPU; the same on all ranks.
+            reduce_through: "memory", "group", or the better one ("auto"); the same on all ranks.
+
+        Raises:
+            ConfigError: That is not possible here.
+        """
+        ...
+
+
+class GroupPeers:
+    """The ranks of a `paceline.Group`, which share one host. Its other users wait as long as before."""
+
+    def __init__(
+        self, group: Group, timeout_s: float | None = None, warn_after_s: float | None = None
+    ) -> None:
+        self.rank = group.rank
+        self.world_size = group.world_size
+        self.timeout_s = timeout_s or group._core.timeout_s
+        self._core = group._core.with_patience(self.timeout_s, warn_after_s or group._core.warn_after_s)
+        self.exchange = WholeExchange(self._core)
+        self.group = group
+
+    def connect(self, *, on_host: bool, reduce_through: str = "auto") -> Link:
+        if not on_host or reduce_through == "group":
+            raise ConfigError(
+                "DataParallel: a paceline.Group averages gradients in host memory only.",
+                seen=f"reduce_through={reduce_through!r}" if on_host else "parameters on a GPU",
+                hint="call paddle.distributed.init_parallel_env() before wrapping the model",
+            )
+        return MemoryLink(self._core, self.group)
+
+
+class PaddlePeers:
+    """The ranks of a group of paddle.distributed."""
+
+    def __init__(self, calls: GroupCalls) -> None:
+        self.exchange = PaddleExchange(calls)
+        self.rank = calls.rank
+        self.world_size = calls.world_size
+        self.timeout_s = calls.timeout_s
+        self.group = calls.group
+        self._calls = calls
+
+    def connect(self, *, on_host: bool, reduce_through: str = "auto") -> Link:
+        if on_host and reduce_through != "group":
+            core = self._share_memory()
+            if core is not None:
+                return MemoryLink(core, core)
+        if reduce_through == "memory":
+            raise ConfigError(
+                'DataParallel: reduce_through="memory" is not possible here.',
+                seen="ranks on several hosts" if on_host else "parameters on a GPU",
+                hint='leave reduce_through at "auto"',
+            )
+        if on_host != self._calls.on_host:
+            raise ConfigError(
+                f"DataParallel: a {self._calls.backend} group of Paddle's cannot average these gradients.",
+                expected="Gloo for parameters on the CPU, NCCL for parameters on a GPU",
+                got=f"{self._calls.backend}, parameters on {'the CPU' if on_host else 'a GPU'}",
+                hint="paddle.set_device() before paddle.distributed.init_parallel_env() and the model",
+            )
+        if not on_host or reduce_through == "group":  # else the memory was just tried
+            self._watch()
+        return GroupLink(self._calls)
+
+    def _share_memory(self) -> _core.HostGroup | None:
+        """The memory of all ranks; None: they are on several hosts."""
+        name, warn_after_s = "DataParallel over paddle.distributed", self._calls.warn_after_s
+        return share_with_all(self.exchange, name=name, timeout_s=self.timeout_s, warn_after_s=warn_after_s)
+
+    def _watch(self) -> None:
+        """Memory in which no gradient lies; without it, ranks that are lost go unnamed."""
+        with contextlib.suppress(RegionError):  # on every rank; gradients need none of it
+            core = self._share_memory()
+            self._calls.witness = None if core is None else Witness(core)
+
+
+class LonePeers:
+    """A process that trains alone, and yet weighs its micro-batches, say."""
+
+    rank, world_size, timeout_s = 0, 1, math.inf
+    group = None
+
+    @property
+    def exchange(self) -> Exchange:
+        return self
+
+    def all_gather(self, payload: bytes, timeout_s: float) -> list[bytes]:
+        """See `Exchange`."""
+        return [payload]
+
+    def connect(self, *, on_host: bool, reduce_through: str = "auto") -> Link:
+        if on_host and reduce_through != "group":
+            group = init(rank=0, world_size=1, name="paceline.paddle")
+            return MemoryLink(group._core, group)
+        return GroupLink(LoneCalls(on_host=on_host))
+
+
+def find_peers(
+    group: Any,
+    timeout_s: float | None = None,
+    warn_after_s: float | None = None,
+    device_mesh: Any = None,
+) -> Peers | None:
+    """The group that was passed, else paddle.distributed's, else one formed from the environment.
+
+    Returns:
+        None: this process is the only one.
+
+    Raises:
+        ConfigError: The group is none of ours or Paddle's, or both a group and a mesh were passed.
+    """
+    group = checked_group("DataParallel", group)
+    if device_mesh is not None:
+        group = _group_of_mesh(device_mesh, group)
+    if isinstance(group, Group):
+        return GroupPeers(group, timeout_s, warn_after_s)
+    if group is None and not dist.is_initialized():
+        environment = connect_environment(timeout_s)
+        if environment is not None:
+            return GroupPeers(environment, timeout_s, warn_after_s)
+    if group is None and not (dist.is_initialized() and dist.get_world_size() > 1):
+        return None
+    calls = GroupCalls(group, timeout_s or _DEFAULT_TIMEOUT_S, warn_after_s or WARN_AFTER_S)
+    return PaddlePeers(calls) if calls.world_size > 1 else None
+
+
+def known_exchange(group: Any, device_mesh: Any = None) -> tuple[Exchange, float] | None:
+    """What connects the ranks that these arguments name, and its time-out; None: nothing yet.
+
+    Where they are refused themselves, because they are nonsense or both are given: the group over which the
+    other ranks wait, most likely.
+    """
+    is_there = _environment_group is not None or dist.is_initialized()
+    for named, mesh in ((group, device_mesh if group is None else None), (None, None)):
+        if named is None and mesh is None and not is_there:
+            break
+        with contextlib.suppress(ConfigError):
+            peers = find_peers(named, device_mesh=mesh)
+            return None if peers is None else (peers.exchange, peers.timeout_s)
+    return None
+
+
+def _group_of_mesh(mesh: Any, group: Any) -> Any:
+    """The group of the ranks in a ProcessMesh of paddle.distributed. Collective."""
+    if group is not None:
+        raise ConfigError(
+            "DataParallel: group and device_mesh both name the ranks.",
+            expected="one of them",
+            hint="pass one of them",
+        )
+    if not isinstance(mesh, dist.ProcessMesh):
+        hint = 'paddle.distributed.ProcessMesh([0, 1], dim_names=["dp"])'
+        check = Arguments("DataParallel")
+        raise check.refuse("device_mesh", mesh, "a ProcessMesh of one dimension", hint, is_type=True)
+    if mesh.ndim != 1:
+        raise ConfigError(
+            "DataParallel: only a device_mesh of one dimension is supported.",
+            expected='one dimension, as ProcessMesh([0, 1], dim_names=["dp"]) has',
+            got=f"{mesh.ndim} dimensions: {show(mesh)}",
+            hint="pass the data-parallel dimension only",
+            argument="device_mesh",
+        )
+    if not dist.is_initialized():
+        raise ConfigError(
+            "DataParallel: a device_mesh needs paddle.distributed.",
+            hint="call paddle.distributed.init_parallel_env() before wrapping the model",
+        )
+    return mesh.get_group()
+
+
+_common_links: weakref.WeakKeyDictionary[Any, dict[bool, Link]] = weakref.WeakKeyDictionary()
+
+
+def common_link(group: Any, *, on_host: bool) -> Link | None:
+    """What moves values between the ranks of a group: one for all layers that ask, None in a single process.
+
+    Collective on the first call for a group.
+    """
+    peers = find_peers(group)
+    if not isinstance(peers, PaddlePeers):
+        return None if peers is None else peers.connect(on_host=on_host)
+    links = _common_links.setdefault(peers.group, {})
+    if on_host not in links:
+        links[on_host] = peers.connect(on_host=on_host)
+    return links[on_host]
+
+
+def connect_environment(forming_timeout_s: float | None = None) -> Group | None:
+    """Bring the processes that the launcher started together: in memory, or by paddle.distributed.
+
+    Args:
+        forming_timeout_s: For them to come together in memory; None: the group's own time-out.
+
+    Returns:
+        None: this process is the only one, or paddle.distributed did it. Collective on the first call.
+    """
+    if needs_paddles_group():
+        _speak_paddles_words()
+        dist.init_parallel_env()
+        return None
+    return environment_group(forming_timeout_s)
+
+
+def needs_paddles_group() -> bool:
+    """Whether the launcher's processes are on several hosts, or train on GPUs."""
+    try:
+        place = read_rank_environment(needs_address=False)
+    except ConfigError:
+        return False
+    if place.local_world_size is None:  # Slurm does not tell it
+        is_on_one_host = os.environ.get("SLURM_STEP_NUM_NODES", "1") == "1"
+    else:
+        is_on_one_host = place.local_world_size == place.world_size
+    return place.world_size > 1 and not (is_on_one_host and paddle.get_device() == "cpu")
+
+
+def _speak_paddles_words() -> None:
+    """Set the variables that paddle.distributed reads, where another launcher (Slurm, MPI) set its own."""
+    if "PADDLE_TRAINER_ID" in os.environ:
+        return
+    if "PADDLE_MASTER" not in os.environ:
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # Paddle would abort the process
+            raise ConfigError(
+                "paddle.distributed cannot use the port that torchrun gives its ranks.",
+                likely="torchrun keeps a store of its own at MASTER_PORT",
+                hint='set PADDLE_MASTER="host:port", a free port of rank 0\'s host, on every rank',
+            )
+        place = read_rank_environment()
+        os.environ["PADDLE_MASTER"] = f"{place.master_addr}:{place.master_port}"
+    place = read_rank_environment(needs_address=False)
+    os.environ["PADDLE_TRAINER_ID"] = str(place.rank)
+    os.environ["PADDLE_TRAINERS_NUM"] = str(place.world_size)
+    os.environ["PADDLE_CURRENT_ENDPOINT"] = f"{socket.gethostname()}:{place.rank}"  # only has to be there
+    if paddle.get_device() == "cpu":
+        os.environ.setdefault("PADDLE_DISTRI_BACKEND", "gloo")
+
+
+def environment_group(forming_timeout_s: float | None = None) -> Group | None:
+    """The group of all processes that the launcher started; one for all models. None for a single one.
+
+    Collective on the first call: blocks until all came.
+    """
+    global _environment_group
+    if _environment_group is None or _environment_group._core.is_closed:
+        try:
+            place = read_rank_environment(needs_address=False)
+        except ConfigError as error:
+            if getattr(error, "variable", None):
+                raise  # set, but wrong
+            warnings.warn(
+                "paceline.paddle: no launcher's variables are set, so this process trains alone. "
+                "`paceline run -n 2 script.py` or paddle.distributed.launch starts several.",
+                RuntimeWarning,
+                stacklevel=5,
+            )
+            return None
+        if place.world_size == 1:
+            return None
+        _environment_group = init(name="paceline.paddle", forming_timeout_s=forming_timeout_s)
+    return _environment_group

@@ -1,0 +1,126 @@
+"""Buckets through a group of paddle.distributed, between hosts and on GPUs.
+
+A `paceline.reducer.engine.Transport`: the arena is ordinary tensors on the parameters' own device, and a
+bucket is one asynchronous `paddle.distributed.all_reduce` of a flat range of it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import paddle
+
+from paceline.errors import CollectiveError
+from paceline.paddle.link.arena import Arena
+from paceline.paddle.link.calls import Call, GroupCalls
+from paceline.paddle.link.comm_hook import BucketHook, HookedCall
+from paceline.reducer.engine import ROUNDING, may_overflow, overflowed_in
+from paceline.reducer.engine_waits import STATUS, EngineWaits
+from paceline.reducer.plan import pieces_in
+
+
+class PaddleTransport:
+    """One rank's arena, and the group that sums ranges of it.
+
+    Args:
+        arena: Of this rank.
+        calls: On the group.
+        checks_finite: Look at every gradient before it is reduced, to tell whose holds an infinity or a NaN.
+        hook: Averages buckets instead of the group.
+    """
+
+    def __init__(
+        self, arena: Arena, calls: GroupCalls, *, checks_finite: bool, hook: BucketHook | None = None
+    ) -> None:
+        self.rank = calls.rank
+        self.world_size = calls.world_size
+        self._arena = arena
+        self._calls = calls
+        self._hook = hook
+        self._waits = calls.waits(arena.plan)
+        self._checks_finite = checks_finite
+        numbers = range(len(arena.plan.buckets))
+        self._buckets = [arena.bucket(number) for number in numbers]
+        self._pieces = [pieces_in(arena.plan, arena.sections, number) for number in numbers]
+        self._suspects: list[tuple[int, paddle.Tensor]] = []  # and whether all is finite
+
+    def launch(self, bucket: int, scale: float) -> BucketCall | HookedCall:
+        flat = self._buckets[bucket]
+        if self._checks_finite and scale:
+            self._note_nonfinite(bucket, flat)
+        if self._hook is not None:  # which divides by the number of ranks; the rest of `scale` is a weight
+            scale *= self.world_size
+            scale = 1.0 if math.isclose(scale, 1.0, rel_tol=ROUNDING) else scale  # 1 / 49 * 49 is not 1
+        with paddle.no_grad():
+            if scale == 0.0:
+                flat.zero_()  # 0 * NaN would be NaN
+            elif scale != 1.0:
+                flat.scale_(scale)
+        if self._hook is not None:
+            return self._hook.launch(bucket, flat, scale)
+        try:
+            return BucketCall(self._calls.all_reduce(flat), self._waits, bucket)
+        except RuntimeError as error:
+            raise self._waits.failed(error, bucket) from error
+
+    def rescale(self, factor: float) -> None:
+        with paddle.no_grad():
+            for section in self._arena.sections:
+                section.scale_(factor)
+
+    def clear(self, param: int) -> None:
+        with paddle.no_grad():
+            self._arena.places[param].zero_()
+
+    def take_nonfinite(self) -> list[int]:
+        found = sorted({param for param, is_finite in self._suspects if not bool(is_finite)})
+        self._suspects.clear()
+        if self._hook is not None:
+            self._hook.forget()
+        return found
+
+    def find_overflowed(self, scale: float) -> list[int]:
+        is_possible = self._hook is not None or may_overflow(scale, self.world_size)
+        if not self._checks_finite or not is_possible:
+            return []
+        return overflowed_in(self._buckets, self._pieces, lambda flat: bool(paddle.isfinite(flat).all()))
+
+    def squared_norm(self) -> float:
+        return sum(float(section.astype("float64").square().sum()) for section in self._arena.sections)
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        return self._calls.gather_bytes(payload, STATUS)
+
+    def _note_nonfinite(self, bucket: int, flat: paddle.Tensor) -> None:
+        # On the CPU, a finite sum proves that all is finite; another may be an overflow. On a GPU to look at
+        # it now would wait for the device.
+        if flat.place.is_cpu_place():
+            wide = flat if flat.dtype in (paddle.float32, paddle.float64) else flat.astype("float32")
+            if math.isfinite(float(wide.sum())):
+                return
+        self._suspects += [(param, paddle.isfinite(piece).all()) for param, piece in self._pieces[bucket]]
+
+
+class BucketCall:
+    """A bucket on its way."""
+
+    def __init__(self, call: Call, waits: EngineWaits, bucket: int) -> None:
+        self._call = call
+        self._waits = waits
+        self._bucket = bucket
+
+    def wait(self) -> None:
+        """Block until the bucket holds the sum, at most until the deadline.
+
+        Raises:
+            DeadlineError: It was not done in time.
+            PeerLostError: The group lost a connection.
+            CollectiveError: It failed otherwise.
+        """
+        try:
+            self._waits.poll(self._call.is_completed, self._bucket)
+            self._call.wait()
+        except CollectiveError:
+            raise
+        except RuntimeError as error:
+            raise self._waits.failed(error, self._bucket) from error

@@ -1,0 +1,220 @@
+"""The parameters, buffers and running statistics of a wrapped layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import paddle
+from paddle import nn
+
+from paceline import _core
+from paceline.errors import ConfigError
+from paceline.paddle import internals
+from paceline.reducer.agreement import TensorDescription
+from paceline.reducer.arguments import WrapperArguments
+from paceline.reducer.pass_errors import shorten
+from paceline.reducer.plan import ParameterSpec
+
+DTYPES = {
+    "float32": paddle.float32,
+    "float64": paddle.float64,
+    "float16": paddle.float16,
+    "bfloat16": paddle.bfloat16,
+}
+"""Gradients that both kinds of reducer average."""
+
+
+def dtype_name(dtype: paddle.dtype) -> str:
+    """As numpy spells it.
+
+    Example:
+        >>> dtype_name(paddle.float32)
+        'float32'
+    """
+    return str(dtype).removeprefix("paddle.")
+
+
+def nbytes(tensor: paddle.Tensor) -> int:
+    """The size of a tensor, for which Paddle has no attribute."""
+    return int(tensor.size) * int(tensor.element_size())
+
+
+class ManagedTensors:
+    """What DataParallel keeps in step: gradients of what is trained, values of what is not.
+
+    Parameters with `no_sync = True` are left alone, as by Paddle's.
+
+    Attributes:
+        delayed: Indices of delay_all_reduce_named_params.
+    """
+
+    def __init__(self, layer: nn.Layer) -> None:
+        named = [(name, p) for name, p in layer.named_parameters() if not getattr(p, "no_sync", False)]
+        sparse = {
+            id(child.weight)
+            for child in layer.sublayers(include_self=True)
+            if isinstance(child, nn.Embedding) and internals.makes_sparse_gradients(child)
+        }
+        statistics = _running_statistics(layer)
+        trained = [(name, p) for name, p in named if not p.stop_gradient]
+        self.all_parameters = {name: p for name, p in named if id(p) not in statistics}
+        self.names = [name for name, p in trained if id(p) not in sparse]
+        self.trainable = [p for _, p in trained if id(p) not in sparse]
+        self.sparse = {name: p for name, p in trained if id(p) in sparse}
+        self.frozen = [p for p in self.all_parameters.values() if p.stop_gradient]
+        self.buffers = {name: p for name, p in named if id(p) in statistics}
+        self.buffers |= {name: b for name, b in layer.named_buffers() if isinstance(b, paddle.Tensor)}
+        self.delayed: frozenset[int] = frozenset()
+        self._layer = layer
+        # Walking the layers takes far longer than comparing the dictionaries in which they keep things.
+        layers = layer.sublayers(include_self=True)
+        slots = [slot for child in layers for slot in internals.slots_of(child)]
+        self._snapshot = _core.ModuleSnapshot(slots, "stop_gradient", self.frozen, [])
+
+    @property
+    def all_names(self) -> list[str]:
+        """Those of all parameters that are trained, with sparse gradients too."""
+        return [*self.names, *self.sparse]
+
+    @property
+    def all_trainable(self) -> list[paddle.Tensor]:
+        """The parameters that the plan lists, then those with sparse gradients."""
+        return [*self.trainable, *self.sparse.values()]
+
+    def specs(self) -> list[ParameterSpec]:
+        return [
+            ParameterSpec(name, int(p.size), dtype_name(p.dtype), p.element_size(), _device(p))
+            for name, p in zip(self.names, self.trainable)
+        ]
+
+    def delay(
+        self, named: Iterable[tuple[str, paddle.Tensor]] | None, trigger: paddle.Tensor | None
+    ) -> dict[str, paddle.Tensor] | None:
+        """Find the parameters that the wrapper's arguments name, or refuse strangers.
+
+        Args:
+            named: delay_all_reduce_named_params.
+            trigger: param_to_hook_all_reduce.
+
+        Returns:
+            delay_all_reduce_named_params, which may have been an iterator, to be passed again.
+
+        Raises:
+            ConfigError: One of the two is missing, or they name what is no parameter to average.
+        """
+        arguments = WrapperArguments("DataParallel")
+        delayed = arguments.delayed(named, trigger, known=self.all_parameters, trained=self.trainable)
+        self.delayed = frozenset(i for i, name in enumerate(self.names) if delayed and name in delayed)
+        return delayed
+
+    def agreed_options(self) -> dict[str, str]:
+        """What `delay` was told, as it must be on all ranks."""
+        delayed = ", ".join(self.names[index] for index in sorted(self.delayed))
+        return {"delay_all_reduce_named_params": delayed}
+
+    def describe(self) -> tuple[tuple[TensorDescription, ...], tuple[TensorDescription, ...]]:
+        """Parameters and buffers, as they must be on all ranks."""
+        parameters = tuple(_describe(name, p, not p.stop_gradient) for name, p in self.all_parameters.items())
+        return parameters, tuple(_describe(name, b, None) for name, b in self.buffers.items())
+
+    def current_buffers(self) -> dict[str, paddle.Tensor]:
+        """The buffers and running statistics that the layer has now: layers may replace theirs."""
+        now = dict(self._layer.named_buffers()) | dict(self._layer.named_parameters())
+        return {name: now[name] for name in self.buffers if name in now}
+
+    def check_trainable(self) -> None:
+        """Refuse what cannot be averaged; on every rank alike, because all have the same parameters."""
+        if not self.is_trained:
+            raise ConfigError(
+                "DataParallel is not needed: this model does not have any parameters to train.",
+                seen=f"{len(self.all_parameters)} parameters, all with stop_gradient=True",
+                hint="call the layer itself; or unfreeze parameters before wrapping it",
+            )
+        for name, parameter in [*zip(self.names, self.trainable), *self.sparse.items()]:
+            if dtype_name(parameter.dtype) not in DTYPES:
+                raise ConfigError(
+                    f"DataParallel: the dtype of '{name}' is not supported.",
+                    expected=", ".join(DTYPES),
+                    got=dtype_name(parameter.dtype),
+                )
+        self._check_places()
+
+    def _check_places(self) -> None:
+        """Each process drives one device."""
+        places = {name: p.place for name, p in [*zip(self.names, self.trainable), *self.sparse.items()]}
+        (first, place), *others = places.items()
+        for name, other in others:
+            if other != place:
+                raise ConfigError(
+                    "DataParallel: the parameters are on several devices.",
+                    expected="all on one device: each process drives one",
+                    got=f"{first} on {place}, {name} on {other}",
+                    hint="paddle.set_device() before the model is built",
+                )
+        if self.sparse and not self.is_on_host:
+            raise ConfigError(
+                "DataParallel: sparse gradients are averaged on the CPU only.",
+                seen=f"on {place}: {shorten(list(self.sparse))}",
+                hint="make the embedding with sparse=False",
+            )
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether there is any parameter to train."""
+        return bool(self.trainable or self.sparse)
+
+    @property
+    def place(self) -> Any:
+        """That of all parameters that are trained."""
+        return [*self.trainable, *self.sparse.values()][0].place
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether that is the CPU."""
+        return bool(self.place.is_cpu_place())
+
+    def check_unchanged(self) -> None:
+        """Raise if parameters were added, removed, replaced or unfrozen since the model was wrapped."""
+        if self._snapshot.is_unchanged():
+            return
+        now = dict(self._layer.named_parameters())
+        before = self.all_parameters | self.buffers
+        left_alone = {name for name, p in now.items() if getattr(p, "no_sync", False)}
+        changes = {
+            "added": [name for name in now if name not in before and name not in left_alone],
+            "removed": [name for name in self.all_parameters if name not in now],
+            "replaced": [name for name in now if name in before and now[name] is not before[name]],
+            "unfrozen": [
+                name for name, p in before.items() if not p.stop_gradient and id(p) in map(id, self.frozen)
+            ],
+        }
+        rows = [f"{what}: {shorten(names)}" for what, names in changes.items() if names]
+        raise ConfigError(
+            "The parameters of a wrapped model have changed.",
+            seen="\n".join(rows) or "a sublayer was added, removed or replaced",
+            likely="the model was changed after DataParallel() had wrapped it",
+            hint="make such changes first, then wrap; or wrap `.module` again, on every rank",
+        )
+
+
+def _running_statistics(layer: nn.Layer) -> set[int]:
+    found: set[int] = set()
+    for child in layer.sublayers(include_self=True):
+        found.update(map(id, internals.running_statistics_of(child) or ()))
+    return found
+
+
+def _describe(name: str, tensor: paddle.Tensor, requires_grad: bool | None) -> TensorDescription:
+    return TensorDescription(
+        name=name,
+        shape=tuple(tensor.shape),
+        dtype=dtype_name(tensor.dtype),
+        device=_device(tensor),
+        requires_grad=requires_grad,
+    )
+
+
+def _device(tensor: paddle.Tensor) -> str:
+    """The kind of device, which is the same on all ranks."""
+    return "cpu" if tensor.place.is_cpu_place() else str(tensor.place).removeprefix("Place(").split(":")[0]

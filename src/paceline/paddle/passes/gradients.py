@@ -1,0 +1,328 @@
+"""The gradients of one model, and where they lie: Paddle's own memory, or the arena.
+
+The one idea: a gradient is handed over in one of three ways. By *pointer* the reducer reads it where Paddle
+keeps it and writes the mean there. A *copy* goes to the arena, and the mean comes back from there: where the
+reducer takes no pointers, and for parameters that other wrapped models have, too. Or the gradient *lives* in
+the arena.
+
+A gradient is handed over some hundred times in every backward, by a closure over what it needs; whatever is
+rare is a call of something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+import paddle
+
+from paceline.errors import ConfigError
+from paceline.paddle import internals
+from paceline.paddle.model.parameters import ManagedTensors, dtype_name, nbytes
+from paceline.reducer.link import Reduction
+from paceline.reducer.passes import PassState
+from paceline.reducer.plan import ParameterSpec
+
+
+class Gradients:
+    """Those of the parameters that a plan lists; see `paceline.reducer.front_end.Gradients`.
+
+    Args:
+        tensors: The model's.
+        state: Of its passes.
+        live_in_arena: Keep gradients in the arena, but for those of shared parameters.
+
+    Attributes:
+        hand_over: For each parameter, in the plan or not, a function that gives its gradient to the reducer;
+            this list stays.
+    """
+
+    def __init__(self, tensors: ManagedTensors, state: PassState, *, live_in_arena: bool) -> None:
+        # Rows of sparse gradients are averaged at the end of a pass.
+        self.hand_over: list[Callable[[], None]] = [_nothing] * len(tensors.all_trainable)
+        self._tensors = tensors
+        self._names = tensors.names
+        self._parameters = tensors.trainable
+        self._state = state
+        self._live_in_arena = live_in_arena
+        self._shared: set[int] = set()
+        self._shapes = [parameter.shape for parameter in tensors.trainable]
+
+    def adopt(self, reduction: Reduction[paddle.Tensor]) -> None:
+        """Have gradients averaged here from now on; those that live in an arena are moved."""
+        moved = self._in_arena()
+        self._reduction = reduction
+        self._places = reduction.places
+        self._pointers = [place.data_ptr() for place in self._places]
+        self._dtypes = [place.dtype for place in self._places]
+        for index, gradient in moved.items():
+            self._move_home(index, gradient)
+        self._choose_ways()
+
+    def specs(self, *, whole: bool) -> list[ParameterSpec]:
+        return self._tensors.specs()
+
+    def share(self, indices: set[int]) -> None:
+        """Note which parameters other wrapped models have, too. Their gradients leave the arena."""
+        self.leave_arena(indices)
+        self._shared = indices
+        self._choose_ways()
+
+    def leave_arena(self, indices: Collection[int] | None = None) -> None:
+        for index, gradient in self._in_arena().items():
+            if indices is None or index in indices:
+                with paddle.no_grad():
+                    internals.set_gradient(self._parameters[index], gradient.clone())
+
+    def _choose_ways(self) -> None:
+        count = len(self._parameters)
+        self.hand_over[:count] = [self._way_of(index)(index) for index in range(count)]
+
+    def _way_of(self, index: int) -> Callable[[int], Callable[[], None]]:
+        if index in self._shared:
+            return self._by_copy
+        if self._live_in_arena:
+            return self._in_place
+        return self._by_pointer if self._reduction.takes_pointers else self._by_copy
+
+    @property
+    def any_in_arena(self) -> bool:
+        """Whether any lives in the arena."""
+        return bool(self._in_arena())
+
+    def _in_arena(self) -> dict[int, paddle.Tensor]:
+        if not self._live_in_arena or not hasattr(self, "_pointers"):
+            return {}
+        gradients = map(internals.gradient_of, self._parameters)
+        return {
+            index: gradient
+            for index, gradient in enumerate(gradients)
+            if gradient is not None and gradient.data_ptr() == self._pointers[index]
+        }
+
+    def exists(self, index: int) -> bool:
+        return internals.gradient_of(self._parameters[index]) is not None
+
+    def count(self, index: int) -> None:
+        """Let the gradient count even if it was cleared: Paddle would replace it in the next backward."""
+        internals.count_as_gradient(self._parameters[index])
+
+    def count_all(self) -> None:
+        """Let cleared gradients stay in the arena: a new one would have to be copied there."""
+        if self._live_in_arena:
+            for parameter, shape in zip(self._parameters, self._shapes):
+                if parameter.shape == shape:  # else Paddle would raise, on this rank alone
+                    internals.count_as_gradient(parameter)
+
+    def hand_over_rest(self, index: int) -> None:
+        self.count(index)
+        self.hand_over[index]()
+
+    def clear(self, index: int) -> None:
+        self._places[index].zero_()
+
+    def leave_out(self, indices: Collection[int]) -> None:
+        for index in indices:
+            self._check_shape(index)
+        self.leave_arena(indices)  # their places there are filled with zeros
+
+    def check(self) -> None:
+        """Nobody is assumed to change gradients in mid-backward, but for hooks of the parameter itself."""
+
+    def _by_pointer(self, index: int) -> Callable[[], None]:
+        find, take = internals.find_gradient(self._parameters[index]), self._take
+        shape, dtype = self._shapes[index], self._dtypes[index]
+        handed, mark_ready = self._state.handed, self._reduction.reducer.mark_ready
+
+        def hand_over() -> None:
+            gradient = find()
+            if (
+                gradient is None
+                or gradient.dtype is not dtype
+                or gradient.shape != shape
+                or not gradient.is_contiguous()
+                or index in handed
+                or (pointer := gradient.data_ptr()) is None  # of a sparse one
+            ):
+                gradient = take(index)
+                if gradient is None:
+                    return
+                pointer = gradient.data_ptr()
+            handed[index] = gradient
+            mark_ready(index, pointer)
+
+        return hand_over
+
+    def _by_copy(self, index: int) -> Callable[[], None]:
+        take, copy, state = self._take, self._places[index].copy_, self._state
+        mark_copied = self._reduction.reducer.mark_copied
+
+        def hand_over() -> None:
+            gradient = take(index)
+            if gradient is not None:
+                copy(gradient, True)  # a sixth of what paddle.assign() costs
+                state.handed[index] = gradient
+                state.staged.append(index)
+                mark_copied(index, gradient.data_ptr() or 0, nbytes(gradient))
+
+        return hand_over
+
+    def _in_place(self, index: int) -> Callable[[], None]:
+        find, check, move = internals.find_gradient(self._parameters[index]), self._check, self._move_home
+        home = self._pointers[index]
+        handed, mark_ready = self._state.handed, self._reduction.reducer.mark_ready
+
+        def hand_over() -> None:
+            gradient = find()
+            # What is at home has the shape and dtype that it had when it moved in.
+            if gradient is None or index in handed or gradient.data_ptr() != home:
+                if not check(index, gradient):
+                    return
+                gradient = move(index, gradient)
+            handed[index] = gradient
+            mark_ready(index, 0)
+
+        return hand_over
+
+    def _take(self, index: int) -> paddle.Tensor | None:
+        """The gradient, contiguous; None: it was refused."""
+        parameter = self._parameters[index]
+        gradient = internals.gradient_of(parameter)
+        if not self._check(index, gradient):
+            return None
+        assert gradient is not None
+        if not gradient.is_contiguous():  # its strides differ from those of the parameter
+            with paddle.no_grad():
+                internals.set_gradient(parameter, gradient.contiguous())
+            gradient = internals.gradient_of(parameter)
+        return gradient
+
+    def _check(self, index: int, gradient: paddle.Tensor | None) -> bool:
+        """Whether the gradient can be averaged; else it is refused, on all ranks.
+
+        None: the parameter counts as unused. Paddle calls its hooks, but leaves the gradient undefined, as
+        that of a batch normalisation's shift is whose scale is frozen.
+        """
+        if index in self._state.handed:
+            self._refuse_second(index)
+        elif gradient is None:
+            return False
+        elif (
+            gradient.dtype is not self._dtypes[index]
+            or gradient.shape != self._shapes[index]
+            or internals.is_sparse(gradient)
+        ):
+            self._refuse_kind(index, gradient)
+        else:
+            return True
+        return False
+
+    def _move_home(self, index: int, gradient: paddle.Tensor) -> paddle.Tensor:
+        """Let the gradient live in its place in the arena."""
+        parameter, place = self._parameters[index], self._places[index]
+        place.copy_(gradient, True)
+        # A tensor of its own: what backward still has to read, or another parameter, may hold the old one.
+        internals.set_gradient(parameter, place)
+        home = internals.gradient_of(parameter)
+        assert home is not None
+        return home
+
+    def write_back(self, missing: Sequence[int]) -> None:
+        for index in self._state.staged:
+            self._state.handed[index].copy_(self._places[index], True)
+        with paddle.no_grad():
+            for index in missing:
+                parameter, place = self._parameters[index], self._places[index]
+                is_home = self._live_in_arena and index not in self._shared
+                internals.set_gradient(parameter, place if is_home else place.clone())
+                internals.count_as_gradient(parameter)
+
+    def keep(self) -> dict[int, Any]:
+        """All gradients where no pass changes them, and whether they live in the arena."""
+        in_arena: dict[int, paddle.Tensor] = self._in_arena()
+        kept: dict[int, Any] = {}
+        for index, parameter in enumerate(self._parameters):
+            gradient = internals.gradient_of(parameter)
+            if gradient is not None:
+                is_home = index in in_arena
+                with paddle.no_grad():
+                    kept[index] = (gradient.clone() if is_home else gradient, is_home)
+        for index, parameter in self._sparse():
+            kept[index] = (internals.gradient_of(parameter), False)
+        return kept
+
+    def restore(self, kept: dict[int, Any]) -> None:
+        """Make what keep() has returned the only gradients that there are."""
+        for index, parameter in enumerate(self._parameters):
+            if index not in kept:
+                internals.drop_gradient(parameter)
+            elif kept[index][1]:
+                self._move_home(index, kept[index][0])
+            else:
+                internals.set_gradient(parameter, kept[index][0])
+        for index, parameter in self._sparse():
+            internals.drop_gradient(parameter)
+            gradient, _ = kept.get(index, (None, False))
+            if gradient is not None:
+                parameter.grad = gradient  # Paddle copies
+
+    def _sparse(self) -> Iterable[tuple[int, paddle.Tensor]]:
+        return enumerate(self._tensors.sparse.values(), len(self._names))
+
+    def fingerprint(self) -> list[tuple[int, int]]:
+        gradients = map(internals.gradient_of, self._parameters)
+        return [(g.data_ptr(), g.inplace_version) for g in gradients if g is not None]
+
+    def memory(self) -> tuple[list[int], list[int]] | None:
+        gradients = [g for g in map(internals.gradient_of, self._parameters) if g is not None]
+        if not all(g.place.is_cpu_place() and g.is_contiguous() for g in gradients):
+            return None
+        return [g.data_ptr() for g in gradients], [nbytes(g) for g in gradients]
+
+    def _check_shape(self, index: int) -> None:
+        """Refuse a parameter that has another shape than when it was wrapped, and no gradient."""
+        parameter = self._parameters[index]
+        if parameter.shape != self._shapes[index]:
+            self._state.refuse(index, self._error(index, _described(parameter, "a value"), _CHANGED))
+
+    def _refuse_second(self, index: int) -> None:
+        error = ConfigError(
+            f"The gradient of '{self._names[index]}' came again after it had been handed over.",
+            where=self._state.where,
+            likely="a layer is used inside and outside of recompute(), for the first time in this pass",
+            hint="recompute(..., use_reentrant=False); or do it from the first pass on",
+        )
+        self._state.refuse(index, error)
+
+    def _refuse_kind(self, index: int, gradient: paddle.Tensor) -> None:
+        if internals.is_sparse(gradient):
+            got = "a sparse gradient"
+            likely = "embedding(..., sparse=True) as a function: use the layer nn.Embedding(sparse=True)"
+        elif gradient.dtype is not self._dtypes[index]:
+            got, likely = _described(gradient, "a gradient"), _CONVERTED
+        else:
+            got, likely = _described(gradient, "a gradient"), _CHANGED
+        self._state.refuse(index, self._error(index, got, likely))
+
+    def _error(self, index: int, got: str, likely: str) -> ConfigError:
+        expected = f"a dense gradient of {dtype_name(self._dtypes[index])}, shape {list(self._shapes[index])}"
+        return ConfigError(
+            f"DataParallel cannot average the gradient of '{self._names[index]}'.",
+            where=self._state.where,
+            expected=expected,
+            got=got,
+            likely=likely,
+            hint="make such changes first, then wrap; or wrap `.module` again, on every rank",
+        )
+
+
+_CONVERTED = "the model was converted, by .astype() or .to(), after it had been wrapped"
+_CHANGED = "the parameter's value was replaced by one of another shape after it had been wrapped"
+
+
+def _described(tensor: paddle.Tensor, what: str) -> str:
+    return f"{what} of {dtype_name(tensor.dtype)}, shape {list(tensor.shape)}"
+
+
+def _nothing() -> None:
+    """What a parameter with sparse gradients hands over."""

@@ -1,0 +1,260 @@
+"""The backward passes of a Paddle layer: when one begins and ends, and the layer's other parts.
+
+A pass begins at the first gradient of an output of forward, so that a rank on which no parameter gets a
+gradient ends its pass too; or at that of a parameter, unless another wrapped model has it as well. It ends
+when backward() is over. What happens there is in `reducer.passes`.
+
+In the first pass, gradients are handed over at its end. What fires more than once in it, or inside an inner
+backward (reentrant recompute), is handed over at the end of all further passes, when it is complete; so is a
+parameter with hooks of the user's that Paddle calls after ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import paddle
+
+from paceline import _core
+from paceline.errors import ConfigError, PacelineError
+from paceline.paddle.link.buffer_sync import average_buffers
+from paceline.paddle.link.link import Link
+from paceline.paddle.model.config import DataParallelConfig
+from paceline.paddle.model.parameters import ManagedTensors
+from paceline.paddle.passes import backward_calls
+from paceline.paddle.passes.backward_calls import calls
+from paceline.paddle.passes.gradient_hooks import listen
+from paceline.paddle.passes.gradients import Gradients
+from paceline.paddle.passes.outputs import may_hide_tensors, tensors_in
+from paceline.paddle.passes.replica_state import hash_model, make_sampler
+from paceline.paddle.passes.sparse import SparseMeans
+from paceline.paddle.passes.weights import PaddleWeights
+from paceline.reducer.buffers import BufferSync
+from paceline.reducer.end_of_backward import EndOfBackward
+from paceline.reducer.front_end import FrontEnd
+from paceline.reducer.graphs import Graph
+from paceline.reducer.passes import Passes, PassState
+
+
+class PaddleAutograd:
+    """See `paceline.reducer.front_end.Autograd`.
+
+    Args:
+        tensors: The model's.
+        state: Of its passes.
+        gradients: Handed over by its hooks.
+
+    Attributes:
+        frozen: None: with frozen parameters Paddle's models are wrapped anew.
+        has_ended: Whether init_reducer() has put other passes in place of these.
+        weights: Of this rank's micro-batches.
+    """
+
+    frozen: frozenset[int] = frozenset()
+    weights: PaddleWeights
+
+    def __init__(self, tensors: ManagedTensors, state: PassState, gradients: Gradients) -> None:
+        self.has_ended = False
+        self._tensors = tensors
+        self._state = state
+        self._ways = gradients.hand_over
+        self._gradients = gradients
+        self._error: BaseException | None = None  # of a hook, which must not raise
+        self._is_closed = self._is_installed = False
+        self._shared: set[int] = set()
+        self._is_first = True
+        self._at_end: dict[int, None] = {}  # to be handed over at the end of this pass, in this order
+        self._always_at_end: set[int] = set(tensors.delayed)
+        self._listen(True)
+        self._begins_at_outputs = True
+
+    def install(self) -> None:
+        """Once: hooks of Paddle stay, and call what `gradients.hand_over` holds then."""
+        if not self._is_installed:
+            self._is_installed = True
+            backward_calls.watch()
+            listen(self, self._tensors.all_trainable)
+
+    def share(self, indices: set[int]) -> None:
+        self._shared = indices
+
+    def use_static_graph(self, is_static: bool) -> None:
+        """What comes several times waits for the end of backward anyway."""
+
+    def close(self) -> None:
+        """Listen no more. Paddle keeps the hooks."""
+        self._is_closed = True
+        self._listen(False)
+
+    def begin_forward(self, *, is_syncing: bool, good_passes: int) -> None:
+        """Cleared gradients stay where they are."""
+        self._gradients.count_all()
+
+    def watch(self, output: object) -> None:
+        graph = self._state.graphs.add(self._on_output_gradient)
+        begins_at_outputs = not may_hide_tensors(output)
+        for tensor in tensors_in(output):
+            if tensor.stop_gradient:
+                continue
+            if tensor.is_leaf:
+                begins_at_outputs = False
+            else:
+                # Holds these passes, as long as the graph: the wrapper may be gone before backward().
+                tensor.register_hook(graph.hook)
+        self._begins_at_outputs = begins_at_outputs
+
+    def _on_output_gradient(self, graph: Graph) -> None:
+        """The backward of an output has begun, or paddle.grad() through it, which is no pass."""
+        try:
+            if not self._state.is_syncing:
+                self.weights.watch_local()
+            elif calls.depth and self.has_ended:
+                raise ConfigError(
+                    "The outputs of this backward are older than the last init_reducer().",
+                    where=self._state.where,
+                    hint="call init_reducer() between a backward and the next forward",
+                )
+            elif calls.depth:
+                self._state.graphs.begin(graph)
+                if not self._state.is_armed:
+                    self._state.arm()
+        except BaseException as error:
+            self.keep_error(error)
+
+    def _listen(self, is_listening: bool) -> None:
+        """Take notice of gradients, or let them pass."""
+        self._is_listening = is_listening
+        self._is_steady = is_listening and not self._is_first  # then nothing is special about a gradient
+
+    def keep_error(self, error: BaseException) -> None:
+        """Raise the exception of a hook, which must not raise, when backward is over."""
+        if self._error is None:
+            self._error = error
+            self._listen(False)
+            # The end of a pass raises it, too; but there may be none.
+            backward_calls.at_end(EndOfBackward(self.raise_kept, self._drop_kept))
+
+    def raise_kept(self) -> None:
+        error = self._error
+        if error is not None:
+            self._drop_kept()
+            raise error
+
+    def _drop_kept(self) -> None:
+        self._error = None
+        self._listen(not self._is_closed)
+
+    def on_gradient(self, index: int) -> None:
+        """A parameter's gradient is accumulated."""
+        state = self._state
+        if self._is_steady and state.is_armed and state.is_syncing and index not in self._always_at_end:
+            try:
+                if calls.depth == 1:
+                    self._ways[index]()
+                else:
+                    self._postpone(index)
+            except BaseException as error:
+                self.keep_error(error)
+        elif self._is_listening:
+            try:
+                self._on_unusual_gradient(index)
+            except BaseException as error:
+                self.keep_error(error)
+
+    def _on_unusual_gradient(self, index: int) -> None:
+        state = self._state
+        if not state.is_syncing:
+            state.accumulated.add(index)
+            return
+        if not state.is_armed:
+            if self.is_foreign(index):
+                return
+            state.arm()
+        if self._is_first or index in self._always_at_end or calls.depth > 1:
+            self._postpone(index)
+        else:
+            self._ways[index]()
+
+    def is_foreign(self, index: int) -> bool:
+        """Whether a gradient that comes while no pass is under way is that of another wrapped model."""
+        return self._is_closed or (index in self._shared and self._begins_at_outputs)
+
+    def _postpone(self, index: int) -> None:
+        """Hand the gradient over at the end of this pass, and of all others if it is not complete yet."""
+        if index in self._at_end or calls.depth > 1:
+            self._always_at_end.add(index)
+        if index in self._state.handed:
+            self._ways[index]()  # refuses
+        else:
+            self._at_end[index] = None
+
+    def note_hook_of_others(self, parameter: paddle.Tensor) -> None:
+        """A hook of the user's will be called after ours: hand over what it leaves."""
+        self._always_at_end.update(i for i, each in enumerate(self._tensors.trainable) if each is parameter)
+
+    def is_in_backward(self) -> bool:
+        return calls.depth > 0
+
+    def prepare(self) -> None:
+        """Nothing."""
+
+    def at_end(self, end: Callable[[], None]) -> None:
+        backward_calls.at_end(end, before=self._hand_over_postponed)
+
+    def _hand_over_postponed(self) -> None:
+        """Before any wrapped model ends its pass: the means must not become part of another one's."""
+        try:
+            if self._error is None:
+                pending, self._at_end = self._at_end, {}
+                if pending:
+                    self._is_first = False
+                    self._listen(self._is_listening)
+                for index in pending:
+                    self._ways[index]()
+        except BaseException as error:
+            self.keep_error(error)
+
+    def complete(self) -> None:
+        """`_hand_over_postponed` has done it."""
+
+    def note_error(self, error: PacelineError) -> None:
+        """Nobody asks for it later."""
+
+    def after_means(self) -> None:
+        """Nothing."""
+
+    def learn(self) -> None:
+        """What the first pass shows is known when it ends, good or not."""
+
+    def forget(self) -> None:
+        self._drop_kept()
+        self._at_end.clear()
+
+
+GradientPasses: TypeAlias = Passes[PaddleAutograd]
+
+
+def make_passes(tensors: ManagedTensors, link: Link, config: DataParallelConfig) -> GradientPasses:
+    """What averages the gradients of one model in each backward. Collective.
+
+    Args:
+        tensors: The model's.
+        link: Between the ranks that train it.
+        config: Of the wrapped model.
+    """
+    state = PassState(link.rank, link.world_size)
+    gradients = Gradients(tensors, state, live_in_arena=config.gradients_in_arena)
+    autograd = PaddleAutograd(tensors, state, gradients)
+    autograd.weights = PaddleWeights(tensors.all_trainable, state, autograd.keep_error, autograd.is_foreign)
+    front_end = FrontEnd(
+        tensors,
+        gradients,
+        SparseMeans(tensors, link),
+        autograd,
+        autograd.weights,
+        BufferSync(tensors, link, config.buffers, config.broadcast_buffers, average_buffers),
+        _core.IterationNotes(None, make_sampler(tensors.trainable)),
+        hash_model,
+    )
+    return Passes(front_end, state, link, config)

@@ -1,0 +1,88 @@
+"""The weights of micro-batches, for Paddle: hooks that scale gradients before Paddle accumulates them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import paddle
+
+from paceline.paddle import internals
+from paceline.paddle.passes import backward_calls
+from paceline.reducer.micro_batches import MicroBatchWeights
+from paceline.reducer.passes import PassState
+
+
+class PaddleWeights(MicroBatchWeights):
+    """See `MicroBatchWeights`.
+
+    Args:
+        parameters: Those that are trained.
+        state: Of the model's passes.
+        keep_error: Called with an exception that a hook must not raise.
+        is_foreign: Whether a parameter (its number in the list), where no backward has begun to weigh, gets
+            its gradient from another wrapped model's.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[paddle.Tensor],
+        state: PassState,
+        keep_error: Callable[[BaseException], None],
+        is_foreign: Callable[[int], bool],
+    ) -> None:
+        super().__init__(state)
+        self._parameters = parameters
+        self._keep_error = keep_error
+        self._is_foreign = is_foreign
+
+    def watch_local(self) -> None:
+        """An output of a forward in no_sync() has got its gradient: its backward begins."""
+        if not self._is_open and backward_calls.calls.depth:
+            self.begin()
+
+    def _install(self) -> None:
+        for number, parameter in enumerate(self._parameters):
+            parameter.register_hook(_weak_hook(self, number))
+
+    def _shrink(self, factor: float) -> None:
+        with paddle.no_grad():
+            for parameter in self._parameters:
+                gradient = internals.gradient_of(parameter)
+                if gradient is not None and internals.is_sparse(gradient):
+                    internals.scale_rows(gradient, factor)
+                elif gradient is not None:
+                    gradient.scale_(factor)
+
+    def _call_at_end(self, end: Callable[[], None]) -> None:
+        backward_calls.at_end(end)
+
+    def scale(self, number: int, gradient: paddle.Tensor | None) -> paddle.Tensor | None:
+        """Runs before Paddle adds a gradient to that of a parameter, and in paddle.grad().
+
+        None: backward leaves this parameter's gradient undefined. What it has is weighed all the same.
+        """
+        if not backward_calls.calls.depth or (not self._is_open and self._is_foreign(number)):
+            return None
+        try:
+            share = self._share_of_incoming()
+        except BaseException as error:
+            self._keep_error(error)
+            return None
+        if share == 1.0 or gradient is None:
+            return None
+        if internals.is_sparse(gradient):
+            internals.scale_rows(gradient, share)
+            return gradient
+        # A weight of 0 takes a gradient out, whatever it holds: 0 * NaN would be NaN.
+        return gradient * share if share else paddle.zeros_like(gradient)
+
+
+def _weak_hook(weights: PaddleWeights, number: int) -> Callable[[paddle.Tensor | None], paddle.Tensor | None]:
+    find = weakref.ref(weights)
+
+    def hook(gradient: paddle.Tensor | None) -> paddle.Tensor | None:
+        found = find()
+        return None if found is None else found.scale(number, gradient)
+
+    return hook

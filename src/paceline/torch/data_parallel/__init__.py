@@ -1,0 +1,1 @@
+"""`DataParallel`: several devices of one process. Imports `model`."""

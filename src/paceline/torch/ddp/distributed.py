@@ -1,0 +1,374 @@
+"""`DistributedDataParallel`: a module that averages its gradients over the ranks behind backward().
+
+What it does is elsewhere: `config` (arguments), `peers` (the group), `parameters` (what is kept in step),
+`passes` (each backward). This file is the module that users hold.
+"""
+
+# mypy: disable-error-code="override"
+# What torch's class keeps in attributes are properties here
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from paceline.arguments import Arguments
+from paceline.errors import ConfigError, PacelineError
+from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
+from paceline.reducer.micro_batches import as_weight
+from paceline.reducer.wrapped_model import WrappedModel, checked_norms
+from paceline.torch.ddp.comm_hooks import CommHooks
+from paceline.torch.ddp.compatible import hide_torchs_own, moved
+from paceline.torch.ddp.join import Joining, Joins
+from paceline.torch.ddp.pickling import Copies
+from paceline.torch.ddp.regrouping import Regrouping
+from paceline.torch.ddp.wrapped_twice import check_inner, check_outer
+from paceline.torch.link.link import connect
+from paceline.torch.link.peers import Peers, find_peers, known_exchange
+from paceline.torch.model.arguments import check_materialised, checked_module
+from paceline.torch.model.compiling import untraced, untraced_itself
+from paceline.torch.model.config import Weight, make_config
+from paceline.torch.model.parameters import ManagedTensors
+from paceline.torch.passes.passes import GradientPasses, make_passes
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from paceline.collectives.group import Group
+
+
+@hide_torchs_own
+class DistributedDataParallel(CommHooks, WrappedModel, Joins, Regrouping, Copies):
+    """Trains one model on several processes: a drop-in for `torch.nn.parallel.DistributedDataParallel`.
+
+    Every rank wraps the same model and runs forward and backward on its own share of the batch. When
+    backward() returns, every parameter's .grad is the mean over the ranks, with the same bits on each; or
+    every rank has raised. Ranks of one host average in memory that they share; other groups, and parameters
+    on a GPU, go through the process group's own all_reduce.
+
+    Collective: every rank constructs it, and runs the same number of synchronised backwards.
+
+    Args:
+        module: The model. Afterwards parameters may be frozen for a while, and whatever is not trained may
+            change; one that is to be trained must not be added, replaced or unfrozen.
+        device_ids: One device to which inputs are moved, or None.
+        output_device: The same device, or None.
+        broadcast_buffers: Give every rank rank 0's buffers (running statistics), when wrapping and at the
+            end of each synchronised backward. None: yes.
+        init_sync: Give every rank rank 0's parameters when wrapping.
+        process_group: A process group of torch, or a `paceline.Group`. None: torch's default group, or,
+            where torch.distributed is not initialised, a group formed from the environment that
+            `paceline run` (or torchrun, or mpirun) has set.
+        bucket_cap_mb: Most MiB that are averaged at once; None: 25. The result does not depend on it.
+        find_unused_parameters: Let a parameter that got no gradient contribute 0. Otherwise that raises, on
+            every rank. A parameter unused on all ranks keeps its .grad.
+        gradient_as_bucket_view: Keep .grad in the memory where it is averaged: gradients are held once.
+            A forked child cannot read it; copy it before the fork.
+        static_graph: A promise that the same parameters are unused in each pass. Breaking it raises.
+        mixed_precision: torch's `_MixedPrecision`, on the CPU too: dtypes in which forward runs, gradients
+            are averaged and buffers kept. Parameters and .grad keep theirs. No activation checkpointing.
+        bucket_cap_mb_list: Of the first bucket, the second, ..., all others; instead of bucket_cap_mb.
+        device_mesh: A mesh of one dimension, instead of process_group.
+        forward_sync_buffers: As broadcast_buffers, but not when wrapping.
+        buffers: What is done with buffers after each synchronised backward, by name pattern ("*.running_*"):
+            "average" them, "broadcast" those of rank 0, or leave them "local". The first match counts;
+            without one, broadcast_buffers says. Integers are broadcast where others are averaged.
+        weight: Of this rank's gradients in the mean: a number, or a function that gets forward's arguments
+            and returns it (of tokens, say). None: 1, or what weight() says.
+        nonfinite: What to do when a gradient holds an infinity or a NaN: "warn" (once), "raise" (on every
+            rank) or "ignore".
+        timeout_s: Seconds to wait for the slowest rank, or a timedelta; None: the group's own time-out.
+        warn_after_s: Seconds after which a late rank is named in a warning; None: 10.
+        reduce_through: "memory" that the ranks share, the process "group", or the better one that is
+            possible ("auto").
+        dim, check_reduction: The result is the same with every value.
+        delay_all_reduce_named_params: (name, parameter) pairs whose gradients are complete only when
+            that of `param_to_hook_all_reduce` is: they may come several times before it, or not at all,
+            which counts as zeros. To be averaged they wait for it.
+        param_to_hook_all_reduce: Goes with the one above.
+        skip_all_reduce_unused_params: Over a process group, don't send buckets that no rank used in the
+            pass before. Used again, they are sent at the end of the pass.
+        batched_grad_copy: Over a process group, copy gradients a bucket at a time: fewer kernels on a GPU.
+        init_sync_buffers: Broadcast rank 0's buffers when wrapping. None: as broadcast_buffers says.
+        check_replicas_every: At the end of each n-th synchronised backward, compare the replicas, and raise
+            on every rank if they differ; see check_replicas(). None: only after ranks have written to their
+            parameters differently often (a step that one skipped). 0: never.
+        later: Arguments of a newer torch than Paceline knows are taken if they have torch's default.
+
+    Raises:
+        ConfigError: An argument, or the model, is not supported; the message says which and why. Also where
+            torch's own class has wrapped it already, or is to wrap the result.
+        ModelMismatchError: The ranks wrapped different models; names the first difference.
+
+    Attributes:
+        module: The wrapped model.
+        require_backward_grad_sync: Whether the next forward begins a synchronised pass; see no_sync().
+
+    Example:
+        >>> model = DistributedDataParallel(nn.Linear(4, 1))
+        >>> model(batch).sum().backward()   # rank 0's .grad was 1, rank 1's was 3: now 2 on both
+    """
+
+    module: nn.Module
+    _passes: GradientPasses | None
+    _sync_flag = "require_backward_grad_sync"
+    _has_looked_outward = False
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | Group | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Any = None,
+        param_to_hook_all_reduce: Any = None,
+        mixed_precision: Any = None,
+        device_mesh: DeviceMesh | None = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: list[int] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        *,
+        buffers: Mapping[str, str] | None = None,
+        weight: float | Callable[..., Weight] | None = None,
+        nonfinite: str = "warn",
+        timeout_s: float | timedelta | None = None,
+        warn_after_s: float | timedelta | None = None,
+        reduce_through: str = "auto",
+        init_sync_buffers: bool | None = None,
+        check_replicas_every: int | None = None,
+        **later: Any,
+    ) -> None:
+        arguments = dict(locals())
+        for name in ("self", "module", "process_group", "device_mesh", "later"):
+            del arguments[name]
+        arguments |= later
+        nn.Module.__init__(self)  # not torch's DDP: it is a base only so that others recognise this class
+        self._arguments = arguments
+        with telling_peers(lambda: known_exchange(process_group, device_mesh)):
+            self._prepare(module, arguments)
+            times = self._config.timeout_s, self._config.warn_after_s
+            peers = find_peers(process_group, device_mesh, *times)
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
+        self._connect(peers)
+
+    def _prepare(self, module: nn.Module, arguments: dict[str, Any]) -> None:
+        """All that this rank does by itself."""
+        checked_module("DistributedDataParallel", module)
+        self._config = make_config(**arguments)
+        check_inner(module)
+        check_materialised("DistributedDataParallel", module)
+        self.module = module
+        self.require_backward_grad_sync = True
+        self.require_forward_param_sync = True  # others set it; buffers are brought in step after backward
+        self._join_config: Any = None  # torch's Join sets it
+        self._joining: Joining | None = None
+        self._tensors = ManagedTensors(module)
+        self._tensors.check_device(self._config.device)
+        self._tensors.delay(arguments)
+        self._config.precision.cast_buffers(module, self._tensors.ignored)
+
+    def _connect(self, peers: Peers, *, is_first: bool = True) -> None:
+        """Begin to keep the model in step with the other ranks'. Collective."""
+        self._peers = peers
+        # Alone, there is nothing to average, and nothing may cost; but "raise" is also for one rank.
+        config = self._config
+        is_alone = peers.world_size == 1 and config.nonfinite != "raise" and config.weight is None
+        self._check_model(peers)
+        self._passes = None if is_alone else self._begin_passes(is_first=is_first)
+        self._is_connected = True
+
+    def _connected(self) -> Peers:
+        peers = self._peers
+        if self._are_hooks_removed:
+            raise ConfigError(
+                "This wrapper averages no gradients any more.",
+                seen="_remove_autograd_hooks() was called",
+                hint="wrap the model anew, on every rank, and use that wrapper; or use `.module`, alone",
+            )
+        if peers is None or not self._is_connected:
+            peers = peers or find_peers(None, None, self._config.timeout_s, self._config.warn_after_s)
+            self._connect(peers)
+        return peers
+
+    def _check_model(self, peers: Peers) -> None:
+        parameters, buffers = self._tensors.describe()
+        options = self._config.agreed_options() | self._tensors.agreed_options()
+        description = ModelDescription(parameters, buffers, options)
+        if peers.world_size > 1:
+            check_agreement(description, peers.exchange, peers.timeout_s)
+        self._tensors.check_trainable()
+
+    def _begin_passes(self, *, is_first: bool = True) -> GradientPasses:
+        peers = self._peers
+        assert peers is not None
+        on_host = self._tensors.device_kinds == {"cpu"}
+        link = connect(peers, on_host=on_host, reduce_through=self._config.reduce_through)
+        if self._config.init_sync and is_first:
+            buffers = list(self._tensors.buffers.values()) if self._config.init_sync_buffers else []
+            values = [*self._tensors.all_parameters.values(), *buffers]
+            link.broadcast(values)
+        passes = make_passes(self._tensors, link, self._config)
+        passes.autograd.errors = self._errors
+        if self._sample_rate is not None:
+            passes.autograd.times.use_rate(self._sample_rate, passes.good_passes)
+        # The hooks are the parameters', which may live on and be wrapped again.
+        self._on_drop = weakref.finalize(self, passes.graphs.drop_wrapper)
+        self._on_drop.atexit = False
+        return passes
+
+    @untraced_itself
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module; where gradients will be needed, get ready to average them."""
+        try:
+            inputs, kwargs, is_training = self._before_forward(inputs, kwargs)
+        except PacelineError as error:
+            self._errors.add(error)
+            raise
+        # torch.compile cuts the graphs of what runs within into buckets. Not through torch's
+        # _inside_ddp_forward(), which imports the compiler: seconds, in every program.
+        outer, TorchDDP._active_ddp_module = TorchDDP._active_ddp_module, self
+        try:
+            output = self._run_ddp_forward(*inputs, **kwargs)
+        finally:
+            TorchDDP._active_ddp_module = outer
+        if is_training:
+            self._after_forward(output)
+        return output
+
+    @untraced_itself
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        module: Any = self._modules["module"]  # past nn.Module.__getattr__, a search in each forward
+        return self._config.precision.run(module, self._tensors.ignored, inputs, kwargs)
+
+    @untraced
+    def _before_forward(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
+        """The arguments on their device, and whether gradients of our parameters may be needed."""
+        if self._config.device is not None:
+            inputs, kwargs = moved((inputs, kwargs), self._config.device)
+        is_alone = self._is_connected and self._passes is None
+        if not torch.is_grad_enabled() or is_alone or not self._tensors.are_trained():
+            return inputs, kwargs, False
+        active = TorchDDP._active_ddp_module  # of a forward around this one
+        if active is not None or not self._has_looked_outward:
+            check_outer(self, active)
+            self._has_looked_outward = True
+        module: Any = self._modules["module"]  # as above
+        is_training = module.training
+        if not self._is_connected and is_training:
+            self._connected()
+        passes = self._passes
+        if passes is not None:
+            is_syncing = self.require_backward_grad_sync
+            if self._join_config is not None and self._join_config.enable and self._joining is not None:
+                self._joining.notify(self, is_syncing)
+            passes.begin_forward(is_syncing=is_syncing, is_training=is_training)
+            if self._config.weight is not None:
+                weight = self._config.weight
+                given = weight(*inputs, **kwargs) if callable(weight) else weight
+                passes.weights.add_forward(as_weight(given))
+        return inputs, kwargs, True
+
+    @untraced
+    def _after_forward(self, output: object) -> None:
+        passes = self._passes
+        if not self._is_connected:
+            self._refuse_backward(output)
+        elif passes is not None:
+            state = passes.state
+            if state.is_syncing or state.accumulated or passes.weights.is_used:
+                passes.watch(output)
+
+    def _passes_to_weigh(self) -> GradientPasses:
+        if not self._is_connected:
+            self._connected()
+        if self._passes is None:  # alone, there still are micro-batches
+            self._passes = self._begin_passes()
+            self._passes.state.is_syncing = self.require_backward_grad_sync
+        return self._passes
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> torch.Tensor:
+        """Scale all gradients so that their norm is at most `max_norm`; returns the norm that they had.
+
+        As `torch.nn.utils.clip_grad_norm_`, but for gradients that are as backward left them the norm is
+        known already. After the first call; that one computes it. A kernel or numpy that changed a few
+        elements of a gradient, and no others, may go unseen.
+
+        Args:
+            max_norm: The largest norm allowed.
+            norm_type: Of the p-norm; others than 2 are computed.
+            scaler: If gradients are still scaled by it: `max_norm` and the result are those of unscaled
+                gradients. Leave it out after `scaler.unscale_()`.
+
+        Example:
+            Rank 0's gradient is 6 and rank 1's 10: the norm is 8, and after clip_grad_norm_(2) both hold 2.
+        """
+        if not (type(max_norm) is type(norm_type) is float and max_norm >= 0 and norm_type > 0):
+            max_norm, norm_type = checked_norms(max_norm, norm_type)
+        if scaler is not None and not hasattr(scaler, "get_scale"):
+            hint = "the GradScaler that scaled the loss, or None"
+            raise Arguments("clip_grad_norm_").refuse("scaler", scaler, "a GradScaler", hint, is_type=True)
+        is_known = self._passes is not None and norm_type == 2.0
+        known = self._passes.known_norm() if is_known and self._passes is not None else None
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        return _clip(self._tensors.trainable, max_norm * scale, known, norm_type) / scale
+
+    def _own_squared_norm(self) -> float:
+        squares = [p.grad.double().square().sum() for p in self._tensors.trainable if p.grad is not None]
+        return sum(float(square) for square in squares)
+
+    def _own_nonfinite(self) -> tuple[str, ...]:
+        parameters = zip(self._tensors.names, self._tensors.trainable)
+        return tuple(n for n, p in parameters if p.grad is not None and not torch.isfinite(p.grad).all())
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether a synchronised backward brings buffers in step."""
+        return self._passes is not None and self._passes.buffers.is_needed
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """Torch's process group, or None where a `paceline.Group` connects the ranks."""
+        return None if self._peers is None else self._peers.process_group
+
+
+def _clip(
+    parameters: Sequence[nn.Parameter], max_norm: float, known_norm: float | None, norm_type: float
+) -> torch.Tensor:
+    """Scale gradients so that their norm is at most `max_norm`; returns the norm that they had.
+
+    Args:
+        known_norm: Their 2-norm; None: to be computed.
+    """
+    if known_norm is None:
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    # As in torch: a NaN stays a NaN, and a norm that is small enough changes nothing.
+    factor = max_norm / (known_norm + 1e-6)
+    if not factor >= 1.0:
+        with torch.no_grad():
+            torch._foreach_mul_(gradients, factor)
+    return torch.tensor(known_norm, device=gradients[0].device if gradients else None)

@@ -1,0 +1,161 @@
+"""Ranks that run out of data before the others, in torch's `Join`; see also `reducer.passes`.
+
+The one idea: such a rank takes part in the others' passes without gradients, and asks before each of them, as
+torch's `Join` does, whether there will be one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+
+from paceline.arguments import Arguments
+from paceline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from paceline.torch.model.parameters import ManagedTensors
+    from paceline.torch.passes.passes import GradientPasses
+
+
+class Joining:
+    """One wrapped model within torch's `Join`.
+
+    Args:
+        passes: Of the model; None if it is alone.
+        group: Torch's group, or None where a `paceline.Group` connects the ranks.
+        device: Of the model's parameters.
+    """
+
+    def __init__(
+        self, passes: GradientPasses | None, group: dist.ProcessGroup | None, device: torch.device
+    ) -> None:
+        if group is None:
+            raise ConfigError(
+                "DistributedDataParallel: torch's Join needs a process group of torch.",
+                seen="a paceline.Group connects the ranks",
+                hint="call ddp.finished() on each rank when its data ends; or torch.distributed."
+                "init_process_group() before wrapping the model",
+            )
+        self.group = group
+        on_cpu = "cpu" in {kind.type for kind in group._device_types}
+        self.device = torch.device("cpu") if on_cpu else device
+        self._passes = passes
+        self._is_shadowing = False
+        self._work: dist.Work | None = None  # kept: dropping one that is under way may end it
+
+    def notify(self, joinable: Any, is_syncing: bool) -> None:
+        """Tell those who have run out that this rank begins a forward, and whether it will synchronise."""
+        self._work = Join.notify_join_context(joinable)
+        self._any(is_syncing)
+
+    def shadow(self, divide_by_initial_world_size: bool) -> None:
+        """Take part in the backward that the others are about to make, if it synchronises."""
+        if self._passes is not None and not self._is_shadowing:
+            self._is_shadowing = True
+            self._passes.begin_shadowing(keep_accumulated=True)
+        if self._any(False) and self._passes is not None:
+            # With a weight of 1 the zeros count, so the others' sum is divided by the whole world size.
+            self._passes.shadow(weight=1.0 if divide_by_initial_world_size else 0.0)
+
+    def take_last_model(self, is_last: bool) -> None:
+        """Everybody gets the model of a rank that has not run out before the others."""
+        if self._passes is None:
+            return
+        if self._is_shadowing:
+            self._is_shadowing = False
+            self._passes.end_shadowing()
+        votes = torch.tensor([dist.get_rank(self.group) if is_last else -1], device=self.device)
+        dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.group)
+        self._passes.broadcast_model(int(votes.item()))
+
+    def _any(self, is_syncing: bool) -> bool:
+        votes = torch.tensor([int(is_syncing)], device=self.device)
+        dist.all_reduce(votes, group=self.group)
+        return bool(votes.item())
+
+
+class Joins(Joinable):
+    """The part of `DistributedDataParallel` that works with torch's `Join`."""
+
+    _passes: GradientPasses | None
+    _tensors: ManagedTensors
+    process_group: Any
+    _join_config: Any
+    _joining: Joining | None
+    _has_joined = False
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """A context in which ranks may make different numbers of steps, as torch's; see also finished().
+
+        A rank that leaves it takes part in the others' passes, and at its end all ranks have the model of
+        one that went on longest. What it had in `.grad` it has again then. One forward for each backward.
+
+        Args:
+            divide_by_initial_world_size: Divide sums of gradients by the number of all ranks; False: of
+                those that still have data.
+            enable: False: as if there were no context.
+            throw_on_early_termination: Raise RuntimeError on all ranks as soon as one has no more data.
+
+        Raises:
+            ConfigError: The ranks are connected by a `paceline.Group`; torch's Join needs a process group.
+        """
+        flag = Arguments("join").flag
+        divide = flag("divide_by_initial_world_size", divide_by_initial_world_size)
+        throw = flag("throw_on_early_termination", throw_on_early_termination)
+        return Join([self], flag("enable", enable), throw, divide_by_initial_world_size=divide)
+
+    def join_hook(self, **kwargs: Any) -> DDPJoinHook:
+        """What torch's `Join` runs when this rank has no more data; part of its `Joinable` protocol."""
+        self._has_joined = True
+        divide = bool(kwargs.get("divide_by_initial_world_size", True))
+        self._joining = Joining(self._passes, self.process_group, self.join_device)
+        return DDPJoinHook(self._joining, divide, self._leave_join)
+
+    def _leave_join(self) -> None:
+        self._joining = self._join_config = None
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where `Join` keeps its flags: the device of the model's parameters."""
+        return self._tensors.trainable[0].device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The group over which `Join` asks who has joined."""
+        return self.process_group
+
+
+class DDPJoinHook(JoinHook):
+    """What `Join` runs on a rank that has run out.
+
+    Args:
+        joining: Of the model.
+        divide_by_initial_world_size: Divide by the number of all ranks, not of those that have data.
+        leave: Called when all have joined.
+    """
+
+    def __init__(
+        self, joining: Joining, divide_by_initial_world_size: bool, leave: Callable[[], None]
+    ) -> None:
+        super().__init__()
+        self._joining = joining
+        self._divide_by_initial_world_size = divide_by_initial_world_size
+        self._leave = leave
+
+    def main_hook(self) -> None:
+        """Shadow one iteration of the others."""
+        self._joining.shadow(self._divide_by_initial_world_size)
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """All have joined: the model becomes the same on all ranks."""
+        self._joining.take_last_model(is_last_joiner)
+        self._leave()

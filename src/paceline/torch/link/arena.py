@@ -1,0 +1,144 @@
+"""The arena as tensors: each gradient's place, shaped and strided like its parameter.
+
+Two kinds of memory: what `_core.Reducer` shares between the ranks of a host, and ordinary tensors, one for
+each section of the plan. Either way a gradient's place is one view.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+from paceline.reducer.plan import Plan, bucket_in
+from paceline.torch.model.parameters import DTYPES
+
+
+class BatchedCopies:
+    """batched_grad_copy: gradients that reach their places in the arena a bucket at a time.
+
+    On a GPU each copy is a launch of a kernel, and a model of many small parameters spends its backward on
+    them. So their hooks only note what is to be copied, and one call copies it before a bucket is reduced.
+    """
+
+    def __init__(self) -> None:
+        self._places: list[torch.Tensor] = []
+        self._gradients: list[torch.Tensor] = []
+
+    def add(self, place: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Copy `gradient` to `place`, later; it must not change until then."""
+        self._places.append(place)
+        self._gradients.append(gradient)
+
+    def make(self) -> None:
+        """Copy all that waits."""
+        if self._places:
+            with torch.no_grad():
+                torch._foreach_copy_(self._places, self._gradients)
+            self._places.clear()
+            self._gradients.clear()
+
+
+class Arena:
+    """The gradients of a model in flat memory.
+
+    Attributes:
+        sections: One flat tensor for each section of the plan.
+        views: Each parameter's place, by index.
+        copies: Gradients on their way to their places, if batched_grad_copy asks for it.
+    """
+
+    def __init__(
+        self, plan: Plan, parameters: Sequence[torch.Tensor], sections: Sequence[torch.Tensor]
+    ) -> None:
+        self.plan = plan
+        self.sections = list(sections)
+        self.copies = BatchedCopies()
+        # .data: a count of changes of its own for each place, where views share that of their base.
+        self.views = [self._view(index, parameter).data for index, parameter in enumerate(parameters)]
+
+    @classmethod
+    def on_memory(cls, plan: Plan, parameters: Sequence[torch.Tensor], pointer: int, owner: object) -> Arena:
+        """An arena over the bytes at `pointer`; every view keeps `owner` alive, which keeps them mapped."""
+        memory = (ctypes.c_char * max(1, plan.arena_bytes)).from_address(pointer)
+        memory.owner = owner  # type: ignore[attr-defined]
+        sections = []
+        for section in plan.sections:
+            count = (section.end_byte - section.begin_byte) // section.itemsize
+            dtype = DTYPES[section.dtype]
+            sections.append(
+                torch.frombuffer(memory, dtype=dtype, count=count, offset=section.begin_byte)
+                if count
+                else torch.empty(0, dtype=dtype)
+            )
+        return cls(plan, parameters, sections)
+
+    @classmethod
+    def allocate(
+        cls,
+        plan: Plan,
+        parameters: Sequence[torch.Tensor],
+        instead_of: tuple[Plan, Sequence[torch.Tensor]] | None = None,
+    ) -> Arena:
+        """An arena in memory of each section's own device, filled with zeros.
+
+        In the sections of another plan if there is one: another order of the same parameters has sections of
+        the same sizes.
+        """
+        if instead_of is not None:
+            before, sections = instead_of
+            kinds = {(s.dtype, s.device): memory for s, memory in zip(before.sections, sections)}
+            return cls(plan, parameters, [kinds[s.dtype, s.device].zero_() for s in plan.sections])
+        made = [
+            torch.zeros(
+                (section.end_byte - section.begin_byte) // section.itemsize,
+                dtype=DTYPES[section.dtype],
+                device=section.device,
+            )
+            for section in plan.sections
+        ]
+        return cls(plan, parameters, made)
+
+    def bucket(self, number: int) -> torch.Tensor:
+        """All elements of a bucket, flat."""
+        return bucket_in(self.plan, self.sections, number)
+
+    def _view(self, index: int, parameter: torch.Tensor) -> torch.Tensor:
+        spec = self.plan.parameters[index]
+        offset = self.plan.offsets[index]
+        number, section = next(
+            (number, section)
+            for number, section in enumerate(self.plan.sections)
+            if (section.dtype, section.device) == (spec.dtype, spec.device)
+            and section.begin_byte <= offset <= section.end_byte - spec.nbytes
+        )
+        first = (offset - section.begin_byte) // section.itemsize
+        place = self.sections[number][first : first + spec.numel]
+        if not spec.numel:
+            return place  # a sparse gradient, which lies elsewhere
+        if parameter.is_complex() and not place.is_complex():
+            place = torch.view_as_complex(place.view(-1, 2))
+        if is_dense(parameter):
+            # As the parameter lies in memory, so that autograd's own layout of the gradient fits.
+            return place.as_strided(parameter.shape, parameter.stride())
+        return place.view(parameter.shape)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill a range of memory, in any order of dimensions, and none lies twice."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def extent(tensor: torch.Tensor) -> int:
+    """Bytes from the first element to the end of the last."""
+    if tensor.is_contiguous() or not tensor.numel():
+        return tensor.nbytes
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+    return (last + 1) * tensor.itemsize

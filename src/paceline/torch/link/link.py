@@ -1,0 +1,248 @@
+"""What moves values and gradients between the ranks of one model: memory that they share, or a process group.
+
+See `paceline.reducer.link`. The hooks see no difference between the kinds.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline import _core
+from paceline.collectives.ops import ReduceOp
+from paceline.errors import ConfigError, RegionError
+from paceline.reducer.comm_hooks import CommHook
+from paceline.reducer.engine import EngineReducer
+from paceline.reducer.link import (
+    CORE_DTYPES,
+    Link,
+    Reduction,
+    ReductionOptions,
+    gather_bytes,
+    gather_in_memory,
+    make_host_reducer,
+)
+from paceline.reducer.plan import Plan
+from paceline.reducer.witness import Witness
+from paceline.torch.link.arena import Arena
+from paceline.torch.link.broadcast import broadcast_tensors
+from paceline.torch.link.comm_hook import HookTransport
+from paceline.torch.link.peers import Peers, ProcessGroupPeers
+from paceline.torch.link.transport import ProcessGroupTransport
+from paceline.torch.model.parameters import dtype_name
+
+Tensors = Sequence[torch.Tensor]
+
+
+def connect(peers: Peers, *, on_host: bool, reduce_through: str) -> Link[torch.Tensor]:
+    """The best link between these ranks. Collective.
+
+    Args:
+        peers: The ranks that train the model.
+        on_host: Whether all trainable parameters are on the CPU; the same on all ranks.
+        reduce_through: "memory", "group", or the better one ("auto"); the same on all ranks.
+
+    Raises:
+        ConfigError: That is not possible here.
+    """
+    tries_memory = on_host and reduce_through != "group"
+    core = peers.share_host() if tries_memory else None
+    if core is not None:
+        return MemoryLink(core, peers)
+    _check_group(peers, on_host, reduce_through)
+    assert isinstance(peers, ProcessGroupPeers)
+    return GroupLink(peers, None if tries_memory else _memory_to_watch(peers))
+
+
+class MemoryLink:
+    """A `Link` through the memory that all ranks share. The parameters are on the CPU.
+
+    Args:
+        core: The memory.
+        peers: The ranks; for buffers that are on other devices.
+    """
+
+    path = "memory"
+    wants_whole_buckets = False
+
+    def __init__(self, core: _core.HostGroup, peers: Peers) -> None:
+        self.rank, self.world_size = peers.rank, peers.world_size
+        self.tell: Callable[[str], None] | None = core.set_activity
+        self._core = core
+        self._peers = peers
+
+    def broadcast(self, tensors: Tensors, root: int = 0) -> None:
+        if not all(tensor.is_cpu for tensor in tensors):
+            broadcast_tensors(tensors, self.rank, functools.partial(self._broadcast, root=root), root=root)
+            return
+        with torch.no_grad():
+            whole = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in tensors]
+            pieces, sizes = [each.data_ptr() for each in whole], [each.nbytes for each in whole]
+            self._core.broadcast_all(pieces, sizes, root)
+            for tensor, copy in zip(tensors, whole):
+                if copy is not tensor:
+                    tensor.copy_(copy)
+
+    def _broadcast(self, payload: torch.Tensor, root: int) -> None:
+        if payload.is_cpu:
+            self._core.broadcast(payload.data_ptr(), payload.numel(), root)
+        else:
+            self._peers.broadcast(payload, root)
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        if tensor.is_cpu:
+            dtype = CORE_DTYPES[dtype_name(tensor.dtype)]
+            self._core.all_reduce(tensor.data_ptr(), tensor.numel(), dtype, ReduceOp.SUM)
+        else:
+            dist.all_reduce(tensor, group=self._peers.process_group)
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        return gather_bytes(functools.partial(gather_in_memory, self._core), payload)
+
+    def agree(self, numbers: Sequence[int]) -> list[int]:
+        return _agree(self, numbers)
+
+    def make_reduction(
+        self,
+        plan: Plan,
+        parameters: Tensors,
+        options: ReductionOptions,
+        instead_of: Reduction[torch.Tensor] | None = None,
+    ) -> Reduction[torch.Tensor]:
+        if instead_of is not None:
+            instead_of.reducer.close()
+        reducer = make_host_reducer(self._core, plan, gradients_in_arena=options.gradients_in_arena)
+        arena = Arena.on_memory(plan, parameters, reducer.arena_pointer, owner=reducer)
+        return Reduction(plan, arena.views, reducer, takes_pointers=True)
+
+    def with_hook(self, hook: CommHook, process_group: Any) -> Link[torch.Tensor]:
+        return HookLink(self, self._peers, hook, Witness(self._core))
+
+
+class GroupLink:
+    """A `Link` through a process group of torch.
+
+    Args:
+        peers: The ranks of the group.
+        witness: Names ranks that are lost or late; None: nobody does.
+    """
+
+    path = "group"
+    wants_whole_buckets = False
+
+    def __init__(self, peers: ProcessGroupPeers, witness: Witness | None) -> None:
+        self.rank, self.world_size = peers.rank, peers.world_size
+        self.tell: Callable[[str], None] | None = None if witness is None else witness.tell
+        self._peers = peers
+        self._witness = witness
+
+    def broadcast(self, tensors: Tensors, root: int = 0) -> None:
+        broadcast = functools.partial(self._peers.broadcast, root=root)
+        broadcast_tensors(tensors, self.rank, broadcast, root=root)
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        dist.all_reduce(tensor, group=self._peers.process_group)
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        return self._peers.exchange.all_gather(payload, self._peers.timeout_s)
+
+    def agree(self, numbers: Sequence[int]) -> list[int]:
+        return _agree(self, numbers)
+
+    def make_reduction(
+        self,
+        plan: Plan,
+        parameters: Tensors,
+        options: ReductionOptions,
+        instead_of: Reduction[torch.Tensor] | None = None,
+    ) -> Reduction[torch.Tensor]:
+        before = None if instead_of is None else (instead_of.plan, instead_of.sections)
+        arena = Arena.allocate(plan, parameters, before)
+        finite = options.checks_finite
+        transport = ProcessGroupTransport(arena, self._peers, checks_finite=finite, witness=self._witness)
+        return _over(arena, EngineReducer(plan, transport, skip_unused=options.skip_unused))
+
+    def with_hook(self, hook: CommHook, process_group: Any) -> Link[torch.Tensor]:
+        return HookLink(self, self._peers, hook, self._witness)
+
+
+class HookLink:
+    """A `Link` that gives buckets to a user's hook, and leaves all else to another link.
+
+    Args:
+        link: The other one.
+        peers: The ranks of a process group, which the hook uses.
+        hook: Averages buckets, which hold whole parameters.
+        witness: Names ranks that are lost or late; None: nobody does.
+    """
+
+    path = "group"
+    wants_whole_buckets = True
+
+    def __init__(
+        self, link: Link[torch.Tensor], peers: Peers, hook: CommHook, witness: Witness | None
+    ) -> None:
+        self.rank, self.world_size = link.rank, link.world_size
+        self.tell: Callable[[str], None] | None = None if witness is None else witness.tell
+        self.broadcast, self.sum, self.all_gather = link.broadcast, link.sum, link.all_gather
+        self.agree, self.with_hook = link.agree, link.with_hook
+        self._peers = peers
+        self._hook = hook
+        self._witness = witness
+
+    def make_reduction(
+        self,
+        plan: Plan,
+        parameters: Tensors,
+        options: ReductionOptions,
+        instead_of: Reduction[torch.Tensor] | None = None,
+    ) -> Reduction[torch.Tensor]:
+        """In memory of its own: a hook's arena has no gaps, and so another size than any other."""
+        assert isinstance(self._peers, ProcessGroupPeers)
+        if instead_of is not None:
+            instead_of.reducer.close()
+        arena, finite = Arena.allocate(plan, parameters), options.checks_finite
+        transport = HookTransport(
+            arena, self._peers, parameters, self._hook, checks_finite=finite, witness=self._witness
+        )
+        return _over(arena, EngineReducer(plan, transport))
+
+
+def _agree(link: Link[torch.Tensor], numbers: Sequence[int]) -> list[int]:
+    agreed = torch.tensor(numbers, dtype=torch.int32)
+    link.broadcast([agreed])
+    return [int(number) for number in agreed.tolist()]
+
+
+def _over(arena: Arena, reducer: EngineReducer) -> Reduction[torch.Tensor]:
+    put, sections = arena.copies.add, arena.sections
+    return Reduction(arena.plan, arena.views, reducer, takes_pointers=False, sections=sections, put=put)
+
+
+def _memory_to_watch(peers: Peers) -> Witness | None:
+    """Memory of all ranks in which no gradient lies; None: they are on several hosts, or have none."""
+    try:
+        core = peers.share_host()
+    except RegionError:  # on every rank; gradients need none of it
+        return None
+    return None if core is None else Witness(core)
+
+
+def _check_group(peers: Peers, on_host: bool, reduce_through: str) -> None:
+    """Without shared memory, gradients need a process group of torch."""
+    if reduce_through == "memory":
+        raise ConfigError(
+            'DistributedDataParallel: reduce_through="memory" is not possible here.',
+            seen="parameters on a GPU" if not on_host else "ranks on several hosts",
+            hint='leave reduce_through at "auto"',
+        )
+    if not isinstance(peers, ProcessGroupPeers):
+        raise ConfigError(
+            "DistributedDataParallel: a paceline.Group averages gradients in host memory only.",
+            seen="parameters on a GPU" if not on_host else f"reduce_through={reduce_through!r}",
+            hint='call torch.distributed.init_process_group("nccl" or "gloo") before wrapping the model',
+        )

@@ -1,0 +1,155 @@
+"""Buckets through the process group that the user has: Gloo, NCCL, MPI, or ours.
+
+A `paceline.reducer.engine.Transport`: the arena is ordinary tensors on the parameters' own devices, and a
+bucket is one asynchronous `torch.distributed.all_reduce` of a flat range of it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+
+from paceline.reducer.engine import may_overflow, overflowed_in
+from paceline.reducer.engine_waits import STATUS, EngineWaits
+from paceline.reducer.plan import pieces_in
+from paceline.reducer.witness import Witness
+from paceline.torch.link.arena import Arena
+from paceline.torch.link.peers import ProcessGroupPeers
+
+
+class ProcessGroupTransport:
+    """One rank's arena, and the process group that sums ranges of it.
+
+    Args:
+        arena: Of this rank.
+        peers: The process group.
+        checks_finite: Look at every gradient before it is reduced, to tell whose holds an infinity or a NaN.
+        witness: Names ranks that are lost or late.
+    """
+
+    def __init__(
+        self, arena: Arena, peers: ProcessGroupPeers, *, checks_finite: bool, witness: Witness | None = None
+    ) -> None:
+        self.rank = peers.rank
+        self.world_size = peers.world_size
+        self._arena = arena
+        self._group = peers.process_group
+        self._waits = EngineWaits(
+            peers.rank,
+            peers.world_size,
+            engine=f"torch's {dist.get_backend(self._group)} process group",
+            timeout_s=peers.timeout_s,
+            warn_after_s=peers.warn_after_s,
+            plan=arena.plan,
+            witness=witness,
+        )
+        self._checks_finite = checks_finite
+        numbers = range(len(arena.plan.buckets))
+        self._buckets = [arena.bucket(number) for number in numbers]
+        self._pieces = [pieces_in(arena.plan, arena.sections, number) for number in numbers]
+        self._norms: list[tuple[int, torch.Tensor]] = []
+        self._nonfinite: set[int] = set()
+        kinds = {device.type for device in self._group._device_types}
+        self._status_device = torch.device("cpu") if "cpu" in kinds else arena.sections[0].device
+
+    def launch(self, bucket: int, scale: float) -> BucketWork:
+        self._arena.copies.make()
+        flat = self._buckets[bucket]
+        if self._checks_finite and scale:
+            self._note_nonfinite(bucket, flat)
+        if scale == 0.0:
+            flat.zero_()
+        elif scale != 1.0:
+            flat.mul_(scale)
+        try:
+            work = dist.all_reduce(flat, group=self._group, async_op=True)
+        except RuntimeError as error:
+            raise self._waits.failed(error, bucket) from error
+        return BucketWork(self, work, bucket)
+
+    def rescale(self, factor: float) -> None:
+        for section in self._arena.sections:
+            section.mul_(factor)
+
+    def clear(self, param: int) -> None:
+        self._arena.views[param].zero_()
+
+    def take_nonfinite(self) -> list[int]:
+        self._nonfinite.update(param for param, norm in self._norms if not math.isfinite(norm.item()))
+        found = sorted(self._nonfinite)
+        self._norms.clear()
+        self._nonfinite.clear()
+        return found
+
+    def find_overflowed(self, scale: float) -> list[int]:
+        if not self._checks_finite or not self._may_overflow(scale):
+            return []
+        return overflowed_in(self._buckets, self._pieces, lambda flat: bool(torch.isfinite(flat).all()))
+
+    def _may_overflow(self, scale: float) -> bool:
+        return may_overflow(scale, self.world_size)
+
+    def squared_norm(self) -> float:
+        sections = [as_real(section) for section in self._arena.sections]
+        return sum(float(section.double().square().sum()) for section in sections)
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        own = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self._status_device)
+        rows = [torch.empty_like(own) for _ in range(self.world_size)]
+        try:
+            work = dist.all_gather(rows, own, group=self._group, async_op=True)
+        except RuntimeError as error:
+            raise self._waits.failed(error, STATUS) from error
+        self.wait(work, STATUS)
+        return [row.cpu().numpy().tobytes() for row in rows]
+
+    def wait(self, work: dist.Work, what: int | str) -> None:
+        """Block until the work on a bucket (its number), or other work, is done, at most until the deadline.
+
+        Raises:
+            DeadlineError: It was not done in time.
+            PeerLostError: The process group lost a connection.
+            CollectiveError: It failed otherwise.
+        """
+        if self._status_device.type == "cpu":
+            # Polled, because Work.wait(timeout) is ignored by some backends and ends the group in others.
+            self._waits.poll(work.is_completed, what)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self._waits.failed(error, what) from error
+
+    def _note_nonfinite(self, bucket: int, flat: torch.Tensor) -> None:
+        pieces = self._pieces[bucket]
+        if flat.device.type != "cpu":
+            # To look at the values now would wait for the device; an infinity norm is exact and can wait.
+            norms = torch._foreach_norm([piece for _, piece in pieces], math.inf)
+            self._norms += zip((param for param, _ in pieces), norms)
+            return
+        # A finite sum proves that all is finite; another may be an overflow, so look at each element then.
+        flat = as_real(flat)
+        if not math.isfinite(flat.sum(dtype=_wide(flat.dtype)).item()):
+            self._nonfinite.update(param for param, piece in pieces if not torch.isfinite(piece).all())
+
+
+class BucketWork:
+    """A bucket on its way through the process group."""
+
+    def __init__(self, transport: ProcessGroupTransport, work: dist.Work, bucket: int) -> None:
+        self._transport = transport
+        self._work = work
+        self._bucket = bucket
+
+    def wait(self) -> None:
+        self._transport.wait(self._work, self._bucket)
+
+
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """A complex tensor as pairs of real numbers."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32

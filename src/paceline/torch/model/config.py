@@ -1,0 +1,208 @@
+"""The arguments of `DistributedDataParallel`, checked and made one frozen object.
+
+The one idea: an argument of torch's DDP is honoured, or refused with a sentence; none is silently ignored.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from paceline.arguments import show
+from paceline.errors import ConfigError, ConfigTypeError
+from paceline.reducer.arguments import MIB, SHARED_NAMES, WrapperArguments
+from paceline.torch.model.arguments import as_device, check_devices
+from paceline.torch.model.precision import Precision, as_precision
+
+Weight = float | int | torch.Tensor
+"""A finite number that is not negative: of samples, of tokens."""
+
+_arguments = WrapperArguments("DistributedDataParallel")
+DEFAULT_BUCKET_CAP_MB = 25.0  # torch's defaults, so that ranks of either overlap alike
+DEFAULT_FIRST_BUCKET_BYTES = MIB
+
+NEED_NOTHING = (
+    "delay_all_reduce_named_params",  # `ManagedTensors` looks at these two
+    "param_to_hook_all_reduce",
+)
+"""Arguments of torch that are no options."""
+
+_OURS = (
+    "buffers",
+    "check_replicas_every",
+    "init_sync_buffers",
+    "nonfinite",
+    "reduce_through",
+    "timeout_s",
+    "warn_after_s",
+    "weight",
+)
+
+
+@dataclass(frozen=True)
+class DDPConfig:
+    """What a wrapped model was asked to do.
+
+    Attributes:
+        device: Inputs are moved there; None: they are taken as they are.
+        bucket_cap_bytes: Largest bucket.
+        bucket_caps_bytes: Largest first, second, ... bucket, used instead of both, if there are any.
+        precision: Of parameters in forward, of reduced gradients, of buffers.
+        first_bucket_bytes: Largest first bucket.
+        init_sync: Broadcast rank 0's parameters (and buffers) when wrapping.
+        init_sync_buffers: Buffers too.
+        broadcast_buffers: Give every rank rank 0's buffers after each synchronised backward.
+        buffers: What is done with buffers whose name matches a pattern.
+        gradients_in_arena: Gradients are views of the arena.
+        skip_unused: Don't send buckets that no rank used in the pass before.
+        batched_copies: Copy gradients into the arena a bucket at a time.
+        allow_unused: A parameter without a gradient contributes 0.
+        static_graph: The same parameters are unused in every pass, or it raises.
+        weight: Of this rank's gradients; a function computes it from forward's arguments.
+        nonfinite: What to do about infinities and NaNs: "warn" once, "raise", or "ignore".
+        reduce_through: "memory" that the ranks share, the process "group", or the better one ("auto").
+        timeout_s: Seconds to wait for the slowest rank; None: the process group's own time-out.
+        warn_after_s: Seconds after which a late rank is named in a warning; None: the default.
+        check_replicas_every: Compare replicas after so many passes; None: where there is a reason; 0: never.
+    """
+
+    device: torch.device | None
+    bucket_cap_bytes: int
+    first_bucket_bytes: int
+    bucket_caps_bytes: tuple[int, ...]
+    precision: Precision
+    init_sync: bool
+    init_sync_buffers: bool
+    broadcast_buffers: bool
+    buffers: Mapping[str, str]
+    gradients_in_arena: bool
+    skip_unused: bool
+    batched_copies: bool
+    allow_unused: bool
+    static_graph: bool
+    weight: float | Callable[..., Weight] | None
+    nonfinite: str
+    reduce_through: str
+    timeout_s: float | None
+    warn_after_s: float | None
+    check_replicas_every: int | None
+    # Whether parameters that no rank uses are let be. No: they raise, as in torch.
+    allow_nobodys: ClassVar[bool] = False
+
+    @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        """In which gradients are averaged; None: in that of each parameter."""
+        return self.precision.reduce_dtype
+
+    def agreed_options(self) -> dict[str, str]:
+        """The options that must be the same on all ranks, or their collectives would not match."""
+        return {
+            "bucket_cap_mb": str(self.bucket_cap_bytes / MIB),
+            "bucket_cap_mb_list": str([cap / MIB for cap in self.bucket_caps_bytes]),
+            "mixed_precision": str(self.precision),
+            "init_sync": str(self.init_sync),
+            "broadcast_buffers": f"{self.broadcast_buffers}, {self.init_sync_buffers} at wrap",
+            "buffers": str(self.buffers),
+            "find_unused_parameters": "any" if self.static_graph else str(self.allow_unused),
+            "static_graph": str(self.static_graph),
+            "skip_all_reduce_unused_params": str(self.skip_unused),
+            "nonfinite": self.nonfinite,
+            "reduce_through": self.reduce_through,
+            "check_replicas_every": str(self.check_replicas_every),
+        }
+
+
+def make_config(
+    *,
+    device_ids: Sequence[int | torch.device] | None,
+    output_device: int | torch.device | None,
+    bucket_cap_mb: float | None,
+    bucket_cap_mb_list: Sequence[float] | None,
+    mixed_precision: Any,
+    batched_grad_copy: bool,
+    dim: int = 0,
+    check_reduction: bool = False,
+    **others: Any,  # with those of SHARED_NAMES
+) -> DDPConfig:
+    """Check the constructor's arguments; see `DistributedDataParallel` for what they mean.
+
+    Raises:
+        ConfigError: An argument has a value that is not supported or makes no sense.
+    """
+    known = (*NEED_NOTHING, *SHARED_NAMES)
+    _check_later({name: value for name, value in others.items() if name not in known})
+    check = _arguments.check
+    check.whole("dim", dim)
+    check.flag("check_reduction", check_reduction)
+    caps_bytes = _arguments.caps(bucket_cap_mb_list)
+    cap_mb = DEFAULT_BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
+    cap_bytes = _arguments.mebibytes("bucket_cap_mb", cap_mb)
+    cap_bytes = max(caps_bytes, default=cap_bytes)
+    return DDPConfig(
+        device=_single_device(device_ids, output_device),
+        bucket_cap_bytes=cap_bytes,
+        first_bucket_bytes=min(cap_bytes, DEFAULT_FIRST_BUCKET_BYTES),
+        bucket_caps_bytes=caps_bytes,
+        precision=as_precision(mixed_precision),
+        batched_copies=check.flag("batched_grad_copy", batched_grad_copy),
+        **_arguments.shared(others),
+    )
+
+
+def _single_device(
+    device_ids: Sequence[int | torch.device] | None, output_device: int | torch.device | None
+) -> torch.device | None:
+    check = _arguments.check
+    if device_ids is not None:
+        check_devices(device_ids)
+    if not device_ids:
+        hint = "leave output_device out; or pass the same device in device_ids"
+        check.require(
+            output_device is None, "output_device", output_device, "None where device_ids is None", hint
+        )
+        return None
+    hint = "device_ids=[local_rank]; DataParallel drives several devices from one process"
+    check.require(len(device_ids) == 1, "device_ids", device_ids, "one device: each process drives one", hint)
+    device = as_device(device_ids[0])
+    if output_device is not None:
+        is_same = as_device(output_device, "output_device") == device
+        check.require(is_same, "output_device", output_device, f"{device}, as device_ids")
+    return device
+
+
+def _check_later(arguments: Mapping[str, Any]) -> None:
+    """Take arguments of the installed torch that this class does not know, if they have torch's default.
+
+    Code that passes torch's defaults explicitly must run with any torch; another value must not be ignored
+    silently.
+
+    Raises:
+        ConfigTypeError: torch has no such argument either.
+        ConfigError: It has, but Paceline does not know what this value means.
+    """
+    known = inspect.signature(TorchDDP.__init__).parameters
+    for name, value in arguments.items():
+        if name not in known:
+            close = difflib.get_close_matches(name, [*known, *_OURS], n=1)
+            raise ConfigTypeError(
+                f"DistributedDataParallel() got an unexpected keyword argument '{name}'",
+                expected="the arguments of torch's class, and Paceline's own",
+                got=f"{name}={show(value)}",
+                hint=f"did you mean {close[0]}?" if close else "help(DistributedDataParallel) lists them",
+                argument=name,
+            )
+        default = known[name].default
+        if value is not default and value != default:
+            raise ConfigError(
+                f"DistributedDataParallel: torch {torch.__version__} has an argument that Paceline does not "
+                "know.",
+                expected=f"{name}={default!r}, torch's default",
+                got=f"{name}={show(value)}",
+                hint="leave it out; or use a Paceline that is as new as this torch",
+            )

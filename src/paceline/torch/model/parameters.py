@@ -1,0 +1,274 @@
+"""The parameters and buffers of a wrapped module, and what has become of them since it was wrapped.
+
+The one idea: a module may change in every way, as long as no parameter is trained that no rank averages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline import _core
+from paceline.errors import ConfigError
+from paceline.reducer.agreement import TensorDescription
+from paceline.reducer.arguments import WrapperArguments
+from paceline.reducer.pass_errors import shorten
+from paceline.reducer.plan import ParameterSpec
+
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "complex64": torch.complex64,  # reduced as pairs of real numbers
+    "complex128": torch.complex128,
+}
+"""Gradients that both kinds of reducer average."""
+
+
+class ManagedTensors:
+    """What DDP keeps in step: trainable parameters (their gradients), frozen ones and buffers (their values).
+
+    Names in `module._ddp_params_and_buffers_to_ignore` are left alone, as by torch's DDP; what has another
+    object, or another name, later on, too.
+
+    Attributes:
+        sparse: Indices of trainable parameters whose gradients are sparse: of embeddings that say so.
+        delayed: Indices of delay_all_reduce_named_params.
+        trigger: Index of param_to_hook_all_reduce.
+        frozen_now: Indices of trainable parameters that were frozen when a forward last looked.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.ignored = ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        named = [(name, p) for name, p in module.named_parameters() if name not in ignored]
+        self.all_parameters = dict(named)
+        self.names = [name for name, p in named if p.requires_grad]
+        self.trainable = [p for _, p in named if p.requires_grad]
+        sparse = {
+            id(child.weight)
+            for child in module.modules()
+            if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse
+        }
+        self.sparse = {index for index, p in enumerate(self.trainable) if id(p) in sparse}
+        self.frozen = [p for _, p in named if not p.requires_grad]
+        self.delayed: set[int] = set()
+        self.trigger: int | None = None
+        self.frozen_now: frozenset[int] = frozenset()
+        self._module = module
+        held = (*module.named_parameters(), *module.named_buffers())
+        # Kept, so that no other object gets one's identity.
+        self._ignored_tensors = {id(tensor): tensor for name, tensor in held if name in ignored}
+        self._index_of = {id(p): index for index, p in enumerate(self.trainable)}
+        self._take_structure()
+
+    @property
+    def all_names(self) -> list[str]:
+        """Those of all parameters that are trained."""
+        return self.names
+
+    @property
+    def all_trainable(self) -> list[nn.Parameter]:
+        """All parameters that are trained."""
+        return self.trainable
+
+    @property
+    def device_kinds(self) -> set[str]:
+        return {p.device.type for p in self.trainable}
+
+    def specs(
+        self, reduce_dtype: torch.dtype | None = None, *, complex_as_real: bool = True
+    ) -> list[ParameterSpec]:
+        """The parameters as a plan knows them; those with sparse gradients need no place in it.
+
+        Args:
+            reduce_dtype: In which real gradients are averaged; None: in their own.
+            complex_as_real: Take a complex number for two real ones.
+        """
+        specs = []
+        for index, (name, p) in enumerate(zip(self.names, self.trainable)):
+            dtype = p.dtype if p.is_complex() else reduce_dtype or p.dtype
+            numel = 0 if index in self.sparse else p.numel()
+            if p.is_complex() and complex_as_real:
+                dtype, numel = dtype.to_real(), 2 * numel
+            specs.append(ParameterSpec(name, numel, dtype_name(dtype), dtype.itemsize, str(p.device)))
+        return specs
+
+    def check_device(self, device: torch.device | None) -> None:
+        """Refuse device_ids of a kind that the module is not on."""
+        kinds = {p.device.type for p in self.all_parameters.values()}
+        if device is not None and kinds and device.type not in kinds:
+            raise ConfigError(
+                "DistributedDataParallel: device_ids names a device where the module is not.",
+                seen=f"parameters on {', '.join(sorted(kinds))}",
+                got=f"device_ids of kind {device.type}",
+                hint="leave device_ids out; or move the module there before wrapping it",
+            )
+
+    def delay(self, arguments: dict[str, Any]) -> None:
+        """Find the parameters that the wrapper's arguments name, or refuse strangers.
+
+        Of these arguments, an iterator is replaced by a dictionary: a copy of the wrapper looks again.
+        """
+        name, trigger = "delay_all_reduce_named_params", arguments["param_to_hook_all_reduce"]
+        delayed = WrapperArguments("DistributedDataParallel").delayed(
+            arguments[name], trigger, known=self.all_parameters, trained=self.trainable
+        )
+        arguments[name] = delayed
+        self.delayed = {index for index, name in enumerate(self.names) if delayed and name in delayed}
+        self.trigger = next((index for index, p in enumerate(self.trainable) if p is trigger), None)
+
+    def agreed_options(self) -> dict[str, str]:
+        """What `delay` was told, as it must be on all ranks."""
+        return {
+            "delay_all_reduce_named_params": ", ".join(self.names[index] for index in sorted(self.delayed)),
+            "param_to_hook_all_reduce": "" if self.trigger is None else self.names[self.trigger],
+        }
+
+    def describe(self) -> tuple[tuple[TensorDescription, ...], tuple[TensorDescription, ...]]:
+        """Parameters and buffers, as they must be on all ranks."""
+        parameters = tuple(
+            _describe(name, p, requires_grad=id(p) in self._index_of)
+            for name, p in self.all_parameters.items()
+        )
+        return parameters, tuple(_describe(name, b, requires_grad=None) for name, b in self.buffers.items())
+
+    def current_buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers that the module has now: modules may replace theirs."""
+        held = ((name, slots.get(key)) for name, slots, key in self._buffer_slots)
+        return {name: buffer for name, buffer in held if buffer is not None}
+
+    def check_trainable(self) -> None:
+        """Refuse what cannot be averaged; on every rank alike, because all have the same parameters."""
+        if not self.trainable:
+            raise ConfigError(
+                "DistributedDataParallel is not needed when a module doesn't have any parameter that "
+                "requires a gradient.",
+                seen=f"{len(self.all_parameters)} parameters, none with requires_grad=True",
+                hint="call the module itself; or unfreeze parameters before wrapping it",
+            )
+        for name, parameter in zip(self.names, self.trainable):
+            if hasattr(parameter, "device_mesh"):  # torch's DTensor, which need not be imported to be told
+                raise ConfigError(
+                    f"DistributedDataParallel: '{name}' is a DTensor, whose gradient it can't average.",
+                    seen=f"placements {getattr(parameter, 'placements', '?')}",
+                    likely="the model was parallelised (tensor parallelism, fully_shard) before",
+                    hint="use fully_shard(), or replicate() of torch.distributed, with that",
+                )
+            if dtype_name(parameter.dtype) not in DTYPES:
+                raise ConfigError(
+                    f"DistributedDataParallel: the dtype of '{name}' is not supported yet.",
+                    expected=", ".join(DTYPES),
+                    got=dtype_name(parameter.dtype),
+                )
+
+    def are_trained(self) -> bool:
+        """Whether the backward of a forward that runs now may bring gradients to average.
+
+        Returns:
+            False where all parameters are frozen, or torch.func.functional_call runs the module with other
+            tensors for a while.
+
+        Raises:
+            ConfigError: A parameter would be trained that no rank averages.
+        """
+        return self._is_trained if self._snapshot.is_unchanged() else self._look_again()
+
+    def _look_again(self) -> bool:
+        """Something has changed since a forward last looked."""
+        if not self._structure.is_unchanged():
+            slots = (module._parameters.values() for module in self._module.modules())
+            tensors = (tensor for slot in slots for tensor in slot if tensor is not None)
+            if not all(isinstance(tensor, nn.Parameter) for tensor in tensors):
+                return False
+            strangers = self._strangers()
+            if strangers:
+                raise self._changed(strangers)
+            self._take_structure()
+        elif any(p.requires_grad for p in self._untrained):
+            raise self._changed(self._strangers())
+        self._take_flags()
+        return self._is_trained
+
+    def _take_structure(self) -> None:
+        """Note what the modules hold now."""
+        modules = list(self._module.modules())
+        # Walking the modules takes far longer than comparing the dictionaries in which they keep things.
+        self._dicts: list[dict[str, Any]] = [m._parameters for m in modules]
+        self._dicts += [m._modules for m in modules]
+        self._structure = _core.ModuleSnapshot(self._dicts, "requires_grad", [], [])
+        held = {id(p): p for _, p in self._managed()}
+        self._present = [index for key, index in self._index_of.items() if key in held]
+        self._untrained = [p for key, p in held.items() if key not in self._index_of]
+        owned = [
+            (name, owner._buffers, key)
+            for name, owner, key in _owned_buffers(self._module)
+            if not self._is_ignored(name, owner._buffers[key])
+        ]
+        held_now = ((name, slots[key]) for name, slots, key in owned)
+        self.buffers = {name: buffer for name, buffer in held_now if buffer is not None}
+        self._buffer_slots = [(name, slots, key) for name, slots, key in owned if name in self.buffers]
+        self._take_flags()
+
+    def _take_flags(self) -> None:
+        """Note which parameters are frozen now."""
+        flags = [p.requires_grad for p in self.trainable]
+        self.frozen_now = frozenset(index for index, flag in enumerate(flags) if not flag)
+        self._is_trained = any(flags[index] for index in self._present)
+        trained = [p for p, flag in zip(self.trainable, flags) if flag]
+        untrained = [p for p, flag in zip(self.trainable, flags) if not flag]
+        self._snapshot = _core.ModuleSnapshot(
+            self._dicts, "requires_grad", trained, [*untrained, *self._untrained]
+        )
+
+    def _managed(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The module's parameters as they are now, but for ignored ones."""
+        return ((name, p) for name, p in self._module.named_parameters() if not self._is_ignored(name, p))
+
+    def _is_ignored(self, name: str, tensor: torch.Tensor | None) -> bool:
+        return name in self.ignored or id(tensor) in self._ignored_tensors
+
+    def _strangers(self) -> list[str]:
+        """Names of parameters that are to be trained and are not averaged."""
+        return [name for name, p in self._managed() if p.requires_grad and id(p) not in self._index_of]
+
+    def _changed(self, strangers: Sequence[str]) -> ConfigError:
+        now, before = dict(self._module.named_parameters()), self.all_parameters
+        changes = {
+            "added": [name for name in strangers if name not in before],
+            "replaced": [name for name in strangers if name in before and now[name] is not before[name]],
+            "unfrozen": [name for name in strangers if name in before and now[name] is before[name]],
+        }
+        return ConfigError(
+            "A wrapped model has parameters to train that it had not when it was wrapped.",
+            seen="\n".join(f"{what}: {shorten(names)}" for what, names in changes.items() if names),
+            expected="every parameter with requires_grad=True was there, and had it, when the model was "
+            "wrapped: only their gradients are averaged",
+            likely="the model was changed after DistributedDataParallel() had wrapped it",
+            hint="make such changes first, then wrap; or wrap `ddp.module` again, on every rank",
+        )
+
+
+def _owned_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Of each buffer its name, the submodule that holds it, and its name there."""
+    for prefix, owner in module.named_modules():
+        for key in owner._buffers:
+            yield f"{prefix}.{key}" if prefix else key, owner, key
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _describe(name: str, tensor: torch.Tensor, *, requires_grad: bool | None) -> TensorDescription:
+    return TensorDescription(
+        name=name,
+        shape=tuple(tensor.shape),
+        dtype=dtype_name(tensor.dtype),
+        device=tensor.device.type,
+        strides=() if tensor.is_contiguous() else tensor.stride(),
+        requires_grad=requires_grad,
+    )

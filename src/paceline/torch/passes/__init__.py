@@ -1,0 +1,1 @@
+"""One backward pass: hooks, graphs, weights and late gradients of a module. Imports `link` and `model`."""

@@ -1,0 +1,290 @@
+"""The hook of each parameter: it hands the finished gradient over, in as few Python steps as possible.
+
+Three kinds. In *pointer* mode the reducer copies the gradient into the arena and, at the end, the mean back.
+In *copy* mode torch does both. In *view* mode the gradient itself moves into the arena and stays there.
+
+A hook runs some hundred times in every backward: it is a closure over what it needs, and whatever is rare is
+a call of something else. Where the core itself averages, the usual case is not even Python: see `in_core`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from paceline import _core
+from paceline.errors import ConfigError
+from paceline.reducer.graphs import Graphs
+from paceline.reducer.passes import PassState
+from paceline.reducer.protocol import Reducer
+from paceline.torch.link.arena import extent
+from paceline.torch.model.compiling import untraced
+
+Hook = Callable[[torch.Tensor], None]
+HookMaker = Callable[[PassState, int, str, torch.Tensor, Reducer, torch.dtype], Hook]
+"""Of a parameter: its index, name, place, who averages, and the dtype of its gradients."""
+
+HAS_EXCHANGE_API = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")  # torch 2.10 and newer
+
+
+def pointer_hook(
+    state: PassState, index: int, name: str, view: torch.Tensor, reducer: Reducer, dtype: torch.dtype
+) -> Hook:
+    """For a reducer that takes pointers; only for gradients that lie in memory as their place does."""
+    mark_ready, handed = reducer.mark_ready, state.handed
+    shape, strides = view.shape, view.stride()
+    stage = copy_hook(state, index, name, view, reducer, dtype)
+    is_row_major = view.is_contiguous()
+
+    @untraced
+    def hand_over(parameter: torch.Tensor) -> None:
+        if not state.is_syncing:
+            state.accumulated.add(index)
+            return
+        if not state.is_armed:
+            state.arm()
+        gradient = parameter.grad
+        if (
+            gradient is None
+            or gradient.dtype is not dtype
+            or gradient.is_sparse
+            or gradient.shape != shape
+            or gradient.is_neg()
+            or not (gradient.is_contiguous() if is_row_major else gradient.stride() == strides)
+        ):
+            stage(parameter)
+            return
+        if index in handed:
+            state.status.twice = index
+            return
+        handed[index] = gradient
+        mark_ready(index, gradient.data_ptr())
+
+    return in_core(hand_over, state, index, view, reducer, gradient_in_arena=False)
+
+
+def copy_hook(
+    state: PassState,
+    index: int,
+    name: str,
+    view: torch.Tensor,
+    reducer: Reducer,
+    dtype: torch.dtype,
+    put: Callable[[torch.Tensor, torch.Tensor], object] | None = None,
+) -> Hook:
+    """For any reducer, any layout of the gradient, and a place of another dtype.
+
+    Args:
+        put: Copies a gradient (its second argument) to its place, later maybe; None: now.
+    """
+    mark_copied, handed, staged, shape = reducer.mark_copied, state.handed, state.staged, view.shape
+    copy = view.copy_ if put is None else functools.partial(put, view)
+
+    @untraced
+    def hand_over(parameter: torch.Tensor) -> None:
+        if not state.is_syncing:
+            state.accumulated.add(index)
+            return
+        if not state.is_armed:
+            state.arm()
+        gradient = parameter.grad
+        if gradient is None or gradient.dtype is not dtype or gradient.is_sparse or gradient.shape != shape:
+            refuse_unsupported(state, index, name, parameter, dtype, shape)
+            return
+        if index in handed:
+            state.status.twice = index
+            return
+        # Only backward(create_graph=True) needs detach(), which takes as long as the rest of the hook.
+        copy(gradient.detach() if gradient.requires_grad else gradient)
+        handed[index] = gradient
+        staged.append(index)
+        mark_copied(index, gradient.data_ptr(), extent(gradient))
+
+    return hand_over
+
+
+def view_hook(
+    state: PassState, index: int, name: str, view: torch.Tensor, reducer: Reducer, dtype: torch.dtype
+) -> Hook:
+    """For gradients that live in the arena: autograd's own tensor moves in when it made a new one."""
+    mark_ready, handed, copy, shape = reducer.mark_ready, state.handed, view.copy_, view.shape
+    # A communication hook may move the memory, by making it longer for a while: the view moves along.
+    pointer, arena_pointer = view.data_ptr, view.untyped_storage().data_ptr
+    offset = pointer() - arena_pointer()
+
+    @untraced
+    def hand_over(parameter: torch.Tensor) -> None:
+        if state.is_syncing and not state.is_armed:
+            state.arm()
+        gradient = parameter.grad
+        if pointer() != arena_pointer() + offset:
+            state.refuse(index, moved_gradient(name, state.where, view))
+            return
+        if gradient is not view:
+            if (
+                gradient is None
+                or gradient.dtype is not dtype
+                or gradient.is_sparse
+                or gradient.shape != shape
+            ):
+                refuse_unsupported(state, index, name, parameter, dtype, shape)
+                return
+            copy(gradient.detach() if gradient.requires_grad else gradient)  # as in copy_hook
+            parameter.grad = view
+        if not state.is_syncing:
+            state.accumulated.add(index)
+            return
+        if index in handed:
+            state.status.twice = index
+            return
+        handed[index] = view
+        mark_ready(index, 0)
+
+    return in_core(hand_over, state, index, view, reducer, gradient_in_arena=True)
+
+
+def sparse_hook(
+    state: PassState,
+    index: int,
+    name: str,
+    view: torch.Tensor,
+    reducer: Reducer,
+    dtype: torch.dtype,
+    *,
+    shape: torch.Size,
+) -> Hook:
+    """For gradients that lie elsewhere, of a parameter of this shape: it only says that there is one."""
+    mark_ready, handed = reducer.mark_ready, state.handed
+
+    @untraced
+    def hand_over(parameter: torch.Tensor) -> None:
+        if not state.is_syncing:
+            state.accumulated.add(index)
+            return
+        if not state.is_armed:
+            state.arm()
+        if index in handed:
+            state.status.twice = index
+            return
+        gradient = parameter.grad
+        if gradient is None:
+            refuse_unsupported(state, index, name, parameter, dtype, shape)
+            return
+        if gradient.shape != shape:
+            state.refuse(index, reshaped_parameter(name, state.where, gradient.shape, shape))
+            return
+        handed[index] = gradient
+        mark_ready(index, 0)
+
+    return hand_over
+
+
+def in_core(
+    hook: Hook, state: PassState, index: int, view: torch.Tensor, reducer: Reducer, *, gradient_in_arena: bool
+) -> Hook:
+    """The same hook, of pointer or view mode, with the core doing what is usual.
+
+    What is not usual goes to the Python hook: the first gradient of a backward, a local one, any that does
+    not lie in memory as its place does.
+    """
+    if not isinstance(reducer, _core.Reducer) or view.is_complex() or not HAS_EXCHANGE_API:
+        return hook
+    return _core.GradientHook(hook, state, index, reducer, view, gradient_in_arena, "is_neg")
+
+
+def in_own_passes(state: PassState, graphs: Graphs, hook: Hook) -> Hook:
+    """For a parameter that another wrapped model has, too: only in backwards of this one's outputs."""
+
+    @untraced
+    def hand_over(parameter: torch.Tensor) -> None:
+        if graphs.is_running or state.is_armed or not state.is_syncing:
+            hook(parameter)
+
+    return hand_over
+
+
+def moved_gradient(name: str, where: str, view: torch.Tensor) -> ConfigError:
+    return ConfigError(
+        f"DistributedDataParallel cannot average the gradient of '{name}'.",
+        where=where,
+        expected="a gradient that stays in its bucket, as gradient_as_bucket_view=True says",
+        got=f"one of {view.dtype} that does not lie in the memory where gradients are averaged any more",
+        likely="the model was converted, by .half(), .to() or .share_memory(), after it had been wrapped",
+        hint="make conversions first, then wrap; or wrap `.module` again, on every rank",
+    )
+
+
+def refuse_unsupported(
+    state: PassState, index: int, name: str, parameter: torch.Tensor, dtype: torch.dtype, shape: torch.Size
+) -> None:
+    """A gradient is not there, or not one that can be averaged.
+
+    Backward calls hooks even where it has nothing to add: a Function whose backward returns None. Such a
+    parameter is unused. Where users have hooks, too, one of them may have dropped the gradient: an optimizer
+    that steps within backward, with the gradients of this rank alone.
+    """
+    gradient = parameter.grad
+    if gradient is not None or _has_hooks_of_users(parameter):
+        state.refuse(index, unsupported_gradient(name, state.where, gradient, dtype, shape))
+
+
+def _has_hooks_of_users(parameter: Any) -> bool:
+    hooks = (parameter._post_accumulate_grad_hooks or {}).values()
+    return any(not str(getattr(hook, "__module__", "")).startswith("paceline.") for hook in hooks)
+
+
+def unsupported_gradient(
+    name: str, where: str, gradient: torch.Tensor | None, dtype: torch.dtype, shape: torch.Size
+) -> ConfigError:
+    if gradient is None:
+        got = "no gradient"
+        likely = "another hook of this parameter set its gradient to None; or backward made none for it"
+    elif gradient.is_sparse:
+        got = "a sparse gradient"
+        likely = "torch.nn.functional.embedding(sparse=True); use nn.Embedding(sparse=True) instead"
+    elif gradient.shape != shape:
+        return reshaped_parameter(name, where, gradient.shape, shape)
+    else:
+        got = f"a gradient of {gradient.dtype}"
+        likely = "the model was converted, by .half() or .to(), after it had been wrapped"
+    return ConfigError(
+        f"DistributedDataParallel cannot average the gradient of '{name}'.",
+        where=where,
+        expected=f"a dense gradient of {dtype}",
+        got=got,
+        likely=likely,
+    )
+
+
+def reshaped_parameter(name: str, where: str, got: torch.Size, expected: torch.Size) -> ConfigError:
+    return ConfigError(
+        f"DistributedDataParallel cannot average the gradient of '{name}': it has another shape.",
+        where=where,
+        expected=f"a gradient of shape {tuple(expected)}, as the parameter had when it was wrapped",
+        got=f"shape {tuple(got)}",
+        likely="the parameter's .data was replaced after that: pruned, or a vocabulary that grew",
+        hint="make such changes first, then wrap; or wrap `.module` again, on every rank",
+    )
+
+
+def changed_gradient(
+    name: str, where: str, handed: torch.Tensor | None, now: torch.Tensor | None
+) -> ConfigError:
+    if now is None:
+        got = "no gradient any more"
+    elif now is handed:
+        got = "a gradient that was changed in place in the middle of backward"
+    else:
+        got = "another tensor in .grad"
+    return ConfigError(
+        f"DistributedDataParallel cannot average the gradient of '{name}'.",
+        where=where,
+        expected="the gradient that was there when its hooks had been called, until backward is over",
+        got=got,
+        likely="a hook of another tensor, or of autograd's own node, or another thread changes it",
+        hint="change gradients after backward(); or in a hook that parameter."
+        "register_post_accumulate_grad_hook() registers: such hooks run before gradients are averaged",
+    )

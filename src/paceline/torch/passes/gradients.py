@@ -1,0 +1,201 @@
+"""The gradients of one model, and where they lie: torch's own memory, or the arena.
+
+A gradient is handed over in one of four ways, chosen for each parameter when a plan is adopted: by *pointer*,
+by *copy*, as the *view* of the arena that it is, or *sparse*, which lies elsewhere. See `hooks`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+
+from paceline.reducer.link import Reduction
+from paceline.reducer.passes import PassState
+from paceline.reducer.plan import ParameterSpec
+from paceline.torch.link.arena import extent
+from paceline.torch.model.config import DDPConfig
+from paceline.torch.model.parameters import ManagedTensors
+from paceline.torch.passes.gradient_hooks import (
+    Hook,
+    HookMaker,
+    changed_gradient,
+    copy_hook,
+    pointer_hook,
+    reshaped_parameter,
+    sparse_hook,
+    view_hook,
+)
+
+
+class Gradients:
+    """See `paceline.reducer.front_end.Gradients`.
+
+    Args:
+        tensors: The model's.
+        state: Of its passes.
+        config: Of the wrapped model.
+
+    Attributes:
+        reduction: Averages them.
+        hooks: For each parameter what hands its gradient over.
+    """
+
+    def __init__(self, tensors: ManagedTensors, state: PassState, config: DDPConfig) -> None:
+        self.hooks: list[Hook] = []
+        self.reduction: Reduction[torch.Tensor]
+        self._tensors = tensors
+        self._names, self._parameters = tensors.names, tensors.trainable
+        self._state = state
+        self._config = config
+        self._shared: set[int] = set()
+        self._shapes = [parameter.shape for parameter in tensors.trainable]
+
+    @property
+    def any_in_arena(self) -> bool:
+        return self._config.gradients_in_arena
+
+    def specs(self, *, whole: bool) -> list[ParameterSpec]:
+        return self._tensors.specs(self._config.reduce_dtype, complex_as_real=not whole)
+
+    def adopt(self, reduction: Reduction[torch.Tensor]) -> None:
+        moved = self._in_arena()
+        self.reduction = reduction
+        for index in moved:
+            self._move_home(index, self._parameters[index].grad)
+        self._make_hooks()
+
+    def share(self, indices: set[int]) -> None:
+        self._shared = indices
+        self._make_hooks()
+
+    def _make_hooks(self) -> None:
+        places = zip(self._names, self._parameters, self.reduction.places)
+        self.hooks = [
+            self._kind_of_hook(index, parameter, view)(
+                self._state, index, name, view, self.reduction.reducer, parameter.dtype
+            )
+            for index, (name, parameter, view) in enumerate(places)
+        ]
+
+    def _kind_of_hook(self, index: int, parameter: torch.Tensor, view: torch.Tensor) -> HookMaker:
+        """Whether a gradient is copied, handed over by pointer, or lives in the arena."""
+        if index in self._tensors.sparse:
+            return functools.partial(sparse_hook, shape=self._shapes[index])
+        if view.dtype is not parameter.dtype or index in self._shared:
+            return copy_hook
+        if self._config.gradients_in_arena:
+            return view_hook
+        # What lies in memory may be the conjugate of a complex gradient.
+        if self.reduction.takes_pointers:
+            return copy_hook if parameter.is_complex() else pointer_hook
+        if self._config.batched_copies:
+            return functools.partial(copy_hook, put=self.reduction.put)
+        return copy_hook
+
+    def exists(self, index: int) -> bool:
+        return self._parameters[index].grad is not None
+
+    def hand_over_rest(self, index: int) -> None:
+        self.hooks[index](self._parameters[index])
+
+    def clear(self, index: int) -> None:
+        self.reduction.places[index].zero_()
+
+    def leave_out(self, indices: Collection[int]) -> None:
+        """Their shapes are looked at by `check`, when more is known."""
+
+    def check(self) -> None:
+        """Refuse gradients that are not what the reducer was given, and parameters of another shape."""
+        state, names, trainable = self._state, self._names, self._parameters
+        if state.refusal is not None or state.status.twice is not None:
+            return
+        for changed in state.handed.changed():
+            handed, now = state.handed[changed], trainable[changed].grad
+            if handed is not now or not self._shares_version(changed):
+                state.refuse(changed, changed_gradient(names[changed], state.where, handed, now))
+                break
+        if len(state.handed) == len(names):
+            return
+        for index, expected in enumerate(self._shapes):  # those without a gradient get the others' mean
+            if trainable[index].shape != expected and index not in state.handed:
+                error = reshaped_parameter(names[index], state.where, trainable[index].shape, expected)
+                state.refuse(index, error)
+
+    def _shares_version(self, index: int) -> bool:
+        """Whether other gradients lie in the same memory: autograd has cut them from one tensor.
+
+        They count their changes together, so what was added to another one says nothing of this one. In the
+        arena each counts its own.
+        """
+        handed, gradient = self._state.handed, self._state.handed[index]
+        if gradient is self.reduction.places[index]:
+            return False
+        storage = gradient.untyped_storage().data_ptr()
+        others = [handed[other] for other in handed if other != index]
+        return any(
+            other is not None and not other.is_sparse and other.untyped_storage().data_ptr() == storage
+            for other in others
+        )
+
+    def write_back(self, missing: Sequence[int]) -> None:
+        handed, places = self._state.handed, self.reduction.places
+        with torch.no_grad():
+            for index in self._state.staged:
+                handed[index].copy_(places[index])
+            for index in missing:
+                if index not in self._tensors.sparse:
+                    parameter, place = self._parameters[index], places[index]
+                    is_own = self._config.gradients_in_arena and index not in self._shared
+                    is_at_home = is_own and place.dtype is parameter.dtype
+                    parameter.grad = place if is_at_home else place.to(parameter.dtype, copy=True)
+
+    def keep(self) -> dict[int, Any]:
+        in_arena, kept = set(self._in_arena()), {}
+        for index, parameter in enumerate(self._parameters):
+            gradient = parameter.grad
+            if gradient is not None:
+                is_at_home = index in in_arena
+                kept[index] = (gradient.clone() if is_at_home else gradient, is_at_home)
+        return kept
+
+    def restore(self, kept: dict[int, Any]) -> None:
+        for index, parameter in enumerate(self._parameters):
+            gradient, is_at_home = kept.get(index, (None, False))
+            if is_at_home:  # in the place of the plan that is in use now
+                self._move_home(index, gradient)
+            else:
+                parameter.grad = gradient
+
+    def leave_arena(self, indices: Collection[int] | None = None) -> None:
+        for index in self._in_arena():
+            if indices is None or index in indices:
+                self._parameters[index].grad = self.reduction.places[index].clone()
+
+    def _in_arena(self) -> list[int]:
+        if not hasattr(self, "reduction"):
+            return []
+        pairs = zip(self._parameters, self.reduction.places)
+        return [index for index, (parameter, place) in enumerate(pairs) if parameter.grad is place]
+
+    def _move_home(self, index: int, gradient: Any) -> None:
+        self._parameters[index].grad = self.reduction.places[index].copy_(gradient)
+
+    def fingerprint(self) -> list[tuple[int, int]]:
+        gradients = [p.grad for p in self._parameters]
+        return [(id(g), g._version) for g in gradients if g is not None]
+
+    def memory(self) -> tuple[list[int], list[int]] | None:
+        if self._tensors.sparse:
+            return None
+        pointers, sizes = [], []
+        for gradient in [p.grad for p in self._parameters]:
+            if gradient is None:
+                continue
+            if not gradient.is_cpu or gradient.layout is not torch.strided:
+                return None
+            pointers.append(gradient.data_ptr())
+            sizes.append(extent(gradient))
+        return pointers, sizes

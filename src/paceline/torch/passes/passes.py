@@ -1,0 +1,243 @@
+"""The backward passes of a torch module: when one begins and ends in autograd, and its other parts.
+
+A pass begins at the first hook that fires: a parameter's, or that of an output of forward, so that a rank on
+which no parameter gets a gradient ends its pass too. Whichever comes first queues the end of the pass in
+autograd's engine, which calls it when the backward is over. What happens there is in `reducer.passes`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+from torch.autograd import Variable, profiler
+
+from paceline.errors import PacelineError
+from paceline.reducer.buffers import BufferSync
+from paceline.reducer.front_end import FrontEnd
+from paceline.reducer.graphs import Graph
+from paceline.reducer.link import Link
+from paceline.reducer.passes import Passes, PassState
+from paceline.torch.link.buffer_sync import average_buffers
+from paceline.torch.model.compiling import untraced
+from paceline.torch.model.config import DDPConfig
+from paceline.torch.model.parameters import ManagedTensors
+from paceline.torch.passes.accumulated import part_accumulated
+from paceline.torch.passes.gradient_hooks import in_own_passes
+from paceline.torch.passes.gradients import Gradients
+from paceline.torch.passes.graphs import RunningCall, running_call, tensors_in
+from paceline.torch.passes.last_hooks import LastHooks
+from paceline.torch.passes.late import LateGradients
+from paceline.torch.passes.optimizer_in_backward import Steppers, step_in_backward, take_over_optimizers
+from paceline.torch.passes.pass_times import PassTimes, profiled
+from paceline.torch.passes.replica_state import hash_model, make_notes
+from paceline.torch.passes.sparse import SparseMeans
+from paceline.torch.passes.weights import TorchWeights
+
+
+class ErrorNote:
+    """The last error of ours that a wrapper or its passes raised.
+
+    Attributes:
+        text: Its type and its words; empty: there was none.
+    """
+
+    text = ""
+
+    def add(self, error: PacelineError) -> None:
+        self.text = f"{type(error).__name__}: {error}"
+
+
+class TorchAutograd:
+    """See `paceline.reducer.front_end.Autograd`.
+
+    Args:
+        tensors: The model's.
+        state: Of its passes.
+        gradients: Handed over by its hooks.
+        weights: Of this rank's micro-batches.
+        buffers: Kept in step, by a user's hook maybe.
+        is_static: Whether a static graph is promised.
+
+    Attributes:
+        frozen: Parameters that were frozen in the forwards before the pass, or those of the last one.
+        times: Of passes.
+        errors: Where it notes what a pass raised.
+    """
+
+    def __init__(
+        self,
+        tensors: ManagedTensors,
+        state: PassState,
+        gradients: Gradients,
+        weights: TorchWeights,
+        buffers: BufferSync,
+        *,
+        is_static: bool,
+    ) -> None:
+        self.frozen: frozenset[int] = frozenset()
+        self.times = PassTimes(is_timing=tensors.device_kinds == {"cpu"})
+        self.errors = ErrorNote()
+        self._tensors = tensors
+        self._state = state
+        self._gradients = gradients
+        self._weights = weights
+        self._buffers = buffers
+        self._shared: set[int] = set()
+        self._is_frozen_noted = self._has_begun = False
+        self._in_backward: Steppers = []
+        self._last_hooks: LastHooks | None = None
+        self._make_late(is_static)
+
+    def use_static_graph(self, is_static: bool) -> None:
+        self._make_late(is_static)
+        self.install()
+
+    def _make_late(self, is_static: bool) -> None:
+        hand_over, delayed = self._gradients.hand_over_rest, self._tensors.delayed
+        self._late = LateGradients(self._state, hand_over, delayed, is_learning=is_static)
+        self.complete = self._late.end_pass
+
+    def install(self) -> None:
+        self._remove_hooks()
+        late, trainable = self._late, self._tensors.trainable
+        registered = [
+            late.hook(index) if late.is_late(index) else hook
+            for index, hook in enumerate(self._gradients.hooks)
+        ]
+        for index in self._shared:
+            registered[index] = in_own_passes(self._state, self._state.graphs, registered[index])
+        if self._tensors.trigger is not None:
+            registered[self._tensors.trigger] = late.with_trigger(registered[self._tensors.trigger])
+        self._last_hooks = LastHooks(trainable, registered)
+        self._not_last = self._last_hooks.not_last
+        # Another wrapped model brings its own means to what both have, in the same backward.
+        watched = [None if index in self._shared else p for index, p in enumerate(trainable)]
+        self._state.handed.watch(watched, "grad", "_version")
+
+    def share(self, indices: set[int]) -> None:
+        self._shared = indices
+        if self._last_hooks is not None:
+            self.install()
+
+    def close(self) -> None:
+        self._weights.close()
+        self._remove_hooks()
+
+    def _remove_hooks(self) -> None:
+        if self._last_hooks is not None:
+            self._last_hooks.remove()
+
+    def _put_last(self, moved: Sequence[int]) -> None:
+        """Hooks have been registered after ours, which must hand over what those leave."""
+        assert self._last_hooks is not None
+        self._last_hooks.put_last(moved)
+
+    def begin_forward(self, *, is_syncing: bool, good_passes: int) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            self._in_backward = take_over_optimizers(self._tensors.trainable)
+        if not is_syncing:
+            return
+        if good_passes >= self.times.next_pass:
+            self.times.begin_forward(good_passes)
+        frozen = self._tensors.frozen_now  # what one of several forwards trains is not
+        self.frozen = self.frozen & frozen if self._is_frozen_noted else frozen
+        self._is_frozen_noted = True
+        if not self._state.is_armed and (moved := self._not_last()):
+            self._put_last(moved)
+        if self._buffers.hook is not None:
+            self._buffers.hook.before_forward(self._tensors.current_buffers())
+
+    def watch(self, output: object) -> None:
+        if self._buffers.hook is not None and self._state.is_syncing:
+            self._buffers.hook.after_forward(self._tensors.current_buffers())
+        graph = self._state.graphs.add(self._on_output_gradient)
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(graph.hook)  # type: ignore[no-untyped-call]
+
+    @untraced
+    def _on_output_gradient(self, graph: Graph) -> None:
+        state = self._state
+        if not state.is_syncing:
+            if state.accumulated:
+                part_accumulated(self._tensors.trainable, state.accumulated)
+            self._weights.watch_local()
+            return
+        call = RunningCall.BACKWARD if state.is_armed else running_call()
+        if call in (RunningCall.BACKWARD, RunningCall.UNKNOWN):
+            state.graphs.begin(graph)
+        if call is RunningCall.BACKWARD and not state.is_armed:
+            state.arm()
+
+    def is_in_backward(self) -> bool:
+        return torch._C._current_graph_task_id() != -1
+
+    @untraced
+    def prepare(self) -> None:
+        if self._state.accumulated:
+            part_accumulated(self._tensors.trainable, self._state.accumulated)
+
+    def at_end(self, end: Callable[[], None]) -> None:
+        if self.times.is_begun:
+            end = self.times.timed(end, self._gradients.reduction.reducer)
+        if profiler._is_profiler_enabled:
+            end = profiled(end)
+        Variable._execution_engine.queue_callback(functools.partial(_call, end))
+        if moved := self._not_last():  # hooks were registered since forward
+            self._put_last(moved)
+
+    def raise_kept(self) -> None:
+        """Hooks of torch raise where they are called."""
+
+    def note_error(self, error: PacelineError) -> None:
+        self.errors.add(error)
+
+    def after_means(self) -> None:
+        step_in_backward(self._in_backward)
+
+    def learn(self) -> None:
+        if self._late.learn():
+            self.install()
+
+    def forget(self) -> None:
+        self._late.forget()
+        self._is_frozen_noted = False
+
+
+GradientPasses: TypeAlias = Passes[TorchAutograd]
+
+
+def make_passes(tensors: ManagedTensors, link: Link[torch.Tensor], config: DDPConfig) -> GradientPasses:
+    """What averages the gradients of one model in each backward. Collective.
+
+    Args:
+        tensors: The model's.
+        link: Between the ranks that train it.
+        config: Of the wrapped model.
+    """
+    state = PassState(link.rank, link.world_size)
+    gradients = Gradients(tensors, state, config)
+    weights = TorchWeights(tensors.trainable, state)
+    sparse = [(index, tensors.trainable[index]) for index in sorted(tensors.sparse)]
+    buffers = BufferSync(tensors, link, config.buffers, config.broadcast_buffers, average_buffers)
+    is_static = config.static_graph
+    front_end = FrontEnd(
+        tensors,
+        gradients,
+        SparseMeans(sparse, link),
+        TorchAutograd(tensors, state, gradients, weights, buffers, is_static=is_static),
+        weights,
+        buffers,
+        make_notes(tensors.trainable),
+        hash_model,
+    )
+    return Passes(front_end, state, link, config)
+
+
+@untraced
+def _call(end: Callable[[], None]) -> None:
+    end()

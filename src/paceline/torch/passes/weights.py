@@ -1,0 +1,65 @@
+"""The weights of micro-batches, for torch: hooks that scale gradients before autograd accumulates them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
+
+from paceline.reducer.micro_batches import MicroBatchWeights
+from paceline.reducer.passes import PassState
+from paceline.torch.passes.graphs import RunningCall, running_call
+from paceline.torch.passes.last_hooks import taking_hooks
+
+
+class TorchWeights(MicroBatchWeights):
+    """See `MicroBatchWeights`.
+
+    Args:
+        parameters: The trainable ones.
+        state: Of the model's passes.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor], state: PassState) -> None:
+        super().__init__(state)
+        self._parameters = parameters
+        self._handles: list[RemovableHandle] = []
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def watch_local(self) -> None:
+        """An output of a forward in no_sync() has got its gradient: its backward begins."""
+        if not self._is_open and running_call() is RunningCall.BACKWARD:
+            self.begin()
+
+    def _install(self) -> None:
+        for parameter in self._parameters:
+            with taking_hooks(parameter):
+                self._handles.append(parameter.register_hook(self._scale))  # type: ignore[no-untyped-call]
+
+    def _shrink(self, factor: float) -> None:
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        with torch.no_grad():
+            torch._foreach_mul_(gradients, factor)
+
+    def _call_at_end(self, end: Callable[[], None]) -> None:
+        Variable._execution_engine.queue_callback(end)
+
+    def _scale(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """Runs before autograd adds a gradient to .grad.
+
+        None: backward leaves this parameter's gradient undefined. What it has is weighed all the same.
+        """
+        if not self._is_open and running_call() is RunningCall.GRAD:
+            return None
+        share = self._share_of_incoming()
+        if share == 1.0 or gradient is None:
+            return None
+        # A weight of 0 takes a gradient out, whatever it holds: 0 * NaN would be NaN.
+        return gradient * share if share else torch.zeros_like(gradient)
