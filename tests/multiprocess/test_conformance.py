@@ -64,6 +64,24 @@ def test_training_equals_one_process_with_the_whole_batch(group: object, framewo
 
 @both
 @on_two_ranks
+def test_the_layout_of_buckets_is_told(group: object, framework: str) -> None:
+    do, x = adapter(framework), batch()
+    # The second layer, of 40 and 8 bytes, just fits into the first bucket: the one begins at byte 0 or 64.
+    wrapped = do.wrap(do.network(), group, bucket_cap_mb_list=[104 / 2**20, 25])
+    planned = wrapped.bucket_layout()
+    # In reverse order of registration, before a backward has shown the true one.
+    assert [bucket.parameters for bucket in planned] == [("2.bias", "2.weight"), ("0.bias", "0.weight")]
+    do.backward(do.loss(wrapped, np.split(x, 2)[group.rank]))
+    seen = wrapped.bucket_layout()
+    for layout in (planned, seen):
+        sizes = [dict(zip(bucket.parameters, bucket.sizes_bytes)) for bucket in layout]
+        assert sizes == [{"2.bias": 8, "2.weight": 40}, {"0.bias": 20, "0.weight": 80}]
+        assert [bucket.nbytes for bucket in layout] == [128, 192]  # each gradient begins a cache line
+        assert {(bucket.dtype, bucket.device) for bucket in layout} == {("float32", "cpu")}
+
+
+@both
+@on_two_ranks
 def test_accumulation_and_several_backwards(group: object, framework: str) -> None:
     do, x = adapter(framework), batch()
     own = np.split(x, 2)[group.rank]

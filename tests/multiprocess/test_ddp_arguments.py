@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
@@ -63,14 +64,26 @@ class Delayed(nn.Module):
         return x
 
 
-def note_what_is_handed(ddp: DistributedDataParallel, *triggers: nn.Parameter) -> list[list[int]]:
-    """Indices of the gradients that are handed over when all hooks of one of these have been called."""
-    handed: list[list[int]] = []
+def note_what_is_sent(ddp: DistributedDataParallel, *triggers: nn.Parameter) -> list[list[str]]:
+    """What a communication hook gets of the gradients until all hooks of one of these have been called."""
+    sent: list[list[str]] = []
+    names = {id(parameter): name for name, parameter in ddp.module.named_parameters()}
+    got: list[str] = []
+
+    def hook(_: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        got.extend(names[id(parameter)] for parameter in bucket.parameters())
+        return allreduce_hook(None, bucket)
+
+    def note(*_: Any) -> None:
+        sent.append(got[:])
+        got.clear()
+
+    ddp.register_comm_hook(None, hook)
     nodes: list[Any] = [parameter.view_as(parameter).grad_fn.next_functions[0][0] for parameter in triggers]
     for node in nodes:
-        node.register_hook(lambda *_: handed.append([*ddp._passes.state.handed]))
+        node.register_hook(note)
     ddp.nodes = nodes  # autograd itself does not hold them
-    return handed
+    return sent
 
 
 @pytest.mark.parametrize("path", ["memory", "group"])
@@ -90,10 +103,12 @@ def test_delayed_parameters_wait_for_the_one_that_was_named(rank: int, path: str
             bucket_cap_mb=0.00001,
         )
         twin = copy.deepcopy(ddp)
-        handed = note_what_is_handed(ddp, net.shared.weight, net.first.weight)
+        sent = note_what_is_sent(ddp, net.shared.weight, net.first.weight)
         assert_close(train(ddp, inputs()[rank : rank + 1]), expected)
-        # At the trigger, neither sooner nor at the end.
-        assert handed == [[], [], [0, 1]] * (len(handed) // 3)
+        # At the trigger, neither sooner nor at the end; but the first plan has `idle` before all others.
+        at_trigger, num_passes = ["first.weight", "shared.weight"], len(sent) // 3
+        first_pass, others = ["idle.weight", *reversed(at_trigger)], [["idle.weight"], [], at_trigger]
+        assert sent == [[], [], [], first_pass, [], at_trigger, *others * (num_passes - 2)]
         assert not net.idle.weight.grad.any()
         assert_close(train(twin, inputs()[rank : rank + 1]), expected)
 
@@ -145,8 +160,7 @@ def test_caps_of_single_buckets(rank: int) -> None:
     net = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(5)])  # 1 KiB each
     kib = 1 / 1024
     ddp = DistributedDataParallel(net, bucket_cap_mb=25, bucket_cap_mb_list=[kib, 3 * kib, kib])
-    sizes = [bucket.nbytes for bucket in ddp._passes.reduction.plan.buckets]
-    assert sizes == [1024, 3072, 1024]
+    assert [bucket.nbytes for bucket in ddp.bucket_layout()] == [1024, 3072, 1024]
 
 
 @ranks(2, group="gloo")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from paceline.errors import ConfigError, ReplicasDifferError
@@ -202,7 +203,8 @@ def test_writes_that_leave_the_replicas_equal_are_nobodys_business(rank: int) ->
     train(ddp)
     if rank == 0:  # a server of parameters
         update(ddp)
-    ddp._passes._link.broadcast([parameter.detach() for parameter in ddp.parameters()])
+    for parameter in ddp.parameters():
+        dist.broadcast(parameter.detach(), src=0)
     train(ddp)
 
 

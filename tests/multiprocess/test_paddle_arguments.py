@@ -52,12 +52,12 @@ def test_caps_of_single_buckets(group: Any) -> None:
     model = nn.Sequential(*[nn.Linear(16, 16, bias_attr=False) for _ in range(5)])  # 1 KiB each
     kib = 1 / 1024
     wrapped = DataParallel(model, group=group, bucket_cap_mb_list=[kib, 3 * kib, kib])
-    assert [bucket.nbytes for bucket in wrapped._passes.reduction.plan.buckets] == [1024, 3072, 1024]
+    assert [bucket.nbytes for bucket in wrapped.bucket_layout()] == [1024, 3072, 1024]
     for _ in range(2):  # the second pass has the order of the first
         wrapped.clear_gradients()
         wrapped(paddle.full([1, 16], 1.0 + group.rank)).sum().backward()
         assert_array_equal(model[0].weight.grad.numpy(), model[0].weight.grad.numpy()[:1].repeat(16, 0))
-    assert [bucket.nbytes for bucket in wrapped._passes.reduction.plan.buckets] == [1024, 3072, 1024]
+    assert [bucket.nbytes for bucket in wrapped.bucket_layout()] == [1024, 3072, 1024]
 
 
 @ranks(2, group=None, deadline_s=90)

@@ -311,13 +311,13 @@ def test_what_is_received_and_what_is_kept_add_up_to_the_true_means(
             wrapped = DataParallel(model, bucket_cap_mb=0.00001, reduce_through=path, weight=weights[rank])
             wrapped.register_comm_hook(state, hook)
             received: Any = 0.0
-            layouts = {wrapped._passes.reduction.plan.order}
+            layouts = {wrapped.bucket_layout()}
             true: Any = 0.0
             for step in range(6):
                 wrapped.clear_gradients()
                 squares(wrapped(paddle.to_tensor(batch(seed=10 * step + rank)))).backward()
                 assert_same_on_all_ranks(model, group)
-                layouts.add(wrapped._passes.reduction.plan.order)
+                layouts.add(wrapped.bucket_layout())
                 received = received + flat(gradients(model))
                 true = true + true_mean(step, weights)
                 kept = flat(state.error_of(p).numpy() for p in model.parameters())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -14,7 +13,9 @@ from torch import nn  # noqa: E402
 
 from paceline import _core  # noqa: E402
 from paceline.errors import PacelineError  # noqa: E402
+from paceline.reducer.passes import PassState  # noqa: E402
 from paceline.torch import DistributedDataParallel  # noqa: E402
+from tests.alive import passes_alive  # noqa: E402
 
 IS_THERE = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
 
@@ -58,6 +59,11 @@ def wrapped(model: nn.Module, *, view: bool) -> DistributedDataParallel:
     return DistributedDataParallel(model, nonfinite="raise", gradient_as_bucket_view=view)
 
 
+def hooks_of(parameter: nn.Parameter) -> list[Callable[[torch.Tensor], None]]:
+    """Those that autograd calls when the gradient has been accumulated; torch has no public name for them."""
+    return list(parameter._post_accumulate_grad_hooks.values())
+
+
 CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "as it is": lambda g: g.clone(),
     "a transposed copy": lambda g: g.t().contiguous().t(),
@@ -90,8 +96,9 @@ def test_gradients_of_any_layout(change: Callable[[torch.Tensor], torch.Tensor],
 def test_the_core_takes_what_is_usual(view: bool) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     ddp = wrapped(model, view=view)
-    hooks = ddp._passes.gradients.hooks
-    assert {type(hook) for hook in hooks} == {_core.GradientHook}
+    assert {type(hook) for parameter in model.parameters() for hook in hooks_of(parameter)} == {
+        _core.GradientHook
+    }
     ddp(torch.ones(1, 3)).sum().backward()
     kept = [parameter.grad for parameter in model.parameters()]
     ddp.zero_grad()
@@ -104,29 +111,30 @@ def test_the_core_takes_what_is_usual(view: bool) -> None:
 def test_a_second_gradient_in_one_pass_is_an_error(view: bool) -> None:
     model = Model(CHANGES["as it is"])
     ddp = wrapped(model, view=view)
-    model.first.register_post_accumulate_grad_hook(lambda p: ddp._passes.gradients.hooks[0](p))
+    model.first.register_post_accumulate_grad_hook(hooks_of(model.first)[0])
     with pytest.raises(PacelineError, match="first"):
         ddp(torch.ones(2, 3)).backward()
 
 
 @pytest.mark.parametrize("view", [False, True])
 def test_a_wrapper_without_users_goes_away(view: bool) -> None:
-    model = Model(CHANGES["as it is"])
+    model, before = Model(CHANGES["as it is"]), passes_alive()
     ddp = wrapped(model, view=view)
     for _ in range(2):
         ddp(torch.ones(2, 3)).backward()
-    gone = weakref.ref(ddp._passes)
+    assert passes_alive() == before + 1
     del ddp
-    gc.collect()
-    assert gone() is None
+    assert passes_alive() == before
 
 
 @pytest.mark.skipif(not IS_THERE, reason="this torch has no DLPack exchange API")
 def test_wrong_calls_raise() -> None:
-    ddp = wrapped(nn.Linear(2, 2), view=False)
-    hook = ddp._passes.gradients.hooks[0]
+    model = nn.Linear(2, 2)
+    ddp = wrapped(model, view=False)  # the hook stays as long as this
+    hook = hooks_of(model.weight)[0]
     for arguments in ((), (1, 2)):
         with pytest.raises(TypeError, match="one parameter"):
             hook(*arguments)
     with pytest.raises(TypeError):
-        _core.GradientHook(hook, ddp._passes.state, 0, ddp._passes.reducer, "no tensor")
+        _core.GradientHook(hook, PassState(0, 1), 0, object(), "no tensor")
+    del ddp

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -12,8 +13,10 @@ from paceline.errors import ConfigError
 from paceline.reducer.plan import (
     ALIGNMENT_BYTES,
     SEGMENT_ELEMENTS,
+    BucketLayout,
     ParameterSpec,
     Plan,
+    bucket_layout,
     complete_order,
     plan_buckets,
     plan_whole_buckets,
@@ -192,3 +195,32 @@ def test_a_cap_must_be_positive() -> None:
     for caps in ([], [0]):
         with pytest.raises(ConfigError, match="at least one byte"):
             plan_whole_buckets([], caps_bytes=caps)
+
+
+def test_the_layout_names_what_lies_in_each_bucket():
+    large = 2 * SEGMENT_ELEMENTS
+    parameters = [spec(large + 5, name="large"), spec(0, name="empty"), spec(3, "float16", name="half")]
+    plan = plan_buckets(parameters, bucket_cap_bytes=SEGMENT_ELEMENTS * 4, first_bucket_bytes=MIB)
+    piece = SEGMENT_ELEMENTS * 4
+    assert bucket_layout(plan) == (
+        BucketLayout(("half",), (6,), 64, "float16", "cpu"),
+        BucketLayout(("large",), (piece,), piece, "float32", "cpu"),
+        BucketLayout(("large",), (piece,), piece, "float32", "cpu"),
+        BucketLayout(("large",), (20,), 64, "float32", "cpu"),
+    )
+
+
+@given(st.lists(st.builds(spec, st.integers(0, 3 * SEGMENT_ELEMENTS)), max_size=8), caps)
+def test_the_layout_holds_each_byte_of_each_gradient_once(parameters, cap):
+    parameters = [replace(each, name=str(i)) for i, each in enumerate(parameters)]
+    plans = (
+        plan_buckets(parameters, bucket_cap_bytes=cap, first_bucket_bytes=cap),
+        plan_whole_buckets(parameters, caps_bytes=[cap]),
+    )
+    for plan in plans:
+        held = dict.fromkeys((p.name for p in parameters), 0)
+        for bucket in bucket_layout(plan):
+            assert 0 < sum(bucket.sizes_bytes) <= bucket.nbytes
+            for name, size in zip(bucket.parameters, bucket.sizes_bytes, strict=True):
+                held[name] += size
+        assert held == {p.name: p.nbytes for p in parameters}

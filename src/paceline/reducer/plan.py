@@ -282,6 +282,54 @@ def pieces_in(plan: Plan, sections: Sequence[_Sliceable], number: int) -> list[t
     return [(index, memory[first:last]) for index, first, last in pieces_of(plan, number) if last > first]
 
 
+@dataclass(frozen=True)
+class BucketLayout:
+    """One bucket of a wrapped model: gradients that are averaged together.
+
+    Attributes:
+        parameters: Names of the parameters that lie in it, in the order in which their gradients are
+            expected. A parameter larger than a bucket is in several.
+        sizes_bytes: For each of them, the bytes of its gradient that lie in this bucket.
+        nbytes: Size of the bucket: the sum of `sizes_bytes` and the gaps that let each gradient begin at a
+            multiple of 64 bytes.
+        dtype: Element type in which the gradients are averaged, as in "float32".
+        device: Where the bucket lies, as in "cpu".
+    """
+
+    parameters: tuple[str, ...]
+    sizes_bytes: tuple[int, ...]
+    nbytes: int
+    dtype: str
+    device: str
+
+
+def bucket_layout(plan: Plan) -> tuple[BucketLayout, ...]:
+    """The buckets of a plan in the words of its user, in the order in which they are expected to be complete.
+
+    Example:
+        A plan of one float32 parameter "scale" of 10 elements:
+        `(BucketLayout(("scale",), (40,), 64, "float32", "cpu"),)`.
+    """
+    layouts = []
+    for number, bucket in enumerate(plan.buckets):
+        section = plan.sections[bucket.section]
+        pieces = [
+            (plan.parameters[index].name, last - first)
+            for index, first, last in pieces_of(plan, number)
+            if last > first
+        ]
+        layouts.append(
+            BucketLayout(
+                tuple(name for name, _ in pieces),
+                tuple(elements * section.itemsize for _, elements in pieces),
+                bucket.nbytes,
+                section.dtype,
+                section.device,
+            )
+        )
+    return tuple(layouts)
+
+
 def _members(specs: tuple[ParameterSpec, ...], order: tuple[int, ...]) -> list[list[int]]:
     """Parameter indices of each section; sections in the order in which their first gradient comes."""
     sections: dict[tuple[str, str], list[int]] = {}

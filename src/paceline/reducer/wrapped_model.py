@@ -15,6 +15,7 @@ from paceline.arguments import Arguments
 from paceline.errors import ConfigError
 from paceline.reducer.micro_batches import as_weight
 from paceline.reducer.passes import Passes
+from paceline.reducer.plan import BucketLayout, bucket_layout
 
 _Batch = TypeVar("_Batch")
 
@@ -224,6 +225,32 @@ class WrappedModel:
         if self._passes is not None:
             self._passes.state.check_process()
             self._passes.drift.check(optimizer)
+
+    def bucket_layout(self) -> tuple[BucketLayout, ...]:
+        """Which gradients are averaged together, and in which order: one entry per bucket. Not collective.
+
+        Buckets are listed in the order in which a backward is expected to complete them, which is the order
+        in which they are averaged; the plan is the same on every rank. Wrapping plans for gradients in the
+        reverse order of registration. The first synchronised backward shows the true order, and the buckets
+        are planned anew for it; `register_comm_hook` plans anew, too. So ask after the first backward, for
+        example to choose `bucket_cap_mb`.
+
+        A parameter with sparse gradients is in no bucket: its rows are exchanged beside them.
+
+        Returns:
+            Empty for a single rank, which averages nothing.
+
+        Example:
+            Two ranks hold `nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))`, wrapped with
+            `bucket_cap_mb=0.0001` (104 bytes). Both see, after a backward:
+
+            >>> for bucket in ddp.bucket_layout():
+            ...     print(bucket.parameters, bucket.sizes_bytes, bucket.nbytes, bucket.dtype)
+            ('1.bias', '1.weight') (8, 32) 128 float32
+            ('0.bias',) (16,) 64 float32
+            ('0.weight',) (64,) 64 float32
+        """
+        return () if self._passes is None else bucket_layout(self._passes.reduction.plan)
 
     @property
     def waited_s(self) -> float:

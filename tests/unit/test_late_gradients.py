@@ -1,0 +1,28 @@
+"""What is delayed is handed over at the trigger, in whichever memory gradients are averaged."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from paceline.reducer.passes import PassState  # noqa: E402
+from paceline.torch.passes.late import LateGradients  # noqa: E402
+
+TRIGGER, DELAYED, UNUSED = 0, 1, 2
+
+
+def test_what_is_delayed_is_handed_over_at_the_trigger() -> None:
+    state, gradient = PassState(0, 1), torch.zeros(1)
+    state.is_armed = True
+    handed: list[int] = []
+    late = LateGradients(state, handed.append, {DELAYED, UNUSED}, is_learning=False)
+    trigger = late.with_trigger(lambda _: handed.append(TRIGGER))
+    for _ in range(2):
+        for _ in range(2):  # the gradient comes in two parts
+            late.hook(DELAYED)(gradient)
+        assert handed == []
+        trigger(gradient)
+        late.end_pass()
+        assert handed == [TRIGGER, DELAYED]
+        handed.clear()
