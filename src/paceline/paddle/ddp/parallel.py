@@ -18,9 +18,9 @@ from paddle import nn
 
 from paceline.arguments import Arguments
 from paceline.paddle import internals
-from paceline.paddle.ddp.comm_hooks import CommHooks
-from paceline.paddle.ddp.compatible import PaddleNames, hide_paddles_own
+from paceline.paddle.ddp.paddle_names import PaddleNames, hide_paddles_own
 from paceline.paddle.ddp.wrapped_twice import check_inner, check_outer
+from paceline.paddle.link.comm_hook import GradBucket
 from paceline.paddle.link.peers import LonePeers, Peers, find_peers, known_exchange
 from paceline.paddle.model.arguments import checked_group, checked_layer
 from paceline.paddle.model.config import make_config
@@ -28,6 +28,7 @@ from paceline.paddle.model.parameters import ManagedTensors
 from paceline.paddle.passes import backward_calls
 from paceline.paddle.passes.passes import GradientPasses, make_passes
 from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
+from paceline.reducer.comm_hooks import CommHook, agree_on_hook, check_callable, check_is_first
 from paceline.reducer.micro_batches import as_weight
 from paceline.reducer.wrapped_model import WrappedModel, checked_norms
 from paceline.rendezvous.exchange import Exchange
@@ -37,7 +38,7 @@ _NOT_OPTIONS = ("group", "process_group", "device_mesh", "strategy", "__class__"
 
 
 @hide_paddles_own
-class DataParallel(CommHooks, WrappedModel, PaddleNames):
+class DataParallel(WrappedModel, PaddleNames):
     """Trains one model on several processes: a drop-in for `paddle.DataParallel`, with torch's arguments.
 
     Every rank wraps the same model and runs forward and backward on its own share of the batch. When
@@ -114,6 +115,7 @@ class DataParallel(CommHooks, WrappedModel, PaddleNames):
     """
 
     _passes: GradientPasses | None
+    _comm_hook: CommHook | None = None
     _sync_flag = "grad_need_sync"
     _has_looked_outward = False
 
@@ -300,6 +302,44 @@ class DataParallel(CommHooks, WrappedModel, PaddleNames):
         if not flag("enable", enable) or self._passes is None:
             return contextlib.nullcontext()
         return self._passes.joining(divide_by_all=divide, throws=throws)
+
+    def register_comm_hook(self, state: object, hook: Callable[[Any, GradBucket], Any]) -> None:
+        """Let `hook` average each bucket of gradients.
+
+        Collective. Once in the life of a wrapped model, and not within a backward. Hooks that send fewer
+        bits are in `paceline.paddle.compression`.
+
+        Args:
+            state: Handed to the hook, as it is.
+            hook: Called as `hook(state, bucket)` when all gradients of a bucket are there, not divided by
+                the world size, on every rank in the same order. Returns the tensor that replaces
+                `bucket.buffer()`, or a future of it: `bucket.all_reduce(tensor)` and `bucket.all_gather()`
+                return futures, and connect the ranks however they are connected.
+
+        Raises:
+            RuntimeError: A hook was registered before.
+            TypeError: It is not callable; or, in backward, does not return a tensor or a future of one.
+            ValueError: The shape or dtype it returns is wrong.
+            ModelMismatchError: Ranks registered different hooks.
+
+        Example:
+            >>> def hook(state, bucket):  # half the bytes on the wire
+            ...     sums = bucket.all_reduce(bucket.buffer().astype("bfloat16"))
+            ...     return sums.then(lambda f: f.value() / bucket.world_size)
+            >>> model.register_comm_hook(None, hook)
+        """
+        peers = self._peers
+        with telling_peers(
+            lambda: None if peers is None else (peers.exchange, peers.timeout_s), doing="register a hook"
+        ):
+            hint = "paceline.paddle.compression has some"
+            check_callable(hook, returns="a tensor, or a future of one", hint=hint)
+            check_is_first(self._comm_hook)
+        chosen = CommHook(state, hook)
+        if peers is not None:
+            agree_on_hook(chosen, peers.exchange, peers.timeout_s)
+        self._passes_to_weigh().use_hook(chosen, self.group)
+        self._comm_hook = chosen
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> paddle.Tensor:
         """Scale all dense gradients so that their norm is at most `max_norm`; returns the norm they had.

@@ -1,7 +1,7 @@
 """`DistributedDataParallel`: a module that averages its gradients over the ranks behind backward().
 
-What it does is elsewhere: `config` (arguments), `peers` (the group), `parameters` (what is kept in step),
-`passes` (each backward). This file is the module that users hold.
+What it does is elsewhere: `model` (arguments, and what is kept in step), `link` (the group), `passes` (each
+backward). This file is the module that users hold; what it has in common with torch's is in `torch_names`.
 """
 
 # mypy: disable-error-code="override"
@@ -22,14 +22,14 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from paceline.arguments import Arguments
 from paceline.errors import ConfigError, PacelineError
 from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
+from paceline.reducer.comm_hooks import CommHook, agree_on_hook, check_is_first
 from paceline.reducer.micro_batches import as_weight
 from paceline.reducer.wrapped_model import WrappedModel, checked_norms
-from paceline.torch.ddp.comm_hooks import CommHooks
-from paceline.torch.ddp.compatible import hide_torchs_own, moved
-from paceline.torch.ddp.join import Joining, Joins
-from paceline.torch.ddp.pickling import Copies
-from paceline.torch.ddp.regrouping import Regrouping
+from paceline.torch.ddp.logging_data import noting_errors
+from paceline.torch.ddp.pickling import refuse_backward
+from paceline.torch.ddp.torch_names import TorchNames, hide_torchs_own, moved
 from paceline.torch.ddp.wrapped_twice import check_inner, check_outer
+from paceline.torch.link.comm_hook import check_hook
 from paceline.torch.link.link import connect
 from paceline.torch.link.peers import Peers, find_peers, known_exchange
 from paceline.torch.model.arguments import check_materialised, checked_module
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 @hide_torchs_own
-class DistributedDataParallel(CommHooks, WrappedModel, Joins, Regrouping, Copies):
+class DistributedDataParallel(WrappedModel, TorchNames):
     """Trains one model on several processes: a drop-in for `torch.nn.parallel.DistributedDataParallel`.
 
     Every rank wraps the same model and runs forward and backward on its own share of the batch. When
@@ -177,8 +177,8 @@ class DistributedDataParallel(CommHooks, WrappedModel, Joins, Regrouping, Copies
         self.module = module
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True  # others set it; buffers are brought in step after backward
-        self._join_config: Any = None  # torch's Join sets it
-        self._joining: Joining | None = None
+        self._join_config = None  # torch's Join sets it
+        self._joining = None
         self._tensors = ManagedTensors(module)
         self._tensors.check_device(self._config.device)
         self._tensors.delay(arguments)
@@ -291,7 +291,7 @@ class DistributedDataParallel(CommHooks, WrappedModel, Joins, Regrouping, Copies
     def _after_forward(self, output: object) -> None:
         passes = self._passes
         if not self._is_connected:
-            self._refuse_backward(output)
+            refuse_backward(output)
         elif passes is not None:
             state = passes.state
             if state.is_syncing or state.accumulated or passes.weights.is_used:
@@ -304,6 +304,47 @@ class DistributedDataParallel(CommHooks, WrappedModel, Joins, Regrouping, Copies
             self._passes = self._begin_passes()
             self._passes.state.is_syncing = self.require_backward_grad_sync
         return self._passes
+
+    @noting_errors
+    def register_comm_hook(self, state: object, hook: Callable[[Any, Any], Any]) -> None:
+        """Let `hook` average each bucket of gradients, over torch's process group.
+
+        Collective. torch's own hooks (`torch.distributed.algorithms.ddp_comm_hooks`) work unmodified, on the
+        CPU too. Once in the life of a wrapped model, and not within a backward.
+
+        Args:
+            state: Handed to the hook, as it is.
+            hook: Called as `hook(state, bucket)` when all gradients of a bucket are there, not divided by
+                the world size; returns a future of the tensor that replaces `bucket.buffer()`.
+
+        Raises:
+            RuntimeError: A hook was registered before.
+            TypeError: It is not callable; or, in backward, does not return a future of a tensor.
+            ValueError: Its annotations, or the shape or dtype it returns, are wrong; or the ranks are
+                connected by a `paceline.Group`, which hooks can't use.
+            ModelMismatchError: Ranks registered different hooks.
+
+        Example:
+            >>> from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+            >>> model.register_comm_hook(None, fp16_compress_hook)  # half the bytes on the wire
+        """
+        peers = self._connected()
+        with telling_peers(lambda: (peers.exchange, peers.timeout_s), doing="register a hook"):
+            check_hook(hook)
+            check_is_first(self._comm_hook)
+        if peers.process_group is None:
+            raise ConfigError(
+                "register_comm_hook: a communication hook needs a process group of torch.",
+                seen="a paceline.Group",
+                hint='torch.distributed.init_process_group("paceline") makes one in shared memory',
+            )
+        chosen = CommHook(state, hook)
+        if peers.world_size > 1:
+            agree_on_hook(chosen, peers.exchange, peers.timeout_s)
+        if self._passes is None:
+            self._passes = self._begin_passes()
+        self._passes.use_hook(chosen, peers.process_group)
+        self._comm_hook = chosen
 
     def clip_grad_norm_(
         self,

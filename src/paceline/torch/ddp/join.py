@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.algorithms.join import Join, JoinHook
 
-from paceline.arguments import Arguments
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
-    from paceline.torch.model.parameters import ManagedTensors
     from paceline.torch.passes.passes import GradientPasses
 
 
@@ -76,62 +74,6 @@ class Joining:
         votes = torch.tensor([int(is_syncing)], device=self.device)
         dist.all_reduce(votes, group=self.group)
         return bool(votes.item())
-
-
-class Joins(Joinable):
-    """The part of `DistributedDataParallel` that works with torch's `Join`."""
-
-    _passes: GradientPasses | None
-    _tensors: ManagedTensors
-    process_group: Any
-    _join_config: Any
-    _joining: Joining | None
-    _has_joined = False
-
-    def join(
-        self,
-        divide_by_initial_world_size: bool = True,
-        enable: bool = True,
-        throw_on_early_termination: bool = False,
-    ) -> Join:
-        """A context in which ranks may make different numbers of steps, as torch's; see also finished().
-
-        A rank that leaves it takes part in the others' passes, and at its end all ranks have the model of
-        one that went on longest. What it had in `.grad` it has again then. One forward for each backward.
-
-        Args:
-            divide_by_initial_world_size: Divide sums of gradients by the number of all ranks; False: of
-                those that still have data.
-            enable: False: as if there were no context.
-            throw_on_early_termination: Raise RuntimeError on all ranks as soon as one has no more data.
-
-        Raises:
-            ConfigError: The ranks are connected by a `paceline.Group`; torch's Join needs a process group.
-        """
-        flag = Arguments("join").flag
-        divide = flag("divide_by_initial_world_size", divide_by_initial_world_size)
-        throw = flag("throw_on_early_termination", throw_on_early_termination)
-        return Join([self], flag("enable", enable), throw, divide_by_initial_world_size=divide)
-
-    def join_hook(self, **kwargs: Any) -> DDPJoinHook:
-        """What torch's `Join` runs when this rank has no more data; part of its `Joinable` protocol."""
-        self._has_joined = True
-        divide = bool(kwargs.get("divide_by_initial_world_size", True))
-        self._joining = Joining(self._passes, self.process_group, self.join_device)
-        return DDPJoinHook(self._joining, divide, self._leave_join)
-
-    def _leave_join(self) -> None:
-        self._joining = self._join_config = None
-
-    @property
-    def join_device(self) -> torch.device:
-        """Where `Join` keeps its flags: the device of the model's parameters."""
-        return self._tensors.trainable[0].device
-
-    @property
-    def join_process_group(self) -> Any:
-        """The group over which `Join` asks who has joined."""
-        return self.process_group
 
 
 class DDPJoinHook(JoinHook):

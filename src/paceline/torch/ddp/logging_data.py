@@ -20,7 +20,7 @@ from paceline.reducer.plan import plan_gradients
 
 if TYPE_CHECKING:
     from paceline.reducer.plan import Bucket, Plan
-    from paceline.torch.ddp.compatible import TorchNames
+    from paceline.torch.ddp.torch_names import TorchNames
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 

@@ -13,12 +13,11 @@ import torch
 from torch import nn
 
 from paceline.errors import ConfigError
-from paceline.torch.ddp.compatible import TorchNames
 from paceline.torch.model.parameters import ManagedTensors
 from paceline.torch.passes.graphs import RunningCall, running_call, tensors_in
 
 if TYPE_CHECKING:
-    from paceline.torch.link.peers import Peers
+    from paceline.torch.ddp.torch_names import TorchNames
 
 # What connects a model to other ranks, or belongs to its own tensors. As in torch, communication hooks are
 # not copied: their state often holds a process group.
@@ -37,41 +36,36 @@ _CONNECTIONS = (
 )
 
 
-class Copies(TorchNames):
-    """The part of `DistributedDataParallel` that makes copies of it.
+def state_of(ddp: TorchNames) -> dict[str, Any]:
+    """What a copy of a wrapper takes with it, for `__getstate__`."""
+    return {name: value for name, value in ddp.__dict__.items() if name not in _CONNECTIONS}
 
-    Attributes:
-        _is_connected: False for a copy that has not been trained yet.
-        _peers: The ranks; None for a copy that does not know them yet.
-    """
 
-    _is_connected: bool
-    _peers: Peers | None
+def restore(ddp: TorchNames, state: dict[str, Any]) -> None:
+    """Make `ddp`, which is new, the copy that `state_of` described; it knows no other rank yet."""
+    nn.Module.__setstate__(ddp, state)  # type: ignore[no-untyped-call]
+    ddp._is_connected = False
+    ddp._peers = ddp._passes = ddp._joining = ddp._join_config = None
+    ddp._tensors = ManagedTensors(ddp.module)
+    ddp._tensors.delay(ddp._arguments)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in _CONNECTIONS}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        nn.Module.__setstate__(self, state)  # type: ignore[no-untyped-call]
-        self._is_connected = False
-        self._peers = self._passes = self._joining = self._join_config = None
-        self._tensors = ManagedTensors(self.module)
-        self._tensors.delay(self._arguments)
+def copy_of(ddp: TorchNames, memo: dict[int, Any]) -> Any:
+    """A deep copy; one in this process trains with the same ranks."""
+    twin = type(ddp).__new__(type(ddp))
+    memo[id(ddp)] = twin
+    twin.__setstate__(copy.deepcopy(ddp.__getstate__(), memo))
+    twin._peers = ddp._peers
+    if "device_mesh" in ddp.__dict__:
+        twin.device_mesh = ddp.device_mesh
+    return twin
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
-        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        twin._peers = self._peers  # a copy in this process trains with the same ranks
-        if "device_mesh" in self.__dict__:
-            twin.device_mesh = self.device_mesh
-        return twin
 
-    def _refuse_backward(self, output: object) -> None:
-        """Let no backward of these outputs change this rank's copy alone."""
-        for tensor in tensors_in(output):
-            if tensor.grad_fn is not None:
-                tensor.register_hook(_raise_not_connected)  # type: ignore[no-untyped-call]
+def refuse_backward(output: object) -> None:
+    """Let no backward of these outputs change the copy of this rank alone."""
+    for tensor in tensors_in(output):
+        if tensor.grad_fn is not None:
+            tensor.register_hook(_raise_not_connected)  # type: ignore[no-untyped-call]
 
 
 def _raise_not_connected(_: torch.Tensor) -> None:

@@ -1,8 +1,9 @@
-"""What libraries call on a torch DDP beyond its public methods, under torch's names.
+"""What torch's class has and ours has under the same names: attributes, half-private hooks, copies, Join.
 
 The one idea: a name is here if code that people run (Accelerate, Lightning, Transformers, torch itself) uses
-it, and it does what its caller wants to happen, with our own parts. What torch's class has besides is hidden:
-it would run on state that is not there.
+it, and it does what its caller wants to happen, with our own parts. What torch keeps in attributes is read
+from what ours has, by properties. What torch's class has besides is hidden: it would run on state that is not
+there. A test compares the names with those of an object of torch's class.
 """
 
 # mypy: disable-error-code="override, misc"
@@ -16,26 +17,33 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MethodType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 import torch
 from torch import nn
+from torch._C._distributed_c10d import BuiltinCommHookType
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils import _pytree as pytree
 
 from paceline.arguments import Arguments
 from paceline.errors import ConfigError, ReplicaError
+from paceline.reducer.arguments import MIB
 from paceline.torch.data_parallel.scatter import gather, scatter_call
-from paceline.torch.ddp.attributes import TorchAttributes
+from paceline.torch.ddp.join import DDPJoinHook, Joining
 from paceline.torch.ddp.logging_data import TorchLogger, logging_data, noting_errors
+from paceline.torch.ddp.pickling import copy_of, restore, state_of
+from paceline.torch.ddp.regrouping import regroup
 from paceline.torch.ddp.wrapped_twice import AskedWhenWrapped, refuse_replicas
+from paceline.torch.link.buffer_hook import BufferHook
 from paceline.torch.model.arguments import as_device
 from paceline.torch.passes.passes import ErrorNote
 
 if TYPE_CHECKING:
     from paceline.reducer.comm_hooks import CommHook
-    from paceline.torch.ddp.join import Joining
     from paceline.torch.link.peers import Peers
+    from paceline.torch.model.config import DDPConfig
+    from paceline.torch.model.parameters import ManagedTensors
     from paceline.torch.passes.passes import GradientPasses
 
 # What torch's class does with nothing but the module, or for the sake of torch's own compiler.
@@ -51,21 +59,157 @@ _NOT_THE_MODULES = {"device_mesh"}
 _Class = TypeVar("_Class", bound=type)
 
 
-class TorchNames(TorchAttributes):
-    """The part of `DistributedDataParallel` that is there for other people's code."""
+class TorchNames(TorchDDP):
+    """The base of `DistributedDataParallel` that is there for other people's code.
 
+    A base of torch's class only so that others recognise ours: nothing of torch's runs but what is listed
+    in this file.
+
+    Attributes:
+        device_mesh: The argument; not there without it, as in torch.
+        broadcast_bucket_size: Bytes that torch broadcasts at once when wrapping. For code that passes it on
+            to torch's own functions; Paceline does not use it.
+        use_side_stream_for_tensor_copies: Inputs are moved in the current stream.
+    """
+
+    module: nn.Module
     process_group: Any
+    _arguments: dict[str, Any]
+    _config: DDPConfig
+    _tensors: ManagedTensors
     _passes: GradientPasses | None
-    _peers: Peers | None
+    _peers: Peers | None  # None: a copy that does not know them yet
+    _is_connected: bool  # False: a copy that has not been trained yet
+    _join_config: Any
     _joining: Joining | None
-    _has_joined: bool
-    _comm_hook: CommHook | None
-    _builtin_hook: str | None
-    _on_drop: weakref.finalize[Any, Any] | None
-    _is_connected: bool
+    _has_joined = False
+    _comm_hook: CommHook | None = None
+    _builtin_hook: str | None = None  # what torch calls the hook, if it is one of those in C++
+    _on_drop: weakref.finalize[Any, Any] | None = None  # tells the passes that the wrapper is gone
+    _good_passes: int | None = 0  # before the passes of the present group; None: some were not counted
     _are_hooks_removed = False
     _sample_rate: int | None = None
     _ddp_params_and_buffers_to_ignore = AskedWhenWrapped()
+
+    if TYPE_CHECKING:
+
+        def _check_model(self, peers: Peers) -> None: ...
+
+        def _begin_passes(self, *, is_first: bool = True) -> GradientPasses: ...
+
+        def _connect(self, peers: Peers, *, is_first: bool = True) -> None: ...
+
+        def _connected(self) -> Peers: ...
+
+    # --- attributes ---
+
+    broadcast_bucket_size: ClassVar[int] = 250 * MIB
+    use_side_stream_for_tensor_copies: ClassVar[bool] = False
+
+    @property
+    def device_ids(self) -> list[Any] | None:
+        """The argument; None where it was empty."""
+        ids = self._arguments["device_ids"]
+        return list(ids) if ids else None
+
+    @property
+    def output_device(self) -> Any:
+        """The argument; without it, the device of device_ids."""
+        given = self._arguments["output_device"]
+        return self.device_ids[0] if given is None and self.device_ids else given
+
+    @property
+    def device(self) -> torch.device:
+        """Of the first parameter."""
+        return self._tensors.trainable[0].device
+
+    @property
+    def device_type(self) -> str:
+        """Of the parameters."""
+        return self.device.type
+
+    @property
+    def is_multi_device_module(self) -> bool:
+        """Whether the parameters are on several devices."""
+        return len({p.device for p in self._tensors.all_parameters.values()}) > 1
+
+    @property
+    def dim(self) -> int:
+        """The argument."""
+        return int(self._arguments["dim"])
+
+    @property
+    def static_graph(self) -> bool:
+        """The argument, or whether _set_static_graph() was called."""
+        return self._config.static_graph
+
+    @property
+    def find_unused_parameters(self) -> bool:
+        """The argument."""
+        return bool(self._arguments["find_unused_parameters"])
+
+    @property
+    def gradient_as_bucket_view(self) -> bool:
+        """The argument."""
+        return self._config.gradients_in_arena
+
+    @property
+    def skip_all_reduce_unused_params(self) -> bool:
+        """The argument."""
+        return self._config.skip_unused
+
+    @property
+    def batched_grad_copy(self) -> bool:
+        """The argument."""
+        return self._config.batched_copies
+
+    @property
+    def mixed_precision(self) -> Any:
+        """The argument: torch's `_MixedPrecision`, or None."""
+        return self._arguments["mixed_precision"]
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """Whether buffers are broadcast after each synchronised backward."""
+        return self._config.broadcast_buffers
+
+    @property
+    def forward_sync_buffers(self) -> bool:
+        """As broadcast_buffers."""
+        return self._config.broadcast_buffers
+
+    @property
+    def bucket_bytes_cap(self) -> int:
+        """torch.compile cuts a model into graphs of so many bytes. It insists on 1 MiB at least."""
+        return max(self._config.bucket_cap_bytes, MIB)
+
+    @property
+    def bucket_bytes_cap_list(self) -> list[int]:
+        """Of bucket_cap_mb_list, in bytes; without it, []."""
+        return list(self._config.bucket_caps_bytes)
+
+    @property
+    def bucket_bytes_cap_default(self) -> bool:
+        """Whether neither bucket_cap_mb nor bucket_cap_mb_list was passed."""
+        return self._arguments["bucket_cap_mb"] is None and not self._config.bucket_caps_bytes
+
+    @property
+    def parameters_to_ignore(self) -> set[str]:
+        """Names of parameters and buffers that are left alone; as in torch, those that are delayed, too."""
+        delayed = self._arguments["delay_all_reduce_named_params"] or ()
+        return self._tensors.ignored.union(name for name, _ in delayed)
+
+    @property
+    def named_module_buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers that the module has now, but for those that are left alone."""
+        return self._tensors.current_buffers()
+
+    @property
+    def modules_buffers(self) -> list[torch.Tensor]:
+        """The same without names."""
+        return list(self.named_module_buffers.values())
+
+    # --- the module, through the wrapper ---
 
     @property
     def _errors(self) -> ErrorNote:
@@ -140,6 +284,8 @@ class TorchNames(TorchAttributes):
     def gather(self, outputs: Sequence[Any], output_device: Any) -> Any:
         """Join what replicas returned along `dim`, on one device."""
         return gather(outputs, as_device(output_device), self.dim)
+
+    # --- what torch keeps its state in ---
 
     @property
     def reducer(self) -> TorchReducer:
@@ -244,6 +390,148 @@ class TorchNames(TorchAttributes):
             '1048576, 12582912'
         """
         return logging_data(self)
+
+    # --- half-private hooks ---
+
+    @noting_errors
+    def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
+        """Torch's names for its hooks written in C++: ALLREDUCE and FP16_COMPRESS."""
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+        hooks = {
+            BuiltinCommHookType.ALLREDUCE: default_hooks.allreduce_hook,
+            BuiltinCommHookType.FP16_COMPRESS: default_hooks.fp16_compress_hook,
+        }
+        hook = hooks.get(comm_hook_type) if isinstance(comm_hook_type, BuiltinCommHookType) else None
+        if hook is None:
+            check, hint = Arguments("_register_builtin_comm_hook"), "dist.BuiltinCommHookType.FP16_COMPRESS"
+            raise check.refuse("comm_hook_type", comm_hook_type, "a BuiltinCommHookType", hint, is_type=True)
+        self.register_comm_hook(self._connected().process_group, hook)
+        self._builtin_hook = str(comm_hook_type)
+
+    @noting_errors
+    def _register_buffer_comm_hook(
+        self, state: object, hook: Callable[..., Any], comm_hook_location: Any = None
+    ) -> None:
+        """Let `hook` keep the buffers in step, instead of what `buffers` and broadcast_buffers say.
+
+        Args:
+            state: Handed to the hook, as it is.
+            hook: Called as `hook(state, {name: buffer})` on every rank, in each forward whose backward will
+                synchronise; changes the buffers. May return a list of futures, which the end of that
+                backward waits for.
+            comm_hook_location: torch's `_BufferCommHookLocation`: before forward, or (None) after it.
+
+        Raises:
+            TypeError: It is not callable.
+        """
+        chosen = BufferHook(state, hook, comm_hook_location)
+        self._connected()
+        if self._passes is None:
+            self._passes = self._begin_passes()
+        self._passes.buffers.hook = chosen
+
+    def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
+        """Let an optimizer of torch step each parameter as soon as its bucket is averaged.
+
+        Raises:
+            RuntimeError: torch has no functional form of this optimizer.
+        """
+        if not isinstance(optim, type) or not issubclass(optim, torch.optim.Optimizer):
+            check, hint = Arguments("_register_fused_optim"), "torch.optim.Adam, without a call"
+            raise check.refuse("optim", optim, "the class of an optimizer", hint, is_type=True)
+        from torch.distributed.algorithms._optimizer_overlap.optimizer_overlap import _as_overlapped_optim
+
+        overlapped = _as_overlapped_optim(optim, optim_params, *args, **kwargs)
+        try:
+            overlapped.register_ddp(self)
+        except NotImplementedError as error:
+            raise ConfigError(
+                f"{optim.__name__} does not support overlapped DDP.", hint="step it after backward()"
+            ) from error
+
+    @property
+    def _has_rebuilt_buckets(self) -> bool:
+        """Whether buckets have their final order: after the first pass."""
+        return self._passes is not None and self._passes.is_order_final
+
+    # --- torch's Join ---
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """A context in which ranks may make different numbers of steps, as torch's; see also finished().
+
+        A rank that leaves it takes part in the others' passes, and at its end all ranks have the model of
+        one that went on longest. What it had in `.grad` it has again then. One forward for each backward.
+
+        Args:
+            divide_by_initial_world_size: Divide sums of gradients by the number of all ranks; False: of
+                those that still have data.
+            enable: False: as if there were no context.
+            throw_on_early_termination: Raise RuntimeError on all ranks as soon as one has no more data.
+
+        Raises:
+            ConfigError: The ranks are connected by a `paceline.Group`; torch's Join needs a process group.
+        """
+        flag = Arguments("join").flag
+        divide = flag("divide_by_initial_world_size", divide_by_initial_world_size)
+        throw = flag("throw_on_early_termination", throw_on_early_termination)
+        return Join([self], flag("enable", enable), throw, divide_by_initial_world_size=divide)
+
+    def join_hook(self, **kwargs: Any) -> DDPJoinHook:
+        """What torch's `Join` runs when this rank has no more data; part of its `Joinable` protocol."""
+        self._has_joined = True
+        divide = bool(kwargs.get("divide_by_initial_world_size", True))
+        self._joining = Joining(self._passes, self.process_group, self.join_device)
+        return DDPJoinHook(self._joining, divide, self._leave_join)
+
+    def _leave_join(self) -> None:
+        self._joining = self._join_config = None
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where `Join` keeps its flags: the device of the model's parameters."""
+        return self._tensors.trainable[0].device
+
+    @property
+    def join_process_group(self) -> Any:
+        """The group over which `Join` asks who has joined."""
+        return self.process_group
+
+    # --- copies; see `pickling` ---
+
+    def __getstate__(self) -> dict[str, Any]:
+        return state_of(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        restore(self, state)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return copy_of(self, memo)
+
+    # --- other ranks ---
+
+    def _update_process_group(self, new_process_group: Any) -> None:
+        """Train with the ranks of another process group from now on.
+
+        Collective over the new group, between two steps: every rank of it makes this call, one that comes
+        anew too (wrap its model over a group of its own first). A rank that is not in it returns at once,
+        and takes no part in synchronised backwards until it is. A pass that an exception has broken off, as
+        when a rank died in it, is forgotten. Communication hooks stay, with the group that their state holds.
+
+        Nothing is broadcast. The ranks compare how many good passes they have behind them; where that
+        differs, their weights must be equal, bit by bit: give them to a rank that comes anew before this
+        call. Gradients that are left from before are dropped then, as not every rank has them.
+
+        Raises:
+            ModelMismatchError: The ranks' models differ, or their weights; names the first difference, or
+                the ranks and their numbers of good passes.
+        """
+        regroup(self, new_process_group)
 
 
 class TorchReducer:
