@@ -27,7 +27,14 @@ LAYERS = (
     ("paceline.reducer",),
     ("paceline.collectives",),
     ("paceline.rendezvous",),
-    ("paceline.errors", "paceline.arguments", "paceline.env", "paceline.stacks", "paceline._core"),
+    (
+        "paceline.errors",
+        "paceline.arguments",
+        "paceline.env",
+        "paceline.stacks",
+        "paceline.replacing",
+        "paceline._core",
+    ),
 )
 BOTTOM = len(LAYERS) - 1
 # The rooms of a front end (folders, and files beside them), top to bottom: a room imports from rows below

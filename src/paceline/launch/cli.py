@@ -7,14 +7,16 @@ import difflib
 import importlib.machinery
 import os
 import re
+import site
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from paceline.errors import ConfigError
 from paceline.launch.guardian import run_guarded
 from paceline.launch.plan import Options, make_plan
 from paceline.launch.process import interpreter, open_missing_streams
+from paceline.replacing import VARIABLE, check_value
 
 _USAGE = """paceline run [options] script.py [arguments ...]
        paceline run [options] -m module [arguments ...]"""
@@ -64,6 +66,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="[rank N] before each line; auto (the default): not for a single rank, nor for rank 0 on a "
         "terminal, so that its progress bars work",
+    )
+    add(
+        "--replace-ddp",
+        nargs="?",
+        const="1",
+        metavar="sampler",
+        help="let torch's DistributedDataParallel and DataParallel, and paddle.DataParallel, be Paceline's "
+        "in the script and in every library that it uses; --replace-ddp=sampler: the samplers, too",
     )
     add("--log-dir", metavar="DIR", help="write each rank's output to DIR/rankN.log too")
     add("--timeout-s", type=float, metavar="S", help="stop the job after S seconds")
@@ -127,6 +137,7 @@ def main(parsed: argparse.Namespace, command: Sequence[str]) -> int:
             timeout_s=parsed.timeout_s,
             grace_s=parsed.grace_s,
         ),
+        inherited=_environment(parsed.replace_ddp),
     )
     return run_guarded(plan)
 
@@ -174,6 +185,27 @@ def _script_hint(command: Sequence[str]) -> str:
     names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
     close = difflib.get_close_matches(Path(name).name, names, n=1)
     return f"did you mean {folder / close[0]}?" if close else ""
+
+
+def _environment(replace_ddp: str | None) -> Mapping[str, str]:
+    """What the ranks inherit.
+
+    Raises:
+        ConfigError: They would not do what --replace-ddp asks.
+    """
+    if replace_ddp is None:
+        return os.environ
+    check_value("--replace-ddp", replace_ddp)
+    folders = [*site.getsitepackages(), site.getusersitepackages()]
+    if not any(Path(folder, "paceline.pth").exists() for folder in folders):
+        raise ConfigError(
+            "--replace-ddp does nothing here: the ranks would not look for it when they start.",
+            expected="the file paceline.pth in a folder of site-packages",
+            seen=f"none in {', '.join(folders)}",
+            likely="paceline is imported from its source, and is not installed",
+            hint="install it (`pip install .`), or call paceline.torch.replace_ddp() in the script",
+        )
+    return {**os.environ, VARIABLE: replace_ddp}
 
 
 def _parse_nprocs(text: str) -> int | None:

@@ -13,7 +13,10 @@ versions.check()
 from paceline.paddle import compression  # noqa: E402
 from paceline.paddle.ddp.distributed import DistributedDataParallel, init_parallel_env, spawn  # noqa: E402
 from paceline.paddle.ddp.parallel import DataParallel  # noqa: E402
+from paceline.paddle.ddp.replace_ddp import replace_ddp, replace_if_asked  # noqa: E402
 from paceline.paddle.sync_batch_norm import SyncBatchNorm  # noqa: E402
+
+replace_if_asked()
 
 __all__ = [
     "DataParallel",
@@ -21,5 +24,6 @@ __all__ = [
     "SyncBatchNorm",
     "compression",
     "init_parallel_env",
+    "replace_ddp",
     "spawn",
 ]

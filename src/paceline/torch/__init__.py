@@ -9,8 +9,10 @@ Paceline that imports torch; may import everything below it.
 from paceline.torch import backend, compression
 from paceline.torch.data_parallel.data_parallel import DataParallel
 from paceline.torch.ddp.distributed import DistributedDataParallel
+from paceline.torch.ddp.replace_ddp import replace_ddp, replace_if_asked
 from paceline.torch.sync_batch_norm import SyncBatchNorm
 
 backend.register()
+replace_if_asked()
 
-__all__ = ["DataParallel", "DistributedDataParallel", "SyncBatchNorm", "compression"]
+__all__ = ["DataParallel", "DistributedDataParallel", "SyncBatchNorm", "compression", "replace_ddp"]

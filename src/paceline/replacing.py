@@ -1,0 +1,233 @@
+"""Put our class in the place of another one, in every module that has bound it or imports it later.
+
+The one idea: a library that says `from torch.nn.parallel import DistributedDataParallel` holds the class
+under a name of its own, where an assignment to `torch.nn.parallel` changes nothing, and says nothing. So all
+modules are looked through, and an import hook looks through those that come later. The module that defines
+the other class stays as it is: our class has it as a base.
+
+Imports `errors`, `env`, the import hook and the standard library.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from _paceline_import_hook import VARIABLE, AfterImport
+from paceline.env import read_rank_environment
+from paceline.errors import ConfigError
+
+SAMPLER = "sampler"
+
+__all__ = ["SAMPLER", "VARIABLE", "Pair", "Replacement", "asked_by_environment", "check_value", "replace"]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One class and what comes into its place.
+
+    Attributes:
+        name: Under which people know the class: "torch.nn.parallel.DistributedDataParallel".
+        original: The class, from the module that defines it.
+        ours: The class that replaces it.
+        is_wrapper: Whether it wraps models, so that it is told if it never did.
+    """
+
+    name: str
+    original: type
+    ours: type
+    is_wrapper: bool = True
+
+
+class Replacement:
+    """Classes that have been replaced, until `undo()`. Also a context manager, which undoes it at its end.
+
+    Attributes:
+        places: Where a class was replaced so far, as "module.name".
+        wrapped: Number of models that our classes have wrapped since.
+
+    Example:
+        >>> with paceline.torch.replace_ddp() as replaced:
+        ...     trainer.fit(model)          # wraps the model in its own way
+        >>> replaced.wrapped
+        1
+    """
+
+    def __init__(self, pairs: Sequence[Pair]) -> None:
+        for pair in pairs:
+            _check_is_original(pair)
+        self.pairs = tuple(pairs)
+        self.wrapped = 0
+        self._bound: list[tuple[ModuleType, str, type]] = []
+        self._ours = {id(pair.original): pair.ours for pair in pairs}
+        self._kept = {pair.original.__module__ for pair in pairs}
+        self._inits = [(pair.ours, vars(pair.ours)["__init__"]) for pair in pairs if pair.is_wrapper]
+        for ours, init in self._inits:
+            self._count_calls(ours, init)
+        for module in list(sys.modules.values()):
+            self._replace_in(module)
+        self._hook = AfterImport(self._replace_in)
+        self._hook.install()
+
+    def __enter__(self) -> Replacement:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.undo()
+
+    @property
+    def places(self) -> list[str]:
+        return [f"{module.__name__}.{name}" for module, name, _ in self._bound]
+
+    def undo(self) -> None:
+        """Put the original classes back, wherever they were replaced. Models that are wrapped stay so."""
+        self._hook.remove()
+        for module, name, original in self._bound:
+            if id(original) in self._ours and vars(module).get(name) is self._ours[id(original)]:
+                setattr(module, name, original)
+        for ours, init in self._inits:
+            type.__setattr__(ours, "__init__", init)
+        self._bound, self._inits = [], []
+        _active.pop(self.pairs, None)
+
+    def announce(self) -> None:
+        """Say on rank 0 what was replaced, and at the end of the process if it was for nothing."""
+        if not _is_first_rank():
+            return
+        names = ", ".join(pair.name for pair in self.pairs)
+        print(f"paceline: replaced {names}, bound in {_modules(self._bound)}.", file=sys.stderr)
+        for name in _foreign_subclasses(self.pairs):
+            print(
+                f"paceline: {name} is a subclass that was made before; what it wraps stays the framework's.",
+                file=sys.stderr,
+            )
+        atexit.register(self._say_if_for_nothing, os.getpid())
+
+    def _say_if_for_nothing(self, pid: int) -> None:
+        is_main = os.getpid() == pid and multiprocessing.parent_process() is None
+        if self.wrapped or not self._inits or not is_main:
+            return
+        names = " or ".join(pair.name for pair in self.pairs if pair.is_wrapper)
+        likely = "the script wraps no model, or a library wraps it in a class of its own"
+        hint = "wrap the model in Paceline's class yourself"
+        main = sys.modules.get("__main__")
+        for pair in self.pairs:  # the hook sees what a module has bound when it is complete: not so a script
+            if any(value is pair.original for value in vars(main).values()):
+                defined_in = pair.original.__module__
+                likely = (
+                    f"the script imports {pair.original.__name__} from {defined_in}, which is not changed"
+                )
+                hint = f"import it from {pair.name.rpartition('.')[0]}"
+        print(
+            f"paceline: warning: no model was wrapped in what replaced {names}.\n"
+            f"  likely   {likely}\n  hint     {hint}",
+            file=sys.stderr,
+        )
+
+    def _replace_in(self, module: ModuleType) -> None:
+        """Replace the classes wherever this module has bound them."""
+        bound = getattr(module, "__dict__", None)
+        own = getattr(module, "__name__", "")
+        if not isinstance(bound, dict) or not isinstance(own, str):
+            return
+        if own in self._kept or own.partition(".")[0] == "paceline":
+            return
+        for name, value in list(bound.items()):
+            ours = self._ours.get(id(value))
+            if ours is not None:
+                bound[name] = ours
+                self._bound.append((module, name, value))
+
+    def _count_calls(self, ours: type, init: Any) -> None:
+        @functools.wraps(init)
+        def counted(model: Any, *args: Any, **kwargs: Any) -> None:
+            init(model, *args, **kwargs)
+            self.wrapped += 1
+
+        type.__setattr__(ours, "__init__", counted)
+
+
+_active: dict[tuple[Pair, ...], Replacement] = {}
+
+
+def replace(pairs: Sequence[Pair]) -> Replacement:
+    """Replace classes, once: the same again gives what was replaced before.
+
+    Raises:
+        ConfigError: Some of them are replaced already, by us or by somebody else.
+    """
+    key = tuple(pairs)
+    if key not in _active:
+        _active[key] = Replacement(key)
+        _active[key].announce()
+    return _active[key]
+
+
+def asked_by_environment() -> tuple[bool, bool]:
+    """Whether PACELINE_REPLACE_DDP asks for our wrappers, and for our samplers.
+
+    Raises:
+        ConfigError: It has a value that means nothing.
+    """
+    value = os.environ.get(VARIABLE, "")
+    check_value(VARIABLE, value or "0")
+    return value not in ("", "0"), value == SAMPLER
+
+
+def check_value(name: str, value: str) -> None:
+    """Raise ConfigError unless `value` is one that the variable takes."""
+    if value not in ("0", "1", SAMPLER):
+        raise ConfigError(
+            f"{name}={value} is not usable.",
+            expected=f"1 (replace the wrappers), or {SAMPLER} (the samplers, too); 0 replaces nothing",
+            got=repr(value),
+            hint=f"{name}=1",
+        )
+
+
+def _check_is_original(pair: Pair) -> None:
+    module, _, name = pair.name.rpartition(".")
+    bound = getattr(sys.modules.get(module), name, None)
+    if bound is pair.original:
+        return
+    if bound is pair.ours:
+        raise ConfigError(
+            f"{pair.name} is replaced already, together with other classes.",
+            hint="undo() the first replacement before another one is made",
+        )
+    raise ConfigError(
+        f"{pair.name} is not the framework's own class, so it is not replaced.",
+        seen=f"{getattr(bound, '__module__', '?')}.{getattr(bound, '__qualname__', bound)}",
+        likely="another library has replaced it",
+        hint="replace it once, by one of them",
+    )
+
+
+def _foreign_subclasses(pairs: Sequence[Pair]) -> Iterator[str]:
+    """Subclasses of the originals that others have made."""
+    for pair in pairs:
+        subclasses: list[type] = pair.original.__subclasses__()
+        for each in subclasses:
+            framework = pair.original.__module__.partition(".")[0]
+            if each is not pair.ours and each.__module__.partition(".")[0] not in ("paceline", framework):
+                yield f"{each.__module__}.{each.__qualname__}"
+
+
+def _modules(bound: Sequence[tuple[ModuleType, str, type]]) -> str:
+    names = sorted({module.__name__ for module, _, _ in bound})
+    return f"{len(names)} modules" if len(names) != 1 else names[0]
+
+
+def _is_first_rank() -> bool:
+    """Whether a launcher started this process as rank 0; without a launcher nothing is said."""
+    with contextlib.suppress(ConfigError):
+        return read_rank_environment(needs_address=False).rank == 0
+    return False

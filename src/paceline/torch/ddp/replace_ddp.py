@@ -1,0 +1,59 @@
+"""`replace_ddp`: torch's wrappers become ours, whatever library makes them."""
+
+from __future__ import annotations
+
+from torch.nn.parallel.data_parallel import DataParallel as _TorchDP
+from torch.nn.parallel.distributed import DistributedDataParallel as _TorchDDP
+from torch.utils.data.distributed import DistributedSampler as _TorchSampler
+
+from paceline.data import DistributedSampler
+from paceline.replacing import Pair, Replacement, asked_by_environment, replace
+from paceline.torch.data_parallel.data_parallel import DataParallel
+from paceline.torch.ddp.distributed import DistributedDataParallel
+
+_WRAPPERS = (
+    Pair("torch.nn.parallel.DistributedDataParallel", _TorchDDP, DistributedDataParallel),
+    Pair("torch.nn.DataParallel", _TorchDP, DataParallel),
+)
+_SAMPLERS = (
+    Pair("torch.utils.data.DistributedSampler", _TorchSampler, DistributedSampler, is_wrapper=False),
+)
+
+
+def replace_ddp(*, samplers: bool = False) -> Replacement:
+    """Let torch's DistributedDataParallel and DataParallel be Paceline's from now on, in this process.
+
+    Every module that has bound one of these classes gets ours, and so does every module that is imported
+    later. So a trainer that wraps the model by itself (Lightning, Accelerate, Transformers) wraps it in
+    ours. `paceline run --replace-ddp train.py` and PACELINE_REPLACE_DDP=1 call this when the script imports
+    torch. Not collective, does not block. On rank 0 it prints what it has replaced, and a warning at the end
+    of the process if no model was wrapped.
+
+    What it cannot reach: a subclass of torch's class that was made before (rank 0 prints its name), and a
+    class that is held in a list, a default argument or an attribute of an object.
+
+    Args:
+        samplers: Whether `torch.utils.data.DistributedSampler` becomes `paceline.data.DistributedSampler`,
+            too.
+
+    Returns:
+        What was replaced and where; its `undo()` puts torch's classes back. A second call with the same
+        arguments returns the same.
+
+    Raises:
+        ConfigError: The classes are replaced already, with other arguments or by another library.
+
+    Example:
+        Both of two ranks:
+
+        >>> paceline.torch.replace_ddp()
+        >>> model = accelerator.prepare(model)      # a paceline.torch.DistributedDataParallel
+    """
+    return replace(_WRAPPERS + _SAMPLERS if samplers else _WRAPPERS)
+
+
+def replace_if_asked() -> None:
+    """Do what PACELINE_REPLACE_DDP says. Raises ConfigError if it says nothing that is known."""
+    wrappers, samplers = asked_by_environment()
+    if wrappers:
+        replace_ddp(samplers=samplers)

@@ -1,0 +1,153 @@
+"""Our class in the place of another one, in every module that holds it, or will. The framework is made up."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from importlib.machinery import SourceFileLoader
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from paceline import replacing
+from paceline.errors import ConfigError
+from paceline.replacing import Pair, replace
+
+
+@pytest.fixture
+def framework(tmp_path, monkeypatch):
+    """`madeup.wrap` defines Wrapper, `madeup` and `early` have bound it, `late` is on disk."""
+
+    class Wrapper:
+        def __init__(self, model):
+            self.model = model
+
+    class Ours(Wrapper):
+        def __init__(self, model, more=0):
+            super().__init__(model)
+            self.more = more
+
+    Wrapper.__module__ = "madeup.wrap"
+    modules = {name: ModuleType(name) for name in ("madeup", "madeup.wrap", "early")}
+    modules["madeup"].Wrapper = modules["madeup.wrap"].Wrapper = modules["early"].TheirName = Wrapper
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    (tmp_path / "late.py").write_text(
+        "from madeup.wrap import Wrapper as W\nloader_while_running = __loader__\n"
+    )
+    (tmp_path / "broken.py").write_text("raise ValueError('of its own')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    pair = Pair("madeup.Wrapper", Wrapper, Ours)
+    yield SimpleNamespace(
+        Wrapper=Wrapper, Ours=Ours, pair=pair, **{n.replace(".", "_"): m for n, m in modules.items()}
+    )
+    for each in list(replacing._active.values()):
+        each.undo()
+    sys.modules.pop("late", None)
+
+
+def test_modules_that_hold_the_class_and_modules_that_come_later_get_ours(framework):
+    replaced = replace([framework.pair])
+    late = importlib.import_module("late")
+    assert framework.madeup.Wrapper is framework.early.TheirName is late.W is framework.Ours
+    assert framework.madeup_wrap.Wrapper is framework.Wrapper  # our own class has it as a base
+    assert sorted(replaced.places) == ["early.TheirName", "late.W", "madeup.Wrapper"]
+
+
+def test_undo_restores_everything(framework):
+    finders, init = list(sys.meta_path), framework.Ours.__init__
+    with replace([framework.pair]):
+        late = importlib.import_module("late")
+    assert framework.madeup.Wrapper is framework.early.TheirName is late.W is framework.Wrapper
+    assert sys.meta_path == finders and framework.Ours.__init__ is init
+    assert replace([framework.pair]).places  # and it can be done again
+
+
+def test_a_name_that_was_changed_since_stays_changed(framework):
+    with replace([framework.pair]):
+        framework.early.TheirName = int
+    assert framework.early.TheirName is int
+
+
+def test_models_that_are_wrapped_are_counted(framework):
+    replaced = replace([framework.pair])
+    wrapped = framework.madeup.Wrapper("model", more=3)
+    assert (wrapped.model, wrapped.more, replaced.wrapped) == ("model", 3, 1)
+    with pytest.raises(TypeError):
+        framework.madeup.Wrapper()
+    assert replaced.wrapped == 1
+
+
+def test_imports_look_as_if_nobody_had_looked_on(framework):
+    replace([framework.pair])
+    assert importlib.util.find_spec("late").loader.get_code("late") is not None  # python -m asks for it
+    late = importlib.import_module("late")
+    for loader in (late.__loader__, late.__spec__.loader, late.loader_while_running):
+        assert type(loader) is SourceFileLoader
+    with pytest.raises(ValueError, match="of its own"):
+        importlib.import_module("broken")
+    assert importlib.util.find_spec("no_such_module") is None
+
+
+def test_the_same_again_is_the_same(framework):
+    assert replace([framework.pair]) is replace([framework.pair])
+
+
+def test_two_replacements_at_once_are_refused(framework):
+    replace([framework.pair])
+    other = Pair("early.TheirName", framework.Wrapper, framework.Ours, is_wrapper=False)
+    with pytest.raises(ConfigError, match=r"early\.TheirName is replaced already"):
+        replace([framework.pair, other][::-1])
+
+
+def test_a_class_that_somebody_else_has_replaced_is_refused(framework):
+    framework.madeup.Wrapper = SimpleNamespace
+    with pytest.raises(ConfigError, match="not the framework's own class") as raised:
+        replace([framework.pair])
+    assert "types.SimpleNamespace" in str(raised.value)
+    assert framework.early.TheirName is framework.Wrapper
+
+
+@pytest.mark.parametrize(
+    ("rank", "text"),
+    [("0", "paceline: replaced madeup.Wrapper, bound in 2 modules.\n"), ("1", ""), (None, "")],
+)
+def test_rank_0_says_what_was_replaced(framework, rank, text, monkeypatch, capsys):
+    monkeypatch.delenv("RANK", raising=False)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("WORLD_SIZE", "2")
+    replace([framework.pair])
+    assert capsys.readouterr().err == text
+
+
+def test_a_subclass_that_was_made_before_is_named(framework, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    type("Theirs", (framework.Wrapper,), {"__module__": "early"})
+    replace([framework.pair])
+    assert "early.Theirs is a subclass that was made before" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("value", "answer"),
+    [
+        (None, (False, False)),
+        ("", (False, False)),
+        ("0", (False, False)),
+        ("1", (True, False)),
+        ("sampler", (True, True)),
+    ],
+)
+def test_what_the_variable_asks_for(value, answer, monkeypatch):
+    monkeypatch.delenv("PACELINE_REPLACE_DDP", raising=False)
+    if value is not None:
+        monkeypatch.setenv("PACELINE_REPLACE_DDP", value)
+    assert replacing.asked_by_environment() == answer
+
+
+def test_a_value_that_means_nothing_is_refused(monkeypatch):
+    monkeypatch.setenv("PACELINE_REPLACE_DDP", "yes")
+    with pytest.raises(ConfigError, match="PACELINE_REPLACE_DDP=yes is not usable"):
+        replacing.asked_by_environment()
