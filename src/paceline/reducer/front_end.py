@@ -212,8 +212,8 @@ class Autograd(Protocol):
         ...
 
     @property
-    def complete(self) -> Callable[[], None]:
-        """Hands over gradients that have waited for the end of backward."""
+    def complete(self) -> Callable[[], None] | None:
+        """Hands over gradients that have waited for the end of backward; None: none ever do."""
         ...
 
     def note_error(self, error: PacelineError) -> None:

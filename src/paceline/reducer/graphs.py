@@ -5,6 +5,8 @@ hooks on the outputs of a forward hold one object, which lives as long as their 
 stay until the wrapper is gone and no such graph is left to be run backward. One that has been is no reason to
 stay: a `loss` that lingers must not make a later backward of the bare model wait for other ranks.
 
+A backward that runs is known by `EndOfBackward`: the call at its end, or that the call was dropped.
+
 The same for every framework. Imports only the standard library and `errors`.
 """
 
@@ -96,3 +98,32 @@ class Graphs:
         if not self._is_closed:
             self._is_closed = True
             self._close()
+
+
+class EndOfBackward:
+    """The call that a framework makes at the end of a backward, or that never comes, because it raised.
+
+    To be given to the framework, and not kept: it alone holds the call, together with what else it knows of
+    that backward. An exception drops it all, and that the call goes unmade is how anybody learns that the
+    backward is over.
+
+    Args:
+        end: Called when the backward is over.
+        interrupted: Called instead when an exception has ended it, before the user has the exception, and
+            within the framework: it must neither wait nor raise.
+    """
+
+    __slots__ = ("_end", "_interrupted", "_is_made")
+
+    def __init__(self, end: Callable[[], None], interrupted: Callable[[], None]) -> None:
+        self._end = end
+        self._interrupted = interrupted
+        self._is_made = False
+
+    def __call__(self) -> None:
+        self._is_made = True
+        self._end()
+
+    def __del__(self) -> None:
+        if not self._is_made:
+            self._interrupted()

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from paceline.arguments import Arguments
 from paceline.errors import ConfigError
-from paceline.reducer.end_of_backward import EndOfBackward
+from paceline.reducer.graphs import EndOfBackward
 
 
 class Accumulating(Protocol):

@@ -24,10 +24,9 @@ from paceline.errors import CollectiveError, ConfigError, ForkedError, PacelineE
 from paceline.reducer import farewell
 from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.drift import DriftWatch
-from paceline.reducer.end_of_backward import EndOfBackward
 from paceline.reducer.front_end import AnyAutograd, Fingerprint, FrontEnd, Memory, PassOptions
 from paceline.reducer.frozen import digest_of
-from paceline.reducer.graphs import Graphs
+from paceline.reducer.graphs import EndOfBackward, Graphs
 from paceline.reducer.link import Link, Reduction, ReductionOptions
 from paceline.reducer.pass_errors import (
     GraphVariety,
@@ -509,7 +508,8 @@ class Passes(Generic[AnyAutograd]):
                     self.fresh.note()
             finally:
                 state.begin_next()
-                self.weights.end()
+                if self.weights.is_used:
+                    self.weights.end()
                 if self._tell is not None:
                     self._tell(f"after backward of pass {self._pass_number}")
                 self._pass_number += 1
@@ -537,7 +537,8 @@ class Passes(Generic[AnyAutograd]):
     def _hand_over_rest(self) -> None:
         """Hand over what has waited, and what this backward did not touch; look at all of it again."""
         state = self.state
-        self.autograd.complete()
+        if (complete := self.autograd.complete) is not None:
+            complete()
         count = len(self._names)
         if self._static_graph is not None:
             state.status.graph_changed = self._static_graph.has_changed(self._used())

@@ -31,9 +31,8 @@ from paceline.paddle.passes.replica_state import hash_model, make_sampler
 from paceline.paddle.passes.sparse import SparseMeans
 from paceline.paddle.passes.weights import PaddleWeights
 from paceline.reducer.buffers import BufferSync
-from paceline.reducer.end_of_backward import EndOfBackward
 from paceline.reducer.front_end import FrontEnd
-from paceline.reducer.graphs import Graph
+from paceline.reducer.graphs import EndOfBackward, Graph
 from paceline.reducer.passes import Passes, PassState
 
 
@@ -215,8 +214,7 @@ class PaddleAutograd:
         except BaseException as error:
             self.keep_error(error)
 
-    def complete(self) -> None:
-        """`_hand_over_postponed` has done it."""
+    complete = None  # `_hand_over_postponed` has done it
 
     def note_error(self, error: PacelineError) -> None:
         """Nobody asks for it later."""

@@ -255,7 +255,10 @@ class DistributedDataParallel(WrappedModel, TorchNames):
     @untraced_itself
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         module: Any = self._modules["module"]  # past nn.Module.__getattr__, a search in each forward
-        return self._config.precision.run(module, self._tensors.ignored, inputs, kwargs)
+        precision = self._config.precision
+        if precision.param_dtype is None:
+            return module(*inputs, **kwargs)
+        return precision.run(module, self._tensors.ignored, inputs, kwargs)
 
     @untraced
     def _before_forward(

@@ -44,10 +44,8 @@ class Precision:
 
     @untraced_itself
     def run(self, module: nn.Module, ignored: Collection[str], inputs: Any, kwargs: Any) -> Any:
-        """Call the module with parameters and inputs of this precision."""
+        """Call the module with parameters and inputs of `param_dtype`, which is not None."""
         dtype = self.param_dtype
-        if dtype is None:
-            return module(*inputs, **kwargs)
         inputs, kwargs = pytree.tree_map_only(
             torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, (inputs, kwargs)
         )

@@ -89,6 +89,8 @@ class TorchAutograd:
         self._is_frozen_noted = self._has_begun = False
         self._in_backward: Steppers = []
         self._last_hooks: LastHooks | None = None
+        self._late: LateGradients | None
+        self.complete: Callable[[], None] | None
         self._make_late(is_static)
 
     def use_static_graph(self, is_static: bool) -> None:
@@ -96,20 +98,24 @@ class TorchAutograd:
         self.install()
 
     def _make_late(self, is_static: bool) -> None:
+        """Gradients are late where a static graph is to be learned, or the caller delays some."""
         hand_over, delayed = self._gradients.hand_over_rest, self._tensors.delayed
-        self._late = LateGradients(self._state, hand_over, delayed, is_learning=is_static)
-        self.complete = self._late.end_pass
+        if is_static or delayed:
+            self._late = LateGradients(self._state, hand_over, delayed, is_learning=is_static)
+            self.complete = self._late.end_pass
+        else:
+            self._late = self.complete = None
 
     def install(self) -> None:
         self._remove_hooks()
         late, trainable = self._late, self._tensors.trainable
         registered = [
-            late.hook(index) if late.is_late(index) else hook
+            late.hook(index) if late is not None and late.is_late(index) else hook
             for index, hook in enumerate(self._gradients.hooks)
         ]
         for index in self._shared:
             registered[index] = in_own_passes(self._state, self._state.graphs, registered[index])
-        if self._tensors.trigger is not None:
+        if late is not None and self._tensors.trigger is not None:
             registered[self._tensors.trigger] = late.with_trigger(registered[self._tensors.trigger])
         self._last_hooks = LastHooks(trainable, registered)
         self._not_last = self._last_hooks.not_last
@@ -197,14 +203,16 @@ class TorchAutograd:
         self.errors.add(error)
 
     def after_means(self) -> None:
-        step_in_backward(self._in_backward)
+        if self._in_backward:
+            step_in_backward(self._in_backward)
 
     def learn(self) -> None:
-        if self._late.learn():
+        if self._late is not None and self._late.learn():
             self.install()
 
     def forget(self) -> None:
-        self._late.forget()
+        if self._late is not None:
+            self._late.forget()
         self._is_frozen_noted = False
 
 
