@@ -14,8 +14,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "paceline"
 
-# Top to bottom, as in docs/design: a layer imports from layers below it and from itself. Folders that
-# share a row do not import each other, but for the bottom row.
+# Top to bottom, as drawn in docs/design/gradient.md: a layer imports from layers below it and from itself.
+# Folders that share a row do not import each other, but for the bottom row.
 LAYERS = (
     ("paceline.__main__",),
     ("paceline.cli",),
@@ -56,6 +56,7 @@ ROOMS = {
         ("internals", "versions"),
     ),
 }
+DRAWINGS = ROOT / "docs" / "design" / "gradient.md"
 # Names that say nothing about what is in a file.
 VAGUE = {"utils", "util", "helpers", "helper", "common", "misc"}
 LONG_LINES = 400
@@ -141,6 +142,19 @@ def test_each_room_of_a_front_end_imports_from_rooms_below(framework):
             if other != room and rows[other] <= rows[room]:
                 wrong.append(spell(path, line, f"{room} imports {other}, which is not below it"))
     assert not wrong, "\n".join(wrong)
+
+
+def drawn_rows(title: str) -> list[tuple[str, ...]]:
+    """The rows of a drawing: names between bars, then at least two spaces and what they are."""
+    drawing = DRAWINGS.read_text().partition(f"```\n{title}\n")[2].partition("```")[0]
+    return [tuple(re.split(r" {2,}", row[2:])[0].split(" | ")) for row in drawing.splitlines()]
+
+
+def test_the_drawings_show_what_the_imports_are_held_to():
+    layers = [tuple(name.removeprefix("paceline.") for name in row) for row in LAYERS]
+    assert drawn_rows("paceline") == layers
+    for framework, rows in ROOMS.items():
+        assert drawn_rows(framework) == list(rows)
 
 
 @pytest.mark.parametrize("framework", ["torch", "paddle"])
