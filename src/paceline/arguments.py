@@ -22,6 +22,7 @@ from paceline.errors import ConfigError, ConfigTypeError
 _LONGEST_S = 1e8
 """Three years, which stands for ever: clocks below count nanoseconds, and some milliseconds in 32 bits."""
 
+_Kind = TypeVar("_Kind")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
@@ -218,6 +219,20 @@ class Arguments:
         if not value and not may_be_empty:
             raise self.refuse(name, value, expected, hint)
         return value
+
+    def instance(self, name: str, value: Any, kind: type[_Kind], *, what: str, of: str, hint: str) -> _Kind:
+        """An object of a class, made already.
+
+        Args:
+            what: "a module", for whoever passes the class itself.
+            of: The class, as users write it.
+        """
+        if isinstance(value, kind):
+            return value
+        if isinstance(value, type) and issubclass(value, kind):
+            instead = f"make one: {value.__name__}(...)"
+            raise self.refuse(name, value, f"{what}, and not its class", instead, is_type=True)
+        raise self.refuse(name, value, f"an instance of {of}", hint, is_type=True)
 
     def function(self, name: str, value: _Function, expected: str, *, hint: str = "") -> _Function:
         """Something that can be called.

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypeVar
 
 from paceline.arguments import Arguments, show
 from paceline.errors import ConfigError
@@ -44,9 +45,33 @@ SHARED_NAMES = (
 """Arguments of both wrappers that mean the same."""
 
 
-class SharedOptions(TypedDict):
-    """Fields of both wrappers' configs, whose docstrings say what they mean."""
+@dataclass(frozen=True, kw_only=True)
+class WrapperOptions:
+    """What a wrapped model was asked to do: what the configurations of both front ends have in common.
 
+    Attributes:
+        bucket_cap_bytes: The largest bucket.
+        first_bucket_bytes: The largest first bucket, whose gradients come last in backward's order.
+        bucket_caps_bytes: The largest first, second, ... bucket, used instead of both, if there are any.
+        init_sync: Broadcast rank 0's parameters (and buffers) when wrapping.
+        init_sync_buffers: Broadcast buffers (and running statistics), too, when wrapping.
+        broadcast_buffers: Give every rank rank 0's buffers after each synchronised backward.
+        buffers: What is done with buffers whose name matches a pattern.
+        gradients_in_arena: Gradients live in the memory where they are averaged.
+        skip_unused: Don't send buckets that no rank used in the pass before.
+        allow_unused: A parameter without a gradient contributes 0.
+        static_graph: The same parameters are unused in every pass, or it raises.
+        weight: The weight of this rank's gradients; a function computes it from forward's arguments.
+        nonfinite: What to do about infinities and NaNs: "warn" once, "raise", or "ignore".
+        reduce_through: "memory" that the ranks share, the process "group", or the better one ("auto").
+        timeout_s: Seconds to wait for the slowest rank; None: the group's own time-out.
+        warn_after_s: Seconds after which a late rank is named in a warning; None: the default.
+        check_replicas_every: Compare replicas after so many passes; None: where there is a reason; 0: never.
+    """
+
+    bucket_cap_bytes: int
+    first_bucket_bytes: int
+    bucket_caps_bytes: tuple[int, ...]
     init_sync: bool
     init_sync_buffers: bool
     broadcast_buffers: bool
@@ -61,6 +86,21 @@ class SharedOptions(TypedDict):
     timeout_s: float | None
     warn_after_s: float | None
     check_replicas_every: int | None
+
+    def agreed_shared(self) -> dict[str, str]:
+        """Those that must be the same on all ranks, or their collectives would not match."""
+        return {
+            "bucket_cap_mb_list": str([cap / MIB for cap in self.bucket_caps_bytes]),
+            "init_sync": str(self.init_sync),
+            "broadcast_buffers": f"{self.broadcast_buffers}, {self.init_sync_buffers} at wrap",
+            "buffers": str(dict(self.buffers)),
+            "find_unused_parameters": "any" if self.static_graph else str(self.allow_unused),
+            "static_graph": str(self.static_graph),
+            "skip_all_reduce_unused_params": str(self.skip_unused),
+            "nonfinite": self.nonfinite,
+            "reduce_through": self.reduce_through,
+            "check_replicas_every": str(self.check_replicas_every),
+        }
 
 
 class WrapperArguments:
@@ -106,8 +146,8 @@ class WrapperArguments:
         )
         return None, forward_sync_buffers
 
-    def shared(self, arguments: Mapping[str, Any]) -> SharedOptions:
-        """What does not differ between the wrappers, checked.
+    def shared(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of `WrapperOptions` but for the sizes of buckets, from checked arguments.
 
         Args:
             arguments: Of the constructor, with all of SHARED_NAMES.
@@ -123,22 +163,22 @@ class WrapperArguments:
         find_unused_parameters = check.flag("find_unused_parameters", given.find_unused_parameters)
         static_graph = check.flag("static_graph", given.static_graph)
         broadcasts = broadcast_buffers is not False
-        return SharedOptions(
-            init_sync=check.flag("init_sync", given.init_sync),
-            init_sync_buffers=broadcasts if init_sync_buffers is None else init_sync_buffers,
-            broadcast_buffers=broadcasts and forward_sync_buffers is not False,
-            buffers=self.buffers(given.buffers),
-            gradients_in_arena=check.flag("gradient_as_bucket_view", given.gradient_as_bucket_view),
-            skip_unused=check.flag("skip_all_reduce_unused_params", given.skip_all_reduce_unused_params),
-            allow_unused=find_unused_parameters or static_graph,
-            static_graph=static_graph,
-            weight=self.weight(given.weight),
-            nonfinite=self.nonfinite(given.nonfinite),
-            reduce_through=self.reduce_through(given.reduce_through),
-            timeout_s=check.optional_seconds("timeout_s", given.timeout_s),
-            warn_after_s=check.optional_seconds("warn_after_s", given.warn_after_s),
-            check_replicas_every=self.passes("check_replicas_every", given.check_replicas_every),
-        )
+        return {
+            "init_sync": check.flag("init_sync", given.init_sync),
+            "init_sync_buffers": broadcasts if init_sync_buffers is None else init_sync_buffers,
+            "broadcast_buffers": broadcasts and forward_sync_buffers is not False,
+            "buffers": self.buffers(given.buffers),
+            "gradients_in_arena": check.flag("gradient_as_bucket_view", given.gradient_as_bucket_view),
+            "skip_unused": check.flag("skip_all_reduce_unused_params", given.skip_all_reduce_unused_params),
+            "allow_unused": find_unused_parameters or static_graph,
+            "static_graph": static_graph,
+            "weight": self.weight(given.weight),
+            "nonfinite": self.nonfinite(given.nonfinite),
+            "reduce_through": self.reduce_through(given.reduce_through),
+            "timeout_s": check.optional_seconds("timeout_s", given.timeout_s),
+            "warn_after_s": check.optional_seconds("warn_after_s", given.warn_after_s),
+            "check_replicas_every": self.passes("check_replicas_every", given.check_replicas_every),
+        }
 
     def caps(self, value: Sequence[float] | None) -> tuple[int, ...]:
         """bucket_cap_mb_list: the sizes of single buckets, in bytes; None is none."""

@@ -97,10 +97,6 @@ class Link(Protocol[_Tensor]):
         """Payloads of all ranks, by rank, of any lengths."""
         ...
 
-    def agree(self, numbers: Sequence[int]) -> list[int]:
-        """Rank 0's numbers, below 2**31; every rank has as many."""
-        ...
-
     def make_reduction(
         self,
         plan: Plan,
@@ -126,6 +122,20 @@ class Link(Protocol[_Tensor]):
             process_group: Of the wrapped model, for the hook.
         """
         ...
+
+
+def agree(link: Link[Any], numbers: Sequence[int]) -> list[int]:
+    """Rank 0's numbers, on every rank. Collective.
+
+    Args:
+        link: Between the ranks.
+        numbers: Below 2**31.
+
+    Example:
+        Rank 0 passes [2, 0, 1] and rank 1 [0, 1, 2]; both get [2, 0, 1].
+    """
+    own = np.array(numbers, np.int32).tobytes()
+    return [int(number) for number in np.frombuffer(link.all_gather(own)[0], np.int32)]
 
 
 def make_host_reducer(group: _core.HostGroup, plan: Plan, *, gradients_in_arena: bool) -> _core.Reducer:

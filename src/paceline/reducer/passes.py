@@ -27,7 +27,7 @@ from paceline.reducer.drift import DriftWatch
 from paceline.reducer.front_end import AnyAutograd, Fingerprint, FrontEnd, Memory, PassOptions
 from paceline.reducer.frozen import digest_of
 from paceline.reducer.graphs import EndOfBackward, Graphs
-from paceline.reducer.link import Link, Reduction, ReductionOptions
+from paceline.reducer.link import Link, Reduction, ReductionOptions, agree
 from paceline.reducer.pass_errors import (
     GraphVariety,
     Judge,
@@ -360,7 +360,7 @@ class Passes(Generic[AnyAutograd]):
     def _adopt_order(self, order: list[int]) -> None:
         """Plan anew, in the order that rank 0 saw; once, after the first good pass. Collective."""
         self.is_order_final = True
-        agreed = self._link.agree(complete_order(order, len(self._names)))
+        agreed = agree(self._link, complete_order(order, len(self._names)))
         plan = self._make_plan(agreed)
         if plan != self.reduction.plan:
             self._replace(plan)

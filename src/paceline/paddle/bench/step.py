@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import time
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +16,7 @@ import paddle
 import paddle.distributed as dist
 from paddle import nn
 
+from paceline.bench.on_numpy import time_calls
 from paceline.paddle.ddp.parallel import DataParallel
 
 Batch = tuple[paddle.Tensor, paddle.Tensor]
@@ -66,11 +66,7 @@ class Step:
 
     def time(self, iterations: int) -> float:
         """Seconds for `iterations` steps, after one that brings the ranks together."""
-        self._step()
-        start = time.perf_counter()
-        for _ in range(iterations):
-            self._step()
-        return time.perf_counter() - start
+        return time_calls(self._step, iterations)
 
     def _wrap(self, layer: nn.Layer) -> nn.Layer:
         if self._way == "alone":

@@ -83,9 +83,6 @@ class MemoryLink:
     def all_gather(self, payload: bytes) -> list[bytes]:
         return gather_bytes(self.gather, payload)
 
-    def agree(self, numbers: Sequence[int]) -> list[int]:
-        return _agree(self, numbers)
-
     def make_reduction(
         self,
         plan: Plan,
@@ -147,9 +144,6 @@ class GroupLink:
     def all_gather(self, payload: bytes) -> list[bytes]:
         return gather_bytes(self.gather, payload)
 
-    def agree(self, numbers: Sequence[int]) -> list[int]:
-        return _agree(self, numbers)
-
     def make_reduction(
         self,
         plan: Plan,
@@ -179,7 +173,7 @@ class HookLink:
     def __init__(self, link: Link, calls: GroupCalls, hook: CommHook, process_group: Any) -> None:
         self.rank, self.world_size, self.tell = link.rank, link.world_size, link.tell
         self.broadcast, self.sum, self.all_gather = link.broadcast, link.sum, link.all_gather
-        self.gather, self.agree, self.with_hook = link.gather, link.agree, link.with_hook
+        self.gather, self.with_hook = link.gather, link.with_hook
         self._calls = calls
         self._hook = hook
         self._process_group = process_group
@@ -196,12 +190,6 @@ class HookLink:
         arena = Arena(plan, parameters)
         hook = BucketHook(self._hook, arena, parameters, self._calls, self._process_group)
         return _over(self._calls, arena, options, hook)
-
-
-def _agree(link: Link, numbers: Sequence[int]) -> list[int]:
-    agreed = paddle.to_tensor(list(numbers), "int32")
-    link.broadcast([agreed])
-    return [int(number) for number in agreed.tolist()]
 
 
 def _over(

@@ -22,19 +22,19 @@ from paceline.arguments import Arguments, show
 from paceline.collectives.formation import share_with_all
 from paceline.collectives.group import Group
 from paceline.collectives.init import init
-from paceline.collectives.whole_exchange import WholeExchange
 from paceline.env import read_rank_environment
 from paceline.errors import ConfigError, RegionError
 from paceline.paddle.link.calls import WARN_AFTER_S, GroupCalls, LoneCalls
 from paceline.paddle.link.exchange import PaddleExchange
 from paceline.paddle.link.link import GroupLink, Link, MemoryLink
 from paceline.paddle.model.arguments import checked_group
+from paceline.reducer.peers import EnvironmentGroup, PatientGroup, exchange_of_named
 from paceline.reducer.witness import Witness
 from paceline.rendezvous.exchange import Exchange
 
 _DEFAULT_TIMEOUT_S = 1800.0  # Paddle's own
 
-_environment_group: Group | None = None  # one for all models of this process
+_environment = EnvironmentGroup("paceline.paddle")
 
 
 class Peers(Protocol):
@@ -68,17 +68,13 @@ class Peers(Protocol):
         ...
 
 
-class GroupPeers:
-    """The ranks of a `paceline.Group`, which share one host. Its other users wait as long as before."""
+class GroupPeers(PatientGroup):
+    """The ranks of a `paceline.Group`, which share one host."""
 
     def __init__(
         self, group: Group, timeout_s: float | None = None, warn_after_s: float | None = None
     ) -> None:
-        self.rank = group.rank
-        self.world_size = group.world_size
-        self.timeout_s = timeout_s or group._core.timeout_s
-        self._core = group._core.with_patience(self.timeout_s, warn_after_s or group._core.warn_after_s)
-        self.exchange = WholeExchange(self._core)
+        super().__init__(group, timeout_s, warn_after_s)
         self.group = group
 
     def connect(self, *, on_host: bool, reduce_through: str = "auto") -> Link:
@@ -88,7 +84,7 @@ class GroupPeers:
                 seen=f"reduce_through={reduce_through!r}" if on_host else "parameters on a GPU",
                 hint="call paddle.distributed.init_parallel_env() before wrapping the model",
             )
-        return MemoryLink(self._core, self.group)
+        return MemoryLink(self.core, self.group)
 
 
 class PaddlePeers:
@@ -187,19 +183,11 @@ def find_peers(
 
 
 def known_exchange(group: Any, device_mesh: Any = None) -> tuple[Exchange, float] | None:
-    """What connects the ranks that these arguments name, and its time-out; None: nothing yet.
-
-    Where they are refused themselves, because they are nonsense or both are given: the group over which the
-    other ranks wait, most likely.
-    """
-    is_there = _environment_group is not None or dist.is_initialized()
-    for named, mesh in ((group, device_mesh if group is None else None), (None, None)):
-        if named is None and mesh is None and not is_there:
-            break
-        with contextlib.suppress(ConfigError):
-            peers = find_peers(named, device_mesh=mesh)
-            return None if peers is None else (peers.exchange, peers.timeout_s)
-    return None
+    """What connects the ranks that these arguments name; see `exchange_of_named`."""
+    is_there = _environment.formed is not None or dist.is_initialized()
+    return exchange_of_named(
+        group, device_mesh, lambda named, mesh: find_peers(named, device_mesh=mesh), is_there=is_there
+    )
 
 
 def _group_of_mesh(mesh: Any, group: Any) -> Any:
@@ -302,21 +290,18 @@ def environment_group(forming_timeout_s: float | None = None) -> Group | None:
 
     Collective on the first call: blocks until all came.
     """
-    global _environment_group
-    if _environment_group is None or _environment_group._core.is_closed:
-        try:
-            place = read_rank_environment(needs_address=False)
-        except ConfigError as error:
-            if getattr(error, "variable", None):
-                raise  # set, but wrong
-            warnings.warn(
-                "paceline.paddle: no launcher's variables are set, so this process trains alone. "
-                "`paceline run -n 2 script.py` or paddle.distributed.launch starts several.",
-                RuntimeWarning,
-                stacklevel=5,
-            )
-            return None
-        if place.world_size == 1:
-            return None
-        _environment_group = init(name="paceline.paddle", forming_timeout_s=forming_timeout_s)
-    return _environment_group
+    if _environment.current is not None:
+        return _environment.current
+    try:
+        place = read_rank_environment(needs_address=False)
+    except ConfigError as error:
+        if getattr(error, "variable", None):
+            raise  # set, but wrong
+        warnings.warn(
+            "paceline.paddle: no launcher's variables are set, so this process trains alone. "
+            "`paceline run -n 2 script.py` or paddle.distributed.launch starts several.",
+            RuntimeWarning,
+            stacklevel=5,
+        )
+        return None
+    return None if place.world_size == 1 else _environment.form(forming_timeout_s)

@@ -19,13 +19,11 @@ def checked_layer(owner: str, layer: Any, name: str) -> nn.Layer:
     Raises:
         ConfigError: It is none.
     """
-    if isinstance(layer, nn.Layer):
-        return layer
-    if isinstance(layer, type) and issubclass(layer, nn.Layer):
-        hint = f"make one: {layer.__name__}(...)"
-        raise Arguments(owner).refuse(name, layer, "a layer, and not its class", hint, is_type=True)
     hint = "nn.LayerList(...) of several layers; for a function, the layer that it calls"
-    raise Arguments(owner).refuse(name, layer, "an instance of paddle.nn.Layer", hint, is_type=True)
+    layer_of: nn.Layer = Arguments(owner).instance(
+        name, layer, nn.Layer, what="a layer", of="paddle.nn.Layer", hint=hint
+    )
+    return layer_of
 
 
 def checked_group(owner: str, group: Any, name: str = "group") -> Any:

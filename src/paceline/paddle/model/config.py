@@ -5,14 +5,14 @@ The one idea: an argument is honoured, or refused with a sentence; none is silen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, ClassVar
 
 from paceline.arguments import show
 from paceline.errors import ConfigError
-from paceline.reducer.arguments import MIB, WrapperArguments
+from paceline.reducer.arguments import MIB, WrapperArguments, WrapperOptions
 
 _arguments = WrapperArguments("DataParallel")
 
@@ -31,49 +31,15 @@ _INSTEAD = {
 }
 
 
-@dataclass(frozen=True)
-class DataParallelConfig:
+@dataclass(frozen=True, kw_only=True)
+class DataParallelConfig(WrapperOptions):
     """What a wrapped model was asked to do.
 
     Attributes:
-        bucket_cap_bytes: Largest bucket.
-        first_bucket_bytes: Largest first bucket.
-        bucket_caps_bytes: Largest first, second, ... bucket, used instead of both, if there are any.
-        init_sync: Broadcast rank 0's parameters (and buffers) when wrapping.
-        init_sync_buffers: Buffers and running statistics too.
-        broadcast_buffers: Give every rank rank 0's buffers after each synchronised backward.
-        buffers: What is done with buffers whose name matches a pattern.
-        gradients_in_arena: Gradients live in the memory where they are averaged.
-        skip_unused: Don't send buckets that no rank used in the pass before.
-        allow_unused: A parameter without a gradient contributes 0.
-        static_graph: The same parameters are unused in every pass, or it raises.
-        weight: Of this rank's gradients; a function computes it from forward's arguments.
-        nonfinite: What to do about infinities and NaNs: "warn" once, "raise", or "ignore".
-        reduce_through: "memory" that the ranks share, the "group", or the better one ("auto").
         devices: What device_ids and output_device name, if they name any.
-        timeout_s: Seconds to wait for the slowest rank; None: the group's own time-out.
-        warn_after_s: Seconds after which a late rank is named in a warning; None: the default.
-        check_replicas_every: Compare replicas after so many passes; None: where there is a reason; 0: never.
     """
 
-    bucket_cap_bytes: int
-    first_bucket_bytes: int
-    bucket_caps_bytes: tuple[int, ...]
-    init_sync: bool
-    init_sync_buffers: bool
-    broadcast_buffers: bool
-    buffers: Mapping[str, str]
-    gradients_in_arena: bool
-    skip_unused: bool
-    allow_unused: bool
-    static_graph: bool
-    weight: float | Callable[..., Any] | None
-    nonfinite: str
-    reduce_through: str
     devices: Mapping[str, Any]
-    timeout_s: float | None
-    warn_after_s: float | None
-    check_replicas_every: int | None
     # Whether parameters that no rank uses are let be. Yes, as in Paddle: nothing can differ.
     allow_nobodys: ClassVar[bool] = True
 
@@ -82,17 +48,8 @@ class DataParallelConfig:
         return {
             "bucket_cap_mb or comm_buffer_size": str(self.bucket_cap_bytes / MIB),
             "last_comm_buffer_size": str(self.first_bucket_bytes / MIB),
-            "bucket_cap_mb_list": str([cap / MIB for cap in self.bucket_caps_bytes]),
-            "init_sync": str(self.init_sync),
-            "broadcast_buffers": f"{self.broadcast_buffers}, {self.init_sync_buffers} at wrap",
-            "buffers": str(dict(self.buffers)),
             "gradient_as_bucket_view": str(self.gradients_in_arena),
-            "find_unused_parameters": "any" if self.static_graph else str(self.allow_unused),
-            "static_graph": str(self.static_graph),
-            "skip_all_reduce_unused_params": str(self.skip_unused),
-            "nonfinite": self.nonfinite,
-            "reduce_through": self.reduce_through,
-            "check_replicas_every": str(self.check_replicas_every),
+            **self.agreed_shared(),
         }
 
     def check_devices(self, place: Any) -> None:

@@ -7,13 +7,13 @@ anything is timed, against the mean over all ranks' batches computed here withou
 from __future__ import annotations
 
 import hashlib
-import time
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from paceline.bench.on_numpy import time_calls
 from paceline.torch.bench.all_reduce import form_group
 from paceline.torch.bench.models import MODELS, Model
 
@@ -57,11 +57,7 @@ class Step:
 
     def time(self, iterations: int) -> float:
         """Seconds for `iterations` steps, after one that brings the ranks together."""
-        self._step()
-        start = time.perf_counter()
-        for _ in range(iterations):
-            self._step()
-        return time.perf_counter() - start
+        return time_calls(self._step, iterations)
 
     def _wrap(self, module: nn.Module) -> nn.Module:
         if self._way == "alone":

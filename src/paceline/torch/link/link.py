@@ -103,9 +103,6 @@ class MemoryLink:
     def all_gather(self, payload: bytes) -> list[bytes]:
         return gather_bytes(functools.partial(gather_in_memory, self._core), payload)
 
-    def agree(self, numbers: Sequence[int]) -> list[int]:
-        return _agree(self, numbers)
-
     def make_reduction(
         self,
         plan: Plan,
@@ -150,9 +147,6 @@ class GroupLink:
     def all_gather(self, payload: bytes) -> list[bytes]:
         return self._peers.exchange.all_gather(payload, self._peers.timeout_s)
 
-    def agree(self, numbers: Sequence[int]) -> list[int]:
-        return _agree(self, numbers)
-
     def make_reduction(
         self,
         plan: Plan,
@@ -189,7 +183,7 @@ class HookLink:
         self.rank, self.world_size = link.rank, link.world_size
         self.tell: Callable[[str], None] | None = None if witness is None else witness.tell
         self.broadcast, self.sum, self.all_gather = link.broadcast, link.sum, link.all_gather
-        self.agree, self.with_hook = link.agree, link.with_hook
+        self.with_hook = link.with_hook
         self._peers = peers
         self._hook = hook
         self._witness = witness
@@ -210,12 +204,6 @@ class HookLink:
             arena, self._peers, parameters, self._hook, checks_finite=finite, witness=self._witness
         )
         return _over(arena, EngineReducer(plan, transport))
-
-
-def _agree(link: Link[torch.Tensor], numbers: Sequence[int]) -> list[int]:
-    agreed = torch.tensor(numbers, dtype=torch.int32)
-    link.broadcast([agreed])
-    return [int(number) for number in agreed.tolist()]
 
 
 def _over(arena: Arena, reducer: EngineReducer) -> Reduction[torch.Tensor]:

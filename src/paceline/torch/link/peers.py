@@ -7,15 +7,17 @@ any backend offers them, and so does a `paceline.Group`.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from paceline.arguments import Arguments
+from paceline.collectives.formation import share_with_all
 from paceline.env import read_rank_environment
 from paceline.errors import ConfigError
+from paceline.reducer.peers import EnvironmentGroup, PatientGroup, exchange_of_named
 from paceline.rendezvous.exchange import Exchange
 from paceline.torch.link.exchange import ProcessGroupExchange
 from paceline.torch.link.restarts import warn_of_shared_store
@@ -30,7 +32,7 @@ if TYPE_CHECKING:
 _DEFAULT_TIMEOUT_S = 1800.0  # torch's own, where a process group does not say
 _DEFAULT_WARN_AFTER_S = 10.0
 
-_environment_group: Group | None = None  # one for all models of this process
+_environment = EnvironmentGroup("paceline.torch")
 
 
 class Peers(Protocol):
@@ -78,38 +80,25 @@ class ProcessGroupPeers:
         dist.broadcast(payload, src=dist.get_global_rank(self.process_group, root), group=self.process_group)
 
     def share_host(self) -> _core.HostGroup | None:
-        # Here, not above: a process that only reduces through the group needs no core.
-        from paceline.collectives.formation import share_with_all
-
         name = f"DDP over {dist.get_backend(self.process_group)}"
         return share_with_all(
             self.exchange, name=name, timeout_s=self.timeout_s, warn_after_s=self.warn_after_s
         )
 
 
-class GroupPeers:
-    """Peers over a `paceline.Group`, whose ranks share one host. Its other users wait as long as before."""
+class GroupPeers(PatientGroup):
+    """Peers over a `paceline.Group`, whose ranks share one host."""
 
     process_group = None
 
-    def __init__(self, group: Group, timeout_s: float | None, warn_after_s: float | None) -> None:
-        from paceline.collectives.whole_exchange import WholeExchange
-
-        self.rank = group.rank
-        self.world_size = group.world_size
-        self.timeout_s = timeout_s or group._core.timeout_s
-        self.warn_after_s = warn_after_s or group._core.warn_after_s
-        self._core = group._core.with_patience(self.timeout_s, self.warn_after_s)
-        self.exchange = WholeExchange(self._core)
-
     def broadcast(self, payload: torch.Tensor, root: int = 0) -> None:
         on_host = payload.cpu()
-        self._core.broadcast(on_host.data_ptr(), on_host.numel(), root)
+        self.core.broadcast(on_host.data_ptr(), on_host.numel(), root)
         if on_host is not payload:
             payload.copy_(on_host)
 
     def share_host(self) -> _core.HostGroup | None:
-        return self._core
+        return self.core
 
 
 def find_peers(
@@ -135,20 +124,10 @@ def find_peers(
 
 
 def known_exchange(process_group: Any, device_mesh: Any) -> tuple[Exchange, float] | None:
-    """What connects the ranks that these arguments name, and its time-out; None: nothing yet.
-
-    Where they are refused themselves, because they are nonsense or both are given: the group over which the
-    other ranks wait, most likely.
-    """
-    is_there = _environment_group is not None or (dist.is_available() and dist.is_initialized())
-    named = (process_group, device_mesh if process_group is None else None)
-    for group, mesh in (named, (None, None)):
-        if group is None and mesh is None and not is_there:
-            break
-        with contextlib.suppress(ConfigError):
-            peers = find_peers(group, mesh, None, None)
-            return peers.exchange, peers.timeout_s
-    return None
+    """What connects the ranks that these arguments name; see `exchange_of_named`."""
+    is_there = _environment.formed is not None or (dist.is_available() and dist.is_initialized())
+    find = functools.partial(find_peers, timeout_s=None, warn_after_s=None)
+    return exchange_of_named(process_group, device_mesh, find, is_there=is_there)
 
 
 def _group_of_mesh(mesh: DeviceMesh, process_group: dist.ProcessGroup | Group | None) -> dist.ProcessGroup:
@@ -173,7 +152,7 @@ def _group_of_mesh(mesh: DeviceMesh, process_group: dist.ProcessGroup | Group | 
 
 def formed_group() -> Group | None:
     """The group that some model of this process formed from the environment, if one has."""
-    return _environment_group
+    return _environment.formed
 
 
 def _group_from_environment(forming_timeout_s: float | None) -> Group:
@@ -186,12 +165,7 @@ def _group_from_environment(forming_timeout_s: float | None) -> Group:
             expected="torch.distributed.init_process_group(), or a start with `paceline run`",
             hint="`paceline run -n 2 script.py` needs no init_process_group",
         ) from error
-    global _environment_group
-    if _environment_group is None or _environment_group._core.is_closed:
-        from paceline.collectives.init import init
-
-        _environment_group = init(name="paceline.torch", forming_timeout_s=forming_timeout_s)
-    return _environment_group
+    return _environment.form(forming_timeout_s)
 
 
 def _timeout_of(group: dist.ProcessGroup) -> float:

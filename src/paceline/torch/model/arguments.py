@@ -24,13 +24,9 @@ def checked_module(owner: str, module: Any, name: str = "module") -> nn.Module:
     Raises:
         ConfigError: It is none.
     """
-    if isinstance(module, nn.Module):
-        return module
-    if isinstance(module, type) and issubclass(module, nn.Module):
-        hint = f"make one: {module.__name__}(...)"
-        raise Arguments(owner).refuse(name, module, "a module, and not its class", hint, is_type=True)
     hint = "nn.ModuleList(...) of several modules; for a function, the module that it calls"
-    raise Arguments(owner).refuse(name, module, "an instance of torch.nn.Module", hint, is_type=True)
+    instance = Arguments(owner).instance
+    return instance(name, module, nn.Module, what="a module", of="torch.nn.Module", hint=hint)
 
 
 def check_materialised(owner: str, module: nn.Module) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from paceline.arguments import show
 from paceline.errors import ConfigError, ConfigTypeError
-from paceline.reducer.arguments import MIB, SHARED_NAMES, WrapperArguments
+from paceline.reducer.arguments import MIB, SHARED_NAMES, WrapperArguments, WrapperOptions
 from paceline.torch.model.arguments import as_device, check_devices
 from paceline.torch.model.precision import Precision, as_precision
 
@@ -45,53 +45,19 @@ _OURS = (
 )
 
 
-@dataclass(frozen=True)
-class DDPConfig:
+@dataclass(frozen=True, kw_only=True)
+class DDPConfig(WrapperOptions):
     """What a wrapped model was asked to do.
 
     Attributes:
         device: Inputs are moved there; None: they are taken as they are.
-        bucket_cap_bytes: Largest bucket.
-        bucket_caps_bytes: Largest first, second, ... bucket, used instead of both, if there are any.
-        precision: Of parameters in forward, of reduced gradients, of buffers.
-        first_bucket_bytes: Largest first bucket.
-        init_sync: Broadcast rank 0's parameters (and buffers) when wrapping.
-        init_sync_buffers: Buffers too.
-        broadcast_buffers: Give every rank rank 0's buffers after each synchronised backward.
-        buffers: What is done with buffers whose name matches a pattern.
-        gradients_in_arena: Gradients are views of the arena.
-        skip_unused: Don't send buckets that no rank used in the pass before.
+        precision: The dtypes of parameters in forward, of reduced gradients, of buffers.
         batched_copies: Copy gradients into the arena a bucket at a time.
-        allow_unused: A parameter without a gradient contributes 0.
-        static_graph: The same parameters are unused in every pass, or it raises.
-        weight: Of this rank's gradients; a function computes it from forward's arguments.
-        nonfinite: What to do about infinities and NaNs: "warn" once, "raise", or "ignore".
-        reduce_through: "memory" that the ranks share, the process "group", or the better one ("auto").
-        timeout_s: Seconds to wait for the slowest rank; None: the process group's own time-out.
-        warn_after_s: Seconds after which a late rank is named in a warning; None: the default.
-        check_replicas_every: Compare replicas after so many passes; None: where there is a reason; 0: never.
     """
 
     device: torch.device | None
-    bucket_cap_bytes: int
-    first_bucket_bytes: int
-    bucket_caps_bytes: tuple[int, ...]
     precision: Precision
-    init_sync: bool
-    init_sync_buffers: bool
-    broadcast_buffers: bool
-    buffers: Mapping[str, str]
-    gradients_in_arena: bool
-    skip_unused: bool
     batched_copies: bool
-    allow_unused: bool
-    static_graph: bool
-    weight: float | Callable[..., Weight] | None
-    nonfinite: str
-    reduce_through: str
-    timeout_s: float | None
-    warn_after_s: float | None
-    check_replicas_every: int | None
     # Whether parameters that no rank uses are let be. No: they raise, as in torch.
     allow_nobodys: ClassVar[bool] = False
 
@@ -104,17 +70,8 @@ class DDPConfig:
         """The options that must be the same on all ranks, or their collectives would not match."""
         return {
             "bucket_cap_mb": str(self.bucket_cap_bytes / MIB),
-            "bucket_cap_mb_list": str([cap / MIB for cap in self.bucket_caps_bytes]),
             "mixed_precision": str(self.precision),
-            "init_sync": str(self.init_sync),
-            "broadcast_buffers": f"{self.broadcast_buffers}, {self.init_sync_buffers} at wrap",
-            "buffers": str(self.buffers),
-            "find_unused_parameters": "any" if self.static_graph else str(self.allow_unused),
-            "static_graph": str(self.static_graph),
-            "skip_all_reduce_unused_params": str(self.skip_unused),
-            "nonfinite": self.nonfinite,
-            "reduce_through": self.reduce_through,
-            "check_replicas_every": str(self.check_replicas_every),
+            **self.agreed_shared(),
         }
 
 

@@ -1,0 +1,103 @@
+"""The ranks that train one model, as far as no framework is needed: a `paceline.Group`, and who is known.
+
+Imports `collectives`, `rendezvous`, `errors`, the core and the standard library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from paceline.collectives.group import Group
+from paceline.collectives.init import init
+from paceline.collectives.whole_exchange import WholeExchange
+from paceline.errors import ConfigError
+from paceline.rendezvous.exchange import Exchange
+
+
+class PatientGroup:
+    """A `paceline.Group` on which a model waits as long as it was told to; other users wait as before.
+
+    Args:
+        group: Its ranks share one host.
+        timeout_s: None: the group's own.
+        warn_after_s: None: the group's own.
+
+    Attributes:
+        core: The memory, with this patience.
+        exchange: Small messages between the ranks.
+    """
+
+    def __init__(
+        self, group: Group, timeout_s: float | None = None, warn_after_s: float | None = None
+    ) -> None:
+        self.rank = group.rank
+        self.world_size = group.world_size
+        self.timeout_s = timeout_s or group._core.timeout_s
+        self.warn_after_s = warn_after_s or group._core.warn_after_s
+        self.core = group._core.with_patience(self.timeout_s, self.warn_after_s)
+        self.exchange = WholeExchange(self.core)
+
+
+class EnvironmentGroup:
+    """The group of all processes that a launcher started: one for all models of this process.
+
+    Args:
+        name: Of the group, for errors.
+
+    Attributes:
+        formed: The group; None: no model has asked for it yet.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.formed: Group | None = None
+        self._name = name
+
+    @property
+    def current(self) -> Group | None:
+        """The group, if it is there and open."""
+        return None if self.formed is None or self.formed._core.is_closed else self.formed
+
+    def form(self, forming_timeout_s: float | None) -> Group:
+        """The group; forms it if it is not there, or closed. Collective then: blocks until all ranks came.
+
+        Args:
+            forming_timeout_s: Seconds for the ranks to come together; None: the group's own time-out.
+        """
+        if self.current is None:
+            self.formed = init(name=self._name, forming_timeout_s=forming_timeout_s)
+        assert self.formed is not None
+        return self.formed
+
+
+class Connected(Protocol):
+    """Ranks that small messages connect."""
+
+    timeout_s: float
+
+    @property
+    def exchange(self) -> Exchange: ...
+
+
+def exchange_of_named(
+    group: Any, mesh: Any, find: Callable[[Any, Any], Connected | None], *, is_there: bool
+) -> tuple[Exchange, float] | None:
+    """What connects the ranks that a wrapper's arguments name, and its time-out; None: nothing yet.
+
+    Where they are refused themselves, because they are nonsense or both are given: the group over which the
+    other ranks wait, most likely.
+
+    Args:
+        group: The argument; or None.
+        mesh: The argument; or None.
+        find: The ranks that such arguments mean; raises ConfigError.
+        is_there: Whether there are ranks that two None mean.
+    """
+    for named, by_mesh in ((group, mesh if group is None else None), (None, None)):
+        if named is None and by_mesh is None and not is_there:
+            break
+        with contextlib.suppress(ConfigError):
+            peers = find(named, by_mesh)
+            return None if peers is None else (peers.exchange, peers.timeout_s)
+    return None
