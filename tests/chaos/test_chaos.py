@@ -22,13 +22,15 @@ from tests.chaos.report import Row
 from tests.chaos.strikes import signal_of
 from tests.chaos.trial import Ended, Result
 from tests.harness.command import ROOT, run_module
+from tests.harness.warm import warm_python
 
 _DEADLINE_S = 500
 
 
-def chaos(*arguments: str) -> tuple[int, str]:
+def chaos(*arguments: str, framework: str = "torch") -> tuple[int, str]:
     """Run the driver; its status and what it printed."""
-    return run_module("tests.chaos", *arguments, deadline_s=_DEADLINE_S)
+    python = warm_python(framework)
+    return run_module("tests.chaos", *arguments, deadline_s=_DEADLINE_S, python=python)
 
 
 def test_faults_in_jobs_of_torch(tmp_path):
@@ -42,14 +44,14 @@ def test_faults_in_jobs_of_torch(tmp_path):
 def test_faults_in_jobs_of_paddle(tmp_path):
     pytest.importorskip("paddle")
     jobs = ("--faults", "10", "--paddle", "100", "--launched", "0")
-    status, output = chaos("--seed", "0", *jobs, "--rows", str(tmp_path / "rows"))
+    status, output = chaos("--seed", "0", *jobs, "--rows", str(tmp_path / "rows"), framework="paddle")
     assert status == 0, output
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="PaddlePaddle has no wheels for it")
 def test_a_rank_of_paddle_that_closes_all_descriptors_is_named():
     pytest.importorskip("paddle")
-    status, output = chaos("--one", "12", "--framework", "paddle")
+    status, output = chaos("--one", "12", "--framework", "paddle", framework="paddle")
     assert status == 0, output
     assert "2 of 2 name it" in output
 
@@ -114,7 +116,8 @@ def test_trials_with_a_row_are_not_made_again(tmp_path):
 
 
 def test_a_fault_under_a_launcher():
-    status, output = chaos("--one", "7", "--launcher")
+    # A launcher that is struck must be the one process that a user has, so its Python is.
+    status, output = run_module("tests.chaos", "--one", "7", "--launcher", deadline_s=_DEADLINE_S)
     assert status == 0, output
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from tests.harness import ranks
 from tests.harness.command import run_module
+from tests.harness.warm import warm_python
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("paddle") is None, reason="PaddlePaddle is not installed"
@@ -21,7 +22,9 @@ _DEADLINE_S = 300
 
 
 def _fuzz(*arguments: str) -> tuple[int, str]:
-    return run_module("tests.differential", "--framework", "paddle", *arguments, deadline_s=_DEADLINE_S)
+    arguments = ("--framework", "paddle", *arguments)
+    python = warm_python("paddle")
+    return run_module("tests.differential", *arguments, deadline_s=_DEADLINE_S, python=python)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import json
 import pytest
 
 from tests.harness.command import run_module
+from tests.harness.warm import warm_python
 
 _DEADLINE_S = 300
 _PLAIN = {
@@ -34,7 +35,8 @@ _PLAIN = {
 
 
 def _fuzz(*arguments: str) -> tuple[int, str]:
-    return run_module("tests.differential", *arguments, deadline_s=_DEADLINE_S)
+    python = warm_python("torch")
+    return run_module("tests.differential", *arguments, deadline_s=_DEADLINE_S, python=python)
 
 
 @pytest.fixture

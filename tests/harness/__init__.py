@@ -7,6 +7,8 @@ early, hung or left something behind. docs/design/testing.md tells how.
     decorator.py   what a test writes
     run.py         the parent: starts the ranks, waits with a deadline
     server.py      the fork servers, which have imported a framework before any rank starts
+    warm.py        a Python with a framework imported, for programs that start others
+    command.py     a module of the tests as a command of its own
     rank_main.py   the child: one rank
     verdict.py     whether a rank did what it should
     report.py      what pytest shows

@@ -11,12 +11,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run_module(module: str, *arguments: str, deadline_s: float) -> tuple[int, str]:
+def run_module(
+    module: str, *arguments: str, deadline_s: float, python: str = sys.executable
+) -> tuple[int, str]:
     """Run `python -m module arguments`; its exit status and what it printed.
 
     Whatever ends the wait, the deadline too, ends it and all processes that it has started.
     """
-    command = [sys.executable, "-m", module, *arguments]
+    command = [python, "-m", module, *arguments]
     with subprocess.Popen(
         command,
         cwd=ROOT,

@@ -89,15 +89,17 @@ def find_program(module: str, name: str) -> Callable[..., Any]:
     return getattr(found, "program", found)
 
 
-def die_with(fd: int) -> None:
+def die_with(fd: int, *, is_group: bool = False) -> None:
     """Have the kernel kill this process as soon as the other end of the pipe `fd` is closed.
+
+    With `is_group`, all of the process group that this process leads.
 
     The parent holds that end, and loses it however it dies. PR_SET_PDEATHSIG would follow the fork
     server instead, and a thread could not fire while the interpreter lock is held.
     """
     # Opened anew: forks that share one end share whom it signals, which would be the last of them alone.
     fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
-    fcntl.fcntl(fd, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(fd, fcntl.F_SETOWN, -os.getpid() if is_group else os.getpid())
     fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_ASYNC)
     if select.select([fd], [], [], 0)[0]:  # closed before we armed it

@@ -14,6 +14,7 @@ import pytest
 
 from paceline.bench.conductor import ContenderFailed, Job
 from paceline.bench.contest import Contest, Entry
+from tests.harness.warm import warm_python
 
 OBEDIENT = "tests.multiprocess.bench_subjects:Obedient"
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
@@ -108,10 +109,10 @@ def test_all_processes_are_started_anew_and_prepared_for_a_part_of_the_rounds():
     assert not contest.ours_failed
 
 
-def bench(tmp_path: Path, *arguments: str) -> dict[str, object]:
+def bench(tmp_path: Path, *arguments: str, python: str = sys.executable) -> dict[str, object]:
     """Run `paceline bench`; it must succeed. Its JSON."""
     path = tmp_path / "report.json"
-    command = [sys.executable, "-m", "paceline", "bench", *arguments, "--rounds", "1", "--json", str(path)]
+    command = [python, "-m", "paceline", "bench", *arguments, "--rounds", "1", "--json", str(path)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     content: dict[str, object] = json.loads(path.read_text())
@@ -135,7 +136,9 @@ def test_step_against_torch(tmp_path):
     plot = tmp_path / "step.png"
     drawing = ["--plot", str(plot)] if importlib.util.find_spec("matplotlib") else []
     only = "alone,torch,paceline_view"
-    content = bench(tmp_path, "step", "--models", "toy", "--only", only, *drawing)
+    content = bench(
+        tmp_path, "step", "--models", "toy", "--only", only, *drawing, python=warm_python("torch")
+    )
     ways = {row["way"] for row in content["rows"]}
     assert ways == set(only.split(","))
     assert not drawing or plot.stat().st_size > 10_000
@@ -143,7 +146,9 @@ def test_step_against_torch(tmp_path):
 
 @pytest.mark.skipif(importlib.util.find_spec("paddle") is None, reason="needs PaddlePaddle")
 def test_step_against_paddle(tmp_path):
-    content = bench(tmp_path, "step", "--framework", "paddle", "--models", "toy,deep")
+    content = bench(
+        tmp_path, "step", "--framework", "paddle", "--models", "toy,deep", python=warm_python("paddle")
+    )
     rows = [(row["model"], row["way"]) for row in content["rows"]]
     ways = ("alone", "paddle", "paceline", "paceline_view")
     assert rows == [(model, way) for model in ("toy", "deep") for way in ways]
@@ -151,7 +156,7 @@ def test_step_against_paddle(tmp_path):
 
 @needs_torch
 def test_killed_is_noticed(tmp_path):
-    content = bench(tmp_path, "killed", "--only", "paceline", "--resident", "16")
+    content = bench(tmp_path, "killed", "--only", "paceline", "--resident", "16", python=warm_python("torch"))
     (one,) = content["rows"]["paceline"]
     assert one["named"] and max(one["seconds"]) < 10
 
@@ -160,14 +165,14 @@ def test_killed_is_noticed(tmp_path):
 def test_memory_counts_gradients(tmp_path):
     if not os.path.exists("/proc/self/smaps_rollup"):
         pytest.skip("this kernel has no smaps_rollup")
-    content = bench(tmp_path, "memory", "--only", "alone,paceline_view")
+    content = bench(tmp_path, "memory", "--only", "alone,paceline_view", python=warm_python("torch"))
     for row in content["rows"].values():
         assert row["peak_bytes"] > 0.8 * row["gradient_bytes"]
 
 
 @needs_torch
 def test_features_are_compared_with_the_default(tmp_path):
-    content = bench(tmp_path, "features", "--only", "paceline,check")
+    content = bench(tmp_path, "features", "--only", "paceline,check", python=warm_python("torch"))
     ways = [(row["model"], row["way"], row["parameters"]) for row in content["rows"]]
     assert ways == [(m, w, p) for m, p in (("many", 300), ("gpt", 72)) for w in ("paceline", "check")]
 
@@ -175,14 +180,14 @@ def test_features_are_compared_with_the_default(tmp_path):
 @needs_torch
 def test_hooks_are_measured(tmp_path):
     only = "alone,empty,paceline,torch_noop"
-    content = bench(tmp_path, "hook", "--only", only)
+    content = bench(tmp_path, "hook", "--only", only, python=warm_python("torch"))
     assert content["parameters"] == 300
     assert [row["way"] for row in content["rows"]] == only.split(",")
 
 
 @needs_torch
 def test_indices_are_counted(tmp_path):
-    content = bench(tmp_path, "data", "--length", "100000")
+    content = bench(tmp_path, "data", "--length", "100000", python=warm_python("torch"))
     found = {(row["task"], row["contender"]): row["indices"] for row in content["rows"]}
     counts = {"start": 1, "bulk": 5000, "iterate": 1000, "loader": 100}
     assert found == {(task, way): n for task, n in counts.items() for way in ("paceline", "torch")}

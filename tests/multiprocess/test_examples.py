@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.harness.warm import warm_python
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("sklearn")
 
@@ -33,13 +35,14 @@ def digits(launcher: list[str], folder: Path, *options: str) -> tuple[dict[str, 
     return json.loads(report.read_text()), torch.load(weights, weights_only=True)
 
 
-def paceline_run(ranks: int) -> list[str]:
-    return [sys.executable, "-m", "paceline", "run", "-n", str(ranks)]
+def paceline_run(python: str = sys.executable) -> list[str]:
+    return [python, "-m", "paceline", "run", "-n", "2"]
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    return digits(paceline_run(2), tmp_path_factory.mktemp("two_ranks"))
+    """All as a user has it; the other tests begin with torch imported."""
+    return digits(paceline_run(), tmp_path_factory.mktemp("two_ranks"))
 
 
 def assert_same_weights(some, others):
@@ -52,18 +55,18 @@ def assert_same_weights(some, others):
 
 def test_several_processes_train_the_model_of_one(two_ranks, tmp_path):
     report, several = two_ranks
-    _, alone = digits([sys.executable], tmp_path)
+    _, alone = digits([warm_python("torch")], tmp_path)
     assert report["replicas_are_identical"] is True
     assert_same_weights(several, alone)
 
 
 def test_digits_runs_with_torchs_ddp_and_gets_the_same_model(two_ranks, tmp_path):
-    _, theirs = digits(paceline_run(2), tmp_path, "--ddp", "torch")
+    _, theirs = digits(paceline_run(warm_python("torch")), tmp_path, "--ddp", "torch")
     assert_same_weights(two_ranks[1], theirs)
 
 
 def test_digits_refuses_a_batch_that_can_not_be_shared():
-    command = [*paceline_run(2), str(EXAMPLES / "digits.py"), "--batch", "5"]
+    command = [*paceline_run(warm_python("torch")), str(EXAMPLES / "digits.py"), "--batch", "5"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert ended.returncode == 1
     assert "--batch 5 can't be shared equally by 2 processes" in ended.stdout + ended.stderr
@@ -72,7 +75,8 @@ def test_digits_refuses_a_batch_that_can_not_be_shared():
 @pytest.mark.skipif(importlib.util.find_spec("paddle") is None, reason="PaddlePaddle is not installed")
 def test_paddle_digits_trains_the_model_of_one_process(tmp_path):
     found = []
-    for launcher in (paceline_run(2), [sys.executable]):
+    python = warm_python("paddle")
+    for launcher in (paceline_run(python), [python]):
         report, weights = tmp_path / "report.json", tmp_path / "weights.npz"
         files = ["--report", str(report), "--save", str(weights)]
         run(*launcher, str(EXAMPLES / "paddle_digits.py"), "--epochs", "1", *files)
@@ -86,7 +90,7 @@ def test_paddle_digits_trains_the_model_of_one_process(tmp_path):
 
 def test_gpt_learns_and_writes():
     small = ["--steps", "20", "--characters", "30000", "--width", "32", "--layers", "1", "--sample", "40"]
-    shown = run(*paceline_run(2), str(EXAMPLES / "gpt.py"), *small)
+    shown = run(*paceline_run(warm_python("torch")), str(EXAMPLES / "gpt.py"), *small)
     assert "2 processes" in shown
     bits = next(line for line in shown.splitlines() if "bits per character" in line)
     assert float(bits.rpartition(" ")[2]) < 6.6  # better than blind

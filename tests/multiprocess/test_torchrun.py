@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import textwrap
 
 import pytest
 
+from tests.harness.warm import warm_python
+
 
 def torchrun(folder, script, **environment):
     """Two ranks, which may be restarted once."""
-    command = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    command = (warm_python("torch"), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     return subprocess.run(
         [*command, "--max-restarts", "1", "--log-dir", str(folder / "logs"), str(script)],
         cwd=folder,
