@@ -177,7 +177,7 @@ def _take_over(connection: socket.socket) -> tuple[str, list[str]]:
         os.dup2(fd, number, inheritable=True)
         os.close(fd)
     if 0 in said["fds"]:  # multiprocessing closes that of its processes
-        sys.stdin = open(0, closefd=False)
+        sys.stdin = os.fdopen(0, closefd=False)
     os.chdir(said["folder"])
     os.environ.clear()
     os.environ.update(said["environ"])
