@@ -54,7 +54,18 @@ def _stacks(arguments: Sequence[str]) -> int:
     return 0
 
 
-_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"run": _run, "bench": _bench, "stacks": _stacks}
+def _doctor(arguments: Sequence[str]) -> int:
+    from paceline import doctor
+
+    return doctor.main(list(arguments))
+
+
+_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "run": _run,
+    "bench": _bench,
+    "stacks": _stacks,
+    "doctor": _doctor,
+}
 
 
 def _no_command(arguments: Sequence[str]) -> int:
@@ -64,6 +75,7 @@ def _no_command(arguments: Sequence[str]) -> int:
     commands = parser.add_subparsers(title="commands", metavar="command")
     commands.add_parser("run", help="start a script on several ranks: paceline run -n 4 train.py")
     commands.add_parser("bench", help="measure against the incumbents: paceline bench all_reduce")
+    commands.add_parser("doctor", help="is this machine fit for training on several ranks?")
     commands.add_parser("stacks", help="show where a rank's threads are: paceline stacks PID")
     if parser.parse_args(arguments).version:
         print(f"paceline {__version__}")

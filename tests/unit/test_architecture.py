@@ -21,7 +21,10 @@ LAYERS = (
     ("paceline.cli",),
     ("paceline",),
     ("paceline.torch", "paceline.paddle"),
-    ("paceline.bench",),  # it measures all that is below; a front end adds its own contests to it
+    (
+        "paceline.bench",
+        "paceline.doctor",
+    ),  # it measures all that is below; a front end adds its own contests to it
     ("paceline.launch",),
     ("paceline.data",),
     ("paceline.reducer",),
