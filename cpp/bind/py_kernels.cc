@@ -1,4 +1,4 @@
-// The reductions, one call at a time: for tests.
+// The reductions, one call at a time, and arithmetic with default floats.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/vector.h>
@@ -7,16 +7,46 @@
 #include <vector>
 
 #include "bind/bindings.h"
+#include "bind/call.h"
 #include "bind/pointer.h"
 #include "core/isa.h"
+#include "kernels/default_floats.h"
 #include "kernels/kernels.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace paceline {
+namespace {
+
+void scale_array(int dtype, Pointer pointer, size_t count, double factor) {
+  const auto type = static_cast<DType>(dtype);
+  if (!is_supported(type, ReduceOp::kMean))
+    misuse("scale_array: a floating type is needed");
+  without_lock([&] { scale(type, as_pointer(pointer), count, factor); });
+}
+
+/// For arithmetic in Python whose result must have the same bits on all ranks.
+class PyDefaultFloats {
+ public:
+  void enter() { floats_.emplace(); }
+  void exit() { floats_.reset(); }
+
+ private:
+  std::optional<DefaultFloats> floats_;
+};
+
+}  // namespace
 
 void bind_kernels(nb::module_& m) {
+  nb::class_<PyDefaultFloats>(
+      m, "DefaultFloats",
+      "A context in which this thread rounds to nearest and keeps subnormals, "
+      "as a process starts; then the thread has its own setting back.")
+      .def(nb::init<>())
+      .def("__enter__", [](PyDefaultFloats& self) { self.enter(); })
+      .def("__exit__",
+           [](PyDefaultFloats& self, const nb::args&) { self.exit(); });
   m.def(
       "set_isa", [](int isa) { return set_isa(static_cast<Isa>(isa)); },
       "isa"_a);
@@ -40,6 +70,10 @@ void bind_kernels(nb::module_& m) {
       },
       "dtype"_a, "op"_a, "inputs"_a, "outputs"_a, "count"_a,
       "weights"_a = nb::none(), "Runs one kernel on raw pointers; for tests.");
+  m.def("scale_array", &scale_array, "dtype"_a, "pointer"_a, "count"_a,
+        "factor"_a,
+        "Multiplies an array of a floating type, in place; with the same bits "
+        "whatever the caller's rounding mode and treatment of subnormals.");
 }
 
 }  // namespace paceline

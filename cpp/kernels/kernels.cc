@@ -28,9 +28,12 @@ double sum_weights(const double* weights, int num_weights) {
 // Not inlined: its arithmetic stays between the two ends of DefaultFloats.
 [[gnu::noinline]] void reduce_with_default_floats(DType dtype, ReduceOp op,
                                                   Request request) {
-  request.total_weight = request.weights != nullptr
-                             ? sum_weights(request.weights, request.num_inputs)
-                             : static_cast<double>(request.num_inputs);
+  if (request.total_weight == 0) {  // not given
+    request.total_weight =
+        request.weights != nullptr
+            ? sum_weights(request.weights, request.num_inputs)
+            : static_cast<double>(request.num_inputs);
+  }
   kTables.current().reduce[static_cast<int>(dtype)][static_cast<int>(op)](
       request);
 }
@@ -117,6 +120,16 @@ void reduce(DType dtype, ReduceOp op, const void* const* inputs, int num_inputs,
   reduce_with_default_floats(
       dtype, op,
       {inputs, num_inputs, outputs, num_outputs, count, weights, 0, stats});
+}
+
+void scale(DType dtype, void* array, size_t count, double factor) {
+  assert(is_supported(dtype, ReduceOp::kMean));
+  // The mean of one array that weighs `factor`, where all weigh 1.
+  const void* input = array;
+  const DefaultFloats default_floats;
+  reduce_with_default_floats(
+      dtype, ReduceOp::kMean,
+      {&input, 1, &array, 1, count, &factor, 1, nullptr});
 }
 
 }  // namespace paceline

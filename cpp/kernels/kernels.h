@@ -64,4 +64,9 @@ void reduce(DType dtype, ReduceOp op, const void* const* inputs, int num_inputs,
             void* const* outputs, int num_outputs, size_t count,
             const double* weights, ReduceStats* stats);
 
+/// Multiplies `count` elements of a floating type by `factor`, in place, in the
+/// type in which reduce() computes: 16-bit floats are rounded once. A factor of
+/// 0 makes zeros of whatever was there.
+void scale(DType dtype, void* array, size_t count, double factor);
+
 }  // namespace paceline

@@ -71,8 +71,8 @@ TEST(each_rank_reduces_its_chunk_of_everybodys_array) {
       CHECK_EQ(array[i], sum_at(kRanks, i));
 }
 
-/// The bits of weighted means, with statistics: of subnormal elements, and of
-/// others, whose sums must be rounded.
+/// The bits of weighted means, with statistics, and of such means scaled: of
+/// subnormal elements, and of others, whose sums must be rounded.
 std::vector<unsigned char> delicate_means() {
   constexpr size_t kCount = 103;
   std::vector<unsigned char> bits;
@@ -98,6 +98,8 @@ std::vector<unsigned char> delicate_means() {
     const auto* norm = reinterpret_cast<unsigned char*>(&stats.squared_norm);
     bits.insert(bits.end(), mean.begin(), mean.end());
     bits.insert(bits.end(), norm, norm + sizeof(stats.squared_norm));
+    scale(dtype, mean.data(), kCount, 2.0 / 3);
+    bits.insert(bits.end(), mean.begin(), mean.end());
   }
   return bits;
 }

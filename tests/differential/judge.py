@@ -198,8 +198,10 @@ def _passes(record: Record, model: int, kinds: tuple[str, ...]) -> Iterator[list
 
 
 def _shared(record: Record, model: int, kinds: tuple[str, ...]) -> Iterator[Event]:
-    for event in record.events:
-        if event.model == model and (event.kind == "finished" or (event.shared and event.kind in kinds)):
+    for event in [*record.events, *([] if record.raised is None else [record.raised])]:
+        if model in event.made:  # what became of the mean after the error nobody knows
+            yield Event(event.at, "gradients", model=model, shared=True, tainted=True)
+        elif event.model == model and (event.kind == "finished" or (event.shared and event.kind in kinds)):
             yield event
 
 

@@ -31,6 +31,9 @@ class Simulated:
     def finished(self, wrapper: Any, step: Any) -> None:
         pass
 
+    def passes(self, wrapper: Any) -> int:
+        return 0
+
     def iterate(self, wrapper: Any, batches: Sequence[int], step: Any) -> Iterator[int]:
         return iter(batches)
 

@@ -40,6 +40,7 @@ class Subject(Protocol):
     def no_sync(self, wrapper: Any) -> contextlib.AbstractContextManager[None]: ...
     def weight(self, wrapper: Any, value: float) -> None: ...
     def finished(self, wrapper: Any, step: Any) -> None: ...
+    def passes(self, wrapper: Any) -> int: ...
     def iterate(self, wrapper: Any, batches: Sequence[int], step: Any) -> Iterator[int]: ...
 
 
@@ -215,7 +216,7 @@ class Machine(Walker):
             if not keeps:
                 for name in names:
                     self.losses.pop(name, None)
-            with self._weighed(models), self._watching_runs(losses):
+            with self._weighed(models), self._watching(losses, models):
                 if op.get("how") == "sum":
                     total = sum((loss.value for loss in losses[1:]), losses[0].value)
                     total.backward(retain_graph=keeps)
@@ -231,16 +232,6 @@ class Machine(Walker):
                 self.weight_so_far.pop(model, None)
         for model in self.wrappers:
             self._note_gradients(model, is_shared=model in synced)
-
-    @contextlib.contextmanager
-    def _watching_runs(self, losses: list[Loss]) -> Iterator[None]:
-        """Note whether a backward that raises has run layers again."""
-        before = [loss.batch.runs for loss in losses]
-        try:
-            yield
-        except BaseException:
-            self._recomputed = before != [loss.batch.runs for loss in losses]
-            raise
 
     @contextlib.contextmanager
     def _weighed(self, models: list[int]) -> Iterator[None]:

@@ -109,6 +109,11 @@ class Ours:
     def finished(self, wrapper: Any, step: Any) -> None:
         wrapper.finished(step)
 
+    def passes(self, wrapper: Any) -> int:
+        """How many passes of this wrapper were good so far; within a backward nothing public tells."""
+        passes = getattr(wrapper, "_passes", None)
+        return 0 if passes is None else passes.good_passes
+
     def iterate(self, wrapper: Any, batches: Sequence[int], step: Any) -> Iterator[int]:
         return wrapper.iterate(batches, step)  # type: ignore[no-any-return]
 

@@ -53,6 +53,7 @@ class Event:
         error, text: Of an error: its type and its message.
         by_user: The error is one that the program itself raised.
         recomputed: Of an error in a backward: it had run layers again by then.
+        made: Of an error in a backward of several models: those whose means had come by then.
     """
 
     at: str
@@ -67,6 +68,7 @@ class Event:
     text: str = ""
     by_user: bool = False
     recomputed: bool = False
+    made: list[int] = field(default_factory=list)
 
 
 @dataclass

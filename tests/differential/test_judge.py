@@ -5,11 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.differential.judge import EQUAL, USER_ERROR, judge
+from tests.differential.judge import EQUAL, REFUSED, USER_ERROR, judge
 from tests.differential.records import Event, Record, Value
 
 _END = "end of data"
 _ERROR = "its own error"
+_HALF = "an error in a backward of two models, after the mean of the first"
+_BROKEN = "an error in a backward before any mean"
 
 
 def _verdict(*ranks):
@@ -22,6 +24,8 @@ def _event(told):
         return Event("loop", "finished")
     if told == _ERROR:
         return Event("forward", "error", by_user=True)
+    if told in (_BROKEN, _HALF):
+        return Event("backward", "error", error="DeadlineError", made=[0] if told == _HALF else [])
     mean = np.full(3, told, np.float32)
     return Event("backward", "gradients", {"weight": Value.of(mean)}, shared=True)
 
@@ -52,3 +56,9 @@ def test_a_mean_that_one_rank_alone_has():
 
 def test_a_rank_that_left_before_the_data_of_another_one_had_ended():
     assert _verdict([1, _END, 2], [1, _END, 2], [1, 3]).kind == "a rank went on alone"
+
+
+def test_a_mean_that_came_before_the_error_of_its_backward_counts():
+    assert _verdict([_ERROR, _HALF], [3, _BROKEN]).kind == REFUSED
+    assert _verdict([_ERROR, _BROKEN], [3, _BROKEN]).kind == "a rank went on alone"
+    assert _verdict([_HALF, 4], [3, 5]).kind == "ranks differ"  # it still has its place in the sequence

@@ -104,6 +104,23 @@ CORPUS: dict[str, Program] = {
         _op("forward", scale=1e-39),
         _op("backward"),
     ),
+    "a mean is corrected where denormal numbers are zero for one rank": _program(
+        ["backend", "gloo"],
+        [],
+        _op("wrap"),
+        _op("weight", values=[5.0, 3.0]),
+        _op("ftz", ranks=[1]),
+        _op("forward", scale=1e-39),
+        _op("backward"),
+    ),
+    "rows are added where denormal numbers are zero for one rank": _program(
+        ["default", "gloo"],
+        [{"kind": "embedding", "sparse": True}],
+        _op("ftz", ranks=[1]),
+        _op("wrap"),
+        _op("forward", scale=1e-39),
+        _op("backward"),
+    ),
     "a norm is trusted after a write through .data": _program(
         ["default", "view"],
         [_LINEAR],

@@ -290,7 +290,7 @@ class Machine(Walker):
             if not op.get("retain"):
                 for name in op.get("of", ["loss"]):
                     self.losses.pop(name, None)
-            with self._weighed(models), self._watching_runs(losses):
+            with self._weighed(models), self._watching(losses, models):
                 total.backward(retain_graph=bool(op.get("retain")))
         if self.parts:  # those that were frozen when the model was built, too
             for p in (p for net in self.nets for p in net.parameters()):
@@ -304,16 +304,6 @@ class Machine(Walker):
         for model in range(len(self.nets)):
             if model in self.wrappers:
                 self._note_gradients(model, is_shared=model in synced)
-
-    @contextlib.contextmanager
-    def _watching_runs(self, losses: list[Loss]) -> Iterator[None]:
-        """Note whether a backward that raises has run layers again."""
-        before = [loss.batch.runs for loss in losses]
-        try:
-            yield
-        except BaseException:
-            self._recomputed = before != [loss.batch.runs for loss in losses]
-            raise
 
     @contextlib.contextmanager
     def _weighed(self, models: list[int]) -> Iterator[None]:
@@ -425,7 +415,10 @@ def _value(tensor: torch.Tensor | None) -> Value | None:
         return None
     dense = tensor.detach()
     if dense.is_sparse:
-        dense = dense.to_dense()
+        rows = dense.coalesce()
+        # Copied, not added to zeros as by to_dense(): a rank may flush what is added.
+        dense = torch.zeros(dense.shape, dtype=dense.dtype)
+        dense[rows.indices()[0]] = rows.values()
     if dense.dtype == torch.bfloat16:
         dense = dense.float()
     return Value.of(dense.resolve_conj().resolve_neg().cpu().numpy())

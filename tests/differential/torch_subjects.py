@@ -109,6 +109,11 @@ class Ours:
     def finished(self, wrapper: Any, step: Any) -> None:
         wrapper.finished(step)
 
+    def passes(self, wrapper: Any) -> int:
+        """How many passes of this wrapper were good so far; within a backward nothing public tells."""
+        passes = getattr(wrapper, "_passes", None)
+        return 0 if passes is None else passes.good_passes
+
     def join(self, wrapper: Any) -> contextlib.AbstractContextManager[Any]:
         return wrapper.join()  # type: ignore[no-any-return]
 

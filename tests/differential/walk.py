@@ -8,7 +8,7 @@ generator for each rank and averages between them. A subclass has a method `_op_
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,6 +102,7 @@ class Walker:
         self._tainted = False
         self._is_lost = False
         self._recomputed = False  # by the backward that has raised
+        self._made: list[int] = []  # models whose means came in the backward that has raised
 
     def run(self) -> Run:
         """The whole program; errors that it does not catch come out."""
@@ -175,6 +176,22 @@ class Walker:
     def _op_raise(self, op: Op, label: str) -> None:
         raise UserError("raised between two calls")
 
+    @contextlib.contextmanager
+    def _watching(self, losses: Sequence[Any], models: Sequence[int]) -> Iterator[None]:
+        """Note what a backward that raises has done by then."""
+        runs = [loss.batch.runs for loss in losses]
+        passes = [self._passes_of(model) for model in models]
+        try:
+            yield
+        except BaseException:
+            self._recomputed = runs != [loss.batch.runs for loss in losses]
+            if len(models) > 1:
+                self._made = [m for m, before in zip(models, passes) if self._passes_of(m) > before]
+            raise
+
+    def _passes_of(self, model: int) -> int:
+        return self.subject.passes(self.wrappers[model]) if model in self.wrappers else 0
+
     # --- what is told ---
 
     def _note_parameters(self, model: int) -> None:
@@ -189,9 +206,12 @@ class Walker:
         told = str(error).strip()
         text = "" if isinstance(error, Refused) else " | ".join(told.splitlines()[:4])[:400]
         recomputed, self._recomputed = self._recomputed, False
+        made, self._made = self._made, []
         name = type(error).__name__
         by_user = self._is_own(error)
-        return Event(self.at, "error", error=name, text=text, by_user=by_user, recomputed=recomputed)
+        return Event(
+            self.at, "error", error=name, text=text, by_user=by_user, recomputed=recomputed, made=made
+        )
 
     def _is_own(self, error: BaseException) -> bool:
         """Whether it is one that the program itself has raised."""

@@ -278,6 +278,26 @@ def test_overflow_of_finite_inputs_blames_no_rank() -> None:
     assert (outcome.squared_norm, outcome.nonfinite) == (np.inf, set())
 
 
+@each_float
+@pytest.mark.parametrize("factor", [2 / 3, 0.0, 1.0, 1e-3])
+def test_an_array_is_scaled_like_the_oracle(dtype: DType, factor: float) -> None:
+    for count in COUNTS:
+        array = random_arrays(dtype, 1, count)[0]
+        array[:1] = to_stored(dtype, np.array([np.nan if factor == 0 else 1], np.float32))
+        values = to_compute(dtype, array)
+        scaled = values * values.dtype.type(factor) if factor else np.zeros_like(values)
+        for name in instruction_sets():
+            buffer = np.append(array, array[:1])
+            _core.scale_array(int(dtype), buffer.ctypes.data, count, factor)
+            assert_same_bits(dtype, buffer[:count], to_stored(dtype, scaled), name)
+            assert_same_bits(dtype, buffer[count:], array[:1], f"behind, {name}")
+
+
+def test_integers_are_not_scaled() -> None:
+    with pytest.raises(ValueError, match="floating"):
+        _core.scale_array(int(DType.INT32), 0, 0, 1.0)
+
+
 def special_values(dtype: DType) -> st.SearchStrategy[int]:
     """Bits of a stored value: any, and more often the edges of the format."""
     width = 8 * STORED[dtype].itemsize

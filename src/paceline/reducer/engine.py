@@ -14,7 +14,7 @@ Steps of a pass:
 The mean is the sum of gradients scaled beforehand by weight / (the ranks' total weight in the previous pass),
 which keeps 16-bit sums in range, and is corrected afterwards where the total has changed.
 
-Imports only the standard library, `errors`, `plan` and `protocol`.
+Imports only the standard library, `errors`, the core, and of this folder `overlaps`, `plan` and `protocol`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from paceline import _core
 from paceline.errors import GroupClosedError, MismatchError, format_ranks
 from paceline.reducer.overlaps import overlapping
 from paceline.reducer.plan import Plan
@@ -61,7 +62,10 @@ class Transport(Protocol):
         ...
 
     def rescale(self, factor: float) -> None:
-        """Multiply the whole arena."""
+        """Multiply the whole arena. Called within `_core.DefaultFloats()`, of this thread.
+
+        Equal arenas stay equal, whatever each rank's processor was told about floats.
+        """
         ...
 
     def clear(self, param: int) -> None:
@@ -418,10 +422,11 @@ class EngineReducer:
         return outcome
 
     def _correct_weights(self) -> None:
-        total = sum(status.weight for status in self._statuses)
-        if total not in (0, self._expected_weight):  # 0: there are only zeros
-            self._transport.rescale(self._expected_weight / total)
-            self._expected_weight = total
+        with _core.DefaultFloats():  # every rank corrects for itself, and all must get the same bits
+            total = sum(status.weight for status in self._statuses)
+            if total not in (0, self._expected_weight):  # 0: there are only zeros
+                self._transport.rescale(self._expected_weight / total)
+                self._expected_weight = total
 
 
 def _pack_bits(indices: Sequence[int], count: int) -> bytes:

@@ -12,6 +12,7 @@ import math
 import numpy as np
 import paddle
 
+from paceline import _core
 from paceline.errors import ConfigError, format_ranks
 from paceline.paddle import internals
 from paceline.paddle.link.link import Link
@@ -81,8 +82,9 @@ def average_rows(parameter: paddle.Tensor, name: str, link: Link, weight: float 
     all_rows, all_values = link.gather(padded_rows), link.gather(padded_values)
     rows = np.concatenate([part[:count] for part, count in zip(all_rows, counts)]).tolist()
     parts = [part[:count] for part, count in zip(all_values, counts)]
-    shares = (weights / weights.sum()).astype(dtype)
-    mean = np.concatenate([part * share for part, share in zip(parts, shares)])
+    with _core.DefaultFloats():  # every rank computes the mean for itself, and all must get the same bits
+        shares = (weights / weights.sum()).astype(dtype)
+        mean = np.concatenate([part * share for part, share in zip(parts, shares)])
     if gradient is None:
         internals.give_rows(parameter, rows, mean)
     else:

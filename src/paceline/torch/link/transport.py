@@ -11,12 +11,16 @@ import math
 import torch
 import torch.distributed as dist
 
+from paceline import _core
 from paceline.reducer.engine import may_overflow, overflowed_in
 from paceline.reducer.engine_waits import STATUS, EngineWaits
 from paceline.reducer.plan import pieces_in
 from paceline.reducer.witness import Witness
 from paceline.torch.link.arena import Arena
 from paceline.torch.link.peers import ProcessGroupPeers
+from paceline.torch.model.parameters import DTYPES
+
+_CODES = {DTYPES[name]: code for name, code in _core.DTYPES.items() if name in DTYPES}
 
 
 class ProcessGroupTransport:
@@ -71,7 +75,7 @@ class ProcessGroupTransport:
 
     def rescale(self, factor: float) -> None:
         for section in self._arena.sections:
-            section.mul_(factor)
+            scale_alike(section, factor)
 
     def clear(self, param: int) -> None:
         self._arena.views[param].zero_()
@@ -144,6 +148,20 @@ class BucketWork:
 
     def wait(self) -> None:
         self._transport.wait(self._work, self._bucket)
+
+
+def scale_alike(flat: torch.Tensor, factor: float) -> None:
+    """Multiply a contiguous tensor in place, so that equal tensors stay equal on all ranks.
+
+    torch's own threads, which share the work on large tensors, round and flush subnormals as each of them was
+    told, and so differ where one rank has called `torch.set_flush_denormal(True)`. On other devices nobody
+    sets this.
+    """
+    if flat.device.type != "cpu":
+        flat.mul_(factor)
+        return
+    flat = as_real(flat)
+    _core.scale_array(_CODES[flat.dtype], flat.data_ptr(), flat.numel(), factor)
 
 
 def as_real(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,8 +11,10 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from paceline import _core
 from paceline.reducer.link import Link
 
 _HEADER = struct.Struct("<d?qq")
@@ -70,9 +72,11 @@ class SparseMeans:
                 if part.weight and not torch.isfinite(part.values).all()
             ]
             if any(part.is_dense or len(part.indices) for part in rows):
-                parameter.grad = _mean(rows, parameter)
-                values = parameter.grad._values() if parameter.grad.is_sparse else parameter.grad
-                self.squared_norm += float(values.double().square().sum())
+                # Every rank computes the mean for itself, and all must get the same bits.
+                with _core.DefaultFloats():
+                    parameter.grad = _mean(rows, parameter)
+                    values = parameter.grad._values() if parameter.grad.is_sparse else parameter.grad
+                    self.squared_norm += float(values.double().square().sum())
 
 
 def _pack(gradient: torch.Tensor | None, weight: float) -> bytes:
@@ -112,8 +116,11 @@ def _mean(rows: Sequence[_Rows], parameter: torch.Tensor) -> torch.Tensor:
     if not counting:
         return torch.zeros_like(parameter)
     indices = torch.cat([part.indices for part in counting])
-    values = torch.cat([part.values.to(wide) * part.weight for part in counting])
+    # By numpy: torch's own threads, which share the work on large tensors, round as each of them is told.
+    values = torch.from_numpy(
+        np.concatenate([part.values.to(wide).numpy() * part.weight for part in counting])
+    )
     added = torch.sparse_coo_tensor(indices[None], values, shape, check_invariants=False).coalesce()
-    means = (added.values() / total).to(dtype)
+    means = torch.from_numpy(added.values().numpy() / total).to(dtype)
     mean = torch.sparse_coo_tensor(added.indices(), means, shape, check_invariants=False, is_coalesced=True)
     return (mean.to_dense() if any(part.is_dense for part in rows) else mean).to(parameter.device)
