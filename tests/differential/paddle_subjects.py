@@ -107,7 +107,7 @@ class Ours:
         wrapper.weight(value)
 
     def finished(self, wrapper: Any, step: Any) -> None:
-        wrapper.finished(step)
+        wrapper.finish(step)
 
     def passes(self, wrapper: Any) -> int:
         """How many passes of this wrapper were good so far; within a backward nothing public tells."""

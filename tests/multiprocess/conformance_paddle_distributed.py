@@ -16,5 +16,5 @@ def wrap(model: nn.Layer, group: Any, **options: Any) -> DataParallel:
     if not dist.is_initialized():
         join_paddle(group.rank)
     wrapped = DataParallel(model, reduce_through="group", **options)
-    assert wrapped.reduces_through == "group"
+    assert wrapped.gradient_path == "group"
     return wrapped

@@ -50,7 +50,7 @@ REMARKS: Mapping[str, str] = {
     "join_device": "torch's `Join` protocol",
     "join_process_group": "torch's `Join` protocol",
     "_set_params_and_buffers_to_ignore_for_model": "`parameter.no_sync = True` in Paddle",
-    "_get_ddp_logging_data": "torch's logger; `reduces_through` and `waited_s` are in both",
+    "_get_ddp_logging_data": "torch's logger; `gradient_path` and `waited_s` are in both",
     "parameters_to_ignore": "`parameter.no_sync = True` in Paddle",
 }
 

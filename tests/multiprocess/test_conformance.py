@@ -140,12 +140,26 @@ def test_a_rank_that_has_finished_takes_part_until_all_have(group: object, frame
         do.clear(wrapped)
         do.backward(do.loss(wrapped, halves[group.rank]))
         do.step(model)
-    wrapped.finished()
+    wrapped.finish()
     close(do.parameters(model), reference.trained([x, halves[1], halves[1]]))
     same_on_all_ranks(do.parameters(model), group)
     do.clear(wrapped)
     do.backward(do.loss(wrapped, halves[group.rank]))  # and training may go on
     same_on_all_ranks(do.gradients(model), group)
+
+
+@both
+@on_two_ranks
+def test_the_earlier_names_work_and_warn(group: object, framework: str) -> None:
+    do, x = adapter(framework), batch()
+    wrapped = do.wrap(do.network(), group)
+    do.backward(do.loss(wrapped, np.split(x, 2)[group.rank]))
+    with pytest.warns(DeprecationWarning, match="called .*gradient_path now"):
+        assert wrapped.reduces_through == wrapped.gradient_path
+    if group.rank == 1:
+        do.backward(do.loss(wrapped, x))
+    with pytest.warns(DeprecationWarning, match=r"called .*finish\(\) now"):
+        wrapped.finished()
 
 
 @both
@@ -156,7 +170,7 @@ def test_finished_twice_without_a_pass_between(group: object, framework: str) ->
     wrapped = do.wrap(model, group)
     do.backward(do.loss(wrapped, np.split(x, 2)[group.rank]))
     for _ in range(2):
-        wrapped.finished()
+        wrapped.finish()
     same_on_all_ranks(do.parameters(model), group)
 
 
@@ -169,7 +183,7 @@ def test_a_rank_without_data_weighs_as_before_after_an_error(group: object, fram
     wrapped = do.wrap(model, group, nonfinite="raise")
     with pytest.raises(NonFiniteGradientError):
         if group.rank == 0:
-            wrapped.finished()
+            wrapped.finish()
         else:
             do.backward(do.loss(wrapped, np.full_like(x, np.nan)))
     do.clear(wrapped)

@@ -78,7 +78,7 @@ def test_all_ranks_raise_where_those_that_have_data_were_interrupted(
     steps: list[int] = []
     if group.rank == 0:
         with pytest.raises(SkippedPassError, match="rank 1 of 2 ended in an exception"):
-            wrapped.finished(lambda: steps.append(1))
+            wrapped.finish(lambda: steps.append(1))
     else:
         loss = do.loss(wrapped, own)
         model[0].is_set = True

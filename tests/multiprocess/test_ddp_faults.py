@@ -213,7 +213,7 @@ def test_a_static_graph_promised_later_by_one_rank_is_told_in_that_pass(rank: in
         ddp.zero_grad()
         ddp(x).sum().backward()
         assert_close(ddp.module[2].bias.grad, torch.ones(2))
-        ddp.finished()
+        ddp.finish()
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -43,7 +43,7 @@ def test_one_rank_over_nccl(rank: int) -> None:
         ddp = DistributedDataParallel(
             model, device_ids=[torch.device(DEVICE, 0)], nonfinite="raise", gradient_as_bucket_view=view
         )
-        assert ddp.reduces_through == "group"
+        assert ddp.gradient_path == "group"
         train(ddp, batch())  # on the CPU: forward moves it
         assert_trained_as(model, alone)
         with pytest.raises(NonFiniteGradientError, match="infinity or a NaN"):
@@ -59,7 +59,7 @@ def test_two_ranks_share_a_gpu_over_gloo(rank: int) -> None:
     for view in (False, True):
         model = two_layers().to(DEVICE)
         ddp = DistributedDataParallel(model, gradient_as_bucket_view=view, bucket_cap_mb=0.0001)
-        assert ddp.reduces_through == "group"
+        assert ddp.gradient_path == "group"
         train(ddp, own)
         assert_trained_as(model, alone)
         norm = torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()

@@ -26,7 +26,7 @@ def test_three_steps_equal_one_process_in_float64(rank: int, path: str, view: bo
         model, x = two_layers(), torch.randn(8, 4, generator=torch.Generator().manual_seed(7))
         alone = copy.deepcopy(model).double()
         ddp = DistributedDataParallel(model, reduce_through=path, gradient_as_bucket_view=view)
-        assert ddp.reduces_through == path
+        assert ddp.gradient_path == path
         train(ddp, share(x, rank, WORLD), set_to_none=set_to_none)
         train(alone, x.double(), set_to_none=set_to_none)
         for ours, expected in zip(ddp.parameters(), alone.parameters(), strict=True):

@@ -140,8 +140,8 @@ def test_a_broken_pass_is_told_by_a_rank_that_has_no_more_data(rank: int) -> Non
             loss.backward()
         mend()
     with pytest.raises(SkippedPassError, match="rank 0 of 2 ended in an exception"):
-        ddp.finished() if rank == 0 else loss.backward()
-    ddp.finished()
+        ddp.finish() if rank == 0 else loss.backward()
+    ddp.finish()
 
 
 @ranks(2, group="gloo")

@@ -227,7 +227,7 @@ def test_structured_outputs_and_keywords(rank: int) -> None:
 def test_without_torch_distributed_the_environment_makes_the_group(rank: int) -> None:
     model = two_layers()
     ddp = DistributedDataParallel(model)
-    assert ddp.reduces_through == "memory" and ddp.process_group is None
+    assert ddp.gradient_path == "memory" and ddp.process_group is None
     second = DistributedDataParallel(two_layers())  # shares the group
     for each in (ddp, second):
         each(torch.full((1, 4), 1.0 + rank)).sum().backward()
@@ -242,7 +242,7 @@ def test_sub_groups_and_meshes(rank: int) -> None:
 
     alone = [dist.new_group([r]) for r in range(2)][rank]
     single = DistributedDataParallel(two_layers(), process_group=alone)
-    assert single.reduces_through == "nothing"
+    assert single.gradient_path == "nothing"
     single(torch.full((1, 4), 1.0 + rank)).sum().backward()
     assert single.grad_norm() > 0 and single.waited_s == 0
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))

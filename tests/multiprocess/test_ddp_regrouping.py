@@ -58,7 +58,7 @@ def test_ranks_may_leave_die_and_come_back(rank: int) -> None:
         assert_close(mean_of_ones(ddp, 1.0 + rank), two)
     ddp.register_comm_hook(pair, fp16_compress_hook)
     ddp._update_process_group(pair)
-    assert ddp.reduces_through == "group"  # the hook is still there
+    assert ddp.gradient_path == "group"  # the hook is still there
     assert_close(mean_of_ones(ddp, 1.0 + rank), two)
 
 

@@ -126,9 +126,9 @@ def test_a_rank_without_data_keeps_the_promise_of_its_first_pass(rank: int) -> N
                 step(ddp, rank)
         elif epoch:
             with pytest.raises(GraphChangedError, match="rank 1: left"):
-                ddp.finished()
+                ddp.finish()
         else:
-            ddp.finished()
+            ddp.finish()
 
 
 @pytest.mark.parametrize("path", PATHS)

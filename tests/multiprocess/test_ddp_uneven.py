@@ -74,7 +74,7 @@ def test_a_rank_that_has_finished_weighs_nothing(rank: int, path: str, view: boo
         expected = reference(model, data)
         for x in data[rank]:
             step(ddp, x)
-        ddp.finished((lambda: sgd(model)) if after_pass else None)
+        ddp.finish((lambda: sgd(model)) if after_pass else None)
         assert_same(model, expected)
 
 
@@ -107,7 +107,7 @@ def test_passes_without_data_leave_gradients_as_they_were(rank: int, path: str, 
             kept = gradients(model)
             of_last = [p.grad for p in model.parameters()]
         if end != "join":
-            ddp.finished(stepping)
+            ddp.finish(stepping)
         assert_same(model, expected)
         for before, (name, now) in zip(of_last, gradients(model).items(), strict=True):
             parameter = model.get_parameter(name)
@@ -123,7 +123,7 @@ def test_passes_without_data_leave_gradients_as_they_were(rank: int, path: str, 
 
 @ranks(2, group="gloo")
 def test_what_has_accumulated_is_dropped_by_finished_and_kept_by_join(rank: int) -> None:
-    """As torch's Join keeps it; finished() says that it drops it, on every rank."""
+    """As torch's Join keeps it; finish() says that it drops it, on every rank."""
     for end in ("finished", "join"):
         model = two_layers()
         ddp = DistributedDataParallel(model)
@@ -134,7 +134,7 @@ def test_what_has_accumulated_is_dropped_by_finished_and_kept_by_join(rank: int)
                 with ddp.no_sync():
                     ddp(torch.ones(1, 4)).sum().backward()
         if end == "finished":
-            ddp.finished()
+            ddp.finish()
         ddp(torch.ones(1, 4)).sum().backward()
         assert_close(model[2].bias.grad, torch.full((2,), 1.0 if end == "finished" else 2.0))
 
@@ -146,7 +146,7 @@ def test_buffers_come_from_those_who_have_data(rank: int, path: str) -> None:
     ddp = DistributedDataParallel(model, reduce_through=path)
     for _ in range(2 * rank):
         ddp(torch.randn(4, 1, 4, 4)).sum().backward()
-    ddp.finished()
+    ddp.finish()
     assert model.norm.num_batches_tracked == 2
     gathered: list[Any] = [None, None]
     dist.all_gather_object(gathered, bits(model))
@@ -164,7 +164,7 @@ def test_unused_everywhere_is_unused_though_a_rank_has_finished(rank: int, path:
         ddp(torch.ones(1, 3), "left").sum().backward()
         assert_close(model.left.bias.grad, torch.ones(2))
         assert model.never.bias.grad is None and model.right.bias.grad is None
-    ddp.finished()
+    ddp.finish()
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -175,7 +175,7 @@ def test_weights_and_finished_ranks_together(rank: int, path: str) -> None:
         ddp.zero_grad()
         with ddp.weight(5):
             ddp(torch.full((1, 4), 1.0 + rank)).sum().backward()
-    ddp.finished()
+    ddp.finish()
     assert_close(ddp.module[2].bias.grad, torch.ones(2))
 
 
@@ -251,10 +251,10 @@ def test_early_termination_raises_everywhere(rank: int) -> None:
 @ranks(2, group=None)
 def test_a_group_of_ours_can_finish_but_not_join(rank: int) -> None:
     ddp = DistributedDataParallel(two_layers())
-    with pytest.raises(ConfigError, match=r"ddp\.finished\(\)"):
+    with pytest.raises(ConfigError, match=r"ddp\.finish\(\)"):
         ddp.join()
     for x in batches(1 + rank, rank):
         step(ddp, x)
     began = time.monotonic()
-    ddp.finished()
+    ddp.finish()
     assert time.monotonic() - began < 30

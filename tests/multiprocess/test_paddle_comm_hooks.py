@@ -88,7 +88,7 @@ def test_a_hook_that_averages_gives_what_none_gives(rank: int, path: str, view: 
             model, reduce_through=path, gradient_as_bucket_view=view, bucket_cap_mb=0.00001
         )
         wrapped.register_comm_hook(None, hook)
-        assert wrapped.reduces_through == "group"
+        assert wrapped.gradient_path == "group"
         train(wrapped, share(batch(), rank))
         for ours, right in zip(model.parameters(), expected.parameters(), strict=True):
             assert_allclose(ours.numpy(), right.numpy(), rtol=1e-5, atol=1e-6)

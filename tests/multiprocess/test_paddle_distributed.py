@@ -119,7 +119,7 @@ def test_two_hosts_are_one_model(rank: int) -> None:
     for view in (False, True):
         model = Everything(rank)
         wrapped = DataParallel(model, gradient_as_bucket_view=view, comm_buffer_size=0.0001)
-        assert wrapped.reduces_through == "group"
+        assert wrapped.gradient_path == "group"
         assert_same_on_both(model)
         alone = Everything(0)
         alone.set_state_dict(model.state_dict())
@@ -178,7 +178,7 @@ def test_a_group_of_some_ranks_is_between_hosts_too(rank: int) -> None:
         model = two_layers()
         model[2].bias.set_value(paddle.full([2], float(rank)))
         wrapped = DataParallel(model, group=group)
-        assert wrapped.reduces_through == "group"
+        assert wrapped.gradient_path == "group"
         assert_array_equal(model[2].bias.numpy(), [1.0, 1.0])
         (wrapped(paddle.ones([1, 4])).sum() * rank).backward()
         assert_array_equal(model[2].bias.grad.numpy(), [1.5, 1.5])
@@ -218,4 +218,4 @@ def test_a_paceline_group_is_memory(group: object) -> None:
         DataParallel(two_layers(), group=group, reduce_through="group")
     with pytest.raises(ConfigError, match="reduce_through='wire' is not usable"):
         DataParallel(two_layers(), group=group, reduce_through="wire")
-    assert DataParallel(two_layers(), group=group, reduce_through="memory").reduces_through == "memory"
+    assert DataParallel(two_layers(), group=group, reduce_through="memory").gradient_path == "memory"

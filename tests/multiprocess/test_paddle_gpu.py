@@ -30,7 +30,7 @@ def test_two_gpus_over_nccl(rank: int) -> None:
         wrapped = DataParallel(
             model, device_ids=[rank], gradient_as_bucket_view=view, comm_buffer_size=0.0001, nonfinite="raise"
         )
-        assert wrapped.reduces_through == "group"
+        assert wrapped.gradient_path == "group"
         train(wrapped, share(batch(), rank))
         for ours, expected in zip(model.parameters(), alone.parameters(), strict=True):
             assert ours.place.is_gpu_place() and ours.grad.place.is_gpu_place()

@@ -58,7 +58,7 @@ def test_a_single_process_may_have_nothing_to_train(rank: int) -> None:
         parameter.stop_gradient = True
     wrapped = DataParallel(model)
     assert_array_equal(wrapped(paddle.ones([1, 4])).numpy(), model(paddle.ones([1, 4])).numpy())
-    assert wrapped.reduces_through == "nothing"
+    assert wrapped.gradient_path == "nothing"
 
 
 @ranks(1, group=None)
@@ -74,7 +74,7 @@ def test_a_single_process_weighs_its_micro_batches(rank: int) -> None:
         squares(alone(paddle.to_tensor(x))).backward()
         for ours, expected in zip(gradients(model), gradients(alone), strict=True):
             assert_allclose(ours, expected, rtol=1e-5, atol=1e-6)
-        assert wrapped.reduces_through == {"auto": "memory"}.get(way, way)
+        assert wrapped.gradient_path == {"auto": "memory"}.get(way, way)
         norm = np.sqrt(sum((g.astype(np.float64) ** 2).sum() for g in gradients(alone)))
         assert_allclose(wrapped.grad_norm(), norm, rtol=1e-5)
 
@@ -259,10 +259,10 @@ def test_a_strategy_for_one_rank_averages_nothing_as_in_paddle(rank: int) -> Non
 def test_the_weight_of_a_wrapped_layer_is_its_parameter(group: object) -> None:
     """Other names of ours shadow the model's; `module` is the way round."""
     model, x = nn.Linear(4, 1), paddle.full([1, 4], 1.0 + group.rank)
-    model.finished = "the model's"
+    model.finish = "the model's"
     wrapped = DataParallel(model, group=group, weight=1.0 + 2 * group.rank)
     assert wrapped.weight is model.weight and wrapped.bias is model.bias
-    assert wrapped.module.finished == "the model's" and callable(wrapped.finished)
+    assert wrapped.module.finished == "the model's" and callable(wrapped.finish)
     wrapped(x).sum().backward()
     assert_array_equal(wrapped.weight.grad.numpy(), np.full((4, 1), 1.75))
     plain = DataParallel(two_layers(), group=group)

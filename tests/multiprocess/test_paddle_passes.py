@@ -115,7 +115,7 @@ def test_a_backward_after_one_that_raised_raises_on_every_rank(rank: int, path: 
                 if again == "backward after a local one":
                     with wrapped.no_sync():
                         total(model(x)).backward()
-            other_calls = {"forward": functools.partial(wrapped, x), "finished": wrapped.finished}
+            other_calls = {"forward": functools.partial(wrapped, x), "finished": wrapped.finish}
             with pytest.raises(SkippedPassError, match="rank 0 of 2 ended in an exception"):
                 other_calls.get(again, second.backward)() if rank == 0 else first.backward()
             del first, second
@@ -175,14 +175,14 @@ def test_uneven_data_leaves_gradients_as_it_found_them(rank: int, path: str, vie
                 clear(model)
             assert seen == ([] if rank else [40.0, 60.0])
         wrapped(paddle.full([1, 1], 8.0)).sum().backward()  # loops that clear before a backward
-        wrapped.finished()
+        wrapped.finish()
         assert model.weight.grad.item() == 8.0
         if rank == 0:
-            wrapped.finished(note)
+            wrapped.finish(note)
         else:
             wrapped(paddle.full([1, 1], 5.0)).sum().backward()
             assert model.weight.grad.item() == 13.0
-            wrapped.finished()
+            wrapped.finish()
         if rank == 0:
             assert model.weight.grad.item() == 8.0
 
@@ -203,11 +203,11 @@ def test_uneven_data_leaves_sparse_gradients_as_it_found_them(group: Any) -> Non
             wrapped(paddle.to_tensor([3])).sum().backward()
             optimizer.step()
             wrapped.clear_gradients(set_to_zero=False)
-        wrapped.finished(optimizer.step)
+        wrapped.finish(optimizer.step)
         assert model.table.weight.grad is None
     assert rows[0] == rows[1]
     wrapped(words).sum().backward()
-    wrapped.finished()
+    wrapped.finish()
     assert model.table.weight.grad.get_selected_rows().rows() == rows[0]
     assert_same_on_all_ranks(model.head, group)
 

@@ -72,7 +72,7 @@ def test_finished_ends_an_epoch_without_padding(rank: int, kind: str) -> None:
             sgd(model)
             steps += 1
         if by_hand:
-            ddp.finished()
+            ddp.finish()
     assert steps == EPOCHS * STEPS[kind][rank]
     for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
         assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-6)

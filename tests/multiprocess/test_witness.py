@@ -40,7 +40,7 @@ def model_of(rank: int, framework: str, timeout_s: float = PATIENT_S):
         join_paddle(rank)
     do = importlib.import_module(f"tests.multiprocess.conformance_{framework}")
     model = wrap(do.network(), reduce_through="group", timeout_s=timeout_s)
-    assert model.reduces_through == "group"
+    assert model.gradient_path == "group"
 
     def one_pass() -> None:
         do.backward(do.loss(model, batch()))

@@ -110,7 +110,7 @@ def _methods() -> list[Use]:
     """The calls take the wrapped model first."""
     return [
         *each("weight", "weight", lambda m, v: m.weight(v), "2", -1, NAN, None, [1]),
-        *each("finished", "after_pass", lambda m, v: m.finished(v), "step", 7),
+        *each("finish", "after_pass", lambda m, v: m.finish(v), "step", 7),
         *each("iterate", "batches", lambda m, v: m.iterate(v), None, 7),
         *each("iterate", "after_pass", lambda m, v: m.iterate([1], v), "step", 7),
         *each("clip_grad_norm_", "max_norm", lambda m, v: m.clip_grad_norm_(v), "2", None, [1], NAN, -1),

@@ -86,7 +86,7 @@ def _methods() -> list[Use]:
     optimizer = torch.optim.SGD
     return [
         *each("weight", "weight", lambda m, v: m.weight(v), "2", -1, NAN, None, [1], True),
-        *each("finished", "after_pass", lambda m, v: m.finished(v), "step", 7, [print]),
+        *each("finish", "after_pass", lambda m, v: m.finish(v), "step", 7, [print]),
         *each("iterate", "batches", lambda m, v: next(iter(m.iterate(v))), None, 7),
         *each("iterate", "after_pass", lambda m, v: next(iter(m.iterate([1], v))), "step", 7),
         *each("clip_grad_norm_", "max_norm", lambda m, v: m.clip_grad_norm_(v), "2", None, [1], NAN, -1),

@@ -55,5 +55,5 @@ def farewell(who: str, waiting: list[int]) -> str:
         f"{'waits' if len(waiting) == 1 else 'wait'} for it at the end of another backward.\n"
         "  likely   this rank skipped an iteration, or had fewer batches; or it leaves too early\n"
         "  hint     the steps of the ranks belong to different iterations since then: make every decision to "
-        "skip on all ranks alike, or use ddp.iterate(loader) or ddp.finished()"
+        "skip on all ranks alike, or use ddp.iterate(loader) or ddp.finish()"
     )

@@ -79,7 +79,7 @@ class Witness:
                     f"{'has' if len(ranks) == 1 else 'have'} left.",
                     seen=_rows(left),
                     likely="it has come to its end, or called sys.exit(), while others still train",
-                    hint="every rank must make the same number of passes; or use ddp.finished()",
+                    hint="every rank must make the same number of passes; or use ddp.finish()",
                     lost=ranks,
                 )
             if time.monotonic() > until:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, TypeVar
@@ -95,7 +96,7 @@ class WrappedModel:
         value = as_weight(weight, f"{type(self).__name__}.weight")
         return self._passes_to_weigh().weights.give(value)
 
-    def finished(self, after_pass: Callable[[], object] | None = None) -> None:
+    def finish(self, after_pass: Callable[[], object] | None = None) -> None:
         """Say that this rank has no more data, and take part without any until all ranks have said so.
 
         Call it once on every rank, after its loop over the data. Ranks may make different numbers of steps:
@@ -113,22 +114,27 @@ class WrappedModel:
 
             >>> for batch in batches:
             ...     train_step(batch)
-            >>> model.finished(optimizer.step)
+            >>> model.finish(optimizer.step)
         """
-        _check_after_pass(f"{type(self).__name__}.finished", after_pass)
+        _check_after_pass(f"{type(self).__name__}.finish", after_pass)
         if self._passes is not None:
             self._passes.take_part_until_all_finished(after_pass)
+
+    def finished(self, after_pass: Callable[[], object] | None = None) -> None:
+        """The earlier name of `finish`. Deprecated."""
+        _warn_of_name(self, "finished()", "finish()")
+        self.finish(after_pass)
 
     def iterate(
         self, batches: Iterable[_Batch], after_pass: Callable[[], object] | None = None
     ) -> Iterator[_Batch]:
-        """The batches of a loader or sampler, with finished() at their end.
+        """The batches of a loader or sampler, with finish() at their end.
 
-        Leave the loop on all ranks in the same step, or on none: a `break` does not call finished().
+        Leave the loop on all ranks in the same step, or on none: a `break` does not call finish().
 
         Args:
             batches: Any iterable; it may have another length on each rank.
-            after_pass: As for finished().
+            after_pass: As for finish().
 
         Example:
             Rank 0 has 3 batches and rank 1 has 5; rank 0 takes part in the last two steps without data:
@@ -150,7 +156,7 @@ class WrappedModel:
             if self._passes is not None:
                 self._passes.notes.batches += 1
             yield batch
-        self.finished(after_pass)
+        self.finish(after_pass)
 
     def grad_norm(self) -> float:
         """The 2-norm of the last backward's mean gradient, over all parameters; the same on every rank.
@@ -258,9 +264,21 @@ class WrappedModel:
         return 0.0 if self._passes is None else self._passes.waited_s
 
     @property
-    def reduces_through(self) -> str:
+    def gradient_path(self) -> str:
         """Where gradients are averaged: "memory", "group", or "nothing" for a single rank."""
         return "nothing" if self._passes is None else self._passes.path
+
+    @property
+    def reduces_through(self) -> str:
+        """The earlier name of `gradient_path`. Deprecated."""
+        _warn_of_name(self, "reduces_through", "gradient_path")
+        return self.gradient_path
+
+
+def _warn_of_name(model: object, name: str, instead: str) -> None:
+    owner = type(model).__name__
+    text = f"{owner}.{name} is called {owner}.{instead} now; the earlier name will go."
+    warnings.warn(text, DeprecationWarning, stacklevel=3)
 
 
 def _check_after_pass(owner: str, after_pass: Callable[[], object] | None) -> None:

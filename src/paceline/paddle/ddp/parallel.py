@@ -274,7 +274,7 @@ class DataParallel(WrappedModel, PaddleNames):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> contextlib.AbstractContextManager[None]:
-        """A context in which ranks may make different numbers of steps, as torch's; see also finished().
+        """A context in which ranks may make different numbers of steps, as torch's; see also finish().
 
         A rank that leaves it takes part in the others' passes, and at its end, which blocks, all ranks have
         the model of one that went on longest. What it had as gradients it has again then.

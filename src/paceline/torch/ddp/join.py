@@ -35,7 +35,7 @@ class Joining:
             raise ConfigError(
                 "DistributedDataParallel: torch's Join needs a process group of torch.",
                 seen="a paceline.Group connects the ranks",
-                hint="call ddp.finished() on each rank when its data ends; or torch.distributed."
+                hint="call ddp.finish() on each rank when its data ends; or torch.distributed."
                 "init_process_group() before wrapping the model",
             )
         self.group = group

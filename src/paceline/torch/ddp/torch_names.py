@@ -463,7 +463,7 @@ class TorchNames(TorchDDP):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Join:
-        """A context in which ranks may make different numbers of steps, as torch's; see also finished().
+        """A context in which ranks may make different numbers of steps, as torch's; see also finish().
 
         A rank that leaves it takes part in the others' passes, and at its end all ranks have the model of
         one that went on longest. What it had in `.grad` it has again then. One forward for each backward.
