@@ -230,7 +230,21 @@ CORPUS: dict[str, Program] = {
         _op("backward"),
         frozen=[1],
     ),
-    # The judge and the reference were wrong in the two below.
+    "one rank has no gradient of a layer that two models in one backward have": {
+        "ranks": 2,
+        "modes": ["unused", "unused view"],
+        "models": [
+            {"layers": [{"kind": "gate", "ranks": [1], "layers": [_LINEAR]}]},
+            {"layers": [{"kind": "borrow"}]},
+        ],
+        "ops": [
+            _op("wrap", model=1),
+            _op("forward", model=1, to="m1"),
+            _op("forward", to="m0"),
+            _op("backward", of=["m0", "m1"]),
+        ],
+    },
+    # The judge and the reference were wrong in those below.
     "a rank without data takes part in the pass that it has left": _program(
         ["tiny", "group"],
         [{"kind": "trap"}],
@@ -242,6 +256,13 @@ CORPUS: dict[str, Program] = {
         _op("iterate", body=[]),
         _op("clear"),
         _op("forward", data=1),
+        _op("backward"),
+    ),
+    "a backward of a model whose parameters are all frozen": _program(
+        ["tiny", "group"],
+        [{"kind": "buffer"}],
+        _op("freeze"),
+        _op("forward"),
         _op("backward"),
     ),
     "buffers differ where the data of all ranks ends at once": _program(

@@ -222,7 +222,9 @@ class Machine(Walker):
                     total.backward(retain_graph=keeps)
                 else:
                     paddle.autograd.backward([loss.value for loss in losses], retain_graph=keeps)
-        synced = [] if op.get("no_sync") else sorted({loss.model for loss in losses if loss.is_syncing})
+        # Paddle runs no backward, and says nothing, where all that a loss depends on is frozen.
+        passes = [loss for loss in losses if loss.is_syncing and not loss.value.stop_gradient]
+        synced = [] if op.get("no_sync") else sorted({loss.model for loss in passes})
         if self.parts:
             for p in (p for net in self.nets for p in net.parameters() if p.grad is not None):
                 put(p, p.grad.clone())

@@ -121,6 +121,13 @@ CORPUS: dict[str, Program] = {
         _op("forward", scale=1e-39),
         _op("backward"),
     ),
+    "one rank has a sparse gradient without rows, the other one has none": _program(
+        ["unused view", "gloo unused"],
+        [{"kind": "gate", "skips": [[0, 0]], "layers": [{"kind": "embedding", "sparse": True}]}],
+        _op("wrap"),
+        _op("forward", batch=[2, 0]),
+        _op("backward"),
+    ),
     "a norm is trusted after a write through .data": _program(
         ["default", "view"],
         [_LINEAR],
@@ -381,6 +388,36 @@ CORPUS: dict[str, Program] = {
             _op("forward"),
             _op("backward"),
             _op("step"),
+        ],
+    },
+    "one rank has no gradient of a layer that two models in one backward have": {
+        "ranks": 2,
+        "modes": ["unused", "unused view", "static"],
+        "models": [
+            {"layers": [{"kind": "gate", "ranks": [1], "layers": [_LINEAR]}]},
+            {"layers": [{"kind": "borrow"}]},
+        ],
+        "ops": [
+            _op("wrap"),
+            _op("wrap", model=1),
+            _op("forward", model=1, to="m1"),
+            _op("forward", to="m0"),
+            _op("backward", of=["m0", "m1"]),
+        ],
+    },
+    "a layer of two models gets its gradient before the second one's backward begins": {
+        "ranks": 2,
+        "modes": ["default", "unused"],
+        "models": [
+            {"layers": [_LINEAR]},
+            {"layers": [{"kind": "gate", "ranks": [1], "layers": [{"kind": "borrow"}]}]},
+        ],
+        "ops": [
+            _op("wrap"),
+            _op("wrap", model=1),
+            _op("forward", model=1, to="m1"),
+            _op("forward", to="m0"),
+            _op("backward", of=["m0", "m1"]),
         ],
     },
     # Gloo's, which ends a process that gets more bytes than it expects; all other ranks raise.

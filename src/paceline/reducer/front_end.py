@@ -199,6 +199,10 @@ class Autograd(Protocol):
         """Whether this thread runs a backward: a forward within it is a recomputation."""
         ...
 
+    def backward(self) -> int:
+        """Which backward this thread runs: passes that begin in the same one end together."""
+        ...
+
     def prepare(self) -> None:
         """The first gradient of a backward has come."""
         ...

@@ -239,6 +239,8 @@ class Passes(Generic[AnyAutograd]):
         self.gradients.adopt(self.reduction)
         self.is_order_final = has_one_order(self.reduction.plan)
         self._shared: set[int] = set()
+        self._is_complete = False
+        self._backward = 0
         registry.join(self)
         self.refresh_sharing()
         self.autograd.install()
@@ -453,6 +455,8 @@ class Passes(Generic[AnyAutograd]):
         except PacelineError as error:
             self.autograd.note_error(error)
             raise
+        if self._shared:
+            self._backward = self.autograd.backward()
         state.is_armed = True  # first: gradients on another device come from another thread
         self.autograd.at_end(EndOfBackward(self._end_backward, self._interrupt))
         if self._tell is not None:
@@ -476,6 +480,7 @@ class Passes(Generic[AnyAutograd]):
 
         Until all ranks have ended this pass they may still reduce what this one has handed over of it.
         """
+        self._is_complete = False
         self.state.interrupt()
         self.gradients.leave_arena()
 
@@ -491,7 +496,9 @@ class Passes(Generic[AnyAutograd]):
         try:
             self.autograd.raise_kept()
             try:
-                if not state.status.finished:
+                if self._shared and state.is_armed:
+                    registry.complete_all(self._backward)
+                elif not state.status.finished:
                     self._hand_over_rest()
                 status = state.status
                 reducer.set_note(self.notes.take(self._begun_forwards, bool(state.accumulated)))
@@ -507,6 +514,7 @@ class Passes(Generic[AnyAutograd]):
                 if self.fresh.is_used:
                     self.fresh.note()
             finally:
+                self._is_complete = False
                 state.begin_next()
                 if self.weights.is_used:
                     self.weights.end()
@@ -533,6 +541,13 @@ class Passes(Generic[AnyAutograd]):
         finally:
             self.autograd.forget()
             self.graphs.end_pass()
+
+    def complete(self, backward: int) -> None:
+        """Hand over what this backward has left, if a pass of this model is in it, once."""
+        is_in_it = self.state.is_armed and self._shared and self._backward == backward
+        if is_in_it and not self._is_complete:
+            self._is_complete = True
+            self._hand_over_rest()
 
     def _hand_over_rest(self) -> None:
         """Hand over what has waited, and what this backward did not touch; look at all of it again."""

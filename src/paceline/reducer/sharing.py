@@ -1,7 +1,9 @@
 """Parameters that several wrapped models of this process have in common. The same for every framework.
 
 The one idea: each of them averages the gradient, so none may change it, or read it where it lies, before the
-last has its copy. Such gradients are copied to and from the arena, whatever is done with all others.
+last has its copy. Such gradients are copied to and from the arena, whatever is done with all others. And
+where one backward runs through several such models, each hands over all that it has before the first of them
+writes its means: they would count as this rank's own where a model has got nothing.
 
 Imports only the standard library.
 """
@@ -24,6 +26,10 @@ class Holder(Protocol):
         """Look at `shared_by_others` again."""
         ...
 
+    def complete(self, backward: int) -> None:
+        """Hand over what this backward has left, if a pass of this model is in it, once."""
+        ...
+
 
 class _Registry:
     """All holders.
@@ -34,20 +40,26 @@ class _Registry:
 
     def __init__(self) -> None:
         self.version = 0
-        self._holders: weakref.WeakSet[Holder] = weakref.WeakSet()
+        # In the order in which they were wrapped, which is the same on all ranks.
+        self._holders: weakref.WeakKeyDictionary[Holder, None] = weakref.WeakKeyDictionary()
 
     def join(self, holder: Holder) -> None:
         """One more: the others learn of it at once."""
         others = list(self._holders)
-        self._holders.add(holder)
+        self._holders[holder] = None
         self.version += 1
         for other in others:
             other.refresh_sharing()
 
     def leave(self, holder: Holder) -> None:
         """One less. The others learn of it at their next forward: a backward may be under way."""
-        self._holders.discard(holder)
+        self._holders.pop(holder, None)
         self.version += 1
+
+    def complete_all(self, backward: int) -> None:
+        """The first pass of this backward ends: its means may come to gradients that others must read."""
+        for holder in list(self._holders):
+            holder.complete(backward)
 
     def shared_by_others(self, holder: Holder) -> set[int]:
         """Indices of the holder's parameters that others hold as well."""

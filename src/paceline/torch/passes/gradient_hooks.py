@@ -17,7 +17,6 @@ import torch
 
 from paceline import _core
 from paceline.errors import ConfigError
-from paceline.reducer.graphs import Graphs
 from paceline.reducer.passes import PassState
 from paceline.reducer.protocol import Reducer
 from paceline.torch.link.arena import extent
@@ -195,15 +194,43 @@ def in_core(
     return _core.GradientHook(hook, state, index, reducer, view, gradient_in_arena, "is_neg")
 
 
-def in_own_passes(state: PassState, graphs: Graphs, hook: Hook) -> Hook:
-    """For a parameter that another wrapped model has, too: only in backwards of this one's outputs."""
+class SharedGradients:
+    """Of parameters that another wrapped model has, too: averaged in backwards of this one's outputs only.
 
-    @untraced
-    def hand_over(parameter: torch.Tensor) -> None:
-        if graphs.is_running or state.is_armed or not state.is_syncing:
-            hook(parameter)
+    One backward may run through both models, and bring such a gradient through the other one before it
+    reaches this one's outputs. So what came too early is handed over when the pass begins, if that is in the
+    same backward; on other ranks it may have come later, and all must take the same part.
 
-    return hand_over
+    Args:
+        state: Of this model's passes.
+    """
+
+    def __init__(self, state: PassState) -> None:
+        self._state = state
+        self._early: dict[int, tuple[int, Hook, torch.Tensor]] = {}  # by index; first which backward it was
+
+    def hook(self, index: int, hook: Hook) -> Hook:
+        """What calls `hook` in this model's passes."""
+        state, graphs = self._state, self._state.graphs
+
+        @untraced
+        def hand_over(parameter: torch.Tensor) -> None:
+            if graphs.is_running or state.is_armed or not state.is_syncing:
+                hook(parameter)
+            else:
+                self._early[index] = (torch._C._current_graph_task_id(), hook, parameter)
+
+        return hand_over
+
+    def begin_pass(self) -> None:
+        """Hand over what this backward has brought already."""
+        if not self._early:
+            return
+        early, self._early = self._early, {}
+        here = torch._C._current_graph_task_id()
+        for backward, hook, parameter in early.values():
+            if backward == here:
+                hook(parameter)
 
 
 def moved_gradient(name: str, where: str, view: torch.Tensor) -> ConfigError:

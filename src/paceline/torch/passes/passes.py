@@ -25,7 +25,7 @@ from paceline.torch.model.compiling import untraced
 from paceline.torch.model.config import DDPConfig
 from paceline.torch.model.parameters import ManagedTensors
 from paceline.torch.passes.accumulated import part_accumulated
-from paceline.torch.passes.gradient_hooks import in_own_passes
+from paceline.torch.passes.gradient_hooks import SharedGradients
 from paceline.torch.passes.gradients import Gradients
 from paceline.torch.passes.graphs import RunningCall, running_call, tensors_in
 from paceline.torch.passes.last_hooks import LastHooks
@@ -86,6 +86,7 @@ class TorchAutograd:
         self._weights = weights
         self._buffers = buffers
         self._shared: set[int] = set()
+        self._shared_gradients = SharedGradients(state)
         self._is_frozen_noted = self._has_begun = False
         self._in_backward: Steppers = []
         self._last_hooks: LastHooks | None = None
@@ -114,7 +115,7 @@ class TorchAutograd:
             for index, hook in enumerate(self._gradients.hooks)
         ]
         for index in self._shared:
-            registered[index] = in_own_passes(self._state, self._state.graphs, registered[index])
+            registered[index] = self._shared_gradients.hook(index, registered[index])
         if late is not None and self._tensors.trigger is not None:
             registered[self._tensors.trigger] = late.with_trigger(registered[self._tensors.trigger])
         self._last_hooks = LastHooks(trainable, registered)
@@ -182,6 +183,9 @@ class TorchAutograd:
     def is_in_backward(self) -> bool:
         return torch._C._current_graph_task_id() != -1
 
+    def backward(self) -> int:
+        return torch._C._current_graph_task_id()
+
     @untraced
     def prepare(self) -> None:
         if self._state.accumulated:
@@ -195,6 +199,7 @@ class TorchAutograd:
         Variable._execution_engine.queue_callback(functools.partial(_call, end))
         if moved := self._not_last():  # hooks were registered since forward
             self._put_last(moved)
+        self._shared_gradients.begin_pass()
 
     def raise_kept(self) -> None:
         """Hooks of torch raise where they are called."""

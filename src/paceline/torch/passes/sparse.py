@@ -17,14 +17,15 @@ import torch
 from paceline import _core
 from paceline.reducer.link import Link
 
-_HEADER = struct.Struct("<d?qq")
+_HEADER = struct.Struct("<d??qq")
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """One rank's gradient of one parameter: `values` of the rows `indices`."""
+    """One rank's gradient of one parameter: `values` of the rows `indices`; or none at all."""
 
     weight: float
+    is_given: bool
     is_dense: bool
     indices: torch.Tensor
     values: torch.Tensor
@@ -71,7 +72,7 @@ class SparseMeans:
                 for rank, part in enumerate(rows)
                 if part.weight and not torch.isfinite(part.values).all()
             ]
-            if any(part.is_dense or len(part.indices) for part in rows):
+            if any(part.is_given for part in rows):  # without rows, too: optimizers tell it from None
                 # Every rank computes the mean for itself, and all must get the same bits.
                 with _core.DefaultFloats():
                     parameter.grad = _mean(rows, parameter)
@@ -81,13 +82,13 @@ class SparseMeans:
 
 def _pack(gradient: torch.Tensor | None, weight: float) -> bytes:
     if gradient is None:
-        return _HEADER.pack(weight, False, 0, 0)
+        return _HEADER.pack(weight, False, False, 0, 0)
     if gradient.is_sparse:
         gradient = gradient.coalesce()
         indices, values = gradient.indices()[0], gradient.values()
     else:
         indices, values = torch.arange(len(gradient)), gradient
-    head = _HEADER.pack(weight, not gradient.is_sparse, indices.numel(), values.numel())
+    head = _HEADER.pack(weight, True, not gradient.is_sparse, indices.numel(), values.numel())
     return b"".join((head, _bytes_of(indices), _bytes_of(values)))
 
 
@@ -98,14 +99,14 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 def _unpack(payload: bytes, parameter: torch.Tensor) -> _Rows:
-    weight, is_dense, count, numel = _HEADER.unpack_from(payload)
+    weight, is_given, is_dense, count, numel = _HEADER.unpack_from(payload)
     if not count:
         empty = torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype)
-        return _Rows(weight, is_dense, torch.empty(0, dtype=torch.int64), empty)
+        return _Rows(weight, is_given, is_dense, torch.empty(0, dtype=torch.int64), empty)
     memory = bytearray(payload[_HEADER.size :])
     indices = torch.frombuffer(memory, dtype=torch.int64, count=count)
     values = torch.frombuffer(memory, dtype=parameter.dtype, count=numel, offset=8 * count)
-    return _Rows(weight, is_dense, indices, values.view(count, *parameter.shape[1:]))
+    return _Rows(weight, is_given, is_dense, indices, values.view(count, *parameter.shape[1:]))
 
 
 def _mean(rows: Sequence[_Rows], parameter: torch.Tensor) -> torch.Tensor:
