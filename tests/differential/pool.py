@@ -5,8 +5,9 @@ The reference is a world of one. Each rank waits for a program on a pipe and ans
 program that raised, the world is thrown away: a fork and new groups cost tens of milliseconds.
 
 A rank whose program ends with an exception tells so and exits at once, as a script would; so its peers learn
-of it. A rank that has reached the end while others wait is told to leave after `GRACE_S`. Who has not
-answered at the deadline is asked for its stacks and killed.
+of it. A rank that has reached the end while others wait is told to leave after `GRACE_S`; nobody is left to
+run another program then, even if the others reach theirs. Who has not answered at the deadline is asked for
+its stacks and killed.
 """
 
 from __future__ import annotations
@@ -172,7 +173,7 @@ class World:
         waiting: dict[Any, int] = {worker.pipe: rank for rank, worker in enumerate(self._workers)}
         answers: list[Record | Lost | None] = [None] * self._world_size
         until = time.monotonic() + self._deadline_s
-        leaves_at = None
+        leaves_at, has_left = None, False
         while waiting and (now := time.monotonic()) < until:
             ready = wait(list(waiting), timeout=max(0.0, min(until, leaves_at or until) - now))
             for pipe in ready:
@@ -181,10 +182,10 @@ class World:
                 leaves_at = time.monotonic() + GRACE_S
             if not ready and leaves_at is not None and time.monotonic() >= leaves_at:
                 self._send_home(answers)
-                leaves_at = None
+                leaves_at, has_left = None, True
         self._kill_late(answers, list(waiting.values()))
         records = [answer or Lost("left without a word") for answer in answers]
-        if any(isinstance(record, Lost) or record.errors() for record in records):
+        if has_left or any(isinstance(record, Lost) or record.errors() for record in records):
             self._explain(records)
             self.close()
         return records
