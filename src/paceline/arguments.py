@@ -59,7 +59,7 @@ class Arguments:
         """The error for a value.
 
         Args:
-            name: Of the argument.
+            name: The name of the argument.
             value: As it was passed.
             expected: What would have been right.
             hint: What to write instead.

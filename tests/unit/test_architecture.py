@@ -297,6 +297,20 @@ def test_every_public_name_has_a_docstring():
     assert not wrong, "\n".join(wrong)
 
 
+VERBLESS = re.compile(r'("""|^ +\w+: )(Of|That of|Those of) ')
+
+
+def test_no_docstring_opens_with_of():
+    """What a name stands for is said first, so that a reader need not look back at it."""
+    wrong = [
+        spell(path, number, line.strip())
+        for path in python_files()
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if VERBLESS.search(line)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 

@@ -114,7 +114,7 @@ class Plan:
     starts: int = 1
 
     def chosen(self, entries: Iterable[Entry]) -> list[Entry]:
-        """Those of `entries` that the user wants."""
+        """The `entries` that the user wants."""
         chosen = [entry for entry in entries if not self.only or entry.key in self.only]
         if self.before is None:
             return chosen

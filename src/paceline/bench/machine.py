@@ -28,7 +28,7 @@ class Machine:
         memory_gib: Memory of the machine.
         load: Load average over a minute, before the bench started.
         kernel: Operating system and its release.
-        versions: Of Python and of the packages that matter.
+        versions: The versions of Python and of the packages that matter.
         date: UTC, as in ISO 8601.
     """
 

@@ -92,7 +92,7 @@ def _save(figure: Any, report: Report, path: Path, bottom: float) -> None:
 
 
 def _quartiles(samples: list[list[float]]) -> tuple[float, float]:
-    """Of the rank with the slowest median: the rank that the line shows."""
+    """The quartiles of the rank with the slowest median: the rank that the line shows."""
     slowest = max(samples, key=statistics.median)
     if len(slowest) < 2:
         return slowest[0], slowest[0]

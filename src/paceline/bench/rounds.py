@@ -61,7 +61,7 @@ def ratio(of: Samples, to: Samples, starts: int = 1) -> Interval:
 
     Args:
         of: The samples of one.
-        to: Those of the other.
+        to: The number of the other.
         starts: How often the processes were started, with as many rounds each. With more than one, it is
             the median of the starts' medians, and from the smallest to the largest of them: rounds of one
             start say nothing of how the next one will turn out.

@@ -125,7 +125,7 @@ def take_or_make(out: Array | None, shape: tuple[int, ...], dtype: np.dtype[Any]
 
 
 def checked_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
-    """Of an array to be made; a number is that of a single axis."""
+    """The shape of an array to be made, checked; a number is that of a single axis."""
     check = Arguments("allocate")
     expected, hint = "a whole number, 0 or more, or several in a tuple", "for example shape=(2, 3)"
     try:
@@ -138,7 +138,7 @@ def checked_shape(shape: int | Sequence[int]) -> tuple[int, ...]:
 
 
 def checked_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
-    """Of an array to be made."""
+    """The dtype of an array to be made, checked."""
     try:
         kind = np.dtype(dtype)
     except (TypeError, ValueError):

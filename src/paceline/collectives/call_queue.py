@@ -31,7 +31,7 @@ class CallQueue:
     """Starts its thread with the first call. `close()` ends it; so does the end of the process.
 
     Args:
-        name: Of the thread, for stack dumps.
+        name: The name of the thread, for stack dumps.
         around: Makes a context in which all calls run.
     """
 

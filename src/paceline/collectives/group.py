@@ -356,7 +356,7 @@ class Group:
         """Form a group of some of the ranks. Collective over the whole group.
 
         Args:
-            ranks: Of this group, the same on all of them; rank i of the new group is ranks[i].
+            ranks: The ranks of this group, the same on all of them; rank i of the new group is ranks[i].
 
         Returns:
             The new group; None on ranks that are not in it.

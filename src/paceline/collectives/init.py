@@ -39,7 +39,7 @@ def init(
         address: "host:port" that the ranks of the job have in common. Nothing listens on the port: it
             names a meeting place on this host.
         job_id: Text that the ranks of the job have in common and no other job has.
-        name: Of the group; one process may be in several groups with different names.
+        name: The name of the group; one process may be in several groups with different names.
         timeout_s: For each call; and for the ranks to come together, unless `forming_timeout_s` is given.
         warn_after_s: After how long a wait is logged (logger "paceline"), naming whom it waits for.
         forming_timeout_s: For the ranks to come together.

@@ -21,7 +21,7 @@ class MemberExchange:
     """See `rendezvous.exchange.Exchange`.
 
     Args:
-        core: Of the existing group; this process's rank in it is one of `members`.
+        core: The core of the existing group; this process's rank in it is one of `members`.
         members: Ranks in the existing group; their order is that of the new ranks.
         orphans: Takes over messages that are still under way after an error; lives as long as the group.
     """

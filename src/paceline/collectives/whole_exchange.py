@@ -18,7 +18,7 @@ class WholeExchange:
     """See `rendezvous.exchange.Exchange`.
 
     Args:
-        core: Of the group.
+        core: The core of the group.
     """
 
     def __init__(self, core: _core.HostGroup) -> None:

@@ -13,7 +13,7 @@ from paceline.data.arguments import length_of, seed_of
 from paceline.data.deal import BatchDeal, Deal, Ending, Share
 from paceline.data.epochs import EpochSampler
 from paceline.data.order import InOrder, Order, Shuffled, derive_key
-from paceline.data.place import find_place
+from paceline.data.rank import find_rank
 from paceline.data.sampler import choose_ending
 from paceline.data.state import identify
 from paceline.errors import ConfigError
@@ -30,10 +30,10 @@ class DistributedBatchSampler(EpochSampler[list[int]]):
         dataset: Anything with a length. Only the length is used.
         batch_size: Samples of one step on each rank; None with `global_batch_size`.
         num_replicas: Number of ranks; None: that of torch.distributed, if initialised, else the launcher's.
-        rank: Of this process; None: as above.
+        rank: The rank of this process; None: as above.
         shuffle: Permute the samples, differently in every epoch.
         drop_last: Leave out a last step that has fewer samples.
-        seed: Of the permutation; any integer, the same on all ranks.
+        seed: The seed of the permutation; any integer, the same on all ranks.
         pad: Repeat samples where those of the last step do not divide evenly. False: every sample exactly
             once; in the last step some ranks get one less, or none and then no batch.
         global_batch_size: Samples of one step on all ranks together, whatever their number: training goes
@@ -65,7 +65,7 @@ class DistributedBatchSampler(EpochSampler[list[int]]):
         reshuffle: bool = True,
         dataset_id: str | None = None,
     ) -> None:
-        num_replicas, rank = find_place(self.name, num_replicas, rank)
+        num_replicas, rank = find_rank(self.name, num_replicas, rank)
         self.global_batch_size = choose_global_batch(self.name, batch_size, global_batch_size, num_replicas)
         self.batch_size = batch_size
         self._ending = choose_ending(self.name, drop_last, pad)

@@ -18,7 +18,7 @@ from paceline.data.batch_sampler import choose_global_batch
 from paceline.data.deal import Deal, Ending, Share
 from paceline.data.epochs import EpochSampler
 from paceline.data.order import Indices, InOrder, Order, Shuffled, derive_key
-from paceline.data.place import find_place
+from paceline.data.rank import find_rank
 from paceline.data.sampler import choose_ending
 from paceline.data.subset import checked_indices
 
@@ -35,10 +35,10 @@ class BucketedSampler(EpochSampler[list[int]]):
     Takes 8 bytes for each sample on every rank, and 100 for each of a pool.
 
     Args:
-        lengths: Of each sample, in tokens or whatever costs time: integers, 0 or more.
+        lengths: The length of each sample, in tokens or whatever costs time: integers, 0 or more.
         global_batch_size: Samples of one step on all ranks together.
         num_replicas: Number of ranks; None: that of torch.distributed, if initialised, else the launcher's.
-        rank: Of this process; None: as above.
+        rank: The rank of this process; None: as above.
         shuffle: Permute samples and batches, differently in every epoch. False: pools in order, short
             samples first in each.
         seed: Any integer, the same on all ranks.
@@ -70,7 +70,7 @@ class BucketedSampler(EpochSampler[list[int]]):
         pool_batches: int = 64,
         reshuffle: bool = True,
     ) -> None:
-        num_replicas, rank = find_place(self.name, num_replicas, rank)
+        num_replicas, rank = find_rank(self.name, num_replicas, rank)
         self.global_batch_size = choose_global_batch(self.name, None, global_batch_size, num_replicas)
         check = Arguments(self.name)
         self._pool_batches = check.whole("pool_batches", pool_batches, least=1)
@@ -106,11 +106,11 @@ class Bucketed:
     """The order behind BucketedSampler: global batch after global batch, a pool at a time.
 
     Args:
-        lengths: Of each sample.
+        lengths: The length of each sample.
         batch: Samples of a global batch.
         pool_batches: Global batches of a pool.
-        key: Of the permutation of all samples; None: in order.
-        pool_key: Of the order of batches in each pool; None: short ones first.
+        key: The key of the permutation of all samples; None: in order.
+        pool_key: The key of the order of batches in each pool; None: short ones first.
     """
 
     def __init__(

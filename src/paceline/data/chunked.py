@@ -26,8 +26,8 @@ class ChunkedShuffle(DistributedSampler):
     Args:
         dataset: Anything with a length.
         num_replicas: Number of ranks; None: that of torch.distributed, if initialised, else the launcher's.
-        rank: Of this process; None: as above.
-        seed: Of the permutations; any integer, the same on all ranks.
+        rank: The rank of this process; None: as above.
+        seed: The seed of the permutations; any integer, the same on all ranks.
         drop_last: Leave up to num_replicas - 1 samples out, rather than repeat some.
         block_size: Neighbouring samples that are read together: rows of a row group. Sample i lies in block
             i // block_size; the last block may be shorter.

@@ -82,7 +82,7 @@ class EpochSampler(Generic[Item]):
     Args:
         length: Places of an epoch.
         num_replicas: Number of ranks.
-        rank: Of this process.
+        rank: The rank of this process.
         reshuffle: Whether each iteration is a new epoch.
         identity: What a state must agree in: name -> value.
     """

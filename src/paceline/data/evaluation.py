@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from paceline.arguments import Arguments
 from paceline.data.arguments import length_of
-from paceline.data.place import find_place
+from paceline.data.rank import find_rank
 from paceline.errors import ConfigError, MismatchError, format_ranks
 
 Array = npt.NDArray[Any]
@@ -39,7 +39,7 @@ class EvaluationSampler:
     Args:
         dataset: Anything with a length.
         num_replicas: Number of ranks; None: that of torch.distributed, if initialised, else the launcher's.
-        rank: Of this process; None: as above.
+        rank: The rank of this process; None: as above.
 
     Raises:
         ConfigError: The rank or the number of ranks is missing or out of range.
@@ -49,7 +49,7 @@ class EvaluationSampler:
     """
 
     def __init__(self, dataset: Sized, num_replicas: int | None = None, rank: int | None = None) -> None:
-        self.num_replicas, self.rank = find_place(type(self).__name__, num_replicas, rank)
+        self.num_replicas, self.rank = find_rank(type(self).__name__, num_replicas, rank)
         self._length = length_of(type(self).__name__, dataset)
 
     def part(self, rank: int) -> range:

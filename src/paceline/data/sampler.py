@@ -14,7 +14,7 @@ from paceline.data.arguments import length_of, seed_of
 from paceline.data.deal import Deal, Ending, SampleDeal, Share
 from paceline.data.epochs import EpochSampler
 from paceline.data.order import InOrder, Order, Shuffled, derive_key
-from paceline.data.place import find_place
+from paceline.data.rank import find_rank
 from paceline.data.state import identify
 from paceline.errors import ConfigError
 
@@ -33,9 +33,9 @@ class DistributedSampler(EpochSampler[int]):
     Args:
         dataset: Anything with a length, up to 2**63 - 1 samples. Only the length is used.
         num_replicas: Number of ranks; None: that of torch.distributed, if initialised, else the launcher's.
-        rank: Of this process; None: as above.
+        rank: The rank of this process; None: as above.
         shuffle: Permute the samples, differently in every epoch.
-        seed: Of the permutation; any integer, the same on all ranks.
+        seed: The seed of the permutation; any integer, the same on all ranks.
         drop_last: Leave up to num_replicas - 1 samples out, rather than repeat some.
         pad: Repeat samples where they do not divide evenly, so that all ranks have equally many. False:
             every sample exactly once; some ranks get one less than others.
@@ -63,7 +63,7 @@ class DistributedSampler(EpochSampler[int]):
         reshuffle: bool = True,
         dataset_id: str | None = None,
     ) -> None:
-        num_replicas, rank = find_place(self.name, num_replicas, rank)
+        num_replicas, rank = find_rank(self.name, num_replicas, rank)
         self._ending = choose_ending(self.name, drop_last, pad)
         self.dataset = dataset
         self.shuffle = Arguments(self.name).flag("shuffle", shuffle)

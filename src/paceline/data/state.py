@@ -29,7 +29,7 @@ def check_state(name: str, state: Mapping[str, Any], identity: Mapping[str, Any]
     """Raise unless `state` was made by such a sampler.
 
     Args:
-        name: Of the sampler's class.
+        name: The name of the sampler's class.
         state: What `load_state_dict` got.
         identity: What must agree.
 

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 from paceline.arguments import Arguments
 from paceline.data.arguments import seed_of
 from paceline.data.order import Shuffled, derive_key
-from paceline.data.place import find_place, loader_worker
+from paceline.data.rank import find_rank, loader_worker
 
 Shard = TypeVar("Shard")
 Sample = TypeVar("Sample")
@@ -34,9 +34,9 @@ class DistributedStream(Generic[Shard, Sample]):
         read: Returns the elements of a shard, always in the same order. Workers call it; for worker processes
             that are not forked it must be picklable.
         num_replicas: Number of ranks; None: that of torch.distributed, if initialised, else the launcher's.
-        rank: Of this process; None: as above.
+        rank: The rank of this process; None: as above.
         shuffle: Permute the shards, differently in every epoch. Elements keep their order inside a shard.
-        seed: Of the permutation; any integer, the same on all ranks.
+        seed: The seed of the permutation; any integer, the same on all ranks.
 
     Raises:
         ConfigError: The rank or the number of ranks is missing or out of range.
@@ -55,7 +55,7 @@ class DistributedStream(Generic[Shard, Sample]):
         shuffle: bool = True,
         seed: int = 0,
     ) -> None:
-        self.num_replicas, self.rank = find_place(type(self).__name__, num_replicas, rank)
+        self.num_replicas, self.rank = find_rank(type(self).__name__, num_replicas, rank)
         check = Arguments(type(self).__name__)
         if not hasattr(shards, "__len__") or not hasattr(shards, "__getitem__"):
             hint = "list(...) of what can only be iterated over, sorted where it has no order"

@@ -21,11 +21,11 @@ class SubsetDistributedSampler(DistributedSampler):
     saved state can only be loaded for the same indices in the same order.
 
     Args:
-        indices: Of the samples, 0 or more; as many times as a sample stands there, it comes in each epoch.
+        indices: The samples, as numbers of 0 or more; one that stands there twice comes twice in an epoch.
         num_replicas: Number of ranks; None: that of torch.distributed, if initialised, else the launcher's.
-        rank: Of this process; None: as above.
+        rank: The rank of this process; None: as above.
         shuffle: Permute them, differently in every epoch.
-        seed: Of the permutation; any integer, the same on all ranks.
+        seed: The seed of the permutation; any integer, the same on all ranks.
         drop_last: Leave up to num_replicas - 1 samples out, rather than repeat some.
         pad: Repeat samples where they do not divide evenly. False: each exactly once.
         reshuffle: Move on to the next epoch with each iteration. False: only `set_epoch` does.

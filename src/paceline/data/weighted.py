@@ -36,7 +36,7 @@ class WeightedDistributedSampler(DistributedSampler):
         replacement: Whether a sample may be drawn again in the same epoch. Without, heavy samples come
             early, and a whole epoch holds each sample of a positive weight once.
         num_replicas: Number of ranks; None: that of torch.distributed, if initialised, else the launcher's.
-        rank: Of this process; None: as above.
+        rank: The rank of this process; None: as above.
         seed: Any integer, the same on all ranks.
         drop_last: Leave up to num_replicas - 1 draws out, rather than repeat some.
         pad: Repeat draws where they do not divide evenly. False: some ranks get one less.

@@ -168,7 +168,7 @@ def _name(function: Callable[..., Any]) -> str:
 
 
 def _tracker_fd() -> int | None:
-    """Of multiprocessing's resource tracker, where the program uses what it tracks."""
+    """The descriptor of multiprocessing's resource tracker, where the program uses what it tracks."""
     if "multiprocessing.resource_tracker" not in sys.modules:
         return None
     from multiprocessing import resource_tracker

@@ -146,7 +146,7 @@ def send(pid: int, signum: int) -> None:
 
 
 def wait_readable(fds: Iterable[int], timeout_s: float | None = None) -> set[int]:
-    """Those of `fds` that can be read or have ended; empty when none could in time. Any number will do."""
+    """All `fds` that can be read or have ended, any number of them; empty when none could in time."""
     poll = select.poll()
     for fd in fds:
         poll.register(fd, select.POLLIN)

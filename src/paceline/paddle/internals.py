@@ -148,7 +148,7 @@ class NormSettings:
 
 
 def norm_settings_of(layer: nn.Layer) -> NormSettings:
-    """Of a BatchNorm1D, 2D or 3D, or a SyncBatchNorm."""
+    """The settings of a BatchNorm1D, 2D or 3D, or a SyncBatchNorm."""
     return NormSettings(
         layer._num_features,
         layer._momentum,

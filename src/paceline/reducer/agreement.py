@@ -79,7 +79,7 @@ def check_agreement(description: ModelDescription, exchange: Exchange, timeout_s
     """Raise on every rank if any two ranks describe different models. Collective.
 
     Args:
-        description: Of this rank's model.
+        description: The description of this rank's model.
         exchange: Connects the ranks.
         timeout_s: Seconds to wait for the slowest rank.
 

@@ -150,7 +150,7 @@ class WrapperArguments:
         """The fields of `WrapperOptions` but for the sizes of buckets, from checked arguments.
 
         Args:
-            arguments: Of the constructor, with all of SHARED_NAMES.
+            arguments: The arguments of the constructor, with all of SHARED_NAMES.
 
         Raises:
             ConfigError: One has a value that is not supported or makes no sense.

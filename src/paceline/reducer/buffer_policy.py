@@ -44,7 +44,7 @@ class BufferPolicies:
     """Names of buffers by what is done with them.
 
     Args:
-        names: Of all buffers.
+        names: The names of all buffers.
         patterns: Policies by name pattern, as those of file names; the first match counts.
         broadcasts: Whether buffers that no pattern matches are broadcast after each pass.
 

@@ -35,7 +35,7 @@ class HookedBucket(ABC, Generic[_Tensor]):
     """What a hook sees of a bucket: the members of `torch.distributed.GradBucket`, and its weight.
 
     Args:
-        index: Of the bucket; the first is complete first.
+        index: The index of the bucket; the first is complete first.
         buffer: All its elements, flat.
         gradients: Parts of the buffer, shaped like the parameters.
         parameters: The parameters.

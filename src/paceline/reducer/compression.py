@@ -81,7 +81,7 @@ class Codes:
             parameters: Whose gradients they are.
             sizes: How many values each has.
             values: The address of all of them, float32, multiplied by `weight`.
-            weight: Of this rank.
+            weight: The weight of this rank.
             row: To be written.
         """
         error = self._error_for(bucket, parameters, sizes) if self._error_feedback else None

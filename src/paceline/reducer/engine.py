@@ -86,7 +86,7 @@ class Transport(Protocol):
         ...
 
     def squared_norm(self) -> float:
-        """Of the arena."""
+        """The squared norm of the arena."""
         ...
 
     def all_gather(self, payload: bytes) -> list[bytes]:

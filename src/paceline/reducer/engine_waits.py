@@ -37,12 +37,12 @@ class EngineWaits:
     """One rank's waits for the engine that averages its buckets.
 
     Args:
-        rank: Of this process.
+        rank: The rank of this process.
         world_size: Number of ranks.
         engine: What moves the bytes, in words: "torch's gloo process group".
         timeout_s: Most seconds of one wait.
         warn_after_s: Seconds after which a wait is reported.
-        plan: Of the buckets, if there are any.
+        plan: The plan of the buckets, if there are any.
         witness: Knows more of the other ranks; None: nobody does.
     """
 

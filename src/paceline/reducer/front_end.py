@@ -48,9 +48,9 @@ class Tensors(Protocol):
     """The parameters and buffers of a model.
 
     Attributes:
-        names: Of the parameters that the plan lists, by index.
+        names: The names of the parameters that the plan lists, by index.
         trainable: Those parameters.
-        all_names: Of all parameters that are trained: those, then any whose gradients lie elsewhere.
+        all_names: The names of all trained parameters: those, then any whose gradients lie elsewhere.
         all_trainable: Those parameters.
         all_parameters: By name, frozen ones too.
         delayed: Indices of delay_all_reduce_named_params.
@@ -145,7 +145,7 @@ class Sparse(Protocol):
     """Gradients that lie elsewhere, and are averaged after all others.
 
     Attributes:
-        squared_norm: Of the last pass's means.
+        squared_norm: The squared norm of the last pass's means.
         nonfinite: (rank, parameter) of each that was not finite in the last pass.
     """
 
@@ -160,7 +160,7 @@ class Sparse(Protocol):
         """Replace them by their weighted means. Collective.
 
         Args:
-            weight: Of this rank.
+            weight: The weight of this rank.
             has_data: False: what is there is left from an earlier pass.
         """
         ...
@@ -253,10 +253,10 @@ class FrontEnd(Generic[AnyAutograd]):
         gradients: Where they lie.
         sparse: Those that lie elsewhere.
         autograd: When backwards begin and end.
-        weights: Of this rank's micro-batches.
+        weights: The weights of this rank's micro-batches.
         buffers: Keeps them in step.
         notes: What this rank does between two passes.
-        hash_model: Of parameters, buffers and an optimizer's state, if there is one.
+        hash_model: Hashes of parameters, buffers and an optimizer's state, if there is one.
     """
 
     tensors: Tensors

@@ -36,7 +36,7 @@ class Graph:
 
 
 class Graphs:
-    """Those of one wrapped model.
+    """The graphs of one wrapped model.
 
     Args:
         close: Removes the model's hooks.

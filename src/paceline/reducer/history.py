@@ -22,8 +22,8 @@ def agree_on_passes(
     """Raise on every rank unless all have the same weights. Collective.
 
     Args:
-        good_passes: Of this rank; None: it has trained without counting them.
-        digest: Of this rank's weights; asked for only if the numbers differ.
+        good_passes: The number of good passes of this rank; None: it has trained without counting them.
+        digest: The digest of this rank's weights; asked for only if the numbers differ.
         exchange: Connects the ranks.
         timeout_s: Seconds to wait for the slowest rank.
 

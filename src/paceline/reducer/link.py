@@ -47,7 +47,7 @@ class Reduction(Generic[_Tensor]):
     """The gradients' memory and who averages it; made anew whenever the plan changes.
 
     Attributes:
-        plan: Of the arena.
+        plan: The plan of the arena.
         places: Each parameter's place in the arena, by index.
         reducer: Averages the places over the ranks.
         takes_pointers: Whether the reducer copies a gradient to its place, and the mean back, itself.
@@ -119,7 +119,7 @@ class Link(Protocol[_Tensor]):
 
         Args:
             hook: The same on all ranks.
-            process_group: Of the wrapped model, for the hook.
+            process_group: The process group of the wrapped model, for the hook.
         """
         ...
 

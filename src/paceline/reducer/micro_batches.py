@@ -39,7 +39,7 @@ class MicroBatchWeights(ABC):
     """The weights of one rank's micro-batches, and what they do to its gradients.
 
     Args:
-        state: Of the model's passes.
+        state: The state of the model's passes.
 
     Attributes:
         is_used: Whether any weight was ever given.

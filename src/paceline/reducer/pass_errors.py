@@ -35,7 +35,7 @@ class Judge:
     """Raises, warns or lets the ranks go on.
 
     Args:
-        names: Of the parameters, by index in the plan.
+        names: The names of the parameters, by index in the plan.
         world_size: Number of ranks.
         allow_unused: A parameter without a gradient contributes 0.
         nonfinite: What to do about infinities and NaNs: "warn" once, "raise", or "ignore".
@@ -122,7 +122,7 @@ def unused_error(unused_by_rank: Sequence[Iterable[int]], names: Sequence[str]) 
 
     Args:
         unused_by_rank: Parameter indices, one collection per rank.
-        names: Of the parameters.
+        names: The names of the parameters.
 
     Example:
         Rank 1 of 2 left `head.bias` out: "1 of 4 parameters got no gradient on rank 1 of 2."
@@ -171,7 +171,7 @@ def nonfinite_error(
 
     Args:
         pairs: (rank, parameter index) of each such gradient.
-        names: Of the parameters.
+        names: The names of the parameters.
         world_size: Number of ranks.
         overflowed: Parameters whose gradients are finite on every rank, and whose sum is not.
     """
@@ -253,8 +253,8 @@ def graph_changed_error(
 
     Args:
         lost_by_rank: Indices of parameters that were used in the first pass and are not in this one.
-        gained_by_rank: Of those that are used in this one only.
-        names: Of the parameters.
+        gained_by_rank: By rank, the parameters that are used in this pass only.
+        names: The names of the parameters.
     """
     lost, gained = _invert(lost_by_rank.items()), _invert(gained_by_rank.items())
     rows = [("no gradient any more", lost), ("no gradient in the first pass", gained)]
@@ -272,7 +272,7 @@ def skipped_error(statuses: Sequence[PassStatus]) -> SkippedPassError:
     """Ranks did not make the same number of forwards before this backward.
 
     Args:
-        statuses: Of the ranks, with their forwards since the previous synchronised backward.
+        statuses: The statuses of the ranks, with their forwards since the previous synchronised backward.
     """
     world_size = len(statuses)
     interrupted = [rank for rank, status in enumerate(statuses) if status.interrupted]
@@ -302,7 +302,7 @@ def uneven_error(statuses: Sequence[PassStatus]) -> SkippedPassError:
     """Some ranks have no more data, and join(throw_on_early_termination=True) was asked for.
 
     Args:
-        statuses: Of the ranks.
+        statuses: The statuses of the ranks.
     """
     without = [rank for rank, status in enumerate(statuses) if status.finished]
     return SkippedPassError(
@@ -392,7 +392,7 @@ class StaticGraph:
     """What this rank used in its first good pass, and whether it still does.
 
     Args:
-        names: Of the parameters, by index in the plan.
+        names: The names of the parameters, by index in the plan.
         all_gather: Payloads of all ranks, by rank. Collective; called only where a promise is broken.
     """
 
@@ -447,7 +447,7 @@ class GraphVariety:
     all passes were alike.
 
     Args:
-        num_parameters: Of the model.
+        num_parameters: How many parameters the model has.
     """
 
     def __init__(self, num_parameters: int) -> None:

@@ -59,11 +59,11 @@ class PassState:
             do not know yet.
         handed: Gradients handed over in this pass, by parameter, in that order. Keeps the memory alive that
             the reducer reads and writes by pointer.
-        staged: Those of them whose mean the front end copies back.
+        staged: The handed gradients whose mean the front end copies back.
         accumulated: Parameters that got local gradients, in no_sync(), since the last synchronised pass.
-        weight: Of this rank in the pass under way, or the last one.
+        weight: The weight of this rank in the pass under way, or the last one.
         arm: Begins a pass; hooks call it at the first gradient of a backward.
-        graphs: Of forwards whose backward is still to come.
+        graphs: The graphs of forwards whose backward is still to come.
         status: What the end of the pass tells all ranks: the forwards since the last one, and what is wrong.
             A hook that raised instead would leave the others waiting.
         refusal: Why the gradient of the parameter `status.refused` cannot be averaged.
@@ -146,7 +146,7 @@ class FreshGradients:
     rank, so that ranks with the same gradients find the same.
 
     Args:
-        fingerprint: Of all gradients.
+        fingerprint: A fingerprint of all gradients.
         memory: Where all gradients are; None: not all where the processor can read them, and then nobody
             knows.
 
@@ -191,11 +191,11 @@ class Passes(Generic[AnyAutograd]):
         front_end: What the framework gives.
         state: Shared with the framework's hooks.
         link: Between the ranks that train the model.
-        config: Of the wrapped model.
+        config: The configuration of the wrapped model.
 
     Attributes:
-        reduction: Of the plan in use.
-        graphs: Of forwards whose backward is still to come.
+        reduction: The reduction of the plan in use.
+        graphs: The graphs of forwards whose backward is still to come.
         fresh: Whether gradients are still those of the last pass.
         drift: Whether the replicas are still the same, where there is a reason to look, or now and then.
         active: Ranks that had data in the last pass. Others shadow it.
@@ -282,7 +282,7 @@ class Passes(Generic[AnyAutograd]):
 
     @property
     def reducer(self) -> Reducer:
-        """That of the plan in use."""
+        """The reducer of the plan in use."""
         return self.reduction.reducer
 
     @property
@@ -316,7 +316,7 @@ class Passes(Generic[AnyAutograd]):
         return self._waited_before_s + self.reducer.waited_s
 
     def squared_norm(self) -> float:
-        """Of the last pass's mean gradient; NaN if that pass was void, or raised."""
+        """The squared norm of the last pass's mean gradient; NaN if that pass was void, or raised."""
         of_plan = self.reducer.squared_norm() if self._of_first is None else self._of_first[0]
         return of_plan + self.sparse.squared_norm
 

@@ -44,7 +44,7 @@ class EnvironmentGroup:
     """The group of all processes that a launcher started: one for all models of this process.
 
     Args:
-        name: Of the group, for errors.
+        name: The name of the group, for errors.
 
     Attributes:
         formed: The group; None: no model has asked for it yet.

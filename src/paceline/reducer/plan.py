@@ -199,9 +199,9 @@ class BucketCaps(Protocol):
     """Largest sizes of buckets, as both wrappers' configs have them.
 
     Attributes:
-        first_bucket_bytes: Of the first bucket.
-        bucket_cap_bytes: Of all others.
-        bucket_caps_bytes: Of the first, the second, ...; used instead of both, if there are any.
+        first_bucket_bytes: The largest size of the first bucket.
+        bucket_cap_bytes: The largest size of all others.
+        bucket_caps_bytes: The largest sizes of the first, the second, ...; used instead of both, if any.
     """
 
     @property
@@ -220,7 +220,7 @@ def plan_gradients(
     Args:
         parameters: In registration order.
         caps: Sizes of buckets.
-        order: Of the gradients; None: the reverse of registration.
+        order: The order of the gradients; None: the reverse of registration.
         whole: Whether a bucket must hold whole parameters.
     """
     first, others, all_caps = caps.first_bucket_bytes, caps.bucket_cap_bytes, caps.bucket_caps_bytes

@@ -98,7 +98,7 @@ class Reducer(Protocol):
                 data.
             allow_unused: Let parameters that this rank has not marked contribute 0. Otherwise one unmarked
                 parameter makes the pass void on all ranks.
-            allow_nobodys: Of unmarked parameters, let those contribute 0 that no rank with data has
+            allow_nobodys: Let those unmarked parameters contribute 0 that no rank with data has
                 marked. The same on all ranks.
         """
         ...
@@ -137,7 +137,7 @@ class Reducer(Protocol):
         ...
 
     def squared_norm(self) -> float:
-        """Of the last pass's mean gradient, over all parameters; NaN if that pass was not averaged."""
+        """The squared norm of the last mean gradient, over all parameters; NaN if it was not averaged."""
         ...
 
     def close(self) -> None:

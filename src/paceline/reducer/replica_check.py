@@ -27,8 +27,8 @@ class Entry(NamedTuple):
 
     Attributes:
         kind: "parameter", "buffer" or "optimizer".
-        name: Of it in the model, or in the optimizer.
-        hash: Of its value.
+        name: Its name in the model, or in the optimizer.
+        hash: The hash of its value.
     """
 
     kind: str
@@ -40,7 +40,7 @@ def check_replicas(entries: Sequence[Entry], gather: Gather, *, where: str, seen
     """Raise on every rank if any two ranks have different entries. Collective.
 
     Args:
-        entries: Of this rank, in the same order on all.
+        entries: The entries of this rank, in the same order on all.
         gather: Connects the ranks.
         where: For the error: when this is.
         seen: For the error: what led to the check.
@@ -113,7 +113,7 @@ def flattened(name: str, value: Any) -> Iterable[tuple[str, Any]]:
 
 
 def hash_of_plain(value: object) -> int | None:
-    """Of a number, a text, a truth value or None; None: of nothing else."""
+    """The hash of a number, a text, a truth value or None; None: of nothing else."""
     is_plain = value is None or isinstance(value, (bool, int, float, complex, str))
     return _core.hash_bytes(repr(value).encode()) if is_plain else None
 

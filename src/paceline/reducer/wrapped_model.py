@@ -40,7 +40,7 @@ class WrappedModel:
 
     @abstractmethod
     def _own_squared_norm(self) -> float:
-        """Of this rank's gradients."""
+        """The squared norm of this rank's gradients."""
 
     @abstractmethod
     def _own_nonfinite(self) -> tuple[str, ...]:
@@ -50,10 +50,10 @@ class WrappedModel:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it, backwards accumulate gradients on this rank only, as do those of forwards within it.
+        """Inside this context, `backward()` accumulates local gradients without averaging.
 
-        The first synchronised backward afterwards averages all that has accumulated. It is enough to put
-        the backward inside.
+        So do later backwards of forwards that ran inside. Wrapping only the backward is enough. The next
+        backward outside averages everything that has accumulated.
 
         Example:
             >>> with model.no_sync():

@@ -19,7 +19,7 @@ def inner_error(ours: str, theirs: str, name: str, *, by: str = "", cure: str = 
     Args:
         ours: Our class.
         theirs: The framework's.
-        name: Of the wrapper within the module; "" is the module itself.
+        name: The name of the wrapper within the module; "" is the module itself.
         by: Who has wrapped it, where that is known.
         cure: What to do about that.
     """

@@ -71,7 +71,7 @@ def share_memory(
 
     Args:
         exchange: Connects all ranks of the group that is being formed.
-        name: Of the group, for errors.
+        name: The name of the group, for errors.
         timeout_s: For the whole of it.
         warn_after_s: After how long a wait in the new group reports whom it waits for.
         group_timeout_s: Deadline of each later call on the group; None: `timeout_s`.
@@ -87,14 +87,14 @@ def share_memory(
     deadline = Deadline(timeout_s)
     place, obstacle = _host_hint()
     while True:
-        with _Door(exchange.world_size) as door:
-            own = {"place": place, "address": door.address, "nonce": door.nonce}
-            obstacle = obstacle if obstacle.problem else door.obstacle
+        with _RegionServer(exchange.world_size) as server:
+            own = {"place": place, "address": server.address, "nonce": server.nonce}
+            obstacle = obstacle if obstacle.problem else server.obstacle
             offers = _all_gather(exchange, own | obstacle.facts(), deadline)
             _raise_limits(offers, name)
-            mates = tuple(rank for rank, offer in enumerate(offers) if offer["place"] == place)
-            leader = mates[0]
-            fd, obstacle = _region_fd(exchange.rank, mates, offers[leader], door, deadline)
+            host_ranks = tuple(rank for rank, offer in enumerate(offers) if offer["place"] == place)
+            leader = host_ranks[0]
+            fd, obstacle = _region_fd(exchange.rank, host_ranks, offers[leader], server, deadline)
             try:
                 states = _all_gather(exchange, obstacle.facts(), deadline)
             except BaseException:
@@ -110,7 +110,7 @@ def share_memory(
     try:
         host_group = _core.HostGroup(
             fd,
-            mates.index(exchange.rank),
+            host_ranks.index(exchange.rank),
             bytes.fromhex(offers[leader]["nonce"]),
             name,
             group_timeout_s if group_timeout_s is not None else timeout_s,
@@ -204,8 +204,8 @@ def _host_hint() -> tuple[str, _Obstacle]:
     return f"{boot_id}/{network}/{os.getuid()}", obstacle if obstacle.is_limit else _Obstacle()
 
 
-class _Door:
-    """Where a leader hands out its region: a socket, and a thread that serves it until the door closes."""
+class _RegionServer:
+    """Where a leader hands out its region: a socket, and a thread that serves it until the server closes."""
 
     def __init__(self, world_size: int) -> None:
         self.address = ""
@@ -222,7 +222,9 @@ class _Door:
                 raise
 
     def serve(self, fd: int) -> None:
-        self._thread = threading.Thread(target=self._hand_out, args=(fd,), name="paceline-door", daemon=True)
+        self._thread = threading.Thread(
+            target=self._hand_out, args=(fd,), name="paceline-server", daemon=True
+        )
         self._thread.start()
 
     def _hand_out(self, fd: int) -> None:
@@ -234,7 +236,7 @@ class _Door:
                 if error.errno in OUT_OF_ROOM:
                     time.sleep(_RETRY_S)  # until somebody closes a file; else that rank gives up waiting
                     continue
-                return  # the door was closed
+                return  # the server was closed
             with peer:
                 try:
                     check_same_user(peer)
@@ -243,7 +245,7 @@ class _Door:
                 except Exception:
                     continue  # that rank reports by itself that it got nothing
 
-    def __enter__(self) -> _Door:
+    def __enter__(self) -> _RegionServer:
         return self
 
     def close(self) -> None:
@@ -261,16 +263,20 @@ class _Door:
 
 
 def _region_fd(
-    rank: int, mates: tuple[int, ...], offer: Mapping[str, Any], door: _Door, deadline: Deadline
+    rank: int,
+    host_ranks: tuple[int, ...],
+    offer: Mapping[str, Any],
+    server: _RegionServer,
+    deadline: Deadline,
 ) -> tuple[int, _Obstacle]:
     """The region's descriptor, or -1 and why not."""
-    if rank == mates[0]:
+    if rank == host_ranks[0]:
         try:
-            fd = _core.create_region(len(mates), bytes.fromhex(door.nonce))
+            fd = _core.create_region(len(host_ranks), bytes.fromhex(server.nonce))
         except RegionError as error:
-            door.close()
+            server.close()
             return -1, _Obstacle.of(error)
-        door.serve(fd)
+        server.serve(fd)
         return fd, _Obstacle()
     fd = -1
     try:
@@ -282,12 +288,12 @@ def _region_fd(
             send_frame(hub, Frame.WELCOME, b"", deadline)
     except OSError as error:
         _close(fd)
-        return -1, _Obstacle.of_system(error, f"take the region of rank {mates[0]}")
+        return -1, _Obstacle.of_system(error, f"take the region of rank {host_ranks[0]}")
     except Exception as error:  # whatever it is, this rank does not share the leader's memory
         _close(fd)
-        return -1, _Obstacle(f"could not take the region of rank {mates[0]}: {error}")
+        return -1, _Obstacle(f"could not take the region of rank {host_ranks[0]}: {error}")
     if fd < 0:
-        return -1, _Obstacle(f"got no descriptor from rank {mates[0]}")
+        return -1, _Obstacle(f"got no descriptor from rank {host_ranks[0]}")
     return fd, _check_nonce(fd, offer["nonce"])
 
 

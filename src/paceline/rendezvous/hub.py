@@ -54,11 +54,11 @@ class HubExchange:
     """Rank 0's side and the others' side of the hub. A context manager; closing it ends the connections.
 
     Args:
-        rank: Of this process.
+        rank: The rank of this process.
         world_size: Number of ranks.
         key: What the ranks of a job have in common: "host:port", or the job id.
         job_id: Refuses strangers that meet at the same key.
-        name: Of the group that is being formed.
+        name: The name of the group that is being formed.
         timeout_s: For everybody to have connected.
         secret: What the launcher has told this job's ranks alone: nobody else can compute where they meet.
 

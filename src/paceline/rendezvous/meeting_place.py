@@ -30,7 +30,7 @@ def hub_address(key: str, name: str, secret: str = "") -> str:
 
     Args:
         key: "host:port", or the job id.
-        name: Of the group.
+        name: The name of the group.
         secret: What the launcher has told the ranks of this job and nobody else, if it has.
 
     Example:

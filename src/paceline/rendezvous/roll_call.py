@@ -77,7 +77,7 @@ class Roll:
 
     Args:
         board: The group's; its keys are this group's alone. None: there is none, and nobody can be named.
-        rank: Of this process in the group.
+        rank: The rank of this process in the group.
         world_size: Number of ranks in the group.
         holder: The rank whose process serves the board, so that it ends with that rank; None: another process
             does.
@@ -121,7 +121,7 @@ class Roll:
             start: Makes the call.
             call: Its name, for errors: "all_gather".
             timeout_s: How long the ranks have, for errors.
-            deadline: Of `time.monotonic()`.
+            deadline: A moment of `time.monotonic()`.
 
         Raises:
             RendezvousError: The group failed, or some rank was late; names those that do not answer.
@@ -177,8 +177,8 @@ class RollCall:
     """One call of all ranks over a process group, which may fail. A context manager.
 
     Args:
-        roll: Of the group.
-        prefix: Of this call's keys.
+        roll: The roll of the group.
+        prefix: The prefix of this call's keys.
 
     Example:
         Rank 1 of 3 was killed. The call of ranks 0 and 2 fails, or passes its deadline, so both call

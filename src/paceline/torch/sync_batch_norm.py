@@ -163,7 +163,7 @@ class SyncBatchNorm(nn.SyncBatchNorm):
         """The module with every batch norm in it replaced by one of this class; parameters are kept.
 
         Args:
-            module: Of any kind; a batch norm itself is replaced by the result.
+            module: A module of any kind; a batch norm itself is replaced by the result.
             process_group: As the constructor's.
         """
         owner = "convert_sync_batchnorm"

@@ -82,13 +82,14 @@ class DataParallel(WrappedModel, PaddleNames):
         device_mesh: A `paddle.distributed.ProcessMesh` of one dimension, instead of group.
         skip_all_reduce_unused_params: Over a group, don't send buckets that no rank used in the pass
             before. Used again, they are sent at the end of the pass.
-        bucket_cap_mb_list: Of the first bucket, the second, ..., all others; instead of comm_buffer_size.
+        bucket_cap_mb_list: Bucket sizes in MiB, one per bucket; the last applies to all further buckets.
+            Replaces comm_buffer_size.
         batched_grad_copy: Accepted: how gradients are copied changes no result.
         buffers: What is done with buffers and running statistics after each synchronised backward, by name
             pattern (`"*._mean"`): "average" them, "broadcast" those of rank 0, or leave them "local". The
             first match counts; without one, broadcast_buffers says. Integers are broadcast, not averaged.
-        weight: Of this rank's gradients in the mean: a number, or a function that gets forward's arguments
-            and returns it (of tokens, say). None: 1, or what weight() says.
+        weight: The weight of this rank's gradients in the average: a number, or a function of forward's
+            arguments that returns one (for example the number of tokens). None: 1, unless weight() is called.
         nonfinite: What to do when a gradient holds an infinity or a NaN: "warn" (once), "raise" (on every
             rank) or "ignore".
         reduce_through: Where gradients are averaged: "memory", which ranks on one host share; "group", that
@@ -350,7 +351,7 @@ class DataParallel(WrappedModel, PaddleNames):
 
         Args:
             max_norm: The largest norm allowed.
-            norm_type: Of the p-norm; others than 2 are computed.
+            norm_type: The p of the p-norm; norms other than 2 are computed.
 
         Example:
             Rank 0's gradient is 6 and rank 1's 10: the norm is 8, and after clip_grad_norm_(2) both hold 2.

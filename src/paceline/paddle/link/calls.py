@@ -166,7 +166,7 @@ class GroupCalls:
 
 
 class LoneCalls(GroupCalls):
-    """Those of a process that is alone: every sum is what it has.
+    """The calls of a process that is alone: every sum is what it has.
 
     Args:
         on_host: Whether it trains on the CPU.
@@ -188,7 +188,7 @@ class LoneCalls(GroupCalls):
 
 
 class MemoryCalls(GroupCalls):
-    """Those of the ranks of one host, in the memory that they share: done when they return.
+    """The calls of the ranks of one host, in the memory that they share: done when they return.
 
     Args:
         core: The memory.

@@ -62,7 +62,7 @@ class GradBucket(HookedBucket[paddle.Tensor]):
     Args:
         calls: Between the ranks.
         process_group: What was passed to the wrapper, or found.
-        members: Those of a `HookedBucket`.
+        members: The members of a `HookedBucket`.
     """
 
     def __init__(self, calls: GroupCalls, process_group: Any, *members: Any) -> None:
@@ -145,7 +145,7 @@ class BucketHook:
         Args:
             bucket: Its number.
             flat: Its elements, multiplied by `weight`.
-            weight: Of this rank, over the ranks' mean weight.
+            weight: The weight of this rank, over the ranks' mean weight.
 
         Raises:
             ConfigTypeError: The hook returned neither a tensor nor a future.

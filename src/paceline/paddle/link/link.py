@@ -164,7 +164,7 @@ class HookLink:
         link: The other one.
         calls: Between the same ranks, for the hook.
         hook: Averages buckets, which hold whole parameters.
-        process_group: Of the wrapped model, for the hook.
+        process_group: The process group of the wrapped model, for the hook.
     """
 
     path = "group"

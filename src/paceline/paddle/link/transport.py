@@ -23,7 +23,7 @@ class PaddleTransport:
     """One rank's arena, and the group that sums ranges of it.
 
     Args:
-        arena: Of this rank.
+        arena: The arena of this rank.
         calls: On the group.
         checks_finite: Look at every gradient before it is reduced, to tell whose holds an infinity or a NaN.
         hook: Averages buckets instead of the group.

@@ -74,7 +74,7 @@ class ManagedTensors:
 
     @property
     def all_names(self) -> list[str]:
-        """Those of all parameters that are trained, with sparse gradients too."""
+        """The names of all parameters that are trained, with sparse gradients too."""
         return [*self.names, *self.sparse]
 
     @property
@@ -166,7 +166,7 @@ class ManagedTensors:
 
     @property
     def place(self) -> Any:
-        """That of all parameters that are trained."""
+        """The device of all parameters that are trained."""
         return [*self.trainable, *self.sparse.values()][0].place
 
     @property

@@ -23,7 +23,7 @@ class _End(NamedTuple):
 
 
 class _Calls(threading.local):
-    """Of this thread.
+    """The calls of this thread.
 
     Attributes:
         depth: How many backwards it is in: 0 outside, 2 in that of a recomputed block.

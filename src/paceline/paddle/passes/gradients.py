@@ -25,11 +25,11 @@ from paceline.reducer.plan import ParameterSpec
 
 
 class Gradients:
-    """Those of the parameters that a plan lists; see `paceline.reducer.front_end.Gradients`.
+    """The gradients of the parameters that a plan lists; see `paceline.reducer.front_end.Gradients`.
 
     Args:
         tensors: The model's.
-        state: Of its passes.
+        state: The state of its passes.
         live_in_arena: Keep gradients in the arena, but for those of shared parameters.
 
     Attributes:

@@ -41,13 +41,13 @@ class PaddleAutograd:
 
     Args:
         tensors: The model's.
-        state: Of its passes.
+        state: The state of its passes.
         gradients: Handed over by its hooks.
 
     Attributes:
         frozen: None: with frozen parameters Paddle's models are wrapped anew.
         has_ended: Whether init_reducer() has put other passes in place of these.
-        weights: Of this rank's micro-batches.
+        weights: The weights of this rank's micro-batches.
     """
 
     frozen: frozenset[int] = frozenset()
@@ -243,7 +243,7 @@ def make_passes(tensors: ManagedTensors, link: Link, config: DataParallelConfig)
     Args:
         tensors: The model's.
         link: Between the ranks that train it.
-        config: Of the wrapped model.
+        config: The configuration of the wrapped model.
     """
     state = PassState(link.rank, link.world_size)
     gradients = Gradients(tensors, state, live_in_arena=config.gradients_in_arena)

@@ -30,7 +30,7 @@ def make_sampler(parameters: Sequence[paddle.Tensor]) -> Callable[[], int]:
 def hash_model(
     parameters: Mapping[str, paddle.Tensor], buffers: Mapping[str, paddle.Tensor], optimizer: Any
 ) -> list[Entry]:
-    """Of each tensor, and of what an optimizer holds; None: there is none."""
+    """The hash of each tensor, and of what an optimizer holds; None: there is none."""
     named = [("parameter", name, p) for name, p in parameters.items()]
     named += [("buffer", name, buffer) for name, buffer in buffers.items()]
     plain = []

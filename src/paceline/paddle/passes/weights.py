@@ -18,7 +18,7 @@ class PaddleWeights(MicroBatchWeights):
 
     Args:
         parameters: Those that are trained.
-        state: Of the model's passes.
+        state: The state of the model's passes.
         keep_error: Called with an exception that a hook must not raise.
         is_foreign: Whether a parameter (its number in the list), where no backward has begun to weigh, gets
             its gradient from another wrapped model's.

@@ -17,7 +17,7 @@ class NamedProcessGroup(ProcessGroup):
     """The part of a process group that communicates nothing.
 
     Args:
-        store: Of torch, for whoever asks the group for it.
+        store: A store of torch, for whoever asks the group for it.
     """
 
     def __init__(self, rank: int, size: int, store: Store) -> None:

@@ -55,7 +55,7 @@ class PacelineProcessGroup(NamedProcessGroup):
 
     Args:
         core: The group in the core; closed with this object.
-        store: Of torch, for whoever asks the group for it.
+        store: A store of torch, for whoever asks the group for it.
         timeout_s: Deadline of every call.
 
     Example:

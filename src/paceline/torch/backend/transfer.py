@@ -30,7 +30,7 @@ class Mailbox:
     """The messages of one rank of a group.
 
     Args:
-        queue: Of the group; while it is busy, its thread is the one that waits in the core.
+        queue: The queue of the group; while it is busy, its thread is the one that waits in the core.
     """
 
     def __init__(self, core: HostGroup, queue: CallQueue) -> None:

@@ -200,7 +200,7 @@ class _LossStep:
 
 
 def _batch_size(value: Any, dim: int) -> int:
-    """Of the first tensor found; 1 where there is none."""
+    """The number of samples in the first tensor found; 1 where there is none."""
     for leaf in torch.utils._pytree.tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             return leaf.shape[dim]

@@ -23,7 +23,7 @@ def scatter(value: Any, devices: Sequence[torch.device], dim: int = 0) -> list[A
     Args:
         value: A tensor, or tuples, lists, dicts and dataclasses of tensors. Other objects are not copied.
         devices: Where the parts go.
-        dim: Of the tensors.
+        dim: The dimension of the tensors.
 
     Returns:
         At most as many values as there are devices; fewer where a tensor has fewer elements along `dim`.
@@ -70,7 +70,7 @@ def gather(outputs: Sequence[Any], device: torch.device, dim: int = 0) -> Any:
     Args:
         outputs: One for each replica, all built alike.
         device: Where the result goes.
-        dim: Of the tensors; scalars become a vector.
+        dim: The dimension of the tensors; scalars become a vector.
 
     Raises:
         ValueError: The replicas' outputs are built differently.

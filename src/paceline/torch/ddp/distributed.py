@@ -74,21 +74,22 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         static_graph: A promise that the same parameters are unused in each pass. Breaking it raises.
         mixed_precision: torch's `_MixedPrecision`, on the CPU too: dtypes in which forward runs, gradients
             are averaged and buffers kept. Parameters and .grad keep theirs. No activation checkpointing.
-        bucket_cap_mb_list: Of the first bucket, the second, ..., all others; instead of bucket_cap_mb.
+        bucket_cap_mb_list: Bucket sizes in MiB, one per bucket; the last applies to all further buckets.
+            Replaces bucket_cap_mb.
         device_mesh: A mesh of one dimension, instead of process_group.
         forward_sync_buffers: As broadcast_buffers, but not when wrapping.
         buffers: What is done with buffers after each synchronised backward, by name pattern ("*.running_*"):
             "average" them, "broadcast" those of rank 0, or leave them "local". The first match counts;
             without one, broadcast_buffers says. Integers are broadcast where others are averaged.
-        weight: Of this rank's gradients in the mean: a number, or a function that gets forward's arguments
-            and returns it (of tokens, say). None: 1, or what weight() says.
+        weight: The weight of this rank's gradients in the average: a number, or a function of forward's
+            arguments that returns one (for example the number of tokens). None: 1, unless weight() is called.
         nonfinite: What to do when a gradient holds an infinity or a NaN: "warn" (once), "raise" (on every
             rank) or "ignore".
         timeout_s: Seconds to wait for the slowest rank, or a timedelta; None: the group's own time-out.
         warn_after_s: Seconds after which a late rank is named in a warning; None: 10.
         reduce_through: "memory" that the ranks share, the process "group", or the better one that is
             possible ("auto").
-        dim, check_reduction: The result is the same with every value.
+        dim, check_reduction: Accepted for compatibility; they have no effect.
         delay_all_reduce_named_params: (name, parameter) pairs whose gradients are complete only when
             that of `param_to_hook_all_reduce` is: they may come several times before it, or not at all,
             which counts as zeros. To be averaged they wait for it.
@@ -364,7 +365,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
 
         Args:
             max_norm: The largest norm allowed.
-            norm_type: Of the p-norm; others than 2 are computed.
+            norm_type: The p of the p-norm; norms other than 2 are computed.
             scaler: If gradients are still scaled by it: `max_norm` and the result are those of unscaled
                 gradients. Leave it out after `scaler.unscale_()`.
 

@@ -23,9 +23,9 @@ class Joining:
     """One wrapped model within torch's `Join`.
 
     Args:
-        passes: Of the model; None if it is alone.
+        passes: The passes of the model; None if it is alone.
         group: Torch's group, or None where a `paceline.Group` connects the ranks.
-        device: Of the model's parameters.
+        device: The device of the model's parameters.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class DDPJoinHook(JoinHook):
     """What `Join` runs on a rank that has run out.
 
     Args:
-        joining: Of the model.
+        joining: The part of the model in the context.
         divide_by_initial_world_size: Divide by the number of all ranks, not of those that have data.
         leave: Called when all have joined.
     """

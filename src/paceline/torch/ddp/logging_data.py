@@ -165,7 +165,7 @@ def _sizes(plan: Plan) -> str:
 
 
 def _bytes_in(plan: Plan, index: int, bucket: Bucket) -> int:
-    """Of a parameter, which may spread over several buckets."""
+    """The bytes that a bucket holds of a parameter, which may spread over several buckets."""
     begin = plan.offsets[index]
     end = begin + plan.parameters[index].nbytes
     return min(end, bucket.end_byte) - max(begin, bucket.begin_byte)

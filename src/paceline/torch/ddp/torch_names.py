@@ -120,12 +120,12 @@ class TorchNames(TorchDDP):
 
     @property
     def device(self) -> torch.device:
-        """Of the first parameter."""
+        """The device of the first parameter."""
         return self._tensors.trainable[0].device
 
     @property
     def device_type(self) -> str:
-        """Of the parameters."""
+        """The device type of the parameters."""
         return self.device.type
 
     @property
@@ -185,7 +185,7 @@ class TorchNames(TorchDDP):
 
     @property
     def bucket_bytes_cap_list(self) -> list[int]:
-        """Of bucket_cap_mb_list, in bytes; without it, []."""
+        """The sizes in bucket_cap_mb_list, in bytes; without it, []."""
         return list(self._config.bucket_caps_bytes)
 
     @property

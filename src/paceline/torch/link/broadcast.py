@@ -26,7 +26,7 @@ def broadcast_tensors(
 
     Args:
         tensors: The same shapes, strides and dtypes on all ranks.
-        rank: Of this process.
+        rank: The rank of this process.
         broadcast: Replaces a flat uint8 tensor by that of `root`.
         piece_bytes: Most bytes of one broadcast.
         root: Whose values; the same on all ranks.

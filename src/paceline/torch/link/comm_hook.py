@@ -27,8 +27,8 @@ class GradBucket(HookedBucket[torch.Tensor]):
     """What a hook sees of a bucket: the members of `torch.distributed.GradBucket`, and two that it lacks.
 
     Args:
-        process_group: Of the wrapped model.
-        members: Those of a `HookedBucket`.
+        process_group: The process group of the wrapped model.
+        members: The members of a `HookedBucket`.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, *members: Any) -> None:

@@ -94,8 +94,8 @@ class StoreExchange:
 
     Args:
         store: Shared by all ranks.
-        rank: Of this process in the group that is being formed.
-        world_size: Of that group; ranks that disagree about it raise.
+        rank: The rank of this process in the group that is being formed.
+        world_size: The number of ranks of that group; ranks that disagree about it raise.
         prefix: Keeps this group's keys apart from others'. The same on all ranks.
 
     Example:

@@ -27,7 +27,7 @@ class ProcessGroupTransport:
     """One rank's arena, and the process group that sums ranges of it.
 
     Args:
-        arena: Of this rank.
+        arena: The arena of this rank.
         peers: The process group.
         checks_finite: Look at every gradient before it is reduced, to tell whose holds an infinity or a NaN.
         witness: Names ranks that are lost or late.

@@ -67,7 +67,7 @@ class ManagedTensors:
 
     @property
     def all_names(self) -> list[str]:
-        """Those of all parameters that are trained."""
+        """The names of all parameters that are trained."""
         return self.names
 
     @property
@@ -253,7 +253,7 @@ class ManagedTensors:
 
 
 def _owned_buffers(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """Of each buffer its name, the submodule that holds it, and its name there."""
+    """For each buffer its name, the submodule that holds it, and its name there."""
     for prefix, owner in module.named_modules():
         for key in owner._buffers:
             yield f"{prefix}.{key}" if prefix else key, owner, key

@@ -25,9 +25,9 @@ class Precision:
     """Dtypes of a forward and of what follows; None: those of the module.
 
     Attributes:
-        param_dtype: Of floating-point parameters and inputs within forward.
+        param_dtype: The dtype of floating-point parameters and inputs within forward.
         reduce_dtype: In which gradients are averaged.
-        buffer_dtype: Of floating-point buffers.
+        buffer_dtype: The dtype of floating-point buffers.
     """
 
     param_dtype: torch.dtype | None = None

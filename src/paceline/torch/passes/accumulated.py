@@ -22,8 +22,8 @@ def part_accumulated(parameters: Sequence[torch.Tensor], indices: Iterable[int])
     Those that are sparse or part of a graph (create_graph=True) stay as they are.
 
     Args:
-        parameters: Of the model.
-        indices: Of those that have accumulated gradients.
+        parameters: The parameters of the model.
+        indices: Those that have accumulated gradients.
     """
     gradients = {index: parameters[index].grad for index in indices}
     dense = {

@@ -24,7 +24,7 @@ from paceline.torch.model.compiling import untraced
 
 Hook = Callable[[torch.Tensor], None]
 HookMaker = Callable[[PassState, int, str, torch.Tensor, Reducer, torch.dtype], Hook]
-"""Of a parameter: its index, name, place, who averages, and the dtype of its gradients."""
+"""What a hook knows of its parameter: index, name, place, who averages, and the dtype of its gradients."""
 
 HAS_EXCHANGE_API = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")  # torch 2.10 and newer
 

@@ -35,8 +35,8 @@ class Gradients:
 
     Args:
         tensors: The model's.
-        state: Of its passes.
-        config: Of the wrapped model.
+        state: The state of its passes.
+        config: The configuration of the wrapped model.
 
     Attributes:
         reduction: Averages them.

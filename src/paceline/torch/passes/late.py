@@ -17,10 +17,10 @@ from paceline.torch.model.compiling import untraced
 
 
 class LateGradients:
-    """Of one wrapped model.
+    """The late gradients of one wrapped model.
 
     Args:
-        state: Of its passes.
+        state: The state of its passes.
         hand_over: Gives the gradient of a parameter, by index, to the reducer.
         delayed: Indices of delay_all_reduce_named_params.
         is_learning: Whether the first pass is to show what comes several times.

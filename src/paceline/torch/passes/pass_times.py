@@ -36,7 +36,7 @@ def profiled(end: Callable[[], None]) -> Callable[[], None]:
 
 
 class PassTimes:
-    """Of the passes of one wrapped model.
+    """The times of the passes of one wrapped model.
 
     Args:
         is_timing: False where nothing is to be timed: on an accelerator the host knows too little.

@@ -55,15 +55,15 @@ class TorchAutograd:
 
     Args:
         tensors: The model's.
-        state: Of its passes.
+        state: The state of its passes.
         gradients: Handed over by its hooks.
-        weights: Of this rank's micro-batches.
+        weights: The weights of this rank's micro-batches.
         buffers: Kept in step, by a user's hook maybe.
         is_static: Whether a static graph is promised.
 
     Attributes:
         frozen: Parameters that were frozen in the forwards before the pass, or those of the last one.
-        times: Of passes.
+        times: The times of passes.
         errors: Where it notes what a pass raised.
     """
 
@@ -230,7 +230,7 @@ def make_passes(tensors: ManagedTensors, link: Link[torch.Tensor], config: DDPCo
     Args:
         tensors: The model's.
         link: Between the ranks that train it.
-        config: Of the wrapped model.
+        config: The configuration of the wrapped model.
     """
     state = PassState(link.rank, link.world_size)
     gradients = Gradients(tensors, state, config)

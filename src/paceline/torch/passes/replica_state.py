@@ -17,7 +17,7 @@ Named = tuple[str, str, torch.Tensor]
 
 
 def make_notes(parameters: Sequence[torch.Tensor]) -> _core.IterationNotes:
-    """Of writes to three of them, but for those through .data; and of a few bytes of some."""
+    """Notes of writes to three of them, but for those through .data; and of a few bytes of some."""
     counted = [parameters[0], parameters[len(parameters) // 2], parameters[-1]]
     sizes = [p.nbytes if p.is_cpu and p.is_contiguous() else 0 for p in parameters]
     places = [(parameters[index], begin, size) for index, begin, size in places_to_sample(sizes)]
@@ -39,7 +39,7 @@ def make_notes(parameters: Sequence[torch.Tensor]) -> _core.IterationNotes:
 def hash_model(
     parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor], optimizer: Any
 ) -> list[Entry]:
-    """Of each tensor, and of what an optimizer holds.
+    """The hash of each tensor, and of what an optimizer holds.
 
     Args:
         parameters: By name.

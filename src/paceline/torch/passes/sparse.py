@@ -39,7 +39,7 @@ class SparseMeans:
         link: Between the ranks.
 
     Attributes:
-        squared_norm: Of the last pass's means.
+        squared_norm: The squared norm of the last pass's means.
         nonfinite: (rank, parameter) of each gradient of the last pass that was not finite.
     """
 
@@ -57,7 +57,7 @@ class SparseMeans:
         """Replace each .grad by the weighted mean over ranks; one that no rank has stays None. Collective.
 
         Args:
-            weight: Of this rank.
+            weight: The weight of this rank.
             has_data: False: .grad is left from an earlier pass, so zeros count instead.
 
         Example:

@@ -19,7 +19,7 @@ class TorchWeights(MicroBatchWeights):
 
     Args:
         parameters: The trainable ones.
-        state: Of the model's passes.
+        state: The state of the model's passes.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], state: PassState) -> None:

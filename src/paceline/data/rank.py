@@ -13,7 +13,7 @@ from paceline.arguments import Arguments
 from paceline.env import read_rank_environment
 
 
-def find_place(name: str, num_replicas: int | None, rank: int | None) -> tuple[int, int]:
+def find_rank(name: str, num_replicas: int | None, rank: int | None) -> tuple[int, int]:
     """Number of ranks and rank of a sampler called `name`.
 
     Raises:

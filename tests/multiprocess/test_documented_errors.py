@@ -1,0 +1,39 @@
+"""An error that a page of the documentation shows is one that the code raises, to the letter."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from paceline.errors import UnusedParameterError
+from paceline.torch import DistributedDataParallel
+from tests.harness import ranks
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "getting_started.md"
+
+
+class Branching(nn.Module):
+    """A model that leaves its head out where it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, skips_head: bool) -> torch.Tensor:
+        encoded = self.encoder(x)
+        return encoded.sum() if skips_head else self.head(encoded).sum()
+
+
+@ranks(2)
+def test_the_error_that_getting_started_shows(group):
+    (shown,) = re.findall(r"^```\n(2 of 4 parameters .*?)\n```$", PAGE.read_text(), re.M | re.S)
+    ddp = DistributedDataParallel(Branching(), process_group=group)
+    loss = ddp(torch.ones(2, 4), skips_head=group.rank == 1)
+    with pytest.raises(UnusedParameterError) as caught:
+        loss.backward()
+    assert str(caught.value) == shown
