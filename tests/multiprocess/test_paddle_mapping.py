@@ -16,8 +16,9 @@ import pytest
 
 import paceline.paddle
 import paceline.torch
+from paceline.paddle import DataParallel, DistributedDataParallel
 from tests.multiprocess import parity
-from tests.multiprocess.test_paddle_module import ACCEPTED
+from tests.unit import documented_tests
 
 torch = pytest.importorskip("torch")
 
@@ -43,14 +44,16 @@ def arguments(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 def test_every_argument_of_torch_has_a_row_that_is_true() -> None:
     theirs, paddles = arguments(TorchDDP.__init__), arguments(paddle.DataParallel.__init__)
     ours = arguments(paceline.paddle.DataParallel.__init__)
-    table = rows(4)
+    table = [row for row in rows(5) if row[-1].startswith("test_") and not row[1].isdigit()]
     assert len(table) > 10
-    tried = {name for options in ACCEPTED for name in options}
-    for torchs, in_paddle, in_paceline, _ in table:
+    wrappers = {kind.__name__: list(arguments(kind)) for kind in (DataParallel, DistributedDataParallel)}
+    for torchs, in_paddle, in_paceline, _, test in table:
         assert torchs in theirs or torchs == "forward_sync_buffers", torchs
         assert (in_paddle in paddles) if in_paddle != "-" else (torchs not in paddles), torchs
         assert in_paceline in ours, torchs
-        assert torchs == "module" or in_paceline in tried, f"{in_paceline} is not tried by test_paddle_module"
+        assert documented_tests.passes(test, in_paceline, "paddle", wrappers), (
+            f"{test} passes no {in_paceline}"
+        )
     missing = set(theirs) - {row[0] for row in table}
     sentence = next(line for line in lines() if line.startswith("`mixed_precision`"))
     for name in missing:  # refused, where it asks for something; the sentence below the table says so
@@ -110,7 +113,7 @@ def test_the_table_of_both_front_ends_is_what_their_classes_have() -> None:
 def test_each_of_paddles_own_tests_has_one_here() -> None:
     sources = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     here = set(re.findall(r"^def (test_\w+)", sources, re.MULTILINE))
-    table = [row for row in rows(5) if row[0] not in ("Paddle's tests", "sum")]
+    table = [row for row in rows(5) if row[1].isdigit() and row[0] != "sum"]
     for theirs, *counts, tests in table:
         assert len(set(counts)) == 1, theirs
         assert set(re.findall(r"test_\w+", tests)) <= here and "test_" in tests, theirs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -37,33 +37,44 @@ def tests() -> dict[str, list[Path]]:
     return found
 
 
-def passes(test: str, argument: str) -> bool:
-    """Whether the test, or what it calls of its own file, passes an argument of this name to something.
+def passes(test: str, argument: str, framework: str, wrappers: Mapping[str, Sequence[str]]) -> bool:
+    """Whether the test, or what it calls of its own file, passes an argument of this name.
 
-    By keyword, or as a key of options that are passed on.
+    By keyword, as a key of options that are passed on, or by its place to one of the wrappers.
+
+    Args:
+        test: Its name; of several tests of one name, one must.
+        argument: Its name.
+        framework: "torch" or "paddle": tests of the other one do not count.
+        wrappers: Names of classes, and their arguments in order.
     """
     return any(
         (isinstance(node, ast.keyword) and node.arg == argument)
-        or (isinstance(node, ast.Dict) and any(is_text(key, argument) for key in node.keys))
-        for node in source_of(test)
+        or (isinstance(node, ast.Dict) and any(_is_text(key, argument) for key in node.keys))
+        or (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and argument in wrappers.get(node.func.id, ())[: len(node.args)]
+        )
+        for node in _source_of(test, framework)
     )
 
 
-def uses(test: str, name: str) -> bool:
-    """Whether the test, or what it calls of its own file, uses an attribute, or asks for it by its name."""
-    return any(
-        (isinstance(node, ast.Attribute) and node.attr == name) or is_text(node, name)
-        for node in source_of(test)
-    )
-
-
-def is_text(node: ast.AST | None, text: str) -> bool:
+def _is_text(node: ast.AST | None, text: str) -> bool:
     return isinstance(node, ast.Constant) and node.value == text
 
 
-def source_of(test: str) -> Iterator[ast.AST]:
+def _is_of(path: Path, framework: str) -> bool:
+    if path.stem.startswith("test_conformance"):
+        return True
+    return path.stem.startswith("test_paddle_") == (framework == "paddle")
+
+
+def _source_of(test: str, framework: str) -> Iterator[ast.AST]:
     """Of the test, its parameters and all that it reaches in its own file."""
-    for path in tests()[test]:
+    for path in tests().get(test, ()):
+        if not _is_of(path, framework):
+            continue
         known, seen, waiting = definitions(path), set(), [test]
         while waiting:
             name = waiting.pop()

@@ -13,6 +13,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import paceline.torch  # noqa: E402
+from tests.unit import documented_tests  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "coming-from-ddp.md"
@@ -56,21 +57,31 @@ def test_the_tables_have_every_argument_and_method_of_torch(name: str) -> None:
 
 
 def test_every_row_has_a_verdict_and_a_test_that_exists() -> None:
-    sources = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
-    tests = set(re.findall(r"^def (test_\w+)", sources, re.MULTILINE))
     for row in rows():
         assert row.verdict in ("same", "better", "refused"), row
         assert row.how or row.verdict == "same", row
-        assert row.test in tests, row
+        assert row.test in documented_tests.tests(), row
+
+
+def test_the_test_of_an_argument_passes_it() -> None:
+    wrappers = {
+        name: list(inspect.signature(getattr(paceline.torch, name)).parameters)
+        for name in ("DistributedDataParallel", "DataParallel")
+    }
+    of_arguments = [row for row in rows() if row.section.startswith("Arguments")]
+    assert len(of_arguments) > 20
+    wrong = [
+        row for row in of_arguments if not documented_tests.passes(row.test, row.name, "torch", wrappers)
+    ]
+    assert not wrong
 
 
 def test_what_is_said_of_torchs_own_tests_names_tests_that_exist() -> None:
-    sources = "\n".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
     page = (ROOT / "docs" / "design" / "testing.md").read_text()
     (section,) = re.findall(r"^## torch's own tests$(.*?)^## ", page, re.MULTILINE | re.DOTALL)
     named = set(re.findall(r"`(test_\w+)`", section))
     assert len(named) > 10
-    assert named <= set(re.findall(r"^def (test_\w+)", sources, re.MULTILINE))
+    assert named <= set(documented_tests.tests())
 
 
 def test_what_is_refused_is_not_there_and_the_rest_is() -> None:

@@ -83,6 +83,14 @@ def test_outputs_are_not_gathered_for_a_loss(monkeypatch: pytest.MonkeyPatch) ->
     parallel(torch.randn(4, 4).double(), loss_inputs=(torch.zeros(4, 2).double(),))
 
 
+def test_outputs_come_to_the_output_device() -> None:
+    module, x = model(), torch.randn(5, 4).double()
+    parallel = wrap(module, 2, output_device="cpu")
+    output = parallel(x)
+    assert output.device == parallel.output_device == CPU
+    assert_close(output, module(x))
+
+
 def test_loss_inputs_without_a_loss_and_of_another_size_are_refused() -> None:
     x = torch.randn(4, 4).double()
     with pytest.raises(ConfigError, match="no loss function"):
