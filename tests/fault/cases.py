@@ -54,6 +54,7 @@ class Seen:
     text: str = ""
     ranks: tuple[int, ...] = ()  # that it names: `lost` or `late`
     after_s: float = 0.0  # how long after the kill of `kills_stopped` it raised
+    queued_s: float = 0.0  # of these, how long it was ready to run and had no core
 
 
 @dataclass
@@ -62,6 +63,7 @@ class _Running:
     pids: list[int]
     pipes: list[int]
     killed_s: float = 0.0
+    before_s: dict[int, float] = field(default_factory=dict)  # how long a rank had no core, until the kill
     seen: dict[int, Seen] = field(default_factory=dict)
 
 
@@ -115,7 +117,8 @@ def _run_rank(case: Case, rank: int, job_id: str, writing: int) -> None:
         if not isinstance(error, PacelineError) or "injected" in str(error):
             sys.excepthook(type(error), error, error.__traceback__)  # as the interpreter would
         named = getattr(error, "lost", ()) or getattr(error, "late", ())
-        seen = Seen(0, type(error).__name__, str(error), named, raised_s)  # made relative by the driver
+        # The times are made relative by the driver.
+        seen = Seen(0, type(error).__name__, str(error), named, raised_s, _queued_s(os.getpid()))
         with contextlib.suppress(OSError), os.fdopen(writing, "wb") as pipe:
             pipe.write(pickle.dumps(seen))
         status = 0
@@ -138,6 +141,7 @@ def _finish(running: _Running) -> list[Seen]:
                 running.seen[rank] = _read(running, rank, os.waitstatus_to_exitcode(status))
                 del waiting[rank]
         if stopped == stopping and running.case.kills_stopped and not running.killed_s:
+            running.before_s = {rank: _queued_s(pid) for rank, pid in enumerate(running.pids)}
             running.killed_s = time.monotonic()
             for rank in stopped:
                 os.kill(running.pids[rank], signal.SIGKILL)
@@ -150,7 +154,23 @@ def _finish(running: _Running) -> list[Seen]:
         running.seen[rank] = Seen(-signal.SIGSTOP, "stopped" if rank in stopped else "hung")
     for pipe in running.pipes:
         os.close(pipe)
-    return [running.seen[rank] for rank in range(running.case.world_size)]
+    return [_since_the_kill(running, rank) for rank in range(running.case.world_size)]
+
+
+def _since_the_kill(running: _Running, rank: int) -> Seen:
+    seen, before = running.seen[rank], running.before_s
+    if not before or not seen.kind:
+        return seen
+    return replace(seen, after_s=seen.after_s - running.killed_s, queued_s=seen.queued_s - before[rank])
+
+
+def _queued_s(pid: int) -> float:
+    """How long a process was ready to run while others had the cores; 0 where the kernel does not tell."""
+    try:
+        with open(f"/proc/{pid}/schedstat") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
 
 
 def _read(running: _Running, rank: int, status: int) -> Seen:
@@ -162,4 +182,4 @@ def _read(running: _Running, rank: int, status: int) -> Seen:
     if not parts:
         return Seen(status)
     seen: Seen = pickle.loads(b"".join(parts))
-    return replace(seen, status=status, after_s=seen.after_s - running.killed_s)
+    return replace(seen, status=status)

@@ -30,7 +30,8 @@ _WAYS = {
     ),
     programs.void_passes: (Point.BEFORE_END, Point.AFTER_END),
 }
-_BOUND_S = 5.0  # between a death and the survivors' errors, on a loaded machine; typically below 5 ms
+_PROMISED_S = 0.1  # between a death and the survivors' errors
+_BOUND_S = 5.0  # the same on a machine that has other things to do
 
 
 def check_survivors(case, seen, kind, victims):
@@ -171,13 +172,20 @@ def test_all_of_them():
 
 
 def test_a_death_is_known_within_milliseconds():
-    """Also where futex_waitv is missing, and when the victim's memory takes long to tear down."""
+    """Also where futex_waitv is missing, and when the victim's memory takes long to tear down.
+
+    On an idle machine 0.001 s, and 0.02 without waitv. Time in which a survivor was ready to run and had
+    no core does not count; the median passes over what is left of the noise.
+    """
+    ways = [(programs.small, False), (programs.small, True), (programs.heavy, False)]
     cases = [
         Case(program, (stop(1, Point.BEFORE_ARRIVE),), kills_stopped=True, without_waitv=without)
-        for program, without in [(programs.small, False)] * 5
-        + [(programs.small, True)] * 5
-        + [(programs.heavy, False)] * 3
+        for program, without in ways
+        for _ in range(5)
     ]
-    delays = [max(each.after_s for each in seen) for seen in run_cases(cases, at_once=1)]
-    assert max(delays) < _BOUND_S, delays
-    assert sorted(delays)[len(delays) // 2] < 0.5, delays  # on an idle machine 0.001; 0.02 without waitv
+    seen = run_cases(cases, at_once=1)
+    for number, way in enumerate(ways):
+        deaths = seen[5 * number : 5 * number + 5]
+        delays = [max(each.after_s - each.queued_s for each in ranks) for ranks in deaths]
+        assert sorted(delays)[2] < _PROMISED_S, (way, deaths)
+        assert all(each.after_s < _BOUND_S for ranks in deaths for each in ranks), (way, deaths)
