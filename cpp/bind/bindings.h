@@ -14,6 +14,7 @@ void bind_handed_gradients(nanobind::module_& m);
 void bind_hash(nanobind::module_& m);
 void bind_hook_order(nanobind::module_& m);
 void bind_host_group(nanobind::module_& m);
+void bind_host_sums(nanobind::module_& m);
 void bind_iteration_notes(nanobind::module_& m);
 void bind_kernels(nanobind::module_& m);
 void bind_machine(nanobind::module_& m);

@@ -20,6 +20,7 @@ NB_MODULE(_core, m) {
   bind_host_group(m);
   bind_pass_status(m);
   bind_reducer(m);
+  bind_host_sums(m);
   bind_handed_gradients(m);
   bind_hook_order(m);
   bind_iteration_notes(m);

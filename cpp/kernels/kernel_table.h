@@ -14,8 +14,10 @@ namespace paceline {
 
 inline constexpr int kNumDTypes = 10;
 inline constexpr int kNumOps = 5;
+inline constexpr int kNumFloats = 4;  ///< the first of the types
 
-/// The arguments of reduce(), checked and never null where a loop reads them.
+/// The arguments of reduce(), sum_weighted() and mean_of_sums(), checked and
+/// never null where a loop reads them.
 struct Request {
   const void* const* inputs;
   int num_inputs;
@@ -23,7 +25,7 @@ struct Request {
   int num_outputs;
   size_t count;
   const double* weights;  ///< null: all 1
-  double total_weight;    ///< of kMean; num_inputs when `weights` is null
+  double total_weight;    ///< of a mean; num_inputs when `weights` is null
   ReduceStats* stats;     ///< null, or already zero
 };
 
@@ -32,6 +34,8 @@ using ReduceFunction = void (*)(const Request& request);
 /// One instruction set's loops; null where the type has no such op.
 struct KernelTable {
   ReduceFunction reduce[kNumDTypes][kNumOps];
+  ReduceFunction sum_weighted[kNumFloats];
+  ReduceFunction mean_of_sums[kNumFloats];
 };
 
 namespace portable {

@@ -13,9 +13,29 @@ namespace {
 
 constexpr PerIsa<const KernelTable> kTables = {PACELINE_VERSIONS_OF(kKernels)};
 
+// Not inlined: its arithmetic stays between the two ends of DefaultFloats.
+[[gnu::noinline]] void reduce_with_default_floats(DType dtype, ReduceOp op,
+                                                  Request request) {
+  if (request.total_weight == 0) {  // not given
+    request.total_weight =
+        request.weights != nullptr
+            ? sum_of_weights(request.weights, request.num_inputs)
+            : static_cast<double>(request.num_inputs);
+  }
+  kTables.current().reduce[static_cast<int>(dtype)][static_cast<int>(op)](
+      request);
+}
+
+[[gnu::noinline]] void run_with_default_floats(ReduceFunction loops,
+                                               const Request& request) {
+  loops(request);
+}
+
+}  // namespace
+
 // In the order of reduce(): level by level over neighbours, an odd one carried
 // up.
-double sum_weights(const double* weights, int num_weights) {
+double sum_of_weights(const double* weights, int num_weights) {
   double sums[kMaxRanks];
   std::memcpy(sums, weights, static_cast<size_t>(num_weights) * sizeof(double));
   for (int n = num_weights; n > 1; n = (n + 1) / 2) {
@@ -24,21 +44,6 @@ double sum_weights(const double* weights, int num_weights) {
   }
   return sums[0];
 }
-
-// Not inlined: its arithmetic stays between the two ends of DefaultFloats.
-[[gnu::noinline]] void reduce_with_default_floats(DType dtype, ReduceOp op,
-                                                  Request request) {
-  if (request.total_weight == 0) {  // not given
-    request.total_weight =
-        request.weights != nullptr
-            ? sum_weights(request.weights, request.num_inputs)
-            : static_cast<double>(request.num_inputs);
-  }
-  kTables.current().reduce[static_cast<int>(dtype)][static_cast<int>(op)](
-      request);
-}
-
-}  // namespace
 
 size_t dtype_bytes(DType dtype) {
   switch (dtype) {
@@ -130,6 +135,36 @@ void scale(DType dtype, void* array, size_t count, double factor) {
   reduce_with_default_floats(
       dtype, ReduceOp::kMean,
       {&input, 1, &array, 1, count, &factor, 1, nullptr});
+}
+
+DType sum_type(DType dtype) {
+  const bool is_wide = dtype == DType::kFloat32 || dtype == DType::kFloat64;
+  return is_wide ? dtype : DType::kFloat32;
+}
+
+void sum_weighted(DType dtype, const void* const* inputs, int num_inputs,
+                  void* sum, size_t count, const double* weights,
+                  ReduceStats* stats) {
+  assert(is_supported(dtype, ReduceOp::kMean));
+  assert(num_inputs >= 1 && num_inputs <= kMaxRanks);
+  if (stats != nullptr) *stats = ReduceStats{};
+  const DefaultFloats default_floats;
+  run_with_default_floats(
+      kTables.current().sum_weighted[static_cast<int>(dtype)],
+      {inputs, num_inputs, &sum, 1, count, weights, 0, stats});
+}
+
+void mean_of_sums(DType dtype, const void* const* sums, int num_sums,
+                  void* const* outputs, int num_outputs, size_t count,
+                  double total_weight, ReduceStats* stats) {
+  assert(is_supported(dtype, ReduceOp::kMean));
+  assert(num_sums >= 1 && num_sums <= kMaxRanks);
+  if (stats != nullptr) *stats = ReduceStats{};
+  const DefaultFloats default_floats;
+  run_with_default_floats(
+      kTables.current().mean_of_sums[static_cast<int>(dtype)],
+      {sums, num_sums, outputs, num_outputs, count, nullptr, total_weight,
+       stats});
 }
 
 }  // namespace paceline

@@ -69,4 +69,31 @@ void reduce(DType dtype, ReduceOp op, const void* const* inputs, int num_inputs,
 /// 0 makes zeros of whatever was there.
 void scale(DType dtype, void* array, size_t count, double factor);
 
+// A mean over ranks of several hosts, in two steps. Each host sums over its own
+// ranks, and the sums of all hosts give the mean. Where every host holds an
+// aligned block of 2^k ranks, its sum is a node of the tree over all of them,
+// and the mean has the bits that reduce() gives.
+
+/// In which sums are made and travel: float32 for 16-bit types, else `dtype`
+/// itself. Floating types only.
+DType sum_type(DType dtype);
+
+/// Writes the sum of w_r * x_r over `num_inputs` arrays, undivided, to `sum`,
+/// which is of sum_type(dtype). `weights`: one per input, or null for all 1.
+/// `stats`: as in reduce(), the norm is that of the sum.
+void sum_weighted(DType dtype, const void* const* inputs, int num_inputs,
+                  void* sum, size_t count, const double* weights,
+                  ReduceStats* stats);
+
+/// Writes the sum over `num_sums` arrays of sum_type(dtype), divided by
+/// `total_weight`, to each of `num_outputs` arrays of `dtype`. A total of 0
+/// divides by 1: the sums are zeros. `stats`: of the mean.
+void mean_of_sums(DType dtype, const void* const* sums, int num_sums,
+                  void* const* outputs, int num_outputs, size_t count,
+                  double total_weight, ReduceStats* stats);
+
+/// In the order in which sums are made, so that a total over hosts is that over
+/// their ranks.
+double sum_of_weights(const double* weights, int num_weights);
+
 }  // namespace paceline

@@ -101,19 +101,20 @@ void note_nonfinite(const Block<Format>& block, ReduceStats* stats) {
   }
 }
 
-// What ReduceStats wants to know; does nothing when nobody asked.
-template <class Op, class Format>
+// What ReduceStats wants to know; does nothing when nobody asked. Inputs are of
+// the format In, the result of Out.
+template <class Op, class In, class Out>
 class Observer {
  public:
   explicit Observer(ReduceStats* stats) : stats_(stats) {}
 
   // Call before the block's inputs are overwritten.
-  void see(const Block<Format>& block, const typename Format::Stored* result) {
-    using Compute = typename Format::Compute;
+  void see(const Block<In>& block, const typename Out::Stored* result) {
+    using Compute = typename Out::Compute;
     if (stats_ == nullptr) return;
-    if constexpr (Converted<Format>) {
+    if constexpr (Converted<Out>) {
       Compute widened[kBlock<Compute>];
-      Format::widen(result, block.count, widened);
+      Out::widen(result, block.count, widened);
       add_squares(widened, block.count, lanes_);
     } else {
       add_squares(result, block.count, lanes_);
@@ -137,40 +138,42 @@ class Observer {
   alignas(64) double lanes_[kLanes] = {};
 };
 
-template <class Op, class Format, class Finish>
+template <class Op, class In, class Out, class Finish>
 void reduce_blocks(const Request& request, Finish finish) {
-  using Stored = typename Format::Stored;
-  using Compute = typename Format::Compute;
+  using Stored = typename Out::Stored;
+  using Compute = typename Out::Compute;
+  static_assert(__is_same(Compute, typename In::Compute));
   alignas(64) Compute result[kBlock<Compute>];
-  alignas(64) Stored narrowed[Converted<Format> ? kBlock<Compute> : 1];
-  Observer<Op, Format> observer(request.stats);
+  alignas(64) Stored narrowed[Converted<Out> ? kBlock<Compute> : 1];
+  Observer<Op, In, Out> observer(request.stats);
   for (size_t offset = 0; offset < request.count; offset += kBlock<Compute>) {
     const size_t rest = request.count - offset;
-    const Block<Format> block{request, offset,
-                              rest < kBlock<Compute> ? rest : kBlock<Compute>};
+    const Block<In> block{request, offset,
+                          rest < kBlock<Compute> ? rest : kBlock<Compute>};
     reduce_tree<Op>(block, 0, request.num_inputs, result, finish);
     const Stored* stored;
-    if constexpr (Converted<Format>) {
-      Format::narrow(result, block.count, narrowed);
+    if constexpr (Converted<Out>) {
+      Out::narrow(result, block.count, narrowed);
       stored = narrowed;
     } else {
       stored = result;
     }
-    if constexpr (Floating<Format>) observer.see(block, stored);
+    if constexpr (Floating<Out>) observer.see(block, stored);
     for (int i = 0; i < request.num_outputs; ++i) {
       copy(stored, block.count,
            static_cast<Stored*>(request.outputs[i]) + offset);
     }
   }
-  if constexpr (Floating<Format>) observer.finish();
+  if constexpr (Floating<Out>) observer.finish();
 }
 
 template <class Op, class Format>
 void reduce_array(const Request& request) {
   if constexpr (Floating<Format>) {
-    reduce_blocks<Op, Format>(request, Canonical<typename Format::Compute>());
+    reduce_blocks<Op, Format, Format>(request,
+                                      Canonical<typename Format::Compute>());
   } else {
-    reduce_blocks<Op, Format>(request, Keep());
+    reduce_blocks<Op, Format, Format>(request, Keep());
   }
 }
 
@@ -182,56 +185,94 @@ bool is_power_of_two(double x) {
          __builtin_bit_cast(uint64_t, x) << kNonMantissaBits == 0;
 }
 
+// The sum over the inputs, divided by the total weight; 1 in place of a 0.
+template <class In, class Out>
+void divide_sum(const Request& request, bool has_input) {
+  using Compute = typename Out::Compute;
+  const auto total = static_cast<Compute>(request.total_weight);
+  if (!has_input || is_power_of_two(request.total_weight)) {
+    reduce_blocks<Sum, In, Out>(request,
+                                Multiply<Compute>{has_input ? 1 / total : 1});
+  } else {
+    reduce_blocks<Sum, In, Out>(request, Divide<Compute>{total});
+  }
+}
+
 template <class Format>
 void reduce_mean(const Request& request) {
   using Compute = typename Format::Compute;
-  const auto total = static_cast<Compute>(request.total_weight);
   bool has_input = request.weights == nullptr;
   for (int rank = 0; rank < request.num_inputs && !has_input; ++rank) {
     has_input = static_cast<Compute>(request.weights[rank]) != 0;
   }
   // When every weight is 0 the sum is 0, and so shall be the mean.
-  if (!has_input || is_power_of_two(request.total_weight)) {
-    reduce_blocks<Sum, Format>(request,
-                               Multiply<Compute>{has_input ? 1 / total : 1});
-  } else {
-    reduce_blocks<Sum, Format>(request, Divide<Compute>{total});
-  }
+  divide_sum<Format, Format>(request, has_input);
+}
+
+/// The format of sums of a type: see sum_type().
+template <class T>
+struct SumFormat {
+  using Type = Float32;
+};
+template <>
+struct SumFormat<double> {
+  using Type = Float64;
+};
+template <class Format>
+using SumOf = typename SumFormat<typename Format::Compute>::Type;
+
+template <class Format>
+void sum_weighted(const Request& request) {
+  reduce_blocks<Sum, Format, SumOf<Format>>(
+      request, Canonical<typename Format::Compute>());
+}
+
+template <class Format>
+void mean_of_sums(const Request& request) {
+  using Compute = typename Format::Compute;
+  divide_sum<SumOf<Format>, Format>(
+      request, static_cast<Compute>(request.total_weight) != 0);
 }
 
 }  // namespace
 
 // Columns: sum, mean, min, max, product. Rows: the order of DType.
-constinit const KernelTable kKernels = {{
-    {reduce_array<Sum, Float32>, reduce_mean<Float32>,
-     reduce_array<Min, Float32>, reduce_array<Max, Float32>,
-     reduce_array<Product, Float32>},
-    {reduce_array<Sum, Float64>, reduce_mean<Float64>,
-     reduce_array<Min, Float64>, reduce_array<Max, Float64>,
-     reduce_array<Product, Float64>},
-    {reduce_array<Sum, Float16>, reduce_mean<Float16>,
-     reduce_array<Min, Float16>, reduce_array<Max, Float16>,
-     reduce_array<Product, Float16>},
-    {reduce_array<Sum, BFloat16>, reduce_mean<BFloat16>,
-     reduce_array<Min, BFloat16>, reduce_array<Max, BFloat16>,
-     reduce_array<Product, BFloat16>},
-    {reduce_array<Sum, Plain<uint8_t>>, nullptr,
-     reduce_array<Min, Plain<int8_t>>, reduce_array<Max, Plain<int8_t>>,
-     reduce_array<Product, Plain<uint8_t>>},
-    {reduce_array<Sum, Plain<uint16_t>>, nullptr,
-     reduce_array<Min, Plain<int16_t>>, reduce_array<Max, Plain<int16_t>>,
-     reduce_array<Product, Plain<uint16_t>>},
-    {reduce_array<Sum, Plain<uint32_t>>, nullptr,
-     reduce_array<Min, Plain<int32_t>>, reduce_array<Max, Plain<int32_t>>,
-     reduce_array<Product, Plain<uint32_t>>},
-    {reduce_array<Sum, Plain<uint64_t>>, nullptr,
-     reduce_array<Min, Plain<int64_t>>, reduce_array<Max, Plain<int64_t>>,
-     reduce_array<Product, Plain<uint64_t>>},
-    {reduce_array<Sum, Plain<uint8_t>>, nullptr,
-     reduce_array<Min, Plain<uint8_t>>, reduce_array<Max, Plain<uint8_t>>,
-     reduce_array<Product, Plain<uint8_t>>},
-    {reduce_array<Max, Bool>, nullptr, reduce_array<Min, Bool>,
-     reduce_array<Max, Bool>, reduce_array<Min, Bool>},
-}};
+constinit const KernelTable kKernels = {
+    {
+        {reduce_array<Sum, Float32>, reduce_mean<Float32>,
+         reduce_array<Min, Float32>, reduce_array<Max, Float32>,
+         reduce_array<Product, Float32>},
+        {reduce_array<Sum, Float64>, reduce_mean<Float64>,
+         reduce_array<Min, Float64>, reduce_array<Max, Float64>,
+         reduce_array<Product, Float64>},
+        {reduce_array<Sum, Float16>, reduce_mean<Float16>,
+         reduce_array<Min, Float16>, reduce_array<Max, Float16>,
+         reduce_array<Product, Float16>},
+        {reduce_array<Sum, BFloat16>, reduce_mean<BFloat16>,
+         reduce_array<Min, BFloat16>, reduce_array<Max, BFloat16>,
+         reduce_array<Product, BFloat16>},
+        {reduce_array<Sum, Plain<uint8_t>>, nullptr,
+         reduce_array<Min, Plain<int8_t>>, reduce_array<Max, Plain<int8_t>>,
+         reduce_array<Product, Plain<uint8_t>>},
+        {reduce_array<Sum, Plain<uint16_t>>, nullptr,
+         reduce_array<Min, Plain<int16_t>>, reduce_array<Max, Plain<int16_t>>,
+         reduce_array<Product, Plain<uint16_t>>},
+        {reduce_array<Sum, Plain<uint32_t>>, nullptr,
+         reduce_array<Min, Plain<int32_t>>, reduce_array<Max, Plain<int32_t>>,
+         reduce_array<Product, Plain<uint32_t>>},
+        {reduce_array<Sum, Plain<uint64_t>>, nullptr,
+         reduce_array<Min, Plain<int64_t>>, reduce_array<Max, Plain<int64_t>>,
+         reduce_array<Product, Plain<uint64_t>>},
+        {reduce_array<Sum, Plain<uint8_t>>, nullptr,
+         reduce_array<Min, Plain<uint8_t>>, reduce_array<Max, Plain<uint8_t>>,
+         reduce_array<Product, Plain<uint8_t>>},
+        {reduce_array<Max, Bool>, nullptr, reduce_array<Min, Bool>,
+         reduce_array<Max, Bool>, reduce_array<Min, Bool>},
+    },
+    {sum_weighted<Float32>, sum_weighted<Float64>, sum_weighted<Float16>,
+     sum_weighted<BFloat16>},
+    {mean_of_sums<Float32>, mean_of_sums<Float64>, mean_of_sums<Float16>,
+     mean_of_sums<BFloat16>},
+};
 
 }  // namespace paceline::PACELINE_ISA

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
 from typing import Any
 
@@ -90,13 +90,51 @@ def describe_late(facts: Facts) -> str:
     return "\n".join(lines)
 
 
+_numbers: dict[str, tuple[tuple[int, ...], int]] = {}  # by name of the group
+
+
+def number_ranks(name: str, ranks: Sequence[int], world_size: int) -> None:
+    """Let errors of the group of this name call its ranks 0, 1, ... by these numbers, of so many.
+
+    For the group of one of several hosts, which numbers its own ranks alone. A name means the same ranks
+    always.
+    """
+    _numbers[name] = (tuple(ranks), world_size)
+
+
+def renumbered(facts: Facts) -> Facts:
+    """The same facts, of a group whose ranks have other numbers elsewhere; see `number_ranks`."""
+    ranks, world_size = _numbers.get(facts.get("group", ""), ((), 0))
+    if not ranks:
+        return facts
+    culprit = facts["culprit"]
+    return {
+        **facts,
+        "rank": ranks[facts["rank"]],
+        "culprit": ranks[culprit] if culprit >= 0 else culprit,
+        "late": [ranks[rank] for rank in facts["late"]],
+        "ranks": _ByNumber(
+            {ranks[each["rank"]]: {**each, "rank": ranks[each["rank"]]} for each in facts["ranks"]}
+        ),
+        "world_size": world_size,
+    }
+
+
+class _ByNumber(dict[int, Any]):
+    """What is known of each rank; in a loop the facts and not the numbers, as of a list."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.values())
+
+
 def make_error(facts: Facts) -> PacelineError:
     """The exception for what the core saw."""
-    return _MAKERS[Reason(facts["reason"])](facts)
+    return _MAKERS[Reason(facts["reason"])](renumbered(facts))
 
 
 def describe_slow(facts: Facts) -> str:
     """A warning's text: whom this rank has been waiting for."""
+    facts = renumbered(facts)
     return (
         f"rank {facts['rank']} of {facts['world_size']} has waited {facts['waited_s']:.1f} s for "
         f"{format_ranks(facts['late'])} in group {facts['group']!r}, {_doing(facts)}\n{describe_late(facts)}"

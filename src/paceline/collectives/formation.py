@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline import _core
-from paceline.collectives.failures import describe_slow
+from paceline.collectives.failures import describe_slow, number_ranks
 from paceline.errors import RendezvousError, format_ranks
 from paceline.rendezvous.exchange import Exchange
-from paceline.rendezvous.host import share_memory
+from paceline.rendezvous.host import HostMemory, share_memory
 
 _log = logging.getLogger("paceline")
 
@@ -29,10 +29,27 @@ def share_with_all(
         RendezvousError: A rank did not take part in time.
         RegionError: There is not enough memory; on every rank.
     """
+    return share_on_each_host(
+        exchange, name=name, timeout_s=timeout_s, warn_after_s=warn_after_s
+    ).of_all_ranks()
+
+
+def share_on_each_host(exchange: Exchange, *, name: str, timeout_s: float, warn_after_s: float) -> HostMemory:
+    """The memory of this rank's host, and who is on which host. Collective, over the ranks of all hosts.
+
+    Errors of a host's group name its ranks as all hosts number them.
+
+    Raises:
+        RendezvousError: A rank did not take part in time.
+        RegionError: There is not enough memory; on every rank of that host.
+    """
     memory = share_memory(
         exchange, name=name, timeout_s=timeout_s, warn_after_s=warn_after_s, slow=report_slow
     )
-    return memory.of_all_ranks()
+    if len(memory.hosts) > 1:
+        own = next(ranks for ranks in memory.hosts if exchange.rank in ranks)
+        number_ranks(memory.host_group.name, own, exchange.world_size)
+    return memory
 
 
 def form_core(

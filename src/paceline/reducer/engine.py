@@ -14,28 +14,26 @@ Steps of a pass:
 The mean is the sum of gradients scaled beforehand by weight / (the ranks' total weight in the previous pass),
 which keeps 16-bit sums in range, and is corrected afterwards where the total has changed.
 
-Imports only the standard library, `errors`, the core, and of this folder `overlaps`, `plan` and `protocol`.
+Imports only the standard library, `errors`, the core and its neighbours.
 """
 
 from __future__ import annotations
 
 import math
 import os
-import struct
 import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from paceline import _core
 from paceline.errors import GroupClosedError, MismatchError, format_ranks
 from paceline.reducer.overlaps import overlapping
+from paceline.reducer.pass_reports import RankReport, judge, pack_bits, unpack_bits, unused_by_all
 from paceline.reducer.plan import Plan
-from paceline.reducer.protocol import Outcome, PassStatus
+from paceline.reducer.protocol import PassStatus
 
-_STATUS = struct.Struct("<dIIIIII?")
 _Flat = TypeVar("_Flat")  # a flat tensor of any framework
 ROUNDING = 1e-9  # of weights over their sum
 
@@ -118,28 +116,6 @@ def overflowed_in(
     return sorted(found)
 
 
-@dataclass(frozen=True)
-class _Status:
-    """What one rank says of its pass."""
-
-    weight: float
-    identity: int
-    word: int  # PassStatus.pack()
-    unused: int
-    nonfinite: int
-    overflowed: int
-    note: int
-    refuses_unused: bool
-
-    def pack(self) -> bytes:
-        counts = (self.word, self.unused, self.nonfinite, self.overflowed)
-        return _STATUS.pack(self.weight, self.identity, *counts, self.note, self.refuses_unused)
-
-    @classmethod
-    def unpack(cls, payload: bytes) -> _Status:
-        return cls(*_STATUS.unpack(payload))
-
-
 class EngineReducer:
     """A `Reducer` whose bytes are moved by a `Transport`. Making one is collective.
 
@@ -172,7 +148,7 @@ class EngineReducer:
         self._notes_first_bucket = False
         self._first_bucket_ns = 0
         self._passes = 0
-        self._statuses: list[_Status] = []
+        self._statuses: list[RankReport] = []
         self._unused: list[list[int]] = [[] for _ in range(transport.world_size)]
         self._nonfinite: list[tuple[int, int]] = []
         self._overflowed: list[int] = []
@@ -241,13 +217,13 @@ class EngineReducer:
         self._passes += 1
         if strangers := self._strangers():
             raise self._mixed(strangers)
-        outcome = self._judge()
-        # Not by what this rank allows: one without data has nothing to allow.
-        is_refused = any(status.refuses_unused for status in self._statuses)
-        if is_refused and allow_nobodys and self._is_unused_alike():
-            outcome ^= Outcome.UNUSED | Outcome.NOBODYS
-            is_refused = False
-        is_void = Outcome.SKIPPED in outcome or is_refused
+        outcome, is_void = judge(
+            self._statuses,
+            self._unused,
+            allow_nobodys=allow_nobodys,
+            nonfinite=bool(self._nonfinite),
+            overflowed=bool(self._overflowed),
+        )
         if not is_void:
             self._correct_weights()
             self._has_no_means = False
@@ -257,14 +233,13 @@ class EngineReducer:
         return list(self._unused[rank])
 
     def globally_unused(self) -> list[int]:
-        everything = range(len(self._plan.parameters) if self._statuses else 0)
-        return sorted(set(everything).intersection(*self._unused_with_data()))
+        return unused_by_all(self._statuses, self._unused, len(self._plan.parameters))
 
     def overlapping(self) -> list[int]:
         return sorted(self._overlapping)
 
     def statuses(self) -> list[PassStatus]:
-        return [PassStatus.unpack(row.word) for row in self._statuses]
+        return [report.status for report in self._statuses]
 
     def notes_by_rank(self) -> list[int]:
         return [status.note for status in self._statuses]
@@ -301,14 +276,6 @@ class EngineReducer:
             late = {(rank, index) for rank, row in enumerate(nonfinite) for index in row}
             self._note_nonfinite(late.union(self._nonfinite), overflowed)
 
-    def _unused_with_data(self) -> list[list[int]]:
-        """Parameters that are unused, for each rank that has data."""
-        return [row for row, status in zip(self._unused, self.statuses()) if not status.finished]
-
-    def _is_unused_alike(self) -> bool:
-        """Whether all ranks with data have left the same parameters unused. The same on all ranks."""
-        return len(set(map(tuple, self._unused_with_data()))) <= 1
-
     def _complete(self, status: PassStatus, allow_unused: bool) -> None:
         """Launch what is missing, and wait for all buckets and everybody's status."""
         unused = [index for index, marked in enumerate(self._marked) if not marked]
@@ -324,8 +291,8 @@ class EngineReducer:
         overflowed = self._transport.find_overflowed(self._weight / self._expected_weight)
         counts = (len(unused), len(nonfinite), len(overflowed))
         refuses_unused = bool(unused) and not allow_unused
-        own = _Status(self._weight, self._identity, status.pack(), *counts, self._note, refuses_unused)
-        self._statuses = [_Status.unpack(row) for row in self._transport.all_gather(own.pack())]
+        own = RankReport(self._weight, self._identity, status.pack(), *counts, self._note, refuses_unused)
+        self._statuses = [RankReport.unpack(row) for row in self._transport.all_gather(own.pack())]
         if self._strangers():  # their details would not be of these parameters
             return
         self._gather_details(unused, nonfinite, overflowed)
@@ -394,32 +361,12 @@ class EngineReducer:
     def _gather_bits(self, *found: Sequence[int]) -> list[list[list[int]]]:
         """For each list of parameters, those of all ranks, by rank."""
         count = len(self._plan.parameters)
-        rows = self._transport.all_gather(b"".join(_pack_bits(indices, count) for indices in found))
-        size = len(_pack_bits((), count))
+        rows = self._transport.all_gather(b"".join(pack_bits(indices, count) for indices in found))
+        size = len(pack_bits((), count))
         return [
-            [_unpack_bits(row[place * size : (place + 1) * size]) for row in rows]
+            [unpack_bits(row[place * size : (place + 1) * size]) for row in rows]
             for place in range(len(found))
         ]
-
-    def _judge(self) -> Outcome:
-        outcome = Outcome.GOOD
-        told = [PassStatus.unpack(word) for word in {row.word for row in self._statuses}]
-        active = [status for status in told if not status.finished]
-        if len(active) < len(told):
-            outcome |= Outcome.FINISHED
-        if len(active) > 1 or any(status.interrupted for status in active):
-            outcome |= Outcome.SKIPPED
-        if not all(status.is_plain for status in active):
-            outcome |= Outcome.TOLD
-        if any(status.unused for status in self._statuses):
-            outcome |= Outcome.UNUSED
-        if self._nonfinite:
-            outcome |= Outcome.NONFINITE
-        if self._overflowed:
-            outcome |= Outcome.OVERFLOWED
-        if len({status.note for status in self._statuses} - {0}) > 1:
-            outcome |= Outcome.NOTES_DIFFER
-        return outcome
 
     def _correct_weights(self) -> None:
         with _core.DefaultFloats():  # every rank corrects for itself, and all must get the same bits
@@ -427,14 +374,3 @@ class EngineReducer:
             if total not in (0, self._expected_weight):  # 0: there are only zeros
                 self._transport.rescale(self._expected_weight / total)
                 self._expected_weight = total
-
-
-def _pack_bits(indices: Sequence[int], count: int) -> bytes:
-    bits = bytearray(-(-count // 8))
-    for index in indices:
-        bits[index // 8] |= 1 << (index % 8)
-    return bytes(bits)
-
-
-def _unpack_bits(bits: bytes) -> list[int]:
-    return [8 * place + bit for place, byte in enumerate(bits) for bit in range(8) if byte >> bit & 1]

@@ -33,6 +33,16 @@ _SIGNS_OF_A_LATE_PEER = ("TIMEOUT", "Timed out")
 STATUS = "the status of all ranks at the end of backward"
 
 
+def is_of_a_lost_peer(text: str) -> bool:
+    """Whether an engine's own words tell of a connection that broke."""
+    return any(sign in text for sign in _SIGNS_OF_A_LOST_PEER)
+
+
+def is_of_a_late_peer(text: str) -> bool:
+    """Whether an engine's own words tell of its deadline."""
+    return any(sign in text for sign in _SIGNS_OF_A_LATE_PEER)
+
+
 class EngineWaits:
     """One rank's waits for the engine that averages its buckets.
 
@@ -108,8 +118,7 @@ class EngineWaits:
         kind, likely = CollectiveError, ""
         if self._witness is not None:
             self._witness.give_up()
-        is_lost = any(sign in text for sign in _SIGNS_OF_A_LOST_PEER)
-        is_late = any(sign in text for sign in _SIGNS_OF_A_LATE_PEER)
+        is_lost, is_late = is_of_a_lost_peer(text), is_of_a_late_peer(text)
         if self._witness is not None and (is_lost or is_late):
             # Paddle's Gloo calls a connection that broke a time-out; in a real one there is nobody to find.
             lost = self._witness.find_lost(_FINDING_S if is_lost else _FINDING_LATE_S)

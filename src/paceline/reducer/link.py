@@ -2,8 +2,8 @@
 
 The one idea: the memory that the ranks of one host share and a process group of the framework do the same few
 things, so nothing above knows which it is. Each front end has a `MemoryLink` and a `GroupLink`, and one that
-gives buckets to a user's hook and leaves all else to another link. A link between hosts, each of which shares
-memory, would be one more: it makes reductions whose reducer sums within a host first.
+gives buckets to a user's hook and leaves all else to another link. torch's has one between hosts, too: it
+makes reductions whose reducer sums within a host first (`hierarchical.py`).
 
 Imports numpy, the core and its neighbours.
 """
@@ -67,14 +67,17 @@ class Link(Protocol[_Tensor]):
     """Between all ranks that train a model. Its methods are collective, but for `tell` and `with_hook`.
 
     Attributes:
-        path: Where gradients are averaged: "memory" or "group"; a hook counts as a group.
+        path: Where gradients are averaged: "memory", "hosts" (in the memory of each, and between them) or
+            "group"; a hook counts as a group.
         wants_whole_buckets: Whether a bucket must hold whole parameters, for a hook to look at.
+        most_bucket_bytes: Most of a bucket, whatever the model asks for; None: there is no such limit.
     """
 
     path: str
     rank: int
     world_size: int
     wants_whole_buckets: bool
+    most_bucket_bytes: int | None
 
     @property
     def tell(self) -> Callable[[str], None] | None:

@@ -37,6 +37,7 @@ from paceline.reducer.pass_errors import (
     uneven_error,
 )
 from paceline.reducer.plan import (
+    CappedBuckets,
     Plan,
     complete_order,
     has_one_order,
@@ -287,7 +288,7 @@ class Passes(Generic[AnyAutograd]):
 
     @property
     def path(self) -> str:
-        """Where gradients are averaged: "memory" or "group"."""
+        """Where gradients are averaged: "memory", "hosts" or "group"."""
         return self._link.path
 
     @property
@@ -330,7 +331,7 @@ class Passes(Generic[AnyAutograd]):
     @property
     def looks_for_nonfinite(self) -> bool:
         """Whether anybody looks at the gradients: in memory that costs nothing."""
-        return self.path == "memory" or self._config.nonfinite != "ignore"
+        return self.path != "group" or self._config.nonfinite != "ignore"
 
     def nonfinite(self) -> dict[int, tuple[str, ...]]:
         """Names of parameters whose gradient was not finite in the last pass, by rank."""
@@ -380,8 +381,9 @@ class Passes(Generic[AnyAutograd]):
         self.autograd.install()
 
     def _make_plan(self, order: list[int] | None) -> Plan:
-        whole = self._link.wants_whole_buckets
-        return plan_gradients(self.gradients.specs(whole=whole), self._config, order, whole=whole)
+        whole, most = self._link.wants_whole_buckets, self._link.most_bucket_bytes
+        caps = self._config if most is None else CappedBuckets(self._config, most)
+        return plan_gradients(self.gradients.specs(whole=whole), caps, order, whole=whole)
 
     def _make_reduction(self, plan: Plan, instead_of: Reduction[Any] | None) -> Reduction[Any]:
         config = self._config

@@ -212,6 +212,15 @@ class BucketCaps(Protocol):
     def bucket_caps_bytes(self) -> Sequence[int]: ...
 
 
+class CappedBuckets:
+    """`BucketCaps` of which none is above a limit."""
+
+    def __init__(self, caps: BucketCaps, most: int) -> None:
+        self.first_bucket_bytes = min(caps.first_bucket_bytes, most)
+        self.bucket_cap_bytes = min(caps.bucket_cap_bytes, most)
+        self.bucket_caps_bytes = tuple(min(cap, most) for cap in caps.bucket_caps_bytes)
+
+
 def plan_gradients(
     parameters: Sequence[ParameterSpec], caps: BucketCaps, order: Sequence[int] | None, *, whole: bool
 ) -> Plan:

@@ -265,7 +265,10 @@ class WrappedModel:
 
     @property
     def gradient_path(self) -> str:
-        """Where gradients are averaged: "memory", "group", or "nothing" for a single rank."""
+        """Where gradients are averaged: "memory", "hosts", "group", or "nothing" for a single rank.
+
+        "hosts": in the memory of each host, and then between the hosts.
+        """
         return "nothing" if self._passes is None else self._passes.path
 
     @property

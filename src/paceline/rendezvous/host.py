@@ -16,7 +16,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -106,13 +106,16 @@ def share_memory(
         _raise_limits(states, name)
         if obstacle.problem:
             place = f"alone-{exchange.rank}-{secrets.token_hex(8)}"
+    hosts: dict[str, list[int]] = {}
+    for rank, offer in enumerate(offers):
+        hosts.setdefault(offer["place"], []).append(rank)
     host_group, obstacle = None, _Obstacle()
     try:
         host_group = _core.HostGroup(
             fd,
             host_ranks.index(exchange.rank),
             bytes.fromhex(offers[leader]["nonce"]),
-            name,
+            name if len(hosts) == 1 else name_on_host(name, mates, exchange.world_size),
             group_timeout_s if group_timeout_s is not None else timeout_s,
             warn_after_s,
             slow=slow,
@@ -124,10 +127,17 @@ def share_memory(
     _join(host_group, exchange, obstacle, name, deadline)
     assert host_group is not None
     lifetime.watch(host_group)
-    hosts: dict[str, list[int]] = {}
-    for rank, offer in enumerate(offers):
-        hosts.setdefault(offer["place"], []).append(rank)
     return HostMemory(host_group, tuple(tuple(ranks) for ranks in hosts.values()))
+
+
+def name_on_host(name: str, ranks: Sequence[int], world_size: int) -> str:
+    """Of the group of one host's ranks, where there are several hosts.
+
+    Example:
+        >>> name_on_host("DDP", [2, 3], 4)
+        'DDP, ranks 2-3 of 4'
+    """
+    return f"{name}, {format_ranks(ranks)} of {world_size}"
 
 
 @dataclass(frozen=True)

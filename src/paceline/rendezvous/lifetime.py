@@ -20,6 +20,7 @@ from paceline.rendezvous.deadline import Deadline
 
 _live: weakref.WeakSet[_core.HostGroup] = weakref.WeakSet()
 _farewells: list[Callable[[], object]] = []
+_at_failure: list[weakref.WeakMethod[Callable[[BaseException], object]]] = []
 _installed_in = 0  # the process; a forked child loses multiprocessing's list of what to do at its end
 
 
@@ -40,6 +41,17 @@ def announce(error: BaseException) -> None:
     message = f"{type(error).__name__}: {error}"
     for core in list(_live):
         core.abort(message)
+    for told in _at_failure:
+        if (tell := told()) is not None:
+            tell(error)
+
+
+def at_failure(tell: Callable[[BaseException], object]) -> None:
+    """Call this method when an exception ends this rank's program, as long as its object lives.
+
+    For what reaches ranks that share no memory with this one. It must not block.
+    """
+    _at_failure.append(weakref.WeakMethod(tell))
 
 
 def close_all() -> None:

@@ -57,6 +57,7 @@ class MemoryLink:
 
     path = "memory"
     wants_whole_buckets = False
+    most_bucket_bytes: int | None = None
 
     def __init__(self, core: _core.HostGroup, owner: object) -> None:
         self.rank, self.world_size = core.rank, core.world_size
@@ -109,6 +110,7 @@ class GroupLink:
 
     path = "group"
     wants_whole_buckets = False
+    most_bucket_bytes: int | None = None
 
     def __init__(self, calls: GroupCalls) -> None:
         self.rank, self.world_size = calls.rank, calls.world_size
@@ -169,6 +171,7 @@ class HookLink:
 
     path = "group"
     wants_whole_buckets = True
+    most_bucket_bytes: int | None = None
 
     def __init__(self, link: Link, calls: GroupCalls, hook: CommHook, process_group: Any) -> None:
         self.rank, self.world_size, self.tell = link.rank, link.world_size, link.tell

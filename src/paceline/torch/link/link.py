@@ -17,6 +17,8 @@ from paceline.collectives.ops import ReduceOp
 from paceline.errors import ConfigError, RegionError
 from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.engine import EngineReducer
+from paceline.reducer.hierarchical import HierarchicalReducer, Hosts
+from paceline.reducer.hosts import BUCKET_BYTES
 from paceline.reducer.link import (
     CORE_DTYPES,
     Link,
@@ -31,6 +33,7 @@ from paceline.reducer.witness import Witness
 from paceline.torch.link.arena import Arena
 from paceline.torch.link.broadcast import broadcast_tensors
 from paceline.torch.link.comm_hook import HookTransport
+from paceline.torch.link.hosts import join_hosts
 from paceline.torch.link.peers import Peers, ProcessGroupPeers
 from paceline.torch.link.transport import ProcessGroupTransport
 from paceline.torch.model.parameters import dtype_name
@@ -50,9 +53,15 @@ def connect(peers: Peers, *, on_host: bool, reduce_through: str) -> Link[torch.T
         ConfigError: That is not possible here.
     """
     tries_memory = on_host and reduce_through != "group"
-    core = peers.share_host() if tries_memory else None
-    if core is not None:
-        return MemoryLink(core, peers)
+    memory = peers.share_hosts() if tries_memory else None
+    if memory is not None and len(memory.hosts) == 1:
+        return MemoryLink(memory.host_group, peers)
+    hosts = join_hosts(peers, memory) if memory is not None and reduce_through == "auto" else None
+    if hosts is not None:
+        assert isinstance(peers, ProcessGroupPeers)
+        return HostsLink(GroupLink(peers, None), peers, hosts)
+    if memory is not None:
+        memory.host_group.close()
     _check_group(peers, on_host, reduce_through)
     assert isinstance(peers, ProcessGroupPeers)
     return GroupLink(peers, None if tries_memory else _memory_to_watch(peers))
@@ -68,6 +77,7 @@ class MemoryLink:
 
     path = "memory"
     wants_whole_buckets = False
+    most_bucket_bytes: int | None = None
 
     def __init__(self, core: _core.HostGroup, peers: Peers) -> None:
         self.rank, self.world_size = peers.rank, peers.world_size
@@ -130,6 +140,7 @@ class GroupLink:
 
     path = "group"
     wants_whole_buckets = False
+    most_bucket_bytes: int | None = None
 
     def __init__(self, peers: ProcessGroupPeers, witness: Witness | None) -> None:
         self.rank, self.world_size = peers.rank, peers.world_size
@@ -164,6 +175,46 @@ class GroupLink:
         return HookLink(self, self._peers, hook, self._witness)
 
 
+class HostsLink:
+    """A `Link` between several hosts: gradients meet in the memory of each, all else goes over the group.
+
+    Args:
+        link: For all else.
+        peers: The ranks.
+        hosts: Who is where, and their connections.
+    """
+
+    path = "hosts"
+    wants_whole_buckets = False
+    most_bucket_bytes: int | None = BUCKET_BYTES
+
+    def __init__(self, link: GroupLink, peers: ProcessGroupPeers, hosts: Hosts) -> None:
+        self.rank, self.world_size = link.rank, link.world_size
+        self.tell: Callable[[str], None] | None = hosts.group.set_activity
+        self.broadcast, self.sum, self.all_gather = link.broadcast, link.sum, link.all_gather
+        self._link, self._peers, self._hosts = link, peers, hosts
+        self._num_plans = 0
+
+    def make_reduction(
+        self,
+        plan: Plan,
+        parameters: Tensors,
+        options: ReductionOptions,
+        instead_of: Reduction[torch.Tensor] | None = None,
+    ) -> Reduction[torch.Tensor]:
+        if instead_of is not None:
+            instead_of.reducer.close()
+        if options.skip_unused or not plan.buckets:
+            return self._link.make_reduction(plan, parameters, options)
+        self._num_plans += 1
+        reducer = HierarchicalReducer(plan, self._hosts, self._num_plans)
+        arena = Arena.on_memory(plan, parameters, reducer.arena_pointer, owner=reducer.memory)
+        return Reduction(plan, arena.views, reducer, takes_pointers=False)
+
+    def with_hook(self, hook: CommHook, process_group: Any) -> Link[torch.Tensor]:
+        return HookLink(self, self._peers, hook, None)
+
+
 class HookLink:
     """A `Link` that gives buckets to a user's hook, and leaves all else to another link.
 
@@ -176,6 +227,7 @@ class HookLink:
 
     path = "group"
     wants_whole_buckets = True
+    most_bucket_bytes: int | None = None
 
     def __init__(
         self, link: Link[torch.Tensor], peers: Peers, hook: CommHook, witness: Witness | None
@@ -214,7 +266,7 @@ def _over(arena: Arena, reducer: EngineReducer) -> Reduction[torch.Tensor]:
 def _memory_to_watch(peers: Peers) -> Witness | None:
     """Memory of all ranks in which no gradient lies; None: they are on several hosts, or have none."""
     try:
-        core = peers.share_host()
+        core = peers.share_hosts().of_all_ranks()
     except RegionError:  # on every rank; gradients need none of it
         return None
     return None if core is None else Witness(core)

@@ -1,7 +1,7 @@
 """The group that a model is wrapped over, whichever kind it is, as DDP needs it.
 
 The one idea: DDP asks a group for three things: bytes from everybody (`exchange`), rank 0's bytes
-(`broadcast`), and, if its ranks share one host, their shared memory (`share_host`). A torch process group of
+(`broadcast`), and the memory that the ranks of each host share (`share_hosts`). A torch process group of
 any backend offers them, and so does a `paceline.Group`.
 """
 
@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 
 from paceline.arguments import Arguments
-from paceline.collectives.formation import share_with_all
+from paceline.collectives.formation import share_on_each_host
 from paceline.env import read_rank_environment
 from paceline.errors import ConfigError
 from paceline.reducer.peers import EnvironmentGroup, PatientGroup, exchange_of_named
 from paceline.rendezvous.exchange import Exchange
+from paceline.rendezvous.host import HostMemory
 from paceline.torch.link.exchange import ProcessGroupExchange
 from paceline.torch.link.restarts import warn_of_shared_store
 from paceline.torch.model.arguments import checked_group
@@ -26,7 +27,6 @@ from paceline.torch.model.arguments import checked_group
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from paceline import _core
     from paceline.collectives.group import Group
 
 _DEFAULT_TIMEOUT_S = 1800.0  # torch's own, where a process group does not say
@@ -59,8 +59,8 @@ class Peers(Protocol):
         """Replace a flat uint8 tensor by that of the rank `root`. Collective."""
         ...
 
-    def share_host(self) -> _core.HostGroup | None:
-        """The memory of all ranks, or None if they do not share one host. Collective."""
+    def share_hosts(self) -> HostMemory:
+        """The memory of this rank's host, and who is on which. Collective."""
         ...
 
 
@@ -79,9 +79,9 @@ class ProcessGroupPeers:
     def broadcast(self, payload: torch.Tensor, root: int = 0) -> None:
         dist.broadcast(payload, src=dist.get_global_rank(self.process_group, root), group=self.process_group)
 
-    def share_host(self) -> _core.HostGroup | None:
+    def share_hosts(self) -> HostMemory:
         name = f"DDP over {dist.get_backend(self.process_group)}"
-        return share_with_all(
+        return share_on_each_host(
             self.exchange, name=name, timeout_s=self.timeout_s, warn_after_s=self.warn_after_s
         )
 
@@ -97,8 +97,8 @@ class GroupPeers(PatientGroup):
         if on_host is not payload:
             payload.copy_(on_host)
 
-    def share_host(self) -> _core.HostGroup | None:
-        return self.core
+    def share_hosts(self) -> HostMemory:
+        return HostMemory(self.core, (tuple(range(self.world_size)),))
 
 
 def find_peers(

@@ -1,0 +1,168 @@
+#include "bind/py_host_sums.h"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+#include <string.h>
+
+#include <string>
+
+#include "bind/bindings.h"
+#include "bind/pointer.h"
+
+namespace paceline {
+namespace {
+
+using namespace nb::literals;
+
+std::vector<const void*> as_pointers(const std::vector<Pointer>& sums) {
+  std::vector<const void*> found;
+  for (const Pointer each : sums) found.push_back(as_pointer(each));
+  return found;
+}
+
+}  // namespace
+
+PyHostSums::PyHostSums(
+    nb::object group, size_t arena_bytes,
+    const std::vector<std::tuple<size_t, size_t, int>>& buckets,
+    size_t num_slots, size_t slot_bytes)
+    : owner_(std::move(group)), group_(nb::cast<PyHostGroup*>(owner_)) {
+  group_->collective(kUnlockBytes, -1, [&](HostGroup& core, double) {
+    std::vector<SummedBucket> spans;
+    for (const auto& [begin, end, dtype] : buckets)
+      spans.push_back({begin, end, checked_dtype(dtype)});
+    sums_ = std::make_unique<HostSums>(core.heap, arena_bytes, std::move(spans),
+                                       num_slots, slot_bytes);
+  });
+}
+
+nb::bytes PyHostSums::read_slot(size_t index) {
+  const HostSums& from = sums();
+  return nb::bytes(reinterpret_cast<const char*>(from.slot(index)),
+                   from.slot_bytes());
+}
+
+void PyHostSums::write_slot(size_t index, nb::bytes payload) {
+  work(0, [&](HostSums& to) {
+    if (payload.size() != to.slot_bytes()) {
+      misuse("a slot has " + std::to_string(to.slot_bytes()) + " bytes, not " +
+             std::to_string(payload.size()));
+    }
+    memcpy(to.slot(index), payload.c_str(), payload.size());
+  });
+}
+
+void bind_host_sums(nb::module_& m) {
+  nb::class_<PyHostSums>(m, "HostSums")
+      .def(nb::init<nb::object, size_t,
+                    const std::vector<std::tuple<size_t, size_t, int>>&, size_t,
+                    size_t>(),
+           "group"_a, "arena_bytes"_a, "buckets"_a, "num_slots"_a,
+           "slot_bytes"_a)
+      .def_prop_ro("arena_pointer",
+                   [](PyHostSums& s) {
+                     return reinterpret_cast<Pointer>(s.sums().arena());
+                   })
+      .def_prop_ro("waited_s",
+                   [](PyHostSums& s) {
+                     return static_cast<double>(s.sums().waited_ns()) * 1e-9;
+                   })
+      .def(
+          "begin_pass",
+          [](PyHostSums& s, double weight) {
+            s.work(0, [&](HostSums& sums) { sums.begin_pass(weight); });
+          },
+          "weight"_a)
+      .def(
+          "post",
+          [](PyHostSums& s, size_t bucket) {
+            s.work(0, [&](HostSums& sums) { sums.post(bucket); });
+          },
+          "bucket"_a)
+      .def(
+          "is_complete",
+          [](PyHostSums& s, size_t bucket) {
+            return s.sums().is_complete(bucket);
+          },
+          "bucket"_a)
+      .def(
+          "wait_complete",
+          [](PyHostSums& s, size_t bucket) {
+            s.wait([&](HostSums& sums) { sums.wait_complete(bucket); });
+          },
+          "bucket"_a)
+      .def_prop_ro("total_weight",
+                   [](PyHostSums& s) { return s.sums().total_weight(); })
+      .def(
+          "sum",
+          [](PyHostSums& s, size_t bucket, size_t first, size_t count,
+             Pointer out) {
+            ReduceStats seen;
+            s.work(s.bytes(bucket, count), [&](HostSums& sums) {
+              sums.sum(bucket, first, count, as_pointer(out), &seen);
+            });
+            return (seen.nonfinite_ranks[0] | seen.nonfinite_ranks[1]) == 0;
+          },
+          "bucket"_a, "first"_a, "count"_a, "out"_a)
+      .def(
+          "find_nonfinite",
+          [](PyHostSums& s, size_t bucket, size_t first, size_t count) {
+            uint64_t ranks[2];
+            s.sums().find_nonfinite(bucket, first, count, ranks);
+            std::vector<int> found;
+            for (int r = 0; r < kMaxRanks; ++r) {
+              if ((ranks[r / 64] >> (r % 64) & 1) != 0) found.push_back(r);
+            }
+            return found;
+          },
+          "bucket"_a, "first"_a, "count"_a)
+      .def(
+          "add_sums",
+          [](PyHostSums& s, size_t bucket, const std::vector<Pointer>& sums,
+             size_t count, Pointer out) {
+            s.work(s.bytes(bucket, count), [&](HostSums& core) {
+              core.add_sums(bucket, as_pointers(sums), count, as_pointer(out));
+            });
+          },
+          "bucket"_a, "sums"_a, "count"_a, "out"_a)
+      .def(
+          "publish",
+          [](PyHostSums& s, size_t bucket, size_t first, size_t count,
+             const std::vector<Pointer>& sums, double total_weight) {
+            bool is_finite = true;
+            s.work(s.bytes(bucket, count), [&](HostSums& core) {
+              is_finite = core.publish(bucket, first, count, as_pointers(sums),
+                                       total_weight);
+            });
+            return is_finite;
+          },
+          "bucket"_a, "first"_a, "count"_a, "sums"_a, "total_weight"_a)
+      .def(
+          "is_nonfinite",
+          [](PyHostSums& s, size_t bucket, size_t first, size_t count) {
+            return s.sums().is_nonfinite(bucket, first, count);
+          },
+          "bucket"_a, "first"_a, "count"_a)
+      .def("count_share",
+           [](PyHostSums& s) {
+             s.work(0, [](HostSums& sums) { sums.count_share(); });
+           })
+      .def(
+          "wait_published",
+          [](PyHostSums& s, double timeout_s) {
+            s.wait([&](HostSums& sums) { sums.wait_published(timeout_s); });
+          },
+          "timeout_s"_a = -1.0)
+      .def("note_overflow", [](PyHostSums& s) { s.sums().note_overflow(); })
+      .def_prop_ro("has_overflow",
+                   [](PyHostSums& s) { return s.sums().has_overflow(); })
+      .def("write_slot", &PyHostSums::write_slot, "index"_a, "payload"_a)
+      .def("read_slot", &PyHostSums::read_slot, "index"_a)
+      .def("waiting_ranks",
+           [](PyHostSums& s) { return s.sums().waiting_ranks(); })
+      .def("keep_arena", [](PyHostSums& s) { s.sums().keep_arena(); })
+      .def("close", [](PyHostSums& s) { s.sums().close(); });
+}
+
+}  // namespace paceline

@@ -1,0 +1,298 @@
+#include "reducer/host_sums.h"
+
+#include <math.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "core/clock.h"
+#include "core/failure.h"
+#include "core/faults.h"
+#include "core/futex.h"
+
+namespace paceline {
+namespace {
+
+constexpr int kWordBits = 64;
+
+bool has_bit(const uint64_t* bits, int index) {
+  return (bits[index / kWordBits] >> (index % kWordBits) & 1) != 0;
+}
+
+}  // namespace
+
+HostSums::HostSums(Heap& heap, size_t arena_bytes,
+                   std::vector<SummedBucket> buckets, size_t num_slots,
+                   size_t slot_bytes)
+    : heap_(heap),
+      session_(heap.session()),
+      arena_bytes_(arena_bytes),
+      buckets_(std::move(buckets)),
+      num_slots_(num_slots),
+      slot_bytes_(slot_bytes) {
+  for (size_t b = 0; b < buckets_.size(); ++b) {
+    const auto& [begin, end, dtype] = buckets_[b];
+    if (!is_supported(dtype, ReduceOp::kMean))
+      misuse("bucket " + std::to_string(b) + " is not of a floating type");
+    if (begin >= end || end > arena_bytes_ ||
+        (end - begin) % dtype_bytes(dtype) != 0)
+      misuse("bucket " + std::to_string(b) + " is no range of the arena");
+  }
+  layout_.progress_at = round_up(sizeof(Bell), kLinePairBytes);
+  layout_.posted_at = layout_.progress_at + sizeof(Progress);
+  layout_.slots_at =
+      round_up(layout_.posted_at + buckets_.size() * sizeof(Atomic<uint64_t>),
+               kLinePairBytes);
+  layout_.bytes = layout_.slots_at + 2 * num_slots_ * slot_bytes_;
+  control_at_ = heap_.allocate(layout_.bytes, -1);
+  try {
+    arena_at_ = heap_.allocate(arena_bytes_, -1);
+  } catch (...) {
+    heap_.free(control_at_);
+    throw;
+  }
+}
+
+HostSums::~HostSums() { close(); }
+
+void HostSums::close() {
+  if (closed_) return;
+  closed_ = true;
+  in_pass_ = false;
+  heap_.free(arena_at_);
+  // Others may still be reading how far this rank has come.
+  heap_.free(control_at_, true);
+}
+
+void HostSums::check_usable() {
+  if (closed_) throw Failure{.reason = Reason::kClosed};
+  session_.check_usable();
+}
+
+void HostSums::keep_arena() {
+  if (is_arena_kept_ || closed_ || session_.is_forked() || !session_.is_over())
+    return;
+  is_arena_kept_ = true;
+  session_.keep_to_itself(arena_at_, arena_bytes_);
+}
+
+const SummedBucket& HostSums::bucket(size_t index) const {
+  if (index >= buckets_.size()) misuse("no bucket " + std::to_string(index));
+  return buckets_[index];
+}
+
+void HostSums::check_part(size_t index, size_t first, size_t count) const {
+  const size_t elements = bucket(index).count();
+  if (first > elements || count > elements - first) {
+    misuse("elements " + std::to_string(first) + " to " +
+           std::to_string(first + count) + " of bucket " +
+           std::to_string(index) + ", which has " + std::to_string(elements));
+  }
+}
+
+void* HostSums::at(int rank, size_t index, size_t first) const {
+  const SummedBucket& bucket = buckets_[index];
+  return arena_of(rank) + bucket.begin + first * dtype_bytes(bucket.dtype);
+}
+
+void HostSums::begin_pass(double weight) {
+  check_usable();
+  if (in_pass_) misuse("a pass was begun twice");
+  ++pass_;
+  in_pass_ = true;
+  // Published by post().
+  progress(session_.rank()).weight[pass_ & 1] = weight;
+}
+
+void HostSums::post(size_t index) {
+  check_usable();
+  bucket(index);
+  if (!in_pass_) misuse("a bucket was posted outside of a pass");
+  Atomic<uint64_t>& own = posted(session_.rank(), index);
+  if (own.load(std::memory_order_relaxed) == pass_) {
+    misuse("bucket " + std::to_string(index) +
+           " was posted twice in one backward pass");
+  }
+  fault_point(Point::kBeforePost);
+  // Release: this rank's gradients of the bucket, and its weight; partner: the
+  // acquire in is_complete().
+  own.store(pass_, std::memory_order_release);
+  ring();
+  fault_point(Point::kAfterPost);
+}
+
+bool HostSums::is_complete(size_t index) const {
+  bucket(index);
+  for (int r = 0; r < session_.world(); ++r) {
+    // Acquire; partner: the release in post().
+    if (posted(r, index).load(std::memory_order_acquire) < pass_) return false;
+  }
+  return true;
+}
+
+void HostSums::wait_complete(size_t index) {
+  check_usable();
+  bucket(index);
+  wait_until(
+      -1, [&] { return is_complete(index); },
+      [&](int r) {
+        return posted(r, index).load(std::memory_order_relaxed) < pass_;
+      });
+}
+
+std::vector<double> HostSums::weights() const {
+  std::vector<double> found;
+  for (int r = 0; r < session_.world(); ++r)
+    found.push_back(progress(r).weight[pass_ & 1]);
+  return found;
+}
+
+double HostSums::total_weight() const {
+  const std::vector<double> each = weights();
+  return sum_of_weights(each.data(), session_.world());
+}
+
+void HostSums::sum(size_t index, size_t first, size_t count, void* out,
+                   ReduceStats* stats) const {
+  check_part(index, first, count);
+  const std::vector<double> each = weights();
+  const bool all_one =
+      std::ranges::all_of(each, [](double w) { return w == 1; });
+  const void* copies[kMaxRanks];
+  for (int r = 0; r < session_.world(); ++r) copies[r] = at(r, index, first);
+  sum_weighted(buckets_[index].dtype, copies, session_.world(), out, count,
+               all_one ? nullptr : each.data(), stats);
+}
+
+void HostSums::find_nonfinite(size_t index, size_t first, size_t count,
+                              uint64_t ranks[2]) const {
+  check_part(index, first, count);
+  const std::vector<double> each = weights();
+  ranks[0] = ranks[1] = 0;
+  for (int r = 0; r < session_.world(); ++r) {
+    const void* copy = at(r, index, first);
+    const DType dtype = buckets_[index].dtype;
+    // A weight that is 0 in the type that sums are made in takes a rank out.
+    const bool counts = sum_type(dtype) == DType::kFloat64
+                            ? each[r] != 0
+                            : static_cast<float>(each[r]) != 0;
+    if (!counts) continue;
+    ReduceStats seen;
+    // The maximum over one array, written nowhere: it is looked at all the
+    // same.
+    reduce(dtype, ReduceOp::kMax, &copy, 1, nullptr, 0, count, nullptr, &seen);
+    if (has_bit(seen.nonfinite_ranks, 0))
+      ranks[r / kWordBits] |= uint64_t{1} << (r % kWordBits);
+  }
+}
+
+void HostSums::add_sums(size_t index, const std::vector<const void*>& sums,
+                        size_t count, void* out) const {
+  void* const outputs[] = {out};
+  reduce(sum_type(bucket(index).dtype), ReduceOp::kSum, sums.data(),
+         static_cast<int>(sums.size()), outputs, 1, count, nullptr, nullptr);
+}
+
+bool HostSums::publish(size_t index, size_t first, size_t count,
+                       const std::vector<const void*>& sums,
+                       double total_weight) {
+  check_usable();
+  check_part(index, first, count);
+  if (sums.empty() || sums.size() > static_cast<size_t>(kMaxRanks))
+    misuse(std::to_string(sums.size()) + " sums");
+  void* copies[kMaxRanks];
+  for (int r = 0; r < session_.world(); ++r) copies[r] = at(r, index, first);
+  ReduceStats seen;
+  mean_of_sums(buckets_[index].dtype, sums.data(),
+               static_cast<int>(sums.size()), copies, session_.world(), count,
+               total_weight, &seen);
+  return isfinite(seen.squared_norm);
+}
+
+bool HostSums::is_nonfinite(size_t index, size_t first, size_t count) const {
+  check_part(index, first, count);
+  const void* own = at(session_.rank(), index, first);
+  ReduceStats seen;
+  reduce(buckets_[index].dtype, ReduceOp::kMax, &own, 1, nullptr, 0, count,
+         nullptr, &seen);
+  return has_bit(seen.nonfinite_ranks, 0);
+}
+
+void HostSums::count_share() {
+  check_usable();
+  // Release: the share is written everywhere, and slots and flags with it;
+  // partner: the acquire in wait_published().
+  progress(session_.rank()).published.fetch_add(1, std::memory_order_release);
+  ring();
+}
+
+void HostSums::wait_published(double timeout_s) {
+  check_usable();
+  fault_point(Point::kBeforeEnd);
+  const uint64_t all = pass_ * buckets_.size();
+  progress(session_.rank()).ended_pass.store(pass_, std::memory_order_relaxed);
+  wait_until(
+      timeout_s,
+      [&] {
+        for (int r = 0; r < session_.world(); ++r) {
+          // Acquire; partner: the release in count_share().
+          if (progress(r).published.load(std::memory_order_acquire) < all)
+            return false;
+        }
+        return true;
+      },
+      [&](int r) {
+        return progress(r).published.load(std::memory_order_relaxed) < all;
+      });
+  in_pass_ = false;
+  fault_point(Point::kAfterEnd);
+}
+
+void HostSums::note_overflow() {
+  // Relaxed: published by count_share().
+  progress(session_.rank())
+      .overflow_pass.store(pass_, std::memory_order_relaxed);
+}
+
+bool HostSums::has_overflow() const {
+  for (int r = 0; r < session_.world(); ++r) {
+    if (progress(r).overflow_pass.load(std::memory_order_relaxed) == pass_)
+      return true;
+  }
+  return false;
+}
+
+std::byte* HostSums::slot(size_t index) const {
+  if (index >= num_slots_) misuse("no slot " + std::to_string(index));
+  return control_of(0) + layout_.slots_at +
+         ((pass_ & 1) * num_slots_ + index) * slot_bytes_;
+}
+
+std::vector<int> HostSums::waiting_ranks() const {
+  std::vector<int> found;
+  if (closed_ || session_.is_closed()) return found;
+  const uint64_t next = in_pass_ ? pass_ : pass_ + 1;
+  for (int r = 0; r < session_.world(); ++r) {
+    if (r != session_.rank() &&
+        progress(r).ended_pass.load(std::memory_order_relaxed) >= next)
+      found.push_back(r);
+  }
+  return found;
+}
+
+void HostSums::ring() {
+  bell().bell.fetch_add(1, std::memory_order_seq_cst);
+  if (bell().sleepers.load(std::memory_order_seq_cst) != 0)
+    futex_wake(bell().bell, kWakeAll);
+}
+
+template <class Ready, class IsLate>
+void HostSums::wait_until(double timeout_s, Ready ready, IsLate is_late) {
+  if (ready()) return;
+  const int64_t start_ns = now_ns();
+  session_.wait_until(bell().bell, bell().sleepers,
+                      session_.timeout_ns(timeout_s), ready, is_late);
+  waited_ns_ += now_ns() - start_ns;
+}
+
+}  // namespace paceline

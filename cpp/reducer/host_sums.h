@@ -1,0 +1,189 @@
+// One host's part in a mean over several hosts: what its ranks do in the memory
+// that they share, before and after the sums travel.
+//
+// Words
+//   arena    one contiguous piece of each rank's slab, at the same offset, with
+//            a place for every gradient
+//   bucket   a byte range of the arena, of one type; a rank posts it once every
+//            gradient in it is final there
+//   share    the part of a bucket that one rank of the host sums, exchanges
+//            with its partners on the other hosts, and publishes. Who has which
+//            part the caller decides; together they are the bucket.
+//   sum      of the host's ranks, weighted and undivided, in sum_type()
+//   slot     a few bytes of the pass that all ranks of the host read at its
+//            end: what the ranks of all hosts tell of it
+//
+// Steps of pass p, on each rank of a host
+//   1. post(b):      posted[b] = p   (release: its gradients of b are in place)
+//   2. is_complete(b), wait_complete(b): posted[b] >= p on every rank of the
+//                    host            (acquire)
+//   3. sum(b, ...):  reads everybody's copy of its share, writes the sum to
+//                    memory of the caller, who sends it to the other hosts
+//   4. publish(b, ...): from the sums of all hosts, writes the mean into
+//                    everybody's copy of its share
+//   5. count_share(): published += 1 (release: that share is written
+//                    everywhere, and so are the slots that came with it)
+//   6. wait_published(): published reaches p times the number of buckets on
+//                    every rank of the host (acquire), and all means are in
+//                    place
+// Nothing is reset: counters only grow, and each rank writes its own alone.
+//
+// Slots, weights and flags of a pass are kept twice, for odd and even passes: a
+// fast rank may be one pass ahead of one that still reads. It is never two
+// ahead, because a pass ends only when every rank has posted all of it.
+//
+// Steps 4 and 5 may be made by another thread than the others.
+//
+// Bytes: of a bucket of S bytes on a host of L ranks, each rank reads S for
+// step 3 (L copies of S/L), and writes S in step 4.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "collectives/heap.h"
+#include "core/atomics.h"
+#include "core/session.h"
+#include "core/sizes.h"
+#include "kernels/kernels.h"
+
+namespace paceline {
+
+struct SummedBucket {
+  size_t begin;  ///< bytes into the arena
+  size_t end;
+  DType dtype;
+  size_t count() const { return (end - begin) / dtype_bytes(dtype); }
+};
+
+class HostSums {
+ public:
+  /// Collective: allocates the arena, filled with zeros, and the counters.
+  /// `num_slots` slots of `slot_bytes` each.
+  HostSums(Heap& heap, size_t arena_bytes, std::vector<SummedBucket> buckets,
+           size_t num_slots, size_t slot_bytes);
+  ~HostSums();
+  HostSums(const HostSums&) = delete;
+  HostSums& operator=(const HostSums&) = delete;
+
+  std::byte* arena() const { return arena_of(session_.rank()); }
+  const SummedBucket& bucket(size_t index) const;
+
+  /// Begins this rank's next pass, in which its gradients have this weight.
+  void begin_pass(double weight);
+  void post(size_t bucket);
+  /// Whether all ranks of the host have posted it in this pass.
+  bool is_complete(size_t bucket) const;
+  /// Blocks until they have.
+  void wait_complete(size_t bucket);
+  /// Of the host in this pass; once a bucket is complete.
+  double total_weight() const;
+  /// The sum of a part of a complete bucket; `first` counts from its beginning.
+  /// `stats`: whose gradients hold an infinity or a NaN, of ranks of the host.
+  void sum(size_t bucket, size_t first, size_t count, void* out,
+           ReduceStats* stats) const;
+  /// Of a part of a bucket, before it is published: the ranks whose gradients
+  /// there hold an infinity or a NaN, as bits.
+  void find_nonfinite(size_t bucket, size_t first, size_t count,
+                      uint64_t ranks[2]) const;
+  /// Adds the sums of several hosts, without dividing them.
+  void add_sums(size_t bucket, const std::vector<const void*>& sums,
+                size_t count, void* out) const;
+  /// Writes the mean of a part into the copies of all ranks of the host.
+  /// Returns whether its norm is finite.
+  bool publish(size_t bucket, size_t first, size_t count,
+               const std::vector<const void*>& sums, double total_weight);
+  /// Whether a part of a published bucket holds an infinity or a NaN.
+  bool is_nonfinite(size_t bucket, size_t first, size_t count) const;
+  /// This rank's share of a bucket is published.
+  void count_share();
+  /// Blocks until all shares of this pass are. Negative: as long as the group
+  /// waits.
+  void wait_published(double timeout_s);
+
+  /// Tells the host that a mean of this pass is not finite; before
+  /// count_share().
+  void note_overflow();
+  /// Whether any rank of the host has said so; after wait_published().
+  bool has_overflow() const;
+  /// Of this pass; written before count_share(), read after wait_published().
+  std::byte* slot(size_t index) const;
+  size_t num_slots() const { return num_slots_; }
+  size_t slot_bytes() const { return slot_bytes_; }
+
+  int64_t waited_ns() const { return waited_ns_; }
+  /// Whether this rank has begun a pass that it has not ended.
+  bool in_pass() const { return in_pass_; }
+  /// Ranks of the host that wait at the end of a pass this rank has not ended.
+  std::vector<int> waiting_ranks() const;
+  /// After the end of the group: takes this rank's part of the arena out of the
+  /// shared memory, with the values that it has. A rank that was stopped and
+  /// goes on may still write its share into the others' copies.
+  void keep_arena();
+  void close();
+
+ private:
+  // In rank 0's copy of the control block.
+  struct alignas(kLinePairBytes) Bell {
+    /// Futex word: something that a rank of this host waits for has changed.
+    Atomic<uint32_t> bell;
+    Atomic<uint32_t> sleepers;
+  };
+  // In each rank's own copy.
+  struct alignas(kLinePairBytes) Progress {
+    double weight[2];
+    /// The last pass in which it noted an overflow.
+    Atomic<uint64_t> overflow_pass;
+    /// Shares, in all passes.
+    Atomic<uint64_t> published;
+    /// The last pass that it has posted all of, and waits for.
+    Atomic<uint64_t> ended_pass;
+  };
+
+  void check_usable();
+  void check_part(size_t bucket, size_t first, size_t count) const;
+  void ring();
+  template <class Ready, class IsLate>
+  void wait_until(double timeout_s, Ready ready, IsLate is_late);
+  std::vector<double> weights() const;
+
+  std::byte* arena_of(int rank) const {
+    return session_.slab(rank) + arena_at_;
+  }
+  std::byte* control_of(int rank) const {
+    return session_.slab(rank) + control_at_;
+  }
+  Bell& bell() const { return *reinterpret_cast<Bell*>(control_of(0)); }
+  Progress& progress(int rank) const {
+    return *reinterpret_cast<Progress*>(control_of(rank) + layout_.progress_at);
+  }
+  /// The last pass in which a rank has posted a bucket.
+  Atomic<uint64_t>& posted(int rank, size_t bucket) const {
+    return reinterpret_cast<Atomic<uint64_t>*>(control_of(rank) +
+                                               layout_.posted_at)[bucket];
+  }
+  void* at(int rank, size_t bucket, size_t first) const;
+
+  Heap& heap_;
+  Session& session_;
+  const size_t arena_bytes_;
+  const std::vector<SummedBucket> buckets_;
+  const size_t num_slots_;
+  const size_t slot_bytes_;
+  /// Offsets into the control block.
+  struct ControlLayout {
+    size_t progress_at, posted_at, slots_at, bytes;
+  } layout_{};
+  size_t arena_at_ = 0;
+  size_t control_at_ = 0;
+  /// Under way, or finished last.
+  uint64_t pass_ = 0;
+  bool in_pass_ = false;
+  int64_t waited_ns_ = 0;
+  bool is_arena_kept_ = false;
+  bool closed_ = false;
+};
+
+}  // namespace paceline

@@ -1,0 +1,440 @@
+"""One backward pass over several hosts: sums in the memory of each host, then between hosts, then back.
+
+The one idea: of each bucket the rank in place l of its host has the same *share* on every host. It sums that
+over its host's ranks, exchanges the sum with its partners, and writes the mean into the arenas of all ranks
+of its host. So each byte crosses the network as seldom as it can, over the connections of all ranks.
+
+Steps of a pass, for H hosts of L ranks
+1. A parameter is marked ready. Buckets that became complete on this rank are posted; those that all ranks of
+   the host have posted are summed and sent, in the plan's order, as far as there is memory.
+2. At the end places of unmarked parameters are cleared and the remaining buckets posted and launched. Every
+   rank launches the same buckets in every pass, whatever its backward did.
+3. What this rank tells of its pass travels beside its share of the last bucket, and comes to the partner, who
+   lays it where all ranks of his host read it. So the verdict takes no further round. Only if some rank tells
+   of gradients that are not finite, a second exchange tells which.
+Sums are undivided, and each message tells its host's weight: the mean is divided once, by the total.
+
+Bits: over hosts sums are added up in the order of the hosts' lowest ranks, over the ranks of a host in rank
+order, both as a binary tree. Hosts that hold aligned blocks of 2**k ranks give the bits of one host; others
+the same bits on every rank, in every run, for every bucket size.
+
+Imports the core, `errors`, the standard library and its neighbours.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from paceline import _core
+from paceline.errors import CollectiveError, GroupClosedError
+from paceline.reducer.host_exchange import FailureNotes, HostExchange, unpack_failure
+from paceline.reducer.hosts import HostsTransport, plan_route
+from paceline.reducer.overlaps import overlapping
+from paceline.reducer.pass_errors import shorten
+from paceline.reducer.pass_reports import RankReport, judge, pack_bits, unpack_bits, unused_by_all
+from paceline.reducer.plan import SEGMENT_ELEMENTS, Plan, pieces_of
+from paceline.reducer.protocol import PassStatus
+
+_DTYPES = _core.DTYPES
+_GRACE_S = 2.0  # whoever waits for another host knows its name, so its deadline comes first
+_PAIR = struct.Struct("<II")
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Who is where.
+
+    Attributes:
+        rank: Of this process.
+        world_size: Number of ranks.
+        ranks: Those of each host, in order; hosts in the order of their lowest ranks. All of one size.
+        group: The memory of this host.
+        transport: To the partners.
+        notes: By which partners tell each other of failures.
+        gather: Payloads of all ranks, by rank, of any lengths. Collective; only for what is unusual.
+        timeout_s: Most seconds of one wait.
+    """
+
+    rank: int
+    world_size: int
+    ranks: tuple[tuple[int, ...], ...]
+    group: _core.HostGroup
+    transport: HostsTransport
+    notes: FailureNotes
+    gather: Callable[[bytes], list[bytes]]
+    timeout_s: float
+
+    @property
+    def who(self) -> str:
+        """This rank in words."""
+        return f"rank {self.rank} of {self.world_size}"
+
+    @property
+    def own_ranks(self) -> tuple[int, ...]:
+        """Of this host."""
+        return self.ranks[self.transport.host]
+
+
+def is_regular(ranks: Sequence[Sequence[int]]) -> bool:
+    """Whether these hosts can share the work: there are several, with as many ranks each.
+
+    Example:
+        >>> is_regular([[0, 1], [2, 3]]), is_regular([[0, 1], [2]])
+        (True, False)
+    """
+    return len(ranks) > 1 and len({len(host) for host in ranks}) == 1
+
+
+class HierarchicalReducer:
+    """A `Reducer` over several hosts. Making one is collective, over all their ranks.
+
+    Args:
+        plan: The same on all ranks; with at least one bucket.
+        hosts: The ranks.
+        generation: Number of the plan, among those of one model.
+
+    Example:
+        Two hosts of one rank: rank 0 writes [2.0] to the place of a parameter in its arena and rank 1 [4.0];
+        both mark it and finish; then the place holds [3.0] on both.
+    """
+
+    def __init__(self, plan: Plan, hosts: Hosts, generation: int) -> None:
+        self._plan, self._hosts = plan, hosts
+        count = len(plan.parameters)
+        self._bits_bytes = len(pack_bits((), count))
+        dtypes = [_DTYPES[plan.sections[bucket.section].dtype] for bucket in plan.buckets]
+        self._core = _core.HostSums(
+            hosts.group,
+            plan.arena_bytes,
+            [(b.begin_byte, b.end_byte, dtype) for b, dtype in zip(plan.buckets, dtypes)],
+            hosts.world_size,
+            RankReport.NBYTES + self._bits_bytes,
+        )
+        self._buckets_of: list[list[int]] = [[] for _ in plan.parameters]
+        for number, bucket in enumerate(plan.buckets):
+            for index in bucket.parameters:
+                self._buckets_of[index].append(number)
+        # Autograd's threads may make gradients of one backward.
+        self._lock = threading.Lock()
+        self._weight, self._note = 1.0, 0
+        self._notes_first_bucket, self._first_bucket_ns = False, 0
+        self._waited_s = 0.0
+        self._passes = 0
+        self._reports: list[RankReport] = []
+        self._unused: list[list[int]] = [[] for _ in range(hosts.world_size)]
+        self._nonfinite: list[tuple[int, int]] = []
+        self._overflowed: list[int] = []
+        self._has_no_means = False
+        self._failure: BaseException | None = None
+        self._overlapping: set[int] = set()
+        self._found: set[tuple[int, int]] = set()  # (rank, parameter), not finite in this rank's shares
+        self._not_finite: set[int] = set()  # parameters whose mean is not, in this rank's shares
+        self._exchange = self._make_exchange(generation)
+        weakref.finalize(self, self._exchange.stop)
+        self._begin_pass()
+
+    @property
+    def arena_pointer(self) -> int:
+        """Address of this rank's arena, filled with zeros; it is there as long as `memory` lives."""
+        return self._core.arena_pointer
+
+    @property
+    def memory(self) -> object:
+        """Who keeps the arena mapped."""
+        return self._core
+
+    @property
+    def waited_s(self) -> float:
+        return self._waited_s
+
+    def note_first_bucket(self) -> None:
+        self._notes_first_bucket, self._first_bucket_ns = True, 0
+
+    @property
+    def first_bucket_ns(self) -> int:
+        return self._first_bucket_ns
+
+    @property
+    def passes(self) -> int:
+        return self._passes
+
+    def set_weight(self, weight: float) -> None:
+        self._weight = weight
+
+    def set_note(self, note: int) -> None:
+        self._note = note
+
+    def mark_ready(self, param: int, grad_pointer: int = 0) -> None:
+        if grad_pointer:
+            raise ValueError("a hierarchical reducer reads gradients from the arena only")
+        self._check_usable()
+        with self._lock, self._host_errors():
+            if self._marked[param]:
+                raise RuntimeError(f"parameter {param} was marked ready twice in one pass")
+            self._marked[param] = True
+            self._count_down(param)
+            self._launch_complete()
+
+    def mark_copied(self, param: int, grad_pointer: int, nbytes: int) -> None:
+        self._copied.append((grad_pointer, nbytes, param))
+        self.mark_ready(param)
+
+    def finish(self, status: PassStatus, allow_unused: bool, allow_nobodys: bool = False) -> int:
+        self._check_usable()
+        started = time.perf_counter()
+        self._has_no_means = True  # until it has
+        try:
+            with self._host_errors():
+                self._complete(status, allow_unused)
+                self._read_reports()
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self._waited_s += time.perf_counter() - started
+        self._overlapping = overlapping(self._copied)
+        self._begin_pass()
+        self._passes += 1
+        outcome, is_void = judge(
+            self._reports,
+            self._unused,
+            allow_nobodys=allow_nobodys,
+            nonfinite=bool(self._nonfinite),
+            overflowed=bool(self._overflowed),
+        )
+        self._has_no_means = is_void
+        return int(outcome)
+
+    def unused(self, rank: int) -> list[int]:
+        return list(self._unused[rank])
+
+    def globally_unused(self) -> list[int]:
+        return unused_by_all(self._reports, self._unused, len(self._plan.parameters))
+
+    def overlapping(self) -> list[int]:
+        return sorted(self._overlapping)
+
+    def statuses(self) -> list[PassStatus]:
+        return [report.status for report in self._reports]
+
+    def notes_by_rank(self) -> list[int]:
+        return [report.note for report in self._reports]
+
+    def waiting_ranks(self) -> list[int]:
+        """Of this host: of the others nobody knows."""
+        return [self._hosts.own_ranks[place] for place in self._core.waiting_ranks()]
+
+    def nonfinite(self) -> list[tuple[int, int]]:
+        return list(self._nonfinite)
+
+    def overflowed(self) -> list[int]:
+        return list(self._overflowed)
+
+    def squared_norm(self) -> float:
+        """Computed when asked, segment by segment as on one host: the same bits."""
+        if self._has_no_means:
+            return math.nan
+        total = 0.0
+        for offset, spec in zip(self._plan.offsets, self._plan.parameters):
+            for first in range(0, spec.numel, SEGMENT_ELEMENTS):
+                length = min(SEGMENT_ELEMENTS, spec.numel - first)
+                pointer = self.arena_pointer + offset + first * spec.itemsize
+                # The maximum over one array, written nowhere: the norm is seen on the way.
+                norm, _, _ = _core.reduce_arrays(
+                    _DTYPES[spec.dtype], _core.REDUCE_OPS["max"], [pointer], [], length
+                )
+                total += norm
+        return total
+
+    def close(self) -> None:
+        self._exchange.join()
+        self._core.close()
+
+    # --- a pass ---
+
+    def _begin_pass(self) -> None:
+        self._marked = [False] * len(self._plan.parameters)
+        self._missing = [len(bucket.parameters) for bucket in self._plan.buckets]
+        self._next = 0  # the first bucket that is not launched
+        self._is_begun = False
+        self._copied: list[tuple[int, int, int]] = []  # address, bytes and index of gradients
+
+    def _count_down(self, param: int) -> None:
+        """One gradient more is final; post the buckets in which it was the last."""
+        if not self._is_begun:
+            self._is_begun = True
+            self._found.clear()
+            self._not_finite.clear()
+            self._core.begin_pass(self._weight)
+        for number in self._buckets_of[param]:
+            self._missing[number] -= 1
+            if not self._missing[number]:
+                if self._notes_first_bucket:
+                    self._notes_first_bucket, self._first_bucket_ns = False, time.monotonic_ns()
+                self._core.post(number)
+
+    def _launch_complete(self) -> None:
+        """Launch buckets in order, but for the last one, which carries what the end of the pass tells."""
+        last = len(self._missing) - 1
+        while self._next < last and not self._missing[self._next] and self._core.is_complete(self._next):
+            if not self._launch(self._next, blocks=False):
+                return
+            self._next += 1
+
+    def _launch(
+        self, bucket: int, make_report: Callable[[], bytes] | None = None, *, blocks: bool = True
+    ) -> bool:
+        number = self._passes + 1
+        return self._exchange.launch(number, bucket, self._note_nonfinite, make_report, blocks=blocks)
+
+    def _complete(self, status: PassStatus, allow_unused: bool) -> None:
+        """Post and launch what is missing, and wait until all means are in place."""
+        unused = [index for index, marked in enumerate(self._marked) if not marked]
+        for index in unused:
+            nbytes = self._plan.parameters[index].nbytes
+            ctypes.memset(self.arena_pointer + self._plan.offsets[index], 0, nbytes)
+            self._count_down(index)
+
+        def make_report() -> bytes:
+            refuses_unused = bool(unused) and not allow_unused
+            counts = (len(unused), len(self._found), 0)
+            report = RankReport(self._weight, 0, status.pack(), *counts, self._note, refuses_unused)
+            packed = report.pack() + pack_bits(unused, len(self._marked))
+            self._core.write_slot(self._hosts.rank, packed)
+            return packed
+
+        last = len(self._missing) - 1
+        for bucket in range(self._next, last + 1):
+            self._core.wait_complete(bucket)
+            self._launch(bucket, make_report if bucket == last else None)
+        self._core.wait_published(self._hosts.timeout_s + _GRACE_S)
+
+    def _read_reports(self) -> None:
+        slots = [self._core.read_slot(rank) for rank in range(self._hosts.world_size)]
+        self._reports = [RankReport.unpack(slot) for slot in slots]
+        self._unused = [unpack_bits(slot[RankReport.NBYTES :]) for slot in slots]
+        self._nonfinite, self._overflowed = [], []
+        # All ranks see the same reports, and the same means.
+        if any(report.nonfinite for report in self._reports) or self._core.has_overflow:
+            self._gather_nonfinite()
+
+    def _gather_nonfinite(self) -> None:
+        """Learn which gradients are not finite, on which ranks. Collective."""
+        own = [len(self._found), len(self._not_finite)]
+        pairs = sorted(self._found)
+        payload = b"".join(_PAIR.pack(*pair) for pair in (own, *pairs))
+        payload += b"".join(_PAIR.pack(index, 0) for index in sorted(self._not_finite))
+        found: set[tuple[int, int]] = set()
+        sums: set[int] = set()
+        for row in self._hosts.gather(payload):
+            (num_pairs, _), *rest = _PAIR.iter_unpack(row)
+            found.update(rest[:num_pairs])
+            sums.update(index for index, _ in rest[num_pairs:])
+        self._nonfinite = sorted(found)
+        self._overflowed = sorted(sums.difference(index for _, index in found))
+
+    def _note_nonfinite(self, bucket: int, elements: range) -> None:
+        """Find out whose gradient of which parameter it is; before the means overwrite them."""
+        for index, part in self._pieces(bucket, elements):
+            for place in self._core.find_nonfinite(bucket, part.start, len(part)):
+                self._found.add((self._hosts.own_ranks[place], index))
+
+    def _note_overflow(self, bucket: int, elements: range) -> None:
+        """A mean's norm is not finite; its squares alone may have overflowed. Called by another thread."""
+        found = {
+            index
+            for index, part in self._pieces(bucket, elements)
+            if self._core.is_nonfinite(bucket, part.start, len(part))
+        }
+        if found:
+            self._not_finite |= found
+            self._core.note_overflow()
+
+    def _pieces(self, bucket: int, elements: range) -> Iterator[tuple[int, range]]:
+        """What lies in a part of a bucket: (parameter, its elements there)."""
+        span = self._plan.buckets[bucket]
+        section = self._plan.sections[span.section]
+        begin = (span.begin_byte - section.begin_byte) // section.itemsize
+        for index, first, last in pieces_of(self._plan, bucket):
+            part = range(max(first - begin, elements.start), min(last - begin, elements.stop))
+            if part:
+                yield index, part
+
+    # --- failures ---
+
+    def _make_exchange(self, generation: int) -> HostExchange:
+        hosts, plan = self._hosts, self._plan
+        place = hosts.own_ranks.index(hosts.rank)
+        itemsizes = [max(4, plan.sections[bucket.section].itemsize) for bucket in plan.buckets]
+        counts = [bucket.nbytes // plan.sections[bucket.section].itemsize for bucket in plan.buckets]
+        me = weakref.ref(self)
+
+        def note_overflow(bucket: int, elements: range) -> None:
+            reducer = me()
+            if reducer is not None:
+                reducer._note_overflow(bucket, elements)
+
+        return HostExchange(
+            self._core,
+            hosts.group,
+            hosts.transport,
+            hosts.notes,
+            routes=[
+                plan_route(count, itemsize, place, len(hosts.own_ranks), len(hosts.ranks))
+                for count, itemsize in zip(counts, itemsizes)
+            ],
+            itemsizes=itemsizes,
+            report_bytes=RankReport.NBYTES + self._bits_bytes,
+            generation=generation,
+            who=hosts.who,
+            where=bucket_in_words(plan),
+            timeout_s=hosts.timeout_s,
+            on_overflow=note_overflow,
+        )
+
+    @contextmanager
+    def _host_errors(self) -> Iterator[None]:
+        """What this rank's other thread, or another rank of this host, has met between hosts comes first."""
+        try:
+            yield
+        except CollectiveError as error:
+            reason = self._exchange.failure or unpack_failure(error)
+            self._fail(reason)
+            if reason is error:
+                raise
+            raise reason from error
+
+    def _fail(self, error: BaseException) -> None:
+        """Messages do not pair any more. The others are told, if they do not know."""
+        if self._failure is not None:
+            return
+        self._failure = error
+        self._exchange.give_up(error)
+        self._core.keep_arena()
+
+    def _check_usable(self) -> None:
+        if self._failure is not None:
+            raise GroupClosedError(
+                f"{self._hosts.who.capitalize()} cannot average gradients any more.",
+                seen=f"an earlier pass ended in an error: {str(self._failure).splitlines()[0]}",
+                hint="end this process, and start all ranks again from a checkpoint",
+            ) from self._failure
+
+
+def bucket_in_words(plan: Plan) -> Callable[[int], str]:
+    """What an error says of a bucket: its number, size and parameters."""
+
+    def where(number: int) -> str:
+        bucket = plan.buckets[number]
+        names = shorten([plan.parameters[index].name for index in bucket.parameters])
+        dtype = plan.sections[bucket.section].dtype
+        return f"bucket {number} ({bucket.nbytes / 2**20:.1f} MiB, {dtype}: {names})"
+
+    return where

@@ -1,0 +1,544 @@
+"""One rank's share of each bucket on its way to the other hosts and back; see `hosts` for the words.
+
+The one idea: whoever runs the backward sums and sends, and one thread waits, adds up and publishes. It has to
+be a thread, because a transport tells that a message has come only to who waits for it; its waits let
+Python's lock go. So messages travel while the backward goes on.
+
+Steps of a bucket, on each rank
+1. `launch`: receives are begun, the share is summed over the host's ranks piece by piece, and sent.
+2. The thread: in one round the pieces of all hosts are published as they come. In two, those of this host's
+   part are added up and sent on, the next bucket's come first if there is one, and then the parts of the
+   others are published.
+3. The thread waits for what was sent: until then its memory is not free. Then the next bucket may have it.
+
+Memory: a few buckets are under way at a time (WINDOW), each in memory of its own for what is sent and what is
+received: together about WINDOW * 2 to 3 shares of the largest bucket, whatever the size of the model.
+
+Imports numpy, the core, `errors` and its neighbours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import struct
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from paceline import _core
+from paceline.errors import CollectiveError, DeadlineError, MismatchError, PeerLostError
+from paceline.reducer.engine_waits import is_of_a_late_peer, is_of_a_lost_peer
+from paceline.reducer.hosts import (
+    HEADER_BYTES,
+    Header,
+    HostsTransport,
+    Message,
+    Route,
+    Transfer,
+    add_in_order,
+    tag_of,
+)
+from paceline.rendezvous import lifetime
+
+WINDOW = 4
+_LOOK_S = 0.05  # how often who waits for free memory looks whether the host's group is over
+_SHOWN = 300  # characters of a transport's own words
+_ABORT_PREFIX = "between hosts: "
+NOTE_TAG = (1 << 31) - 1  # above those of all buckets
+_NOTE_BYTES = 1024
+_NOTE_HEADER = struct.Struct("<II")  # length and CRC of the text
+_NOTE_WITHIN_S = 0.3  # after a connection broke; notes are sent before
+_NOTE_NAP_S = 0.005
+
+
+class FailureNotes:
+    """What a rank that fails tells its partners before its connections end: an engine tells no reason.
+
+    Each rank has a receive under way for a note of each partner from the beginning, so a note is sent at
+    once, whatever the partner does; and looks for one when it loses a connection.
+
+    Args:
+        transport: To the partners.
+    """
+
+    def __init__(self, transport: HostsTransport) -> None:
+        self._transport = transport
+        others = [host for host in range(len(transport.ranks)) if host != transport.host]
+        self._notes = {host: np.zeros(_NOTE_BYTES, np.uint8) for host in others}
+        self._transfers = [transport.receive(host, note, NOTE_TAG) for host, note in self._notes.items()]
+        self._is_told = False
+        lifetime.at_failure(self.tell)
+
+    def tell(self, error: BaseException) -> None:
+        """Send the reason, then end the connections, so that the partners wake. Does not block."""
+        if self._is_told:
+            return
+        self._is_told = True
+        text = pack_failure(error).encode()[: _NOTE_BYTES - _NOTE_HEADER.size]
+        note = np.zeros(_NOTE_BYTES, np.uint8)
+        _NOTE_HEADER.pack_into(note.data, 0, len(text), zlib.crc32(text))
+        note[_NOTE_HEADER.size :][: len(text)] = np.frombuffer(text, np.uint8)
+        with contextlib.suppress(RuntimeError):  # a connection that is broken already
+            for host in self._notes:
+                self._transfers.append(self._transport.send(host, note, NOTE_TAG))
+        self._transport.abort()
+
+    def look(self, within_s: float) -> CollectiveError | None:
+        """What a partner has told, as soon as it is there; None: nothing came in time."""
+        ends_s = time.monotonic() + within_s
+        while True:
+            for host, note in self._notes.items():
+                size, digest = _NOTE_HEADER.unpack_from(note.data)
+                text = note[_NOTE_HEADER.size :][:size].tobytes()
+                if size and zlib.crc32(text) == digest:  # all of it has come
+                    told = f"told by {self._transport.name(host)}"
+                    return unpack_failure(PeerLostError("", seen=text.decode(errors="replace")), told)
+            if time.monotonic() > ends_s:
+                return None
+            time.sleep(_NOTE_NAP_S)
+
+
+class _Flight:
+    """A bucket under way.
+
+    Attributes:
+        own: What this rank has summed, by part and piece.
+        arriving: What comes in the first round, by host and piece.
+        later: What comes in the second round.
+        added: Sums over all hosts, of this host's part.
+        sends: Of messages whose memory is not free yet, with the host that they go to.
+    """
+
+    def __init__(self, number: int, bucket: int, route: Route, memory: Message, num_hosts: int) -> None:
+        self.number, self.bucket, self.route = number, bucket, route
+        self.own: list[list[Message]] = [[] for _ in route.parts]
+        self.arriving: list[list[tuple[Message, Transfer]]] = [[] for _ in range(num_hosts)]
+        self.later: list[list[tuple[Message, Transfer]]] = [[] for _ in range(num_hosts)]
+        self.added: list[Message] = []
+        self.sends: list[tuple[int, Transfer]] = []
+        self.weights = [0.0] * num_hosts
+        self.has_report = False
+        self.memory = memory
+        self._used = 0
+
+    def take(self, nbytes: int) -> Message:
+        """Memory for a message, at a multiple of a cache line."""
+        begin = self._used
+        self._used += _aligned(nbytes)
+        return self.memory[begin : begin + nbytes]
+
+
+class HostExchange:
+    """Exchanges one rank's shares with its partners. See the head of this file.
+
+    Args:
+        core: The part of this host.
+        group: The memory of this host, whose other ranks are told of a failure.
+        transport: To the partners.
+        notes: By which partners tell each other of failures.
+        routes: Of this rank's share of each bucket.
+        itemsizes: Bytes of an element of the sums of each bucket.
+        report_bytes: Of what travels beside the last bucket.
+        generation: Number of the plan.
+        who: This rank in words: "rank 1 of 4".
+        where: A bucket in words, by number.
+        timeout_s: Most seconds to wait for one message.
+        on_overflow: Called by the thread with (bucket, elements) whose mean is not finite.
+
+    Attributes:
+        failure: What has ended the exchange; None: it goes on.
+    """
+
+    def __init__(
+        self,
+        core: _core.HostSums,
+        group: _core.HostGroup,
+        transport: HostsTransport,
+        notes: FailureNotes,
+        *,
+        routes: Sequence[Route],
+        itemsizes: Sequence[int],
+        report_bytes: int,
+        generation: int,
+        who: str,
+        where: Callable[[int], str],
+        timeout_s: float,
+        on_overflow: Callable[[int, range], None],
+    ) -> None:
+        self.failure: BaseException | None = None
+        self._core, self._group, self._transport, self._notes = core, group, transport, notes
+        self._routes, self._itemsizes = routes, itemsizes
+        self._report_bytes = report_bytes
+        self._generation = generation
+        self._who, self._where = who, where
+        self._timeout_s = timeout_s
+        self._on_overflow = on_overflow
+        self._host, self._num_hosts = transport.host, len(transport.ranks)
+        self._others = [host for host in range(self._num_hosts) if host != self._host]
+        nbytes = max(self._bytes_of(bucket) for bucket in range(len(routes)))
+        self._free = [np.empty(nbytes, np.uint8) for _ in range(min(WINDOW, len(routes)))]
+        self._is_free = threading.Condition()
+        self._flights: queue.SimpleQueue[_Flight | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="paceline-hosts", daemon=True)
+        self._thread.start()
+
+    # --- the thread that runs the backward ---
+
+    def launch(
+        self,
+        number: int,
+        bucket: int,
+        note_nonfinite: Callable[[int, range], None],
+        make_report: Callable[[], bytes] | None = None,
+        *,
+        blocks: bool,
+    ) -> bool:
+        """Sum this rank's share of a bucket that all ranks of the host have posted, and begin to exchange it.
+
+        Args:
+            number: Of the pass, from 1.
+            bucket: In the plan's order.
+            note_nonfinite: Called with (bucket, elements) if a gradient there is not finite.
+            make_report: What travels beside the last bucket, called once its share is summed.
+            blocks: Wait until there is memory for it, at most until the deadline.
+
+        Returns:
+            Whether it was launched: False where there is no memory now.
+
+        Raises:
+            CollectiveError: The exchange has failed, or there was no memory in time.
+        """
+        memory = self._take_memory(blocks=blocks)
+        if memory is None:
+            return False
+        route = self._routes[bucket]
+        flight = _Flight(number, bucket, route, memory, self._num_hosts)
+        flight.has_report = make_report is not None
+        self._begin_receives(flight)
+        self._send_sums(flight, note_nonfinite, make_report)
+        self._flights.put(flight)
+        return True
+
+    def check(self) -> None:
+        """Raise what has ended the exchange, if anything has."""
+        if self.failure is not None:
+            raise self.failure
+
+    def give_up(self, error: BaseException) -> None:
+        """This rank has failed: tell all others, and end all transfers. Does not block."""
+        if self.failure is None:
+            self.failure = error
+        self._group.abort(pack_failure(error))
+        self._notes.tell(error)
+        self.stop()
+
+    def stop(self) -> None:
+        """End the thread, once it has nothing more to do. Does not block."""
+        self._flights.put(None)
+
+    def join(self) -> None:
+        """Wait until the thread has ended, and the memory of this host is not written any more."""
+        self.stop()
+        self._thread.join(self._timeout_s)
+
+    def _take_memory(self, *, blocks: bool) -> Message | None:
+        with self._is_free:
+            self.check()
+            if not self._free and not blocks:
+                return None
+            ends_s = time.monotonic() + self._timeout_s + 1.0  # the thread's own deadline comes first
+            while not self._free:
+                self._is_free.wait(_LOOK_S)
+                self.check()
+                self._group.check_usable()  # a rank of this host may have died meanwhile
+                if time.monotonic() > ends_s:
+                    raise self._late(0, "send earlier buckets on")
+            return self._free.pop()
+
+    def _begin_receives(self, flight: _Flight) -> None:
+        """First, so that nothing that comes has to wait for its memory."""
+        route = flight.route
+        for other in self._others:
+            mine = route.part_of(self._host)
+            for piece, elements in enumerate(mine):
+                has_report = flight.has_report and piece == len(mine) - 1
+                flight.arriving[other].append(self._receive(flight, other, 0, piece, elements, has_report))
+            if not route.is_one_round:
+                theirs = enumerate(route.parts[other])
+                flight.later[other] = [self._receive(flight, other, 1, *each, False) for each in theirs]
+
+    def _receive(
+        self, flight: _Flight, host: int, phase: int, piece: int, elements: range, has_report: bool
+    ) -> tuple[Message, Transfer]:
+        message = flight.take(self._message_bytes(flight.bucket, elements, has_report))
+        return message, self._begin(self._transport.receive, flight, host, phase, piece, message)
+
+    def _send_sums(
+        self,
+        flight: _Flight,
+        note_nonfinite: Callable[[int, range], None],
+        make_report: Callable[[], bytes] | None,
+    ) -> None:
+        bucket, core = flight.bucket, self._core
+        flight.weights[self._host] = core.total_weight
+        waiting: list[tuple[int, int]] = []  # parts and pieces that a report is put behind
+        for part, pieces in enumerate(flight.route.parts):
+            for piece, elements in enumerate(pieces):
+                has_report = make_report is not None and piece == len(pieces) - 1
+                message = flight.take(self._message_bytes(bucket, elements, has_report))
+                flight.own[part].append(message)
+                if elements and not core.sum(bucket, elements.start, len(elements), _payload(message)):
+                    note_nonfinite(bucket, elements)
+                if has_report:
+                    waiting.append((part, piece))
+                else:
+                    self._send(flight, part, 0, piece, message)
+        if make_report is not None:
+            report = np.frombuffer(make_report(), np.uint8)
+            for part, piece in waiting:
+                message = flight.own[part][piece]
+                message[-self._report_bytes :] = report
+                self._send(flight, part, 0, piece, message)
+
+    def _send(self, flight: _Flight, part: int, phase: int, piece: int, message: Message) -> None:
+        """To the owner of a part; to everybody, if there is one round or they are the sums of all."""
+        self._header(flight, phase, self._host, piece, len(message)).write(message)
+        to_all = phase or flight.route.is_one_round
+        for host in self._others if to_all else [part]:
+            if host != self._host:
+                send = self._begin(self._transport.send, flight, host, phase, piece, message)
+                flight.sends.append((host, send))
+
+    def _begin(
+        self,
+        start: Callable[[int, Message, int], Transfer],
+        flight: _Flight,
+        host: int,
+        phase: int,
+        piece: int,
+        message: Message,
+    ) -> Transfer:
+        try:
+            return start(host, message, tag_of(flight.bucket, phase, piece))
+        except RuntimeError as error:  # the connection has broken before
+            raise self._lost(error, host, flight.bucket) from error
+
+    def _header(self, flight: _Flight, phase: int, host: int, piece: int, nbytes: int) -> Header:
+        weight = flight.weights[self._host]
+        rest = nbytes - HEADER_BYTES
+        return Header(self._generation, flight.number, flight.bucket, phase, host, piece, weight, rest)
+
+    # --- the thread that waits ---
+
+    def _run(self) -> None:
+        halfway: deque[_Flight] = deque()
+        try:
+            while (flight := self._next(halfway)) is not None:
+                if flight in halfway:
+                    halfway.remove(flight)
+                    self._second_round(flight)
+                else:
+                    self._first_round(flight)
+                    if not flight.route.is_one_round:
+                        halfway.append(flight)
+                        continue
+                self._core.count_share()
+                for host, send in flight.sends:
+                    self._wait(send, host, flight.bucket)
+                self._give_back(flight)
+        except BaseException as error:
+            self._fail(error)
+
+    def _next(self, halfway: deque[_Flight]) -> _Flight | None:
+        """What was launched last comes before the second round of what came before it."""
+        try:
+            flight = self._flights.get(block=not halfway)
+        except queue.Empty:
+            return halfway[0]
+        return flight
+
+    def _first_round(self, flight: _Flight) -> None:
+        bucket, host, mine = flight.bucket, self._host, flight.route.part_of(self._host)
+        own = flight.own[0 if flight.route.is_one_round else host]
+        total = 0.0
+        for piece, elements in enumerate(mine):
+            sums = []
+            for other in range(self._num_hosts):
+                if other == host:
+                    sums.append(_payload(own[piece]))
+                    continue
+                message, transfer = flight.arriving[other][piece]
+                header = self._arrived(flight, other, 0, piece, message, transfer)
+                if piece == 0:
+                    flight.weights[other] = header.weight
+                elif header.weight != flight.weights[other]:
+                    raise self._mismatch(other, header, f"weight {flight.weights[other]}")
+                if flight.has_report and piece == len(mine) - 1:
+                    report = message[-self._report_bytes :].tobytes()
+                    self._core.write_slot(self._transport.ranks[other], report)
+                sums.append(_payload(message))
+            if piece == 0:
+                total = add_in_order(flight.weights)
+            if flight.route.is_one_round:
+                self._publish(bucket, elements, sums, total)
+            else:
+                added = flight.take(self._message_bytes(bucket, elements, False))
+                self._core.add_sums(bucket, sums, len(elements), _payload(added))
+                flight.added.append(added)
+                self._send(flight, host, 1, piece, added)
+
+    def _second_round(self, flight: _Flight) -> None:
+        total = add_in_order(flight.weights)
+        for piece, elements in enumerate(flight.route.parts[self._host]):
+            self._publish(flight.bucket, elements, [_payload(flight.added[piece])], total)
+        for other in self._others:
+            for piece, elements in enumerate(flight.route.parts[other]):
+                message, transfer = flight.later[other][piece]
+                self._arrived(flight, other, 1, piece, message, transfer)
+                self._publish(flight.bucket, elements, [_payload(message)], total)
+
+    def _arrived(
+        self, flight: _Flight, host: int, phase: int, piece: int, message: Message, transfer: Transfer
+    ) -> Header:
+        """Wait for a message, and see that it is the right one."""
+        self._wait(transfer, host, flight.bucket)
+        expected = self._header(flight, phase, host, piece, len(message))
+        header = Header.read(message)
+        if header is None or not header.is_as_expected(expected):
+            raise self._mismatch(host, header, str(expected))
+        return header
+
+    def _wait(self, transfer: Transfer, host: int, bucket: int) -> None:
+        try:
+            transfer.wait(self._timeout_s)
+        except RuntimeError as error:
+            raise self._lost(error, host, bucket) from error
+
+    def _publish(self, bucket: int, elements: range, sums: list[int], total: float) -> None:
+        if elements and not self._core.publish(bucket, elements.start, len(elements), sums, total):
+            self._on_overflow(bucket, elements)
+
+    def _give_back(self, flight: _Flight) -> None:
+        with self._is_free:
+            self._free.append(flight.memory)
+            self._is_free.notify()
+
+    # --- failures ---
+
+    def _fail(self, error: BaseException) -> None:
+        """Tell this rank's own backward, and the other ranks of the host."""
+        with self._is_free:
+            if self.failure is not None:  # a consequence
+                return
+            self.failure = error
+            self._is_free.notify_all()
+        self._group.abort(pack_failure(error))
+        self._notes.tell(error)
+
+    def _lost(self, error: RuntimeError, host: int, bucket: int) -> CollectiveError:
+        text, partner = str(error)[:_SHOWN], self._transport.name(host)
+        if is_of_a_late_peer(text):
+            return self._late(host, "average gradients", bucket, text)
+        if (told := self._notes.look(_NOTE_WITHIN_S)) is not None:
+            return told
+        is_lost = is_of_a_lost_peer(text)
+        return (PeerLostError if is_lost else CollectiveError)(
+            f"{self._who.capitalize()} lost {partner}."
+            if is_lost
+            else f"{self._who.capitalize()} could not exchange gradients with {partner}.",
+            where=self._where(bucket),
+            seen=text,
+            likely="it died or raised, or the network between the hosts broke" if is_lost else "",
+            hint="look at that rank's own output, which tells the reason",
+            lost=(self._transport.ranks[host],) if is_lost else (),
+        )
+
+    def _late(self, host: int, doing: str, bucket: int = 0, text: str = "") -> DeadlineError:
+        return DeadlineError(
+            f"{self._who.capitalize()} gave up waiting for {self._transport.name(host)} to {doing} after "
+            f"{self._timeout_s:.1f} s.",
+            where=self._where(bucket),
+            seen=text,
+            likely="that rank skipped this backward, is stuck in its data loader, was stopped, or its host "
+            "cannot be reached any more",
+            hint="look at that rank's own output; `timeout_s` gives it longer",
+            late=(self._transport.ranks[host],),
+        )
+
+    def _mismatch(self, host: int, header: Header | None, expected: str) -> MismatchError:
+        return MismatchError(
+            f"{self._who.capitalize()} got another message from {self._transport.name(host)} than it waits "
+            "for.",
+            expected=expected,
+            got="no header of a message" if header is None else f"{header}, weight {header.weight}",
+            likely="the ranks of these hosts are not in the same pass of the same model",
+            hint="run the same backwards in the same order on every rank; nothing was averaged",
+        )
+
+    # --- sizes ---
+
+    def _message_bytes(self, bucket: int, elements: range, has_report: bool) -> int:
+        report = self._report_bytes if has_report else 0
+        return HEADER_BYTES + len(elements) * self._itemsizes[bucket] + report
+
+    def _bytes_of(self, bucket: int) -> int:
+        """All messages of a bucket, with a report behind each that may have one."""
+        route = self._routes[bucket]
+
+        def size(pieces: Sequence[range]) -> int:
+            return sum(_aligned(self._message_bytes(bucket, piece, True)) for piece in pieces)
+
+        mine, everything = size(route.part_of(self._host)), sum(map(size, route.parts))
+        if route.is_one_round:
+            return everything + len(self._others) * mine
+        return 2 * everything + len(self._others) * mine  # the second round's, of all parts
+
+
+def pack_failure(error: BaseException) -> str:
+    """What the other ranks of a host are told of a failure between hosts; see `unpack_failure`."""
+    kind = type(error).__name__
+    if isinstance(error, CollectiveError):
+        rows = {row: getattr(error, row) for row in ("where", "seen", "likely") if getattr(error, row)}
+        facts: dict[str, Any] = {"kind": kind, "summary": error.summary, **rows, "fields": error.fields}
+    else:
+        facts = {"kind": kind, "summary": f"{kind}: {error}", "fields": {}}
+    return _ABORT_PREFIX + json.dumps(facts)
+
+
+def unpack_failure(told: CollectiveError, by: str = "") -> CollectiveError:
+    """The failure that another rank has met, of this host or, where `by` tells, of another; else as it is."""
+    text = told.seen
+    if not text.startswith(_ABORT_PREFIX):
+        return told
+    try:
+        facts = json.loads(text[len(_ABORT_PREFIX) :])
+    except ValueError:  # longer than what a rank can tell
+        return told
+    kinds = {kind.__name__: kind for kind in (PeerLostError, DeadlineError, MismatchError)}
+    fields: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in facts["fields"].items()
+    }
+    return kinds.get(facts["kind"], CollectiveError)(
+        facts["summary"],
+        where=facts.get("where", ""),
+        seen="\n".join(filter(None, [facts.get("seen", ""), by])),
+        likely=facts.get("likely", ""),
+        hint="that rank's traceback says more; this rank only reports it",
+        **fields,
+    )
+
+
+def _payload(message: Message) -> int:
+    """Its address."""
+    return int(message.ctypes.data) + HEADER_BYTES
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // HEADER_BYTES) * HEADER_BYTES

@@ -1,0 +1,229 @@
+"""Between hosts: who sends which part of a bucket to whom, what each message says, and what carries it.
+
+Words
+  share    the part of each bucket that one rank of a host sums and exchanges with its *partners*, the ranks
+           of the same place on the other hosts
+  part     of a share, what one host sums for all, where there are more than two hosts
+  piece    of a share or a part, what one message holds
+  round    one step of an exchange; every host sends to every other in each
+
+Routes of a share of S bytes between H hosts
+  one round   for two hosts, and for small shares: everybody's whole share to everybody. (H - 1) * S sent,
+              one latency.
+  two rounds  otherwise: each part to its owner, who adds the sums up, then the sum to everybody.
+              2 * (H - 1) / H * S sent, the least that there is, and two latencies.
+Both add up in the same order, so both give the same bits.
+
+Every message begins with a header. Whoever gets one that is not what it waits for raises; a wrong pairing is
+never a wrong mean. Messages pair by tags, so buckets need no order.
+
+Imports numpy and the standard library.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
+
+import numpy as np
+
+Message = np.ndarray[Any, np.dtype[np.uint8]]
+"""The bytes of one message: header, payload, and a report behind it or none."""
+
+HEADER_BYTES = 64
+"""A cache line, so that the payload behind it is aligned."""
+PIECE_BYTES = 512 << 10
+"""Most of one message. One connection of Gloo moves one large message after the other, not both ways at once:
+12 MB each way in one message use half of a link, in pieces of 1 MB and less nearly all of it."""
+ONE_ROUND_BYTES = 64 << 10
+"""Shares below this take one round: there the latency costs more than the bytes."""
+BUCKET_BYTES = 4 << 20
+"""Most of a bucket between hosts: while one is exchanged the next is computed, and the last has nothing
+behind which it could hide."""
+_BLOCK_ELEMENTS = 16
+_PIECES_PER_TAG = 1 << 12
+_MAGIC = b"plh1"
+_HEADER = struct.Struct("<4sHHIIIQdQ")
+
+
+class Transfer(Protocol):
+    """A message on its way. Its memory must stay as it is until `wait` has returned."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Block until the message has been sent, or has come.
+
+        Raises:
+            RuntimeError: It was not in time, or the connection broke. The transport is over.
+        """
+        ...
+
+
+class HostsTransport(Protocol):
+    """One rank's connections to its partners.
+
+    Attributes:
+        host: Number of this rank's host, in the order of the hosts' lowest ranks.
+        ranks: The partner on each host, and this rank itself.
+    """
+
+    host: int
+    ranks: Sequence[int]
+
+    def send(self, host: int, message: Message, tag: int) -> Transfer:
+        """Begin to send to the partner on a host. The message must not change before its `wait` returns."""
+        ...
+
+    def receive(self, host: int, message: Message, tag: int) -> Transfer:
+        """Begin to receive, from the partner on a host, the message of this tag and size.
+
+        Example:
+            Host 0 calls send(1, message, 7), host 1 receive(0, buffer, 7); both wait; then the buffer of
+            host 1 holds the message.
+        """
+        ...
+
+    def name(self, host: int) -> str:
+        """The partner in words: "rank 2 (host 1, node7)"."""
+        ...
+
+    def abort(self) -> None:
+        """Wake whoever waits; nothing can be sent any more. Not collective."""
+        ...
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a message is.
+
+    Attributes:
+        generation: Of the reducer, among those that its ranks have made for one model.
+        number: Of the pass.
+        bucket: In the plan.
+        round: 0, or 1 for sums that their owner sends.
+        host: That sends.
+        piece: Of what it sends in this round.
+        weight: Of the sender's host: the sum over its ranks.
+        nbytes: Behind the header.
+    """
+
+    generation: int
+    number: int
+    bucket: int
+    round: int
+    host: int
+    piece: int
+    weight: float
+    nbytes: int
+
+    def write(self, message: Message) -> None:
+        fields = (self.round, self.host, self.generation, self.bucket, self.piece)
+        _HEADER.pack_into(message.data, 0, _MAGIC, *fields, self.number, self.weight, self.nbytes)
+
+    @classmethod
+    def read(cls, message: Message) -> Header | None:
+        """None: it is no header."""
+        magic, phase, host, generation, bucket, piece, *rest = _HEADER.unpack_from(message.data)
+        number, weight, nbytes = rest
+        return (
+            cls(generation, number, bucket, phase, host, piece, weight, nbytes) if magic == _MAGIC else None
+        )
+
+    def is_as_expected(self, expected: Header) -> bool:
+        """Whether it is the message that is waited for; its weight nobody knows before."""
+        return self._identity() == expected._identity()
+
+    def _identity(self) -> tuple[int, ...]:
+        return (
+            self.generation,
+            self.number,
+            self.bucket,
+            self.round,
+            self.host,
+            self.piece,
+            self.nbytes,
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"pass {self.number}, bucket {self.bucket}, round {self.round}, piece {self.piece} of host "
+            f"{self.host} ({self.nbytes} bytes), plan {self.generation}"
+        )
+
+
+def tag_of(bucket: int, phase: int, piece: int) -> int:
+    """By which a message finds its receive, between two partners."""
+    return (bucket * 2 + phase) * _PIECES_PER_TAG + piece
+
+
+@dataclass(frozen=True)
+class Route:
+    """How one rank's share of a bucket travels. Elements count from the beginning of the bucket.
+
+    Attributes:
+        share: The elements.
+        parts: In one round: one, the whole share. Else that of each host. Each in pieces.
+    """
+
+    share: range
+    parts: tuple[tuple[range, ...], ...]
+
+    @property
+    def is_one_round(self) -> bool:
+        return len(self.parts) == 1
+
+    def part_of(self, host: int) -> tuple[range, ...]:
+        """Pieces whose sums of all hosts a host adds up."""
+        return self.parts[0 if self.is_one_round else host]
+
+
+def plan_route(
+    count: int, itemsize: int, place: int, num_ranks: int, num_hosts: int, piece_bytes: int = PIECE_BYTES
+) -> Route:
+    """The route of one rank's share; a pure function, the same for all its partners.
+
+    Args:
+        count: Elements of the bucket.
+        itemsize: Bytes of an element of a sum.
+        place: Of the rank in its host.
+        num_ranks: Of the host, and of each other.
+        num_hosts: At least 2.
+        piece_bytes: Most of one message.
+
+    Example:
+        >>> plan_route(64, 4, 1, 2, 2)
+        Route(share=range(32, 64), parts=((range(32, 64),),))
+    """
+    share = _cut_evenly(range(count), num_ranks)[place]
+    is_one_round = num_hosts == 2 or len(share) * itemsize < ONE_ROUND_BYTES
+    parts = [share] if is_one_round else _cut_evenly(share, num_hosts)
+    most = max(_BLOCK_ELEMENTS, piece_bytes // itemsize // _BLOCK_ELEMENTS * _BLOCK_ELEMENTS)
+    return Route(share, tuple(_pieces(part, most) for part in parts))
+
+
+def add_in_order(numbers: Sequence[float]) -> float:
+    """The sum, in the order in which the core sums over ranks: neighbours first, an odd one carried up.
+
+    Example:
+        >>> add_in_order([1.0, 2.0, 4.0])
+        7.0
+    """
+    level = list(numbers)
+    while len(level) > 1:
+        pairs = [level[i] + level[i + 1] for i in range(0, len(level) - 1, 2)]
+        level = pairs + level[len(level) - len(level) % 2 :]
+    return level[0]
+
+
+def _cut_evenly(whole: range, count: int) -> list[range]:
+    """Neighbouring ranges whose sizes differ by one block at most; only the last may end within a block."""
+    blocks = -(-len(whole) // _BLOCK_ELEMENTS)
+    cuts = [min(len(whole), blocks * i // count * _BLOCK_ELEMENTS) for i in range(count + 1)]
+    return [whole[begin:end] for begin, end in pairwise(cuts)]
+
+
+def _pieces(part: range, most: int) -> tuple[range, ...]:
+    """At least one, because a message says more than it carries."""
+    return tuple(part[begin : begin + most] for begin in range(0, max(1, len(part)), most))

@@ -1,0 +1,137 @@
+"""What each rank tells of its pass at its end, and what follows from all of it: the same on every rank.
+
+The one idea: a rank's report is a few bytes, and the verdict on the pass is a function of everybody's.
+Whoever moves the bytes, a process group or the messages between hosts, asks here what they mean.
+
+Imports the standard library, `protocol` and nothing else.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.reducer.protocol import Outcome, PassStatus
+
+_REPORT = struct.Struct("<dIIIIII?")
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank says of its pass.
+
+    Attributes:
+        weight: Of its gradients.
+        identity: Of the reducer; ranks with another one are in a pass of another model.
+        word: PassStatus.pack().
+        unused: How many parameters it left without a gradient.
+        nonfinite: How many gradients it has found that hold an infinity or a NaN.
+        overflowed: Of how many parameters it has found a sum that does.
+        note: See `Reducer.set_note`.
+        refuses_unused: Whether it left any and did not allow it.
+    """
+
+    weight: float
+    identity: int
+    word: int
+    unused: int
+    nonfinite: int
+    overflowed: int
+    note: int
+    refuses_unused: bool
+
+    NBYTES = _REPORT.size
+
+    def pack(self) -> bytes:
+        counts = (self.word, self.unused, self.nonfinite, self.overflowed)
+        return _REPORT.pack(self.weight, self.identity, *counts, self.note, self.refuses_unused)
+
+    @classmethod
+    def unpack(cls, payload: bytes) -> RankReport:
+        return cls(*_REPORT.unpack(payload[: cls.NBYTES]))
+
+    @property
+    def status(self) -> PassStatus:
+        return PassStatus.unpack(self.word)
+
+
+def judge(
+    reports: Sequence[RankReport],
+    unused: Sequence[Sequence[int]],
+    *,
+    allow_nobodys: bool,
+    nonfinite: bool,
+    overflowed: bool,
+) -> tuple[Outcome, bool]:
+    """The outcome of a pass, and whether it is void.
+
+    Args:
+        reports: Of the ranks.
+        unused: Parameters that each rank left without a gradient.
+        allow_nobodys: See `Reducer.finish`.
+        nonfinite: Whether some rank's gradient was not finite.
+        overflowed: Whether a sum of finite ones was not.
+    """
+    outcome = _outcome(reports)
+    if nonfinite:
+        outcome |= Outcome.NONFINITE
+    if overflowed:
+        outcome |= Outcome.OVERFLOWED
+    # Not by what this rank allows: one without data has nothing to allow.
+    is_refused = any(report.refuses_unused for report in reports)
+    if is_refused and allow_nobodys and _is_unused_alike(reports, unused):
+        outcome ^= Outcome.UNUSED | Outcome.NOBODYS
+        is_refused = False
+    return outcome, Outcome.SKIPPED in outcome or is_refused
+
+
+def unused_by_all(reports: Sequence[RankReport], unused: Sequence[Sequence[int]], count: int) -> list[int]:
+    """Of so many parameters, those that no rank with data has marked; none before the first pass."""
+    everything = range(count if reports else 0)
+    return sorted(set(everything).intersection(*_with_data(reports, unused)))
+
+
+def pack_bits(indices: Sequence[int], count: int) -> bytes:
+    """A set of numbers below `count`, one bit each.
+
+    Example:
+        >>> unpack_bits(pack_bits([0, 9], 10))
+        [0, 9]
+    """
+    bits = bytearray(-(-count // 8))
+    for index in indices:
+        bits[index // 8] |= 1 << (index % 8)
+    return bytes(bits)
+
+
+def unpack_bits(bits: bytes) -> list[int]:
+    """What `pack_bits` has packed."""
+    return [8 * place + bit for place, byte in enumerate(bits) if byte for bit in range(8) if byte >> bit & 1]
+
+
+def _outcome(reports: Sequence[RankReport]) -> Outcome:
+    outcome = Outcome.GOOD
+    told = [PassStatus.unpack(word) for word in {report.word for report in reports}]
+    active = [status for status in told if not status.finished]
+    if len(active) < len(told):
+        outcome |= Outcome.FINISHED
+    if len(active) > 1 or any(status.interrupted for status in active):
+        outcome |= Outcome.SKIPPED
+    if not all(status.is_plain for status in active):
+        outcome |= Outcome.TOLD
+    if any(report.unused for report in reports):
+        outcome |= Outcome.UNUSED
+    if len({report.note for report in reports} - {0}) > 1:
+        outcome |= Outcome.NOTES_DIFFER
+    return outcome
+
+
+def _with_data(reports: Sequence[RankReport], unused: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+    """Parameters that are unused, for each rank that has data."""
+    return [row for row, report in zip(unused, reports) if not report.status.finished]
+
+
+def _is_unused_alike(reports: Sequence[RankReport], unused: Sequence[Sequence[int]]) -> bool:
+    """Whether all ranks with data have left the same parameters unused."""
+    return len(set(map(tuple, _with_data(reports, unused)))) <= 1

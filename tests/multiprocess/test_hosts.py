@@ -1,0 +1,355 @@
+"""Gradients over several hosts: sums in the memory of each, then between them.
+
+Ranks are on several hosts where each says so: `_host_hint` tells who could share memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import signal
+import sys
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from numpy.testing import assert_allclose
+from torch import nn
+
+from paceline.errors import (
+    CollectiveError,
+    DeadlineError,
+    GroupClosedError,
+    MismatchError,
+    NonFiniteGradientError,
+    PeerLostError,
+    SkippedPassError,
+    UnusedParameterError,
+)
+from paceline.reducer.hosts import Header, plan_route
+from paceline.rendezvous import host
+from paceline.torch import DistributedDataParallel
+from tests.harness import ranks, run_ranks
+
+BLOCKS = "block"
+ROUND_ROBIN = "round robin"
+ALONE = "alone"
+"""Ranks of two per host, one after another or in turn; and one rank per host."""
+
+
+def place(rank: int, layout: str = BLOCKS, num_hosts: int = 2) -> None:
+    """Say that this rank is on one of several hosts."""
+    world_size = int(os.environ["WORLD_SIZE"])
+    number = {BLOCKS: rank * num_hosts // world_size, ROUND_ROBIN: rank % num_hosts, ALONE: rank}[layout]
+    host._host_hint = lambda: (f"host {number}", host._Obstacle())
+
+
+def network(width: int = 40, depth: int = 3) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth)]
+    return nn.Sequential(*layers, nn.Linear(width, 1))
+
+
+def rows(step: int, world_size: int, width: int = 40) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 + step)
+    return torch.randn(4 * world_size, width, generator=generator)
+
+
+def backward(model: nn.Module, step: int, rank: int, world_size: int, width: int = 40) -> None:
+    model.zero_grad()
+    model(rows(step, world_size, width)[rank::world_size]).square().mean().backward()
+
+
+def in_one_process(step: int, world_size: int, weights: list[float] | None = None) -> list[np.ndarray]:
+    """Gradients of the whole batch, or of its weighted mean over the ranks, in float64."""
+    net = network().double()
+    x = rows(step, world_size).double()
+    weights = weights or [1.0] * world_size
+    losses = [w * net(x[rank::world_size]).square().mean() for rank, w in enumerate(weights)]
+    (sum(losses) / sum(weights)).backward()
+    return [parameter.grad.numpy() for parameter in net.parameters()]
+
+
+def digest(net: nn.Module) -> str:
+    grads = [p.grad.view(torch.uint8) for p in net.parameters()]
+    return hashlib.sha256(b"".join(grad.numpy().tobytes() for grad in grads)).hexdigest()
+
+
+@pytest.mark.parametrize("in_arena", [False, True])
+@pytest.mark.parametrize(
+    "world_size, layout, num_hosts", [(4, BLOCKS, 2), (4, ROUND_ROBIN, 2), (2, ALONE, 2), (3, ALONE, 3)]
+)
+@ranks("world_size", group="gloo")
+def test_means_are_those_of_the_whole_batch(rank, world_size, layout, num_hosts, in_arena):
+    place(rank, layout, num_hosts)
+    net = network()
+    wrapped = DistributedDataParallel(net, bucket_cap_mb=0.01, gradient_as_bucket_view=in_arena)
+    assert wrapped.gradient_path == "hosts"
+    for step in range(4):
+        backward(wrapped, step, rank, world_size)
+        for parameter, expected in zip(net.parameters(), in_one_process(step, world_size), strict=True):
+            assert_allclose(parameter.grad, expected, rtol=1e-4, atol=1e-6)
+    norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in net.parameters()))
+    assert math.isclose(float(wrapped.clip_grad_norm_(math.inf)), norm, rel_tol=1e-6)
+
+
+@pytest.mark.parametrize("num_hosts", [2, 3])
+@ranks(6, group="gloo")
+def test_weighted_means(rank, num_hosts):
+    place(rank, BLOCKS, num_hosts)
+    net = network()
+    wrapped = DistributedDataParallel(net)
+    weights = [1.0, 2.5, 0.0, 7.0, 1e-3, 3.0]
+    for step in range(2):
+        net.zero_grad()
+        with wrapped.weight(weights[rank]):
+            wrapped(rows(step, 6)[rank::6]).square().mean().backward()
+        for parameter, expected in zip(net.parameters(), in_one_process(step, 6, weights), strict=True):
+            assert_allclose(parameter.grad, expected, rtol=1e-4, atol=1e-6)
+
+
+def train_some(
+    rank: int, layout: str | None, num_hosts: int, dtype: str, bucket_cap_mb: float = 0.02
+) -> list[str]:
+    """Digests of the gradients of some passes. `layout` None: all ranks share one host."""
+    if layout is not None:
+        place(rank, layout, num_hosts)
+    world_size = int(os.environ["WORLD_SIZE"])
+    net = network().to(getattr(torch, dtype))
+    wrapped = DistributedDataParallel(net, bucket_cap_mb=bucket_cap_mb)
+    assert wrapped.gradient_path == ("memory" if layout is None else "hosts")
+    found = []
+    for step in range(3):
+        net.zero_grad()
+        x = rows(step, world_size)[rank::world_size].to(getattr(torch, dtype))
+        (wrapped(x).square().mean() * (rank + 0.3)).backward()
+        found.append(digest(net))
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+def test_two_hosts_of_two_ranks_give_the_bits_of_one_host(dtype):
+    options = {"num_hosts": 2, "dtype": dtype}
+    one = run_ranks(train_some, 4, {**options, "layout": None}, group="gloo")
+    two = run_ranks(train_some, 4, {**options, "layout": BLOCKS}, group="gloo")
+    assert len(set(map(tuple, one + two))) == 1
+
+
+def test_four_hosts_of_one_rank_give_the_bits_of_one_host():
+    options = {"num_hosts": 4, "dtype": "float32"}
+    one = run_ranks(train_some, 4, {**options, "layout": None}, group="gloo")
+    four = run_ranks(train_some, 4, {**options, "layout": ALONE}, group="gloo")
+    assert len(set(map(tuple, one + four))) == 1
+
+
+def test_a_layout_gives_the_same_bits_on_all_ranks_in_all_runs_and_bucket_sizes():
+    options = {"layout": ROUND_ROBIN, "num_hosts": 2, "dtype": "float32"}
+    first = run_ranks(train_some, 4, options, group="gloo")
+    again = run_ranks(train_some, 4, {**options, "bucket_cap_mb": 25.0}, group="gloo")
+    assert len(set(map(tuple, first + again))) == 1
+
+
+@ranks(3, group="gloo")
+def test_large_shares_go_to_their_owners_and_back(rank):
+    """Three hosts, shares above what goes in one round, several pieces in each message's place."""
+    place(rank, ALONE, 3)
+    torch.manual_seed(0)
+    net = nn.Linear(1200, 900, bias=False)  # 4.3 MB: two buckets
+    wrapped = DistributedDataParallel(net)
+    nbytes = wrapped.bucket_layout()[0].nbytes
+    route = plan_route(nbytes // 4, 4, 0, 1, 3)
+    assert not route.is_one_round and len(route.part_of(0)) > 1
+    for step in range(3):
+        net.zero_grad()
+        x = torch.full((1, 1200), float(step + 1))
+        (wrapped(x).sum() * (rank + 1)).backward()
+        assert_allclose(net.weight.grad, np.full((900, 1200), 2.0 * (step + 1)), rtol=1e-6)
+
+
+@ranks(2, group="gloo")
+def test_more_buckets_than_are_under_way_at_a_time(rank):
+    place(rank, ALONE)
+    net = network(64, 12)
+    wrapped = DistributedDataParallel(net, bucket_cap_mb=0.004)
+    assert len(wrapped.bucket_layout()) > 12
+    for step in range(3):
+        backward(wrapped, step, rank, 2, 64)
+        expected = [p.grad.clone() for p in net.parameters()]
+        both = [torch.stack([e, e]) for e in expected]
+        for mine, pair in zip(expected, both):
+            torch.distributed.broadcast(pair, 0)
+            assert torch.equal(mine, pair[0])
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor, left: bool, right: bool = False) -> torch.Tensor:
+        out = (x * x.clone().requires_grad_()).sum() * 0
+        out = out + (self.left(x).sum() if left else 0)
+        return out + (self.right(x).sum() if right else 0)
+
+
+@ranks(4, group="gloo")
+def test_unused_parameters(rank):
+    place(rank)
+    wrapped = DistributedDataParallel(Branches())
+    with pytest.raises(UnusedParameterError) as caught:
+        wrapped(torch.ones(1, 3), left=True, right=rank != 3).backward()
+    assert caught.value.unused == {"right.weight": (3,), "right.bias": (3,)}
+    net = Branches()
+    wrapped = DistributedDataParallel(net, find_unused_parameters=True)
+    for _ in range(2):
+        net.zero_grad()
+        wrapped(torch.ones(1, 3), left=rank == 3).backward()
+        assert_allclose(net.left.bias.grad, [0.25, 0.25])
+        assert net.right.bias.grad is None
+
+
+@ranks(4, group="gloo")
+def test_a_gradient_that_is_not_finite_is_named_on_all_ranks(rank):
+    place(rank)
+    net = network()
+    wrapped = DistributedDataParallel(net, nonfinite="raise", bucket_cap_mb=0.01)
+    backward(wrapped, 0, rank, 4)
+    with pytest.raises(NonFiniteGradientError) as caught:
+        (wrapped(rows(1, 4)[rank::4]).sum() * (math.inf if rank == 2 else 1.0)).backward()
+    assert set(caught.value.nonfinite) == {2} and "3.weight" in caught.value.nonfinite[2]
+    net.zero_grad()
+    net[3].bias.register_hook(lambda gradient: torch.full_like(gradient, 3e38))
+    with pytest.raises(NonFiniteGradientError) as caught:
+        wrapped(rows(1, 4)[rank::4]).sum().backward()
+    assert caught.value.overflowed == ("3.bias",) and not caught.value.nonfinite
+
+
+@ranks(4, group="gloo")
+def test_a_skipped_backward_is_told_to_all_hosts(rank):
+    place(rank)
+    net = network()
+    wrapped = DistributedDataParallel(net)
+    backward(wrapped, 0, rank, 4)
+    if rank == 3:
+        wrapped(rows(1, 4))
+    with pytest.raises(SkippedPassError) as caught:
+        backward(wrapped, 1, rank, 4)
+    assert caught.value.ranks == (3,)
+    backward(wrapped, 2, rank, 4)
+    for parameter, expected in zip(net.parameters(), in_one_process(2, 4), strict=True):
+        assert_allclose(parameter.grad, expected, rtol=1e-4, atol=1e-6)
+
+
+@ranks(4, group="gloo")
+def test_two_models_and_ranks_that_run_out_of_data(rank):
+    place(rank)
+    nets = network(), network()
+    pair = [DistributedDataParallel(net) for net in nets]
+    for step in range(3):
+        for wrapped in pair:
+            backward(wrapped, step, rank, 4)
+    assert digest(nets[0]) == digest(nets[1])
+    first = pair[0]
+    for step in range(2 if rank == 1 else 4):
+        backward(first, step, rank, 4)
+    first.finish()
+
+
+@ranks(4, group="gloo", dies={3: signal.SIGKILL})
+def test_a_rank_that_is_killed_is_named_on_the_other_host(rank):
+    place(rank)
+    net = network()
+    wrapped = DistributedDataParallel(net, timeout_s=30)
+    for step in range(2):
+        backward(wrapped, step, rank, 4)
+    torch.distributed.barrier()
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(PeerLostError) as caught:
+        backward(wrapped, 2, rank, 4)
+    assert time.monotonic() - started < 20  # not the deadline
+    assert caught.value.lost == (3,), str(caught.value)
+    with pytest.raises((GroupClosedError, PeerLostError)):
+        backward(wrapped, 3, rank, 4)
+
+
+@ranks(4, group="gloo", dies={3: ValueError})
+def test_the_text_of_an_exception_reaches_the_other_host_at_once(rank):
+    place(rank)
+    net = network()
+    wrapped = DistributedDataParallel(net, timeout_s=30)
+    for step in range(2):
+        backward(wrapped, step, rank, 4)
+    if rank == 3:
+        error = ValueError("the cause")
+        sys.excepthook(ValueError, error, None)  # as the interpreter would; the harness catches it
+        time.sleep(3)  # a process with torch in it takes long to end
+        raise error
+    started = time.monotonic()
+    with pytest.raises(PeerLostError) as caught:
+        backward(wrapped, 2, rank, 4)
+    assert time.monotonic() - started < 20
+    assert "the cause" in str(caught.value) and caught.value.lost == (3,), str(caught.value)
+
+
+@ranks(4, group="gloo", dies={3: signal.SIGKILL})
+def test_a_rank_that_does_not_come_is_named_at_the_deadline(rank):
+    place(rank)
+    net = network()
+    wrapped = DistributedDataParallel(net, timeout_s=2)
+    for step in range(2):
+        backward(wrapped, step, rank, 4)
+    folder = os.environ["TMPDIR"]
+    if rank == 3:
+        while not all(os.path.exists(f"{folder}/told-{other}") for other in range(3)):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(CollectiveError) as caught:
+        backward(wrapped, 2, rank, 4)
+    if rank == 2:  # it shares memory with the one that is late
+        assert isinstance(caught.value, DeadlineError) and caught.value.late == (3,)
+    with open(f"{folder}/told-{rank}", "w"):
+        pass
+
+
+@ranks(2, group="gloo")
+def test_a_message_of_another_pass_is_refused(rank, monkeypatch):
+    place(rank, ALONE)
+    net = network()
+    wrapped = DistributedDataParallel(net, timeout_s=10)
+    for step in range(2):
+        backward(wrapped, step, rank, 2)
+    write = Header.write  # each as if it were in the pass after this one
+    monkeypatch.setattr(
+        Header, "write", lambda header, message: write(replace(header, number=header.number + 1), message)
+    )
+    with pytest.raises(MismatchError, match="got another message from rank") as caught:
+        backward(wrapped, 2, rank, 2)
+    if caught.value.summary.startswith(f"Rank {rank} "):  # else the other one was first, and told
+        told = [text.split(",")[0] for text in (caught.value.expected, caught.value.got)]
+        numbers = [int(text.removeprefix("pass ")) for text in told]
+        assert numbers[1] == numbers[0] + 1
+
+
+@ranks(3, group="gloo")
+def test_hosts_of_different_sizes_use_the_group(rank):
+    number = 0 if rank < 2 else 1
+    host._host_hint = lambda: (f"host {number}", host._Obstacle())
+    net = network()
+    wrapped = DistributedDataParallel(net)
+    assert wrapped.gradient_path == "group"
+    backward(wrapped, 0, rank, 3)
+    for parameter, expected in zip(net.parameters(), in_one_process(0, 3), strict=True):
+        assert_allclose(parameter.grad, expected, rtol=1e-4, atol=1e-6)
+
+
+@ranks(4, group="gloo")
+def test_the_group_alone_on_demand(rank):
+    place(rank)
+    wrapped = DistributedDataParallel(network(), reduce_through="group")
+    assert wrapped.gradient_path == "group"
+    backward(wrapped, 0, rank, 4)

@@ -1,0 +1,137 @@
+"""What travels between hosts: routes as data, headers, sums of weights, failures in words."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.collectives.failures import Reason, make_error, number_ranks
+from paceline.errors import DeadlineError, MismatchError, PeerLostError
+from paceline.reducer.hierarchical import is_regular
+from paceline.reducer.host_exchange import pack_failure, unpack_failure
+from paceline.reducer.hosts import HEADER_BYTES, ONE_ROUND_BYTES, Header, add_in_order, plan_route, tag_of
+
+
+@given(
+    st.integers(1, 200_000),
+    st.sampled_from([4, 8]),
+    st.integers(1, 5),
+    st.integers(2, 5),
+    st.integers(256, 1 << 16),
+)
+def test_routes_cover_a_bucket_once(
+    count: int, itemsize: int, num_ranks: int, num_hosts: int, piece_bytes: int
+) -> None:
+    routes = [
+        plan_route(count, itemsize, place, num_ranks, num_hosts, piece_bytes) for place in range(num_ranks)
+    ]
+    assert [route.share.start for route in routes] == [0, *(route.share.stop for route in routes[:-1])]
+    assert routes[-1].share.stop == count
+    for route in routes:
+        pieces = [piece for part in route.parts for piece in part]
+        assert [i for piece in pieces for i in piece] == list(route.share)
+        assert all(len(piece) * itemsize <= max(piece_bytes, 16 * itemsize) for piece in pieces)
+        assert all(part for part in route.parts)  # a message says more than it carries
+        is_small = len(route.share) * itemsize < ONE_ROUND_BYTES
+        assert route.is_one_round == (num_hosts == 2 or is_small)
+        assert len(route.parts) == (1 if route.is_one_round else num_hosts)
+        for before, after in pairwise(pieces):
+            assert before.stop == after.start
+    sizes = [len(route.share) for route in routes]
+    assert max(sizes) - min(sizes) <= 2 * 16
+
+
+@given(st.lists(st.sampled_from([0.0, 1.0, 2.5, 1e-3]), min_size=1, max_size=9))
+def test_weights_are_added_in_the_order_of_sums(weights: list[float]) -> None:
+    def tree(first: int, end: int) -> float:
+        """As ((0+1)+(2+3))+...: aligned powers of two."""
+        size = 1
+        while size * 2 < end - first:
+            size *= 2
+        if end - first == 1:
+            return weights[first]
+        return tree(first, first + size) + tree(first + size, end)
+
+    assert add_in_order(weights) == tree(0, len(weights))
+
+
+def test_a_header_tells_what_a_message_is() -> None:
+    message = np.zeros(HEADER_BYTES + 8, np.uint8)
+    header = Header(generation=2, number=1 << 40, bucket=7, round=1, host=3, piece=4, weight=2.5, nbytes=8)
+    assert Header.read(message) is None
+    header.write(message)
+    assert Header.read(message) == header
+    fields = ("generation", "number", "bucket", "round", "host", "piece", "nbytes")
+    for name in fields:
+        other = Header(**{**vars(header), name: getattr(header, name) + 1})
+        assert not other.is_as_expected(header), name
+    assert Header(**{**vars(header), "weight": 1.0}).is_as_expected(header)
+    assert "pass 1099511627776, bucket 7, round 1, piece 4 of host 3" in str(header)
+
+
+def test_tags_are_all_different() -> None:
+    tags = [tag_of(bucket, phase, piece) for bucket in range(5) for phase in (0, 1) for piece in range(9)]
+    assert len(set(tags)) == len(tags)
+
+
+def test_hosts_that_can_share_the_work() -> None:
+    assert is_regular([[0], [1]]) and is_regular([[0, 2], [1, 3]])
+    assert not is_regular([[0, 1]]) and not is_regular([[0, 1], [2]])
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        PeerLostError("Rank 3 of 4 died.", where="bucket 1", seen="closed", lost=(3,)),
+        DeadlineError("Rank 0 of 4 gave up.", likely="late", late=(2,)),
+        MismatchError("Another message."),
+    ],
+)
+def test_failures_reach_others_as_they_are(error: PeerLostError | DeadlineError | MismatchError) -> None:
+    told = unpack_failure(
+        PeerLostError("Rank 0 of 2 raised.", seen=pack_failure(error), lost=(0,)), "told by rank 2"
+    )
+    assert type(told) is type(error)
+    assert (told.summary, told.where, told.likely, told.fields) == (
+        error.summary,
+        error.where,
+        error.likely,
+        error.fields,
+    )
+    assert "told by rank 2" in told.seen
+    own = PeerLostError("Rank 0 of 2 raised.", seen="ValueError: mine")
+    assert unpack_failure(own) is own
+    cut = PeerLostError("Rank 0 of 2 raised.", seen=pack_failure(error)[:-4])
+    assert unpack_failure(cut) is cut
+
+
+def test_ranks_of_a_hosts_group_have_the_numbers_of_all() -> None:
+    def line(rank: int) -> dict[str, object]:
+        call = {"kind": 0, "count": 0, "number": 0, "dtype": 0, "op": 0, "root": 0}
+        state = {"pid": 70 + rank, "state": "alive", "crash_signal": 0, "activity": f"in place {rank}"}
+        return {"rank": rank, "call": call, "same_call": call, **state}
+
+    facts = {
+        "reason": int(Reason.DEADLINE),
+        "group": "a host of test_hosts",
+        "rank": 0,
+        "world_size": 2,
+        "culprit": 1,
+        "late": [1],
+        "waited_s": 1.0,
+        "message": "",
+        "call": line(0)["call"],
+        "ranks": [line(0), line(1)],
+    }
+    assert make_error(facts).summary.startswith("Rank 1 of 2 ")
+    number_ranks("a host of test_hosts", [4, 6], 8)
+    error = make_error(facts)
+    assert isinstance(error, DeadlineError)
+    assert error.summary.startswith("Rank 6 of 8 ") and error.late == (6,) and error.fields["rank"] == 4
+    assert "rank 6 (pid 71) is alive; in place 1" in error.seen
+    died = make_error({**facts, "reason": int(Reason.DIED)})
+    assert died.fields["lost"] == (6,) and "71" in died.seen
