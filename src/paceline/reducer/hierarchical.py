@@ -242,15 +242,16 @@ class HierarchicalReducer:
         if self._has_no_means:
             return math.nan
         total = 0.0
-        for offset, spec in zip(self._plan.offsets, self._plan.parameters):
-            for first in range(0, spec.numel, SEGMENT_ELEMENTS):
-                length = min(SEGMENT_ELEMENTS, spec.numel - first)
-                pointer = self.arena_pointer + offset + first * spec.itemsize
-                # The maximum over one array, written nowhere: the norm is seen on the way.
-                norm, _, _ = _core.reduce_arrays(
-                    _DTYPES[spec.dtype], _core.REDUCE_OPS["max"], [pointer], [], length
-                )
-                total += norm
+        with _core.DefaultFloats():
+            for offset, spec in zip(self._plan.offsets, self._plan.parameters):
+                for first in range(0, spec.numel, SEGMENT_ELEMENTS):
+                    length = min(SEGMENT_ELEMENTS, spec.numel - first)
+                    pointer = self.arena_pointer + offset + first * spec.itemsize
+                    # The maximum over one array, written nowhere: the norm is seen on the way.
+                    norm, _, _ = _core.reduce_arrays(
+                        _DTYPES[spec.dtype], _core.REDUCE_OPS["max"], [pointer], [], length
+                    )
+                    total += norm
         return total
 
     def close(self) -> None:

@@ -338,23 +338,27 @@ class HostExchange:
     # --- the thread that waits ---
 
     def _run(self) -> None:
-        halfway: deque[_Flight] = deque()
         try:
-            while (flight := self._next(halfway)) is not None:
-                if flight in halfway:
-                    halfway.remove(flight)
-                    self._second_round(flight)
-                else:
-                    self._first_round(flight)
-                    if not flight.route.is_one_round:
-                        halfway.append(flight)
-                        continue
-                self._core.count_share()
-                for host, send in flight.sends:
-                    self._wait(send, host, flight.bucket)
-                self._give_back(flight)
+            with _core.DefaultFloats():  # sums of weights too are the same on all hosts
+                self._wait_and_publish()
         except BaseException as error:
             self._fail(error)
+
+    def _wait_and_publish(self) -> None:
+        halfway: deque[_Flight] = deque()
+        while (flight := self._next(halfway)) is not None:
+            if flight in halfway:
+                halfway.remove(flight)
+                self._second_round(flight)
+            else:
+                self._first_round(flight)
+                if not flight.route.is_one_round:
+                    halfway.append(flight)
+                    continue
+            self._core.count_share()
+            for host, send in flight.sends:
+                self._wait(send, host, flight.bucket)
+            self._give_back(flight)
 
     def _next(self, halfway: deque[_Flight]) -> _Flight | None:
         """What was launched last comes before the second round of what came before it."""

@@ -1,0 +1,105 @@
+"""Training steps on several hosts, beside torch's DDP in the same rounds: `make hosts`.
+
+python -m tests.hosts --layouts 2x2,2x1 --rates 100mbit,1gbit --sizes 100000,26214400 --rounds 7
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from tests.hosts.namespaces import RATES, Hosts, why_not
+from tests.hosts.rank import WAYS
+
+LAYOUTS = {
+    "2x1": (0, 1),
+    "3x1": (0, 1, 2),
+    "2x2": (0, 0, 1, 1),
+    "2x2 in turn": (0, 1, 0, 1),
+}
+SECONDS_PER_MEASUREMENT = 300
+
+
+def measure(layout: str, rate: str, nbytes: int, rounds: int, ways: tuple[str, ...] = WAYS) -> dict[str, Any]:
+    """What the ranks of one job have found; see `rank`.
+
+    Raises:
+        RuntimeError: A rank failed; with what it wrote.
+    """
+    places = LAYOUTS[layout]
+    # A round of one way takes about a second, and one step at least.
+    seconds = 2 * nbytes * 8 / RATES[rate].bits_per_s + 0.01
+    steps = max(1, min(50, int(1 / seconds)))
+    with tempfile.TemporaryDirectory() as folder, Hosts(max(places) + 1, rate) as hosts:
+        result, outputs = Path(folder) / "result", [Path(folder) / f"rank-{r}" for r in range(len(places))]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.hosts.rank",
+            str(nbytes),
+            str(rounds),
+            str(steps),
+            ",".join(ways),
+        ]
+        with open(outputs[0], "wb") as output:
+            ranks = hosts.start_ranks(
+                command, places, {"RESULT": str(result)}, stdout=output, stderr=subprocess.STDOUT
+            )
+            codes = [rank.wait(SECONDS_PER_MEASUREMENT) for rank in ranks]
+        if any(codes):
+            raise RuntimeError(f"ranks ended with {codes}:\n{outputs[0].read_text()[-4000:]}")
+        found: dict[str, Any] = json.loads(result.read_text())
+        return found
+
+
+def floor_bytes(layout: str, nbytes: int) -> float:
+    """The least that host 0 has to send in one step: what every other host lacks, and no byte twice."""
+    hosts = max(LAYOUTS[layout]) + 1
+    return 2 * (hosts - 1) / hosts * nbytes
+
+
+def row(layout: str, rate: str, found: dict[str, Any]) -> str:
+    """One line of the table: medians over rounds, of ratios within each round."""
+    seconds, sent, nbytes = found["seconds"], found["sent_bytes"], found["nbytes"]
+    torch_ms = statistics.median(seconds["torch"]) * 1e3
+    cells = [layout, rate, f"{nbytes / 1e6:.2f} MB", f"{torch_ms:.1f}"]
+    for way in WAYS[1:]:
+        ratios = sorted(a / b for a, b in zip(seconds[way], seconds["torch"], strict=True))
+        cells.append(f"{statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})")
+    least = floor_bytes(layout, nbytes)
+    cells += [f"{statistics.median(sent[way]) / least:.2f}" for way in ("torch", "hosts")]
+    return f"| {' | '.join(cells)} |"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layouts", default=",".join(LAYOUTS), help=f"of {', '.join(LAYOUTS)}")
+    parser.add_argument("--rates", default="100mbit,1gbit", help=f"of {', '.join(RATES)}")
+    parser.add_argument("--sizes", default="100000,4000000,26214400", help="bytes of gradients")
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    if reason := why_not():
+        print(f"python -m tests.hosts: {reason}", file=sys.stderr)
+        return 2
+    print(
+        "| hosts x ranks | link | gradients | torch's DDP, ms | Paceline over the group / torch |"
+        " Paceline in each host first / torch | torch sends, x floor | Paceline sends, x floor |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
+    for rate in options.rates.split(","):
+        for layout in options.layouts.split(","):
+            for size in options.sizes.split(","):
+                print(row(layout, rate, measure(layout, rate, int(size), options.rounds)), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,173 @@
+"""Hosts as network namespaces: each with one link to a bridge, of a limited rate in both directions.
+
+    host 0 --eth0===port0-- bridge --port1===eth0-- host 1
+
+The bridge has a namespace of its own, and there is no route out of any: no packet leaves them, and nothing of
+the machine's own network is touched. A host has a name of its own, and knows those of the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SUBNET = "10.77.0."
+
+
+@dataclass(frozen=True)
+class Rate:
+    """What a link carries in each direction.
+
+    Attributes:
+        tbf: As tc spells it.
+        bits_per_s: The same as a number.
+        burst: Bytes that may pass at once, as tc spells them: of the host, and of the bridge.
+        limit: Bytes that may wait.
+    """
+
+    tbf: str
+    bits_per_s: float
+    burst: tuple[str, str]
+    limit: tuple[str, str]
+
+
+RATES = {
+    "100mbit": Rate("100mbit", 1e8, ("16kb", "64kb"), ("2mb", "8mb")),
+    # Smaller bursts cut the large packets of segmentation offload, and lose them.
+    "1gbit": Rate("1gbit", 1e9, ("70kb", "256kb"), ("4mb", "8mb")),
+    "10gbit": Rate("10gbit", 1e10, ("1mb", "2mb"), ("8mb", "16mb")),
+}
+
+
+def why_not() -> str:
+    """Why this machine may not make hosts; empty: it may."""
+    if os.geteuid() != 0:
+        return "namespaces need root"
+    if missing := [program for program in ("ip", "tc", "unshare") if shutil.which(program) is None]:
+        return f"{', '.join(missing)} not installed (Debian: iproute2, util-linux)"
+    try:
+        with Hosts(1, "1gbit"):
+            return ""
+    except HostsError as error:
+        return str(error)
+
+
+class HostsError(RuntimeError):
+    """A command of the set-up failed."""
+
+
+class Hosts:
+    """Hosts, from entering the block to its end; processes started in them end with it.
+
+    Args:
+        count: How many.
+        rate: Of each link, a key of RATES.
+    """
+
+    def __init__(self, count: int, rate: str) -> None:
+        self.count, self.rate = count, RATES[rate]
+        prefix = f"plc{os.getpid() % 1_000_000}"
+        self._bridge = f"{prefix}b"
+        self._names = [f"{prefix}h{host}" for host in range(count)]
+        self._processes: list[subprocess.Popen[Any]] = []
+
+    def __enter__(self) -> Hosts:
+        try:
+            self._make()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        for name in [*self._names, self._bridge]:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+            shutil.rmtree(f"/etc/netns/{name}", ignore_errors=True)
+
+    def address(self, host: int) -> str:
+        """Of a host's link."""
+        return f"{SUBNET}{host + 1}"
+
+    def sent_bytes(self, host: int) -> int:
+        """What a host has put on its link so far, headers included."""
+        counter = "/sys/class/net/eth0/statistics/tx_bytes"
+        return int(_run("ip", "netns", "exec", self._names[host], "cat", counter))
+
+    def cut(self, host: int) -> None:
+        """From now on packets from and to a host vanish; nobody is told."""
+        _run("ip", "-n", self._bridge, "link", "set", f"port{host}", "nomaster")
+
+    def start_ranks(
+        self, command: Sequence[str], layout: Sequence[int], environment: Mapping[str, str], **options: Any
+    ) -> list[subprocess.Popen[Any]]:
+        """Start a command as each rank, with torchrun's variables.
+
+        Args:
+            layout: The host of rank 0, 1, ...
+            environment: Further variables.
+            options: Of Popen.
+        """
+        found = []
+        for rank, host in enumerate(layout):
+            variables = {
+                "RANK": rank,
+                "WORLD_SIZE": len(layout),
+                "LOCAL_RANK": list(layout[:rank]).count(host),
+                "LOCAL_WORLD_SIZE": list(layout).count(host),
+                "MASTER_ADDR": self.address(layout[0]),
+                "MASTER_PORT": 29511,
+                "GLOO_SOCKET_IFNAME": "eth0",
+                "OMP_NUM_THREADS": 1,
+            }
+            spelled = {name: str(value) for name, value in variables.items()}
+            # All of it is exec: the process is the rank.
+            enter = ["ip", "netns", "exec", self._names[host], "unshare", "--uts", "sh", "-c"]
+            process = subprocess.Popen(
+                [*enter, f'hostname node{host}; exec "$@"', "sh", *command],
+                env={**os.environ, **spelled, **environment},
+                start_new_session=True,
+                **options,
+            )
+            self._processes.append(process)
+            found.append(process)
+        return found
+
+    def _make(self) -> None:
+        _run("ip", "netns", "add", self._bridge)
+        _run("ip", "-n", self._bridge, "link", "add", "bridge0", "type", "bridge")
+        _run("ip", "-n", self._bridge, "link", "set", "bridge0", "up")
+        known = "".join(f"{self.address(host)} node{host}\n" for host in range(self.count))
+        for host, name in enumerate(self._names):
+            port = f"port{host}"
+            _run("ip", "netns", "add", name)
+            ends = ["eth0", "netns", name, "type", "veth", "peer", "name", port, "netns", self._bridge]
+            _run("ip", "link", "add", *ends)
+            _run("ip", "-n", self._bridge, "link", "set", port, "master", "bridge0", "up")
+            _run("ip", "-n", name, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
+            _run("ip", "-n", name, "link", "set", "lo", "up")
+            _run("ip", "-n", name, "link", "set", "eth0", "up")
+            # `ip netns exec` mounts it over /etc/hosts.
+            folder = Path("/etc/netns") / name
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "hosts").write_text(f"127.0.0.1 localhost\n{known}")
+            for end, (where, device) in enumerate(((name, "eth0"), (self._bridge, port))):
+                shape = ["rate", self.rate.tbf, "burst", self.rate.burst[end], "limit", self.rate.limit[end]]
+                _run("tc", "-n", where, "qdisc", "add", "dev", device, "root", "tbf", *shape)
+
+
+def _run(*command: str) -> str:
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        raise HostsError(f"{' '.join(command)}: {ended.stderr.strip()}")
+    return ended.stdout

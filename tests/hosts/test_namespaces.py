@@ -1,0 +1,26 @@
+"""Two hosts of two ranks over a real link: right gradients, and no byte more than has to cross it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.hosts.__main__ import floor_bytes, measure
+from tests.hosts.namespaces import why_not
+
+REASON = why_not()
+pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
+
+
+@pytest.mark.parametrize("layout", ["2x2 in turn", "3x1"])
+def test_no_byte_crosses_the_network_twice(layout: str) -> None:
+    found = measure(layout, "1gbit", 1_000_000, rounds=1, ways=("torch", "hosts"))  # checks the gradients
+    least = floor_bytes(layout, found["nbytes"])
+    sent = {way: each[0] for way, each in found["sent_bytes"].items()}
+    assert 1.0 < sent["hosts"] / least < 1.08  # what exceeds is headers of packets and acknowledgements
+    if layout != "3x1":  # a ring over hosts of one rank is as good
+        assert sent["torch"] > 1.4 * least  # the counters count
+
+
+def test_the_layouts_have_the_floor_that_a_host_has_to_send() -> None:
+    assert floor_bytes("2x2", 100) == floor_bytes("2x1", 100) == 100
+    assert floor_bytes("3x1", 99) == 132
