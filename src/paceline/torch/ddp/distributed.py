@@ -87,8 +87,9 @@ class DistributedDataParallel(WrappedModel, TorchNames):
             rank) or "ignore".
         timeout_s: Seconds to wait for the slowest rank, or a timedelta; None: the group's own time-out.
         warn_after_s: Seconds after which a late rank is named in a warning; None: 10.
-        reduce_through: "memory" that the ranks share, the process "group", or the better one that is
-            possible ("auto").
+        reduce_through: "memory" that the ranks share, the process "group", or the best way that is
+            possible ("auto"): on several hosts with as many ranks each, the memory of each host first, and
+            what is left between the hosts.
         dim, check_reduction: Accepted for compatibility; they have no effect.
         delay_all_reduce_named_params: (name, parameter) pairs whose gradients are complete only when
             that of `param_to_hook_all_reduce` is: they may come several times before it, or not at all,
