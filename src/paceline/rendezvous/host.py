@@ -115,7 +115,7 @@ def share_memory(
             fd,
             host_ranks.index(exchange.rank),
             bytes.fromhex(offers[leader]["nonce"]),
-            name if len(hosts) == 1 else name_on_host(name, mates, exchange.world_size),
+            name if len(hosts) == 1 else name_on_host(name, host_ranks, exchange.world_size),
             group_timeout_s if group_timeout_s is not None else timeout_s,
             warn_after_s,
             slow=slow,
