@@ -53,9 +53,9 @@ class Hosts:
     """Who is where.
 
     Attributes:
-        rank: Of this process.
+        rank: The number of this process.
         world_size: Number of ranks.
-        ranks: Those of each host, in order; hosts in the order of their lowest ranks. All of one size.
+        ranks: The ranks of each host, in order; hosts in the order of their lowest ranks. All of one size.
         group: The memory of this host.
         transport: To the partners.
         notes: By which partners tell each other of failures.
@@ -79,7 +79,7 @@ class Hosts:
 
     @property
     def own_ranks(self) -> tuple[int, ...]:
-        """Of this host."""
+        """The ranks of this host."""
         return self.ranks[self.transport.host]
 
 
@@ -228,7 +228,7 @@ class HierarchicalReducer:
         return [report.note for report in self._reports]
 
     def waiting_ranks(self) -> list[int]:
-        """Of this host: of the others nobody knows."""
+        """The ranks of this host that wait: of the others nobody knows."""
         return [self._hosts.own_ranks[place] for place in self._core.waiting_ranks()]
 
     def nonfinite(self) -> list[tuple[int, int]]:

@@ -113,7 +113,7 @@ class _Flight:
         arriving: What comes in the first round, by host and piece.
         later: What comes in the second round.
         added: Sums over all hosts, of this host's part.
-        sends: Of messages whose memory is not free yet, with the host that they go to.
+        sends: Transfers whose memory is not free yet, with the host that they go to.
     """
 
     def __init__(self, number: int, bucket: int, route: Route, memory: Message, num_hosts: int) -> None:
@@ -143,9 +143,9 @@ class HostExchange:
         group: The memory of this host, whose other ranks are told of a failure.
         transport: To the partners.
         notes: By which partners tell each other of failures.
-        routes: Of this rank's share of each bucket.
+        routes: The way of this rank's share of each bucket.
         itemsizes: Bytes of an element of the sums of each bucket.
-        report_bytes: Of what travels beside the last bucket.
+        report_bytes: Size of what travels beside the last bucket.
         generation: Number of the plan.
         who: This rank in words: "rank 1 of 4".
         where: A bucket in words, by number.
@@ -203,7 +203,7 @@ class HostExchange:
         """Sum this rank's share of a bucket that all ranks of the host have posted, and begin to exchange it.
 
         Args:
-            number: Of the pass, from 1.
+            number: The pass, from 1.
             bucket: In the plan's order.
             note_nonfinite: Called with (bucket, elements) if a gradient there is not finite.
             make_report: What travels beside the last bucket, called once its share is summed.

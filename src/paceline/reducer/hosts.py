@@ -99,13 +99,13 @@ class Header:
     """What a message is.
 
     Attributes:
-        generation: Of the reducer, among those that its ranks have made for one model.
-        number: Of the pass.
+        generation: Number of the reducer, among those that its ranks have made for one model.
+        number: The pass.
         bucket: In the plan.
         round: 0, or 1 for sums that their owner sends.
         host: That sends.
-        piece: Of what it sends in this round.
-        weight: Of the sender's host: the sum over its ranks.
+        piece: Number among what it sends in this round.
+        weight: The sum over the ranks of the sender's host.
         nbytes: Behind the header.
     """
 
@@ -187,8 +187,8 @@ def plan_route(
     Args:
         count: Elements of the bucket.
         itemsize: Bytes of an element of a sum.
-        place: Of the rank in its host.
-        num_ranks: Of the host, and of each other.
+        place: Number of the rank in its host.
+        num_ranks: How many the host has, and each other.
         num_hosts: At least 2.
         piece_bytes: Most of one message.
 

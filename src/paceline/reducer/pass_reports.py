@@ -22,12 +22,12 @@ class RankReport:
     """What one rank says of its pass.
 
     Attributes:
-        weight: Of its gradients.
-        identity: Of the reducer; ranks with another one are in a pass of another model.
+        weight: What its gradients weigh.
+        identity: Number of the reducer; ranks with another one are in a pass of another model.
         word: PassStatus.pack().
         unused: How many parameters it left without a gradient.
         nonfinite: How many gradients it has found that hold an infinity or a NaN.
-        overflowed: Of how many parameters it has found a sum that does.
+        overflowed: How many parameters it has found whose sum does.
         note: See `Reducer.set_note`.
         refuses_unused: Whether it left any and did not allow it.
     """
@@ -67,7 +67,7 @@ def judge(
     """The outcome of a pass, and whether it is void.
 
     Args:
-        reports: Of the ranks.
+        reports: What the ranks say.
         unused: Parameters that each rank left without a gradient.
         allow_nobodys: See `Reducer.finish`.
         nonfinite: Whether some rank's gradient was not finite.
@@ -87,7 +87,7 @@ def judge(
 
 
 def unused_by_all(reports: Sequence[RankReport], unused: Sequence[Sequence[int]], count: int) -> list[int]:
-    """Of so many parameters, those that no rank with data has marked; none before the first pass."""
+    """The parameters, of so many, that no rank with data has marked; none before the first pass."""
     everything = range(count if reports else 0)
     return sorted(set(everything).intersection(*_with_data(reports, unused)))
 

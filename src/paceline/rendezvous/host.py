@@ -131,7 +131,7 @@ def share_memory(
 
 
 def name_on_host(name: str, ranks: Sequence[int], world_size: int) -> str:
-    """Of the group of one host's ranks, where there are several hosts.
+    """The name of the group of one host's ranks, where there are several hosts.
 
     Example:
         >>> name_on_host("DDP", [2, 3], 4)

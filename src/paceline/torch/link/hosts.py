@@ -77,7 +77,7 @@ class GlooTransport:
     """See `paceline.reducer.hosts.HostsTransport`.
 
     Args:
-        group: Of this rank and its partners, over Gloo.
+        group: This rank and its partners, over Gloo.
         host: Number of this rank's host.
         ranks: The partner on each host, and this rank.
         in_group: Their numbers in the group.
