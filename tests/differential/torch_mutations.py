@@ -80,14 +80,14 @@ def _die(rank: int) -> None:
 
 
 def _after_pass(change: Any) -> None:
-    real = Passes._bring_home
+    real = Passes._write_back_means
 
-    def bring_home(self: Any) -> None:
+    def write_back_means(self: Any) -> None:
         real(self)
         with torch.no_grad():
             change([p for p in self._tensors.trainable if p.grad is not None])
 
-    Passes._bring_home = bring_home  # type: ignore[method-assign]
+    Passes._write_back_means = write_back_means  # type: ignore[method-assign]
 
 
 MUTATIONS = {

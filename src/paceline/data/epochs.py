@@ -20,7 +20,7 @@ from paceline.errors import ConfigError
 Item = TypeVar("Item")
 
 
-class Pass(chain[Item]):
+class EpochIterator(chain[Item]):
     """One iteration over a sampler: yields from lists, at the speed of `itertools.chain`.
 
     It begins, and takes the sampler's epoch, with its first item: loaders make iterators that they never
@@ -28,10 +28,10 @@ class Pass(chain[Item]):
     """
 
     _sampler: EpochSampler[Item]
-    _run: _Run[Item] | None
+    _run: _Epoch[Item] | None
 
     @classmethod
-    def over(cls, sampler: EpochSampler[Item]) -> Pass[Item]:
+    def over(cls, sampler: EpochSampler[Item]) -> EpochIterator[Item]:
         """A pass that has not begun."""
 
         def lists() -> Iterator[Iterator[Item]]:
@@ -41,7 +41,7 @@ class Pass(chain[Item]):
                 run.current = iter(items)
                 yield run.current
 
-        one = cast("Pass[Item]", cls.from_iterable(lists()))
+        one = cast("EpochIterator[Item]", cls.from_iterable(lists()))
         one._sampler = sampler
         one._run = None
         return one
@@ -59,7 +59,7 @@ class Pass(chain[Item]):
         self._sampler.load_state_dict(state)
 
 
-class _Run(Generic[Item]):
+class _Epoch(Generic[Item]):
     """What a pass that has begun goes through."""
 
     def __init__(self, epoch: int, deal: Deal[Item], order: Order) -> None:
@@ -98,7 +98,7 @@ class EpochSampler(Generic[Item]):
         self._identity = {"length": length, **identity}
         self._start = 0  # the place where the pass under way, or else the next one, starts
         self._is_pending = True  # whether the next pass is over self.epoch, and not over the one after it
-        self._run: _Run[Item] | None = None
+        self._run: _Epoch[Item] | None = None
 
     @property
     def name(self) -> str:
@@ -118,7 +118,7 @@ class EpochSampler(Generic[Item]):
 
     def __iter__(self) -> Iterator[Item]:
         """Draw this rank's items of one epoch: the one that was set or loaded, else the next one."""
-        return Pass.over(self)
+        return EpochIterator.over(self)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration; call it with the same number on every rank.
@@ -136,12 +136,12 @@ class EpochSampler(Generic[Item]):
         self.epoch = epoch
         self._is_pending = True
 
-    def _begin(self) -> _Run[Item]:
+    def _begin(self) -> _Epoch[Item]:
         if not self._is_pending:
             self._start = 0
             self.epoch += self._reshuffle
         self._is_pending = False
-        self._run = _Run(self.epoch, self._deal(self._start), self._order(self.epoch))
+        self._run = _Epoch(self.epoch, self._deal(self._start), self._order(self.epoch))
         return self._run
 
     def commit(self, count: int) -> None:
@@ -177,7 +177,7 @@ class EpochSampler(Generic[Item]):
         is_complete = 0 < self._start >= self._deal(self._start).end
         return self._describe(self.epoch, self._start, is_complete)
 
-    def _state_at(self, run: _Run[Item], items: int) -> dict[str, Any]:
+    def _state_at(self, run: _Epoch[Item], items: int) -> dict[str, Any]:
         position = run.deal.reached(items)
         return self._describe(run.epoch, position, position >= run.deal.end)
 

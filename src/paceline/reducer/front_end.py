@@ -253,7 +253,7 @@ class FrontEnd(Generic[AnyAutograd]):
         gradients: Where they lie.
         sparse: Those that lie elsewhere.
         autograd: When backwards begin and end.
-        weights: The weights of this rank's micro-batches.
+        micro_batches: The weights of this rank's micro-batches.
         buffers: Keeps them in step.
         notes: What this rank does between two passes.
         hash_model: Hashes of parameters, buffers and an optimizer's state, if there is one.
@@ -263,7 +263,7 @@ class FrontEnd(Generic[AnyAutograd]):
     gradients: Gradients
     sparse: Sparse
     autograd: AnyAutograd
-    weights: MicroBatchWeights
+    micro_batches: MicroBatchWeights
     buffers: BufferSync
     notes: _core.IterationNotes
     hash_model: Callable[[Mapping[str, Any], Mapping[str, Any], Any], Sequence[Entry]]

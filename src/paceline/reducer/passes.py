@@ -62,7 +62,7 @@ class PassState:
             the reducer reads and writes by pointer.
         staged: The handed gradients whose mean the front end copies back.
         accumulated: Parameters that got local gradients, in no_sync(), since the last synchronised pass.
-        weight: The weight of this rank in the pass under way, or the last one.
+        rank_weight: The weight of this rank in the pass under way, or the last one.
         arm: Begins a pass; hooks call it at the first gradient of a backward.
         graphs: The graphs of forwards whose backward is still to come.
         status: What the end of the pass tells all ranks: the forwards since the last one, and what is wrong.
@@ -80,10 +80,10 @@ class PassState:
         "is_interrupted",
         "is_syncing",
         "pid",
+        "rank_weight",
         "refusal",
         "staged",
         "status",
-        "weight",
         "where",
     )
 
@@ -96,7 +96,7 @@ class PassState:
         self.staged: list[int] = []
         self.accumulated: set[int] = set()
         self.status = PassStatus()
-        self.weight = 1.0
+        self.rank_weight = 1.0
         self.refusal: ConfigError | None = None
         self.pid = os.getpid()
         self.arm: Callable[[], None]
@@ -215,14 +215,18 @@ class Passes(Generic[AnyAutograd]):
         self.gradients, self.sparse = front_end.gradients, front_end.sparse
         self._has_sparse = len(self.sparse) > 0
         self.autograd, self.watch = front_end.autograd, front_end.autograd.watch
-        self.weights, self.buffers, self.notes = front_end.weights, front_end.buffers, front_end.notes
+        self.micro_batches, self.buffers, self.notes = (
+            front_end.micro_batches,
+            front_end.buffers,
+            front_end.notes,
+        )
         self.world_size = link.world_size
         self.active: Sequence[int] = range(link.world_size)
         self._all_ranks = range(link.world_size)
         self._tensors = tensors
         self._names = tensors.names
         self._hash_model = front_end.hash_model
-        self._link, self._tell = link, link.tell
+        self._link, self._set_activity = link, link.tell
         self._begun_forwards = 0
         self._waited_before_s = 0.0
         self._pass_number = 1
@@ -356,7 +360,7 @@ class Passes(Generic[AnyAutograd]):
     def use_hook(self, hook: CommHook, process_group: Any) -> None:
         """Give every bucket to a hook from now on. Not within a pass; collective."""
         self._link = self._link.with_hook(hook, process_group)
-        self._tell = self._link.tell
+        self._set_activity = self._link.tell
         self._replace(self._make_plan(list(self.reduction.plan.order)))
         self.is_order_final = self.is_order_final or has_one_order(self.reduction.plan)
 
@@ -412,15 +416,15 @@ class Passes(Generic[AnyAutograd]):
         if self._sharing_version != registry.version and not autograd.is_in_backward():
             self.refresh_sharing()
         state.check_process()
-        has_weights = self.weights.is_used
+        has_weights = self.micro_batches.is_used
         if (state.is_armed or state.is_interrupted or has_weights) and not autograd.is_in_backward():
             self._tell_if_interrupted()
             if has_weights:
-                self.weights.give_up_interrupted()
+                self.micro_batches.give_up_interrupted()
         self._begun_forwards += 1
         state.is_syncing = is_syncing
-        if self._tell is not None:
-            self._tell(f"in forward of pass {self._pass_number}")
+        if self._set_activity is not None:
+            self._set_activity(f"in forward of pass {self._pass_number}")
         # Forwards in eval mode often have no backward, on some ranks only; such a rank skips nothing.
         if is_syncing and is_training:
             state.status.forwards += 1
@@ -452,8 +456,8 @@ class Passes(Generic[AnyAutograd]):
             state.check_process()
             if state.is_interrupted:
                 self._give_up_interrupted()
-            if self.weights.is_used:
-                self._weigh(self.weights.begin())
+            if self.micro_batches.is_used:
+                self._weigh(self.micro_batches.begin())
         except PacelineError as error:
             self.autograd.note_error(error)
             raise
@@ -461,11 +465,11 @@ class Passes(Generic[AnyAutograd]):
             self._backward = self.autograd.backward()
         state.is_armed = True  # first: gradients on another device come from another thread
         self.autograd.at_end(EndOfBackward(self._end_backward, self._interrupt))
-        if self._tell is not None:
-            self._tell(f"in backward of pass {self._pass_number}")
+        if self._set_activity is not None:
+            self._set_activity(f"in backward of pass {self._pass_number}")
 
     def _weigh(self, weight: float) -> None:
-        self.state.weight = weight
+        self.state.rank_weight = weight
         self.reducer.set_weight(weight)
 
     # --- a pass ends ---
@@ -512,16 +516,16 @@ class Passes(Generic[AnyAutograd]):
                     self._judge.judge(Outcome(outcome), reducer, state.refusal)
                 order = None if self.is_order_final else list(state.handed)
                 if self.active:
-                    self._bring_home()
+                    self._write_back_means()
                 if self.fresh.is_used:
                     self.fresh.note()
             finally:
                 self._is_complete = False
                 state.begin_next()
-                if self.weights.is_used:
-                    self.weights.end()
-                if self._tell is not None:
-                    self._tell(f"after backward of pass {self._pass_number}")
+                if self.micro_batches.is_used:
+                    self.micro_batches.end()
+                if self._set_activity is not None:
+                    self._set_activity(f"after backward of pass {self._pass_number}")
                 self._pass_number += 1
             if order is not None:
                 self._adopt_order(order)
@@ -610,7 +614,7 @@ class Passes(Generic[AnyAutograd]):
             if self.refuses_uneven and self.active:
                 raise uneven_error(statuses)
 
-    def _bring_home(self) -> None:
+    def _write_back_means(self) -> None:
         """Make every parameter's gradient the mean."""
         state, reducer = self.state, self.reduction.reducer
         if overlapping := reducer.overlapping():
@@ -624,7 +628,7 @@ class Passes(Generic[AnyAutograd]):
         if missing or state.staged:
             self.gradients.write_back(missing)
         if self._has_sparse:
-            self.sparse.average(state.weight, has_data=not state.status.finished)
+            self.sparse.average(state.rank_weight, has_data=not state.status.finished)
             self._judge.judge_nonfinite(self.sparse.nonfinite)
         self.autograd.after_means()
 
@@ -651,7 +655,7 @@ class Passes(Generic[AnyAutograd]):
         self.fresh.forget()
         error = give_up_interrupted(self.reducer, self._config.allow_unused, self._config.allow_nobodys)
         self.state.begin_next()
-        self.weights.end()
+        self.micro_batches.end()
         if error is not None:
             raise error
 

@@ -94,7 +94,7 @@ class WrappedModel:
             ...     loss.backward()             # the gradient is (3 * 1 + 1 * 5) / 4 = 2 on both
         """
         value = as_weight(weight, f"{type(self).__name__}.weight")
-        return self._passes_to_weigh().weights.give(value)
+        return self._passes_to_weigh().micro_batches.give(value)
 
     def finish(self, after_pass: Callable[[], object] | None = None) -> None:
         """Say that this rank has no more data, and take part without any until all ranks have said so.

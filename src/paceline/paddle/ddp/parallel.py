@@ -230,13 +230,13 @@ class DataParallel(WrappedModel, PaddleNames):
         self._passes.begin_forward(is_syncing=is_syncing, is_training=self._layers.training)
         if self._config.weight is not None:
             weight = self._config.weight
-            self._passes.weights.add_forward(
+            self._passes.micro_batches.add_forward(
                 as_weight(weight(*inputs, **kwargs) if callable(weight) else weight)
             )
         output = self._layers(*inputs, **kwargs)
         # Where others hold the parameters too, only an output tells whose backward begins: a weight may be
         # given between this forward and its backward.
-        if is_syncing or self._passes.weights.is_used or self._passes.is_shared:
+        if is_syncing or self._passes.micro_batches.is_used or self._passes.is_shared:
             self._passes.watch(output)
         return output
 

@@ -245,7 +245,7 @@ def connect_environment(forming_timeout_s: float | None = None) -> Group | None:
         None: this process is the only one, or paddle.distributed did it. Collective on the first call.
     """
     if needs_paddles_group():
-        _speak_paddles_words()
+        _export_paddle_variables()
         dist.init_parallel_env()
         return None
     return environment_group(forming_timeout_s)
@@ -264,7 +264,7 @@ def needs_paddles_group() -> bool:
     return place.world_size > 1 and not (is_on_one_host and paddle.get_device() == "cpu")
 
 
-def _speak_paddles_words() -> None:
+def _export_paddle_variables() -> None:
     """Set the variables that paddle.distributed reads, where another launcher (Slurm, MPI) set its own."""
     if "PADDLE_TRAINER_ID" in os.environ:
         return

@@ -289,7 +289,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
             if self._config.weight is not None:
                 weight = self._config.weight
                 given = weight(*inputs, **kwargs) if callable(weight) else weight
-                passes.weights.add_forward(as_weight(given))
+                passes.micro_batches.add_forward(as_weight(given))
         return inputs, kwargs, True
 
     @untraced
@@ -299,7 +299,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
             refuse_backward(output)
         elif passes is not None:
             state = passes.state
-            if state.is_syncing or state.accumulated or passes.weights.is_used:
+            if state.is_syncing or state.accumulated or passes.micro_batches.is_used:
                 passes.watch(output)
 
     def _passes_to_weigh(self) -> GradientPasses:
