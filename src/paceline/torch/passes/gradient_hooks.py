@@ -195,14 +195,14 @@ def in_core(
 
 
 class SharedGradients:
-    """Of parameters that another wrapped model has, too: averaged in backwards of this one's outputs only.
+    """Gradients of parameters that other wrapped models have, too: only backwards of this one's outputs count.
 
     One backward may run through both models, and bring such a gradient through the other one before it
     reaches this one's outputs. So what came too early is handed over when the pass begins, if that is in the
     same backward; on other ranks it may have come later, and all must take the same part.
 
     Args:
-        state: Of this model's passes.
+        state: The state of this model's passes.
     """
 
     def __init__(self, state: PassState) -> None:
