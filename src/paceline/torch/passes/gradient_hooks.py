@@ -195,7 +195,7 @@ def in_core(
 
 
 class SharedGradients:
-    """Gradients of parameters that other wrapped models have, too: only backwards of this one's outputs count.
+    """Gradients of parameters that other wrapped models have, too: only backwards of own outputs count.
 
     One backward may run through both models, and bring such a gradient through the other one before it
     reaches this one's outputs. So what came too early is handed over when the pass begins, if that is in the

@@ -199,7 +199,8 @@ class TorchAutograd:
         Variable._execution_engine.queue_callback(functools.partial(_call, end))
         if moved := self._not_last():  # hooks were registered since forward
             self._put_last(moved)
-        self._shared_gradients.begin_pass()
+        if self._shared:
+            self._shared_gradients.begin_pass()
 
     def raise_kept(self) -> None:
         """Hooks of torch raise where they are called."""
