@@ -78,7 +78,7 @@ def judge(
     if expected is not None and (wrong := _invalid(whole, expected)):
         return Verdict(INVALID, wrong.at, wrong.text, wrong.error)
     verdict = (
-        _norms(whole, max(2e-3, 0.1 * tolerance))  # of 16-bit gradients, torch computes it in 16 bits
+        _norms(whole)
         or _bits(whole, same_parameters and not is_uneven(whole))  # else a step's other parts may differ
         or _alone(whole)
         or (None if expected is None else _means(whole, expected, tolerance))
@@ -143,12 +143,12 @@ def _whole(records: Sequence[Record | Lost]) -> list[Record]:
     return [record for record in records if isinstance(record, Record)]
 
 
-def _norms(records: Sequence[Record], tolerance: float) -> Verdict | None:
+def _norms(records: Sequence[Record]) -> Verdict | None:
     for rank, record in enumerate(records):
         for event in record.events:
             if event.kind != "norm" or not np.isfinite(event.true):
                 continue
-            if not abs(event.told - event.true) <= tolerance * event.true + 1e-30:
+            if not abs(event.told - event.true) <= event.within * event.true + 1e-30:
                 text = f"rank {rank}: clip_grad_norm_ said {event.told:.6g}, the norm was {event.true:.6g}"
                 return Verdict("wrong norm", event.at, text)
     return None

@@ -17,7 +17,7 @@ from paddle import nn
 
 from tests.differential.paddle_models import WIDTH, Batch, Net, Table, make_layer, parameter_of
 from tests.differential.programs import Op, Program
-from tests.differential.records import Event, Value
+from tests.differential.records import Value
 from tests.differential.walk import Meeting, Run, Walker, of_rank
 
 OPTIMIZERS = {
@@ -287,7 +287,7 @@ class Machine(Walker):
                 told = float(wrapper.clip_grad_norm_(op.get("max", 1.0)))
             else:
                 told = float(nn.utils.clip_grad_norm_(trainable, op.get("max", 1.0)))
-            self.record.events.append(Event(self.at, "norm", told=told, true=true))
+            self._note_norm(told, true, max(paddle.finfo(p.grad.dtype).eps for p in trainable))
 
     def _op_scale_grads(self, op: Op, label: str) -> None:
         if self._is_sparse:

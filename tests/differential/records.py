@@ -50,6 +50,7 @@ class Event:
         shared: All ranks must see the same bits.
         tainted: Nobody promises anything of these values: an error came before, and nothing was cleared.
         told, true: Of a norm: what the subject said, and what it was.
+        within: Of a norm: how far apart the two may be, relative to it.
         error, text: Of an error: its type and its message.
         by_user: The error is one that the program itself raised.
         recomputed: Of an error in a backward: it had run layers again by then.
@@ -64,6 +65,7 @@ class Event:
     tainted: bool = False
     told: float = 0.0
     true: float = 0.0
+    within: float = 0.0
     error: str = ""
     text: str = ""
     by_user: bool = False

@@ -62,3 +62,9 @@ def test_a_mean_that_came_before_the_error_of_its_backward_counts():
     assert _verdict([_ERROR, _HALF], [3, _BROKEN]).kind == REFUSED
     assert _verdict([_ERROR, _BROKEN], [3, _BROKEN]).kind == "a rank went on alone"
     assert _verdict([_HALF, 4], [3, 5]).kind == "ranks differ"  # it still has its place in the sequence
+
+
+@pytest.mark.parametrize(("told", "kind"), [(1.007, EQUAL), (1.009, "wrong norm"), (0.991, "wrong norm")])
+def test_a_norm_may_be_as_wrong_as_its_type_makes_it(told, kind):
+    event = Event("clip", "norm", told=told, true=1.0, within=2**-7 + 2e-4)
+    assert judge([Record([event])], None, tolerance=0.1).kind == kind

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from tests.differential.programs import Op, Program, numbered
-from tests.differential.records import Event, Value
+from tests.differential.records import Value
 from tests.differential.torch_models import WIDTH, Batch, Net, Table, make_layer, parameter_of
 from tests.differential.walk import Meeting, Run, Walker, of_rank
 
@@ -351,8 +351,8 @@ class Machine(Walker):
             return
         true = _norm(trainable)
         told = self.subject.clip(self.wrappers[model], trainable, op.get("max", 1.0))
-        event = Event(self.at, "norm", told=float(told), true=true)
-        self.record.events.append(event)
+        resolutions = [torch.finfo(p.grad.dtype).eps for p in trainable if p.grad is not None]
+        self._note_norm(float(told), true, max(resolutions, default=0.0))
 
     def _op_scale_grads(self, op: Op, label: str) -> None:
         """Write into gradients, by ways that autograd's version counters may not see."""

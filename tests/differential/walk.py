@@ -202,6 +202,18 @@ class Walker:
         is_tainted = self._is_lost if kind == "parameters" else self._tainted
         self.record.events.append(Event(at, kind, values, model, shared=is_shared, tainted=is_tainted))
 
+    def _note_norm(self, told: float, true: float, resolution: float) -> None:
+        """A norm of all gradients.
+
+        Args:
+            told, true: Of the subject, and computed in float64.
+            resolution: Of the coarsest type of a gradient: the distance of 1 from the next larger number.
+        """
+        # A norm of norms, each rounded to that type, by half of the resolution; and sums in float32 of some
+        # thousand squares, the error of each at most 2**-24.
+        within = resolution * (1 + resolution / 4) + 2e-4
+        self.record.events.append(Event(self.at, "norm", told=told, true=true, within=within))
+
     def _error(self, error: BaseException) -> Event:
         told = str(error).strip()
         text = "" if isinstance(error, Refused) else " | ".join(told.splitlines()[:4])[:400]
