@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 from paceline.errors import ConfigError, GraphChangedError
 from paceline.torch import DistributedDataParallel
@@ -152,3 +155,80 @@ def test_a_promise_after_training_is_refused(rank: int, path: str) -> None:
     ddp.zero_grad()
     step(ddp, rank, "right")
     assert_close(ddp.module.right.weight.grad, torch.full((1, 1), 1.5))
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(1, 1, bias=False)
+        self.right = nn.Linear(1, 1, bias=False)
+
+    def forward(self, x: torch.Tensor, left: bool) -> torch.Tensor:
+        return (self.left if left else self.right)(x)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(2, group="gloo")
+def test_a_graph_that_changes_against_the_promise(rank: int, path: str) -> None:
+    ddp = DistributedDataParallel(Branches(), static_graph=True, reduce_through=path)
+    for _ in range(2):
+        ddp(torch.ones(1), True).sum().backward()
+        ddp.zero_grad()
+    with pytest.raises(GraphChangedError, match="static_graph=True promised") as caught:
+        ddp(torch.ones(1), rank == 0).sum().backward()  # rank 1 leaves its way; rank 0 is told as well
+    assert caught.value.changed == ("left.weight", "right.weight")
+    assert "left.weight" in str(caught.value) and "rank 1" in str(caught.value)
+
+
+class Repeats(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2, bias=False)
+
+    def forward(self, x: torch.Tensor, times: int) -> torch.Tensor:
+        for _ in range(times):
+            x = checkpoint(self.layer, x, use_reentrant=True)
+        return x
+
+
+@ranks(2, group="gloo")
+def test_a_gradient_that_comes_twice_is_named(rank: int) -> None:
+    """On one rank, or on both: every rank raises in that pass, and the next one is good."""
+    for options in (
+        {"reduce_through": "memory"},
+        {"reduce_through": "group"},
+        {"gradient_as_bucket_view": True},
+    ):
+        ddp = DistributedDataParallel(Repeats(), **options)
+        x = torch.ones(1, 2, requires_grad=True)
+        for times, who in ((1 + rank, "rank 1 of 2"), (2, "all 2 ranks")):
+            with pytest.raises(GraphChangedError, match=rf"'layer.weight' came twice .* {who}") as caught:
+                ddp(x, times).sum().backward()
+            assert caught.value.changed == ("layer.weight",)
+            ddp.zero_grad()
+            (ddp(x, 1).sum() * (1 + rank)).backward()
+            assert_close(ddp.module.layer.weight.grad, torch.full((2, 2), 1.5))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(2, group="gloo")
+def test_a_static_graph_learns_what_comes_several_times(rank: int, path: str) -> None:
+    """As torch's: a layer in several reentrant checkpoints."""
+    for options in ({}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 25}):
+        net = nn.Sequential(nn.Linear(2, 2), Repeats(), nn.Linear(2, 1))
+        net[1].forward = functools.partial(net[1].forward, times=2)
+        alone = copy.deepcopy(net)
+        ddp = DistributedDataParallel(
+            net, **{"static_graph": True, "reduce_through": path, "bucket_cap_mb": 0.00001} | options
+        )
+        x = torch.tensor([[1.0, 2.0], [3.0, 5.0]])
+        for _ in range(3):
+            for module in (ddp, alone):
+                module.zero_grad()
+            alone(x).mean().backward()
+            ddp(x[rank : rank + 1]).mean().backward()
+            for ours, expected in zip(net.parameters(), alone.parameters(), strict=True):
+                assert_close(ours.grad, expected.grad)
+        net[1].forward = functools.partial(Repeats.forward, net[1], times=2 + rank)
+        with pytest.raises(GraphChangedError, match=r"'1.layer.weight' came twice .* rank 1 of 2"):
+            ddp(x).sum().backward()

@@ -1,4 +1,4 @@
-"""What a pass finds out on the way, and buffers by name pattern."""
+"""The norm that a pass finds out, when it is that of the gradients, and who had infinities."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.testing import assert_close
 from paceline.errors import ConfigError, UnusedParameterError
 from paceline.torch import DistributedDataParallel
 from tests.harness import ranks
-from tests.multiprocess.ddp_models import Branches, gradients, mixed, two_layers
+from tests.multiprocess.ddp_models import Branches, gradients, two_layers
 
 PATHS = ["group", "memory"]
 
@@ -167,50 +167,3 @@ def test_statistics_of_a_rank_alone(rank: int) -> None:
     assert ddp.nonfinite() == {0: ("0.weight", "0.bias", "2.weight", "2.bias")}
     ddp.sync_buffers()
     assert not ddp.will_sync_module_buffers()
-
-
-@pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
-def test_buffers_are_averaged_broadcast_or_left_alone_by_name(rank: int, path: str) -> None:
-    model = mixed()
-    model.register_buffer("seen", torch.zeros(2, dtype=torch.float64))
-    model.register_buffer("low", torch.zeros(2, dtype=torch.bfloat16))
-    policies = {"norm.*_mean": "average", "norm.*": "local", "seen": "average", "l?w": "average"}
-    ddp = DistributedDataParallel(model, reduce_through=path, buffers=policies)
-    assert ddp.will_sync_module_buffers()
-
-    def fill() -> None:
-        model.norm.running_mean.data.fill_(2.0 + 2 * rank)
-        model.norm.running_var.data.fill_(1.0 + rank)
-        model.seen.fill_(rank)
-        model.low.fill_(rank)
-
-    def check() -> None:
-        assert_close(model.norm.running_mean, torch.full((3,), 3.0))
-        assert_close(model.norm.running_var, torch.full((3,), 1.0 + rank))
-        assert_close(model.seen, torch.full((2,), 0.5, dtype=torch.float64))
-        assert_close(model.low, torch.full((2,), 0.5, dtype=torch.bfloat16))
-
-    model.norm.eval()  # so that it leaves them alone
-    out = ddp(torch.ones(2, 1, 4, 4)).sum()
-    fill()
-    out.backward()
-    check()
-    fill()
-    ddp.sync_buffers()
-    check()
-
-
-@pytest.mark.parametrize("path", PATHS)
-@ranks(2, group="gloo")
-def test_buffers_on_demand_only(rank: int, path: str) -> None:
-    model = mixed()
-    ddp = DistributedDataParallel(model, reduce_through=path, broadcast_buffers=False)
-    assert not ddp.will_sync_module_buffers()
-    ddp(torch.full((2, 1, 4, 4), float(rank))).sum().backward()
-    with torch.no_grad():
-        model.norm.running_mean.fill_(float(rank))
-    ddp.sync_buffers()
-    assert not model.norm.running_mean.any()
-    with pytest.raises(ConfigError, match="for each name pattern"):
-        DistributedDataParallel(mixed(), buffers={"*": "mean"})

@@ -1,4 +1,4 @@
-"""Uses of a model that have tripped wrappers; each gives the gradients of one process with all samples."""
+"""Averages of weights, torch.func and distributed checkpoints beside the wrapper, as in one process."""
 
 from __future__ import annotations
 
