@@ -262,7 +262,7 @@ def test_the_weight_of_a_wrapped_layer_is_its_parameter(group: object) -> None:
     model.finish = "the model's"
     wrapped = DataParallel(model, group=group, weight=1.0 + 2 * group.rank)
     assert wrapped.weight is model.weight and wrapped.bias is model.bias
-    assert wrapped.module.finished == "the model's" and callable(wrapped.finish)
+    assert wrapped.module.finish == "the model's" and callable(wrapped.finish)
     wrapped(x).sum().backward()
     assert_array_equal(wrapped.weight.grad.numpy(), np.full((4, 1), 1.75))
     plain = DataParallel(two_layers(), group=group)
