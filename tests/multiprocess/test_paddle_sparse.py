@@ -78,3 +78,15 @@ def test_a_sparse_gradient_that_is_not_finite_is_named(group: object) -> None:
         with pytest.raises(NonFiniteGradientError, match="on rank 1 of 2"):
             loss.backward()
         assert wrapped.nonfinite() == {1: ("weight",)}
+
+
+@ranks(2)
+def test_no_rows_on_one_rank_and_no_gradient_on_the_other(group: object) -> None:
+    """Adam moves a parameter with a gradient of no rows, and leaves one without a gradient."""
+    model = Words(True)
+    wrapped = DataParallel(model, group=group, find_unused_parameters=True)
+    output = wrapped(None if group.rank else paddle.to_tensor([], dtype="int64"))
+    output.sum().backward()
+    assert model.table.weight.grad is not None
+    paddle.optimizer.Adam(0.1, parameters=model.parameters()).step()
+    assert_same_on_all_ranks(model, group)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import CollectiveError, GroupClosedError, MismatchError
-from paceline.reducer.engine import EngineReducer
+from paceline.reducer.engine import CallOrder, EngineReducer
 from paceline.reducer.plan import ParameterSpec, Plan, plan_buckets
 from paceline.reducer.protocol import Outcome, PassStatus
 
@@ -55,8 +55,10 @@ class ArrayTransport:
         self.arena = np.full(plan.arena_bytes // 4, 99.0, np.float32)
         self.plan = plan
         self.launched: list[int] = []
+        self.order = CallOrder()
         self._board = board
         self._calls = 0
+        self._under_way: list[Callable[[], None]] = []
         self._nonfinite: set[int] = set()
         for index in range(len(plan.parameters)):
             self.place(index)[:] = 0
@@ -77,7 +79,8 @@ class ArrayTransport:
             rows = self._board.gather(self.rank, call, f"bucket {bucket}", sent)
             flat[:] = sum(np.frombuffer(row, np.float32) for row in rows)
 
-        return Deferred(complete)
+        self._under_way.append(complete)
+        return Deferred(self._complete_all)
 
     def rescale(self, factor: float) -> None:
         self.arena *= np.float32(factor)
@@ -98,7 +101,13 @@ class ArrayTransport:
         return sum(float(np.square(self.place(i), dtype=np.float64).sum()) for i in range(len(COUNTS)))
 
     def all_gather(self, payload: bytes) -> list[bytes]:
+        self._complete_all()
         return self._board.gather(self.rank, self._next_call(), "gather", payload)
+
+    def _complete_all(self) -> None:
+        """A call that is waited for needs all before it, which other models may have made."""
+        while self._under_way:
+            self._under_way.pop(0)()
 
     def _next_call(self) -> int:
         self._calls += 1
@@ -261,6 +270,27 @@ def test_ranks_in_passes_of_two_models_all_raise_and_go_on() -> None:
         np.testing.assert_array_equal(own.transport.place(0), 1.0)
 
     on_ranks(2, body)
+
+
+def test_buckets_of_two_models_in_another_order_on_one_rank_raise_on_all() -> None:
+    """In one backward through both: all sizes agree, and the engine below adds up what does not belong."""
+
+    def body(own: Rank) -> None:
+        other = EngineReducer(own.transport.plan, own.transport)
+        for is_turned in (False, True, False):
+            reducers = [own.reducer, other]
+            for reducer in reducers[::-1] if is_turned and own.rank == 1 else reducers:
+                for index in range(len(COUNTS)):
+                    own.transport.place(index)[:] = 1.0
+                    reducer.mark_ready(index)
+            if is_turned:
+                with pytest.raises(MismatchError, match="in another order"):
+                    own.reducer.finish(PassStatus(1), allow_unused=False)
+            else:
+                assert own.reducer.finish(PassStatus(1), allow_unused=False) == Outcome.GOOD
+            other.finish(PassStatus(1), allow_unused=False)
+
+    on_ranks(3, body)
 
 
 def test_notes_that_differ_are_told_and_change_nothing() -> None:

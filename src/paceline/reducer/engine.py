@@ -21,11 +21,13 @@ from __future__ import annotations
 
 import math
 import os
+import struct
 import threading
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from paceline import _core
 from paceline.errors import GroupClosedError, MismatchError, format_ranks
@@ -35,6 +37,7 @@ from paceline.reducer.plan import Plan
 from paceline.reducer.protocol import PassStatus
 
 _Flat = TypeVar("_Flat")  # a flat tensor of any framework
+_CALL = struct.Struct("<II")
 ROUNDING = 1e-9  # of weights over their sum
 
 
@@ -51,6 +54,8 @@ class Transport(Protocol):
 
     rank: int
     world_size: int
+    order: CallOrder
+    """Shared by all that use one process group."""
 
     def launch(self, bucket: int, scale: float) -> Pending:
         """Scale this rank's part of the bucket and begin to sum it over ranks, in place.
@@ -116,6 +121,34 @@ def overflowed_in(
     return sorted(found)
 
 
+class CallOrder:
+    """In which order this rank has made the calls of all models that one process group averages.
+
+    The engine below pairs the calls of different ranks by their order, and cannot tell whose buckets it adds
+    up. So each rank tells at the end of a pass what it has called since the last one.
+    """
+
+    def __init__(self) -> None:
+        self._digest = 0
+
+    def note(self, reducer: int, bucket: int) -> None:
+        """A reducer has begun to average one of its buckets."""
+        self._digest = zlib.crc32(_CALL.pack(reducer, bucket), self._digest)
+
+    def take(self, reducer: int) -> int:
+        """A number that ranks have in common if their calls were the same, up to this reducer's status."""
+        digest, self._digest = zlib.crc32(_CALL.pack(reducer, 0), self._digest), 0
+        return digest
+
+
+_call_orders: weakref.WeakKeyDictionary[Any, CallOrder] = weakref.WeakKeyDictionary()
+
+
+def call_order_of(group: Any) -> CallOrder:
+    """One for each process group of a framework; None is a group of one reducer's own."""
+    return CallOrder() if group is None else _call_orders.setdefault(group, CallOrder())
+
+
 class EngineReducer:
     """A `Reducer` whose bytes are moved by a `Transport`. Making one is collective.
 
@@ -157,6 +190,7 @@ class EngineReducer:
         self._overlapping: set[int] = set()
         # Which no two reducers have in common, and all ranks of this one.
         self._identity = zlib.crc32(b"".join(transport.all_gather(os.urandom(8))))
+        self._called = 0  # what this rank has told of its calls at the end of the last pass
         self._num_launched = len(plan.buckets)
         self._begin_pass()
 
@@ -265,7 +299,7 @@ class EngineReducer:
         idle = [n for n, bucket in enumerate(self._plan.buckets) if nobodys.issuperset(bucket.parameters)]
         woken = [number for number in self._idle if number not in idle]
         scale = self._weight / self._expected_weight
-        for pending in [self._transport.launch(number, scale) for number in woken]:
+        for pending in [self._launch(number, scale) for number in woken]:
             pending.wait()
         self._idle = idle
         self._num_launched += len(woken)
@@ -291,7 +325,8 @@ class EngineReducer:
         overflowed = self._transport.find_overflowed(self._weight / self._expected_weight)
         counts = (len(unused), len(nonfinite), len(overflowed))
         refuses_unused = bool(unused) and not allow_unused
-        own = RankReport(self._weight, self._identity, status.pack(), *counts, self._note, refuses_unused)
+        self._called = self._transport.order.take(self._identity)
+        own = RankReport(self._weight, self._called, status.pack(), *counts, self._note, refuses_unused)
         self._statuses = [RankReport.unpack(row) for row in self._transport.all_gather(own.pack())]
         if self._strangers():  # their details would not be of these parameters
             return
@@ -300,19 +335,21 @@ class EngineReducer:
             self._launch_idle()
 
     def _strangers(self) -> list[int]:
-        """Ranks that were in a pass of another model, whose buckets were added to those of this one."""
-        return [rank for rank, each in enumerate(self._statuses) if each.identity != self._identity]
+        """Ranks that made other calls, so that buckets of several models were added up."""
+        return [rank for rank, each in enumerate(self._statuses) if each.identity != self._called]
 
     def _mixed(self, strangers: Sequence[int]) -> MismatchError:
         transport = self._transport
         return MismatchError(
-            f"Rank {transport.rank} of {transport.world_size} ended a backward of another model than "
+            f"Rank {transport.rank} of {transport.world_size} averaged gradients of another model than "
             f"{format_ranks(strangers)}.",
             where="the end of backward; the gradients of this pass are of no use, on any rank",
-            seen=f"{format_ranks(strangers)} averaged gradients of another wrapped model in the same calls",
+            seen=f"{format_ranks(strangers)} averaged buckets of several wrapped models in another order",
             likely="a rank skipped a model's backward after an exception that it caught, or in a branch, or "
-            "ran the backwards of several models in another order",
-            hint="run the same backwards in the same order on every rank",
+            "ran the backwards of several models in another order; or one backward runs through several "
+            "models, and ranks use other parameters of them",
+            hint="run the same backwards in the same order on every rank; where one backward runs through "
+            "several models, wrap the module that holds them",
         )
 
     def _check_usable(self) -> None:
@@ -340,7 +377,11 @@ class EngineReducer:
                 return
             if self._notes_first_bucket:
                 self._notes_first_bucket, self._first_bucket_ns = False, time.monotonic_ns()
-            self._pending.append(self._transport.launch(number, scale))
+            self._pending.append(self._launch(number, scale))
+
+    def _launch(self, number: int, scale: float) -> Pending:
+        self._transport.order.note(self._identity, number)
+        return self._transport.launch(number, scale)
 
     def _gather_details(
         self, unused: Sequence[int], nonfinite: Sequence[int], overflowed: Sequence[int]

@@ -23,7 +23,7 @@ class RankReport:
 
     Attributes:
         weight: What its gradients weigh.
-        identity: Number of the reducer; ranks with another one are in a pass of another model.
+        identity: What the rank has called; ranks with another one have averaged another model's gradients.
         word: PassStatus.pack().
         unused: How many parameters it left without a gradient.
         nonfinite: How many gradients it has found that hold an infinity or a NaN.

@@ -14,7 +14,7 @@ from paceline.errors import CollectiveError
 from paceline.paddle.link.arena import Arena
 from paceline.paddle.link.calls import Call, GroupCalls
 from paceline.paddle.link.comm_hook import BucketHook, HookedCall
-from paceline.reducer.engine import ROUNDING, may_overflow, overflowed_in
+from paceline.reducer.engine import ROUNDING, call_order_of, may_overflow, overflowed_in
 from paceline.reducer.engine_waits import STATUS, EngineWaits
 from paceline.reducer.plan import pieces_in
 
@@ -36,6 +36,7 @@ class PaddleTransport:
         self.world_size = calls.world_size
         self._arena = arena
         self._calls = calls
+        self.order = call_order_of(calls.group)
         self._hook = hook
         self._waits = calls.waits(arena.plan)
         self._checks_finite = checks_finite

@@ -67,16 +67,21 @@ def average_rows(parameter: paddle.Tensor, name: str, link: Link, weight: float 
     counts_here = gradient is not None and not is_dense and weight != 0.0
     rows, values = internals.rows_of(gradient) if counts_here else ([], np.empty((0, *width), np.float32))
     height = int(parameter.shape[0])
-    facts = link.gather(np.array([len(rows), weight, is_dense, height, math.prod(width)], np.float64))
+    is_given = gradient is not None
+    facts = link.gather(
+        np.array([len(rows), weight, is_dense, height, math.prod(width), is_given], np.float64)
+    )
     counts, weights = facts[:, 0].astype(np.int64), facts[:, 1]
     if facts[:, 2].any():
         raise _dense_error(name, np.flatnonzero(facts[:, 2]).tolist(), len(facts))
-    if (facts[:, 3:] != facts[0, 3:]).any():  # a row of one would be beyond the end of another
-        raise _shape_error(name, facts[:, 3:].astype(int).tolist())
+    if (facts[:, 3:5] != facts[0, 3:5]).any():  # a row of one would be beyond the end of another
+        raise _shape_error(name, facts[:, 3:5].astype(int).tolist())
     most = int(counts.max())
-    if most == 0:
-        return []
     dtype = np.dtype(str(parameter.dtype).removeprefix("paddle."))
+    if most == 0:
+        if gradient is None and facts[:, 5].any():  # optimizers tell no rows from no gradient
+            internals.give_rows(parameter, [], np.empty((0, *width), dtype))
+        return []
     padded_rows, padded_values = np.zeros(most, np.int64), np.zeros((most, *width), dtype)
     padded_rows[: len(rows)], padded_values[: len(rows)] = rows, values
     all_rows, all_values = link.gather(padded_rows), link.gather(padded_values)

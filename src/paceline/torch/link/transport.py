@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from paceline import _core
-from paceline.reducer.engine import may_overflow, overflowed_in
+from paceline.reducer.engine import call_order_of, may_overflow, overflowed_in
 from paceline.reducer.engine_waits import STATUS, EngineWaits
 from paceline.reducer.plan import pieces_in
 from paceline.reducer.witness import Witness
@@ -40,6 +40,7 @@ class ProcessGroupTransport:
         self.world_size = peers.world_size
         self._arena = arena
         self._group = peers.process_group
+        self.order = call_order_of(self._group)
         self._waits = EngineWaits(
             peers.rank,
             peers.world_size,
