@@ -126,3 +126,15 @@ def test_another_failure_is_none_of_the_witness(core):
     error = waits_of(core).failed(RuntimeError("sizes differ"), 0)
     assert not isinstance(error, PeerLostError)
     assert "sizes differ" in str(error)
+
+
+def test_a_rank_that_dies_between_two_looks_has_not_left(core, monkeypatch):
+    """The kernel marks the death after the look at whether all are well, before that at each rank."""
+    died = PeerLostError("Rank 1 of 3 died.", lost=(1,))
+
+    def records(original=core.records):
+        core.states[1], core.error = "dead", died
+        return original()
+
+    monkeypatch.setattr(core, "records", records)
+    assert Witness(core).find_lost(1.0) is died

@@ -73,6 +73,9 @@ class Witness:
                 return error
             left = [facts for facts in self._suspects() if facts["state"] in ("left", "dead")]
             if left:
+                # Asked again: a rank may have died between the two looks, and has not left then.
+                if (error := self.lost()) is not None:
+                    return error
                 ranks = tuple(int(facts["rank"]) for facts in left)
                 return PeerLostError(
                     f"{format_ranks(ranks).capitalize()} of {self._core.world_size} "
