@@ -88,7 +88,8 @@ def test_signals_reach_it_and_inherited_files_are_open(python: str) -> None:
 
 
 def test_it_dies_with_the_process_that_was_started(python: str) -> None:
-    program = "import os, time; os.fork(); print(os.getpid(), flush=True); time.sleep(100)"
+    # One write each: what two processes print may mix.
+    program = "import os, time; os.fork(); os.write(1, b'%d\\n' % os.getpid()); time.sleep(100)"
     with subprocess.Popen([python, "-c", program], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         found = [os.pidfd_open(int(process.stdout.readline())) for _ in range(2)]
