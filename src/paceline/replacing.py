@@ -13,10 +13,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import multiprocessing
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -27,7 +26,16 @@ from paceline.errors import ConfigError
 
 SAMPLER = "sampler"
 
-__all__ = ["SAMPLER", "VARIABLE", "Pair", "Replacement", "asked_by_environment", "check_value", "replace"]
+__all__ = [
+    "SAMPLER",
+    "VARIABLE",
+    "Pair",
+    "Replacement",
+    "asked_by_environment",
+    "check_value",
+    "replace",
+    "replace_if_asked",
+]
 
 
 @dataclass(frozen=True)
@@ -112,7 +120,9 @@ class Replacement:
         atexit.register(self._say_if_for_nothing, os.getpid())
 
     def _say_if_for_nothing(self, pid: int) -> None:
-        is_main = os.getpid() == pid and multiprocessing.parent_process() is None
+        # Looked up: importing it would make every `paceline run` begin later.
+        processes = sys.modules.get("multiprocessing.process")
+        is_main = os.getpid() == pid and (processes is None or processes.parent_process() is None)
         if self.wrapped or not self._inits or not is_main:
             return
         names = " or ".join(pair.name for pair in self.pairs if pair.is_wrapper)
@@ -169,6 +179,17 @@ def replace(pairs: Sequence[Pair]) -> Replacement:
         _active[key] = Replacement(key)
         _active[key].announce()
     return _active[key]
+
+
+def replace_if_asked(replace_ddp: Callable[..., Replacement]) -> None:
+    """Call a front end's `replace_ddp` as PACELINE_REPLACE_DDP says.
+
+    Raises:
+        ConfigError: The variable has a value that means nothing.
+    """
+    wrappers, samplers = asked_by_environment()
+    if wrappers:
+        replace_ddp(samplers=samplers)
 
 
 def asked_by_environment() -> tuple[bool, bool]:

@@ -13,10 +13,11 @@ versions.check()
 from paceline.paddle import compression  # noqa: E402
 from paceline.paddle.ddp.distributed import DistributedDataParallel, init_parallel_env, spawn  # noqa: E402
 from paceline.paddle.ddp.parallel import DataParallel  # noqa: E402
-from paceline.paddle.ddp.replace_ddp import replace_ddp, replace_if_asked  # noqa: E402
+from paceline.paddle.ddp.replace_ddp import replace_ddp  # noqa: E402
 from paceline.paddle.sync_batch_norm import SyncBatchNorm  # noqa: E402
+from paceline.replacing import replace_if_asked  # noqa: E402
 
-replace_if_asked()
+replace_if_asked(replace_ddp)
 
 __all__ = [
     "DataParallel",

@@ -6,13 +6,14 @@ Importing this package makes `torch.distributed.init_process_group("paceline")` 
 Paceline that imports torch; may import everything below it.
 """
 
+from paceline.replacing import replace_if_asked
 from paceline.torch import backend, compression
 from paceline.torch.data_parallel.data_parallel import DataParallel
 from paceline.torch.ddp.distributed import DistributedDataParallel
-from paceline.torch.ddp.replace_ddp import replace_ddp, replace_if_asked
+from paceline.torch.ddp.replace_ddp import replace_ddp
 from paceline.torch.sync_batch_norm import SyncBatchNorm
 
 backend.register()
-replace_if_asked()
+replace_if_asked(replace_ddp)
 
 __all__ = ["DataParallel", "DistributedDataParallel", "SyncBatchNorm", "compression", "replace_ddp"]

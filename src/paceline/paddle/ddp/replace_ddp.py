@@ -7,7 +7,7 @@ from paddle.io import DistributedBatchSampler as _PaddleSampler
 
 from paceline.data import DistributedBatchSampler
 from paceline.paddle.ddp.parallel import DataParallel
-from paceline.replacing import Pair, Replacement, asked_by_environment, replace
+from paceline.replacing import Pair, Replacement, replace
 
 _WRAPPERS = (Pair("paddle.DataParallel", _PaddleDP, DataParallel),)
 _SAMPLERS = (
@@ -41,10 +41,3 @@ def replace_ddp(*, samplers: bool = False) -> Replacement:
         >>> model = fleet.distributed_model(model)      # a paceline.paddle.DataParallel
     """
     return replace(_WRAPPERS + _SAMPLERS if samplers else _WRAPPERS)
-
-
-def replace_if_asked() -> None:
-    """Do what PACELINE_REPLACE_DDP says. Raises ConfigError if it says nothing that is known."""
-    wrappers, samplers = asked_by_environment()
-    if wrappers:
-        replace_ddp(samplers=samplers)

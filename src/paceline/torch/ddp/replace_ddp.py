@@ -7,7 +7,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel as _TorchDDP
 from torch.utils.data.distributed import DistributedSampler as _TorchSampler
 
 from paceline.data import DistributedSampler
-from paceline.replacing import Pair, Replacement, asked_by_environment, replace
+from paceline.replacing import Pair, Replacement, replace
 from paceline.torch.data_parallel.data_parallel import DataParallel
 from paceline.torch.ddp.distributed import DistributedDataParallel
 
@@ -50,10 +50,3 @@ def replace_ddp(*, samplers: bool = False) -> Replacement:
         >>> model = accelerator.prepare(model)      # a paceline.torch.DistributedDataParallel
     """
     return replace(_WRAPPERS + _SAMPLERS if samplers else _WRAPPERS)
-
-
-def replace_if_asked() -> None:
-    """Do what PACELINE_REPLACE_DDP says. Raises ConfigError if it says nothing that is known."""
-    wrappers, samplers = asked_by_environment()
-    if wrappers:
-        replace_ddp(samplers=samplers)
