@@ -33,7 +33,7 @@ from paceline.env import read_rank_environment
 from paceline.errors import ConfigError, PacelineError
 from paceline.launch.ports import check_port_is_free, free_ports
 from paceline.launch.process import interpreter
-from paceline.launch.topology import read_machine
+from paceline.launch.topology import read_machine, read_memory_limit, read_or_empty
 from paceline.launch.variables import Meeting, new_job_id, rank_variables
 from paceline.rendezvous.limits import explain
 
@@ -159,7 +159,7 @@ def _cores(root: Path) -> Iterator[Finding]:
     if threads.isdigit() and int(threads) > machine.num_cores:
         seen = f"OMP_NUM_THREADS={threads} for each rank, and {machine.num_cores} cores for all"
         yield Finding("threads", NOTE, seen, "unset it: `paceline run` divides the cores among the ranks")
-    clock = _read(root / "sys/devices/system/clocksource/clocksource0/current_clocksource").strip()
+    clock = read_or_empty(root / "sys/devices/system/clocksource/clocksource0/current_clocksource").strip()
     if clock in _SLOW_CLOCKS:
         hint = "reading the time takes microseconds; the tsc or kvm-clock is fast, where it is reliable"
         yield Finding("clock", NOTE, f"the kernel's clock is {clock}", hint)
@@ -167,7 +167,7 @@ def _cores(root: Path) -> Iterator[Finding]:
 
 def _memory(root: Path) -> Iterator[Finding]:
     available = _available_memory(root)
-    limit = _memory_limit(root)
+    limit = read_memory_limit(root)
     free = min(each for each in (available, limit) if each is not None) if available or limit else None
     if free is None:
         yield Finding("memory", NOTE, "unknown: /proc/meminfo cannot be read", "mount /proc")
@@ -384,33 +384,11 @@ def _average_and_strike() -> dict[str, Any]:
 
 
 def _available_memory(root: Path) -> int | None:
-    for line in _read(root / "proc/meminfo").splitlines():
+    for line in read_or_empty(root / "proc/meminfo").splitlines():
         name, _, value = line.partition(":")
         if name == "MemAvailable":
             return int(value.split()[0]) * 1024
     return None
-
-
-def _memory_limit(root: Path) -> int | None:
-    """Bytes that the control groups of this process still give, those above its own included."""
-    mount = root / "sys/fs/cgroup"
-    left = []
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        names = ("memory.max", "memory.current")
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        base = mount
-        if controllers:
-            base, names = mount / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        folder = base / path.strip("/")
-        for each in (folder, *folder.parents):
-            limit, used = (_read(each / name).strip() for name in names)
-            if limit.isdigit() and used.isdigit():
-                left.append(int(limit) - int(used))
-            if each == base:
-                break
-    return min(left, default=None)
 
 
 def _size(nbytes: int) -> str:
@@ -418,10 +396,3 @@ def _size(nbytes: int) -> str:
         if nbytes >= size:
             return f"{nbytes / size:.1f} {unit}"
     return f"{nbytes} bytes"
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

@@ -1,4 +1,4 @@
-"""What this process may use of the machine: affinity mask, cgroup quota, cores and NUMA nodes.
+"""What this process may use of the machine: affinity mask, cgroup quota and memory, cores and NUMA nodes.
 
 Its one idea: read what the kernel says, and where it says nothing assume a flat machine without a limit.
 """
@@ -39,16 +39,35 @@ def read_quota(root: Path = Path("/")) -> float | None:
     return min(quotas, default=None)
 
 
+def read_memory_limit(root: Path = Path("/")) -> int | None:
+    """Bytes that the cgroup of this process and those above it still give; None without a limit."""
+    left = []
+    for folder, is_first_version in _control_groups(root, "memory"):
+        names = ("limit_in_bytes", "usage_in_bytes") if is_first_version else ("max", "current")
+        limit, used = (read_or_empty(folder / f"memory.{name}").strip() for name in names)
+        if limit.isdigit() and used.isdigit():
+            left.append(int(limit) - int(used))
+    return min(left, default=None)
+
+
 def _quotas(root: Path) -> Iterator[float | None]:
+    for folder, is_first_version in _control_groups(root, "cpu"):
+        if is_first_version:
+            words = [read_or_empty(folder / name) for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")]
+        else:
+            words = read_or_empty(folder / "cpu.max").split()
+        yield _ratio(words)
+
+
+def _control_groups(root: Path, controller: str) -> Iterator[tuple[Path, bool]]:
+    """Folders of this process's cgroups that a controller limits, and whether they are of version 1."""
     mount = root / "sys/fs/cgroup"
-    for line in _read(root / "proc/self/cgroup").splitlines():
+    for line in read_or_empty(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers == "":  # version 2
-            for folder in _upwards(mount, path):
-                yield _ratio(_read(folder / "cpu.max").split())
-        elif "cpu" in controllers.split(","):  # version 1
-            for folder in _upwards(mount / "cpu", path):
-                yield _ratio([_read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")])
+        if controllers == "":
+            yield from ((folder, False) for folder in _upwards(mount, path))
+        elif controller in controllers.split(","):
+            yield from ((folder, True) for folder in _upwards(mount / controller, path))
 
 
 def _upwards(mount: Path, path: str) -> Iterator[Path]:
@@ -71,15 +90,15 @@ def _ratio(words: list[str]) -> float | None:
 def _node_of_cpu(root: Path) -> dict[int, int]:
     nodes = {}
     for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
-        for cpu in parse_cpu_list(_read(folder / "cpulist")):
+        for cpu in parse_cpu_list(read_or_empty(folder / "cpulist")):
             nodes[cpu] = int(folder.name.removeprefix("node"))
     return nodes
 
 
 def _read_cpu(root: Path, cpu: int, node: int) -> Cpu:
     folder = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
-    package = _read(folder / "physical_package_id").strip()
-    core = _read(folder / "core_id").strip()
+    package = read_or_empty(folder / "physical_package_id").strip()
+    core = read_or_empty(folder / "core_id").strip()
     return Cpu(
         node=node,
         package=int(package) if package.isdigit() else 0,
@@ -88,7 +107,8 @@ def _read_cpu(root: Path, cpu: int, node: int) -> Cpu:
     )
 
 
-def _read(path: Path) -> str:
+def read_or_empty(path: Path) -> str:
+    """What a file holds; "" where it cannot be read."""
     try:
         return path.read_text()
     except OSError:
