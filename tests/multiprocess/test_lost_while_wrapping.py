@@ -94,76 +94,55 @@ def raised_by(wrap_model, exchange, rank, who, sign, at):
     return None
 
 
-@pytest.mark.parametrize("store", ["file", "tcp"])
-@pytest.mark.parametrize("at", ["before", 0, 2])
-@pytest.mark.parametrize("who", [0, 2])
-def test_a_killed_rank_is_named(who, at, store):
-    sign = signal.SIGKILL
-    answers = run_ranks(
-        wrap, 3, {"who": who, "sign": sign, "at": at, "store": store}, group=None, dies={who: sign}
-    )
+def check_killed(answers, who, at, *, has_store_left):
+    """Every survivor names the rank; at once, where the store is still there to ask."""
     for rank in {0, 1, 2} - {who}:
         text, named, waited_s, pid = answers[rank]
         assert tuple(named) == (who,), text
         assert f"rank {who}" in text.lower()
         assert waited_s < DEADLINE_S + 5
-        if at != "before" and (store, who) != ("tcp", 0):
+        if at != "before" and has_store_left:
             assert f"rank {who} (pid {pid}) has died" in text, text
             assert waited_s < DEADLINE_S - 1
+
+
+def check_stopped(answers, who, *, has_store_left):
+    for rank in {0, 1, 2} - {who}:
+        text, named, _, pid = answers[rank]
+        assert tuple(named) == (who,), text
+        if has_store_left:
+            assert f"rank {who} (pid {pid}) is stopped: `kill -CONT {pid}`" in text, text
+
+
+@pytest.mark.parametrize("store", ["file", "tcp"])
+@pytest.mark.parametrize("at", ["before", 0, 2])
+@pytest.mark.parametrize("who", [0, 2])
+def test_a_killed_rank_is_named(who, at, store):
+    facts = {"who": who, "sign": signal.SIGKILL, "at": at, "store": store}
+    answers = run_ranks(wrap, 3, facts, group=None, dies={who: signal.SIGKILL})
+    check_killed(answers, who, at, has_store_left=(store, who) != ("tcp", 0))
 
 
 @pytest.mark.parametrize("store", ["file", "tcp"])
 @pytest.mark.parametrize("at", [0, 2])
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_stopped_rank_is_named(who, at, store):
-    sign = signal.SIGSTOP
-    answers = run_ranks(
-        wrap,
-        3,
-        {"who": who, "sign": sign, "at": at, "store": store},
-        group=None,
-        dies={who: signal.SIGKILL},
-    )
-    for rank in {0, 1, 2} - {who}:
-        text, named, _, pid = answers[rank]
-        assert tuple(named) == (who,), text
-        if (store, who) != ("tcp", 0):
-            assert f"rank {who} (pid {pid}) is stopped: `kill -CONT {pid}`" in text, text
+    facts = {"who": who, "sign": signal.SIGSTOP, "at": at, "store": store}
+    answers = run_ranks(wrap, 3, facts, group=None, dies={who: signal.SIGKILL})
+    check_stopped(answers, who, has_store_left=(store, who) != ("tcp", 0))
 
 
 @pytest.mark.parametrize("at", ["before", 0, 2])
 @pytest.mark.parametrize("who", [0, 2])
 def test_a_killed_rank_is_named_over_paddles_gloo(who, at):
-    answers = run_ranks(
-        wrap_paddles,
-        3,
-        {"who": who, "sign": signal.SIGKILL, "at": at},
-        group=None,
-        framework="paddle",
-        dies={who: signal.SIGKILL},
-    )
-    for rank in {0, 1, 2} - {who}:
-        text, named, waited_s, pid = answers[rank]
-        assert tuple(named) == (who,), text
-        assert waited_s < DEADLINE_S + 5
-        if at != "before" and who != 0:
-            assert f"rank {who} (pid {pid}) has died" in text, text
-            assert waited_s < DEADLINE_S - 1
+    facts = {"who": who, "sign": signal.SIGKILL, "at": at}
+    answers = run_ranks(wrap_paddles, 3, facts, group=None, framework="paddle", dies={who: signal.SIGKILL})
+    check_killed(answers, who, at, has_store_left=who != 0)
 
 
 @pytest.mark.parametrize("at", [0, 2])
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_stopped_rank_is_named_over_paddles_gloo(who, at):
-    answers = run_ranks(
-        wrap_paddles,
-        3,
-        {"who": who, "sign": signal.SIGSTOP, "at": at},
-        group=None,
-        framework="paddle",
-        dies={who: signal.SIGKILL},
-    )
-    for rank in {0, 1, 2} - {who}:
-        text, named, _, pid = answers[rank]
-        assert tuple(named) == (who,), text
-        if who != 0:
-            assert f"rank {who} (pid {pid}) is stopped: `kill -CONT {pid}`" in text, text
+    facts = {"who": who, "sign": signal.SIGSTOP, "at": at}
+    answers = run_ranks(wrap_paddles, 3, facts, group=None, framework="paddle", dies={who: signal.SIGKILL})
+    check_stopped(answers, who, has_store_left=who != 0)

@@ -36,8 +36,8 @@ Message = np.ndarray[Any, np.dtype[np.uint8]]
 HEADER_BYTES = 64
 """A cache line, so that the payload behind it is aligned."""
 PIECE_BYTES = 512 << 10
-"""Most of one message. One connection of Gloo moves one large message after the other, not both ways at once:
-12 MB each way in one message use half of a link, in pieces of 1 MB and less nearly all of it."""
+"""Most of one message. One connection of Gloo moves one large message after the other, not both ways at once;
+pieces let it use both directions of a link."""
 ONE_ROUND_BYTES = 64 << 10
 """Shares below this take one round: there the latency costs more than the bytes."""
 BUCKET_BYTES = 4 << 20
