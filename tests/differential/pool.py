@@ -39,6 +39,7 @@ from tests.harness.rank_main import die_with
 
 GRACE_S = 0.5
 DEADLINE_S = 40.0
+TAIL_CHARS = 40_000
 STACKS_SIGNAL = signal.SIGRTMAX
 
 Run = Callable[[Program, dict[str, Any]], Any]
@@ -98,9 +99,9 @@ class Worker:
             os.kill(self.pid, STACKS_SIGNAL)
 
     def tail(self) -> str:
-        """The end of what it printed."""
+        """The end of what it printed: an error of an engine below, and all stacks after it."""
         with contextlib.suppress(OSError):
-            return self._log.read_text(errors="replace")[-4000:]
+            return self._log.read_text(errors="replace")[-TAIL_CHARS:]
         return ""
 
     def end(self, *, kills: bool = True) -> str:
