@@ -5,6 +5,7 @@ Ranks are on several hosts where each says so: `_host_hint` tells who could shar
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import math
 import os
@@ -353,3 +354,32 @@ def test_the_group_alone_on_demand(rank):
     wrapped = DistributedDataParallel(network(), reduce_through="group")
     assert wrapped.gradient_path == "group"
     backward(wrapped, 0, rank, 4)
+
+
+@ranks(4, group="gloo")
+def test_ranks_may_belong_to_groups_of_their_own_before(rank):
+    torch.distributed.new_group([0, 1])
+    torch.distributed.new_group([0])
+    place(rank)
+    net = network()
+    wrapped = DistributedDataParallel(net, timeout_s=10)
+    backward(wrapped, 0, rank, 4)
+    for parameter, expected in zip(net.parameters(), in_one_process(0, 4), strict=True):
+        assert_allclose(parameter.grad, expected, rtol=1e-4, atol=1e-6)
+
+
+@ranks(2, group="gloo")
+def test_models_that_are_gone_leave_no_connection(rank):
+    place(rank, ALONE)
+
+    def train() -> None:
+        backward(DistributedDataParallel(network()), 0, rank, 2)
+        gc.collect()
+
+    train()
+    train()
+    files, threads = len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+    for _ in range(3):
+        train()
+    assert len(os.listdir("/proc/self/fd")) == files
+    assert len(os.listdir("/proc/self/task")) == threads

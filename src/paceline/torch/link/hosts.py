@@ -2,18 +2,22 @@
 
 A `paceline.reducer.hosts.HostsTransport`. Gloo is in every wheel of torch, its messages pair by tags, and its
 own thread moves them, so that they travel while Python computes. A group of our own, and not the user's: its
-calls and tags are ours alone, and when it has to be ended the user's goes on.
+calls and tags are ours alone, and when it has to be ended the user's goes on. It is not registered with torch
+as `new_group` would: names of those depend on how many groups a rank is in, and they never end.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from paceline.errors import RendezvousError
 from paceline.reducer.hierarchical import Hosts, is_regular
@@ -39,16 +43,14 @@ def join_hosts(peers: Peers, memory: HostMemory) -> Hosts | None:
     own = next(host for host, ranks in enumerate(memory.hosts) if rank in ranks)
     place = memory.hosts[own].index(rank)
     partners = [ranks[place] for ranks in memory.hosts]
-    names = [each.decode() for each in peers.exchange.all_gather(_own_name(), peers.timeout_s)]
-    world = [dist.get_global_rank(peers.process_group, partner) for partner in partners]
+    told = [each.decode() for each in peers.exchange.all_gather(_own_name(), peers.timeout_s)]
+    nonces, names = zip(*(each.split(" ", 1) for each in told))
+    # Keys that no other model, and no earlier life of these ranks, has used in the user's store.
+    keys = f"paceline/hosts/{nonces[0]}/{place}"
     try:
-        group = dist.new_group(
-            world,
-            timeout=timedelta(seconds=peers.timeout_s),
-            backend="gloo",
-            use_local_synchronization=True,
-            group_desc="paceline between hosts",
-        )
+        store = PrefixStore(keys, peers.process_group.get_group_store())
+        timeout = timedelta(seconds=peers.timeout_s)
+        group = dist.ProcessGroupGloo(store, own, len(partners), timeout=timeout)
     except RuntimeError as error:
         others = ", ".join(f"rank {partner} ({names[partner]})" for partner in partners if partner != rank)
         raise RendezvousError(
@@ -58,9 +60,7 @@ def join_hosts(peers: Peers, memory: HostMemory) -> Hosts | None:
             hint="GLOO_SOCKET_IFNAME names the interface to use, on each host; "
             'reduce_through="group" averages over the process group alone',
         ) from error
-    transport = GlooTransport(
-        group, own, partners, [dist.get_group_rank(group, each) for each in world], names
-    )
+    transport = GlooTransport(group, own, partners, names)
     return Hosts(
         rank=rank,
         world_size=peers.world_size,
@@ -77,33 +77,25 @@ class GlooTransport:
     """See `paceline.reducer.hosts.HostsTransport`.
 
     Args:
-        group: This rank and its partners, over Gloo.
+        group: A ProcessGroupGloo of this rank and its partners, by number of their host. torch's stubs lack
+            its `send` and `recv`.
         host: Number of this rank's host.
         ranks: The partner on each host, and this rank.
-        in_group: Their numbers in the group.
         names: Host and process of each rank, in words.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        host: int,
-        ranks: Sequence[int],
-        in_group: Sequence[int],
-        names: Sequence[str],
-    ) -> None:
+    def __init__(self, group: Any, host: int, ranks: Sequence[int], names: Sequence[str]) -> None:
         self.host, self.ranks = host, ranks
         self._group = group
-        self._in_group = in_group
         self._names = names
 
     def send(self, host: int, message: Message, tag: int) -> GlooTransfer:
         tensor = torch.from_numpy(message)
-        return GlooTransfer(self._group.send([tensor], self._in_group[host], tag), tensor)
+        return GlooTransfer(self._group.send([tensor], host, tag), tensor)
 
     def receive(self, host: int, message: Message, tag: int) -> GlooTransfer:
         tensor = torch.from_numpy(message)
-        return GlooTransfer(self._group.recv([tensor], self._in_group[host], tag), tensor)
+        return GlooTransfer(self._group.recv([tensor], host, tag), tensor)
 
     def name(self, host: int) -> str:
         return f"rank {self.ranks[host]} (host {host}, {self._names[self.ranks[host]]})"
@@ -133,4 +125,5 @@ def _has_gloo(peers: ProcessGroupPeers) -> bool:
 
 
 def _own_name() -> bytes:
-    return f"{socket.gethostname()}, pid {os.getpid()}".encode()
+    """A nonce, and this process in words."""
+    return f"{secrets.token_hex(8)} {socket.gethostname()}, pid {os.getpid()}".encode()
