@@ -37,7 +37,7 @@ _CLEARED_AFTER_AN_EXCEPTION = (  # in place, while other ranks have not noticed
 
 CORPUS: dict[str, Program] = {
     "a mean is written while backward still reads that memory": _program(
-        ["tiny", "unused", "gloo memory"],
+        ["tiny", "unused", "gloo memory", "hosts tiny"],
         [{"kind": "scale"}, {"kind": "add", "view": "unsqueeze"}, {"kind": "scale"}],
         _op("wrap"),
         _op("forward", batch=1),
@@ -129,7 +129,7 @@ CORPUS: dict[str, Program] = {
         _op("backward"),
     ),
     "a norm is trusted after a write through .data": _program(
-        ["default", "view"],
+        ["default", "view", "hosts"],
         [_LINEAR],
         _op("wrap"),
         _op("forward"),
@@ -159,7 +159,7 @@ CORPUS: dict[str, Program] = {
         _op("clip", max=1e9),
     ),
     "finite gradients whose sum is not": _program(
-        ["default", "gloo"],
+        ["default", "gloo", "hosts"],
         [],
         _op("wrap"),
         _op("forward", scale=1e38, data=12),
@@ -199,7 +199,7 @@ CORPUS: dict[str, Program] = {
         _op("backward", **_LATE),
     ),
     "the first gradient after uneven data": _program(
-        ["default", "view", "gloo"],
+        ["default", "view", "gloo", "hosts tiny view"],
         [_LINEAR],
         _op("wrap"),
         _op("optimizer"),
@@ -301,7 +301,7 @@ CORPUS: dict[str, Program] = {
         ],
     },
     "others still write to gradients after an exception": _program(
-        ["view", "gloo tiny view"],
+        ["view", "gloo tiny view", "hosts tiny view"],
         [{"kind": "scale"}, {"kind": "trap"}, {"kind": "scale"}],
         *_CLEARED_AFTER_AN_EXCEPTION,
     ),
@@ -392,7 +392,7 @@ CORPUS: dict[str, Program] = {
     },
     "one rank has no gradient of a layer that two models in one backward have": {
         "ranks": 2,
-        "modes": ["unused", "unused view", "static"],
+        "modes": ["unused", "unused view", "static", "hosts unused", "hosts static"],
         "models": [
             {"layers": [{"kind": "gate", "ranks": [1], "layers": [_LINEAR]}]},
             {"layers": [{"kind": "borrow"}]},

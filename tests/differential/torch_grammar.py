@@ -17,11 +17,32 @@ VIEWS = ("plain", "unsqueeze", "view", "reshape", "t", "expand", "cat", "stack",
 HOOKS = ("post clamp_", "post replace", "post scale", "post look", "tensor scale", "tensor clamp")
 ALWAYS_MODES = ("default", "tiny", "view", "tiny view", "gloo", "backend", "gloo tiny view", "gloo memory")
 UNUSED_MODES = ("unused", "unused view", "gloo unused", "static")
+HOSTS_MODES = ("hosts", "hosts tiny", "hosts tiny view")
+HOSTS_UNUSED_MODES = ("hosts unused", "hosts static")
 
 
 def generate(seed: int) -> Program:
     """The program of this seed."""
-    return _Writer(random.Random(seed)).program(seed)
+    writer = _Writer(random.Random(seed))
+    program = writer.program(seed)
+    _add_hosts(program, random.Random(f"hosts {seed}"), needs_unused=writer.needs_unused)
+    return program
+
+
+def _add_hosts(program: Program, rng: random.Random, *, needs_unused: bool) -> None:
+    """Let every third program run over hosts of one rank too, and every twelfth of four ranks over two.
+
+    By another generator, so that a seed makes the program that it made before there were hosts.
+    """
+    draw = rng.random()
+    if draw > 1 / 3:
+        return
+    mode = rng.choice(HOSTS_UNUSED_MODES if needs_unused or rng.random() < 0.1 else HOSTS_MODES)
+    if draw < 1 / 12:  # what it says of each of its ranks it says of the others in turn
+        program["ranks"] = 4
+        program["modes"] = [mode]
+    else:
+        program["modes"].append(mode)
 
 
 class _Writer:

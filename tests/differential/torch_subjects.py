@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import paceline
+from paceline.rendezvous import host
 from paceline.torch import DistributedDataParallel, backend
 from tests.differential import torch_mutations
 from tests.differential.pool import Run
@@ -43,8 +44,13 @@ MODES: dict[str, dict[str, Any]] = {
     "gloo unused": {"group": "gloo", "reduce_through": "group", **_TINY, "find_unused_parameters": True},
     "backend": {"group": "paceline", "reduce_through": "group"},
     "gloo memory": {"group": "gloo", **_TINY},
+    "hosts": {"group": "hosts"},
+    "hosts tiny": {"group": "hosts", **_TINY},
+    "hosts tiny view": {"group": "hosts", **_TINY, "gradient_as_bucket_view": True},
+    "hosts unused": {"group": "hosts", **_TINY, "find_unused_parameters": True},
+    "hosts static": {"group": "hosts", **_TINY, "static_graph": True},
 }
-"""What is passed to the wrapper, and over which group."""
+"""What is passed to the wrapper, and over which group. "hosts": over Gloo, by ranks of several hosts."""
 
 TORCH = "torch"
 
@@ -64,6 +70,19 @@ class Groups:
             )
         return self._group
 
+    @contextlib.contextmanager
+    def placed(self, name: str | None) -> Iterator[paceline.Group | dist.ProcessGroup]:
+        """The group of a mode, by whose ranks a model is wrapped within."""
+        if name != "hosts":
+            yield self.paceline() if name is None else self.torch(name)
+            return
+        number = self._rank * _hosts(self._world_size) // self._world_size
+        true, host._host_hint = host._host_hint, lambda: (f"host {number}", host._Obstacle())
+        try:
+            yield self.torch("gloo")
+        finally:
+            host._host_hint = true
+
     def torch(self, name: str) -> dist.ProcessGroup:
         from datetime import timedelta
 
@@ -81,6 +100,11 @@ class Groups:
         return self._torch[name]
 
 
+def _hosts(world_size: int) -> int:
+    """Two hosts of two ranks, or some of one."""
+    return 2 if world_size == 4 else world_size
+
+
 class Ours:
     """Paceline."""
 
@@ -92,10 +116,10 @@ class Ours:
     def wrap(self, net: nn.Module, options: dict[str, Any], nest: str | None) -> nn.Module:
         options = dict(options)
         name = options.pop("group", None)
-        group = self._groups.paceline() if name is None else self._groups.torch(name)
         if nest == "torch inside":
             net = TorchDDP(net, process_group=self._groups.torch("gloo"), bucket_cap_mb=1e-6)
-        wrapper: nn.Module = DistributedDataParallel(net, process_group=group, **options)
+        with self._groups.placed(name) as group:
+            wrapper: nn.Module = DistributedDataParallel(net, process_group=group, **options)
         if nest == "torch outside":
             return TorchDDP(wrapper, process_group=self._groups.torch("gloo"), bucket_cap_mb=1e-6)
         return wrapper

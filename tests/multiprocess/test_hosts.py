@@ -351,9 +351,10 @@ def test_hosts_of_different_sizes_use_the_group(rank):
 @ranks(4, group="gloo")
 def test_the_group_alone_on_demand(rank):
     place(rank)
-    wrapped = DistributedDataParallel(network(), reduce_through="group")
-    assert wrapped.gradient_path == "group"
-    backward(wrapped, 0, rank, 4)
+    for options in ({"reduce_through": "group"}, {"skip_all_reduce_unused_params": True}):
+        wrapped = DistributedDataParallel(network(), find_unused_parameters=True, **options)
+        assert wrapped.gradient_path == "group"
+        backward(wrapped, 0, rank, 4)
 
 
 @ranks(4, group="gloo")

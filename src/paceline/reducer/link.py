@@ -53,6 +53,8 @@ class Reduction(Generic[_Tensor]):
         takes_pointers: Whether the reducer copies a gradient to its place, and the mean back, itself.
         sections: Memory of the arena that another plan of the same parameters may use again.
         put: Copies a gradient (its second argument) to its place, a bucket at a time; None: nobody does.
+        is_ordered: Whether all ranks must launch the buckets of all models in one order: an engine pairs the
+            calls of different ranks by it.
     """
 
     plan: Plan
@@ -61,6 +63,7 @@ class Reduction(Generic[_Tensor]):
     takes_pointers: bool
     sections: Sequence[_Tensor] = ()
     put: Callable[[_Tensor, _Tensor], None] | None = None
+    is_ordered: bool = False
 
 
 class Link(Protocol[_Tensor]):

@@ -502,7 +502,7 @@ class Passes(Generic[AnyAutograd]):
         try:
             self.autograd.raise_kept()
             try:
-                if self._shared and state.is_armed and self.reduction.takes_pointers:
+                if self._shared and state.is_armed and not self.reduction.is_ordered:
                     registry.complete_all(self._backward)
                 elif not state.status.finished:
                     self._hand_over_rest()
@@ -551,11 +551,11 @@ class Passes(Generic[AnyAutograd]):
     def complete(self, backward: int) -> None:
         """Hand over what this backward has left, if a pass of this model is in it, once.
 
-        In shared memory only: an engine pairs calls of different ranks by their order, and the buckets that
-        are left of several models would be launched in orders that differ where ranks leave others unused.
+        Not over a process group: that pairs calls of different ranks by their order, and the buckets that are
+        left of several models would be launched in orders that differ where ranks leave others unused.
         """
         is_in_it = self.state.is_armed and self._shared and self._backward == backward
-        if is_in_it and self.reduction.takes_pointers and not self._is_complete:
+        if is_in_it and not self.reduction.is_ordered and not self._is_complete:
             self._is_complete = True
             self._hand_over_rest()
 

@@ -184,11 +184,11 @@ class HostsLink:
         hosts: Who is where, and their connections.
     """
 
-    path = "hosts"
     wants_whole_buckets = False
     most_bucket_bytes: int | None = BUCKET_BYTES
 
     def __init__(self, link: GroupLink, peers: ProcessGroupPeers, hosts: Hosts) -> None:
+        self.path = "hosts"
         self.rank, self.world_size = link.rank, link.world_size
         self.tell: Callable[[str], None] | None = hosts.group.set_activity
         self.broadcast, self.sum, self.all_gather = link.broadcast, link.sum, link.all_gather
@@ -205,6 +205,7 @@ class HostsLink:
         if instead_of is not None:
             instead_of.reducer.close()
         if options.skip_unused or not plan.buckets:
+            self.path = "group"
             return self._link.make_reduction(plan, parameters, options)
         self._num_plans += 1
         reducer = HierarchicalReducer(plan, self._hosts, self._num_plans)
@@ -260,7 +261,15 @@ class HookLink:
 
 def _over(arena: Arena, reducer: EngineReducer) -> Reduction[torch.Tensor]:
     put, sections = arena.copies.add, arena.sections
-    return Reduction(arena.plan, arena.views, reducer, takes_pointers=False, sections=sections, put=put)
+    return Reduction(
+        arena.plan,
+        arena.views,
+        reducer,
+        takes_pointers=False,
+        sections=sections,
+        put=put,
+        is_ordered=True,
+    )
 
 
 def _memory_to_watch(peers: Peers) -> Witness | None:
