@@ -31,7 +31,7 @@ from paceline.errors import (
     UnusedParameterError,
 )
 from paceline.reducer.hosts import Header, plan_route
-from paceline.rendezvous import host
+from paceline.rendezvous import shared_memory
 from paceline.torch import DistributedDataParallel
 from tests.harness import ranks, run_ranks
 
@@ -45,7 +45,7 @@ def place(rank: int, layout: str = BLOCKS, num_hosts: int = 2) -> None:
     """Say that this rank is on one of several hosts."""
     world_size = int(os.environ["WORLD_SIZE"])
     number = {BLOCKS: rank * num_hosts // world_size, ROUND_ROBIN: rank % num_hosts, ALONE: rank}[layout]
-    host._host_hint = lambda: (f"host {number}", host._Obstacle())
+    shared_memory._host_hint = lambda: (f"host {number}", shared_memory._Obstacle())
 
 
 def network(width: int = 40, depth: int = 3) -> nn.Sequential:
@@ -339,7 +339,7 @@ def test_a_message_of_another_pass_is_refused(rank, monkeypatch):
 @ranks(3, group="gloo")
 def test_hosts_of_different_sizes_use_the_group(rank):
     number = 0 if rank < 2 else 1
-    host._host_hint = lambda: (f"host {number}", host._Obstacle())
+    shared_memory._host_hint = lambda: (f"host {number}", shared_memory._Obstacle())
     net = network()
     wrapped = DistributedDataParallel(net)
     assert wrapped.gradient_path == "group"

@@ -23,7 +23,7 @@ import paceline.paddle
 from paceline.errors import ConfigError, DeadlineError, ModelMismatchError, PeerLostError
 from paceline.paddle import DataParallel, SyncBatchNorm
 from paceline.paddle.link.peers import needs_paddles_group
-from paceline.rendezvous import host
+from paceline.rendezvous import shared_memory
 from tests.multiprocess.paddle_models import (
     Words,
     await_store,
@@ -107,7 +107,7 @@ def test_a_launchers_variables_tell_whether_there_are_several_hosts(
 
 @ranks(2, group=None)
 def test_two_hosts_are_one_model(rank: int) -> None:
-    host._host_hint = lambda: (f"host {rank}", host._Obstacle())
+    shared_memory._host_hint = lambda: (f"host {rank}", shared_memory._Obstacle())
     # RANK and so on are set, but none of Paddle's words.
     os.environ |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}
     with pytest.raises(ConfigError, match="torchrun keeps a store"):
@@ -139,7 +139,7 @@ def test_two_hosts_are_one_model(rank: int) -> None:
 
 @ranks(2, group=None)
 def test_sparse_rows_and_sync_batch_norm_between_hosts(rank: int) -> None:
-    host._host_hint = lambda: (f"host {rank}", host._Obstacle())
+    shared_memory._host_hint = lambda: (f"host {rank}", shared_memory._Obstacle())
     join_paddle(rank)
     sparse, dense = Words(True), Words(False)
     words = paddle.to_tensor(([1, 3, 1], [3, 4, 5])[rank])
@@ -168,7 +168,7 @@ def test_sparse_rows_and_sync_batch_norm_between_hosts(rank: int) -> None:
 @ranks(3, group=None)
 def test_a_group_of_some_ranks_is_between_hosts_too(rank: int) -> None:
     """Its ranks have other numbers in paddle.distributed's default group."""
-    host._host_hint = lambda: (f"host {rank}", host._Obstacle())
+    shared_memory._host_hint = lambda: (f"host {rank}", shared_memory._Obstacle())
     join_paddle(rank)
     group = dist.new_group([1, 2])
     if rank == 0:

@@ -16,7 +16,7 @@ import pytest
 import paceline
 from paceline import _core
 from paceline.errors import PacelineError, RegionError, RendezvousError
-from paceline.rendezvous import host
+from paceline.rendezvous import shared_memory
 from paceline.rendezvous.deadline import Deadline
 from paceline.rendezvous.frames import Frame, listen, receive_frame, send_frame
 from paceline.rendezvous.meeting_place import hub_address
@@ -240,10 +240,10 @@ def test_the_region_is_received_close_on_exec(rank):
     """At once: a program that another thread starts just then must not inherit it."""
     inheritable = []
 
-    def check(fd, nonce, check_nonce=host._check_nonce):
+    def check(fd, nonce, check_nonce=shared_memory._check_nonce):
         inheritable.append(os.get_inheritable(fd))
         return check_nonce(fd, nonce)
 
-    host._check_nonce = check
+    shared_memory._check_nonce = check
     init(rank, 2).close()
     assert inheritable == [False] * rank

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from paceline.errors import CollectiveError, DeadlineError, PeerLostError
-from paceline.rendezvous import host
+from paceline.rendezvous import shared_memory
 from tests.harness import ranks
 from tests.multiprocess.conformance_numpy import batch
 
@@ -129,7 +129,7 @@ def test_with_a_communication_hook(rank):
 @both
 @ranks(2, group=None, framework="framework", dies={1: signal.SIGKILL})
 def test_on_two_hosts_nobody_knows(rank, framework):
-    host._host_hint = lambda: (f"host {rank}", host._Obstacle())
+    shared_memory._host_hint = lambda: (f"host {rank}", shared_memory._Obstacle())
     one_pass = model_of(rank, framework)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -10,7 +10,7 @@ from paceline import _core
 from paceline.collectives.failures import describe_slow, number_ranks
 from paceline.errors import RendezvousError, format_ranks
 from paceline.rendezvous.exchange import Exchange
-from paceline.rendezvous.host import HostMemory, share_memory
+from paceline.rendezvous.shared_memory import HostMemory, share_memory
 
 _log = logging.getLogger("paceline")
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from paceline.collectives.formation import report_slow
 from paceline.errors import ConfigError, format_ranks
-from paceline.rendezvous.host import share_memory
+from paceline.rendezvous.shared_memory import share_memory
 from paceline.torch.backend.other_devices import MixedProcessGroup
 from paceline.torch.backend.process_group import PacelineProcessGroup
 from paceline.torch.link.exchange import StoreExchange

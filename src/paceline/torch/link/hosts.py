@@ -23,7 +23,7 @@ from paceline.errors import RendezvousError
 from paceline.reducer.hierarchical import Hosts, is_regular
 from paceline.reducer.host_exchange import FailureNotes
 from paceline.reducer.hosts import Message
-from paceline.rendezvous.host import HostMemory
+from paceline.rendezvous.shared_memory import HostMemory
 from paceline.torch.link.peers import Peers, ProcessGroupPeers
 
 

@@ -19,7 +19,7 @@ from paceline.env import read_rank_environment
 from paceline.errors import ConfigError
 from paceline.reducer.peers import EnvironmentGroup, PatientGroup, exchange_of_named
 from paceline.rendezvous.exchange import Exchange
-from paceline.rendezvous.host import HostMemory
+from paceline.rendezvous.shared_memory import HostMemory
 from paceline.torch.link.exchange import ProcessGroupExchange
 from paceline.torch.link.restarts import warn_of_shared_store
 from paceline.torch.model.arguments import checked_group
