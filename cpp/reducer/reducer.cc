@@ -75,7 +75,6 @@ void Reducer::begin_pass() {
     bucket.done = 0;
   }
   PassHeader& own = header(session_.rank(), pass_);
-  own.pass = pass_;
   own.weight = weight_;
   own.assigned_left.store(own_chunks_, std::memory_order_relaxed);
 }

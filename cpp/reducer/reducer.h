@@ -260,7 +260,6 @@ class Reducer {
   // In each rank's own copy; two, because a fast rank may be one pass ahead of
   // one that still reads.
   struct alignas(kLinePairBytes) PassHeader {
-    uint64_t pass;
     double weight;
     /// PassStatus::pack()
     uint32_t status;
