@@ -259,6 +259,16 @@ def test_no_test_reaches_into_passes():
     assert not wrong, "\n".join(wrong)
 
 
+def test_only_passes_say_whether_the_pass_under_way_is_averaged():
+    """Everybody else asks for it by a call, so that there is one place to look at."""
+    writers = {
+        str(path.relative_to(PACKAGE))
+        for path in python_files()
+        if re.search(r"\.is_syncing\s*=[^=]", path.read_text())
+    }
+    assert writers == {"reducer/passes.py"}
+
+
 ORDERS = re.compile(r"memory_order_(acquire|release|acq_rel)")
 PARTNER = re.compile(r"\b[Pp]artners?\b|\b[Pp]airs with\b")
 

@@ -54,7 +54,8 @@ class PassState:
     """Where one model is in its passes; hooks and the front end share it.
 
     Attributes:
-        is_syncing: Whether the pass under way is averaged; no_sync() makes forward clear it.
+        is_syncing: Whether the pass under way is averaged. Only `Passes` writes it: a forward sets it as the
+            wrapper asks (`require_backward_grad_sync`), and `Passes.local` clears it within no_sync().
         is_armed: Whether a pass is under way, so that the end of this backward ends it.
         is_interrupted: Whether an exception has ended the backward of the last pass, of which the other ranks
             do not know yet.
@@ -443,6 +444,10 @@ class Passes(Generic[AnyAutograd]):
         finally:
             if self._begun_forwards == begun_before:
                 self.state.is_syncing = before
+
+    def sync_next_backward(self, is_syncing: bool = True) -> None:
+        """The next backward synchronises, or does not, whatever its forward was to do."""
+        self.state.is_syncing = is_syncing
 
     def _arm(self) -> None:
         """The first gradient of a backward has come.

@@ -10,7 +10,7 @@ import math
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from paceline.arguments import Arguments
 from paceline.errors import ConfigError
@@ -26,11 +26,12 @@ class WrappedModel:
 
     Attributes:
         _passes: None: this rank is the only one, and averages nothing.
-        _sync_flag: The framework's name for whether the next forward begins a synchronised pass.
+        require_backward_grad_sync: Whether the next forward begins a synchronised pass; see no_sync(). Of the
+            pass under way `PassState.is_syncing` says it, which only `Passes` sets.
     """
 
     _passes: Passes[Any] | None
-    _sync_flag: ClassVar[str]
+    require_backward_grad_sync: bool
 
     # --- what a front end adds ---
 
@@ -60,13 +61,13 @@ class WrappedModel:
             ...     loss(model(first_half)).backward()
             >>> loss(model(second_half)).backward()     # the mean over ranks of the sum of both
         """
-        before = getattr(self, self._sync_flag)
-        setattr(self, self._sync_flag, False)
+        before = self.require_backward_grad_sync
+        self.require_backward_grad_sync = False
         try:
             with contextlib.nullcontext() if self._passes is None else self._passes.local():
                 yield
         finally:
-            setattr(self, self._sync_flag, before)
+            self.require_backward_grad_sync = before
 
     def weight(self, weight: Any) -> contextlib.AbstractContextManager[None]:
         """Weigh this rank's gradients: in the backwards within `with`, or, called plainly, in the next one.

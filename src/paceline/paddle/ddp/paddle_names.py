@@ -83,13 +83,13 @@ class PaddleNames(PaddleDataParallel):
         return self._config.broadcast_buffers
 
     @property
-    def require_backward_grad_sync(self) -> bool:
-        """`grad_need_sync`, under torch's name."""
-        return bool(self.grad_need_sync)
+    def grad_need_sync(self) -> bool:
+        """`require_backward_grad_sync`, under Paddle's name."""
+        return self.require_backward_grad_sync
 
-    @require_backward_grad_sync.setter
-    def require_backward_grad_sync(self, is_syncing: bool) -> None:
-        self.grad_need_sync = is_syncing
+    @grad_need_sync.setter
+    def grad_need_sync(self, is_syncing: bool) -> None:
+        self.require_backward_grad_sync = is_syncing
 
     @property
     def _strategy(self) -> Any:
@@ -116,7 +116,7 @@ class PaddleReducer:
     def prepare_for_backward(self, outputs: Sequence[paddle.Tensor]) -> None:
         """The backward of these outputs synchronises, though their forward was in no_sync()."""
         if self._passes is not None:
-            self._passes.state.is_syncing = True
+            self._passes.sync_next_backward()
             self._passes.watch(list(tensors_in(outputs)))
 
 

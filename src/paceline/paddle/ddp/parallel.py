@@ -117,7 +117,6 @@ class DataParallel(WrappedModel, PaddleNames):
 
     _passes: GradientPasses | None
     _comm_hook: CommHook | None = None
-    _sync_flag = "grad_need_sync"
     _has_looked_outward = False
 
     def __init__(
@@ -190,7 +189,7 @@ class DataParallel(WrappedModel, PaddleNames):
         check_inner(layers)
         self._layers = layers
         self.find_unused_parameters = bool(arguments["find_unused_parameters"])
-        self.grad_need_sync = True
+        self.require_backward_grad_sync = True
         self._peers = self._passes = None
         process_group = checked_group("DataParallel", arguments["process_group"], "process_group")
         group = process_group if arguments["group"] is None else arguments["group"]
@@ -226,7 +225,7 @@ class DataParallel(WrappedModel, PaddleNames):
         if not self._has_looked_outward:
             check_outer()
             self._has_looked_outward = True
-        is_syncing = self.grad_need_sync
+        is_syncing = self.require_backward_grad_sync
         self._passes.begin_forward(is_syncing=is_syncing, is_training=self._layers.training)
         if self._config.weight is not None:
             weight = self._config.weight
@@ -266,7 +265,7 @@ class DataParallel(WrappedModel, PaddleNames):
     def _passes_to_weigh(self) -> GradientPasses:
         if self._passes is None:  # alone, there still are micro-batches
             self._passes = self._begin_passes(LonePeers())
-            self._passes.state.is_syncing = self.grad_need_sync
+            self._passes.sync_next_backward(self.require_backward_grad_sync)
         return self._passes
 
     def join(

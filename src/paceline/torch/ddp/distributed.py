@@ -120,7 +120,6 @@ class DistributedDataParallel(WrappedModel, TorchNames):
 
     module: nn.Module
     _passes: GradientPasses | None
-    _sync_flag = "require_backward_grad_sync"
     _has_looked_outward = False
 
     def __init__(
@@ -307,7 +306,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
             self._connected()
         if self._passes is None:  # alone, there still are micro-batches
             self._passes = self._begin_passes()
-            self._passes.state.is_syncing = self.require_backward_grad_sync
+            self._passes.sync_next_backward(self.require_backward_grad_sync)
         return self._passes
 
     @noting_errors

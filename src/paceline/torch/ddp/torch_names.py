@@ -544,7 +544,7 @@ class TorchReducer:
         """The next backward synchronises, though its forward was in no_sync() (Accelerate does that)."""
         passes = self._ddp._passes
         if passes is not None:
-            passes.state.is_syncing = True
+            passes.sync_next_backward()
             passes.watch(list(outputs))
 
     def prepare_for_forward(self) -> None:
