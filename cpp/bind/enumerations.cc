@@ -8,6 +8,7 @@
 #include "compression/compression.h"
 #include "core/control.h"
 #include "core/failure.h"
+#include "core/isa.h"
 #include "core/sizes.h"
 #include "kernels/kernels.h"
 #include "reducer/reducer.h"
@@ -38,6 +39,7 @@ void bind_enumerations(nb::module_& m) {
   m.attr("DTYPES") = numbers_of<DType>();
   m.attr("REDUCE_OPS") = numbers_of<ReduceOp>();
   m.attr("ENCODINGS") = numbers_of<Encoding>();
+  m.attr("ISAS") = numbers_of<Isa>();
   nb::dict outcomes;
   outcomes["unused"] = kPassUnused;
   outcomes["nonfinite"] = kPassNonFinite;

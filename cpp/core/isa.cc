@@ -31,9 +31,9 @@ bool is_runnable(Isa isa) {
 Isa highest_allowed() {
   const char* name = std::getenv("PACELINE_ISA");
   if (name == nullptr || *name == '\0') return Isa::kAvx512;
-  if (std::strcmp(name, "portable") == 0) return Isa::kPortable;
-  if (std::strcmp(name, "avx2") == 0) return Isa::kAvx2;
-  if (std::strcmp(name, "avx512") == 0) return Isa::kAvx512;
+  for (const Isa isa : {Isa::kPortable, Isa::kAvx2, Isa::kAvx512}) {
+    if (std::strcmp(name, name_of(isa)) == 0) return isa;
+  }
   misuse(std::string("PACELINE_ISA must be portable, avx2 or avx512, not '") +
          name + "'");
 }

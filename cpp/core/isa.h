@@ -13,6 +13,19 @@ namespace paceline {
 
 enum class Isa : uint8_t { kPortable = 0, kAvx2 = 1, kAvx512 = 2 };
 
+/// As PACELINE_ISA and Python spell it; null: no such set.
+constexpr const char* name_of(Isa isa) {
+  switch (isa) {
+    case Isa::kPortable:
+      return "portable";
+    case Isa::kAvx2:
+      return "avx2";
+    case Isa::kAvx512:
+      return "avx512";
+  }
+  return nullptr;
+}
+
 /// The fastest set that this processor runs; PACELINE_ISA=portable|avx2|avx512
 /// lowers it; any other value is a Failure.
 Isa best_isa();

@@ -14,6 +14,7 @@ CALL_KINDS: dict[str, int]
 DTYPES: dict[str, int]
 REDUCE_OPS: dict[str, int]
 ENCODINGS: dict[str, int]
+ISAS: dict[str, int]
 OUTCOMES: dict[str, int]
 
 def set_failure_factory(factory: Callable[[Mapping[str, Any]], BaseException]) -> None: ...

@@ -45,7 +45,7 @@ _LEAST_SHM = 2**26
 _TESTED = {"torch": "2.13", "paddlepaddle": "3.3"}
 _SELF_TEST_S = 60.0
 _ELEMENTS = 1 << 16
-_ISAS = ("any processor", "AVX2", "AVX-512")
+_ISA_WORDS = {"portable": "any processor", "avx2": "AVX2", "avx512": "AVX-512"}
 _SLOW_CLOCKS = ("hpet", "acpi_pm", "jiffies")
 
 
@@ -128,8 +128,10 @@ def _versions(root: Path) -> Iterator[Finding]:
     except ImportError as error:
         yield Finding("core", WRONG, f"the C++ core does not load: {error}", "install paceline again")
         return
-    isa = _ISAS[_core.best_isa()]
-    yield Finding("paceline", FINE, f"{importlib.metadata.version('paceline')}, kernels for {isa}")
+    best = _core.best_isa()
+    (isa,) = (name for name, number in _core.ISAS.items() if number == best)
+    words = f"{importlib.metadata.version('paceline')}, kernels for {_ISA_WORDS.get(isa, isa)}"
+    yield Finding("paceline", FINE, words)
     for package, tested in _TESTED.items():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             version = importlib.metadata.version(package)

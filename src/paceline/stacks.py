@@ -20,7 +20,7 @@ from paceline.errors import ConfigError
 
 _FILE_NAME = "paceline-stacks"
 _SIGNAL = signal.SIGUSR2
-STOPPED = ("T", "t")  # of `process_state`
+STOPPED = ("T", "t")  # of `process_state`: by a signal, or by a debugger
 _answers: int | None = None  # our own file, once there is one; open as long as the process lives
 
 
@@ -104,10 +104,12 @@ def _catches_signal(folder: Path) -> bool:
 
 
 def process_state(pid: int) -> str:
-    """The kernel's letter for what a process does; "" if there is no such process."""
+    """The kernel's letter for what a process does; "" if this machine's /proc shows no such process."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
+        # The name of a program, which stands there in brackets, may be any bytes.
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        return stat.rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
         return ""
 
 

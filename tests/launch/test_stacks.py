@@ -57,6 +57,20 @@ def test_a_program_with_its_own_use_of_the_signal_is_left_alone(
     assert stuck.poll() is None
 
 
+def test_a_process_may_have_any_bytes_for_a_name() -> None:
+    rename = "import ctypes; ctypes.CDLL(None).prctl(15, b'\\xff) T\\xfe', 0, 0, 0)"
+    command = [sys.executable, "-c", f"{rename}; print(flush=True); input()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert stacks.process_state(process.pid) in ("S", "R")
+        process.send_signal(signal.SIGSTOP)
+        while stacks.process_state(process.pid) not in stacks.STOPPED:
+            assert process.poll() is None
+        process.kill()
+    assert stacks.process_state(process.pid) == ""
+
+
 def test_a_stopped_process_is_told(stuck: subprocess.Popen[str]) -> None:
     assert stuck.stdout is not None
     stuck.stdout.readline()

@@ -246,7 +246,7 @@ def all_squared_norms(group):
         squared_norms(group, cap_bytes, seed)
         for seed, cap_bytes in enumerate([1, 50_000, 100_000, 1 << 20, 1 << 30, 50_000])
     ]
-    isas = [isa for isa in range(3) if _core.set_isa(isa)]
+    isas = [isa for isa in _core.ISAS.values() if _core.set_isa(isa)]
     for isa in isas:
         _core.set_isa(isa)
         runs.append(squared_norms(group, 70_000, isa))

@@ -111,6 +111,7 @@ def test_enumerations_have_the_core_s_members():
         ("kernels/kernels.h", "DType", _core.DTYPES),
         ("kernels/kernels.h", "ReduceOp", _core.REDUCE_OPS),
         ("compression/compression.h", "Encoding", _core.ENCODINGS),
+        ("core/isa.h", "Isa", _core.ISAS),
     ],
 )
 def test_all_of_an_enumeration_is_exported(header, enumeration, exported):

@@ -57,6 +57,11 @@ def test_what_is_left_of_a_launcher_is_told():
     assert "self-test" not in done.stdout
 
 
+def test_the_instruction_set_in_use_is_told():
+    done = run("--no-self-test", PACELINE_ISA="portable")
+    assert "kernels for any processor" in done.stdout
+
+
 def test_an_unknown_option_is_refused():
     done = run("--fast")
     assert done.returncode == 2 and "--fast" in done.stderr

@@ -72,7 +72,7 @@ def call(
 def instruction_sets() -> Iterator[str]:
     """Switch the kernels to each set that this processor has."""
     try:
-        for isa, name in enumerate(("portable", "avx2", "avx512")):
+        for name, isa in _core.ISAS.items():
             if _core.set_isa(isa):
                 yield name
     finally:

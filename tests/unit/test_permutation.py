@@ -47,7 +47,7 @@ def test_places_may_be_strided_and_any_instruction_set_agrees(length: int, strid
     expected = permutation(length, 11, [start + i * stride for i in range(count)])
     shuffled = Shuffled(length, 11)
     try:
-        for isa in range(3):
+        for isa in _core.ISAS.values():
             if _core.set_isa(isa):
                 assert shuffled.at(start, stride, count).tolist() == expected
     finally:

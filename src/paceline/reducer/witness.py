@@ -4,7 +4,7 @@ The one idea: somebody else's process group says that a connection broke, or not
 one host also share memory in which a death is marked by the kernel, an exception leaves its text, and each
 rank says what it does. So whoever waits for the process group looks there for a name.
 
-Imports the core, `errors` and the standard library.
+Imports the core, `errors`, `stacks` and the standard library.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 from paceline import _core
 from paceline.errors import CollectiveError, GroupClosedError, PeerLostError, format_ranks
+from paceline.stacks import STOPPED, process_state
 
 _WAITING = "waiting for the process group"
 _GAVE_UP = "given up on the process group"
@@ -91,7 +92,9 @@ class Witness:
 
     def late(self) -> tuple[tuple[int, ...], str]:
         """Ranks that are not waiting, as this one is, or are stopped; and what is known of them in words."""
-        suspects = self._suspects() or [each for each in self._core.records() if _is_stopped(each["pid"])]
+        suspects = self._suspects() or [
+            each for each in self._core.records() if process_state(each["pid"]) in STOPPED
+        ]
         return tuple(int(facts["rank"]) for facts in suspects), _rows(suspects)
 
     def _suspects(self) -> list[dict[str, Any]]:
@@ -99,15 +102,6 @@ class Witness:
         records: list[dict[str, Any]] = self._core.records()
         own = self._core.rank
         return [each for each in records if each["rank"] != own and each["activity"] not in _INNOCENT]
-
-
-def _is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped this process; one that this host's /proc does not show is not."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            return file.read().rpartition(")")[2].split()[0] in "tT"
-    except (OSError, IndexError):
-        return False
 
 
 def _rows(ranks: Sequence[dict[str, Any]]) -> str:
