@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import paceline
-from paceline.rendezvous import host
+from paceline.rendezvous import shared_memory
 from paceline.torch import DistributedDataParallel, backend
 from tests.differential import torch_mutations
 from tests.differential.pool import Run
@@ -77,11 +77,12 @@ class Groups:
             yield self.paceline() if name is None else self.torch(name)
             return
         number = self._rank * _hosts(self._world_size) // self._world_size
-        true, host._host_hint = host._host_hint, lambda: (f"host {number}", host._Obstacle())
+        true = shared_memory._host_hint
+        shared_memory._host_hint = lambda: (f"host {number}", shared_memory._Obstacle())
         try:
             yield self.torch("gloo")
         finally:
-            host._host_hint = true
+            shared_memory._host_hint = true
 
     def torch(self, name: str) -> dist.ProcessGroup:
         from datetime import timedelta
