@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -45,13 +46,14 @@ class Switchboard:
 class Deferred:
     """A launched bucket; joins the others only when waited for."""
 
-    def __init__(self, complete: Callable[[], None]) -> None:
+    def __init__(self, complete: Callable[[], Any]) -> None:
         self.wait = complete
 
 
 class ArrayTransport:
     def __init__(self, plan: Plan, board: Switchboard, rank: int) -> None:
         self.rank, self.world_size = rank, board.world_size
+        self.is_serial = False
         self.arena = np.full(plan.arena_bytes // 4, 99.0, np.float32)
         self.plan = plan
         self.launched: list[int] = []
@@ -92,17 +94,28 @@ class ArrayTransport:
         found, self._nonfinite = sorted(self._nonfinite), set()
         return found
 
-    def find_overflowed(self, scale: float) -> list[int]:
-        if scale * self.world_size <= 1:
-            return []
+    def may_have_overflowed(self, scale: float) -> bool:
+        return scale * self.world_size > 1
+
+    def find_overflowed(self) -> list[int]:
         return [i for i in range(len(COUNTS)) if not np.isfinite(self.place(i)).all()]
 
     def squared_norm(self) -> float:
         return sum(float(np.square(self.place(i), dtype=np.float64).sum()) for i in range(len(COUNTS)))
 
-    def all_gather(self, payload: bytes) -> list[bytes]:
-        self._complete_all()
-        return self._board.gather(self.rank, self._next_call(), "gather", payload)
+    def begin_all_gather(self, payload: bytes) -> Deferred:
+        call, rows = self._next_call(), []
+
+        def complete() -> None:
+            rows.extend(self._board.gather(self.rank, call, "gather", payload))
+
+        self._under_way.append(complete)
+
+        def wait() -> list[bytes]:
+            self._complete_all()
+            return rows
+
+        return Deferred(wait)
 
     def _complete_all(self) -> None:
         """A call that is waited for needs all before it, which other models may have made."""
@@ -388,14 +401,50 @@ def test_buckets_that_nobody_uses_are_skipped_until_somebody_does() -> None:
     on_ranks(2, body)
 
 
+def calls_of_a_pass(transport: ArrayTransport, reducer: EngineReducer) -> list[str]:
+    """What a pass begins and waits for, in order."""
+    told: list[str] = []
+    launch, gather = transport.launch, transport.begin_all_gather
+
+    def noting(what: str, begun: Deferred) -> Deferred:
+        told.append(f"begin {what}")
+
+        def wait() -> object:
+            told.append(f"wait for {what}")
+            return complete()
+
+        complete, begun.wait = begun.wait, wait
+        return begun
+
+    transport.launch = lambda bucket, scale: noting("bucket", launch(bucket, scale))  # type: ignore[method-assign]
+    transport.begin_all_gather = lambda payload: noting("status", gather(payload))  # type: ignore[method-assign]
+    for index in range(len(COUNTS)):
+        reducer.mark_ready(index)
+    assert reducer.finish(PassStatus(1), allow_unused=False) == Outcome.GOOD
+    return told
+
+
+def test_the_status_is_on_its_way_with_the_last_buckets() -> None:
+    """So a pass costs no further round; but hooks make calls of their own, and the status must come after."""
+    for is_serial in (False, True):
+        plan = make_plan(2**20)
+        transport = ArrayTransport(plan, Switchboard(1), 0)
+        transport.is_serial = is_serial
+        told = calls_of_a_pass(transport, EngineReducer(plan, transport))
+        buckets = len(plan.buckets)
+        waits = ["wait for bucket"] * buckets
+        expected = [*waits, "begin status"] if is_serial else ["begin status", *waits]
+        assert told == ["begin bucket"] * buckets + expected + ["wait for status"]
+
+
 def test_a_pass_that_fails_below_is_the_last_one() -> None:
     """The ranks' calls do not pair any more, so later passes must say so instead of averaging wrongly."""
     rank = Rank(make_plan(), Switchboard(1), 0)
 
-    def fail(payload: bytes) -> list[bytes]:
+    def fail(payload: bytes) -> Deferred:
         raise CollectiveError("Rank 0 of 1 lost the others.")
 
-    rank.transport.all_gather = fail  # type: ignore[method-assign]
+    rank.transport.begin_all_gather = fail  # type: ignore[method-assign]
     rank.mark(0, 1.0)
     with pytest.raises(CollectiveError, match="lost the others"):
         rank.reducer.finish(PassStatus(1), True)

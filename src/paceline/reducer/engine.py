@@ -8,9 +8,10 @@ Steps of a pass:
    because the engine below pairs calls of different ranks by their order.
 2. At the end, places of unmarked parameters are cleared and the remaining buckets launched. So every rank
    launches the same buckets in every pass, whatever its own backward did, and ranks cannot get out of step.
-3. The status is gathered: whose model it is, number of forwards, weight, how many parameters were unused,
-   not finite, or have a sum that is not.
-   Only if some rank reports any, a second gather tells which.
+3. The status is gathered: whose model it is, number of forwards, weight, how many parameters were unused or
+   not finite. It is on its way together with the last buckets, so a pass costs no further round; only if some
+   rank reports any, or a sum may have overflowed, a second gather tells which. A hook makes calls of its own,
+   so there the status waits for the buckets, and counts the sums that are not finite, too.
 The mean is the sum of gradients scaled beforehand by weight / (the ranks' total weight in the previous pass),
 which keeps 16-bit sums in range, and is corrected afterwards where the total has changed.
 
@@ -49,11 +50,21 @@ class Pending(Protocol):
         ...
 
 
+class Gathering(Protocol):
+    """Payloads on their way."""
+
+    def wait(self) -> list[bytes]:
+        """Payloads of all ranks, by rank. Blocks; raises at the transport's deadline."""
+        ...
+
+
 class Transport(Protocol):
     """The arena of one rank, and an engine that reduces ranges of it."""
 
     rank: int
     world_size: int
+    is_serial: bool
+    """Whether nothing may begin before a bucket is done: a hook makes calls of its own."""
     order: CallOrder
     """Shared by all that use one process group."""
 
@@ -79,21 +90,24 @@ class Transport(Protocol):
         """Parameters whose own gradient was not finite when its buckets were launched, since last asked."""
         ...
 
-    def find_overflowed(self, scale: float) -> list[int]:
-        """Parameters whose reduced values are not finite.
+    def may_have_overflowed(self, scale: float) -> bool:
+        """Whether a sum of finite gradients may not be finite, and somebody wants to know.
 
-        Looked at only where a sum of finite gradients may overflow: where the `scale` of this rank is larger
-        than one over the number of ranks, or somebody else reduces. Where every rank's is at most that, the
-        sum is at most the largest gradient.
+        The same on all ranks that ask with the same `scale`, the largest of all ranks'. Where it is at most
+        one over the number of ranks, a sum is at most the largest gradient, unless a hook makes it.
         """
+        ...
+
+    def find_overflowed(self) -> list[int]:
+        """Parameters whose reduced values are not finite. Looks at all of them."""
         ...
 
     def squared_norm(self) -> float:
         """The squared norm of the arena."""
         ...
 
-    def all_gather(self, payload: bytes) -> list[bytes]:
-        """Payloads of all ranks, by rank; each rank's has the same length."""
+    def begin_all_gather(self, payload: bytes) -> Gathering:
+        """Begin to collect the payloads of all ranks; each rank's has the same length."""
         ...
 
 
@@ -189,7 +203,7 @@ class EngineReducer:
         self._failure: Exception | None = None
         self._overlapping: set[int] = set()
         # Which no two reducers have in common, and all ranks of this one.
-        self._identity = zlib.crc32(b"".join(transport.all_gather(os.urandom(8))))
+        self._identity = zlib.crc32(b"".join(transport.begin_all_gather(os.urandom(8)).wait()))
         self._called = 0  # what this rank has told of its calls at the end of the last pass
         self._num_launched = len(plan.buckets)
         self._begin_pass()
@@ -305,7 +319,7 @@ class EngineReducer:
         self._num_launched += len(woken)
         if woken:
             nonfinite, overflowed = self._gather_bits(
-                self._transport.take_nonfinite(), self._transport.find_overflowed(scale)
+                self._transport.take_nonfinite(), self._find_overflowed(self._largest_weight())
             )
             late = {(rank, index) for rank, row in enumerate(nonfinite) for index in row}
             self._note_nonfinite(late.union(self._nonfinite), overflowed)
@@ -318,21 +332,33 @@ class EngineReducer:
             for number in self._buckets_of[index]:
                 self._missing[number] -= 1
         self._launch_complete()
-        for pending in self._pending:
-            pending.wait()
         self._num_launched = len(self._pending)
+        is_serial = self._transport.is_serial
+        if is_serial:
+            self._wait_for_buckets()
         nonfinite = self._transport.take_nonfinite()
-        overflowed = self._transport.find_overflowed(self._weight / self._expected_weight)
+        overflowed = self._find_overflowed(self._weight) if is_serial else []
         counts = (len(unused), len(nonfinite), len(overflowed))
         refuses_unused = bool(unused) and not allow_unused
         self._called = self._transport.order.take(self._identity)
         own = RankReport(self._weight, self._called, status.pack(), *counts, self._note, refuses_unused)
-        self._statuses = [RankReport.unpack(row) for row in self._transport.all_gather(own.pack())]
+        gathering = self._transport.begin_all_gather(own.pack())
+        if not is_serial:
+            self._wait_for_buckets()
+        self._statuses = [RankReport.unpack(row) for row in gathering.wait()]
         if self._strangers():  # their details would not be of these parameters
             return
         self._gather_details(unused, nonfinite, overflowed)
         if self._skip_unused:
             self._launch_idle()
+
+    def _wait_for_buckets(self) -> None:
+        for pending in self._pending:
+            pending.wait()
+
+    def _find_overflowed(self, largest_weight: float) -> list[int]:
+        may_have = self._transport.may_have_overflowed(largest_weight / self._expected_weight)
+        return self._transport.find_overflowed() if may_have else []
 
     def _strangers(self) -> list[int]:
         """Ranks that made other calls, so that buckets of several models were added up."""
@@ -383,13 +409,22 @@ class EngineReducer:
         self._transport.order.note(self._identity, number)
         return self._transport.launch(number, scale)
 
+    def _largest_weight(self) -> float:
+        return max(report.weight for report in self._statuses)
+
     def _gather_details(
         self, unused: Sequence[int], nonfinite: Sequence[int], overflowed: Sequence[int]
     ) -> None:
-        """Learn which parameters the statuses only count. All ranks see the same statuses and agree to."""
+        """Learn which parameters the statuses only count, or could not know. All ranks agree whether to."""
         self._unused = [[] for _ in range(self._transport.world_size)]
         self._nonfinite, self._overflowed = [], []
-        if any(status.unused or status.nonfinite or status.overflowed for status in self._statuses):
+        may_have_overflowed = not self._transport.is_serial and self._transport.may_have_overflowed(
+            self._largest_weight() / self._expected_weight
+        )
+        if may_have_overflowed:
+            overflowed = self._transport.find_overflowed()
+        is_told = any(status.unused or status.nonfinite or status.overflowed for status in self._statuses)
+        if is_told or may_have_overflowed:
             self._unused, rows, sums = self._gather_bits(unused, nonfinite, overflowed)
             self._note_nonfinite({(rank, index) for rank, row in enumerate(rows) for index in row}, sums)
 
@@ -402,7 +437,9 @@ class EngineReducer:
     def _gather_bits(self, *found: Sequence[int]) -> list[list[list[int]]]:
         """For each list of parameters, those of all ranks, by rank."""
         count = len(self._plan.parameters)
-        rows = self._transport.all_gather(b"".join(pack_bits(indices, count) for indices in found))
+        rows = self._transport.begin_all_gather(
+            b"".join(pack_bits(indices, count) for indices in found)
+        ).wait()
         size = len(pack_bits((), count))
         return [
             [unpack_bits(row[place * size : (place + 1) * size]) for row in rows]

@@ -19,6 +19,7 @@ from paceline.reducer.witness import Witness
 
 _SHORTEST_NAP_S = 0.00002
 _LONGEST_NAP_S = 0.001
+_NAPS = 8  # a nap is this part of what has been waited already, so that no wait gets longer by more than that
 _FINDING_S = 1.0
 _FINDING_LATE_S = 0.2
 _SIGNS_OF_A_LOST_PEER = (
@@ -86,11 +87,11 @@ class EngineWaits:
             PeerLostError: A rank of this host has died or raised.
         """
         started = time.monotonic()
-        nap_s = _SHORTEST_NAP_S
         warns_at_s = self._warn_after_s
         is_told = False
         while not is_completed():
             waited_s = time.monotonic() - started
+            nap_s = min(max(waited_s / _NAPS, _SHORTEST_NAP_S), _LONGEST_NAP_S)
             if waited_s > self._timeout_s:
                 raise self._late(what)
             if waited_s > warns_at_s:
@@ -108,7 +109,6 @@ class EngineWaits:
                     self._witness.give_up()
                     raise self._named(lost, what)
             time.sleep(nap_s)
-            nap_s = min(2 * nap_s, _LONGEST_NAP_S)
         if is_told and self._witness is not None:
             self._witness.tell_done()
 

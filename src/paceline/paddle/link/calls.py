@@ -137,20 +137,31 @@ class GroupCalls:
             call = begin()
         return finish
 
-    def gather_bytes(self, payload: bytes, what: str, timeout_s: float | None = None) -> list[bytes]:
-        """Payloads of all ranks, by rank; each rank's has the same length. Collective."""
+    def begin_gather_bytes(self, payload: bytes, what: str) -> Callable[[], list[bytes]]:
+        """Begin to collect all ranks' payloads, of one length. Returns what waits for them. Collective."""
         wide = np.frombuffer(payload, np.uint8).astype(np.int32)  # not every engine moves bytes
-        return [row.astype(np.uint8).tobytes() for row in self.gather(wide, what, timeout_s)]
+        finish = self._begin_gather(wide, what, None)
+        return lambda: [row.astype(np.uint8).tobytes() for row in finish()]
 
     def gather(
         self, array: np.ndarray[Any, Any], what: str, timeout_s: float | None = None
     ) -> np.ndarray[Any, Any]:
         """Arrays of all ranks, by rank, of one shape and dtype. Collective."""
+        return self._begin_gather(array, what, timeout_s)()
+
+    def _begin_gather(
+        self, array: np.ndarray[Any, Any], what: str, timeout_s: float | None
+    ) -> Callable[[], np.ndarray[Any, Any]]:
         own = self.to_wire(paddle.to_tensor(array.reshape(-1)))
         out = paddle.empty([self.world_size * array.size], own.dtype, device=own.place)
-        if array.size:
-            self.complete(lambda: self.all_gather(out, own), what, timeout_s)
-        return out.numpy().reshape(self.world_size, *array.shape)
+        wait = self.start(lambda: self.all_gather(out, own), what, timeout_s) if array.size else None
+
+        def finish() -> np.ndarray[Any, Any]:
+            if wait is not None:
+                wait()
+            return out.numpy().reshape(self.world_size, *array.shape)
+
+        return finish
 
     def to_wire(self, tensor: paddle.Tensor) -> paddle.Tensor:
         """The tensor where the group can move it: itself, or a copy."""

@@ -7,6 +7,7 @@ bucket is one asynchronous `paddle.distributed.all_reduce` of a flat range of it
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import paddle
 
@@ -38,6 +39,7 @@ class PaddleTransport:
         self._calls = calls
         self.order = call_order_of(calls.group)
         self._hook = hook
+        self.is_serial = hook is not None
         self._waits = calls.waits(arena.plan)
         self._checks_finite = checks_finite
         numbers = range(len(arena.plan.buckets))
@@ -80,17 +82,18 @@ class PaddleTransport:
             self._hook.forget()
         return found
 
-    def find_overflowed(self, scale: float) -> list[int]:
+    def may_have_overflowed(self, scale: float) -> bool:
         is_possible = self._hook is not None or may_overflow(scale, self.world_size)
-        if not self._checks_finite or not is_possible:
-            return []
+        return self._checks_finite and is_possible
+
+    def find_overflowed(self) -> list[int]:
         return overflowed_in(self._buckets, self._pieces, lambda flat: bool(paddle.isfinite(flat).all()))
 
     def squared_norm(self) -> float:
         return sum(float(section.astype("float64").square().sum()) for section in self._arena.sections)
 
-    def all_gather(self, payload: bytes) -> list[bytes]:
-        return self._calls.gather_bytes(payload, STATUS)
+    def begin_all_gather(self, payload: bytes) -> StatusCall:
+        return StatusCall(self._calls.begin_gather_bytes(payload, STATUS))
 
     def _note_nonfinite(self, bucket: int, flat: paddle.Tensor) -> None:
         # On the CPU, a finite sum proves that all is finite; another may be an overflow. On a GPU to look at
@@ -100,6 +103,13 @@ class PaddleTransport:
             if math.isfinite(float(wide.sum())):
                 return
         self._suspects += [(param, paddle.isfinite(piece).all()) for param, piece in self._pieces[bucket]]
+
+
+class StatusCall:
+    """The status of all ranks on its way."""
+
+    def __init__(self, finish: Callable[[], list[bytes]]) -> None:
+        self.wait = finish
 
 
 class BucketCall:

@@ -70,6 +70,7 @@ class HookTransport(ProcessGroupTransport):
         witness: Witness | None = None,
     ) -> None:
         super().__init__(arena, peers, checks_finite=checks_finite, witness=witness)
+        self.is_serial = True
         self._hook = hook
         self._parameters = list(parameters)
         self._latest: _HookWork | None = None
@@ -142,8 +143,8 @@ class HookTransport(ProcessGroupTransport):
         self._latest = None
         return super().take_nonfinite()
 
-    def _may_overflow(self, scale: float) -> bool:
-        return True  # a hook may sum in a smaller type
+    def may_have_overflowed(self, scale: float) -> bool:
+        return self._checks_finite  # a hook may sum in a smaller type
 
 
 class _HookWork:

@@ -38,6 +38,7 @@ class ProcessGroupTransport:
     ) -> None:
         self.rank = peers.rank
         self.world_size = peers.world_size
+        self.is_serial = False
         self._arena = arena
         self._group = peers.process_group
         self.order = call_order_of(self._group)
@@ -88,27 +89,24 @@ class ProcessGroupTransport:
         self._nonfinite.clear()
         return found
 
-    def find_overflowed(self, scale: float) -> list[int]:
-        if not self._checks_finite or not self._may_overflow(scale):
-            return []
-        return overflowed_in(self._buckets, self._pieces, lambda flat: bool(torch.isfinite(flat).all()))
+    def may_have_overflowed(self, scale: float) -> bool:
+        return self._checks_finite and may_overflow(scale, self.world_size)
 
-    def _may_overflow(self, scale: float) -> bool:
-        return may_overflow(scale, self.world_size)
+    def find_overflowed(self) -> list[int]:
+        return overflowed_in(self._buckets, self._pieces, lambda flat: bool(torch.isfinite(flat).all()))
 
     def squared_norm(self) -> float:
         sections = [as_real(section) for section in self._arena.sections]
         return sum(float(section.double().square().sum()) for section in sections)
 
-    def all_gather(self, payload: bytes) -> list[bytes]:
+    def begin_all_gather(self, payload: bytes) -> StatusWork:
         own = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self._status_device)
         rows = [torch.empty_like(own) for _ in range(self.world_size)]
         try:
             work = dist.all_gather(rows, own, group=self._group, async_op=True)
         except RuntimeError as error:
             raise self._waits.failed(error, STATUS) from error
-        self.wait(work, STATUS)
-        return [row.cpu().numpy().tobytes() for row in rows]
+        return StatusWork(self, work, rows)
 
     def wait(self, work: dist.Work, what: int | str) -> None:
         """Block until the work on a bucket (its number), or other work, is done, at most until the deadline.
@@ -149,6 +147,19 @@ class BucketWork:
 
     def wait(self) -> None:
         self._transport.wait(self._work, self._bucket)
+
+
+class StatusWork:
+    """The status of all ranks on its way through the process group."""
+
+    def __init__(self, transport: ProcessGroupTransport, work: dist.Work, rows: list[torch.Tensor]) -> None:
+        self._transport = transport
+        self._work = work
+        self._rows = rows
+
+    def wait(self) -> list[bytes]:
+        self._transport.wait(self._work, STATUS)
+        return [row.cpu().numpy().tobytes() for row in self._rows]
 
 
 def scale_alike(flat: torch.Tensor, factor: float) -> None:
