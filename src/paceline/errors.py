@@ -30,6 +30,28 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+__all__ = [
+    "CollectiveError",
+    "ConfigError",
+    "ConfigTypeError",
+    "DeadlineError",
+    "ForkedError",
+    "GraphChangedError",
+    "GroupClosedError",
+    "LaunchError",
+    "MismatchError",
+    "ModelMismatchError",
+    "NonFiniteGradientError",
+    "PacelineError",
+    "PeerLostError",
+    "RegionError",
+    "RendezvousError",
+    "ReplicaError",
+    "ReplicasDifferError",
+    "SkippedPassError",
+    "UnusedParameterError",
+]
+
 _ROWS = ("where", "seen", "expected", "got", "likely", "hint")
 
 

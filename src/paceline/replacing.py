@@ -20,22 +20,12 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from _paceline_import_hook import VARIABLE, AfterImport
+from _paceline_import_hook import VARIABLE as VARIABLE
+from _paceline_import_hook import AfterImport
 from paceline.env import read_rank_environment
 from paceline.errors import ConfigError
 
 SAMPLER = "sampler"
-
-__all__ = [
-    "SAMPLER",
-    "VARIABLE",
-    "Pair",
-    "Replacement",
-    "asked_by_environment",
-    "check_value",
-    "replace",
-    "replace_if_asked",
-]
 
 
 @dataclass(frozen=True)

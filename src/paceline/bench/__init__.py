@@ -8,4 +8,6 @@ Every contender shows that its answer is right before it is timed.
 The bench stands above all layers but the front ends, because it measures them. What runs in the user's own
 process needs nothing of Paceline but its errors; the programs of the workers import what they
 measure, and those that need torch live in `paceline.torch.bench`, known here by name only.
+
+Not public.
 """

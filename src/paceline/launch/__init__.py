@@ -14,4 +14,6 @@ launcher itself is small and starts at once.
     process.py     one rank's process, and everything it started
     output.py      lines and progress bars of several ranks on one terminal
     report.py      which rank failed first, and why (pure)
+
+Not public.
 """

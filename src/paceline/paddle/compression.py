@@ -17,6 +17,16 @@ from paceline.errors import ConfigError
 from paceline.paddle.link.comm_hook import Future, GradBucket
 from paceline.reducer.compression import BF16, EIGHT_BIT, FP16, Bytes, Codes, check_bucket, check_state
 
+__all__ = [
+    "Bf16Compression",
+    "Compression",
+    "EightBitCompression",
+    "Fp16Compression",
+    "bf16_hook",
+    "eight_bit_hook",
+    "fp16_hook",
+]
+
 
 class Compression:
     """What `Fp16Compression`, `Bf16Compression` and `EightBitCompression` share.

@@ -18,6 +18,16 @@ from paceline.reducer.compression import BF16, EIGHT_BIT, FP16, Bytes, Codes, ch
 from paceline.torch.link.comm_hook import GradBucket
 from paceline.torch.link.transport import as_real
 
+__all__ = [
+    "Bf16Compression",
+    "Compression",
+    "EightBitCompression",
+    "Fp16Compression",
+    "bf16_hook",
+    "eight_bit_hook",
+    "fp16_hook",
+]
+
 
 class Compression:
     """What `Fp16Compression`, `Bf16Compression` and `EightBitCompression` share.

@@ -1,1 +1,4 @@
-"""What `paceline bench` runs in processes that have Paddle. May import everything below `paceline.paddle`."""
+"""What `paceline bench` runs in processes that have Paddle. May import everything below `paceline.paddle`.
+
+Not public.
+"""

@@ -8,9 +8,7 @@
     other_devices   groups like "cpu:paceline,cuda:nccl"
 
 May import torch, collectives, rendezvous, errors, the core, and of paceline.torch the exchange only.
-Design: docs/design/torch_backend.md.
+Design: docs/design/torch_backend.md. Not public.
 """
 
-from paceline.torch.backend.registration import register
-
-__all__ = ["register"]
+from paceline.torch.backend.registration import register as register

@@ -1,1 +1,1 @@
-"""`DataParallel`: several devices of one process. Imports `model`."""
+"""`DataParallel`: several devices of one process. Imports `model`. Not public."""
