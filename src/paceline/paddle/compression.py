@@ -7,15 +7,22 @@ How that is done is in `reducer/compression.py`; this file has Paddle's tensors.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import paddle
 
-from paceline.arguments import Arguments
 from paceline.errors import ConfigError
 from paceline.paddle.link.comm_hook import Future, GradBucket
-from paceline.reducer.compression import BF16, EIGHT_BIT, FP16, Bytes, Codes, check_bucket, check_state
+from paceline.reducer.compression import (
+    BF16,
+    EIGHT_BIT,
+    FP16,
+    Bytes,
+    CompressionState,
+    check_bucket,
+    check_state,
+)
 
 __all__ = [
     "Bf16Compression",
@@ -28,7 +35,7 @@ __all__ = [
 ]
 
 
-class Compression:
+class Compression(CompressionState):
     """What `Fp16Compression`, `Bf16Compression` and `EightBitCompression` share.
 
     Args:
@@ -36,15 +43,8 @@ class Compression:
             Seide et al. (Interspeech 2014) do. It takes the memory of one float32 gradient.
     """
 
-    encoding: ClassVar[int]
-    """The number of its encoding in the core (cpp/compression)."""
-
-    def __init__(self, *, error_feedback: bool = True) -> None:
-        self.error_feedback = Arguments(type(self).__name__).flag("error_feedback", error_feedback)
-        self._codes = Codes(self.encoding, error_feedback=self.error_feedback)
-
     def error_of(self, parameter: paddle.Tensor) -> paddle.Tensor | None:
-        """What the others have not got yet of this rank's gradients of a parameter.
+        """The error-feedback residual: what has not been transmitted yet of a parameter's gradients.
 
         Returns:
             A copy: float32, flat. None before the first backward, and without error feedback.
@@ -102,10 +102,11 @@ def fp16_hook(state: Fp16Compression, bucket: GradBucket) -> Future[paddle.Tenso
     """Averages a bucket in float16 codes. Collective.
 
     Example:
-        >>> model.register_comm_hook(Fp16Compression(), fp16_hook)
+        >>> state = Fp16Compression()
+        >>> model.register_comm_hook(state, fp16_hook)
 
-        Rank 0 has the gradient 1 + 2**-12 and rank 1 has 1: the mean is 1 in the first step. Rank 0 has
-        kept 2**-12 and adds it to its next gradient: after four such steps the means sum to 4 + 2**-11.
+        Rank 0 has the gradient 1 + 2**-12 and rank 1 has 1: both get 1, and `state.error_of(parameter)` is
+        2**-12 on rank 0, which adds it to its next gradient, and 0 on rank 1.
 
     Raises:
         ConfigTypeError: The state is of another kind.
@@ -114,26 +115,12 @@ def fp16_hook(state: Fp16Compression, bucket: GradBucket) -> Future[paddle.Tenso
 
 
 def bf16_hook(state: Bf16Compression, bucket: GradBucket) -> Future[paddle.Tensor]:
-    """Averages a bucket in bfloat16 codes, as `fp16_hook` does in float16. Collective.
-
-    Example:
-        >>> model.register_comm_hook(Bf16Compression(), bf16_hook)
-
-    Raises:
-        ConfigTypeError: The state is of another kind.
-    """
+    """Averages a bucket in bfloat16 codes, as `fp16_hook` does in float16. Collective."""
     return check_state(state, Bf16Compression).average(bucket)
 
 
 def eight_bit_hook(state: EightBitCompression, bucket: GradBucket) -> Future[paddle.Tensor]:
-    """Averages a bucket in codes of 8 bits, as `fp16_hook` does in float16. Collective.
-
-    Example:
-        >>> model.register_comm_hook(EightBitCompression(), eight_bit_hook)
-
-    Raises:
-        ConfigTypeError: The state is of another kind.
-    """
+    """Averages a bucket in codes of 8 bits, as `fp16_hook` does in float16. Collective."""
     return check_state(state, EightBitCompression).average(bucket)
 
 

@@ -10,12 +10,12 @@ Words: a *row* is what one rank sends of one bucket: its weight, then the codes.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import numpy as np
 
 from paceline import _core
-from paceline.arguments import show
+from paceline.arguments import Arguments, show
 from paceline.errors import ConfigTypeError
 
 _HEADER_BYTES = 8  # this rank's weight, as float64; codes need 4
@@ -27,6 +27,23 @@ FP16, BF16, EIGHT_BIT = (_core.ENCODINGS[name] for name in ("float16", "bfloat16
 Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
 _State = TypeVar("_State")
+
+
+class CompressionState:
+    """What a communication hook keeps of one model's gradients from one backward to the next.
+
+    A front end adds how a bucket of its tensors is averaged, and a class for each encoding.
+
+    Args:
+        error_feedback: Add what this rank's rounding took from a gradient to the next one.
+    """
+
+    encoding: ClassVar[int]
+    """The number of its encoding in the core (cpp/compression)."""
+
+    def __init__(self, *, error_feedback: bool = True) -> None:
+        self.error_feedback = Arguments(type(self).__name__).flag("error_feedback", error_feedback)
+        self._codes = Codes(self.encoding, error_feedback=self.error_feedback)
 
 
 class Codes:
@@ -45,7 +62,7 @@ class Codes:
         self._spare: Bytes | None = None
 
     def error_of(self, parameter: Hashable) -> Floats | None:
-        """What the others have not got yet of this rank's gradients of a parameter; None: nothing is kept."""
+        """What has not been transmitted yet of a parameter's gradients; None: nothing is kept."""
         return self._errors.get(parameter)
 
     def rows(self, count: int, num_rows: int) -> Bytes:

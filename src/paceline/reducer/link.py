@@ -144,18 +144,23 @@ def agree(link: Link[Any], numbers: Sequence[int]) -> list[int]:
     return [int(number) for number in np.frombuffer(link.all_gather(own)[0], np.int32)]
 
 
-def make_host_reducer(group: _core.HostGroup, plan: Plan, *, gradients_in_arena: bool) -> _core.Reducer:
+def make_host_reducer(
+    group: _core.HostGroup, plan: Plan, options: ReductionOptions, instead_of: Reduction[Any] | None
+) -> _core.Reducer:
     """An arena in the memory of `group`, filled with zeros, and what averages it. Collective.
 
     Args:
         group: All ranks that train the model.
         plan: The same on all ranks.
-        gradients_in_arena: Gradients will live in the arena; else they are handed over by pointer.
+        options: Whether gradients will live in the arena; else they are handed over by pointer.
+        instead_of: Is closed first, and gives its memory back.
 
     Example:
         Both ranks write 1 and 3 at `plan.offsets[0]` after `reducer.arena_pointer`, call
         `reducer.mark_ready(0, 0)` and `reducer.finish(PassStatus(1), False)`, and find 2 there.
     """
+    if instead_of is not None:
+        instead_of.reducer.close()
     return _core.Reducer(
         group,
         plan.arena_bytes,
@@ -163,7 +168,7 @@ def make_host_reducer(group: _core.HostGroup, plan: Plan, *, gradients_in_arena:
         [spec.numel for spec in plan.parameters],
         [CORE_DTYPES[spec.dtype] for spec in plan.parameters],
         [(bucket.begin_byte, bucket.end_byte) for bucket in plan.buckets],
-        assigns_chunks=not gradients_in_arena,
+        assigns_chunks=not options.gradients_in_arena,
     )
 
 

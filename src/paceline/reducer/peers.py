@@ -16,6 +16,23 @@ from paceline.errors import ConfigError
 from paceline.rendezvous.exchange import Exchange
 
 
+class Ranks(Protocol):
+    """The ranks that train one model, before anything connects them but small messages."""
+
+    timeout_s: float
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    @property
+    def exchange(self) -> Exchange:
+        """Small messages between the ranks."""
+        ...
+
+
 class PatientGroup:
     """A `paceline.Group` on which a model waits as long as it was told to; other users wait as before.
 

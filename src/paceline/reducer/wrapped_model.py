@@ -9,11 +9,12 @@ import contextlib
 import math
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Callable, Container, Iterable, Iterator
+from typing import Any, NoReturn, TypeVar
 
 from paceline.arguments import Arguments
 from paceline.errors import ConfigError
+from paceline.reducer.arguments import WrapperOptions
 from paceline.reducer.micro_batches import as_weight
 from paceline.reducer.passes import Passes
 from paceline.reducer.plan import BucketLayout, bucket_layout
@@ -26,11 +27,15 @@ class WrappedModel:
 
     Attributes:
         _passes: None: this rank is the only one, and averages nothing.
+        _config: What the arguments ask for.
+        _arguments: The arguments as they were passed, by name.
         require_backward_grad_sync: Whether the next forward begins a synchronised pass; see no_sync(). Of the
             pass under way `PassState.is_syncing` says it, which only `Passes` sets.
     """
 
     _passes: Passes[Any] | None
+    _config: WrapperOptions
+    _arguments: dict[str, Any]
     require_backward_grad_sync: bool
 
     # --- what a front end adds ---
@@ -259,6 +264,37 @@ class WrappedModel:
         """
         return () if self._passes is None else bucket_layout(self._passes.reduction.plan)
 
+    # --- what trainers read of the frameworks' own classes ---
+
+    @property
+    def device_ids(self) -> list[Any] | None:
+        """The argument; None where it was empty."""
+        ids = self._arguments["device_ids"]
+        return list(ids) if ids else None
+
+    @property
+    def output_device(self) -> Any:
+        """The argument; without it, the device of device_ids."""
+        given = self._arguments["output_device"]
+        return self.device_ids[0] if given is None and self.device_ids else given
+
+    @property
+    def static_graph(self) -> bool:
+        """The argument; with torch, also whether _set_static_graph() was called."""
+        return self._config.static_graph
+
+    @property
+    def gradient_as_bucket_view(self) -> bool:
+        """The argument."""
+        return self._config.gradients_in_arena
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """Whether buffers are broadcast after each synchronised backward."""
+        return self._config.broadcast_buffers
+
+    # --- what is known of its passes ---
+
     @property
     def waited_s(self) -> float:
         """Seconds that this rank has spent waiting for the others at the end of backward, in all passes."""
@@ -277,6 +313,27 @@ class WrappedModel:
         """The earlier name of `gradient_path`. Deprecated."""
         _warn_of_name(self, "reduces_through", "gradient_path")
         return self.gradient_path
+
+
+class _Hidden:
+    """A member of a framework's class that ours does not have."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type) -> NoReturn:
+        raise AttributeError(f"{owner.__name__!r} object has no attribute {self._name!r}")
+
+
+def hide_inherited(cls: type, framework: type, kept: Container[str] = ()) -> None:
+    """Hide what `cls` inherits from the framework's class, but for dunders and the names in `kept`.
+
+    What it replaces stays. The framework's constructor has not run, so its methods would find no state.
+    """
+    for name in vars(framework):
+        is_own = getattr(cls, name, None) is not getattr(framework, name)
+        if not is_own and name not in kept and not name.startswith("__"):
+            setattr(cls, name, _Hidden(name))
 
 
 def _warn_of_name(model: object, name: str, instead: str) -> None:

@@ -7,14 +7,21 @@ How that is done is in `reducer/compression.py`; this file has torch's tensors, 
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
-from paceline.arguments import Arguments
 from paceline.errors import ConfigError
-from paceline.reducer.compression import BF16, EIGHT_BIT, FP16, Bytes, Codes, check_bucket, check_state
+from paceline.reducer.compression import (
+    BF16,
+    EIGHT_BIT,
+    FP16,
+    Bytes,
+    CompressionState,
+    check_bucket,
+    check_state,
+)
 from paceline.torch.link.comm_hook import GradBucket
 from paceline.torch.link.transport import as_real
 
@@ -29,7 +36,7 @@ __all__ = [
 ]
 
 
-class Compression:
+class Compression(CompressionState):
     """What `Fp16Compression`, `Bf16Compression` and `EightBitCompression` share.
 
     Args:
@@ -37,15 +44,8 @@ class Compression:
             Seide et al. (Interspeech 2014) do. It takes the memory of one float32 gradient.
     """
 
-    encoding: ClassVar[int]
-    """The number of its encoding in the core (cpp/compression)."""
-
-    def __init__(self, *, error_feedback: bool = True) -> None:
-        self.error_feedback = Arguments(type(self).__name__).flag("error_feedback", error_feedback)
-        self._codes = Codes(self.encoding, error_feedback=self.error_feedback)
-
     def error_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """What the others have not got yet of this rank's gradients of a parameter.
+        """The error-feedback residual: what has not been transmitted yet of a parameter's gradients.
 
         Returns:
             Float32, flat, complex numbers as pairs; it changes with each backward. None before the first
@@ -119,26 +119,12 @@ def fp16_hook(state: Fp16Compression, bucket: GradBucket) -> torch.futures.Futur
 
 
 def bf16_hook(state: Bf16Compression, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Averages a bucket in bfloat16 codes, as `fp16_hook` does in float16. Collective.
-
-    Example:
-        >>> model.register_comm_hook(Bf16Compression(), bf16_hook)
-
-    Raises:
-        ConfigTypeError: The state is of another kind.
-    """
+    """Averages a bucket in bfloat16 codes, as `fp16_hook` does in float16. Collective."""
     return check_state(state, Bf16Compression).average(bucket)
 
 
 def eight_bit_hook(state: EightBitCompression, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Averages a bucket in codes of 8 bits, as `fp16_hook` does in float16. Collective.
-
-    Example:
-        >>> model.register_comm_hook(EightBitCompression(), eight_bit_hook)
-
-    Raises:
-        ConfigTypeError: The state is of another kind.
-    """
+    """Averages a bucket in codes of 8 bits, as `fp16_hook` does in float16. Collective."""
     return check_state(state, EightBitCompression).average(bucket)
 
 

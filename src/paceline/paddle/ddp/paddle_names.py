@@ -10,13 +10,14 @@ constructor; what Paddle's class has besides is hidden: it would run on state th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import paddle
 from paddle.distributed.parallel import DataParallel as PaddleDataParallel
 from paddle.distributed.parallel import ParallelStrategy
 
 from paceline.paddle.passes.outputs import tensors_in
+from paceline.reducer.wrapped_model import hide_inherited
 
 if TYPE_CHECKING:
     from paceline.paddle.link.peers import Peers
@@ -57,32 +58,6 @@ class PaddleNames(PaddleDataParallel):
         return self._config.first_bucket_bytes
 
     @property
-    def device_ids(self) -> list[Any] | None:
-        """The argument; None where it was empty."""
-        return list(self._arguments["device_ids"] or ()) or None
-
-    @property
-    def output_device(self) -> Any:
-        """The argument; without it, the device of device_ids."""
-        given = self._arguments["output_device"]
-        return self.device_ids[0] if given is None and self.device_ids else given
-
-    @property
-    def static_graph(self) -> bool:
-        """The argument."""
-        return self._config.static_graph
-
-    @property
-    def gradient_as_bucket_view(self) -> bool:
-        """The argument."""
-        return self._config.gradients_in_arena
-
-    @property
-    def broadcast_buffers(self) -> bool:
-        """Whether buffers are broadcast after each synchronised backward."""
-        return self._config.broadcast_buffers
-
-    @property
     def grad_need_sync(self) -> bool:
         """`require_backward_grad_sync`, under Paddle's name."""
         return self.require_backward_grad_sync
@@ -120,20 +95,7 @@ class PaddleReducer:
             self._passes.watch(list(tensors_in(outputs)))
 
 
-class _Hidden:
-    """A member of Paddle's class that ours does not have."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __get__(self, instance: object, owner: type) -> NoReturn:
-        raise AttributeError(f"{owner.__name__!r} object has no attribute {self._name!r}")
-
-
 def hide_paddles_own(cls: _Class) -> _Class:
     """Let `cls` inherit from Paddle's class nothing that it does not replace. A class decorator."""
-    for name in vars(PaddleDataParallel):
-        is_own = getattr(cls, name, None) is not getattr(PaddleDataParallel, name)
-        if not is_own and not name.startswith("__"):
-            setattr(cls, name, _Hidden(name))
+    hide_inherited(cls, PaddleDataParallel)
     return cls

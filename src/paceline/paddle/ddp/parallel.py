@@ -23,7 +23,7 @@ from paceline.paddle.ddp.wrapped_twice import check_inner, check_outer
 from paceline.paddle.link.comm_hook import GradBucket
 from paceline.paddle.link.peers import LonePeers, Peers, find_peers, known_exchange
 from paceline.paddle.model.arguments import checked_group, checked_layer
-from paceline.paddle.model.config import make_config
+from paceline.paddle.model.config import DataParallelConfig, make_config
 from paceline.paddle.model.parameters import ManagedTensors
 from paceline.paddle.passes import backward_calls
 from paceline.paddle.passes.passes import GradientPasses, make_passes
@@ -116,6 +116,7 @@ class DataParallel(WrappedModel, PaddleNames):
     """
 
     _passes: GradientPasses | None
+    _config: DataParallelConfig
     _comm_hook: CommHook | None = None
     _has_looked_outward = False
 

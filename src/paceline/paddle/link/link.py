@@ -91,9 +91,7 @@ class MemoryLink:
         options: ReductionOptions,
         instead_of: Reduction[paddle.Tensor] | None = None,
     ) -> Reduction[paddle.Tensor]:
-        if instead_of is not None:
-            instead_of.reducer.close()
-        reducer = make_host_reducer(self._core, plan, gradients_in_arena=options.gradients_in_arena)
+        reducer = make_host_reducer(self._core, plan, options, instead_of)
         places = shared_places(plan, parameters, reducer.arena_pointer, reducer)
         return Reduction(plan, places, reducer, takes_pointers=True)
 

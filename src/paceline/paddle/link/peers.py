@@ -28,7 +28,7 @@ from paceline.paddle.link.calls import WARN_AFTER_S, GroupCalls, LoneCalls
 from paceline.paddle.link.exchange import PaddleExchange
 from paceline.paddle.link.link import GroupLink, Link, MemoryLink
 from paceline.paddle.model.arguments import checked_group
-from paceline.reducer.peers import EnvironmentGroup, PatientGroup, exchange_of_named
+from paceline.reducer.peers import EnvironmentGroup, PatientGroup, Ranks, exchange_of_named
 from paceline.reducer.witness import Witness
 from paceline.rendezvous.exchange import Exchange
 
@@ -37,23 +37,11 @@ _DEFAULT_TIMEOUT_S = 1800.0  # Paddle's own
 _environment = EnvironmentGroup("paceline.paddle")
 
 
-class Peers(Protocol):
-    """The ranks, before anything connects them but small messages."""
+class Peers(Ranks, Protocol):
+    """The ranks that train one model, and what connects them."""
 
-    timeout_s: float
     group: Any
     """What was passed, or found, that connects the ranks; None: nothing does."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    @property
-    def exchange(self) -> Exchange:
-        """Small messages between the ranks."""
-        ...
 
     def connect(self, *, on_host: bool, reduce_through: str = "auto") -> Link:
         """What moves gradients and values between the ranks. Collective.

@@ -238,13 +238,7 @@ GradientPasses: TypeAlias = Passes[PaddleAutograd]
 
 
 def make_passes(tensors: ManagedTensors, link: Link, config: DataParallelConfig) -> GradientPasses:
-    """What averages the gradients of one model in each backward. Collective.
-
-    Args:
-        tensors: The model's.
-        link: Between the ranks that train it.
-        config: The configuration of the wrapped model.
-    """
+    """What averages the gradients of `tensors` over the ranks of `link` in each backward. Collective."""
     state = PassState(link.rank, link.world_size)
     gradients = Gradients(tensors, state, live_in_arena=config.gradients_in_arena)
     autograd = PaddleAutograd(tensors, state, gradients)

@@ -34,7 +34,7 @@ from paceline.torch.link.link import connect
 from paceline.torch.link.peers import Peers, find_peers, known_exchange
 from paceline.torch.model.arguments import check_materialised, checked_module
 from paceline.torch.model.compiling import untraced, untraced_itself
-from paceline.torch.model.config import Weight, make_config
+from paceline.torch.model.config import DDPConfig, Weight, make_config
 from paceline.torch.model.parameters import ManagedTensors
 from paceline.torch.passes.passes import GradientPasses, make_passes
 
@@ -120,6 +120,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
 
     module: nn.Module
     _passes: GradientPasses | None
+    _config: DDPConfig
     _has_looked_outward = False
 
     def __init__(

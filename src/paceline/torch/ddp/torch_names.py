@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 from paceline.arguments import Arguments
 from paceline.errors import ConfigError, ReplicaError
 from paceline.reducer.arguments import MIB
+from paceline.reducer.wrapped_model import hide_inherited
 from paceline.torch.data_parallel.scatter import gather, scatter_call
 from paceline.torch.ddp.join import DDPJoinHook, Joining
 from paceline.torch.ddp.logging_data import TorchLogger, logging_data, noting_errors
@@ -107,18 +108,6 @@ class TorchNames(TorchDDP):
     use_side_stream_for_tensor_copies: ClassVar[bool] = False
 
     @property
-    def device_ids(self) -> list[Any] | None:
-        """The argument; None where it was empty."""
-        ids = self._arguments["device_ids"]
-        return list(ids) if ids else None
-
-    @property
-    def output_device(self) -> Any:
-        """The argument; without it, the device of device_ids."""
-        given = self._arguments["output_device"]
-        return self.device_ids[0] if given is None and self.device_ids else given
-
-    @property
     def device(self) -> torch.device:
         """The device of the first parameter."""
         return self._tensors.trainable[0].device
@@ -139,19 +128,9 @@ class TorchNames(TorchDDP):
         return int(self._arguments["dim"])
 
     @property
-    def static_graph(self) -> bool:
-        """The argument, or whether _set_static_graph() was called."""
-        return self._config.static_graph
-
-    @property
     def find_unused_parameters(self) -> bool:
         """The argument."""
         return bool(self._arguments["find_unused_parameters"])
-
-    @property
-    def gradient_as_bucket_view(self) -> bool:
-        """The argument."""
-        return self._config.gradients_in_arena
 
     @property
     def skip_all_reduce_unused_params(self) -> bool:
@@ -167,11 +146,6 @@ class TorchNames(TorchDDP):
     def mixed_precision(self) -> Any:
         """The argument: torch's `_MixedPrecision`, or None."""
         return self._arguments["mixed_precision"]
-
-    @property
-    def broadcast_buffers(self) -> bool:
-        """Whether buffers are broadcast after each synchronised backward."""
-        return self._config.broadcast_buffers
 
     @property
     def forward_sync_buffers(self) -> bool:
@@ -577,20 +551,7 @@ def moved(inputs: Any, device: torch.device) -> Any:
     return pytree.tree_map(lambda item: item.to(device) if isinstance(item, torch.Tensor) else item, inputs)
 
 
-class _Hidden:
-    """A member of torch's class that ours does not have."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __get__(self, instance: object, owner: type) -> NoReturn:
-        raise AttributeError(f"{owner.__name__!r} object has no attribute {self._name!r}")
-
-
 def hide_torchs_own(cls: _Class) -> _Class:
     """Let `cls` inherit from torch's class only what is listed above. A class decorator."""
-    for name in vars(TorchDDP):
-        is_own = getattr(cls, name, None) is not getattr(TorchDDP, name)
-        if not is_own and name not in _INHERITED and not name.startswith("__"):
-            setattr(cls, name, _Hidden(name))
+    hide_inherited(cls, TorchDDP, _INHERITED)
     return cls

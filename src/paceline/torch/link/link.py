@@ -120,9 +120,7 @@ class MemoryLink:
         options: ReductionOptions,
         instead_of: Reduction[torch.Tensor] | None = None,
     ) -> Reduction[torch.Tensor]:
-        if instead_of is not None:
-            instead_of.reducer.close()
-        reducer = make_host_reducer(self._core, plan, gradients_in_arena=options.gradients_in_arena)
+        reducer = make_host_reducer(self._core, plan, options, instead_of)
         arena = Arena.on_memory(plan, parameters, reducer.arena_pointer, owner=reducer)
         return Reduction(plan, arena.views, reducer, takes_pointers=True)
 

@@ -17,7 +17,7 @@ from paceline.arguments import Arguments
 from paceline.collectives.formation import share_on_each_host
 from paceline.env import read_rank_environment
 from paceline.errors import ConfigError
-from paceline.reducer.peers import EnvironmentGroup, PatientGroup, exchange_of_named
+from paceline.reducer.peers import EnvironmentGroup, PatientGroup, Ranks, exchange_of_named
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.shared_memory import HostMemory
 from paceline.torch.link.exchange import ProcessGroupExchange
@@ -35,20 +35,10 @@ _DEFAULT_WARN_AFTER_S = 10.0
 _environment = EnvironmentGroup("paceline.torch")
 
 
-class Peers(Protocol):
-    """The ranks that train one model."""
+class Peers(Ranks, Protocol):
+    """The ranks that train one model, and what connects them."""
 
-    timeout_s: float
     warn_after_s: float
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def world_size(self) -> int: ...
-
-    @property
-    def exchange(self) -> Exchange: ...
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
