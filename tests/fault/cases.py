@@ -73,7 +73,7 @@ def run_cases(cases: list[Case], at_once: int = 2) -> list[list[Seen]]:
     Raises:
         RanksFailed: A rank hung, or something was left behind.
     """
-    (answers,) = run_ranks(_drive, 1, {"cases": cases, "at_once": at_once}, group=None, deadline_s=170.0)
+    (answers,) = run_ranks(_drive, 1, {"cases": cases, "at_once": at_once}, group=None, deadline_s=300.0)
     return answers
 
 
@@ -105,9 +105,15 @@ def _run_rank(case: Case, rank: int, job_id: str, writing: int) -> None:
     status = 1
     try:
         _core.disable_futex_waitv(case.without_waitv)
-        group = paceline.init(rank=rank, world_size=case.world_size, job_id=job_id, timeout_s=case.timeout_s)
+        group = paceline.init(
+            rank=rank,
+            world_size=case.world_size,
+            job_id=job_id,
+            timeout_s=case.timeout_s,
+            forming_timeout_s=60,  # a slow start is no fault
+        )
         step = case.program(group)
-        group.barrier(timeout_s=60)  # a slow start is no fault
+        group.barrier(timeout_s=60)
         for number in range(_MOST_STEPS):
             for fault in case.faults:
                 fault.arm(rank, number)

@@ -305,9 +305,12 @@ def _run_rank(pair: Pair, rank: int, job_id: str, board: mmap.mmap, from_driver:
     is_expected = True
     program: Program | None = None
     try:
-        # A slow start is no fault, so the barrier has a time-out of its own.
+        # A slow start is no fault, so what comes before the first step has time-outs of its own.
         timeout_s = _TIMEOUT_S if pair.struck(Action.STOP) else 30.0
-        group = paceline.init(rank=rank, world_size=WORLD_SIZE, job_id=job_id, timeout_s=timeout_s)
+        group = paceline.init(
+            rank=rank, world_size=WORLD_SIZE, job_id=job_id, timeout_s=timeout_s, forming_timeout_s=60
+        )
+        group.barrier(timeout_s=60)
         program = pair.program(group)
         _core.count_passages(ctypes.addressof(ctypes.c_char.from_buffer(board)), WORLD_SIZE, rank)
         group.barrier(timeout_s=60)

@@ -18,14 +18,15 @@ from paceline.errors import PacelineError, RegionError
 from tests.harness import run_ranks, seccomp
 
 needs_seccomp = pytest.mark.skipif(not seccomp.is_supported(), reason="numbers of system calls unknown")
+PATIENT_S = 60  # no rank waits for it where all are told at once
 TIMEOUT_S = 8
 
 
-def form(rank, job_id):
+def form(rank, job_id, timeout_s=PATIENT_S):
     """The error of forming a group of two, as text, or "" if it works; and after how long."""
     started = time.monotonic()
     try:
-        with paceline.init(rank=rank, world_size=2, job_id=job_id, timeout_s=TIMEOUT_S) as group:
+        with paceline.init(rank=rank, world_size=2, job_id=job_id, timeout_s=timeout_s) as group:
             group.barrier()
     except PacelineError as error:
         return str(error), time.monotonic() - started
@@ -46,7 +47,7 @@ def test_without_memfd_create_all_ranks_are_told(error):
         assert f"memfd_create: {os.strerror(error)}" in text
         assert "seccomp" in text
         assert 'reduce_through="group"' in text
-        assert waited_s < TIMEOUT_S - 1
+        assert waited_s < PATIENT_S / 2
 
 
 @needs_seccomp
@@ -71,7 +72,7 @@ def test_a_limit_of_file_sizes():
         assert "File too large" in text
         assert f"no file of this process may be longer than {1 << 20} bytes" in text
         assert "on rank 0: `ulimit -f unlimited`" in text
-        assert waited_s < TIMEOUT_S - 1
+        assert waited_s < PATIENT_S / 2
 
 
 def form_with_few_addresses(rank, who):
@@ -88,7 +89,7 @@ def test_a_limit_of_addresses(who):
         assert "mapping the shared region: Cannot allocate memory" in text
         assert "bytes of addresses, and shared memory is mapped with room to grow" in text
         assert f"on rank {who}: `ulimit -v unlimited`" in text
-        assert waited_s < TIMEOUT_S - 1
+        assert waited_s < PATIENT_S / 2
 
 
 def take_all_descriptors():
@@ -109,7 +110,7 @@ def form_with_few_descriptors(group, who):
         taken = take_all_descriptors() if group.rank == who else []
         for _ in taken[:free]:
             os.close(taken.pop())
-        answers.append(form(group.rank, f"{job_id}-{free}"))
+        answers.append(form(group.rank, f"{job_id}-{free}", TIMEOUT_S))
         for fd in taken:
             os.close(fd)
         group.barrier()  # the next attempt begins on both
@@ -118,13 +119,13 @@ def form_with_few_descriptors(group, who):
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_no_descriptors_left(who):
-    answers = run_ranks(form_with_few_descriptors, 2, {"who": who}, deadline_s=120)
+    answers = run_ranks(form_with_few_descriptors, 2, {"who": who}, deadline_s=240)
     limited, other = answers[who], answers[1 - who]
     assert limited[0][0], "with no descriptor at all there can be no group"
     assert not limited[-1][0], "with a handful there is one"
     for (text, waited_s), (theirs, they_waited_s) in zip(limited, other, strict=True):
         assert bool(text) == bool(theirs)
-        assert max(waited_s, they_waited_s) < TIMEOUT_S + 6
+        assert max(waited_s, they_waited_s) < TIMEOUT_S + 20
         if text:
             assert "the limit of open files and sockets of this process" in text
             assert f"rank {who}" in text.lower()

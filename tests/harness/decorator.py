@@ -21,7 +21,7 @@ def ranks(
     group: str | None = "paceline",
     framework: str = "torch",
     dies: Mapping[int, Death] | None = None,
-    deadline_s: float = 60.0,
+    deadline_s: float = 120.0,
 ) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Run the decorated test in `world_size` processes.
 

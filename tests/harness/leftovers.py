@@ -16,7 +16,10 @@ SHM = Path("/dev/shm")
 # Semaphores of joblib, which scikit-learn loads, and of multiprocessing, which Paceline does not use: those
 # of a test that runs beside ours are dropped late, above all when it kills the processes that made them.
 _OF_OTHERS = ("sem.loky-", "sem.mp-")
-_PATIENCE_S = 2.0  # the kernel tears large address spaces down after a process counts as dead
+# The kernel tears large address spaces down after a process counts as dead, and a file on its way from a
+# loader's worker to a test that runs beside this one is held by neither for a while. What is left for good
+# stays longer.
+_PATIENCE_S = 10.0
 
 
 def shm_names() -> frozenset[str]:

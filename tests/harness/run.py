@@ -36,7 +36,7 @@ def run_ranks(
     group: str | None = "paceline",
     framework: str = "torch",
     dies: Mapping[int, Death] | None = None,
-    deadline_s: float = 60.0,
+    deadline_s: float = 120.0,
 ) -> list[Any]:
     """Run `program(group or rank, **kwargs)` in `world_size` processes; return what each rank returned.
 

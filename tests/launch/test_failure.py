@@ -7,9 +7,11 @@ import time
 
 import pytest
 
-from tests.launch.conftest import Launcher, read_pids, seconds_until_gone
+from tests.launch.conftest import WITHIN_S, Launcher, read_pids, seconds_until_gone
 
 HANG = "time.sleep(1000)"
+# Ranks that hang get it twice: to end by themselves, and by SIGTERM, which takes a while on a busy machine.
+GRACE = ("--grace-s", "2")
 
 
 @pytest.mark.parametrize(
@@ -26,7 +28,7 @@ def test_the_first_failure_is_told_last(launcher: Launcher, fault: str, exit_sta
             {fault}
         {HANG}
     """
-    done = launcher.run("-n", "3", "--grace-s", "0.2", "script.py", script=script)
+    done = launcher.run("-n", "3", *GRACE, "script.py", script=script)
     assert done.returncode == exit_status
     assert "ranks 0-1: stopped by the launcher (SIGTERM)" in done.stderr
     last = done.stderr.splitlines()[-1]
@@ -36,6 +38,7 @@ def test_the_first_failure_is_told_last(launcher: Launcher, fault: str, exit_sta
 
 def test_the_traceback_of_the_first_stands_behind_those_of_the_others(launcher: Launcher) -> None:
     script = """
+        import glob, select
         class PeerLostError(RuntimeError):
             __module__ = "paceline.errors"
         if rank == 1:
@@ -43,9 +46,14 @@ def test_the_traceback_of_the_first_stands_behind_those_of_the_others(launcher: 
                 {}["key"]
             except KeyError as error:
                 print("about to fail", file=sys.stderr)
+                while len(others := glob.glob("survivor-*")) < 2:
+                    time.sleep(0.01)
+                ends = [os.pidfd_open(int(name.partition("-")[2])) for name in others]
                 open("failing", "w").close()
-                time.sleep(0.3)  # the survivors end before the culprit does
+                for end in ends:  # the survivors end before the culprit does
+                    select.select([end], [], [])
                 raise ValueError("the cause") from error
+        open(f"survivor-{os.getpid()}", "w").close()
         while not os.path.exists("failing"):
             time.sleep(0.01)
         raise PeerLostError("all_reduce: rank 1 was lost")
@@ -70,7 +78,7 @@ def test_the_last_line_names_the_exception_although_torch_marks_each_line(launch
             raise ValueError("the cause")
         time.sleep(1000)
     """
-    done = launcher.run("-n", "2", "--grace-s", "0.2", "script.py", script=script)
+    done = launcher.run("-n", "2", *GRACE, "script.py", script=script)
     assert done.stderr.splitlines()[-1].endswith("ValueError: the cause (exit status 1)")
 
 
@@ -103,7 +111,10 @@ def test_ranks_that_ignore_sigterm_or_are_stopped_do_not_stay(launcher: Launcher
 def test_survivors_get_their_grace_to_say_why(launcher: Launcher) -> None:
     script = """
         if rank == 0:
+            while not os.path.exists("started"):
+                time.sleep(0.01)
             sys.exit(4)
+        open("started", "w").close()
         time.sleep(0.5)
         print("cleaned up")
     """
@@ -139,7 +150,7 @@ def test_ctrl_c_reaches_each_rank_once(launcher: Launcher) -> None:
     process = launcher.start("-n", "2", "script.py", script=WAIT_FOR_INTERRUPT)
     read_pids(process, 2)
     process.send_signal(signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=60)
+    stdout, stderr = process.communicate(timeout=WITHIN_S)
     assert process.returncode == 130
     assert sorted(stdout.splitlines()) == ["[rank 0] interrupted", "[rank 1] interrupted"]
     assert "SIGINT: stopping 2 ranks" in stderr
@@ -158,7 +169,7 @@ def test_sigterm_reaches_the_ranks(launcher: Launcher) -> None:
     process = launcher.start("-n", "2", "script.py", script=script)
     read_pids(process, 2)
     process.send_signal(signal.SIGTERM)
-    stdout, _ = process.communicate(timeout=60)
+    stdout, _ = process.communicate(timeout=WITHIN_S)
     assert process.returncode == 128 + signal.SIGTERM
     assert stdout.count("cleaned up") == 2
 
@@ -176,7 +187,7 @@ def test_the_second_ctrl_c_kills(launcher: Launcher) -> None:
     assert sorted(read_pids(process, 2)) == sorted(pids)
     time.sleep(0.4)  # a person; what comes sooner is the same Ctrl-C, passed on by a wrapper
     process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=WITHIN_S)
     assert process.returncode == 130
     assert "second SIGINT" in stderr
     seconds_until_gone(pids)
@@ -187,4 +198,4 @@ def test_a_reader_that_leaves_ends_the_job(launcher: Launcher) -> None:
     read_pids(process, 4)
     assert process.stdout is not None
     process.stdout.close()
-    assert process.wait(60) == 128 + signal.SIGPIPE
+    assert process.wait(WITHIN_S) == 128 + signal.SIGPIPE

@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from tests.launch.conftest import WITHIN_S
+
 TORCH = """
     assert "numpy" not in sys.modules  # nothing is imported before the script sets its variables
     import torch
@@ -60,7 +62,7 @@ def test_torchrun_and_a_script_that_never_wraps(launcher):
         env=os.environ | {"PACELINE_REPLACE_DDP": "1"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=WITHIN_S,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("trained") == 2

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from paceline.env import read_rank_environment
-from tests.launch.conftest import Launcher
+from tests.launch.conftest import WITHIN_S, Launcher
 
 
 def test_every_rank_knows_its_place(launcher: Launcher) -> None:
@@ -86,7 +86,7 @@ def test_a_single_rank_writes_as_without_a_launcher(launcher: Launcher) -> None:
 
 def test_standard_input_goes_to_rank_0(launcher: Launcher) -> None:
     process = launcher.start("-n", "2", "script.py", script="print(sys.stdin.read())", stdin=subprocess.PIPE)
-    stdout, _ = process.communicate("hello", timeout=60)
+    stdout, _ = process.communicate("hello", timeout=WITHIN_S)
     assert sorted(stdout.splitlines()) == ["[rank 0] hello", "[rank 1] "]
 
 
@@ -123,7 +123,7 @@ def test_multiprocessing_works_inside_a_rank(launcher: Launcher) -> None:
 
 def test_the_launcher_imports_no_framework(tmp_path: Path) -> None:
     program = "import sys, paceline.launch.cli; print(sorted({'numpy', 'torch'} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=WITHIN_S)
     assert done.stdout == "[]\n", done.stderr
 
 
@@ -132,7 +132,7 @@ def test_started_without_standard_streams(launcher: Launcher, closed: str) -> No
     """As from cron, or by a shell's `>&-`."""
     launcher.write("print('out'); open(f'done{rank}', 'w').close()")
     command = f"exec {sys.executable} -m paceline run -n 2 script.py {closed}"
-    done = subprocess.run(command, shell=True, cwd=launcher.folder, capture_output=True, timeout=60)
+    done = subprocess.run(command, shell=True, cwd=launcher.folder, capture_output=True, timeout=WITHIN_S)
     assert done.returncode == 0, done.stderr
     assert {path.name for path in launcher.folder.iterdir()} >= {"done0", "done1"}
 

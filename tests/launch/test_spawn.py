@@ -15,6 +15,7 @@ import pytest
 import paceline
 from paceline.errors import ConfigError, LaunchError
 from paceline.launch import payload
+from tests.launch.conftest import WITHIN_S
 from tests.launch.programs import hang_or_fail, put_rank, raise_in_a_group, wait_for_file, write_place
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -28,7 +29,7 @@ def test_each_rank_is_called_in_its_environment(tmp_path: Path) -> None:
 def test_queues_are_shared_and_output_comes_where_python_prints(capsys: pytest.CaptureFixture[str]) -> None:
     queue = multiprocessing.get_context("spawn").Queue()
     paceline.spawn(put_rank, (queue,), nprocs=2)
-    assert sorted(queue.get(timeout=60) for _ in range(2)) == [10, 11]
+    assert sorted(queue.get(timeout=WITHIN_S) for _ in range(2)) == [10, 11]
     queue.close()
     queue.join_thread()
     assert sorted(capsys.readouterr().out.splitlines()) == ["[rank 0] put 0", "[rank 1] put 1"]
@@ -38,7 +39,7 @@ def test_the_first_failure_is_raised_and_a_hung_rank_shows_where(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(LaunchError) as caught:
-        paceline.spawn(hang_or_fail, (tmp_path / "hangs",), nprocs=2, grace_s=0.2)
+        paceline.spawn(hang_or_fail, (tmp_path / "hangs",), nprocs=2, grace_s=2.0)
     error: Any = caught.value
     assert (error.rank, error.exit_status, error.signal) == (1, 1, 0)
     assert "Rank 1 of 2 failed first" in str(error)
@@ -56,7 +57,7 @@ def test_a_context_is_joined_later(tmp_path: Path) -> None:
     assert len(context.pids()) == 2
     assert context.join(timeout=0.1) is False
     (tmp_path / "go").touch()
-    assert context.join(timeout=60) is True
+    assert context.join(timeout=WITHIN_S) is True
     assert context.join() is True
 
 
@@ -88,7 +89,7 @@ def test_functions_of_a_script_and_of_a_notebook(python: Run, is_file: bool) -> 
         if __name__ == "__main__":
             queue = multiprocessing.get_context("spawn").Queue()
             paceline.spawn(scaled, (Config(), queue), nprocs=2)
-            print(sorted(queue.get(timeout=20) for _ in range(2)))
+            print(sorted(queue.get(timeout=200) for _ in range(2)))
             offset = 5
             exec("def inner(rank): print('inner', offset + rank)")
             paceline.spawn(inner if "-" in sys.argv else lambda rank: inner(rank), nprocs=1)
@@ -178,6 +179,6 @@ def test_started_without_standard_streams(tmp_path: Path) -> None:
         "    paceline.spawn(write, (os.getcwd(),), nprocs=2)\n"
     )
     command = f"exec {sys.executable} program.py <&- >&- 2>&-"
-    done = subprocess.run(command, shell=True, cwd=tmp_path, timeout=60)
+    done = subprocess.run(command, shell=True, cwd=tmp_path, timeout=WITHIN_S)
     assert done.returncode == 0
     assert {path.name for path in tmp_path.iterdir()} >= {"0", "1"}

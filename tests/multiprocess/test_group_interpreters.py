@@ -17,9 +17,9 @@ import pytest
 _ROOT = str(Path(__file__).resolve().parents[2])
 
 
-def run_scripts(script, world_size=2, timeout_s=60):
+def run_scripts(script, world_size=2, timeout_s=240):
     """(exit status, what it printed) of each of `world_size` interpreters that run `script`."""
-    start = "import sys, numpy as np, paceline\ngroup = paceline.init(timeout_s=30)\nrank = group.rank\n"
+    start = "import sys, numpy as np, paceline\ngroup = paceline.init(timeout_s=120)\nrank = group.rank\n"
     environ = os.environ | {"PACELINE_JOB_ID": uuid.uuid4().hex, "WORLD_SIZE": str(world_size)}
     environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}  # the job id is the meeting place
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_ROOT, os.environ.get("PYTHONPATH", "")]))
@@ -142,7 +142,7 @@ def test_torch_style_multiprocessing_children():
         queue = context.Queue()
         worker = context.Process(target=work, args=(queue,))
         worker.start()
-        assert queue.get(timeout=30) == "ForkedError"
+        assert queue.get(timeout=120) == "ForkedError"
         worker.join()
         assert worker.exitcode == 0
         group.barrier()

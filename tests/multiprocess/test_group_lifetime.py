@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import sys
-import threading
 import time
 import warnings
 
@@ -18,6 +17,7 @@ import paceline
 from paceline.errors import ConfigError, DeadlineError, ForkedError, GroupClosedError, PeerLostError
 from paceline.stacks import ask
 from tests.harness import ranks, run_ranks
+from tests.multiprocess.other_ranks import BARRIER, interrupt, until_calling
 
 
 def init(rank, world_size, name="own", **options):
@@ -77,7 +77,7 @@ def in_forked_child(check):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-@ranks(2, deadline_s=30.0)
+@ranks(2)
 def test_a_forked_child_is_refused_and_the_parent_unharmed(group):
     array = np.ones(3)
     reducer = paceline._core.Reducer(group._core, 64, [0], [16], [0], [(0, 64)])
@@ -138,16 +138,16 @@ def test_a_forked_child_may_form_groups_of_its_own(group):
 @ranks(3, group=None)
 def test_ctrl_c_ends_the_wait_and_is_told_to_the_others(rank):
     group = init(rank, 3, timeout_s=60)
-    group.barrier()
     if rank == 1:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
             group.barrier()
         with pytest.raises(PeerLostError, match="interrupted"):
             group.barrier()
         return
     if rank == 2:  # never calls what rank 1 waits in; but a message wakes it
+        until_calling(group, 1, BARRIER)
+        interrupt(group, 1, signal.SIGINT)
         with pytest.raises(PeerLostError) as caught:
             group.recv(np.zeros(1), 0)
     else:
@@ -201,7 +201,8 @@ def test_words_that_are_cut_in_a_character_are_told_as_far_as_they_go(group):
 
 @ranks(4)
 def test_a_late_rank_is_named_on_every_rank(group):
-    own = init(group.rank, 4, name="strict", timeout_s=0.4)
+    own = init(group.rank, 4, name="strict", timeout_s=1.0, forming_timeout_s=60)
+    group.barrier()
     if group.rank == 2:
         group.barrier()  # the others come here when they have raised
     with pytest.raises(DeadlineError) as caught:
@@ -209,7 +210,7 @@ def test_a_late_rank_is_named_on_every_rank(group):
     if group.rank != 2:
         group.barrier()
     assert caught.value.late == (2,)
-    assert "Rank 2 of 4 did not arrive within 0.4 s" in str(caught.value)
+    assert "Rank 2 of 4 did not arrive within 1.0 s" in str(caught.value)
     assert "last call: no call yet" in str(caught.value) or group.rank == 2
     with pytest.raises(DeadlineError):  # the group is over, and keeps saying why
         own.barrier()
@@ -225,9 +226,9 @@ def test_a_timeout_of_one_call(group):
         group.barrier()
     else:
         with pytest.raises(DeadlineError) as caught:
-            own.all_reduce(np.ones(100_000), timeout_s=0.3)
+            own.all_reduce(np.ones(100_000), timeout_s=1.0)
         assert caught.value.late == (0,)
-        assert 0.25 < time.monotonic() - started < 30
+        assert 0.9 < time.monotonic() - started < 30
         group.barrier()
 
 

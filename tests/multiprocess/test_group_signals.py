@@ -13,47 +13,19 @@ import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
+from paceline import Group
 from paceline.errors import CollectiveError, ConfigError, DeadlineError, GroupClosedError, PeerLostError
 from tests.harness import ranks
+from tests.multiprocess.other_ranks import (
+    ALL_REDUCE,
+    BARRIER,
+    WAIT_S,
+    interrupt,
+    interrupt_sleep,
+    until,
+    until_calling,
+)
 from tests.multiprocess.reducer_world import World
-
-WAIT_S = 60.0
-
-
-def until(condition):
-    """Poll, because what another thread or rank is inside of can't be waited for."""
-    end = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
-
-
-def until_calling(group, rank, kind):
-    """Until that rank's newest call is of that kind, by its number in the core."""
-    until(lambda: group._core.records()[rank]["call"]["kind"] == kind)
-
-
-BARRIER, ALL_REDUCE = 9, 1
-
-
-def interrupt(group, rank):
-    os.kill(group._core.records()[rank]["pid"], signal.SIGUSR1)
-
-
-def interrupt_sleep(group, rank):
-    """The same for a rank that waits, and return once it has seen the signal and waits again."""
-    pid = group._core.records()[rank]["pid"]
-
-    def sleeps():
-        """How often it went to sleep, if it sleeps."""
-        with open(f"/proc/{pid}/task/{pid}/status", encoding="ascii") as file:
-            status = dict(line.split(":", 1) for line in file)
-        return int(status["voluntary_ctxt_switches"]) if status["State"].split()[0] == "S" else 0
-
-    until(sleeps)
-    before = sleeps()
-    interrupt(group, rank)
-    until(lambda: sleeps() > before)
 
 
 def on_usr1(handler):
@@ -275,6 +247,15 @@ def test_a_synchronous_call_behind_asynchronous_ones_has_its_own_deadline(group)
     group.barrier()
 
 
+def interrupt_the_barrier(_, frame):
+    """As Ctrl-C would, once this thread is in it; until then, at the next tick of the timer."""
+    while frame is not None:
+        if frame.f_code is Group.barrier.__code__:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            raise KeyboardInterrupt
+        frame = frame.f_back
+
+
 @pytest.mark.parametrize("end", ["close", "abort", "signal"])
 @ranks(2)
 def test_a_call_that_waits_for_its_turn_ends_with_the_group_and_with_signals(group, end):
@@ -303,8 +284,8 @@ def test_a_call_that_waits_for_its_turn_ends_with_the_group_and_with_signals(gro
         group.send(np.ones(1), 1)
         expected = PeerLostError
     else:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        signal.signal(signal.SIGALRM, interrupt_the_barrier)
+        signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
         expected = KeyboardInterrupt
     with pytest.raises(expected):
         group.barrier()

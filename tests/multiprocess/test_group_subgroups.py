@@ -73,6 +73,7 @@ def test_messages_of_a_group_and_its_subgroup_do_not_mix(group):
 @ranks(4)
 def test_who_does_not_come_to_a_subgroup_is_named_by_all(group, late):
     """Also by those who wait less long than the others."""
+    group.barrier()
     if group.rank == late:
         with pytest.raises(CollectiveError):
             while True:

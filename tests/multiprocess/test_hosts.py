@@ -34,6 +34,7 @@ from paceline.reducer.hosts import Header, plan_route
 from paceline.rendezvous import shared_memory
 from paceline.torch import DistributedDataParallel
 from tests.harness import ranks, run_ranks
+from tests.multiprocess.meeting import tell, until_told
 
 BLOCKS = "block"
 ROUND_ROBIN = "round robin"
@@ -288,11 +289,12 @@ def test_the_text_of_an_exception_reaches_the_other_host_at_once(rank):
     if rank == 3:
         error = ValueError("the cause")
         sys.excepthook(ValueError, error, None)  # as the interpreter would; the harness catches it
-        time.sleep(3)  # a process with torch in it takes long to end
+        until_told("raised", range(3))  # a process with torch in it takes long to end
         raise error
     started = time.monotonic()
     with pytest.raises(PeerLostError) as caught:
         backward(wrapped, 2, rank, 4)
+    tell("raised", rank)
     assert time.monotonic() - started < 20
     assert "the cause" in str(caught.value) and caught.value.lost == (3,), str(caught.value)
 
@@ -301,20 +303,17 @@ def test_the_text_of_an_exception_reaches_the_other_host_at_once(rank):
 def test_a_rank_that_does_not_come_is_named_at_the_deadline(rank):
     place(rank)
     net = network()
-    wrapped = DistributedDataParallel(net, timeout_s=2)
+    wrapped = DistributedDataParallel(net, timeout_s=4)
     for step in range(2):
         backward(wrapped, step, rank, 4)
-    folder = os.environ["TMPDIR"]
     if rank == 3:
-        while not all(os.path.exists(f"{folder}/told-{other}") for other in range(3)):
-            time.sleep(0.01)
+        until_told("raised", range(3))
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(CollectiveError) as caught:
         backward(wrapped, 2, rank, 4)
     if rank == 2:  # it shares memory with the one that is late
         assert isinstance(caught.value, DeadlineError) and caught.value.late == (3,)
-    with open(f"{folder}/told-{rank}", "w"):
-        pass
+    tell("raised", rank)
 
 
 @ranks(2, group="gloo")

@@ -49,6 +49,7 @@ def test_a_rank_that_never_wraps(group, framework):
 def test_all_who_wrap_name_the_one_that_never_does(group, framework):
     """Also those who would wait for rank 0 only, which itself waits for rank 2."""
     do = adapter(framework)
+    group.barrier()
     if group.rank == 2:
         with pytest.raises(CollectiveError):
             group.recv(np.zeros(1), 0)
@@ -64,6 +65,7 @@ def test_all_who_wrap_name_the_one_that_never_does(group, framework):
 def test_a_rank_that_skips_a_backward(group, framework, view):
     do, x = adapter(framework), batch()
     patient = do.wrap(do.network(), group, gradient_as_bucket_view=view)
+    group.barrier()
     model = do.wrap(do.network(), group, timeout_s=ASKED_S, gradient_as_bucket_view=view)
     for wrapped in (model, patient):
         do.backward(do.loss(wrapped, x))
@@ -74,6 +76,7 @@ def test_a_rank_that_skips_a_backward(group, framework, view):
 @on_two_ranks
 def test_a_rank_that_does_not_come_for_the_buffers(group, framework):
     do, x = adapter(framework), batch()
+    group.barrier()
     model = do.wrap(do.normalised(), group, timeout_s=ASKED_S, buffers={"*": "average"})
     do.backward(do.loss(model, x))
 

@@ -17,7 +17,7 @@ from tests.multiprocess.paddle_models import Branches, batch, join_paddle, ranks
 
 
 @pytest.mark.parametrize("path", ["memory", "group"])
-@ranks(2, group=None, deadline_s=90)
+@ranks(2, group=None)
 def test_a_graph_that_changes_against_the_promise(rank: int, path: str) -> None:
     join_paddle(rank)
     model = Branches()
@@ -60,7 +60,7 @@ def test_caps_of_single_buckets(group: Any) -> None:
     assert [bucket.nbytes for bucket in wrapped.bucket_layout()] == [1024, 3072, 1024]
 
 
-@ranks(2, group=None, deadline_s=90)
+@ranks(2, group=None)
 def test_what_nobody_uses_is_not_sent(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     join_paddle(rank)
     sent: list[int] = []
@@ -161,7 +161,7 @@ def test_delayed_parameters_that_are_none(group: Any) -> None:
         DataParallel(model, device_mesh=dist.ProcessMesh([0, 1], dim_names=["dp"]))
 
 
-@ranks(2, group=None, deadline_s=90)
+@ranks(2, group=None)
 def test_the_ranks_of_a_mesh(rank: int) -> None:
     join_paddle(rank)
     model = nn.Linear(4, 1)

@@ -77,7 +77,7 @@ def numpy_group(rank: int) -> Iterator[Any]:
 
 @PATHS
 @pytest.mark.parametrize("view", [False, True])
-@ranks(2, group=None, deadline_s=120)
+@ranks(2, group=None)
 def test_a_hook_that_averages_gives_what_none_gives(rank: int, path: str, view: bool) -> None:
     join_paddle(rank)
     expected = two_layers()
@@ -300,7 +300,7 @@ def true_mean(step: int, weights: list[float]) -> np.ndarray:
 
 @PATHS
 @pytest.mark.parametrize("weights", [[1.0, 1.0], [700.0, 0.5]])
-@ranks(2, group=None, deadline_s=120)
+@ranks(2, group=None)
 def test_what_is_received_and_what_is_kept_add_up_to_the_true_means(
     rank: int, path: str, weights: list[float]
 ) -> None:

@@ -97,7 +97,7 @@ def test_a_wrapped_model_is_to_be_decorated_before(group: Any) -> None:
         check_models([DataParallel(two_layers(), group=group)])
 
 
-@ranks(2, group=None, deadline_s=90)
+@ranks(2, group=None)
 def test_hapi_trains_evaluates_and_saves(rank: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     join_paddle(rank)
     monkeypatch.setattr(paddle, "DataParallel", DataParallel)
@@ -132,7 +132,7 @@ def test_hapi_trains_evaluates_and_saves(rank: int, monkeypatch: pytest.MonkeyPa
         assert_allclose(loaded(inputs).numpy(), network(inputs).numpy(), rtol=1e-6)
 
 
-@ranks(2, group=None, deadline_s=90)
+@ranks(2, group=None)
 def test_fleet_wraps_with_it(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     join_paddle(rank)
     monkeypatch.setattr(paddle, "DataParallel", DataParallel)

@@ -190,7 +190,7 @@ def test_a_rank_without_data_has_no_say_in_what_nobody_uses(group: object, view:
 @ranks(2, group=None)
 def test_a_model_that_one_rank_leaves_out_is_an_error_on_every_rank(rank: int) -> None:
     """Rank 1 never calls the second model: rank 0 waits for it, up to the time-out, and goes no further."""
-    with paceline.init(timeout_s=2.0) as group:
+    with paceline.init(timeout_s=2.0, forming_timeout_s=60.0) as group:
         first, second = (DataParallel(two_layers(), group=group) for _ in range(2))
         own = share(batch(), rank)
         with pytest.raises(CollectiveError, match="rank"):

@@ -36,7 +36,7 @@ def test_arguments_over_a_group(group: Group) -> None:
     model(paddle.ones([1, 2])).sum().backward()
 
 
-@ranks(2, group=None, deadline_s=90)
+@ranks(2, group=None)
 def test_a_mesh_is_known_to_those_that_refuse_something_else(rank: int) -> None:
     join_paddle(rank)
     mesh = dist.ProcessMesh([0, 1], dim_names=["dp"])

@@ -15,6 +15,6 @@ from tests.multiprocess.sampler_lives import LENGTH
 @pytest.mark.parametrize(("kind", "kills"), [("samples", 50), ("batches", 15)])
 def test_kills_lose_and_repeat_nothing(tmp_path: Path, kind: str, kills: int) -> None:
     program = [sys.executable, "-m", "tests.multiprocess.sampler_lives", str(tmp_path), kind, str(kills), "7"]
-    ended = subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run(program, capture_output=True, text=True, timeout=500, check=False)
     assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout) == {"once": LENGTH, "never": 0, "deaths": kills}

@@ -73,7 +73,7 @@ def test_a_launchers_secret_is_part_of_the_name(rank):
 def test_another_user_is_named_on_every_rank(rank):
     """Where the launcher gave no secret. Rank 1 comes when the name is taken, or waits for rank 0."""
     del os.environ["PACELINE_JOB_ID"]
-    path = f"/tmp/squatted-{os.environ['MASTER_PORT']}"
+    path = f"{os.environ['TMPDIR']}/met"
     if rank == 0:
         with squatter(hub_address(address(), "world"), STRANGER) as pid:
             error = form_and_fail(rank)
@@ -100,11 +100,12 @@ def test_another_user_is_named_on_every_rank(rank):
 def test_a_process_of_this_user_is_named(listens, monkeypatch):
     monkeypatch.delenv("PACELINE_JOB_ID", raising=False)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    own = f"127.0.0.{os.getpid() % 250 + 1}:{os.getpid() % 65535 + 1}"  # tests beside this one have others
     with (
-        squatter(hub_address("127.0.0.1:29499", "world"), os.getuid(), listens=listens) as pid,
+        squatter(hub_address(own, "world"), os.getuid(), listens=listens) as pid,
         pytest.raises(RendezvousError) as caught,
     ):
-        paceline.init(rank=0, world_size=2, address="127.0.0.1:29499", timeout_s=30)
+        paceline.init(rank=0, world_size=2, address=own, timeout_s=30)
     if listens:
         assert f"held by pid {pid} of this user" in caught.value.seen
         assert "another process with rank 0" in caught.value.likely

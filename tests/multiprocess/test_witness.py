@@ -6,7 +6,6 @@ import importlib
 import os
 import signal
 import sys
-import time
 
 import pytest
 
@@ -14,9 +13,10 @@ from paceline.errors import CollectiveError, DeadlineError, PeerLostError
 from paceline.rendezvous import shared_memory
 from tests.harness import ranks
 from tests.multiprocess.conformance_numpy import batch
+from tests.multiprocess.meeting import meet, tell, until_told
 
 PATIENT_S = 60.0
-ASKED_S = 1.5
+ASKED_S = 4.0  # the passes before the one that a rank does not come to are made within it too
 
 both = pytest.mark.parametrize("framework", ["torch", "paddle"])
 
@@ -47,11 +47,7 @@ def model_of(rank: int, framework: str, timeout_s: float = PATIENT_S):
 
     one_pass()
     # The first pass ends in calls of its own, in which others may still be when this rank is through.
-    folder, world_size = os.environ["TMPDIR"], int(os.environ["WORLD_SIZE"])
-    with open(f"{folder}/through-{rank}", "w"):
-        pass
-    while not all(os.path.exists(f"{folder}/through-{other}") for other in range(world_size)):
-        time.sleep(0.01)
+    meet("through", rank)
     return one_pass
 
 
@@ -96,15 +92,12 @@ def test_a_rank_that_leaves(rank, framework):
 @ranks(3, group=None, framework="framework", dies={1: signal.SIGKILL})
 def test_a_rank_that_does_not_come(rank, framework):
     one_pass = model_of(rank, framework, ASKED_S)
-    folder = os.environ["TMPDIR"]
     if rank == 1:
-        while not all(os.path.exists(f"{folder}/told-{other}") for other in (0, 2)):
-            time.sleep(0.01)
+        until_told("raised", (0, 2))
         os.kill(os.getpid(), signal.SIGKILL)  # Paddle's threads would wait 30 s more
     with pytest.raises(DeadlineError) as caught:
         one_pass()
-    with open(f"{folder}/told-{rank}", "w"):
-        pass
+    tell("raised", rank)
     assert caught.value.late == (1,)
     assert "is alive; last after backward of pass" in str(caught.value)
 

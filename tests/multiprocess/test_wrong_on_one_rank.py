@@ -98,7 +98,7 @@ def test_a_hook_that_is_none(rank: int) -> None:
 
 @ranks(2, group="gloo")
 def test_a_hook_on_one_rank(rank: int) -> None:
-    model = DistributedDataParallel(nn.Linear(2, 2), timeout_s=1.0)
+    model = DistributedDataParallel(nn.Linear(2, 2), timeout_s=4.0)
     if rank == 1:
         with pytest.raises(RendezvousError, match="not every rank has registered a hook"):
             model.register_comm_hook(None, lambda state, bucket: None)

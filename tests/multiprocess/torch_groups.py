@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from paceline.torch import backend
+from tests.multiprocess.meeting import meet
 
 # Both are deprecated under the old name in torch 2.13, and torch 2.11 has only that.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -18,8 +19,9 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 @contextlib.contextmanager
 def torch_group(rank: int, name: str = "paceline", *, timeout_s: float = 60) -> Iterator[dist.ProcessGroup]:
-    """The default process group of all ranks."""
+    """The default process group of all ranks, once each of them has started."""
     backend.register()
+    meet("started", rank)
     store = dist.FileStore(f"{os.environ['TMPDIR']}/store")
     dist.init_process_group(
         name,
