@@ -12,6 +12,13 @@ from paceline.paddle import DataParallel
 from tests.multiprocess.conformance_numpy import WIDTH, initial
 
 STATISTIC = "*._mean"
+DTYPES = ("bfloat16", "float64")  # Paddle has no kernels for float16 on the CPU
+CLEARS = (
+    nn.Layer.clear_gradients,
+    lambda model: model.clear_gradients(set_to_zero=False),
+    lambda model: [p.clear_grad() for p in model.parameters()],
+    lambda model: [setattr(p, "grad", None) for p in model.parameters()],
+)
 
 
 class Branches(nn.Layer):
@@ -49,8 +56,23 @@ class Trap(nn.Layer):
         return _Trapped.apply(x, self)
 
 
-def network() -> nn.Layer:
-    model = nn.Sequential(nn.Linear(4, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 2))
+class Factors(nn.Layer):
+    """Factors of what it is called with, all 1 at first."""
+
+    def __init__(self, dtype: str) -> None:
+        super().__init__()
+        self.dtype = dtype
+        one = nn.initializer.Constant(1.0)
+        self.weight = paddle.create_parameter([3, 40], dtype, default_initializer=one)
+
+    def forward(self, x: float) -> paddle.Tensor:
+        return (self.weight * paddle.full([1], x, self.dtype)).sum()
+
+
+def network(width: int = WIDTH) -> nn.Layer:
+    model = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 2))
+    if width != WIDTH:
+        return model
     for parameter, value in zip(model.parameters(), initial()):
         parameter.set_value(value)
     return model
@@ -91,6 +113,14 @@ def gradients(model: nn.Layer) -> list[np.ndarray | None]:
 
 def parameters(model: nn.Layer) -> list[np.ndarray]:
     return [p.numpy() for p in model.parameters() if not p.stop_gradient]
+
+
+def as_float64(tensor: paddle.Tensor) -> np.ndarray:
+    return tensor.astype("float64").numpy()
+
+
+def freeze(parameter: paddle.Tensor) -> None:
+    parameter.stop_gradient = True
 
 
 def statistic(model: nn.Layer) -> np.ndarray:

@@ -12,6 +12,8 @@ from paceline.torch import DistributedDataParallel
 from tests.multiprocess.conformance_numpy import WIDTH, initial
 
 STATISTIC = "*.running_mean"
+DTYPES = ("float16", "bfloat16", "float64")
+CLEARS = (nn.Module.zero_grad, lambda model: model.zero_grad(set_to_none=False))
 
 
 class Branches(nn.Module):
@@ -48,8 +50,22 @@ class Trap(nn.Module):
         return _Trapped.apply(x if x.requires_grad else x.requires_grad_(), self)
 
 
-def network() -> nn.Module:
-    model = nn.Sequential(nn.Linear(4, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 2))
+class Factors(nn.Module):
+    """Factors of what it is called with, all 1 at first."""
+
+    def __init__(self, dtype: str) -> None:
+        super().__init__()
+        self.dtype = getattr(torch, dtype)
+        self.weight = nn.Parameter(torch.ones(3, 40, dtype=self.dtype))
+
+    def forward(self, x: float) -> torch.Tensor:
+        return (self.weight * torch.full((1,), x, dtype=self.dtype)).sum()
+
+
+def network(width: int = WIDTH) -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 2))
+    if width != WIDTH:
+        return model
     with torch.no_grad():
         for parameter, value in zip(model.parameters(), initial()):
             parameter.copy_(torch.from_numpy(value.T.copy()))
@@ -92,6 +108,14 @@ def gradients(model: nn.Module) -> list[np.ndarray | None]:
 
 def parameters(model: nn.Module) -> list[np.ndarray]:
     return [p.detach().numpy().T.copy() for p in model.parameters()]
+
+
+def as_float64(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.detach().double().numpy()
+
+
+def freeze(parameter: nn.Parameter) -> None:
+    parameter.requires_grad_(False)
 
 
 def statistic(model: nn.Module) -> np.ndarray:

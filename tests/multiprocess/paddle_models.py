@@ -11,6 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import paddle
 import paddle.distributed as dist
+import pytest
 from paddle import nn
 
 from tests import harness
@@ -18,6 +19,8 @@ from tests import harness
 STORE_S = 20.0
 
 ranks = functools.partial(harness.ranks, framework="paddle")
+# In memory with gradients of their own and with views, and through a process group.
+paths = pytest.mark.parametrize(("path", "view"), [("memory", False), ("memory", True), ("group", False)])
 
 CLEARS = {
     "clear_gradients": nn.Layer.clear_gradients,

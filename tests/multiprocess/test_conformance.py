@@ -6,6 +6,9 @@ The reference is plain numpy on the whole batch, in float64.
 from __future__ import annotations
 
 import importlib
+import itertools
+import os
+import warnings
 from types import ModuleType
 
 import numpy as np
@@ -14,6 +17,8 @@ from numpy.testing import assert_allclose, assert_array_equal
 
 from paceline.errors import (
     ConfigError,
+    DeadlineError,
+    ForkedError,
     ModelMismatchError,
     NonFiniteGradientError,
     SkippedPassError,
@@ -22,8 +27,10 @@ from paceline.errors import (
 from tests.harness import ranks
 from tests.multiprocess import conformance_numpy as reference
 from tests.multiprocess.conformance_numpy import Arrays, batch
+from tests.multiprocess.meeting import tell, until_told
 
-both = pytest.mark.parametrize("framework", ["torch", "paddle", "paddle.distributed"])
+both = pytest.mark.parametrize("framework", ["torch", "torch.distributed", "paddle", "paddle.distributed"])
+views = pytest.mark.parametrize("view", [False, True])
 on_two_ranks = ranks(2, framework="framework")
 
 
@@ -48,11 +55,11 @@ def same_on_all_ranks(arrays: Arrays, group: object) -> None:
 def test_training_equals_one_process_with_the_whole_batch(group: object, framework: str) -> None:
     do, batches = adapter(framework), [batch(seed=seed) for seed in range(3)]
     results = []
-    for cap, view in [(25, False), (25, True), (0.00005, False), (0.00005, True)]:
+    for cap, view, clear in itertools.product((25, 0.00005), (False, True), do.CLEARS):
         model = do.network()
         wrapped = do.wrap(model, group, bucket_cap_mb=cap, gradient_as_bucket_view=view)
         for x in batches:
-            do.clear(wrapped)
+            clear(wrapped)
             do.backward(do.loss(wrapped, np.split(x, 2)[group.rank]))
             do.step(model)
         close(do.parameters(model), reference.trained(batches))
@@ -82,22 +89,37 @@ def test_the_layout_of_buckets_is_told(group: object, framework: str) -> None:
 
 @both
 @on_two_ranks
-def test_accumulation_and_several_backwards(group: object, framework: str) -> None:
+def test_gradients_keep_their_dtype(group: object, framework: str) -> None:
+    do = adapter(framework)
+    for dtype, view in itertools.product(do.DTYPES, (False, True)):
+        model = do.Factors(dtype)
+        do.wrap(model, group, gradient_as_bucket_view=view)(1.0 + 2 * group.rank).backward()
+        assert str(model.weight.grad.dtype).endswith(dtype)
+        assert_array_equal(do.as_float64(model.weight.grad), np.full((3, 40), 2.0))
+
+
+@both
+@views
+@on_two_ranks
+def test_accumulation_and_several_backwards(group: object, framework: str, view: bool) -> None:
     do, x = adapter(framework), batch()
     own = np.split(x, 2)[group.rank]
     for inside in ("forward and backward", "backward"):
         model = do.network()
-        wrapped = do.wrap(model, group)
-        if inside == "backward":
-            loss = do.loss(wrapped, own[:2])
-            with wrapped.no_sync():
-                do.backward(loss)
-        else:
-            with wrapped.no_sync():
-                do.backward(do.loss(wrapped, own[:2]))
-        do.backward(do.loss(wrapped, own[2:]))
-        quarters = [reference.gradients(reference.initial(), part) for part in np.split(x, 4)]
-        close(do.gradients(model), [sum(parts) / 2 for parts in zip(*quarters)])
+        wrapped = do.wrap(model, group, gradient_as_bucket_view=view)
+        for times in (1, 2):  # the second time on top of the first
+            if inside == "backward":
+                loss = do.loss(wrapped, own[:2])
+                with wrapped.no_sync():
+                    do.backward(loss)
+            else:
+                with wrapped.no_sync():
+                    do.backward(do.loss(wrapped, own[:2]))
+            local = do.gradients(model)
+            do.backward(do.loss(wrapped, own[2:]))
+            assert not np.array_equal(local[0], do.gradients(model)[0])
+            quarters = [reference.gradients(reference.initial(), part) for part in np.split(x, 4)]
+            close(do.gradients(model), [times * sum(parts) / 2 for parts in zip(*quarters)])
     do.clear(wrapped)
     do.backward(do.loss(wrapped, own), do.loss(wrapped, own))  # two passes in one step
     close(do.gradients(model), [2 * g for g in reference.gradients(reference.initial(), x)])
@@ -250,7 +272,7 @@ def test_parameters_that_one_rank_does_not_use(group: object, framework: str) ->
 
 @both
 @on_two_ranks
-def test_a_skipped_backward_and_other_models_are_named(group: object, framework: str) -> None:
+def test_a_skipped_backward_is_named_on_every_rank(group: object, framework: str) -> None:
     do, x = adapter(framework), batch(2)
     wrapped = do.wrap(do.network(), group)
     loss = do.loss(wrapped, x)
@@ -259,10 +281,60 @@ def test_a_skipped_backward_and_other_models_are_named(group: object, framework:
     with pytest.raises(SkippedPassError, match="Rank 1 of 2 skipped"):
         do.backward(loss)
     do.backward(do.loss(wrapped, x))  # the next one is good
+
+
+@both
+@ranks(3, framework="framework")
+def test_different_models_are_refused_on_every_rank(group: object, framework: str) -> None:
+    do = adapter(framework)
     with pytest.raises(ModelMismatchError, match=r"left\.weight"):
         do.wrap(do.Branches() if group.rank else do.network(), group)
+    shape = r"shape \((6, 4|4, 6)\)"  # torch's layout, or Paddle's
+    with pytest.raises(ModelMismatchError, match=rf"(?s)'0\.weight'.*rank 1: 0\.weight, {shape}"):
+        do.wrap(do.network(6 if group.rank == 1 else 5), group)
     with pytest.raises(ModelMismatchError, match="bucket_cap_mb"):
         do.wrap(do.network(), group, bucket_cap_mb=1 + group.rank)
+    model = do.network()
+    if group.rank == 2:
+        do.freeze(model[2].bias)
+    with pytest.raises(ModelMismatchError, match=r"(?s)'2\.bias': requires_grad differs.*rank 2: "):
+        do.wrap(model, group)
+    do.backward(do.loss(do.wrap(do.network(), group), batch()))  # nothing is left of them
+
+
+@both
+@on_two_ranks
+def test_a_forked_child_is_refused(group: object, framework: str) -> None:
+    do, x = adapter(framework), batch()
+    wrapped = do.wrap(do.network(), group)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # newer Pythons warn of forking with threads
+        child = os.fork()
+    if child == 0:
+        try:
+            do.loss(wrapped, x)
+        except ForkedError:
+            os._exit(3)
+        finally:
+            os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    do.backward(do.loss(wrapped, x))
+
+
+@both
+@on_two_ranks
+def test_a_late_rank_is_an_error_at_the_time_out(group: object, framework: str) -> None:
+    do, x = adapter(framework), batch()
+    wrapped = do.wrap(do.network(), group, timeout_s=3.0)
+    do.backward(do.loss(wrapped, x))
+    if group.rank == 1:
+        until_told("raised", [0])
+        return
+    with pytest.raises(DeadlineError, match=r"(?s)ank 1 .*3\.0 s") as caught:
+        do.backward(do.loss(wrapped, x))
+    tell("raised", 0)
+    assert caught.value.late == (1,)
+    assert "after backward of pass 1" in str(caught.value)
 
 
 @both

@@ -13,7 +13,14 @@ import pytest
 from paceline.errors import SkippedPassError
 from tests.multiprocess import conformance_numpy as reference
 from tests.multiprocess.conformance_numpy import batch
-from tests.multiprocess.test_conformance import adapter, both, close, on_two_ranks, same_on_all_ranks
+from tests.multiprocess.test_conformance import (
+    adapter,
+    both,
+    close,
+    on_two_ranks,
+    same_on_all_ranks,
+    views,
+)
 
 
 def all_zero(arrays: list[np.ndarray | None]) -> bool:
@@ -21,7 +28,7 @@ def all_zero(arrays: list[np.ndarray | None]) -> bool:
 
 
 @both
-@pytest.mark.parametrize("view", [False, True])
+@views
 @pytest.mark.parametrize("unused", [False, True])
 @pytest.mark.parametrize("place", [0, 3])
 @on_two_ranks
@@ -63,7 +70,7 @@ def test_what_is_cleared_after_an_exception_stays_cleared(
 
 
 @both
-@pytest.mark.parametrize("view", [False, True])
+@views
 @on_two_ranks
 def test_all_ranks_raise_where_those_that_have_data_were_interrupted(
     group: Any, framework: str, view: bool

@@ -13,9 +13,14 @@ import pytest
 
 from tests.multiprocess import conformance_numpy as reference
 from tests.multiprocess.conformance_numpy import batch
-from tests.multiprocess.test_conformance import adapter, both, close, on_two_ranks, same_on_all_ranks
-
-views = pytest.mark.parametrize("view", [False, True])
+from tests.multiprocess.test_conformance import (
+    adapter,
+    both,
+    close,
+    on_two_ranks,
+    same_on_all_ranks,
+    views,
+)
 
 
 @both

@@ -1,0 +1,21 @@
+"""What the conformance tests do, in torch, with gradients that go through torch.distributed."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from paceline.torch import DistributedDataParallel
+from tests.multiprocess.conformance_torch import *  # noqa: F403
+
+
+def wrap(model: nn.Module, group: Any, **options: Any) -> DistributedDataParallel:
+    if not dist.is_initialized():
+        store = dist.FileStore(f"{os.environ['TMPDIR']}/store", group.world_size)
+        dist.init_process_group("gloo", store=store, rank=group.rank, world_size=group.world_size)
+    wrapped = DistributedDataParallel(model, reduce_through="group", **options)
+    assert wrapped.gradient_path == "group"
+    return wrapped
