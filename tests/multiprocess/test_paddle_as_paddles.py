@@ -21,7 +21,12 @@ from numpy.testing import assert_allclose, assert_array_equal
 from paddle import nn
 
 from paceline.paddle import DataParallel
-from tests.multiprocess.paddle_models import join_paddle, ranks
+from tests.multiprocess.paddle_models import (
+    batch,
+    join_paddle,
+    ranks,
+    two_layers,
+)
 from tests.multiprocess.paddle_programs import PROGRAMS, Program, run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -59,7 +64,7 @@ def trains_as_paddles(program: Program, rank: int) -> None:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-@ranks(2, group=None, deadline_s=120)
+@ranks(2, group=None)
 def test_it_trains_as_paddles_class_does(rank: int, name: str) -> None:
     join_paddle(rank)
     trains_as_paddles(PROGRAMS[name], rank)
@@ -99,7 +104,7 @@ class TwoWays(nn.Layer):
 
 
 @pytest.mark.parametrize("path", ["memory", "group"])
-@ranks(2, group=None, deadline_s=120)
+@ranks(2, group=None)
 def test_local_and_averaged_backwards_add_up_to_the_same(rank: int, path: str) -> None:
     """Several backwards averaged one by one are, in sum, what is accumulated and averaged once."""
     join_paddle(rank)
@@ -148,3 +153,26 @@ def test_a_layer_without_parameters_in_one_process(rank: int, kind: type[nn.Laye
     assert [tensor.shape for tensor in tensors] == [[2, 3], [4, 9], [10, 1]]
     _reshape_inplace(tensors[0], [3, 2])
     assert tensors[0].shape == [3, 2]
+
+
+@ranks(2, group=None)
+def test_two_hapi_models_of_one_network(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """hapi wraps the network by itself, for each stage of a training anew; nothing is dropped."""
+    join_paddle(rank)
+    monkeypatch.setattr(paddle, "DataParallel", DataParallel)
+    network, alone = two_layers(), two_layers()
+    reference = paddle.optimizer.SGD(0.1, parameters=alone.parameters())
+    stages = []
+    for _ in range(2):
+        stages.append(paddle.Model(network))
+        optimizer = paddle.optimizer.SGD(0.1, parameters=network.parameters())
+        stages[-1].prepare(optimizer, nn.MSELoss())
+    for step in range(4):
+        x, y = batch(seed=step), batch(columns=2, seed=9 + step)
+        half = slice(4 * rank, 4 * rank + 4)
+        stages[step // 2].train_batch([x[half]], [y[half]])
+        nn.functional.mse_loss(alone(paddle.to_tensor(x)), paddle.to_tensor(y)).backward()
+        reference.step()
+        reference.clear_grad()
+    for ours, expected in zip(network.parameters(), alone.parameters(), strict=True):
+        np.testing.assert_allclose(ours.numpy(), expected.numpy(), rtol=1e-5, atol=1e-6)

@@ -13,8 +13,11 @@ from paddle import nn
 from paceline.errors import SkippedPassError
 from paceline.paddle import DataParallel
 from tests.multiprocess.paddle_models import (
+    CLEARS,
+    Words,
     assert_same_on_all_ranks,
     join_paddle,
+    paths,
     ranks,
     squares,
     two_layers,
@@ -76,7 +79,7 @@ def test_join_gives_the_mean_over_all_or_over_those_with_data(
     assert_array_equal(model[2].bias.grad.numpy(), [1, 1])
 
 
-@ranks(2, group=None, deadline_s=90)
+@ranks(2, group=None)
 def test_join_over_a_group_of_paddles(rank: int) -> None:
     join_paddle(rank)
     model = two_layers()
@@ -133,3 +136,79 @@ def test_an_exception_within_join_is_not_the_end_of_data(group: Any) -> None:
         raise KeyError("the loader's")
     with wrapped.join(enable=False):
         wrapped(paddle.ones([1, 4])).sum().backward()
+
+
+@paths
+@ranks(2, group=None)
+def test_uneven_data_leaves_gradients_as_it_found_them(rank: int, path: str, view: bool) -> None:
+    """In the order of most loops: backward, step, clear. The first gradient of the next epoch is right."""
+    join_paddle(rank)
+    for clear in CLEARS.values():
+        model = nn.Linear(1, 1, bias_attr=False)
+        model.weight.set_value(np.zeros((1, 1), np.float32))
+        wrapped = DataParallel(model, reduce_through=path, gradient_as_bucket_view=view)
+        optimizer = paddle.optimizer.SGD(0.0, parameters=model.parameters())
+        for _ in range(2):  # epochs
+            seen = []
+
+            def note(seen: list[float] = seen, model: nn.Layer = model) -> None:
+                seen.append(model.weight.grad.item())
+
+            batches = [10.0, 20.0, 30.0][: 1 + 2 * rank]
+            for number, value in enumerate(wrapped.iterate(batches, note)):
+                wrapped(paddle.full([1, 1], value * (1 + rank))).sum().backward()
+                if number == 0:
+                    assert model.weight.grad.item() == 15.0
+                optimizer.step()
+                clear(model)
+            assert seen == ([] if rank else [40.0, 60.0])
+        wrapped(paddle.full([1, 1], 8.0)).sum().backward()  # loops that clear before a backward
+        wrapped.finish()
+        assert model.weight.grad.item() == 8.0
+        if rank == 0:
+            wrapped.finish(note)
+        else:
+            wrapped(paddle.full([1, 1], 5.0)).sum().backward()
+            assert model.weight.grad.item() == 13.0
+            wrapped.finish()
+        if rank == 0:
+            assert model.weight.grad.item() == 8.0
+
+
+@ranks(2)
+def test_uneven_data_leaves_sparse_gradients_as_it_found_them(group: Any) -> None:
+    model = Words(True)
+    wrapped = DataParallel(model, group=group)
+    words = paddle.to_tensor([1, 2])
+    rows = []
+    for _ in range(2):
+        wrapped(words).sum().backward()
+        rows.append(model.table.weight.grad.get_selected_rows().rows())
+        optimizer = paddle.optimizer.SGD(0.1, parameters=model.parameters())
+        optimizer.step()
+        wrapped.clear_gradients(set_to_zero=False)
+        if group.rank == 1:
+            wrapped(paddle.to_tensor([3])).sum().backward()
+            optimizer.step()
+            wrapped.clear_gradients(set_to_zero=False)
+        wrapped.finish(optimizer.step)
+        assert model.table.weight.grad is None
+    assert rows[0] == rows[1]
+    wrapped(words).sum().backward()
+    wrapped.finish()
+    assert model.table.weight.grad.get_selected_rows().rows() == rows[0]
+    assert_same_on_all_ranks(model.head, group)
+
+
+@ranks(2)
+def test_without_data_an_optimizer_steps_with_the_means(group: Any) -> None:
+    model = two_layers()
+    wrapped = DataParallel(model, group=group, gradient_as_bucket_view=True)
+    optimizer = paddle.optimizer.Adam(0.1, parameters=model.parameters())
+    for part in wrapped.iterate([1.0, 2.0, 3.0][: 1 + 2 * group.rank], optimizer.step):
+        wrapped(paddle.full([1, 4], part)).square().sum().backward()
+        optimizer.step()
+        optimizer.clear_grad()
+    wrapped(paddle.ones([1, 4])).square().sum().backward()
+    optimizer.step()
+    assert_same_on_all_ranks(model, group)

@@ -1,4 +1,4 @@
-"""The parts of the torch front end that need no second process: arguments, arena, broadcasts, parameters."""
+"""What torch's class promises of its constructor and names, ours does; without a second process."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import textwrap
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
@@ -19,12 +17,8 @@ from torch import nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel as TorchDDP  # noqa: E402
 
 from paceline.errors import ConfigError  # noqa: E402
-from paceline.reducer.plan import plan_buckets  # noqa: E402
 from paceline.torch import DistributedDataParallel  # noqa: E402
-from paceline.torch.link.arena import Arena, is_dense  # noqa: E402
-from paceline.torch.link.broadcast import broadcast_tensors  # noqa: E402
 from paceline.torch.model.config import make_config  # noqa: E402
-from paceline.torch.model.parameters import ManagedTensors  # noqa: E402
 
 
 def config(**arguments: Any) -> Any:
@@ -120,66 +114,6 @@ def test_values_that_make_no_sense_are_refused(arguments: dict[str, Any]) -> Non
 
 def test_check_reduction_and_one_device_are_accepted() -> None:
     assert config(check_reduction=True, device_ids=[torch.device("cpu")]).device == torch.device("cpu")
-
-
-@pytest.mark.parametrize(
-    ("tensor", "expected"),
-    [
-        (torch.zeros(2, 3), True),
-        (torch.zeros(2, 3).t(), True),
-        (torch.zeros(2, 3, 4, 5).to(memory_format=torch.channels_last), True),
-        (torch.zeros(()), True),
-        (torch.zeros(1, 3, 1)[:, ::1], True),
-        (torch.zeros(4, 3)[::2], False),
-        (torch.zeros(3).expand(2, 3), False),
-    ],
-)
-def test_is_dense(tensor: torch.Tensor, expected: bool) -> None:
-    assert is_dense(tensor) == expected
-
-
-def test_views_lie_where_the_plan_says_and_as_the_parameter_does() -> None:
-    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Linear(4, 5).double(), nn.Linear(2, 2)).to(
-        memory_format=torch.channels_last
-    )
-    tensors = ManagedTensors(model)
-    plan = plan_buckets(tensors.specs(), bucket_cap_bytes=100, first_bucket_bytes=64)
-    arena = Arena.allocate(plan, tensors.trainable)
-    for index, (parameter, view) in enumerate(zip(tensors.trainable, arena.views)):
-        assert (view.shape, view.stride(), view.dtype) == (
-            parameter.shape,
-            parameter.stride(),
-            parameter.dtype,
-        )
-        view.fill_(index + 1)
-    for number, bucket in enumerate(plan.buckets):
-        seen = set(arena.bucket(number).tolist()) - {0.0}
-        assert seen == {index + 1.0 for index in bucket.parameters}
-
-
-@given(st.lists(st.integers(0, 70), max_size=8), st.integers(1, 100))
-def test_broadcasts_reach_every_tensor_in_bounded_pieces(sizes: list[int], piece_bytes: int) -> None:
-    dtypes = (torch.float32, torch.int64, torch.bool, torch.bfloat16)
-    source = [torch.arange(n).to(dtypes[n % 4]).reshape(-1, 1).expand(n, 2) for n in sizes]
-    source = [t.contiguous() if n % 3 else t.t().contiguous().t() for n, t in zip(sizes, source)]
-    target = [torch.zeros_like(t) for t in source]
-    sent: list[torch.Tensor] = []
-    broadcast_tensors(source, 0, lambda piece: sent.append(piece.clone()), piece_bytes)
-    assert all(piece.numel() <= piece_bytes for piece in sent)
-    broadcast_tensors(target, 1, lambda piece: piece.copy_(sent.pop(0)), piece_bytes)
-    assert all(torch.equal(a, b) for a, b in zip(source, target)) and not sent
-
-
-def test_a_tensor_with_gaps_is_broadcast_without_touching_them() -> None:
-    whole = torch.zeros(4, 3)
-    broadcast_tensors([whole[::2]], 1, lambda piece: piece.copy_(torch.ones(6).view(torch.uint8)))
-    assert whole.sum(1).tolist() == [3.0, 0.0, 3.0, 0.0]
-
-
-def test_ignored_parameters_are_left_alone() -> None:
-    model = nn.Linear(2, 2)
-    model._ddp_params_and_buffers_to_ignore = ["bias"]
-    assert ManagedTensors(model).names == ["weight"]
 
 
 def test_nothing_of_torchs_class_is_inherited_by_accident() -> None:
