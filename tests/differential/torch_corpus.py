@@ -369,6 +369,18 @@ CORPUS: dict[str, Program] = {
             body=[_op("zero_grad"), _op("forward"), _op("weight", values=3.0), _op("backward"), _op("step")],
         ),
     ),
+    "backward adds to a mean without rows": _program(
+        ["tiny", "gloo tiny view", "backend"],
+        [{"kind": "embedding", "sparse": True}],
+        _op("wrap"),
+        _op("backward"),
+        _op("forward", batch=[2, 0]),
+        _op("weight", values=[0.0, 3.0]),
+        _op("backward"),
+        _op("forward", batch=[2, 0], data=4),
+        _op("weight", values=[0.0, 3.0]),
+        _op("backward"),
+    ),
     "a parameter shrinks on one rank": _program(
         ["tiny", "gloo"],
         [{"kind": "table"}],

@@ -106,3 +106,15 @@ def test_sparse_gradients_of_weighted_unused_and_nonfinite(rank: int) -> None:
     strict = DistributedDataParallel(Maybe())
     with pytest.raises(UnusedParameterError, match=r"parts.0.weight"):
         strict(use=rank == 1).backward()
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(2, group="gloo")
+def test_a_mean_without_rows_is_added_to(rank: int, path: str) -> None:
+    """Autograd makes the memory of a sparse gradient longer, so it must be torch's own."""
+    net = nn.Embedding(4, 2, sparse=True)
+    ddp = DistributedDataParallel(net, reduce_through=path)
+    for ids in ([], [1], [1, 2]):
+        ddp(torch.tensor(ids, dtype=torch.int64)).sum().backward()
+    expected = torch.tensor([0.0, 2.0, 1.0, 0.0])[:, None].expand(4, 2)
+    assert_close(net.weight.grad.to_dense(), expected)

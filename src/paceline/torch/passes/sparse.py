@@ -122,6 +122,7 @@ def _mean(rows: Sequence[_Rows], parameter: torch.Tensor) -> torch.Tensor:
         np.concatenate([part.values.to(wide).numpy() * part.weight for part in counting])
     )
     added = torch.sparse_coo_tensor(indices[None], values, shape, check_invariants=False).coalesce()
-    means = torch.from_numpy(added.values().numpy() / total).to(dtype)
+    # A copy, in memory of torch's: a backward that adds to this mean makes it longer where it is empty.
+    means = torch.from_numpy(added.values().numpy() / total).to(dtype, copy=True)
     mean = torch.sparse_coo_tensor(added.indices(), means, shape, check_invariants=False, is_coalesced=True)
     return (mean.to_dense() if any(part.is_dense for part in rows) else mean).to(parameter.device)
