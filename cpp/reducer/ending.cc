@@ -175,51 +175,16 @@ void Reducer::restart_without_reduction() {
   meet(kReset, base + 2 * world);
 }
 
-bool Reducer::count_up(Atomic<uint64_t>& count, uint64_t target) {
-  uint64_t seen = count.load(std::memory_order_relaxed);
-  // acq_rel: releases what this rank has done; whoever reaches the target has
-  // acquired what all have. Partners: each other, and the acquire in wait_for()
-  // and settle().
-  do {
-    if ((seen & kPoison) != 0) return false;
-  } while (!count.compare_exchange_weak(
-      seen, seen + 1, std::memory_order_acq_rel, std::memory_order_relaxed));
-  return seen + 1 == target;
-}
-
-bool Reducer::settle(Atomic<uint64_t>& count, uint64_t target) {
-  // Acquire, at each look; partner: count_up(). The release half of the exchange
-  // has nothing to publish.
-  uint64_t seen = count.load(std::memory_order_acquire);
-  while (!has_reached(seen, target)) {
-    if ((seen & kPoison) != 0) return false;
-    if (count.compare_exchange_weak(seen, seen | kPoison,
-                                    std::memory_order_acq_rel,
-                                    std::memory_order_acquire))
-      return false;
-  }
-  return true;
-}
-
 template <class Work>
 void Reducer::wait_for(Atomic<uint64_t>& count, uint64_t target, Stage awaited,
                        Work work) {
-  try {
+  wait_settled(count, target, [&] {
     wait_until(awaited, [&] {
       work();
       // Acquire: partner of the release in count_up().
       return has_reached(count.load(std::memory_order_acquire), target);
     });
-  } catch (const Failure& failure) {
-    // A rank that closes its group gives nothing up that others wait for.
-    if (failure.reason == Reason::kClosed) throw;
-    const bool is_reached = settle(count, target);
-    // What this rank has raised itself, a signal handler say, it must raise.
-    const bool is_of_group =
-        failure.reason == Reason::kDied || failure.reason == Reason::kRaised ||
-        failure.reason == Reason::kLeft || failure.reason == Reason::kDeadline;
-    if (!is_reached || !is_of_group) throw;
-  }
+  });
 }
 
 template <class Ready>

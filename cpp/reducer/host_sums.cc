@@ -198,6 +198,7 @@ bool HostSums::publish(size_t index, size_t first, size_t count,
                        double total_weight) {
   check_usable();
   check_part(index, first, count);
+  fault_point(Point::kChunkClaimed);
   if (sums.empty() || sums.size() > static_cast<size_t>(kMaxRanks))
     misuse(std::to_string(sums.size()) + " sums");
   void* copies[kMaxRanks];
@@ -220,30 +221,29 @@ bool HostSums::is_nonfinite(size_t index, size_t first, size_t count) const {
 
 void HostSums::count_share() {
   check_usable();
+  fault_point(Point::kChunkReduced);
+  progress(session_.rank()).published.fetch_add(1, std::memory_order_relaxed);
   // Release: the share is written everywhere, and slots and flags with it;
   // partner: the acquire in wait_published().
-  progress(session_.rank()).published.fetch_add(1, std::memory_order_release);
-  ring();
+  if (count_up(bell().published, pass_ * shares_per_pass())) ring();
 }
 
 void HostSums::wait_published(double timeout_s) {
-  check_usable();
+  if (closed_) throw Failure{.reason = Reason::kClosed};
   fault_point(Point::kBeforeEnd);
-  const uint64_t all = pass_ * buckets_.size();
+  const uint64_t all = pass_ * shares_per_pass();
+  const uint64_t own = pass_ * buckets_.size();
   progress(session_.rank()).ended_pass.store(pass_, std::memory_order_relaxed);
-  wait_until(
-      timeout_s,
-      [&] {
-        for (int r = 0; r < session_.world(); ++r) {
-          // Acquire; partner: the release in count_share().
-          if (progress(r).published.load(std::memory_order_acquire) < all)
-            return false;
-        }
-        return true;
-      },
-      [&](int r) {
-        return progress(r).published.load(std::memory_order_relaxed) < all;
-      });
+  Atomic<uint64_t>& count = bell().published;
+  wait_settled(count, all, [&] {
+    wait_until(
+        timeout_s,
+        // Acquire; partner: the release in count_up().
+        [&] { return has_reached(count.load(std::memory_order_acquire), all); },
+        [&](int r) {
+          return progress(r).published.load(std::memory_order_relaxed) < own;
+        });
+  });
   in_pass_ = false;
   fault_point(Point::kAfterEnd);
 }

@@ -23,10 +23,10 @@
 //                    everybody's copy of its share
 //   5. count_share(): published += 1 (release: that share is written
 //                    everywhere, and so are the slots that came with it)
-//   6. wait_published(): published reaches p times the number of buckets on
-//                    every rank of the host (acquire), and all means are in
-//                    place
-// Nothing is reset: counters only grow, and each rank writes its own alone.
+//   6. wait_published(): published reaches p times the number of shares of the
+//                    host (acquire), and all means are in place
+// Nothing is reset: counters only grow. `published` is a settled count
+// (settled_count.h), so a pass is good for all ranks of the host or for none.
 //
 // Slots, weights and flags of a pass are kept twice, for odd and even passes: a
 // fast rank may be one pass ahead of one that still reads. It is never two
@@ -48,6 +48,7 @@
 #include "core/session.h"
 #include "core/sizes.h"
 #include "kernels/kernels.h"
+#include "reducer/settled_count.h"
 
 namespace paceline {
 
@@ -100,7 +101,8 @@ class HostSums {
   /// This rank's share of a bucket is published.
   void count_share();
   /// Blocks until all shares of this pass are. Negative: as long as the group
-  /// waits.
+  /// waits. Throws on all ranks of the host, but those in which a signal handler
+  /// has raised or that are closed, or on none.
   void wait_published(double timeout_s);
 
   /// Tells the host that a mean of this pass is not finite; before
@@ -130,13 +132,15 @@ class HostSums {
     /// Futex word: something that a rank of this host waits for has changed.
     Atomic<uint32_t> bell;
     Atomic<uint32_t> sleepers;
+    /// Shares of all ranks, in all passes.
+    Atomic<uint64_t> published;
   };
   // In each rank's own copy.
   struct alignas(kLinePairBytes) Progress {
     double weight[2];
     /// The last pass in which it noted an overflow.
     Atomic<uint64_t> overflow_pass;
-    /// Shares, in all passes.
+    /// Its own shares, in all passes: evidence for whoever waits.
     Atomic<uint64_t> published;
     /// The last pass that it has posted all of, and waits for.
     Atomic<uint64_t> ended_pass;
@@ -165,6 +169,9 @@ class HostSums {
                                                layout_.posted_at)[bucket];
   }
   void* at(int rank, size_t bucket, size_t first) const;
+  uint64_t shares_per_pass() const {
+    return buckets_.size() * static_cast<uint64_t>(session_.world());
+  }
 
   Heap& heap_;
   Session& session_;

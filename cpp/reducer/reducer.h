@@ -35,15 +35,11 @@
 //
 // What ranks wait for is that a count reaches a number: ended_pass the number
 // of the pass, chunks_done that of step 6, restarted that of the barrier after
-// a void pass. Whoever gives up waiting (a rank died, a deadline passed, a
-// signal came) tries to set the bit kPoison in that count, by compare-and-swap.
-// If the number was reached before, the pass is good for him too, and he goes
-// on. A count with the bit stands still: what it had reached stays reached,
-// what it had not it never will, for anybody. So of every wait all ranks see
-// the same end, however the death and the last chunk fall; and a rank that
-// never waits in a pass has not added to `ended`, without which nobody passes
-// step 5. Poison is there before or soon after the group's abort word, which
-// wakes those who wait.
+// a void pass. They are settled counts (settled_count.h): of every wait all
+// ranks see the same end, however the death and the last chunk fall; and a rank
+// that never waits in a pass has not added to `ended`, without which nobody
+// passes step 5. Poison is there before or soon after the group's abort word,
+// which wakes those who wait.
 //
 // After the end of the group
 //
@@ -84,6 +80,7 @@
 #include "core/sizes.h"
 #include "kernels/kernels.h"
 #include "reducer/pass_status.h"
+#include "reducer/settled_count.h"
 
 namespace paceline {
 
@@ -309,15 +306,6 @@ class Reducer {
   enum Stage : uint64_t { kEnded = 1, kVoid = 2, kReset = 3 };
   uint64_t stage(Stage of_this_pass) const { return pass_ * 4 + of_this_pass; }
 
-  /// In a count that somebody has given up waiting for; see the head.
-  static constexpr uint64_t kPoison = uint64_t{1} << 63;
-  static bool has_reached(uint64_t count, uint64_t target) {
-    return (count & ~kPoison) >= target;
-  }
-  /// Adds 1, unless the count is poisoned; whether that reached the target.
-  static bool count_up(Atomic<uint64_t>& count, uint64_t target);
-  /// Poisons the count unless it has reached the target; whether it has.
-  static bool settle(Atomic<uint64_t>& count, uint64_t target);
   /// Does `work` now and then until the count has reached the target. Throws,
   /// and then no rank returns from this wait that has not done so already.
   template <class Work>

@@ -167,6 +167,49 @@ TEST(a_rank_that_does_not_post_is_named) {
       {.timeout_s = 0.3});
 }
 
+TEST(a_pass_whose_shares_are_all_there_is_good_after_the_end_too) {
+  std::barrier met(2);
+  run_group(2, [&](HostGroup& group) {
+    HostSums core(group.heap, kCount * sizeof(float), one_bucket(), 2, 8);
+    core.begin_pass(1);
+    core.post(0);
+    core.wait_complete(0);
+    std::vector<float> sum(500);
+    const size_t first = group.rank() == 0 ? 0 : 500;
+    core.sum(0, first, 500, sum.data(), nullptr);
+    core.publish(0, first, 500, {sum.data()}, 2);
+    core.count_share();
+    met.arrive_and_wait();
+    if (group.rank() == 1) group.session.abort("too late for this pass");
+    met.arrive_and_wait();
+    core.wait_published(-1);
+    CHECK_EQ(failure_of([&] { core.begin_pass(1); }).reason, Reason::kRaised);
+  });
+}
+
+TEST(a_pass_that_somebody_gave_up_is_good_for_nobody) {
+  std::barrier met(2);
+  run_group(2, [&](HostGroup& group) {
+    HostSums core(group.heap, kCount * sizeof(float), one_bucket(), 2, 8);
+    core.begin_pass(1);
+    core.post(0);
+    core.wait_complete(0);
+    if (group.rank() == 0) {
+      core.count_share();
+      const Failure gave_up = failure_of([&] { core.wait_published(0.05); });
+      CHECK_EQ(gave_up.reason, Reason::kDeadline);
+      CHECK(testing::is_late(gave_up, 1));
+    }
+    met.arrive_and_wait();
+    if (group.rank() == 1) {
+      CHECK_EQ(failure_of([&] { core.count_share(); }).reason,
+               Reason::kDeadline);
+      CHECK_EQ(failure_of([&] { core.wait_published(-1); }).reason,
+               Reason::kDeadline);
+    }
+  });
+}
+
 TEST(wrong_uses_are_refused) {
   run_group(1, [](HostGroup& group) {
     const auto refused = [](auto call) {

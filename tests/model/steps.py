@@ -227,7 +227,7 @@ def with_cells(setting: Setting, state: State, r: int, what: str) -> Cells:
     return tuple(replaced(cells, i, (what, rank.number)) for cells in state.cells)
 
 
-@step("count", "count_up(control().chunks_done", "Reducer::count_up", "ring(kWakeAll)")
+@step("count", "count_up(control().chunks_done", "bool count_up(", "ring(kWakeAll)")
 def count(setting: Setting, state: State, r: int) -> Steps:
     rank, shared = state.ranks[r], state.shared
     bucket = rank.chunk[0]
@@ -442,7 +442,7 @@ def stop_waiting(setting: Setting, state: State, r: int) -> Steps:
     yield moved(state, r, rank._replace(at=following), shared=shared)
 
 
-@step("give up", "fail_from_abort", "Reducer::settle", "seen | kPoison")
+@step("give up", "fail_from_abort", "bool settle(", "seen | kPoison")
 def give_up(setting: Setting, state: State, r: int) -> Steps:
     """One atomic decides for all whether the pass is good: it is complete, or it is poisoned."""
     rank, shared = state.ranks[r], state.shared

@@ -286,11 +286,15 @@ FILE* fopen64(const char* path, const char* mode) { return fopen(path, mode); }
 int pthread_create(pthread_t* thread, const pthread_attr_t*,
                    void* (*run)(void*), void* argument) {
   Fiber& parent = scheduler().current();
-  Fiber& child = scheduler().spawn("keeper of " + std::to_string(parent.rank),
-                                   parent.rank, [run, argument] {
-                                     run(argument);
-                                     end_thread(scheduler().current());
-                                   });
+  // Keepers are started before the schedule begins.
+  const bool is_worker = scheduler().has_begun();
+  Fiber& child = scheduler().spawn(
+      (is_worker ? "worker of " : "keeper of ") + std::to_string(parent.rank),
+      parent.rank, [run, argument] {
+        run(argument);
+        end_thread(scheduler().current());
+      });
+  child.is_worker = is_worker;
   scheduler().clocks().order(parent.index, child.index);
   *thread = static_cast<pthread_t>(child.index) + 1;
   return 0;

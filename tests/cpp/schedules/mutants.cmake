@@ -13,6 +13,8 @@ set(mutant_sources_of_reducer.h
     cpp/reducer/ending.cc cpp/reducer/outcome.cc cpp/reducer/overlaps.cc cpp/reducer/plan.cc
     cpp/reducer/reducer.cc)
 
+set(mutant_sources_of_settled_count.h cpp/reducer/ending.cc cpp/reducer/host_sums.cc)
+
 function(mutant name file program finding)
   set(folder ${CMAKE_CURRENT_BINARY_DIR}/mutants/${name})
   file(READ ${PROJECT_SOURCE_DIR}/${file} text)
@@ -104,7 +106,7 @@ mutant(one_place_for_what_is_unused cpp/reducer/reducer.h "passes, 2 ranks" "(de
   "(pass & 1) * unused_words_" "0 * unused_words_")
 
 # --- memory orders that promise too little ---
-mutant(relaxed_count cpp/reducer/ending.cc "passes, 2 ranks" race
+mutant(relaxed_count cpp/reducer/settled_count.cc "passes, 2 ranks" race
   "seen, seen + 1, std::memory_order_acq_rel" "seen, seen + 1, std::memory_order_relaxed")
 mutant(relaxed_post cpp/reducer/reducer.cc "passes, 2 ranks" race
   "arrived.fetch_add(1, std::memory_order_acq_rel)" "arrived.fetch_add(1, std::memory_order_relaxed)")
@@ -114,7 +116,24 @@ mutant(relaxed_message cpp/core/transfers.cc "messages, 2 ranks" race
   "channel.written.store(at, std::memory_order_release)" "channel.written.store(at, std::memory_order_relaxed)")
 
 # --- each survivor decides alone ---
-mutant(no_poison cpp/reducer/ending.cc "passes, a death, 3 ranks" "(survivors disagree|a wrong mean)"
+mutant(no_poison cpp/reducer/settled_count.h "passes, a death, 3 ranks" "(survivors disagree|a wrong mean)"
   "const bool is_reached = settle(count, target);" "throw;\n    const bool is_reached = false;")
 mutant(goes_on_after_the_end cpp/reducer/reducer.cc "passes, a death, 2 ranks" "rank [0-9] claimed [0-9]+ chunks after the end"
   "if (session_.is_over()) break;" "")
+
+# --- the part of one host ---
+mutant(no_ring_when_posted cpp/reducer/host_sums.cc "hosts, 2 ranks" deadlock
+  "own.store(pass_, std::memory_order_release);\n  ring();" "own.store(pass_, std::memory_order_release);")
+mutant(no_ring_when_published cpp/reducer/host_sums.cc "hosts, 2 ranks" deadlock
+  "if (count_up(bell().published, pass_ * shares_per_pass())) ring();"
+  "count_up(bell().published, pass_ * shares_per_pass());")
+mutant(relaxed_bucket cpp/reducer/host_sums.cc "hosts, 2 ranks" race
+  "own.store(pass_, std::memory_order_release)" "own.store(pass_, std::memory_order_relaxed)")
+mutant(waits_for_all_but_one cpp/reducer/host_sums.cc "hosts, 2 ranks" "(race|a wrong mean|a gradient)"
+  "for (int r = 0; r < session_.world(); ++r) {\n    // Acquire; partner: the release in post()."
+  "for (int r = 1; r < session_.world(); ++r) {\n    // Acquire; partner: the release in post().")
+mutant(each_rank_sees_for_itself cpp/reducer/host_sums.cc "hosts, a death and a lost partner" "survivors disagree"
+  "wait_settled(count, all, [&] {" "([](auto wait) { wait(); })([&] {")
+mutant(looks_at_the_end_first cpp/reducer/host_sums.cc "hosts, a lost partner" "survivors disagree"
+  "if (closed_) throw Failure{.reason = Reason::kClosed};\n  fault_point(Point::kBeforeEnd);"
+  "check_usable();\n  fault_point(Point::kBeforeEnd);")

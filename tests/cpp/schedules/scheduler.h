@@ -71,8 +71,9 @@ struct Fiber {
   enum class State { kRunnable, kBlocked, kEnded };
   int index = 0;
   int rank = 0;
-  bool is_main = false;   ///< runs the rank's program
-  bool is_event = false;  ///< stands for the world outside, not for a thread
+  bool is_main = false;    ///< runs the rank's program
+  bool is_worker = false;  ///< was started by it
+  bool is_event = false;   ///< stands for the world outside, not for a thread
   std::string name;
   std::function<void()> body;
   State state = State::kRunnable;
@@ -112,6 +113,8 @@ class Scheduler {
   // --- for the programs ---
   /// The ranks' preparations are over, and schedules differ from here on.
   void start();
+  /// Whether all ranks have called start().
+  bool has_begun() const { return is_exploring_; }
   /// Ends the schedule: this must not happen.
   [[noreturn]] void fail(const std::string& what);
   /// Until every other rank calls it, has returned or is dead.

@@ -24,7 +24,7 @@ size_t region_bytes = 0;
 bool is_watched(const void* address) {
   return address >= region && address < region + region_bytes &&
          is_simulated() && scheduler().events().watches_races &&
-         scheduler().current().is_main;
+         (scheduler().current().is_main || scheduler().current().is_worker);
 }
 
 void report(const std::optional<Clocks::Race>& race, const char* verb) {
@@ -67,7 +67,7 @@ void note_plain_write(const void* to, size_t bytes) { note_write(to, bytes); }
 
 }  // namespace paceline::schedules
 
-// What follows stands in for the C library, and for two functions of the core.
+// What follows stands in for the C library, and for some functions of the core.
 using namespace paceline::schedules;
 
 extern "C" {
@@ -131,6 +131,39 @@ void watched_reduce(paceline::DType dtype, paceline::ReduceOp op,
   for (int i = 0; i < num_outputs; ++i) note_write(outputs[i], bytes);
   real_reduce(dtype, op, inputs, num_inputs, outputs, num_outputs, count,
               weights, stats);
+}
+
+#define SUM_WEIGHTED \
+  "_ZN8paceline12sum_weightedENS_5DTypeEPKPKviPvmPKdPNS_11ReduceStatsE"
+void real_sum(paceline::DType, const void* const*, int, void*, size_t,
+              const double*,
+              paceline::ReduceStats*) asm("__real_" SUM_WEIGHTED);
+void watched_sum(paceline::DType, const void* const*, int, void*, size_t,
+                 const double*,
+                 paceline::ReduceStats*) asm("__wrap_" SUM_WEIGHTED);
+void watched_sum(paceline::DType dtype, const void* const* inputs,
+                 int num_inputs, void* sum, size_t count, const double* weights,
+                 paceline::ReduceStats* stats) {
+  const size_t bytes = count * paceline::dtype_bytes(dtype);
+  for (int i = 0; i < num_inputs; ++i) note_read(inputs[i], bytes);
+  real_sum(dtype, inputs, num_inputs, sum, count, weights, stats);
+}
+
+#define MEAN_OF_SUMS \
+  "_ZN8paceline12mean_of_sumsENS_5DTypeEPKPKviPKPvimdPNS_11ReduceStatsE"
+void real_mean(paceline::DType, const void* const*, int, void* const*, int,
+               size_t, double,
+               paceline::ReduceStats*) asm("__real_" MEAN_OF_SUMS);
+void watched_mean(paceline::DType, const void* const*, int, void* const*, int,
+                  size_t, double,
+                  paceline::ReduceStats*) asm("__wrap_" MEAN_OF_SUMS);
+void watched_mean(paceline::DType dtype, const void* const* sums, int num_sums,
+                  void* const* outputs, int num_outputs, size_t count,
+                  double total_weight, paceline::ReduceStats* stats) {
+  const size_t bytes = count * paceline::dtype_bytes(dtype);
+  for (int i = 0; i < num_outputs; ++i) note_write(outputs[i], bytes);
+  real_mean(dtype, sums, num_sums, outputs, num_outputs, count, total_weight,
+            stats);
 }
 
 }  // namespace paceline::schedules

@@ -8,6 +8,7 @@ std::vector<Program> all_programs() {
   std::vector<Program> programs;
   add_reducer_programs(programs);
   add_collective_programs(programs);
+  add_host_programs(programs);
   return programs;
 }
 

@@ -109,6 +109,7 @@ struct Program {
 std::vector<Program> all_programs();
 void add_reducer_programs(std::vector<Program>& programs);
 void add_collective_programs(std::vector<Program>& programs);
+void add_host_programs(std::vector<Program>& programs);
 
 // --- judges ---
 std::string nobody_raises(const Run& run);

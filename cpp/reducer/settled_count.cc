@@ -1,0 +1,31 @@
+#include "reducer/settled_count.h"
+
+namespace paceline {
+
+bool count_up(Atomic<uint64_t>& count, uint64_t target) {
+  uint64_t seen = count.load(std::memory_order_relaxed);
+  // acq_rel: releases what this rank has done; whoever reaches the target has
+  // acquired what all have. Partners: each other, the acquire of whoever looks
+  // whether it is reached, and settle().
+  do {
+    if ((seen & kPoison) != 0) return false;
+  } while (!count.compare_exchange_weak(
+      seen, seen + 1, std::memory_order_acq_rel, std::memory_order_relaxed));
+  return seen + 1 == target;
+}
+
+bool settle(Atomic<uint64_t>& count, uint64_t target) {
+  // Acquire, at each look; partner: count_up(). The release half of the exchange
+  // has nothing to publish.
+  uint64_t seen = count.load(std::memory_order_acquire);
+  while (!has_reached(seen, target)) {
+    if ((seen & kPoison) != 0) return false;
+    if (count.compare_exchange_weak(seen, seen | kPoison,
+                                    std::memory_order_acq_rel,
+                                    std::memory_order_acquire))
+      return false;
+  }
+  return true;
+}
+
+}  // namespace paceline

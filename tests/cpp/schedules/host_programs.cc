@@ -1,0 +1,324 @@
+// Passes of one host among two: its ranks share memory, and each has a worker
+// that publishes what a partner sends. The partners are not there: what they
+// would send is computed.
+#include <cstring>
+#include <numeric>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "core/futex.h"
+#include "reducer/host_sums.h"
+#include "world.h"
+
+namespace paceline::schedules {
+namespace {
+
+constexpr size_t kFloat = sizeof(float);
+constexpr size_t kSizes[] = {40, 700, 17};
+constexpr size_t kBuckets = std::size(kSizes);
+constexpr size_t kBlock = 16;  ///< a cache line, where shares are cut
+constexpr int kPasses = 3;
+constexpr float kGarbage = -7;
+
+struct Share {
+  size_t first;
+  size_t count;
+};
+
+/// As all ranks know a schedule beforehand.
+struct Setting {
+  bool has_weights;
+  /// In which a mean is not finite for this rank.
+  int overflow_pass;
+  int overflow_rank;
+  /// Whose worker hears that its partner is lost, and where: instead of a
+  /// message, or once it has counted the share, from what it has sent.
+  int lost_rank;
+  int lost_pass;
+  size_t lost_bucket;
+  bool is_lost_late;
+
+  Setting(const Run& run, bool loses_partner) {
+    Random random = run.shared_random();
+    const auto ranks = static_cast<uint64_t>(run.world.ranks());
+    has_weights = random.one_in(2);
+    overflow_pass = static_cast<int>(random.below(kPasses));
+    overflow_rank = static_cast<int>(random.below(ranks));
+    lost_rank = loses_partner ? static_cast<int>(random.below(ranks)) : -1;
+    lost_bucket = random.below(kBuckets);
+    is_lost_late = random.one_in(2);
+    // After the last pass nobody would learn of it.
+    lost_pass = static_cast<int>(random.below(kPasses - is_lost_late));
+  }
+};
+
+/// Of a rank of either host; those of the other one come behind.
+float value(int rank, size_t bucket, size_t i, int pass) {
+  return 24.0f * static_cast<float>((rank + 1) * (pass + 1) +
+                                    static_cast<int>((bucket + i) % 9));
+}
+
+/// One rank, and the thread that waits for its partner's messages.
+class Rank {
+ public:
+  Rank(Run& run, int rank, bool loses_partner)
+      : setting_(run, loses_partner),
+        rank_(rank),
+        outcome_(run.outcomes[static_cast<size_t>(rank)]),
+        own_(run.random_of(rank)),
+        group_(run.world.region(), rank, kNonce,
+               {.timeout_s = 2, .warn_after_s = 1000, .spin_us = 0}) {
+    group_.session.join();
+    std::vector<SummedBucket> buckets;
+    size_t end = 0;
+    for (const size_t count : kSizes) {
+      const size_t begin = end;
+      end = round_up(begin + count * kFloat, 64);
+      buckets.push_back({begin, begin + count * kFloat, DType::kFloat32});
+    }
+    sums_.emplace(group_.heap, end, buckets, 2 * static_cast<size_t>(world()),
+                  sizeof(uint64_t));
+    fill_with_garbage();
+    scheduler().start();
+    worker_ = std::thread([this] { work(); });
+  }
+  ~Rank() { end_worker(); }
+  Rank(const Rank&) = delete;
+  Rank& operator=(const Rank&) = delete;
+
+  /// As Python does: what a rank raises it tells the others of its host.
+  void train() {
+    try {
+      for (int p = 0; p < kPasses; ++p) pass(p);
+    } catch (const Failure& failure) {
+      outcome_.has_raised = true;
+      outcome_.reason = failure.reason;
+      group_.session.abort("gave up");
+      end_worker();
+      sums_->keep_arena();
+    }
+  }
+
+ private:
+  int world() const { return group_.world(); }
+  double weight_of(int rank) const {
+    return setting_.has_weights ? 1 + rank % 3 : 1;
+  }
+  double total_weight() const {
+    double total = 0;
+    for (int r = 0; r < 2 * world(); ++r) total += weight_of(r);
+    return total;
+  }
+  Share share(size_t bucket) const {
+    const size_t blocks = (kSizes[bucket] + kBlock - 1) / kBlock;
+    const auto cut = [&](int r) {
+      return std::min(kSizes[bucket], blocks * static_cast<size_t>(r) /
+                                          static_cast<size_t>(world()) *
+                                          kBlock);
+    };
+    return {cut(rank_), cut(rank_ + 1) - cut(rank_)};
+  }
+  float* gradients(size_t bucket) {
+    return reinterpret_cast<float*>(sums_->arena() +
+                                    sums_->bucket(bucket).begin);
+  }
+  static uint64_t report_of(int rank, int number) {
+    return 1000 * static_cast<uint64_t>(number) + static_cast<uint64_t>(rank);
+  }
+  void write_report(int rank) {
+    const uint64_t report = report_of(rank, pass_);
+    memcpy(sums_->slot(static_cast<size_t>(rank)), &report, sizeof(report));
+  }
+
+  void pass(int number) {
+    pass_ = number;
+    launched_in_pass_ = 0;
+    sums_->begin_pass(weight_of(rank_));
+    size_t order[kBuckets];
+    std::iota(std::begin(order), std::end(order), size_t{0});
+    for (size_t i = kBuckets - 1; i > 0; --i)
+      std::swap(order[i], order[own_.below(i + 1)]);
+    bool posted[kBuckets] = {};
+    for (const size_t bucket : order) {
+      make_gradients(bucket);
+      sums_->post(bucket);
+      posted[bucket] = true;
+      // The last one carries what the end of the pass tells.
+      while (launched_in_pass_ + 1 < kBuckets && posted[launched_in_pass_] &&
+             sums_->is_complete(launched_in_pass_))
+        launch();
+    }
+    while (launched_in_pass_ < kBuckets) {
+      sums_->wait_complete(launched_in_pass_);
+      launch();
+    }
+    sums_->wait_published(-1);
+    ++outcome_.good_passes;
+    check();
+  }
+
+  void make_gradients(size_t bucket) {
+    float* const gradient = gradients(bucket);
+    note_plain_read(gradient, kSizes[bucket] * kFloat);
+    for (size_t i = 0; i < kSizes[bucket]; ++i) {
+      expect(gradient[i] == kGarbage,
+             "a gradient was written between two passes");
+      gradient[i] = value(rank_, bucket, i, pass_);
+    }
+    note_plain_write(gradient, kSizes[bucket] * kFloat);
+  }
+
+  void launch() {
+    const size_t bucket = launched_in_pass_++;
+    const auto [first, count] = share(bucket);
+    std::vector<float>& sum = own_sums_[bucket];
+    sum.resize(count);
+    ReduceStats stats;
+    sums_->sum(bucket, first, count, sum.data(), &stats);
+    if (bucket + 1 == kBuckets) write_report(rank_);
+    // Release: the sum; partner: work().
+    launched_.fetch_add(1, std::memory_order_release);
+    futex_wake(launched_, kWakeAll);
+  }
+
+  void check() {
+    for (size_t b = 0; b < kBuckets; ++b) {
+      const float* mean = gradients(b);
+      note_plain_read(mean, kSizes[b] * kFloat);
+      for (size_t i = 0; i < kSizes[b]; ++i) {
+        double sum = 0;
+        for (int r = 0; r < 2 * world(); ++r)
+          sum += weight_of(r) * value(r, b, i, pass_);
+        const double expected = sum / total_weight();
+        expect(std::abs(mean[i] - expected) <= 1e-6 * expected, "a wrong mean");
+      }
+    }
+    for (int r = 0; r < 2 * world(); ++r) {
+      uint64_t report = 0;
+      memcpy(&report, sums_->slot(static_cast<size_t>(r)), sizeof(report));
+      expect(report == report_of(r, pass_), "a wrong report of a rank");
+    }
+    expect(sums_->has_overflow() == (pass_ == setting_.overflow_pass),
+           "ranks disagree whether a mean is finite");
+    fill_with_garbage();
+  }
+
+  void fill_with_garbage() {
+    for (size_t b = 0; b < kBuckets; ++b) {
+      std::fill_n(gradients(b), kSizes[b], kGarbage);
+      note_plain_write(gradients(b), kSizes[b] * kFloat);
+    }
+  }
+
+  // --- the worker ---
+
+  static constexpr uint32_t kEnd = 1u << 31;
+
+  void work() {
+    try {
+      for (uint32_t done = 0;; ++done) {
+        uint32_t seen;
+        // Acquire; partner: launch().
+        while (((seen = launched_.load(std::memory_order_acquire)) & ~kEnd) ==
+               done) {
+          if ((seen & kEnd) != 0) return;
+          const FutexWait wait[] = {{&launched_, seen}};
+          futex_wait_any(wait, INT64_MAX);
+        }
+        if (!publish(static_cast<int>(done / kBuckets), done % kBuckets))
+          return;
+      }
+    } catch (const Failure&) {
+      group_.session.abort("failed between hosts");
+    }
+  }
+
+  bool publish(int number, size_t bucket) {
+    const bool is_lost = rank_ == setting_.lost_rank &&
+                         number == setting_.lost_pass &&
+                         bucket == setting_.lost_bucket;
+    if (is_lost && !setting_.is_lost_late) return lose_partner();
+    const auto [first, count] = share(bucket);
+    std::vector<float> theirs(count);
+    for (size_t i = 0; i < count; ++i) {
+      double sum = 0;
+      for (int r = world(); r < 2 * world(); ++r)
+        sum += weight_of(r) * value(r, bucket, first + i, number);
+      theirs[i] = static_cast<float>(sum);
+    }
+    if (bucket + 1 == kBuckets) write_report(rank_ + world());
+    if (count > 0) {
+      sums_->publish(bucket, first, count,
+                     {own_sums_[bucket].data(), theirs.data()}, total_weight());
+    }
+    if (number == setting_.overflow_pass && rank_ == setting_.overflow_rank)
+      sums_->note_overflow();
+    sums_->count_share();
+    return is_lost ? lose_partner() : true;
+  }
+
+  bool lose_partner() {
+    group_.session.abort("lost its partner");
+    return false;
+  }
+
+  void end_worker() {
+    if (!worker_.joinable()) return;
+    launched_.fetch_or(kEnd, std::memory_order_release);
+    futex_wake(launched_, kWakeAll);
+    worker_.join();
+  }
+
+  Setting setting_;
+  int rank_;
+  Outcome& outcome_;
+  Random own_;
+  HostGroup group_;
+  std::optional<HostSums> sums_;
+  int pass_ = 0;
+  size_t launched_in_pass_ = 0;
+  std::vector<float> own_sums_[kBuckets];
+  /// Buckets, in all passes; and kEnd.
+  Atomic<uint32_t> launched_{0};
+  std::thread worker_;
+};
+
+void train(Run& run, int rank) { Rank(run, rank, false).train(); }
+void train_with_a_lost_partner(Run& run, int rank) {
+  Rank(run, rank, true).train();
+}
+
+std::string all_raise_and_agree(const Run& run) {
+  for (const Outcome& outcome : run.outcomes) {
+    if (!outcome.has_raised) return "a rank did not hear of the lost partner";
+  }
+  return all_agree(run);
+}
+
+}  // namespace
+
+void add_host_programs(std::vector<Program>& programs) {
+  const auto add = [&](const char* name, int ranks, Events events, auto body,
+                       auto judge) {
+    programs.push_back({name, ranks, events, body, judge});
+  };
+  const Events lost{.watches_races = false};
+  const Events death{.deaths = 1, .watches_races = false};
+  const Events both{.deaths = 1, .stops = 1, .watches_races = false};
+  const Events deadline{
+      .stops = 1, .time_passes = true, .watches_races = false};
+  add("hosts, 2 ranks", 2, {}, train, nobody_raises);
+  add("hosts, 3 ranks", 3, {}, train, nobody_raises);
+  add("hosts, a stop, 2 ranks", 2, {.stops = 1}, train, nobody_raises);
+  add("hosts, a lost partner, 3 ranks", 3, lost, train_with_a_lost_partner,
+      all_raise_and_agree);
+  add("hosts, a death, 3 ranks", 3, death, train, all_agree);
+  add("hosts, a death and a stop, 3 ranks", 3, both, train, all_agree);
+  add("hosts, a death and a lost partner, 3 ranks", 3, death,
+      train_with_a_lost_partner, all_agree);
+  add("hosts, stopped beyond the deadline, 3 ranks", 3, deadline, train,
+      all_agree);
+}
+
+}  // namespace paceline::schedules
