@@ -20,6 +20,8 @@ from paceline.reducer.witness import Witness
 _SHORTEST_NAP_S = 0.00002
 _LONGEST_NAP_S = 0.001
 _NAPS = 8  # a nap is this part of what has been waited already, so that no wait gets longer by more than that
+_USUAL_S = 0.002  # a wait of the usual length asks no witness
+_GRACE_S = 0.1
 _FINDING_S = 1.0
 _FINDING_LATE_S = 0.2
 _SIGNS_OF_A_LOST_PEER = (
@@ -101,11 +103,14 @@ class EngineWaits:
                     stacklevel=2,
                 )
                 warns_at_s = math.inf
-            if self._witness is not None and nap_s == _LONGEST_NAP_S:  # not in a wait of the usual length
+            if self._witness is not None and waited_s > _USUAL_S:
                 if not is_told:
                     is_told = True
                     self._witness.tell_waiting()
                 if (lost := self._witness.lost()) is not None:
+                    # A rank that ends after this pass has sent all that it owes to this call.
+                    if _comes_late(is_completed):
+                        break
                     self._witness.give_up()
                     raise self._named(lost, what)
             time.sleep(nap_s)
@@ -180,6 +185,16 @@ class EngineWaits:
             dtype = self._plan.sections[part.section].dtype
             what = f"bucket {what} ({part.nbytes / 2**20:.1f} MiB, {dtype}: {names})"
         return f"{what}, over {self._engine}"
+
+
+def _comes_late(is_completed: Callable[[], bool]) -> bool:
+    """Whether some work ends soon, by what is on its way already."""
+    until = time.monotonic() + _GRACE_S
+    while not is_completed():
+        if time.monotonic() > until:
+            return False
+        time.sleep(_LONGEST_NAP_S)
+    return True
 
 
 def _doing(what: int | str) -> str:
