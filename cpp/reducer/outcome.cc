@@ -1,6 +1,8 @@
 // What a finished pass was like; see reducer.h.
 #include <algorithm>
 #include <limits>
+#include <utility>
+#include <vector>
 
 #include "kernels/default_floats.h"
 #include "reducer/reducer.h"

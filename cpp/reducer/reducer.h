@@ -177,7 +177,7 @@ class Reducer {
     size_t offset;
     uint32_t count;
     uint32_t parameter;
-    /// In which squared norms are summed: by parameter, then by block.
+    /// In which squared norms are summed: by parameter, then by place in it.
     uint32_t order;
     DType dtype;
     /// The rank that its chunk is assigned to.
@@ -375,7 +375,7 @@ class Reducer {
   std::vector<Bucket> buckets_;
   /// By parameter, then by bucket.
   std::vector<uint32_t> bucket_of_part_;
-  /// By parameter, then by block.
+  /// By parameter, then by place in it.
   std::vector<uint32_t> segments_in_order_;
   /// Assigned to this rank, of all buckets.
   uint32_t own_chunks_ = 0;

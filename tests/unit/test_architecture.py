@@ -125,6 +125,30 @@ def test_imports_point_down_only():
     assert not wrong, "\n".join(wrong)
 
 
+def part_of(module: str) -> str:
+    """The folder or file directly in the package that a module is in."""
+    return module.split(".")[1] if "." in module else module
+
+
+def test_docstrings_name_what_is_imported():
+    """A module that says what it imports says all; of a front end's own rooms another test knows."""
+    wrong = []
+    for path in python_files():
+        docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+        if not re.search(r"\b(May import|Imports)\b", docstring) or re.search(r"\bbelow\b", docstring):
+            continue
+        own = part_of(module_of(path))
+        is_folder = path.name == "__init__.py" and path.parent.parent == PACKAGE
+        for each in path.parent.rglob("*.py") if is_folder else [path]:
+            for line, imported in imports_of(each):
+                part = part_of(imported).lstrip("_")
+                if imported.startswith("paceline.") and part not in (own, "core") and part not in docstring:
+                    wrong.append(spell(path, 1, f"{part} is not named ({each.name}:{line})"))
+                if imported == "paceline._core" and "core" not in docstring and not is_folder:
+                    wrong.append(spell(path, 1, f"the core is not named (line {line})"))
+    assert not wrong, "\n".join(wrong)
+
+
 def room_of(module: str, framework: str) -> str:
     """The folder, or the file beside the folders, that a module of a front end is in."""
     name, *_ = [*module.removeprefix(f"paceline.{framework}").strip(".").split("."), ""]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.bench.conductor import Launch
-from paceline.bench.contest import Entry, Plan, Timing, bound, changes
+from paceline.bench.contest import Entry, Plan, Timing, bound, changes, no_torch
 from paceline.bench.machine import Machine
 from paceline.bench.report import Report
 from paceline.bench.rounds import slowest_median
@@ -18,11 +18,6 @@ from paceline.bench.units import format_ratio, format_size, format_time
 SIZES = (4, 16 << 10, 256 << 10, 4 << 20, 25 << 20)
 # Long enough that the start of a sample (tens of microseconds apart on two ranks) does not show in it.
 SAMPLE_S = 0.02
-
-
-def no_torch() -> str:
-    """Why contenders that need torch can't run, or ""."""
-    return "" if importlib.util.find_spec("torch") else "torch is not installed"
 
 
 def _mpirun() -> str | None:

@@ -1,4 +1,4 @@
-"""`paceline bench ...`: the command line of the bench. Imports the benches only when one is run."""
+"""`paceline bench ...`: the command line of the bench. Imports errors, and a bench only when it is run."""
 
 from __future__ import annotations
 

@@ -1,10 +1,12 @@
 """Runs contenders against each other: start all, then round after round, one sample each.
 
-Imports only the rest of the bench. A contender that fails is taken out, its reason kept; the others go on.
+Imports the rest of the bench, and launch. A contender that fails is taken out, its reason kept; the others go
+on.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import subprocess
 import sys
@@ -30,6 +32,16 @@ def bound(ranks: int) -> Launch:
     machine = read_machine()
     cores = None if machine.is_cut_by_quota else assign_cores(machine.cpus, ranks)
     return Launch(cores=tuple(cores or ()))
+
+
+def no_torch() -> str:
+    """Why contenders that need torch can't run, or ""."""
+    return "" if importlib.util.find_spec("torch") else "torch is not installed"
+
+
+def no_paddle() -> str:
+    """Why contenders that need PaddlePaddle can't run, or ""."""
+    return "" if importlib.util.find_spec("paddle") else "PaddlePaddle is not installed"
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.bench.all_reduce import no_torch
 from paceline.bench.conductor import Launch
-from paceline.bench.contest import Contest, Entry, Plan, Timing
+from paceline.bench.contest import Contest, Entry, Plan, Timing, no_torch
 from paceline.bench.machine import Machine
 from paceline.bench.report import Report
 from paceline.bench.rounds import slowest_median

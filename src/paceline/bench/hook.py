@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.bench.all_reduce import no_torch
-from paceline.bench.contest import Contest, Entry, Plan, Timing, bound, changes
+from paceline.bench.contest import Contest, Entry, Plan, Timing, bound, changes, no_torch
 from paceline.bench.machine import Machine
 from paceline.bench.report import Report
 from paceline.bench.rounds import overhead, slowest_median

@@ -7,9 +7,8 @@ import statistics
 import time
 from typing import Any
 
-from paceline.bench.all_reduce import no_torch
 from paceline.bench.conductor import ContenderFailed, Job
-from paceline.bench.contest import Entry, Plan, bound, unbound
+from paceline.bench.contest import Entry, Plan, bound, no_torch, unbound
 from paceline.bench.machine import Machine
 from paceline.bench.report import Report
 from paceline.bench.units import format_size, format_time

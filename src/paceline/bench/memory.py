@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.bench.all_reduce import no_torch
 from paceline.bench.conductor import ContenderFailed, Job, Launch
-from paceline.bench.contest import Entry, Plan
+from paceline.bench.contest import Entry, Plan, no_torch
 from paceline.bench.machine import Machine
 from paceline.bench.report import Report
 from paceline.bench.units import format_size

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
-from paceline.bench.all_reduce import no_torch
 from paceline.bench.contest import (
     BEFORE,
     Contest,
@@ -15,6 +13,8 @@ from paceline.bench.contest import (
     Timing,
     bound,
     changes,
+    no_paddle,
+    no_torch,
     unbound,
 )
 from paceline.bench.machine import Machine
@@ -40,11 +40,7 @@ def entry(key: str, label: str, **options: Any) -> Entry:
 
 def _paddle_entry(key: str, label: str, **options: Any) -> Entry:
     launch = unbound if options["way"] == "paddle" else bound
-    return Entry(key, label, "paceline.paddle.bench.step:Step", options, _no_paddle, launch)
-
-
-def _no_paddle() -> str:
-    return "" if importlib.util.find_spec("paddle") else "PaddlePaddle is not installed"
+    return Entry(key, label, "paceline.paddle.bench.step:Step", options, no_paddle, launch)
 
 
 ENTRIES = {

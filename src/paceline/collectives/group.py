@@ -1,7 +1,7 @@
 """Group: what users hold. Collectives on numpy arrays between the ranks of one host.
 
 Its one idea: check the arguments here, where an error can name them, and leave everything else to the
-core. Imports rendezvous and the core; no framework.
+core. Imports rendezvous, arguments, errors and the core; no framework.
 """
 
 from __future__ import annotations

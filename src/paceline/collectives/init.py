@@ -1,4 +1,7 @@
-"""`paceline.init`: from arguments or the environment to a Group. Imports env, rendezvous and group."""
+"""`paceline.init`: from arguments or the environment to a Group.
+
+Imports rendezvous, arguments, env, the core, and of this folder group.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Reductions and element types, with the numbers that the core knows them by. Imports the core."""
+"""Reductions and element types, with the numbers that the core knows them by.
+
+Imports arguments and the core.
+"""
 
 from __future__ import annotations
 

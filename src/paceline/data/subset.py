@@ -1,4 +1,4 @@
-"""SubsetDistributedSampler: a part of a data set, by its indices. Imports its neighbours here."""
+"""SubsetDistributedSampler: a part of a data set, by its indices. Imports arguments and its neighbours."""
 
 from __future__ import annotations
 

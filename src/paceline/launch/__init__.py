@@ -1,7 +1,7 @@
 """Starting ranks: `paceline run`, `paceline.spawn`, and the supervision of their processes.
 
-May import paceline.errors, paceline.env and paceline.stacks; never numpy, torch or the core, so that the
-launcher itself is small and starts at once.
+May import paceline.errors, arguments, env, stacks and replacing, and of rendezvous what needs no core; never
+numpy, torch or the core, so that the launcher itself is small and starts at once.
 
     cli.py         the arguments of `paceline run`
     spawn.py       `paceline.spawn`; spawned.py is the rank's side of it

@@ -1,7 +1,7 @@
 """What a framework gives to the passes of a model: its gradients, its autograd, weights and buffers.
 
 The one idea: `Passes` is the same for every framework, and asks these few things of one. Imports only its
-neighbours and the core.
+neighbours, errors and the core.
 """
 
 from __future__ import annotations

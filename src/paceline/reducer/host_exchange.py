@@ -14,7 +14,7 @@ Steps of a bucket, on each rank
 Memory: a few buckets are under way at a time (WINDOW), each in memory of its own for what is sent and what is
 received: together about WINDOW * 2 to 3 shares of the largest bucket, whatever the size of the model.
 
-Imports numpy, the core, `errors` and its neighbours.
+Imports numpy, the core, rendezvous, `errors` and its neighbours.
 """
 
 from __future__ import annotations

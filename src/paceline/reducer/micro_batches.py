@@ -7,7 +7,7 @@ so the mean over ranks and micro-batches is that of one process with the whole b
 needs no scaling at all.
 
 Models that were never given a weight pay nothing: the hooks come with the first weight. Imports only the
-standard library, `errors` and its neighbours.
+standard library, `arguments`, `errors` and its neighbours.
 """
 
 from __future__ import annotations

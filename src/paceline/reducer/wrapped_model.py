@@ -1,6 +1,6 @@
 """What users may ask of a wrapped model, in any framework. Mixed into each front end's module.
 
-Imports only what is in this folder, the standard library and `errors`.
+Imports only what is in this folder, the standard library, `arguments` and `errors`.
 """
 
 from __future__ import annotations

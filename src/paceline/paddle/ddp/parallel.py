@@ -1,7 +1,7 @@
 """`DataParallel`: a layer that averages its gradients over the ranks behind backward().
 
-What it does is elsewhere: `config` (arguments), `peers` (the ranks), `tensors` (what is kept in step),
-`passes` (each backward). This file is the layer that users hold.
+What it does is elsewhere: `model/config.py` (arguments), `model/parameters.py` (what is kept in step),
+`link/peers.py` (the ranks), `passes/passes.py` (each backward). This file is the layer that users hold.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ _arguments = WrapperArguments("DistributedDataParallel")
 DEFAULT_BUCKET_CAP_MB = 25.0  # torch's defaults, so that ranks of either overlap alike
 DEFAULT_FIRST_BUCKET_BYTES = MIB
 
-NEED_NOTHING = (
+_NOT_OPTIONS = (
     "delay_all_reduce_named_params",  # `ManagedTensors` looks at these two
     "param_to_hook_all_reduce",
 )
@@ -92,7 +92,7 @@ def make_config(
     Raises:
         ConfigError: An argument has a value that is not supported or makes no sense.
     """
-    known = (*NEED_NOTHING, *SHARED_NAMES)
+    known = (*_NOT_OPTIONS, *SHARED_NAMES)
     _check_later({name: value for name, value in others.items() if name not in known})
     check = _arguments.check
     check.whole("dim", dim)

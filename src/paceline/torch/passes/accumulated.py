@@ -1,9 +1,9 @@
-"""Gradients that no_sync() has left behind, before the next backward adds to them. Imports torch.
+"""Gradients that no_sync() has left behind, before the next backward adds to them.
 
 Autograd may give two parameters one memory as their gradients (behind `stack`, `cat` or an addition). Nobody
 notices after one backward; the next one adds to that memory once for each of them, so that both become wrong.
 A synchronised pass gives such gradients memory of their own at its end; here those are parted that it has not
-seen.
+seen. Imports torch, reducer and link.
 """
 
 from __future__ import annotations
