@@ -1,20 +1,25 @@
 """The environment of a rank: what launchers write into it, and what Paceline reads out of it.
 
-Its one idea: whichever launcher started the process (`paceline run`, torchrun, Paddle's, Open MPI, MPICH,
-Slurm), its variables become one checked `RankEnvironment`; and the inverse, the variables that
-`paceline run` and `spawn` give to a rank. Pure functions of a mapping; imports only paceline.errors.
+Its one idea: whichever launcher started the process (`launchers` has the table), its variables become one
+checked `RankEnvironment`, and what is wrong or missing is told with all that was found. Imports errors,
+arguments and launchers.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline.arguments import Arguments
 from paceline.errors import ConfigError
+from paceline.launchers import (
+    Launcher,
+    environment_of_process,
+    find_launcher,
+    likely_launcher,
+    public_job_id,
+)
 
 
 @dataclass(frozen=True)
@@ -34,38 +39,6 @@ class RankEnvironment:
     master_addr: str
     master_port: int
     job_id: str  # the same text on every rank of one launch; "" when the launcher gives none
-
-
-@dataclass(frozen=True)
-class _Launcher:
-    """The variables of one launcher; where there are several names, the first that is set counts."""
-
-    name: str
-    rank: str
-    world_size: tuple[str, ...]
-    local_rank: tuple[str, ...]
-    local_world_size: tuple[str, ...]
-
-
-_LAUNCHERS = (
-    _Launcher("torch", "RANK", ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",)),
-    _Launcher(
-        "Paddle",
-        "PADDLE_TRAINER_ID",
-        ("PADDLE_TRAINERS_NUM",),
-        ("PADDLE_LOCAL_RANK", "PADDLE_RANK_IN_NODE"),
-        ("PADDLE_LOCAL_SIZE",),
-    ),
-    _Launcher(
-        "Open MPI",
-        "OMPI_COMM_WORLD_RANK",
-        ("OMPI_COMM_WORLD_SIZE",),
-        ("OMPI_COMM_WORLD_LOCAL_RANK",),
-        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
-    ),
-    _Launcher("MPICH", "PMI_RANK", ("PMI_SIZE",), ("MPI_LOCALRANKID",), ("MPI_LOCALNRANKS",)),
-    _Launcher("Slurm", "SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), ("SLURM_LOCALID",), ()),
-)
 
 
 def read_rank_environment(
@@ -94,15 +67,10 @@ def read_rank_environment(
         >>> read_rank_environment({"RANK": "0", "WORLD_SIZE": "1"}).master_addr
         '127.0.0.1'
     """
-    environ = os.environ if environ is None else environ
-    launcher = _find_launcher(environ)
+    environ = environment_of_process() if environ is None else environ
+    launcher = find_launcher(environ)
     if launcher is None and (rank is None or world_size is None):
-        raise ConfigError(
-            "No launcher's variables are set, so this process does not know its rank.",
-            expected="RANK and WORLD_SIZE, or those of Paddle, Open MPI, MPICH or srun",
-            likely="the script was started with plain python",
-            hint="`paceline run -n 2 script.py` starts two ranks; for one: rank=0, world_size=1",
-        )
+        raise _unknown_rank(environ)
     if world_size is None:
         assert launcher is not None
         world_size = _require_int(environ, launcher.world_size, launcher)
@@ -133,14 +101,10 @@ def read_rank_environment(
 
 def job_id_from_environment(environ: Mapping[str, str] | None = None) -> str:
     """The text that all ranks of this launch share and no other job has; "" if the launcher gives none."""
-    environ = os.environ if environ is None else environ
+    environ = environment_of_process() if environ is None else environ
     if secret := job_secret_from_environment(environ):
         return secret
-    if environ.get("PMIX_NAMESPACE"):
-        return f"pmix-{environ['PMIX_NAMESPACE']}"
-    if environ.get("SLURM_JOB_ID"):
-        return f"slurm-{environ['SLURM_JOB_ID']}.{environ.get('SLURM_STEP_ID', '')}"
-    return ""
+    return public_job_id(environ)
 
 
 def job_secret_from_environment(environ: Mapping[str, str] | None = None) -> str:
@@ -149,7 +113,7 @@ def job_secret_from_environment(environ: Mapping[str, str] | None = None) -> str
     `paceline run`, `spawn` and `torchrun --standalone` make 128 random bits for each launch, and give them to
     the ranks in their environment. The ids of Slurm and PMIx are public.
     """
-    environ = os.environ if environ is None else environ
+    environ = environment_of_process() if environ is None else environ
     if environ.get("PACELINE_JOB_ID"):
         return environ["PACELINE_JOB_ID"]
     run_id = environ.get("TORCHELASTIC_RUN_ID", "")
@@ -157,37 +121,62 @@ def job_secret_from_environment(environ: Mapping[str, str] | None = None) -> str
     return f"torchelastic-{run_id}" if run_id and run_id != "none" else ""
 
 
-def first_slurm_host(nodelist: str) -> str:
-    """The first host of Slurm's compressed list.
+def _unknown_rank(environ: Mapping[str, str]) -> ConfigError:
+    """No launcher has given this process a rank; says whose other variables are there."""
+    launcher = likely_launcher(environ)
+    if launcher is None or not launcher.is_half_set(environ):
+        seen = ""
+        if launcher is not None:
+            seen = f"found {', '.join(launcher.found(environ))}"
+            seen += f"; {launcher.start} is missing" if launcher.start else ""
+        command = "paceline run -n 2 script.py" if launcher is None else launcher.command
+        return ConfigError(
+            "No launcher's variables are set, so this process does not know its rank.",
+            seen=seen,
+            expected="RANK and WORLD_SIZE, or those of Paddle, Open MPI, MPICH, srun or Kubernetes",
+            likely="the script was started with plain python",
+            hint=f"`{command}` starts two ranks; for one: rank=0, world_size=1",
+        )
+    return ConfigError(
+        f"The variables of {launcher.name} are half set: {launcher.rank} is not set.",
+        **_inventory(environ, launcher, (launcher.rank,)),
+        likely="the script was started with plain python where a launcher's variables were left over, or are "
+        "given for another launcher",
+        hint=f"start the ranks with `{launcher.command}`; or set {launcher.rank} for every rank",
+        variable=launcher.rank,
+    )
 
-    Example:
-        >>> first_slurm_host("gpu[07-09,12],login1")
-        'gpu07'
-    """
-    match = re.match(r"([^,\[]+)(?:\[(\d+)[^\]]*\]([^,\[]*))?", nodelist)
-    return "" if match is None else "".join(part or "" for part in match.groups())
+
+def _inventory(
+    environ: Mapping[str, str], launcher: Launcher | None, missing: tuple[str, ...]
+) -> dict[str, str]:
+    """What was found of a launcher's variables and what was not, as rows of an error."""
+    if launcher is None:
+        return {}
+    lacks = [name for name in (launcher.rank, *launcher.world_size[:1]) if not environ.get(name, "").strip()]
+    found = ", ".join(launcher.found(environ)) or "nothing"
+    return {
+        "where": f"the environment, as {launcher.name} sets it",
+        "seen": f"found    {found}\nmissing  {', '.join(dict.fromkeys((*lacks, *missing)))}",
+    }
 
 
-def _find_launcher(environ: Mapping[str, str]) -> _Launcher | None:
-    for launcher in _LAUNCHERS:
-        # A batch script has SLURM_PROCID too, but is one process: only srun sets the step's id.
-        if launcher.rank in environ and (launcher.name != "Slurm" or "SLURM_STEP_ID" in environ):
-            return launcher
-    return None
-
-
-def _is_place_of(environ: Mapping[str, str], launcher: _Launcher, rank: int, world_size: int) -> bool:
+def _is_place_of(environ: Mapping[str, str], launcher: Launcher, rank: int, world_size: int) -> bool:
     """Whether the launcher means this place; arguments may put the process into another, smaller job."""
     launched = _optional_int(environ, (launcher.rank,)), _optional_int(environ, launcher.world_size)
     return launched == (rank, world_size)
 
 
 def _local_place(
-    environ: Mapping[str, str], launcher: _Launcher, rank: int, world_size: int
+    environ: Mapping[str, str], launcher: Launcher, rank: int, world_size: int
 ) -> tuple[int | None, int | None]:
     """Rank and number of ranks on this host, each None when the launcher does not say."""
     local_world_size = _optional_int(environ, launcher.local_world_size)
+    if local_world_size is None:
+        local_world_size = launcher.find_local_size(environ)
     local_rank = _optional_int(environ, launcher.local_rank)
+    if launcher.is_alone:
+        return 0, 1
     if local_world_size is not None:
         name = _first_set(environ, launcher.local_world_size)
         _check_at_least(local_world_size, 1, name)
@@ -200,7 +189,7 @@ def _local_place(
 
 def _master(
     environ: Mapping[str, str],
-    launcher: _Launcher | None,
+    launcher: Launcher | None,
     address: str | None,
     world_size: int,
     local_world_size: int | None,
@@ -212,6 +201,7 @@ def _master(
     if not addr:
         raise ConfigError(
             f"MASTER_ADDR is not set, so {world_size} ranks cannot find each other.",
+            **_inventory(environ, launcher, ("MASTER_ADDR",)),
             expected="the host name or address of rank 0 in MASTER_ADDR, its port in MASTER_PORT",
             hint='`paceline run` and torchrun set both; or pass address="host:port"',
             variable="MASTER_ADDR",
@@ -222,10 +212,11 @@ def _master(
         return split_address(addr, "MASTER_ADDR")
     if world_size == 1:
         return addr, 0  # nobody has to find anybody
-    port = _agreed_port(environ)
+    port = _agreed_port(environ) or (None if launcher is None else launcher.default_port)
     if port is None:
         raise ConfigError(
             "MASTER_PORT is not set.",
+            **_inventory(environ, launcher, ("MASTER_PORT",)),
             expected="a free port of rank 0's host, the same on every rank",
             hint='set MASTER_PORT=29500 for every rank, or pass address="host:port"',
             variable="MASTER_PORT",
@@ -234,18 +225,13 @@ def _master(
 
 
 def _default_addr(
-    environ: Mapping[str, str], launcher: _Launcher | None, world_size: int, local_world_size: int | None
+    environ: Mapping[str, str], launcher: Launcher | None, world_size: int, local_world_size: int | None
 ) -> str:
     """Host of rank 0 where MASTER_ADDR is unset: "" if nothing tells it; may be "host:port"."""
-    addr = ""
-    if launcher is not None and launcher.name == "Paddle":
-        endpoints = environ.get("PADDLE_TRAINER_ENDPOINTS", "")
-        addr = environ.get("PADDLE_MASTER") or endpoints.split(",")[0].strip()
-    elif launcher is not None and launcher.name == "Slurm":
-        addr = first_slurm_host(environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_NODELIST", "")))
-    if not addr and (world_size == 1 or local_world_size == world_size):
-        return "127.0.0.1"
-    return addr
+    is_on_one_host = world_size == 1 or local_world_size == world_size
+    addr = "" if launcher is None else launcher.find_address(environ)
+    # An address that a variable holds is kept, but mpirun's host by its own name may resolve to nothing.
+    return "127.0.0.1" if is_on_one_host and (not addr or ":" not in addr) else addr
 
 
 def _agreed_port(environ: Mapping[str, str]) -> int | None:
@@ -293,12 +279,12 @@ def _optional_int(environ: Mapping[str, str], names: tuple[str, ...]) -> int | N
         raise _bad_value(name, environ[name], "an integer") from None
 
 
-def _require_int(environ: Mapping[str, str], names: tuple[str, ...], launcher: _Launcher) -> int:
+def _require_int(environ: Mapping[str, str], names: tuple[str, ...], launcher: Launcher) -> int:
     value = _optional_int(environ, names)
     if value is None:
         raise ConfigError(
             f"{launcher.rank} is set, but {names[0]} is {'empty' if names[0] in environ else 'not set'}.",
-            where=f"the environment, as {launcher.name} sets it",
+            **_inventory(environ, launcher, names[:1]),
             expected=f"{launcher.rank} and {names[0]}, both integers",
             hint="`paceline run -n 2 script.py` and torchrun set both",
             variable=names[0],

@@ -34,6 +34,7 @@ LAYERS = (
         "paceline.errors",
         "paceline.arguments",
         "paceline.env",
+        "paceline.launchers",
         "paceline.stacks",
         "paceline.replacing",
         "paceline._core",

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from paceline.env import (
     RankEnvironment,
-    first_slurm_host,
     job_id_from_environment,
     read_rank_environment,
     split_address,
 )
 from paceline.errors import ConfigError
+from paceline.launchers import first_slurm_host, slurm_tasks_per_node
 
 TORCH = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "host0", "MASTER_PORT": "29500"}
 
@@ -73,15 +73,111 @@ def test_open_mpi_on_one_host_needs_nothing_else() -> None:
     assert env.master_port == read_rank_environment(environ | {"OMPI_COMM_WORLD_RANK": "0"}).master_port
 
 
-def test_open_mpi_on_two_hosts_needs_an_address() -> None:
-    environ = {
-        "OMPI_COMM_WORLD_RANK": "2",
-        "OMPI_COMM_WORLD_SIZE": "4",
-        "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-    }
-    with pytest.raises(ConfigError, match="MASTER_ADDR"):
+MPIRUN = {
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+
+
+@pytest.mark.parametrize(
+    ("tells", "address"),
+    [
+        # As Open MPI 4.1 and 5.0 set them.
+        (
+            {
+                "PMIX_NAMESPACE": "1138819073",
+                "OMPI_MCA_orte_hnp_uri": "1138819072.0;tcp://10.0.0.1,172.17.0.1:35907;tcp6://[fd00::2]:51543",
+            },
+            "10.0.0.1",
+        ),
+        ({"PMIX_NAMESPACE": "prterun-login-node-12356@1"}, "login-node"),
+    ],
+)
+def test_open_mpi_on_two_hosts_meets_where_mpirun_is(tells: dict[str, str], address: str) -> None:
+    env = read_rank_environment(MPIRUN | tells)
+    assert (env.master_addr, env.job_id) == (address, f"pmix-{tells['PMIX_NAMESPACE']}")
+    first = read_rank_environment(MPIRUN | tells | {"OMPI_COMM_WORLD_RANK": "0"})
+    assert env.master_port == first.master_port
+    assert read_rank_environment(MPIRUN | tells | {"MASTER_ADDR": "mine"}).master_addr == "mine"
+
+
+def test_open_mpi_on_two_hosts_that_tells_no_address_is_refused_with_what_it_told() -> None:
+    with pytest.raises(ConfigError, match="MASTER_ADDR") as caught:
+        read_rank_environment(MPIRUN)
+    assert "OMPI_COMM_WORLD_LOCAL_SIZE=2" in caught.value.seen
+    assert "missing  MASTER_ADDR" in caught.value.seen
+
+
+MPIEXEC = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+
+
+def test_mpich_meets_where_mpiexec_listens_for_its_proxies() -> None:
+    env = read_rank_environment(MPIEXEC | {"PACELINE_MPIEXEC": "node0:38899"})
+    assert (env.rank, env.world_size, env.local_rank, env.local_world_size) == (1, 4, 1, 2)
+    assert (env.master_addr, env.job_id) == ("node0", "mpiexec-node0:38899")
+    assert env.master_port != read_rank_environment(MPIEXEC | {"PACELINE_MPIEXEC": "node0:38900"}).master_port
+
+
+def test_mpich_on_one_host_needs_no_name_of_it() -> None:
+    env = read_rank_environment(MPIEXEC | {"PMI_SIZE": "2", "PACELINE_MPIEXEC": "node0:38899"})
+    assert env.master_addr == "127.0.0.1"
+
+
+def test_srun_that_speaks_pmi_is_slurm_still() -> None:
+    env = read_rank_environment(SLURM | {"PMI_RANK": "5", "PMI_SIZE": "8"})
+    assert (env.master_addr, env.local_rank) == ("gpu07", 1)
+
+
+def test_mpiexec_within_an_allocation_of_slurm_is_mpich() -> None:
+    # The proxies are tasks of a step of their own, which the ranks inherit.
+    env = read_rank_environment(SLURM | MPIEXEC | {"PACELINE_MPIEXEC": "gpu07:38899"})
+    assert (env.rank, env.world_size, env.job_id) == (1, 4, "mpiexec-gpu07:38899")
+
+
+def test_pods_of_a_leader_worker_set() -> None:
+    environ = {"LWS_WORKER_INDEX": "1", "LWS_GROUP_SIZE": "3", "LWS_LEADER_ADDRESS": "job-0.job.default"}
+    env = read_rank_environment(environ)
+    assert (env.rank, env.world_size, env.local_rank, env.local_world_size) == (1, 3, 0, 1)
+    assert (env.master_addr, env.master_port) == ("job-0.job.default", 29500)
+
+
+def test_pods_of_an_indexed_job() -> None:
+    environ = {"JOB_COMPLETION_INDEX": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "job-0.job"}
+    env = read_rank_environment(environ)
+    assert (env.rank, env.local_rank, env.local_world_size, env.master_port) == (1, 0, 1, 29500)
+    assert read_rank_environment(environ | TORCH).world_size == 4  # torchrun within the pod
+
+
+def test_a_pod_that_does_a_piece_of_work_alone_is_not_a_rank() -> None:
+    with pytest.raises(ConfigError, match="plain python") as caught:
+        read_rank_environment({"JOB_COMPLETION_INDEX": "1"})
+    assert not hasattr(caught.value, "variable")
+
+
+@pytest.mark.parametrize(
+    ("environ", "variable", "launcher"),
+    [
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": "h"}, "RANK", "torchrun"),
+        ({"LOCAL_RANK": "0"}, "RANK", "torchrun"),
+        ({"PADDLE_TRAINERS_NUM": "2", "PADDLE_MASTER": "h:1"}, "PADDLE_TRAINER_ID", "paddle"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "OMPI_COMM_WORLD_RANK", "Open MPI"),
+        ({"OMPI_COMM_WORLD_RANK": "0", "MASTER_ADDR": "h"}, "OMPI_COMM_WORLD_SIZE", "Open MPI"),
+        ({"RANK": "0", "LOCAL_RANK": "0"}, "WORLD_SIZE", "torchrun"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h"}, "MASTER_PORT", "torchrun"),
+    ],
+)
+def test_half_set_variables_are_listed_with_what_is_missing(
+    environ: dict[str, str], variable: str, launcher: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
         read_rank_environment(environ)
+    assert caught.value.variable == variable  # type: ignore[attr-defined]
+    assert launcher in caught.value.where
+    found, missing = caught.value.seen.splitlines()
+    assert all(f"{name}={value}" in found for name, value in environ.items())
+    assert variable in missing
 
 
 SLURM = {
@@ -101,10 +197,25 @@ def test_slurm_variables() -> None:
     assert env.master_port != read_rank_environment(SLURM | {"SLURM_STEP_ID": "1"}).master_port
 
 
+@pytest.mark.parametrize(("node", "size"), [("0", 2), ("2", 2), ("3", 1), ("4", None), ("", None)])
+def test_slurm_tells_how_many_ranks_each_host_has(node: str, size: int | None) -> None:
+    environ = SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x3),1", "SLURM_NODEID": node, "SLURM_LOCALID": "0"}
+    assert read_rank_environment(environ).local_world_size == size
+
+
+@pytest.mark.parametrize(
+    ("text", "tasks"), [("4", [4]), ("2(x2)", [2, 2]), ("3,2(x2),1", [3, 2, 2, 1]), ("", []), ("2(x", [])]
+)
+def test_slurm_tasks_per_node(text: str, tasks: list[int]) -> None:
+    assert slurm_tasks_per_node(text) == tasks
+
+
 def test_a_slurm_batch_script_is_not_a_rank() -> None:
     batch = {name: value for name, value in SLURM.items() if name != "SLURM_STEP_ID"}
-    with pytest.raises(ConfigError, match="plain python"):
+    with pytest.raises(ConfigError, match="plain python") as caught:
         read_rank_environment(batch)
+    assert "SLURM_STEP_ID, which srun sets, is missing" in caught.value.seen
+    assert "srun" in caught.value.hint
 
 
 def test_torch_variables_win_over_slurm() -> None:

@@ -8,6 +8,7 @@ Paceline that imports torch; may import everything below it.
 
 from paceline.replacing import replace_if_asked
 from paceline.torch import backend, compression
+from paceline.torch.backend.init_process_group import init_process_group
 from paceline.torch.data_parallel.data_parallel import DataParallel
 from paceline.torch.ddp.distributed import DistributedDataParallel
 from paceline.torch.ddp.replace_ddp import replace_ddp
@@ -16,4 +17,11 @@ from paceline.torch.sync_batch_norm import SyncBatchNorm
 backend.register()
 replace_if_asked(replace_ddp)
 
-__all__ = ["DataParallel", "DistributedDataParallel", "SyncBatchNorm", "compression", "replace_ddp"]
+__all__ = [
+    "DataParallel",
+    "DistributedDataParallel",
+    "SyncBatchNorm",
+    "compression",
+    "init_process_group",
+    "replace_ddp",
+]

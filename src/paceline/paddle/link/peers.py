@@ -245,7 +245,7 @@ def needs_paddles_group() -> bool:
         place = read_rank_environment(needs_address=False)
     except ConfigError:
         return False
-    if place.local_world_size is None:  # Slurm does not tell it
+    if place.local_world_size is None:  # an old Slurm does not tell it
         is_on_one_host = os.environ.get("SLURM_STEP_NUM_NODES", "1") == "1"
     else:
         is_on_one_host = place.local_world_size == place.world_size

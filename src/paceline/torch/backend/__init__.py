@@ -1,6 +1,7 @@
 """The torch.distributed backend "paceline": stock calls, served from the memory that the ranks share.
 
     registration    tells torch the name, and forms a group when torch asks for one
+    init_process_group   torch's own, with what any launcher has told this process
     process_group   torch's calls, translated one by one
     identity        what torch asks a group about itself
     reductions, movements, staging   what a call does with its tensors

@@ -1,0 +1,84 @@
+"""`paceline.torch.init_process_group` with the variables of each launcher.
+
+The launchers themselves: tests/launch and tests/hosts.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from paceline.errors import ConfigError
+from paceline.torch import init_process_group
+from tests.harness import ranks
+
+ENVIRONMENTS = {
+    "mpirun": {
+        "OMPI_COMM_WORLD_RANK": "{rank}",
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "{rank}",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+        "PMIX_NAMESPACE": "prterun-somewhere-{job}@1",
+    },
+    "mpiexec": {
+        "PMI_RANK": "{rank}",
+        "PMI_SIZE": "2",
+        "MPI_LOCALRANKID": "{rank}",
+        "MPI_LOCALNRANKS": "2",
+        "PACELINE_MPIEXEC": "somewhere:{job}",
+    },
+    "srun": {
+        "SLURM_PROCID": "{rank}",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_LOCALID": "{rank}",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_NODEID": "0",
+        "SLURM_JOB_ID": "{job}",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": "somewhere[1-2]",
+    },
+}
+
+
+@pytest.mark.parametrize("launcher", sorted(ENVIRONMENTS))
+@ranks(2, group=None)
+def test_torch_is_told_what_the_launcher_has_set(rank, launcher):
+    job = os.environ["PACELINE_JOB_ID"]  # of the harness: the same on both ranks, and no other test's
+    for name in [*os.environ]:
+        if name.startswith(("MASTER", "PACELINE_JOB", "RANK", "WORLD", "LOCAL", "PADDLE", "TORCHELASTIC")):
+            del os.environ[name]
+    os.environ |= {name: value.format(rank=rank, job=job) for name, value in ENVIRONMENTS[launcher].items()}
+    init_process_group("gloo", timeout=40)
+    total = torch.tensor([float(rank + 1)])
+    dist.all_reduce(total)
+    assert total.item() == 3.0
+    assert [os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")] == [
+        str(rank),
+        "2",
+        str(rank),
+        "2",
+    ]
+    dist.destroy_process_group()
+
+
+@ranks(1, group=None)
+def test_a_single_process_needs_no_address(rank):
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    init_process_group("gloo", rank=0, world_size=1)
+    assert dist.get_world_size() == 1
+    dist.destroy_process_group()
+
+
+def test_what_torch_would_have_to_ignore_is_refused():
+    with pytest.raises(ConfigError, match="init_method"):
+        init_process_group("gloo", init_method="env://")
+    with pytest.raises(ConfigError, match="backend"):
+        init_process_group(2)
+    with pytest.raises(ConfigError, match="timeout"):
+        init_process_group(timeout=-1)
+    with pytest.raises(ConfigError, match="address"):
+        init_process_group(address="host0")
