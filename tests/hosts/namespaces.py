@@ -131,17 +131,41 @@ class Hosts:
                 "OMP_NUM_THREADS": 1,
             }
             spelled = {name: str(value) for name, value in variables.items()}
-            # All of it is exec: the process is the rank.
-            enter = ["ip", "netns", "exec", self._names[host], "unshare", "--uts", "sh", "-c"]
-            process = subprocess.Popen(
-                [*enter, f'hostname node{host}; exec "$@"', "sh", *command],
-                env={**os.environ, **spelled, **environment},
-                start_new_session=True,
-                **options,
-            )
-            self._processes.append(process)
-            found.append(process)
+            found.append(self.start(host, command, spelled | dict(environment), **options))
         return found
+
+    def start(
+        self, host: int, command: Sequence[str], environment: Mapping[str, str], **options: Any
+    ) -> subprocess.Popen[Any]:
+        """Start a command on a host.
+
+        Args:
+            host: Its number.
+            command: All that leads to it is exec: the process is the command.
+            environment: Variables beside those of this process.
+            options: Of Popen.
+        """
+        enter = ["ip", "netns", "exec", self._names[host], "unshare", "--uts", "sh", "-c"]
+        process = subprocess.Popen(
+            [*enter, f'hostname node{host}; exec "$@"', "sh", *command],
+            env={**os.environ, **environment},
+            start_new_session=True,
+            **options,
+        )
+        self._processes.append(process)
+        return process
+
+    def write_remote_shell(self, path: Path) -> Path:
+        """Write what stands for ssh between these hosts: `path [options] node1 command ...`."""
+        prefix = self._names[0].removesuffix("0")
+        path.write_text(
+            "#!/bin/sh\n"
+            'while case "$1" in -*) true;; *) false;; esac; do shift; done\n'
+            'host="$1"; shift\n'
+            f'exec ip netns exec "{prefix}${{host#node}}" unshare --uts sh -c "hostname $host; $*"\n'
+        )
+        path.chmod(0o755)
+        return path
 
     def _make(self) -> None:
         _run("ip", "netns", "add", self._bridge)
