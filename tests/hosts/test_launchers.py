@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.hosts.namespaces import Hosts, why_not
+from tests.hosts.slurm import Slurm, why_no_slurm
 from tests.launch.mpi import KINDS, MPICH, command, find_mpirun
 
 REASON = why_not()
@@ -49,6 +50,15 @@ def check(launcher: subprocess.Popen[str], placement: str = "in blocks") -> None
     assert launcher.returncode == 0, output
     found = sorted(line[line.index("rank") :] for line in output.splitlines() if "by hosts" in line)
     assert found == expected_lines(placement), output
+
+
+@pytest.mark.parametrize("placement", HOST_OF)
+def test_srun(hosts: Hosts, placement: str, tmp_path: Path) -> None:
+    if reason := why_no_slurm():
+        pytest.skip(reason)
+    order = {"in blocks": "block", "in turn": "cyclic"}[placement]
+    with Slurm(hosts, tmp_path) as slurm:
+        check(slurm.srun(["-N2", "-n4", "-m", order, *PROGRAM], **OPTIONS), placement)
 
 
 @pytest.mark.parametrize("kind", KINDS)
