@@ -46,7 +46,7 @@ class DistributedBatchSampler(EpochSampler[list[int]]):
         ConfigError: An argument is missing, out of range or contradicts another.
 
     Example:
-        Of two ranks and 7 samples, in order, with batch_size=2: rank 0 iterates over [0, 2], [4, 6] and
+        With two ranks, 7 samples in order and batch_size=2, rank 0 iterates over [0, 2], [4, 6] and
         rank 1 over [1, 3], [5, 0]; with pad=False over [1, 3], [5].
     """
 

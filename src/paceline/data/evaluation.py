@@ -45,7 +45,7 @@ class EvaluationSampler:
         ConfigError: The rank or the number of ranks is missing or out of range.
 
     Example:
-        Of two ranks and 5 samples rank 0 iterates over 0, 1, 2 and rank 1 over 3, 4.
+        With two ranks and 5 samples, rank 0 iterates over 0, 1, 2 and rank 1 over 3, 4.
     """
 
     def __init__(self, dataset: Sized, num_replicas: int | None = None, rank: int | None = None) -> None:
@@ -77,7 +77,7 @@ class EvaluationSampler:
             rows: One row for each sample of this rank, in the sampler's order: an array of shape
                 `(len(sampler), ...)`, or the arrays of the batches. Anything that numpy can read, such as a
                 CPU tensor without gradient. A rank without samples may pass an empty list.
-            group: Over which to collect; None: the default group of torch.distributed.
+            group: The group that collects; None: the default group of torch.distributed.
             root: The only rank that gets the result; None: all do.
 
         Returns:
@@ -90,7 +90,7 @@ class EvaluationSampler:
                 are unusable: every rank raises, and the others quote it.
 
         Example:
-            Of two ranks and 3 samples, rank 0 passes [[1], [2]] and rank 1 [[3]]; both get [[1], [2], [3]].
+            With two ranks and 3 samples, rank 0 passes [[1], [2]] and rank 1 [[3]]; both get [[1], [2], [3]].
         """
         check = Arguments("gather")
         if group is not None and not hasattr(group, "all_gather"):

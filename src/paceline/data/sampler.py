@@ -46,7 +46,7 @@ class DistributedSampler(EpochSampler[int]):
         ConfigError: The rank or the number of ranks is missing or out of range, or options contradict.
 
     Example:
-        Of two ranks and 5 samples, without shuffling, rank 0 iterates over 0, 2, 4 and rank 1 over 1, 3, 0;
+        Two ranks, 5 samples, no shuffling: rank 0 iterates over 0, 2, 4 and rank 1 over 1, 3, 0;
         with pad=False rank 1 iterates over 1, 3.
     """
 

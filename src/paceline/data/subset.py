@@ -34,7 +34,7 @@ class SubsetDistributedSampler(DistributedSampler):
         ConfigError: As DistributedSampler; or an index is negative or no integer.
 
     Example:
-        Of two ranks and indices [7, 8, 9], without shuffling and padding, rank 0 iterates over 7, 9 and
+        With two ranks, indices [7, 8, 9], no shuffling and no padding, rank 0 iterates over 7, 9 and
         rank 1 over 8.
     """
 

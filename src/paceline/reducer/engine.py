@@ -173,7 +173,7 @@ class EngineReducer:
             shows that some rank has used it. The same on all ranks.
 
     Example:
-        Of two ranks, rank 0 marks a gradient of [2.0] and rank 1 one of [4.0]; after `finish` the
+        With two ranks, rank 0 marks a gradient of [2.0] and rank 1 one of [4.0]; after `finish` the
         place of that parameter holds [3.0] on both.
     """
 

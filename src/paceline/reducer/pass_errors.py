@@ -423,7 +423,7 @@ class StaticGraph:
             GraphChangedError: Names the parameters that came or went, by rank.
 
         Example:
-            Of two ranks rank 1 used `left` in the first pass and uses `right` now: both ranks raise, with
+            With two ranks, rank 1 used `left` in the first pass and uses `right` now: both ranks raise, with
             `err.changed == ("left", "right")`.
         """
         told = [rank for rank, status in enumerate(statuses) if status.graph_changed]

@@ -49,7 +49,7 @@ def check_replicas(entries: Sequence[Entry], gather: Gather, *, where: str, seen
         ReplicasDifferError: Names the ranks and the first entries that differ.
 
     Example:
-        Of three ranks, rank 2 has skipped an optimizer's step: all raise "Rank 2 of 3 has another model".
+        With three ranks, rank 2 has skipped an optimizer's step: all raise "Rank 2 of 3 has another model".
     """
     payload = json.dumps(entries, separators=(",", ":")).encode()
     digests = gather(_core.hash_bytes(payload).to_bytes(8, "little"))

@@ -75,17 +75,17 @@ class WrappedModel:
             self.require_backward_grad_sync = before
 
     def weight(self, weight: Any) -> contextlib.AbstractContextManager[None]:
-        """Weigh this rank's gradients: in the backwards within `with`, or, called plainly, in the next one.
+        """Set the weight of this rank's gradients: for the backwards inside `with`, or else for the next one.
 
-        The gradient becomes sum(w * g) / sum(w) over all ranks, and over all micro-batches of no_sync(): if
-        each loss is the mean over its own tokens and w their number, that is the gradient of the mean over
-        all tokens of the step. So don't divide the loss by the number of micro-batches, and clear gradients
-        before the first one: what is there counts as part of it. A rank with weight 0 takes part with
-        whatever gradients it has, NaNs included, and adds nothing.
+        The gradient becomes sum(w * g) / sum(w) over all ranks, and over all micro-batches of no_sync(). If
+        each loss is the mean over its own tokens and w is their number, this is the gradient of the mean over
+        all tokens of the step. So don't divide the loss by the number of micro-batches. Clear gradients
+        before the first micro-batch, because an existing gradient counts as part of it. A rank with weight 0
+        adds nothing, even if its gradients are NaN.
 
-        In one step every micro-batch of a rank has a weight or none has. A rank without one weighs 1. In
-        float16 over a process group the first weighted pass may overflow where a weight is large; later
-        ones use the scale of the one before.
+        In one step, either every micro-batch of a rank has a weight or none has. A rank without a weight
+        weighs 1. In float16 over a process group the first weighted pass may overflow if a weight is large;
+        later passes use the scale of the pass before.
 
         Args:
             weight: A number, or a tensor of one: 0 or more, of any size; only the ratios count.
@@ -106,14 +106,14 @@ class WrappedModel:
         """Say that this rank has no more data, and take part without any until all ranks have said so.
 
         Call it once on every rank, after its loop over the data. Ranks may make different numbers of steps:
-        in each pass the mean is over those that have data. Blocks until the last rank is there, which may
-        take up to the time-out for each of its steps; then all ranks get its parameters and buffers.
-        Gradients that no_sync() has accumulated are dropped; all others are then again what they were
-        before the call, and training may go on.
+        in each pass the mean is over the ranks that have data. Blocks until the last rank has called it,
+        which may take up to the time-out for each of its steps; then all ranks get the last rank's
+        parameters and buffers. Gradients that no_sync() has accumulated are dropped; all other gradients are
+        restored to what they were before the call, and training may go on.
 
         Args:
-            after_pass: Called after each pass of the others, with the means as gradients, and none where
-                nobody has one: an optimizer's `step` keeps its state the same on all ranks.
+            after_pass: Called after each pass of the others, with the means as gradients; a parameter that
+                no rank uses has none. An optimizer's `step` keeps its state the same on all ranks.
 
         Example:
             Rank 0 has 3 batches and rank 1 has 5; in the last two steps the gradient is rank 1's alone:
@@ -134,7 +134,7 @@ class WrappedModel:
     def iterate(
         self, batches: Iterable[_Batch], after_pass: Callable[[], object] | None = None
     ) -> Iterator[_Batch]:
-        """The batches of a loader or sampler, with finish() at their end.
+        """Yield the batches of a loader or sampler, and call finish() at their end.
 
         Leave the loop on all ranks in the same step, or on none: a `break` does not call finish().
 
@@ -174,12 +174,12 @@ class WrappedModel:
         return math.sqrt(self._own_squared_norm())
 
     def nonfinite(self) -> dict[int, tuple[str, ...]]:
-        """Whose gradients held an infinity or a NaN in the last pass: {rank: (parameter names)}.
+        """Return which gradients held an infinity or a NaN in the last pass: {rank: (parameter names)}.
 
-        The same on every rank, and found without looking at gradients again. Empty: all were finite.
+        The same on every rank, and known without reading gradients again. Empty if all were finite.
 
         Raises:
-            ConfigError: Nobody has looked, because of nonfinite="ignore" over a process group.
+            ConfigError: Infinities were not looked for, because of nonfinite="ignore" over a process group.
 
         Example:
             After a NaN in the batch of rank 1: {1: ("head.weight", "head.bias")}.
@@ -196,10 +196,11 @@ class WrappedModel:
         return passes.nonfinite()
 
     def sync_buffers(self) -> None:
-        """Bring buffers and running statistics in step now, as `buffers` and rank 0 say. Collective.
+        """Synchronise buffers and running statistics now, by the policies in `buffers`. Collective.
 
-        Also those that broadcast_buffers=False leaves alone after each backward, but not those that
-        `buffers` calls "local". For an evaluation on all ranks; one on rank 0 alone needs no call.
+        Buffers without a policy are broadcast from rank 0, also with broadcast_buffers=False. Buffers that
+        are "local" are left alone. Use it before an evaluation on all ranks; an evaluation on rank 0 alone
+        does not need it.
         """
         if self._passes is not None:
             self._passes.buffers.sync(range(self._passes.world_size), on_demand=True)
@@ -207,17 +208,17 @@ class WrappedModel:
     def check_replicas(self, optimizer: Any = None) -> None:
         """Raise on every rank if the model is not the same, to the bit, on all of them. Collective.
 
-        For what averaging gradients does not tell: a rank that skipped `optimizer.step()`, has another
-        learning rate, or wrote to a weight. Call it between two steps; or let check_replicas_every=100 do
-        it at the end of each hundredth backward. It reads all parameters once, at the speed of memory, and
-        exchanges 8 bytes.
+        It finds what averaging gradients does not show: a rank that has skipped `optimizer.step()`, has
+        another learning rate, or has written to a weight. Call it between two steps, or let
+        check_replicas_every=100 do it at the end of each hundredth backward. It reads all parameters once,
+        at the speed of memory, and exchanges 8 bytes.
 
-        Compared are parameters, and buffers that backward brings in step: not those that `buffers` calls
-        "local", nor any with broadcast_buffers=False.
+        It compares the parameters, and the buffers that backward synchronises. Buffers that are "local", and
+        all buffers with broadcast_buffers=False, are left out.
 
         Args:
-            optimizer: Its state and its learning rates are compared, too. Not one that keeps a part of the
-                state on each rank, as ZeroRedundancyOptimizer.
+            optimizer: Its state and learning rates are compared too. It must not keep a different part of
+                the state on each rank, as ZeroRedundancyOptimizer does.
 
         Raises:
             ReplicasDifferError: Names the ranks that differ from the others, and what differs first.

@@ -46,62 +46,63 @@ class DataParallel(WrappedModel, PaddleNames):
     every rank has raised. Gradients are averaged in memory that the ranks of one host share; between hosts,
     and on GPUs, through paddle.distributed.
 
-    Attributes and methods of the model are reached through the wrapper, but for names that it has itself:
-    `model.module.finished` is the model's own. `model.weight` is the model's where that is a tensor; then the
-    argument `weight` weighs the mean. Parameters with `no_sync = True` are
-    left to each rank.
+    Attributes and methods of the model are reached through the wrapper, except names that the wrapper has
+    itself: `model.module.finished` is the model's own. If the model has a tensor `weight`, `model.weight` is
+    that tensor; use the argument `weight` to weigh the mean. Parameters with `no_sync = True` are not
+    averaged.
 
     Collective: every rank constructs it, and runs the same number of synchronised backwards.
 
     Args:
         layers: The model. Its parameters must not be added, replaced or unfrozen afterwards.
-        strategy: Deprecated. As in Paddle, only its `nranks` counts: where that is 1, nothing is averaged,
-            and a warning says so.
-        comm_buffer_size: Most MiB that are averaged at once. The result does not depend on it.
-        last_comm_buffer_size: Most MiB of the bucket that is averaged first.
-        find_unused_parameters: Let a parameter that got no gradient contribute 0. Otherwise that raises, on
-            every rank, unless no rank uses it: then it is a warning, once, as nothing can differ. A parameter
-            unused on all ranks keeps its gradient.
+        strategy: Deprecated. As in Paddle, only its `nranks` counts: if it is 1, nothing is averaged, and a
+            warning says so.
+        comm_buffer_size: Largest size of a bucket, in MiB. In shared memory it changes no result.
+        last_comm_buffer_size: Largest size of the bucket that is averaged first, in MiB.
+        find_unused_parameters: Let a parameter that got no gradient contribute 0. Otherwise it raises an
+            error on every rank; if no rank uses it, there is one warning instead, as replicas cannot differ.
+            A parameter unused on all ranks keeps its gradient.
         group: A group of paddle.distributed, or a `paceline.Group`. None: that of paddle.distributed, or,
-            where it is not initialised, one formed from the environment that the launcher has set.
+            if it is not initialised, one formed from the environment that the launcher has set.
         device_ids: The device of the parameters, as the only entry, or None. Inputs stay where they are.
         output_device: The device of the parameters, or None.
         dim: 0, the only dimension along which a batch is shared.
         broadcast_buffers: Give every rank rank 0's buffers and running statistics, when wrapping and at the
             end of each synchronised backward. None: yes.
-        forward_sync_buffers: As broadcast_buffers, but not when wrapping.
+        forward_sync_buffers: As broadcast_buffers, but when wrapping buffers are broadcast in any case.
         init_sync: Give every rank rank 0's parameters when wrapping.
         process_group: Another name of `group`.
-        bucket_cap_mb: Another name of `comm_buffer_size`, and before it.
+        bucket_cap_mb: Another name of `comm_buffer_size`; if both are passed, this one counts.
         gradient_as_bucket_view: Keep gradients in the memory where they are averaged: they are held once.
         static_graph: A promise that the same parameters are unused in each pass. Breaking it raises.
-        check_reduction: Accepted: what it once checked is always checked.
-        delay_all_reduce_named_params: (name, parameter) pairs whose gradients are complete at the end of
-            backward only, or do not come at all, which counts as zeros.
-        param_to_hook_all_reduce: Goes with the one above; here they wait for the end of backward.
+        check_reduction: Accepted; what it used to check is always checked.
+        delay_all_reduce_named_params: (name, parameter) pairs whose gradients are averaged at the end of
+            backward. They may come several times, or not at all, which counts as zeros.
+        param_to_hook_all_reduce: Accepted with the argument above, which waits for the end of backward.
         device_mesh: A `paddle.distributed.ProcessMesh` of one dimension, instead of group.
         skip_all_reduce_unused_params: Over a group, don't send buckets that no rank used in the pass
-            before. Used again, they are sent at the end of the pass.
+            before. If they are used again, they are sent at the end of the pass.
         bucket_cap_mb_list: Bucket sizes in MiB, one per bucket; the last applies to all further buckets.
             Replaces comm_buffer_size.
-        batched_grad_copy: Accepted: how gradients are copied changes no result.
-        buffers: What is done with buffers and running statistics after each synchronised backward, by name
+        batched_grad_copy: Accepted; how gradients are copied changes no result.
+        buffers: What to do with buffers and running statistics after each synchronised backward, by name
             pattern (`"*._mean"`): "average" them, "broadcast" those of rank 0, or leave them "local". The
-            first match counts; without one, broadcast_buffers says. Integers are broadcast, not averaged.
+            first match counts; broadcast_buffers decides if none matches. Integers are broadcast instead of
+            averaged.
         weight: The weight of this rank's gradients in the average: a number, or a function of forward's
             arguments that returns one (for example the number of tokens). None: 1, unless weight() is called.
         nonfinite: What to do when a gradient holds an infinity or a NaN: "warn" (once), "raise" (on every
             rank) or "ignore".
-        reduce_through: Where gradients are averaged: "memory", which ranks on one host share; "group", that
-            of paddle.distributed; "auto": memory where all ranks share one host and the model is on the CPU,
-            else the group.
-        timeout_s: Seconds, or a timedelta, to wait for the slowest rank, where the group does not say.
-            Paddle's Gloo gives up after 30 s, whatever this is.
+        reduce_through: Where gradients are averaged: "memory", which ranks on one host share; "group", the
+            group of paddle.distributed; or "auto": in memory if all ranks share one host and the model is on
+            the CPU, else through the group.
+        timeout_s: Seconds, or a timedelta, to wait for the slowest rank; None: the time-out of a
+            `paceline.Group`, else 1800. Paddle's Gloo gives up after 30 s, whatever this is.
         warn_after_s: Seconds, or a timedelta, after which a late rank is named in a warning; None: 10.
         init_sync_buffers: Broadcast rank 0's buffers when wrapping. None: as broadcast_buffers says.
         check_replicas_every: At the end of each n-th synchronised backward, compare the replicas, and raise
-            on every rank if they differ; see check_replicas(). None: only after ranks have written to their
-            parameters differently often (a step that one skipped). 0: never.
+            on every rank if they differ; see check_replicas(). None: only if the ranks have written to
+            their parameters a different number of times (one has skipped a step). 0: never.
 
     Raises:
         ConfigError: An argument, or the model, is not supported; the message says which and why.
@@ -243,8 +244,8 @@ class DataParallel(WrappedModel, PaddleNames):
     def init_reducer(self) -> None:
         """Average from now on the gradients of the parameters that the model trains now. Collective.
 
-        After parameters were added, replaced, or unfrozen; not within a backward. No value is broadcast.
-        paddle.DataParallel's constructor calls its own; here nobody needs to otherwise.
+        Call it after parameters were added, replaced or unfrozen, and not inside a backward. No value is
+        broadcast. After wrapping there is no need to call it.
 
         Raises:
             ConfigError: The model has no parameters to train.
@@ -277,18 +278,19 @@ class DataParallel(WrappedModel, PaddleNames):
     ) -> contextlib.AbstractContextManager[None]:
         """A context in which ranks may make different numbers of steps, as torch's; see also finish().
 
-        A rank that leaves it takes part in the others' passes, and at its end, which blocks, all ranks have
-        the model of one that went on longest. What it had as gradients it has again then.
+        A rank that leaves the context takes part in the others' passes; this blocks until all ranks have
+        left it. Then all ranks have the model of a rank that went on longest, and gradients are restored.
 
         Args:
-            divide_by_initial_world_size: Divide sums of gradients by the number of all ranks; False: of
-                those that still have data.
-            enable: False: as if there were no context.
+            divide_by_initial_world_size: Divide sums of gradients by the number of all ranks; False: by the
+                number of ranks that still have data.
+            enable: False: the context has no effect.
             throw_on_early_termination: Raise on all ranks at the end of the first backward for which one
                 had no more data.
 
         Raises:
-            SkippedPassError: That was asked for, and happened. Also a RuntimeError, as torch's.
+            SkippedPassError: A rank had no more data, with throw_on_early_termination. Also a RuntimeError,
+                as in torch.
 
         Example:
             Rank 0 has 3 batches and rank 1 has 5; the gradient of the last two steps is half of rank 1's:
@@ -307,15 +309,15 @@ class DataParallel(WrappedModel, PaddleNames):
     def register_comm_hook(self, state: object, hook: Callable[[Any, GradBucket], Any]) -> None:
         """Let `hook` average each bucket of gradients.
 
-        Collective. Once in the life of a wrapped model, and not within a backward. Hooks that send fewer
-        bits are in `paceline.paddle.compression`.
+        Collective. Call it once for a wrapped model, and not inside a backward. Hooks that send fewer bits
+        are in `paceline.paddle.compression`.
 
         Args:
-            state: Handed to the hook, as it is.
-            hook: Called as `hook(state, bucket)` when all gradients of a bucket are there, not divided by
+            state: Passed to the hook unchanged.
+            hook: Called as `hook(state, bucket)` when all gradients of a bucket are ready, not divided by
                 the world size, on every rank in the same order. Returns the tensor that replaces
-                `bucket.buffer()`, or a future of it: `bucket.all_reduce(tensor)` and `bucket.all_gather()`
-                return futures, and connect the ranks however they are connected.
+                `bucket.buffer()`, or a future of it. `bucket.all_reduce(tensor)` and `bucket.all_gather()`
+                return such futures, and work in shared memory and over a group.
 
         Raises:
             RuntimeError: A hook was registered before.
@@ -345,13 +347,13 @@ class DataParallel(WrappedModel, PaddleNames):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> paddle.Tensor:
         """Scale all dense gradients so that their norm is at most `max_norm`; returns the norm they had.
 
-        As `paddle.nn.utils.clip_grad_norm_`, but for gradients that are as backward left them the norm is
-        known already. After the first call; that one computes it. A kernel or numpy that changed a few
-        elements of a gradient, and no others, may go unseen.
+        As `paddle.nn.utils.clip_grad_norm_`, but from the second call on it uses the norm that backward has
+        found, if gradients have not changed since. A change of only a few elements by a kernel or numpy may
+        be missed.
 
         Args:
             max_norm: The largest norm allowed.
-            norm_type: The p of the p-norm; norms other than 2 are computed.
+            norm_type: The p of the p-norm; norms other than 2 are always computed.
 
         Example:
             Rank 0's gradient is 6 and rank 1's 10: the norm is 8, and after clip_grad_norm_(2) both hold 2.

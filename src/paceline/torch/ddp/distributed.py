@@ -56,19 +56,19 @@ class DistributedDataParallel(WrappedModel, TorchNames):
     Collective: every rank constructs it, and runs the same number of synchronised backwards.
 
     Args:
-        module: The model. Afterwards parameters may be frozen for a while, and whatever is not trained may
-            change; one that is to be trained must not be added, replaced or unfrozen.
+        module: The model. After wrapping, parameters may be frozen for a while, and everything that is not
+            trained may change. A parameter to train must not be added, replaced or unfrozen.
         device_ids: One device to which inputs are moved, or None.
         output_device: The same device, or None.
         broadcast_buffers: Give every rank rank 0's buffers (running statistics), when wrapping and at the
             end of each synchronised backward. None: yes.
         init_sync: Give every rank rank 0's parameters when wrapping.
         process_group: A process group of torch, or a `paceline.Group`. None: torch's default group, or,
-            where torch.distributed is not initialised, a group formed from the environment that
+            if torch.distributed is not initialised, a group formed from the environment that
             `paceline run` (or torchrun, or mpirun) has set.
-        bucket_cap_mb: Most MiB that are averaged at once; None: 25. The result does not depend on it.
-        find_unused_parameters: Let a parameter that got no gradient contribute 0. Otherwise that raises, on
-            every rank. A parameter unused on all ranks keeps its .grad.
+        bucket_cap_mb: Largest size of a bucket, in MiB; None: 25. In shared memory it changes no result.
+        find_unused_parameters: Let a parameter that got no gradient contribute 0. Otherwise it raises an
+            error on every rank. A parameter unused on all ranks keeps its .grad.
         gradient_as_bucket_view: Keep .grad in the memory where it is averaged: gradients are held once.
             A forked child cannot read it; copy it before the fork.
         static_graph: A promise that the same parameters are unused in each pass. Breaking it raises.
@@ -77,32 +77,32 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         bucket_cap_mb_list: Bucket sizes in MiB, one per bucket; the last applies to all further buckets.
             Replaces bucket_cap_mb.
         device_mesh: A mesh of one dimension, instead of process_group.
-        forward_sync_buffers: As broadcast_buffers, but not when wrapping.
-        buffers: What is done with buffers after each synchronised backward, by name pattern ("*.running_*"):
+        forward_sync_buffers: As broadcast_buffers, but when wrapping buffers are broadcast in any case.
+        buffers: What to do with buffers after each synchronised backward, by name pattern ("*.running_*"):
             "average" them, "broadcast" those of rank 0, or leave them "local". The first match counts;
-            without one, broadcast_buffers says. Integers are broadcast where others are averaged.
+            broadcast_buffers decides if none matches. Integers are broadcast instead of averaged.
         weight: The weight of this rank's gradients in the average: a number, or a function of forward's
             arguments that returns one (for example the number of tokens). None: 1, unless weight() is called.
         nonfinite: What to do when a gradient holds an infinity or a NaN: "warn" (once), "raise" (on every
             rank) or "ignore".
         timeout_s: Seconds to wait for the slowest rank, or a timedelta; None: the group's own time-out.
         warn_after_s: Seconds after which a late rank is named in a warning; None: 10.
-        reduce_through: "memory" that the ranks share, the process "group", or the best way that is
-            possible ("auto"): on several hosts with as many ranks each, the memory of each host first, and
-            what is left between the hosts.
+        reduce_through: Where gradients are averaged: "memory" that the ranks share, the process "group", or
+            "auto", the best of what is possible. On several hosts with the same number of ranks each,
+            "auto" averages in the memory of each host first, and then between the hosts.
         dim, check_reduction: Accepted for compatibility; they have no effect.
-        delay_all_reduce_named_params: (name, parameter) pairs whose gradients are complete only when
-            that of `param_to_hook_all_reduce` is: they may come several times before it, or not at all,
-            which counts as zeros. To be averaged they wait for it.
-        param_to_hook_all_reduce: Goes with the one above.
+        delay_all_reduce_named_params: (name, parameter) pairs whose gradients are averaged only when that
+            of `param_to_hook_all_reduce` has come. Before that they may come several times, or not at all,
+            which counts as zeros.
+        param_to_hook_all_reduce: The parameter for whose gradient the delayed ones wait.
         skip_all_reduce_unused_params: Over a process group, don't send buckets that no rank used in the
-            pass before. Used again, they are sent at the end of the pass.
+            pass before. If they are used again, they are sent at the end of the pass.
         batched_grad_copy: Over a process group, copy gradients a bucket at a time: fewer kernels on a GPU.
         init_sync_buffers: Broadcast rank 0's buffers when wrapping. None: as broadcast_buffers says.
         check_replicas_every: At the end of each n-th synchronised backward, compare the replicas, and raise
-            on every rank if they differ; see check_replicas(). None: only after ranks have written to their
-            parameters differently often (a step that one skipped). 0: never.
-        later: Arguments of a newer torch than Paceline knows are taken if they have torch's default.
+            on every rank if they differ; see check_replicas(). None: only if the ranks have written to
+            their parameters a different number of times (one has skipped a step). 0: never.
+        later: Arguments of a newer torch, which must have torch's default values.
 
     Raises:
         ConfigError: An argument, or the model, is not supported; the message says which and why. Also where

@@ -231,7 +231,7 @@ class TorchNames(TorchDDP):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """As torch's, but weights that were saved without the wrapper, and its `module.`, will do as well."""
+        """As torch's, but it also takes names without `module.`, saved without the wrapper."""
         if not isinstance(state_dict, Mapping):
             owner, hint = "load_state_dict", "torch.load(path, weights_only=True) reads one from a file"
             raise Arguments(owner).refuse("state_dict", state_dict, "a state_dict", hint, is_type=True)
@@ -439,13 +439,14 @@ class TorchNames(TorchDDP):
     ) -> Join:
         """A context in which ranks may make different numbers of steps, as torch's; see also finish().
 
-        A rank that leaves it takes part in the others' passes, and at its end all ranks have the model of
-        one that went on longest. What it had in `.grad` it has again then. One forward for each backward.
+        A rank that leaves the context takes part in the others' passes until all ranks have left it. Then
+        all ranks have the model of a rank that went on longest, and `.grad` is restored. Make one forward
+        for each backward.
 
         Args:
-            divide_by_initial_world_size: Divide sums of gradients by the number of all ranks; False: of
-                those that still have data.
-            enable: False: as if there were no context.
+            divide_by_initial_world_size: Divide sums of gradients by the number of all ranks; False: by the
+                number of ranks that still have data.
+            enable: False: the context has no effect.
             throw_on_early_termination: Raise RuntimeError on all ranks as soon as one has no more data.
 
         Raises:
