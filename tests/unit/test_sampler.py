@@ -150,6 +150,9 @@ def test_rank_and_size_come_from_the_environment(monkeypatch: pytest.MonkeyPatch
     sampler = DistributedSampler(range(9), shuffle=False)
     assert list(sampler) == [1, 4, 7]
     monkeypatch.delenv("RANK")
+    with pytest.raises(ConfigError, match="half set: RANK is not set"):
+        DistributedSampler(range(9))
+    monkeypatch.delenv("WORLD_SIZE")
     with pytest.raises(ConfigError, match="does not know its rank"):
         DistributedSampler(range(9))
 
