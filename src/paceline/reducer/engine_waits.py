@@ -20,7 +20,7 @@ from paceline.reducer.witness import Witness
 _SHORTEST_NAP_S = 0.00002
 _LONGEST_NAP_S = 0.001
 _NAPS = 8  # a nap is this part of what has been waited already, so that no wait gets longer by more than that
-_USUAL_S = 0.002  # a wait of the usual length asks no witness
+_USUAL_NAPS = 16  # some milliseconds: a wait of the usual length asks no witness
 _GRACE_S = 0.1
 _FINDING_S = 1.0
 _FINDING_LATE_S = 0.2
@@ -91,6 +91,7 @@ class EngineWaits:
         started = time.monotonic()
         warns_at_s = self._warn_after_s
         is_told = False
+        naps = 0
         while not is_completed():
             waited_s = time.monotonic() - started
             nap_s = min(max(waited_s / _NAPS, _SHORTEST_NAP_S), _LONGEST_NAP_S)
@@ -103,7 +104,7 @@ class EngineWaits:
                     stacklevel=2,
                 )
                 warns_at_s = math.inf
-            if self._witness is not None and waited_s > _USUAL_S:
+            if self._witness is not None and naps >= _USUAL_NAPS:
                 if not is_told:
                     is_told = True
                     self._witness.tell_waiting()
@@ -114,6 +115,7 @@ class EngineWaits:
                     self._witness.give_up()
                     raise self._named(lost, what)
             time.sleep(nap_s)
+            naps += 1
         if is_told and self._witness is not None:
             self._witness.tell_done()
 
