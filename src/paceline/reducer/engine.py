@@ -20,22 +20,19 @@ Imports only the standard library, `errors`, the core and its neighbours.
 
 from __future__ import annotations
 
-import math
 import os
 import struct
-import threading
-import time
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from paceline import _core
-from paceline.errors import GroupClosedError, MismatchError, format_ranks
-from paceline.reducer.overlaps import overlapping
-from paceline.reducer.pass_reports import RankReport, judge, pack_bits, unpack_bits, unused_by_all
+from paceline.errors import MismatchError, format_ranks
+from paceline.reducer.pass_reports import RankReport, pack_bits, unpack_bits
 from paceline.reducer.plan import Plan
 from paceline.reducer.protocol import PassStatus
+from paceline.reducer.reporting_reducer import ReportingReducer
 
 _Flat = TypeVar("_Flat")  # a flat tensor of any framework
 _CALL = struct.Struct("<II")
@@ -163,7 +160,7 @@ def call_order_of(group: Any) -> CallOrder:
     return CallOrder() if group is None else _call_orders.setdefault(group, CallOrder())
 
 
-class EngineReducer:
+class EngineReducer(ReportingReducer):
     """A `Reducer` whose bytes are moved by a `Transport`. Making one is collective.
 
     Args:
@@ -178,30 +175,11 @@ class EngineReducer:
     """
 
     def __init__(self, plan: Plan, transport: Transport, *, skip_unused: bool = False) -> None:
-        self._plan = plan
+        super().__init__(plan, transport.world_size, f"rank {transport.rank} of {transport.world_size}")
         self._skip_unused = skip_unused
         self._idle: list[int] = []  # buckets that no rank used in the last pass
         self._transport = transport
-        self._buckets_of: list[list[int]] = [[] for _ in plan.parameters]
-        for number, bucket in enumerate(plan.buckets):
-            for index in bucket.parameters:
-                self._buckets_of[index].append(number)
-        # Gradients on several devices are made by several threads of the framework.
-        self._lock = threading.Lock()
-        self._weight = 1.0
-        self._note = 0
         self._expected_weight = float(transport.world_size)
-        self._waited_s = 0.0
-        self._notes_first_bucket = False
-        self._first_bucket_ns = 0
-        self._passes = 0
-        self._statuses: list[RankReport] = []
-        self._unused: list[list[int]] = [[] for _ in range(transport.world_size)]
-        self._nonfinite: list[tuple[int, int]] = []
-        self._overflowed: list[int] = []
-        self._has_no_means = False
-        self._failure: Exception | None = None
-        self._overlapping: set[int] = set()
         # Which no two reducers have in common, and all ranks of this one.
         self._identity = zlib.crc32(b"".join(transport.begin_all_gather(os.urandom(8)).wait()))
         self._called = 0  # what this rank has told of its calls at the end of the last pass
@@ -209,103 +187,23 @@ class EngineReducer:
         self._begin_pass()
 
     @property
-    def waited_s(self) -> float:
-        return self._waited_s
-
-    def note_first_bucket(self) -> None:
-        self._notes_first_bucket, self._first_bucket_ns = True, 0
-
-    @property
-    def first_bucket_ns(self) -> int:
-        return self._first_bucket_ns
-
-    @property
     def num_launched(self) -> int:
         """Buckets that the last pass has averaged: not those that it skipped. Before the first one: all."""
         return self._num_launched
 
-    @property
-    def passes(self) -> int:
-        return self._passes
-
-    def set_weight(self, weight: float) -> None:
-        self._weight = weight
-
-    def set_note(self, note: int) -> None:
-        self._note = note
-
-    def mark_ready(self, param: int, grad_pointer: int = 0) -> None:
-        if grad_pointer:
-            raise ValueError("an engine reducer reads gradients from the arena only")
-        self._check_usable()
-        with self._lock:
-            if self._marked[param]:
-                raise RuntimeError(f"parameter {param} was marked ready twice in one pass")
-            self._marked[param] = True
-            for number in self._buckets_of[param]:
-                self._missing[number] -= 1
-            self._launch_complete()
-
-    def mark_copied(self, param: int, grad_pointer: int, nbytes: int) -> None:
-        self._copied.append((grad_pointer, nbytes, param))
-        self.mark_ready(param)
-
-    def finish(self, status: PassStatus, allow_unused: bool, allow_nobodys: bool = False) -> int:
-        self._check_usable()
-        started = time.perf_counter()
-        self._has_no_means = True  # until it has
-        try:
-            self._complete(status, allow_unused)
-        except Exception as error:
-            self._failure = error  # the ranks' calls do not pair any more
-            raise
-        self._waited_s += time.perf_counter() - started
-        self._overlapping = overlapping(self._copied)
-        self._begin_pass()
-        self._passes += 1
-        if strangers := self._strangers():
-            raise self._mixed(strangers)
-        outcome, is_void = judge(
-            self._statuses,
-            self._unused,
-            allow_nobodys=allow_nobodys,
-            nonfinite=bool(self._nonfinite),
-            overflowed=bool(self._overflowed),
-        )
-        if not is_void:
-            self._correct_weights()
-            self._has_no_means = False
-        return int(outcome)
-
-    def unused(self, rank: int) -> list[int]:
-        return list(self._unused[rank])
-
-    def globally_unused(self) -> list[int]:
-        return unused_by_all(self._statuses, self._unused, len(self._plan.parameters))
-
-    def overlapping(self) -> list[int]:
-        return sorted(self._overlapping)
-
-    def statuses(self) -> list[PassStatus]:
-        return [report.status for report in self._statuses]
-
-    def notes_by_rank(self) -> list[int]:
-        return [status.note for status in self._statuses]
-
     def waiting_ranks(self) -> list[int]:
         return []  # an engine below does not tell
 
-    def nonfinite(self) -> list[tuple[int, int]]:
-        return list(self._nonfinite)
-
-    def overflowed(self) -> list[int]:
-        return list(self._overflowed)
-
-    def squared_norm(self) -> float:
-        return math.nan if self._has_no_means else self._transport.squared_norm()
-
     def close(self) -> None:
         """Nothing to give back: the transport's memory goes with the last view of it."""
+
+    def _hand_over(self, param: int) -> None:
+        for number in self._buckets_of[param]:
+            self._missing[number] -= 1
+        self._launch_complete()
+
+    def _squared_norm(self) -> float:
+        return self._transport.squared_norm()
 
     def _launch_idle(self) -> None:
         """Reduce what was expected to be idle and is not, and see what is idle now. The same on all ranks."""
@@ -338,14 +236,13 @@ class EngineReducer:
             self._wait_for_buckets()
         nonfinite = self._transport.take_nonfinite()
         overflowed = self._find_overflowed(self._weight) if is_serial else []
-        counts = (len(unused), len(nonfinite), len(overflowed))
-        refuses_unused = bool(unused) and not allow_unused
         self._called = self._transport.order.take(self._identity)
-        own = RankReport(self._weight, self._called, status.pack(), *counts, self._note, refuses_unused)
+        counts = {"nonfinite": len(nonfinite), "overflowed": len(overflowed)}
+        own = self._report(status, unused, allow_unused, identity=self._called, **counts)
         gathering = self._transport.begin_all_gather(own.pack())
         if not is_serial:
             self._wait_for_buckets()
-        self._statuses = [RankReport.unpack(row) for row in gathering.wait()]
+        self._reports = [RankReport.unpack(row) for row in gathering.wait()]
         if self._strangers():  # their details would not be of these parameters
             return
         self._gather_details(unused, nonfinite, overflowed)
@@ -362,11 +259,14 @@ class EngineReducer:
 
     def _strangers(self) -> list[int]:
         """Ranks that made other calls, so that buckets of several models were added up."""
-        return [rank for rank, each in enumerate(self._statuses) if each.identity != self._called]
+        return [rank for rank, each in enumerate(self._reports) if each.identity != self._called]
 
-    def _mixed(self, strangers: Sequence[int]) -> MismatchError:
+    def _check_reports(self) -> None:
+        strangers = self._strangers()
+        if not strangers:
+            return
         transport = self._transport
-        return MismatchError(
+        raise MismatchError(
             f"Rank {transport.rank} of {transport.world_size} averaged gradients of another model than "
             f"{format_ranks(strangers)}.",
             where="the end of backward; the gradients of this pass are of no use, on any rank",
@@ -378,21 +278,10 @@ class EngineReducer:
             "several models, wrap the module that holds them",
         )
 
-    def _check_usable(self) -> None:
-        if self._failure is not None:
-            who = f"Rank {self._transport.rank} of {self._transport.world_size}"
-            raise GroupClosedError(
-                f"{who} cannot average gradients any more.",
-                seen=f"an earlier pass ended in an error: {str(self._failure).splitlines()[0]}",
-                hint="end this process, and start all ranks again from a checkpoint",
-            ) from self._failure
-
     def _begin_pass(self) -> None:
+        super()._begin_pass()
         self._sequence = [n for n in range(len(self._plan.buckets)) if n not in self._idle]
-        self._marked = [False] * len(self._plan.parameters)
-        self._missing = [len(bucket.parameters) for bucket in self._plan.buckets]
         self._pending: list[Pending] = []
-        self._copied: list[tuple[int, int, int]] = []  # address, bytes and index of gradients
 
     def _launch_complete(self) -> None:
         """Launch buckets in order, up to the first one that still misses a gradient."""
@@ -401,8 +290,7 @@ class EngineReducer:
             number = self._sequence[len(self._pending)]
             if self._missing[number]:
                 return
-            if self._notes_first_bucket:
-                self._notes_first_bucket, self._first_bucket_ns = False, time.monotonic_ns()
+            self._note_complete_bucket()
             self._pending.append(self._launch(number, scale))
 
     def _launch(self, number: int, scale: float) -> Pending:
@@ -410,7 +298,7 @@ class EngineReducer:
         return self._transport.launch(number, scale)
 
     def _largest_weight(self) -> float:
-        return max(report.weight for report in self._statuses)
+        return max(report.weight for report in self._reports)
 
     def _gather_details(
         self, unused: Sequence[int], nonfinite: Sequence[int], overflowed: Sequence[int]
@@ -423,7 +311,7 @@ class EngineReducer:
         )
         if may_have_overflowed:
             overflowed = self._transport.find_overflowed()
-        is_told = any(status.unused or status.nonfinite or status.overflowed for status in self._statuses)
+        is_told = any(status.unused or status.nonfinite or status.overflowed for status in self._reports)
         if is_told or may_have_overflowed:
             self._unused, rows, sums = self._gather_bits(unused, nonfinite, overflowed)
             self._note_nonfinite({(rank, index) for rank, row in enumerate(rows) for index in row}, sums)
@@ -446,9 +334,10 @@ class EngineReducer:
             for place in range(len(found))
         ]
 
-    def _correct_weights(self) -> None:
+    def _finish_means(self) -> None:
+        """Divide by the weights that the ranks had, where others were expected."""
         with _core.DefaultFloats():  # every rank corrects for itself, and all must get the same bits
-            total = sum(status.weight for status in self._statuses)
+            total = sum(status.weight for status in self._reports)
             if total not in (0, self._expected_weight):  # 0: there are only zeros
                 self._transport.rescale(self._expected_weight / total)
                 self._expected_weight = total

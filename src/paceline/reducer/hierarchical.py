@@ -24,24 +24,21 @@ Imports the core, `errors`, the standard library and its neighbours.
 from __future__ import annotations
 
 import ctypes
-import math
 import struct
-import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from paceline import _core
-from paceline.errors import CollectiveError, GroupClosedError
+from paceline.errors import CollectiveError
 from paceline.reducer.host_exchange import FailureNotes, HostExchange, unpack_failure
 from paceline.reducer.hosts import HostsTransport, plan_route
-from paceline.reducer.overlaps import overlapping
 from paceline.reducer.pass_errors import shorten
-from paceline.reducer.pass_reports import RankReport, judge, pack_bits, unpack_bits, unused_by_all
+from paceline.reducer.pass_reports import RankReport, pack_bits, unpack_bits
 from paceline.reducer.plan import SEGMENT_ELEMENTS, Plan, pieces_of
 from paceline.reducer.protocol import PassStatus
+from paceline.reducer.reporting_reducer import ReportingReducer
 
 _DTYPES = _core.DTYPES
 _GRACE_S = 2.0  # whoever waits for another host knows its name, so its deadline comes first
@@ -93,7 +90,7 @@ def is_regular(ranks: Sequence[Sequence[int]]) -> bool:
     return len(ranks) > 1 and len({len(host) for host in ranks}) == 1
 
 
-class HierarchicalReducer:
+class HierarchicalReducer(ReportingReducer):
     """A `Reducer` over several hosts. Making one is collective, over all their ranks.
 
     Args:
@@ -107,7 +104,8 @@ class HierarchicalReducer:
     """
 
     def __init__(self, plan: Plan, hosts: Hosts, generation: int) -> None:
-        self._plan, self._hosts = plan, hosts
+        super().__init__(plan, hosts.world_size, hosts.who)
+        self._hosts = hosts
         count = len(plan.parameters)
         self._bits_bytes = len(pack_bits((), count))
         dtypes = [_DTYPES[plan.sections[bucket.section].dtype] for bucket in plan.buckets]
@@ -118,23 +116,6 @@ class HierarchicalReducer:
             hosts.world_size,
             RankReport.NBYTES + self._bits_bytes,
         )
-        self._buckets_of: list[list[int]] = [[] for _ in plan.parameters]
-        for number, bucket in enumerate(plan.buckets):
-            for index in bucket.parameters:
-                self._buckets_of[index].append(number)
-        # Autograd's threads may make gradients of one backward.
-        self._lock = threading.Lock()
-        self._weight, self._note = 1.0, 0
-        self._notes_first_bucket, self._first_bucket_ns = False, 0
-        self._waited_s = 0.0
-        self._passes = 0
-        self._reports: list[RankReport] = []
-        self._unused: list[list[int]] = [[] for _ in range(hosts.world_size)]
-        self._nonfinite: list[tuple[int, int]] = []
-        self._overflowed: list[int] = []
-        self._has_no_means = False
-        self._failure: BaseException | None = None
-        self._overlapping: set[int] = set()
         self._found: set[tuple[int, int]] = set()  # (rank, parameter), not finite in this rank's shares
         self._not_finite: set[int] = set()  # parameters whose mean is not, in this rank's shares
         self._exchange = self._make_exchange(generation)
@@ -151,96 +132,12 @@ class HierarchicalReducer:
         """Who keeps the arena mapped."""
         return self._core
 
-    @property
-    def waited_s(self) -> float:
-        return self._waited_s
-
-    def note_first_bucket(self) -> None:
-        self._notes_first_bucket, self._first_bucket_ns = True, 0
-
-    @property
-    def first_bucket_ns(self) -> int:
-        return self._first_bucket_ns
-
-    @property
-    def passes(self) -> int:
-        return self._passes
-
-    def set_weight(self, weight: float) -> None:
-        self._weight = weight
-
-    def set_note(self, note: int) -> None:
-        self._note = note
-
-    def mark_ready(self, param: int, grad_pointer: int = 0) -> None:
-        if grad_pointer:
-            raise ValueError("a hierarchical reducer reads gradients from the arena only")
-        self._check_usable()
-        with self._lock, self._host_errors():
-            if self._marked[param]:
-                raise RuntimeError(f"parameter {param} was marked ready twice in one pass")
-            self._marked[param] = True
-            self._count_down(param)
-            self._launch_complete()
-
-    def mark_copied(self, param: int, grad_pointer: int, nbytes: int) -> None:
-        self._copied.append((grad_pointer, nbytes, param))
-        self.mark_ready(param)
-
-    def finish(self, status: PassStatus, allow_unused: bool, allow_nobodys: bool = False) -> int:
-        self._check_usable()
-        started = time.perf_counter()
-        self._has_no_means = True  # until it has
-        try:
-            with self._host_errors():
-                self._complete(status, allow_unused)
-                self._read_reports()
-        except BaseException as error:
-            self._fail(error)
-            raise
-        self._waited_s += time.perf_counter() - started
-        self._overlapping = overlapping(self._copied)
-        self._begin_pass()
-        self._passes += 1
-        outcome, is_void = judge(
-            self._reports,
-            self._unused,
-            allow_nobodys=allow_nobodys,
-            nonfinite=bool(self._nonfinite),
-            overflowed=bool(self._overflowed),
-        )
-        self._has_no_means = is_void
-        return int(outcome)
-
-    def unused(self, rank: int) -> list[int]:
-        return list(self._unused[rank])
-
-    def globally_unused(self) -> list[int]:
-        return unused_by_all(self._reports, self._unused, len(self._plan.parameters))
-
-    def overlapping(self) -> list[int]:
-        return sorted(self._overlapping)
-
-    def statuses(self) -> list[PassStatus]:
-        return [report.status for report in self._reports]
-
-    def notes_by_rank(self) -> list[int]:
-        return [report.note for report in self._reports]
-
     def waiting_ranks(self) -> list[int]:
         """The ranks of this host that wait: of the others nobody knows."""
         return [self._hosts.own_ranks[place] for place in self._core.waiting_ranks()]
 
-    def nonfinite(self) -> list[tuple[int, int]]:
-        return list(self._nonfinite)
-
-    def overflowed(self) -> list[int]:
-        return list(self._overflowed)
-
-    def squared_norm(self) -> float:
+    def _squared_norm(self) -> float:
         """Computed when asked, segment by segment as on one host: the same bits."""
-        if self._has_no_means:
-            return math.nan
         total = 0.0
         with _core.DefaultFloats():
             for offset, spec in zip(self._plan.offsets, self._plan.parameters):
@@ -261,11 +158,14 @@ class HierarchicalReducer:
     # --- a pass ---
 
     def _begin_pass(self) -> None:
-        self._marked = [False] * len(self._plan.parameters)
-        self._missing = [len(bucket.parameters) for bucket in self._plan.buckets]
+        super()._begin_pass()
         self._next = 0  # the first bucket that is not launched
         self._is_begun = False
-        self._copied: list[tuple[int, int, int]] = []  # address, bytes and index of gradients
+
+    def _hand_over(self, param: int) -> None:
+        with self._host_errors():
+            self._count_down(param)
+            self._launch_complete()
 
     def _count_down(self, param: int) -> None:
         """One gradient more is final; post the buckets in which it was the last."""
@@ -277,8 +177,7 @@ class HierarchicalReducer:
         for number in self._buckets_of[param]:
             self._missing[number] -= 1
             if not self._missing[number]:
-                if self._notes_first_bucket:
-                    self._notes_first_bucket, self._first_bucket_ns = False, time.monotonic_ns()
+                self._note_complete_bucket()
                 self._core.post(number)
 
     def _launch_complete(self) -> None:
@@ -296,7 +195,13 @@ class HierarchicalReducer:
         return self._exchange.launch(number, bucket, self._note_nonfinite, make_report, blocks=blocks)
 
     def _complete(self, status: PassStatus, allow_unused: bool) -> None:
-        """Post and launch what is missing, and wait until all means are in place."""
+        with self._host_errors():
+            self._launch_rest(status, allow_unused)
+            self._core.wait_published(self._hosts.timeout_s + _GRACE_S)
+            self._read_reports()
+
+    def _launch_rest(self, status: PassStatus, allow_unused: bool) -> None:
+        """Post and launch what is missing."""
         unused = [index for index, marked in enumerate(self._marked) if not marked]
         for index in unused:
             nbytes = self._plan.parameters[index].nbytes
@@ -304,9 +209,7 @@ class HierarchicalReducer:
             self._count_down(index)
 
         def make_report() -> bytes:
-            refuses_unused = bool(unused) and not allow_unused
-            counts = (len(unused), len(self._found), 0)
-            report = RankReport(self._weight, 0, status.pack(), *counts, self._note, refuses_unused)
+            report = self._report(status, unused, allow_unused, nonfinite=len(self._found))
             packed = report.pack() + pack_bits(unused, len(self._marked))
             self._core.write_slot(self._hosts.rank, packed)
             return packed
@@ -315,7 +218,6 @@ class HierarchicalReducer:
         for bucket in range(self._next, last + 1):
             self._core.wait_complete(bucket)
             self._launch(bucket, make_report if bucket == last else None)
-        self._core.wait_published(self._hosts.timeout_s + _GRACE_S)
 
     def _read_reports(self) -> None:
         slots = [self._core.read_slot(rank) for rank in range(self._hosts.world_size)]
@@ -414,19 +316,10 @@ class HierarchicalReducer:
 
     def _fail(self, error: BaseException) -> None:
         """Messages do not pair any more. The others are told, if they do not know."""
-        if self._failure is not None:
-            return
-        self._failure = error
-        self._exchange.give_up(error)
-        self._core.keep_arena()
-
-    def _check_usable(self) -> None:
-        if self._failure is not None:
-            raise GroupClosedError(
-                f"{self._hosts.who.capitalize()} cannot average gradients any more.",
-                seen=f"an earlier pass ended in an error: {str(self._failure).splitlines()[0]}",
-                hint="end this process, and start all ranks again from a checkpoint",
-            ) from self._failure
+        if self._failure is None:
+            super()._fail(error)
+            self._exchange.give_up(error)
+            self._core.keep_arena()
 
 
 def bucket_in_words(plan: Plan) -> Callable[[int], str]:

@@ -1,8 +1,11 @@
 """What a front end asks of a reducer: the calls of one backward pass, whoever moves the bytes.
 
-Two classes satisfy it: `paceline._core.Reducer`, in C++ over memory that the ranks share, and
-`paceline.reducer.engine.EngineReducer`, over somebody else's asynchronous all-reduce. Both give the same
-answers, so a front end has one code path. Imports only the standard library and the core.
+Three classes satisfy it: `paceline._core.Reducer`, in C++ over memory that the ranks share;
+`paceline.reducer.engine.EngineReducer`, over somebody else's asynchronous all-reduce; and
+`paceline.reducer.hierarchical.HierarchicalReducer`, over the memory of several hosts and messages between
+them. All give the same answers, so a front end has one code path.
+
+Imports only the standard library and the core.
 """
 
 from __future__ import annotations

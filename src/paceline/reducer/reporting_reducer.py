@@ -1,0 +1,209 @@
+"""What reducers have in common whose ranks tell each other of a pass in reports, at its end.
+
+The one idea: who moves the bytes decides how a pass is completed, and nothing else. What was marked, weighed
+and noted, how the reports are judged, what is asked about the pass afterwards, and that nothing goes on after
+a failure, is here.
+
+Imports only the standard library, `errors` and its neighbours.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from paceline.errors import GroupClosedError
+from paceline.reducer.overlaps import overlapping
+from paceline.reducer.pass_reports import RankReport, judge, unused_by_all
+from paceline.reducer.plan import Plan
+from paceline.reducer.protocol import PassStatus
+
+
+class ReportingReducer(ABC):
+    """A `Reducer` without who moves the bytes. A subclass calls `_begin_pass` when it is made.
+
+    Args:
+        plan: The same on all ranks.
+        world_size: Number of ranks.
+        who: This rank in words: "rank 1 of 4".
+    """
+
+    def __init__(self, plan: Plan, world_size: int, who: str) -> None:
+        self._plan, self._world_size, self._who = plan, world_size, who
+        self._buckets_of: list[list[int]] = [[] for _ in plan.parameters]
+        for number, bucket in enumerate(plan.buckets):
+            for index in bucket.parameters:
+                self._buckets_of[index].append(number)
+        # Several threads of the framework may make gradients of one backward.
+        self._lock = threading.Lock()
+        self._weight, self._note = 1.0, 0
+        self._notes_first_bucket, self._first_bucket_ns = False, 0
+        self._waited_s = 0.0
+        self._passes = 0
+        self._reports: list[RankReport] = []
+        self._unused: list[list[int]] = [[] for _ in range(world_size)]
+        self._nonfinite: list[tuple[int, int]] = []
+        self._overflowed: list[int] = []
+        self._has_no_means = False
+        self._failure: BaseException | None = None
+        self._overlapping: set[int] = set()
+
+    @property
+    def waited_s(self) -> float:
+        return self._waited_s
+
+    def note_first_bucket(self) -> None:
+        self._notes_first_bucket, self._first_bucket_ns = True, 0
+
+    @property
+    def first_bucket_ns(self) -> int:
+        return self._first_bucket_ns
+
+    @property
+    def passes(self) -> int:
+        return self._passes
+
+    def set_weight(self, weight: float) -> None:
+        self._weight = weight
+
+    def set_note(self, note: int) -> None:
+        self._note = note
+
+    def mark_ready(self, param: int, grad_pointer: int = 0) -> None:
+        if grad_pointer:
+            raise ValueError(f"{type(self).__name__} reads gradients from the arena only")
+        self._check_usable()
+        with self._lock:
+            if self._marked[param]:
+                raise RuntimeError(f"parameter {param} was marked ready twice in one pass")
+            self._marked[param] = True
+            self._hand_over(param)
+
+    def mark_copied(self, param: int, grad_pointer: int, nbytes: int) -> None:
+        self._copied.append((grad_pointer, nbytes, param))
+        self.mark_ready(param)
+
+    def finish(self, status: PassStatus, allow_unused: bool, allow_nobodys: bool = False) -> int:
+        self._check_usable()
+        started = time.perf_counter()
+        self._has_no_means = True  # until it has
+        try:
+            self._complete(status, allow_unused)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self._waited_s += time.perf_counter() - started
+        self._overlapping = overlapping(self._copied)
+        self._begin_pass()
+        self._passes += 1
+        self._check_reports()
+        outcome, is_void = judge(
+            self._reports,
+            self._unused,
+            allow_nobodys=allow_nobodys,
+            nonfinite=bool(self._nonfinite),
+            overflowed=bool(self._overflowed),
+        )
+        if not is_void:
+            self._finish_means()
+            self._has_no_means = False
+        return int(outcome)
+
+    def unused(self, rank: int) -> list[int]:
+        return list(self._unused[rank])
+
+    def globally_unused(self) -> list[int]:
+        return unused_by_all(self._reports, self._unused, len(self._plan.parameters))
+
+    def overlapping(self) -> list[int]:
+        return sorted(self._overlapping)
+
+    def statuses(self) -> list[PassStatus]:
+        return [report.status for report in self._reports]
+
+    def notes_by_rank(self) -> list[int]:
+        return [report.note for report in self._reports]
+
+    def nonfinite(self) -> list[tuple[int, int]]:
+        return list(self._nonfinite)
+
+    def overflowed(self) -> list[int]:
+        return list(self._overflowed)
+
+    def squared_norm(self) -> float:
+        return math.nan if self._has_no_means else self._squared_norm()
+
+    # --- what a subclass does ---
+
+    @abstractmethod
+    def _hand_over(self, param: int) -> None:
+        """This parameter's gradient is final in the arena; buckets may be complete now."""
+
+    @abstractmethod
+    def _complete(self, status: PassStatus, allow_unused: bool) -> None:
+        """Give zeros for what was not marked, and wait until the arena holds the sums or means of all.
+
+        Sets `_reports`, `_unused`, `_nonfinite` and `_overflowed`.
+        """
+
+    def _check_reports(self) -> None:  # noqa: B027  # nothing to look for is an answer
+        """Raise where the reports show that the pass is of no use; the next one can still be good."""
+
+    def _finish_means(self) -> None:  # noqa: B027
+        """The pass is not void: make the arena hold the means."""
+
+    @abstractmethod
+    def _squared_norm(self) -> float:
+        """The squared norm of the means that the arena holds."""
+
+    def _begin_pass(self) -> None:
+        """Forget what was marked; called when the reducer is made, and at the end of each pass."""
+        self._marked = [False] * len(self._plan.parameters)
+        self._missing = [len(bucket.parameters) for bucket in self._plan.buckets]
+        self._copied: list[tuple[int, int, int]] = []  # address, bytes and index of gradients
+
+    def _note_complete_bucket(self) -> None:
+        """This rank has all gradients of a bucket."""
+        if self._notes_first_bucket:
+            self._notes_first_bucket, self._first_bucket_ns = False, time.monotonic_ns()
+
+    # --- pieces for subclasses ---
+
+    def _report(
+        self, status: PassStatus, unused: Sequence[int], allow_unused: bool, **more: int
+    ) -> RankReport:
+        """What this rank tells of its pass.
+
+        Args:
+            status: What `finish` was given.
+            unused: Parameters that it left without a gradient.
+            allow_unused: See `Reducer.finish`.
+            more: `identity`, `nonfinite` and `overflowed` of a RankReport; each is 0 if left out.
+        """
+        told = {"identity": 0, "nonfinite": 0, "overflowed": 0, **more}
+        return RankReport(
+            weight=self._weight,
+            word=status.pack(),
+            unused=len(unused),
+            note=self._note,
+            refuses_unused=bool(unused) and not allow_unused,
+            **told,
+        )
+
+    # --- failures ---
+
+    def _fail(self, error: BaseException) -> None:
+        """The ranks do not pair any more, and later passes raise."""
+        self._failure = self._failure or error
+
+    def _check_usable(self) -> None:
+        if self._failure is not None:
+            words = str(self._failure).splitlines() or [type(self._failure).__name__]
+            raise GroupClosedError(
+                f"{self._who.capitalize()} cannot average gradients any more.",
+                seen=f"an earlier pass ended in an error: {words[0]}",
+                hint="end this process, and start all ranks again from a checkpoint",
+            ) from self._failure
