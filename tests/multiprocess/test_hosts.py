@@ -11,6 +11,7 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 from dataclasses import replace
 
@@ -30,9 +31,11 @@ from paceline.errors import (
     SkippedPassError,
     UnusedParameterError,
 )
+from paceline.reducer.hierarchical import HierarchicalReducer
 from paceline.reducer.hosts import Header, plan_route
-from paceline.rendezvous import shared_memory
+from paceline.rendezvous import lifetime, shared_memory
 from paceline.torch import DistributedDataParallel
+from paceline.torch.link.hosts import GlooTransfer, GlooTransport
 from tests.harness import ranks, run_ranks
 from tests.multiprocess.meeting import tell, until_told
 
@@ -299,9 +302,10 @@ def test_the_text_of_an_exception_reaches_the_other_host_at_once(rank):
     assert "the cause" in str(caught.value) and caught.value.lost == (3,), str(caught.value)
 
 
+@pytest.mark.parametrize("layout, num_hosts", [(BLOCKS, 2), (ALONE, 4)])
 @ranks(4, group="gloo", dies={3: signal.SIGKILL})
-def test_a_rank_that_does_not_come_is_named_at_the_deadline(rank):
-    place(rank)
+def test_a_rank_that_does_not_come_is_named_at_the_deadline(rank, layout, num_hosts):
+    place(rank, layout, num_hosts)
     net = network()
     wrapped = DistributedDataParallel(net, timeout_s=4)
     for step in range(2):
@@ -311,8 +315,9 @@ def test_a_rank_that_does_not_come_is_named_at_the_deadline(rank):
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(CollectiveError) as caught:
         backward(wrapped, 2, rank, 4)
-    if rank == 2:  # it shares memory with the one that is late
-        assert isinstance(caught.value, DeadlineError) and caught.value.late == (3,)
+    assert isinstance(caught.value, DeadlineError) and 3 in caught.value.late, str(caught.value)
+    if layout == BLOCKS:  # rank 2 shares memory with it, and tells the others
+        assert caught.value.late == (3,), str(caught.value)
     tell("raised", rank)
 
 
@@ -383,3 +388,73 @@ def test_models_that_are_gone_leave_no_connection(rank):
         train()
     assert len(os.listdir("/proc/self/fd")) == files
     assert len(os.listdir("/proc/self/task")) == threads
+
+
+@ranks(4, group="gloo")
+def test_a_forked_child_that_raises_is_no_rank(rank):
+    place(rank)
+    net = network()
+    wrapped = DistributedDataParallel(net, timeout_s=10)
+    backward(wrapped, 0, rank, 4)
+    if rank in (1, 2):
+        child = os.fork()
+        if child == 0:
+            try:
+                sys.excepthook(ValueError, ValueError("in a child"), None)  # as the interpreter would
+            finally:
+                os._exit(0)
+        os.waitpid(child, 0)
+    for step in range(1, 3):
+        backward(wrapped, step, rank, 4)
+        for parameter, expected in zip(net.parameters(), in_one_process(step, 4), strict=True):
+            assert_allclose(parameter.grad, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("at", ["_count_down", "_launch"])
+@ranks(4, group="gloo")
+def test_an_interrupted_hook_is_told_to_all_hosts_at_once(rank, at, monkeypatch):
+    place(rank)
+    net = network()
+    wrapped = DistributedDataParallel(net, timeout_s=30, bucket_cap_mb=0.001)
+    for step in range(2):
+        backward(wrapped, step, rank, 4)
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    if rank == 3:
+        monkeypatch.setattr(HierarchicalReducer, at, interrupt)  # a signal comes here
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt if rank == 3 else PeerLostError) as caught:
+        backward(wrapped, 2, rank, 4)
+    assert time.monotonic() - started < 20
+    if rank != 3:
+        assert caught.value.lost == (3,) and "KeyboardInterrupt" in str(caught.value)
+    with pytest.raises((GroupClosedError, PeerLostError)):
+        backward(wrapped, 3, rank, 4)
+
+
+@ranks(2, group="gloo")
+def test_a_rank_leaves_only_once_what_it_has_sent_is_gone(rank, monkeypatch):
+    place(rank, ALONE)
+    net = network()
+    wrapped = DistributedDataParallel(net, timeout_s=30)
+    backward(wrapped, 0, rank, 2)
+    is_through, gone = threading.Event(), []
+    wait = GlooTransfer.wait
+
+    def wait_for_a_slow_link(transfer: GlooTransfer, timeout_s: float) -> None:
+        wait(transfer, timeout_s)
+        if transfer in sent:
+            is_through.wait(timeout_s)
+            gone.append(transfer)
+
+    sent: list[GlooTransfer] = []
+    send = GlooTransport.send
+    monkeypatch.setattr(GlooTransport, "send", lambda *a: sent.append(send(*a)) or sent[-1])
+    monkeypatch.setattr(GlooTransfer, "wait", wait_for_a_slow_link)
+    backward(wrapped, 1, rank, 2)
+    assert sent and not gone
+    threading.Timer(0.5, is_through.set).start()
+    lifetime._end()  # as at the end of the process
+    assert gone == sent

@@ -93,7 +93,7 @@ def test_hosts_that_can_share_the_work() -> None:
 )
 def test_failures_reach_others_as_they_are(error: PeerLostError | DeadlineError | MismatchError) -> None:
     told = unpack_failure(
-        PeerLostError("Rank 0 of 2 raised.", seen=pack_failure(error), lost=(0,)), "told by rank 2"
+        PeerLostError("Rank 0 of 2 raised.", seen=pack_failure(error, 2), lost=(0,)), "told by rank 2"
     )
     assert type(told) is type(error)
     assert (told.summary, told.where, told.likely, told.fields) == (
@@ -105,8 +105,27 @@ def test_failures_reach_others_as_they_are(error: PeerLostError | DeadlineError 
     assert "told by rank 2" in told.seen
     own = PeerLostError("Rank 0 of 2 raised.", seen="ValueError: mine")
     assert unpack_failure(own) is own
-    cut = PeerLostError("Rank 0 of 2 raised.", seen=pack_failure(error)[:-4])
-    assert unpack_failure(cut) is cut
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("\u00e9" * 5000), PeerLostError("x" * 3000, seen="y" * 3000, lost=tuple(range(128)))]
+)
+def test_a_long_text_reaches_others_cut(error: Exception) -> None:
+    packed = pack_failure(error, 3)
+    assert len(packed.encode()) < 1024  # what one rank of a host can tell the others
+    told = unpack_failure(PeerLostError("Rank 0 of 2 raised.", seen=packed, lost=(0,)))
+    assert isinstance(told, PeerLostError)
+    if isinstance(error, ValueError):
+        assert told.lost == (3,) and "ValueError: \u00e9" in told.seen
+    else:
+        assert told.lost == tuple(range(32)) and told.summary.startswith("xxx")
+
+
+def test_an_exception_of_a_rank_names_it() -> None:
+    packed = pack_failure(KeyboardInterrupt(), 3)
+    told = unpack_failure(PeerLostError("Rank 0 of 2 raised.", seen=packed, lost=(0,)), "told by rank 3")
+    assert isinstance(told, PeerLostError) and told.lost == (3,) and told.summary.startswith("Rank 3 ")
+    assert "KeyboardInterrupt" in told.seen and "told by rank 3" in told.seen
 
 
 def test_ranks_of_a_hosts_group_have_the_numbers_of_all() -> None:

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 
 from paceline import _core
 from paceline.errors import CollectiveError
-from paceline.reducer.host_exchange import FailureNotes, HostExchange, unpack_failure
+from paceline.reducer.host_exchange import FailureNotes, HostExchange, patience_s, unpack_failure
 from paceline.reducer.hosts import HostsTransport, plan_route
 from paceline.reducer.pass_errors import shorten
 from paceline.reducer.pass_reports import RankReport, pack_bits, unpack_bits
@@ -197,7 +197,7 @@ class HierarchicalReducer(ReportingReducer):
     def _complete(self, status: PassStatus, allow_unused: bool) -> None:
         with self._host_errors():
             self._launch_rest(status, allow_unused)
-            self._core.wait_published(self._hosts.timeout_s + _GRACE_S)
+            self._core.wait_published(patience_s(self._hosts.timeout_s) + _GRACE_S)
             self._read_reports()
 
     def _launch_rest(self, status: PassStatus, allow_unused: bool) -> None:
@@ -313,6 +313,9 @@ class HierarchicalReducer(ReportingReducer):
             if reason is error:
                 raise
             raise reason from error
+        except BaseException as error:  # a signal handler's: what was done by then, nobody knows
+            self._fail(error)
+            raise
 
     def _fail(self, error: BaseException) -> None:
         """Messages do not pair any more. The others are told, if they do not know."""

@@ -21,13 +21,15 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import queue
 import struct
 import threading
 import time
+import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,11 +53,23 @@ WINDOW = 4
 _LOOK_S = 0.05  # how often who waits for free memory looks whether the host's group is over
 _SHOWN = 300  # characters of a transport's own words
 _ABORT_PREFIX = "between hosts: "
+_KINDS = {kind.__name__: kind for kind in (CollectiveError, PeerLostError, DeadlineError, MismatchError)}
 NOTE_TAG = (1 << 31) - 1  # above those of all buckets
 _NOTE_BYTES = 1024
 _NOTE_HEADER = struct.Struct("<II")  # length and CRC of the text
+_TOLD_RANKS = 32
+_TOLD_BYTES = _NOTE_BYTES - _NOTE_HEADER.size  # fits into what the ranks of a host tell each other as well
 _NOTE_WITHIN_S = 0.3  # after a connection broke; notes are sent before
 _NOTE_NAP_S = 0.005
+
+
+def patience_s(timeout_s: float) -> float:
+    """How long to wait for a message, where ranks of one host wait `timeout_s` for each other.
+
+    A little longer: a partner may be waiting for a rank of its own host, and it alone knows which. It has
+    given up by then, and told.
+    """
+    return timeout_s + min(2.0, timeout_s / 2)
 
 
 class FailureNotes:
@@ -70,6 +84,8 @@ class FailureNotes:
 
     def __init__(self, transport: HostsTransport) -> None:
         self._transport = transport
+        self._rank = transport.ranks[transport.host]
+        self._pid = os.getpid()
         others = [host for host in range(len(transport.ranks)) if host != transport.host]
         self._notes = {host: np.zeros(_NOTE_BYTES, np.uint8) for host in others}
         self._transfers = [transport.receive(host, note, NOTE_TAG) for host, note in self._notes.items()]
@@ -78,10 +94,10 @@ class FailureNotes:
 
     def tell(self, error: BaseException) -> None:
         """Send the reason, then end the connections, so that the partners wake. Does not block."""
-        if self._is_told:
+        if self._is_told or os.getpid() != self._pid:  # a forked child, which has the same connections
             return
         self._is_told = True
-        text = pack_failure(error).encode()[: _NOTE_BYTES - _NOTE_HEADER.size]
+        text = pack_failure(error, self._rank).encode()
         note = np.zeros(_NOTE_BYTES, np.uint8)
         _NOTE_HEADER.pack_into(note.data, 0, len(text), zlib.crc32(text))
         note[_NOTE_HEADER.size :][: len(text)] = np.frombuffer(text, np.uint8)
@@ -149,7 +165,7 @@ class HostExchange:
         generation: Number of the plan.
         who: This rank in words: "rank 1 of 4".
         where: A bucket in words, by number.
-        timeout_s: Most seconds to wait for one message.
+        timeout_s: Most seconds to wait for ranks of the host; see `patience_s` for a message.
         on_overflow: Called by the thread with (bucket, elements) whose mean is not finite.
 
     Attributes:
@@ -178,9 +194,10 @@ class HostExchange:
         self._report_bytes = report_bytes
         self._generation = generation
         self._who, self._where = who, where
-        self._timeout_s = timeout_s
+        self._timeout_s, self._patience_s = timeout_s, patience_s(timeout_s)
         self._on_overflow = on_overflow
         self._host, self._num_hosts = transport.host, len(transport.ranks)
+        self._rank = transport.ranks[self._host]
         self._others = [host for host in range(self._num_hosts) if host != self._host]
         nbytes = max(self._bytes_of(bucket) for bucket in range(len(routes)))
         self._free = [np.empty(nbytes, np.uint8) for _ in range(min(WINDOW, len(routes)))]
@@ -188,6 +205,7 @@ class HostExchange:
         self._flights: queue.SimpleQueue[_Flight | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="paceline-hosts", daemon=True)
         self._thread.start()
+        _watch(self)
 
     # --- the thread that runs the backward ---
 
@@ -215,7 +233,7 @@ class HostExchange:
         Raises:
             CollectiveError: The exchange has failed, or there was no memory in time.
         """
-        memory = self._take_memory(blocks=blocks)
+        memory = self._take_memory(bucket, blocks=blocks)
         if memory is None:
             return False
         route = self._routes[bucket]
@@ -235,7 +253,7 @@ class HostExchange:
         """This rank has failed: tell all others, and end all transfers. Does not block."""
         if self.failure is None:
             self.failure = error
-        self._group.abort(pack_failure(error))
+        self._group.abort(pack_failure(error, self._rank))
         self._notes.tell(error)
         self.stop()
 
@@ -248,18 +266,18 @@ class HostExchange:
         self.stop()
         self._thread.join(self._timeout_s)
 
-    def _take_memory(self, *, blocks: bool) -> Message | None:
+    def _take_memory(self, bucket: int, *, blocks: bool) -> Message | None:
         with self._is_free:
             self.check()
             if not self._free and not blocks:
                 return None
-            ends_s = time.monotonic() + self._timeout_s + 1.0  # the thread's own deadline comes first
+            ends_s = time.monotonic() + self._patience_s + 1.0  # the thread's own deadline comes first
             while not self._free:
                 self._is_free.wait(_LOOK_S)
                 self.check()
                 self._group.check_usable()  # a rank of this host may have died meanwhile
                 if time.monotonic() > ends_s:
-                    raise self._late(0, "send earlier buckets on")
+                    raise self._late(self._others, "take earlier buckets", bucket)
             return self._free.pop()
 
     def _begin_receives(self, flight: _Flight) -> None:
@@ -278,6 +296,7 @@ class HostExchange:
         self, flight: _Flight, host: int, phase: int, piece: int, elements: range, has_report: bool
     ) -> tuple[Message, Transfer]:
         message = flight.take(self._message_bytes(flight.bucket, elements, has_report))
+        Header.clear(message)
         return message, self._begin(self._transport.receive, flight, host, phase, piece, message)
 
     def _send_sums(
@@ -341,6 +360,8 @@ class HostExchange:
         try:
             with _core.DefaultFloats():  # sums of weights too are the same on all hosts
                 self._wait_and_publish()
+        except CollectiveError as error:
+            self._fail(unpack_failure(error))  # another rank of this host may have told what it met
         except BaseException as error:
             self._fail(error)
 
@@ -357,7 +378,7 @@ class HostExchange:
                     continue
             self._core.count_share()
             for host, send in flight.sends:
-                self._wait(send, host, flight.bucket)
+                self._wait(send, host, flight)
             self._give_back(flight)
 
     def _next(self, halfway: deque[_Flight]) -> _Flight | None:
@@ -412,18 +433,18 @@ class HostExchange:
         self, flight: _Flight, host: int, phase: int, piece: int, message: Message, transfer: Transfer
     ) -> Header:
         """Wait for a message, and see that it is the right one."""
-        self._wait(transfer, host, flight.bucket)
+        self._wait(transfer, host, flight)
         expected = self._header(flight, phase, host, piece, len(message))
         header = Header.read(message)
         if header is None or not header.is_as_expected(expected):
             raise self._mismatch(host, header, str(expected))
         return header
 
-    def _wait(self, transfer: Transfer, host: int, bucket: int) -> None:
+    def _wait(self, transfer: Transfer, host: int, flight: _Flight) -> None:
         try:
-            transfer.wait(self._timeout_s)
+            transfer.wait(self._patience_s)
         except RuntimeError as error:
-            raise self._lost(error, host, bucket) from error
+            raise self._lost(error, host, flight.bucket, self._silent(flight)) from error
 
     def _publish(self, bucket: int, elements: range, sums: list[int], total: float) -> None:
         if elements and not self._core.publish(bucket, elements.start, len(elements), sums, total):
@@ -443,13 +464,25 @@ class HostExchange:
                 return
             self.failure = error
             self._is_free.notify_all()
-        self._group.abort(pack_failure(error))
+        self._group.abort(pack_failure(error, self._rank))
         self._notes.tell(error)
 
-    def _lost(self, error: RuntimeError, host: int, bucket: int) -> CollectiveError:
+    def _silent(self, flight: _Flight) -> list[int]:
+        """Hosts from which some message of this bucket has not begun to come."""
+        return [
+            host
+            for host in self._others
+            for rows in (flight.arriving, flight.later)
+            if any(Header.read(message) is None for message, _ in rows[host])
+        ]
+
+    def _lost(
+        self, error: RuntimeError, host: int, bucket: int, silent: Sequence[int] = ()
+    ) -> CollectiveError:
         text, partner = str(error)[:_SHOWN], self._transport.name(host)
         if is_of_a_late_peer(text):
-            return self._late(host, "average gradients", bucket, text)
+            # Who is waited for may itself be waiting for another one that is silent.
+            return self._late(dict.fromkeys([host, *silent]), "average gradients", bucket, text)
         if (told := self._notes.look(_NOTE_WITHIN_S)) is not None:
             return told
         is_lost = is_of_a_lost_peer(text)
@@ -464,16 +497,17 @@ class HostExchange:
             lost=(self._transport.ranks[host],) if is_lost else (),
         )
 
-    def _late(self, host: int, doing: str, bucket: int = 0, text: str = "") -> DeadlineError:
+    def _late(self, hosts: Iterable[int], doing: str, bucket: int, text: str = "") -> DeadlineError:
+        names = " and ".join(map(self._transport.name, hosts))
         return DeadlineError(
-            f"{self._who.capitalize()} gave up waiting for {self._transport.name(host)} to {doing} after "
-            f"{self._timeout_s:.1f} s.",
+            f"{self._who.capitalize()} gave up waiting for {names} to {doing} after "
+            f"{self._patience_s:.1f} s.",
             where=self._where(bucket),
             seen=text,
             likely="that rank skipped this backward, is stuck in its data loader, was stopped, or its host "
             "cannot be reached any more",
             hint="look at that rank's own output; `timeout_s` gives it longer",
-            late=(self._transport.ranks[host],),
+            late=tuple(self._transport.ranks[host] for host in hosts),
         )
 
     def _mismatch(self, host: int, header: Header | None, expected: str) -> MismatchError:
@@ -505,15 +539,48 @@ class HostExchange:
         return 2 * everything + len(self._others) * mine  # the second round's, of all parts
 
 
-def pack_failure(error: BaseException) -> str:
-    """What the other ranks of a host are told of a failure between hosts; see `unpack_failure`."""
-    kind = type(error).__name__
-    if isinstance(error, CollectiveError):
-        rows = {row: getattr(error, row) for row in ("where", "seen", "likely") if getattr(error, row)}
-        facts: dict[str, Any] = {"kind": kind, "summary": error.summary, **rows, "fields": error.fields}
+_exchanges: weakref.WeakSet[HostExchange] = weakref.WeakSet()
+_is_watching = False
+
+
+def _watch(exchange: HostExchange) -> None:
+    """Let what this rank has sent go before the process ends: its own pass may be over, its partner's not."""
+    global _is_watching
+    if not _is_watching:
+        _is_watching = True
+        lifetime.before_leaving(_end_all)
+    _exchanges.add(exchange)
+
+
+def _end_all() -> None:
+    for exchange in list(_exchanges):
+        exchange.join()
+
+
+def pack_failure(error: BaseException, rank: int) -> str:
+    """What all other ranks are told of a failure; see `unpack_failure`.
+
+    Args:
+        error: That the rank has met, or of its own.
+        rank: The number of this process.
+
+    Returns:
+        ASCII, of at most _TOLD_BYTES; long texts are cut.
+    """
+    kind, fields = type(error).__name__, {}
+    if kind in _KINDS and isinstance(error, CollectiveError):
+        rows = {row: getattr(error, row) for row in ("summary", "where", "seen", "likely")}
+        ranks = {name: error.fields[name] for name in ("lost", "late") if name in error.fields}
+        fields = {name: list(each)[:_TOLD_RANKS] for name, each in ranks.items()}
     else:
-        facts = {"kind": kind, "summary": f"{kind}: {error}", "fields": {}}
-    return _ABORT_PREFIX + json.dumps(facts)
+        kind, fields = "PeerLostError", {"lost": [rank]}
+        rows = {"summary": f"Rank {rank} raised an exception.", "seen": f"{type(error).__name__}: {error}"}
+    while True:
+        packed = _ABORT_PREFIX + json.dumps({"kind": kind, **rows, "fields": fields})
+        if len(packed) <= _TOLD_BYTES:
+            return packed
+        longest = max(rows, key=lambda row: len(rows[row]))
+        rows[longest] = f"{rows[longest][: len(rows[longest]) * 3 // 4]} ..."
 
 
 def unpack_failure(told: CollectiveError, by: str = "") -> CollectiveError:
@@ -521,15 +588,11 @@ def unpack_failure(told: CollectiveError, by: str = "") -> CollectiveError:
     text = told.seen
     if not text.startswith(_ABORT_PREFIX):
         return told
-    try:
-        facts = json.loads(text[len(_ABORT_PREFIX) :])
-    except ValueError:  # longer than what a rank can tell
-        return told
-    kinds = {kind.__name__: kind for kind in (PeerLostError, DeadlineError, MismatchError)}
+    facts = json.loads(text[len(_ABORT_PREFIX) :])
     fields: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in facts["fields"].items()
     }
-    return kinds.get(facts["kind"], CollectiveError)(
+    return _KINDS[facts["kind"]](
         facts["summary"],
         where=facts.get("where", ""),
         seen="\n".join(filter(None, [facts.get("seen", ""), by])),

@@ -122,6 +122,11 @@ class Header:
         fields = (self.round, self.host, self.generation, self.bucket, self.piece)
         _HEADER.pack_into(message.data, 0, _MAGIC, *fields, self.number, self.weight, self.nbytes)
 
+    @staticmethod
+    def clear(message: Message) -> None:
+        """Make `read` answer None until a message has come."""
+        message[: len(_MAGIC)] = 0
+
     @classmethod
     def read(cls, message: Message) -> Header | None:
         """None: it is no header."""
