@@ -24,7 +24,7 @@ from tests.fault.faults import Action, Fault
 from tests.harness import run_ranks
 
 _MOST_STEPS = 10_000  # a fault that has not struck by then is not on the program's way
-_PATIENCE_S = 45.0
+_PATIENCE_S = 90.0
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ _STEPS = 4
 _MOST_STEPS = 40
 # A survivor notices a stopped rank when this has passed, so it is most of what a case of STOP costs.
 _TIMEOUT_S = 1.0
-_PATIENCE_S = 60.0
+_PATIENCE_S = 120.0
 
 
 class Program:

@@ -35,7 +35,7 @@ def run_alone(script):
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     return done.returncode, done.stdout
 

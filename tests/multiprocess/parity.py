@@ -22,30 +22,32 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "parity.md"
 
 INTRODUCTION = (
     "# What both front ends have\n\n"
-    "Made from the classes `paceline.torch.DistributedDataParallel` and `paceline.paddle.DataParallel` by "
-    "`python -m tests.multiprocess.parity`; a test compares. A name without a remark is one of the "
-    "framework's own class, there for code that knows it.\n"
+    "This page compares the classes `paceline.torch.DistributedDataParallel` and "
+    "`paceline.paddle.DataParallel`. It is made from them by `python -m tests.multiprocess.parity`, and a "
+    "test compares it with them. A name without a remark belongs to the framework's own class, and exists "
+    "for code that uses it.\n"
 )
 
 REMARKS: Mapping[str, str] = {
     # Arguments, and names of attributes and methods, that one class has and the other has not.
     "layers": "`module` in torch",
-    "comm_buffer_size": "`bucket_cap_mb`, which the other has too",
-    "last_comm_buffer_size": "the first bucket holds 1 MiB in torch; `bucket_cap_mb_list` chooses in both",
-    "group": "`process_group`, which the other has too",
+    "comm_buffer_size": "another name of `bucket_cap_mb`, which torch has too",
+    "last_comm_buffer_size": "1 MiB in torch; `bucket_cap_mb_list` sets it in both",
+    "group": "another name of `process_group`, which torch has too",
     "module": "`layers` in Paddle",
     "strategy": "deprecated in Paddle",
     "init_reducer": "torch: wrap `ddp.module` again",
-    "mixed_precision": "Paddle multiplies no matrices in 16 bits on the CPU; `paddle.amp`, and "
+    "mixed_precision": "Paddle multiplies no matrices in 16 bits on the CPU; use `paddle.amp`, and "
     "`paceline.paddle.compression` to average in 16 bits",
-    "dim": "a batch is not cut: each process drives one device",
-    "check_reduction": "always checked",
+    "dim": "a batch is not split, because each process drives one device",
+    "check_reduction": "the check is always made",
     "batched_grad_copy": "changes no result",
     "_register_buffer_comm_hook": "`buffers=` and `sync_buffers()` in both",
-    "_register_builtin_comm_hook": "torch's names of its own hooks",
+    "_register_builtin_comm_hook": "torch's names for its own hooks",
     "_register_fused_optim": "optimizers of torch that step within backward",
     "_set_static_graph": "`static_graph=True` when wrapping",
-    "_update_process_group": "going on without lost ranks; with Paddle, wrap anew over those left",
+    "_update_process_group": "for jobs that go on without lost ranks; in Paddle, wrap the model again over "
+    "the other ranks",
     "join_hook": "torch's `Join` protocol; `join()` is in both",
     "join_device": "torch's `Join` protocol",
     "join_process_group": "torch's `Join` protocol",
@@ -60,13 +62,13 @@ BEYOND = """
 | what | torch | Paddle |
 |---|:-:|:-:|
 | subclass of the framework's class | yes | yes |
-| models that share parameters; wrapped anew | yes | yes |
+| models that share parameters, and models that are wrapped again | yes | yes |
 | sparse gradients | yes | on the CPU |
-| communication hooks, compressed gradients | of torch, and ours | ours |
+| communication hooks, compressed gradients | torch's hooks, and ours | ours |
 | SyncBatchNorm | yes | yes |
-| a wrapper that is compiled, pickled, copied | yes | no, nor Paddle's |
+| the wrapper can be compiled, pickled and copied | yes | no, as with Paddle's class |
 | a parameter that no rank uses | an error | a warning, as in Paddle |
-| the backend of `torch.distributed`, and `DataParallel` in one process | yes | Paddle has no such thing |
+| a backend of the framework's collectives, and `DataParallel` in one process | yes | no, Paddle has neither |
 """
 
 

@@ -324,7 +324,7 @@ def test_a_killed_rank_is_named_at_once(rank: int) -> None:
     with pytest.raises(PeerLostError) as caught:
         ddp(torch.ones(1, 4)).sum().backward()
     assert caught.value.lost == (1,)
-    assert time.monotonic() - started < 5  # 100 ms where nothing else runs
+    assert time.monotonic() - started < 60  # not at the deadline; tests/fault measures how soon
 
 
 @ranks(2, group="gloo", dies={1: signal.SIGKILL})

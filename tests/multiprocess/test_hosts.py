@@ -267,7 +267,7 @@ def test_two_models_and_ranks_that_run_out_of_data(rank):
 def test_a_rank_that_is_killed_is_named_on_the_other_host(rank):
     place(rank)
     net = network()
-    wrapped = DistributedDataParallel(net, timeout_s=30)
+    wrapped = DistributedDataParallel(net, timeout_s=90)
     for step in range(2):
         backward(wrapped, step, rank, 4)
     torch.distributed.barrier()
@@ -276,7 +276,7 @@ def test_a_rank_that_is_killed_is_named_on_the_other_host(rank):
     started = time.monotonic()
     with pytest.raises(PeerLostError) as caught:
         backward(wrapped, 2, rank, 4)
-    assert time.monotonic() - started < 20  # not the deadline
+    assert time.monotonic() - started < 60  # not the deadline
     assert caught.value.lost == (3,), str(caught.value)
     with pytest.raises((GroupClosedError, PeerLostError)):
         backward(wrapped, 3, rank, 4)
@@ -286,7 +286,7 @@ def test_a_rank_that_is_killed_is_named_on_the_other_host(rank):
 def test_the_text_of_an_exception_reaches_the_other_host_at_once(rank):
     place(rank)
     net = network()
-    wrapped = DistributedDataParallel(net, timeout_s=30)
+    wrapped = DistributedDataParallel(net, timeout_s=90)
     for step in range(2):
         backward(wrapped, step, rank, 4)
     if rank == 3:
@@ -298,7 +298,7 @@ def test_the_text_of_an_exception_reaches_the_other_host_at_once(rank):
     with pytest.raises(PeerLostError) as caught:
         backward(wrapped, 2, rank, 4)
     tell("raised", rank)
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 60
     assert "the cause" in str(caught.value) and caught.value.lost == (3,), str(caught.value)
 
 

@@ -45,7 +45,7 @@ def test_a_step_does_not_import_the_compiler() -> None:
     """
     environment = os.environ | {"RANK": "0", "WORLD_SIZE": "1"}
     command = [sys.executable, "-c", textwrap.dedent(code)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.strip() == "[]"
 
