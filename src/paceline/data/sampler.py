@@ -1,4 +1,4 @@
-"""DistributedSampler: a drop-in for torch's that stores no list, repeats nothing unasked, and resumes.
+"""DistributedSampler: a drop-in for torch's that stores no list, need not repeat samples, and resumes.
 
 The one idea: all ranks compute the same permutation from (seed, epoch), and rank r takes places r,
 r + num_replicas, ... of it. So the batches of one step, of all ranks together, are consecutive places, and
