@@ -9,6 +9,7 @@ import textwrap
 
 import pytest
 
+from tests.launch.conftest import WITHIN_S
 from tests.launch.mpi import KINDS, command, find_mpirun
 
 SCRIPT = """
@@ -44,7 +45,7 @@ def test_two_jobs_of_mpirun_at_once_find_their_own_ranks(kind, tmp_path):
     if find_mpirun(kind) is None:
         pytest.skip(f"the mpirun of {kind} is not installed (Debian: openmpi-bin, mpich)")
     jobs = [run(kind, tmp_path) for _ in range(2)]
-    outputs = [job.communicate(timeout=120)[0] for job in jobs]
+    outputs = [job.communicate(timeout=WITHIN_S)[0] for job in jobs]
     ids = set()
     for job, output in zip(jobs, outputs, strict=True):
         assert job.returncode == 0, output
