@@ -31,7 +31,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 CORE := pyproject.toml CMakeLists.txt $(shell find cpp -type f) $(shell find src/paceline -name __init__.py)
 CPP_FILES = $(shell find cpp tests/cpp -name '*.cc' -o -name '*.h')
 
-.PHONY: demo demo-paddle test pairs fuzz chaos hosts schedules model lint format types sanitizers docs bench clean help
+.PHONY: demo demo-paddle test integrations pairs fuzz chaos hosts schedules model lint format types sanitizers docs bench clean help
 
 demo: $(VENV)/.core ## Train a small model on several processes, and compare with one process and with torch's DDP
 	@$(BIN)/python examples/demo.py $(ARGS)
@@ -41,6 +41,9 @@ demo-paddle: $(VENV)/.core $(VENV)/.paddle ## The same with PaddlePaddle, and wi
 
 test: $(VENV)/.core $(VENV)/.paddle ## Run the tests; ARGS='tests/unit -k bucket' runs some
 	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+
+integrations: $(VENV)/.integrations ## Train with Lightning and other libraries, in an environment of their own; minutes
+	@$(VENV)/integrations/bin/python -m pytest --quiet tests/integrations $(ARGS)
 
 pairs: $(VENV)/.core ## Run every pair of a fault on one rank and a point of another; minutes
 	@PACELINE_ALL_PAIRS=1 $(BIN)/python -m pytest --quiet tests/fault/test_pairs.py
@@ -88,7 +91,7 @@ clean: ## Remove everything that make made
 	@rm -rf $(VENV) build docs/_build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 help: ## Show this
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # Each stamp stands for one installed layer. A second call finds them all in place and starts at once.
 
@@ -114,6 +117,11 @@ $(VENV)/.paddle: $(VENV)/.made constraints.txt
 $(VENV)/.core: $(VENV)/.tools $(VENV)/.torch $(CORE)
 	@scripts/step 'Building the C++ core and installing paceline' \
 	  $(INSTALL) --no-build-isolation --editable '.[torch,bench,demo,notebook,test]'
+	@touch $@
+
+$(VENV)/.integrations: $(VENV)/.core $(VENV)/.paddle tests/integrations/requirements.txt scripts/integrations-venv
+	@scripts/step 'Installing the libraries of docs/trainers.md' \
+	  scripts/integrations-venv $(VENV) tests/integrations/requirements.txt
 	@touch $@
 
 $(VENV)/.checks: $(VENV)/.made constraints.txt

@@ -17,6 +17,7 @@ PACKAGE = ROOT / "src" / "paceline"
 # Top to bottom, as drawn in docs/design/gradient.md: a layer imports from layers below it and from itself.
 # Folders that share a row do not import each other, but for the bottom row.
 LAYERS = (
+    ("paceline.integrations",),  # imported by its users only
     ("paceline.__main__",),
     ("paceline.cli",),
     ("paceline",),
@@ -147,6 +148,18 @@ def test_docstrings_name_what_is_imported():
                     wrong.append(spell(path, 1, f"{part} is not named ({each.name}:{line})"))
                 if imported == "paceline._core" and "core" not in docstring and not is_folder:
                     wrong.append(spell(path, 1, f"the core is not named (line {line})"))
+    assert not wrong, "\n".join(wrong)
+
+
+def test_an_integration_stands_alone():
+    """A file of a library imports no other library's: whoever has one need not have the other."""
+    wrong = [
+        spell(path, line, f"imports {imported}")
+        for path in sorted((PACKAGE / "integrations").glob("*.py"))
+        for line, imported in imports_of(path)
+        if imported.startswith("paceline.integrations.")
+        if imported not in ("paceline.integrations.versions", module_of(path))
+    ]
     assert not wrong, "\n".join(wrong)
 
 

@@ -1,0 +1,54 @@
+"""Runs a program on two ranks and compares the losses that it found with the library's own DDP and with ours.
+
+A program gets a folder, and writes `RANK.json` into it: losses by name, and the modules of the wrappers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+WITHIN_S = 400  # starting two processes that import a trainer takes most of a minute on a busy machine
+OURS = "paceline.torch.ddp.distributed"
+TORCHS = "torch.nn.parallel.distributed"
+
+
+def paceline_run() -> list[str]:
+    """The command line that starts two ranks, but for the program."""
+    return [sys.executable, "-m", "paceline", "run", "-n", "2"]
+
+
+def ended(command: Sequence[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end."""
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=WITHIN_S,
+        check=False,
+        cwd=ROOT,
+        env=os.environ | variables,
+    )
+
+
+def reports(folder: Path, command: Sequence[str], **variables: str) -> list[dict[str, Any]]:
+    """Run a command that ends well and writes a report for each of two ranks."""
+    done = ended(command, **variables)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+def assert_same_curve(losses: Sequence[float], others: Sequence[float]) -> None:
+    """The same losses, step by step, but for rounding; and that something was learnt."""
+    assert len(losses) == len(others) > 4
+    np.testing.assert_allclose(losses, others, rtol=2e-5, atol=2e-6)
+    half = len(losses) // 2
+    assert np.mean(losses[half:]) < np.mean(losses[:half]), losses
