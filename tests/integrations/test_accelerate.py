@@ -1,0 +1,54 @@
+"""Accelerate with `use_paceline`, beside its own DDP."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tests.integrations.launched import OURS, ROOT, TORCHS, assert_same_curve, paceline_run, reports
+
+PROGRAM = "tests.integrations.accelerate_program"
+EXAMPLE = "examples/trainers/accelerate_digits.py"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """What both ranks have found in all cases; one start of processes for all."""
+    folder = tmp_path_factory.mktemp("accelerate")
+    return reports(folder, [*paceline_run(), "-m", PROGRAM, str(folder)])
+
+
+@pytest.mark.parametrize("case", ["automatic", "accumulated", "hook", "triggered late"])
+def test_accelerate_trains_as_with_torchs_ddp(trained, case):
+    for rank in trained:
+        theirs, ours = rank[case]
+        assert (ours["wrapper"], theirs["wrapper"]) == (OURS, TORCHS)
+        assert_same_curve(ours["losses"], theirs["losses"])
+    assert trained[0][case][1]["losses"] != trained[1][case][1]["losses"]
+
+
+def test_accelerate_prepares_once_unwraps_and_saves_as_ever(trained):
+    for rank in trained:
+        theirs, ours = rank["automatic"]
+        assert ours["unwrapped"] == theirs["unwrapped"] == "Sequential"
+        assert ours["again"] is theirs["again"] is True
+        assert ours["state"] == theirs["state"]
+
+
+def test_accelerate_is_told_what_is_wrong_on_every_rank(trained):
+    for rank in trained:
+        late, unknown, other = rank["refused"]
+        assert "has prepared a model already" in late
+        assert "does not have: non_finite" in unknown and "nonfinite" in unknown
+        assert "takes an accelerate.Accelerator" in other
+
+
+def test_accelerate_launch_starts_the_ranks(tmp_path):
+    """As for several GPUs: with --cpu it starts one process, or several through mpirun."""
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    options = ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    command = [*launcher, *options, "--main_process_port", "0", str(ROOT / EXAMPLE)]
+    for report in reports(tmp_path, [*command, "--epochs", "1", "--report", str(tmp_path)]):
+        assert report["wrapper"] == OURS
+        assert report["losses"][-1] < 0.5 * report["losses"][0]
