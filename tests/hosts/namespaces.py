@@ -77,6 +77,7 @@ class Hosts:
         self._bridge = f"{prefix}b"
         self._names = [f"{prefix}h{host}" for host in range(count)]
         self._processes: list[subprocess.Popen[Any]] = []
+        self._titles = [f"node{host}" for host in range(count)]
 
     def __enter__(self) -> Hosts:
         try:
@@ -98,6 +99,13 @@ class Hosts:
     def address(self, host: int) -> str:
         """Of a host's link."""
         return f"{SUBNET}{host + 1}"
+
+    def rename(self, host: int, title: str, stands_for: str = "") -> None:
+        """Give a host another name from now on, which stands for an address there, or for nothing."""
+        self._titles[host] = title
+        if stands_for:
+            with open(f"/etc/netns/{self._names[host]}/hosts", "a") as file:
+                file.write(f"{stands_for} {title}\n")
 
     def sent_bytes(self, host: int) -> int:
         """What a host has put on its link so far, headers included."""
@@ -147,7 +155,7 @@ class Hosts:
         """
         enter = ["ip", "netns", "exec", self._names[host], "unshare", "--uts", "sh", "-c"]
         process = subprocess.Popen(
-            [*enter, f'hostname node{host}; exec "$@"', "sh", *command],
+            [*enter, f'hostname {self._titles[host]}; exec "$@"', "sh", *command],
             env={**os.environ, **environment},
             start_new_session=True,
             **options,

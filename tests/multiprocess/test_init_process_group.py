@@ -6,12 +6,14 @@ The launchers themselves: tests/launch and tests/hosts.
 from __future__ import annotations
 
 import os
+import socket
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, RendezvousError
+from paceline.launch.ports import free_ports
 from paceline.torch import init_process_group
 from tests.harness import ranks
 
@@ -71,6 +73,24 @@ def test_a_single_process_needs_no_address(rank):
     init_process_group("gloo", rank=0, world_size=1)
     assert dist.get_world_size() == 1
     dist.destroy_process_group()
+
+
+@ranks(1, group=None)
+def test_another_job_at_the_address_is_named(rank):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(RendezvousError, match=r"Rank 0 of 2 .* could not open torch's store") as caught:
+            init_process_group("gloo", rank=0, world_size=2, address=address, timeout=20)
+    assert f"pid {os.getpid()}" in caught.value.seen
+    assert not dist.is_initialized()
+
+
+@ranks(1, group=None)
+def test_a_process_may_begin_again_at_the_same_address(rank):
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    for _ in range(2):
+        init_process_group("gloo", rank=0, world_size=1, address=address, timeout=20)
+        dist.destroy_process_group()
 
 
 def test_what_torch_would_have_to_ignore_is_refused():

@@ -1,21 +1,41 @@
 """`paceline.torch.init_process_group`: torch's own, with what any launcher has told this process.
 
-Its one idea: torch reads the variables of torchrun only, so those are what every other launcher's are turned
-into, once, before torch is asked. May import what is below the front end.
+Torch reads the variables of torchrun only, so those are what every other launcher's are turned into, once.
+Then all ranks meet in torch's store and see who has come, before torch forms a group there: what it would
+wait for in silence is told at once. May import what is below the front end.
 """
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import os
+import socket
+import warnings
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from paceline.arguments import Arguments
 from paceline.env import RankEnvironment, read_rank_environment, split_address
+from paceline.errors import RendezvousError
+from paceline.launch.ports import who_listens
+from paceline.rendezvous.addresses import (
+    Way,
+    check_meeting_address,
+    find_way,
+    interface_for_gloo,
+    wait_for_listener,
+)
+from paceline.rendezvous.attendance import Arrival, attend
+from paceline.rendezvous.deadline import Deadline
+
+_DEFAULT_TIMEOUT_S = 1800.0  # torch's own for Gloo
 
 _arguments = Arguments("init_process_group")
+_starts = itertools.count()  # a process may end its group and begin another, at the same address
 
 
 def init_process_group(
@@ -67,9 +87,92 @@ def init_process_group(
             )
     place = read_rank_environment(rank=rank, world_size=world_size, address=address)
     os.environ.update(torch_variables(place))
-    dist.init_process_group(
-        backend, init_method="env://", rank=place.rank, world_size=place.world_size, **options
-    )
+    timeout_s = options["timeout"].total_seconds() if "timeout" in options else _DEFAULT_TIMEOUT_S
+    deadline = Deadline(timeout_s)
+    way = find_way(place.master_addr, "MASTER_ADDR")
+    serves = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    spans_hosts = place.local_world_size not in (None, place.world_size)
+    check_meeting_address(way, place.rank, place.world_size, spans_hosts=spans_hosts, serves=serves)
+    if spans_hosts and (backend is None or "gloo" in backend):
+        _tell_gloo(way)
+    who = f"Rank {place.rank} of {place.world_size} on host {socket.gethostname()}"
+    if not serves:
+        wait_for_listener(
+            way,
+            place.master_port,
+            deadline.left_s(),
+            what="MASTER_ADDR",
+            who=who,
+            likely="rank 0 was not started, or has ended",
+            hint="look at rank 0's output; `timeout` gives it longer",
+        )
+    store = _open_store(way, place, timeout_s, serves=serves, who=who)
+    # What the store is told crosses the network in the clear, and the id may be a secret.
+    job = hashlib.sha256(place.job_id.encode()).hexdigest()[:8] if place.job_id else ""
+    arrival = Arrival(place.rank, place.world_size, socket.gethostname(), os.getpid(), job)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    prefix = f"paceline/start/{attempt}/{next(_starts)}"
+    attend(_StoreLedger(store), prefix, arrival, max(deadline.left_s(), 1.0))
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, **options)
+
+
+def _tell_gloo(way: Way) -> None:
+    """Set GLOO_SOCKET_IFNAME where Gloo would listen at an address that no other host reaches."""
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
+        return
+    interface, reason = interface_for_gloo(way)
+    if interface:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+        warnings.warn(
+            f"paceline.torch: Gloo is told to listen at {interface}, because {reason}. "
+            f"GLOO_SOCKET_IFNAME={interface}, or a line in /etc/hosts for this host, says so beforehand.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+def _open_store(way: Way, place: RankEnvironment, timeout_s: float, *, serves: bool, who: str) -> TCPStore:
+    """Torch's store, in the process of rank 0 or of torchrun's agent. Does not wait for the other ranks.
+
+    Raises:
+        RendezvousError: Somebody else listens there, or nobody any more.
+    """
+    try:
+        return TCPStore(
+            way.address,
+            place.master_port,
+            is_master=serves,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+    except RuntimeError as error:
+        holder = who_listens(place.master_port) if serves else None
+        raise RendezvousError(
+            f"{who} could not {'open' if serves else 'reach'} torch's store.",
+            where=f"MASTER_ADDR {way.name}, MASTER_PORT {place.master_port}; {way.describe()}",
+            seen=f"the port is held by {holder}" if holder else str(error).splitlines()[0],
+            likely="another job meets at the same address" if serves else "rank 0 has ended meanwhile",
+            hint="give each job a MASTER_PORT of its own; `paceline run` finds a free one"
+            if serves
+            else "look at rank 0's output",
+        ) from error
+
+
+class _StoreLedger:
+    """Torch's store as a `Ledger`."""
+
+    def __init__(self, store: TCPStore) -> None:
+        self._store = store
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._store.add(key, amount))
+
+    def write(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+
+    def read(self, key: str) -> str | None:
+        return bytes(self._store.get(key)).decode() if self._store.check([key]) else None
 
 
 def torch_variables(place: RankEnvironment) -> dict[str, str]:

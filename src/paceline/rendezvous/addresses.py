@@ -1,0 +1,245 @@
+"""Which address a host name stands for, over which interface this host reaches it, and who answers there.
+
+Its one idea: ask the kernel, which knows the way, and say in time what a framework would wait for in silence.
+Imports errors and the standard library.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import socket
+import struct
+import sys
+import time
+from dataclasses import dataclass
+
+from paceline.errors import ConfigError, RendezvousError
+
+_SIOCGIFADDR = 0x8915
+_SAY_EVERY_S = 10.0
+_RETRY_S = 0.1
+_CONNECT_WITHIN_S = 3.0
+_ANY_PORT = 9  # no packet is sent there: connect() of a datagram socket only chooses the way
+
+
+@dataclass(frozen=True)
+class Way:
+    """How this host reaches a name.
+
+    Attributes:
+        name: As it was asked for.
+        address: What it stands for here.
+        own_address: Where this host's packets to it come from: another host answers there.
+        interface: The network interface of that address; "" where it is not known (IPv6).
+        is_own: The address is one of this host's.
+
+    Example:
+        On node1, of "node0": Way("node0", "10.77.0.1", "10.77.0.2", "eth0", False).
+    """
+
+    name: str
+    address: str
+    own_address: str
+    interface: str
+    is_own: bool
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether the address means this very host, on every host."""
+        return ipaddress.ip_address(self.address.partition("%")[0]).is_loopback
+
+    def describe(self) -> str:
+        """In words, for messages."""
+        own = "this host's own" if self.is_own else f"reached from {self.own_address}"
+        stands = "" if self.name == self.address else f" stands for {self.address} here"
+        return f"{self.name}{stands}, {own}{f' ({self.interface})' if self.interface else ''}"
+
+
+def find_way(name: str, what: str) -> Way:
+    """How this host reaches `name`.
+
+    Args:
+        name: A host name or an address.
+        what: What the user knows it by, as "MASTER_ADDR".
+
+    Raises:
+        ConfigError: It stands for nothing here, or there is no way to it.
+    """
+    here = socket.gethostname()
+    try:
+        family, _, _, _, where = socket.getaddrinfo(name, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+    except OSError as error:
+        raise ConfigError(
+            f"{what}={name} cannot be resolved on host {here}.",
+            seen=error.strerror or str(error),
+            likely="the name is known to other hosts only, or is misspelled",
+            hint=f"an address in place of the name ({what}=10.0.0.1), or a line in /etc/hosts of {here}",
+            host=here,
+        ) from None
+    address = str(where[0])
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(where)
+            own_address = str(probe.getsockname()[0])
+    except OSError as error:
+        raise ConfigError(
+            f"There is no way from host {here} to {what}={name}.",
+            seen=f"{name} stands for {address}: {error.strerror}",
+            likely="the address is of a network that this host is not in",
+            hint=f"`ip route get {address}` on {here}; {what} must be an address that all hosts reach",
+            host=here,
+        ) from None
+    return Way(name, address, own_address, interface_of(own_address), _is_own(family, address))
+
+
+def wait_for_listener(
+    way: Way, port: int, timeout_s: float, *, what: str, who: str, likely: str, hint: str
+) -> None:
+    """Wait until somebody listens at a port; say every 10 s on standard error what is waited for.
+
+    Args:
+        way: How this host reaches it.
+        port: The port.
+        timeout_s: How long.
+        what: What the user knows the address by, as "MASTER_ADDR".
+        who: Who waits, as "Rank 1 of 4 on host node1".
+        likely: Why nobody might be there.
+        hint: What to do then.
+
+    Raises:
+        RendezvousError: Nobody did in time.
+    """
+    begun = said = time.monotonic()
+    while True:
+        try:
+            socket.create_connection((way.address, port), timeout=_CONNECT_WITHIN_S).close()
+            return
+        except OSError as error:
+            reason = error.strerror or str(error)
+        now = time.monotonic()
+        if now - begun > timeout_s:
+            raise RendezvousError(
+                f"{who} found nobody at {what} {way.name}:{port} within {timeout_s:g} s.",
+                seen=f"{way.describe()}; {reason}",
+                likely=f"{likely}, the name stands for another address there, or a firewall closes the port",
+                hint=f"{hint}; `ip addr` on {way.name} shows its addresses",
+                host=socket.gethostname(),
+            )
+        if now - said >= _SAY_EVERY_S:
+            said = now
+            print(
+                f"paceline: {who} waits for {what} {way.name}:{port} since {now - begun:.0f} s: "
+                f"{way.describe()}; {reason}",
+                file=sys.stderr,
+                flush=True,
+            )
+        time.sleep(_RETRY_S)
+
+
+def check_meeting_address(way: Way, rank: int, world_size: int, *, spans_hosts: bool, serves: bool) -> None:
+    """Raise unless the ranks of this host can meet the others at MASTER_ADDR.
+
+    Args:
+        way: To MASTER_ADDR.
+        rank: The rank.
+        world_size: Number of ranks.
+        spans_hosts: Whether some ranks are known to be on other hosts.
+        serves: Whether this rank listens there.
+
+    Raises:
+        ConfigError: It is another host's address although this rank has to listen there, or it means each
+            host itself.
+    """
+    here = socket.gethostname()
+    others = {name: own for name, own in own_addresses().items() if not own.startswith("127.")}
+    has = ", ".join(f"{own} ({name})" for name, own in others.items()) or "none but 127.0.0.1"
+    if serves and not way.is_own:
+        raise ConfigError(
+            f"Rank {rank} of {world_size} is on host {here}, but MASTER_ADDR={way.name} is not.",
+            seen=f"{way.describe()}; the addresses of {here}: {has}",
+            likely="rank 0 was started on another host than the launcher is on, or MASTER_ADDR was set for "
+            "another job",
+            hint=f"set MASTER_ADDR to an address of {here} for all ranks",
+            host=here,
+        )
+    if spans_hosts and way.is_loopback and way.name != here:
+        raise ConfigError(
+            f"MASTER_ADDR={way.name} means this host on every host, and {world_size} ranks are on several.",
+            seen=f"rank {rank} is on host {here}, where {way.name} is {way.address}; its addresses: {has}",
+            likely="MASTER_ADDR was set for a job on one host, or /etc/hosts gives the name to this host",
+            hint="set MASTER_ADDR to the address of rank 0's host, as the others reach it",
+            host=here,
+        )
+
+
+def interface_for_gloo(way: Way) -> tuple[str, str]:
+    """The interface that Gloo has to be told, and why; ("", ""): it finds the right one itself.
+
+    Gloo listens where the name of this host leads to, and silently at 127.0.0.1 if it leads nowhere.
+
+    Raises:
+        ConfigError: It has to be told, and nothing here says which one.
+    """
+    problem = _own_name_problem(way)
+    if not problem:
+        return "", ""
+    if way.interface and not way.is_loopback:
+        return way.interface, f"{problem}; {way.describe()}"
+    others = {name: own for name, own in own_addresses().items() if not own.startswith("127.")}
+    if len(others) == 1:
+        ((name, own),) = others.items()
+        return name, f"{problem}; its only address is {own}"
+    raise ConfigError(
+        f"Gloo does not know at which address of host {socket.gethostname()} it should listen.",
+        seen=f"{problem}; " + (", ".join(f"{own} ({name})" for name, own in others.items()) or "no address"),
+        hint="GLOO_SOCKET_IFNAME=eth0, the interface that leads to the other hosts",
+        host=socket.gethostname(),
+    )
+
+
+def _own_name_problem(way: Way) -> str:
+    """Why other hosts could not answer to what this host's own name stands for; empty: they could.
+
+    Gloo listens there, unless it is told an interface.
+    """
+    here = socket.gethostname()
+    try:
+        found = [str(info[4][0]) for info in socket.getaddrinfo(here, _ANY_PORT, type=socket.SOCK_DGRAM)]
+    except OSError:
+        return f"the name of this host, {here}, cannot be resolved"
+    first = found[0]
+    if first == way.own_address:
+        return ""
+    if ipaddress.ip_address(first.partition("%")[0]).is_loopback:
+        return f"the name of this host, {here}, stands for {first}, where no other host reaches it"
+    if not interface_of(first) and ":" not in first:
+        return f"the name of this host, {here}, stands for {first}, which is not an address of it"
+    return ""
+
+
+def interface_of(address: str) -> str:
+    """The interface that has an IPv4 address of this host; "" if none has."""
+    return next((name for name, own in own_addresses().items() if own == address), "")
+
+
+def own_addresses() -> dict[str, str]:
+    """The IPv4 address of each interface of this host that has one."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue  # it has none
+            found[name] = socket.inet_ntoa(answer[20:24])
+    return found
+
+
+def _is_own(family: int, address: str) -> bool:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as listener:
+            listener.bind((address, 0))
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,176 @@
+"""Who has come to a job, before the framework forms a group: ranks that do not fit together are told at once.
+
+A framework that is told different world sizes, or the same rank twice, waits for somebody who will never
+come. Here each rank writes down who it is, reads what all have written, and judges it: all read the same, so
+all come to the same verdict. Imports errors and the standard library.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Protocol
+
+from paceline.errors import RendezvousError, format_ranks
+
+_SHORTEST_NAP_S = 0.002
+_LONGEST_NAP_S = 0.05
+_LINGER_S = 2.0
+
+
+class Ledger(Protocol):
+    """A framework's store: words and counters by key, for all ranks. Calls may raise RuntimeError."""
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter, which begins at 0; its new value."""
+        ...
+
+    def write(self, key: str, value: str) -> None:
+        """Let all ranks read `value` at `key`."""
+        ...
+
+    def read(self, key: str) -> str | None:
+        """What was written at `key`; None: nothing yet."""
+        ...
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """One process that has come.
+
+    Attributes:
+        rank: The rank that it claims.
+        world_size: The number of ranks that it expects.
+        host: The name of its host.
+        pid: Its number there.
+        job: A digest of what its launcher calls the job; "": it does not say.
+    """
+
+    rank: int
+    world_size: int
+    host: str
+    pid: int
+    job: str
+
+    def describe(self) -> str:
+        """In words: "rank 2 on host node1 (pid 4711)"."""
+        return f"rank {self.rank} on host {self.host} (pid {self.pid})"
+
+
+def attend(ledger: Ledger, prefix: str, own: Arrival, timeout_s: float) -> None:
+    """Wait until all ranks have come, and fit together. Collective; blocks at most `timeout_s`.
+
+    Args:
+        ledger: Shared by all ranks.
+        prefix: Begins the keys: the same on all ranks, another one for each call.
+        own: This process.
+        timeout_s: How long.
+
+    Raises:
+        RendezvousError: Two processes claim one rank, or expect different numbers of ranks, or are of
+            different jobs; or a rank has not come in time.
+
+    Example:
+        Rank 0 expects 2 ranks and rank 1 expects 3: both raise at once, and both hosts are named.
+    """
+    place = ledger.add(f"{prefix}/arrivals", 1)
+    ledger.write(f"{prefix}/arrival/{place}", json.dumps(asdict(own)))
+    deadline = time.monotonic() + timeout_s
+    arrivals: list[Arrival] = []
+    nap_s = _SHORTEST_NAP_S
+    while True:
+        while (text := ledger.read(f"{prefix}/arrival/{len(arrivals) + 1}")) is not None:
+            arrivals.append(Arrival(**json.loads(text)))
+            nap_s = _SHORTEST_NAP_S
+        is_late = time.monotonic() > deadline
+        error = misfit(own, arrivals) or (_late(own, arrivals, timeout_s) if is_late else None)
+        if error is not None:
+            _leave(ledger, prefix, own, len(arrivals))
+            raise error
+        if len(arrivals) == own.world_size:
+            return
+        time.sleep(nap_s)
+        nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+
+
+def misfit(own: Arrival, arrivals: Sequence[Arrival]) -> RendezvousError | None:
+    """Why these can't be the ranks of one job, as an error of `own`; None: nothing speaks against it."""
+    by_rank: dict[int, Arrival] = {}
+    for each in arrivals:
+        first = arrivals[0]
+        if each.job != first.job:
+            return _refusal(
+                own,
+                "Two jobs meet at one address.",
+                seen=f"{first.describe()} is of {_job(first)}, {each.describe()} of {_job(each)}",
+                likely="both were given the same MASTER_ADDR and MASTER_PORT; or PACELINE_JOB_ID is not the "
+                "same on all hosts",
+                hint="give each job a MASTER_PORT of its own",
+                ranks=(first, each),
+            )
+        if each.world_size != first.world_size:
+            return _refusal(
+                own,
+                "Ranks disagree about the world size.",
+                seen=f"{first.describe()} expects {first.world_size} ranks, {each.describe()} expects "
+                f"{each.world_size}",
+                likely="WORLD_SIZE, or the number of hosts or of ranks on each, differs between the hosts; "
+                "or two jobs meet at one address",
+                hint="start all hosts with the same numbers, and each job with a MASTER_PORT of its own",
+                ranks=(first, each),
+            )
+        holder = by_rank.setdefault(each.rank, each)
+        if holder is not each:
+            return _refusal(
+                own,
+                f"Two processes claim rank {each.rank} of {own.world_size}.",
+                seen=f"{holder.describe()}, and {each.describe()}",
+                likely="RANK, or the number of the host (--node-rank), was given twice; or two jobs meet at "
+                "one address",
+                hint="give each process a rank of its own, and each job a MASTER_PORT of its own",
+                ranks=(holder, each),
+            )
+    return None
+
+
+def _refusal(
+    own: Arrival, summary: str, *, seen: str, likely: str, hint: str, ranks: tuple[Arrival, Arrival]
+) -> RendezvousError:
+    return RendezvousError(
+        summary,
+        where=f"{own.describe()} of {own.world_size}, before a group is formed",
+        seen=seen,
+        likely=likely,
+        hint=hint,
+        hosts=tuple(each.host for each in ranks),
+        ranks=tuple(each.rank for each in ranks),
+    )
+
+
+def _job(arrival: Arrival) -> str:
+    return f"the job with digest {arrival.job}" if arrival.job else "a job without an id"
+
+
+def _late(own: Arrival, arrivals: Sequence[Arrival], timeout_s: float) -> RendezvousError:
+    missing = sorted(set(range(own.world_size)) - {each.rank for each in arrivals})
+    came = "; ".join(each.describe() for each in sorted(arrivals, key=lambda each: each.rank)[:8])
+    return RendezvousError(
+        f"Rank {own.rank} of {own.world_size} gave up waiting for {format_ranks(missing)} "
+        f"after {timeout_s:g} s.",
+        where=f"{own.describe()}, before a group is formed",
+        seen=f"{len(arrivals)} came: {came}{', ...' if len(arrivals) > 8 else ''}",
+        likely="these ranks were not started, died, or cannot reach the address of rank 0",
+        hint="look at their output; `timeout` gives them longer",
+        missing=tuple(missing),
+    )
+
+
+def _leave(ledger: Ledger, prefix: str, own: Arrival, count: int) -> None:
+    """Let the others read, too, before rank 0 ends, and the store with it."""
+    left = ledger.add(f"{prefix}/left", 1)
+    deadline = time.monotonic() + _LINGER_S
+    while own.rank == 0 and left < count and time.monotonic() < deadline:
+        time.sleep(_LONGEST_NAP_S)
+        left = ledger.add(f"{prefix}/left", 0)

@@ -1,0 +1,64 @@
+"""Two hosts that were told different things: every rank is refused at once, with names of ranks and hosts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.hosts.namespaces import Hosts, why_not
+from tests.hosts.test_launchers import OPTIONS, PROGRAM
+
+REASON = why_not()
+pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
+WITHIN_S = 60  # the ranks themselves would wait 90
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    with Hosts(3, "1gbit") as hosts:
+        yield hosts
+
+
+def outputs_of(hosts: Hosts, *variables: dict[str, str]) -> list[str]:
+    """Start one rank on each host; what they said, none of them well."""
+    common = {"MASTER_ADDR": "node0", "MASTER_PORT": "29511", "OMP_NUM_THREADS": "1", "LOCAL_RANK": "0"}
+    ranks = [
+        hosts.start(
+            host,
+            PROGRAM,
+            common | {"RANK": str(host), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"} | own,
+            **OPTIONS,
+        )
+        for host, own in enumerate(variables)
+    ]
+    deadline = time.monotonic() + WITHIN_S
+    outputs = [rank.communicate(timeout=max(1, deadline - time.monotonic()))[0] for rank in ranks]
+    assert all(rank.returncode for rank in ranks), outputs
+    return outputs
+
+
+def test_hosts_that_disagree_about_the_world_size(hosts: Hosts) -> None:
+    for output in outputs_of(hosts, {}, {"WORLD_SIZE": "3"}):
+        assert "Ranks disagree about the world size." in output
+        assert "rank 0 on host node0" in output and "rank 1 on host node1" in output
+        assert "expects 2" in output and "expects 3" in output
+
+
+def test_one_rank_on_two_hosts(hosts: Hosts) -> None:
+    outputs = outputs_of(hosts, {"WORLD_SIZE": "3"}, {"WORLD_SIZE": "3"}, {"WORLD_SIZE": "3", "RANK": "1"})
+    for output in outputs:
+        assert "Two processes claim rank 1 of 3." in output
+        assert "rank 1 on host node1" in output and "rank 1 on host node2" in output
+
+
+def test_an_address_that_is_not_rank_0s(hosts: Hosts) -> None:
+    (output,) = outputs_of(hosts, {"MASTER_ADDR": "node1"})
+    assert "Rank 0 of 2 is on host node0, but MASTER_ADDR=node1 is not." in output
+    assert f"the addresses of node0: {hosts.address(0)} (eth0)" in output
+
+
+def test_localhost(hosts: Hosts) -> None:
+    for output in outputs_of(hosts, {"MASTER_ADDR": "localhost"}, {"MASTER_ADDR": "localhost"}):
+        assert "MASTER_ADDR=localhost means this host on every host" in output
