@@ -73,3 +73,35 @@ def test_mpirun(hosts: Hosts, kind: str, tmp_path: Path) -> None:
         arguments += ["--mca", "plm_rsh_agent", shell, "--host", "node0:2,node1:2"]
     # The option that places ranks comes last: what follows it is the program.
     check(hosts.start(0, [starter, *arguments, *PROGRAM], {"OMP_NUM_THREADS": "1"}, **OPTIONS))
+
+
+def run_on(hosts: Hosts, host: int, *options: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "paceline", "run", "--nnodes", "2", "-n", "2", *options]
+    return hosts.start(host, [*command, "-m", PROGRAM[-1]], {"OMP_NUM_THREADS": "1"}, **OPTIONS)
+
+
+def test_paceline_run_on_two_hosts_that_do_not_know_their_own_names(hosts: Hosts) -> None:
+    for host in range(2):  # torch's agent would wait for ever for a host of that name
+        hosts.rename(host, "nobody")
+    launchers = [run_on(hosts, host, "--rdzv", f"{hosts.address(0)}:29411") for host in (1, 0)]
+    outputs = [launcher.communicate(timeout=WITHIN_S)[0] for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [0, 0], "\n".join(outputs)
+    lines = [line[line.index("rank") :] for line in "".join(outputs).splitlines() if "by hosts" in line]
+    # Which host is the first is the agents' choice.
+    places = [f"rank {rank} of 4 on nobody, place {rank % 2} of 2: 5 by hosts" for rank in range(4)]
+    assert sorted(lines) == places, "\n".join(outputs)
+
+
+def test_paceline_run_says_at_whom_it_waits_and_gives_up(hosts: Hosts) -> None:
+    launcher = run_on(hosts, 1, "--rdzv", "node0:29412", "--rdzv-timeout-s", "1")
+    output, _ = launcher.communicate(timeout=WITHIN_S)
+    assert launcher.returncode == 2, output
+    assert "Host node1 found nobody at --rdzv node0:29412 within 1 s" in output
+    assert f"node0 stands for {hosts.address(0)} here, reached from {hosts.address(1)} (eth0)" in output
+
+
+def test_paceline_run_refuses_a_name_that_stands_for_nothing(hosts: Hosts) -> None:
+    launcher = run_on(hosts, 1, "--rdzv", "node7:29412")
+    output, _ = launcher.communicate(timeout=WITHIN_S)
+    assert launcher.returncode == 2, output
+    assert "--rdzv=node7 cannot be resolved on host node1" in output

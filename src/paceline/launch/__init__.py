@@ -4,6 +4,7 @@ May import paceline.errors, arguments, env, stacks and replacing, and of rendezv
 numpy, torch or the core, so that the launcher itself is small and starts at once.
 
     cli.py         the arguments of `paceline run`
+    elastic.py     several hosts: becomes torch's elastic agent, in a process of its own
     spawn.py       `paceline.spawn`; spawned.py is the rank's side of it
     plan.py        what is to be started: one frozen value that everything below takes
     variables.py   the environment of each rank (pure)

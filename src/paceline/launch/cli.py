@@ -11,11 +11,15 @@ import site
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from paceline.errors import ConfigError
+from paceline.launch.elastic import Elastic, run_elastic
 from paceline.launch.guardian import run_guarded
+from paceline.launch.placement import threads_per_rank
 from paceline.launch.plan import Options, make_plan
 from paceline.launch.process import interpreter, open_missing_streams
+from paceline.launch.topology import read_machine
 from paceline.replacing import VARIABLE, check_value
 
 _USAGE = """paceline run [options] script.py [arguments ...]
@@ -25,6 +29,7 @@ examples:
   paceline run -n 4 train.py --lr 0.1         four ranks of one script
   paceline run -n 2 -m package.train          a module, as python -m
   paceline run -n 4 --log-dir logs train.py   also each rank's output in logs/rankN.log
+  paceline run --nnodes 2 --rdzv node0:29400 -n 4 train.py   on each of two hosts: eight ranks
 
 Every rank gets the variables of torchrun and of paddle.distributed.launch. When a rank fails the others are
 stopped, and the first failure is shown last. The exit status is that of the first rank to fail, 128 + signal
@@ -78,6 +83,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--log-dir", metavar="DIR", help="write each rank's output to DIR/rankN.log too")
     add("--timeout-s", type=float, metavar="S", help="stop the job after S seconds")
     add(
+        "--nnodes",
+        type=int,
+        metavar="N",
+        help="number of hosts, by torch's elastic agent; the same command on each, with -n ranks there",
+    )
+    add("--rdzv", metavar="HOST:PORT", help="where the hosts meet: one of them, and a free port of it")
+    add(
+        "--rdzv-timeout-s",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="how long to wait for the other hosts (default: %(default)g)",
+    )
+    add(
         "--grace-s",
         type=float,
         default=5.0,
@@ -123,6 +142,8 @@ def main(parsed: argparse.Namespace, command: Sequence[str]) -> int:
     """
     open_missing_streams()
     check_command(command, is_module=parsed.is_module)
+    if parsed.nnodes is not None or parsed.rdzv is not None:
+        _run_on_hosts(parsed, command)
     plan = make_plan(
         " ".join(command[:1]),
         (*interpreter(), *(("-m",) if parsed.is_module else ()), *command),
@@ -140,6 +161,42 @@ def main(parsed: argparse.Namespace, command: Sequence[str]) -> int:
         inherited=_environment(parsed.replace_ddp),
     )
     return run_guarded(plan)
+
+
+def _run_on_hosts(parsed: argparse.Namespace, command: Sequence[str]) -> NoReturn:
+    """Become torch's agent for this host.
+
+    Raises:
+        ConfigError: An option is missing, or is of a launch on one host only.
+    """
+    missing = [name for name in ("nnodes", "rdzv") if getattr(parsed, name) is None]
+    alone = argparse.ArgumentParser(add_help=False)
+    add_arguments(alone)
+    of_one_host = ("master_addr", "master_port", "bind", "prefix", "timeout_s", "grace_s")
+    given = [name for name in of_one_host if getattr(parsed, name) != alone.get_default(name)]
+    if missing or given:
+        spelled = [f"--{name.replace('_', '-')}" for name in missing or given]
+        raise ConfigError(
+            f"{', '.join(spelled)} is missing for a launch on several hosts."
+            if missing
+            else f"{', '.join(spelled)} is for a launch on one host only.",
+            expected="--nnodes N and --rdzv HOST:PORT, the same on each host",
+            hint="paceline run --nnodes 2 --rdzv node0:29400 -n 4 train.py",
+        )
+    cores = read_machine().num_cores
+    nprocs = _parse_nprocs(parsed.nprocs) or cores
+    elastic = Elastic(
+        nnodes=parsed.nnodes,
+        rdzv=parsed.rdzv,
+        nprocs=nprocs,
+        timeout_s=parsed.rdzv_timeout_s,
+        log_dir=parsed.log_dir,
+        threads=parsed.threads or threads_per_rank(cores, max(nprocs, 1)),
+    )
+    environment = dict(_environment(parsed.replace_ddp))
+    if parsed.threads is not None:
+        environment["OMP_NUM_THREADS"] = str(parsed.threads)
+    run_elastic(elastic, (*(("-m",) if parsed.is_module else ()), *command), environment)
 
 
 def check_command(command: Sequence[str], *, is_module: bool) -> None:

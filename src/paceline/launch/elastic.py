@@ -1,0 +1,141 @@
+"""`paceline run --nnodes 2 --rdzv HOST:PORT`: the ranks of several hosts, started by torch's elastic agent.
+
+Its one idea: torch's agent on each host starts the ranks of that host, and the agents agree who they are; we
+tell each agent what it would have to guess (whether it is the one that all meet at, and at which address
+others reach it), and wait in its place for a meeting point that is not there yet, which it does in silence.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from paceline.arguments import Arguments
+from paceline.env import split_address
+from paceline.errors import ConfigError
+from paceline.launch.process import interpreter
+from paceline.rendezvous.addresses import Way, find_way, wait_for_listener
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """What the user asks of a launch on several hosts, the same on each of them.
+
+    Attributes:
+        nnodes: Number of hosts.
+        rdzv: "host:port" where the agents meet: a host of the job, and a free port of it.
+        nprocs: Number of ranks on this host.
+        timeout_s: How long to wait for the other hosts.
+        log_dir: A folder that gets the output of each rank, too.
+        threads: OMP_NUM_THREADS of each rank.
+    """
+
+    nnodes: int
+    rdzv: str
+    nprocs: int
+    timeout_s: float
+    log_dir: str | None
+    threads: int
+
+
+def run_elastic(elastic: Elastic, command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+    """Become torch's agent for this host, once the meeting point can be reached.
+
+    Args:
+        elastic: What was asked.
+        command: The script or module, with `-m` before it, and its arguments.
+        environment: What the ranks inherit.
+
+    Raises:
+        ConfigError: An option is wrong, torch is not installed, or the host's name stands for nothing here.
+        RendezvousError: Nobody listened at the meeting point in time.
+    """
+    checked = check(elastic)
+    host, port = split_address(checked.rdzv, "--rdzv")
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError(
+            "--nnodes needs torch, whose elastic agent brings the hosts together.",
+            hint="pip install torch; for Paddle, paddle.distributed.launch --nnodes 2 --master host:port",
+        )
+    way = find_way(host, "--rdzv")
+    if way.is_loopback and checked.nnodes > 1:
+        raise ConfigError(
+            f"--rdzv {checked.rdzv} means this host on every host.",
+            seen=way.describe(),
+            likely="a name that /etc/hosts of this machine gives to 127.0.0.1 or 127.0.1.1",
+            hint="the address of one of the hosts, as the others reach it: --rdzv 10.0.0.1:29400",
+        )
+    serves = way.is_own and _is_free(way.address, port)
+    if not serves:
+        wait_for_listener(
+            way,
+            port,
+            checked.timeout_s,
+            what="--rdzv",
+            who=f"Host {socket.gethostname()}",
+            likely=f"`paceline run` was not started on {way.name}",
+            hint=f"on {way.name}: `paceline run` with the same --rdzv. --rdzv-timeout-s waits longer",
+        )
+    arguments = agent_command(checked, way, port, serves=serves)
+    threads = environment.get("OMP_NUM_THREADS") or str(checked.threads)
+    sys.stdout.flush()
+    os.execvpe(
+        sys.executable,
+        [*interpreter(), *arguments, *command],
+        {**environment, "OMP_NUM_THREADS": threads},
+    )
+
+
+def check(elastic: Elastic) -> Elastic:
+    """Raise unless the numbers and the address can be meant.
+
+    Raises:
+        ConfigError: One of them can't.
+    """
+    arguments = Arguments("")
+    hint = "--nnodes 2 --rdzv node0:29400 on both hosts"
+    arguments.whole("nnodes", elastic.nnodes, least=1, hint=hint)
+    arguments.whole("nprocs", elastic.nprocs, least=1, hint="-n 4: ranks on this host")
+    arguments.seconds("rdzv_timeout_s", elastic.timeout_s, is_finite=True)
+    split_address(elastic.rdzv, "--rdzv")
+    return elastic
+
+
+def agent_command(elastic: Elastic, way: Way, port: int, *, serves: bool) -> list[str]:
+    """The arguments of torch's agent on this host.
+
+    Example:
+        On node1, of two hosts that meet at node0:29400: ["-m", "torch.distributed.run", "--nnodes", "2",
+        "--nproc-per-node", "2", ..., "--rdzv-conf", "is_host=0,...", "--local-addr", "10.77.0.2"].
+    """
+    seconds = max(1, round(elastic.timeout_s))
+    address = f"[{way.address}]" if ":" in way.address else way.address
+    options = {
+        "--nnodes": str(elastic.nnodes),
+        "--nproc-per-node": str(elastic.nprocs),
+        "--rdzv-backend": "c10d",
+        "--rdzv-endpoint": f"{address}:{port}",
+        "--rdzv-conf": f"is_host={int(serves)},join_timeout={seconds},last_call_timeout=1",
+        "--local-addr": way.own_address,
+    }
+    if elastic.log_dir is not None:
+        options |= {"--log-dir": elastic.log_dir, "--tee": "3"}
+    return ["-m", "torch.distributed.run", *(word for pair in options.items() for word in pair)]
+
+
+def _is_free(address: str, port: int) -> bool:
+    """Whether nobody listens there yet: on a machine that runs two agents, the first one serves."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((address, port))
+            listener.listen()
+        except OSError:
+            return False
+    return True
