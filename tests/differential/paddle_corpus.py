@@ -166,6 +166,13 @@ CORPUS: dict[str, Program] = {
         _op("weight", values=[3.0, 1.0]),
         _op("backward"),
     ),
+    "weights begin while the parameters are frozen": _program(
+        ["tiny view", "group tiny view"],
+        [_LINEAR],
+        _op("wrap"),
+        _op("freeze"),
+        _op("weight", values=[3.0, 0.0]),
+    ),
     "others still write to gradients after an exception": _program(
         ["view", "tiny view", "group tiny view"],
         [{"kind": "scale"}, {"kind": "trap"}, {"kind": "scale"}],

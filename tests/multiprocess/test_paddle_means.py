@@ -240,3 +240,23 @@ def test_a_mean_written_into_a_cleared_gradient_is_added_to(rank: int, path: str
         assert_array_equal(model.a.weight.grad.numpy(), [[0.5]])
         wrapped(one, True).backward()
         assert_array_equal(model.a.weight.grad.numpy(), [[1.5]])
+
+
+@paths
+@ranks(2, group=None)
+def test_weights_that_begin_while_the_parameters_are_frozen(rank: int, path: str, view: bool) -> None:
+    join_paddle(rank)
+    model = nn.Sequential(nn.Linear(1, 1, bias_attr=False))
+    wrapped = DataParallel(model, reduce_through=path, gradient_as_bucket_view=view)
+    (parameter,) = model.parameters()
+    parameter.stop_gradient = True
+    wrapped.weight(1.0)
+    assert parameter.stop_gradient
+    wrapped(paddle.ones([1, 1]))
+    parameter.stop_gradient = False
+    for _ in range(2):
+        wrapped.clear_gradients()
+        output = wrapped(paddle.full([1, 1], 4.0 * rank))
+        wrapped.weight((1.0, 3.0)[rank])
+        output.sum().backward()
+        assert_array_equal(parameter.grad.numpy(), [[3.0]])

@@ -43,7 +43,10 @@ class PaddleWeights(MicroBatchWeights):
 
     def _install(self) -> None:
         for number, parameter in enumerate(self._parameters):
+            # Paddle lets no hook be registered while a parameter is frozen; those that it has it keeps.
+            is_frozen, parameter.stop_gradient = parameter.stop_gradient, False
             parameter.register_hook(_weak_hook(self, number))
+            parameter.stop_gradient = is_frozen
 
     def _shrink(self, factor: float) -> None:
         with paddle.no_grad():
