@@ -166,6 +166,17 @@ CORPUS: dict[str, Program] = {
         _op("weight", values=[3.0, 1.0]),
         _op("backward"),
     ),
+    "a step is made with a mean without rows": _program(
+        ["tiny", "group tiny view"],
+        [{"kind": "embedding", "sparse": True}],
+        _op("wrap"),
+        _op("optimizer", kind="sgd"),
+        _op(
+            "iterate",
+            counts=[2, 1],
+            body=[_op("forward"), _op("weight", values=[0.0, 3.0]), _op("backward"), _op("step")],
+        ),
+    ),
     "weights begin while the parameters are frozen": _program(
         ["tiny view", "group tiny view"],
         [_LINEAR],

@@ -90,3 +90,14 @@ def test_no_rows_on_one_rank_and_no_gradient_on_the_other(group: object) -> None
     assert model.table.weight.grad is not None
     paddle.optimizer.Adam(0.1, parameters=model.parameters()).step()
     assert_same_on_all_ranks(model, group)
+
+
+@ranks(2)
+def test_a_mean_without_rows_is_stepped_with(group: object) -> None:
+    """Paddle's SGD ends the process if a sparse gradient has no row."""
+    model = Words(True)
+    before = model.table.weight.numpy()
+    wrapped = DataParallel(model, group=group)
+    wrapped(paddle.to_tensor([], dtype="int64")).sum().backward()
+    paddle.optimizer.SGD(0.1, parameters=[model.table.weight]).step()
+    assert (model.table.weight.numpy() == before).all()

@@ -8,6 +8,7 @@ do for a word that occurs twice in one batch.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import paddle
@@ -79,8 +80,9 @@ def average_rows(parameter: paddle.Tensor, name: str, link: Link, weight: float 
     most = int(counts.max())
     dtype = np.dtype(str(parameter.dtype).removeprefix("paddle."))
     if most == 0:
-        if gradient is None and facts[:, 5].any():  # optimizers tell no rows from no gradient
-            internals.give_rows(parameter, [], np.empty((0, *width), dtype))
+        if facts[:, 5].any() and height:
+            # Optimizers tell zeros from no gradient, and Paddle's SGD divides by the number of rows.
+            _replace(parameter, [0], np.zeros((1, *width), dtype))
         return []
     padded_rows, padded_values = np.zeros(most, np.int64), np.zeros((most, *width), dtype)
     padded_rows[: len(rows)], padded_values[: len(rows)] = rows, values
@@ -90,11 +92,16 @@ def average_rows(parameter: paddle.Tensor, name: str, link: Link, weight: float 
     with _core.DefaultFloats():  # every rank computes the mean for itself, and all must get the same bits
         shares = (weights / weights.sum()).astype(dtype)
         mean = np.concatenate([part * share for part, share in zip(parts, shares)])
-    if gradient is None:
-        internals.give_rows(parameter, rows, mean)
-    else:
-        internals.set_rows(gradient, rows, mean)
+    _replace(parameter, rows, mean)
     return [rank for rank, part in enumerate(parts) if not np.isfinite(part).all()]
+
+
+def _replace(parameter: paddle.Tensor, rows: list[int], values: np.ndarray[Any, Any]) -> None:
+    gradient = internals.gradient_of(parameter)
+    if gradient is None:
+        internals.give_rows(parameter, rows, values)
+    else:
+        internals.set_rows(gradient, rows, values)
 
 
 def _dense_error(name: str, ranks: list[int], world_size: int) -> ConfigError:
