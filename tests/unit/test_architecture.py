@@ -25,6 +25,7 @@ LAYERS = (
     (
         "paceline.bench",
         "paceline.doctor",
+        "paceline.ray",
     ),  # it measures all that is below; a front end adds its own contests to it
     ("paceline.launch",),
     ("paceline.data",),
