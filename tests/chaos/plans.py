@@ -7,7 +7,7 @@ The one idea: what must come of a fault is known before it strikes, so each kind
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 STEPS = 6
@@ -155,7 +155,8 @@ class Job:
         framework: "torch" or "paddle".
         way: Over what gradients go: "memory", a `paceline.Group`; "environment", the same formed from
             variables; "gloo", a process group, through it; "gloo memory", a process group, in memory;
-            "backend", the backend "paceline"; "torch", torch's own DDP over Gloo.
+            "backend", the backend "paceline"; "torch", torch's own DDP over Gloo; "hosts", in the memory of
+            hosts and between them, two hosts of two ranks or some of one.
         style: "copy"; "view", gradients live in the shared memory; "tiny", a bucket for each parameter;
             "accumulate", two micro-batches, the first in no_sync(); "finished", ranks with fewer batches;
             "join", the same through torch's Join.
@@ -283,6 +284,9 @@ def plan_of(seed: int, framework: str = "torch", *, launched: bool = False) -> P
     chance = random.Random(f"{framework} {launched} {seed}")
     if framework == "torch":
         job = _job(chance, framework, _TORCH_WAYS, _TORCH_STYLES)
+        # By another generator, so that a seed makes the plan that it made before there were hosts.
+        if job.way == "gloo" and random.Random(f"hosts {seed}").random() < 0.5:
+            job = replace(job, way="hosts")
     else:
         job = _job(chance, framework, _PADDLE_WAYS, _PADDLE_STYLES)
     if launched:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
+from paceline.rendezvous import shared_memory
 from paceline.torch import DistributedDataParallel, backend
 from tests.chaos.plans import Plan
 from tests.chaos.rank import FORMING_S, Array, Trainer
@@ -104,6 +105,9 @@ class TorchTrainer(Trainer):
             self.wrapped = TorchDDP(self._model, **options)
         else:
             through = "group" if job.way in ("gloo", "backend") and not job.launcher else "auto"
+            if job.way == "hosts":
+                number = self.rank * (2 if job.world_size == 4 else job.world_size) // job.world_size
+                shared_memory._host_hint = lambda: (f"host {number}", shared_memory._Obstacle())
             self.wrapped = DistributedDataParallel(
                 self._model,
                 process_group=self._group,
