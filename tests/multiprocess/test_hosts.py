@@ -300,6 +300,7 @@ def test_the_text_of_an_exception_reaches_the_other_host_at_once(rank):
         backward(wrapped, 2, rank, 4)
     tell("raised", rank)
     assert time.monotonic() - started < 60
+    until_told("raised", range(3))  # nor has any other one ended before
     assert "the cause" in str(caught.value) and caught.value.lost == (3,), str(caught.value)
 
 

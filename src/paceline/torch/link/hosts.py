@@ -8,10 +8,12 @@ as `new_group` would: names of those depend on how many groups a rank is in, and
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -47,6 +49,7 @@ def join_hosts(peers: Peers, memory: HostMemory) -> Hosts | None:
     nonces, names = zip(*(each.split(" ", 1) for each in told))
     # Keys that no other model, and no earlier life of these ranks, has used in the user's store.
     keys = f"paceline/hosts/{nonces[0]}/{place}"
+    before = _connected_sockets()
     try:
         store = PrefixStore(keys, peers.process_group.get_group_store())
         timeout = timedelta(seconds=peers.timeout_s)
@@ -60,7 +63,7 @@ def join_hosts(peers: Peers, memory: HostMemory) -> Hosts | None:
             hint="GLOO_SOCKET_IFNAME names the interface to use, on each host; "
             'reduce_through="group" averages over the process group alone',
         ) from error
-    transport = GlooTransport(group, own, partners, names)
+    transport = GlooTransport(group, own, partners, names, _sockets_to(peers, partners, before))
     return Hosts(
         rank=rank,
         world_size=peers.world_size,
@@ -82,12 +85,21 @@ class GlooTransport:
         host: Number of this rank's host.
         ranks: The partner on each host, and this rank.
         names: Host and process of each rank, in words.
+        sockets: The connections of `group`, as far as they are known.
     """
 
-    def __init__(self, group: Any, host: int, ranks: Sequence[int], names: Sequence[str]) -> None:
+    def __init__(
+        self,
+        group: Any,
+        host: int,
+        ranks: Sequence[int],
+        names: Sequence[str],
+        sockets: Sequence[socket.socket],
+    ) -> None:
         self.host, self.ranks = host, ranks
         self._group = group
         self._names = names
+        self._sockets = sockets
 
     def send(self, host: int, message: Message, tag: int) -> GlooTransfer:
         tensor = torch.from_numpy(message)
@@ -101,7 +113,11 @@ class GlooTransport:
         return f"rank {self.ranks[host]} (host {host}, {self._names[self.ranks[host]]})"
 
     def abort(self) -> None:
-        self._group.abort()
+        # With torch 2.13 neither abort() nor shutdown() of a Gloo group wakes anybody. What was written to
+        # a socket before still arrives, then the partner and this rank's own waits see its end.
+        for each in self._sockets:
+            with contextlib.suppress(OSError):  # it has ended already
+                each.shutdown(socket.SHUT_RDWR)
 
 
 class GlooTransfer:
@@ -114,6 +130,43 @@ class GlooTransfer:
 
     def wait(self, timeout_s: float) -> None:
         self._work.wait(timedelta(seconds=timeout_s))
+
+
+_Ends = tuple[Any, Any]
+"""The addresses of both ends of a connection."""
+
+
+def _connected_sockets() -> dict[_Ends, int]:
+    """This process's TCP connections: the descriptor of each."""
+    found: dict[_Ends, int] = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as each:
+                if each.type == socket.SOCK_STREAM and each.family in (socket.AF_INET, socket.AF_INET6):
+                    found[_address(each.getsockname()), _address(each.getpeername())] = int(name)
+        except OSError:  # closed meanwhile, or it listens
+            continue
+    return found
+
+
+def _address(told: Any) -> tuple[str, int]:
+    """An address that is the same for sockets of either family."""
+    return told[0].removeprefix("::ffff:"), told[1]
+
+
+def _sockets_to(
+    peers: ProcessGroupPeers, partners: Sequence[int], before: Container[_Ends]
+) -> list[socket.socket]:
+    """The connections to partners that were made since, as sockets of our own. Collective, over all ranks.
+
+    Another thread may have made a connection meanwhile; so one counts only if a partner has its other end.
+    """
+    made = {ends: fd for ends, fd in _connected_sockets().items() if ends not in before}
+    told = peers.exchange.all_gather(json.dumps(list(made)).encode(), peers.timeout_s)
+    theirs = {(tuple(a), tuple(b)) for partner in partners for a, b in json.loads(told[partner])}
+    return [socket.socket(fileno=os.dup(fd)) for (own, other), fd in made.items() if (other, own) in theirs]
 
 
 def _has_gloo(peers: ProcessGroupPeers) -> bool:
