@@ -20,7 +20,7 @@ from paddle import nn
 import paceline.paddle
 from paceline.errors import ConfigError, ModelMismatchError, PeerLostError
 from paceline.paddle import DataParallel, SyncBatchNorm
-from paceline.paddle.link.peers import needs_paddles_group
+from paceline.paddle.link.peers import connect_environment, needs_paddles_group
 from paceline.rendezvous import shared_memory
 from tests.multiprocess.paddle_models import (
     Words,
@@ -101,6 +101,14 @@ def test_a_launchers_variables_tell_whether_there_are_several_hosts(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert needs_paddles_group() == expected
+
+
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "203.0.113.1"])
+@ranks(1, group=None)
+def test_an_address_where_rank_0_cannot_listen_is_told_at_once(rank: int, host: str) -> None:
+    os.environ |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "PADDLE_MASTER": f"{host}:29500"}
+    with pytest.raises(ConfigError, match=f"PADDLE_MASTER={host}"):
+        connect_environment()
 
 
 @ranks(2, group=None)

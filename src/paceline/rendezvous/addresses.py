@@ -137,15 +137,24 @@ def wait_for_listener(
         time.sleep(_RETRY_S)
 
 
-def check_meeting_address(way: Way, rank: int, world_size: int, *, spans_hosts: bool, serves: bool) -> None:
-    """Raise unless the ranks of this host can meet the others at MASTER_ADDR.
+def check_meeting_address(
+    way: Way,
+    rank: int,
+    world_size: int,
+    *,
+    spans_hosts: bool,
+    serves: bool,
+    what: str = "MASTER_ADDR",
+) -> None:
+    """Raise unless the ranks of this host can meet the others at the address of rank 0.
 
     Args:
-        way: To MASTER_ADDR.
+        way: To that address.
         rank: The rank.
         world_size: Number of ranks.
         spans_hosts: Whether some ranks are known to be on other hosts.
         serves: Whether this rank listens there.
+        what: The variable that holds it.
 
     Raises:
         ConfigError: It is another host's address although this rank has to listen there, or it means each
@@ -156,19 +165,19 @@ def check_meeting_address(way: Way, rank: int, world_size: int, *, spans_hosts: 
     has = ", ".join(f"{own} ({name})" for name, own in others.items()) or "none but 127.0.0.1"
     if serves and not way.is_own:
         raise ConfigError(
-            f"Rank {rank} of {world_size} is on host {here}, but MASTER_ADDR={way.name} is not.",
+            f"Rank {rank} of {world_size} is on host {here}, but {what}={way.name} is not.",
             seen=f"{way.describe()}; the addresses of {here}: {has}",
-            likely="rank 0 was started on another host than the launcher is on, or MASTER_ADDR was set for "
+            likely=f"rank 0 was started on another host than the launcher is on, or {what} was set for "
             "another job",
-            hint=f"set MASTER_ADDR to an address of {here} for all ranks",
+            hint=f"set {what} to an address of {here} for all ranks",
             host=here,
         )
     if spans_hosts and way.is_loopback and way.name != here:
         raise ConfigError(
-            f"MASTER_ADDR={way.name} means this host on every host, and {world_size} ranks are on several.",
+            f"{what}={way.name} means this host on every host, and {world_size} ranks are on several.",
             seen=f"rank {rank} is on host {here}, where {way.name} is {way.address}; its addresses: {has}",
-            likely="MASTER_ADDR was set for a job on one host, or /etc/hosts gives the name to this host",
-            hint="set MASTER_ADDR to the address of rank 0's host, as the others reach it",
+            likely=f"{what} was set for a job on one host, or /etc/hosts gives the name to this host",
+            hint=f"set {what} to the address of rank 0's host, as the others reach it",
             host=here,
         )
 

@@ -22,7 +22,7 @@ from paceline.arguments import Arguments, show
 from paceline.collectives.formation import share_with_all
 from paceline.collectives.group import Group
 from paceline.collectives.init import init
-from paceline.env import read_rank_environment
+from paceline.env import read_rank_environment, split_address
 from paceline.errors import ConfigError, RegionError
 from paceline.paddle.link.calls import WARN_AFTER_S, GroupCalls, LoneCalls
 from paceline.paddle.link.exchange import PaddleExchange
@@ -30,6 +30,7 @@ from paceline.paddle.link.link import GroupLink, Link, MemoryLink
 from paceline.paddle.model.arguments import checked_group
 from paceline.reducer.peers import EnvironmentGroup, PatientGroup, Ranks, exchange_of_named
 from paceline.reducer.witness import Witness
+from paceline.rendezvous.addresses import check_meeting_address, find_way
 from paceline.rendezvous.exchange import Exchange
 
 _DEFAULT_TIMEOUT_S = 1800.0  # Paddle's own
@@ -234,6 +235,7 @@ def connect_environment(forming_timeout_s: float | None = None) -> Group | None:
     """
     if needs_paddles_group():
         _export_paddle_variables()
+        _check_meeting_address()
         dist.init_parallel_env()
         return None
     return environment_group(forming_timeout_s)
@@ -271,6 +273,27 @@ def _export_paddle_variables() -> None:
     os.environ["PADDLE_CURRENT_ENDPOINT"] = f"{socket.gethostname()}:{place.rank}"  # only has to be there
     if paddle.get_device() == "cpu":
         os.environ.setdefault("PADDLE_DISTRI_BACKEND", "gloo")
+
+
+def _check_meeting_address() -> None:
+    """Raise where Paddle would try in vain to reach or to open the address of rank 0.
+
+    Raises:
+        ConfigError: It cannot be resolved, or is not of rank 0's host.
+    """
+    address = os.environ.get("PADDLE_MASTER", "")
+    if not address:
+        return
+    place = read_rank_environment(needs_address=False)
+    way = find_way(split_address(address, "PADDLE_MASTER")[0], "PADDLE_MASTER")
+    check_meeting_address(
+        way,
+        place.rank,
+        place.world_size,
+        what="PADDLE_MASTER",
+        spans_hosts=False,  # launchers of Paddle say 127.0.0.1 for processes of one host, whatever its size
+        serves=place.rank == 0,
+    )
 
 
 def environment_group(forming_timeout_s: float | None = None) -> Group | None:
