@@ -86,6 +86,7 @@ def refused() -> list[str]:
         refusal(late),
         refusal(Accelerator(cpu=True), non_finite="raise"),
         refusal("accelerator"),
+        refusal(use_paceline(Accelerator(cpu=True))),
     ]
 
 

@@ -38,10 +38,11 @@ def test_accelerate_prepares_once_unwraps_and_saves_as_ever(trained):
 
 def test_accelerate_is_told_what_is_wrong_on_every_rank(trained):
     for rank in trained:
-        late, unknown, other = rank["refused"]
+        late, unknown, other, twice = rank["refused"]
         assert "has prepared a model already" in late
         assert "does not have: non_finite" in unknown and "nonfinite" in unknown
         assert "takes an accelerate.Accelerator" in other
+        assert "use_paceline was called twice" in twice
 
 
 def test_accelerate_launch_starts_the_ranks(tmp_path):

@@ -58,8 +58,9 @@ def use_paceline(accelerator: _Accelerator, **arguments: Any) -> _Accelerator:
 
     Raises:
         ConfigTypeError: It is no Accelerator.
-        ConfigError: It has prepared a model already; or it was made for DeepSpeed, FSDP, Megatron-LM, XLA or
-            tensor parallelism, which use no DistributedDataParallel; or our class has no such argument.
+        ConfigError: It was given to use_paceline before, or has prepared a model already; or it was made for
+            DeepSpeed, FSDP, Megatron-LM, XLA or tensor parallelism, which use no DistributedDataParallel; or
+            our class has no such argument.
 
     Example:
         Each of two ranks that `paceline run -n 2` or `accelerate launch --multi_gpu` starts:
@@ -99,6 +100,12 @@ def _check(accelerator: object, arguments: dict[str, Any]) -> None:
             "use_paceline takes an accelerate.Accelerator.",
             got=show(accelerator),
             hint="use_paceline(trainer.accelerator) for a Trainer of Transformers",
+        )
+    if "prepare_model" in vars(accelerator):
+        raise ConfigError(
+            "The prepare_model of this Accelerator is replaced already.",
+            likely="use_paceline was called twice for it",
+            hint="call use_paceline(accelerator) once, with all arguments",
         )
     if accelerator._models:
         raise ConfigError(

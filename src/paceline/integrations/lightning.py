@@ -112,8 +112,10 @@ def _register(strategy: type, registry: Any) -> None:
 
 def _check_number_of_processes(num_nodes: int, num_processes: int) -> None:
     # Without it Lightning looks for a device of that number and fails, or waits for ranks that never come.
+    # Lightning's own launchers set no RANK; and some platforms set WORLD_SIZE where nothing is launched.
+    is_launched = {"RANK", "LOCAL_RANK"} <= os.environ.keys()
     started, wanted = os.environ.get("WORLD_SIZE", ""), num_nodes * num_processes
-    if started.isdigit() and int(started) != wanted:
+    if is_launched and started.isdigit() and int(started) != wanted:
         raise ConfigError(
             "The launcher started another number of processes than Lightning is to use.",
             expected=f"{wanted} processes: num_nodes={num_nodes} times {num_processes} devices",
