@@ -31,7 +31,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 CORE := pyproject.toml CMakeLists.txt $(shell find cpp -type f) $(shell find src/paceline -name __init__.py)
 CPP_FILES = $(shell find cpp tests/cpp -name '*.cc' -o -name '*.h')
 
-.PHONY: demo demo-paddle test integrations pairs fuzz chaos hosts schedules model lint format types sanitizers docs bench clean help
+.PHONY: demo demo-paddle test integrations pairs fuzz chaos test-hosts hosts schedules model lint format types sanitizers docs bench clean help
 
 demo: $(VENV)/.core ## Train a small model on several processes, and compare with one process and with torch's DDP
 	@$(BIN)/python examples/demo.py $(ARGS)
@@ -53,6 +53,9 @@ fuzz: $(VENV)/.core $(VENV)/.paddle ## Compare generated programs with reference
 
 chaos: $(VENV)/.core $(VENV)/.paddle ## Make random faults in training jobs; FAULTS=1000, SEED=0, TORCHS=60 gives some to torch's DDP too
 	@$(BIN)/python -m tests.chaos --faults $(FAULTS) --seed $(SEED) --torchs $(TORCHS) $(ARGS)
+
+test-hosts: $(VENV)/.core ## Run the tests of several hosts (network namespaces; needs root); minutes
+	@$(BIN)/python -m pytest --quiet tests/hosts $(ARGS)
 
 hosts: $(VENV)/.core ## Measure steps on several hosts (network namespaces; needs root) beside torch's DDP
 	@$(BIN)/python -m tests.hosts $(ARGS)
