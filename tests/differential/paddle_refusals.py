@@ -27,6 +27,11 @@ EXPECTED: list[tuple[str, tuple[str, ...], str]] = [
         "two forwards before a backward: Paddle changes its statistics in place",
     ),
     ("op skipped", ("SkippedPassError",), "forwards without a backward, not on all ranks"),
+    (
+        "a backward of several models",
+        ("MismatchError",),
+        "of which ranks use other parameters, over a group; Paddle's own wrapper trains some of these",
+    ),
     ("nonfinite", ("NonFiniteGradientError",), 'nonfinite="raise"'),
 ]
 
@@ -47,6 +52,8 @@ def _features(program: Program) -> set[str]:
         found.add(f"op {op['op']}")
         if op["op"] in ("raise", "trap"):
             found.add("an error of the program's own")
+        if len(op.get("of", ())) > 1:
+            found.add("a backward of several models")
         if op["op"] == "forward" and op.get("to", "loss") != "loss":
             found.add("op skipped" if op["to"] == "lost" else "two forwards")
     if program.get("options", {}).get("nonfinite") == "raise":
