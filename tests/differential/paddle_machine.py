@@ -135,7 +135,11 @@ class Machine(Walker):
             p.data = now.astype("float32" if self.dtype == "float64" else "float64")
 
     def _op_freeze(self, op: Op, label: str) -> None:
-        parameter_of(self._net(op), op.get("param", 0)).stop_gradient = not op.get("on", False)
+        p = parameter_of(self._net(op), op.get("param", 0))
+        p.stop_gradient = not op.get("on", False)
+        if self.has_finished and p.stop_gradient:
+            # Passes without data left what each rank had, and nobody averages it any more.
+            p.clear_gradient(set_to_zero=False)
 
     def _op_replace(self, op: Op, label: str) -> None:
         net, model = self._net(op), op.get("model", 0) % len(self.nets)

@@ -189,7 +189,10 @@ class Machine(Walker):
             p.data = data * 0.9
 
     def _op_freeze(self, op: Op, label: str) -> None:
-        parameter_of(self._net(op), op.get("param", 0)).requires_grad_(bool(op.get("on", False)))
+        p = parameter_of(self._net(op), op.get("param", 0))
+        p.requires_grad_(bool(op.get("on", False)))
+        if self.has_finished and not p.requires_grad:
+            p.grad = None  # passes without data left what each rank had, and nobody averages it any more
 
     def _op_replace(self, op: Op, label: str) -> None:
         net, model = self._net(op), op.get("model", 0) % len(self.nets)

@@ -97,6 +97,7 @@ class Walker:
         self.trainable: dict[int, list[Any]] = {}
         self.weights: dict[int, float] = {}
         self.weight_so_far: dict[int, float] = {}
+        self.has_finished = False  # some data have ended
         self.at = ""
         self._visits: dict[str, int] = {}
         self._tainted = False
@@ -162,6 +163,7 @@ class Walker:
             self.subject.finished(wrapper, step)
         steps = [] if step is None else [optimizer]
         yield Meeting("finished", [model], joins=how == "join", steps=steps)
+        self.has_finished = True
         self.at = label
         self._note_parameters(model)
 
