@@ -40,10 +40,14 @@ def test_the_environment_makes_the_group(rank: int) -> None:
     assert_same_on_all_ranks(model, group)
 
 
+def forget_launcher() -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+
+
 @ranks(1, group=None)
 def test_a_single_process_trains_alone(rank: int) -> None:
-    for name in ("RANK", "WORLD_SIZE"):
-        del os.environ[name]
+    forget_launcher()
     with pytest.warns(RuntimeWarning, match="this process trains alone"):
         model = DataParallel(two_layers())
     model(paddle.ones([1, 4])).sum().backward()
@@ -63,7 +67,7 @@ def test_a_single_process_may_have_nothing_to_train(rank: int) -> None:
 
 @ranks(1, group=None)
 def test_a_single_process_weighs_its_micro_batches(rank: int) -> None:
-    del os.environ["RANK"], os.environ["WORLD_SIZE"]
+    forget_launcher()
     for way in ("auto", "group"):  # as on the CPU, and as on a GPU
         model, alone, x = two_layers(), two_layers(), batch()
         with pytest.warns(RuntimeWarning, match="this process trains alone"):
