@@ -2,7 +2,7 @@
 
 A framework that is told different world sizes, or the same rank twice, waits for somebody who will never
 come. Here each rank writes down who it is, reads what all have written, and judges it: all read the same, so
-all come to the same verdict. Imports errors and the standard library.
+all come to the same verdict. Imports errors, `roll_call` and the standard library.
 """
 
 from __future__ import annotations
@@ -14,25 +14,18 @@ from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from paceline.errors import RendezvousError, format_ranks
+from paceline.rendezvous.roll_call import Board
 
 _SHORTEST_NAP_S = 0.002
 _LONGEST_NAP_S = 0.05
 _LINGER_S = 2.0
 
 
-class Ledger(Protocol):
-    """A framework's store: words and counters by key, for all ranks. Calls may raise RuntimeError."""
+class Ledger(Board, Protocol):
+    """A framework's store that counts, too."""
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter, which begins at 0; its new value."""
-        ...
-
-    def write(self, key: str, value: str) -> None:
-        """Let all ranks read `value` at `key`."""
-        ...
-
-    def read(self, key: str) -> str | None:
-        """What was written at `key`; None: nothing yet."""
+        """Add to a counter, which begins at 0; its new value. Raises and blocks as the other calls."""
         ...
 
 

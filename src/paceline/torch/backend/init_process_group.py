@@ -31,6 +31,7 @@ from paceline.rendezvous.addresses import (
 )
 from paceline.rendezvous.attendance import Arrival, attend
 from paceline.rendezvous.deadline import Deadline
+from paceline.torch.link.exchange import StoreBoard
 
 _DEFAULT_TIMEOUT_S = 1800.0  # torch's own for Gloo
 
@@ -112,7 +113,7 @@ def init_process_group(
     arrival = Arrival(place.rank, place.world_size, socket.gethostname(), os.getpid(), job)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     prefix = f"paceline/start/{attempt}/{next(_starts)}"
-    attend(_StoreLedger(store), prefix, arrival, max(deadline.left_s(), 1.0))
+    attend(StoreBoard(store), prefix, arrival, max(deadline.left_s(), 1.0))
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, **options)
 
 
@@ -157,22 +158,6 @@ def _open_store(way: Way, place: RankEnvironment, timeout_s: float, *, serves: b
             if serves
             else "look at rank 0's output",
         ) from error
-
-
-class _StoreLedger:
-    """Torch's store as a `Ledger`."""
-
-    def __init__(self, store: TCPStore) -> None:
-        self._store = store
-
-    def add(self, key: str, amount: int) -> int:
-        return int(self._store.add(key, amount))
-
-    def write(self, key: str, value: str) -> None:
-        self._store.set(key, value)
-
-    def read(self, key: str) -> str | None:
-        return bytes(self._store.get(key)).decode() if self._store.check([key]) else None
 
 
 def torch_variables(place: RankEnvironment) -> dict[str, str]:

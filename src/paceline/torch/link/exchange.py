@@ -217,7 +217,7 @@ def _roll_of(group: dist.ProcessGroup, rank: int, world_size: int) -> Roll:
     """One for each group, so that all ranks count its calls alike."""
     if group not in _rolls:
         store = _store_of(group)
-        board = None if store is None else _StoreBoard(store)
+        board = None if store is None else StoreBoard(store)
         ranks = dist.get_process_group_ranks(group)
         holder = ranks.index(_HOLDER) if _HOLDER in ranks and _is_store_served_by_rank() else None
         _rolls[group] = Roll(
@@ -226,11 +226,14 @@ def _roll_of(group: dist.ProcessGroup, rank: int, world_size: int) -> Roll:
     return _rolls[group]
 
 
-class _StoreBoard:
-    """A process group's store as a `Board`."""
+class StoreBoard:
+    """A store of torch as a `Board`, and as a `Ledger`."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._store.add(key, amount))
 
     def write(self, key: str, value: str) -> None:
         self._store.set(key, value)
