@@ -103,7 +103,7 @@ class ArrayTransport:
     def squared_norm(self) -> float:
         return sum(float(np.square(self.place(i), dtype=np.float64).sum()) for i in range(len(COUNTS)))
 
-    def begin_all_gather(self, payload: bytes) -> Deferred:
+    def begin_all_gather(self, payload: bytes) -> Callable[[], list[bytes]]:
         call, rows = self._next_call(), []
 
         def complete() -> None:
@@ -115,7 +115,7 @@ class ArrayTransport:
             self._complete_all()
             return rows
 
-        return Deferred(wait)
+        return wait
 
     def _complete_all(self) -> None:
         """A call that is waited for needs all before it, which other models may have made."""
@@ -406,17 +406,16 @@ def calls_of_a_pass(transport: ArrayTransport, reducer: EngineReducer) -> list[s
     told: list[str] = []
     launch, gather = transport.launch, transport.begin_all_gather
 
-    def noting(what: str, begun: Deferred) -> Deferred:
+    def noting(what: str, complete: Callable[[], Any]) -> Callable[[], Any]:
         told.append(f"begin {what}")
 
-        def wait() -> object:
+        def wait() -> Any:
             told.append(f"wait for {what}")
             return complete()
 
-        complete, begun.wait = begun.wait, wait
-        return begun
+        return wait
 
-    transport.launch = lambda bucket, scale: noting("bucket", launch(bucket, scale))  # type: ignore[method-assign]
+    transport.launch = lambda *call: Deferred(noting("bucket", launch(*call).wait))  # type: ignore[method-assign]
     transport.begin_all_gather = lambda payload: noting("status", gather(payload))  # type: ignore[method-assign]
     for index in range(len(COUNTS)):
         reducer.mark_ready(index)
@@ -441,7 +440,7 @@ def test_a_pass_that_fails_below_is_the_last_one() -> None:
     """The ranks' calls do not pair any more, so later passes must say so instead of averaging wrongly."""
     rank = Rank(make_plan(), Switchboard(1), 0)
 
-    def fail(payload: bytes) -> Deferred:
+    def fail(payload: bytes) -> Callable[[], list[bytes]]:
         raise CollectiveError("Rank 0 of 1 lost the others.")
 
     rank.transport.begin_all_gather = fail  # type: ignore[method-assign]

@@ -47,14 +47,6 @@ class Pending(Protocol):
         ...
 
 
-class Gathering(Protocol):
-    """Payloads on their way."""
-
-    def wait(self) -> list[bytes]:
-        """Payloads of all ranks, by rank. Blocks; raises at the transport's deadline."""
-        ...
-
-
 class Transport(Protocol):
     """The arena of one rank, and an engine that reduces ranges of it."""
 
@@ -103,8 +95,11 @@ class Transport(Protocol):
         """The squared norm of the arena."""
         ...
 
-    def begin_all_gather(self, payload: bytes) -> Gathering:
-        """Begin to collect the payloads of all ranks; each rank's has the same length."""
+    def begin_all_gather(self, payload: bytes) -> Callable[[], list[bytes]]:
+        """Begin to collect the payloads of all ranks; each rank's has the same length.
+
+        Returns what waits for them, up to the transport's deadline, and returns them by rank.
+        """
         ...
 
 
@@ -181,7 +176,7 @@ class EngineReducer(ReportingReducer):
         self._transport = transport
         self._expected_weight = float(transport.world_size)
         # Which no two reducers have in common, and all ranks of this one.
-        self._identity = zlib.crc32(b"".join(transport.begin_all_gather(os.urandom(8)).wait()))
+        self._identity = zlib.crc32(b"".join(transport.begin_all_gather(os.urandom(8))()))
         self._called = 0  # what this rank has told of its calls at the end of the last pass
         self._num_launched = len(plan.buckets)
         self._begin_pass()
@@ -239,10 +234,10 @@ class EngineReducer(ReportingReducer):
         self._called = self._transport.order.take(self._identity)
         counts = {"nonfinite": len(nonfinite), "overflowed": len(overflowed)}
         own = self._report(status, unused, allow_unused, identity=self._called, **counts)
-        gathering = self._transport.begin_all_gather(own.pack())
+        wait_for_reports = self._transport.begin_all_gather(own.pack())
         if not is_serial:
             self._wait_for_buckets()
-        self._reports = [RankReport.unpack(row) for row in gathering.wait()]
+        self._reports = [RankReport.unpack(row) for row in wait_for_reports()]
         if self._strangers():  # their details would not be of these parameters
             return
         self._gather_details(unused, nonfinite, overflowed)
@@ -325,9 +320,7 @@ class EngineReducer(ReportingReducer):
     def _gather_bits(self, *found: Sequence[int]) -> list[list[list[int]]]:
         """For each list of parameters, those of all ranks, by rank."""
         count = len(self._plan.parameters)
-        rows = self._transport.begin_all_gather(
-            b"".join(pack_bits(indices, count) for indices in found)
-        ).wait()
+        rows = self._transport.begin_all_gather(b"".join(pack_bits(indices, count) for indices in found))()
         size = len(pack_bits((), count))
         return [
             [unpack_bits(row[place * size : (place + 1) * size]) for row in rows]

@@ -92,8 +92,8 @@ class PaddleTransport:
     def squared_norm(self) -> float:
         return sum(float(section.astype("float64").square().sum()) for section in self._arena.sections)
 
-    def begin_all_gather(self, payload: bytes) -> StatusCall:
-        return StatusCall(self._calls.begin_gather_bytes(payload, STATUS))
+    def begin_all_gather(self, payload: bytes) -> Callable[[], list[bytes]]:
+        return self._calls.begin_gather_bytes(payload, STATUS)
 
     def _note_nonfinite(self, bucket: int, flat: paddle.Tensor) -> None:
         # On the CPU, a finite sum proves that all is finite; another may be an overflow. On a GPU to look at
@@ -103,13 +103,6 @@ class PaddleTransport:
             if math.isfinite(float(wide.sum())):
                 return
         self._suspects += [(param, paddle.isfinite(piece).all()) for param, piece in self._pieces[bucket]]
-
-
-class StatusCall:
-    """The status of all ranks on its way."""
-
-    def __init__(self, finish: Callable[[], list[bytes]]) -> None:
-        self.wait = finish
 
 
 class BucketCall:

@@ -7,6 +7,7 @@ bucket is one asynchronous `torch.distributed.all_reduce` of a flat range of it.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -99,14 +100,19 @@ class ProcessGroupTransport:
         sections = [as_real(section) for section in self._arena.sections]
         return sum(float(section.double().square().sum()) for section in sections)
 
-    def begin_all_gather(self, payload: bytes) -> StatusWork:
+    def begin_all_gather(self, payload: bytes) -> Callable[[], list[bytes]]:
         own = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self._status_device)
         rows = [torch.empty_like(own) for _ in range(self.world_size)]
         try:
             work = dist.all_gather(rows, own, group=self._group, async_op=True)
         except RuntimeError as error:
             raise self._waits.failed(error, STATUS) from error
-        return StatusWork(self, work, rows)
+
+        def finish() -> list[bytes]:
+            self.wait(work, STATUS)
+            return [row.cpu().numpy().tobytes() for row in rows]
+
+        return finish
 
     def wait(self, work: dist.Work, what: int | str) -> None:
         """Block until the work on a bucket (its number), or other work, is done, at most until the deadline.
@@ -147,19 +153,6 @@ class BucketWork:
 
     def wait(self) -> None:
         self._transport.wait(self._work, self._bucket)
-
-
-class StatusWork:
-    """The status of all ranks on its way through the process group."""
-
-    def __init__(self, transport: ProcessGroupTransport, work: dist.Work, rows: list[torch.Tensor]) -> None:
-        self._transport = transport
-        self._work = work
-        self._rows = rows
-
-    def wait(self) -> list[bytes]:
-        self._transport.wait(self._work, STATUS)
-        return [row.cpu().numpy().tobytes() for row in self._rows]
 
 
 def scale_alike(flat: torch.Tensor, factor: float) -> None:
