@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdlib>
+#include <string>
 
 #include "core/futex.h"
 #include "core/region.h"
@@ -267,8 +268,13 @@ void abort_group(Header& header, Reason reason, int by, int culprit) {
 CrashWatch::CrashWatch(Header& header, RankLine& line, int rank)
     : fork_generation_(fork_generation()),
       entry_(groups.put({&header, &line, rank, getpid(), fork_generation_})) {
-  [[maybe_unused]] static const int registered =
+  static const int refused =
       pthread_atfork(nullptr, nullptr, [] { groups.forget_walkers(); });
+  if (refused != 0) {
+    throw Failure{.reason = Reason::kNoMemory,
+                  .message = "registering a handler for fork: " +
+                             std::string(strerror(refused))};
+  }
   const PlacesLock lock;
   ++num_watches;
   if (!is_wanted()) return;

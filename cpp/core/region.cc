@@ -164,6 +164,8 @@ Region::Region(int fd) : fork_generation_(fork_generation()) {
     no_memory("mapping the shared region", error);
   }
   data_ = static_cast<std::byte*>(mapped);
+  // Both are advice: where a kernel refuses it, a forked child still maps the
+  // region, and a core dump still holds it; nothing else changes.
   madvise(data_, size_, MADV_DONTFORK);
   madvise(data_, size_, MADV_DONTDUMP);
   entry_ = forked_away.put({file_, data_, size_, fork_generation_});
@@ -213,7 +215,8 @@ void Region::reserve(size_t offset, size_t bytes) {
 void Region::release(size_t offset, size_t bytes) {
   if (bytes == 0) return;
   if (!file_.is_ours()) {
-    // The same through the mapping, if it is shared there.
+    // The same through the mapping. Where the kernel refuses, the memory stays
+    // with the region until it is closed.
     madvise(data_ + offset, bytes, MADV_REMOVE);
     return;
   }

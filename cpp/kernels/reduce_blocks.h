@@ -14,7 +14,7 @@
 // processor.
 #pragma once
 
-#include "kernels/element_loops.h"
+#include "kernels/vectorized_loops.h"
 #include "kernels/kernel_table.h"
 
 namespace paceline::PACELINE_ISA {

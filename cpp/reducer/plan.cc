@@ -59,7 +59,8 @@ void Reducer::plan(const std::vector<BucketSpan>& spans) {
       const Segment& segment = *next;
       const size_t bytes = segment.bytes();
       if (segment.offset + bytes > spans[b].end) {
-        misuse("bucket " + std::to_string(b) + " cuts a block of parameter " +
+        misuse("bucket " + std::to_string(b) +
+               " ends within a segment of parameter " +
                std::to_string(segment.parameter));
       }
       const auto index = static_cast<uint32_t>(segments_.size());

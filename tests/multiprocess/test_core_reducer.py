@@ -346,7 +346,7 @@ def test_misuse(group):
         ({"dtypes": [0, 6]}, "not of a floating type"),
         ({"buckets": [(0, 64)]}, "do not cover"),
         ({"buckets": [(0, 64), (64, 192), (192, 256)]}, "bucket 2 is empty"),
-        ({"buckets": [(0, 96), (96, 192)]}, "cuts a block of parameter 1"),
+        ({"buckets": [(0, 96), (96, 192)]}, "ends within a segment of parameter 1"),
         ({"counts": [10]}, "one entry per parameter"),
         ({"offsets": [0, 32]}, "overlap"),
     ):

@@ -57,7 +57,7 @@ class Gradients:
         self._dtypes = [place.dtype for place in self._places]
         for index, gradient in moved.items():
             self._move_home(index, gradient)
-        self._choose_ways()
+        self._choose_hand_overs()
 
     def specs(self, *, whole: bool) -> list[ParameterSpec]:
         return self._tensors.specs()
@@ -66,7 +66,7 @@ class Gradients:
         """Note which parameters other wrapped models have, too. Their gradients leave the arena."""
         self.leave_arena(indices)
         self._shared = indices
-        self._choose_ways()
+        self._choose_hand_overs()
 
     def leave_arena(self, indices: Collection[int] | None = None) -> None:
         for index, gradient in self._in_arena().items():
@@ -74,11 +74,12 @@ class Gradients:
                 with paddle.no_grad():
                     internals.set_gradient(self._parameters[index], gradient.clone())
 
-    def _choose_ways(self) -> None:
+    def _choose_hand_overs(self) -> None:
         count = len(self._parameters)
-        self.hand_over[:count] = [self._way_of(index)(index) for index in range(count)]
+        self.hand_over[:count] = [self._choose_copy_or_view(index)(index) for index in range(count)]
 
-    def _way_of(self, index: int) -> Callable[[int], Callable[[], None]]:
+    def _choose_copy_or_view(self, index: int) -> Callable[[int], Callable[[], None]]:
+        """What copies a gradient, hands its pointer over, or keeps the gradient in the arena as a view."""
         if index in self._shared:
             return self._by_copy
         if self._live_in_arena:

@@ -74,14 +74,14 @@ class Gradients:
     def _make_hooks(self) -> None:
         places = zip(self._names, self._parameters, self.reduction.places)
         self.hooks = [
-            self._kind_of_hook(index, parameter, view)(
+            self._choose_copy_or_view(index, parameter, view)(
                 self._state, index, name, view, self.reduction.reducer, parameter.dtype
             )
             for index, (name, parameter, view) in enumerate(places)
         ]
 
-    def _kind_of_hook(self, index: int, parameter: torch.Tensor, view: torch.Tensor) -> HookMaker:
-        """Whether a gradient is copied, handed over by pointer, or lives in the arena."""
+    def _choose_copy_or_view(self, index: int, parameter: torch.Tensor, view: torch.Tensor) -> HookMaker:
+        """The hook that copies a gradient, hands its pointer over, or keeps the gradient in the arena as a view."""
         if index in self._tensors.sparse:
             return functools.partial(sparse_hook, shape=self._shapes[index])
         if view.dtype is not parameter.dtype or index in self._shared:
