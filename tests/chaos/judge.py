@@ -212,7 +212,7 @@ def _judge_raised(result: Result, ranks: Sequence[int]) -> list[str]:
             # torchrun ends the others as soon as one has failed, most often before they can say why.
             if ended.how != "hung" and result.plan.job.launcher != "torchrun":
                 wrong.append(f"rank {rank} ended without a word, status {ended.status}")
-        elif not report.is_ours and result.plan.job.style != "join" and not is_forming:
+        elif not report.is_ours and result.plan.must_name and not is_forming:
             wrong.append(f"rank {rank} raised {report.kind}, which is not of ours")
     return wrong
 

@@ -246,13 +246,11 @@ class Plan:
     def must_name(self) -> bool:
         """Whether survivors must name the rank that was struck.
 
-        While wrapping over a process group of another library nobody knows whom it lost
-        (docs/design/reducer.md, What it does not do yet), and torch's Join speaks for itself. There, names
-        are counted and not asked for.
+        torch does not; and between hosts nobody names a rank that is lost in a call of torch's own Join
+        (docs/design/reducer.md, What it does not do yet). There, names are counted and not asked for.
         """
         job = self.job
-        is_torchs = job.way == "torch" or (job.style == "join" and job.way != "backend")
-        return not is_torchs and not self.is_while_wrapping_over_others
+        return job.way != "torch" and not (job.style == "join" and job.way == "hosts")
 
     @property
     def is_while_wrapping_over_others(self) -> bool:

@@ -112,7 +112,7 @@ def _notes(ours: Sequence[Row], torchs: Sequence[Row], spent_s: float) -> list[s
     for title, rows in (
         ("All jobs but these", [row for row in struck if row.asks_for_name]),
         (
-            "While wrapping over a process group that some rank may still be forming, and in torch's Join",
+            "In calls of torch's own Join between hosts",
             [row for row in struck if not row.asks_for_name],
         ),
     ):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
+import signal
 import time
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.testing import assert_close
 
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, PeerLostError
 from paceline.torch import DistributedDataParallel
 from tests.harness import ranks
 from tests.multiprocess.ddp_models import Branches, bits, gradients, mixed, two_layers
@@ -238,6 +240,33 @@ def test_join_with_another_joinable_and_no_sync(rank: int) -> None:
                     (ddp(x) ** 2).mean().backward()
             counter()
     assert counter.count == (4 if rank == 0 else 6)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(3, group="gloo", dies={1: signal.SIGKILL})
+def test_who_trains_and_who_has_joined_name_a_rank_that_is_killed(rank: int, path: str) -> None:
+    """Rank 0 waits in calls of torch's own Join, and rank 2 in its forward."""
+    ddp = DistributedDataParallel(two_layers(), reduce_through=path)
+    with pytest.raises(PeerLostError) as caught, ddp.join():
+        for number, x in enumerate(batches(1 if rank == 0 else 4, rank)):
+            if rank == 1 and number == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            step(ddp, x)
+    assert caught.value.lost == (1,)
+    assert "ank 1" in str(caught.value)
+
+
+@ranks(2, group="gloo", dies={1: signal.SIGKILL})
+def test_values_over_a_group_name_a_rank_that_is_killed(rank: int) -> None:
+    """Buffers, and what else is broadcast or summed outside of a pass."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    ddp = DistributedDataParallel(model, reduce_through="group")
+    ddp(torch.randn(3, 4)).sum().backward()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerLostError) as caught:
+        ddp.sync_buffers()
+    assert caught.value.lost == (1,)
 
 
 @ranks(2, group="gloo")

@@ -20,6 +20,7 @@ from paceline import _core
 from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.plan import Plan
 from paceline.reducer.protocol import Reducer
+from paceline.reducer.witness import Witness
 
 _Tensor = TypeVar("_Tensor")
 
@@ -72,6 +73,7 @@ class Link(Protocol[_Tensor]):
     Attributes:
         path: Where gradients are averaged: "memory", "hosts" (in the memory of each, and between them) or
             "group"; a hook counts as a group.
+        witness: Names ranks that are lost or late, where calls go over a process group; None: nobody does.
         wants_whole_buckets: Whether a bucket must hold whole parameters, for a hook to look at.
         most_bucket_bytes: Most of a bucket, whatever the model asks for; None: there is no such limit.
     """
@@ -79,6 +81,7 @@ class Link(Protocol[_Tensor]):
     path: str
     rank: int
     world_size: int
+    witness: Witness | None
     wants_whole_buckets: bool
     most_bucket_bytes: int | None
 

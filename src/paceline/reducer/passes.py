@@ -196,6 +196,7 @@ class Passes(Generic[AnyAutograd]):
         config: The configuration of the wrapped model.
 
     Attributes:
+        link: Between the ranks that train the model; a communication hook replaces it.
         reduction: The reduction of the plan in use.
         graphs: The graphs of forwards whose backward is still to come.
         fresh: Whether gradients are still those of the last pass.
@@ -227,7 +228,7 @@ class Passes(Generic[AnyAutograd]):
         self._tensors = tensors
         self._names = tensors.names
         self._hash_model = front_end.hash_model
-        self._link, self._set_activity = link, link.tell
+        self.link, self._set_activity = link, link.tell
         self._begun_forwards = 0
         self._waited_before_s = 0.0
         self._pass_number = 1
@@ -259,7 +260,7 @@ class Passes(Generic[AnyAutograd]):
     def _set_config(self, config: PassOptions) -> None:
         self._config = config
         is_static = config.static_graph
-        self._static_graph = StaticGraph(self._names, self._link.all_gather) if is_static else None
+        self._static_graph = StaticGraph(self._names, self.link.all_gather) if is_static else None
         self._judge = Judge(
             self._tensors.all_names,
             self.world_size,
@@ -294,7 +295,7 @@ class Passes(Generic[AnyAutograd]):
     @property
     def path(self) -> str:
         """Where gradients are averaged: "memory", "hosts" or "group"."""
-        return self._link.path
+        return self.link.path
 
     @property
     def trainable(self) -> Sequence[object]:
@@ -349,7 +350,7 @@ class Passes(Generic[AnyAutograd]):
     def broadcast_model(self, root: int) -> None:
         """Give every rank the parameters and buffers of the rank `root`. Collective."""
         tensors = [*self._tensors.all_parameters.values(), *self._tensors.current_buffers().values()]
-        self._link.broadcast(tensors, root)
+        self.link.broadcast(tensors, root)
 
     def _hash_replica(self, optimizer: Any) -> Sequence[Entry]:
         now, in_step = self._tensors.current_buffers(), self.buffers.in_step
@@ -360,15 +361,15 @@ class Passes(Generic[AnyAutograd]):
 
     def use_hook(self, hook: CommHook, process_group: Any) -> None:
         """Give every bucket to a hook from now on. Not within a pass; collective."""
-        self._link = self._link.with_hook(hook, process_group)
-        self._set_activity = self._link.tell
+        self.link = self.link.with_hook(hook, process_group)
+        self._set_activity = self.link.tell
         self._replace(self._make_plan(list(self.reduction.plan.order)))
         self.is_order_final = self.is_order_final or has_one_order(self.reduction.plan)
 
     def _adopt_order(self, order: list[int]) -> None:
         """Plan anew, in the order that rank 0 saw; once, after the first good pass. Collective."""
         self.is_order_final = True
-        agreed = agree(self._link, complete_order(order, len(self._names)))
+        agreed = agree(self.link, complete_order(order, len(self._names)))
         plan = self._make_plan(agreed)
         if plan != self.reduction.plan:
             self._replace(plan)
@@ -386,7 +387,7 @@ class Passes(Generic[AnyAutograd]):
         self.autograd.install()
 
     def _make_plan(self, order: list[int] | None) -> Plan:
-        whole, most = self._link.wants_whole_buckets, self._link.most_bucket_bytes
+        whole, most = self.link.wants_whole_buckets, self.link.most_bucket_bytes
         caps = self._config if most is None else CappedBuckets(self._config, most)
         return plan_gradients(self.gradients.specs(whole=whole), caps, order, whole=whole)
 
@@ -394,7 +395,7 @@ class Passes(Generic[AnyAutograd]):
         config = self._config
         finite = config.nonfinite != "ignore"
         options = ReductionOptions(config.gradients_in_arena, finite, config.skip_unused)
-        return self._link.make_reduction(plan, self._tensors.trainable, options, instead_of)
+        return self.link.make_reduction(plan, self._tensors.trainable, options, instead_of)
 
     def refresh_sharing(self) -> None:
         """Find out which parameters other wrapped models have, too."""

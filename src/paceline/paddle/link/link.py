@@ -33,6 +33,7 @@ from paceline.reducer.link import (
     pack,
 )
 from paceline.reducer.plan import Plan
+from paceline.reducer.witness import Witness
 
 
 class Link(link.Link[paddle.Tensor], Protocol):
@@ -62,6 +63,7 @@ class MemoryLink:
     def __init__(self, core: _core.HostGroup, owner: object) -> None:
         self.rank, self.world_size = core.rank, core.world_size
         self.tell: Callable[[str], None] | None = core.set_activity
+        self.witness: Witness | None = Witness(core)
         self.gather = functools.partial(gather_in_memory, core)
         self._core = core
         self._owner = owner
@@ -112,7 +114,7 @@ class GroupLink:
 
     def __init__(self, calls: GroupCalls) -> None:
         self.rank, self.world_size = calls.rank, calls.world_size
-        witness = calls.witness
+        self.witness = witness = calls.witness
         self.tell: Callable[[str], None] | None = None if witness is None else witness.tell
         self._calls = calls
 
@@ -173,6 +175,7 @@ class HookLink:
 
     def __init__(self, link: Link, calls: GroupCalls, hook: CommHook, process_group: Any) -> None:
         self.rank, self.world_size, self.tell = link.rank, link.world_size, link.tell
+        self.witness = link.witness
         self.broadcast, self.sum, self.all_gather = link.broadcast, link.sum, link.all_gather
         self.gather, self.with_hook = link.gather, link.with_hook
         self._calls = calls

@@ -24,8 +24,8 @@ from paceline.paddle.model.config import DataParallelConfig
 from paceline.paddle.model.parameters import ManagedTensors
 from paceline.paddle.passes import backward_calls
 from paceline.paddle.passes.backward_calls import calls
-from paceline.paddle.passes.hook_registration import listen
 from paceline.paddle.passes.gradients import Gradients
+from paceline.paddle.passes.hook_registration import listen
 from paceline.paddle.passes.outputs import may_hide_tensors, tensors_in
 from paceline.paddle.passes.replica_state import hash_model, make_sampler
 from paceline.paddle.passes.sparse import SparseMeans

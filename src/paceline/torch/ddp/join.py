@@ -6,6 +6,7 @@ torch's `Join` does, whether there will be one.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +15,13 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, JoinHook
 
 from paceline.errors import ConfigError
+from paceline.torch.link.calls import GroupCalls
+from paceline.torch.link.peers import Peers, ProcessGroupPeers
 
 if TYPE_CHECKING:
     from paceline.torch.passes.passes import GradientPasses
+
+_WHO_HAS_JOINED = "the all-reduce of torch's Join that counts who still has data"
 
 
 class Joining:
@@ -24,31 +29,34 @@ class Joining:
 
     Args:
         passes: The passes of the model; None if it is alone.
-        group: Torch's group, or None where a `paceline.Group` connects the ranks.
+        peers: The ranks that train the model.
         device: The device of the model's parameters.
     """
 
-    def __init__(
-        self, passes: GradientPasses | None, group: dist.ProcessGroup | None, device: torch.device
-    ) -> None:
-        if group is None:
+    def __init__(self, passes: GradientPasses | None, peers: Peers, device: torch.device) -> None:
+        if not isinstance(peers, ProcessGroupPeers):
             raise ConfigError(
                 "DistributedDataParallel: torch's Join needs a process group of torch.",
                 seen="a paceline.Group connects the ranks",
                 hint="call ddp.finish() on each rank when its data ends; or torch.distributed."
                 "init_process_group() before wrapping the model",
             )
-        self.group = group
-        on_cpu = "cpu" in {kind.type for kind in group._device_types}
-        self.device = torch.device("cpu") if on_cpu else device
+        calls = GroupCalls(peers, None if passes is None else passes.link.witness)
+        self._device = torch.device("cpu") if calls.serves_cpu else device
+        self._calls = calls
         self._passes = passes
         self._is_shadowing = False
         self._work: dist.Work | None = None  # kept: dropping one that is under way may end it
 
     def notify(self, joinable: Any, is_syncing: bool) -> None:
         """Tell those who have run out that this rank begins a forward, and whether it will synchronise."""
-        self._work = Join.notify_join_context(joinable)
+        with self.naming_the_lost():
+            self._work = Join.notify_join_context(joinable)
         self._any(is_syncing)
+
+    def naming_the_lost(self) -> contextlib.AbstractContextManager[None]:
+        """Name the lost rank in what torch's own calls raise."""
+        return self._calls.naming(_WHO_HAS_JOINED)
 
     def shadow(self, divide_by_initial_world_size: bool) -> None:
         """Take part in the backward that the others are about to make, if it synchronises."""
@@ -66,13 +74,14 @@ class Joining:
         if self._is_shadowing:
             self._is_shadowing = False
             self._passes.end_shadowing()
-        votes = torch.tensor([dist.get_rank(self.group) if is_last else -1], device=self.device)
-        dist.all_reduce(votes, op=dist.ReduceOp.MAX, group=self.group)
-        self._passes.broadcast_model(int(votes.item()))
+        votes = self._passes.link.all_gather(bytes([is_last]))
+        self._passes.broadcast_model(votes.index(bytes([True])))
 
     def _any(self, is_syncing: bool) -> bool:
-        votes = torch.tensor([int(is_syncing)], device=self.device)
-        dist.all_reduce(votes, group=self.group)
+        if self._passes is None:
+            return is_syncing
+        votes = torch.tensor([float(is_syncing)], device=self._device)
+        self._passes.link.sum(votes)
         return bool(votes.item())
 
 
@@ -101,3 +110,23 @@ class DDPJoinHook(JoinHook):
         """All have joined: the model becomes the same on all ranks."""
         self._joining.take_last_model(is_last_joiner)
         self._leave()
+
+
+class NamingJoin(Join):
+    """torch's `Join` of one wrapped model, whose errors name the rank that was lost.
+
+    Args:
+        ddp: The model.
+        enable, throw_on_early_termination, divide_by_initial_world_size: As of `ddp.join()`.
+    """
+
+    def __init__(
+        self, ddp: Any, enable: bool, throw_on_early_termination: bool, divide_by_initial_world_size: bool
+    ) -> None:
+        divide = divide_by_initial_world_size
+        super().__init__([ddp], enable, throw_on_early_termination, divide_by_initial_world_size=divide)
+        self._joining: Joining = ddp._joining  # made by join_hook(), which has just been called
+
+    def __exit__(self, *error: Any) -> None:
+        with self._joining.naming_the_lost():
+            super().__exit__(*error)

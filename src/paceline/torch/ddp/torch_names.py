@@ -31,7 +31,7 @@ from paceline.errors import ConfigError, ReplicaError
 from paceline.reducer.arguments import MIB
 from paceline.reducer.wrapped_model import hide_inherited
 from paceline.torch.data_parallel.scatter import gather, scatter_call
-from paceline.torch.ddp.join import DDPJoinHook, Joining
+from paceline.torch.ddp.join import DDPJoinHook, Joining, NamingJoin
 from paceline.torch.ddp.logging_data import TorchLogger, logging_data, noting_errors
 from paceline.torch.ddp.pickling import copy_of, restore, state_of
 from paceline.torch.ddp.regrouping import regroup
@@ -455,13 +455,14 @@ class TorchNames(TorchDDP):
         flag = Arguments("join").flag
         divide = flag("divide_by_initial_world_size", divide_by_initial_world_size)
         throw = flag("throw_on_early_termination", throw_on_early_termination)
-        return Join([self], flag("enable", enable), throw, divide_by_initial_world_size=divide)
+        return NamingJoin(self, flag("enable", enable), throw, divide)
 
     def join_hook(self, **kwargs: Any) -> DDPJoinHook:
         """What torch's `Join` runs when this rank has no more data; part of its `Joinable` protocol."""
         self._has_joined = True
         divide = bool(kwargs.get("divide_by_initial_world_size", True))
-        self._joining = Joining(self._passes, self.process_group, self.join_device)
+        peers = self._connected()
+        self._joining = Joining(self._passes, peers, self.join_device)
         return DDPJoinHook(self._joining, divide, self._leave_join)
 
     def _leave_join(self) -> None:

@@ -114,11 +114,11 @@ class HookTransport(ProcessGroupTransport):
 
     def finish(self, future: torch._C.Future[Any], bucket: int) -> None:
         """Wait for a hook's future, with the deadline, and put its tensor into the bucket."""
-        self._waits.poll(future.done, bucket)
+        self._calls.waits.poll(future.done, bucket)
         try:
             value = future.wait()
         except RuntimeError as error:
-            raise self._waits.failed(error, bucket) from error
+            raise self._calls.waits.failed(error, bucket) from error
         if isinstance(value, (list, tuple)) and len(value) == 1:
             value = value[0]  # what the futures of torch's own collectives hold
         flat = self._buckets[bucket]

@@ -32,6 +32,7 @@ from paceline.reducer.plan import Plan
 from paceline.reducer.witness import Witness
 from paceline.torch.link.arena import Arena
 from paceline.torch.link.broadcast import broadcast_tensors
+from paceline.torch.link.calls import GroupCalls
 from paceline.torch.link.comm_hook import HookTransport
 from paceline.torch.link.hosts import join_hosts
 from paceline.torch.link.peers import Peers, ProcessGroupPeers
@@ -82,6 +83,7 @@ class MemoryLink:
     def __init__(self, core: _core.HostGroup, peers: Peers) -> None:
         self.rank, self.world_size = peers.rank, peers.world_size
         self.tell: Callable[[str], None] | None = core.set_activity
+        self.witness: Witness | None = Witness(core)
         self._core = core
         self._peers = peers
 
@@ -125,7 +127,7 @@ class MemoryLink:
         return Reduction(plan, arena.views, reducer, takes_pointers=True)
 
     def with_hook(self, hook: CommHook, process_group: Any) -> Link[torch.Tensor]:
-        return HookLink(self, self._peers, hook, Witness(self._core))
+        return HookLink(self, self._peers, hook)
 
 
 class GroupLink:
@@ -143,15 +145,13 @@ class GroupLink:
     def __init__(self, peers: ProcessGroupPeers, witness: Witness | None) -> None:
         self.rank, self.world_size = peers.rank, peers.world_size
         self.tell: Callable[[str], None] | None = None if witness is None else witness.tell
+        self.witness = witness
         self._peers = peers
-        self._witness = witness
+        calls = GroupCalls(peers, witness)
+        self._broadcast, self.sum = calls.broadcast, calls.sum
 
     def broadcast(self, tensors: Tensors, root: int = 0) -> None:
-        broadcast = functools.partial(self._peers.broadcast, root=root)
-        broadcast_tensors(tensors, self.rank, broadcast, root=root)
-
-    def sum(self, tensor: torch.Tensor) -> None:
-        dist.all_reduce(tensor, group=self._peers.process_group)
+        broadcast_tensors(tensors, self.rank, functools.partial(self._broadcast, root=root), root=root)
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         return self._peers.exchange.all_gather(payload, self._peers.timeout_s)
@@ -166,11 +166,11 @@ class GroupLink:
         before = None if instead_of is None else (instead_of.plan, instead_of.sections)
         arena = Arena.allocate(plan, parameters, before)
         finite = options.checks_finite
-        transport = ProcessGroupTransport(arena, self._peers, checks_finite=finite, witness=self._witness)
+        transport = ProcessGroupTransport(arena, self._peers, checks_finite=finite, witness=self.witness)
         return _over(arena, EngineReducer(plan, transport, skip_unused=options.skip_unused))
 
     def with_hook(self, hook: CommHook, process_group: Any) -> Link[torch.Tensor]:
-        return HookLink(self, self._peers, hook, self._witness)
+        return HookLink(self, self._peers, hook)
 
 
 class HostsLink:
@@ -189,6 +189,7 @@ class HostsLink:
         self.path = "hosts"
         self.rank, self.world_size = link.rank, link.world_size
         self.tell: Callable[[str], None] | None = hosts.group.set_activity
+        self.witness = link.witness
         self.broadcast, self.sum, self.all_gather = link.broadcast, link.sum, link.all_gather
         self._link, self._peers, self._hosts = link, peers, hosts
         self._num_plans = 0
@@ -211,7 +212,7 @@ class HostsLink:
         return Reduction(plan, arena.views, reducer, takes_pointers=False)
 
     def with_hook(self, hook: CommHook, process_group: Any) -> Link[torch.Tensor]:
-        return HookLink(self, self._peers, hook, None)
+        return HookLink(self, self._peers, hook)
 
 
 class HookLink:
@@ -221,23 +222,19 @@ class HookLink:
         link: The other one.
         peers: The ranks of a process group, which the hook uses.
         hook: Averages buckets, which hold whole parameters.
-        witness: Names ranks that are lost or late; None: nobody does.
     """
 
     path = "group"
     wants_whole_buckets = True
     most_bucket_bytes: int | None = None
 
-    def __init__(
-        self, link: Link[torch.Tensor], peers: Peers, hook: CommHook, witness: Witness | None
-    ) -> None:
-        self.rank, self.world_size = link.rank, link.world_size
-        self.tell: Callable[[str], None] | None = None if witness is None else witness.tell
+    def __init__(self, link: Link[torch.Tensor], peers: Peers, hook: CommHook) -> None:
+        self.rank, self.world_size, self.witness = link.rank, link.world_size, link.witness
+        self.tell: Callable[[str], None] | None = None if link.witness is None else link.witness.tell
         self.broadcast, self.sum, self.all_gather = link.broadcast, link.sum, link.all_gather
         self.with_hook = link.with_hook
         self._peers = peers
         self._hook = hook
-        self._witness = witness
 
     def make_reduction(
         self,
@@ -252,7 +249,7 @@ class HookLink:
             instead_of.reducer.close()
         arena, finite = Arena.allocate(plan, parameters), options.checks_finite
         transport = HookTransport(
-            arena, self._peers, parameters, self._hook, checks_finite=finite, witness=self._witness
+            arena, self._peers, parameters, self._hook, checks_finite=finite, witness=self.witness
         )
         return _over(arena, EngineReducer(plan, transport))
 

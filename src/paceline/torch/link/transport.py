@@ -14,10 +14,11 @@ import torch.distributed as dist
 
 from paceline import _core
 from paceline.reducer.engine import call_order_of, may_overflow, overflowed_in
-from paceline.reducer.engine_waits import STATUS, EngineWaits
+from paceline.reducer.engine_waits import STATUS
 from paceline.reducer.plan import pieces_in
 from paceline.reducer.witness import Witness
 from paceline.torch.link.arena import Arena
+from paceline.torch.link.calls import GroupCalls
 from paceline.torch.link.peers import ProcessGroupPeers
 from paceline.torch.model.parameters import DTYPES
 
@@ -41,25 +42,17 @@ class ProcessGroupTransport:
         self.world_size = peers.world_size
         self.is_serial = False
         self._arena = arena
-        self._group = peers.process_group
+        self._calls = GroupCalls(peers, witness, arena.plan)
+        self._group = self._calls.group
         self.order = call_order_of(self._group)
-        self._waits = EngineWaits(
-            peers.rank,
-            peers.world_size,
-            engine=f"torch's {dist.get_backend(self._group)} process group",
-            timeout_s=peers.timeout_s,
-            warn_after_s=peers.warn_after_s,
-            plan=arena.plan,
-            witness=witness,
-        )
         self._checks_finite = checks_finite
         numbers = range(len(arena.plan.buckets))
         self._buckets = [arena.bucket(number) for number in numbers]
         self._pieces = [pieces_in(arena.plan, arena.sections, number) for number in numbers]
         self._norms: list[tuple[int, torch.Tensor]] = []
         self._nonfinite: set[int] = set()
-        kinds = {device.type for device in self._group._device_types}
-        self._status_device = torch.device("cpu") if "cpu" in kinds else arena.sections[0].device
+        on_host = self._calls.serves_cpu
+        self._status_device = torch.device("cpu") if on_host else arena.sections[0].device
 
     def launch(self, bucket: int, scale: float) -> BucketWork:
         self._arena.copies.make()
@@ -70,10 +63,7 @@ class ProcessGroupTransport:
             flat.zero_()
         elif scale != 1.0:
             flat.mul_(scale)
-        try:
-            work = dist.all_reduce(flat, group=self._group, async_op=True)
-        except RuntimeError as error:
-            raise self._waits.failed(error, bucket) from error
+        work = self._calls.begin(lambda: dist.all_reduce(flat, group=self._group, async_op=True), bucket)
         return BucketWork(self, work, bucket)
 
     def rescale(self, factor: float) -> None:
@@ -103,10 +93,7 @@ class ProcessGroupTransport:
     def begin_all_gather(self, payload: bytes) -> Callable[[], list[bytes]]:
         own = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self._status_device)
         rows = [torch.empty_like(own) for _ in range(self.world_size)]
-        try:
-            work = dist.all_gather(rows, own, group=self._group, async_op=True)
-        except RuntimeError as error:
-            raise self._waits.failed(error, STATUS) from error
+        work = self._calls.begin(lambda: dist.all_gather(rows, own, group=self._group, async_op=True), STATUS)
 
         def finish() -> list[bytes]:
             self.wait(work, STATUS)
@@ -122,13 +109,7 @@ class ProcessGroupTransport:
             PeerLostError: The process group lost a connection.
             CollectiveError: It failed otherwise.
         """
-        if self._status_device.type == "cpu":
-            # Polled, because Work.wait(timeout) is ignored by some backends and ends the group in others.
-            self._waits.poll(work.is_completed, what)
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise self._waits.failed(error, what) from error
+        self._calls.wait(work, what, on_host=self._status_device.type == "cpu")
 
     def _note_nonfinite(self, bucket: int, flat: torch.Tensor) -> None:
         pieces = self._pieces[bucket]

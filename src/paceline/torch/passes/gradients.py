@@ -81,7 +81,7 @@ class Gradients:
         ]
 
     def _choose_copy_or_view(self, index: int, parameter: torch.Tensor, view: torch.Tensor) -> HookMaker:
-        """The hook that copies a gradient, hands its pointer over, or keeps the gradient in the arena as a view."""
+        """The hook that copies a gradient, hands over its pointer, or keeps it in the arena as a view."""
         if index in self._tensors.sparse:
             return functools.partial(sparse_hook, shape=self._shapes[index])
         if view.dtype is not parameter.dtype or index in self._shared:

@@ -1,0 +1,115 @@
+"""Calls over the process group of torch that the user has, waited for up to a deadline.
+
+The one idea: a process group says that a connection broke, or nothing at all, and not which rank it has lost.
+So whoever waits for it here gives up at the deadline, looks at the ranks of the host meanwhile, and names the
+rank that is lost wherever that can be known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+
+from paceline.errors import CollectiveError
+from paceline.reducer.engine_waits import EngineWaits, is_of_a_late_peer, is_of_a_lost_peer
+from paceline.reducer.plan import Plan
+from paceline.reducer.witness import Witness
+from paceline.torch.link.peers import ProcessGroupPeers
+
+
+class GroupCalls:
+    """One rank's calls over a process group of torch.
+
+    Args:
+        peers: The ranks of the group.
+        witness: Names ranks that are lost or late; None: nobody does.
+        plan: The plan of the buckets that are summed over the group, if there are any.
+
+    Attributes:
+        group: The process group.
+        serves_cpu: Whether the group moves tensors of the CPU.
+        waits: How this rank waits for these calls, and words their failures.
+    """
+
+    def __init__(self, peers: ProcessGroupPeers, witness: Witness | None, plan: Plan | None = None) -> None:
+        self.group = peers.process_group
+        self.serves_cpu = "cpu" in {device.type for device in self.group._device_types}
+        self.waits = EngineWaits(
+            peers.rank,
+            peers.world_size,
+            engine=f"torch's {dist.get_backend(self.group)} process group",
+            timeout_s=peers.timeout_s,
+            warn_after_s=peers.warn_after_s,
+            plan=plan,
+            witness=witness,
+        )
+
+    def begin(self, start: Callable[[], dist.Work], what: int | str) -> dist.Work:
+        """Begin a call.
+
+        Args:
+            start: Makes the call, with `async_op=True`.
+            what: The number of the bucket that it sums, or what it is in words.
+
+        Raises:
+            PeerLostError: The process group lost a connection.
+            CollectiveError: It failed otherwise.
+        """
+        try:
+            return start()
+        except RuntimeError as error:
+            raise self.waits.failed(error, what) from error
+
+    def wait(self, work: dist.Work, what: int | str, *, on_host: bool) -> None:
+        """Block until a call is over, at most until the deadline.
+
+        Args:
+            work: The call.
+            what: As for `begin`.
+            on_host: Whether this thread has to wait. On a GPU, what is computed from now on waits instead.
+
+        Raises:
+            DeadlineError: It was not over in time.
+            PeerLostError: The process group lost a connection.
+            CollectiveError: It failed otherwise.
+        """
+        if on_host:
+            # Polled, because Work.wait(timeout) is ignored by some backends and ends the group in others.
+            self.waits.poll(work.is_completed, what)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise self.waits.failed(error, what) from error
+
+    def sum(self, tensor: torch.Tensor) -> None:
+        """Replace a tensor by its sum over the ranks. Collective."""
+        what = "a sum of values"
+        work = self.begin(lambda: dist.all_reduce(tensor, group=self.group, async_op=True), what)
+        self.wait(work, what, on_host=tensor.is_cpu)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """Replace a tensor by that of the rank `root`. Collective."""
+        what = "a broadcast of values"
+        source = dist.get_global_rank(self.group, root)
+        work = self.begin(lambda: dist.broadcast(tensor, source, group=self.group, async_op=True), what)
+        self.wait(work, what, on_host=tensor.is_cpu)
+
+    @contextlib.contextmanager
+    def naming(self, what: str) -> Iterator[None]:
+        """Name the lost rank in what a call of somebody else's raises, where it has lost one.
+
+        Args:
+            what: The call, in words.
+        """
+        try:
+            yield
+        except CollectiveError:
+            raise
+        except RuntimeError as error:
+            text = str(error)
+            if is_of_a_lost_peer(text) or is_of_a_late_peer(text):
+                raise self.waits.failed(error, what) from error
+            raise
