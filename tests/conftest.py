@@ -10,6 +10,7 @@ import importlib.util
 import os
 import signal
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 # The machine may be loaded: how long an example takes says nothing about the code.
@@ -30,6 +31,28 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 _has_paddle = importlib.util.find_spec("paddle") is not None
 collect_ignore_glob = [] if _has_paddle else ["*/test_paddle_*.py"]
+
+# The files that take longest, by the seconds that they take on an idle machine. Two processes share the files
+# in this order, so that neither has a long one left when the other has none.
+LONGEST_FILES = (
+    "fault/test_pairs.py",
+    "chaos/test_chaos.py",
+    "differential/test_programs_torch.py",
+    "differential/test_programs_paddle.py",
+    "model/test_model.py",
+    "multiprocess/test_bench.py",
+    "multiprocess/test_examples.py",
+    "multiprocess/test_paddle_aliases.py",
+    "multiprocess/test_ddp_aliases.py",
+    "multiprocess/test_lost_while_wrapping.py",
+    "multiprocess/test_sampler_resume.py",
+    "launch/test_farewell.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {os.path.join(os.path.dirname(__file__), name): n for n, name in enumerate(LONGEST_FILES)}
+    items.sort(key=lambda item: places.get(str(item.path), len(places)))  # stable
 
 
 def pytest_report_header() -> list[str]:

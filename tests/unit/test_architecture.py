@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import LONGEST_FILES
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "paceline"
 
@@ -258,6 +260,11 @@ def torn_comments(lines: list[str]) -> Iterator[int]:
         is_behind_a_brace = code.strip() == "}" and line.partition("//")[2].startswith("/")
         if goes_on or is_tail or is_behind_a_brace:
             yield number
+
+
+def test_the_files_that_are_run_first_are_there():
+    missing = [name for name in LONGEST_FILES if not (ROOT / "tests" / name).is_file()]
+    assert not missing, "tests/conftest.py, LONGEST_FILES"
 
 
 def test_no_comment_tears_a_declaration():
