@@ -14,8 +14,8 @@
 // processor.
 #pragma once
 
-#include "kernels/vectorized_loops.h"
 #include "kernels/kernel_table.h"
+#include "kernels/vectorized_loops.h"
 
 namespace paceline::PACELINE_ISA {
 namespace {

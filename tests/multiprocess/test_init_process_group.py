@@ -98,6 +98,10 @@ def test_what_torch_would_have_to_ignore_is_refused():
         init_process_group("gloo", init_method="env://")
     with pytest.raises(ConfigError, match="backend"):
         init_process_group(2)
+    for unknown in ("glooo", "cpu:gloo,cuda:ncll"):
+        with pytest.raises(ConfigError, match="backend") as caught:
+            init_process_group(unknown)
+        assert unknown in str(caught.value) and "gloo, " in caught.value.expected
     with pytest.raises(ConfigError, match="timeout"):
         init_process_group(timeout=-1)
     with pytest.raises(ConfigError, match="address"):

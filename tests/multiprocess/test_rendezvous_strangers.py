@@ -150,6 +150,20 @@ def test_more_connections_than_rank_0_has_descriptors_for(rank, user):
         group.barrier()
 
 
+@ranks(2, group=None)
+def test_only_so_many_connections_may_be_silent(rank):
+    """However many descriptors there are: those that have been silent for longest are closed."""
+    if rank == 1:
+        silent = flood(200, meeting_place())
+        silent[0].settimeout(30)
+        assert silent[0].recv(1) == b""  # closed, while rank 0 waits for this rank
+        silent[-1].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            silent[-1].recv(1)
+    with init(rank, 2) as group:
+        group.barrier()
+
+
 def die_as(rank, who):
     """Rank `who` of 3 dies in the middle of the rendezvous; the others tell what they learned, and when."""
     if rank == who == 0:

@@ -81,8 +81,11 @@ def test_arguments_that_are_wrong_on_all_ranks_are_told_to_each(rank: int) -> No
 @ranks(2, group="gloo")
 def test_one_rank_alone_wraps(rank: int) -> None:
     if rank == 1:
-        with pytest.raises(PacelineError, match=r"form(ing)? a group"):
+        with pytest.raises(PacelineError, match=r"form(ing)? a group") as caught:
             DistributedDataParallel(nn.Linear(2, 2), timeout_s=0.5)
+        assert caught.value.missing == (0,)
+        assert "Rank 1 of 2" in caught.value.summary and "rank 0" in caught.value.seen
+        assert caught.value.likely and "output" in caught.value.hint
 
 
 @ranks(2, group="gloo")

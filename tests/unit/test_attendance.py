@@ -84,6 +84,27 @@ def test_who_comes_to_a_complete_job_is_refused_alone():
     assert caught.value.ranks == (0, 0)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[1]",
+        '{"x": 1}',
+        "[" * 100_000,
+        '{"rank": "0", "world_size": 3, "host": "a", "pid": 1, "job": ""}',
+        '{"rank": true, "world_size": 3, "host": "a", "pid": 1, "job": ""}',
+    ],
+    ids=lambda text: text[:12] or "nothing",
+)
+def test_what_a_stranger_has_written_is_told_as_such(text):
+    ledger = Memory()
+    ledger.write(f"start/arrival/{ledger.add('start/arrivals', 1)}", text)
+    with pytest.raises(RendezvousError, match="no rank of Paceline has written") as caught:
+        attend(ledger, "start", arrival(0), 10.0)
+    assert "rank 0 on host node0" in caught.value.where
+
+
 def test_who_is_missing_is_named_at_the_deadline():
     first, second = attend_all([arrival(0), arrival(2, host="node1")], timeout_s=0.2)
     for error in (first, second):

@@ -42,6 +42,13 @@ def test_a_machine_that_is_fit():
     assert {"Python", "cores", "memory", "shared memory", "launcher", "host name"} <= set(findings)
 
 
+def test_a_module_in_the_current_folder_takes_no_part(tmp_path, monkeypatch):
+    monkeypatch.chdir(write(tmp_path, {"selectors.py": "raise RuntimeError('a stranger')\n"}))
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert by_name(doctor.examine())["self-test"].state == "fine"
+
+
 def test_a_limit_is_named_where_it_is_seen_and_where_it_strikes():
     done = run(limits="ulimit -f 1000; ")
     assert done.returncode == 1

@@ -85,6 +85,15 @@ def _methods() -> list[Use]:
     """The calls take the wrapped model first."""
     optimizer = torch.optim.SGD
     return [
+        *each(
+            "logging_sample_rate",
+            "sample_rate",
+            lambda m, v: m._set_ddp_runtime_logging_sample_rate(v),
+            "x",
+            0,
+            None,
+            True,
+        ),
         *each("weight", "weight", lambda m, v: m.weight(v), "2", -1, NAN, None, [1], True),
         *each("finish", "after_pass", lambda m, v: m.finish(v), "step", 7, [print]),
         *each("iterate", "batches", lambda m, v: next(iter(m.iterate(v))), None, 7),

@@ -19,6 +19,7 @@ from paceline.bench.conductor import PACKAGE, ContenderFailed, Job, Launch
 from paceline.bench.machine import usable_cores
 from paceline.bench.rounds import iterations_for, ratio
 from paceline.launch.placement import assign_cores
+from paceline.launch.process import WITHOUT_FOLDER
 from paceline.launch.topology import read_machine
 
 
@@ -59,7 +60,8 @@ class Installation:
     @staticmethod
     def of(python: str) -> Installation:
         """The one that this interpreter imports."""
-        code = f"import importlib.util as util; print(util.find_spec({PACKAGE!r}) is not None)"
+        look = f"import importlib.util as util; print(util.find_spec({PACKAGE!r}) is not None)"
+        code = f"{WITHOUT_FOLDER}; {look}"
         ended = subprocess.run([python, "-c", code], capture_output=True, text=True, check=False)
         # Until 2026-11-22 the bench was a part of another package.
         return Installation(python, PACKAGE if ended.stdout.strip() == "True" else "paceline.observe.bench")

@@ -16,7 +16,9 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
+WITHOUT_FOLDER = "import sys; sys.path[:1] = filter(None, sys.path[:1])"  # as `python -P`, of 3.11 and newer
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 # Helpers of a rank's own, such as multiprocessing's resource tracker, need a moment to see that it has ended.
@@ -28,6 +30,16 @@ def interpreter() -> tuple[str, ...]:
     """The command line of a Python like this one, whose output is not held back in buffers."""
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
     return (sys.executable, *flags, "-u")
+
+
+def python_command(code: str) -> tuple[str, ...]:
+    """A command line that runs `code` where this very package is found.
+
+    The current folder, which `python -c` searches first, is left out: a `pickle.py` that lies there would run
+    in the place of the standard library's.
+    """
+    root = str(Path(__file__).resolve().parents[2])
+    return (*interpreter(), "-c", f"{WITHOUT_FOLDER}; sys.path.append({root!r}); {code}")
 
 
 def open_missing_streams() -> None:

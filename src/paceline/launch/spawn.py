@@ -16,7 +16,6 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TextIO
 
 from paceline.arguments import Arguments
@@ -25,7 +24,7 @@ from paceline.launch import payload, spawned
 from paceline.launch.context import SpawnContext
 from paceline.launch.memory_file import write_memory_file
 from paceline.launch.plan import Options, launch_seconds, make_plan
-from paceline.launch.process import interpreter, open_missing_streams
+from paceline.launch.process import open_missing_streams, python_command
 
 _arguments = Arguments("spawn")
 
@@ -134,7 +133,7 @@ def _start(
         opened += error_fds
         plan = replace(
             plan,
-            command=_python(f"from paceline.launch.spawned import run_rank; run_rank({payload_fd})"),
+            command=python_command(f"from paceline.launch.spawned import run_rank; run_rank({payload_fd})"),
             environments=tuple(
                 {**environment, "PACELINE_ERROR_FD": str(fd)}
                 for environment, fd in zip(plan.environments, error_fds, strict=True)
@@ -147,7 +146,7 @@ def _start(
         plan_fd = write_memory_file("paceline-plan", pickle.dumps(plan))
         opened.append(plan_fd)
         guardian, relays = _start_guardian(
-            _python(
+            python_command(
                 f"from paceline.launch.guardian import guard; guard({plan_fd}, {lifeline}, {os.getpid()})"
             ),
             (*opened, *call.fds),
@@ -160,17 +159,6 @@ def _start(
         for fd in opened:
             os.close(fd)
     return SpawnContext(plan, guardian, report_fd, lifeline_end, relays, is_daemon=is_daemon)
-
-
-def _python(code: str) -> tuple[str, ...]:
-    """A command line that runs `code` where this very package is found.
-
-    The current folder, which `python -c` searches first, is left out: a `pickle.py` that lies there would run
-    in the place of the standard library's. A rank gets the caller's own search path with its call.
-    """
-    root = str(Path(__file__).resolve().parents[2])
-    drop_folder = "sys.path[:1] = filter(None, sys.path[:1])"
-    return (*interpreter(), "-c", f"import sys; {drop_folder}; sys.path.append({root!r}); {code}")
 
 
 def _start_guardian(

@@ -19,6 +19,7 @@ from paceline.rendezvous.roll_call import Board
 _SHORTEST_NAP_S = 0.002
 _LONGEST_NAP_S = 0.05
 _LINGER_S = 2.0
+_LONGEST_ARRIVAL = 4096  # characters
 
 
 class Ledger(Board, Protocol):
@@ -47,6 +48,18 @@ class Arrival:
     pid: int
     job: str
 
+    @staticmethod
+    def read(text: str) -> Arrival | None:
+        """What a process has written; None: no rank of Paceline has written this."""
+        try:
+            told = json.loads(text) if len(text) <= _LONGEST_ARRIVAL else None
+        except (ValueError, RecursionError):
+            return None
+        kinds = {"rank": int, "world_size": int, "host": str, "pid": int, "job": str}
+        if not isinstance(told, dict) or {name: type(value) for name, value in told.items()} != kinds:
+            return None
+        return Arrival(**told)
+
     def describe(self) -> str:
         """In words: "rank 2 on host node1 (pid 4711)"."""
         return f"rank {self.rank} on host {self.host} (pid {self.pid})"
@@ -63,7 +76,7 @@ def attend(ledger: Ledger, prefix: str, own: Arrival, timeout_s: float) -> None:
 
     Raises:
         RendezvousError: Two processes claim one rank, or expect different numbers of ranks, or are of
-            different jobs; or a rank has not come in time.
+            different jobs; a rank has not come in time; or something else has written into the ledger.
 
     Example:
         Rank 0 expects 2 ranks and rank 1 expects 3: both raise at once, and both hosts are named.
@@ -75,7 +88,10 @@ def attend(ledger: Ledger, prefix: str, own: Arrival, timeout_s: float) -> None:
     nap_s = _SHORTEST_NAP_S
     while True:
         while (text := ledger.read(f"{prefix}/arrival/{len(arrivals) + 1}")) is not None:
-            arrivals.append(Arrival(**json.loads(text)))
+            came = Arrival.read(text)
+            if came is None:
+                raise _stranger(own, text)
+            arrivals.append(came)
             nap_s = _SHORTEST_NAP_S
         is_late = time.monotonic() > deadline
         error = misfit(own, arrivals) or (_late(own, arrivals, timeout_s) if is_late else None)
@@ -139,6 +155,17 @@ def _refusal(
         hint=hint,
         hosts=tuple(each.host for each in ranks),
         ranks=tuple(each.rank for each in ranks),
+    )
+
+
+def _stranger(own: Arrival, text: str) -> RendezvousError:
+    return RendezvousError(
+        "The store of this job holds what no rank of Paceline has written.",
+        where=f"{own.describe()} of {own.world_size}, before a group is formed",
+        expected="who a rank is",
+        got=ascii(text if len(text) <= 80 else f"{text[:80]}..."),
+        likely="another program, or another version of Paceline, uses the same address",
+        hint="give each job a MASTER_PORT of its own, and install one version of Paceline on all hosts",
     )
 
 

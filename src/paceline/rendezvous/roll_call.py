@@ -266,6 +266,8 @@ class RollCall:
         if place is None:
             return "has not come so far, or died before", False
         host, _, pid = place.rpartition("/")
+        if not (pid.isascii() and pid.isdecimal()):  # a stranger wrote there
+            return "does not answer", False
         if host != _host():
             return f"(pid {pid} of another host) does not answer", False
         state = process_state(int(pid))

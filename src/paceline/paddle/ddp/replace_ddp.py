@@ -5,6 +5,7 @@ from __future__ import annotations
 from paddle.distributed.parallel import DataParallel as _PaddleDP
 from paddle.io import DistributedBatchSampler as _PaddleSampler
 
+from paceline.arguments import Arguments
 from paceline.data import DistributedBatchSampler
 from paceline.paddle.ddp.parallel import DataParallel
 from paceline.replacing import Pair, Replacement, replace
@@ -40,4 +41,5 @@ def replace_ddp(*, samplers: bool = False) -> Replacement:
         >>> paceline.paddle.replace_ddp()
         >>> model = fleet.distributed_model(model)      # a paceline.paddle.DataParallel
     """
+    samplers = Arguments("replace_ddp").flag("samplers", samplers)
     return replace(_WRAPPERS + _SAMPLERS if samplers else _WRAPPERS)

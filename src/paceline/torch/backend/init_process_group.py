@@ -73,7 +73,8 @@ def init_process_group(
         `srun -N 2 -n 4 python train.py`: each of the four processes calls init_process_group("gloo"). The
         second on the second node finds RANK=3, LOCAL_RANK=1 and the first node's name in MASTER_ADDR.
     """
-    backend = None if backend is None else _arguments.text("backend", backend, hint='backend="gloo"')
+    if backend is not None:
+        backend = _checked_backend(backend)
     if address is not None:
         split_address(_arguments.text("address", address, hint='address="host0:29500"'), "address")
     if timeout is not None:
@@ -115,6 +116,18 @@ def init_process_group(
     prefix = f"paceline/start/{attempt}/{next(_starts)}"
     attend(StoreBoard(store), prefix, arrival, max(deadline.left_s(), 1.0))
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, **options)
+
+
+def _checked_backend(backend: str) -> str:
+    """A backend that torch knows, or one for each kind of device, as "cpu:gloo,cuda:nccl"."""
+    text = _arguments.text("backend", backend, hint='backend="gloo"')
+    known = dist.Backend.backend_list
+    for part in text.split(","):
+        name = part.rpartition(":")[2].strip().lower()
+        if name not in known:
+            expected = f"one of {', '.join(known)}, or one for each kind of device: 'cpu:gloo,cuda:nccl'"
+            raise _arguments.refuse("backend", backend, expected, 'backend="gloo"')
+    return text
 
 
 def _tell_gloo(way: Way) -> None:

@@ -6,6 +6,7 @@ from torch.nn.parallel.data_parallel import DataParallel as _TorchDP
 from torch.nn.parallel.distributed import DistributedDataParallel as _TorchDDP
 from torch.utils.data.distributed import DistributedSampler as _TorchSampler
 
+from paceline.arguments import Arguments
 from paceline.data import DistributedSampler
 from paceline.replacing import Pair, Replacement, replace
 from paceline.torch.data_parallel.data_parallel import DataParallel
@@ -49,4 +50,5 @@ def replace_ddp(*, samplers: bool = False) -> Replacement:
         >>> paceline.torch.replace_ddp()
         >>> model = accelerator.prepare(model)      # a paceline.torch.DistributedDataParallel
     """
+    samplers = Arguments("replace_ddp").flag("samplers", samplers)
     return replace(_WRAPPERS + _SAMPLERS if samplers else _WRAPPERS)

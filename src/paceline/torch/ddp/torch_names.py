@@ -338,12 +338,8 @@ class TorchNames(TorchDDP):
         Raises:
             ConfigError: It is less than 1.
         """
-        if sample_rate < 1:
-            raise ConfigError(
-                "_set_ddp_runtime_logging_sample_rate: the sample rate should be 1 or more.",
-                got=repr(sample_rate),
-            )
-        self._sample_rate = sample_rate
+        check = Arguments("_set_ddp_runtime_logging_sample_rate")
+        self._sample_rate = sample_rate = check.whole("sample_rate", sample_rate, least=1)
         if self._passes is not None:
             self._passes.autograd.times.use_rate(sample_rate, self._passes.good_passes)
 
