@@ -17,50 +17,50 @@ from typing import Any
 
 VARIABLE = "PACELINE_REPLACE_DDP"
 
+_watchers: list[Callable[[ModuleType], None]] = []
 
-class AfterImport:
-    """Calls a function with every module that is imported from `install()` on, once its code has run.
 
-    Args:
-        function: Gets the module. An exception that it raises comes out of the import.
-        names: Only for these modules; None: for all.
+def watch_imports(function: Callable[[ModuleType], None]) -> None:
+    """Call a function with every module that is imported from now on, once the module's code has run.
+
+    A module that is being imported now counts if somebody was watching when its import began. An exception
+    that the function raises comes out of the import.
     """
+    _watchers.append(function)
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
 
-    def __init__(self, function: Callable[[ModuleType], None], names: frozenset[str] | None = None) -> None:
-        self._function = function
-        self._names = names
 
-    def install(self) -> None:
-        """Begin; see `remove`."""
-        sys.meta_path.insert(0, self)
+def unwatch_imports(function: Callable[[ModuleType], None]) -> None:
+    """End what `watch_imports` began; nothing happens if it has ended."""
+    if function in _watchers:
+        _watchers.remove(function)
+    if not _watchers:
+        sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
 
-    def remove(self) -> None:
-        """End it."""
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
+
+class _Finder:
+    """Finds what the finders behind it find, with a loader that calls the watchers."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The import system's call: what the next finders find, with a loader that calls the function."""
-        if self._names is not None and name not in self._names:
-            return None
+        """The import system's call."""
         for finder in sys.meta_path[sys.meta_path.index(self) + 1 :] if self in sys.meta_path else ():
             find = getattr(finder, "find_spec", None)
             spec: ModuleSpec | None = None if find is None else find(name, path, target)
             if spec is not None:
                 if hasattr(spec.loader, "exec_module"):
-                    spec.loader = _Loader(spec.loader, self._function)  # type: ignore[assignment]
+                    spec.loader = _Loader(spec.loader)  # type: ignore[assignment]
                 return spec
         return None
 
 
 class _Loader:
-    """Another loader, and a call of a function afterwards."""
+    """Another loader, and the watchers afterwards."""
 
-    def __init__(self, loader: Any, function: Callable[[ModuleType], None]) -> None:
+    def __init__(self, loader: Any) -> None:
         self._loader = loader
-        self._function = function
 
     def __getattr__(self, name: str) -> Any:  # get_code(), which runpy calls, get_data() and others
         return getattr(self._loader, name)
@@ -74,16 +74,21 @@ class _Loader:
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        self._function(module)
+        for function in tuple(_watchers):
+            function(module)
 
 
 def at_start() -> None:
-    """Let the first import of torch or paddle bring in Paceline's part for it, which reads the variable."""
-    if os.environ.get(VARIABLE, "0") in ("", "0"):
-        return
-    frameworks = frozenset({"torch", "paddle"})
-    AfterImport(lambda module: _import_front_end(module.__name__), frameworks).install()
+    """Let the first import of torch or paddle bring in Paceline's part for it, which reads the variable.
+
+    All modules are watched from here on, not those two alone: the library that imports torch first may bind
+    a class of torch's after that import, and is looked through when its own import is complete.
+    """
+    if os.environ.get(VARIABLE, "0") not in ("", "0"):
+        watch_imports(_import_front_end)
 
 
-def _import_front_end(framework: str) -> None:
-    importlib.import_module(f"paceline.{framework}")
+def _import_front_end(module: ModuleType) -> None:
+    name = getattr(module, "__name__", "")
+    if name in ("torch", "paddle"):
+        importlib.import_module(f"paceline.{name}")

@@ -21,7 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from _paceline_import_hook import VARIABLE as VARIABLE
-from _paceline_import_hook import AfterImport
+from _paceline_import_hook import unwatch_imports, watch_imports
 from paceline.env import read_rank_environment
 from paceline.errors import ConfigError
 
@@ -64,6 +64,7 @@ class Replacement:
             _check_is_original(pair)
         self.pairs = tuple(pairs)
         self.wrapped = 0
+        self._was_announced = False
         self._bound: list[tuple[ModuleType, str, type]] = []
         self._ours = {id(pair.original): pair.ours for pair in pairs}
         self._kept = {pair.original.__module__ for pair in pairs}
@@ -72,8 +73,7 @@ class Replacement:
             self._count_calls(ours, init)
         for module in list(sys.modules.values()):
             self._replace_in(module)
-        self._hook = AfterImport(self._replace_in)
-        self._hook.install()
+        watch_imports(self._replace_in)
 
     def __enter__(self) -> Replacement:
         return self
@@ -87,7 +87,7 @@ class Replacement:
 
     def undo(self) -> None:
         """Put the original classes back, wherever they were replaced. Models that are wrapped stay so."""
-        self._hook.remove()
+        unwatch_imports(self._replace_in)
         for module, name, original in self._bound:
             if id(original) in self._ours and vars(module).get(name) is self._ours[id(original)]:
                 setattr(module, name, original)
@@ -97,9 +97,20 @@ class Replacement:
         _active.pop(self.pairs, None)
 
     def announce(self) -> None:
-        """Say on rank 0 what was replaced, and at the end of the process if it was for nothing."""
-        if not _is_first_rank():
-            return
+        """Say on rank 0 what was replaced, and at the end of the process if it was for nothing.
+
+        Where no launcher has given ranks and the variable asked, it is said when the first model is wrapped:
+        the process may be a launcher itself (torchrun's own, say), which imports torch and wraps nothing.
+        """
+        rank = _rank()
+        if rank is None and not asked_by_environment()[0]:
+            rank = 0 if _may_be_first_rank() else None
+        if rank == 0:
+            self._say_what()
+            atexit.register(self._say_if_for_nothing, os.getpid())
+        self._was_announced = rank is not None
+
+    def _say_what(self) -> None:
         names = ", ".join(pair.name for pair in self.pairs)
         print(f"paceline: replaced {names}, bound in {_modules(self._bound)}.", file=sys.stderr)
         for name in _foreign_subclasses(self.pairs):
@@ -107,19 +118,18 @@ class Replacement:
                 f"paceline: {name} is a subclass that was made before; what it wraps stays the framework's.",
                 file=sys.stderr,
             )
-        atexit.register(self._say_if_for_nothing, os.getpid())
 
     def _say_if_for_nothing(self, pid: int) -> None:
-        # Looked up: importing it would make every `paceline run` begin later.
-        processes = sys.modules.get("multiprocessing.process")
-        is_main = os.getpid() == pid and (processes is None or processes.parent_process() is None)
-        if self.wrapped or not self._inits or not is_main:
+        if self.wrapped or not self._inits or os.getpid() != pid or not _is_main_process():
             return
         names = " or ".join(pair.name for pair in self.pairs if pair.is_wrapper)
         likely = "the script wraps no model, or a library wraps it in a class of its own"
         hint = "wrap the model in Paceline's class yourself"
+        subclasses = ", ".join(_foreign_subclasses(self.pairs))
+        if subclasses:
+            likely = f"a model was wrapped in a subclass of the framework's class: {subclasses}"
         main = sys.modules.get("__main__")
-        for pair in self.pairs:  # the hook sees what a module has bound when it is complete: not so a script
+        for pair in self.pairs:  # a module is looked through when it is complete, which a script never is
             if any(value is pair.original for value in vars(main).values()):
                 defined_in = pair.original.__module__
                 likely = (
@@ -151,6 +161,10 @@ class Replacement:
         def counted(model: Any, *args: Any, **kwargs: Any) -> None:
             init(model, *args, **kwargs)
             self.wrapped += 1
+            if not self._was_announced:
+                self._was_announced = True
+                if _may_be_first_rank():
+                    self._say_what()
 
         type.__setattr__(ours, "__init__", counted)
 
@@ -237,8 +251,27 @@ def _modules(bound: Sequence[tuple[ModuleType, str, type]]) -> str:
     return f"{len(names)} modules" if len(names) != 1 else names[0]
 
 
-def _is_first_rank() -> bool:
-    """Whether a launcher started this process as rank 0; without a launcher nothing is said."""
+def _rank() -> int | None:
+    """This process's rank, where a launcher has said it."""
     with contextlib.suppress(ConfigError):
-        return read_rank_environment(needs_address=False).rank == 0
-    return False
+        return read_rank_environment(needs_address=False).rank
+    return None
+
+
+def _may_be_first_rank() -> bool:
+    """Whether this process should speak for a job whose launcher may have said nothing of ranks.
+
+    Lightning's own launcher, for one, says nothing to the process that becomes rank 0, and sets LOCAL_RANK in
+    those that it starts; workers of multiprocessing do not know their rank until they join a group.
+    """
+    rank = _rank()
+    if rank is not None:
+        return rank == 0
+    return os.environ.get("LOCAL_RANK", "0") == "0" and _is_main_process()
+
+
+def _is_main_process() -> bool:
+    """Whether this is not a process that multiprocessing has started."""
+    # Looked up: importing it would make every `paceline run` begin later.
+    processes = sys.modules.get("multiprocessing.process")
+    return processes is None or processes.parent_process() is None

@@ -12,18 +12,23 @@ from tests.launch.conftest import WITHIN_S
 
 TORCH = """
     assert "numpy" not in sys.modules  # nothing is imported before the script sets its variables
+    import library  # the first to import torch
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    import library
     dist.init_process_group("gloo")
     for wrap in (DistributedDataParallel, library.Wrapper):
         model = wrap(torch.nn.Linear(1, 1))
         model(torch.full((1, 1), rank + 1.0)).sum().backward()
+        assert type(model) is DistributedDataParallel
         print(type(model).__module__, model.module.weight.grad.item())
     print(torch.utils.data.DistributedSampler.__module__)
     dist.destroy_process_group()
+"""
+LIBRARY = """
+    import torch
+    from torch.nn.parallel.distributed import DistributedDataParallel as Wrapper
 """
 NEVER = """
     import torch
@@ -43,9 +48,7 @@ PADDLE = """
     ("option", "sampler"), [("", "torch.utils.data.distributed"), ("=sampler", "paceline.data.sampler")]
 )
 def test_a_torch_script_and_a_library_wrap_in_ours(launcher, option, sampler):
-    launcher.write(
-        "from torch.nn.parallel.distributed import DistributedDataParallel as Wrapper", "library.py"
-    )
+    launcher.write(LIBRARY, "library.py")
     done = launcher.run("-n", "2", f"--replace-ddp{option}", "--prefix", "never", "script.py", script=TORCH)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == sorted(

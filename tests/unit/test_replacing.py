@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from importlib.machinery import SourceFileLoader
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from _paceline_import_hook import unwatch_imports, watch_imports
 from paceline import replacing
 from paceline.errors import ConfigError
 from paceline.replacing import Pair, replace
@@ -36,6 +38,8 @@ def framework(tmp_path, monkeypatch):
     (tmp_path / "late.py").write_text(
         "from madeup.wrap import Wrapper as W\nloader_while_running = __loader__\n"
     )
+    (tmp_path / "trigger.py").write_text("")
+    (tmp_path / "outer.py").write_text("import trigger\nfrom madeup.wrap import Wrapper as W\n")
     (tmp_path / "broken.py").write_text("raise ValueError('of its own')\n")
     monkeypatch.syspath_prepend(tmp_path)
     pair = Pair("madeup.Wrapper", Wrapper, Ours)
@@ -44,7 +48,8 @@ def framework(tmp_path, monkeypatch):
     )
     for each in list(replacing._active.values()):
         each.undo()
-    sys.modules.pop("late", None)
+    for name in ("late", "outer", "trigger"):
+        sys.modules.pop(name, None)
 
 
 def test_modules_that_hold_the_class_and_modules_that_come_later_get_ours(framework):
@@ -53,6 +58,21 @@ def test_modules_that_hold_the_class_and_modules_that_come_later_get_ours(framew
     assert framework.madeup.Wrapper is framework.early.TheirName is late.W is framework.Ours
     assert framework.madeup_wrap.Wrapper is framework.Wrapper  # our own class has it as a base
     assert sorted(replaced.places) == ["early.TheirName", "late.W", "madeup.Wrapper"]
+
+
+def test_a_module_that_is_half_imported_when_classes_are_replaced_gets_ours(framework):
+    """As a library that is the first to import torch, and binds the class further down."""
+
+    def bring_in(module):
+        if module.__name__ == "trigger":
+            replace([framework.pair])
+
+    watch_imports(bring_in)
+    try:
+        outer = importlib.import_module("outer")
+    finally:
+        unwatch_imports(bring_in)
+    assert outer.W is framework.Ours
 
 
 def test_undo_restores_everything(framework):
@@ -109,17 +129,51 @@ def test_a_class_that_somebody_else_has_replaced_is_refused(framework):
     assert framework.early.TheirName is framework.Wrapper
 
 
-@pytest.mark.parametrize(
-    ("rank", "text"),
-    [("0", "paceline: replaced madeup.Wrapper, bound in 2 modules.\n"), ("1", ""), (None, "")],
-)
+SAID = "paceline: replaced madeup.Wrapper, bound in 2 modules.\n"
+
+
+@pytest.mark.parametrize(("rank", "text"), [("0", SAID), ("1", ""), (None, SAID)])
 def test_rank_0_says_what_was_replaced(framework, rank, text, monkeypatch, capsys):
-    monkeypatch.delenv("RANK", raising=False)
+    set_rank(monkeypatch, rank)
+    replace([framework.pair])
+    assert capsys.readouterr().err == text
+
+
+@pytest.mark.parametrize(("local_rank", "text"), [(None, SAID), ("1", "")])
+def test_without_ranks_it_is_said_when_a_model_is_wrapped(framework, local_rank, text, monkeypatch, capsys):
+    """torchrun's own process sees the variable, too, and is to say nothing."""
+    set_rank(monkeypatch, None)
+    monkeypatch.setenv("PACELINE_REPLACE_DDP", "1")
+    if local_rank is not None:  # Lightning sets it in the processes that it starts, and no RANK
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+    replace([framework.pair])
+    assert capsys.readouterr().err == ""
+    for _ in range(2):
+        framework.madeup.Wrapper("model")
+    assert capsys.readouterr().err == text
+
+
+def set_rank(monkeypatch, rank):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
     if rank is not None:
         monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("WORLD_SIZE", "2")
-    replace([framework.pair])
-    assert capsys.readouterr().err == text
+
+
+def test_the_warning_at_the_end_names_subclasses_of_the_other_class(framework, monkeypatch, capsys):
+    set_rank(monkeypatch, "0")
+    replaced = replace([framework.pair])
+    theirs = type("Theirs", (framework.Wrapper,), {"__module__": "early"})  # not seen at the beginning
+    theirs("model")
+    capsys.readouterr()
+    replaced._say_if_for_nothing(os.getpid())
+    text = capsys.readouterr().err
+    assert "no model was wrapped in what replaced madeup.Wrapper" in text
+    assert "in a subclass of the framework's class: early.Theirs" in text
+    framework.madeup.Wrapper("model")
+    replaced._say_if_for_nothing(os.getpid())
+    assert capsys.readouterr().err == ""
 
 
 def test_a_subclass_that_was_made_before_is_named(framework, monkeypatch, capsys):

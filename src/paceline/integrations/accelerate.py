@@ -16,17 +16,16 @@ import functools
 import inspect
 from typing import Any, TypeVar
 
-from accelerate import Accelerator
-from accelerate.utils import DistributedType
-
 from paceline.arguments import show
 from paceline.errors import ConfigError, ConfigTypeError
-from paceline.integrations.versions import warn_if_untested
+from paceline.integrations.versions import tested_with
 from paceline.torch import DistributedDataParallel
 
-__all__ = ["use_paceline"]
+with tested_with("accelerate", "1.15", "1.15"):
+    from accelerate import Accelerator
+    from accelerate.utils import DistributedType
 
-warn_if_untested("accelerate", "1.15", "1.15")
+__all__ = ["use_paceline"]
 
 # Where torch's class would be used with one device for each process: everywhere else is not ours to change.
 _OWN_WAYS = {

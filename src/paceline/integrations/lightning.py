@@ -13,19 +13,18 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from lightning.fabric.strategies import STRATEGY_REGISTRY
-from lightning.fabric.strategies.ddp import DDPStrategy as _FabricDDP
-from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
-from lightning.pytorch.strategies import StrategyRegistry
-from lightning.pytorch.strategies.ddp import DDPStrategy as _TrainerDDP
-
 from paceline.errors import ConfigError
-from paceline.integrations.versions import warn_if_untested
+from paceline.integrations.versions import tested_with
 from paceline.torch import DistributedDataParallel
 
-__all__ = ["PacelineFabricStrategy", "PacelineStrategy"]
+with tested_with("lightning", "2.6", "2.6"):
+    from lightning.fabric.strategies import STRATEGY_REGISTRY
+    from lightning.fabric.strategies.ddp import DDPStrategy as _FabricDDP
+    from lightning.pytorch.overrides.distributed import _register_ddp_comm_hook
+    from lightning.pytorch.strategies import StrategyRegistry
+    from lightning.pytorch.strategies.ddp import DDPStrategy as _TrainerDDP
 
-warn_if_untested("lightning", "2.6", "2.6")
+__all__ = ["PacelineFabricStrategy", "PacelineStrategy"]
 
 _NAMES: dict[str, dict[str, Any]] = {
     "paceline": {},

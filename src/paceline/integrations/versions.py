@@ -1,6 +1,7 @@
 """Which versions of a library a file of this folder was tested with; said once, and never in the way.
 
-A newer version often works: so it is not refused, but whoever sees a failure shall know where to look.
+A newer version often works: so it is not refused, but whoever sees a failure shall know where to look. Only
+where a name that we import is gone is there nothing to be done but say so.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 import warnings
+from collections.abc import Iterator
 from importlib import metadata
 
 from paceline.env import read_rank_environment
@@ -18,6 +20,40 @@ _warned: set[str] = set()
 
 class UntestedVersionWarning(UserWarning):
     """A library has a version that Paceline's part for it was not tested with."""
+
+
+@contextlib.contextmanager
+def tested_with(library: str, oldest: str, newest: str) -> Iterator[None]:
+    """Import the library within this: says what is wrong if it is missing, or another than it was.
+
+    Args:
+        library: Name of the distribution, as `pip install` takes it.
+        oldest: First minor version that was tested: "2.6".
+        newest: Last minor version that was tested; its later patches count as tested.
+
+    Raises:
+        ConfigError: It is not installed; or what we import from it is not in the version that is.
+    """
+    try:
+        metadata.version(library)
+    except metadata.PackageNotFoundError:
+        raise ConfigError(
+            f"Paceline's integration with {library} needs {library}, which is not installed here.",
+            hint=f"pip install '{library}=={newest}.*'",
+        ) from None
+    warn_if_untested(library, oldest, newest)
+    try:
+        yield
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"Paceline's integration with {library} does not work with version {metadata.version(library)}.",
+            expected=f"{library} {_spell(oldest, newest)}, with which it was tested",
+            got=f"{library} {metadata.version(library)}",
+            seen=f"{type(error).__name__}: {error}",
+            likely="a name that Paceline uses is gone from this version, or the installation is incomplete",
+            hint=f"pip install '{library}=={newest}.*', or `paceline run --replace-ddp` without the "
+            "integration",
+        ) from error
 
 
 def warn_if_untested(library: str, oldest: str, newest: str) -> None:
@@ -34,17 +70,20 @@ def warn_if_untested(library: str, oldest: str, newest: str) -> None:
     _warned.add(library)
     if not _is_first_rank():
         return
-    tested = oldest if oldest == newest else f"{oldest} to {newest}"
     warnings.warn(
         f"Paceline's integration with {library} was not tested with version {text}.\n"
-        f"  expected {library} {tested}\n"
+        f"  expected {library} {_spell(oldest, newest)}\n"
         f"  got      {library} {text}\n"
         f"  likely   it works; if it fails inside {library}, this is the first thing to suspect\n"
         f"  hint     pip install '{library}=={newest}.*', or `paceline run --replace-ddp` without the "
         "integration",
         UntestedVersionWarning,
-        stacklevel=3,
+        stacklevel=5,  # warn_if_untested, tested_with, contextlib, the integration; who imports it
     )
+
+
+def _spell(oldest: str, newest: str) -> str:
+    return oldest if oldest == newest else f"{oldest} to {newest}"
 
 
 def _minor(version: str) -> tuple[int, ...]:
