@@ -43,7 +43,13 @@ def reports(folder: Path, command: Sequence[str], **variables: str) -> list[dict
     """Run a command that ends well and writes a report for each of two ranks."""
     done = ended(command, **variables)
     assert done.returncode == 0, done.stdout + done.stderr
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    return [report_of(folder, rank) for rank in range(2)]
+
+
+def report_of(folder: Path, rank: int) -> dict[str, Any]:
+    """What a rank has written."""
+    found: dict[str, Any] = json.loads((folder / f"{rank}.json").read_text())
+    return found
 
 
 def assert_same_curve(losses: Sequence[float], others: Sequence[float]) -> None:

@@ -1,0 +1,66 @@
+"""Scripts without Paceline, under torch's DDP and under --replace-ddp."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.integrations.launched import (
+    OURS,
+    ROOT,
+    TORCHS,
+    assert_same_curve,
+    ended,
+    paceline_run,
+    report_of,
+    reports,
+)
+
+EXAMPLES = ROOT / "examples" / "trainers"
+
+
+def without_paceline(name: str) -> str:
+    """The example with what is Paceline's taken out."""
+    text = (EXAMPLES / name).read_text()
+    text = re.sub(r"^(from|import) paceline.*\n", "", text, flags=re.MULTILINE)
+    text = re.sub(r"^ *use_paceline\(.*\)\n", "", text, flags=re.MULTILINE)
+    text = text.replace("use_paceline(Accelerator(cpu=True))", "Accelerator(cpu=True)")
+    code = "\n".join(line.partition("#")[0] for line in text.partition("def main")[2].splitlines())
+    assert "use_paceline" not in code
+    return text
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("accelerate_digits.py", []),
+        ("lightning_digits.py", ["--strategy", "ddp"]),
+        ("transformers_gpt.py", []),
+    ],
+)
+def test_a_script_runs_unchanged_with_replace_ddp(tmp_path, name, options):
+    script = tmp_path / "script.py"
+    script.write_text(without_paceline(name))
+    found = []
+    for number, option in enumerate(([], ["--replace-ddp"])):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        command = [*paceline_run(), *option, str(script), *options, "--epochs", "1", "--report", str(folder)]
+        done = ended(command)
+        assert done.returncode == 0, done.stdout + done.stderr
+        said = done.stderr.count("paceline: replaced torch.nn.parallel.DistributedDataParallel")
+        assert said == len(option), done.stderr
+        assert "warning: no model was wrapped" not in done.stderr
+        found.append([report_of(folder, rank) for rank in range(2)])
+    for theirs, ours in zip(*found):
+        assert (ours["wrapper"], theirs["wrapper"]) == (OURS, TORCHS)
+        assert_same_curve(ours["losses"], theirs["losses"])
+
+
+def test_a_part_for_a_library_under_replace_ddp(tmp_path):
+    """Both at once put the same class around the model, once."""
+    command = [*paceline_run(), "--replace-ddp", str(EXAMPLES / "accelerate_digits.py")]
+    for report in reports(tmp_path, [*command, "--epochs", "1", "--report", str(tmp_path)]):
+        assert report["wrapper"] == OURS
+        assert report["losses"][-1] < 0.5 * report["losses"][0]
