@@ -52,7 +52,7 @@ def test_programs_that_found_a_bug():
 
 
 def test_generated_programs():
-    status, output = _fuzz("--seeds", "0:12", "--shrink-seconds", "10")
+    status, output = _fuzz("--seeds", "0:30", "--shrink-seconds", "10")
     assert status == 0, output
 
 

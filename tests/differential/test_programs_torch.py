@@ -52,10 +52,8 @@ def test_programs_that_found_a_bug():
     assert status == 0, output
 
 
-# Between them lie seeds that find what torch_corpus.OPEN lists.
-@pytest.mark.parametrize("seeds", ["3:17", "18:31"])
-def test_generated_programs(seeds):
-    status, output = _fuzz("--seeds", seeds, "--shrink-seconds", "10")
+def test_generated_programs():
+    status, output = _fuzz("--seeds", "0:60", "--shrink-seconds", "10")
     assert status == 0 and "**Silent differences: 0.** Other findings: 0." in output, output
 
 
