@@ -264,11 +264,12 @@ def test_two_models_and_ranks_that_run_out_of_data(rank):
     first.finish()
 
 
+@pytest.mark.parametrize("through", ["auto", "group"])
 @ranks(4, group="gloo", dies={3: signal.SIGKILL})
-def test_a_rank_that_is_killed_is_named_on_the_other_host(rank):
+def test_a_rank_that_is_killed_is_named_on_the_other_host(rank, through):
     place(rank)
     net = network()
-    wrapped = DistributedDataParallel(net, timeout_s=90)
+    wrapped = DistributedDataParallel(net, timeout_s=90, reduce_through=through)
     for step in range(2):
         backward(wrapped, step, rank, 4)
     torch.distributed.barrier()
@@ -283,11 +284,12 @@ def test_a_rank_that_is_killed_is_named_on_the_other_host(rank):
         backward(wrapped, 3, rank, 4)
 
 
+@pytest.mark.parametrize("through", ["auto", "group"])
 @ranks(4, group="gloo", dies={3: ValueError})
-def test_the_text_of_an_exception_reaches_the_other_host_at_once(rank):
+def test_the_text_of_an_exception_reaches_the_other_host_at_once(rank, through):
     place(rank)
     net = network()
-    wrapped = DistributedDataParallel(net, timeout_s=90)
+    wrapped = DistributedDataParallel(net, timeout_s=90, reduce_through=through)
     for step in range(2):
         backward(wrapped, step, rank, 4)
     if rank == 3:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from paceline.collectives.failures import Reason, make_error, number_ranks
 from paceline.errors import DeadlineError, MismatchError, PeerLostError
 from paceline.reducer.hierarchical import is_regular
-from paceline.reducer.host_exchange import pack_failure, unpack_failure
 from paceline.reducer.hosts import HEADER_BYTES, ONE_ROUND_BYTES, Header, add_in_order, plan_route, tag_of
+from paceline.rendezvous.told_failures import pack_failure, unpack_failure
 
 
 @given(

@@ -8,7 +8,7 @@ import pytest
 
 from paceline.errors import DeadlineError, PeerLostError
 from paceline.reducer.engine_waits import EngineWaits
-from paceline.reducer.witness import Witness
+from paceline.reducer.witness import MemoryWitness
 
 
 class Core:
@@ -44,7 +44,9 @@ def core():
 
 
 def waits_of(core: Core, timeout_s: float = 0.05) -> EngineWaits:
-    return EngineWaits(0, 3, engine="a group", timeout_s=timeout_s, warn_after_s=60.0, witness=Witness(core))
+    return EngineWaits(
+        0, 3, engine="a group", timeout_s=timeout_s, warn_after_s=60.0, witness=MemoryWitness(core)
+    )
 
 
 def after(count: int):
@@ -55,7 +57,7 @@ def after(count: int):
 
 def waiting() -> str:
     core = Core()
-    Witness(core).tell_waiting()
+    MemoryWitness(core).tell_waiting()
     return core.told[0]
 
 
@@ -80,7 +82,7 @@ def test_who_waits_as_well_is_not_late(core):
 
 
 def test_who_has_given_up_is_not_late_and_stays_so(core):
-    witness = Witness(core)
+    witness = MemoryWitness(core)
     witness.give_up()
     witness.tell("after backward of pass 3")
     given_up = core.activities[0]
@@ -144,4 +146,4 @@ def test_a_rank_that_dies_between_two_looks_has_not_left(core, monkeypatch):
         return original()
 
     monkeypatch.setattr(core, "records", records)
-    assert Witness(core).find_lost(1.0) is died
+    assert MemoryWitness(core).find_lost(1.0) is died

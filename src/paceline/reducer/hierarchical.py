@@ -18,7 +18,7 @@ Bits: over hosts sums are added up in the order of the hosts' lowest ranks, over
 order, both as a binary tree. Hosts that hold aligned blocks of 2**k ranks give the bits of one host; others
 the same bits on every rank, in every run, for every bucket size.
 
-Imports the core, `errors`, the standard library and its neighbours.
+Imports the core, rendezvous, `errors`, the standard library and its neighbours.
 """
 
 from __future__ import annotations
@@ -32,13 +32,15 @@ from dataclasses import dataclass
 
 from paceline import _core
 from paceline.errors import CollectiveError
-from paceline.reducer.host_exchange import FailureNotes, HostExchange, patience_s, unpack_failure
+from paceline.reducer.host_exchange import HostExchange, patience_s
 from paceline.reducer.hosts import HostsTransport, plan_route
 from paceline.reducer.pass_errors import shorten
 from paceline.reducer.pass_reports import RankReport, pack_bits, unpack_bits
 from paceline.reducer.plan import SEGMENT_ELEMENTS, Plan, pieces_of
 from paceline.reducer.protocol import PassStatus
 from paceline.reducer.reporting_reducer import ReportingReducer
+from paceline.rendezvous.control import ControlChannel
+from paceline.rendezvous.told_failures import unpack_failure
 
 _DTYPES = _core.DTYPES
 _GRACE_S = 2.0  # whoever waits for another host knows its name, so its deadline comes first
@@ -55,7 +57,7 @@ class Hosts:
         ranks: The ranks of each host, in order; hosts in the order of their lowest ranks. All of one size.
         group: The memory of this host.
         transport: To the partners.
-        notes: By which partners tell each other of failures.
+        control: Tells all ranks of a failure of one.
         gather: Payloads of all ranks, by rank, of any lengths. Collective; only for what is unusual.
         timeout_s: Most seconds of one wait.
     """
@@ -65,7 +67,7 @@ class Hosts:
     ranks: tuple[tuple[int, ...], ...]
     group: _core.HostGroup
     transport: HostsTransport
-    notes: FailureNotes
+    control: ControlChannel
     gather: Callable[[bytes], list[bytes]]
     timeout_s: float
 
@@ -288,7 +290,7 @@ class HierarchicalReducer(ReportingReducer):
             self._core,
             hosts.group,
             hosts.transport,
-            hosts.notes,
+            hosts.control,
             routes=[
                 plan_route(count, itemsize, place, len(hosts.own_ranks), len(hosts.ranks))
                 for count, itemsize in zip(counts, itemsizes)

@@ -19,18 +19,12 @@ Imports numpy, the core, rendezvous, `errors` and its neighbours.
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 import queue
-import struct
 import threading
 import time
 import weakref
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -48,19 +42,13 @@ from paceline.reducer.hosts import (
     tag_of,
 )
 from paceline.rendezvous import lifetime
+from paceline.rendezvous.control import ControlChannel
+from paceline.rendezvous.told_failures import pack_failure, unpack_failure
 
 WINDOW = 4
 _LOOK_S = 0.05  # how often who waits for free memory looks whether the host's group is over
 _SHOWN = 300  # characters of a transport's own words
-_ABORT_PREFIX = "between hosts: "
-_KINDS = {kind.__name__: kind for kind in (CollectiveError, PeerLostError, DeadlineError, MismatchError)}
-NOTE_TAG = (1 << 31) - 1  # above those of all buckets
-_NOTE_BYTES = 1024
-_NOTE_HEADER = struct.Struct("<II")  # length and CRC of the text
-_TOLD_RANKS = 32
-_TOLD_BYTES = _NOTE_BYTES - _NOTE_HEADER.size  # fits into what the ranks of a host tell each other as well
-_NOTE_WITHIN_S = 0.3  # after a connection broke; notes are sent before
-_NOTE_NAP_S = 0.005
+_TOLD_WITHIN_S = 0.5  # after a connection broke: by then the control channel knows why
 
 
 def patience_s(timeout_s: float) -> float:
@@ -70,55 +58,6 @@ def patience_s(timeout_s: float) -> float:
     given up by then, and told.
     """
     return timeout_s + min(2.0, timeout_s / 2)
-
-
-class FailureNotes:
-    """What a rank that fails tells its partners before its connections end: an engine tells no reason.
-
-    Each rank has a receive under way for a note of each partner from the beginning, so a note is sent at
-    once, whatever the partner does; and looks for one when it loses a connection.
-
-    Args:
-        transport: To the partners.
-    """
-
-    def __init__(self, transport: HostsTransport) -> None:
-        self._transport = transport
-        self._rank = transport.ranks[transport.host]
-        self._pid = os.getpid()
-        others = [host for host in range(len(transport.ranks)) if host != transport.host]
-        self._notes = {host: np.zeros(_NOTE_BYTES, np.uint8) for host in others}
-        self._transfers = [transport.receive(host, note, NOTE_TAG) for host, note in self._notes.items()]
-        self._is_told = False
-        lifetime.at_failure(self.tell)
-
-    def tell(self, error: BaseException) -> None:
-        """Send the reason, then end the connections, so that the partners wake. Does not block."""
-        if self._is_told or os.getpid() != self._pid:  # a forked child, which has the same connections
-            return
-        self._is_told = True
-        text = pack_failure(error, self._rank).encode()
-        note = np.zeros(_NOTE_BYTES, np.uint8)
-        _NOTE_HEADER.pack_into(note.data, 0, len(text), zlib.crc32(text))
-        note[_NOTE_HEADER.size :][: len(text)] = np.frombuffer(text, np.uint8)
-        with contextlib.suppress(RuntimeError):  # a connection that is broken already
-            for host in self._notes:
-                self._transfers.append(self._transport.send(host, note, NOTE_TAG))
-        self._transport.abort()
-
-    def look(self, within_s: float) -> CollectiveError | None:
-        """What a partner has told, as soon as it is there; None: nothing came in time."""
-        ends_s = time.monotonic() + within_s
-        while True:
-            for host, note in self._notes.items():
-                size, digest = _NOTE_HEADER.unpack_from(note.data)
-                text = note[_NOTE_HEADER.size :][:size].tobytes()
-                if size and zlib.crc32(text) == digest:  # all of it has come
-                    told = f"told by {self._transport.name(host)}"
-                    return unpack_failure(PeerLostError("", seen=text.decode(errors="replace")), told)
-            if time.monotonic() > ends_s:
-                return None
-            time.sleep(_NOTE_NAP_S)
 
 
 class _Flight:
@@ -158,7 +97,7 @@ class HostExchange:
         core: The part of this host.
         group: The memory of this host, whose other ranks are told of a failure.
         transport: To the partners.
-        notes: By which partners tell each other of failures.
+        control: Tells all ranks of a failure of one.
         routes: The way of this rank's share of each bucket.
         itemsizes: Bytes of an element of the sums of each bucket.
         report_bytes: Size of what travels beside the last bucket.
@@ -177,7 +116,7 @@ class HostExchange:
         core: _core.HostSums,
         group: _core.HostGroup,
         transport: HostsTransport,
-        notes: FailureNotes,
+        control: ControlChannel,
         *,
         routes: Sequence[Route],
         itemsizes: Sequence[int],
@@ -189,7 +128,7 @@ class HostExchange:
         on_overflow: Callable[[int, range], None],
     ) -> None:
         self.failure: BaseException | None = None
-        self._core, self._group, self._transport, self._notes = core, group, transport, notes
+        self._core, self._group, self._transport, self._control = core, group, transport, control
         self._routes, self._itemsizes = routes, itemsizes
         self._report_bytes = report_bytes
         self._generation = generation
@@ -205,6 +144,7 @@ class HostExchange:
         self._flights: queue.SimpleQueue[_Flight | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="paceline-hosts", daemon=True)
         self._thread.start()
+        control.at_failure(self._fail)
         _watch(self)
 
     # --- the thread that runs the backward ---
@@ -254,7 +194,7 @@ class HostExchange:
         if self.failure is None:
             self.failure = error
         self._group.abort(pack_failure(error, self._rank))
-        self._notes.tell(error)
+        self._tell(error)
         self.stop()
 
     def stop(self) -> None:
@@ -465,7 +405,12 @@ class HostExchange:
             self.failure = error
             self._is_free.notify_all()
         self._group.abort(pack_failure(error, self._rank))
-        self._notes.tell(error)
+        self._tell(error)
+
+    def _tell(self, error: BaseException) -> None:
+        """Tell all hosts the reason, then end the connections, so that the partners wake."""
+        self._control.tell(error)
+        self._transport.abort()
 
     def _silent(self, flight: _Flight) -> list[int]:
         """Hosts from which some message of this bucket has not begun to come."""
@@ -483,7 +428,7 @@ class HostExchange:
         if is_of_a_late_peer(text):
             # Who is waited for may itself be waiting for another one that is silent.
             return self._late(dict.fromkeys([host, *silent]), "average gradients", bucket, text)
-        if (told := self._notes.look(_NOTE_WITHIN_S)) is not None:
+        if (told := self._control.wait(_TOLD_WITHIN_S)) is not None:
             return told
         is_lost = is_of_a_lost_peer(text)
         return (PeerLostError if is_lost else CollectiveError)(
@@ -555,51 +500,6 @@ def _watch(exchange: HostExchange) -> None:
 def _end_all() -> None:
     for exchange in list(_exchanges):
         exchange.join()
-
-
-def pack_failure(error: BaseException, rank: int) -> str:
-    """What all other ranks are told of a failure; see `unpack_failure`.
-
-    Args:
-        error: That the rank has met, or of its own.
-        rank: The number of this process.
-
-    Returns:
-        ASCII, of at most _TOLD_BYTES; long texts are cut.
-    """
-    kind, fields = type(error).__name__, {}
-    if kind in _KINDS and isinstance(error, CollectiveError):
-        rows = {row: getattr(error, row) for row in ("summary", "where", "seen", "likely")}
-        ranks = {name: error.fields[name] for name in ("lost", "late") if name in error.fields}
-        fields = {name: list(each)[:_TOLD_RANKS] for name, each in ranks.items()}
-    else:
-        kind, fields = "PeerLostError", {"lost": [rank]}
-        rows = {"summary": f"Rank {rank} raised an exception.", "seen": f"{type(error).__name__}: {error}"}
-    while True:
-        packed = _ABORT_PREFIX + json.dumps({"kind": kind, **rows, "fields": fields})
-        if len(packed) <= _TOLD_BYTES:
-            return packed
-        longest = max(rows, key=lambda row: len(rows[row]))
-        rows[longest] = f"{rows[longest][: len(rows[longest]) * 3 // 4]} ..."
-
-
-def unpack_failure(told: CollectiveError, by: str = "") -> CollectiveError:
-    """The failure that another rank has met, of this host or, where `by` tells, of another; else as it is."""
-    text = told.seen
-    if not text.startswith(_ABORT_PREFIX):
-        return told
-    facts = json.loads(text[len(_ABORT_PREFIX) :])
-    fields: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in facts["fields"].items()
-    }
-    return _KINDS[facts["kind"]](
-        facts["summary"],
-        where=facts.get("where", ""),
-        seen="\n".join(filter(None, [facts.get("seen", ""), by])),
-        likely=facts.get("likely", ""),
-        hint="that rank's traceback says more; this rank only reports it",
-        **fields,
-    )
 
 
 def _payload(message: Message) -> int:

@@ -1,20 +1,22 @@
-"""What the memory of a host knows of ranks whose gradients go another way: over Gloo, NCCL, MPI.
+"""Who knows more of ranks whose gradients go over somebody else's process group: Gloo, NCCL, MPI.
 
-The one idea: somebody else's process group says that a connection broke, or nothing at all; but the ranks of
-one host also share memory in which a death is marked by the kernel, an exception leaves its text, and each
-rank says what it does. So whoever waits for the process group looks there for a name.
+The one idea: such a group says that a connection broke, or nothing at all; but the ranks of one host also
+share memory in which a death is marked by the kernel, an exception leaves its text, and each rank says what
+it does, and those of several hosts have a control channel. So whoever waits for the process group looks there
+for a name.
 
-Imports the core, `errors`, `stacks` and the standard library.
+Imports the core, rendezvous, `errors`, `stacks` and the standard library.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from paceline import _core
 from paceline.errors import CollectiveError, GroupClosedError, PeerLostError, format_ranks
+from paceline.rendezvous.control import ControlChannel
 from paceline.stacks import STOPPED, process_state
 
 _WAITING = "waiting for the process group"
@@ -23,8 +25,78 @@ _INNOCENT = (_WAITING, _GAVE_UP)
 _NAP_S = 0.002
 
 
-class Witness:
-    """One rank's look at the others of its host.
+class Witness(Protocol):
+    """What one rank can learn of the others, and tells them, beside the process group."""
+
+    def tell(self, activity: str) -> None:
+        """Let the others know what this rank does. Not collective, does not block."""
+        ...
+
+    def tell_waiting(self) -> None:
+        """This rank has done its part and waits for the process group."""
+        ...
+
+    def tell_done(self) -> None:
+        """What it waited for has come."""
+        ...
+
+    def give_up(self) -> None:
+        """This rank is about to raise, because of another: whatever it does now, it is none to blame."""
+        ...
+
+    def lost(self) -> CollectiveError | None:
+        """The error that names a rank that has died or raised; None: there is none. Does not block."""
+        ...
+
+    def find_lost(self, within_s: float) -> CollectiveError | None:
+        """As `lost`, or a rank that left, once a connection has broken. Blocks at most `within_s`."""
+        ...
+
+    def late(self) -> tuple[tuple[int, ...], str]:
+        """Ranks that are not waiting, as this one is; and what is known of them in words."""
+        ...
+
+
+class ChannelWitness:
+    """A `Witness` for ranks on several hosts: it knows failures, and not what a rank does.
+
+    Args:
+        channel: The channel of all ranks that train the model, in the same order.
+    """
+
+    def __init__(self, channel: ControlChannel) -> None:
+        self._channel = channel
+
+    def tell(self, activity: str) -> None:
+        """Nobody would hear it."""
+
+    def tell_waiting(self) -> None:
+        """Nobody would hear it."""
+
+    def tell_done(self) -> None:
+        """Nobody would hear it."""
+
+    def give_up(self) -> None:
+        """Who raises first says why, and others do not speak after that."""
+
+    def lost(self) -> CollectiveError | None:
+        return self._channel.failure
+
+    def find_lost(self, within_s: float) -> CollectiveError | None:
+        if (error := self._channel.wait(within_s)) is not None:
+            return error
+        left = self._channel.left
+        if not left:
+            return None
+        ranks = tuple(each.rank for each in left)
+        return _left(ranks, len(self._channel.members), ", ".join(each.describe() for each in left))
+
+    def late(self) -> tuple[tuple[int, ...], str]:
+        return (), ""
+
+
+class MemoryWitness:
+    """A `Witness` for ranks of one host.
 
     Args:
         core: A group of all ranks that train the model, in the same order. Nothing is sent over it.
@@ -78,14 +150,7 @@ class Witness:
                 if (error := self.lost()) is not None:
                     return error
                 ranks = tuple(int(facts["rank"]) for facts in left)
-                return PeerLostError(
-                    f"{format_ranks(ranks).capitalize()} of {self._core.world_size} "
-                    f"{'has' if len(ranks) == 1 else 'have'} left.",
-                    seen=_rows(left),
-                    likely="it has come to its end, or called sys.exit(), while others still train",
-                    hint="every rank must make the same number of passes; or use ddp.finish()",
-                    lost=ranks,
-                )
+                return _left(ranks, self._core.world_size, _rows(left))
             if time.monotonic() > until:
                 return None
             time.sleep(_NAP_S)
@@ -102,6 +167,17 @@ class Witness:
         records: list[dict[str, Any]] = self._core.records()
         own = self._core.rank
         return [each for each in records if each["rank"] != own and each["activity"] not in _INNOCENT]
+
+
+def _left(ranks: Sequence[int], world_size: int, seen: str) -> PeerLostError:
+    """The error for ranks that have left while this one waits."""
+    return PeerLostError(
+        f"{format_ranks(ranks).capitalize()} of {world_size} {'has' if len(ranks) == 1 else 'have'} left.",
+        seen=seen,
+        likely="it has come to its end, or called sys.exit(), while others still train",
+        hint="every rank must make the same number of passes; or use ddp.finish()",
+        lost=tuple(ranks),
+    )
 
 
 def _rows(ranks: Sequence[dict[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""Length-prefixed messages over a local stream socket, each with a deadline.
+"""Length-prefixed messages over a stream socket.
 
 A frame is a kind (one byte), a length (eight bytes, little-endian) and that many bytes. Nothing is
 unpickled, and a length beyond the limit ends the connection instead of filling the memory.
@@ -29,18 +29,54 @@ class Frame(IntEnum):
     PAYLOAD = 4
     ALL_PAYLOADS = 5
     FAILED = 6
+    CHALLENGE = 7
+    BEAT = 8
+    DIED = 9
+    LEFT = 10
+
+
+def frame(kind: Frame, payload: bytes) -> bytes:
+    """What is sent of a frame."""
+    return _HEAD.pack(kind, len(payload)) + payload
 
 
 def send_frame(peer: socket.socket, kind: Frame, payload: bytes, deadline: Deadline) -> None:
     """Raises OSError (TimeoutError at the deadline) when the peer does not take it."""
     peer.settimeout(max(deadline.left_s(), 1e-3))
-    peer.sendall(_HEAD.pack(kind, len(payload)) + payload)
+    peer.sendall(frame(kind, payload))
 
 
-def receive_frame(peer: socket.socket, deadline: Deadline) -> tuple[Frame, bytes]:
+def receive_frame(
+    peer: socket.socket, deadline: Deadline, longest: int = _LONGEST_FRAME
+) -> tuple[Frame, bytes]:
     """Raises OSError (TimeoutError at the deadline, ConnectionError at an early end)."""
-    kind, length = _read_head(_receive_exactly(peer, _HEAD.size, deadline), _LONGEST_FRAME)
+    kind, length = _read_head(_receive_exactly(peer, _HEAD.size, deadline), longest)
     return kind, _receive_exactly(peer, length, deadline)
+
+
+class FrameStream:
+    """Frames that come one after the other, in pieces.
+
+    Args:
+        longest: Bytes that one may hold.
+    """
+
+    def __init__(self, longest: int) -> None:
+        self._longest = longest
+        self._bytes = bytearray()
+
+    def feed(self, piece: bytes) -> list[tuple[Frame, bytes]]:
+        """The frames that are whole now. Raises ConnectionError if what has come can't become one."""
+        self._bytes += piece
+        found = []
+        while len(self._bytes) >= _HEAD.size:
+            kind, length = _read_head(bytes(self._bytes[: _HEAD.size]), self._longest)
+            end = _HEAD.size + length
+            if len(self._bytes) < end:
+                break
+            found.append((kind, bytes(self._bytes[_HEAD.size : end])))
+            del self._bytes[:end]
+        return found
 
 
 class FrameReader:

@@ -51,6 +51,8 @@ def at_failure(tell: Callable[[BaseException], object]) -> None:
 
     For what reaches ranks that share no memory with this one. It must not block.
     """
+    _install()
+    _at_failure[:] = [told for told in _at_failure if told() is not None]
     _at_failure.append(weakref.WeakMethod(tell))
 
 

@@ -33,7 +33,7 @@ from paceline.reducer.link import (
     pack,
 )
 from paceline.reducer.plan import Plan
-from paceline.reducer.witness import Witness
+from paceline.reducer.witness import MemoryWitness, Witness
 
 
 class Link(link.Link[paddle.Tensor], Protocol):
@@ -63,7 +63,7 @@ class MemoryLink:
     def __init__(self, core: _core.HostGroup, owner: object) -> None:
         self.rank, self.world_size = core.rank, core.world_size
         self.tell: Callable[[str], None] | None = core.set_activity
-        self.witness: Witness | None = Witness(core)
+        self.witness: Witness | None = MemoryWitness(core)
         self.gather = functools.partial(gather_in_memory, core)
         self._core = core
         self._owner = owner

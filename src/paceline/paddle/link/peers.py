@@ -29,7 +29,7 @@ from paceline.paddle.link.exchange import PaddleExchange
 from paceline.paddle.link.link import GroupLink, Link, MemoryLink
 from paceline.paddle.model.arguments import checked_group
 from paceline.reducer.peers import EnvironmentGroup, PatientGroup, Ranks, exchange_of_named
-from paceline.reducer.witness import Witness
+from paceline.reducer.witness import MemoryWitness
 from paceline.rendezvous.addresses import check_meeting_address, find_way
 from paceline.rendezvous.exchange import Exchange
 
@@ -118,7 +118,7 @@ class PaddlePeers:
         """Memory in which no gradient lies; without it, ranks that are lost go unnamed."""
         with contextlib.suppress(RegionError):  # on every rank; gradients need none of it
             core = self._share_memory()
-            self._calls.witness = None if core is None else Witness(core)
+            self._calls.witness = None if core is None else MemoryWitness(core)
 
 
 class LonePeers:

@@ -23,9 +23,9 @@ from torch._C._distributed_c10d import PrefixStore
 
 from paceline.errors import RendezvousError
 from paceline.reducer.hierarchical import Hosts, is_regular
-from paceline.reducer.host_exchange import FailureNotes
 from paceline.reducer.hosts import Message
 from paceline.rendezvous.shared_memory import HostMemory
+from paceline.torch.link.control import control_of
 from paceline.torch.link.peers import Peers, ProcessGroupPeers
 
 
@@ -70,7 +70,7 @@ def join_hosts(peers: Peers, memory: HostMemory) -> Hosts | None:
         ranks=memory.hosts,
         group=memory.host_group,
         transport=transport,
-        notes=FailureNotes(transport),
+        control=control_of(peers, memory.hosts),
         gather=lambda payload: peers.exchange.all_gather(payload, peers.timeout_s),
         timeout_s=peers.timeout_s,
     )

@@ -29,11 +29,12 @@ from paceline.reducer.link import (
     make_host_reducer,
 )
 from paceline.reducer.plan import Plan
-from paceline.reducer.witness import Witness
+from paceline.reducer.witness import ChannelWitness, MemoryWitness, Witness
 from paceline.torch.link.arena import Arena
 from paceline.torch.link.broadcast import broadcast_tensors
 from paceline.torch.link.calls import GroupCalls
 from paceline.torch.link.comm_hook import HookTransport
+from paceline.torch.link.control import control_of
 from paceline.torch.link.hosts import join_hosts
 from paceline.torch.link.peers import Peers, ProcessGroupPeers
 from paceline.torch.link.transport import ProcessGroupTransport
@@ -60,12 +61,14 @@ def connect(peers: Peers, *, on_host: bool, reduce_through: str) -> Link[torch.T
     hosts = join_hosts(peers, memory) if memory is not None and reduce_through == "auto" else None
     if hosts is not None:
         assert isinstance(peers, ProcessGroupPeers)
-        return HostsLink(GroupLink(peers, None), peers, hosts)
+        return HostsLink(GroupLink(peers, ChannelWitness(hosts.control)), peers, hosts)
     if memory is not None:
         memory.host_group.close()
     _check_group(peers, on_host, reduce_through)
     assert isinstance(peers, ProcessGroupPeers)
-    return GroupLink(peers, None if tries_memory else _memory_to_watch(peers))
+    if memory is None:
+        return GroupLink(peers, _find_witness(peers))
+    return GroupLink(peers, ChannelWitness(control_of(peers, memory.hosts)))
 
 
 class MemoryLink:
@@ -83,7 +86,7 @@ class MemoryLink:
     def __init__(self, core: _core.HostGroup, peers: Peers) -> None:
         self.rank, self.world_size = peers.rank, peers.world_size
         self.tell: Callable[[str], None] | None = core.set_activity
-        self.witness: Witness | None = Witness(core)
+        self.witness: Witness | None = MemoryWitness(core)
         self._core = core
         self._peers = peers
 
@@ -267,13 +270,14 @@ def _over(arena: Arena, reducer: EngineReducer) -> Reduction[torch.Tensor]:
     )
 
 
-def _memory_to_watch(peers: Peers) -> Witness | None:
-    """Memory of all ranks in which no gradient lies; None: they are on several hosts, or have none."""
+def _find_witness(peers: ProcessGroupPeers) -> Witness | None:
+    """Memory of all ranks in which no gradient lies, or the channel of several hosts. Collective."""
     try:
-        core = peers.share_hosts().of_all_ranks()
+        memory = peers.share_hosts()
     except RegionError:  # on every rank; gradients need none of it
         return None
-    return None if core is None else Witness(core)
+    core = memory.of_all_ranks()
+    return ChannelWitness(control_of(peers, memory.hosts)) if core is None else MemoryWitness(core)
 
 
 def _check_group(peers: Peers, on_host: bool, reduce_through: str) -> None:

@@ -1,0 +1,440 @@
+"""The control channel between the hosts of a job: who is alive, and why one of them is not any more.
+
+A star of TCP connections, one from each rank to the hub (rank 0), made once for each process group; gradients
+do not travel here. Its one idea: the kernels of both ends watch a connection, and not our threads. A process
+that ends is told by its kernel at once, whatever ends it. A link that is cut, or a host that stops, no longer
+acknowledges what is sent to it: the hub sends each rank a beat, and after the silence that is allowed the
+kernel gives the connection up. A process that computes, is paused or holds Python's lock for long is none of
+these, because its kernel goes on answering; for such a one the deadline of the pass is there.
+
+    rank 3 dies, raises or leaves    its kernel, or the rank itself, tells the hub
+    the hub                          tells all others, then ends its own waits
+    every rank                       keeps the first failure; whoever waits asks for it, or is called
+
+What a rank owes to a pass it may have sent before it died, so callbacks come a moment after a death; an
+exception has no such moment. After a failure the channel goes on, but keeps to the first.
+
+May import errors, env and the rest of this folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import os
+import selectors
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from paceline.errors import CollectiveError, ConfigError, PeerLostError, format_ranks
+from paceline.rendezvous import lifetime
+from paceline.rendezvous.exchange import Exchange
+from paceline.rendezvous.frames import Frame, frame
+from paceline.rendezvous.handshake import Facts, Member
+from paceline.rendezvous.messages import read_object
+from paceline.rendezvous.reception import HUB, Connection, meet
+from paceline.rendezvous.told_failures import TOLD_BYTES, pack_failure, unpack_failure
+
+BEAT_S = 0.25
+SILENCE_VARIABLE = "PACELINE_SILENCE_S"
+_SILENCE_S = 3.0
+_ANSWER_S = 5.0  # a rank's own beats only tell the hub that somebody reads
+_STALLED_S = 15.0  # after which the hub leaves it to the kernel's probes, before its buffers are full
+_FORM_WITHIN_S = 60.0
+_GRACE_S = 0.1  # for what a dead rank had sent before
+_RECEIVE_BYTES = 1 << 16
+_MOST_UNSENT_BYTES = 1 << 18
+_UNREACHABLE = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN})
+_RANK_BYTES = 4
+
+_channels: weakref.WeakSet[ControlChannel] = weakref.WeakSet()
+
+
+def form_channel(
+    exchange: Exchange, facts: Facts, hosts: Sequence[Sequence[int]], secret: bytes, timeout_s: float
+) -> ControlChannel:
+    """Connect the ranks of several hosts. Collective; blocks at most a minute, or `timeout_s` if it is less.
+
+    Args:
+        exchange: Connects the ranks already.
+        facts: What this rank tells of itself.
+        hosts: The ranks of each host.
+        secret: The job's; empty: it has none.
+        timeout_s: How long.
+
+    Raises:
+        RendezvousError: A rank did not come or does not fit (other versions, another secret); on every rank.
+        ConfigError: PACELINE_SILENCE_S is no time.
+
+    Example:
+        Rank 3 raises ValueError("x"). Within milliseconds `failure` of ranks 0 to 2 is a PeerLostError with
+        that text, with lost == (3,).
+    """
+    silence_s = allowed_silence_s()
+    connections, members = meet(exchange, facts, hosts, secret, min(timeout_s, _FORM_WITHIN_S))
+    return ControlChannel(facts.rank, connections, members, hosts, silence_s)
+
+
+def allowed_silence_s(environ: Mapping[str, str] | None = None) -> float:
+    """Seconds without a sign of life after which a host counts as lost.
+
+    Raises:
+        ConfigError: The variable holds none.
+    """
+    text = (os.environ if environ is None else environ).get(SILENCE_VARIABLE, "")
+    try:
+        seconds = float(text) if text else _SILENCE_S
+    except ValueError:
+        seconds = 0.0
+    if not 1.0 <= seconds <= 86400.0:
+        raise ConfigError(
+            f"{SILENCE_VARIABLE}={text!r} is no time.",
+            expected="seconds from 1 to 86400 without a sign of life after which a host counts as lost",
+            hint=f"leave it out for {_SILENCE_S:g} s",
+            variable=SILENCE_VARIABLE,
+        )
+    return seconds
+
+
+@dataclass(frozen=True)
+class Loss:
+    """What the hub tells of ranks that it does not hear of any more.
+
+    Attributes:
+        ranks: All of one host.
+        is_silent: Their host does not answer; else the connection was ended.
+        by: The rank that saw it.
+        said: What was wrong with the connection; "": it ended.
+    """
+
+    ranks: list[int]
+    is_silent: bool
+    by: int
+    said: str
+
+    def pack(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> Loss:
+        """Raises MessageError: it is none."""
+        return cls(**read_object(raw, {"ranks": list, "is_silent": bool, "by": int, "said": str}))
+
+
+class ControlChannel:
+    """One rank's end of the channel; `form_channel` makes it. Ends when nobody holds it any more.
+
+    Args:
+        rank: The number of this process.
+        connections: The hub's to all others; of another rank, to the hub.
+        members: All ranks.
+        hosts: The ranks of each host.
+        silence_s: See `allowed_silence_s`.
+
+    Attributes:
+        failure: The first failure that another rank has told, or that was seen of one; None: there is none.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        connections: Mapping[int, Connection],
+        members: Sequence[Member],
+        hosts: Sequence[Sequence[int]],
+        silence_s: float,
+    ) -> None:
+        self.failure: CollectiveError | None = None
+        self.members = tuple(members)
+        self._rank, self._hosts, self._silence_s = rank, hosts, silence_s
+        self._pid = os.getpid()
+        self._connections = dict(connections)
+        self._unsent = dict.fromkeys(connections, b"")
+        self._heard = dict.fromkeys(connections, time.monotonic())
+        self._left: set[int] = set()
+        self._has_told = self._is_closed = False
+        self._has_failed = threading.Event()
+        self._callbacks: list[weakref.WeakMethod[Callable[[BaseException], object]]] = []
+        self._calls_at_s: float | None = None
+        self._beats_at_s = time.monotonic()
+        # A signal handler that raises may tell, while its thread is here.
+        self._lock = threading.RLock()
+        self._selector = selectors.DefaultSelector()
+        for other, connection in self._connections.items():
+            _watch_by_kernel(connection.socket, silence_s)
+            self._selector.register(connection.socket, selectors.EVENT_READ, other)
+        lifetime.at_failure(self.tell)
+        _remember(self)
+        self._thread = threading.Thread(
+            target=_serve, args=(weakref.ref(self),), name="paceline-control", daemon=True
+        )
+        self._thread.start()
+
+    def tell(self, error: BaseException) -> None:
+        """Tell all other ranks that this one fails, unless they know of a failure. Does not block."""
+        if os.getpid() != self._pid:  # a forked child, whose copy of the lock may be taken for ever
+            return
+        with self._lock:
+            if self._has_told or self._is_closed or self.failure is not None:
+                return
+            self._has_told = True
+            text = pack_failure(error, self._rank).encode()
+            self._send_all(Frame.FAILED, self._rank.to_bytes(_RANK_BYTES, "little") + text)
+
+    def wait(self, within_s: float) -> CollectiveError | None:
+        """`failure`, as soon as there is one; None: there was none in time."""
+        self._has_failed.wait(within_s)
+        return self.failure
+
+    def at_failure(self, call: Callable[[BaseException], object]) -> None:
+        """Call this method with the failure, as long as its object lives.
+
+        In a thread of the channel, at once if another rank has raised, and a moment later if it has died.
+        Before this returns, if that has been. It must not block.
+        """
+        with self._lock:
+            self._callbacks = [each for each in self._callbacks if each() is not None]
+            self._callbacks.append(weakref.WeakMethod(call))
+            has_been = self.failure is not None and self._calls_at_s is None
+        if has_been and self.failure is not None:
+            call(self.failure)
+
+    @property
+    def left(self) -> tuple[Member, ...]:
+        """The ranks that have left in good order."""
+        return tuple(self.members[rank] for rank in sorted(self._left))
+
+    def close(self) -> None:
+        """Leave in good order: the others are told, and go on. Does not block, not collective."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            if self._is_closed:
+                return
+            self._send_all(Frame.LEFT, self._rank.to_bytes(_RANK_BYTES, "little"))
+            self._is_closed = True
+            for connection in self._connections.values():
+                with contextlib.suppress(OSError):
+                    connection.socket.shutdown(socket.SHUT_RDWR)  # which wakes the thread
+
+    def __del__(self) -> None:
+        if hasattr(self, "_thread"):  # which holds the channel in its turns only, so it is in none
+            self.close()
+            self._release()
+
+    # --- the thread ---
+
+    def _turn(self) -> bool:
+        """Wait for what comes, at most until the next beat; whether there will be more."""
+        with contextlib.suppress(OSError):
+            for key, _ in self._selector.select(self._nap_s()):
+                self._receive(key.data)
+        now = time.monotonic()
+        with self._lock:
+            self._beat(now)
+            calls = self._due_calls(now)
+            self._is_closed |= not self._connections and self._calls_at_s is None
+        failure = self.failure
+        for call in calls:
+            if (method := call()) is not None and failure is not None:
+                method(failure)
+        if self._is_closed:
+            self._release()
+        return not self._is_closed
+
+    def _nap_s(self) -> float:
+        until_s = min(self._beats_at_s, math.inf if self._calls_at_s is None else self._calls_at_s)
+        return max(0.0, until_s - time.monotonic())
+
+    def _release(self) -> None:
+        for connection in self._connections.values():
+            connection.socket.close()
+        self._selector.close()
+
+    def _beat(self, now: float) -> None:
+        if now < self._beats_at_s:
+            return
+        self._beats_at_s = now + (BEAT_S if self._rank == HUB else _ANSWER_S)
+        for rank in list(self._connections):
+            if self._unsent[rank]:
+                self._flush(rank)
+            elif now - self._heard[rank] < _STALLED_S or self._rank != HUB:
+                self._send(rank, Frame.BEAT, b"")
+
+    def _due_calls(self, now: float) -> list[weakref.WeakMethod[Callable[[BaseException], object]]]:
+        if self._calls_at_s is None or now < self._calls_at_s:
+            return []
+        self._calls_at_s = None
+        calls, self._callbacks = self._callbacks, []
+        return calls
+
+    def _receive(self, rank: int) -> None:
+        connection = self._connections.get(rank)
+        if connection is None:
+            return
+        try:
+            piece = connection.socket.recv(_RECEIVE_BYTES)
+            if not piece:
+                raise ConnectionResetError
+            for kind, payload in connection.stream.feed(piece):
+                self._heard[rank] = time.monotonic()
+                self._understand(rank, kind, connection.hears.open(kind, payload))
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._lose(rank, error)
+        except (ValueError, TypeError, LookupError) as error:
+            self._lose(rank, ConnectionError(f"it sent what cannot be read ({error})"))
+
+    def _understand(self, rank: int, kind: Frame, text: bytes) -> None:
+        with self._lock:
+            if kind is Frame.DIED and self._rank != HUB:
+                self._fail(self._lost(Loss.unpack(text)), _GRACE_S)
+            if kind not in (Frame.FAILED, Frame.LEFT):
+                return
+            # Nobody can speak for another rank but the hub.
+            about = rank if self._rank == HUB else int.from_bytes(text[:_RANK_BYTES], "little")
+            words = text[_RANK_BYTES:][:TOLD_BYTES]
+            if self._rank == HUB:
+                self._send_all(kind, about.to_bytes(_RANK_BYTES, "little") + words, but=rank)
+            if kind is Frame.LEFT:
+                self._left.add(about)
+            else:
+                self._fail(self._told(about, words.decode(errors="replace")), 0.0)
+
+    # --- failures ---
+
+    def _lose(self, rank: int, error: OSError) -> None:
+        """A connection has ended."""
+        with self._lock:
+            connection = self._connections.pop(rank, None)
+            if connection is None:
+                return
+            self._selector.unregister(connection.socket)
+            connection.socket.close()
+            if rank in self._left or self._is_closed:
+                return
+            lost, is_silent = [rank], error.errno in _UNREACHABLE
+            if is_silent:  # what does not answer is a host's kernel, and so all of its ranks
+                lost = next(list(ranks) for ranks in self._hosts if rank in ranks)
+            loss = Loss(lost, is_silent, self._rank, "" if error.errno else str(error))
+            self._send_all(Frame.DIED, loss.pack())
+            self._fail(self._lost(loss), _GRACE_S)
+
+    def _fail(self, error: CollectiveError, within_s: float) -> None:
+        if self.failure is None and not self._has_told:
+            self.failure = error
+            self._calls_at_s = time.monotonic() + within_s
+            self._has_failed.set()
+
+    def _told(self, rank: int, text: str) -> CollectiveError:
+        """What another rank has said of its failure, with the hosts of those to blame."""
+        teller = self.members[rank] if rank < len(self.members) else Member(rank, "?", 0)
+        error = unpack_failure(PeerLostError("", seen=text), f"told by {teller.describe()}")
+        others = [*error.fields.get("lost", ()), *error.fields.get("late", ())]
+        named = [each.describe() for each in self.members if each.rank in others and each.rank != rank]
+        if not named:
+            return error
+        rows = {row: getattr(error, row) for row in ("where", "likely", "hint")}
+        seen = f"{error.seen}\nto blame: {', '.join(named)}"
+        return type(error)(error.summary, seen=seen, **rows, **error.fields)
+
+    def _lost(self, loss: Loss) -> PeerLostError:
+        """The error for ranks that nobody hears of any more."""
+        lost, by, said = [self.members[rank] for rank in loss.ranks], loss.by, loss.said
+        who = f"{format_ranks(loss.ranks).capitalize()} of {len(self.members)} on host {lost[0].host}"
+        pids = f"pid {', '.join(str(each.pid) for each in lost)}"
+        saw = "" if by == self._rank else f", as {self.members[by].describe()} saw"
+        fields: dict[str, Any] = {"lost": tuple(loss.ranks), "hosts": (lost[0].host,), "rank": self._rank}
+        where = f"{self.members[self._rank].describe()}, control channel"
+        if loss.is_silent:
+            return PeerLostError(
+                f"{who} cannot be reached any more.",
+                where=where,
+                seen=f"{pids}: no sign of life of that host for {self._silence_s:g} s{saw}",
+                likely=f"the network between {self.members[by].host} and {lost[0].host} was cut, or one of "
+                "them was switched off or stopped",
+                hint=f"look at {lost[0].host}; {SILENCE_VARIABLE} allows a longer silence",
+                **fields,
+            )
+        return PeerLostError(
+            f"{who} {'ended its connection' if said else 'died'}.",
+            where=where,
+            seen=f"{pids}: {said or 'the kernel closed its connection, without a goodbye'}{saw}",
+            likely="it was killed (out of memory?) or crashed; its own output says more",
+            hint=f"look at its output; `dmesg` on {lost[0].host} shows an out-of-memory kill",
+            **fields,
+        )
+
+    # --- sending; under the lock ---
+
+    def _send_all(self, kind: Frame, text: bytes, but: int = -1) -> None:
+        """To all that this rank is connected with; but the hub tells nobody what it has said itself."""
+        if self._rank == HUB or but < 0:
+            for rank in list(self._connections):
+                if rank != but:
+                    self._send(rank, kind, text)
+
+    def _send(self, rank: int, kind: Frame, text: bytes) -> None:
+        connection = self._connections.get(rank)
+        if connection is None or len(self._unsent[rank]) > _MOST_UNSENT_BYTES:
+            return
+        self._unsent[rank] += frame(kind, connection.says.close(kind, text))
+        self._flush(rank)
+
+    def _flush(self, rank: int) -> None:
+        with contextlib.suppress(OSError):  # full: at the next beat; broken: the thread will see it
+            sent = self._connections[rank].socket.send(self._unsent[rank])
+            self._unsent[rank] = self._unsent[rank][sent:]
+
+    def forget_in_child(self) -> None:
+        """A forked child must not keep the connections open: they end with the process of the rank."""
+        self._release()
+        self._connections = {}
+
+
+def _serve(channel: weakref.ref[ControlChannel]) -> None:
+    while (strong := channel()) is not None:
+        if not strong._turn():
+            return
+        del strong
+
+
+def _watch_by_kernel(link: socket.socket, silence_s: float) -> None:
+    """Let the kernel end a connection whose other end acknowledges nothing."""
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    # Of beats that are sent; a beat and some slack come on top. See tcp(7).
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int((silence_s - 2 * BEAT_S) * 1000))
+    # And of probes where nothing is sent: by a rank, which only answers, and to one that does not read.
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, max(1, round(silence_s)))
+
+
+_is_installed = False
+
+
+def _remember(channel: ControlChannel) -> None:
+    global _is_installed
+    if not _is_installed:
+        _is_installed = True
+        lifetime.before_leaving(_leave_all)
+        os.register_at_fork(after_in_child=_forget_all)
+    _channels.add(channel)
+
+
+def _leave_all() -> None:
+    for channel in list(_channels):
+        channel.close()
+
+
+def _forget_all() -> None:
+    for channel in list(_channels):
+        channel.forget_in_child()

@@ -1,0 +1,299 @@
+"""What two ends of a control connection tell each other first, and how each shows that it knows the secret.
+
+    hub                                          rank
+    CHALLENGE  protocol, channel's digest, nonce  ->
+                                                  <-  HELLO  facts, nonce, that it knows the channel, proof
+    (checks the proof, then the facts)
+    WELCOME    all members, proof                 ->         (checks the proof)
+
+A proof is an HMAC-SHA256 with the job's secret over who speaks, the channel, both nonces and all that is
+said, so it is of no use at another time, for another rank, or for the other direction. Afterwards each frame
+carries a code over its kind, text and number, with a key made of both nonces: nothing can be altered, left
+out or repeated. Nothing is encrypted. A job without a secret has an empty one: then the same steps keep
+strangers out that mean no harm, and no others.
+
+May import errors and the rest of this folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from paceline.rendezvous.frames import Frame
+from paceline.rendezvous.messages import (
+    MessageError,
+    join_payloads,
+    read_object,
+    split_payloads,
+)
+
+PROTOCOL = 1
+NONCE_BYTES = 16
+MOST_CLOCK_OFFSET_S = 600.0
+"""Logs and time stamps of checkpoints are of no use any more; training would not mind."""
+_CODE_BYTES = 16
+_ONE_JOB = "give each process a rank of its own, and each job a MASTER_PORT of its own"
+_ONE_VERSION = "install the same versions on all hosts"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a rank tells of itself when it comes.
+
+    Attributes:
+        rank: In the group that the channel serves.
+        world_size: Number of ranks there.
+        host: The name of its host.
+        pid: Its number there.
+        local_ranks: The ranks of its host, as it sees them.
+        paceline: Version.
+        framework: Name and version: "torch 2.13.0".
+        job: A digest of what its launcher calls the job; "": it does not say.
+        generation: How often its launcher has restarted it; agents of torchrun count each for itself.
+        clock_s: Seconds since 1970.
+        has_secret: Whether it was given one.
+    """
+
+    rank: int
+    world_size: int
+    host: str
+    pid: int
+    local_ranks: list[int]
+    paceline: str
+    framework: str
+    job: str
+    generation: str
+    clock_s: float
+    has_secret: bool
+
+    def describe(self) -> str:
+        """In words: "rank 2 on host node1 (pid 4711)"."""
+        return f"rank {self.rank} on host {self.host} (pid {self.pid})"
+
+    def pack(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> Facts:
+        """Raises MessageError: these are none."""
+        facts = cls(**read_object(raw, _FIELDS))
+        if not all(type(each) is int for each in facts.local_ranks):
+            raise MessageError("local_ranks holds something else than numbers")
+        return facts
+
+
+_FIELDS: Mapping[str, type] = {
+    "rank": int,
+    "world_size": int,
+    "host": str,
+    "pid": int,
+    "local_ranks": list,
+    "paceline": str,
+    "framework": str,
+    "job": str,
+    "generation": str,
+    "clock_s": float,
+    "has_secret": bool,
+}
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """What both ends of a connection know before they prove anything.
+
+    Attributes:
+        secret: The job's; empty: it has none.
+        channel: Random bytes that the ranks of the group have told each other over it.
+        hub_nonce: Chosen by the hub for this connection.
+        rank_nonce: Chosen by the rank for it.
+    """
+
+    secret: bytes
+    channel: bytes
+    hub_nonce: bytes
+    rank_nonce: bytes
+
+    @property
+    def membership(self) -> bytes:
+        """That a process is of this group, and no stranger, even if it has another secret."""
+        return hmac.digest(self.channel, self.hub_nonce + self.rank_nonce, "sha256")
+
+    def prove(self, speaker: str, text: bytes) -> bytes:
+        """That whoever says `text` knows the secret."""
+        parts = (speaker.encode(), b"%d" % PROTOCOL, self.channel, self.hub_nonce, self.rank_nonce, text)
+        return hmac.digest(self.secret, join_payloads(parts), "sha256")
+
+    def is_proof(self, proof: bytes, speaker: str, text: bytes) -> bool:
+        return hmac.compare_digest(proof, self.prove(speaker, text))
+
+    def seal(self, speaker: str) -> Seal:
+        """For all that is said afterwards."""
+        return Seal(self.prove(f"frames of the {speaker}", b""))
+
+
+class Seal:
+    """The codes of one direction of a connection, for its two ends to make and to check.
+
+    Args:
+        key: A key of this connection and direction alone.
+
+    Example:
+        One end calls Seal(key).close(Frame.BEAT, b""), the other Seal(key).open(Frame.BEAT, that); a frame
+        that came twice, or was altered, raises.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._number = 0
+
+    def close(self, kind: Frame, text: bytes) -> bytes:
+        """The payload of a frame: the code, then the text."""
+        code = self._code(kind, text)
+        self._number += 1
+        return code + text
+
+    def open(self, kind: Frame, payload: bytes) -> bytes:
+        """The text. Raises ConnectionError if it is not what the other end has said next."""
+        code, text = payload[:_CODE_BYTES], payload[_CODE_BYTES:]
+        if not hmac.compare_digest(code, self._code(kind, text)):
+            raise ConnectionError("a message of the control channel was altered, repeated or left out")
+        self._number += 1
+        return text
+
+    def _code(self, kind: Frame, text: bytes) -> bytes:
+        head = self._number.to_bytes(8, "little") + bytes([kind])
+        return hmac.digest(self._key, head + text, "sha256")[:_CODE_BYTES]
+
+
+def write_challenge(channel: bytes, hub_nonce: bytes) -> bytes:
+    return join_payloads([b"%d" % PROTOCOL, _digest(channel), hub_nonce])
+
+
+def read_challenge(raw: bytes, channel: bytes) -> bytes:
+    """The nonce of the hub. Raises MessageError: it is none, of another version, or of another channel."""
+    protocol, digest, nonce = split_payloads(raw, 3)
+    if protocol != b"%d" % PROTOCOL or len(nonce) != NONCE_BYTES:
+        raise MessageError("who listens there speaks another version of Paceline's protocol")
+    if digest != _digest(channel):
+        raise MessageError("who listens there is of another job")
+    return nonce
+
+
+def _digest(channel: bytes) -> bytes:
+    return hashlib.sha256(channel).digest()[:8]
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """Why a rank is none of this job.
+
+    Attributes:
+        seen: Names both ranks, their hosts, and what differs.
+        hint: What to do.
+    """
+
+    seen: str
+    hint: str
+
+    def pack(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> Misfit:
+        """Raises MessageError: it is none."""
+        return cls(**read_object(raw, {"seen": str, "hint": str}))
+
+
+def secret_misfit(hub: Facts, came: Facts) -> Misfit:
+    """The proof of `came` was wrong."""
+    has = {True: "has a secret", False: "has none"}
+    both = "have secrets that differ"
+    words = f"{hub.describe()} {has[hub.has_secret]}, {came.describe()} {has[came.has_secret]}"
+    if hub.has_secret and came.has_secret:
+        words = f"{hub.describe()} and {came.describe()} {both}"
+    return Misfit(
+        words,
+        "give all ranks of the job the same secret: PACELINE_SECRET_FILE names a file of mode 0600 with the "
+        "same content on all hosts",
+    )
+
+
+def misfit(hub: Facts, came: Facts, members: Sequence[Facts], ranks_of_host: Sequence[int]) -> Misfit | None:
+    """Why a rank that has come is none of this job; None: it is one.
+
+    Args:
+        hub: The rank that asks.
+        came: What the other one tells.
+        members: Who has come before, with the hub.
+        ranks_of_host: The ranks of its host, as the hub sees them.
+    """
+    one, other = hub.describe(), came.describe()
+    if came.world_size != hub.world_size or not 0 <= came.rank < hub.world_size:
+        return Misfit(
+            f"{one} expects {hub.world_size} ranks, {other} expects {came.world_size}",
+            "start all hosts with the same WORLD_SIZE",
+        )
+    for what, mine, theirs, hint in (
+        ("is of job", hub.job or "without an id", came.job or "without an id", _ONE_JOB),
+        ("has Paceline", hub.paceline, came.paceline, f"pip install paceline=={hub.paceline} on all hosts"),
+        ("has", hub.framework, came.framework, _ONE_VERSION),
+    ):
+        if mine != theirs:
+            return Misfit(f"{one} {what} {mine}, {other} {what} {theirs}", hint)
+    for member in members:
+        if member.rank == came.rank:
+            return Misfit(f"two processes claim rank {came.rank}: {member.describe()}, and {other}", _ONE_JOB)
+    if list(ranks_of_host) != came.local_ranks:
+        return Misfit(
+            f"{other} takes ranks {came.local_ranks} for those of its host, {one} ranks {[*ranks_of_host]}",
+            _ONE_VERSION,
+        )
+    offset_s = came.clock_s - hub.clock_s
+    if not abs(offset_s) <= MOST_CLOCK_OFFSET_S:
+        return Misfit(
+            f"the clock of {other} is {offset_s:+.0f} s from that of {one}",
+            "set the clocks of all hosts (timedatectl, chrony)",
+        )
+    return None
+
+
+@dataclass(frozen=True)
+class Member:
+    """A rank of the channel, as all others know it.
+
+    Attributes:
+        rank: In the group.
+        host: The name of its host.
+        pid: Its number there.
+    """
+
+    rank: int
+    host: str
+    pid: int
+
+    def describe(self) -> str:
+        """In words: "rank 2 on host node1 (pid 4711)"."""
+        return f"rank {self.rank} on host {self.host} (pid {self.pid})"
+
+
+def write_members(members: Sequence[Facts]) -> bytes:
+    return json.dumps([[each.rank, each.host, each.pid] for each in members]).encode()
+
+
+def read_members(raw: bytes, world_size: int) -> tuple[Member, ...]:
+    """By rank. Raises MessageError: it is no such list."""
+    try:
+        rows: list[Any] = json.loads(raw)
+        found = sorted(
+            (Member(int(rank), str(host), int(pid)) for rank, host, pid in rows), key=lambda each: each.rank
+        )
+    except (ValueError, TypeError, RecursionError) as error:
+        raise MessageError(f"no list of members ({type(error).__name__})") from error
+    if [each.rank for each in found] != list(range(world_size)):
+        raise MessageError(f"a list of other members than {world_size} ranks")
+    return tuple(found)

@@ -1,0 +1,432 @@
+"""How the ranks of several hosts come to the hub of their control channel, and who is refused there.
+
+A star: rank 0 listens on a free port until all have come, and tells the others where over the group that
+they have already; each tries all addresses of that host, because which of them it can reach only it can
+find out. A stranger's connection is dropped; a rank of this group that does not fit ends the start of all,
+with words on every rank. May import errors, env and the rest of this folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import selectors
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from paceline.errors import PacelineError, RendezvousError, format_ranks
+from paceline.rendezvous.addresses import find_way, own_addresses
+from paceline.rendezvous.deadline import Deadline
+from paceline.rendezvous.exchange import Exchange
+from paceline.rendezvous.frames import (
+    LONGEST_HELLO,
+    Frame,
+    FrameStream,
+    frame,
+    receive_frame,
+    send_frame,
+)
+from paceline.rendezvous.handshake import (
+    NONCE_BYTES,
+    Facts,
+    Meeting,
+    Member,
+    Misfit,
+    Seal,
+    misfit,
+    read_challenge,
+    read_members,
+    secret_misfit,
+    write_challenge,
+    write_members,
+)
+from paceline.rendezvous.messages import (
+    MessageError,
+    join_payloads,
+    read_object,
+    read_of_ranks,
+    split_payloads,
+)
+
+HUB = 0
+_CONNECT_WITHIN_S = 2.0
+_RETRY_S = 0.05
+_GRACE_S = 5.0  # the hub knows who is missing: the others give it this long to say so
+_MOST_STRANGERS = 64
+_CHANNEL_BYTES = 16
+
+
+class Connection:
+    """One connection of the channel, after its handshake.
+
+    Attributes:
+        socket: Not blocking.
+        stream: What has come.
+        hears: Checks what the other end says.
+        says: Signs what this end says.
+    """
+
+    def __init__(self, link: socket.socket, meeting: Meeting, *, is_hub: bool) -> None:
+        link.setblocking(False)
+        self.socket = link
+        self.stream = FrameStream(LONGEST_HELLO)
+        own, other = ("hub", "rank") if is_hub else ("rank", "hub")
+        self.says: Seal = meeting.seal(own)
+        self.hears: Seal = meeting.seal(other)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the hub listens.
+
+    Attributes:
+        channel: Random bytes that tell this channel from others.
+        port: The port.
+        addresses: All that lead to its host from somewhere.
+    """
+
+    channel: bytes
+    port: int
+    addresses: list[str]
+
+    def __str__(self) -> str:
+        return f"port {self.port} of {', '.join(self.addresses)}"
+
+
+def meet(
+    exchange: Exchange, facts: Facts, hosts: Sequence[Sequence[int]], secret: bytes, timeout_s: float
+) -> tuple[dict[int, Connection], tuple[Member, ...]]:
+    """Connect all ranks with the hub. Collective; blocks at most `timeout_s` and some seconds.
+
+    Args:
+        exchange: Connects the ranks already.
+        facts: What this rank tells of itself.
+        hosts: The ranks of each host.
+        secret: The job's.
+        timeout_s: How long.
+
+    Returns:
+        The connections of this rank (the hub's to all others, another rank's to the hub), and all members.
+
+    Raises:
+        RendezvousError: A rank did not come, could not reach the hub, or does not fit; on every rank.
+    """
+    deadline = Deadline(timeout_s)
+    listener = None
+    try:
+        own = b""
+        if exchange.rank == HUB:
+            listener, own = _listen()
+        place = _told_place(exchange.all_gather(own, timeout_s))
+        if listener is not None:
+            return _Reception(listener, place, facts, hosts, secret, deadline).receive_all()
+        return _join(place, facts, secret, deadline)
+    finally:
+        if listener is not None:
+            listener.close()
+
+
+def _listen() -> tuple[socket.socket | None, bytes]:
+    """A listener, and what the others are told of it; or why there is none."""
+    try:
+        if socket.has_dualstack_ipv6():
+            listener = socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=128)
+        else:
+            listener = socket.create_server(("", 0), backlog=128)
+    except OSError as error:
+        return None, json.dumps({"channel": str(error), "port": 0, "addresses": []}).encode()
+    told = {
+        "channel": secrets.token_hex(_CHANNEL_BYTES),
+        "port": listener.getsockname()[1],
+        "addresses": _addresses(),
+    }
+    return listener, json.dumps(told).encode()
+
+
+def _addresses() -> list[str]:
+    """Where others may reach this host; the likeliest first."""
+    interfaces = own_addresses()
+    found = [interfaces[os.environ["GLOO_SOCKET_IFNAME"]]] if _gloo_interface() in interfaces else []
+    for name in filter(None, (os.environ.get("MASTER_ADDR"), socket.gethostname())):
+        with contextlib.suppress(PacelineError):  # it stands for nothing here
+            found.append(find_way(name, "").own_address)
+    found += interfaces.values()
+    unique = dict.fromkeys(found)
+    return sorted(unique, key=lambda address: address.startswith("127."))  # on this host alone
+
+
+def _gloo_interface() -> str:
+    return os.environ.get("GLOO_SOCKET_IFNAME", "")
+
+
+def _told_place(payloads: list[bytes]) -> Place:
+    (told,) = read_of_ranks(
+        payloads[: HUB + 1], lambda raw: read_object(raw, {"channel": str, "port": int, "addresses": list})
+    )
+    if not told["port"]:
+        raise RendezvousError(
+            f"Rank {HUB} could not listen for the other ranks.",
+            seen=told["channel"],
+            likely="a limit of open files, or a sandbox that lets no process listen",
+            hint=f"`ulimit -n` on the host of rank {HUB}",
+        )
+    return Place(bytes.fromhex(told["channel"]), told["port"], [str(each) for each in told["addresses"]])
+
+
+# --- the hub ---
+
+
+@dataclass
+class _Visitor:
+    """A connection whose hello has not come."""
+
+    nonce: bytes
+    stream: FrameStream
+
+
+class _Reception:
+    """Until all ranks have come.
+
+    Args:
+        listener: Where they come.
+        place: The same, as they know it.
+        facts: What the hub tells of itself.
+        hosts: The ranks of each host.
+        secret: The job's.
+        deadline: Until when.
+    """
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        place: Place,
+        facts: Facts,
+        hosts: Sequence[Sequence[int]],
+        secret: bytes,
+        deadline: Deadline,
+    ) -> None:
+        self._listener, self._place, self._facts = listener, place, facts
+        self._host_of = {rank: list(ranks) for ranks in hosts for rank in ranks}
+        self._secret, self._deadline = secret, deadline
+        self._came: dict[int, tuple[socket.socket, Meeting, Facts]] = {}
+        self._waiting = selectors.PollSelector()
+        self._refusal = b""  # what everybody is told, once the start has failed
+        self._told: set[int] = set()
+
+    def receive_all(self) -> tuple[dict[int, Connection], tuple[Member, ...]]:
+        """See `meet`."""
+        self._listener.setblocking(False)
+        self._waiting.register(self._listener, selectors.EVENT_READ)
+        try:
+            while len(self._came) < self._facts.world_size - 1:
+                if self._deadline.is_over():
+                    raise self._missing()
+                self._receive(self._deadline)
+            return self._welcome()
+        except BaseException as error:
+            self._turn_away(error)
+            raise
+        finally:
+            for key in list(self._waiting.get_map().values()):
+                if key.fileobj is not self._listener:
+                    key.fileobj.close()  # type: ignore[union-attr]
+            self._waiting.close()
+
+    def _receive(self, deadline: Deadline) -> None:
+        for key, _ in self._waiting.select(min(deadline.left_s(), 1.0)):
+            if key.fileobj is self._listener:
+                self._let_in()
+            else:
+                self._hear(key.fileobj, key.data)  # type: ignore[arg-type]
+
+    def _let_in(self) -> None:
+        try:
+            link, _ = self._listener.accept()
+        except OSError:  # it has gone again, or there is no descriptor left: then the deadline tells
+            time.sleep(_RETRY_S)
+            return
+        silent = [key.fileobj for key in self._waiting.get_map().values() if key.data is not None]
+        if len(silent) > self._facts.world_size + _MOST_STRANGERS:
+            self._drop(silent[0])  # type: ignore[arg-type]
+        link.setblocking(False)
+        visitor = _Visitor(secrets.token_bytes(NONCE_BYTES), FrameStream(LONGEST_HELLO))
+        self._waiting.register(link, selectors.EVENT_READ, visitor)
+        with contextlib.suppress(OSError):
+            link.send(frame(Frame.CHALLENGE, write_challenge(self._place.channel, visitor.nonce)))
+
+    def _drop(self, link: socket.socket) -> None:
+        self._waiting.unregister(link)
+        link.close()
+
+    def _hear(self, link: socket.socket, visitor: _Visitor) -> None:
+        if link.fileno() < 0:  # dropped meanwhile, to make room
+            return
+        try:
+            piece = link.recv(LONGEST_HELLO)
+            frames = visitor.stream.feed(piece)
+        except BlockingIOError:
+            return
+        except OSError:
+            piece, frames = b"", []
+        if frames:
+            self._waiting.unregister(link)
+            if not self._admit(link, visitor.nonce, *frames[0]):
+                link.close()
+        elif not piece:
+            self._drop(link)
+
+    def _admit(self, link: socket.socket, nonce: bytes, kind: Frame, raw: bytes) -> bool:
+        """Whether it is a rank of this group. Raises RendezvousError if it is, and does not fit."""
+        try:
+            told, rank_nonce, membership, proof = split_payloads(raw if kind is Frame.HELLO else b"", 4)
+            facts = Facts.unpack(told)
+        except MessageError:
+            return False
+        meeting = Meeting(self._secret, self._place.channel, nonce, rank_nonce)
+        if len(rank_nonce) != NONCE_BYTES or not secrets.compare_digest(membership, meeting.membership):
+            return False
+        if self._refusal:
+            self._refuse(link, facts.rank)
+            return True
+        hub = replace(self._facts, clock_s=time.time())
+        problem = None if meeting.is_proof(proof, "rank", told) else secret_misfit(hub, facts)
+        problem = problem or misfit(
+            hub, facts, [hub, *(each for *_, each in self._came.values())], self._host_of.get(facts.rank, [])
+        )
+        if problem is not None:
+            self._refusal = problem.pack()
+            self._refuse(link, facts.rank)
+            raise refusal(self._facts, problem, str(self._place))
+        self._came[facts.rank] = link, meeting, facts
+        return True
+
+    def _welcome(self) -> tuple[dict[int, Connection], tuple[Member, ...]]:
+        table = write_members([self._facts, *(facts for *_, facts in self._came.values())])
+        for link, meeting, _ in self._came.values():
+            _try_send(link, Frame.WELCOME, join_payloads([table, meeting.prove("hub", table)]))
+        connections = {
+            rank: Connection(link, meeting, is_hub=True) for rank, (link, meeting, _) in self._came.items()
+        }
+        return connections, read_members(table, self._facts.world_size)
+
+    def _turn_away(self, error: BaseException) -> None:
+        """Tell everybody who came, and for some seconds everybody who comes."""
+        summary = error.summary if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
+        told = Misfit(getattr(error, "seen", "") or summary, getattr(error, "hint", ""))
+        self._refusal = self._refusal or told.pack()
+        for rank, (link, *_) in self._came.items():
+            self._refuse(link, rank)
+        deadline = Deadline(_GRACE_S)
+        is_ours = isinstance(error, PacelineError)  # else the user wants to end it, with Ctrl-C say
+        while is_ours and len(self._told) < self._facts.world_size - 1 and not deadline.is_over():
+            self._receive(deadline)
+
+    def _refuse(self, link: socket.socket, rank: int) -> None:
+        _try_send(link, Frame.FAILED, self._refusal)
+        link.close()
+        self._told.add(rank)
+
+    def _missing(self) -> RendezvousError:
+        missing = sorted(set(range(1, self._facts.world_size)) - set(self._came))
+        return RendezvousError(
+            f"{format_ranks(missing).capitalize()} of {self._facts.world_size} did not come to the control "
+            f"channel within {self._deadline.timeout_s:.0f} s.",
+            where=f"{self._facts.describe()}, {self._place}",
+            seen=f"{format_ranks(missing)} did not come to {self._place} on host {self._facts.host}; "
+            f"{format_ranks([0, *sorted(self._came)])} came",
+            likely="a firewall between the hosts, or an interface that the other host cannot reach",
+            hint="let the hosts of a job reach each other on all ports",
+            missing=tuple(missing),
+        )
+
+
+def refusal(own: Facts, problem: Misfit, where: str) -> RendezvousError:
+    """The error of a rank at whose start somebody did not fit."""
+    return RendezvousError(
+        "The ranks of this job do not fit together.",
+        where=f"{own.describe()} of {own.world_size}, at the start of the control channel ({where})",
+        seen=problem.seen,
+        hint=problem.hint,
+        rank=own.rank,
+    )
+
+
+def _try_send(link: socket.socket, kind: Frame, payload: bytes) -> None:
+    with contextlib.suppress(OSError):  # whoever is gone need not be told
+        send_frame(link, kind, payload, Deadline(1.0))
+
+
+# --- the other ranks ---
+
+
+def _join(
+    place: Place, facts: Facts, secret: bytes, deadline: Deadline
+) -> tuple[dict[int, Connection], tuple[Member, ...]]:
+    reasons: dict[str, str] = {}
+    while True:
+        for address in place.addresses:
+            try:
+                link = socket.create_connection(
+                    (address, place.port), timeout=max(min(_CONNECT_WITHIN_S, deadline.left_s()), 1e-3)
+                )
+            except OSError as error:
+                reasons[address] = error.strerror or str(error)
+                continue
+            try:
+                return _introduce(link, place, facts, secret, deadline)
+            except (MessageError, OSError) as error:
+                reasons[address] = str(error) or type(error).__name__
+                link.close()
+            except BaseException:
+                link.close()
+                raise
+        if deadline.is_over():
+            raise RendezvousError(
+                f"Rank {facts.rank} of {facts.world_size} on host {facts.host} could not reach the control "
+                f"channel at rank {HUB} within {deadline.timeout_s:.0f} s.",
+                where=str(place),
+                seen="\n".join(f"{address}: {reason}" for address, reason in reasons.items()),
+                likely="a firewall between the hosts, or addresses that lead elsewhere on this host",
+                hint="let the hosts of a job reach each other on all ports",
+                missing=(HUB,),
+            )
+        time.sleep(_RETRY_S)
+
+
+def _introduce(
+    link: socket.socket, place: Place, facts: Facts, secret: bytes, deadline: Deadline
+) -> tuple[dict[int, Connection], tuple[Member, ...]]:
+    """The handshake. Raises OSError or MessageError where somebody else listens.
+
+    Raises:
+        RendezvousError: This rank was refused, or another one, or the hub does not know the secret.
+    """
+    kind, raw = receive_frame(link, Deadline(_CONNECT_WITHIN_S), LONGEST_HELLO)
+    hub_nonce = read_challenge(raw if kind is Frame.CHALLENGE else b"", place.channel)
+    meeting = Meeting(secret, place.channel, hub_nonce, secrets.token_bytes(NONCE_BYTES))
+    own = replace(facts, clock_s=time.time()).pack()
+    hello = join_payloads([own, meeting.rank_nonce, meeting.membership, meeting.prove("rank", own)])
+    send_frame(link, Frame.HELLO, hello, deadline)
+    kind, raw = receive_frame(link, Deadline(deadline.left_s() + _GRACE_S), _longest_welcome(facts))
+    if kind is Frame.FAILED:
+        raise refusal(facts, Misfit.unpack(raw), str(place))
+    table, proof = split_payloads(raw if kind is Frame.WELCOME else b"", 2)
+    if not meeting.is_proof(proof, "hub", table):
+        raise refusal(
+            facts,
+            Misfit(
+                f"who answers at {link.getpeername()[0]} does not know the secret of {facts.describe()}",
+                "another process answers in the place of rank 0: look at what listens there",
+            ),
+            str(place),
+        )
+    members = read_members(table, facts.world_size)
+    return {HUB: Connection(link, meeting, is_hub=False)}, members
+
+
+def _longest_welcome(facts: Facts) -> int:
+    return LONGEST_HELLO + 400 * facts.world_size  # a host's name has 255 bytes at most

@@ -1,0 +1,76 @@
+"""The control channel of a process group of torch whose ranks are on several hosts: one for each group.
+
+May import torch and what is below the front end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import socket
+import time
+import weakref
+from collections.abc import Sequence
+from importlib.metadata import version
+
+import torch
+import torch.distributed as dist
+
+from paceline.env import job_id_from_environment
+from paceline.rendezvous.control import ControlChannel, form_channel
+from paceline.rendezvous.handshake import Facts
+from paceline.rendezvous.secret import FILE_VARIABLE, JobSecret, find_secret
+from paceline.torch.link.peers import ProcessGroupPeers
+
+_log = logging.getLogger("paceline")
+_channels: weakref.WeakKeyDictionary[dist.ProcessGroup, ControlChannel] = weakref.WeakKeyDictionary()
+_is_warned = False
+
+
+def control_of(peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]]) -> ControlChannel:
+    """The channel of this group; formed at the first call. Collective, over all ranks.
+
+    Args:
+        peers: The group.
+        hosts: The ranks of each host.
+
+    Raises:
+        RendezvousError: A rank cannot reach rank 0, or does not fit: other versions, another secret.
+    """
+    group = peers.process_group
+    if group not in _channels:
+        secret = find_secret()
+        _tell_what_is_open(peers.rank, secret)
+        facts = _facts(peers, hosts, secret)
+        _channels[group] = form_channel(peers.exchange, facts, hosts, secret.key, peers.timeout_s)
+    return _channels[group]
+
+
+def _facts(peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]], secret: JobSecret) -> Facts:
+    job = job_id_from_environment()
+    return Facts(
+        rank=peers.rank,
+        world_size=peers.world_size,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        local_ranks=next(list(ranks) for ranks in hosts if peers.rank in ranks),
+        paceline=version("paceline"),
+        # Not what stands behind it, which tells of the hardware.
+        framework=f"torch {torch.__version__.partition('+')[0]}",
+        job=hashlib.sha256(job.encode()).hexdigest()[:8] if job else "",
+        generation=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        clock_s=time.time(),
+        has_secret=bool(secret.key),
+    )
+
+
+def _tell_what_is_open(rank: int, secret: JobSecret) -> None:
+    global _is_warned
+    if rank == 0 and not secret.key and not _is_warned:
+        _is_warned = True
+        _log.warning(
+            "this job on several hosts has no secret: whoever reaches its network can pose as a rank and end "
+            "it. %s names a file of mode 0600 with the same content on all hosts (see docs/security.md)",
+            FILE_VARIABLE,
+        )

@@ -1,0 +1,90 @@
+"""One rank that holds a control channel and does nothing else: `listening.py FOLDER WHAT`.
+
+The ranks meet in FOLDER, which all hosts share here. Each prints lines of an event and the time, of a clock
+that all hosts share too, and the error behind the last one. Rank GUILTY does WHAT half a second after all
+have come: kill, raise, leave, or nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+
+from paceline.rendezvous.control import ControlChannel, form_channel
+from paceline.rendezvous.handshake import Facts
+from paceline.rendezvous.secret import find_secret
+
+GUILTY = 3
+LISTENS_S = 30.0
+
+
+class FolderExchange:
+    """An `Exchange` through files."""
+
+    def __init__(self, folder: Path, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._folder, self._round = folder, 0
+
+    def all_gather(self, payload: bytes, timeout_s: float) -> list[bytes]:
+        self._round += 1
+        own = self._folder / f"{self._round}-{self.rank}"
+        own.with_suffix(".part").write_bytes(payload)
+        own.with_suffix(".part").rename(own)
+        paths = [self._folder / f"{self._round}-{rank}" for rank in range(self.world_size)]
+        deadline = time.monotonic() + timeout_s
+        while not all(path.exists() for path in paths):
+            assert time.monotonic() < deadline, paths
+            time.sleep(0.01)
+        return [path.read_bytes() for path in paths]
+
+
+def say(event: str, text: str = "") -> None:
+    print(f"{event} {time.monotonic():.3f}\n{text}", end="", flush=True)
+
+
+def form(folder: Path, layout: tuple[int, ...]) -> ControlChannel:
+    """The channel of this rank; `layout` is the host of each."""
+    rank, secret = int(os.environ["RANK"]), find_secret()
+    hosts = [[r for r, host in enumerate(layout) if host == each] for each in sorted(set(layout))]
+    facts = Facts(
+        rank=rank,
+        world_size=len(layout),
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        local_ranks=hosts[layout[rank]],
+        paceline="0",
+        framework="none",
+        job="",
+        generation="0",
+        clock_s=time.time(),
+        has_secret=bool(secret.key),
+    )
+    return form_channel(FolderExchange(folder, rank, len(layout)), facts, hosts, secret.key, 60.0)
+
+
+def main() -> None:
+    folder, what = Path(sys.argv[1]), sys.argv[2]
+    layout = tuple(int(host) for host in os.environ["LAYOUT"].split(","))
+    channel = form(folder, layout)
+    say("came")
+    if what != "nothing" and int(os.environ["RANK"]) == GUILTY:
+        time.sleep(0.5)
+        say("guilty")
+        if what == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "raise":
+            raise ValueError("the cause")  # which sys.excepthook announces
+        return
+    error = channel.wait(LISTENS_S)
+    say("noticed" if error else "nothing", f"{error}\n")
+    with contextlib.suppress(OSError):
+        say("used", f"{sum(os.times()[:2]):.3f}\n")
+
+
+if __name__ == "__main__":
+    main()

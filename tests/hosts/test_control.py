@@ -1,0 +1,168 @@
+"""The control channel over real links: what happens to one rank is known to all others, and how soon.
+
+The ranks import no framework; with one, the same is in `tests/multiprocess/test_hosts.py`, without a link.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.hosts.listening import GUILTY
+from tests.hosts.namespaces import Hosts, why_not
+
+REASON = why_not()
+pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
+
+ROOT = Path(__file__).resolve().parents[2]
+LAYOUT = (0, 0, 1, 1)
+WITHIN_S = 120
+OPTIONS: dict[str, Any] = {
+    "cwd": ROOT,
+    "stdin": subprocess.DEVNULL,
+    "stdout": subprocess.PIPE,
+    "stderr": subprocess.STDOUT,
+    "text": True,
+}
+SOON_S = 3.0
+"""A machine that does nothing else needs some milliseconds."""
+CUT_S = 6.0
+"""The same needs 3.3 s."""
+Ranks = list["subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    with Hosts(2, "1gbit") as hosts:
+        yield hosts
+
+
+def start(hosts: Hosts, folder: Path, what: str = "nothing") -> Ranks:
+    """Ranks that have come, all of them."""
+    command = [sys.executable, "-m", "tests.hosts.listening", str(folder), what]
+    variables = {"LAYOUT": ",".join(map(str, LAYOUT))}
+    ranks = hosts.start_ranks(command, LAYOUT, variables, **OPTIONS)
+    for rank in ranks:
+        line = rank.stdout.readline()
+        assert line.startswith("came "), line + rank.stdout.read()
+    return ranks
+
+
+def noticed(rank: subprocess.Popen[str]) -> tuple[float, str]:
+    """When a rank was told of a failure, and the error."""
+    output, _ = rank.communicate(timeout=WITHIN_S)
+    assert rank.returncode == 0 and output.startswith("noticed "), output
+    at, _, error = output.removeprefix("noticed ").partition("\n")
+    return float(at), error
+
+
+def guilty_at(rank: subprocess.Popen[str]) -> float:
+    output, _ = rank.communicate(timeout=WITHIN_S)
+    return float(output.removeprefix("guilty ").split()[0])
+
+
+def kill(rank: subprocess.Popen[str]) -> None:
+    rank.kill()
+    rank.communicate(timeout=WITHIN_S)
+
+
+def test_a_killed_rank(hosts: Hosts, tmp_path: Path) -> None:
+    ranks = start(hosts, tmp_path, "kill")
+    at = guilty_at(ranks[GUILTY])
+    for rank in ranks[:GUILTY]:
+        when, error = noticed(rank)
+        assert when - at < SOON_S
+        assert f"Rank {GUILTY} of 4 on host node1 died." in error
+        assert f"pid {ranks[GUILTY].pid}" in error
+
+
+def test_an_exception(hosts: Hosts, tmp_path: Path) -> None:
+    ranks = start(hosts, tmp_path, "raise")
+    at = guilty_at(ranks[GUILTY])
+    for rank in ranks[:GUILTY]:
+        when, error = noticed(rank)
+        assert when - at < SOON_S
+        assert "ValueError: the cause" in error
+        assert f"told by rank {GUILTY} on host node1 (pid {ranks[GUILTY].pid})" in error
+
+
+def test_the_end_of_a_program_is_no_failure(hosts: Hosts, tmp_path: Path) -> None:
+    ranks = start(hosts, tmp_path, "leave")
+    guilty_at(ranks[GUILTY])
+    assert ranks[GUILTY].returncode == 0
+    kill(ranks[2])  # which is one
+    for rank in ranks[:2]:
+        _, error = noticed(rank)
+        assert "Rank 2 of 4 on host node1 died." in error
+
+
+def test_a_killed_host(hosts: Hosts, tmp_path: Path) -> None:
+    ranks = start(hosts, tmp_path)
+    at = time.monotonic()
+    for rank in ranks[2:]:
+        kill(rank)
+    for rank in ranks[:2]:
+        when, error = noticed(rank)
+        assert when - at < SOON_S
+        assert "of 4 on host node1 died." in error
+
+
+def test_a_cut_link(hosts: Hosts, tmp_path: Path) -> None:
+    """Both sides know."""
+    ranks = start(hosts, tmp_path)
+    at = time.monotonic()
+    hosts.cut(1)
+    for summary, own in (
+        ("Ranks 2-3 of 4 on host node1 cannot be reached any more.", ranks[:2]),
+        ("Ranks 0-1 of 4 on host node0 cannot be reached any more.", ranks[2:]),
+    ):
+        for rank in own:
+            when, error = noticed(rank)
+            assert 2.0 < when - at < CUT_S  # and not at a hiccup
+            assert summary in error
+
+
+def test_a_pause_is_no_failure(hosts: Hosts, tmp_path: Path) -> None:
+    """Of the hub and of another rank, for longer than a link may be silent: their kernels answer."""
+    ranks = start(hosts, tmp_path)
+    for rank in (ranks[0], ranks[3]):
+        rank.send_signal(signal.SIGSTOP)
+    time.sleep(5.0)
+    for rank in (ranks[0], ranks[3]):
+        rank.send_signal(signal.SIGCONT)
+    time.sleep(1.0)  # for what was told meanwhile
+    assert [rank.poll() for rank in ranks] == [None] * 4
+    kill(ranks[3])
+    for rank in ranks[:3]:
+        _, error = noticed(rank)
+        assert "Rank 3 of 4 on host node1 died." in error
+
+
+@pytest.mark.parametrize("others", ["another", "none"])
+def test_a_wrong_secret(hosts: Hosts, tmp_path: Path, others: str) -> None:
+    """Refused at once on both hosts, with words."""
+    ranks = []
+    for rank in (0, 1):
+        secret = tmp_path / f"secret{rank}"
+        secret.write_text(f"{rank}" * 32)
+        secret.chmod(0o600)
+        variables = {"RANK": str(rank), "LAYOUT": "0,1"}
+        if rank == 0 or others == "another":
+            variables["PACELINE_SECRET_FILE"] = str(secret)
+        command = [sys.executable, "-m", "tests.hosts.listening", str(tmp_path), "nothing"]
+        ranks.append(hosts.start(rank, command, variables, **OPTIONS))
+    started = time.monotonic()
+    for each in ranks:
+        output, _ = each.communicate(timeout=WITHIN_S)
+        assert each.returncode == 1, output
+        assert "The ranks of this job do not fit together." in output
+        assert "rank 0 on host node0" in output and "rank 1 on host node1" in output
+        assert ("have secrets that differ" if others == "another" else "has none") in output
+    assert time.monotonic() - started < 40.0  # whoever waits for the other does so for a minute

@@ -1,0 +1,439 @@
+"""The control channel: failures of one rank reach all others, and who does not fit is refused. Ranks are
+threads of this process, each with connections of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.errors import ConfigError, PeerLostError, RendezvousError
+from paceline.reducer.engine_waits import EngineWaits
+from paceline.reducer.witness import ChannelWitness
+from paceline.rendezvous import reception
+from paceline.rendezvous.control import allowed_silence_s, form_channel
+from paceline.rendezvous.frames import Frame, FrameStream, frame
+from paceline.rendezvous.handshake import Facts, Seal, misfit
+from paceline.rendezvous.secret import NO_SECRET, find_secret, memory_file_bytes
+
+HOSTS = ((0, 1), (2, 3))
+SECRET = b"0123456789abcdef"
+
+
+def facts_of(rank, **others):
+    told = {
+        "rank": rank,
+        "world_size": 4,
+        "host": f"node{rank // 2}",
+        "pid": 100 + rank,
+        "local_ranks": list(HOSTS[rank // 2]),
+        "paceline": "0.1.0",
+        "framework": "torch 2.13.0",
+        "job": "",
+        "generation": "0",
+        "clock_s": time.time(),
+        "has_secret": True,
+    }
+    return Facts(**{**told, **others})
+
+
+class Together:
+    """An exchange between threads."""
+
+    def __init__(self, world_size=4):
+        self.barrier, self.payloads = threading.Barrier(world_size), [b""] * world_size
+
+    def of(self, rank):
+        return _Exchange(self, rank)
+
+
+class _Exchange:
+    def __init__(self, together, rank):
+        self.together, self.rank, self.world_size = together, rank, len(together.payloads)
+
+    def all_gather(self, payload, timeout_s):
+        self.together.payloads[self.rank] = payload
+        self.together.barrier.wait(timeout_s)
+        return list(self.together.payloads)
+
+
+def form(facts=None, secrets=(SECRET,) * 4, timeout_s=60.0):
+    """The channel of each rank, or the error that it got."""
+    together, outcomes = Together(), [None] * 4
+    facts = facts or [facts_of(rank) for rank in range(4)]
+
+    def run(rank):
+        try:
+            outcomes[rank] = form_channel(together.of(rank), facts[rank], HOSTS, secrets[rank], timeout_s)
+        except RendezvousError as error:
+            outcomes[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive()
+    return outcomes
+
+
+@pytest.fixture
+def channels():
+    found = form()
+    assert not [each for each in found if isinstance(each, Exception)], found
+    yield found
+    for each in found:
+        each.close()
+    for each in found:
+        each._thread.join(30)
+        assert not each._thread.is_alive()
+
+
+def kill(channel):
+    """What the kernel does to the connections of a process that is killed."""
+    for connection in channel._connections.values():
+        connection.socket.shutdown(socket.SHUT_RDWR)
+    channel._is_closed = True
+
+
+class Waiter:
+    """Waits for something else, and is called."""
+
+    def __init__(self, channel):
+        self.called = threading.Event()
+        self.error = None
+        channel.at_failure(self.call)
+
+    def call(self, error):
+        self.error = error
+        self.called.set()
+
+
+@pytest.mark.parametrize("guilty", [0, 3])
+def test_an_exception_reaches_all_others_with_its_text(channels, guilty):
+    others = [each for rank, each in enumerate(channels) if rank != guilty]
+    waiters = [Waiter(each) for each in others]
+    channels[guilty].tell(ValueError("the cause"))
+    for channel, waiter in zip(others, waiters, strict=True):
+        error = channel.wait(30.0)
+        assert isinstance(error, PeerLostError) and error.lost == (guilty,)
+        assert "ValueError: the cause" in error.seen
+        assert f"rank {guilty} on host node{guilty // 2} (pid {100 + guilty})" in error.seen
+        assert waiter.called.wait(30.0) and waiter.error is error
+    assert channels[guilty].failure is None
+
+
+@pytest.mark.parametrize("dead", [0, 2])
+def test_a_death_is_known_to_all_others(channels, dead):
+    others = [each for rank, each in enumerate(channels) if rank != dead]
+    waiters = [Waiter(each) for each in others]
+    kill(channels[dead])
+    for channel, waiter in zip(others, waiters, strict=True):
+        error = channel.wait(30.0)
+        assert isinstance(error, PeerLostError) and error.lost == (dead,)
+        assert error.summary == f"Rank {dead} of 4 on host node{dead // 2} died."
+        assert f"pid {100 + dead}" in error.seen
+        assert waiter.called.wait(30.0) and waiter.error is error
+
+
+def test_what_a_rank_tells_of_another_one_names_the_host_of_that(channels):
+    channels[2].tell(PeerLostError("Rank 3 of 4 died.", seen="pid 103 crashed: SIGSEGV", lost=(3,)))
+    error = channels[1].wait(30.0)
+    assert error.lost == (3,) and error.summary == "Rank 3 of 4 died."
+    assert "SIGSEGV" in error.seen and "told by rank 2 on host node1" in error.seen
+    assert "to blame: rank 3 on host node1 (pid 103)" in error.seen
+
+
+def test_only_the_first_failure_counts(channels):
+    channels[3].tell(ValueError("first"))
+    assert "first" in channels[1].wait(30.0).seen
+    channels[1].tell(ValueError("a consequence"))
+    kill(channels[3])
+    time.sleep(0.3)
+    for rank in (0, 1, 2):
+        assert "first" in channels[rank].wait(30.0).seen
+
+
+def test_who_leaves_in_good_order_is_no_failure(channels):
+    channels[3].close()
+    deadline = time.monotonic() + 30.0
+    while not all(channels[rank].left for rank in range(3)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [each.rank for each in channels[1].left] == [3]
+    assert channels[1].wait(0.2) is None
+    channels[2].tell(ValueError("afterwards"))  # the others go on
+    assert "afterwards" in channels[1].wait(30.0).seen
+
+
+def test_who_asks_to_be_called_after_a_failure_is_called(channels):
+    channels[3].tell(ValueError("the cause"))
+    channels[1].wait(30.0)
+    assert Waiter(channels[1]).called.wait(30.0)
+
+
+def test_a_channel_that_nobody_holds_leaves(channels):
+    gone = channels[3]._thread
+    channels[3] = channels[2]  # the last reference, but for the thread's in its turns
+    gone.join(30.0)
+    assert not gone.is_alive()
+    assert channels[1].wait(0.2) is None
+
+
+def waits_of(channel):
+    """The waits of rank 1 for an engine that never ends its work."""
+    return EngineWaits(
+        1, 4, engine="a group", timeout_s=60.0, warn_after_s=60.0, witness=ChannelWitness(channel)
+    )
+
+
+def test_who_waits_for_an_engine_is_told_of_a_failure(channels):
+    timer = threading.Timer(0.2, channels[3].tell, (ValueError("the cause"),))
+    timer.start()
+    with pytest.raises(PeerLostError) as caught:
+        waits_of(channels[1]).poll(lambda: False, "a sum of values")
+    timer.join()
+    assert caught.value.lost == (3,) and "ValueError: the cause" in caught.value.seen
+    assert "a sum of values, over a group" in caught.value.where
+
+
+def test_an_engine_that_lost_a_connection_learns_whose(channels):
+    kill(channels[3])
+    error = waits_of(channels[1]).failed(RuntimeError("Connection closed by peer"), "a sum of values")
+    assert isinstance(error, PeerLostError) and error.lost == (3,)
+    assert error.summary == "Rank 3 of 4 on host node1 died."
+
+
+def test_an_engine_that_lost_a_connection_learns_who_has_left(channels):
+    channels[3].close()
+    error = waits_of(channels[1]).failed(RuntimeError("Connection closed by peer"), "a sum of values")
+    assert isinstance(error, PeerLostError) and error.lost == (3,)
+    assert error.summary == "Rank 3 of 4 has left." and "host node1" in error.seen
+
+
+def test_a_wrong_secret_is_refused_at_once_with_words_on_all_sides():
+    started = time.monotonic()
+    outcomes = form(secrets=(SECRET, SECRET, SECRET, b"another secret!!"))
+    assert time.monotonic() - started < 30.0
+    for error in outcomes:
+        assert isinstance(error, RendezvousError), outcomes
+        assert "rank 0 on host node0 (pid 100) and rank 3 on host node1 (pid 103)" in error.seen
+        assert "secrets that differ" in error.seen and "PACELINE_SECRET_FILE" in error.hint
+
+
+def test_a_rank_without_the_secret_is_refused():
+    facts = [facts_of(rank, has_secret=rank != 2) for rank in range(4)]
+    outcomes = form(facts, secrets=(SECRET, SECRET, b"", SECRET))
+    for error in outcomes:
+        assert isinstance(error, RendezvousError)
+        assert "rank 2 on host node1 (pid 102) has none" in error.seen
+
+
+def test_other_versions_are_refused_on_all_sides():
+    facts = [facts_of(rank, paceline="0.0.9" if rank == 1 else "0.1.0") for rank in range(4)]
+    for error in form(facts):
+        assert isinstance(error, RendezvousError)
+        assert "rank 1 on host node0 (pid 101) has Paceline 0.0.9" in error.seen
+
+
+@pytest.mark.parametrize(
+    "other, words",
+    [
+        ({"world_size": 5}, "expects 5"),
+        ({"rank": 0}, "two processes claim rank 0"),
+        ({"job": "cafe"}, "is of job cafe"),
+        ({"framework": "torch 2.12.0"}, "has torch 2.12.0"),
+        ({"local_ranks": [1, 3]}, "takes ranks [1, 3]"),
+    ],
+)
+def test_what_does_not_fit_is_told_in_words(other, words):
+    hub = facts_of(0)
+    assert misfit(hub, facts_of(3), [hub], [2, 3]) is None
+    found = misfit(hub, replace(facts_of(3), **other), [hub], [2, 3])
+    assert found is not None and found.hint
+    assert words in found.seen
+
+
+@pytest.mark.parametrize("offset_s", [-3600.0, 3600.0, float("nan")])
+def test_clocks_far_apart_are_refused(offset_s):
+    hub = facts_of(0, clock_s=1e9)
+    found = misfit(hub, facts_of(3, clock_s=1e9 + offset_s), [hub], [2, 3])
+    assert found is not None and "the clock of rank 3 on host node1" in found.seen
+    assert misfit(hub, facts_of(3, clock_s=1e9 + 30.0), [hub], [2, 3]) is None
+
+
+def test_strangers_do_not_disturb(monkeypatch):
+    """They hold connections open, send garbage, or end at once, before and while the ranks come."""
+    listen, stop = reception._listen, threading.Event()
+    held, threads = [], []
+
+    def listen_among_strangers():
+        listener, told = listen()
+        port = listener.getsockname()[1]
+
+        def disturb():
+            generator = random.Random(0)
+            for number in range(100):
+                with contextlib.suppress(OSError):
+                    stranger = socket.create_connection(("127.0.0.1", port), timeout=5)
+                    held.append(stranger)
+                    if number % 3 == 0:
+                        stranger.sendall(generator.randbytes(number * 7))
+                    elif number % 3 == 1:
+                        stranger.sendall(frame(Frame.HELLO, b"[" * 4000))
+                    else:
+                        stranger.sendall(frame(Frame.HELLO, b"")[:1] + (1 << 40).to_bytes(8, "little"))
+                if stop.is_set():
+                    return
+
+        threads.append(threading.Thread(target=disturb))
+        threads[0].start()
+        return listener, told
+
+    monkeypatch.setattr(reception, "_listen", listen_among_strangers)
+    try:
+        channels = form()
+        assert not [each for each in channels if isinstance(each, Exception)], channels
+        for channel in channels:
+            channel.close()
+    finally:
+        stop.set()
+        threads[0].join(60)
+        for each in held:
+            each.close()
+
+
+def test_a_rank_that_does_not_come_is_named_on_all_sides(monkeypatch):
+    """Rank 3 finds nobody at any address."""
+    join = reception._join
+    monkeypatch.setattr(
+        reception,
+        "_join",
+        lambda place, facts, *rest: join(replace(place, port=1) if facts.rank == 3 else place, facts, *rest),
+    )
+    outcomes = form(timeout_s=2.0)
+    for rank, error in enumerate(outcomes):
+        assert isinstance(error, RendezvousError), outcomes
+        assert ("rank 3" in error.seen) or rank == 3
+    assert "could not reach the control channel" in outcomes[3].summary and outcomes[3].missing == (0,)
+    assert outcomes[0].missing == (3,)
+
+
+# --- frames and codes ---
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([Frame.BEAT, Frame.FAILED]), st.binary(max_size=50)), max_size=6),
+    st.randoms(use_true_random=False),
+)
+def test_frames_come_out_however_they_are_cut(frames, generator):
+    stream, found = FrameStream(50), []
+    data = b"".join(frame(*each) for each in frames)
+    while data:
+        cut = generator.randint(1, len(data))
+        found += stream.feed(data[:cut])
+        data = data[cut:]
+    assert found == frames
+
+
+def test_a_frame_that_is_too_long_ends_the_connection_before_it_has_come():
+    with pytest.raises(ConnectionError):
+        FrameStream(10).feed(frame(Frame.FAILED, bytes(11))[:9])
+
+
+def test_what_is_altered_repeated_or_left_out_is_noticed():
+    says = Seal(b"key")
+    first, second = says.close(Frame.FAILED, b"one"), says.close(Frame.FAILED, b"two")
+    hears = Seal(b"key")
+    assert hears.open(Frame.FAILED, first) == b"one"
+    for kind, payload in [
+        (Frame.FAILED, first),
+        (Frame.BEAT, second),
+        (Frame.FAILED, second[:-1] + b"O"),
+        (Frame.FAILED, b""),
+    ]:
+        with pytest.raises(ConnectionError):
+            hears.open(kind, payload)
+    with pytest.raises(ConnectionError):
+        Seal(b"key").open(Frame.FAILED, second)
+    with pytest.raises(ConnectionError):
+        Seal(b"yek").open(Frame.FAILED, first)
+
+
+def test_a_member_that_speaks_without_the_key_is_lost(channels):
+    """As somebody between the hosts would, who has the connection and not the secret."""
+    channels[3]._connections[0].socket.send(frame(Frame.FAILED, bytes(100)))
+    error = channels[1].wait(30.0)
+    assert error.lost == (3,) and "altered" in error.seen
+
+
+# --- the secret ---
+
+
+def test_no_secret_unless_somebody_gives_one():
+    assert find_secret({}) is NO_SECRET
+
+
+def test_a_private_file_holds_the_secret(tmp_path):
+    path = tmp_path / "secret"
+    path.write_bytes(SECRET + b"\n")
+    path.chmod(0o600)
+    found = find_secret({"PACELINE_SECRET_FILE": str(path), "PACELINE_SECRET": "another secret!!"})
+    assert found.key == SECRET and str(path) in found.source and SECRET.decode() not in repr(found)
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o644])
+def test_a_file_that_others_can_read_is_refused(tmp_path, mode):
+    path = tmp_path / "secret"
+    path.write_bytes(SECRET)
+    path.chmod(mode)
+    with pytest.raises(ConfigError, match="not this user's alone") as caught:
+        find_secret({"PACELINE_SECRET_FILE": str(path)})
+    assert f"{mode:04o}" in caught.value.got and "chmod 600" in caught.value.hint
+
+
+@pytest.mark.parametrize("path", ["/nowhere/secret", "a\0b", "/dev"])
+def test_a_file_that_is_none_is_refused(path):
+    with pytest.raises(ConfigError):
+        find_secret({"PACELINE_SECRET_FILE": path})
+
+
+def test_a_short_secret_is_refused_and_not_shown():
+    with pytest.raises(ConfigError, match="too short") as caught:
+        find_secret({"PACELINE_SECRET": "xyzzy"})
+    assert "xyzzy" not in str(caught.value)
+
+
+def test_the_memory_file_of_a_launcher_comes_before_the_variable():
+    fd = os.memfd_create("secret")
+    try:
+        os.write(fd, memory_file_bytes(SECRET))
+        environ = {"PACELINE_SECRET_FD": str(fd), "PACELINE_SECRET": "another secret!!"}
+        assert find_secret(environ).key == SECRET
+        assert find_secret(environ).key == SECRET  # whoever inherits it reads it, too
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, b"another file under this number", 0)
+        assert find_secret(environ).source == "PACELINE_SECRET"
+    finally:
+        os.close(fd)
+    assert find_secret({"PACELINE_SECRET_FD": str(fd)}) is NO_SECRET
+    assert find_secret({"PACELINE_SECRET_FD": "99999999999999999999"}) is NO_SECRET
+
+
+@pytest.mark.parametrize("text", ["", "3", "1.5", "86400"])
+def test_a_longer_silence_can_be_allowed(text):
+    assert allowed_silence_s({"PACELINE_SILENCE_S": text}) == float(text or 3)
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-1", "nan", "inf", "1e9"])
+def test_a_silence_that_is_none_is_refused(text):
+    with pytest.raises(ConfigError, match="PACELINE_SILENCE_S"):
+        allowed_silence_s({"PACELINE_SILENCE_S": text})
