@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests.launch.conftest import WITHIN_S
 
+TRAINERS = Path(__file__).resolve().parents[2] / "docs" / "trainers.md"
 TORCH = """
     assert "numpy" not in sys.modules  # nothing is imported before the script sets its variables
     import library  # the first to import torch
@@ -55,6 +58,9 @@ def test_a_torch_script_and_a_library_wrap_in_ours(launcher, option, sampler):
         2 * ["paceline.torch.ddp.distributed 1.5", "paceline.torch.ddp.distributed 1.5", sampler]
     )
     assert done.stderr.count("paceline: replaced torch.nn.parallel.DistributedDataParallel") == 1
+    if not option:
+        (shown,) = re.findall(r"^paceline: replaced .*$", TRAINERS.read_text(), re.M)
+        assert re.search(re.sub(r"\d+", r"\\d+", re.escape(shown)), done.stderr)
 
 
 def test_torchrun_and_a_script_that_never_wraps(launcher):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.errors import UnusedParameterError
+from paceline.errors import ConfigError, UnusedParameterError
 from paceline.torch import DistributedDataParallel
 from tests.harness import ranks
 
@@ -29,11 +29,28 @@ class Branching(nn.Module):
         return encoded.sum() if skips_head else self.head(encoded).sum()
 
 
+def shown_error(beginning: str) -> str:
+    """The one block of the page that begins so."""
+    (shown,) = re.findall(rf"^```\n({beginning}.*?)\n```$", PAGE.read_text(), re.M | re.S)
+    return shown
+
+
 @ranks(2)
 def test_the_error_that_getting_started_shows(group):
-    (shown,) = re.findall(r"^```\n(2 of 4 parameters .*?)\n```$", PAGE.read_text(), re.M | re.S)
+    shown = shown_error("2 of 4 parameters ")
     ddp = DistributedDataParallel(Branching(), process_group=group)
     loss = ddp(torch.ones(2, 4), skips_head=group.rank == 1)
     with pytest.raises(UnusedParameterError) as caught:
         loss.backward()
     assert str(caught.value) == shown
+
+
+@ranks(2)
+def test_the_wrong_argument_that_getting_started_shows(group):
+    with pytest.raises(ConfigError) as caught:
+        DistributedDataParallel(Branching(), process_group=group, device_ids=0 if group.rank == 0 else None)
+    shown = shown_error("DistributedDataParallel: device_ids=0 ")
+    if group.rank == 0:
+        assert str(caught.value) == shown
+    else:
+        assert all(line.strip() in str(caught.value) for line in shown.splitlines())

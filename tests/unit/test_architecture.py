@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -199,6 +200,23 @@ def test_the_drawings_show_what_the_imports_are_held_to():
     assert drawn_rows("paceline") == layers
     for framework, rows in ROOMS.items():
         assert drawn_rows(framework) == list(rows)
+
+
+def test_the_drawing_of_the_readme_has_the_same_layers_in_the_same_order():
+    """It leaves out the entrances, and below its second rule it shows what the core consists of."""
+    layers = [tuple(name.removeprefix("paceline.") for name in row) for row in LAYERS]
+    names = {name for row in layers for name in row}
+    drawing = (ROOT / "README.md").read_text().partition("## How it is built")[2].split("```")[1]
+    rule = re.compile("^ +─+$", re.M)
+    _, rows, core = rule.split(drawing)
+    drawn = [
+        tuple(takewhile(names.__contains__, (word.rstrip("/") for word in row.split())))
+        for row in rows.strip().splitlines()
+    ]
+    entrances = {"__main__", "cli", "paceline", "_core"}
+    expected = [tuple(name for name in row if name not in entrances) for row in layers]
+    assert drawn == [row for row in expected if row]
+    assert core.strip().startswith("C++ core ")
 
 
 @pytest.mark.parametrize("framework", ["torch", "paddle"])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -40,6 +42,22 @@ def test_a_machine_that_is_fit():
     assert findings["self-test"]["state"] == "fine"
     assert "one was killed, and the other knew after" in findings["self-test"]["seen"]
     assert {"Python", "cores", "memory", "shared memory", "launcher", "host name"} <= set(findings)
+    for line in shown_lines():
+        name, seen = line[6:26].strip(), line[28:]
+        words = re.sub(
+            r"[\d.]+( [KMG]iB)?", r"(unlimited|[\\d.]+)( [KMG]iB)?", seen.replace("no quota", "QUOTA")
+        )
+        words = words.replace("QUOTA", r"(no quota|a quota of [\d.]+ CPUs)")
+        assert re.fullmatch(words, findings[name]["seen"]), line
+        assert doctor._as_text(doctor.Finding(name, "fine", findings[name]["seen"])).startswith(line[:28])
+
+
+def shown_lines() -> list[str]:
+    """Lines of this command that docs/getting_started.md shows."""
+    page = Path(__file__).resolve().parents[2] / "docs" / "getting_started.md"
+    lines = re.findall(r"^fine .*$", page.read_text(), re.M)
+    assert len(lines) == 5
+    return lines
 
 
 def test_a_module_in_the_current_folder_takes_no_part(tmp_path, monkeypatch):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pickle
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -17,6 +19,7 @@ from paceline.env import (
 from paceline.errors import ConfigError
 from paceline.launchers import first_slurm_host, slurm_tasks_per_node
 
+LAUNCHING = Path(__file__).resolve().parents[2] / "docs" / "launching.md"
 TORCH = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "host0", "MASTER_PORT": "29500"}
 
 
@@ -108,6 +111,8 @@ def test_open_mpi_on_two_hosts_that_tells_no_address_is_refused_with_what_it_tol
         read_rank_environment(MPIRUN)
     assert "OMPI_COMM_WORLD_LOCAL_SIZE=2" in caught.value.seen
     assert "missing  MASTER_ADDR" in caught.value.seen
+    (shown,) = re.findall(r"^```\n(MASTER_ADDR is .*?)\n```$", LAUNCHING.read_text(), re.M | re.S)
+    assert str(caught.value) == shown
 
 
 MPIEXEC = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
