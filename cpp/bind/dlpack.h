@@ -39,7 +39,7 @@ struct Tensor {
   uint64_t byte_offset;
 
   void* begin() const { return static_cast<char*>(data) + byte_offset; }
-  /// Of elements that lie one after the other; 0: they don't.
+  /// The bytes of the array if its elements lie one after the other, else 0.
   size_t nbytes_in_a_row() const {
     int64_t count = 1;
     for (int32_t i = ndim; i-- > 0;) {

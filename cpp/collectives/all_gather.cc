@@ -1,5 +1,28 @@
 // all_gather and gather: everybody's bytes, in rank order, on every rank or on
 // one.
+//
+// Words: N ranks, each with a block of B bytes. The receivers are all ranks in
+// all_gather, and the root in gather.
+//
+// Small (B <= kSmallBytes), one synchronisation:
+//   1. copy own block to own small buffer;
+//   2. meet;
+//   3. each receiver copies all N small buffers to `out`.
+//
+// In the region, two synchronisations:
+//   1. meet;
+//   2. each receiver copies everybody's block from where it lies to `out`; its
+//      own block is skipped if it lies there already;
+//   3. meet: nobody may overwrite a block that another rank still reads.
+//
+// Any other array, in pieces of kPieceBytes through two staging buffers, one
+// synchronisation a piece. For each piece k:
+//   copy piece k in;  meet;
+//   each receiver copies everybody's piece k to its place in `out`.
+//   Two buffers are enough: see all_reduce.cc.
+//
+// Bytes per rank: B are copied in (none in the region), and a receiver copies
+// N * B out, of which (N - 1) * B come from other ranks.
 #include "collectives/all_gather.h"
 
 #include <string.h>

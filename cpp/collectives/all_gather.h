@@ -1,4 +1,5 @@
-// all_gather and gather: everybody's bytes, in rank order.
+// all_gather and gather: everybody's bytes, in rank order. The steps and bytes
+// are at the head of all_gather.cc.
 #pragma once
 
 #include <cstddef>
@@ -7,10 +8,11 @@
 
 namespace paceline {
 
-/// `out` holds one block of `bytes` per rank.
+/// Copies `in` of every rank to `out`, which holds one block of `bytes` per
+/// rank.
 void all_gather(Calls& calls, const void* in, void* out, size_t bytes,
                 double timeout_s);
-/// The same on `root` alone.
+/// Does the same on `root` alone.
 void gather(Calls& calls, const void* in, void* out, size_t bytes, int root,
             double timeout_s);
 

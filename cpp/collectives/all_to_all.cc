@@ -1,11 +1,24 @@
 // all_to_all: rank s sends in_bytes[d] bytes to rank d, which may differ for
 // every pair.
 //
-// First the ranks exchange how much they send and expect, so that all know the
-// number of steps, and all come to the same verdict if a pair disagrees. Then,
-// step by step: a staging buffer is divided into one slot per destination; each
-// rank fills its slots, all meet, each copies its slot out of everybody's
-// buffer.
+// Words: N ranks. Rank r sends S bytes in all and receives R, counting what it
+// sends to itself. M is the longest message of any pair. Each staging buffer is
+// divided into N slots, one per destination, of some kPieceBytes / N bytes.
+//
+// The way is the same for every size, and wherever the arrays lie:
+//   1. each rank writes to its small buffer how much it sends to each rank and
+//      expects from each;
+//   2. meet;
+//   3. every rank reads all small buffers, so all know M, and all come to the
+//      same verdict if a pair disagrees;
+//   4. for each part k of the messages, as long as a slot, until M is reached:
+//        copy part k of the message to each rank to the rank's slot;  meet;
+//        copy the own slot out of everybody's staging buffer.
+//   Two buffers are enough: see all_reduce.cc.
+//
+// Synchronisations: one, and one for each part.
+// Bytes per rank: S are copied in and R out. Besides, each rank writes 2 * N
+// sizes and reads 2 * N * N.
 #include "collectives/all_to_all.h"
 
 #include <string.h>
@@ -19,7 +32,7 @@
 namespace paceline {
 namespace {
 
-/// In a rank's small buffer.
+/// What each rank puts into its small buffer.
 struct Sizes {
   uint64_t sends[kMaxRanks];
   uint64_t expects[kMaxRanks];

@@ -1,8 +1,36 @@
 // broadcast and scatter: one rank's data goes out.
 //
-// broadcast in pieces: the root copies piece k to its staging buffer, all meet,
-// the others copy it out. With two buffers the root may be one piece ahead, so
-// one synchronisation a piece is enough.
+// Words: N ranks. B is the number of bytes that each rank has in the end: the
+// whole array in broadcast, one block in scatter.
+//
+// broadcast, small (B <= kSmallBytes), one synchronisation:
+//   1. the root copies its data to its small buffer;
+//   2. meet;
+//   3. every other rank copies the root's small buffer out.
+//
+// broadcast in the region, two synchronisations:
+//   1. meet;
+//   2. every other rank copies the root's array from where it lies;
+//   3. meet: the root may not overwrite what another rank still reads.
+//
+// broadcast of any other array, in pieces of kPieceBytes through the root's two
+// staging buffers, one synchronisation a piece. For each piece k:
+//   the root copies piece k in;  meet;
+//   every other rank copies piece k out.
+//   With two buffers the root may be one piece ahead.
+//
+// Bytes per rank in broadcast: the root copies B in (none in the region), and
+// every other rank copies B out.
+//
+// scatter goes through staging buffers for every size and wherever the arrays
+// lie. A staging buffer of the root is divided into N slots, one per rank:
+//   1. meet, which compares the calls before a staging buffer is touched;
+//   2. for each part k of a block, as long as a slot:
+//        the root copies part k of every block to the block's slot;  meet;
+//        every rank copies its slot out.
+//
+// Bytes per rank in scatter: the root copies N * B in, and every rank, also the
+// root, copies B out.
 #include "collectives/broadcast.h"
 
 #include <string.h>

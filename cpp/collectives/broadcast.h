@@ -1,4 +1,5 @@
-// broadcast and scatter: one rank's data goes out.
+// broadcast and scatter: one rank's data goes out. The steps and bytes are at
+// the head of broadcast.cc.
 #pragma once
 
 #include <cstddef>
@@ -7,10 +8,10 @@
 
 namespace paceline {
 
-/// Everybody's `data` becomes that of `root`.
+/// Replaces `data` on every rank by the `data` of `root`.
 void broadcast(Calls& calls, void* data, size_t bytes, int root,
                double timeout_s);
-/// Block r of `in` on `root`, `bytes` long, goes to `out` of rank r.
+/// Copies block r of `in` on `root`, which is `bytes` long, to `out` of rank r.
 void scatter(Calls& calls, const void* in, void* out, size_t bytes, int root,
              double timeout_s);
 

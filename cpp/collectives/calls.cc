@@ -47,8 +47,9 @@ Places Calls::meet(uint64_t place) {
   }
   if (flags != 0) gate.flags.fetch_or(flags, std::memory_order_relaxed);
   // acq_rel: the release half publishes this rank's data and its flags; the
-  // acquire half lets the last to arrive see everybody's. Partners: each other;
-  // what the last has acquired it hands on with `phase`.
+  // acquire half lets the last to arrive see everybody's. Partners: this
+  // operation on the other ranks, in meet(); what the last has acquired it
+  // hands on with `phase`.
   if (gate.arrived.fetch_add(1, std::memory_order_acq_rel) + 1 ==
       mapping_.header().world) {
     gate.verdict.store(gate.flags.load(std::memory_order_relaxed),
@@ -58,7 +59,8 @@ Places Calls::meet(uint64_t place) {
     gate.place.store(0, std::memory_order_relaxed);
     gate.arrived.store(0, std::memory_order_relaxed);
     // seq_cst: a release for the resets and everybody's data (partner: the
-    // acquire below), and ordered before the look at the sleepers.
+    // acquire of `phase` in meet(), below), and ordered before the look at the
+    // sleepers.
     gate.phase.store(phase + 1, std::memory_order_seq_cst);
     if (gate.sleepers.load(std::memory_order_seq_cst) != 0)
       futex_wake(gate.phase, kWakeAll);

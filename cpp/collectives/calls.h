@@ -52,9 +52,10 @@ class Calls {
   /// 0 when the pointer is not in this rank's heap; else a number that is equal
   /// at equal offsets.
   uint64_t place_of(const void* data, size_t bytes) const;
-  /// This rank's last.
+  /// The last call of this rank.
   const CallRecord& current() const { return call_; }
-  /// Of all ranks, as they said in begin(); null: all 1, or no mean.
+  /// The weights that the ranks passed to begin(), by rank. Null: all are 1, or
+  /// the call computes no mean.
   const double* weights(double (&storage)[kMaxRanks]) const;
 
   /// A rank's small buffer of this call.

@@ -27,8 +27,8 @@ class FreeSpace {
     return offset;
   }
 
-  /// Of a range that was taken, or that is new. It grows together with those
-  /// that it touches.
+  /// Makes a range free that was taken, or that is new. Free ranges that touch
+  /// each other become one.
   void give_back(size_t offset, size_t length) {
     if (length == 0) return;
     const auto after = by_offset_.lower_bound(offset);

@@ -54,7 +54,8 @@ void Heap::reclaim_blocks() {
   }
 }
 
-// By rank 0, because garbage collectors free in another order on each rank.
+// Only rank 0 calls it, because garbage collectors free in another order on
+// each rank.
 void Heap::decide(size_t length) {
   reclaim_blocks();
   uint32_t entry = kNoBlockLeft;

@@ -47,8 +47,9 @@ class Heap {
   /// blocks without an array.
   FreeSpace<> free_space_;
   std::vector<uint32_t> free_blocks_;
-  /// Of the arrays that this rank has not freed, by offset. A garbage collector
-  /// may free one while another thread allocates.
+  /// The blocks of the arrays that this rank has not freed, by offset. The
+  /// mutex is needed because a garbage collector may free an array while
+  /// another thread allocates.
   std::unordered_map<size_t, uint32_t> own_blocks_;
   std::mutex own_blocks_mutex_;
 };

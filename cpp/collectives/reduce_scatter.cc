@@ -1,12 +1,26 @@
 // reduce_scatter: every rank holds N blocks of `count` elements; rank r gets
 // the reduction of everybody's block r.
 //
-// Small: as all_reduce, one synchronisation. In the region: meet, each rank
-// reads block r of everybody's array, meet (nobody may overwrite what another
-// still reads). Else in pieces: a staging buffer is divided into one slot per
-// destination; step k: copy the k-th part of each block to its slot, meet,
-// reduce own slot. With two buffers, one synchronisation a step is enough (see
-// all_reduce.cc).
+// Words: N ranks. A block has B bytes, so an array has N * B.
+//
+// Small (N * B <= kSmallBytes), one synchronisation:
+//   1. copy own array to own small buffer;
+//   2. meet;
+//   3. rank r reduces block r of everybody's small buffer to `out`.
+//
+// In the region, two synchronisations and no copy:
+//   1. meet;
+//   2. rank r reduces block r of everybody's array to `out`;
+//   3. meet: nobody may overwrite what another rank still reads.
+//
+// Any other array, through two staging buffers, each divided into N slots, one
+// per block. One synchronisation for each part k of a block, as long as a slot:
+//   copy part k of each block to the block's slot;  meet;
+//   rank r reduces slot r of everybody's staging buffer to its part of `out`.
+//   Two buffers are enough: see all_reduce.cc.
+//
+// Bytes per rank: N * B are copied in (none in the region); N * B are read to
+// reduce them, of which (N - 1) * B come from other ranks; B are written.
 #include "collectives/reduce_scatter.h"
 
 #include <string.h>

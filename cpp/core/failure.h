@@ -85,9 +85,9 @@ struct Failure {
   uint64_t late[2] = {};
   /// How long this rank had waited.
   double waited_s = 0;
-  /// Of the rank that raised, or of the failed system call.
+  /// What the rank that raised has said, or what the failed system call did.
   std::string message = {};
-  /// kNoTurn: of this process, in a collective.
+  /// kNoTurn: the thread of this process that is in a collective.
   uint64_t thread = 0;
   /// errno of the failed system call.
   int error_number = 0;

@@ -35,7 +35,7 @@ struct Board {
     return words[static_cast<size_t>(of) * kPoints +
                  static_cast<size_t>(point)];
   }
-  /// Of all ranks but this one.
+  /// How many points all other ranks have passed.
   uint64_t passages_of_others() const {
     uint64_t sum = 0;
     for (size_t i = 0; i < static_cast<size_t>(world) * kPoints; ++i) {
@@ -101,8 +101,8 @@ void count_passages(Atomic<uint32_t>* words, int world, int rank) {
 void disarm_fault() { armed = {}; }
 
 void strike_if_armed(Point point) {
-  // acq_rel: who waits for this passage sees what came before it; partner: the
-  // acquires of who waits.
+  // acq_rel: who waits for this passage sees what came before it; partners: the
+  // acquires in wait_for_partner() and arm_fault().
   if (board.words != nullptr)
     board.passages(board.rank, point).fetch_add(1, std::memory_order_acq_rel);
   if (armed.point != point || armed.passages_left == 0 ||

@@ -20,11 +20,11 @@ struct Hooks {
   virtual bool interrupted(bool /*by_signal*/) { return false; }
   /// Waited for the warning time.
   virtual void slow(const Failure& /*so_far*/) {}
-  /// Null: the group's own.
+  /// How long to wait. Null: as the group does.
   const Patience* patience = nullptr;
 };
 
-/// Of this thread's call under way; null: none.
+/// The hooks of the call that this thread is in; null: it is in none.
 inline thread_local Hooks* current_hooks = nullptr;
 
 }  // namespace paceline

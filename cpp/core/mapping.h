@@ -34,7 +34,8 @@ class Mapping {
   std::byte* slab(int rank) const {
     return first_slab_ + layout_.slab_bytes * static_cast<size_t>(rank);
   }
-  /// Of this rank's slab; throws Failure{kNoMemory}.
+  /// Reserves memory for a range of this rank's slab. Throws
+  /// Failure{kNoMemory}.
   void reserve(size_t offset, size_t bytes) const {
     region_->reserve(layout_.slab_at(rank_) + offset, bytes);
   }

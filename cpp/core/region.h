@@ -25,7 +25,8 @@ struct ForkedAway {
 };
 using ForkedEntry = SignalSafeList<ForkedAway>::Entry;
 
-/// Of this machine's memory: 4 KiB, or 16 or 64 on some Arm and POWER machines.
+/// The size of a page of this machine's memory: 4 KiB, or 16 or 64 KiB on some
+/// Arm and POWER machines.
 size_t page_bytes();
 
 class Region {

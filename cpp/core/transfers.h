@@ -73,7 +73,8 @@ class Transfers {
   std::mutex mutex_;
   TransferId next_id_ = 1;
   std::unordered_map<TransferId, std::shared_ptr<Transfer>> started_;
-  /// By peer: sends at 2 * peer, receives at 2 * peer + 1.
+  /// The queues of each peer: sends to it at 2 * peer, receives from it at
+  /// 2 * peer + 1.
   std::unordered_map<int, Queue> queues_;
   std::vector<bool> outbox_reserved_;
   Atomic<size_t> unfinished_{0};

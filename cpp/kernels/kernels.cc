@@ -33,8 +33,8 @@ constexpr PerIsa<const KernelTable> kTables = {PACELINE_VERSIONS_OF(kKernels)};
 
 }  // namespace
 
-// In the order of reduce(): level by level over neighbours, an odd one carried
-// up.
+// The order is that of reduce(): level by level over neighbours, and an odd one
+// is carried up.
 double sum_of_weights(const double* weights, int num_weights) {
   double sums[kMaxRanks];
   std::memcpy(sums, weights, static_cast<size_t>(num_weights) * sizeof(double));

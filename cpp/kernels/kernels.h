@@ -74,8 +74,8 @@ void scale(DType dtype, void* array, size_t count, double factor);
 // aligned block of 2^k ranks, its sum is a node of the tree over all of them,
 // and the mean has the bits that reduce() gives.
 
-/// In which sums are made and travel: float32 for 16-bit types, else `dtype`
-/// itself. Floating types only.
+/// The type in which sums are computed and sent: float32 for 16-bit types, else
+/// `dtype` itself. It is defined for floating-point types only.
 DType sum_type(DType dtype);
 
 /// Writes the sum of w_r * x_r over `num_inputs` arrays, undivided, to `sum`,
@@ -92,8 +92,8 @@ void mean_of_sums(DType dtype, const void* const* sums, int num_sums,
                   void* const* outputs, int num_outputs, size_t count,
                   double total_weight, ReduceStats* stats);
 
-/// In the order in which sums are made, so that a total over hosts is that over
-/// their ranks.
+/// Adds weights in the same order in which reduce() adds elements, so that the
+/// total over hosts has the bits of the total over all their ranks.
 double sum_of_weights(const double* weights, int num_weights);
 
 }  // namespace paceline

@@ -2,9 +2,10 @@
 // PACELINE_ISA, the namespace, and includes this; its compile flags make
 // the difference.
 //
-// Arrays are walked in blocks that fit the L1 cache. For each block: the tree
-// over ranks gives the result in a local buffer, the statistics are taken, and
-// only then is it copied to every output, so that an output may be an input.
+// Arrays are walked in stretches that fit the L1 cache. For each stretch: the
+// tree over ranks gives the result in a local buffer, the statistics are taken,
+// and only then is it copied to every output, so that an output may be an
+// input.
 // The tree: neighbours are combined four at a time, ((0+1)+(2+3)), which is two
 // levels of the binary tree; sixteen ranks are four such groups, combined
 // likewise; and so on.
@@ -20,9 +21,9 @@
 namespace paceline::PACELINE_ISA {
 namespace {
 
-/// The part of every rank's array that is being reduced.
+/// The part of every rank's array that is being reduced; it fits the L1 cache.
 template <class Format>
-struct Block {
+struct Stretch {
   using Stored = typename Format::Stored;
   using Compute = typename Format::Compute;
 
@@ -66,10 +67,10 @@ struct Block {
 
 // Reduces ranks first .. first + num_ranks - 1.
 template <class Op, class Format, class Finish>
-void reduce_tree(const Block<Format>& block, int first, int num_ranks,
+void reduce_tree(const Stretch<Format>& stretch, int first, int num_ranks,
                  typename Format::Compute* out, Finish finish) {
   using Compute = typename Format::Compute;
-  alignas(64) Compute scratch[kFanIn][kBlock<Compute>];
+  alignas(64) Compute scratch[kFanIn][kStretch<Compute>];
   const Compute* parts[kFanIn] = {};
   int ranks_per_part = 1;
   while (ranks_per_part * kFanIn < num_ranks) ranks_per_part *= kFanIn;
@@ -77,25 +78,25 @@ void reduce_tree(const Block<Format>& block, int first, int num_ranks,
   for (int begin = 0; begin < num_ranks; begin += ranks_per_part, ++num_parts) {
     const int rest = num_ranks - begin;
     if (ranks_per_part == 1 || rest == 1) {
-      parts[num_parts] = block.values(first + begin, scratch[num_parts]);
+      parts[num_parts] = stretch.values(first + begin, scratch[num_parts]);
     } else {
       const int part_ranks = rest < ranks_per_part ? rest : ranks_per_part;
-      reduce_tree<Op>(block, first + begin, part_ranks, scratch[num_parts],
+      reduce_tree<Op>(stretch, first + begin, part_ranks, scratch[num_parts],
                       Keep());
       parts[num_parts] = scratch[num_parts];
     }
   }
-  combine<Op>(parts, num_parts, block.count, out, finish);
+  combine<Op>(parts, num_parts, stretch.count, out, finish);
 }
 
 template <class Format>
-void note_nonfinite(const Block<Format>& block, ReduceStats* stats) {
-  for (int rank = 0; rank < block.request.num_inputs; ++rank) {
+void note_nonfinite(const Stretch<Format>& stretch, ReduceStats* stats) {
+  for (int rank = 0; rank < stretch.request.num_inputs; ++rank) {
     const uint64_t bit = uint64_t{1} << (rank % 64);
     if ((stats->nonfinite_ranks[rank / 64] & bit) != 0 ||
-        !block.has_input(rank))
+        !stretch.has_input(rank))
       continue;
-    if (has_nonfinite<Format>(block.stored(rank), block.count)) {
+    if (has_nonfinite<Format>(stretch.stored(rank), stretch.count)) {
       stats->nonfinite_ranks[rank / 64] |= bit;
     }
   }
@@ -108,22 +109,22 @@ class Observer {
  public:
   explicit Observer(ReduceStats* stats) : stats_(stats) {}
 
-  // Call before the block's inputs are overwritten.
-  void see(const Block<In>& block, const typename Out::Stored* result) {
+  // Call before the stretch's inputs are overwritten.
+  void see(const Stretch<In>& stretch, const typename Out::Stored* result) {
     using Compute = typename Out::Compute;
     if (stats_ == nullptr) return;
     if constexpr (Converted<Out>) {
-      Compute widened[kBlock<Compute>];
-      Out::widen(result, block.count, widened);
-      add_squares(widened, block.count, lanes_);
+      Compute widened[kStretch<Compute>];
+      Out::widen(result, stretch.count, widened);
+      add_squares(widened, stretch.count, lanes_);
     } else {
-      add_squares(result, block.count, lanes_);
+      add_squares(result, stretch.count, lanes_);
     }
     squared_norm_ = sum_lanes(lanes_);
     // An infinity or a NaN stays one in sums and products, not in a minimum.
     constexpr bool kShows = __is_same(Op, Sum) || __is_same(Op, Product);
     if (!kShows || !(squared_norm_ <= __DBL_MAX__)) {
-      note_nonfinite(block, stats_);
+      note_nonfinite(stretch, stats_);
     }
   }
 
@@ -143,24 +144,24 @@ void reduce_blocks(const Request& request, Finish finish) {
   using Stored = typename Out::Stored;
   using Compute = typename Out::Compute;
   static_assert(__is_same(Compute, typename In::Compute));
-  alignas(64) Compute result[kBlock<Compute>];
-  alignas(64) Stored narrowed[Converted<Out> ? kBlock<Compute> : 1];
+  alignas(64) Compute result[kStretch<Compute>];
+  alignas(64) Stored narrowed[Converted<Out> ? kStretch<Compute> : 1];
   Observer<Op, In, Out> observer(request.stats);
-  for (size_t offset = 0; offset < request.count; offset += kBlock<Compute>) {
+  for (size_t offset = 0; offset < request.count; offset += kStretch<Compute>) {
     const size_t rest = request.count - offset;
-    const Block<In> block{request, offset,
-                          rest < kBlock<Compute> ? rest : kBlock<Compute>};
-    reduce_tree<Op>(block, 0, request.num_inputs, result, finish);
+    const Stretch<In> stretch{
+        request, offset, rest < kStretch<Compute> ? rest : kStretch<Compute>};
+    reduce_tree<Op>(stretch, 0, request.num_inputs, result, finish);
     const Stored* stored;
     if constexpr (Converted<Out>) {
-      Out::narrow(result, block.count, narrowed);
+      Out::narrow(result, stretch.count, narrowed);
       stored = narrowed;
     } else {
       stored = result;
     }
-    if constexpr (Floating<Out>) observer.see(block, stored);
+    if constexpr (Floating<Out>) observer.see(stretch, stored);
     for (int i = 0; i < request.num_outputs; ++i) {
-      copy(stored, block.count,
+      copy(stored, stretch.count,
            static_cast<Stored*>(request.outputs[i]) + offset);
     }
   }

@@ -77,16 +77,17 @@ class HostSums {
   void post(size_t bucket);
   /// Whether all ranks of the host have posted it in this pass.
   bool is_complete(size_t bucket) const;
-  /// Blocks until they have.
+  /// Blocks until all ranks of the host have posted the bucket.
   void wait_complete(size_t bucket);
-  /// Of the host in this pass; once a bucket is complete.
+  /// The sum of the weights of the host's ranks in this pass. It is known once
+  /// a bucket is complete.
   double total_weight() const;
   /// The sum of a part of a complete bucket; `first` counts from its beginning.
   /// `stats`: whose gradients hold an infinity or a NaN, of ranks of the host.
   void sum(size_t bucket, size_t first, size_t count, void* out,
            ReduceStats* stats) const;
-  /// Of a part of a bucket, before it is published: the ranks whose gradients
-  /// there hold an infinity or a NaN, as bits.
+  /// Finds the ranks whose gradients hold an infinity or a NaN in a part of a
+  /// bucket that is not yet published, and sets their bits in `ranks`.
   void find_nonfinite(size_t bucket, size_t first, size_t count,
                       uint64_t ranks[2]) const;
   /// Adds the sums of several hosts, without dividing them.
@@ -98,7 +99,7 @@ class HostSums {
                const std::vector<const void*>& sums, double total_weight);
   /// Whether a part of a published bucket holds an infinity or a NaN.
   bool is_nonfinite(size_t bucket, size_t first, size_t count) const;
-  /// This rank's share of a bucket is published.
+  /// Counts this rank's share of a bucket as published.
   void count_share();
   /// Blocks until all shares of this pass are. Negative: as long as the group
   /// waits. Throws on all ranks of the host, but those in which a signal handler
@@ -110,7 +111,8 @@ class HostSums {
   void note_overflow();
   /// Whether any rank of the host has said so; after wait_published().
   bool has_overflow() const;
-  /// Of this pass; written before count_share(), read after wait_published().
+  /// A slot of this pass. It is written before count_share() and read after
+  /// wait_published().
   std::byte* slot(size_t index) const;
   size_t num_slots() const { return num_slots_; }
   size_t slot_bytes() const { return slot_bytes_; }
@@ -127,20 +129,21 @@ class HostSums {
   void close();
 
  private:
-  // In rank 0's copy of the control block.
+  // What follows lies in rank 0's copy of the control block.
   struct alignas(kLinePairBytes) Bell {
     /// Futex word: something that a rank of this host waits for has changed.
     Atomic<uint32_t> bell;
     Atomic<uint32_t> sleepers;
-    /// Shares of all ranks, in all passes.
+    /// How many shares all ranks have published, in all passes.
     Atomic<uint64_t> published;
   };
-  // In each rank's own copy.
+  // What follows lies in each rank's own copy of the control block.
   struct alignas(kLinePairBytes) Progress {
     double weight[2];
     /// The last pass in which it noted an overflow.
     Atomic<uint64_t> overflow_pass;
-    /// Its own shares, in all passes: evidence for whoever waits.
+    /// How many shares this rank has published in all passes: evidence for
+    /// whoever waits.
     Atomic<uint64_t> published;
     /// The last pass that it has posted all of, and waits for.
     Atomic<uint64_t> ended_pass;

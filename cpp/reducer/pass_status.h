@@ -73,7 +73,8 @@ struct PassStatus {
     static_graph = promised;
   }
 
-  /// Of several things the word tells the one that matters most.
+  /// Encodes the status as one word. If there are several things to tell, the
+  /// word tells the one that matters most.
   constexpr uint32_t pack() const {
     if (interrupted) return kInterrupted;
     if (finished) return kFinished;

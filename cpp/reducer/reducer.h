@@ -101,9 +101,11 @@ inline constexpr uint32_t kPassNonFinite = 2;
 inline constexpr uint32_t kPassForwardsDiffer = 4;
 inline constexpr uint32_t kPassFinished = 8;
 inline constexpr uint32_t kPassOverflow = 16;
-/// Not wrong by itself; the means are in place.
+/// The notes of the ranks differ. This is no error by itself: the means are in
+/// place.
 inline constexpr uint32_t kPassNotesDiffer = 32;
-/// Instead of kPassUnused: allowed, as nobody has used any of them.
+/// Replaces kPassUnused when no rank has used any of the parameters, which is
+/// allowed.
 inline constexpr uint32_t kPassNobodys = 64;
 /// A rank left parameters unused, and did not allow it. Ranks tell each other;
 /// callers are told kPassUnused.
@@ -123,7 +125,7 @@ class Reducer {
   Reducer& operator=(const Reducer&) = delete;
 
   std::byte* arena() const { return arena_of(session_.rank()); }
-  /// Of this rank in the next pass's mean.
+  /// Sets the weight of this rank in the mean of the next pass.
   void set_weight(double weight) { weight_ = weight; }
   /// What this rank tells the others of itself with the end of this pass; 0:
   /// nothing, which agrees with everything.
@@ -177,7 +179,8 @@ class Reducer {
     size_t offset;
     uint32_t count;
     uint32_t parameter;
-    /// In which squared norms are summed: by parameter, then by place in it.
+    /// The number of this segment in the order in which squared norms are
+    /// summed: by parameter, then by offset in the parameter.
     uint32_t order;
     DType dtype;
     /// The rank that its chunk is assigned to.
@@ -192,7 +195,7 @@ class Reducer {
     uint32_t end_segment = 0;
     uint32_t first_part = 0;  ///< into bucket_of_part_
     uint32_t end_part = 0;
-    /// The last.
+    /// The last pass in which its gradient was marked ready.
     uint64_t ready_in_pass = 0;
     /// Where the mean goes; null: it stays in the arena.
     std::byte* copy_back = nullptr;
@@ -204,35 +207,36 @@ class Reducer {
   struct Bucket {
     uint32_t first_chunk;
     uint32_t end_chunk;
-    /// How many have a part in it.
+    /// How many parameters have a part in this bucket.
     uint32_t parameters = 0;
-    /// Of those, how many are not ready in this pass.
+    /// How many of those parameters are not ready in this pass.
     uint32_t pending = 0;
-    /// By this rank.
+    /// Whether this rank has posted it in this pass.
     bool posted = false;
-    /// Nothing is left to claim.
+    /// Whether no chunk is left to claim.
     bool exhausted = false;
-    /// Holds gradients of this rank that lie outside of the arena.
+    /// Whether it holds gradients of this rank that lie outside of the arena.
     bool has_outside = false;
     /// Chunks that this rank has reduced in this pass.
     uint32_t done = 0;
-    /// Every world-th chunk is one rank's.
+    /// Whether every world-th chunk is assigned to one rank.
     bool is_assigned = false;
     uint32_t first_own_chunk = 0;
   };
-  // In rank 0's copy of the control block.
+  // What follows lies in rank 0's copy of the control block.
   struct alignas(kLinePairBytes) PassControl {
     Atomic<uint64_t> ended;
     /// kPass..., but for kPassNonFinite, of the pass that is ending.
     Atomic<uint32_t> flags;
     /// The word of the first to end that has data, plus 1; 0: nobody has.
     Atomic<uint64_t> status;
-    /// Of the first to end that has one.
+    /// The note of the first rank to end that has one.
     Atomic<uint32_t> note;
     /// Arrivals at the barrier that resets a pass without reduction.
     Atomic<uint64_t> restarted;
     alignas(kLinePairBytes) Atomic<uint64_t> chunks_done;
-    /// The last pass that saw one, and the last in which a sum overflowed.
+    /// The last pass with a gradient that is not finite, and the last in which
+    /// a sum overflowed.
     Atomic<uint64_t> nonfinite_pass;
     Atomic<uint64_t> overflow_pass;
     /// The last pass whose end was decided, and the flags of that pass.
@@ -241,7 +245,7 @@ class Reducer {
     /// Futex word: something above changed.
     alignas(kLinePairBytes) Atomic<uint32_t> bell;
     Atomic<uint32_t> sleepers;
-    /// As rank 0 decided, once.
+    /// Whether chunks are assigned: rank 0 decides it once for all ranks.
     uint32_t assigns_chunks;
   };
   struct alignas(kLinePairBytes) BucketControl {
@@ -254,8 +258,8 @@ class Reducer {
     uint64_t nonfinite_ranks[2];
     uint64_t has_overflowed;
   };
-  // In each rank's own copy; two, because a fast rank may be one pass ahead of
-  // one that still reads.
+  // What follows lies in each rank's own copy. There are two of each, because a
+  // fast rank may be one pass ahead of one that still reads.
   struct alignas(kLinePairBytes) PassHeader {
     double weight;
     /// PassStatus::pack()
@@ -323,7 +327,7 @@ class Reducer {
   struct Extent {
     const std::byte* begin;
     const std::byte* end;
-    /// Null: of another reducer.
+    /// Null: the gradient belongs to another reducer.
     Parameter* parameter;
     bool is_same_memory(const Extent& other) const {
       return begin == other.begin && end == other.end;
@@ -368,16 +372,18 @@ class Reducer {
   Heap& heap_;
   Session& session_;
   const size_t arena_bytes_;
-  /// Gradients may live in the arena.
+  /// Whether gradients may live in the arena.
   const bool holds_gradients_;
   std::vector<Segment> segments_;
   std::vector<Chunk> chunks_;
   std::vector<Bucket> buckets_;
-  /// By parameter, then by bucket.
+  /// The bucket of each part of a parameter, sorted by parameter, then by
+  /// bucket.
   std::vector<uint32_t> bucket_of_part_;
-  /// By parameter, then by place in it.
+  /// Indices of the segments, sorted by parameter, then by offset in the
+  /// parameter.
   std::vector<uint32_t> segments_in_order_;
-  /// Assigned to this rank, of all buckets.
+  /// How many chunks of all buckets are assigned to this rank.
   uint32_t own_chunks_ = 0;
   size_t total_chunks_ = 0;
   size_t unused_words_ = 0;
@@ -388,21 +394,21 @@ class Reducer {
   size_t arena_at_ = 0;
   size_t control_at_ = 0;
 
-  /// Under way, or finished last.
+  /// The pass that is under way, or else the one that was finished last.
   uint64_t pass_ = 0;
   uint64_t finished_passes_ = 0;
-  /// The last pass was begun to be ended and was not averaged.
+  /// Whether the last pass was begun only to be ended, and was not averaged.
   bool has_no_means_ = false;
   bool in_pass_ = false;
   double weight_ = 1;
   uint32_t note_ = 0;
   std::vector<Parameter> parameters_;
-  /// By segment: the last pass in which this rank reduced it.
+  /// For each segment, the last pass in which this rank reduced it.
   std::vector<uint64_t> reduced_in_pass_;
-  /// Of this pass: where gradients lie that were copied into the arena.
+  /// Where the gradients lie that were copied into the arena in this pass.
   std::vector<Extent> copied_;
   std::vector<size_t> overlapping_;
-  /// Of the pass under way: which thread runs it.
+  /// The thread that runs the pass under way.
   std::thread::id thread_;
   std::vector<Extent> extents_;
   bool weights_known_ = false;

@@ -5,8 +5,8 @@ namespace paceline {
 bool count_up(Atomic<uint64_t>& count, uint64_t target) {
   uint64_t seen = count.load(std::memory_order_relaxed);
   // acq_rel: releases what this rank has done; whoever reaches the target has
-  // acquired what all have. Partners: each other, the acquire of whoever looks
-  // whether it is reached, and settle().
+  // acquired what all have. Partners: count_up() of the other ranks, settle(),
+  // and the acquires in Reducer::wait_for() and HostSums::wait_published().
   do {
     if ((seen & kPoison) != 0) return false;
   } while (!count.compare_exchange_weak(

@@ -1,6 +1,6 @@
 """One backward pass over several hosts: sums in the memory of each host, then between hosts, then back.
 
-The one idea: of each bucket the rank in place l of its host has the same *share* on every host. It sums that
+The one idea: the rank with local rank l has the same *share* of each bucket on every host. It sums that
 over its host's ranks, exchanges the sum with its partners, and writes the mean into the arenas of all ranks
 of its host. So each byte crosses the network as seldom as it can, over the connections of all ranks.
 

@@ -35,7 +35,7 @@ Message = np.ndarray[Any, np.dtype[np.uint8]]
 
 HEADER_BYTES = 64
 """A cache line, so that the payload behind it is aligned."""
-PIECE_BYTES = 512 << 10
+MESSAGE_BYTES = 512 << 10
 """Most of one message. One connection of Gloo moves one large message after the other, not both ways at once;
 pieces let it use both directions of a link."""
 ONE_ROUND_BYTES = 64 << 10
@@ -185,7 +185,7 @@ class Route:
 
 
 def plan_route(
-    count: int, itemsize: int, place: int, num_ranks: int, num_hosts: int, piece_bytes: int = PIECE_BYTES
+    count: int, itemsize: int, place: int, num_ranks: int, num_hosts: int, piece_bytes: int = MESSAGE_BYTES
 ) -> Route:
     """The route of one rank's share; a pure function, the same for all its partners.
 

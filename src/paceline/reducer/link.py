@@ -175,10 +175,10 @@ def make_host_reducer(
     )
 
 
-PIECE_BYTES = 32 << 20  # large enough to run at full speed, small beside a model that needs several
+BROADCAST_BYTES = 32 << 20  # large enough to run at full speed, small beside a model that needs several
 
 
-def pack(sizes: Iterable[int], most: int = PIECE_BYTES) -> list[range]:
+def pack(sizes: Iterable[int], most: int = BROADCAST_BYTES) -> list[range]:
     """Things of these sizes, in order, in runs of at most so many bytes, or of one thing.
 
     Example:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from paceline.reducer.link import PIECE_BYTES, pack
+from paceline.reducer.link import BROADCAST_BYTES, pack
 from paceline.torch.link.arena import is_dense
 
 
@@ -18,7 +18,7 @@ def broadcast_tensors(
     tensors: Iterable[torch.Tensor],
     rank: int,
     broadcast: Callable[[torch.Tensor], None],
-    piece_bytes: int = PIECE_BYTES,
+    piece_bytes: int = BROADCAST_BYTES,
     *,
     root: int = 0,
 ) -> None:
