@@ -151,7 +151,7 @@ class PeerLostError(CollectiveError):
 class DeadlineError(CollectiveError, TimeoutError):
     """A rank did not arrive in time: `late` lists the ranks, and the group is over.
 
-    Where `late` is empty, this rank's own calls were in the way, and the group stays usable.
+    Where `late` is empty, an earlier call of this rank had not finished, and the group stays usable.
     """
 
     late: tuple[int, ...] = ()

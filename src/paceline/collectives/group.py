@@ -42,7 +42,7 @@ _EQUAL = 1.0  # the weight of a rank that was given none
 
 
 class Group:
-    """The ranks of one host, and this one's place among them.
+    """A process group of ranks on one host.
 
     Every collective is called by all ranks, in the same order, with arrays of the same type and size; it
     blocks until it is done, or until the group's time-out, when it raises on every rank. Ranks that make
@@ -112,7 +112,7 @@ class Group:
             array: Any shape, C-contiguous; float16, bfloat16 (ml_dtypes), float32, float64, int8 ... int64,
                 uint8 or bool. Modified in place.
             op: A ReduceOp or its name.
-            weight: With "mean": of this rank; the result is sum(w_r * x_r) / sum(w_r).
+            weight: Weight of this rank; used only with op="mean". The result is sum(w_r * x_r) / sum(w_r).
 
         Raises:
             ConfigError: The array does not qualify.
@@ -345,7 +345,7 @@ class Group:
         when the last view of it is gone. A forked child cannot read it; copy it before the fork.
 
         Raises:
-            RegionError: Some rank lacks the memory; on every rank.
+            RegionError: At least one rank has not enough memory. Raised on every rank.
         """
         limit_s = _seconds(timeout_s, "allocate")
         dims, kind = checked_shape(shape), checked_dtype(dtype)

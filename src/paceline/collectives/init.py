@@ -33,8 +33,8 @@ def init(
 ) -> Group:
     """Join the group of all ranks of this job, which share one host. Collective; blocks until all came.
 
-    What is not given comes from the environment: that of `paceline run`, torchrun, Slurm, Open MPI or
-    Paddle's launcher.
+    Arguments that are left out are read from the environment variables of `paceline run`, torchrun, Slurm,
+    Open MPI or Paddle's launcher.
 
     Args:
         rank: This process's rank, from 0.
@@ -43,9 +43,11 @@ def init(
             names a meeting place on this host.
         job_id: Text that the ranks of the job have in common and no other job has.
         name: The name of the group; one process may be in several groups with different names.
-        timeout_s: For each call; and for the ranks to come together, unless `forming_timeout_s` is given.
-        warn_after_s: After how long a wait is logged (logger "paceline"), naming whom it waits for.
-        forming_timeout_s: For the ranks to come together.
+        timeout_s: Time-out of each call in seconds, also of forming the group unless `forming_timeout_s` is
+            set.
+        warn_after_s: Seconds after which a wait is logged (logger "paceline"), with the ranks that it waits
+            for.
+        forming_timeout_s: Time-out of forming the group, in seconds.
 
     Raises:
         ConfigError: An argument or a variable is wrong.

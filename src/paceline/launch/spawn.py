@@ -61,7 +61,8 @@ def spawn(
         start_method: Only "spawn": a forked rank would inherit threads and locks in an unknown state.
         master_port: Port of rank 0; None: a free one.
         threads: OMP_NUM_THREADS of each rank; None: as set, else cores divided by ranks.
-        bind: "cores": each rank keeps to cores of its own; "none"; "auto": so, if there are enough.
+        bind: "cores": each rank runs only on cores of its own. "none": ranks run on any core. "auto": like
+            "cores" if there are enough cores, otherwise like "none".
         prefix: "always", "never" or "auto": whether "[rank 1]" stands before each line of output.
         log_dir: A folder that gets each rank's output too, as rankN.log.
         timeout_s: Stop the job after so many seconds, or a timedelta.

@@ -58,8 +58,8 @@ class WrappedModel:
     def no_sync(self) -> Iterator[None]:
         """Inside this context, `backward()` accumulates local gradients without averaging.
 
-        So do later backwards of forwards that ran inside. Wrapping only the backward is enough. The next
-        backward outside averages everything that has accumulated.
+        The backward of a forward that ran inside stays local, even if you call it outside. It is enough to
+        run only the backward inside. The next other backward averages everything that has accumulated.
 
         Example:
             >>> with model.no_sync():
@@ -103,11 +103,11 @@ class WrappedModel:
         return self._passes_to_weigh().micro_batches.give(value)
 
     def finish(self, after_pass: Callable[[], object] | None = None) -> None:
-        """Say that this rank has no more data, and take part without any until all ranks have said so.
+        """Join the others' passes with weight 0 until every rank is out of data.
 
         Call it once on every rank, after its loop over the data. Ranks may make different numbers of steps:
-        in each pass the mean is over the ranks that have data. Blocks until the last rank has called it,
-        which may take up to the time-out for each of its steps; then all ranks get the last rank's
+        in each pass the mean is over the ranks that have data. Blocks until the last rank has called it. The
+        time-out applies to each remaining step separately. Then all ranks get the last rank's
         parameters and buffers. Gradients that no_sync() has accumulated are dropped; all other gradients are
         restored to what they were before the call, and training may go on.
 

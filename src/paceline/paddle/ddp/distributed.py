@@ -82,8 +82,9 @@ def init_parallel_env() -> Group | None:
     on GPUs, are brought together by paddle.distributed.init_parallel_env().
 
     Returns:
-        The group, with its own collectives on numpy arrays; None in a single process, and where
-        paddle.distributed did it. Its collectives need paddle.distributed.init_parallel_env().
+        The group, which has collectives on numpy arrays. None in a single process, and None if
+        paddle.distributed formed the group. The collectives of paddle.distributed itself need
+        paddle.distributed.init_parallel_env().
 
     Raises:
         RendezvousError: A process is missing at the deadline.

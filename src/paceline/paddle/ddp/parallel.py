@@ -69,7 +69,8 @@ class DataParallel(WrappedModel, PaddleNames):
         dim: 0, the only dimension along which a batch is shared.
         broadcast_buffers: Give every rank rank 0's buffers and running statistics, when wrapping and at the
             end of each synchronised backward. None: yes.
-        forward_sync_buffers: As broadcast_buffers, but when wrapping buffers are broadcast in any case.
+        forward_sync_buffers: Like broadcast_buffers, except that buffers are always broadcast at
+            construction.
         init_sync: Give every rank rank 0's parameters when wrapping.
         process_group: Another name of `group`.
         bucket_cap_mb: Another name of `comm_buffer_size`; if both are passed, this one counts.

@@ -58,8 +58,8 @@ class DistributedDataParallel(WrappedModel, TorchNames):
     Args:
         module: The model. After wrapping, parameters may be frozen for a while, and everything that is not
             trained may change. A parameter to train must not be added, replaced or unfrozen.
-        device_ids: One device to which inputs are moved, or None.
-        output_device: The same device, or None.
+        device_ids: A list of one device, to which inputs are moved, or None.
+        output_device: The device in device_ids, or None.
         broadcast_buffers: Give every rank rank 0's buffers (running statistics), when wrapping and at the
             end of each synchronised backward. None: yes.
         init_sync: Give every rank rank 0's parameters when wrapping.
@@ -77,7 +77,8 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         bucket_cap_mb_list: Bucket sizes in MiB, one per bucket; the last applies to all further buckets.
             Replaces bucket_cap_mb.
         device_mesh: A mesh of one dimension, instead of process_group.
-        forward_sync_buffers: As broadcast_buffers, but when wrapping buffers are broadcast in any case.
+        forward_sync_buffers: Like broadcast_buffers, except that buffers are always broadcast at
+            construction.
         buffers: What to do with buffers after each synchronised backward, by name pattern ("*.running_*"):
             "average" them, "broadcast" those of rank 0, or leave them "local". The first match counts;
             broadcast_buffers decides if none matches. Integers are broadcast instead of averaged.
@@ -91,9 +92,9 @@ class DistributedDataParallel(WrappedModel, TorchNames):
             "auto", the best of what is possible. On several hosts with the same number of ranks each,
             "auto" averages in the memory of each host first, and then between the hosts.
         dim, check_reduction: Accepted for compatibility; they have no effect.
-        delay_all_reduce_named_params: (name, parameter) pairs whose gradients are averaged only when that
-            of `param_to_hook_all_reduce` has come. Before that they may come several times, or not at all,
-            which counts as zeros.
+        delay_all_reduce_named_params: (name, parameter) pairs whose gradients are averaged after the gradient
+            of `param_to_hook_all_reduce` is ready. Until then they may be computed several times, or not at
+            all, which counts as zeros.
         param_to_hook_all_reduce: The parameter for whose gradient the delayed ones wait.
         skip_all_reduce_unused_params: Over a process group, don't send buckets that no rank used in the
             pass before. If they are used again, they are sent at the end of the pass.
@@ -360,9 +361,9 @@ class DistributedDataParallel(WrappedModel, TorchNames):
     ) -> torch.Tensor:
         """Scale all gradients so that their norm is at most `max_norm`; returns the norm that they had.
 
-        As `torch.nn.utils.clip_grad_norm_`, but for gradients that are as backward left them the norm is
-        known already. After the first call; that one computes it. A kernel or numpy that changed a few
-        elements of a gradient, and no others, may go unseen.
+        Does what `torch.nn.utils.clip_grad_norm_` does. From the second call on, the norm found during
+        backward is reused if no gradient has changed since. If a kernel or numpy has changed only a few
+        elements of a gradient, this may go unnoticed.
 
         Args:
             max_norm: The largest norm allowed.
