@@ -1,4 +1,4 @@
-"""Scripts without Paceline, under torch's DDP and under --replace-ddp."""
+"""Scripts without Paceline, under torch's DDP and under --replace-ddp; and the examples that have it."""
 
 from __future__ import annotations
 
@@ -63,4 +63,28 @@ def test_a_part_for_a_library_under_replace_ddp(tmp_path):
     command = [*paceline_run(), "--replace-ddp", str(EXAMPLES / "accelerate_digits.py")]
     for report in reports(tmp_path, [*command, "--epochs", "1", "--report", str(tmp_path)]):
         assert report["wrapper"] == OURS
+        assert report["losses"][-1] < 0.5 * report["losses"][0]
+
+
+def test_the_ignite_example_trains(tmp_path):
+    command = [*paceline_run(), str(EXAMPLES / "ignite_digits.py")]
+    for report in reports(tmp_path, [*command, "--epochs", "1", "--report", str(tmp_path)]):
+        assert report["wrapper"] == OURS
+        assert report["losses"][-1] < 0.5 * report["losses"][0]
+
+
+def test_the_example_that_resumes_goes_on_as_if_it_had_never_stopped(tmp_path):
+    """torchdata's loader, torch's distributed checkpoint and a metric of torchmetrics in one script."""
+    for report in reports(
+        tmp_path, [*paceline_run(), str(EXAMPLES / "resume_digits.py"), "--report", str(tmp_path)]
+    ):
+        assert report["losses"] == report["whole"]  # bit by bit
+        assert report["losses"][-1] < 0.5 * report["losses"][0]
+
+
+@pytest.mark.parametrize("trainer", ["hapi", "fleet"])
+def test_the_example_of_paddles_trainers_trains(tmp_path, trainer):
+    command = [*paceline_run(), str(EXAMPLES / "paddle_digits.py"), "--trainer", trainer]
+    for report in reports(tmp_path, [*command, "--epochs", "1", "--report", str(tmp_path)]):
+        assert report["wrapper"] == "paceline.paddle.ddp.parallel"
         assert report["losses"][-1] < 0.5 * report["losses"][0]

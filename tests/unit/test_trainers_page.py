@@ -30,7 +30,7 @@ def rows() -> list[Row]:
 
 def pinned() -> dict[str, str]:
     text = REQUIRED.read_text() + CONSTRAINTS.read_text()
-    return dict(re.findall(r"^([\w.-]+)==([\w.]+)", text, re.MULTILINE))
+    return dict(re.findall(r"^([\w.-]+)(?:\[\w+\])?==([\w.]+)", text, re.MULTILINE))
 
 
 def test_every_row_names_tests_that_exist_and_says_what_to_write():
@@ -54,5 +54,13 @@ def test_every_row_names_the_version_that_is_run():
 
 def test_every_library_that_is_installed_for_the_tests_has_a_row():
     named = " ".join(row.library for row in rows())
-    for name in re.findall(r"^([\w-]+)==", REQUIRED.read_text(), re.MULTILINE):
+    for name in re.findall(r"^([\w-]+)(?:\[\w+\])?==", REQUIRED.read_text(), re.MULTILINE):
         assert f"`{name}`" in named, name
+
+
+def test_every_row_names_an_example_that_exists_and_every_example_is_named():
+    examples = {path.name for path in (ROOT / "examples" / "trainers").glob("*.py")}
+    for row in rows():
+        named = re.findall(r"`examples/trainers/(\w+\.py)", row.write)
+        assert named and examples.issuperset(named), row
+    assert examples == set(re.findall(r"`examples/trainers/(\w+\.py)", PAGE.read_text()))
