@@ -58,9 +58,13 @@ def form_and_fail(rank):
 
 
 @as_root
+@pytest.mark.parametrize("variable", ["PACELINE_JOB_ID", "PACELINE_SECRET"])
 @ranks(2, group=None)
-def test_a_launchers_secret_is_part_of_the_name(rank):
+def test_a_secret_is_part_of_the_name(rank, variable):
     """What can be computed from the address and the user alone is of no use to a squatter."""
+    if variable == "PACELINE_SECRET":
+        del os.environ["PACELINE_JOB_ID"]
+        os.environ[variable] = "correct horse battery staple"
     with contextlib.ExitStack() as stack:
         if rank == 0:
             stack.enter_context(squatter(hub_address(address(), "world"), STRANGER))

@@ -5,7 +5,6 @@ threads of this process, each with connections of its own.
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import socket
 import threading
@@ -23,7 +22,7 @@ from paceline.rendezvous import reception
 from paceline.rendezvous.control import allowed_silence_s, form_channel
 from paceline.rendezvous.frames import Frame, FrameStream, frame
 from paceline.rendezvous.handshake import Facts, Seal, misfit
-from paceline.rendezvous.secret import NO_SECRET, find_secret, memory_file_bytes
+from paceline.rendezvous.secret import NO_SECRET, find_secret
 
 HOSTS = ((0, 1), (2, 3))
 SECRET = b"0123456789abcdef"
@@ -410,22 +409,6 @@ def test_a_short_secret_is_refused_and_not_shown():
     with pytest.raises(ConfigError, match="too short") as caught:
         find_secret({"PACELINE_SECRET": "xyzzy"})
     assert "xyzzy" not in str(caught.value)
-
-
-def test_the_memory_file_of_a_launcher_comes_before_the_variable():
-    fd = os.memfd_create("secret")
-    try:
-        os.write(fd, memory_file_bytes(SECRET))
-        environ = {"PACELINE_SECRET_FD": str(fd), "PACELINE_SECRET": "another secret!!"}
-        assert find_secret(environ).key == SECRET
-        assert find_secret(environ).key == SECRET  # whoever inherits it reads it, too
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, b"another file under this number", 0)
-        assert find_secret(environ).source == "PACELINE_SECRET"
-    finally:
-        os.close(fd)
-    assert find_secret({"PACELINE_SECRET_FD": str(fd)}) is NO_SECRET
-    assert find_secret({"PACELINE_SECRET_FD": "99999999999999999999"}) is NO_SECRET
 
 
 @pytest.mark.parametrize("text", ["", "3", "1.5", "86400"])

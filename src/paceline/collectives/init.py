@@ -14,6 +14,7 @@ from paceline.collectives.group import Group
 from paceline.env import job_secret_from_environment, read_rank_environment, split_address
 from paceline.rendezvous.deadline import Deadline
 from paceline.rendezvous.hub import HubExchange
+from paceline.rendezvous.secret import find_secret
 
 _LONGEST_NAME = 200
 
@@ -86,7 +87,7 @@ def init(
         name=name,
         timeout_s=forming_timeout_s,
         # An id in the arguments may be wrong on one rank, which is told at once only where all meet.
-        secret=job_secret_from_environment() if job_id is None else "",
+        secret=_secret() if job_id is None else "",
     ) as exchange:
         core = form_core(
             exchange,
@@ -96,6 +97,11 @@ def init(
             group_timeout_s=timeout_s,
         )
     return Group(core)
+
+
+def _secret() -> str:
+    """What this job's ranks know and other users do not: the user's own secret, or the launcher's job id."""
+    return find_secret().key.hex() or job_secret_from_environment()
 
 
 def _place(rank: int | None, world_size: int | None) -> tuple[int | None, int | None]:

@@ -1,8 +1,7 @@
 """The secret of a job: what its ranks know and nobody else, by which they recognise each other.
 
-Its one idea: it lies where only this user can read it, a file in memory that the ranks inherit or a file of
-mode 0600, and crosses no network; each side shows that it knows it by answering the other's challenge (see
-`handshake`). May import errors.
+Its one idea: it lies where only this user can read it, in a file of mode 0600, and crosses no network; each
+side shows that it knows it by answering the other's challenge (see `handshake`). May import errors.
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ from paceline.errors import ConfigError
 
 FILE_VARIABLE = "PACELINE_SECRET_FILE"
 TEXT_VARIABLE = "PACELINE_SECRET"
-FD_VARIABLE = "PACELINE_SECRET_FD"
-_MAGIC = b"paceline job secret\n"  # a descriptor's number may mean another file by now
 _LEAST_BYTES = 16
 _MOST_BYTES = 4096
 _HINT = (
@@ -48,8 +45,7 @@ NO_SECRET = JobSecret(b"", "no secret")
 def find_secret(environ: Mapping[str, str] | None = None) -> JobSecret:
     """The secret of this process's job; NO_SECRET if nobody gave it one.
 
-    A file that the user names in PACELINE_SECRET_FILE comes first, then the memory file that a launcher of
-    ours has handed on, then the text of PACELINE_SECRET.
+    A file that the user names in PACELINE_SECRET_FILE comes before the text of PACELINE_SECRET.
 
     Raises:
         ConfigError: What the user named cannot be read, others can read it, or it is too short.
@@ -61,29 +57,9 @@ def find_secret(environ: Mapping[str, str] | None = None) -> JobSecret:
     environ = os.environ if environ is None else environ
     if path := environ.get(FILE_VARIABLE, ""):
         return _checked(_read_private(path), f"{FILE_VARIABLE}={path}")
-    if (inherited := _inherited(environ.get(FD_VARIABLE, ""))) is not None:
-        return JobSecret(inherited, "the launcher's memory file")
     if text := environ.get(TEXT_VARIABLE, ""):
         return _checked(text.encode(), TEXT_VARIABLE)
     return NO_SECRET
-
-
-def memory_file_bytes(key: bytes) -> bytes:
-    """What a launcher writes into the memory file that its ranks inherit as PACELINE_SECRET_FD."""
-    return _MAGIC + key
-
-
-def _inherited(number: str) -> bytes | None:
-    """The key in a memory file; None: there is none, or the number means another file here."""
-    if not number.isascii() or not number.isdigit():
-        return None
-    try:
-        if not stat.S_ISREG(os.fstat(int(number)).st_mode):
-            return None
-        data = os.pread(int(number), _MOST_BYTES, 0)
-    except (OSError, OverflowError):
-        return None
-    return data.removeprefix(_MAGIC) if data.startswith(_MAGIC) else None
 
 
 def _read_private(path: str) -> bytes:
