@@ -246,11 +246,9 @@ class Plan:
     def must_name(self) -> bool:
         """Whether survivors must name the rank that was struck.
 
-        torch does not; and between hosts nobody names a rank that is lost in a call of torch's own Join
-        (docs/design/reducer.md, What it does not do yet). There, names are counted and not asked for.
+        torch's DDP does not; there, names are only counted.
         """
-        job = self.job
-        return job.way != "torch" and not (job.style == "join" and job.way == "hosts")
+        return self.job.way != "torch"
 
     @property
     def is_while_wrapping_over_others(self) -> bool:

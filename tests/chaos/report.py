@@ -109,14 +109,7 @@ def _notes(ours: Sequence[Row], torchs: Sequence[Row], spent_s: float) -> list[s
         "exception; where a rank stops, the time-out of 2 s (torch: 4 s) is part of it. A skipped iteration "
         "is told at the end of the job.",
     ]
-    for title, rows in (
-        ("All jobs but these", [row for row in struck if row.asks_for_name]),
-        (
-            "In calls of torch's own Join between hosts",
-            [row for row in struck if not row.asks_for_name],
-        ),
-    ):
-        notes.append(f"{title}: {_told(rows)}")
+    notes.append(f"All survivors: {_told(struck)}")
     if torchs:
         struck = _struck(torchs)
         silent = sum(row.is_silent for row in struck)

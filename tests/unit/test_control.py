@@ -99,7 +99,7 @@ def channels():
 
 def kill(channel):
     """What the kernel does to the connections of a process that is killed."""
-    for connection in channel._connections.values():
+    for connection in list(channel._connections.values()):
         connection.socket.shutdown(socket.SHUT_RDWR)
     channel._is_closed = True
 
