@@ -93,6 +93,59 @@ struct ByteCodes {
   }
 };
 
+/// The largest values of a block, and their places.
+struct TopCodes {
+  static constexpr float kLargest = BFloatCodes::kLargest;
+  static constexpr size_t kBlockBytes =
+      kTopValues * (sizeof(uint16_t) + sizeof(uint8_t));
+  static constexpr size_t kPlacesAt = kTopValues * sizeof(uint16_t);
+  static constexpr int32_t kPlaceBits = 0xff;
+  static constexpr int32_t kTaken = -1;
+
+  static void store(const float* x, size_t count, void* codes) {
+    alignas(64) int32_t keys[kCodeBlock];
+    size_t num_lost = 0;
+    for (size_t i = 0; i < kCodeBlock; ++i) keys[i] = kTaken;
+    for (size_t i = 0; i < count; ++i) {
+      // Without their sign, floats are ordered as their bits are, and what is
+      // not finite comes first. The place stands in the lowest bits, so that
+      // one maximum finds both; the first of equal ones has the larger key.
+      const int32_t bits = __builtin_bit_cast(int32_t, x[i]) & 0x7fffffff;
+      num_lost += bits >= 0x7f800000 ? 1 : 0;
+      keys[i] = (bits & ~kPlaceBits) | (kPlaceBits - static_cast<int32_t>(i));
+    }
+    alignas(64) float values[kTopValues];
+    auto* const places = static_cast<uint8_t*>(codes) + kPlacesAt;
+    for (size_t k = 0; k < kTopValues; ++k) {
+      int32_t largest = kTaken;
+      for (size_t i = 0; i < kCodeBlock; ++i)
+        largest = keys[i] > largest ? keys[i] : largest;
+      // Of a short last block all are taken: then a zero is added to the first.
+      const int32_t place =
+          largest == kTaken ? 0 : kPlaceBits - (largest & kPlaceBits);
+      values[k] = largest == kTaken ? 0.0f : x[place];
+      keys[place] = kTaken;
+      places[k] = static_cast<uint8_t>(place);
+    }
+    if (num_lost > kTopValues) {  // two NaNs for one place: see load()
+      for (size_t k = 0; k < kTopValues; ++k) {
+        values[k] = kNan;
+        places[k] = 0;
+      }
+    }
+    BFloatCodes::store(values, kTopValues, codes);
+  }
+
+  static void load(const void* codes, size_t count, float* x) {
+    alignas(64) float values[kTopValues];
+    BFloatCodes::load(codes, kTopValues, values);
+    const auto* const places = static_cast<const uint8_t*>(codes) + kPlacesAt;
+    const bool lost = places[0] == places[1] && values[1] != values[1];
+    for (size_t i = 0; i < count; ++i) x[i] = lost ? kNan : 0.0f;
+    for (size_t k = 0; k < kTopValues; ++k) x[places[k]] += values[k];
+  }
+};
+
 size_t block_length(size_t first, size_t count) {
   return count - first < kCodeBlock ? count - first : kCodeBlock;
 }
@@ -134,7 +187,8 @@ void encode_blocks(const float* values, float* error, float factor,
     Codes::load(to, length, x);
     for (size_t k = 0; k < length; ++k) {
       const float next = sum[k] - x[k];
-      kept[k] = is_finite(sum[k]) ? next : kept[k];
+      // Nor does a finite value lose its error to a neighbour's NaN.
+      kept[k] = is_finite(next) ? next : kept[k];
     }
   }
 }
@@ -168,7 +222,7 @@ constexpr Codec kCodec = {encode_blocks<Codes>, decode_blocks<Codes>};
 
 }  // namespace
 
-constinit const CodecTable kCodecs = {
-    {kCodec<HalfCodes>, kCodec<BFloatCodes>, kCodec<ByteCodes>}};
+constinit const CodecTable kCodecs = {{kCodec<HalfCodes>, kCodec<BFloatCodes>,
+                                       kCodec<ByteCodes>, kCodec<TopCodes>}};
 
 }  // namespace paceline::PACELINE_ISA

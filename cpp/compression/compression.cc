@@ -24,13 +24,22 @@ const char* name_of(Encoding encoding) {
       return "bfloat16";
     case Encoding::kEightBit:
       return "eight_bit";
+    case Encoding::kTopK:
+      return "top_k";
   }
   return nullptr;
 }
 
 size_t encoded_bytes(Encoding encoding, size_t count) {
-  if (encoding != Encoding::kEightBit) return count * sizeof(uint16_t);
-  return count + (count + kCodeBlock - 1) / kCodeBlock * sizeof(float);
+  const size_t blocks = (count + kCodeBlock - 1) / kCodeBlock;
+  switch (encoding) {
+    case Encoding::kEightBit:
+      return count + blocks * sizeof(float);
+    case Encoding::kTopK:
+      return blocks * kTopValues * (sizeof(uint16_t) + sizeof(uint8_t));
+    default:
+      return count * sizeof(uint16_t);
+  }
 }
 
 void encode(Encoding encoding, const float* values, float* error, float factor,

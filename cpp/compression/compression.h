@@ -16,6 +16,12 @@
 // Eight bits: blocks of 256 values, each a float32 scale, the largest magnitude
 // / 127, then a signed byte per value; -128 is NaN.
 //
+// Top k: of each block of 256 values the 8 of the largest magnitude, as
+// bfloat16, then their places as bytes; all others count as 0. Magnitudes that
+// differ only behind their first 15 bits of mantissa count as equal, and of
+// equal ones the first is taken. A block with more than 8 infinities and NaNs
+// arrives as NaNs: with fewer of them a parameter in it might look finite.
+//
 // Source: error feedback, Seide et al., "1-Bit Stochastic Gradient Descent",
 // Interspeech 2014.
 #pragma once
@@ -25,10 +31,17 @@
 
 namespace paceline {
 
-enum class Encoding : uint8_t { kFloat16 = 0, kBFloat16 = 1, kEightBit = 2 };
+enum class Encoding : uint8_t {
+  kFloat16 = 0,
+  kBFloat16 = 1,
+  kEightBit = 2,
+  kTopK = 3
+};
 
-inline constexpr int kNumEncodings = 3;
+inline constexpr int kNumEncodings = 4;
 inline constexpr size_t kCodeBlock = 256;
+/// Values that are sent of a block by kTopK.
+inline constexpr size_t kTopValues = 8;
 
 /// As Python knows it; null: no such encoding.
 const char* name_of(Encoding encoding);

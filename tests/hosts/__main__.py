@@ -1,6 +1,7 @@
 """Training steps on several hosts, beside torch's DDP in the same rounds: `make hosts`.
 
 python -m tests.hosts --layouts 2x2,2x1 --rates 100mbit,1gbit --sizes 100000,26214400 --rounds 7
+python -m tests.hosts --layouts 2x2 --sizes 26214400 --ways torch,hosts,bf16,int8,topk
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.hosts.namespaces import RATES, Hosts, why_not
-from tests.hosts.rank import WAYS
+from tests.hosts.rank import COMPRESSED, WAYS
 
 LAYOUTS = {
     "2x1": (0, 1),
@@ -67,14 +69,29 @@ def floor_bytes(layout: str, nbytes: int) -> float:
 def row(layout: str, rate: str, found: dict[str, Any]) -> str:
     """One line of the table: medians over rounds, of ratios within each round."""
     seconds, sent, nbytes = found["seconds"], found["sent_bytes"], found["nbytes"]
+    ways = list(seconds)
     torch_ms = statistics.median(seconds["torch"]) * 1e3
     cells = [layout, rate, f"{nbytes / 1e6:.2f} MB", f"{torch_ms:.1f}"]
-    for way in WAYS[1:]:
+    for way in ways[1:]:
         ratios = sorted(a / b for a, b in zip(seconds[way], seconds["torch"], strict=True))
         cells.append(f"{statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})")
     least = floor_bytes(layout, nbytes)
-    cells += [f"{statistics.median(sent[way]) / least:.2f}" for way in ("torch", "hosts")]
+    cells += [f"{statistics.median(sent[way]) / least:.2f}" for way in ways if way != "group"]
     return f"| {' | '.join(cells)} |"
+
+
+def header(ways: Sequence[str]) -> str:
+    """The head of the table."""
+    titles = {
+        "torch": "torch's DDP, ms",
+        "group": "Paceline over the group / torch",
+        "hosts": "Paceline in each host first / torch",
+        **{way: f"the same, {way} / torch" for way in COMPRESSED},
+    }
+    short = {"torch": "torch", "hosts": "Paceline"}
+    cells = ["hosts x ranks", "link", "gradients", *(titles[way] for way in ways)]
+    cells += [f"{short.get(way, way)} sends, x floor" for way in ways if way != "group"]
+    return f"| {' | '.join(cells)} |\n|{'---|' * len(cells)}"
 
 
 def main() -> int:
@@ -85,19 +102,20 @@ def main() -> int:
     parser.add_argument("--rates", default="100mbit,1gbit", help=f"of {', '.join(RATES)}")
     parser.add_argument("--sizes", default="100000,4000000,26214400", help="bytes of gradients")
     parser.add_argument("--rounds", type=int, default=7)
+    every = (*WAYS, *COMPRESSED)
+    parser.add_argument("--ways", default=",".join(WAYS), help=f"torch first, then of {', '.join(every[1:])}")
     options = parser.parse_args()
+    ways = tuple(options.ways.split(","))
+    if ways[0] != WAYS[0] or not set(ways) <= set(every):
+        parser.error(f"--ways: torch first, then of {', '.join(every[1:])}")
     if reason := why_not():
         print(f"python -m tests.hosts: {reason}", file=sys.stderr)
         return 2
-    print(
-        "| hosts x ranks | link | gradients | torch's DDP, ms | Paceline over the group / torch |"
-        " Paceline in each host first / torch | torch sends, x floor | Paceline sends, x floor |"
-    )
-    print("|---|---|---|---|---|---|---|---|")
+    print(header(ways))
     for rate in options.rates.split(","):
         for layout in options.layouts.split(","):
             for size in options.sizes.split(","):
-                print(row(layout, rate, measure(layout, rate, int(size), options.rounds)), flush=True)
+                print(row(layout, rate, measure(layout, rate, int(size), options.rounds, ways)), flush=True)
     return 0
 
 

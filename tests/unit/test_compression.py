@@ -14,16 +14,22 @@ from paceline import _core
 from tests.unit.reduction_oracle import Array, DType, to_compute, to_stored
 from tests.unit.test_kernels import instruction_sets
 
-HALF, BFLOAT, BYTE = range(3)
+HALF, BFLOAT, BYTE, TOP = range(4)
 BLOCK = 256
+TOP_VALUES = 8
 LARGEST = {
     HALF: 65504.0,
     BFLOAT: to_compute(DType.BFLOAT16, np.array([0x7F7F], np.uint16))[0],
     BYTE: 2.0**127,
+    TOP: to_compute(DType.BFLOAT16, np.array([0x7F7F], np.uint16))[0],
 }
+
 STORED_AS = {HALF: DType.FLOAT16, BFLOAT: DType.BFLOAT16}
 
-each_encoding = pytest.mark.parametrize("encoding", [HALF, BFLOAT, BYTE], ids=["fp16", "bf16", "8 bit"])
+each_encoding = pytest.mark.parametrize(
+    "encoding", [HALF, BFLOAT, BYTE, TOP], ids=["fp16", "bf16", "8 bit", "top k"]
+)
+each_of_all_values = pytest.mark.parametrize("encoding", [HALF, BFLOAT, BYTE], ids=["fp16", "bf16", "8 bit"])
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of overflow and NaN
 
 
@@ -37,9 +43,10 @@ def whole_values(values: Array, error: Array, factor: float) -> Array:
 def expected_codes(encoding: int, whole: Array) -> bytes:
     largest = np.float32(LARGEST[encoding])
     sent = np.where(np.isfinite(whole), np.clip(whole, -largest, largest), whole)
-    if encoding != BYTE:
+    if encoding in STORED_AS:
         return to_stored(STORED_AS[encoding], sent).tobytes()
-    return b"".join(expected_block(sent[i : i + BLOCK]) for i in range(0, len(sent), BLOCK))
+    block = expected_block if encoding == BYTE else expected_top_values
+    return b"".join(block(sent[i : i + BLOCK]) for i in range(0, len(sent), BLOCK))
 
 
 def expected_block(sent: Array) -> bytes:
@@ -51,7 +58,35 @@ def expected_block(sent: Array) -> bytes:
     return np.float32(scale).tobytes() + np.where(finite, codes, -128).astype(np.int8).tobytes()
 
 
-def expected_values(encoding: int, codes: bytes) -> Array:
+def expected_top_values(sent: Array) -> bytes:
+    """Of the largest magnitudes, without the last 8 bits of the mantissa; the first of equal ones."""
+    magnitude = (np.abs(sent).view(np.uint32) & 0x7FFFFFFF) >> 8
+    largest = sorted(range(len(sent)), key=lambda place: (-int(magnitude[place]), place))[:TOP_VALUES]
+    places = np.array(largest + [0] * (TOP_VALUES - len(largest)), np.uint8)
+    values = np.zeros(TOP_VALUES, np.float32)
+    values[: len(largest)] = sent[largest]
+    if (~np.isfinite(sent)).sum() > TOP_VALUES:
+        values[:], places[:] = np.nan, 0
+    return to_stored(DType.BFLOAT16, values).tobytes() + places.tobytes()
+
+
+def values_of_top(codes: bytes, count: int) -> Array:
+    blocks = []
+    for first in range(0, len(codes), 3 * TOP_VALUES):
+        block = codes[first : first + 3 * TOP_VALUES]
+        values = to_compute(DType.BFLOAT16, np.frombuffer(block[: 2 * TOP_VALUES], np.uint16))
+        places = np.frombuffer(block[2 * TOP_VALUES :], np.uint8)
+        is_lost = places[0] == places[1] and np.isnan(values[1])
+        found = np.full(BLOCK, np.nan if is_lost else 0, np.float32)
+        for place, value in zip(places, values):
+            found[place] += value
+        blocks.append(found)
+    return np.concatenate([np.zeros(0, np.float32), *blocks])[:count]
+
+
+def expected_values(encoding: int, codes: bytes, count: int) -> Array:
+    if encoding == TOP:
+        return values_of_top(codes, count)
     if encoding != BYTE:
         dtype = {HALF: np.float16, BFLOAT: np.uint16}[encoding]
         return to_compute(STORED_AS[encoding], np.frombuffer(codes, dtype))
@@ -90,13 +125,13 @@ def assert_like_oracle(
 ) -> None:
     whole = whole_values(values, error, factor)
     codes = expected_codes(encoding, whole)
-    decoded = expected_values(encoding, codes)
+    decoded = expected_values(encoding, codes, len(values))
     total = np.zeros_like(values)
     for weight in weights:
         total = total + np.float32(weight) * decoded if weight else total
     mean = total / np.float32(len(weights))
     mean[np.isnan(mean)] = np.nan
-    kept = np.where(np.isfinite(whole), whole - decoded, error)
+    kept = np.where(np.isfinite(whole) & np.isfinite(decoded), whole - decoded, error)
     for name in instruction_sets():
         sent = send(encoding, values, error, factor, weights)
         assert sent.codes == codes, name
@@ -137,7 +172,7 @@ def test_any_bits_are_sent_like_the_oracle(encoding: int, data: st.DataObject) -
     assert_like_oracle(encoding, values, error, factor, [0.3, 0.0, 1.0])
 
 
-@each_encoding
+@each_of_all_values
 def test_what_is_not_finite_arrives_so_and_alone(encoding: int) -> None:
     values = np.linspace(-3, 3, 600, dtype=np.float32)
     values[[5, 70, 400]] = np.inf, np.nan, -np.inf
@@ -159,7 +194,7 @@ def test_a_value_beyond_float16_stays_finite_and_its_rest_is_kept() -> None:
 
 
 def test_a_rank_without_weight_is_left_out_whatever_it_sent() -> None:
-    for encoding in (HALF, BFLOAT, BYTE):
+    for encoding in (HALF, BFLOAT, BYTE, TOP):
         lost = np.full(300, np.nan, np.float32)
         codes = np.zeros(_core.encoded_bytes(encoding, 300) + 4, np.uint8)
         _core.encode(encoding, lost.ctypes.data, 0, 1.0, 300, codes.ctypes.data)
@@ -167,8 +202,29 @@ def test_a_rank_without_weight_is_left_out_whatever_it_sent() -> None:
         assert (lost == 0).all()
 
 
+def test_of_each_block_the_largest_values_are_sent_and_the_rest_is_kept() -> None:
+    values = np.arange(1, 601, dtype=np.float32) * np.where(np.arange(600) % 2, 1, -1).astype(np.float32)
+    sent = send(TOP, values, np.zeros(600, np.float32), 1.0, [1.0])
+    mean, error = (np.frombuffer(found, np.float32) for found in (sent.mean, sent.error))
+    assert len(sent.codes) == 3 * 24
+    assert np.flatnonzero(mean).tolist() == [*range(248, 256), *range(504, 512), *range(592, 600)]
+    assert_array_equal(mean + error, values)
+
+
+@pytest.mark.parametrize("num_lost", [1, 8, 9, 200])
+def test_of_many_values_that_are_not_finite_none_is_hidden_by_the_others(num_lost: int) -> None:
+    values = np.ones(512, np.float32)
+    values[:num_lost] = np.inf
+    for name in instruction_sets():
+        sent = send(TOP, values, np.full(512, 0.5, np.float32), 1.0, [1.0])
+        mean, error = (np.frombuffer(found, np.float32) for found in (sent.mean, sent.error))
+        assert not np.isfinite(mean[:num_lost]).any(), name
+        assert np.isfinite(mean[256:]).all() and np.isfinite(error).all(), name
+        assert (error[:num_lost] == 0.5).all(), name
+
+
 def test_wrong_calls_raise() -> None:
     with pytest.raises(ValueError, match="no such encoding"):
-        _core.encoded_bytes(3, 1)
+        _core.encoded_bytes(4, 1)
     with pytest.raises(ValueError, match="one entry per rank"):
         _core.decode_mean(BYTE, [0, 0], [1.0], 0, 0)

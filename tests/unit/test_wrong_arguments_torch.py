@@ -78,6 +78,7 @@ def _wrapping() -> list[Use]:
         *ddp("timeout_s", "5", -1, 0, NAN, True, [5], datetime.timedelta(0)),
         *ddp("warn_after_s", "5", -1, 0, NAN, True),
         *ddp("check_replicas_every", "100", -1, 1.5, True),
+        *ddp("compress_between_hosts", "8bit", True, 8, ["int8"]),
     ]
 
 

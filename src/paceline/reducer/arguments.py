@@ -17,6 +17,7 @@ from paceline.errors import ConfigError
 from paceline.reducer.buffer_policy import check_policies
 from paceline.reducer.micro_batches import as_weight
 from paceline.reducer.pass_errors import shorten
+from paceline.reducer.sum_formats import ENCODINGS
 
 _Parameter = TypeVar("_Parameter")
 
@@ -29,6 +30,7 @@ SHARED_NAMES = (
     "broadcast_buffers",
     "buffers",
     "check_replicas_every",
+    "compress_between_hosts",
     "find_unused_parameters",
     "forward_sync_buffers",
     "gradient_as_bucket_view",
@@ -67,6 +69,7 @@ class WrapperOptions:
         timeout_s: Seconds to wait for the slowest rank; None: the group's own time-out.
         warn_after_s: Seconds after which a late rank is named in a warning; None: the default.
         check_replicas_every: Compare replicas after so many passes; None: where there is a reason; 0: never.
+        compress_between_hosts: How gradients are encoded between hosts, a key of ENCODINGS; None: not at all.
     """
 
     bucket_cap_bytes: int
@@ -86,6 +89,7 @@ class WrapperOptions:
     timeout_s: float | None
     warn_after_s: float | None
     check_replicas_every: int | None
+    compress_between_hosts: str | None
 
     def agreed_shared(self) -> dict[str, str]:
         """Those that must be the same on all ranks, or their collectives would not match."""
@@ -100,6 +104,7 @@ class WrapperOptions:
             "nonfinite": self.nonfinite,
             "reduce_through": self.reduce_through,
             "check_replicas_every": str(self.check_replicas_every),
+            "compress_between_hosts": str(self.compress_between_hosts),
         }
 
 
@@ -126,6 +131,22 @@ class WrapperArguments:
     def reduce_through(self, value: str) -> str:
         """Where gradients are averaged."""
         return self.check.choice("reduce_through", value, REDUCE_THROUGH)
+
+    def compression(self, value: str | None, reduce_through: str, *, skip_unused: bool) -> str | None:
+        """compress_between_hosts: how gradients are encoded between hosts; None: not at all."""
+        name = "compress_between_hosts"
+        if value is None:
+            return None
+        value = self.check.choice(name, value, tuple(ENCODINGS))
+        hint = f"leave out {name}, or the other argument"
+        through_group = reduce_through == "group"
+        for holds, other in (
+            (through_group, 'reduce_through="group"'),
+            (skip_unused, "skip_all_reduce_unused_params"),
+        ):
+            expected = f"None with {other}, which sends gradients over the process group alone"
+            self.check.require(not holds, name, value, expected, hint)
+        return value
 
     def optional_flag(self, name: str, value: bool | None) -> bool | None:
         """A flag; None stays None."""
@@ -162,6 +183,7 @@ class WrapperArguments:
         init_sync_buffers = self.optional_flag("init_sync_buffers", given.init_sync_buffers)
         find_unused_parameters = check.flag("find_unused_parameters", given.find_unused_parameters)
         static_graph = check.flag("static_graph", given.static_graph)
+        skip_unused = check.flag("skip_all_reduce_unused_params", given.skip_all_reduce_unused_params)
         broadcasts = broadcast_buffers is not False
         return {
             "init_sync": check.flag("init_sync", given.init_sync),
@@ -169,7 +191,7 @@ class WrapperArguments:
             "broadcast_buffers": broadcasts and forward_sync_buffers is not False,
             "buffers": self.buffers(given.buffers),
             "gradients_in_arena": check.flag("gradient_as_bucket_view", given.gradient_as_bucket_view),
-            "skip_unused": check.flag("skip_all_reduce_unused_params", given.skip_all_reduce_unused_params),
+            "skip_unused": skip_unused,
             "allow_unused": find_unused_parameters or static_graph,
             "static_graph": static_graph,
             "weight": self.weight(given.weight),
@@ -178,6 +200,9 @@ class WrapperArguments:
             "timeout_s": check.optional_seconds("timeout_s", given.timeout_s),
             "warn_after_s": check.optional_seconds("warn_after_s", given.warn_after_s),
             "check_replicas_every": self.passes("check_replicas_every", given.check_replicas_every),
+            "compress_between_hosts": self.compression(
+                given.compress_between_hosts, given.reduce_through, skip_unused=skip_unused
+            ),
         }
 
     def caps(self, value: Sequence[float] | None) -> tuple[int, ...]:

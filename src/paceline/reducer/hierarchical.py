@@ -39,6 +39,7 @@ from paceline.reducer.pass_reports import RankReport, pack_bits, unpack_bits
 from paceline.reducer.plan import SEGMENT_ELEMENTS, Plan, pieces_of
 from paceline.reducer.protocol import PassStatus
 from paceline.reducer.reporting_reducer import ReportingReducer
+from paceline.reducer.sum_formats import CodedSums, PlainSums, SumFormat
 from paceline.rendezvous.control import ControlChannel
 from paceline.rendezvous.told_failures import unpack_failure
 
@@ -99,13 +100,26 @@ class HierarchicalReducer(ReportingReducer):
         plan: The same on all ranks; with at least one bucket.
         hosts: The ranks.
         generation: Number of the plan, among those of one model.
+        encoding: Of sums between hosts, its number in the core; None: they go as they are.
+        before: The codes of an earlier plan of the same model, whose errors are taken over; None: there
+            are none.
+
+    Attributes:
+        codes: What keeps the errors of encoding; None: nothing is encoded.
 
     Example:
         Two hosts of one rank: rank 0 writes [2.0] to the place of a parameter in its arena and rank 1 [4.0];
         both mark it and finish; then the place holds [3.0] on both.
     """
 
-    def __init__(self, plan: Plan, hosts: Hosts, generation: int) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        hosts: Hosts,
+        generation: int,
+        encoding: int | None = None,
+        before: CodedSums | None = None,
+    ) -> None:
         super().__init__(plan, hosts.world_size, hosts.who)
         self._hosts = hosts
         count = len(plan.parameters)
@@ -120,7 +134,8 @@ class HierarchicalReducer(ReportingReducer):
         )
         self._found: set[tuple[int, int]] = set()  # (rank, parameter), not finite in this rank's shares
         self._not_finite: set[int] = set()  # parameters whose mean is not, in this rank's shares
-        self._exchange = self._make_exchange(generation)
+        self.codes: CodedSums | None = None
+        self._exchange = self._make_exchange(generation, encoding, before)
         weakref.finalize(self, self._exchange.stop)
         self._begin_pass()
 
@@ -274,11 +289,21 @@ class HierarchicalReducer(ReportingReducer):
 
     # --- failures ---
 
-    def _make_exchange(self, generation: int) -> HostExchange:
+    def _make_exchange(self, generation: int, encoding: int | None, before: CodedSums | None) -> HostExchange:
         hosts, plan = self._hosts, self._plan
         place = hosts.own_ranks.index(hosts.rank)
         itemsizes = [max(4, plan.sections[bucket.section].itemsize) for bucket in plan.buckets]
         counts = [bucket.nbytes // plan.sections[bucket.section].itemsize for bucket in plan.buckets]
+        num_hosts = len(hosts.ranks)
+        routes = [
+            plan_route(count, itemsize, place, len(hosts.own_ranks), num_hosts)
+            for count, itemsize in zip(counts, itemsizes)
+        ]
+        sums: SumFormat = PlainSums(itemsizes)
+        if encoding is not None:
+            sums = self.codes = CodedSums(encoding, plan, routes, itemsizes, hosts.transport.host, num_hosts)
+            if before is not None:
+                self.codes.take_over(before, hosts.group)
         me = weakref.ref(self)
 
         def note_overflow(bucket: int, elements: range) -> None:
@@ -291,11 +316,8 @@ class HierarchicalReducer(ReportingReducer):
             hosts.group,
             hosts.transport,
             hosts.control,
-            routes=[
-                plan_route(count, itemsize, place, len(hosts.own_ranks), len(hosts.ranks))
-                for count, itemsize in zip(counts, itemsizes)
-            ],
-            itemsizes=itemsizes,
+            routes=routes,
+            sums=sums,
             report_bytes=RankReport.NBYTES + self._bits_bytes,
             generation=generation,
             who=hosts.who,

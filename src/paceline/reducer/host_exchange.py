@@ -41,6 +41,7 @@ from paceline.reducer.hosts import (
     add_in_order,
     tag_of,
 )
+from paceline.reducer.sum_formats import SumFormat
 from paceline.rendezvous import lifetime
 from paceline.rendezvous.control import ControlChannel
 from paceline.rendezvous.told_failures import pack_failure, unpack_failure
@@ -99,7 +100,7 @@ class HostExchange:
         transport: To the partners.
         control: Tells all ranks of a failure of one.
         routes: The way of this rank's share of each bucket.
-        itemsizes: Bytes of an element of the sums of each bucket.
+        sums: How they stand in messages.
         report_bytes: Size of what travels beside the last bucket.
         generation: Number of the plan.
         who: This rank in words: "rank 1 of 4".
@@ -119,7 +120,7 @@ class HostExchange:
         control: ControlChannel,
         *,
         routes: Sequence[Route],
-        itemsizes: Sequence[int],
+        sums: SumFormat,
         report_bytes: int,
         generation: int,
         who: str,
@@ -129,7 +130,7 @@ class HostExchange:
     ) -> None:
         self.failure: BaseException | None = None
         self._core, self._group, self._transport, self._control = core, group, transport, control
-        self._routes, self._itemsizes = routes, itemsizes
+        self._routes, self._sums = routes, sums
         self._report_bytes = report_bytes
         self._generation = generation
         self._who, self._where = who, where
@@ -253,8 +254,11 @@ class HostExchange:
                 has_report = make_report is not None and piece == len(pieces) - 1
                 message = flight.take(self._message_bytes(bucket, elements, has_report))
                 flight.own[part].append(message)
-                if elements and not core.sum(bucket, elements.start, len(elements), _payload(message)):
+                payload = _payload(message)
+                room = self._sums.room(0, bucket, payload)
+                if elements and not core.sum(bucket, elements.start, len(elements), room):
                     note_nonfinite(bucket, elements)
+                self._sums.write(0, bucket, elements, payload, flight.weights[self._host])
                 if has_report:
                     waiting.append((part, piece))
                 else:
@@ -337,7 +341,7 @@ class HostExchange:
             sums = []
             for other in range(self._num_hosts):
                 if other == host:
-                    sums.append(_payload(own[piece]))
+                    sums.append(self._read(flight, own[piece], elements, host))
                     continue
                 message, transfer = flight.arriving[other][piece]
                 header = self._arrived(flight, other, 0, piece, message, transfer)
@@ -348,26 +352,36 @@ class HostExchange:
                 if flight.has_report and piece == len(mine) - 1:
                     report = message[-self._report_bytes :].tobytes()
                     self._core.write_slot(self._transport.ranks[other], report)
-                sums.append(_payload(message))
+                sums.append(self._read(flight, message, elements, other))
             if piece == 0:
                 total = add_in_order(flight.weights)
             if flight.route.is_one_round:
                 self._publish(bucket, elements, sums, total)
             else:
                 added = flight.take(self._message_bytes(bucket, elements, False))
-                self._core.add_sums(bucket, sums, len(elements), _payload(added))
+                payload = _payload(added)
+                self._core.add_sums(bucket, sums, len(elements), self._sums.room(1, bucket, payload))
+                self._sums.write(1, bucket, elements, payload, total)
                 flight.added.append(added)
                 self._send(flight, host, 1, piece, added)
 
     def _second_round(self, flight: _Flight) -> None:
-        total = add_in_order(flight.weights)
+        bucket, total = flight.bucket, add_in_order(flight.weights)
         for piece, elements in enumerate(flight.route.parts[self._host]):
-            self._publish(flight.bucket, elements, [_payload(flight.added[piece])], total)
+            # As the others read it.
+            sums = self._sums.read(bucket, len(elements), _payload(flight.added[piece]), total, 0)
+            self._publish(bucket, elements, [sums], total)
         for other in self._others:
             for piece, elements in enumerate(flight.route.parts[other]):
                 message, transfer = flight.later[other][piece]
                 self._arrived(flight, other, 1, piece, message, transfer)
-                self._publish(flight.bucket, elements, [_payload(message)], total)
+                sums = self._sums.read(bucket, len(elements), _payload(message), total, 0)
+                self._publish(bucket, elements, [sums], total)
+
+    def _read(self, flight: _Flight, message: Message, elements: range, host: int) -> int:
+        """The address of a host's own sums."""
+        weight = flight.weights[host]
+        return self._sums.read(flight.bucket, len(elements), _payload(message), weight, host)
 
     def _arrived(
         self, flight: _Flight, host: int, phase: int, piece: int, message: Message, transfer: Transfer
@@ -469,7 +483,7 @@ class HostExchange:
 
     def _message_bytes(self, bucket: int, elements: range, has_report: bool) -> int:
         report = self._report_bytes if has_report else 0
-        return HEADER_BYTES + len(elements) * self._itemsizes[bucket] + report
+        return HEADER_BYTES + self._sums.nbytes(bucket, len(elements)) + report
 
     def _bytes_of(self, bucket: int) -> int:
         """All messages of a bucket, with a report behind each that may have one."""

@@ -294,6 +294,16 @@ class WrappedModel:
         """Whether buffers are broadcast after each synchronised backward."""
         return self._config.broadcast_buffers
 
+    def _tell_of_unused_compression(self, rank: int) -> None:
+        """An argument that does nothing is told once."""
+        value = self._config.compress_between_hosts
+        if value is not None and rank == 0 and self.gradient_path != "hosts":
+            warnings.warn(
+                f"{type(self).__name__}: compress_between_hosts={value!r} does nothing, because all ranks "
+                "are on one host.",
+                stacklevel=2,
+            )
+
     # --- what is known of its passes ---
 
     @property

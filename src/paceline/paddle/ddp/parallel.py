@@ -30,6 +30,7 @@ from paceline.paddle.passes.passes import GradientPasses, make_passes
 from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
 from paceline.reducer.comm_hooks import CommHook, agree_on_hook, check_callable, check_is_first
 from paceline.reducer.micro_batches import as_weight
+from paceline.reducer.sum_formats import refuse_compression
 from paceline.reducer.wrapped_model import WrappedModel, checked_norms
 from paceline.rendezvous.exchange import Exchange
 
@@ -104,6 +105,9 @@ class DataParallel(WrappedModel, PaddleNames):
         check_replicas_every: At the end of each n-th synchronised backward, compare the replicas, and raise
             on every rank if they differ; see check_replicas(). None: only if the ranks have written to
             their parameters a different number of times (one has skipped a step). 0: never.
+        compress_between_hosts: "bf16", "fp16", "int8" or "topk": as for paceline.torch, whose gradients meet
+            in the memory of each host first. Here gradients of several hosts do not, and a value is refused;
+            on one host it does nothing. None: nothing is compressed.
 
     Raises:
         ConfigError: An argument, or the model, is not supported; the message says which and why.
@@ -157,6 +161,7 @@ class DataParallel(WrappedModel, PaddleNames):
         warn_after_s: float | timedelta | None = None,
         init_sync_buffers: bool | None = None,
         check_replicas_every: int | None = None,
+        compress_between_hosts: str | None = None,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "layers")}
         peers: Peers | None = None
@@ -182,6 +187,7 @@ class DataParallel(WrappedModel, PaddleNames):
         if peers is not None:
             self._peers = peers
             self._passes = self._begin_passes(peers)
+        self._tell_of_unused_compression(0 if peers is None else peers.rank)
 
     def _prepare(self, layers: nn.Layer, arguments: dict[str, Any]) -> None:
         """All that this rank does by itself."""
@@ -206,6 +212,9 @@ class DataParallel(WrappedModel, PaddleNames):
         description = ModelDescription(parameters, buffers, options)
         check_agreement(description, peers.exchange, peers.timeout_s)
         link = peers.connect(on_host=self._tensors.is_on_host, reduce_through=self._config.reduce_through)
+        compression = self._config.compress_between_hosts
+        if compression is not None and link.path == "group" and link.world_size > 1:
+            refuse_compression("DataParallel", compression, "Paddle, over paddle.distributed")
         if self._config.init_sync and is_first:
             values = list(self._tensors.all_parameters.values())
             if self._config.init_sync_buffers:

@@ -29,6 +29,7 @@ from paceline.reducer.link import (
     make_host_reducer,
 )
 from paceline.reducer.plan import Plan
+from paceline.reducer.sum_formats import ENCODINGS, CodedSums, refuse_compression
 from paceline.reducer.witness import ChannelWitness, MemoryWitness, Witness
 from paceline.torch.link.arena import Arena
 from paceline.torch.link.broadcast import broadcast_tensors
@@ -43,13 +44,16 @@ from paceline.torch.model.parameters import dtype_name
 Tensors = Sequence[torch.Tensor]
 
 
-def connect(peers: Peers, *, on_host: bool, reduce_through: str) -> Link[torch.Tensor]:
+def connect(
+    peers: Peers, *, on_host: bool, reduce_through: str, compression: str | None = None
+) -> Link[torch.Tensor]:
     """The best link between these ranks. Collective.
 
     Args:
         peers: The ranks that train the model.
         on_host: Whether all trainable parameters are on the CPU; the same on all ranks.
         reduce_through: "memory", "group", or the better one ("auto"); the same on all ranks.
+        compression: compress_between_hosts; the same on all ranks.
 
     Raises:
         ConfigError: That is not possible here.
@@ -61,10 +65,13 @@ def connect(peers: Peers, *, on_host: bool, reduce_through: str) -> Link[torch.T
     hosts = join_hosts(peers, memory) if memory is not None and reduce_through == "auto" else None
     if hosts is not None:
         assert isinstance(peers, ProcessGroupPeers)
-        return HostsLink(GroupLink(peers, ChannelWitness(hosts.control)), peers, hosts)
+        return HostsLink(GroupLink(peers, ChannelWitness(hosts.control)), peers, hosts, compression)
     if memory is not None:
         memory.host_group.close()
     _check_group(peers, on_host, reduce_through)
+    if compression is not None and peers.world_size > 1:
+        seen = "ranks on several hosts, with different numbers of ranks or without a Gloo group for the CPU"
+        refuse_compression("DistributedDataParallel", compression, seen if on_host else "parameters on a GPU")
     assert isinstance(peers, ProcessGroupPeers)
     if memory is None:
         return GroupLink(peers, _find_witness(peers))
@@ -183,12 +190,15 @@ class HostsLink:
         link: For all else.
         peers: The ranks.
         hosts: Who is where, and their connections.
+        compression: compress_between_hosts.
     """
 
     wants_whole_buckets = False
     most_bucket_bytes: int | None = BUCKET_BYTES
 
-    def __init__(self, link: GroupLink, peers: ProcessGroupPeers, hosts: Hosts) -> None:
+    def __init__(
+        self, link: GroupLink, peers: ProcessGroupPeers, hosts: Hosts, compression: str | None = None
+    ) -> None:
         self.path = "hosts"
         self.rank, self.world_size = link.rank, link.world_size
         self.tell: Callable[[str], None] | None = hosts.group.set_activity
@@ -196,6 +206,9 @@ class HostsLink:
         self.broadcast, self.sum, self.all_gather = link.broadcast, link.sum, link.all_gather
         self._link, self._peers, self._hosts = link, peers, hosts
         self._num_plans = 0
+        self._compression = compression
+        self._encoding = None if compression is None else ENCODINGS[compression]
+        self._codes: CodedSums | None = None
 
     def make_reduction(
         self,
@@ -210,11 +223,15 @@ class HostsLink:
             self.path = "group"
             return self._link.make_reduction(plan, parameters, options)
         self._num_plans += 1
-        reducer = HierarchicalReducer(plan, self._hosts, self._num_plans)
+        reducer = HierarchicalReducer(plan, self._hosts, self._num_plans, self._encoding, self._codes)
+        self._codes = reducer.codes
         arena = Arena.on_memory(plan, parameters, reducer.arena_pointer, owner=reducer.memory)
         return Reduction(plan, arena.views, reducer, takes_pointers=False)
 
     def with_hook(self, hook: CommHook, process_group: Any) -> Link[torch.Tensor]:
+        if self._compression is not None:
+            seen = "a communication hook, which averages over the process group alone"
+            refuse_compression("DistributedDataParallel", self._compression, seen)
         return HookLink(self, self._peers, hook)
 
 

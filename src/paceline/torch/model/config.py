@@ -36,6 +36,7 @@ _NOT_OPTIONS = (
 _OURS = (
     "buffers",
     "check_replicas_every",
+    "compress_between_hosts",
     "init_sync_buffers",
     "nonfinite",
     "reduce_through",

@@ -1,0 +1,267 @@
+"""Gradients that are sent in fewer bytes between hosts, with error feedback: `compress_between_hosts`."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from numpy.testing import assert_allclose
+from torch import nn
+
+from paceline.errors import ConfigError, NonFiniteGradientError, SkippedPassError
+from paceline.reducer.hosts import plan_route
+from paceline.rendezvous import shared_memory
+from paceline.torch import DistributedDataParallel
+from paceline.torch.compression import EightBitCompression, eight_bit_hook
+from paceline.torch.link.hosts import GlooTransport
+from tests.harness import ranks
+from tests.multiprocess.test_hosts import (
+    ALONE,
+    BLOCKS,
+    ROUND_ROBIN,
+    Branches,
+    backward,
+    digest,
+    in_one_process,
+    network,
+    place,
+    rows,
+)
+
+KINDS = ("bf16", "fp16", "int8", "topk")
+LAYOUTS = [(4, BLOCKS, 2), (4, ROUND_ROBIN, 2), (3, ALONE, 3)]
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def same_on_all_ranks(text: str) -> bool:
+    told: list[object] = [None] * int(os.environ["WORLD_SIZE"])
+    torch.distributed.all_gather_object(told, text)
+    return len(set(told)) == 1
+
+
+def undelivered(wrapped: DistributedDataParallel, num_hosts: int = 2) -> list[np.ndarray]:
+    """Of each parameter, what the ranks of all hosts have kept: mean over the hosts."""
+    codes = wrapped._passes.reduction.reducer.codes
+    found = []
+    for index in range(len(list(wrapped.parameters()))):
+        error = torch.from_numpy(codes.error_of(index))
+        torch.distributed.all_reduce(error)
+        found.append(error.numpy() / num_hosts)
+    return found
+
+
+@each_kind
+@pytest.mark.parametrize("world_size, layout, num_hosts", LAYOUTS)
+@ranks("world_size", group="gloo")
+def test_what_has_been_sent_and_what_is_kept_are_the_gradients(rank, world_size, layout, num_hosts, kind):
+    place(rank, layout, num_hosts)
+    net = network()
+    wrapped = DistributedDataParallel(net, bucket_cap_mb=0.01, compress_between_hosts=kind)
+    assert wrapped.gradient_path == "hosts"
+    sent = [np.zeros(p.numel()) for p in net.parameters()]
+    exact = [np.zeros(p.numel()) for p in net.parameters()]
+    for step in range(6):
+        backward(wrapped, step, rank, world_size)
+        assert same_on_all_ranks(digest(net))
+        for total, parameter in zip(sent, net.parameters()):
+            total += parameter.grad.double().numpy().ravel()
+        for total, expected in zip(exact, in_one_process(step, world_size)):
+            total += expected.ravel()
+    kept = undelivered(wrapped, num_hosts)
+    assert any(np.abs(error).max() > 0 for error in kept)
+    for total, error, expected in zip(sent, kept, exact):
+        assert_allclose(total + error, expected, rtol=1e-4, atol=1e-5)
+
+
+@each_kind
+@ranks(3, group="gloo")
+def test_what_an_owner_sends_is_what_it_keeps(rank, kind):
+    """Three hosts and large shares: sums over all hosts are encoded, too."""
+    place(rank, ALONE, 3)
+    torch.manual_seed(0)
+    net = nn.Linear(300, 200, bias=False)
+    wrapped = DistributedDataParallel(net, compress_between_hosts=kind)
+    (bucket,) = wrapped.bucket_layout()
+    assert not plan_route(bucket.nbytes // 4, 4, 0, 1, 3).is_one_round
+    x = torch.linspace(0.5, 1.5, 300)[None]
+    sent = np.zeros(300)
+    num_steps = 128
+    for _ in range(num_steps):
+        net.zero_grad()
+        (wrapped(x).sum() * (rank + 1)).backward()
+        assert same_on_all_ranks(digest(net))
+        sent += net.weight.grad.double().numpy().mean(0)
+    # Rounding after each step alone would not come near: of 32 values topk sends one.
+    allowed = {"bf16": 1e-3, "fp16": 1e-3, "int8": 1e-3, "topk": 0.5}[kind]
+    assert_allclose(sent / num_steps, 2 * x[0], rtol=allowed)
+
+
+@each_kind
+@ranks(6, group="gloo")
+def test_weighted_means(rank, kind):
+    place(rank, BLOCKS, 3)
+    net = network()
+    wrapped = DistributedDataParallel(net, compress_between_hosts=kind)
+    weights = [1.0, 2.5, 0.0, 0.0, 1e-3, 300.0]  # one host has none
+    sent = [np.zeros(p.shape) for p in net.parameters()]
+    num_steps = 256 if kind == "topk" else 32
+    for _ in range(num_steps):
+        net.zero_grad()
+        with wrapped.weight(weights[rank]):
+            loss = wrapped(rows(0, 6)[rank::6]).square().mean()
+            (loss * (math.nan if weights[rank] == 0 else 1)).backward()
+        for total, parameter in zip(sent, net.parameters()):
+            total += parameter.grad.double().numpy()
+    for total, expected in zip(sent, in_one_process(0, 6, weights), strict=True):
+        scale = np.abs(expected).max()
+        assert np.abs(total / num_steps - expected).max() < (0.3 if kind == "topk" else 0.05) * scale
+
+
+@each_kind
+@ranks(4, group="gloo")
+def test_no_infinity_is_hidden(rank, kind):
+    place(rank)
+    net = network()
+    wrapped = DistributedDataParallel(net, nonfinite="raise", compress_between_hosts=kind)
+    backward(wrapped, 0, rank, 4)
+    for bad in (math.inf, math.nan):
+        with pytest.raises(NonFiniteGradientError) as caught:
+            (wrapped(rows(1, 4)[rank::4]).sum() * (bad if rank == 2 else 1.0)).backward()
+        assert set(caught.value.nonfinite) == {2} and "3.weight" in caught.value.nonfinite[2]
+        other = network()
+        silent = DistributedDataParallel(other, nonfinite="ignore", compress_between_hosts=kind)
+        (silent(rows(1, 4)[rank::4]).sum() * (bad if rank == 2 else 1.0)).backward()
+        assert not any(torch.isfinite(parameter.grad).all() for parameter in other.parameters())
+    net.zero_grad()
+    hook = net[3].bias.register_hook(lambda gradient: torch.full_like(gradient, 3e38))
+    with pytest.raises(NonFiniteGradientError) as caught:
+        wrapped(rows(1, 4)[rank::4]).sum().backward()
+    assert caught.value.overflowed == ("3.bias",) and not caught.value.nonfinite
+    hook.remove()
+    for step in range(3):  # and none is kept
+        backward(wrapped, step, rank, 4)
+        assert all(torch.isfinite(parameter.grad).all() for parameter in net.parameters())
+
+
+@ranks(4, group="gloo")
+def test_errors_move_with_parameters_when_buckets_are_laid_out_anew(rank):
+    place(rank)
+
+    class Backwards(nn.Module):
+        """Gradients come in the order of registration, which the first plan does not expect."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.last, self.middle, self.first = (nn.Linear(30, 30) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.middle(self.first(x)))
+
+    for in_arena in (False, True):
+        net, plain = Backwards(), Backwards().double()
+        wrapped = DistributedDataParallel(
+            net, bucket_cap_mb=0.003, gradient_as_bucket_view=in_arena, compress_between_hosts="topk"
+        )
+        x = torch.randn(8, 30, generator=torch.Generator().manual_seed(1))
+        plain(x.double()).square().mean().backward()
+        sent, layouts = [np.zeros(p.numel()) for p in net.parameters()], [wrapped.bucket_layout()]
+        for step in range(1, 4):
+            net.zero_grad()
+            wrapped(x[rank::4]).square().mean().backward()
+            layouts.append(wrapped.bucket_layout())
+            for total, parameter in zip(sent, net.parameters()):
+                total += parameter.grad.double().numpy().ravel()
+            for total, error, exact in zip(sent, undelivered(wrapped), plain.parameters()):
+                assert_allclose(total + error, step * exact.grad.numpy().ravel(), rtol=1e-4, atol=1e-6)
+        assert layouts[0] != layouts[-1]
+
+
+@each_kind
+@ranks(2, group="gloo")
+def test_bytes_between_hosts(rank, kind, monkeypatch):
+    place(rank, ALONE)
+    sizes: list[int] = []
+    send = GlooTransport.send
+    monkeypatch.setattr(GlooTransport, "send", lambda *a: sizes.append(len(a[2])) or send(*a))
+    net = nn.Linear(512, 512, bias=False)
+    wrapped = DistributedDataParallel(net, compress_between_hosts=kind)
+    wrapped(torch.ones(1, 512)).sum().backward()
+    share = {"bf16": 0.5, "fp16": 0.5, "int8": 0.2539, "topk": 0.0235}[kind]
+    assert share * 2**20 <= sum(sizes) < share * 2**20 + 5000  # headers and a report
+
+
+@ranks(4, group="gloo")
+def test_other_types_than_float32(rank):
+    place(rank)
+    for dtype, allowed in ((torch.float64, 1e-9), (torch.bfloat16, 3e-2), (torch.complex64, 2e-2)):
+        net = nn.Linear(64, 8, bias=False).to(dtype)
+        wrapped = DistributedDataParallel(net, compress_between_hosts="int8")
+        x = torch.linspace(0.5, 1, 64).to(dtype)[None] * (1 + 1j if dtype.is_complex else 1)
+        wrapped(x * (rank + 1)).abs().sum().backward()
+        assert same_on_all_ranks(digest(net))
+        mean = net.weight.grad.clone()
+        net.zero_grad()
+        net(x * (rank + 1)).abs().sum().backward()
+        expected = torch.view_as_real(net.weight.grad) if dtype.is_complex else net.weight.grad
+        expected = expected.double()
+        torch.distributed.all_reduce(expected)
+        got = (torch.view_as_real(mean) if dtype.is_complex else mean).double()
+        assert (got - expected / 4).abs().max() <= allowed * expected.abs().max() / 4
+
+
+@ranks(4, group="gloo")
+def test_passes_without_a_parameter_or_without_data(rank):
+    place(rank)
+    wrapped = DistributedDataParallel(Branches(), find_unused_parameters=True, compress_between_hosts="int8")
+    for _ in range(2):
+        wrapped.zero_grad()
+        wrapped(torch.ones(1, 3), left=rank == 3).backward()
+        assert_allclose(wrapped.module.left.bias.grad, [0.25, 0.25], rtol=0.02)
+        assert wrapped.module.right.bias.grad is None
+    net = network()
+    wrapped = DistributedDataParallel(net, compress_between_hosts="int8")
+    backward(wrapped, 0, rank, 4)
+    if rank == 3:
+        wrapped(rows(1, 4))
+    with pytest.raises(SkippedPassError):
+        backward(wrapped, 1, rank, 4)
+    for step in range(2, 3 if rank > 1 else 5):  # a whole host ends first
+        backward(wrapped, step, rank, 4)
+    wrapped.finish()
+
+
+@ranks(2, group="gloo")
+def test_on_one_host_it_does_nothing_and_says_so_once(rank):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        net = network()
+        wrapped = DistributedDataParallel(net, compress_between_hosts="int8")
+        backward(wrapped, 0, rank, 2)
+    told = [str(each.message) for each in caught if "compress_between_hosts" in str(each.message)]
+    assert len(told) == (rank == 0) and all("does nothing" in text for text in told)
+    assert wrapped.gradient_path == "memory"
+    for parameter, expected in zip(net.parameters(), in_one_process(0, 2), strict=True):
+        assert_allclose(parameter.grad, expected, rtol=1e-4, atol=1e-6)
+
+
+@ranks(3, group="gloo")
+def test_where_it_is_not_possible_it_is_refused(rank):
+    for options in ({"reduce_through": "group"}, {"skip_all_reduce_unused_params": True}):
+        with pytest.raises(ConfigError, match="compress_between_hosts") as caught:
+            DistributedDataParallel(network(), compress_between_hosts="int8", **options)
+        assert next(iter(options)) in caught.value.expected
+    number = 0 if rank < 2 else 1
+    hint = shared_memory._host_hint
+    shared_memory._host_hint = lambda: (f"host {number}", shared_memory._Obstacle())
+    with pytest.raises(ConfigError, match="different numbers of ranks"):
+        DistributedDataParallel(network(), compress_between_hosts="int8")
+    shared_memory._host_hint = hint
+    place(rank, ALONE)
+    wrapped = DistributedDataParallel(network(), compress_between_hosts="int8")
+    with pytest.raises(ConfigError, match="a communication hook"):
+        wrapped.register_comm_hook(EightBitCompression(), eight_bit_hook)
