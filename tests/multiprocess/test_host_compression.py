@@ -140,7 +140,7 @@ def test_no_infinity_is_hidden(rank, kind):
     hook = net[3].bias.register_hook(lambda gradient: torch.full_like(gradient, 3e38))
     with pytest.raises(NonFiniteGradientError) as caught:
         wrapped(rows(1, 4)[rank::4]).sum().backward()
-    assert caught.value.overflowed == ("3.bias",) and not caught.value.nonfinite
+    assert caught.value.overflowed == ("3.bias",) and not caught.value.nonfinite, caught.value
     hook.remove()
     for step in range(3):  # and none is kept
         backward(wrapped, step, rank, 4)

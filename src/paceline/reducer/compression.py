@@ -19,7 +19,7 @@ from paceline.arguments import Arguments, show
 from paceline.errors import ConfigTypeError
 
 _HEADER_BYTES = 8  # this rank's weight, as float64; codes need 4
-SMALLEST_WEIGHT = 1e-30  # of which float32 still holds the inverse
+_SMALLEST_WEIGHT = 1e-30  # of which float32 still holds the inverse
 
 _NAMES = ("float16", "bfloat16", "eight_bit", "top_k")
 FP16, BF16, EIGHT_BIT, TOP_K = (_core.ENCODINGS[name] for name in _NAMES)
@@ -103,7 +103,7 @@ class Codes:
             row: To be written.
         """
         error = self._error_for(bucket, parameters, sizes) if self._error_feedback else None
-        if weight < SMALLEST_WEIGHT:  # nobody looks at codes of weight 0, and the error waits
+        if weight < _SMALLEST_WEIGHT:  # nobody looks at codes of weight 0, and the error waits
             row[:_HEADER_BYTES] = 0
             return
         row[:_HEADER_BYTES].view(np.float64)[0] = weight

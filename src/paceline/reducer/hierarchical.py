@@ -36,7 +36,7 @@ from paceline.reducer.host_exchange import HostExchange, patience_s
 from paceline.reducer.hosts import HostsTransport, plan_route
 from paceline.reducer.pass_errors import shorten
 from paceline.reducer.pass_reports import RankReport, pack_bits, unpack_bits
-from paceline.reducer.plan import SEGMENT_ELEMENTS, Plan, pieces_of
+from paceline.reducer.plan import ALIGNMENT_BYTES, SEGMENT_ELEMENTS, Plan, pieces_of
 from paceline.reducer.protocol import PassStatus
 from paceline.reducer.reporting_reducer import ReportingReducer
 from paceline.reducer.sum_formats import CodedSums, PlainSums, SumFormat
@@ -244,6 +244,15 @@ class HierarchicalReducer(ReportingReducer):
         # All ranks see the same reports, and the same means.
         if any(report.nonfinite for report in self._reports) or self._core.has_overflow:
             self._gather_nonfinite()
+            if self.codes is not None:
+                self._clear_gaps()
+
+    def _clear_gaps(self) -> None:
+        """Codes may spread a NaN between parameters, where nothing would ever overwrite it."""
+        for offset, spec in zip(self._plan.offsets, self._plan.parameters):
+            end = offset + spec.nbytes
+            gap = min(-end % ALIGNMENT_BYTES, self._plan.arena_bytes - end)
+            ctypes.memset(self.arena_pointer + end, 0, gap)
 
     def _gather_nonfinite(self) -> None:
         """Learn which gradients are not finite, on which ranks. Collective."""

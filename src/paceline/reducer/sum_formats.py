@@ -19,12 +19,14 @@ import numpy as np
 from paceline import _core
 from paceline.collectives.ops import ReduceOp
 from paceline.errors import ConfigError
-from paceline.reducer.compression import BF16, EIGHT_BIT, FP16, SMALLEST_WEIGHT, TOP_K, Floats
+from paceline.reducer.compression import BF16, EIGHT_BIT, FP16, TOP_K, Floats
 from paceline.reducer.hosts import Route
 from paceline.reducer.plan import Plan, pieces_of
 
 ENCODINGS = {"bf16": BF16, "fp16": FP16, "int8": EIGHT_BIT, "topk": TOP_K}
 """What `compress_between_hosts` may be, and its number in the core (cpp/compression)."""
+
+_SMALLEST_WEIGHT = 2.0**-126  # of which float32 still holds the inverse
 
 
 def refuse_compression(owner: str, value: str, seen: str) -> NoReturn:
@@ -139,6 +141,7 @@ class CodedSums:
             self._parts.append(np.zeros(num_added if is_coded else 0, np.float32))
             self._firsts.append((route.share.start, part[0].start))
         most = max(len(piece) for route in routes for part in route.parts for piece in part)
+        self._pieces = self._by_parameter()
         self._rooms = np.empty((2, most), np.float32)
         self._rows = np.empty((num_hosts, most), np.float32)
 
@@ -149,13 +152,12 @@ class CodedSums:
         owner now, too: it becomes one of this host's share, as if all hosts weighed the same.
         """
         before._fold()
-        pieces = self._pieces_by_parameter()
         for index, spec in enumerate(self._plan.parameters):
             if spec.itemsize > 4 or not spec.numel:
                 continue
             whole = before.error_of(index)
             group.all_reduce(whole.ctypes.data, spec.numel, _core.DTYPES["float32"], ReduceOp.SUM)
-            for elements, error in pieces.get(index, ()):
+            for elements, error in self._pieces.get(index, ()):
                 error[:] = whole[elements]
 
     def error_of(self, index: int) -> Floats:
@@ -164,7 +166,7 @@ class CodedSums:
         That of sums over all hosts is left out.
         """
         whole: Floats = np.zeros(self._plan.parameters[index].numel, np.float32)
-        for elements, error in self._pieces_by_parameter().get(index, ()):
+        for elements, error in self._pieces.get(index, ()):
             whole[elements] = error
         return whole
 
@@ -174,7 +176,7 @@ class CodedSums:
             share[first_added - first :][: len(part)] += part * np.float32(self._num_hosts)
             part[:] = 0
 
-    def _pieces_by_parameter(self) -> dict[int, list[tuple[slice, Floats]]]:
+    def _by_parameter(self) -> dict[int, list[tuple[slice, Floats]]]:
         """Of each parameter the elements of which this rank sends the sums, and their errors."""
         found: dict[int, list[tuple[slice, Floats]]] = {}
         for number, (bucket, route, share) in enumerate(zip(self._plan.buckets, self._routes, self._shares)):
@@ -201,7 +203,7 @@ class CodedSums:
 
     def write(self, phase: int, bucket: int, elements: range, payload: int, weight: float) -> None:
         # Nobody looks at codes without a weight; the error waits.
-        if not self._is_coded[bucket] or not elements or weight < SMALLEST_WEIGHT:
+        if not self._is_coded[bucket] or not elements or weight < _SMALLEST_WEIGHT:
             return
         errors = (self._parts if phase else self._shares)[bucket]
         error = errors.ctypes.data + 4 * (elements.start - self._firsts[bucket][phase])
@@ -212,6 +214,6 @@ class CodedSums:
         if not self._is_coded[bucket]:
             return payload
         address = int(self._rows[row].ctypes.data)
-        counted = weight if weight >= SMALLEST_WEIGHT else 0.0
+        counted = weight if weight >= _SMALLEST_WEIGHT else 0.0
         _core.decode_mean(self._encoding, [payload], [counted], count, address)
         return address
