@@ -110,9 +110,8 @@ class Ours:
         wrapper.finish(step)
 
     def passes(self, wrapper: Any) -> int:
-        """How many passes of this wrapper were good so far; within a backward nothing public tells."""
-        passes = getattr(wrapper, "_passes", None)
-        return 0 if passes is None else passes.good_passes
+        """How many passes of this wrapper were good so far; a framework's own does not tell."""
+        return getattr(wrapper, "num_good_passes", 0)
 
     def iterate(self, wrapper: Any, batches: Sequence[int], step: Any) -> Iterator[int]:
         return wrapper.iterate(batches, step)  # type: ignore[no-any-return]

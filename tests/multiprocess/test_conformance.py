@@ -116,7 +116,9 @@ def test_accumulation_and_several_backwards(group: object, framework: str, view:
                 with wrapped.no_sync():
                     do.backward(do.loss(wrapped, own[:2]))
             local = do.gradients(model)
+            assert wrapped.num_good_passes == times - 1
             do.backward(do.loss(wrapped, own[2:]))
+            assert wrapped.num_good_passes == times
             assert not np.array_equal(local[0], do.gradients(model)[0])
             quarters = [reference.gradients(reference.initial(), part) for part in np.split(x, 4)]
             close(do.gradients(model), [times * sum(parts) / 2 for parts in zip(*quarters)])

@@ -16,7 +16,7 @@ from paddle import nn
 
 from paceline.paddle import internals, versions
 from paceline.paddle.link.arena import shared_places
-from paceline.paddle.passes import backward_calls
+from paceline.paddle.passes import graphs
 from paceline.reducer.plan import ParameterSpec, plan_buckets
 from tests.multiprocess.paddle_models import ranks
 
@@ -140,19 +140,19 @@ def test_sparse_rows_are_read_and_replaced(rank: int) -> None:
 
 @ranks(1, group=None)
 def test_every_backward_goes_through_one_function_and_grad_does_not(rank: int) -> None:
-    backward_calls.watch()
+    graphs.watch_backwards()
     layer, depths = nn.Linear(2, 2), []
     out = layer(paddle.ones([1, 2]))
-    internals.on_gradient(layer.weight, lambda: depths.append(backward_calls.calls.depth))
+    internals.on_gradient(layer.weight, lambda: depths.append(graphs.calls.depth))
     out.sum().backward(retain_graph=True)
     paddle.autograd.backward([out.sum()], retain_graph=True)
     x = paddle.ones([1, 2])
     x.stop_gradient = False
     out = layer(x)
-    out.register_hook(lambda gradient: depths.append(backward_calls.calls.depth))
+    out.register_hook(lambda gradient: depths.append(graphs.calls.depth))
     paddle.grad(out.sum(), [x])
     assert depths == [1, 1, 0], depths
-    assert backward_calls.calls.depth == 0
+    assert graphs.calls.depth == 0
 
 
 @ranks(1, group=None)
@@ -160,10 +160,10 @@ def test_an_error_at_the_end_of_backward_reaches_the_user_as_it_is(rank: int) ->
     def fail() -> None:
         raise KeyError("as it is")
 
-    backward_calls.watch()
+    graphs.watch_backwards()
     layer, ended = nn.Linear(2, 2), []
     armed = [fail, lambda: ended.append(True)]
-    internals.on_gradient(layer.bias, lambda: [backward_calls.at_end(end) for end in armed])
+    internals.on_gradient(layer.bias, lambda: [graphs.at_end(end) for end in armed])
     with pytest.raises(KeyError, match="as it is"):
         layer(paddle.ones([1, 2])).sum().backward()
     assert ended  # the other model's pass ended all the same

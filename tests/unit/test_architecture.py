@@ -310,6 +310,9 @@ def test_legends_keep_their_layout():
         assert not [each for each in drawn if each not in text], name
 
 
+REACHES_INTO_PASSES = re.compile(r"""\._passes\b|['"]_passes['"]""")
+
+
 def test_no_test_reaches_into_passes():
     """What a wrapped model does is asked by what users have, as `bucket_layout()`; else a change of its parts
     would change what is promised."""
@@ -318,9 +321,66 @@ def test_no_test_reaches_into_passes():
         for path in sorted((ROOT / "tests").rglob("*.py"))
         if path != Path(__file__)
         for number, line in enumerate(path.read_text().splitlines(), 1)
-        if re.search(r"\._passes\b", line)
+        if REACHES_INTO_PASSES.search(line)
     ]
     assert not wrong, "\n".join(wrong)
+    assert REACHES_INTO_PASSES.search('getattr(ddp, "_passes", None)')
+
+
+# Classes that are inherited from and made as well, and why.
+INHERITED_AND_MADE = {
+    "errors.PacelineError": "an exception: whoever catches it catches what inherits from it",
+    "errors.CollectiveError": "an exception",
+    "errors.ConfigError": "an exception",
+    "errors.ReplicaError": "an exception",
+    "data.sampler.DistributedSampler": "torch's name; users make it, and inherit from it as from torch's",
+    "paddle.ddp.parallel.DataParallel": "Paddle's name; torch's name for it is the same with other arguments",
+    "paddle.compression.Compression": "public for annotations; without an encoding nobody can make it",
+    "torch.compression.Compression": "public for annotations; without an encoding nobody can make it",
+    "paddle.link.calls.GroupCalls": "calls in memory, or of one rank, differ in how they begin",
+    "torch.link.transport.ProcessGroupTransport": "a transport with a hook reduces otherwise, and no more",
+}
+
+
+def spelled(node: ast.expr) -> str:
+    """The name of a class without its parameters: `link.Link` for `link.Link[Tensor]`."""
+    return ast.unparse(node.value if isinstance(node, ast.Subscript) else node)
+
+
+def inherited_and_made_in(path: Path) -> Iterator[set[str]]:
+    """Classes that the classes of a file inherit from, and those that it makes or shows to users.
+
+    Each by the module that defines it, as far as names tell: those of the file, and those that it imports.
+    """
+    tree = ast.parse(path.read_text(), str(path))
+    nodes = list(ast.walk(tree))
+    own = {node.name: module_of(path) for node in nodes if isinstance(node, ast.ClassDef)}
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    modules = {alias.asname or alias.name: node.module for node in imports for alias in node.names} | own
+    origins = {name: f"{module}.{name}".removeprefix("paceline.") for name, module in modules.items()}
+    bases = {spelled(base) for node in nodes if isinstance(node, ast.ClassDef) for base in node.bases}
+    called = {spelled(node.func) for node in nodes if isinstance(node, ast.Call)}
+    shown = {name for name in exports_of(path) if name[0].isupper()}
+    for names in (bases, called | shown):
+        yield {origins[name] for name in names if name in origins}
+
+
+def test_a_class_is_abstract_or_final():
+    """A class is inherited from, or it is made; a class that needs another one's work has that other one."""
+    inherited: set[str] = set()
+    made: set[str] = set()
+    for path in python_files():
+        some, others = inherited_and_made_in(path)
+        inherited |= some
+        made |= others
+    own = {
+        f"{module_of(path)}.{name}".removeprefix("paceline.")
+        for path in python_files()
+        for name in re.findall(r"^\s*class (\w+)", path.read_text(), re.M)
+    }
+    assert {"reducer.passes.Passes", "reducer.graphs.Graph"} <= made & own  # who makes a class is found
+    assert inherited & made & own == INHERITED_AND_MADE.keys()
+    assert "@final\nclass Passes(" in (PACKAGE / "reducer" / "passes.py").read_text()
 
 
 def test_only_passes_say_whether_the_pass_under_way_is_averaged():

@@ -19,7 +19,6 @@ from paceline.reducer.iteration_notes import (
     describe_writes,
     dropped_warning,
     places_to_sample,
-    sample,
 )
 from paceline.reducer.replica_check import Entry
 
@@ -53,7 +52,7 @@ def test_notes_are_of_what_was_done_since_the_pass_before() -> None:
 
 def test_without_a_count_the_sample_tells_whether_there_was_a_write() -> None:
     values = np.zeros(3)
-    notes = _core.IterationNotes(None, lambda: sample([values.ctypes.data], [values.nbytes]))
+    notes = _core.IterationNotes(None, lambda: _core.sample_all([values.ctypes.data], [values.nbytes]))
     for written in (0, 1, 0):
         notes.begin(0)
         values += written

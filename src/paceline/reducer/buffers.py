@@ -110,4 +110,5 @@ class BufferSync:
         # Counters and other integers have no mean.
         copied += [buffer for buffer in averaged if not buffer.is_floating_point()]
         self._link.broadcast(copied, active[0])
-        self._average(self._link, [buffer for buffer in averaged if buffer.is_floating_point()], active)
+        if averaged:
+            self._average(self._link, [buffer for buffer in averaged if buffer.is_floating_point()], active)

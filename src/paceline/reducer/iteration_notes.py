@@ -73,11 +73,6 @@ def places_to_sample(sizes: Sequence[int]) -> list[tuple[int, int, int]]:
     return places
 
 
-def sample(pointers: list[int], sizes: list[int]) -> int:
-    """A hash of a few bytes."""
-    return _core.sample_all(pointers, sizes)
-
-
 def describe_writes(notes: Sequence[Note]) -> str:
     """Ranks by how often their parameters were written to; "" if equally often.
 

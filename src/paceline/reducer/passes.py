@@ -17,7 +17,7 @@ import contextlib
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic
+from typing import Any, Generic, final
 
 from paceline import _core
 from paceline.errors import CollectiveError, ConfigError, ForkedError, PacelineError
@@ -186,6 +186,7 @@ class FreshGradients:
         return None if memory is None else _core.sample_all(*memory)
 
 
+@final
 class Passes(Generic[AnyAutograd]):
     """Averages the gradients of one model in each backward.
 

@@ -307,6 +307,19 @@ class WrappedModel:
     # --- what is known of its passes ---
 
     @property
+    def num_good_passes(self) -> int:
+        """How many synchronised backwards have replaced the gradients by their mean so far; 0 for one rank.
+
+        A backward counts when everything that belongs to it is done and it is about to return. Backwards in
+        `no_sync()` and backwards that raised do not count. In `finish()` and `join()`, each pass in which
+        this rank took part without data counts, and so does the last one, in which no rank has any left.
+
+        Example:
+            Two ranks have made three steps of two micro-batches, the first of each in `no_sync()`: 3 on both.
+        """
+        return 0 if self._passes is None else self._passes.good_passes
+
+    @property
     def waited_s(self) -> float:
         """Seconds that this rank has spent waiting for the others at the end of backward, in all passes."""
         return 0.0 if self._passes is None else self._passes.waited_s

@@ -16,7 +16,7 @@ import paddle
 from paddle.distributed.parallel import DataParallel as PaddleDataParallel
 from paddle.distributed.parallel import ParallelStrategy
 
-from paceline.paddle.passes.outputs import tensors_in
+from paceline.paddle.passes.graphs import tensors_in
 from paceline.reducer.wrapped_model import hide_inherited
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from paceline.paddle.link.peers import LonePeers, Peers, find_peers, known_excha
 from paceline.paddle.model.arguments import checked_group, checked_layer
 from paceline.paddle.model.config import DataParallelConfig, make_config
 from paceline.paddle.model.parameters import ManagedTensors
-from paceline.paddle.passes import backward_calls
+from paceline.paddle.passes.graphs import calls
 from paceline.paddle.passes.passes import GradientPasses, make_passes
 from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
 from paceline.reducer.comm_hooks import CommHook, agree_on_hook, check_callable, check_is_first
@@ -229,7 +229,7 @@ class DataParallel(WrappedModel, PaddleNames):
         """Run the wrapped model; where gradients will be needed, get ready to average them."""
         if self._passes is None or not paddle.is_grad_enabled():
             return self._layers(*inputs, **kwargs)
-        if backward_calls.calls.depth:  # recompute runs the model again, then backward
+        if calls.depth:  # recompute runs the model again, then backward
             output = self._layers(*inputs, **kwargs)
             self._passes.watch(output)
             return output

@@ -196,6 +196,16 @@ class HookLink:
         return _over(self._calls, arena, options, hook)
 
 
+def average_buffers(link: Link, buffers: Sequence[paddle.Tensor], active: Sequence[int]) -> None:
+    """Replace each buffer by its mean over the ranks `active`, summed in float32 or wider. Collective."""
+    with paddle.no_grad():
+        for buffer in buffers:
+            dtype = "float64" if buffer.dtype == paddle.float64 else "float32"
+            wide = buffer.astype(dtype).contiguous() * float(link.rank in active)
+            link.sum(wide)
+            paddle.assign((wide / len(active)).astype(buffer.dtype), buffer)
+
+
 def _over(
     calls: GroupCalls, arena: Arena, options: ReductionOptions, hook: BucketHook | None = None
 ) -> Reduction[paddle.Tensor]:

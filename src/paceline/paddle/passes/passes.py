@@ -18,15 +18,12 @@ import paddle
 
 from paceline import _core
 from paceline.errors import ConfigError, PacelineError
-from paceline.paddle.link.buffer_sync import average_buffers
-from paceline.paddle.link.link import Link
+from paceline.paddle.link.link import Link, average_buffers
 from paceline.paddle.model.config import DataParallelConfig
 from paceline.paddle.model.parameters import ManagedTensors
-from paceline.paddle.passes import backward_calls
-from paceline.paddle.passes.backward_calls import calls
+from paceline.paddle.passes import graphs
 from paceline.paddle.passes.gradients import Gradients
-from paceline.paddle.passes.hook_registration import listen
-from paceline.paddle.passes.outputs import may_hide_tensors, tensors_in
+from paceline.paddle.passes.graphs import calls, listen, may_hide_tensors, tensors_in
 from paceline.paddle.passes.replica_state import hash_model, make_sampler
 from paceline.paddle.passes.sparse import SparseMeans
 from paceline.paddle.passes.weights import PaddleWeights
@@ -72,7 +69,7 @@ class PaddleAutograd:
         """Once: hooks of Paddle stay, and call what `gradients.hand_over` holds then."""
         if not self._is_installed:
             self._is_installed = True
-            backward_calls.watch()
+            graphs.watch_backwards()
             listen(self, self._tensors.all_trainable)
 
     def share(self, indices: set[int]) -> None:
@@ -132,7 +129,7 @@ class PaddleAutograd:
             self._error = error
             self._listen(False)
             # The end of a pass raises it, too; but there may be none.
-            backward_calls.at_end(EndOfBackward(self.raise_kept, self._drop_kept))
+            graphs.at_end(EndOfBackward(self.raise_kept, self._drop_kept))
 
     def raise_kept(self) -> None:
         error = self._error
@@ -203,7 +200,7 @@ class PaddleAutograd:
         """Nothing."""
 
     def at_end(self, end: Callable[[], None]) -> None:
-        backward_calls.at_end(end, before=self._hand_over_postponed)
+        graphs.at_end(end, before=self._hand_over_postponed)
 
     def _hand_over_postponed(self) -> None:
         """Before any wrapped model ends its pass: the means must not become part of another one's."""

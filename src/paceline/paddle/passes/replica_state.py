@@ -9,7 +9,7 @@ import paddle
 
 from paceline import _core
 from paceline.paddle.model.parameters import nbytes
-from paceline.reducer.iteration_notes import places_to_sample, sample
+from paceline.reducer.iteration_notes import places_to_sample
 from paceline.reducer.replica_check import Entry, flattened, hash_of_plain
 
 
@@ -22,7 +22,7 @@ def make_sampler(parameters: Sequence[paddle.Tensor]) -> Callable[[], int]:
     def take() -> int:
         if not all(p.place.is_cpu_place() and nbytes(p) >= begin + size for p, begin, size in places):
             return 0
-        return sample([p.data_ptr() + begin for p, begin, _ in places], lengths)
+        return _core.sample_all([p.data_ptr() + begin for p, begin, _ in places], lengths)
 
     return take
 

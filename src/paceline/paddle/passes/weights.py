@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import paddle
 
 from paceline.paddle import internals
-from paceline.paddle.passes import backward_calls
+from paceline.paddle.passes import graphs
 from paceline.reducer.micro_batches import MicroBatchWeights
 from paceline.reducer.passes import PassState
 
@@ -38,7 +38,7 @@ class PaddleWeights(MicroBatchWeights):
 
     def watch_local(self) -> None:
         """An output of a forward in no_sync() has got its gradient: its backward begins."""
-        if not self._is_open and backward_calls.calls.depth:
+        if not self._is_open and graphs.calls.depth:
             self.begin()
 
     def _install(self) -> None:
@@ -58,14 +58,14 @@ class PaddleWeights(MicroBatchWeights):
                     gradient.scale_(factor)
 
     def _call_at_end(self, end: Callable[[], None]) -> None:
-        backward_calls.at_end(end)
+        graphs.at_end(end)
 
     def scale(self, number: int, gradient: paddle.Tensor | None) -> paddle.Tensor | None:
         """Runs before Paddle adds a gradient to that of a parameter, and in paddle.grad().
 
         None: backward leaves this parameter's gradient undefined. What it has is weighed all the same.
         """
-        if not backward_calls.calls.depth or (not self._is_open and self._is_foreign(number)):
+        if not graphs.calls.depth or (not self._is_open and self._is_foreign(number)):
             return None
         try:
             share = self._share_of_incoming()

@@ -20,7 +20,7 @@ from paceline.reducer.front_end import FrontEnd
 from paceline.reducer.graphs import Graph
 from paceline.reducer.link import Link
 from paceline.reducer.passes import Passes, PassState
-from paceline.torch.link.buffer_sync import average_buffers
+from paceline.torch.link.link import average_buffers
 from paceline.torch.model.compiling import untraced
 from paceline.torch.model.config import DDPConfig
 from paceline.torch.model.parameters import ManagedTensors

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from paceline import _core
-from paceline.reducer.iteration_notes import places_to_sample, sample
+from paceline.reducer.iteration_notes import places_to_sample
 from paceline.reducer.replica_check import Entry, flattened, hash_of_plain
 from paceline.torch.passes.gradient_hooks import HAS_EXCHANGE_API
 
@@ -31,7 +31,7 @@ def make_notes(parameters: Sequence[torch.Tensor]) -> _core.IterationNotes:
             if not parameter.is_cpu or not parameter.is_contiguous() or parameter.nbytes < begin + size:
                 return 0
             pointers.append(parameter.data_ptr() + begin)
-        return sample(pointers, lengths)
+        return _core.sample_all(pointers, lengths)
 
     return _core.IterationNotes(lambda: sum(parameter._version for parameter in counted), take_sample)
 
