@@ -219,6 +219,36 @@ def test_the_drawing_of_the_readme_has_the_same_layers_in_the_same_order():
     assert core.strip().startswith("C++ core ")
 
 
+def test_the_table_of_the_rooms_files_shows_the_folders():
+    section = DRAWINGS.read_text().partition("\n### The files of the rooms\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `([^`]+)` \| ([\w, ]+) \| (.+) \|$", section, re.M)
+    shown = [f"{each.lower()}/{name}" for name, frameworks, _ in rows for each in frameworks.split(", ")]
+    there = [
+        str(path.relative_to(PACKAGE))
+        for framework in ROOMS
+        for room in ("ddp", "passes", "link", "model")
+        for path in (PACKAGE / framework / room).glob("*.py")
+        if path.stem != "__init__"
+    ]
+    assert sorted(shown) == sorted(there)
+
+
+def test_the_table_of_what_a_framework_provides_shows_all_methods():
+    page = (ROOT / "docs" / "design" / "reducer.md").read_text()
+    section = page.partition("\n## What a framework provides\n")[2].partition("\n## ")[0]
+    rows = [row for row in section.splitlines() if row.startswith("| ")][1:]
+    shown = [name for row in rows for name in re.findall(r"`(\w+\.\w+)`", row.split("|")[2])]
+    asked = {
+        f"{node.name}.{method.name}"
+        for node in ast.parse((PACKAGE / "reducer" / "front_end.py").read_text()).body
+        if isinstance(node, ast.ClassDef) and node.name in ("Tensors", "Gradients", "Sparse", "Autograd")
+        for method in node.body
+        if isinstance(method, ast.FunctionDef)
+    }
+    assert len(rows) == 7
+    assert sorted(shown) == sorted(asked)
+
+
 @pytest.mark.parametrize("framework", ["torch", "paddle"])
 def test_only_the_front_end_imports_its_framework(framework):
     wrong = [
