@@ -196,13 +196,15 @@ class HookLink:
         return _over(self._calls, arena, options, hook)
 
 
-def average_buffers(link: Link, buffers: Sequence[paddle.Tensor], active: Sequence[int]) -> None:
+def average_buffers(
+    through: link.Link[paddle.Tensor], buffers: Sequence[paddle.Tensor], active: Sequence[int]
+) -> None:
     """Replace each buffer by its mean over the ranks `active`, summed in float32 or wider. Collective."""
     with paddle.no_grad():
         for buffer in buffers:
             dtype = "float64" if buffer.dtype == paddle.float64 else "float32"
-            wide = buffer.astype(dtype).contiguous() * float(link.rank in active)
-            link.sum(wide)
+            wide = buffer.astype(dtype).contiguous() * float(through.rank in active)
+            through.sum(wide)
             paddle.assign((wide / len(active)).astype(buffer.dtype), buffer)
 
 
