@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from paceline.bench import all_reduce, data, killed, memory, step
+from paceline.bench import all_reduce, data, killed, memory, start, step
 from paceline.bench.cli import register
 from paceline.bench.contest import Installation, Plan
 
@@ -63,7 +63,7 @@ def test_a_missing_matplotlib_is_told_before_anything_starts(monkeypatch, capsys
     assert "matplotlib" in capsys.readouterr().err
 
 
-LISTS = [bench.ENTRIES for bench in (all_reduce, killed, memory, data)] + list(step.ENTRIES.values())
+LISTS = [bench.ENTRIES for bench in (all_reduce, killed, memory, data, start)] + list(step.ENTRIES.values())
 
 
 @pytest.mark.parametrize("entries", LISTS)

@@ -35,6 +35,8 @@ def register(subparsers: Any) -> None:
     _add(benches, "features", _features, 30, "what find_unused_parameters and static_graph add to a step")
     _add(benches, "hook", _hook, 300, "what taking gradients adds to a backward on one rank", has_ranks=False)
     _add_data(benches)
+    what = "how long a program that wraps a model and ends takes, launcher and imports included"
+    _add(benches, "start", _start, 10, what, has_starts=False)
 
 
 def _add(
@@ -199,6 +201,12 @@ def _data(arguments: argparse.Namespace) -> int:
     from paceline.bench import data
 
     return _finish(data.run(_plan(arguments, data.ENTRIES), arguments.length), arguments)
+
+
+def _start(arguments: argparse.Namespace) -> int:
+    from paceline.bench import start
+
+    return _finish(start.run(_plan(arguments, start.ENTRIES)), arguments)
 
 
 Draw = Callable[["Report", Path], None]
