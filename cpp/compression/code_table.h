@@ -27,5 +27,8 @@ extern const CodecTable kCodecs;
 namespace avx512 {
 extern const CodecTable kCodecs;
 }
+namespace neon {
+extern const CodecTable kCodecs;
+}
 
 }  // namespace paceline

@@ -24,24 +24,33 @@ bool is_runnable(Isa isa) {
            __builtin_cpu_supports("avx512dq") &&
            __builtin_cpu_supports("avx512vl");
   }
+#elif defined(__aarch64__)
+  if (isa == Isa::kNeon) return true;
 #endif
   return false;
 }
 
+constexpr Isa kFromBest[] = {Isa::kAvx512, Isa::kAvx2, Isa::kNeon,
+                             Isa::kPortable};
+
 Isa highest_allowed() {
   const char* name = std::getenv("PACELINE_ISA");
-  if (name == nullptr || *name == '\0') return Isa::kAvx512;
-  for (const Isa isa : {Isa::kPortable, Isa::kAvx2, Isa::kAvx512}) {
+  if (name == nullptr || *name == '\0') return kFromBest[0];
+  for (const Isa isa : kFromBest) {
     if (std::strcmp(name, name_of(isa)) == 0) return isa;
   }
-  misuse(std::string("PACELINE_ISA must be portable, avx2 or avx512, not '") +
+  misuse(std::string(
+             "PACELINE_ISA must be portable, avx2, avx512 or neon, not '") +
          name + "'");
 }
 
 Isa find_best_isa() {
   const Isa highest = highest_allowed();
-  if (highest >= Isa::kAvx512 && is_runnable(Isa::kAvx512)) return Isa::kAvx512;
-  if (highest >= Isa::kAvx2 && is_runnable(Isa::kAvx2)) return Isa::kAvx2;
+  bool is_allowed = false;
+  for (const Isa isa : kFromBest) {
+    is_allowed |= isa == highest;
+    if (is_allowed && is_runnable(isa)) return isa;
+  }
   return Isa::kPortable;
 }
 

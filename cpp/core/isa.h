@@ -11,7 +11,7 @@
 
 namespace paceline {
 
-enum class Isa : uint8_t { kPortable = 0, kAvx2 = 1, kAvx512 = 2 };
+enum class Isa : uint8_t { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kNeon = 3 };
 
 /// As PACELINE_ISA and Python spell it; null: no such set.
 constexpr const char* name_of(Isa isa) {
@@ -22,12 +22,15 @@ constexpr const char* name_of(Isa isa) {
       return "avx2";
     case Isa::kAvx512:
       return "avx512";
+    case Isa::kNeon:
+      return "neon";
   }
   return nullptr;
 }
 
-/// The fastest set that this processor runs; PACELINE_ISA=portable|avx2|avx512
-/// lowers it; any other value is a Failure.
+/// The first of avx512, avx2, neon and portable that this processor runs.
+/// PACELINE_ISA names where to begin, and so lowers it; a value that names no
+/// set is a Failure.
 Isa best_isa();
 /// For tests: use `isa` from now on. False when this processor lacks it.
 bool set_isa(Isa isa);
@@ -37,7 +40,7 @@ Isa current_isa();
 /// no such set.
 template <class T>
 struct PerIsa {
-  T* versions[3];
+  T* versions[4];
 
   T& portable() const { return *versions[0]; }
   T& current() const { return *versions[static_cast<size_t>(current_isa())]; }
@@ -47,7 +50,11 @@ struct PerIsa {
 
 /// The versions of `name`, which each namespace has: what PerIsa holds.
 #if defined(__x86_64__)
-#define PACELINE_VERSIONS_OF(name) {&portable::name, &avx2::name, &avx512::name}
+#define PACELINE_VERSIONS_OF(name) \
+  {&portable::name, &avx2::name, &avx512::name, nullptr}
+#elif defined(__aarch64__)
+#define PACELINE_VERSIONS_OF(name) \
+  {&portable::name, nullptr, nullptr, &neon::name}
 #else
-#define PACELINE_VERSIONS_OF(name) {&portable::name, nullptr, nullptr}
+#define PACELINE_VERSIONS_OF(name) {&portable::name, nullptr, nullptr, nullptr}
 #endif

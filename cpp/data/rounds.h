@@ -36,5 +36,8 @@ void apply_rounds(const Digits& digits, const RoundKey* keys);
 namespace avx512 {
 void apply_rounds(const Digits& digits, const RoundKey* keys);
 }
+namespace neon {
+void apply_rounds(const Digits& digits, const RoundKey* keys);
+}
 
 }  // namespace paceline

@@ -47,5 +47,8 @@ extern const KernelTable kKernels;
 namespace avx512 {
 extern const KernelTable kKernels;
 }
+namespace neon {
+extern const KernelTable kKernels;
+}
 
 }  // namespace paceline

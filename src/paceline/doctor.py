@@ -45,7 +45,7 @@ _LEAST_SHM = 2**26
 _TESTED = {"torch": "2.13", "paddlepaddle": "3.3"}
 _SELF_TEST_S = 60.0
 _ELEMENTS = 1 << 16
-_ISA_WORDS = {"portable": "any processor", "avx2": "AVX2", "avx512": "AVX-512"}
+_ISA_WORDS = {"portable": "any processor", "avx2": "AVX2", "avx512": "AVX-512", "neon": "NEON"}
 _SLOW_CLOCKS = ("hpet", "acpi_pm", "jiffies")
 
 

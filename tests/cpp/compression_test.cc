@@ -7,10 +7,12 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "check.h"
 #include "core/isa.h"
+#include "hash/xxh64.h"
 #include "kernels/kernels.h"
 #include "ranks.h"
 #include "strange_floats.h"
@@ -18,7 +20,7 @@
 namespace paceline {
 namespace {
 
-constexpr Isa kIsas[] = {Isa::kPortable, Isa::kAvx2, Isa::kAvx512};
+constexpr Isa kIsas[] = {Isa::kPortable, Isa::kAvx2, Isa::kAvx512, Isa::kNeon};
 constexpr Encoding kEncodings[] = {Encoding::kFloat16, Encoding::kBFloat16,
                                    Encoding::kEightBit, Encoding::kTopK};
 constexpr size_t kCounts[] = {0, 1, 15, 255, 256, 257, 1003};
@@ -110,6 +112,36 @@ TEST(the_callers_floating_point_environment_changes_no_bit_and_stays) {
         CHECK(same);
         CHECK(kept);
       }
+    }
+  }
+  set_isa(best_isa());
+}
+
+// As in kernels_test.cc.
+constexpr std::pair<Encoding, uint64_t> kHashes[] = {
+    {Encoding::kFloat16, 0xe8ca0344e85da1e6},
+    {Encoding::kBFloat16, 0x7866599f392da0c3},
+    {Encoding::kEightBit, 0xa30e685e7c2001cf},
+};
+
+TEST(the_same_bits_on_every_instruction_set_of_every_architecture) {
+  std::vector<float> values(1003);
+  uint64_t state = 1;
+  for (float& value : values) {
+    state = state * 6364136223846793005u + 1442695040888963407u;
+    const auto bits = static_cast<uint32_t>(state >> 32);
+    std::memcpy(&value, &bits, sizeof(value));
+  }
+  for (const Isa isa : kIsas) {
+    if (!set_isa(isa)) continue;
+    for (const auto& [encoding, expected] : kHashes) {
+      const std::vector<float> results = all_results_of(encoding, values);
+      const uint64_t got =
+          xxh64(results.data(), results.size() * sizeof(float));
+      if (got != expected)
+        std::cerr << name_of(isa) << ", encoding " << static_cast<int>(encoding)
+                  << ": 0x" << std::hex << got << std::dec << '\n';
+      CHECK(got == expected);
     }
   }
   set_isa(best_isa());

@@ -4,17 +4,19 @@
 
 #include "kernels/kernels.h"
 
+#include <utility>
 #include <vector>
 
 #include "check.h"
 #include "core/isa.h"
+#include "hash/xxh64.h"
 #include "ranks.h"
 #include "strange_floats.h"
 
 namespace paceline {
 namespace {
 
-constexpr Isa kIsas[] = {Isa::kPortable, Isa::kAvx2, Isa::kAvx512};
+constexpr Isa kIsas[] = {Isa::kPortable, Isa::kAvx2, Isa::kAvx512, Isa::kNeon};
 // Odd lengths leave a tail behind every vector width.
 constexpr size_t kCounts[] = {0, 1, 15, 64, 1003};
 
@@ -115,6 +117,75 @@ TEST(the_callers_floating_point_environment_changes_no_bit_and_stays) {
       if (got != expected) std::cerr << floats.name << ": other bits\n";
       CHECK(got == expected);
       CHECK(kept);
+    }
+  }
+  set_isa(best_isa());
+}
+
+/// A hash of all results of one type: every op, over 1 to 9 ranks, weighted and
+/// not, with what the reductions saw. The inputs are random bits, so that there
+/// are infinities, NaNs and subnormals among them.
+uint64_t hash_of_results(DType dtype) {
+  constexpr size_t kCount = 1003;
+  constexpr int kRanks = 9;
+  const size_t nbytes = kCount * dtype_bytes(dtype);
+  uint64_t state = 1;
+  const auto random_byte = [&state] {
+    state = state * 6364136223846793005u + 1442695040888963407u;
+    return static_cast<unsigned char>(state >> 56);
+  };
+  std::vector<std::vector<unsigned char>> arrays(kRanks);
+  std::vector<const void*> inputs;
+  for (auto& array : arrays) {
+    for (size_t i = 0; i < nbytes; ++i) array.push_back(random_byte());
+    inputs.push_back(array.data());
+  }
+  const double weights[kRanks] = {0.1, 0.7, 0.2, 1, 3, 0, 0x1p-60, 17, 1e9};
+
+  std::vector<unsigned char> results;
+  const auto add = [&results](const void* data, size_t size) {
+    const auto* bytes = static_cast<const unsigned char*>(data);
+    results.insert(results.end(), bytes, bytes + size);
+  };
+  std::vector<unsigned char> result(nbytes);
+  void* outputs[] = {result.data()};
+  for (const ReduceOp op : {ReduceOp::kSum, ReduceOp::kMean, ReduceOp::kMin,
+                            ReduceOp::kMax, ReduceOp::kProduct}) {
+    for (int ranks = 1; ranks <= kRanks; ++ranks) {
+      for (const bool is_weighted : {false, true}) {
+        if (is_weighted && op != ReduceOp::kMean) continue;
+        ReduceStats stats;
+        reduce(dtype, op, inputs.data(), ranks, outputs, 1, kCount,
+               is_weighted ? weights : nullptr, &stats);
+        add(result.data(), nbytes);
+        add(&stats.squared_norm, sizeof(stats.squared_norm));
+        add(stats.nonfinite_ranks, sizeof(stats.nonfinite_ranks));
+      }
+    }
+  }
+  scale(dtype, result.data(), kCount, 2.0 / 3);
+  add(result.data(), nbytes);
+  return xxh64(results.data(), results.size());
+}
+
+// Of an x86-64 processor with AVX2: each architecture must give these, or jobs
+// on both of them would train other models.
+constexpr std::pair<DType, uint64_t> kHashes[] = {
+    {DType::kFloat32, 0xf8dc0ed2e1977f65},
+    {DType::kFloat64, 0xda2cc322de6b00fe},
+    {DType::kFloat16, 0x2ac4dddcf77c28d3},
+    {DType::kBFloat16, 0x9f1fc80618010297},
+};
+
+TEST(the_same_bits_on_every_instruction_set_of_every_architecture) {
+  for (const Isa isa : kIsas) {
+    if (!set_isa(isa)) continue;
+    for (const auto& [dtype, expected] : kHashes) {
+      const uint64_t got = hash_of_results(dtype);
+      if (got != expected)
+        std::cerr << name_of(isa) << ", " << name_of(dtype) << ": 0x"
+                  << std::hex << got << std::dec << '\n';
+      CHECK(got == expected);
     }
   }
   set_isa(best_isa());

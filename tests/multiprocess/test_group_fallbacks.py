@@ -73,7 +73,7 @@ def digest_of_means(group):
 
 def test_same_bits_on_every_instruction_set(monkeypatch):
     answers = []
-    for isa in ("portable", "avx2", "avx512"):
+    for isa in ("portable", "avx2", "avx512", "neon"):
         monkeypatch.setenv("PACELINE_ISA", isa)
         answers += run_ranks(digest_of_means, 3)
     assert answers[0][:2] == ("portable", 0)

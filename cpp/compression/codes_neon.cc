@@ -1,0 +1,2 @@
+#define PACELINE_ISA neon
+#include "compression/code_loops.h"

@@ -1,0 +1,2 @@
+#define PACELINE_ISA neon
+#include "data/round_loops.h"

@@ -1,0 +1,2 @@
+#define PACELINE_ISA neon
+#include "kernels/reduce_blocks.h"
