@@ -99,9 +99,10 @@ def channels():
 
 def kill(channel):
     """What the kernel does to the connections of a process that is killed."""
+    channel._is_closed = True  # its thread dies first, and says nothing any more
     for connection in list(channel._connections.values()):
-        connection.socket.shutdown(socket.SHUT_RDWR)
-    channel._is_closed = True
+        with contextlib.suppress(OSError):  # the thread has closed it already
+            connection.socket.shutdown(socket.SHUT_RDWR)
 
 
 class Waiter:

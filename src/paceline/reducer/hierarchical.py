@@ -100,7 +100,7 @@ class HierarchicalReducer(ReportingReducer):
         plan: The same on all ranks; with at least one bucket.
         hosts: The ranks.
         generation: Number of the plan, among those of one model.
-        encoding: Of sums between hosts, its number in the core; None: they go as they are.
+        encoding: How sums between hosts are encoded, by its number in the core; None: they go as they are.
         before: The codes of an earlier plan of the same model, whose errors are taken over; None: there
             are none.
 

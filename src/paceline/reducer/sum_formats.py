@@ -6,7 +6,7 @@ same numbers. What encoding took from a share stays with the rank that sends it,
 Words: a *share*, a *part*, a *piece* as in `hosts.py`; the *error* of a share is what its codes have not
 delivered yet, per unit of weight, so that it does not grow when the weights of ranks change.
 
-Imports numpy, the core, `errors` and its neighbours.
+Imports numpy, the core, `errors`, `collectives` and its neighbours.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class SumFormat(Protocol):
         Args:
             phase: The round.
             bucket: In the plan.
-            elements: Of the bucket, within this rank's share.
+            elements: A range of the bucket's elements, within this rank's share.
             payload: The address behind the message's header.
-            weight: Of the sums.
+            weight: The weight of this host's ranks together.
         """
         ...
 
@@ -110,7 +110,7 @@ class CodedSums:
     Args:
         encoding: Its number in the core.
         plan: The same on all ranks.
-        routes: Of this rank's share of each bucket.
+        routes: The way of this rank's share of each bucket.
         itemsizes: Bytes of an element of the sums of each bucket.
         host: Number of this rank's host.
         num_hosts: How many there are.
@@ -177,7 +177,7 @@ class CodedSums:
             part[:] = 0
 
     def _by_parameter(self) -> dict[int, list[tuple[slice, Floats]]]:
-        """Of each parameter the elements of which this rank sends the sums, and their errors."""
+        """For each parameter, the elements whose sums this rank sends, and their errors."""
         found: dict[int, list[tuple[slice, Floats]]] = {}
         for number, (bucket, route, share) in enumerate(zip(self._plan.buckets, self._routes, self._shares)):
             section = self._plan.sections[bucket.section]
