@@ -1,0 +1,67 @@
+"""Trains until something goes wrong, and tells when and what: `failing.py WHAT PATH`.
+
+Rank 3 is killed, or raises, where WHAT says so; else somebody outside does something. PATH is what
+`reduce_through` takes. Each rank prints lines of an event and the time, of a clock that all hosts share, and
+the error behind the last one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from paceline.errors import PacelineError
+from paceline.torch import DistributedDataParallel, init_process_group
+
+GUILTY = 3
+WARM_STEPS = 3
+PAUSED_STEPS = 400
+"""About 4 s of steps, in which somebody pauses a rank for one."""
+NOTICED = 7
+"""Exit status of a rank that raised because of another."""
+
+
+def say(event: str, text: str = "") -> None:
+    print(f"{event} {time.monotonic():.3f}\n{text}", end="", flush=True)
+
+
+def main() -> None:
+    what, path = sys.argv[1:]
+    torch.set_num_threads(1)
+    init_process_group("gloo", timeout=90)
+    rank = dist.get_rank()
+    model = DistributedDataParallel(nn.Linear(64, 64), reduce_through=path, timeout_s=60)
+    assert model.gradient_path == ("hosts" if path == "auto" else "group")
+    x = torch.ones(4, 64)
+    step = 0
+    try:
+        while what != "pause" or step < PAUSED_STEPS:
+            model.zero_grad()
+            model(x).square().mean().backward()
+            time.sleep(0.01)
+            step += 1
+            if step == WARM_STEPS:
+                say("warm")
+            if step == 2 * WARM_STEPS and rank == GUILTY:
+                if what == "kill":
+                    say("guilty")
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if what == "raise":
+                    say("guilty")
+                    raise ValueError("the cause")
+    except PacelineError as error:
+        say("noticed", f"{error}\n")
+        sys.exit(NOTICED)
+    say("done")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
