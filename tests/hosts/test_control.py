@@ -11,26 +11,18 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.hosts.listening import GUILTY
 from tests.hosts.namespaces import Hosts, why_not
+from tests.hosts.test_launchers import OPTIONS
 
 REASON = why_not()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 
-ROOT = Path(__file__).resolve().parents[2]
 LAYOUT = (0, 0, 1, 1)
 WITHIN_S = 120
-OPTIONS: dict[str, Any] = {
-    "cwd": ROOT,
-    "stdin": subprocess.DEVNULL,
-    "stdout": subprocess.PIPE,
-    "stderr": subprocess.STDOUT,
-    "text": True,
-}
 SOON_S = 3.0
 """A machine that does nothing else needs some milliseconds."""
 CUT_S = 6.0

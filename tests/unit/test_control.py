@@ -23,6 +23,7 @@ from paceline.rendezvous.control import allowed_silence_s, form_channel
 from paceline.rendezvous.frames import Frame, FrameStream, frame
 from paceline.rendezvous.handshake import Facts, Seal, misfit
 from paceline.rendezvous.secret import NO_SECRET, find_secret
+from paceline.rendezvous.told_failures import unpack_failure
 
 HOSTS = ((0, 1), (2, 3))
 SECRET = b"0123456789abcdef"
@@ -151,6 +152,23 @@ def test_what_a_rank_tells_of_another_one_names_the_host_of_that(channels):
     assert error.lost == (3,) and error.summary == "Rank 3 of 4 died."
     assert "SIGSEGV" in error.seen and "told by rank 2 on host node1" in error.seen
     assert "to blame: rank 3 on host node1 (pid 103)" in error.seen
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "{",
+        "[" * 990,
+        "[1]",
+        "{}",
+        '{"kind": "PeerLostError", "summary": "x", "fields": []}',
+        '{"kind": "SystemExit", "summary": "x", "fields": {}}',
+    ],
+    ids=lambda words: words[:30],
+)
+def test_words_of_a_stranger_are_shown_as_they_are(words):
+    told = PeerLostError("Rank 1 raised.", seen=f"between hosts: {words}", lost=(1,))
+    assert unpack_failure(told) is told
 
 
 def test_only_the_first_failure_counts(channels):

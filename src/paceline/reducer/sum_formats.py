@@ -70,7 +70,8 @@ class SumFormat(Protocol):
             bucket: In the plan.
             elements: A range of the bucket's elements, within this rank's share.
             payload: The address behind the message's header.
-            weight: The weight of this host's ranks together.
+            weight: The weight of the ranks whose values are in the sums: those of this host in the first
+                round, all ranks in the second.
         """
         ...
 

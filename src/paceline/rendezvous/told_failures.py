@@ -16,6 +16,7 @@ TOLD_BYTES = 1016
 """Most of such a text. It fits into what the ranks of a host tell each other."""
 _PREFIX = "between hosts: "
 _KINDS = {kind.__name__: kind for kind in (CollectiveError, PeerLostError, DeadlineError, MismatchError)}
+_FIELDS = ("lost", "late")
 _TOLD_RANKS = 32
 
 
@@ -32,7 +33,7 @@ def pack_failure(error: BaseException, rank: int) -> str:
     kind, fields = type(error).__name__, {}
     if kind in _KINDS and isinstance(error, CollectiveError):
         rows = {row: getattr(error, row) for row in ("summary", "where", "seen", "likely")}
-        ranks = {name: error.fields[name] for name in ("lost", "late") if name in error.fields}
+        ranks = {name: error.fields[name] for name in _FIELDS if name in error.fields}
         fields = {name: list(each)[:_TOLD_RANKS] for name, each in ranks.items()}
     else:
         kind, fields = "PeerLostError", {"lost": [rank]}
@@ -50,12 +51,19 @@ def unpack_failure(told: CollectiveError, by: str = "") -> CollectiveError:
     text = told.seen
     if not text.startswith(_PREFIX):
         return told
-    facts = json.loads(text[len(_PREFIX) :])
+    try:
+        facts = json.loads(text[len(_PREFIX) :])
+        kind, told_fields = _KINDS[facts["kind"]], facts["fields"].items()
+        summary = facts["summary"]
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        return told  # somebody else's words: shown as they are
     fields: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in facts["fields"].items()
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in told_fields
+        if name in _FIELDS
     }
-    return _KINDS[facts["kind"]](
-        facts["summary"],
+    return kind(
+        summary,
         where=facts.get("where", ""),
         seen="\n".join(filter(None, [facts.get("seen", ""), by])),
         likely=facts.get("likely", ""),
