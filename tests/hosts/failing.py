@@ -1,8 +1,8 @@
 """Trains until something goes wrong, and tells when and what: `failing.py WHAT PATH`.
 
 Rank 3 is killed, or raises, where WHAT says so; else somebody outside does something. PATH is what
-`reduce_through` takes. Each rank prints lines of an event and the time, of a clock that all hosts share, and
-the error behind the last one.
+`reduce_through` takes; with "torch", torch's own DDP trains. Each rank prints lines of an event and the time,
+of a clock that all hosts share, and the error behind the last one.
 """
 
 from __future__ import annotations
@@ -36,9 +36,14 @@ def main() -> None:
     torch.set_num_threads(1)
     init_process_group("gloo", timeout=90)
     rank = dist.get_rank()
-    model = DistributedDataParallel(nn.Linear(64, 64), reduce_through=path, timeout_s=60)
-    assert model.gradient_path == ("hosts" if path == "auto" else "group")
+    model: nn.Module
+    if path == "torch":
+        model = nn.parallel.DistributedDataParallel(nn.Linear(64, 64))
+    else:
+        model = ours = DistributedDataParallel(nn.Linear(64, 64), reduce_through=path, timeout_s=60)
+        assert ours.gradient_path == ("hosts" if path == "auto" else "group")
     x = torch.ones(4, 64)
+    failure = RuntimeError if path == "torch" else PacelineError  # all that torch raises
     step = 0
     try:
         while what != "pause" or step < PAUSED_STEPS:
@@ -55,8 +60,10 @@ def main() -> None:
                 if what == "raise":
                     say("guilty")
                     raise ValueError("the cause")
-    except PacelineError as error:
+    except failure as error:
         say("noticed", f"{error}\n")
+        if path == "torch":
+            os._exit(NOTICED)  # Gloo's threads would abort the process at its end
         sys.exit(NOTICED)
     say("done")
     dist.barrier()

@@ -1,0 +1,47 @@
+"""python -m tests.hosts.delays: how soon all ranks of two hosts know of a failure, beside torch's DDP."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+from tests.hosts.namespaces import Hosts
+from tests.hosts.test_failures import GUILTY, guilty_at, noticed, start
+
+PATHS = ("auto", "group", "torch")
+ROUNDS = 3
+
+
+def struck(what: str, path: str) -> float:
+    """Seconds from the fault of one rank to the error of the last of the others."""
+    with Hosts(2, "1gbit") as hosts:
+        ranks = start(hosts, what, path)
+        at = guilty_at(ranks[GUILTY])
+        return max(noticed(rank)[0] for rank in ranks[:GUILTY]) - at
+
+
+def cut(path: str) -> float:
+    """Seconds from the cut of the link to the error of the last rank."""
+    with Hosts(2, "1gbit") as hosts:
+        ranks = start(hosts, "cut", path)
+        at = time.monotonic()
+        hosts.cut(1)
+        return max(noticed(rank)[0] for rank in ranks) - at
+
+
+def main() -> None:
+    found: dict[tuple[str, str], list[float]] = {}
+    for _ in range(ROUNDS):  # each path in each round
+        for what in ("kill", "raise"):
+            for path in PATHS:
+                found.setdefault((what, path), []).append(struck(what, path))
+    for path in PATHS[:2] * 2:  # torch's own waits for its time-out, of 90 s here
+        found.setdefault(("cut", path), []).append(cut(path))
+    print("| fault | way | runs | median | smallest | largest |\n|---|---|--:|--:|--:|--:|")
+    for (what, path), seconds in found.items():
+        times = [f"{1000 * each:.0f} ms" for each in (statistics.median(seconds), min(seconds), max(seconds))]
+        print(f"| {what} | {path} | {len(seconds)} | {' | '.join(times)} |")
+
+
+if __name__ == "__main__":
+    main()
