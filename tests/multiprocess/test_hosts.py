@@ -292,6 +292,7 @@ def test_the_text_of_an_exception_reaches_the_other_host_at_once(rank, through):
     wrapped = DistributedDataParallel(net, timeout_s=90, reduce_through=through)
     for step in range(2):
         backward(wrapped, step, rank, 4)
+    torch.distributed.barrier()  # else the other host may still be in the pass that rank 3 has ended
     if rank == 3:
         error = ValueError("the cause")
         sys.excepthook(ValueError, error, None)  # as the interpreter would; the harness catches it
@@ -429,6 +430,7 @@ def test_an_interrupted_hook_is_told_to_all_hosts_at_once(rank, at, monkeypatch)
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
+    torch.distributed.barrier()  # else the other host may still be in the pass that rank 3 has ended
     if rank == 3:
         monkeypatch.setattr(HierarchicalReducer, at, interrupt)  # a signal comes here
     started = time.monotonic()
