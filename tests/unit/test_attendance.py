@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 
 from paceline.errors import RendezvousError
+from paceline.rendezvous import attendance
 from paceline.rendezvous.attendance import Arrival, attend, misfit
 
 
@@ -115,3 +116,16 @@ def test_who_is_missing_is_named_at_the_deadline():
 def test_nothing_speaks_against_ranks_that_are_not_all_there():
     assert misfit(arrival(0), []) is None
     assert misfit(arrival(0), [arrival(0), arrival(2)]) is None
+
+
+@pytest.mark.parametrize("call", ["add", "write", "read"])
+def test_a_store_that_does_not_answer_ends_at_the_deadline(call, monkeypatch):
+    """As torch's does while the process of rank 0 is stopped."""
+    monkeypatch.setattr(attendance, "_ANSWER_WITHIN_S", 0.5)
+    ledger, is_over = Memory(), threading.Event()
+    monkeypatch.setattr(ledger, call, lambda *_: is_over.wait(60))
+    with pytest.raises(RendezvousError, match="the store of this job does not answer") as caught:
+        attend(ledger, "start", arrival(1), 0.5)
+    is_over.set()
+    assert "rank 1 on host node0 (pid 101)" in str(caught.value)
+    assert "is stopped" in caught.value.likely

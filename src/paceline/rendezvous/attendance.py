@@ -2,7 +2,7 @@
 
 A framework that is told different world sizes, or the same rank twice, waits for somebody who will never
 come. Here each rank writes down who it is, reads what all have written, and judges it: all read the same, so
-all come to the same verdict. Imports errors, `roll_call` and the standard library.
+all come to the same verdict. Imports errors, `roll_call`, `deadline` and the standard library.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from dataclasses import asdict, dataclass
 from typing import Protocol
 
 from paceline.errors import RendezvousError, format_ranks
+from paceline.rendezvous.deadline import call_within
 from paceline.rendezvous.roll_call import Board
 
 _SHORTEST_NAP_S = 0.002
 _LONGEST_NAP_S = 0.05
 _LINGER_S = 2.0
+_ANSWER_WITHIN_S = 5.0  # after the deadline: by then a store that answers has let the rank say who is late
 _LONGEST_ARRIVAL = 4096  # characters
 
 
@@ -66,7 +68,7 @@ class Arrival:
 
 
 def attend(ledger: Ledger, prefix: str, own: Arrival, timeout_s: float) -> None:
-    """Wait until all ranks have come, and fit together. Collective; blocks at most `timeout_s`.
+    """Wait until all ranks have come, and fit together. Collective; blocks at most `timeout_s` and 5 s more.
 
     Args:
         ledger: Shared by all ranks.
@@ -76,15 +78,29 @@ def attend(ledger: Ledger, prefix: str, own: Arrival, timeout_s: float) -> None:
 
     Raises:
         RendezvousError: Two processes claim one rank, or expect different numbers of ranks, or are of
-            different jobs; a rank has not come in time; or something else has written into the ledger.
+            different jobs; a rank has not come in time; something else has written into the ledger; or the
+            ledger does not answer.
 
     Example:
         Rank 0 expects 2 ranks and rank 1 expects 3: both raise at once, and both hosts are named.
     """
+    arrivals: list[Arrival] = []
+    try:
+        # Calls of the ledger block for ever while the process that serves it is stopped.
+        call_within(
+            timeout_s + _ANSWER_WITHIN_S, lambda: _see_all_come(ledger, prefix, own, timeout_s, arrivals)
+        )
+    except TimeoutError:
+        raise _unanswered(own, arrivals, timeout_s) from None
+
+
+def _see_all_come(
+    ledger: Ledger, prefix: str, own: Arrival, timeout_s: float, arrivals: list[Arrival]
+) -> None:
+    """Append each rank that comes to `arrivals`, until all are there."""
     place = ledger.add(f"{prefix}/arrivals", 1)
     ledger.write(f"{prefix}/arrival/{place}", json.dumps(asdict(own)))
     deadline = time.monotonic() + timeout_s
-    arrivals: list[Arrival] = []
     nap_s = _SHORTEST_NAP_S
     while True:
         while (text := ledger.read(f"{prefix}/arrival/{len(arrivals) + 1}")) is not None:
@@ -184,6 +200,18 @@ def _late(own: Arrival, arrivals: Sequence[Arrival], timeout_s: float) -> Rendez
         likely="these ranks were not started, died, or cannot reach the address of rank 0",
         hint="look at their output; `timeout` gives them longer",
         missing=tuple(missing),
+    )
+
+
+def _unanswered(own: Arrival, arrivals: Sequence[Arrival], timeout_s: float) -> RendezvousError:
+    return RendezvousError(
+        f"Rank {own.rank} of {own.world_size} gave up after {timeout_s + _ANSWER_WITHIN_S:g} s: the store of "
+        "this job does not answer.",
+        where=f"{own.describe()}, before a group is formed",
+        seen=f"{len(arrivals)} of {own.world_size} ranks had come when it last answered",
+        likely="the process that serves it is stopped: rank 0, or torchrun's agent on the first host; or the "
+        "network does not reach that host any more",
+        hint="look at that process (state T in `ps`), and at the link to its host",
     )
 
 

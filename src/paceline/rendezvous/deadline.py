@@ -1,8 +1,10 @@
-"""A point in time until which one may wait. Imports only the standard library."""
+"""A point in time until which one may wait, also for calls that know none. Imports the standard library."""
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable
 
 
 class Deadline:
@@ -23,3 +25,27 @@ class Deadline:
 
     def is_over(self) -> bool:
         return self.left_s() == 0.0
+
+
+def call_within(seconds: float, function: Callable[[], object]) -> None:
+    """Call `function`, which may block for ever, in a thread, and wait for its end for some seconds.
+
+    Raises:
+        TimeoutError: It has not ended. The thread goes on, and nobody hears of its result.
+        BaseException: What `function` raised.
+    """
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="paceline-within", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise TimeoutError
+    if errors:
+        raise errors[0]

@@ -5,7 +5,7 @@ roll there, every rank that is in the same call sees that within a moment and an
 is missing. Ranks of one host also look whether the process of a missing rank is dead or stopped. While all
 goes well nothing is written but where each process is, once; the store is read only in calls that take long.
 
-Imports `errors`, `stacks` and the standard library.
+Imports `errors`, `stacks`, `deadline` and the standard library.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from paceline.errors import RendezvousError
+from paceline.rendezvous.deadline import call_within
 from paceline.stacks import STOPPED, process_state
 
 _QUIET_S = 0.1  # most calls are over by then
@@ -96,10 +97,9 @@ class Roll:
         self._calls = 0
         self._failures = 0  # what was written for one must not count for the next
         if board is not None:
-            with contextlib.suppress(
-                RuntimeError, TimeoutError
-            ):  # the call that follows will say what is wrong
-                _within(1.0, lambda: board.write(self.place_of(rank), f"{_host()}/{os.getpid()}"))
+            # If that fails, the call that follows will say what is wrong.
+            with contextlib.suppress(RuntimeError, TimeoutError):
+                call_within(1.0, lambda: board.write(self.place_of(rank), f"{_host()}/{os.getpid()}"))
 
     def place_of(self, rank: int) -> str:
         """The key at which a rank has written where it is."""
@@ -221,7 +221,7 @@ class RollCall:
         if board is None:
             return found
         try:
-            _within(_ANSWER_WITHIN_S + _LINGER_S + 1.0, lambda: found.extend(self._collect(board)))
+            call_within(_ANSWER_WITHIN_S + _LINGER_S + 1.0, lambda: found.extend(self._collect(board)))
         except TimeoutError:
             return found or self._holder("does not answer: it is stopped, or its host is")
         except RuntimeError:
@@ -286,22 +286,3 @@ def _host() -> str:
     """Equal where a process id means the same process."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot_id}/{os.stat('/proc/self/ns/pid').st_ino}"
-
-
-def _within(seconds: float, function: Callable[[], object]) -> None:
-    """Call `function` in a thread. Raises what it raises, or TimeoutError: it goes on then, unheard."""
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            function()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="paceline-roll-call", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
-        raise TimeoutError
-    if errors:
-        raise errors[0]
