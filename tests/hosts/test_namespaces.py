@@ -1,4 +1,4 @@
-"""Two hosts of two ranks over a real link: right gradients, and no byte more than has to cross it."""
+"""Hosts over real links: right gradients, and no byte more than has to cross it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ REASON = why_not()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 
 
-@pytest.mark.parametrize("layout", ["2x2 in turn", "3x1"])
+@pytest.mark.parametrize("layout", ["2x2 in turn", "3x1", "2+1"])
 def test_no_byte_crosses_the_network_twice(layout: str) -> None:
     found = measure(layout, "1gbit", 1_000_000, rounds=1, ways=("torch", "hosts"))  # checks the gradients
     least = floor_bytes(layout, found["nbytes"])
     sent = {way: each[0] for way, each in found["sent_bytes"].items()}
     assert 1.0 < sent["hosts"] / least < 1.08  # what exceeds is headers of packets and acknowledgements
-    if layout != "3x1":  # a ring over hosts of one rank is as good
+    if layout == "2x2 in turn":  # a ring over hosts of one rank is as good, and over 2+1 ranks nearly so
         assert sent["torch"] > 1.4 * least  # the counters count
 
 

@@ -44,12 +44,19 @@ BLOCKS = "block"
 ROUND_ROBIN = "round robin"
 ALONE = "alone"
 """Ranks of two per host, one after another or in turn; and one rank per host."""
+TWO_AND_ONE = (0, 0, 1)
+ONE_AND_THREE = (0, 1, 1, 1)
+"""The host of each rank. There only one rank of each host has a share: the first."""
+Layout = str | tuple[int, ...]
 
 
-def place(rank: int, layout: str = BLOCKS, num_hosts: int = 2) -> None:
+def place(rank: int, layout: Layout = BLOCKS, num_hosts: int = 2) -> None:
     """Say that this rank is on one of several hosts."""
     world_size = int(os.environ["WORLD_SIZE"])
-    number = {BLOCKS: rank * num_hosts // world_size, ROUND_ROBIN: rank % num_hosts, ALONE: rank}[layout]
+    if isinstance(layout, tuple):
+        number = layout[rank]
+    else:
+        number = {BLOCKS: rank * num_hosts // world_size, ROUND_ROBIN: rank % num_hosts, ALONE: rank}[layout]
     shared_memory._host_hint = lambda: (f"host {number}", shared_memory._Obstacle())
 
 
@@ -86,7 +93,16 @@ def digest(net: nn.Module) -> str:
 
 @pytest.mark.parametrize("in_arena", [False, True])
 @pytest.mark.parametrize(
-    "world_size, layout, num_hosts", [(4, BLOCKS, 2), (4, ROUND_ROBIN, 2), (2, ALONE, 2), (3, ALONE, 3)]
+    "world_size, layout, num_hosts",
+    [
+        (4, BLOCKS, 2),
+        (4, ROUND_ROBIN, 2),
+        (2, ALONE, 2),
+        (3, ALONE, 3),
+        (3, TWO_AND_ONE, 2),
+        (4, ONE_AND_THREE, 2),
+        (5, (0, 1, 1, 2, 2), 3),
+    ],
 )
 @ranks("world_size", group="gloo")
 def test_means_are_those_of_the_whole_batch(rank, world_size, layout, num_hosts, in_arena):
@@ -118,7 +134,12 @@ def test_weighted_means(rank, num_hosts):
 
 
 def train_some(
-    rank: int, layout: str | None, num_hosts: int, dtype: str, bucket_cap_mb: float = 0.02
+    rank: int,
+    layout: Layout | None,
+    num_hosts: int,
+    dtype: str,
+    bucket_cap_mb: float = 0.02,
+    bits: str = "world",
 ) -> list[str]:
     """Digests of the gradients of some passes. `layout` None: all ranks share one host."""
     if layout is not None:
@@ -127,6 +148,7 @@ def train_some(
     net = network().to(getattr(torch, dtype))
     wrapped = DistributedDataParallel(net, bucket_cap_mb=bucket_cap_mb)
     assert wrapped.gradient_path == ("memory" if layout is None else "hosts")
+    assert wrapped.bits == bits
     found = []
     for step in range(3):
         net.zero_grad()
@@ -144,6 +166,13 @@ def test_two_hosts_of_two_ranks_give_the_bits_of_one_host(dtype):
     assert len(set(map(tuple, one + two))) == 1
 
 
+def test_hosts_of_two_ranks_and_of_one_give_the_bits_of_one_host():
+    options = {"num_hosts": 2, "dtype": "float32"}
+    one = run_ranks(train_some, 3, {**options, "layout": None}, group="gloo")
+    two = run_ranks(train_some, 3, {**options, "layout": TWO_AND_ONE}, group="gloo")
+    assert len(set(map(tuple, one + two))) == 1
+
+
 def test_four_hosts_of_one_rank_give_the_bits_of_one_host():
     options = {"num_hosts": 4, "dtype": "float32"}
     one = run_ranks(train_some, 4, {**options, "layout": None}, group="gloo")
@@ -151,8 +180,9 @@ def test_four_hosts_of_one_rank_give_the_bits_of_one_host():
     assert len(set(map(tuple, one + four))) == 1
 
 
-def test_a_layout_gives_the_same_bits_on_all_ranks_in_all_runs_and_bucket_sizes():
-    options = {"layout": ROUND_ROBIN, "num_hosts": 2, "dtype": "float32"}
+@pytest.mark.parametrize("layout", [ROUND_ROBIN, ONE_AND_THREE])
+def test_a_layout_gives_the_same_bits_on_all_ranks_in_all_runs_and_bucket_sizes(layout):
+    options = {"layout": layout, "num_hosts": 2, "dtype": "float32", "bits": "layout"}
     first = run_ranks(train_some, 4, options, group="gloo")
     again = run_ranks(train_some, 4, {**options, "bucket_cap_mb": 25.0}, group="gloo")
     assert len(set(map(tuple, first + again))) == 1
@@ -201,9 +231,10 @@ class Branches(nn.Module):
         return out + (self.right(x).sum() if right else 0)
 
 
+@pytest.mark.parametrize("layout", [BLOCKS, ONE_AND_THREE])
 @ranks(4, group="gloo")
-def test_unused_parameters(rank):
-    place(rank)
+def test_unused_parameters(rank, layout):
+    place(rank, layout)
     wrapped = DistributedDataParallel(Branches())
     with pytest.raises(UnusedParameterError) as caught:
         wrapped(torch.ones(1, 3), left=True, right=rank != 3).backward()
@@ -217,9 +248,10 @@ def test_unused_parameters(rank):
         assert net.right.bias.grad is None
 
 
+@pytest.mark.parametrize("layout", [BLOCKS, ONE_AND_THREE])
 @ranks(4, group="gloo")
-def test_a_gradient_that_is_not_finite_is_named_on_all_ranks(rank):
-    place(rank)
+def test_a_gradient_that_is_not_finite_is_named_on_all_ranks(rank, layout):
+    place(rank, layout)
     net = network()
     wrapped = DistributedDataParallel(net, nonfinite="raise", bucket_cap_mb=0.01)
     backward(wrapped, 0, rank, 4)
@@ -233,9 +265,10 @@ def test_a_gradient_that_is_not_finite_is_named_on_all_ranks(rank):
     assert caught.value.overflowed == ("3.bias",) and not caught.value.nonfinite
 
 
+@pytest.mark.parametrize("layout", [BLOCKS, ONE_AND_THREE])
 @ranks(4, group="gloo")
-def test_a_skipped_backward_is_told_to_all_hosts(rank):
-    place(rank)
+def test_a_skipped_backward_is_told_to_all_hosts(rank, layout):
+    place(rank, layout)
     net = network()
     wrapped = DistributedDataParallel(net)
     backward(wrapped, 0, rank, 4)
@@ -264,10 +297,10 @@ def test_two_models_and_ranks_that_run_out_of_data(rank):
     first.finish()
 
 
-@pytest.mark.parametrize("through", ["auto", "group"])
+@pytest.mark.parametrize("through, layout", [("auto", BLOCKS), ("auto", ONE_AND_THREE), ("group", BLOCKS)])
 @ranks(4, group="gloo", dies={3: signal.SIGKILL})
-def test_a_rank_that_is_killed_is_named_on_the_other_host(rank, through):
-    place(rank)
+def test_a_rank_that_is_killed_is_named_on_the_other_host(rank, through, layout):
+    place(rank, layout)
     net = network()
     wrapped = DistributedDataParallel(net, timeout_s=90, reduce_through=through)
     for step in range(2):
@@ -284,10 +317,10 @@ def test_a_rank_that_is_killed_is_named_on_the_other_host(rank, through):
         backward(wrapped, 3, rank, 4)
 
 
-@pytest.mark.parametrize("through", ["auto", "group"])
+@pytest.mark.parametrize("through, layout", [("auto", BLOCKS), ("auto", ONE_AND_THREE), ("group", BLOCKS)])
 @ranks(4, group="gloo", dies={3: ValueError})
-def test_the_text_of_an_exception_reaches_the_other_host_at_once(rank, through):
-    place(rank)
+def test_the_text_of_an_exception_reaches_the_other_host_at_once(rank, through, layout):
+    place(rank, layout)
     net = network()
     wrapped = DistributedDataParallel(net, timeout_s=90, reduce_through=through)
     for step in range(2):
@@ -307,7 +340,7 @@ def test_the_text_of_an_exception_reaches_the_other_host_at_once(rank, through):
     assert "the cause" in str(caught.value) and caught.value.lost == (3,), str(caught.value)
 
 
-@pytest.mark.parametrize("layout, num_hosts", [(BLOCKS, 2), (ALONE, 4)])
+@pytest.mark.parametrize("layout, num_hosts", [(BLOCKS, 2), (ALONE, 4), (ONE_AND_THREE, 2)])
 @ranks(4, group="gloo", dies={3: signal.SIGKILL})
 def test_a_rank_that_does_not_come_is_named_at_the_deadline(rank, layout, num_hosts):
     place(rank, layout, num_hosts)
@@ -321,7 +354,7 @@ def test_a_rank_that_does_not_come_is_named_at_the_deadline(rank, layout, num_ho
     with pytest.raises(CollectiveError) as caught:
         backward(wrapped, 2, rank, 4)
     assert isinstance(caught.value, DeadlineError) and 3 in caught.value.late, str(caught.value)
-    if layout == BLOCKS:  # rank 2 shares memory with it, and tells the others
+    if layout != ALONE:  # rank 2 shares memory with it, and tells the others
         assert caught.value.late == (3,), str(caught.value)
     tell("raised", rank)
 
@@ -345,24 +378,12 @@ def test_a_message_of_another_pass_is_refused(rank, monkeypatch):
         assert numbers[1] == numbers[0] + 1
 
 
-@ranks(3, group="gloo")
-def test_hosts_of_different_sizes_use_the_group(rank):
-    number = 0 if rank < 2 else 1
-    shared_memory._host_hint = lambda: (f"host {number}", shared_memory._Obstacle())
-    net = network()
-    wrapped = DistributedDataParallel(net)
-    assert wrapped.gradient_path == "group"
-    backward(wrapped, 0, rank, 3)
-    for parameter, expected in zip(net.parameters(), in_one_process(0, 3), strict=True):
-        assert_allclose(parameter.grad, expected, rtol=1e-4, atol=1e-6)
-
-
 @ranks(4, group="gloo")
 def test_the_group_alone_on_demand(rank):
     place(rank)
     for options in ({"reduce_through": "group"}, {"skip_all_reduce_unused_params": True}):
         wrapped = DistributedDataParallel(network(), find_unused_parameters=True, **options)
-        assert wrapped.gradient_path == "group"
+        assert wrapped.gradient_path == "group" and wrapped.bits == "engine"
         backward(wrapped, 0, rank, 4)
 
 

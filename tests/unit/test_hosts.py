@@ -11,8 +11,17 @@ from hypothesis import strategies as st
 
 from paceline.collectives.failures import Reason, make_error, number_ranks
 from paceline.errors import DeadlineError, MismatchError, PeerLostError
-from paceline.reducer.hierarchical import is_regular
-from paceline.reducer.hosts import HEADER_BYTES, ONE_ROUND_BYTES, Header, add_in_order, plan_route, tag_of
+from paceline.reducer.hosts import (
+    HEADER_BYTES,
+    ONE_ROUND_BYTES,
+    Header,
+    add_in_order,
+    has_bits_of_one_host,
+    num_shares,
+    plan_route,
+    spoken_for,
+    tag_of,
+)
 from paceline.rendezvous.told_failures import pack_failure, unpack_failure
 
 
@@ -78,9 +87,47 @@ def test_tags_are_all_different() -> None:
     assert len(set(tags)) == len(tags)
 
 
-def test_hosts_that_can_share_the_work() -> None:
-    assert is_regular([[0], [1]]) and is_regular([[0, 2], [1, 3]])
-    assert not is_regular([[0, 1]]) and not is_regular([[0, 1], [2]])
+@given(st.lists(st.integers(1, 6), min_size=2, max_size=5))
+def test_every_rank_is_spoken_for_once(sizes: list[int]) -> None:
+    first = [sum(sizes[:host]) for host in range(len(sizes))]
+    hosts = [range(begin, begin + size) for begin, size in zip(first, sizes)]
+    shares = num_shares(hosts)
+    assert shares == min(sizes)
+    for host in hosts:
+        told = [spoken_for(host, place, shares) for place in range(shares)]
+        assert sorted(rank for ranks in told for rank in ranks) == list(host)
+        assert [ranks[0] for ranks in told] == list(host[:shares])
+
+
+@pytest.mark.parametrize(
+    "hosts",
+    [
+        [[0, 1], [2, 3]],
+        [[0], [1], [2]],
+        [[0, 1], [2]],
+        [[0, 1, 2, 3], [4, 5, 6]],
+        [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]],
+    ],
+)
+def test_aligned_blocks_have_the_bits_of_one_host(hosts: list[list[int]]) -> None:
+    assert has_bits_of_one_host(hosts)
+    assert sums_of(hosts) == sums_of([sorted(rank for host in hosts for rank in host)])
+
+
+@pytest.mark.parametrize(
+    "hosts", [[[0, 2], [1, 3]], [[0], [1, 2]], [[0, 1, 2], [3, 4, 5]], [[0, 1, 2, 3], [4, 5], [6, 7]]]
+)
+def test_other_layouts_have_bits_of_their_own(hosts: list[list[int]]) -> None:
+    assert not has_bits_of_one_host(hosts)
+    assert sums_of(hosts) != sums_of([sorted(rank for host in hosts for rank in host)])
+
+
+def sums_of(hosts: list[list[int]]) -> list[float]:
+    """Sums of numbers whose order of addition shows: in each host, then over the hosts."""
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((sum(map(len, hosts)), 200))
+    columns = [[add_in_order([float(rows[r][k]) for r in host]) for host in hosts] for k in range(200)]
+    return list(map(add_in_order, columns))
 
 
 @pytest.mark.parametrize(

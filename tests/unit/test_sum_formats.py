@@ -21,11 +21,18 @@ def plan_of(cap_bytes: int, order: tuple[int, ...] | None = None, dtype: str = "
     return plan_buckets(specs, bucket_cap_bytes=cap_bytes, first_bucket_bytes=cap_bytes, order=order)
 
 
-def sums_of(kind: str, plan: Plan, place: int = 0, num_ranks: int = 1, num_hosts: int = 2) -> CodedSums:
+def sums_of(
+    kind: str,
+    plan: Plan,
+    place: int = 0,
+    num_ranks: int = 1,
+    num_hosts: int = 2,
+    host_sizes: tuple[int, ...] | None = None,
+) -> CodedSums:
     itemsizes = [plan.sections[bucket.section].itemsize for bucket in plan.buckets]
     counts = [bucket.nbytes // itemsize for bucket, itemsize in zip(plan.buckets, itemsizes)]
     routes = [plan_route(n, size, place, num_ranks, num_hosts) for n, size in zip(counts, itemsizes)]
-    return CodedSums(ENCODINGS[kind], plan, routes, itemsizes, 0, num_hosts)
+    return CodedSums(ENCODINGS[kind], plan, routes, itemsizes, 0, host_sizes or (num_ranks,) * num_hosts)
 
 
 def values_at(address: int, count: int) -> np.ndarray:
@@ -92,6 +99,23 @@ def test_float64_goes_as_it_is():
     assert sums.room(0, 0, 4711) == 4711 == sums.read(0, 100, 4711, 2.0, 1)
 
 
+@pytest.mark.parametrize("host_sizes", [(1, 1, 1), (4, 2, 2), (1, 3, 2)])
+def test_an_error_of_the_sums_of_all_hosts_keeps_its_size_on_hosts_of_any_sizes(host_sizes):
+    rng = np.random.default_rng(2)
+    sums = sums_of("topk", plan_of(1 << 20), num_hosts=3, host_sizes=host_sizes)
+    (route,) = sums._routes
+    part = route.part_of(0)
+    for phase, pieces in enumerate(([p for part in route.parts for p in part], part)):
+        for piece in pieces:
+            send(sums, phase, 0, piece, rng.standard_normal(len(piece)).astype(np.float32), 1.0)
+    weight = host_sizes[0] / sum(host_sizes)  # of this host in the mean of all
+    place = slice(part[0].start - route.share.start, part[-1].stop - route.share.start)
+    wanted = weight * sums._shares[0]
+    wanted[place] += sums._parts[0]
+    sums._fold()
+    np.testing.assert_allclose(weight * sums._shares[0], wanted, rtol=1e-5, atol=1e-6)
+
+
 class HostOfTwo:
     """The memory of a host: adds what the other rank has of the same parameter."""
 
@@ -134,3 +158,18 @@ def test_errors_go_to_the_ranks_that_send_the_values_now(num_hosts):
         first, second = (sums.error_of(index) for sums in new)
         assert not (first * second).any()  # each value has one sender
         assert_array_equal(first + second, wanted[index])
+
+
+def test_a_rank_without_a_share_takes_part_when_errors_move():
+    old = sums_of("topk", plan_of(1 << 20))
+    send(old, 0, 0, range(700), np.linspace(-1, 1, 700).astype(np.float32), 1.0)
+    plan = plan_of(20_000)
+    itemsizes = [4] * len(plan.buckets)
+    none = CodedSums(ENCODINGS["topk"], plan, [], itemsizes, 0, (2, 1))
+    none.take_over(CodedSums(ENCODINGS["topk"], plan, [], itemsizes, 0, (2, 1)), HostOfTwo(old))
+    assert not any(none.error_of(index).any() for index in range(len(SIZES)))
+    new = sums_of("topk", plan)
+    new.take_over(old, HostOfTwo(none))
+    for index in range(len(SIZES)):
+        assert_array_equal(new.error_of(index), old.error_of(index))
+    assert any(new.error_of(index).any() for index in range(len(SIZES)))

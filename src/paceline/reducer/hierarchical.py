@@ -2,7 +2,8 @@
 
 The one idea: the rank with local rank l has the same *share* of each bucket on every host. It sums that
 over its host's ranks, exchanges the sum with its partners, and writes the mean into the arenas of all ranks
-of its host. So each byte crosses the network as seldom as it can, over the connections of all ranks.
+of its host. So each byte crosses the network as seldom as it can, over the connections of all ranks that have
+a share: as many on each host as the smallest host has ranks.
 
 Steps of a pass, for H hosts of L ranks
 1. A parameter is marked ready. Buckets that became complete on this rank are posted; those that all ranks of
@@ -10,13 +11,15 @@ Steps of a pass, for H hosts of L ranks
 2. At the end places of unmarked parameters are cleared and the remaining buckets posted and launched. Every
    rank launches the same buckets in every pass, whatever its backward did.
 3. What this rank tells of its pass travels beside its share of the last bucket, and comes to the partner, who
-   lays it where all ranks of his host read it. So the verdict takes no further round. Only if some rank tells
-   of gradients that are not finite, a second exchange tells which.
+   lays it where all ranks of his host read it. So the verdict takes no further round. A rank without a share
+   writes it into the memory of its host before it posts the last bucket, and another one sends both. Only if
+   some rank tells of gradients that are not finite, a second exchange tells which.
 Sums are undivided, and each message tells its host's weight: the mean is divided once, by the total.
 
 Bits: over hosts sums are added up in the order of the hosts' lowest ranks, over the ranks of a host in rank
-order, both as a binary tree. Hosts that hold aligned blocks of 2**k ranks give the bits of one host; others
-the same bits on every rank, in every run, for every bucket size.
+order, both as a binary tree. Where both together are the tree of one host (`hosts.has_bits_of_one_host`; for
+example aligned blocks of 2**k ranks), the bits are those of one host; else the same on every rank, in every
+run of this layout, for every bucket size.
 
 Imports the core, rendezvous, `errors`, the standard library and its neighbours.
 """
@@ -26,14 +29,15 @@ from __future__ import annotations
 import ctypes
 import struct
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from paceline import _core
 from paceline.errors import CollectiveError
+from paceline.reducer.bystander import Bystander
 from paceline.reducer.host_exchange import HostExchange, patience_s
-from paceline.reducer.hosts import HostsTransport, plan_route
+from paceline.reducer.hosts import HostsTransport, num_shares, plan_route, spoken_for
 from paceline.reducer.pass_errors import shorten
 from paceline.reducer.pass_reports import RankReport, pack_bits, unpack_bits
 from paceline.reducer.plan import ALIGNMENT_BYTES, SEGMENT_ELEMENTS, Plan, pieces_of
@@ -55,9 +59,9 @@ class Hosts:
     Attributes:
         rank: The number of this process.
         world_size: Number of ranks.
-        ranks: The ranks of each host, in order; hosts in the order of their lowest ranks. All of one size.
+        ranks: The ranks of each host, in order; hosts in the order of their lowest ranks.
         group: The memory of this host.
-        transport: To the partners.
+        transport: To the partners of this rank; None: it has no share.
         control: Tells all ranks of a failure of one.
         gather: Payloads of all ranks, by rank, of any lengths. Collective; only for what is unusual.
         timeout_s: Most seconds of one wait.
@@ -67,7 +71,7 @@ class Hosts:
     world_size: int
     ranks: tuple[tuple[int, ...], ...]
     group: _core.HostGroup
-    transport: HostsTransport
+    transport: HostsTransport | None
     control: ControlChannel
     gather: Callable[[bytes], list[bytes]]
     timeout_s: float
@@ -80,17 +84,7 @@ class Hosts:
     @property
     def own_ranks(self) -> tuple[int, ...]:
         """The ranks of this host."""
-        return self.ranks[self.transport.host]
-
-
-def is_regular(ranks: Sequence[Sequence[int]]) -> bool:
-    """Whether these hosts can share the work: there are several, with as many ranks each.
-
-    Example:
-        >>> is_regular([[0, 1], [2, 3]]), is_regular([[0, 1], [2]])
-        (True, False)
-    """
-    return len(ranks) > 1 and len({len(host) for host in ranks}) == 1
+        return next(ranks for ranks in self.ranks if self.rank in ranks)
 
 
 class HierarchicalReducer(ReportingReducer):
@@ -135,7 +129,11 @@ class HierarchicalReducer(ReportingReducer):
         self._found: set[tuple[int, int]] = set()  # (rank, parameter), not finite in this rank's shares
         self._not_finite: set[int] = set()  # parameters whose mean is not, in this rank's shares
         self.codes: CodedSums | None = None
-        self._exchange = self._make_exchange(generation, encoding, before)
+        self._own_ranks = hosts.own_ranks
+        place, shares = self._own_ranks.index(hosts.rank), num_shares(hosts.ranks)
+        self._has_share = place < shares
+        self._spoken_for = spoken_for(self._own_ranks, place, shares)[1:]
+        self._exchange = self._make_exchange(place, shares, generation, encoding, before)
         weakref.finalize(self, self._exchange.stop)
         self._begin_pass()
 
@@ -151,7 +149,7 @@ class HierarchicalReducer(ReportingReducer):
 
     def waiting_ranks(self) -> list[int]:
         """The ranks of this host that wait: of the others nobody knows."""
-        return [self._hosts.own_ranks[place] for place in self._core.waiting_ranks()]
+        return [self._own_ranks[place] for place in self._core.waiting_ranks()]
 
     def _squared_norm(self) -> float:
         """Computed when asked, segment by segment as on one host: the same bits."""
@@ -195,7 +193,9 @@ class HierarchicalReducer(ReportingReducer):
             self._missing[number] -= 1
             if not self._missing[number]:
                 self._note_complete_bucket()
-                self._core.post(number)
+                # Whoever sends the report of a rank without a share finds it once the last one is complete.
+                if self._has_share or number < len(self._missing) - 1:
+                    self._core.post(number)
 
     def _launch_complete(self) -> None:
         """Launch buckets in order, but for the last one, which carries what the end of the pass tells."""
@@ -229,9 +229,12 @@ class HierarchicalReducer(ReportingReducer):
             report = self._report(status, unused, allow_unused, nonfinite=len(self._found))
             packed = report.pack() + pack_bits(unused, len(self._marked))
             self._core.write_slot(self._hosts.rank, packed)
-            return packed
+            return b"".join([packed, *map(self._core.read_slot, self._spoken_for)])
 
         last = len(self._missing) - 1
+        if not self._has_share:
+            make_report()
+            self._core.post(last)
         for bucket in range(self._next, last + 1):
             self._core.wait_complete(bucket)
             self._launch(bucket, make_report if bucket == last else None)
@@ -273,7 +276,7 @@ class HierarchicalReducer(ReportingReducer):
         """Find out whose gradient of which parameter it is; before the means overwrite them."""
         for index, part in self._pieces(bucket, elements):
             for place in self._core.find_nonfinite(bucket, part.start, len(part)):
-                self._found.add((self._hosts.own_ranks[place], index))
+                self._found.add((self._own_ranks[place], index))
 
     def _note_overflow(self, bucket: int, elements: range) -> None:
         """A mean's norm is not finite; its squares alone may have overflowed. Called by another thread."""
@@ -298,21 +301,26 @@ class HierarchicalReducer(ReportingReducer):
 
     # --- failures ---
 
-    def _make_exchange(self, generation: int, encoding: int | None, before: CodedSums | None) -> HostExchange:
+    def _make_exchange(
+        self, place: int, shares: int, generation: int, encoding: int | None, before: CodedSums | None
+    ) -> HostExchange | Bystander:
         hosts, plan = self._hosts, self._plan
-        place = hosts.own_ranks.index(hosts.rank)
         itemsizes = [max(4, plan.sections[bucket.section].itemsize) for bucket in plan.buckets]
         counts = [bucket.nbytes // plan.sections[bucket.section].itemsize for bucket in plan.buckets]
-        num_hosts = len(hosts.ranks)
         routes = [
-            plan_route(count, itemsize, place, len(hosts.own_ranks), num_hosts)
+            plan_route(count, itemsize, place, shares, len(hosts.ranks))
             for count, itemsize in zip(counts, itemsizes)
+            if self._has_share
         ]
         sums: SumFormat = PlainSums(itemsizes)
         if encoding is not None:
-            sums = self.codes = CodedSums(encoding, plan, routes, itemsizes, hosts.transport.host, num_hosts)
+            host = hosts.ranks.index(self._own_ranks)
+            host_sizes = [len(ranks) for ranks in hosts.ranks]
+            sums = self.codes = CodedSums(encoding, plan, routes, itemsizes, host, host_sizes)
             if before is not None:
                 self.codes.take_over(before, hosts.group)
+        if hosts.transport is None:
+            return Bystander(self._core, hosts.group, hosts.control, hosts.rank)
         me = weakref.ref(self)
 
         def note_overflow(bucket: int, elements: range) -> None:
@@ -327,6 +335,7 @@ class HierarchicalReducer(ReportingReducer):
             hosts.control,
             routes=routes,
             sums=sums,
+            reporting=[spoken_for(ranks, place, shares) for ranks in hosts.ranks],
             report_bytes=RankReport.NBYTES + self._bits_bytes,
             generation=generation,
             who=hosts.who,

@@ -101,7 +101,8 @@ class HostExchange:
         control: Tells all ranks of a failure of one.
         routes: The way of this rank's share of each bucket.
         sums: How they stand in messages.
-        report_bytes: Size of what travels beside the last bucket.
+        reporting: The ranks whose reports travel beside the last bucket, of each host.
+        report_bytes: Size of one report.
         generation: Number of the plan.
         who: This rank in words: "rank 1 of 4".
         where: A bucket in words, by number.
@@ -121,6 +122,7 @@ class HostExchange:
         *,
         routes: Sequence[Route],
         sums: SumFormat,
+        reporting: Sequence[Sequence[int]],
         report_bytes: int,
         generation: int,
         who: str,
@@ -131,7 +133,7 @@ class HostExchange:
         self.failure: BaseException | None = None
         self._core, self._group, self._transport, self._control = core, group, transport, control
         self._routes, self._sums = routes, sums
-        self._report_bytes = report_bytes
+        self._reporting, self._report_bytes = reporting, report_bytes
         self._generation = generation
         self._who, self._where = who, where
         self._timeout_s, self._patience_s = timeout_s, patience_s(timeout_s)
@@ -236,7 +238,7 @@ class HostExchange:
     def _receive(
         self, flight: _Flight, host: int, phase: int, piece: int, elements: range, has_report: bool
     ) -> tuple[Message, Transfer]:
-        message = flight.take(self._message_bytes(flight.bucket, elements, has_report))
+        message = flight.take(self._message_bytes(flight.bucket, elements, host if has_report else None))
         Header.clear(message)
         return message, self._begin(self._transport.receive, flight, host, phase, piece, message)
 
@@ -252,7 +254,9 @@ class HostExchange:
         for part, pieces in enumerate(flight.route.parts):
             for piece, elements in enumerate(pieces):
                 has_report = make_report is not None and piece == len(pieces) - 1
-                message = flight.take(self._message_bytes(bucket, elements, has_report))
+                message = flight.take(
+                    self._message_bytes(bucket, elements, self._host if has_report else None)
+                )
                 flight.own[part].append(message)
                 payload = _payload(message)
                 room = self._sums.room(0, bucket, payload)
@@ -267,7 +271,7 @@ class HostExchange:
             report = np.frombuffer(make_report(), np.uint8)
             for part, piece in waiting:
                 message = flight.own[part][piece]
-                message[-self._report_bytes :] = report
+                message[-len(report) :] = report
                 self._send(flight, part, 0, piece, message)
 
     def _send(self, flight: _Flight, part: int, phase: int, piece: int, message: Message) -> None:
@@ -350,20 +354,25 @@ class HostExchange:
                 elif header.weight != flight.weights[other]:
                     raise self._mismatch(other, header, f"weight {flight.weights[other]}")
                 if flight.has_report and piece == len(mine) - 1:
-                    report = message[-self._report_bytes :].tobytes()
-                    self._core.write_slot(self._transport.ranks[other], report)
+                    self._take_reports(other, message)
                 sums.append(self._read(flight, message, elements, other))
             if piece == 0:
                 total = add_in_order(flight.weights)
             if flight.route.is_one_round:
                 self._publish(bucket, elements, sums, total)
             else:
-                added = flight.take(self._message_bytes(bucket, elements, False))
+                added = flight.take(self._message_bytes(bucket, elements))
                 payload = _payload(added)
                 self._core.add_sums(bucket, sums, len(elements), self._sums.room(1, bucket, payload))
                 self._sums.write(1, bucket, elements, payload, total)
                 flight.added.append(added)
                 self._send(flight, host, 1, piece, added)
+
+    def _take_reports(self, host: int, message: Message) -> None:
+        """Lay what the ranks of a host tell of their pass where all ranks of this one read it."""
+        reports = message[-self._reports_bytes(host) :].reshape(-1, self._report_bytes)
+        for rank, report in zip(self._reporting[host], reports, strict=True):
+            self._core.write_slot(rank, report.tobytes())
 
     def _second_round(self, flight: _Flight) -> None:
         bucket, total = flight.bucket, add_in_order(flight.weights)
@@ -481,16 +490,21 @@ class HostExchange:
 
     # --- sizes ---
 
-    def _message_bytes(self, bucket: int, elements: range, has_report: bool) -> int:
-        report = self._report_bytes if has_report else 0
-        return HEADER_BYTES + self._sums.nbytes(bucket, len(elements)) + report
+    def _message_bytes(self, bucket: int, elements: range, reporting: int | None = None) -> int:
+        """`reporting`: The host whose ranks' reports it has; None: it has none."""
+        reports = 0 if reporting is None else self._reports_bytes(reporting)
+        return HEADER_BYTES + self._sums.nbytes(bucket, len(elements)) + reports
+
+    def _reports_bytes(self, host: int) -> int:
+        return len(self._reporting[host]) * self._report_bytes
 
     def _bytes_of(self, bucket: int) -> int:
         """All messages of a bucket, with a report behind each that may have one."""
         route = self._routes[bucket]
+        most = max(range(self._num_hosts), key=self._reports_bytes)
 
         def size(pieces: Sequence[range]) -> int:
-            return sum(_aligned(self._message_bytes(bucket, piece, True)) for piece in pieces)
+            return sum(_aligned(self._message_bytes(bucket, piece, most)) for piece in pieces)
 
         mine, everything = size(route.part_of(self._host)), sum(map(size, route.parts))
         if route.is_one_round:

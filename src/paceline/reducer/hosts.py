@@ -2,7 +2,8 @@
 
 Words
   share    the part of each bucket that one rank of a host sums and exchanges with its *partners*, the ranks
-           of the same place on the other hosts
+           of the same place on the other hosts. There are as many as the smallest host has ranks; further
+           ranks of a larger host have none
   part     of a share, what one host sums for all, where there are more than two hosts
   piece    of a share or a part, what one message holds
   round    one step of an exchange; every host sends to every other in each
@@ -22,14 +23,16 @@ Imports numpy and the standard library.
 
 from __future__ import annotations
 
+import operator
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+_Item = TypeVar("_Item")
 Message = np.ndarray[Any, np.dtype[np.uint8]]
 """The bytes of one message: header, payload, and a report behind it or none."""
 
@@ -193,7 +196,7 @@ def plan_route(
         count: Elements of the bucket.
         itemsize: Bytes of an element of a sum.
         place: Number of the rank in its host.
-        num_ranks: How many the host has, and each other.
+        num_ranks: How many have a share, on each host.
         num_hosts: At least 2.
         piece_bytes: Most of one message.
 
@@ -208,6 +211,50 @@ def plan_route(
     return Route(share, tuple(_pieces(part, most) for part in parts))
 
 
+def num_shares(ranks: Sequence[Sequence[int]]) -> int:
+    """How many ranks of each host have a share, where these are the ranks of the hosts.
+
+    Example:
+        >>> num_shares([[0, 1], [2]])
+        1
+    """
+    return min(map(len, ranks))
+
+
+def spoken_for(ranks: Sequence[int], place: int, shares: int) -> tuple[int, ...]:
+    """The ranks of a host whose reports travel beside the share of one place: its own, and some without one.
+
+    Args:
+        ranks: The ranks of the host.
+        place: Below `shares`.
+        shares: See `num_shares`.
+
+    Example:
+        >>> spoken_for([4, 5, 6], place=0, shares=2)
+        (4, 6)
+    """
+    return tuple(ranks[place::shares])
+
+
+def has_bits_of_one_host(ranks: Sequence[Sequence[int]]) -> bool:
+    """Whether sums in each host, and then over the hosts, are the sums of one host with all the ranks.
+
+    Args:
+        ranks: The ranks of each host, in order; hosts in the order of their lowest ranks.
+
+    Example:
+        >>> has_bits_of_one_host([[0, 1], [2, 3]]), has_bits_of_one_host([[0, 2], [1, 3]])
+        (True, False)
+        >>> has_bits_of_one_host([[0, 1], [2]]), has_bits_of_one_host([[0], [1, 2]])
+        (True, False)
+    """
+
+    def tree(leaves: Sequence[object]) -> object:
+        return _join_in_order(leaves, lambda left, right: (left, right))
+
+    return tree([tree(host) for host in ranks]) == tree(range(sum(map(len, ranks))))
+
+
 def add_in_order(numbers: Sequence[float]) -> float:
     """The sum, in the order in which the core sums over ranks: neighbours first, an odd one carried up.
 
@@ -215,9 +262,13 @@ def add_in_order(numbers: Sequence[float]) -> float:
         >>> add_in_order([1.0, 2.0, 4.0])
         7.0
     """
-    level = list(numbers)
+    return _join_in_order(numbers, operator.add)
+
+
+def _join_in_order(items: Sequence[_Item], join: Callable[[_Item, _Item], _Item]) -> _Item:
+    level = list(items)
     while len(level) > 1:
-        pairs = [level[i] + level[i + 1] for i in range(0, len(level) - 1, 2)]
+        pairs = [join(level[i], level[i + 1]) for i in range(0, len(level) - 1, 2)]
         level = pairs + level[len(level) - len(level) % 2 :]
     return level[0]
 

@@ -74,11 +74,13 @@ class Link(Protocol[_Tensor]):
         path: Where gradients are averaged: "memory", "hosts" (in the memory of each, and between them) or
             "group"; a hook counts as a group.
         witness: Names ranks that are lost or late, where calls go over a process group; None: nobody does.
+        bits: Which runs give gradients of the same bits; see `WrappedModel.bits`.
         wants_whole_buckets: Whether a bucket must hold whole parameters, for a hook to look at.
         most_bucket_bytes: Most of a bucket, whatever the model asks for; None: there is no such limit.
     """
 
     path: str
+    bits: str
     rank: int
     world_size: int
     witness: Witness | None

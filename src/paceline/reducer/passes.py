@@ -299,6 +299,11 @@ class Passes(Generic[AnyAutograd]):
         return self.link.path
 
     @property
+    def bits(self) -> str:
+        """Which runs give gradients of the same bits; see `WrappedModel.bits`."""
+        return self.link.bits
+
+    @property
     def trainable(self) -> Sequence[object]:
         """All parameters that are trained."""
         return self._tensors.all_trainable

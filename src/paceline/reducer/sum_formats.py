@@ -37,8 +37,7 @@ def refuse_compression(owner: str, value: str, seen: str) -> NoReturn:
     """
     raise ConfigError(
         f"{owner}: compress_between_hosts={value!r} is not possible here.",
-        expected="parameters on the CPU, and hosts with the same number of ranks each, which a Gloo group of "
-        "torch connects",
+        expected="parameters on the CPU, and hosts that a Gloo group of torch connects",
         seen=seen,
         hint="leave it out; a hook of paceline's `compression` module compresses between all ranks",
         argument="compress_between_hosts",
@@ -111,10 +110,10 @@ class CodedSums:
     Args:
         encoding: Its number in the core.
         plan: The same on all ranks.
-        routes: The way of this rank's share of each bucket.
+        routes: The way of this rank's share of each bucket; empty: it has no share, and sends nothing.
         itemsizes: Bytes of an element of the sums of each bucket.
         host: Number of this rank's host.
-        num_hosts: How many there are.
+        host_sizes: How many ranks each host has.
     """
 
     def __init__(
@@ -124,12 +123,12 @@ class CodedSums:
         routes: Sequence[Route],
         itemsizes: Sequence[int],
         host: int,
-        num_hosts: int,
+        host_sizes: Sequence[int],
     ) -> None:
         self._encoding = encoding
         self._plan, self._routes = plan, routes
         self._plain = PlainSums(itemsizes)
-        self._num_hosts = num_hosts
+        self._hosts_per_own = sum(host_sizes) / host_sizes[host]
         self._is_coded = [itemsize == 4 for itemsize in itemsizes]
         # The error of a share, and that of the part whose sums over all hosts this rank sends.
         self._shares: list[Floats] = []
@@ -141,16 +140,16 @@ class CodedSums:
             self._shares.append(np.zeros(len(route.share) if is_coded else 0, np.float32))
             self._parts.append(np.zeros(num_added if is_coded else 0, np.float32))
             self._firsts.append((route.share.start, part[0].start))
-        most = max(len(piece) for route in routes for part in route.parts for piece in part)
+        most = max((len(piece) for route in routes for part in route.parts for piece in part), default=0)
         self._pieces = self._by_parameter()
         self._rooms = np.empty((2, most), np.float32)
-        self._rows = np.empty((num_hosts, most), np.float32)
+        self._rows = np.empty((len(host_sizes), most), np.float32)
 
     def take_over(self, before: CodedSums, group: _core.HostGroup) -> None:
         """Begin with the errors of another plan of the same parameters. Collective over `group`, the host.
 
         Which rank of the host sends a value may have changed. An error of sums over all hosts has another
-        owner now, too: it becomes one of this host's share, as if all hosts weighed the same.
+        owner now, too: it becomes one of this host's share, as if all ranks weighed the same.
         """
         before._fold()
         for index, spec in enumerate(self._plan.parameters):
@@ -174,7 +173,7 @@ class CodedSums:
     def _fold(self) -> None:
         """Make the errors of sums over all hosts errors of this host's shares."""
         for share, part, (first, first_added) in zip(self._shares, self._parts, self._firsts):
-            share[first_added - first :][: len(part)] += part * np.float32(self._num_hosts)
+            share[first_added - first :][: len(part)] += part * np.float32(self._hosts_per_own)
             part[:] = 0
 
     def _by_parameter(self) -> dict[int, list[tuple[slice, Floats]]]:

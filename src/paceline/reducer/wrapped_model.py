@@ -333,6 +333,22 @@ class WrappedModel:
         return "nothing" if self._passes is None else self._passes.path
 
     @property
+    def bits(self) -> str:
+        """Which runs give gradients of the same bits, from the same gradients of each rank.
+
+        "world": all with as many ranks, whatever the hosts and the bucket sizes. Always so on one host; on
+        several, if sums in each host and then over the hosts are the sum over all ranks, for example with
+        ranks 0 to 3 on one and 4 to 7 on the other.
+        "layout": all with the same ranks on the same hosts, whatever the bucket sizes.
+        "buckets": all with the same ranks on the same hosts, and the same bucket sizes: with
+        `compress_between_hosts`, which encodes values together.
+        "engine": a process group or a communication hook sums, and its order depends on the bucket sizes.
+        Gloo gives the same bits in every run with the same ranks; NCCL does if it chooses the same algorithm.
+        In each case all ranks have the same bits in one run.
+        """
+        return "world" if self._passes is None else self._passes.bits
+
+    @property
     def reduces_through(self) -> str:
         """The earlier name of `gradient_path`. Deprecated."""
         _warn_of_name(self, "reduces_through", "gradient_path")

@@ -56,7 +56,7 @@ class MemoryLink:
         owner: Keeps it.
     """
 
-    path = "memory"
+    path, bits = "memory", "world"
     wants_whole_buckets = False
     most_bucket_bytes: int | None = None
 
@@ -108,7 +108,7 @@ class GroupLink:
         calls: On the group.
     """
 
-    path = "group"
+    path, bits = "group", "engine"
     wants_whole_buckets = False
     most_bucket_bytes: int | None = None
 
@@ -169,7 +169,7 @@ class HookLink:
         process_group: The process group of the wrapped model, for the hook.
     """
 
-    path = "group"
+    path, bits = "group", "engine"
     wants_whole_buckets = True
     most_bucket_bytes: int | None = None
 

@@ -89,8 +89,8 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         timeout_s: Seconds to wait for the slowest rank, or a timedelta; None: the group's own time-out.
         warn_after_s: Seconds after which a late rank is named in a warning; None: 10.
         reduce_through: Where gradients are averaged: "memory" that the ranks share, the process "group", or
-            "auto", the best of what is possible. On several hosts with the same number of ranks each,
-            "auto" averages in the memory of each host first, and then between the hosts.
+            "auto", the best of what is possible. On several hosts "auto" averages in the memory of each host
+            first, and then between the hosts.
         dim, check_reduction: Accepted for compatibility; they have no effect.
         delay_all_reduce_named_params: (name, parameter) pairs whose gradients are averaged after the gradient
             of `param_to_hook_all_reduce` is ready. Until then they may be computed several times, or not at

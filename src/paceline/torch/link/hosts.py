@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from paceline.errors import RendezvousError
-from paceline.reducer.hierarchical import Hosts, is_regular
-from paceline.reducer.hosts import Message
+from paceline.reducer.hierarchical import Hosts
+from paceline.reducer.hosts import Message, num_shares
 from paceline.rendezvous.shared_memory import HostMemory
 from paceline.torch.link.control import control_of
 from paceline.torch.link.peers import Peers, ProcessGroupPeers
@@ -33,20 +33,38 @@ def join_hosts(peers: Peers, memory: HostMemory) -> Hosts | None:
     """Connect this rank to its partners on the other hosts. Collective, over all ranks.
 
     Returns:
-        Who is where; None: not between these ranks. They need several hosts with as many ranks each, and a
-        process group that has a Gloo backend for the CPU.
+        Who is where; None: not between these ranks. They need several hosts, and a process group that has a
+        Gloo backend for the CPU.
 
     Raises:
         RendezvousError: A partner could not be reached in time.
     """
-    if not isinstance(peers, ProcessGroupPeers) or not is_regular(memory.hosts) or not _has_gloo(peers):
+    if not isinstance(peers, ProcessGroupPeers) or len(memory.hosts) == 1 or not _has_gloo(peers):
         return None
+    transport = _connect(peers, memory.hosts)
+    return Hosts(
+        rank=peers.rank,
+        world_size=peers.world_size,
+        ranks=memory.hosts,
+        group=memory.host_group,
+        transport=transport,
+        control=control_of(peers, memory.hosts),
+        gather=lambda payload: peers.exchange.all_gather(payload, peers.timeout_s),
+        timeout_s=peers.timeout_s,
+    )
+
+
+def _connect(peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]]) -> GlooTransport | None:
+    """The connections to this rank's partners; None: it has no share. Collective, over all ranks."""
     rank = peers.rank
-    own = next(host for host, ranks in enumerate(memory.hosts) if rank in ranks)
-    place = memory.hosts[own].index(rank)
-    partners = [ranks[place] for ranks in memory.hosts]
+    own = next(host for host, ranks in enumerate(hosts) if rank in ranks)
+    place = hosts[own].index(rank)
     told = [each.decode() for each in peers.exchange.all_gather(_own_name(), peers.timeout_s)]
+    if place >= num_shares(hosts):
+        _sockets_to(peers, [], _connected_sockets())
+        return None
     nonces, names = zip(*(each.split(" ", 1) for each in told))
+    partners = [ranks[place] for ranks in hosts]
     # Keys that no other model, and no earlier life of these ranks, has used in the user's store.
     keys = f"paceline/hosts/{nonces[0]}/{place}"
     before = _connected_sockets()
@@ -63,17 +81,7 @@ def join_hosts(peers: Peers, memory: HostMemory) -> Hosts | None:
             hint="GLOO_SOCKET_IFNAME names the interface to use, on each host; "
             'reduce_through="group" averages over the process group alone',
         ) from error
-    transport = GlooTransport(group, own, partners, names, _sockets_to(peers, partners, before))
-    return Hosts(
-        rank=rank,
-        world_size=peers.world_size,
-        ranks=memory.hosts,
-        group=memory.host_group,
-        transport=transport,
-        control=control_of(peers, memory.hosts),
-        gather=lambda payload: peers.exchange.all_gather(payload, peers.timeout_s),
-        timeout_s=peers.timeout_s,
-    )
+    return GlooTransport(group, own, partners, names, _sockets_to(peers, partners, before))
 
 
 class GlooTransport:

@@ -18,7 +18,7 @@ from paceline.errors import ConfigError, RegionError
 from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.engine import EngineReducer
 from paceline.reducer.hierarchical import HierarchicalReducer, Hosts
-from paceline.reducer.hosts import BUCKET_BYTES
+from paceline.reducer.hosts import BUCKET_BYTES, has_bits_of_one_host
 from paceline.reducer.link import (
     CORE_DTYPES,
     Link,
@@ -70,7 +70,7 @@ def connect(
         memory.host_group.close()
     _check_group(peers, on_host, reduce_through)
     if compression is not None and peers.world_size > 1:
-        seen = "ranks on several hosts, with different numbers of ranks or without a Gloo group for the CPU"
+        seen = "ranks on several hosts without a Gloo group for the CPU"
         refuse_compression("DistributedDataParallel", compression, seen if on_host else "parameters on a GPU")
     assert isinstance(peers, ProcessGroupPeers)
     if memory is None:
@@ -86,7 +86,7 @@ class MemoryLink:
         peers: The ranks; for buffers that are on other devices.
     """
 
-    path = "memory"
+    path, bits = "memory", "world"
     wants_whole_buckets = False
     most_bucket_bytes: int | None = None
 
@@ -148,7 +148,7 @@ class GroupLink:
         witness: Names ranks that are lost or late; None: nobody does.
     """
 
-    path = "group"
+    path, bits = "group", "engine"
     wants_whole_buckets = False
     most_bucket_bytes: int | None = None
 
@@ -199,7 +199,9 @@ class HostsLink:
     def __init__(
         self, link: GroupLink, peers: ProcessGroupPeers, hosts: Hosts, compression: str | None = None
     ) -> None:
-        self.path = "hosts"
+        self.path, self.bits = "hosts", "world" if has_bits_of_one_host(hosts.ranks) else "layout"
+        if compression is not None:
+            self.bits = "buckets"
         self.rank, self.world_size = link.rank, link.world_size
         self.tell: Callable[[str], None] | None = hosts.group.set_activity
         self.witness = link.witness
@@ -220,7 +222,7 @@ class HostsLink:
         if instead_of is not None:
             instead_of.reducer.close()
         if options.skip_unused or not plan.buckets:
-            self.path = "group"
+            self.path, self.bits = "group", "engine"
             return self._link.make_reduction(plan, parameters, options)
         self._num_plans += 1
         reducer = HierarchicalReducer(plan, self._hosts, self._num_plans, self._encoding, self._codes)
@@ -244,7 +246,7 @@ class HookLink:
         hook: Averages buckets, which hold whole parameters.
     """
 
-    path = "group"
+    path, bits = "group", "engine"
     wants_whole_buckets = True
     most_bucket_bytes: int | None = None
 

@@ -1,0 +1,266 @@
+"""The reducer between hosts against plain arithmetic: ranks are threads, links are queues in this process.
+
+Hosts of any sizes: which ranks have a share, whose report travels beside whose, and which bits come out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import queue
+import secrets
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline import _core
+from paceline.reducer.hierarchical import HierarchicalReducer, Hosts
+from paceline.reducer.hosts import Message, num_shares
+from paceline.reducer.plan import ParameterSpec, Plan, plan_buckets
+from paceline.reducer.protocol import Outcome, PassStatus
+from paceline.rendezvous.control import ControlChannel
+
+TIMEOUT_S = 60.0
+COUNTS = (5, 40_000, 17)
+Layout = Sequence[Sequence[int]]
+LAYOUTS: list[Layout] = [
+    [[0, 1], [2]],
+    [[0], [1, 2, 3]],
+    [[0, 2], [1, 3]],
+    [[0, 1, 2], [3], [4, 5]],
+]
+
+
+def make_plan(cap: int) -> Plan:
+    specs = [ParameterSpec(f"p{i}", count, "float32", 4, "cpu") for i, count in enumerate(COUNTS)]
+    return plan_buckets(specs, bucket_cap_bytes=cap, first_bucket_bytes=cap)
+
+
+class Meeting:
+    """Payloads of all ranks, by rank: the n-th call of each belongs to the n-th of the others."""
+
+    def __init__(self, world_size: int) -> None:
+        self._barrier = threading.Barrier(world_size)
+        self._rows: list[bytes] = [b""] * world_size
+
+    def gather(self, rank: int, payload: bytes) -> list[bytes]:
+        self._rows[rank] = payload
+        self._barrier.wait(TIMEOUT_S)
+        rows = list(self._rows)
+        self._barrier.wait(TIMEOUT_S)
+        return rows
+
+
+class Links:
+    """A queue for each sender, receiver and tag."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._queues: dict[tuple[int, int, int], queue.SimpleQueue[bytes]] = defaultdict(queue.SimpleQueue)
+
+    def between(self, sender: int, receiver: int, tag: int) -> queue.SimpleQueue[bytes]:
+        with self._lock:
+            return self._queues[sender, receiver, tag]
+
+
+class Transport:
+    """One rank's end of the links."""
+
+    def __init__(self, links: Links, host: int, ranks: Sequence[int]) -> None:
+        self.host, self.ranks = host, ranks
+        self._links = links
+
+    def send(self, host: int, message: Message, tag: int) -> Sent:
+        self._links.between(self.ranks[self.host], self.ranks[host], tag).put(message.tobytes())
+        return Sent()
+
+    def receive(self, host: int, message: Message, tag: int) -> Coming:
+        return Coming(self._links.between(self.ranks[host], self.ranks[self.host], tag), message)
+
+    def name(self, host: int) -> str:
+        return f"rank {self.ranks[host]} (host {host})"
+
+    def abort(self) -> None:
+        """Whoever waits gives up at the deadline."""
+
+
+class Sent:
+    def wait(self, timeout_s: float) -> None:
+        """It was copied."""
+
+
+class Coming:
+    def __init__(self, link: queue.SimpleQueue[bytes], message: Message) -> None:
+        self._link, self._message = link, message
+
+    def wait(self, timeout_s: float) -> None:
+        try:
+            self._message[:] = np.frombuffer(self._link.get(timeout=timeout_s), np.uint8)
+        except queue.Empty:
+            raise RuntimeError("timed out") from None
+
+
+class NoFailures:
+    """A control channel that has nothing to tell."""
+
+    def at_failure(self, call: Callable[[BaseException], object]) -> None:
+        """Nothing fails."""
+
+    def tell(self, error: BaseException) -> None:
+        raise AssertionError(error)
+
+    def wait(self, timeout_s: float) -> None:
+        """Nobody has told anything."""
+
+
+class World:
+    """Threads as the ranks of a layout; `run` calls a function with each rank's reducer."""
+
+    def __init__(self, layout: Layout, cap: int) -> None:
+        self.layout, self.plan = layout, make_plan(cap)
+        self.size = sum(map(len, layout))
+        self._links, self._meeting = Links(), Meeting(self.size)
+        self._nonces = [secrets.token_bytes(16) for _ in layout]
+        self._regions = [_core.create_region(len(host), nonce) for host, nonce in zip(layout, self._nonces)]
+
+    def run(self, body: Callable[[int, HierarchicalReducer], Any]) -> list[Any]:
+        results: list[Any] = [None] * self.size
+        errors: list[BaseException] = []
+
+        def rank_body(rank: int) -> None:
+            try:
+                results[rank] = self._run_one(rank, body)
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=rank_body, args=(rank,), daemon=True) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(2 * TIMEOUT_S)
+        for region in self._regions:
+            os.close(region)
+        if errors:
+            raise errors[0]
+        assert not any(thread.is_alive() for thread in threads)
+        return results
+
+    def _run_one(self, rank: int, body: Callable[[int, HierarchicalReducer], Any]) -> Any:
+        host = next(number for number, ranks in enumerate(self.layout) if rank in ranks)
+        place = list(self.layout[host]).index(rank)
+        group = _core.HostGroup(
+            self._regions[host], place, self._nonces[host], f"host {host}", TIMEOUT_S, TIMEOUT_S
+        )
+        group.join()
+        transport = None
+        if place < num_shares(self.layout):
+            transport = Transport(self._links, host, [ranks[place] for ranks in self.layout])
+        hosts = Hosts(
+            rank=rank,
+            world_size=self.size,
+            ranks=tuple(map(tuple, self.layout)),
+            group=group,
+            transport=transport,
+            control=cast(ControlChannel, NoFailures()),
+            gather=lambda payload: self._meeting.gather(rank, payload),
+            timeout_s=TIMEOUT_S,
+        )
+        reducer = HierarchicalReducer(self.plan, hosts, 1)
+        try:
+            return body(rank, reducer)
+        finally:
+            reducer.close()
+            group.close()
+
+
+def gradient(rank: int, step: int, param: int) -> np.ndarray[Any, np.dtype[np.float32]]:
+    rng = np.random.default_rng([rank, step, param])
+    return rng.standard_normal(COUNTS[param]).astype(np.float32)
+
+
+def place_of(reducer: HierarchicalReducer, plan: Plan, param: int) -> np.ndarray[Any, Any]:
+    address = reducer.arena_pointer + plan.offsets[param]
+    return np.ctypeslib.as_array((ctypes.c_float * COUNTS[param]).from_address(address))
+
+
+def means(layout: Layout, cap: int, weights: Sequence[float], steps: int = 2) -> list[list[bytes]]:
+    """What each rank's arena holds after each pass."""
+    world = World(layout, cap)
+
+    def train(rank: int, reducer: HierarchicalReducer) -> list[bytes]:
+        found = []
+        reducer.set_weight(weights[rank])
+        for step in range(steps):
+            for param in (2, 1, 0):
+                place_of(reducer, world.plan, param)[:] = gradient(rank, step, param)
+                reducer.mark_ready(param)
+            assert reducer.finish(PassStatus(1), False) == Outcome.GOOD
+            found.append(
+                b"".join(place_of(reducer, world.plan, param).tobytes() for param in range(len(COUNTS)))
+            )
+        return found
+
+    found: list[list[bytes]] = world.run(train)
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_means_on_hosts_of_any_sizes(layout: Layout, is_weighted: bool) -> None:
+    size = sum(map(len, layout))
+    weights = [2.5, 0.5, 1.0, 3.0, 1e-3, 7.0][:size] if is_weighted else [1.0] * size
+    found = means(layout, 1 << 14, weights)
+    assert all(row == found[0] for row in found)
+    for step, packed in enumerate(found[0]):
+        rows = [
+            np.concatenate([gradient(rank, step, param) for param in range(len(COUNTS))]).astype(np.float64)
+            for rank in range(size)
+        ]
+        expected = sum(w * row for w, row in zip(weights, rows)) / sum(weights)
+        np.testing.assert_allclose(np.frombuffer(packed, np.float32), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_two_ranks_and_one_have_the_bits_of_three_hosts_and_one_and_two_have_not() -> None:
+    """Three hosts of one rank add as one host does: ((0 + 1) + 2)."""
+    alone = means([[0], [1], [2]], 1 << 14, [1.0] * 3)
+    assert means([[0, 1], [2]], 1 << 14, [1.0] * 3) == alone
+    assert means([[0, 1], [2]], 1 << 18, [1.0] * 3) == alone
+    other = means([[0], [1, 2]], 1 << 14, [1.0] * 3)
+    assert other != alone and other == means([[0], [1, 2]], 1 << 18, [1.0] * 3)
+
+
+@given(
+    st.lists(st.integers(1, 3), min_size=2, max_size=3),
+    st.randoms(use_true_random=False),
+)
+@settings(max_examples=15, deadline=None)
+def test_all_ranks_learn_what_each_one_tells(sizes: list[int], random: Any) -> None:
+    """Unused parameters and gradients that are not finite, of ranks with and without a share."""
+    order = list(range(sum(sizes)))
+    random.shuffle(order)
+    hosts = sorted(sorted(order.pop() for _ in range(size)) for size in sizes)
+    world = World(hosts, 1 << 14)
+    unused = {rank: random.choice([[], [0], [2], [0, 2]]) for rank in range(world.size)}
+    guilty = random.randrange(world.size)
+
+    def train(rank: int, reducer: HierarchicalReducer) -> Any:
+        for param in (2, 1, 0):
+            if param in unused[rank]:
+                continue
+            place = place_of(reducer, world.plan, param)
+            place[:] = 1.0
+            if param == 1 and rank == guilty:
+                place[30_000] = np.nan
+            reducer.mark_ready(param)
+        reducer.finish(PassStatus(1), True)
+        return [reducer.unused(each) for each in range(world.size)], reducer.nonfinite()
+
+    for found, nonfinite in world.run(train):
+        assert found == [unused[rank] for rank in range(world.size)]
+        assert nonfinite == [(guilty, 1)]
