@@ -37,8 +37,7 @@ REMARKS: Mapping[str, str] = {
     "module": "`layers` in Paddle",
     "strategy": "deprecated in Paddle",
     "init_reducer": "torch: wrap `ddp.module` again",
-    "mixed_precision": "Paddle multiplies no matrices in 16 bits on the CPU; use `paddle.amp`, and "
-    "`paceline.paddle.compression` to average in 16 bits",
+    "mixed_precision": "torch's attribute for code that uses it; an argument of both",
     "dim": "a batch is not split, because each process drives one device",
     "check_reduction": "the check is always made",
     "batched_grad_copy": "changes no result",

@@ -254,3 +254,27 @@ def test_the_version_is_checked(version: str, message: str, monkeypatch: pytest.
 
 def test_the_installed_version_is_found() -> None:
     assert versions.installed() == importlib.metadata.version("paddlepaddle")
+
+
+@ranks(1, group=None)
+def test_parameters_are_found_where_a_layer_keeps_them(rank: int) -> None:
+    layer = nn.Linear(2, 2)
+    slots, weight = internals.parameters_of(layer), layer.weight
+    slots["weight"] = weight.cast("float64")
+    slots["bias"] = layer.bias.cast("float64")
+    layer(paddle.ones([1, 2], "float64")).sum().backward()
+    assert layer.weight is not weight and weight.grad.dtype is paddle.float32
+    assert_array_equal(weight.grad.numpy(), np.ones((2, 2)))
+
+
+@ranks(1, group=None)
+def test_a_converted_tensor_stays_the_same_object(rank: int) -> None:
+    layer = nn.BatchNorm1D(2)
+    mean = layer._mean
+    layer.register_buffer("halves", paddle.full([3], 0.5))
+    for tensor in (mean, layer.halves):
+        before = tensor.numpy()
+        internals.convert(tensor, paddle.float64)
+        assert tensor.dtype is paddle.float64
+        assert_array_equal(tensor.numpy(), before)
+    assert layer._mean is mean and layer.state_dict()["_mean"].dtype is paddle.float64

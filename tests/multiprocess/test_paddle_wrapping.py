@@ -14,7 +14,7 @@ from paddle import nn
 
 import paceline.paddle
 from paceline.errors import ConfigError
-from paceline.paddle import DataParallel, DistributedDataParallel
+from paceline.paddle import DataParallel, DistributedDataParallel, MixedPrecision
 from tests.alive import passes_alive
 from tests.multiprocess.paddle_models import (
     assert_same_on_all_ranks,
@@ -215,7 +215,8 @@ def test_torchs_and_paddles_arguments(group: object) -> None:
         ({"device_ids": ["cpu", "cpu"]}, "one device"),
         ({"output_device": "gpu:0"}, "names a device"),
         ({"dim": 1}, "dim is not supported"),
-        ({"mixed_precision": "bf16"}, r"mixed_precision is not supported(?s:.*)paddle\.amp"),
+        ({"mixed_precision": "bf16"}, r"describes no precision(?s:.*)MixedPrecision"),
+        ({"mixed_precision": MixedPrecision("float16")}, r"forward in float16(?s:.*)paddle\.amp"),
         ({"batched_grad_copy": "yes"}, "batched_grad_copy='yes' is not usable"),
         ({"comm_buffer_size": 0}, "comm_buffer_size"),
         ({"last_comm_buffer_size": -1}, "last_comm_buffer_size"),

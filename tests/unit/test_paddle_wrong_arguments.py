@@ -51,6 +51,10 @@ def _wrapping() -> list[Use]:
 
     delayed, trigger = "delay_all_reduce_named_params", "param_to_hook_all_reduce"
     stranger = paddle.ones([2])
+
+    def precise(param_dtype: Any) -> Any:
+        return wrap(mixed_precision=ours.MixedPrecision(param_dtype))
+
     mesh = paddle.distributed.ProcessMesh([[0], [1]], dim_names=["dp", "mp"])
     return [
         *each_shown("DP", "layers", ours.DataParallel, *bad_layers),
@@ -63,7 +67,8 @@ def _wrapping() -> list[Use]:
         *dp("device_ids", 0, "0", {0: 1}, [0, 1]),
         *(use for name in (*flags, *switches) for use in dp(name, "False", 2)),
         *dp("dim", 1, "0"),
-        *dp("mixed_precision", "bf16", True, paddle.float16),
+        *dp("mixed_precision", "bf16", True, paddle.float16, ours.MixedPrecision(reduce_dtype="int8")),
+        *each_shown("DP", "mixed_precision", precise, ("bfloat16", "bfloat16"), (paddle.float16, "float16")),
         *dp("bucket_cap_mb_list", "big", 25, [0], ["1"], [NAN], [None], [True]),
         *dp(delayed, "w", 7, ["weight"]),
         *dp(trigger, "weight", 7),

@@ -14,6 +14,7 @@ from paceline.paddle import compression  # noqa: E402
 from paceline.paddle.ddp.distributed import DistributedDataParallel, init_parallel_env, spawn  # noqa: E402
 from paceline.paddle.ddp.parallel import DataParallel  # noqa: E402
 from paceline.paddle.ddp.replace_ddp import replace_ddp  # noqa: E402
+from paceline.paddle.model.precision import MixedPrecision  # noqa: E402
 from paceline.paddle.sync_batch_norm import SyncBatchNorm  # noqa: E402
 from paceline.replacing import replace_if_asked  # noqa: E402
 
@@ -22,6 +23,7 @@ replace_if_asked(replace_ddp)
 __all__ = [
     "DataParallel",
     "DistributedDataParallel",
+    "MixedPrecision",
     "SyncBatchNorm",
     "compression",
     "init_parallel_env",

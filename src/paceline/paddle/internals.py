@@ -121,6 +121,18 @@ def slots_of(layer: nn.Layer) -> list[dict[str, object]]:
     return [layer._parameters, layer._sub_layers]
 
 
+def parameters_of(layer: nn.Layer) -> dict[str, Any]:
+    """The dictionary in which one layer, without its sublayers, keeps its parameters and finds them."""
+    found: dict[str, Any] = layer._parameters
+    return found
+
+
+def convert(tensor: Tensor, dtype: Any) -> None:
+    """Give a tensor another dtype; it stays the same object, as under Layer.to()."""
+    converted = tensor.cast(dtype)  # get_tensor() keeps nothing alive
+    tensor.value().get_tensor()._share_data_with(converted.value().get_tensor())
+
+
 def makes_sparse_gradients(embedding: nn.Embedding) -> bool:
     """Whether it was made with sparse=True."""
     return bool(embedding._sparse)

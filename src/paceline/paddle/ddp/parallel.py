@@ -25,6 +25,7 @@ from paceline.paddle.link.peers import LonePeers, Peers, find_peers, known_excha
 from paceline.paddle.model.arguments import checked_group, checked_layer
 from paceline.paddle.model.config import DataParallelConfig, make_config
 from paceline.paddle.model.parameters import ManagedTensors
+from paceline.paddle.model.precision import MixedPrecision, cast_buffers, check_castable, run_in
 from paceline.paddle.passes.graphs import calls
 from paceline.paddle.passes.passes import GradientPasses, make_passes
 from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
@@ -81,6 +82,9 @@ class DataParallel(WrappedModel, PaddleNames):
         delay_all_reduce_named_params: (name, parameter) pairs whose gradients are averaged at the end of
             backward. They may come several times, or not at all, which counts as zeros.
         param_to_hook_all_reduce: Accepted with the argument above, which waits for the end of backward.
+        mixed_precision: A `MixedPrecision`: the dtypes in which forward runs, gradients are averaged and
+            buffers are kept. Parameters and gradients keep theirs. With param_dtype, no recompute() within
+            the model.
         device_mesh: A `paddle.distributed.ProcessMesh` of one dimension, instead of group.
         skip_all_reduce_unused_params: Over a group, don't send buckets that no rank used in the pass
             before. If they are used again, they are sent at the end of the pass.
@@ -147,7 +151,7 @@ class DataParallel(WrappedModel, PaddleNames):
         static_graph: bool = False,
         delay_all_reduce_named_params: Any = None,
         param_to_hook_all_reduce: Any = None,
-        mixed_precision: Any = None,
+        mixed_precision: MixedPrecision | None = None,
         device_mesh: Any = None,
         skip_all_reduce_unused_params: bool = False,
         bucket_cap_mb_list: Any = None,
@@ -203,6 +207,8 @@ class DataParallel(WrappedModel, PaddleNames):
         process_group = checked_group("DataParallel", arguments["process_group"], "process_group")
         group = process_group if arguments["group"] is None else arguments["group"]
         self._tensors = ManagedTensors(layers)
+        check_castable(self._tensors, self._config.precision)
+        cast_buffers(self._tensors, self._config.precision)
         delayed = self._tensors.delay(*(arguments[name] for name in _DELAY))
         self._arguments = arguments | {"group": group, _DELAY[0]: delayed}
 
@@ -228,9 +234,9 @@ class DataParallel(WrappedModel, PaddleNames):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the wrapped model; where gradients will be needed, get ready to average them."""
         if self._passes is None or not paddle.is_grad_enabled():
-            return self._layers(*inputs, **kwargs)
+            return self._run(inputs, kwargs)
         if calls.depth:  # recompute runs the model again, then backward
-            output = self._layers(*inputs, **kwargs)
+            output = self._run(inputs, kwargs)
             self._passes.watch(output)
             return output
         self._tensors.check_unchanged()
@@ -244,12 +250,18 @@ class DataParallel(WrappedModel, PaddleNames):
             self._passes.micro_batches.add_forward(
                 as_weight(weight(*inputs, **kwargs) if callable(weight) else weight)
             )
-        output = self._layers(*inputs, **kwargs)
+        output = self._run(inputs, kwargs)
         # Where others hold the parameters too, only an output tells whose backward begins: a weight may be
         # given between this forward and its backward.
         if is_syncing or self._passes.micro_batches.is_used or self._passes.is_shared:
             self._passes.watch(output)
         return output
+
+    def _run(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        dtype = self._config.precision.param_dtype
+        if dtype is None:
+            return self._layers(*inputs, **kwargs)
+        return run_in(dtype, self._tensors, self._layers, inputs, kwargs)
 
     def init_reducer(self) -> None:
         """Average from now on the gradients of the parameters that the model trains now. Collective.

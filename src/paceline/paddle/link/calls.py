@@ -92,6 +92,8 @@ class GroupCalls:
 
     def all_reduce(self, tensor: paddle.Tensor) -> Call:
         """Begin to replace `tensor` by its sum over the ranks."""
+        if self.on_host and tensor.dtype is paddle.float16:
+            return self._begin(lambda: _WideSum(tensor, self.group))
         return self._begin(lambda: dist.all_reduce(tensor, group=self.group, sync_op=False))
 
     def broadcast(self, tensor: paddle.Tensor, root: int) -> Call:
@@ -242,6 +244,24 @@ class _Done:
 
     def wait(self) -> None:
         pass
+
+
+class _WideSum:
+    """A sum of float16 on its way in float32: of 1 and 1 in float16, Paddle's Gloo makes an infinity."""
+
+    def __init__(self, tensor: paddle.Tensor, group: Any) -> None:
+        self._tensor = tensor
+        with paddle.no_grad():
+            self._wide = tensor.cast("float32")
+        self._call: Call = dist.all_reduce(self._wide, group=group, sync_op=False)
+
+    def is_completed(self) -> bool:
+        return self._call.is_completed()
+
+    def wait(self) -> None:
+        self._call.wait()
+        with paddle.no_grad():
+            self._tensor.copy_(self._wide.cast("float16"), True)
 
 
 class _ThreadCall:

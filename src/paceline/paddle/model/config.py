@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from paceline.arguments import show
 from paceline.errors import ConfigError
+from paceline.paddle.model.precision import Precision, as_precision
 from paceline.reducer.arguments import MIB, WrapperArguments, WrapperOptions
 
 _arguments = WrapperArguments("DataParallel")
@@ -23,11 +24,6 @@ HARMLESS: Mapping[str, Sequence[Any]] = {
     "dim": (0,),
     "check_reduction": (False, True),
     "batched_grad_copy": (False, True),
-    "mixed_precision": (None,),
-}
-
-_INSTEAD = {
-    "mixed_precision": "paddle.amp trains in 16 bits, on GPUs; paceline.paddle.compression averages so",
 }
 
 
@@ -37,9 +33,11 @@ class DataParallelConfig(WrapperOptions):
 
     Attributes:
         devices: What device_ids and output_device name, if they name any.
+        precision: The dtypes of parameters in forward, of averaged gradients, of buffers.
     """
 
     devices: Mapping[str, Any]
+    precision: Precision
     # Whether parameters that no rank uses are let be. Yes, as in Paddle: nothing can differ.
     allow_nobodys: ClassVar[bool] = True
 
@@ -48,6 +46,7 @@ class DataParallelConfig(WrapperOptions):
         return {
             "bucket_cap_mb or comm_buffer_size": str(self.bucket_cap_bytes / MIB),
             "last_comm_buffer_size": str(self.first_bucket_bytes / MIB),
+            "mixed_precision": str(self.precision),
             "gradient_as_bucket_view": str(self.gradients_in_arena),
             **self.agreed_shared(),
         }
@@ -76,6 +75,7 @@ def make_config(
     device_ids: Sequence[Any] | None,
     output_device: Any,
     bucket_cap_mb_list: Sequence[float] | None,
+    mixed_precision: Any,
     **others: Any,  # those of SHARED_NAMES; `ManagedTensors` looks at any others that are not in HARMLESS
 ) -> DataParallelConfig:
     """Check the constructor's arguments; see `DataParallel` for what they mean.
@@ -97,6 +97,7 @@ def make_config(
         first_bucket_bytes=min(cap_bytes, last_bytes),
         bucket_caps_bytes=caps_bytes,
         devices=_named_devices(device_ids, output_device),
+        precision=as_precision(mixed_precision),
         **_arguments.shared(others),
     )
 
@@ -111,7 +112,7 @@ def _check_harmless(name: str, value: Any) -> None:
             f"DataParallel: {name} is not supported.",
             expected=f"{name}={allowed[0]!r}",
             got=f"{name}={show(value)}",
-            hint=_INSTEAD.get(name, f"leave {name} out"),
+            hint=f"leave {name} out",
             argument=name,
         )
 

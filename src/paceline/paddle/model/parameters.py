@@ -23,6 +23,8 @@ DTYPES = {
     "bfloat16": paddle.bfloat16,
 }
 """Gradients that both kinds of reducer average."""
+ITEMSIZES = {"float32": 4, "float64": 8, "float16": 2, "bfloat16": 2}
+"""Their bytes."""
 
 
 def dtype_name(dtype: paddle.dtype) -> str:
@@ -46,6 +48,8 @@ class ManagedTensors:
     Parameters with `no_sync = True` are left alone, as by Paddle's.
 
     Attributes:
+        buffers: Buffers, and running statistics.
+        statistics: Running statistics, which are parameters for Paddle.
         delayed: Indices of delay_all_reduce_named_params.
     """
 
@@ -63,8 +67,10 @@ class ManagedTensors:
         self.trainable = [p for _, p in trained if id(p) not in sparse]
         self.sparse = {name: p for name, p in trained if id(p) in sparse}
         self.frozen = [p for p in self.all_parameters.values() if p.stop_gradient]
-        self.buffers = {name: p for name, p in named if id(p) in statistics}
-        self.buffers |= {name: b for name, b in layer.named_buffers() if isinstance(b, paddle.Tensor)}
+        self.statistics = {name: p for name, p in named if id(p) in statistics}
+        self.buffers = self.statistics | {
+            name: b for name, b in layer.named_buffers() if isinstance(b, paddle.Tensor)
+        }
         self.delayed: frozenset[int] = frozenset()
         self._layer = layer
         # Walking the layers takes far longer than comparing the dictionaries in which they keep things.
@@ -82,11 +88,17 @@ class ManagedTensors:
         """The parameters that the plan lists, then those with sparse gradients."""
         return [*self.trainable, *self.sparse.values()]
 
-    def specs(self) -> list[ParameterSpec]:
-        return [
-            ParameterSpec(name, int(p.size), dtype_name(p.dtype), p.element_size(), _device(p))
-            for name, p in zip(self.names, self.trainable)
-        ]
+    def specs(self, reduce_dtype: paddle.dtype | None = None) -> list[ParameterSpec]:
+        """The parameters as a plan knows them.
+
+        Args:
+            reduce_dtype: In which gradients are averaged; None: in their own.
+        """
+        specs = []
+        for name, p in zip(self.names, self.trainable):
+            dtype = dtype_name(p.dtype if reduce_dtype is None else reduce_dtype)
+            specs.append(ParameterSpec(name, int(p.size), dtype, ITEMSIZES[dtype], _device(p)))
+        return specs
 
     def delay(
         self, named: Iterable[tuple[str, paddle.Tensor]] | None, trigger: paddle.Tensor | None

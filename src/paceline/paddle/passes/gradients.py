@@ -2,8 +2,8 @@
 
 The one idea: a gradient is handed over in one of three ways. By *pointer* the reducer reads it where Paddle
 keeps it and writes the mean there. A *copy* goes to the arena, and the mean comes back from there: where the
-reducer takes no pointers, and for parameters that other wrapped models have, too. Or the gradient *lives* in
-the arena.
+reducer takes no pointers, for parameters that other wrapped models have, too, and where gradients are
+averaged in another dtype. Or the gradient *lives* in the arena.
 
 A gradient is handed over some hundred times in every backward, by a closure over what it needs; whatever is
 rare is a call of something else.
@@ -31,13 +31,21 @@ class Gradients:
         tensors: The model's.
         state: The state of its passes.
         live_in_arena: Keep gradients in the arena, but for those of shared parameters.
+        reduce_dtype: In which gradients are averaged; None: in that of each parameter.
 
     Attributes:
         hand_over: For each parameter, in the plan or not, a function that gives its gradient to the reducer;
             this list stays.
     """
 
-    def __init__(self, tensors: ManagedTensors, state: PassState, *, live_in_arena: bool) -> None:
+    def __init__(
+        self,
+        tensors: ManagedTensors,
+        state: PassState,
+        *,
+        live_in_arena: bool,
+        reduce_dtype: paddle.dtype | None = None,
+    ) -> None:
         # Rows of sparse gradients are averaged at the end of a pass.
         self.hand_over: list[Callable[[], None]] = [_nothing] * len(tensors.all_trainable)
         self._tensors = tensors
@@ -45,8 +53,10 @@ class Gradients:
         self._parameters = tensors.trainable
         self._state = state
         self._live_in_arena = live_in_arena
+        self._reduce_dtype = reduce_dtype
         self._shared: set[int] = set()
         self._shapes = [parameter.shape for parameter in tensors.trainable]
+        self._dtypes = [parameter.dtype for parameter in tensors.trainable]
 
     def adopt(self, reduction: Reduction[paddle.Tensor]) -> None:
         """Have gradients averaged here from now on; those that live in an arena are moved."""
@@ -54,13 +64,12 @@ class Gradients:
         self._reduction = reduction
         self._places = reduction.places
         self._pointers = [place.data_ptr() for place in self._places]
-        self._dtypes = [place.dtype for place in self._places]
         for index, gradient in moved.items():
             self._move_home(index, gradient)
         self._choose_hand_overs()
 
     def specs(self, *, whole: bool) -> list[ParameterSpec]:
-        return self._tensors.specs()
+        return self._tensors.specs(self._reduce_dtype)
 
     def share(self, indices: set[int]) -> None:
         """Note which parameters other wrapped models have, too. Their gradients leave the arena."""
@@ -80,6 +89,8 @@ class Gradients:
 
     def _choose_copy_or_view(self, index: int) -> Callable[[int], Callable[[], None]]:
         """What copies a gradient, hands its pointer over, or keeps the gradient in the arena as a view."""
+        if self._places[index].dtype is not self._dtypes[index]:
+            return self._by_cast
         if index in self._shared:
             return self._by_copy
         if self._live_in_arena:
@@ -168,6 +179,21 @@ class Gradients:
 
         return hand_over
 
+    def _by_cast(self, index: int) -> Callable[[], None]:
+        take, copy, state = self._take, self._places[index].copy_, self._state
+        mark_copied, dtype = self._reduction.reducer.mark_copied, self._places[index].dtype
+
+        def hand_over() -> None:
+            gradient = take(index)
+            if gradient is not None:
+                with paddle.no_grad():
+                    copy(gradient.cast(dtype), True)
+                state.handed[index] = gradient
+                state.staged.append(index)
+                mark_copied(index, gradient.data_ptr() or 0, nbytes(gradient))
+
+        return hand_over
+
     def _in_place(self, index: int) -> Callable[[], None]:
         find, check, move = internals.find_gradient(self._parameters[index]), self._check, self._move_home
         home = self._pointers[index]
@@ -229,14 +255,19 @@ class Gradients:
         return home
 
     def write_back(self, missing: Sequence[int]) -> None:
-        for index in self._state.staged:
-            self._state.handed[index].copy_(self._places[index], True)
         with paddle.no_grad():
+            for index in self._state.staged:
+                self._state.handed[index].copy_(self._in_own_dtype(index), True)
             for index in missing:
-                parameter, place = self._parameters[index], self._places[index]
+                parameter, place = self._parameters[index], self._in_own_dtype(index)
                 is_home = self._live_in_arena and index not in self._shared
                 internals.set_gradient(parameter, place if is_home else place.clone())
                 internals.count_as_gradient(parameter)
+
+    def _in_own_dtype(self, index: int) -> paddle.Tensor:
+        """The mean as the parameter's gradient has it: its place, or a cast of that."""
+        place = self._places[index]
+        return place if place.dtype is self._dtypes[index] else place.cast(self._dtypes[index])
 
     def keep(self) -> dict[int, Any]:
         """All gradients where no pass changes them, and whether they live in the arena."""

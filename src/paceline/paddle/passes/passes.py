@@ -237,7 +237,9 @@ GradientPasses: TypeAlias = Passes[PaddleAutograd]
 def make_passes(tensors: ManagedTensors, link: Link, config: DataParallelConfig) -> GradientPasses:
     """What averages the gradients of `tensors` over the ranks of `link` in each backward. Collective."""
     state = PassState(link.rank, link.world_size)
-    gradients = Gradients(tensors, state, live_in_arena=config.gradients_in_arena)
+    gradients = Gradients(
+        tensors, state, live_in_arena=config.gradients_in_arena, reduce_dtype=config.precision.reduce_dtype
+    )
     autograd = PaddleAutograd(tensors, state, gradients)
     autograd.weights = PaddleWeights(tensors.all_trainable, state, autograd.keep_error, autograd.is_foreign)
     front_end = FrontEnd(

@@ -36,6 +36,7 @@ from paceline.torch.model.arguments import check_materialised, checked_module
 from paceline.torch.model.compiling import untraced, untraced_itself
 from paceline.torch.model.config import DDPConfig, Weight, make_config
 from paceline.torch.model.parameters import ManagedTensors
+from paceline.torch.model.precision import cast_buffers, run_in
 from paceline.torch.passes.passes import GradientPasses, make_passes
 
 if TYPE_CHECKING:
@@ -190,7 +191,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         self._tensors = ManagedTensors(module)
         self._tensors.check_device(self._config.device)
         self._tensors.delay(arguments)
-        self._config.precision.cast_buffers(module, self._tensors.ignored)
+        cast_buffers(module, self._config.precision.buffer_dtype, self._tensors.ignored)
 
     def _connect(self, peers: Peers, *, is_first: bool = True) -> None:
         """Begin to keep the model in step with the other ranks'. Collective."""
@@ -269,10 +270,10 @@ class DistributedDataParallel(WrappedModel, TorchNames):
     @untraced_itself
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         module: Any = self._modules["module"]  # past nn.Module.__getattr__, a search in each forward
-        precision = self._config.precision
-        if precision.param_dtype is None:
+        dtype = self._config.precision.param_dtype
+        if dtype is None:
             return module(*inputs, **kwargs)
-        return precision.run(module, self._tensors.ignored, inputs, kwargs)
+        return run_in(dtype, module, self._tensors.ignored, inputs, kwargs)
 
     @untraced
     def _before_forward(

@@ -1,0 +1,68 @@
+"""Mixed precision as the wrappers of both front ends take it: the dtypes of a forward and of what follows.
+
+The one idea: an object with three attributes describes a precision, as torch's `_MixedPrecision` has them;
+each front end says what a dtype is, and casts. Imports `errors` and `arguments`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from paceline.arguments import show
+from paceline.errors import ConfigTypeError
+
+Dtype = TypeVar("Dtype")
+_NAMES = ("param_dtype", "reduce_dtype", "buffer_dtype")
+
+
+@dataclass(frozen=True)
+class Precision(Generic[Dtype]):
+    """Dtypes of a forward and of what follows; None: those of the model.
+
+    Attributes:
+        param_dtype: The dtype of floating-point parameters and inputs within forward.
+        reduce_dtype: In which gradients are averaged.
+        buffer_dtype: The dtype of floating-point buffers.
+    """
+
+    param_dtype: Dtype | None = None
+    reduce_dtype: Dtype | None = None
+    buffer_dtype: Dtype | None = None
+
+
+def as_precision(
+    owner: str, given: Any, as_dtype: Callable[[object], Dtype | None], *, expected: str, hint: str
+) -> Precision[Dtype]:
+    """What the argument mixed_precision describes; None: the model's own dtypes.
+
+    Gradients are averaged in param_dtype where reduce_dtype is None, as in torch.
+
+    Args:
+        owner: The class whose constructor got it.
+        given: An object with the attributes param_dtype, reduce_dtype and buffer_dtype, or None.
+        as_dtype: The framework's floating-point dtype for one of them; None: it is none.
+        expected: What the argument should have been.
+        hint: How it is written.
+
+    Raises:
+        ConfigTypeError: It has no such attributes, or they are no floating-point dtypes.
+    """
+    if given is None:
+        return Precision()
+    dtypes: list[Dtype | None] = []
+    for name in _NAMES:
+        attribute = getattr(given, name, "missing")
+        dtype = None if attribute is None else as_dtype(attribute)
+        if attribute is not None and dtype is None:
+            raise ConfigTypeError(
+                f"{owner}: mixed_precision describes no precision.",
+                expected=expected,
+                got=f"mixed_precision={show(given)}, {name} is {attribute}",
+                hint=hint,
+                argument="mixed_precision",
+            )
+        dtypes.append(dtype)
+    param_dtype, reduce_dtype, buffer_dtype = dtypes
+    return Precision(param_dtype, param_dtype if reduce_dtype is None else reduce_dtype, buffer_dtype)
