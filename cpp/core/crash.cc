@@ -199,26 +199,33 @@ void on_crash(int signal, siginfo_t* info, void* context) {
 const std::array<Handler, kLevels> handlers = {on_crash<0>, on_crash<1>,
                                                on_crash<2>, on_crash<3>};
 
-/// To the first thread that joins a group, if it has none: where its own stack
-/// has overflown, a handler needs another. Other threads have one if somebody
-/// gave it to them. Large enough for handlers of others that write a report.
+/// To the first thread that joins a group: where its own stack has overflown, a
+/// handler needs another. Large enough for handlers of others that write a
+/// report, as Paddle's, which come to run on it because ours does; a smaller
+/// one, as faulthandler's 10 KiB amid the heap, they would overflow in silence.
+/// Other threads have one if somebody gave it to them.
 void give_alternate_stack() {
   constexpr size_t kBytes = 256 * 1024;
-  static Atomic<bool> is_given{false};
+  static Atomic<bool> is_made{false};
+  thread_local void* ours = nullptr;  // of the thread that it was made for
   stack_t current;
-  if (sigaltstack(nullptr, &current) != 0 ||
-      (current.ss_flags & SS_DISABLE) == 0 || is_given.exchange(true))
-    return;
-  // Never given back: the thread may end, or change its mind, at any time.
-  void* const mapped =
-      mmap(nullptr, page_bytes() + kBytes, PROT_READ | PROT_WRITE,
-           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (mapped == MAP_FAILED) return;
-  mprotect(mapped, page_bytes(), PROT_NONE);  // stacks grow down to there
-  const stack_t ours = {.ss_sp = static_cast<char*>(mapped) + page_bytes(),
-                        .ss_flags = 0,
-                        .ss_size = kBytes};
-  sigaltstack(&ours, nullptr);
+  if (sigaltstack(nullptr, &current) != 0) return;
+  const bool has_one = (current.ss_flags & SS_DISABLE) == 0;
+  if (has_one && current.ss_size >= kBytes) return;
+  if (ours == nullptr) {
+    if (is_made.exchange(true)) return;
+    // Never given back: the thread may end, or change its mind, at any time.
+    void* const mapped =
+        mmap(nullptr, page_bytes() + kBytes, PROT_READ | PROT_WRITE,
+             MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (mapped == MAP_FAILED) return;
+    mprotect(mapped, page_bytes(), PROT_NONE);  // stacks grow down to there
+    ours = static_cast<char*>(mapped) + page_bytes();
+  }
+  const stack_t stack = {.ss_sp = ours, .ss_flags = 0, .ss_size = kBytes};
+  // Whoever had the smaller one sees that it is not in use when it frees it
+  // (faulthandler does). Refused within a handler that runs on it.
+  sigaltstack(&stack, nullptr);
 }
 
 bool is_wanted() {

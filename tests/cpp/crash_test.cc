@@ -120,6 +120,31 @@ TEST(a_crash_is_told_before_the_process_is_gone) {
   }
 }
 
+/// As Paddle's, whose report takes more stack than faulthandler allows for.
+__attribute__((no_sanitize_address)) void report(int, siginfo_t*, void*) {
+  volatile char text[64 << 10];
+  for (size_t i = 0; i < sizeof(text); i += 512) text[i] = 1;
+  _exit(text[0] == 1 ? 7 : 8);
+}
+
+TEST(a_handler_that_needs_much_stack_has_it) {
+  const Ended ended = run_rank([](Shared& shared) {
+    // As faulthandler's, but with a page below that tells of an overflow.
+    constexpr size_t kSmall = 12 << 10;
+    char* const below = static_cast<char*>(map(PROT_NONE, MAP_PRIVATE));
+    char* const small = below + kPage - (16 << 10);
+    CHECK_EQ(mprotect(small, 16 << 10, PROT_READ | PROT_WRITE), 0);
+    const stack_t stack = {.ss_sp = small, .ss_flags = 0, .ss_size = kSmall};
+    CHECK_EQ(sigaltstack(&stack, nullptr), 0);
+    set_handler(SIGSEGV, report);  // which did not ask for the other stack
+    Keeper keeper(shared.header, shared.lines, 1);
+    CHECK_EQ(sigaltstack(&stack, nullptr), 0);  // somebody's, once more
+    Keeper again(shared.header, shared.lines, 1);
+    touch_forbidden_memory();
+  });
+  CHECK_EQ(ended.status, 7);
+}
+
 // AddressSanitizer would put the array elsewhere.
 __attribute__((no_sanitize_address)) int overflow(int calls,
                                                   volatile char* above) {

@@ -138,3 +138,19 @@ def test_paddles_report_still_comes():
     status, output = run_alone("import paddle\ngroup = join()\ncrash()")
     assert status == -signal.SIGSEGV
     assert "FatalError" in output
+
+
+@pytest.mark.parametrize("before", ["", "faulthandler.register(signal.SIGUSR2)", "faulthandler.enable()"])
+def test_handlers_have_room_for_a_report(before):
+    """faulthandler's alternate stack has 10 KiB of the heap, which Paddle's report of a crash overflowed."""
+    status, output = run_alone(f"""
+        class Stack(ctypes.Structure):
+            _fields_ = [("place", ctypes.c_void_p), ("flags", ctypes.c_int), ("nbytes", ctypes.c_size_t)]
+
+        {before}
+        group = join()
+        stack = Stack()
+        ctypes.CDLL(None).sigaltstack(None, ctypes.byref(stack))
+        print(stack.flags, stack.nbytes)
+    """)
+    assert (status, output) == (0, "0 262144\n")
