@@ -42,7 +42,7 @@ demo-paddle: $(VENV)/.core $(VENV)/.paddle ## The same with PaddlePaddle, and wi
 	@$(BIN)/python examples/demo.py --framework paddle $(ARGS)
 
 test: $(VENV)/.core $(VENV)/.paddle ## Run the tests; ARGS='tests/unit -k bucket' runs some
-	@$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	@$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 integrations: $(VENV)/.integrations ## Train with Lightning and other libraries, in an environment of their own; minutes
 	@$(VENV)/integrations/bin/python -m pytest --quiet tests/integrations $(ARGS)

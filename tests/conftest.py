@@ -32,9 +32,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 _has_paddle = importlib.util.find_spec("paddle") is not None
 collect_ignore_glob = [] if _has_paddle else ["*/test_paddle_*.py"]
 
-# The files that take longest, by the seconds that they take on an idle machine. Two processes share the files
-# in this order, so that neither has a long one left when the other has none.
+# The files that take longest, by the seconds that they take on an idle machine. Three processes share the
+# files in this order, so that none has a long one left when the others have none.
 LONGEST_FILES = (
+    "multiprocess/test_lost_while_wrapping.py",
     "fault/test_pairs.py",
     "chaos/test_chaos.py",
     "differential/test_programs_torch.py",
@@ -44,9 +45,11 @@ LONGEST_FILES = (
     "multiprocess/test_examples.py",
     "multiprocess/test_paddle_aliases.py",
     "multiprocess/test_ddp_aliases.py",
-    "multiprocess/test_lost_while_wrapping.py",
+    "fault/test_limits.py",
     "multiprocess/test_sampler_resume.py",
     "launch/test_farewell.py",
+    "multiprocess/test_hosts.py",
+    "fault/test_lost_ranks.py",
 )
 
 

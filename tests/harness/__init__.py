@@ -7,6 +7,7 @@ early, hung or left something behind. docs/design/testing.md tells how.
     decorator.py   what a test writes
     run.py         the parent: starts the ranks, waits with a deadline
     server.py      the fork servers, which have imported a framework before any rank starts
+    huge_pages.py  how a server's memory lies, so that it forks fast
     warm.py        a Python with a framework imported, for programs that start others
     command.py     a module of the tests as a command of its own
     rank_main.py   the child: one rank

@@ -17,6 +17,8 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
+from tests.harness.huge_pages import use_huge_pages
+
 _ROOT = Path(__file__).resolve().parents[2]
 _PRELOADED = ("numpy", "pytest", "hypothesis", "paceline.collectives.init", "tests.harness.rank_main")
 # torch's optimizers import its compiler when the first of them is made, which takes longer than most tests.
@@ -87,3 +89,4 @@ if _framework := os.environ.pop("PACELINE_PRELOAD", None):
     # A rank's garbage collector would walk all objects of the framework, and copy the pages they lie in.
     gc.collect()
     gc.freeze()
+    use_huge_pages()

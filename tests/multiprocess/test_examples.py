@@ -14,7 +14,8 @@ import pytest
 from tests.harness.warm import warm_python
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("sklearn")
+if importlib.util.find_spec("sklearn") is None:  # not imported here: that takes seconds, in each test worker
+    pytest.skip("scikit-learn is not installed", allow_module_level=True)
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 import warnings
 
 import numpy as np
@@ -21,6 +22,7 @@ import paceline.paddle
 from paceline.errors import ConfigError, ModelMismatchError, PeerLostError
 from paceline.paddle import DataParallel, SyncBatchNorm
 from paceline.paddle.link.peers import connect_environment, needs_paddles_group
+from paceline.reducer import agreement
 from paceline.rendezvous import shared_memory
 from tests.multiprocess.paddle_models import (
     Words,
@@ -34,6 +36,7 @@ from tests.multiprocess.paddle_models import (
     two_layers,
 )
 
+PATIENT_S = 60  # no rank waits for it where it is told at once
 WORDS = ("RANK", "WORLD", "LOCAL", "PADDLE", "SLURM", "OMPI", "PMI", "MPI")  # of launchers, in variables
 
 
@@ -172,14 +175,17 @@ def test_sparse_rows_and_sync_batch_norm_between_hosts(rank: int) -> None:
 
 
 @ranks(3, group=None)
-def test_a_group_of_some_ranks_is_between_hosts_too(rank: int) -> None:
+def test_a_group_of_some_ranks_is_between_hosts_too(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its ranks have other numbers in paddle.distributed's default group."""
     shared_memory._host_hint = lambda: (f"host {rank}", shared_memory._Obstacle())
+    monkeypatch.setattr(agreement, "_PATIENCE_S", PATIENT_S)
     join_paddle(rank)
     group = dist.new_group([1, 2])
     if rank == 0:
+        started = time.monotonic()
         with pytest.raises(ConfigError, match="not in the group"):
             DataParallel(two_layers(), group=group)
+        assert time.monotonic() - started < PATIENT_S / 2  # nobody in the group waits for what it would say
     else:
         model = two_layers()
         model[2].bias.set_value(paddle.full([2], float(rank)))

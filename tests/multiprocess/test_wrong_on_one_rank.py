@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from paceline import Group
 from paceline.errors import CollectiveError, ConfigError, PacelineError, RendezvousError
+from paceline.reducer import agreement
 from paceline.torch import DistributedDataParallel
 from tests.harness import ranks
 
@@ -53,6 +54,22 @@ def test_arguments_over_gloo(rank: int) -> None:
         ({"device_mesh": init_device_mesh("cpu", (2, 1))}, "Only 1D device mesh"),
         ({"process_group": dist.group.WORLD, "device_mesh": mesh}, "both process_group and device_mesh"),
     )
+
+
+@ranks(3, group="gloo")
+def test_a_rank_outside_of_the_group_waits_for_nobody(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody in the group waits for what it would say, and the next call of all ranks would meet that."""
+    monkeypatch.setattr(agreement, "_PATIENCE_S", LONG_S)
+    group = dist.new_group([1, 2])
+    if rank == 0:
+        with pytest.raises(ConfigError, match="this rank is in no such group"):
+            DistributedDataParallel(nn.Linear(2, 2), process_group=group)
+    else:
+        model = DistributedDataParallel(nn.Linear(2, 2), process_group=group)
+        model(torch.ones(1, 2)).sum().backward()
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == 3
 
 
 @ranks(3, group="gloo")

@@ -34,6 +34,7 @@ from paceline.rendezvous.addresses import check_meeting_address, find_way
 from paceline.rendezvous.exchange import Exchange
 
 _DEFAULT_TIMEOUT_S = 1800.0  # Paddle's own
+_OUTSIDE = -1  # the rank that a group of Paddle has where this process is none of its ranks
 
 _environment = EnvironmentGroup("paceline.paddle")
 
@@ -173,6 +174,8 @@ def find_peers(
 
 def known_exchange(group: Any, device_mesh: Any = None) -> tuple[Exchange, float] | None:
     """What connects the ranks that these arguments name; see `exchange_of_named`."""
+    if getattr(group, "rank", 0) == _OUTSIDE:  # nobody in the group waits for this rank
+        return None
     is_there = _environment.formed is not None or dist.is_initialized()
     return exchange_of_named(
         group, device_mesh, lambda named, mesh: find_peers(named, device_mesh=mesh), is_there=is_there
