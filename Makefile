@@ -33,7 +33,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 CORE := pyproject.toml CMakeLists.txt src/_paceline_import_hook.py src/paceline.pth $(shell find cpp -type f) $(shell find src/paceline -name __init__.py)
 CPP_FILES = $(shell find cpp tests/cpp -name '*.cc' -o -name '*.h')
 
-.PHONY: demo demo-paddle test integrations pairs fuzz chaos test-hosts hosts schedules model lint format types sanitizers docs bench wheels aarch64 clean help
+.PHONY: demo demo-paddle test integrations incumbents pairs fuzz chaos test-hosts hosts schedules model lint format types sanitizers docs bench wheels aarch64 clean help
 
 demo: $(VENV)/.core ## Train a small model on several processes, and compare with one process and with torch's DDP
 	@$(BIN)/python examples/demo.py $(ARGS)
@@ -46,6 +46,9 @@ test: $(VENV)/.core $(VENV)/.paddle ## Run the tests; ARGS='tests/unit -k bucket
 
 integrations: $(VENV)/.integrations ## Train with Lightning and other libraries, in an environment of their own; minutes
 	@$(VENV)/integrations/bin/python -m pytest --quiet tests/integrations $(ARGS)
+
+incumbents: $(VENV)/.core ## Run torch's own tests of its DDP and its collectives on Paceline, beside a list of what they do; minutes
+	@$(BIN)/python -m tests.incumbents $(ARGS)
 
 pairs: $(VENV)/.core ## Run every pair of a fault on one rank and a point of another; minutes
 	@PACELINE_ALL_PAIRS=1 $(BIN)/python -m pytest --quiet tests/fault/test_pairs.py
