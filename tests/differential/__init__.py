@@ -12,6 +12,7 @@ Every framework has (as torch, so Paddle):
     torch_subjects.py    who averages: Paceline in each mode, or torch's own DDP
     torch_reference.py   one process that simulates all ranks, in float64
     torch_refusals.py    what Paceline may refuse
+    torch_differences.py where torch's own DDP is known to differ from the reference
     torch_corpus.py      small programs that have found a bug
     torch_mutations.py   bugs that are put in, to test the fuzzer itself
     torch_frontend.py    names the parts of above for the files below
@@ -21,6 +22,7 @@ and these know no framework:
     programs.py          how programs are walked, numbered and shown
     records.py           what a rank tells of its run
     judge.py             whether the records agree
+    differences.py       what the order of forwards and backwards means for a framework's own wrapper
     pool.py              forked ranks that run one program after the other
     shrink.py            the smallest program that still fails
     walk.py              how one rank walks through a program, and where ranks meet

@@ -21,7 +21,7 @@ from tests.differential.jobs import default_jobs, run_many
 from tests.differential.pool import DEADLINE_S
 from tests.differential.programs import Program, show
 from tests.differential.report import Campaign, table, write
-from tests.differential.session import Finding, Session
+from tests.differential.session import Finding, Session, in_every_mode
 
 
 def main() -> int:
@@ -33,6 +33,8 @@ def main() -> int:
             program = json.loads(Path(arguments.program).read_text())
         else:
             program = frontend.generate(arguments.seed)
+        if arguments.every_mode:
+            program = in_every_mode(frontend, program)
         return _one(frontend, program, arguments)
     if arguments.corpus:
         return _corpus(frontend, arguments)
@@ -47,9 +49,12 @@ def main() -> int:
         until_s=until_s,
         report=_tell,
         shrink_s=arguments.shrink_seconds,
+        every_mode=arguments.every_mode,
     )
     begin = int(first or 0)
     again = f"make fuzz FRAMEWORK={arguments.framework} SEEDS={begin}:{begin + tally.programs}"
+    if arguments.every_mode:
+        again += " ARGS='--every-mode'"
     text = table(tally, Campaign(arguments.framework, begin, again))
     print(text)
     if arguments.output is not None:
@@ -105,6 +110,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="one program, shown in full")
     parser.add_argument("--program", help="a file with one program as JSON")
     parser.add_argument("--corpus", action="store_true", help="the programs that have found a bug")
+    parser.add_argument(
+        "--every-mode",
+        action="store_true",
+        help="each program in all modes in which it can run, and under the framework's own wrapper",
+    )
     parser.add_argument("--mode", help="with --seed: only in this mode")
     parser.add_argument("--show", action="store_true", help="with --seed: do not run it")
     parser.add_argument("--deadline", type=float, default=DEADLINE_S, help="seconds for one program")

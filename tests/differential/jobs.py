@@ -17,11 +17,11 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from tests.differential.judge import EQUAL, REFUSED, Verdict
+from tests.differential.judge import EQUAL, KNOWN, REFUSED, Verdict
 from tests.differential.pool import Worker
 from tests.differential.programs import Program, features
 from tests.differential.records import Lost
-from tests.differential.session import Finding, Session
+from tests.differential.session import Finding, Session, in_every_mode
 
 SILENT_S = 600.0
 """After so long without an answer of any job the fuzzer itself is broken: programs have shorter deadlines."""
@@ -34,22 +34,34 @@ def default_jobs() -> int:
 
 @dataclass(frozen=True)
 class Checked:
-    """What came of the program of one seed: a verdict by mode."""
+    """What came of the program of one seed: a verdict by mode.
+
+    Attributes:
+        incumbents: The same of the framework's own wrapper.
+    """
 
     program: Program
     verdicts: dict[str, Verdict]
+    incumbents: dict[str, Verdict]
     findings: list[Finding]
 
 
 @dataclass
 class Tally:
-    """Of many programs: outcomes, in all, by mode and by feature."""
+    """Of many programs: outcomes, in all, by mode and by feature.
+
+    Attributes:
+        by_incumbent: Outcomes of the framework's own wrapper, which are in no other count.
+        differences: What is known of these, and how often it was seen.
+    """
 
     programs: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     by_mode: dict[str, Counter[str]] = field(default_factory=dict)
     by_feature: dict[str, Counter[str]] = field(default_factory=dict)
     refusals: Counter[str] = field(default_factory=Counter)
+    by_incumbent: dict[str, Counter[str]] = field(default_factory=dict)
+    differences: Counter[str] = field(default_factory=Counter)
     findings: list[Finding] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -58,22 +70,26 @@ class Tally:
         self.findings.extend(checked.findings)
         for mode, verdict in checked.verdicts.items():
             self.outcomes[verdict.kind] += 1
-            told = "finding" if verdict.is_finding else verdict.kind
-            self.by_mode.setdefault(mode, Counter())[told] += 1
+            self.by_mode.setdefault(mode, Counter())[_told(verdict)] += 1
             for feature in features(checked.program):
                 self.by_feature.setdefault(feature, Counter())[_column(verdict)] += 1
             if verdict.kind == REFUSED:
                 self.refusals[verdict.error] += 1
+        for mode, verdict in checked.incumbents.items():
+            self.by_incumbent.setdefault(mode, Counter())[_told(verdict)] += 1
+            if verdict.kind == KNOWN:
+                self.differences[verdict.error] += 1
 
 
 def check_seed(session: Session, program: Program, shrink_s: Callable[[str], float]) -> Checked:
     """Check a program in each of its modes; findings of a kind are made small for so many seconds."""
-    verdicts, findings = {}, []
+    checked = Checked(program, {}, {}, [])
     for mode in dict.fromkeys(program["modes"]):  # a program may name one twice
-        verdicts[mode], finding = session.find(program, mode, seconds=shrink_s)
+        verdict, finding = session.find(program, mode, seconds=shrink_s)
+        (checked.incumbents if session.is_incumbent(mode) else checked.verdicts)[mode] = verdict
         if finding is not None:
-            findings.append(finding)
-    return Checked(program, verdicts, findings)
+            checked.findings.append(finding)
+    return checked
 
 
 def run_many(
@@ -85,8 +101,12 @@ def run_many(
     until_s: float | None = None,
     report: Callable[[Finding], None] | None = None,
     shrink_s: float = 15.0,
+    every_mode: bool = False,
 ) -> Tally:
-    """Check the programs of these seeds. The first findings of a kind are made small."""
+    """Check the programs of these seeds, each in its modes or in every mode.
+
+    The first findings of a kind are made small.
+    """
     tally = Tally()
     begun = time.monotonic()
     left = iter(seeds)
@@ -100,9 +120,13 @@ def run_many(
 
     def make() -> Callable[[int, list[str]], Checked]:
         session = make_session()
-        return lambda seed, enough: check_seed(
-            session, frontend.generate(seed), lambda kind: 0.0 if kind in enough else shrink_s
-        )
+
+        def check(seed: int, enough: list[str]) -> Checked:
+            program = frontend.generate(seed)
+            program = in_every_mode(frontend, program) if every_mode else program
+            return check_seed(session, program, lambda kind: 0.0 if kind in enough else shrink_s)
+
+        return check
 
     with _workers(make, jobs) as workers:
         for checked in _answers(workers, next_task):
@@ -150,6 +174,10 @@ def _answers(workers: list[Worker], next_task: Callable[[], tuple[Any, ...] | No
                 raise RuntimeError(f"the fuzzer itself failed at seed {task[0]}:\n{told}")
             idle.append(worker)
             yield answer
+
+
+def _told(verdict: Verdict) -> str:
+    return "finding" if verdict.is_finding else verdict.kind
 
 
 def _column(verdict: Verdict) -> str:

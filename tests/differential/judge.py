@@ -3,6 +3,7 @@
 equal      every rank reached the end with the reference's values, and the same bits
 refused    every rank raised; no rank went on alone, and all values until then were right
 engine     the engine below has ended a process, in a way that is known; all others raised
+known      of the framework's own wrapper only: it differs from the reference in a way that is listed
 anything else is a finding: a silent difference, a rank that raised or went on alone, a hang, a crash
 """
 
@@ -11,17 +12,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 
 from tests.differential.records import Event, Lost, Record, Value
+
+R = TypeVar("R", Record, Record | Lost)
 
 EQUAL = "equal"
 REFUSED = "refused"
 USER_ERROR = "ended by the program's own error"
 INVALID = "an error in the reference, too"
 ENGINE_CRASH = "a crash of the engine below"
-FINE = (EQUAL, REFUSED, USER_ERROR, INVALID, ENGINE_CRASH)
+KNOWN = "a known difference of the framework's own wrapper"
+FINE = (EQUAL, REFUSED, USER_ERROR, INVALID, ENGINE_CRASH, KNOWN)
 
 
 @dataclass(frozen=True)
@@ -29,10 +34,10 @@ class Verdict:
     """What came of one program in one mode.
 
     Attributes:
-        kind: EQUAL, REFUSED, USER_ERROR, or what was found.
+        kind: One of `FINE`, or what was found.
         at: Label of the op.
         text: Expected and got, by rank.
-        error: Type of the error with which the program was refused.
+        error: Type of the error with which the program was refused; of a known difference: which one.
     """
 
     kind: str
@@ -131,6 +136,16 @@ def _agreed(values: dict[str, Value | None], others: dict[str, Value | None]) ->
 
 def _same_place(event: Event, other: Event) -> bool:
     return (event.at, event.kind) == (other.at, other.kind)
+
+
+def without_buffers(records: Sequence[R]) -> list[R]:
+    """The records, as of a wrapper that gives ranks one rank's buffers at another time than at a mean."""
+    return [
+        replace(record, events=[event for event in record.events if event.kind != "buffers"])
+        if isinstance(record, Record)
+        else record
+        for record in records
+    ]
 
 
 def is_uneven(records: Sequence[Record | Lost]) -> bool:

@@ -8,29 +8,37 @@ import paddle.distributed.auto_parallel.fully_shard_fusion
 import paddle.optimizer.fusion_utils  # noqa: F401
 
 from tests.differential.paddle_corpus import CORPUS, OPEN
-from tests.differential.paddle_grammar import generate
+from tests.differential.paddle_differences import incumbents_of, known_difference
+from tests.differential.paddle_grammar import generate, modes_of
 from tests.differential.paddle_mutations import MUTATIONS
 from tests.differential.paddle_reference import make_reference
 from tests.differential.paddle_refusals import expected_refusal
-from tests.differential.paddle_subjects import MODES, PADDLE, make_rank
+from tests.differential.paddle_subjects import MODES, PADDLE, PADDLES, make_rank
 from tests.differential.programs import Program, numbered
 from tests.differential.records import Lost
 
 INCUMBENT = PADDLE
 """The mode in which the framework's own wrapper runs the program."""
 
+INCUMBENTS = tuple(PADDLES)
+"""All modes in which it does."""
+
 __all__ = [
     "CORPUS",
     "INCUMBENT",
+    "INCUMBENTS",
     "MODES",
     "MUTATIONS",
     "OPEN",
     "expected_refusal",
     "generate",
     "incumbent_can_run",
+    "incumbents_of",
     "is_engine_crash",
+    "known_difference",
     "make_rank",
     "make_reference",
+    "modes_of",
     "same_parameters",
     "tolerance",
     "writes_to_shared_gradients",

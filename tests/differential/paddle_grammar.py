@@ -52,6 +52,11 @@ def generate(seed: int) -> Program:
     return _Writer(random.Random(seed)).program(seed)
 
 
+def modes_of(program: Program) -> list[str]:
+    """Every mode in which it can run."""
+    return [*ALWAYS_MODES, *UNUSED_MODES]
+
+
 def has_own_operations(layers: list[dict[str, Any]]) -> bool:
     """Whether there is a PyLayer in it."""
     return any(

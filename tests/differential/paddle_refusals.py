@@ -38,14 +38,15 @@ EXPECTED: list[tuple[str, tuple[str, ...], str]] = [
 
 def expected_refusal(program: Program, mode: str, error: str) -> str | None:
     """Why this program may end in this error in this mode; None: no row says so."""
-    has = _features(program)
+    has = features_of(program)
     for feature, errors, why in EXPECTED:
         if feature in has and (error in errors or "*" in errors):
             return why
     return None
 
 
-def _features(program: Program) -> set[str]:
+def features_of(program: Program) -> set[str]:
+    """What this table and `paddle_differences.py` tell programs by."""
     found: set[str] = set()
     for _, op in numbered(program["ops"]):
         found.add("op " + " ".join(str(op[key]) for key in ("op", "how") if key in op))

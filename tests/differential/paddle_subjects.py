@@ -41,6 +41,8 @@ MODES: dict[str, dict[str, Any]] = {
 """What is passed to the wrapper; "group": over Gloo, through paddle.distributed."""
 
 PADDLE = "paddle"
+PADDLES: dict[str, dict[str, Any]] = {PADDLE: {"find_unused_parameters": True}}
+"""The same for Paddle's own wrapper, with unused parameters allowed, as it does not notice them."""
 
 
 class Groups:
@@ -118,11 +120,12 @@ class Ours:
 
 
 class Paddles(Ours):
-    """Paddle's own wrapper, with unused parameters allowed, as it does not notice them."""
+    """Paddle's own wrapper, with what it has of Paceline's options."""
 
     def wrap(self, net: nn.Layer, options: dict[str, Any]) -> Any:
         self._groups.paddle()
-        return paddle.DataParallel(net, find_unused_parameters=True)
+        known = ("find_unused_parameters",)
+        return paddle.DataParallel(net, **{key: value for key, value in options.items() if key in known})
 
 
 def make_rank(rank: int, world_size: int, job: str, folder: Path) -> Run:
@@ -133,10 +136,10 @@ def make_rank(rank: int, world_size: int, job: str, folder: Path) -> Run:
 
     def run(program: Program, options: dict[str, Any]) -> Record:
         mode = options["mode"]
-        subject = Paddles(groups) if mode == PADDLE else Ours(groups)
+        subject = Paddles(groups) if mode in PADDLES else Ours(groups)
         if mutation := options.get("mutation"):
             paddle_mutations.put_in(mutation, rank)
-        machine = Machine(program, rank, subject, MODES.get(mode, {}))
+        machine = Machine(program, rank, subject, {**MODES, **PADDLES}.get(mode, {}))
         try:
             for _ in machine.run():
                 pass

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from paceline.bench.machine import Machine
 from tests.differential.jobs import Tally
-from tests.differential.judge import ENGINE_CRASH, EQUAL, INVALID, REFUSED, USER_ERROR
+from tests.differential.judge import ENGINE_CRASH, EQUAL, INVALID, KNOWN, REFUSED, USER_ERROR
 
 SILENT = ("ranks differ", "a rank went on alone", "wrong")
 """How the kinds of findings begin in which training would have gone on with wrong values, and nobody told."""
@@ -62,6 +62,7 @@ def table(tally: Tally, campaign: Campaign) -> str:
             *(_mode_row(mode, counts) for mode, counts in sorted(tally.by_mode.items())),
             _mode_row("all", sum(tally.by_mode.values(), Counter())),
             "",
+            *_incumbents(tally),
             *_counted("refused with", tally.refusals),
             *_counted("finding", _findings(tally)),
             "| feature | equal | refused | other | finding |",
@@ -85,6 +86,30 @@ def _mode_row(mode: str, counts: Counter[str]) -> str:
     columns = (EQUAL, REFUSED, USER_ERROR, INVALID, ENGINE_CRASH, "finding")
     row = [sum(counts.values()), *(counts[column] for column in columns)]
     return f"| {mode} | " + " | ".join(f"{count:,}" for count in row) + " |"
+
+
+def _incumbents(tally: Tally) -> list[str]:
+    """What the framework's own wrapper gave, where it was asked."""
+    if not tally.by_incumbent:
+        return []
+    columns = (EQUAL, REFUSED, USER_ERROR, INVALID, ENGINE_CRASH, KNOWN, "finding")
+    asked = sum(sum(counts.values()) for counts in tally.by_incumbent.values())
+    rows = [
+        f"| {mode} | {sum(counts.values()):,} | {' | '.join(f'{counts[each]:,}' for each in columns)} |"
+        for mode, counts in sorted(tally.by_incumbent.items())
+    ]
+    return [
+        f"The framework's own wrapper ran {asked:,} of these programs beside it; the others use what it "
+        "does not have. It is compared with the same reference, and its differences are no findings of "
+        "Paceline's.",
+        "",
+        "| wrapper | runs | equal | an error on all ranks | the program's own error | an error without any "
+        "wrapper, too | a crash of the engine below | a known difference | another difference |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+        *rows,
+        "",
+        *_counted("a known difference of the framework's own wrapper", tally.differences),
+    ]
 
 
 def _feature_row(feature: str, counts: Counter[str]) -> str:

@@ -13,6 +13,11 @@ from tests.harness.command import run_module
 from tests.harness.warm import warm_python
 
 _DEADLINE_S = 300
+_MODES = (
+    *("default", "tiny", "view", "tiny view", "unused", "unused view", "static", "backend", "gloo memory"),
+    *("gloo", "gloo tiny view", "gloo unused"),
+    *("hosts", "hosts tiny", "hosts tiny view", "hosts unused", "hosts static"),
+)
 _PLAIN = {
     "ranks": 2,
     "modes": ["default"],
@@ -55,6 +60,32 @@ def test_programs_that_found_a_bug():
 def test_generated_programs():
     status, output = _fuzz("--seeds", "0:60", "--shrink-seconds", "10")
     assert status == 0 and "**Silent differences: 0.** Other findings: 0." in output, output
+
+
+def test_every_mode_and_torchs_own_wrapper():
+    status, output = _fuzz("--seeds", "33:36", "--shrink-seconds", "0", "--every-mode")
+    assert status == 0, output
+    rows = [[cell.strip() for cell in line.split("|")] for line in output.splitlines()]
+    runs = {row[1]: row[2] for row in rows if len(row) == 10}  # by mode
+    assert {mode: runs.get(mode) for mode in _MODES} == dict.fromkeys(_MODES, "3"), output
+    (torchs,) = [row for row in rows if len(row) == 11 and row[1] == "torch"]
+    assert torchs[2] == "3", output
+
+
+def test_a_difference_of_torchs_own_wrapper_that_nobody_knows(plain):
+    status, output = _fuzz("--program", plain, "--mode", "torch", "--mutation", "torch averages nothing")
+    assert status == 1 and "--- torch: in the framework's own wrapper: ranks differ" in output, output
+
+
+def test_a_difference_of_torchs_own_wrapper_that_is_known(tmp_path):
+    again = {"op": "backward"}
+    program = {**_PLAIN, "ops": [{"op": "wrap"}, {"op": "forward"}, {**again, "retain": True}, again]}
+    file = tmp_path / "again.json"
+    file.write_text(json.dumps(program))
+    status, output = _fuzz("--program", str(file), "--mode", "torch")
+    assert status == 0 and "ranks differ: a second backward is not averaged" in output, output
+    status, output = _fuzz("--program", str(file), "--mode", "default")
+    assert status == 0 and "--- default: equal" in output, output
 
 
 @pytest.mark.parametrize(

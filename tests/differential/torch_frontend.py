@@ -9,27 +9,35 @@ import torch.profiler._cupti_monitor  # noqa: F401
 from tests.differential.programs import Program, numbered
 from tests.differential.records import Lost
 from tests.differential.torch_corpus import CORPUS, OPEN
-from tests.differential.torch_grammar import generate
+from tests.differential.torch_differences import incumbents_of, known_difference
+from tests.differential.torch_grammar import generate, modes_of
 from tests.differential.torch_mutations import MUTATIONS
 from tests.differential.torch_reference import make_reference
 from tests.differential.torch_refusals import expected_refusal
-from tests.differential.torch_subjects import MODES, TORCH, make_rank
+from tests.differential.torch_subjects import MODES, TORCH, TORCHS, make_rank
 
 INCUMBENT = TORCH
 """The mode in which the framework's own wrapper runs the program."""
 
+INCUMBENTS = tuple(TORCHS)
+"""All modes in which it does."""
+
 __all__ = [
     "CORPUS",
     "INCUMBENT",
+    "INCUMBENTS",
     "MODES",
     "MUTATIONS",
     "OPEN",
     "expected_refusal",
     "generate",
     "incumbent_can_run",
+    "incumbents_of",
     "is_engine_crash",
+    "known_difference",
     "make_rank",
     "make_reference",
+    "modes_of",
     "same_parameters",
     "tolerance",
     "writes_to_shared_gradients",

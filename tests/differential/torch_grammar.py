@@ -29,6 +29,18 @@ def generate(seed: int) -> Program:
     return program
 
 
+def can_run_in(program: Program, mode: str) -> bool:
+    """Whether ranks can have the same bits: Gloo adds with the floats of each rank's own."""
+    flushes = any(op["op"] == "ftz" for op in program["ops"])
+    return not flushes or not mode.startswith("gloo") or mode == "gloo memory"
+
+
+def modes_of(program: Program) -> list[str]:
+    """Every mode in which it can run."""
+    modes = (*ALWAYS_MODES, *UNUSED_MODES, *HOSTS_MODES, *HOSTS_UNUSED_MODES)
+    return [mode for mode in modes if can_run_in(program, mode)]
+
+
 def _add_hosts(program: Program, rng: random.Random, *, needs_unused: bool) -> None:
     """Let every third program run over hosts of one rank too, and every twelfth of four ranks over two.
 
@@ -95,8 +107,7 @@ class _Writer:
         )
         if rng.random() < 0.15:
             program["modes"][-1] = rng.choice(ALWAYS_MODES + UNUSED_MODES)
-        if any(op["op"] == "ftz" for op in ops):  # Gloo adds with the floats of each rank's own
-            program["modes"] = [m for m in program["modes"] if not m.startswith("gloo") or m == "gloo memory"]
+        program["modes"] = [mode for mode in program["modes"] if can_run_in(program, mode)]
         return program
 
     def layers(self, count: int, depth: int) -> list[dict[str, Any]]:

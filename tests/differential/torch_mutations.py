@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
 
 from paceline.reducer.passes import Passes
 from paceline.torch.passes import gradients
@@ -79,6 +80,17 @@ def _die(rank: int) -> None:
     _after_pass(lambda tensors: os.kill(os.getpid(), signal.SIGSEGV) if rank == 1 else None)
 
 
+def _torch_alone(rank: int) -> None:
+    """torch's own DDP averages nothing."""
+    real = DistributedDataParallel.forward
+
+    def forward(self: Any, *inputs: Any, **options: Any) -> Any:
+        with self.no_sync():
+            return real(self, *inputs, **options)
+
+    DistributedDataParallel.forward = forward  # type: ignore[method-assign]
+
+
 def _after_pass(change: Any) -> None:
     real = Passes._write_back_means
 
@@ -97,4 +109,5 @@ MUTATIONS = {
     "raise alone": _raise_alone,
     "hang": _hang,
     "die": _die,
+    "torch averages nothing": _torch_alone,
 }

@@ -32,14 +32,15 @@ EXPECTED: list[tuple[str, tuple[str, ...], str]] = [
 
 def expected_refusal(program: Program, mode: str, error: str) -> str | None:
     """Why this program may end in this error in this mode; None: no row says so."""
-    has = _features(program, mode)
+    has = features_of(program, mode)
     for feature, errors, why in EXPECTED:
         if feature in has and (error in errors or "*" in errors):
             return why
     return None
 
 
-def _features(program: Program, mode: str) -> set[str]:
+def features_of(program: Program, mode: str) -> set[str]:
+    """What this table and `torch_differences.py` tell programs by."""
     found: set[str] = set()
     forwards = 0
     for _, op in numbered(program["ops"]):

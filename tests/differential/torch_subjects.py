@@ -53,6 +53,8 @@ MODES: dict[str, dict[str, Any]] = {
 """What is passed to the wrapper, and over which group. "hosts": over Gloo, by ranks of several hosts."""
 
 TORCH = "torch"
+TORCHS: dict[str, dict[str, Any]] = {TORCH: {}, "torch unused": {"find_unused_parameters": True}}
+"""The same for torch's own DDP, over Gloo."""
 
 
 class Groups:
@@ -168,8 +170,8 @@ def make_rank(rank: int, world_size: int, job: str, folder: Path) -> Run:
 
     def run(program: Program, options: dict[str, Any]) -> Record:
         mode = options["mode"]
-        subject = Torchs(groups) if mode == TORCH else Ours(groups)
-        passed = MODES.get(mode, {}) if mode != TORCH else {}
+        subject = Torchs(groups) if mode in TORCHS else Ours(groups)
+        passed = {**MODES, **TORCHS}.get(mode, {})
         if mutation := options.get("mutation"):
             torch_mutations.put_in(mutation, rank)
         machine = Machine(program, rank, subject, passed)

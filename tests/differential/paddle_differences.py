@@ -1,0 +1,50 @@
+"""Where Paddle's own DataParallel is known to differ from the reference, by what a program does.
+
+As torch_differences.py.
+"""
+
+from __future__ import annotations
+
+from tests.differential.differences import A_FORWARD_OUTSIDE, A_SECOND_BACKWARD, orders_of, until
+from tests.differential.paddle_refusals import features_of
+from tests.differential.paddle_subjects import PADDLE
+from tests.differential.programs import Program, features, numbered
+
+KNOWN: list[tuple[str, str]] = [
+    # what a program has done by the op at which values differ, and what Paddle's wrapper does with it
+    ("an error of the program's own", "after an exception ranks are in different passes"),
+    (A_SECOND_BACKWARD, "a second backward is not averaged"),
+    (A_FORWARD_OUTSIDE, "no_sync() counts for the forward, not for the backward"),
+    ("op freeze", "what is frozen or unfrozen after wrapping is not noticed"),
+    ("op replace", "a layer that is replaced after wrapping is not averaged"),
+    ("op swap dtype", "a value of another type after wrapping is not noticed"),
+    ("op swap grown", "a value of another shape after wrapping is not noticed"),
+    ("op swap shrunk", "a value of another shape after wrapping is not noticed"),
+    ("layer add t", "a gradient whose strides are not its parameter's is not averaged"),
+    ("layer recompute True", "a backward with reentrant recomputation is not averaged"),
+    *(
+        (f"op hook end {kind}", "a hook after accumulation gets the mean")
+        for kind in ("clip", "scale", "set")
+    ),
+    ("layer borrow", "a layer of two models is averaged by both"),
+    ("layer buffer", "buffers are broadcast once, when the model is wrapped"),
+    ("layer norm", "running statistics are broadcast once, when the model is wrapped"),
+]
+
+
+def incumbents_of(program: Program) -> list[str]:
+    """The mode in which Paddle's own wrapper runs it: none if it uses what only Paceline has."""
+    ops = [op for _, op in numbered(program["ops"])]
+    return [] if any(op["op"] in ("weight", "iterate") for op in ops) else [PADDLE]
+
+
+def known_difference(program: Program, at: str) -> str | None:
+    """Why Paddle's wrapper may differ from the reference at this op; None: no row says so.
+
+    Args:
+        program: That it ran.
+        at: Label of the op; empty: it is not known where.
+    """
+    before = until(program, at)
+    has = features_of(before) | orders_of(before) | set(features(before))
+    return next((why for feature, why in KNOWN if feature in has), None)

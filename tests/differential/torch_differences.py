@@ -1,0 +1,77 @@
+"""Where torch's own DDP is known to differ from the reference, by what a program does.
+
+`--every-mode` runs it beside Paceline. A difference that a row here names is counted, and is no finding: each
+row says what torch does. One that no row names is a finding, of the reference or of this table.
+"""
+
+from __future__ import annotations
+
+from tests.differential.differences import A_FORWARD_OUTSIDE, A_SECOND_BACKWARD, orders_of, until
+from tests.differential.programs import Op, Program, numbered
+from tests.differential.torch_refusals import features_of
+
+KNOWN: list[tuple[str, str]] = [
+    # what a program has done by the op at which values differ, and what torch's DDP does with it
+    ("an error of the program's own", "after an exception ranks are in different passes"),
+    (A_SECOND_BACKWARD, "a second backward is not averaged"),
+    (A_FORWARD_OUTSIDE, "no_sync() counts for the forward, not for the backward"),
+    ("op freeze", "what is frozen or unfrozen after wrapping is not noticed, and nothing is averaged"),
+    ("op replace", "a layer that is replaced after wrapping is not averaged"),
+    ("op convert", "after a conversion of the model nothing is averaged"),
+    ("op swap dtype", "a parameter that is converted is not averaged"),
+    ("op ftz", "each rank adds with floats of its own"),
+    ("layer borrow", "a layer of two models is averaged by both"),
+    ("layer checkpoint reentrant", "a gradient that comes in two parts is averaged with one of them"),
+    ("gradients that share memory", "a mean that is written to one of them is in the other one, too"),
+    ("buffers between two forwards", "buffers are rank 0's from the next forward on, not from a mean on"),
+    ("a loss near the largest number", "a sum of finite gradients overflows in silence"),
+]
+
+
+def incumbents_of(program: Program) -> list[str]:
+    """The modes in which torch's own DDP runs it: none if it uses what only Paceline has."""
+    for _, op in numbered(program["ops"]):
+        if op["op"] == "weight" or (op["op"] == "iterate" and op.get("how") != "join") or "nest" in op:
+            return []
+    return ["torch unused" if "layer gate" in features_of(program, "") else "torch"]
+
+
+def known_difference(program: Program, at: str) -> str | None:
+    """Why torch's DDP may differ from the reference at this op; None: no row says so.
+
+    Args:
+        program: That it ran.
+        at: Label of the op; empty: it is not known where.
+    """
+    before = until(program, at)
+    has = features_of(before, "") | orders_of(before) | _joint_features_of(before)
+    return next((why for feature, why in KNOWN if feature in has), None)
+
+
+def _joint_features_of(program: Program) -> set[str]:
+    """What two features do together."""
+    ops = [op for _, op in numbered(program["ops"])]
+    layers = features_of(program, "")
+    found: set[str] = set()
+    if "layer add" in layers and ("layer gate" in layers or any(map(_keeps_or_writes, ops))):
+        found.add("gradients that share memory")
+    if "layer buffer" in layers and any(map(_parts_forward, ops)):
+        found.add("buffers between two forwards")
+    if any(op.get("scale", 0.0) > 1e30 for op in ops):
+        found.add("a loss near the largest number")
+    return found
+
+
+def _keeps_or_writes(op: Op) -> bool:
+    """Whether gradients stay where they are for the next backward, or are written to there."""
+    if op["op"] == "zero_grad":
+        return not op.get("none", True)
+    if op["op"] == "hook":
+        return op.get("kind", "post clamp_") in ("post scale", "post clamp_")
+    return op["op"] in ("scale_grads", "clip") or (op["op"] == "backward" and bool(op.get("no_sync")))
+
+
+def _parts_forward(op: Op) -> bool:
+    """Whether a forward's buffers count in another forward before its own mean comes."""
+    is_apart = op["op"] == "forward" and (op.get("no_sync") or op.get("to", "loss") != "loss")
+    return bool(is_apart) or op["op"] in ("evaluate", "iterate")
