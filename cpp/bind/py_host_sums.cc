@@ -1,6 +1,7 @@
 #include "bind/py_host_sums.h"
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 #include <string.h>
@@ -92,19 +93,24 @@ void bind_host_sums(nb::module_& m) {
             s.wait([&](HostSums& sums) { sums.wait_complete(bucket); });
           },
           "bucket"_a)
-      .def_prop_ro("total_weight",
-                   [](PyHostSums& s) { return s.sums().total_weight(); })
+      .def(
+          "total_weight",
+          [](PyHostSums& s, std::pair<int, int> places) {
+            return s.sums().total_weight({places.first, places.second});
+          },
+          "places"_a)
       .def(
           "sum",
           [](PyHostSums& s, size_t bucket, size_t first, size_t count,
-             Pointer out) {
+             std::pair<int, int> places, Pointer out) {
             ReduceStats seen;
             s.work(s.bytes(bucket, count), [&](HostSums& sums) {
-              sums.sum(bucket, first, count, as_pointer(out), &seen);
+              sums.sum(bucket, first, count, {places.first, places.second},
+                       as_pointer(out), &seen);
             });
             return (seen.nonfinite_ranks[0] | seen.nonfinite_ranks[1]) == 0;
           },
-          "bucket"_a, "first"_a, "count"_a, "out"_a)
+          "bucket"_a, "first"_a, "count"_a, "places"_a, "out"_a)
       .def(
           "find_nonfinite",
           [](PyHostSums& s, size_t bucket, size_t first, size_t count) {

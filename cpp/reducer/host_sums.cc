@@ -140,34 +140,46 @@ void HostSums::wait_complete(size_t index) {
       });
 }
 
-std::vector<double> HostSums::weights() const {
+void HostSums::check_ranks(Neighbours ranks) const {
+  if (ranks.begin < 0 || ranks.begin >= ranks.end ||
+      ranks.end > session_.world()) {
+    misuse("ranks " + std::to_string(ranks.begin) + " to " +
+           std::to_string(ranks.end) + " of a host that has " +
+           std::to_string(session_.world()));
+  }
+}
+
+std::vector<double> HostSums::weights(Neighbours ranks) const {
   std::vector<double> found;
-  for (int r = 0; r < session_.world(); ++r)
+  for (int r = ranks.begin; r < ranks.end; ++r)
     found.push_back(progress(r).weight[pass_ & 1]);
   return found;
 }
 
-double HostSums::total_weight() const {
-  const std::vector<double> each = weights();
-  return sum_of_weights(each.data(), session_.world());
+double HostSums::total_weight(Neighbours ranks) const {
+  check_ranks(ranks);
+  const std::vector<double> each = weights(ranks);
+  return sum_of_weights(each.data(), static_cast<int>(each.size()));
 }
 
-void HostSums::sum(size_t index, size_t first, size_t count, void* out,
-                   ReduceStats* stats) const {
+void HostSums::sum(size_t index, size_t first, size_t count, Neighbours ranks,
+                   void* out, ReduceStats* stats) const {
   check_part(index, first, count);
-  const std::vector<double> each = weights();
+  check_ranks(ranks);
+  const std::vector<double> each = weights(ranks);
   const bool all_one =
       std::ranges::all_of(each, [](double w) { return w == 1; });
   const void* copies[kMaxRanks];
-  for (int r = 0; r < session_.world(); ++r) copies[r] = at(r, index, first);
-  sum_weighted(buckets_[index].dtype, copies, session_.world(), out, count,
-               all_one ? nullptr : each.data(), stats);
+  for (int r = ranks.begin; r < ranks.end; ++r)
+    copies[r - ranks.begin] = at(r, index, first);
+  sum_weighted(buckets_[index].dtype, copies, ranks.end - ranks.begin, out,
+               count, all_one ? nullptr : each.data(), stats);
 }
 
 void HostSums::find_nonfinite(size_t index, size_t first, size_t count,
                               uint64_t ranks[2]) const {
   check_part(index, first, count);
-  const std::vector<double> each = weights();
+  const std::vector<double> each = weights(everybody());
   ranks[0] = ranks[1] = 0;
   for (int r = 0; r < session_.world(); ++r) {
     const void* copy = at(r, index, first);

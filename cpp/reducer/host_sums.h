@@ -59,6 +59,12 @@ struct SummedBucket {
   size_t count() const { return (end - begin) / dtype_bytes(dtype); }
 };
 
+/// Neighbouring ranks of a host, by their numbers in it.
+struct Neighbours {
+  int begin;
+  int end;
+};
+
 class HostSums {
  public:
   /// Collective: allocates the arena, filled with zeros, and the counters.
@@ -79,13 +85,16 @@ class HostSums {
   bool is_complete(size_t bucket) const;
   /// Blocks until all ranks of the host have posted the bucket.
   void wait_complete(size_t bucket);
-  /// The sum of the weights of the host's ranks in this pass. It is known once
-  /// a bucket is complete.
-  double total_weight() const;
-  /// The sum of a part of a complete bucket; `first` counts from its beginning.
-  /// `stats`: whose gradients hold an infinity or a NaN, of ranks of the host.
-  void sum(size_t bucket, size_t first, size_t count, void* out,
-           ReduceStats* stats) const;
+  /// All ranks of the host.
+  Neighbours everybody() const { return {0, session_.world()}; }
+  /// The sum of the weights of some ranks in this pass. It is known once a
+  /// bucket is complete.
+  double total_weight(Neighbours ranks) const;
+  /// The sum over some ranks of a part of a complete bucket; `first` counts
+  /// from its beginning. `stats`: whose gradients hold an infinity or a NaN,
+  /// counted from the first of these ranks.
+  void sum(size_t bucket, size_t first, size_t count, Neighbours ranks,
+           void* out, ReduceStats* stats) const;
   /// Finds the ranks whose gradients hold an infinity or a NaN in a part of a
   /// bucket that is not yet published, and sets their bits in `ranks`.
   void find_nonfinite(size_t bucket, size_t first, size_t count,
@@ -151,10 +160,11 @@ class HostSums {
 
   void check_usable();
   void check_part(size_t bucket, size_t first, size_t count) const;
+  void check_ranks(Neighbours ranks) const;
   void ring();
   template <class Ready, class IsLate>
   void wait_until(double timeout_s, Ready ready, IsLate is_late);
-  std::vector<double> weights() const;
+  std::vector<double> weights(Neighbours ranks) const;
 
   std::byte* arena_of(int rank) const {
     return session_.slab(rank) + arena_at_;

@@ -83,8 +83,9 @@ TEST(two_hosts_have_the_bits_of_one) {
           std::vector<float>& sum = sums[host][local];
           sum.resize(count_of(local));
           ReduceStats stats;
-          core.sum(0, first_of(local), count_of(local), sum.data(), &stats);
-          totals[host][local] = core.total_weight();
+          core.sum(0, first_of(local), count_of(local), core.everybody(),
+                   sum.data(), &stats);
+          totals[host][local] = core.total_weight(core.everybody());
           *reinterpret_cast<int*>(core.slot(static_cast<size_t>(rank))) =
               100 * pass + rank;
           met.arrive_and_wait();
@@ -116,6 +117,33 @@ TEST(two_hosts_have_the_bits_of_one) {
   for (std::thread& host : hosts) host.join();
 }
 
+TEST(sums_over_some_ranks_of_a_host) {
+  const std::vector<double> weights = {0.5, 1.0, 3.0};
+  run_group(3, [&](HostGroup& group) {
+    const int rank = group.rank();
+    HostSums core(group.heap, kCount * sizeof(float), one_bucket(), 3, 8);
+    auto* own = reinterpret_cast<float*>(core.arena());
+    std::fill_n(own, kCount, static_cast<float>(rank + 1));
+    if (rank == 0) own[3] = NAN;
+    core.begin_pass(weights[static_cast<size_t>(rank)]);
+    core.post(0);
+    core.wait_complete(0);
+    CHECK_EQ(core.total_weight({1, 3}), 4.0);
+    CHECK_EQ(core.total_weight({0, 1}), 0.5);
+    CHECK_EQ(core.total_weight(core.everybody()), 4.5);
+    std::vector<float> sum(kCount);
+    ReduceStats stats;
+    core.sum(0, 0, kCount, {1, 3}, sum.data(), &stats);
+    CHECK_EQ(stats.nonfinite_ranks[0], uint64_t{0});
+    CHECK_EQ(sum[3], 2.0F + 3.0F * 3.0F);
+    core.sum(0, 0, kCount, {0, 1}, sum.data(), &stats);
+    CHECK_EQ(stats.nonfinite_ranks[0], uint64_t{1});
+    CHECK_EQ(sum[4], 0.5F);
+    core.count_share();
+    core.wait_published(-1);
+  });
+}
+
 TEST(what_is_not_finite_is_found) {
   run_group(2, [](HostGroup& group) {
     HostSums core(group.heap, kCount * sizeof(float), one_bucket(), 2, 8);
@@ -134,7 +162,7 @@ TEST(what_is_not_finite_is_found) {
     CHECK_EQ(ranks[0], uint64_t(group.rank() == 0 ? 0 : 2));
     std::vector<float> sum(500);
     ReduceStats stats;
-    core.sum(0, first, 500, sum.data(), &stats);
+    core.sum(0, first, 500, core.everybody(), sum.data(), &stats);
     CHECK_EQ(stats.nonfinite_ranks[0], uint64_t(group.rank() == 0 ? 0 : 2));
     const bool is_finite = core.publish(0, first, 500, {sum.data()}, 2);
     CHECK_EQ(is_finite, group.rank() == 0);
@@ -176,7 +204,7 @@ TEST(a_pass_whose_shares_are_all_there_is_good_after_the_end_too) {
     core.wait_complete(0);
     std::vector<float> sum(500);
     const size_t first = group.rank() == 0 ? 0 : 500;
-    core.sum(0, first, 500, sum.data(), nullptr);
+    core.sum(0, first, 500, core.everybody(), sum.data(), nullptr);
     core.publish(0, first, 500, {sum.data()}, 2);
     core.count_share();
     met.arrive_and_wait();
@@ -226,7 +254,12 @@ TEST(wrong_uses_are_refused) {
     refused([&] { core.post(1); });
     core.post(0);
     refused([&] { core.post(0); });
-    refused([&] { core.sum(0, 8, 9, sum, nullptr); });
+    refused([&] { core.sum(0, 8, 9, {0, 1}, sum, nullptr); });
+    for (const Neighbours wrong :
+         {Neighbours{0, 2}, Neighbours{-1, 1}, Neighbours{1, 1}}) {
+      refused([&] { core.sum(0, 0, 16, wrong, sum, nullptr); });
+      refused([&] { core.total_weight(wrong); });
+    }
     refused([&] { core.publish(0, 0, 16, {}, 1); });
     refused([&] { core.slot(1); });
   });

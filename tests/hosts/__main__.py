@@ -17,15 +17,18 @@ from pathlib import Path
 from typing import Any
 
 from tests.hosts.namespaces import RATES, Hosts, why_not
-from tests.hosts.rank import COMPRESSED, WAYS
+from tests.hosts.rank import COMPRESSED, EXACT, WAYS
 
 LAYOUTS = {
     "2x1": (0, 1),
     "3x1": (0, 1, 2),
     "2x2": (0, 0, 1, 1),
+    "2x3": (0, 0, 0, 1, 1, 1),
     "2+1": (0, 0, 1),
+    "1+2": (0, 1, 1),
     "2x2 in turn": (0, 1, 0, 1),
 }
+MEASURED = ("2x1", "3x1", "2x2", "2+1", "2x2 in turn")
 SECONDS_PER_MEASUREMENT = 300
 
 
@@ -87,7 +90,7 @@ def header(ways: Sequence[str]) -> str:
         "torch": "torch's DDP, ms",
         "group": "Paceline over the group / torch",
         "hosts": "Paceline in each host first / torch",
-        **{way: f"the same, {way} / torch" for way in COMPRESSED},
+        **{way: f"the same, {way} / torch" for way in (*COMPRESSED, EXACT)},
     }
     short = {"torch": "torch", "hosts": "Paceline"}
     cells = ["hosts x ranks", "link", "gradients", *(titles[way] for way in ways)]
@@ -99,11 +102,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--layouts", default=",".join(LAYOUTS), help=f"of {', '.join(LAYOUTS)}")
+    parser.add_argument("--layouts", default=",".join(MEASURED), help=f"of {', '.join(LAYOUTS)}")
     parser.add_argument("--rates", default="100mbit,1gbit", help=f"of {', '.join(RATES)}")
     parser.add_argument("--sizes", default="100000,4000000,26214400", help="bytes of gradients")
     parser.add_argument("--rounds", type=int, default=7)
-    every = (*WAYS, *COMPRESSED)
+    every = (*WAYS, *COMPRESSED, EXACT)
     parser.add_argument("--ways", default=",".join(WAYS), help=f"torch first, then of {', '.join(every[1:])}")
     options = parser.parse_args()
     ways = tuple(options.ways.split(","))

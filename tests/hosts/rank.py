@@ -23,6 +23,8 @@ WAYS = ("torch", "group", "hosts")
 """torch's DDP over Gloo; Paceline's over Gloo alone; Paceline's in the memory of each host first."""
 COMPRESSED = ("bf16", "fp16", "int8", "topk")
 """As hosts, with compress_between_hosts."""
+EXACT = "exact"
+"""As hosts, with deterministic="world"."""
 _LAYERS = 4
 
 
@@ -38,11 +40,13 @@ def wrapped(way: str, nbytes: int) -> nn.Module:
     if way == "torch":
         return TorchDDP(model_of(nbytes))
     compression = way if way in COMPRESSED else None
-    through = "group" if way == "group" else "auto"
     model = DistributedDataParallel(
-        model_of(nbytes), reduce_through=through, compress_between_hosts=compression
+        model_of(nbytes),
+        reduce_through="group" if way == "group" else "auto",
+        compress_between_hosts=compression,
+        deterministic="world" if way == EXACT else None,
     )
-    assert model.gradient_path == ("hosts" if compression else way), model.gradient_path
+    assert model.gradient_path == ("group" if way == "group" else "hosts"), model.gradient_path
     return model
 
 

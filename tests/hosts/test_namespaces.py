@@ -21,6 +21,14 @@ def test_no_byte_crosses_the_network_twice(layout: str) -> None:
         assert sent["torch"] > 1.4 * least  # the counters count
 
 
+@pytest.mark.parametrize("layout, blocks", [("2x2 in turn", 2), ("1+2", 1)])
+def test_exact_sums_send_each_block_of_ranks(layout: str, blocks: int) -> None:
+    """As many bytes as docs/design/hosts.md says, of host 0."""
+    found = measure(layout, "1gbit", 1_000_000, rounds=1, ways=("exact",))
+    sent = found["sent_bytes"]["exact"][0] / floor_bytes(layout, found["nbytes"])
+    assert 1.0 < sent / ((blocks + 1) / 2) < 1.08
+
+
 def test_the_layouts_have_the_floor_that_a_host_has_to_send() -> None:
     assert floor_bytes("2x2", 100) == floor_bytes("2x1", 100) == 100
     assert floor_bytes("3x1", 99) == 132

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,9 +24,11 @@ from torch import nn
 
 from paceline.errors import (
     CollectiveError,
+    ConfigError,
     DeadlineError,
     GroupClosedError,
     MismatchError,
+    ModelMismatchError,
     NonFiniteGradientError,
     PeerLostError,
     SkippedPassError,
@@ -35,6 +38,7 @@ from paceline.reducer.hierarchical import HierarchicalReducer
 from paceline.reducer.hosts import Header, plan_route
 from paceline.rendezvous import lifetime, shared_memory
 from paceline.torch import DistributedDataParallel
+from paceline.torch.compression import EightBitCompression, eight_bit_hook
 from paceline.torch.link.hosts import GlooTransfer, GlooTransport
 from tests.harness import ranks, run_ranks
 from tests.multiprocess.meeting import tell, until_told
@@ -133,6 +137,10 @@ def test_weighted_means(rank, num_hosts):
             assert_allclose(parameter.grad, expected, rtol=1e-4, atol=1e-6)
 
 
+def some_weight(x: torch.Tensor) -> float:
+    return float(x.abs().sum())
+
+
 def train_some(
     rank: int,
     layout: Layout | None,
@@ -140,13 +148,14 @@ def train_some(
     dtype: str,
     bucket_cap_mb: float = 0.02,
     bits: str = "world",
+    **options: Any,
 ) -> list[str]:
     """Digests of the gradients of some passes. `layout` None: all ranks share one host."""
     if layout is not None:
         place(rank, layout, num_hosts)
     world_size = int(os.environ["WORLD_SIZE"])
     net = network().to(getattr(torch, dtype))
-    wrapped = DistributedDataParallel(net, bucket_cap_mb=bucket_cap_mb)
+    wrapped = DistributedDataParallel(net, bucket_cap_mb=bucket_cap_mb, **options)
     assert wrapped.gradient_path == ("memory" if layout is None else "hosts")
     assert wrapped.bits == bits
     found = []
@@ -178,6 +187,44 @@ def test_four_hosts_of_one_rank_give_the_bits_of_one_host():
     one = run_ranks(train_some, 4, {**options, "layout": None}, group="gloo")
     four = run_ranks(train_some, 4, {**options, "layout": ALONE}, group="gloo")
     assert len(set(map(tuple, one + four))) == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_exact_sums_are_those_of_one_host_in_every_layout(dtype):
+    options = {"num_hosts": 2, "dtype": dtype, "deterministic": "world", "weight": some_weight}
+    one = run_ranks(train_some, 4, {**options, "layout": None}, group="gloo")
+    for layout in (ROUND_ROBIN, ONE_AND_THREE, (0, 0, 0, 1)):
+        found = run_ranks(train_some, 4, {**options, "layout": layout}, group="gloo")
+        assert len(set(map(tuple, one + found))) == 1, layout
+
+
+@ranks(4, group="gloo")
+def test_exact_sums_are_refused_where_somebody_else_adds(rank):
+    place(rank, ROUND_ROBIN)
+    for options in (
+        {"reduce_through": "group"},
+        {"skip_all_reduce_unused_params": True},
+        {"compress_between_hosts": "int8"},
+    ):
+        with pytest.raises(ConfigError, match="deterministic") as caught:
+            DistributedDataParallel(network(), deterministic="world", **options)
+        assert next(iter(options)) in caught.value.expected
+    wrapped = DistributedDataParallel(network(), deterministic="world")
+    with pytest.raises(ConfigError, match="deterministic") as caught:
+        wrapped.register_comm_hook(EightBitCompression(), eight_bit_hook)
+    assert "a communication hook" in caught.value.seen
+    backward(wrapped, 0, rank, 4)
+    with pytest.raises(ModelMismatchError, match="deterministic"):
+        DistributedDataParallel(network(), deterministic="world" if rank else None)
+
+
+@ranks(2, group="gloo")
+def test_exact_sums_are_refused_with_a_hook_on_one_host_too(rank):
+    wrapped = DistributedDataParallel(network(), deterministic="world")
+    assert wrapped.gradient_path == "memory" and wrapped.bits == "world"
+    with pytest.raises(ConfigError, match="deterministic"):
+        wrapped.register_comm_hook(EightBitCompression(), eight_bit_hook)
+    backward(wrapped, 0, rank, 2)
 
 
 @pytest.mark.parametrize("layout", [ROUND_ROBIN, ONE_AND_THREE])

@@ -122,8 +122,8 @@ class NoFailures:
 class World:
     """Threads as the ranks of a layout; `run` calls a function with each rank's reducer."""
 
-    def __init__(self, layout: Layout, cap: int) -> None:
-        self.layout, self.plan = layout, make_plan(cap)
+    def __init__(self, layout: Layout, cap: int, *, is_exact: bool = False) -> None:
+        self.layout, self.plan, self._is_exact = layout, make_plan(cap), is_exact
         self.size = sum(map(len, layout))
         self._links, self._meeting = Links(), Meeting(self.size)
         self._nonces = [secrets.token_bytes(16) for _ in layout]
@@ -171,7 +171,7 @@ class World:
             gather=lambda payload: self._meeting.gather(rank, payload),
             timeout_s=TIMEOUT_S,
         )
-        reducer = HierarchicalReducer(self.plan, hosts, 1)
+        reducer = HierarchicalReducer(self.plan, hosts, 1, is_exact=self._is_exact)
         try:
             return body(rank, reducer)
         finally:
@@ -189,9 +189,11 @@ def place_of(reducer: HierarchicalReducer, plan: Plan, param: int) -> np.ndarray
     return np.ctypeslib.as_array((ctypes.c_float * COUNTS[param]).from_address(address))
 
 
-def means(layout: Layout, cap: int, weights: Sequence[float], steps: int = 2) -> list[list[bytes]]:
+def means(
+    layout: Layout, cap: int, weights: Sequence[float], steps: int = 2, *, is_exact: bool = False
+) -> list[list[bytes]]:
     """What each rank's arena holds after each pass."""
-    world = World(layout, cap)
+    world = World(layout, cap, is_exact=is_exact)
 
     def train(rank: int, reducer: HierarchicalReducer) -> list[bytes]:
         found = []
@@ -235,17 +237,27 @@ def test_two_ranks_and_one_have_the_bits_of_three_hosts_and_one_and_two_have_not
     assert other != alone and other == means([[0], [1, 2]], 1 << 18, [1.0] * 3)
 
 
+@pytest.mark.parametrize("layout", [*LAYOUTS, [[0, 1, 2], [3, 4, 5]], [[0, 1, 4], [2, 3]]])
+@pytest.mark.parametrize("cap", [1 << 14, 1 << 18])  # one round, and two
+def test_exact_sums_have_the_same_bits_in_every_layout(layout: Layout, cap: int) -> None:
+    size = sum(map(len, layout))
+    weights = [2.5, 0.5, 1.0, 3.1, 1e-3, 7.7][:size]
+    alone = means([[rank] for rank in range(size)], 1 << 14, weights)
+    assert means(layout, cap, weights, is_exact=True) == alone
+
+
 @given(
     st.lists(st.integers(1, 3), min_size=2, max_size=3),
     st.randoms(use_true_random=False),
+    st.booleans(),
 )
-@settings(max_examples=15, deadline=None)
-def test_all_ranks_learn_what_each_one_tells(sizes: list[int], random: Any) -> None:
+@settings(max_examples=20, deadline=None)
+def test_all_ranks_learn_what_each_one_tells(sizes: list[int], random: Any, is_exact: bool) -> None:
     """Unused parameters and gradients that are not finite, of ranks with and without a share."""
     order = list(range(sum(sizes)))
     random.shuffle(order)
     hosts = sorted(sorted(order.pop() for _ in range(size)) for size in sizes)
-    world = World(hosts, 1 << 14)
+    world = World(hosts, 1 << 14, is_exact=is_exact)
     unused = {rank: random.choice([[], [0], [2], [0, 2]]) for rank in range(world.size)}
     guilty = random.randrange(world.size)
 

@@ -16,11 +16,13 @@ from paceline.reducer.hosts import (
     ONE_ROUND_BYTES,
     Header,
     add_in_order,
+    exact_blocks,
     has_bits_of_one_host,
     num_shares,
     plan_route,
     spoken_for,
     tag_of,
+    whole_hosts,
 )
 from paceline.rendezvous.told_failures import pack_failure, unpack_failure
 
@@ -31,13 +33,18 @@ from paceline.rendezvous.told_failures import pack_failure, unpack_failure
     st.integers(1, 5),
     st.integers(2, 5),
     st.integers(256, 1 << 16),
+    st.integers(1, 4),
 )
 def test_routes_cover_a_bucket_once(
-    count: int, itemsize: int, num_ranks: int, num_hosts: int, piece_bytes: int
+    count: int, itemsize: int, num_ranks: int, num_hosts: int, piece_bytes: int, blocks_per_host: int
 ) -> None:
+    num_blocks = num_hosts * blocks_per_host
     routes = [
-        plan_route(count, itemsize, place, num_ranks, num_hosts, piece_bytes) for place in range(num_ranks)
+        plan_route(count, itemsize, place, num_ranks, num_hosts, piece_bytes, num_blocks)
+        for place in range(num_ranks)
     ]
+    if blocks_per_host == 1:
+        assert routes[0] == plan_route(count, itemsize, 0, num_ranks, num_hosts, piece_bytes)
     assert [route.share.start for route in routes] == [0, *(route.share.stop for route in routes[:-1])]
     assert routes[-1].share.stop == count
     for route in routes:
@@ -45,8 +52,8 @@ def test_routes_cover_a_bucket_once(
         assert [i for piece in pieces for i in piece] == list(route.share)
         assert all(len(piece) * itemsize <= max(piece_bytes, 16 * itemsize) for piece in pieces)
         assert all(part for part in route.parts)  # a message says more than it carries
-        is_small = len(route.share) * itemsize < ONE_ROUND_BYTES
-        assert route.is_one_round == (num_hosts == 2 or is_small)
+        is_small = len(route.share) * itemsize * blocks_per_host < ONE_ROUND_BYTES
+        assert route.is_one_round == (num_blocks == 2 or is_small)
         assert len(route.parts) == (1 if route.is_one_round else num_hosts)
         for before, after in pairwise(pieces):
             assert before.stop == after.start
@@ -120,6 +127,37 @@ def test_aligned_blocks_have_the_bits_of_one_host(hosts: list[list[int]]) -> Non
 def test_other_layouts_have_bits_of_their_own(hosts: list[list[int]]) -> None:
     assert not has_bits_of_one_host(hosts)
     assert sums_of(hosts) != sums_of([sorted(rank for host in hosts for rank in host)])
+
+
+@given(st.integers(2, 4), st.lists(st.integers(0, 3), min_size=2, max_size=12))
+def test_exact_blocks_give_the_sums_of_one_host_in_every_layout(num_hosts: int, placed: list[int]) -> None:
+    hosts = by_host([host % num_hosts for host in placed])
+    blocks = exact_blocks(hosts)
+    told = [hosts[block.host][slice(*block.places)] for block in blocks]
+    assert sorted(rank for ranks in told for rank in ranks) == list(range(len(placed)))
+    everybody = list(range(len(placed)))
+    assert sums_of(told) == sums_of([everybody])
+    if has_bits_of_one_host(hosts):
+        assert blocks == whole_hosts(hosts)
+    else:
+        assert len(blocks) > len(hosts) and told == sorted(told)
+
+
+def test_sizes_of_exact_blocks() -> None:
+    def sizes(*placed: int) -> list[int]:
+        return [block.places[1] - block.places[0] for block in exact_blocks(by_host(list(placed)))]
+
+    assert sizes(0, 0, 1, 1) == [2, 2]
+    assert sizes(0, 0, 0, 0, 1, 1) == [4, 2]
+    assert sizes(0, 1, 0, 1) == [1, 1, 1, 1]
+    assert sizes(0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1) == [2] * 6
+    assert sizes(1, 1, 0, 0, 1) == [2, 2, 1]
+
+
+def by_host(placed: list[int]) -> list[list[int]]:
+    """The ranks of each host, hosts in the order of their lowest ranks, where rank r is on host placed[r]."""
+    hosts = list(dict.fromkeys(placed))
+    return [[rank for rank, host in enumerate(placed) if host == each] for each in hosts]
 
 
 def sums_of(hosts: list[list[int]]) -> list[float]:

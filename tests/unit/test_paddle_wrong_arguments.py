@@ -88,6 +88,7 @@ def _wrapping() -> list[Use]:
         *dp("warn_after_s", "5", -1, 0, NAN, True, [5], datetime.timedelta(0)),
         *dp("check_replicas_every", "100", -1, 1.5, True),
         *dp("compress_between_hosts", "8bit", True, 8, ["int8"]),
+        *dp("deterministic", True, "layout", 1, ["world"]),
     ]
 
 

@@ -86,6 +86,7 @@ def _wrapping() -> list[Use]:
         *ddp("warn_after_s", "5", -1, 0, NAN, True),
         *ddp("check_replicas_every", "100", -1, 1.5, True),
         *ddp("compress_between_hosts", "8bit", True, 8, ["int8"]),
+        *ddp("deterministic", True, "layout", 1, ["world"]),
     ]
 
 

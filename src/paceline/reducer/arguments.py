@@ -24,6 +24,7 @@ _Parameter = TypeVar("_Parameter")
 MIB = 1 << 20
 NONFINITE_POLICIES = ("warn", "raise", "ignore")
 REDUCE_THROUGH = ("auto", "memory", "group")
+DETERMINISTIC = ("world",)
 
 
 SHARED_NAMES = (
@@ -31,6 +32,7 @@ SHARED_NAMES = (
     "buffers",
     "check_replicas_every",
     "compress_between_hosts",
+    "deterministic",
     "find_unused_parameters",
     "forward_sync_buffers",
     "gradient_as_bucket_view",
@@ -70,6 +72,7 @@ class WrapperOptions:
         warn_after_s: Seconds after which a late rank is named in a warning; None: the default.
         check_replicas_every: Compare replicas after so many passes; None: where there is a reason; 0: never.
         compress_between_hosts: How gradients are encoded between hosts, a key of ENCODINGS; None: not at all.
+        deterministic: "world": the bits of one host, wherever the ranks are; None: no such promise.
     """
 
     bucket_cap_bytes: int
@@ -90,6 +93,7 @@ class WrapperOptions:
     warn_after_s: float | None
     check_replicas_every: int | None
     compress_between_hosts: str | None
+    deterministic: str | None
 
     def agreed_shared(self) -> dict[str, str]:
         """Those that must be the same on all ranks, or their collectives would not match."""
@@ -105,6 +109,7 @@ class WrapperOptions:
             "reduce_through": self.reduce_through,
             "check_replicas_every": str(self.check_replicas_every),
             "compress_between_hosts": str(self.compress_between_hosts),
+            "deterministic": str(self.deterministic),
         }
 
 
@@ -138,6 +143,25 @@ class WrapperArguments:
         if value is None:
             return None
         value = self.check.choice(name, value, tuple(ENCODINGS))
+        self._require_hosts(name, value, reduce_through, skip_unused=skip_unused)
+        return value
+
+    def deterministic(
+        self, value: str | None, reduce_through: str, compression: str | None, *, skip_unused: bool
+    ) -> str | None:
+        """What runs have to give the same bits; None: `WrappedModel.bits` says what they do."""
+        name = "deterministic"
+        if value is None:
+            return None
+        value = self.check.choice(name, value, DETERMINISTIC)
+        self._require_hosts(name, value, reduce_through, skip_unused=skip_unused)
+        expected = "None with compress_between_hosts, whose codes depend on the hosts and the buckets"
+        hint = f"leave out {name}, or the other argument"
+        self.check.require(compression is None, name, value, expected, hint)
+        return value
+
+    def _require_hosts(self, name: str, value: str, reduce_through: str, *, skip_unused: bool) -> None:
+        """Refuse an argument with others that give gradients to the process group alone."""
         hint = f"leave out {name}, or the other argument"
         through_group = reduce_through == "group"
         for holds, other in (
@@ -146,7 +170,6 @@ class WrapperArguments:
         ):
             expected = f"None with {other}, which sends gradients over the process group alone"
             self.check.require(not holds, name, value, expected, hint)
-        return value
 
     def optional_flag(self, name: str, value: bool | None) -> bool | None:
         """A flag; None stays None."""
@@ -202,6 +225,12 @@ class WrapperArguments:
             "check_replicas_every": self.passes("check_replicas_every", given.check_replicas_every),
             "compress_between_hosts": self.compression(
                 given.compress_between_hosts, given.reduce_through, skip_unused=skip_unused
+            ),
+            "deterministic": self.deterministic(
+                given.deterministic,
+                given.reduce_through,
+                given.compress_between_hosts,
+                skip_unused=skip_unused,
             ),
         }
 

@@ -19,7 +19,8 @@ Sums are undivided, and each message tells its host's weight: the mean is divide
 Bits: over hosts sums are added up in the order of the hosts' lowest ranks, over the ranks of a host in rank
 order, both as a binary tree. Where both together are the tree of one host (`hosts.has_bits_of_one_host`; for
 example aligned blocks of 2**k ranks), the bits are those of one host; else the same on every rank, in every
-run of this layout, for every bucket size.
+run of this layout, for every bucket size. If they have to be those of one host all the same, hosts send the
+sums of several blocks of their ranks instead of one (`hosts.exact_blocks`).
 
 Imports the core, rendezvous, `errors`, the standard library and its neighbours.
 """
@@ -37,7 +38,14 @@ from paceline import _core
 from paceline.errors import CollectiveError
 from paceline.reducer.bystander import Bystander
 from paceline.reducer.host_exchange import HostExchange, patience_s
-from paceline.reducer.hosts import HostsTransport, num_shares, plan_route, spoken_for
+from paceline.reducer.hosts import (
+    HostsTransport,
+    exact_blocks,
+    num_shares,
+    plan_route,
+    spoken_for,
+    whole_hosts,
+)
 from paceline.reducer.pass_errors import shorten
 from paceline.reducer.pass_reports import RankReport, pack_bits, unpack_bits
 from paceline.reducer.plan import ALIGNMENT_BYTES, SEGMENT_ELEMENTS, Plan, pieces_of
@@ -97,6 +105,7 @@ class HierarchicalReducer(ReportingReducer):
         encoding: How sums between hosts are encoded, by its number in the core; None: they go as they are.
         before: The codes of an earlier plan of the same model, whose errors are taken over; None: there
             are none.
+        is_exact: Give the bits of one host in every layout; without `encoding`.
 
     Attributes:
         codes: What keeps the errors of encoding; None: nothing is encoded.
@@ -113,6 +122,8 @@ class HierarchicalReducer(ReportingReducer):
         generation: int,
         encoding: int | None = None,
         before: CodedSums | None = None,
+        *,
+        is_exact: bool = False,
     ) -> None:
         super().__init__(plan, hosts.world_size, hosts.who)
         self._hosts = hosts
@@ -133,6 +144,7 @@ class HierarchicalReducer(ReportingReducer):
         place, shares = self._own_ranks.index(hosts.rank), num_shares(hosts.ranks)
         self._has_share = place < shares
         self._spoken_for = spoken_for(self._own_ranks, place, shares)[1:]
+        self._blocks = (exact_blocks if is_exact else whole_hosts)(hosts.ranks)
         self._exchange = self._make_exchange(place, shares, generation, encoding, before)
         weakref.finalize(self, self._exchange.stop)
         self._begin_pass()
@@ -308,7 +320,7 @@ class HierarchicalReducer(ReportingReducer):
         itemsizes = [max(4, plan.sections[bucket.section].itemsize) for bucket in plan.buckets]
         counts = [bucket.nbytes // plan.sections[bucket.section].itemsize for bucket in plan.buckets]
         routes = [
-            plan_route(count, itemsize, place, shares, len(hosts.ranks))
+            plan_route(count, itemsize, place, shares, len(hosts.ranks), num_blocks=len(self._blocks))
             for count, itemsize in zip(counts, itemsizes)
             if self._has_share
         ]
@@ -333,6 +345,7 @@ class HierarchicalReducer(ReportingReducer):
             hosts.group,
             hosts.transport,
             hosts.control,
+            blocks=self._blocks,
             routes=routes,
             sums=sums,
             reporting=[spoken_for(ranks, place, shares) for ranks in hosts.ranks],

@@ -6,7 +6,7 @@ Python's lock go. So messages travel while the backward goes on.
 
 Steps of a bucket, on each rank
 1. `launch`: receives are begun, the share is summed over the host's ranks piece by piece, and sent.
-2. The thread: in one round the pieces of all hosts are published as they come. In two, those of this host's
+2. The thread: in one round the pieces of all blocks are published as they come. In two, those of this host's
    part are added up and sent on, the next bucket's come first if there is one, and then the parts of the
    others are published.
 3. The thread waits for what was sent: until then its memory is not free. Then the next bucket may have it.
@@ -25,6 +25,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 
 import numpy as np
 
@@ -33,6 +34,7 @@ from paceline.errors import CollectiveError, DeadlineError, MismatchError, PeerL
 from paceline.reducer.engine_waits import is_of_a_late_peer, is_of_a_lost_peer
 from paceline.reducer.hosts import (
     HEADER_BYTES,
+    Block,
     Header,
     HostsTransport,
     Message,
@@ -65,21 +67,24 @@ class _Flight:
     """A bucket under way.
 
     Attributes:
-        own: What this rank has summed, by part and piece.
-        arriving: What comes in the first round, by host and piece.
-        later: What comes in the second round.
+        own: What this rank has summed, by part, block and piece.
+        arriving: What comes in the first round, by host, block and piece.
+        later: What comes in the second round, by host and piece.
         added: Sums over all hosts, of this host's part.
         sends: Transfers whose memory is not free yet, with the host that they go to.
+        weights: The weight of each block, as far as it is known.
     """
 
-    def __init__(self, number: int, bucket: int, route: Route, memory: Message, num_hosts: int) -> None:
+    def __init__(
+        self, number: int, bucket: int, route: Route, memory: Message, num_hosts: int, num_blocks: int
+    ) -> None:
         self.number, self.bucket, self.route = number, bucket, route
         self.own: list[list[Message]] = [[] for _ in route.parts]
         self.arriving: list[list[tuple[Message, Transfer]]] = [[] for _ in range(num_hosts)]
         self.later: list[list[tuple[Message, Transfer]]] = [[] for _ in range(num_hosts)]
         self.added: list[Message] = []
         self.sends: list[tuple[int, Transfer]] = []
-        self.weights = [0.0] * num_hosts
+        self.weights = [0.0] * num_blocks
         self.has_report = False
         self.memory = memory
         self._used = 0
@@ -99,6 +104,7 @@ class HostExchange:
         group: The memory of this host, whose other ranks are told of a failure.
         transport: To the partners.
         control: Tells all ranks of a failure of one.
+        blocks: Whose sums go from host to host, in the order in which they are added.
         routes: The way of this rank's share of each bucket.
         sums: How they stand in messages.
         reporting: The ranks whose reports travel beside the last bucket, of each host.
@@ -120,6 +126,7 @@ class HostExchange:
         transport: HostsTransport,
         control: ControlChannel,
         *,
+        blocks: Sequence[Block],
         routes: Sequence[Route],
         sums: SumFormat,
         reporting: Sequence[Sequence[int]],
@@ -141,6 +148,10 @@ class HostExchange:
         self._host, self._num_hosts = transport.host, len(transport.ranks)
         self._rank = transport.ranks[self._host]
         self._others = [host for host in range(self._num_hosts) if host != self._host]
+        self._blocks = blocks
+        self._blocks_of: list[list[int]] = [[] for _ in range(self._num_hosts)]
+        for number, block in enumerate(blocks):
+            self._blocks_of[block.host].append(number)
         nbytes = max(self._bytes_of(bucket) for bucket in range(len(routes)))
         self._free = [np.empty(nbytes, np.uint8) for _ in range(min(WINDOW, len(routes)))]
         self._is_free = threading.Condition()
@@ -180,7 +191,7 @@ class HostExchange:
         if memory is None:
             return False
         route = self._routes[bucket]
-        flight = _Flight(number, bucket, route, memory, self._num_hosts)
+        flight = _Flight(number, bucket, route, memory, self._num_hosts, len(self._blocks))
         flight.has_report = make_report is not None
         self._begin_receives(flight)
         self._send_sums(flight, note_nonfinite, make_report)
@@ -227,9 +238,9 @@ class HostExchange:
         """First, so that nothing that comes has to wait for its memory."""
         route = flight.route
         for other in self._others:
-            mine = route.part_of(self._host)
-            for piece, elements in enumerate(mine):
-                has_report = flight.has_report and piece == len(mine) - 1
+            coming = self._messages_of(other, route.part_of(self._host))
+            for piece, (_, elements) in enumerate(coming):
+                has_report = flight.has_report and piece == len(coming) - 1
                 flight.arriving[other].append(self._receive(flight, other, 0, piece, elements, has_report))
             if not route.is_one_round:
                 theirs = enumerate(route.parts[other])
@@ -249,34 +260,39 @@ class HostExchange:
         make_report: Callable[[], bytes] | None,
     ) -> None:
         bucket, core = flight.bucket, self._core
-        flight.weights[self._host] = core.total_weight
-        waiting: list[tuple[int, int]] = []  # parts and pieces that a report is put behind
+        for block in self._blocks_of[self._host]:
+            flight.weights[block] = core.total_weight(self._blocks[block].places)
+        waiting: list[tuple[int, int, float]] = []  # part, piece and weight of what a report is put behind
         for part, pieces in enumerate(flight.route.parts):
-            for piece, elements in enumerate(pieces):
-                has_report = make_report is not None and piece == len(pieces) - 1
+            going = self._messages_of(self._host, pieces)
+            for piece, (block, elements) in enumerate(going):
+                has_report = make_report is not None and piece == len(going) - 1
                 message = flight.take(
                     self._message_bytes(bucket, elements, self._host if has_report else None)
                 )
                 flight.own[part].append(message)
                 payload = _payload(message)
                 room = self._sums.room(0, bucket, payload)
-                if elements and not core.sum(bucket, elements.start, len(elements), room):
+                places = self._blocks[block].places
+                if elements and not core.sum(bucket, elements.start, len(elements), places, room):
                     note_nonfinite(bucket, elements)
-                self._sums.write(0, bucket, elements, payload, flight.weights[self._host])
+                self._sums.write(0, bucket, elements, payload, flight.weights[block])
                 if has_report:
-                    waiting.append((part, piece))
+                    waiting.append((part, piece, flight.weights[block]))
                 else:
-                    self._send(flight, part, 0, piece, message)
+                    self._send(flight, part, 0, piece, message, flight.weights[block])
         if make_report is not None:
             report = np.frombuffer(make_report(), np.uint8)
-            for part, piece in waiting:
+            for part, piece, weight in waiting:
                 message = flight.own[part][piece]
                 message[-len(report) :] = report
-                self._send(flight, part, 0, piece, message)
+                self._send(flight, part, 0, piece, message, weight)
 
-    def _send(self, flight: _Flight, part: int, phase: int, piece: int, message: Message) -> None:
+    def _send(
+        self, flight: _Flight, part: int, phase: int, piece: int, message: Message, weight: float
+    ) -> None:
         """To the owner of a part; to everybody, if there is one round or they are the sums of all."""
-        self._header(flight, phase, self._host, piece, len(message)).write(message)
+        self._header(flight, phase, self._host, piece, len(message), weight).write(message)
         to_all = phase or flight.route.is_one_round
         for host in self._others if to_all else [part]:
             if host != self._host:
@@ -297,8 +313,9 @@ class HostExchange:
         except RuntimeError as error:  # the connection has broken before
             raise self._lost(error, host, flight.bucket) from error
 
-    def _header(self, flight: _Flight, phase: int, host: int, piece: int, nbytes: int) -> Header:
-        weight = flight.weights[self._host]
+    def _header(
+        self, flight: _Flight, phase: int, host: int, piece: int, nbytes: int, weight: float = 0.0
+    ) -> Header:
         rest = nbytes - HEADER_BYTES
         return Header(self._generation, flight.number, flight.bucket, phase, host, piece, weight, rest)
 
@@ -343,19 +360,21 @@ class HostExchange:
         total = 0.0
         for piece, elements in enumerate(mine):
             sums = []
-            for other in range(self._num_hosts):
+            for number, block in enumerate(self._blocks):
+                other = block.host
+                index = self._blocks_of[other].index(number) * len(mine) + piece
                 if other == host:
-                    sums.append(self._read(flight, own[piece], elements, host))
+                    sums.append(self._read(flight, own[index], elements, number))
                     continue
-                message, transfer = flight.arriving[other][piece]
-                header = self._arrived(flight, other, 0, piece, message, transfer)
+                message, transfer = flight.arriving[other][index]
+                header = self._arrived(flight, other, 0, index, message, transfer)
                 if piece == 0:
-                    flight.weights[other] = header.weight
-                elif header.weight != flight.weights[other]:
-                    raise self._mismatch(other, header, f"weight {flight.weights[other]}")
-                if flight.has_report and piece == len(mine) - 1:
+                    flight.weights[number] = header.weight
+                elif header.weight != flight.weights[number]:
+                    raise self._mismatch(other, header, f"weight {flight.weights[number]}")
+                if flight.has_report and index == len(flight.arriving[other]) - 1:
                     self._take_reports(other, message)
-                sums.append(self._read(flight, message, elements, other))
+                sums.append(self._read(flight, message, elements, number))
             if piece == 0:
                 total = add_in_order(flight.weights)
             if flight.route.is_one_round:
@@ -366,7 +385,7 @@ class HostExchange:
                 self._core.add_sums(bucket, sums, len(elements), self._sums.room(1, bucket, payload))
                 self._sums.write(1, bucket, elements, payload, total)
                 flight.added.append(added)
-                self._send(flight, host, 1, piece, added)
+                self._send(flight, host, 1, piece, added, total)
 
     def _take_reports(self, host: int, message: Message) -> None:
         """Lay what the ranks of a host tell of their pass where all ranks of this one read it."""
@@ -387,10 +406,10 @@ class HostExchange:
                 sums = self._sums.read(bucket, len(elements), _payload(message), total, 0)
                 self._publish(bucket, elements, [sums], total)
 
-    def _read(self, flight: _Flight, message: Message, elements: range, host: int) -> int:
-        """The address of a host's own sums."""
-        weight = flight.weights[host]
-        return self._sums.read(flight.bucket, len(elements), _payload(message), weight, host)
+    def _read(self, flight: _Flight, message: Message, elements: range, block: int) -> int:
+        """The address of a block's sums."""
+        weight = flight.weights[block]
+        return self._sums.read(flight.bucket, len(elements), _payload(message), weight, block)
 
     def _arrived(
         self, flight: _Flight, host: int, phase: int, piece: int, message: Message, transfer: Transfer
@@ -488,7 +507,11 @@ class HostExchange:
             hint="run the same backwards in the same order on every rank; nothing was averaged",
         )
 
-    # --- sizes ---
+    # --- messages, and their sizes ---
+
+    def _messages_of(self, host: int, pieces: Sequence[range]) -> list[tuple[int, range]]:
+        """What a host sends of a part in the first round: blocks, and their elements."""
+        return list(product(self._blocks_of[host], pieces))
 
     def _message_bytes(self, bucket: int, elements: range, reporting: int | None = None) -> int:
         """`reporting`: The host whose ranks' reports it has; None: it has none."""
@@ -500,16 +523,15 @@ class HostExchange:
 
     def _bytes_of(self, bucket: int) -> int:
         """All messages of a bucket, with a report behind each that may have one."""
-        route = self._routes[bucket]
+        route, own, all_blocks = self._routes[bucket], len(self._blocks_of[self._host]), len(self._blocks)
         most = max(range(self._num_hosts), key=self._reports_bytes)
 
         def size(pieces: Sequence[range]) -> int:
             return sum(_aligned(self._message_bytes(bucket, piece, most)) for piece in pieces)
 
         mine, everything = size(route.part_of(self._host)), sum(map(size, route.parts))
-        if route.is_one_round:
-            return everything + len(self._others) * mine
-        return 2 * everything + len(self._others) * mine  # the second round's, of all parts
+        first = own * everything + (all_blocks - own) * mine
+        return first if route.is_one_round else first + everything  # the second round's, of all parts
 
 
 _exchanges: weakref.WeakSet[HostExchange] = weakref.WeakSet()

@@ -4,15 +4,17 @@ Words
   share    the part of each bucket that one rank of a host sums and exchanges with its *partners*, the ranks
            of the same place on the other hosts. There are as many as the smallest host has ranks; further
            ranks of a larger host have none
-  part     of a share, what one host sums for all, where there are more than two hosts
+  block    neighbouring ranks of one host whose sum goes to the other hosts. Each host is one, unless the
+           sums have to be those of one host and this layout would add up in another order
+  part     of a share, what one host sums for all, where there are two rounds
   piece    of a share or a part, what one message holds
   round    one step of an exchange; every host sends to every other in each
 
-Routes of a share of S bytes between H hosts
-  one round   for two hosts, and for small shares: everybody's whole share to everybody. (H - 1) * S sent,
-              one latency.
+Routes of a share of S bytes between H hosts of B blocks each
+  one round   for two hosts of one block, and for small shares: everybody's whole share to everybody.
+              B * (H - 1) * S sent, one latency.
   two rounds  otherwise: each part to its owner, who adds the sums up, then the sum to everybody.
-              2 * (H - 1) / H * S sent, the least that there is, and two latencies.
+              (B + 1) * (H - 1) / H * S sent, for one block the least that there is, and two latencies.
 Both add up in the same order, so both give the same bits.
 
 Every message begins with a header. Whoever gets one that is not what it waits for raises; a wrong pairing is
@@ -107,8 +109,8 @@ class Header:
         bucket: In the plan.
         round: 0, or 1 for sums that their owner sends.
         host: That sends.
-        piece: Number among what it sends in this round.
-        weight: The sum over the ranks of the sender's host.
+        piece: Number among what it sends in this round: all pieces of its first block, then of the next.
+        weight: The sum over the ranks of the block; in the second round, over all.
         nbytes: Behind the header.
     """
 
@@ -187,8 +189,66 @@ class Route:
         return self.parts[0 if self.is_one_round else host]
 
 
+@dataclass(frozen=True)
+class Block:
+    """Neighbouring ranks of a host, whose sum goes to the other hosts.
+
+    Attributes:
+        host: The number of the host.
+        places: The first of the ranks and the one behind the last, by their numbers in the host.
+    """
+
+    host: int
+    places: tuple[int, int]
+
+
+def whole_hosts(ranks: Sequence[Sequence[int]]) -> tuple[Block, ...]:
+    """Each host as one block: the fewest bytes.
+
+    Args:
+        ranks: The ranks of each host, in order; hosts in the order of their lowest ranks.
+    """
+    return tuple(Block(host, (0, len(each))) for host, each in enumerate(ranks))
+
+
+def exact_blocks(ranks: Sequence[Sequence[int]]) -> tuple[Block, ...]:
+    """The largest blocks whose sums, added in their order, are the sum of one host with all the ranks.
+
+    Args:
+        ranks: See `whole_hosts`.
+
+    Example:
+        >>> exact_blocks([[0, 1], [2, 3]]) == whole_hosts([[0, 1], [2, 3]])
+        True
+        >>> [(block.host, block.places) for block in exact_blocks([[0, 1, 2], [3, 4, 5]])][:3]
+        [(0, (0, 1)), (0, (1, 2)), (0, (2, 3))]
+    """
+    if has_bits_of_one_host(ranks):
+        return whole_hosts(ranks)
+    host_of = {rank: host for host, each in enumerate(ranks) for rank in each}
+    # A power of two: then blocks are nodes of the tree, and the tree over them is the rest of it.
+    size = 1
+    while all(
+        len({host_of[rank] for rank in range(first, min(first + 2 * size, len(host_of)))}) == 1
+        for first in range(0, len(host_of), 2 * size)
+    ):
+        size *= 2
+    blocks = []
+    for first in range(0, len(host_of), size):
+        host = host_of[first]
+        place = list(ranks[host]).index(first)
+        blocks.append(Block(host, (place, place + min(size, len(host_of) - first))))
+    return tuple(blocks)
+
+
 def plan_route(
-    count: int, itemsize: int, place: int, num_ranks: int, num_hosts: int, piece_bytes: int = MESSAGE_BYTES
+    count: int,
+    itemsize: int,
+    place: int,
+    num_ranks: int,
+    num_hosts: int,
+    piece_bytes: int = MESSAGE_BYTES,
+    num_blocks: int | None = None,
 ) -> Route:
     """The route of one rank's share; a pure function, the same for all its partners.
 
@@ -199,13 +259,16 @@ def plan_route(
         num_ranks: How many have a share, on each host.
         num_hosts: At least 2.
         piece_bytes: Most of one message.
+        num_blocks: How many blocks all hosts have together; None: each has one.
 
     Example:
         >>> plan_route(64, 4, 1, 2, 2)
         Route(share=range(32, 64), parts=((range(32, 64),),))
     """
     share = _cut_evenly(range(count), num_ranks)[place]
-    is_one_round = num_hosts == 2 or len(share) * itemsize < ONE_ROUND_BYTES
+    num_blocks = num_hosts if num_blocks is None else num_blocks
+    is_small = len(share) * itemsize * num_blocks < ONE_ROUND_BYTES * num_hosts
+    is_one_round = is_small or num_hosts == num_blocks == 2
     parts = [share] if is_one_round else _cut_evenly(share, num_hosts)
     most = max(_BLOCK_ELEMENTS, piece_bytes // itemsize // _BLOCK_ELEMENTS * _BLOCK_ELEMENTS)
     return Route(share, tuple(_pieces(part, most) for part in parts))

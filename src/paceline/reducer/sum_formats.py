@@ -6,19 +6,18 @@ same numbers. What encoding took from a share stays with the rank that sends it,
 Words: a *share*, a *part*, a *piece* as in `hosts.py`; the *error* of a share is what its codes have not
 delivered yet, per unit of weight, so that it does not grow when the weights of ranks change.
 
-Imports numpy, the core, `errors`, `collectives` and its neighbours.
+Imports numpy, the core, `collectives` and its neighbours.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from paceline import _core
 from paceline.collectives.ops import ReduceOp
-from paceline.errors import ConfigError
 from paceline.reducer.compression import BF16, EIGHT_BIT, FP16, TOP_K, Floats
 from paceline.reducer.hosts import Route
 from paceline.reducer.plan import Plan, pieces_of
@@ -27,21 +26,6 @@ ENCODINGS = {"bf16": BF16, "fp16": FP16, "int8": EIGHT_BIT, "topk": TOP_K}
 """What `compress_between_hosts` may be, and its number in the core (cpp/compression)."""
 
 _SMALLEST_WEIGHT = 2.0**-126  # of which float32 still holds the inverse
-
-
-def refuse_compression(owner: str, value: str, seen: str) -> NoReturn:
-    """Gradients will not go from host to host in shares, and nothing else can be encoded.
-
-    Raises:
-        ConfigError: Always.
-    """
-    raise ConfigError(
-        f"{owner}: compress_between_hosts={value!r} is not possible here.",
-        expected="parameters on the CPU, and hosts that a Gloo group of torch connects",
-        seen=seen,
-        hint="leave it out; a hook of paceline's `compression` module compresses between all ranks",
-        argument="compress_between_hosts",
-    )
 
 
 class SumFormat(Protocol):
@@ -69,7 +53,7 @@ class SumFormat(Protocol):
             bucket: In the plan.
             elements: A range of the bucket's elements, within this rank's share.
             payload: The address behind the message's header.
-            weight: The weight of the ranks whose values are in the sums: those of this host in the first
+            weight: The weight of the ranks whose values are in the sums: those of a block in the first
                 round, all ranks in the second.
         """
         ...

@@ -15,6 +15,7 @@ from typing import Any, NoReturn, TypeVar
 from paceline.arguments import Arguments
 from paceline.errors import ConfigError
 from paceline.reducer.arguments import WrapperOptions
+from paceline.reducer.between_hosts import BetweenHosts
 from paceline.reducer.micro_batches import as_weight
 from paceline.reducer.passes import Passes
 from paceline.reducer.plan import BucketLayout, bucket_layout
@@ -294,6 +295,15 @@ class WrappedModel:
         """Whether buffers are broadcast after each synchronised backward."""
         return self._config.broadcast_buffers
 
+    def _between_hosts(self) -> BetweenHosts:
+        """What the arguments ask of the way of gradients between hosts."""
+        config = self._config
+        return BetweenHosts(
+            owner=type(self).__name__,
+            compression=config.compress_between_hosts,
+            deterministic=config.deterministic,
+        )
+
     def _tell_of_unused_compression(self, rank: int) -> None:
         """An argument that does nothing is told once."""
         value = self._config.compress_between_hosts
@@ -336,9 +346,9 @@ class WrappedModel:
     def bits(self) -> str:
         """Which runs give gradients of the same bits, from the same gradients of each rank.
 
-        "world": all with as many ranks, whatever the hosts and the bucket sizes. Always so on one host; on
-        several, if sums in each host and then over the hosts are the sum over all ranks, for example with
-        ranks 0 to 3 on one and 4 to 7 on the other.
+        "world": all with as many ranks, whatever the hosts and the bucket sizes. Always so on one host, and
+        with `deterministic="world"`; else, on several, if sums in each host and then over the hosts are the
+        sum over all ranks, for example with ranks 0 to 3 on one and 4 to 7 on the other.
         "layout": all with the same ranks on the same hosts, whatever the bucket sizes.
         "buckets": all with the same ranks on the same hosts, and the same bucket sizes: with
         `compress_between_hosts`, which encodes values together.

@@ -29,9 +29,9 @@ from paceline.paddle.model.precision import MixedPrecision, cast_buffers, check_
 from paceline.paddle.passes.graphs import calls
 from paceline.paddle.passes.passes import GradientPasses, make_passes
 from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
+from paceline.reducer.between_hosts import A_HOOK, refuse_other_bits
 from paceline.reducer.comm_hooks import CommHook, agree_on_hook, check_callable, check_is_first
 from paceline.reducer.micro_batches import as_weight
-from paceline.reducer.sum_formats import refuse_compression
 from paceline.reducer.wrapped_model import WrappedModel, checked_norms
 from paceline.rendezvous.exchange import Exchange
 
@@ -112,6 +112,8 @@ class DataParallel(WrappedModel, PaddleNames):
         compress_between_hosts: "bf16", "fp16", "int8" or "topk": as for paceline.torch, whose gradients meet
             in the memory of each host first. Here gradients of several hosts do not, and a value is refused;
             on one host it does nothing. None: nothing is compressed.
+        deterministic: "world": gradients have the bits of one host with as many ranks. On one host they have
+            them anyway; on several a value is refused. None: `bits` says what comes out.
 
     Raises:
         ConfigError: An argument, or the model, is not supported; the message says which and why.
@@ -166,6 +168,7 @@ class DataParallel(WrappedModel, PaddleNames):
         init_sync_buffers: bool | None = None,
         check_replicas_every: int | None = None,
         compress_between_hosts: str | None = None,
+        deterministic: str | None = None,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "layers")}
         peers: Peers | None = None
@@ -218,9 +221,8 @@ class DataParallel(WrappedModel, PaddleNames):
         description = ModelDescription(parameters, buffers, options)
         check_agreement(description, peers.exchange, peers.timeout_s)
         link = peers.connect(on_host=self._tensors.is_on_host, reduce_through=self._config.reduce_through)
-        compression = self._config.compress_between_hosts
-        if compression is not None and link.path == "group" and link.world_size > 1:
-            refuse_compression("DataParallel", compression, "Paddle, over paddle.distributed")
+        if link.path == "group" and link.world_size > 1:
+            self._between_hosts().refuse("Paddle, over paddle.distributed")
         if self._config.init_sync and is_first:
             values = list(self._tensors.all_parameters.values())
             if self._config.init_sync_buffers:
@@ -360,6 +362,7 @@ class DataParallel(WrappedModel, PaddleNames):
             hint = "paceline.paddle.compression has some"
             check_callable(hook, returns="a tensor, or a future of one", hint=hint)
             check_is_first(self._comm_hook)
+            refuse_other_bits(type(self).__name__, self._config.deterministic, A_HOOK)
         chosen = CommHook(state, hook)
         if peers is not None:
             agree_on_hook(chosen, peers.exchange, peers.timeout_s)

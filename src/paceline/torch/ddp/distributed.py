@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from paceline.arguments import Arguments
 from paceline.errors import ConfigError, PacelineError
 from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
+from paceline.reducer.between_hosts import A_HOOK, refuse_other_bits
 from paceline.reducer.comm_hooks import CommHook, agree_on_hook, check_is_first
 from paceline.reducer.micro_batches import as_weight
 from paceline.reducer.wrapped_model import WrappedModel, checked_norms
@@ -108,6 +109,10 @@ class DistributedDataParallel(WrappedModel, TorchNames):
             "int8" (a quarter), or "topk" (8 of each 256 values, about 1/43). What that takes from a gradient
             is added to the next one (error feedback). Within a host nothing is rounded, and on one host it
             does nothing. Float64 and sparse gradients are sent as they are. None: all are.
+        deterministic: "world": gradients have the bits of one host with as many ranks, wherever the ranks
+            are. On one host, and on hosts with aligned blocks of ranks (2x2, 4x4), they have them anyway;
+            else hosts send the sums of several blocks of ranks each, which takes up to (L + 1) / 2 times the
+            bytes for L ranks per host. None: `bits` says what comes out. On the CPU, without a hook.
         later: Arguments of a newer torch, which must have torch's default values.
 
     Raises:
@@ -161,6 +166,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         init_sync_buffers: bool | None = None,
         check_replicas_every: int | None = None,
         compress_between_hosts: str | None = None,
+        deterministic: str | None = None,
         **later: Any,
     ) -> None:
         arguments = dict(locals())
@@ -233,7 +239,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
             peers,
             on_host=on_host,
             reduce_through=self._config.reduce_through,
-            compression=self._config.compress_between_hosts,
+            between_hosts=self._between_hosts(),
         )
         if self._config.init_sync and is_first:
             buffers = list(self._tensors.buffers.values()) if self._config.init_sync_buffers else []
@@ -350,6 +356,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         with telling_peers(lambda: (peers.exchange, peers.timeout_s), doing="register a hook"):
             check_hook(hook)
             check_is_first(self._comm_hook)
+            refuse_other_bits(type(self).__name__, self._config.deterministic, A_HOOK)
         if peers.process_group is None:
             raise ConfigError(
                 "register_comm_hook: a communication hook needs a process group of torch.",

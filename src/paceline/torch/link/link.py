@@ -15,10 +15,11 @@ import torch.distributed as dist
 from paceline import _core
 from paceline.collectives.ops import ReduceOp
 from paceline.errors import ConfigError, RegionError
+from paceline.reducer.between_hosts import A_HOOK, BetweenHosts
 from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.engine import EngineReducer
 from paceline.reducer.hierarchical import HierarchicalReducer, Hosts
-from paceline.reducer.hosts import BUCKET_BYTES, has_bits_of_one_host
+from paceline.reducer.hosts import BUCKET_BYTES, exact_blocks, has_bits_of_one_host
 from paceline.reducer.link import (
     CORE_DTYPES,
     Link,
@@ -29,7 +30,7 @@ from paceline.reducer.link import (
     make_host_reducer,
 )
 from paceline.reducer.plan import Plan
-from paceline.reducer.sum_formats import ENCODINGS, CodedSums, refuse_compression
+from paceline.reducer.sum_formats import ENCODINGS, CodedSums
 from paceline.reducer.witness import ChannelWitness, MemoryWitness, Witness
 from paceline.torch.link.arena import Arena
 from paceline.torch.link.broadcast import broadcast_tensors
@@ -45,7 +46,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 def connect(
-    peers: Peers, *, on_host: bool, reduce_through: str, compression: str | None = None
+    peers: Peers, *, on_host: bool, reduce_through: str, between_hosts: BetweenHosts
 ) -> Link[torch.Tensor]:
     """The best link between these ranks. Collective.
 
@@ -53,7 +54,7 @@ def connect(
         peers: The ranks that train the model.
         on_host: Whether all trainable parameters are on the CPU; the same on all ranks.
         reduce_through: "memory", "group", or the better one ("auto"); the same on all ranks.
-        compression: compress_between_hosts; the same on all ranks.
+        between_hosts: What is asked of the way between hosts; the same on all ranks.
 
     Raises:
         ConfigError: That is not possible here.
@@ -65,13 +66,13 @@ def connect(
     hosts = join_hosts(peers, memory) if memory is not None and reduce_through == "auto" else None
     if hosts is not None:
         assert isinstance(peers, ProcessGroupPeers)
-        return HostsLink(GroupLink(peers, ChannelWitness(hosts.control)), peers, hosts, compression)
+        return HostsLink(GroupLink(peers, ChannelWitness(hosts.control)), peers, hosts, between_hosts)
     if memory is not None:
         memory.host_group.close()
     _check_group(peers, on_host, reduce_through)
-    if compression is not None and peers.world_size > 1:
+    if peers.world_size > 1:
         seen = "ranks on several hosts without a Gloo group for the CPU"
-        refuse_compression("DistributedDataParallel", compression, seen if on_host else "parameters on a GPU")
+        between_hosts.refuse(seen if on_host else "parameters on a GPU")
     assert isinstance(peers, ProcessGroupPeers)
     if memory is None:
         return GroupLink(peers, _find_witness(peers))
@@ -190,25 +191,32 @@ class HostsLink:
         link: For all else.
         peers: The ranks.
         hosts: Who is where, and their connections.
-        compression: compress_between_hosts.
+        between_hosts: What is asked of the way between them.
     """
 
     wants_whole_buckets = False
     most_bucket_bytes: int | None = BUCKET_BYTES
 
     def __init__(
-        self, link: GroupLink, peers: ProcessGroupPeers, hosts: Hosts, compression: str | None = None
+        self, link: GroupLink, peers: ProcessGroupPeers, hosts: Hosts, between_hosts: BetweenHosts
     ) -> None:
-        self.path, self.bits = "hosts", "world" if has_bits_of_one_host(hosts.ranks) else "layout"
+        compression, self._is_exact = between_hosts.compression, between_hosts.deterministic is not None
+        is_as_one_host = self._is_exact or has_bits_of_one_host(hosts.ranks)
+        self.path, self.bits = "hosts", "world" if is_as_one_host else "layout"
         if compression is not None:
             self.bits = "buckets"
+        if self._is_exact and (count := len(exact_blocks(hosts.ranks))) > _core.MAX_RANKS:
+            between_hosts.refuse(
+                f"{link.world_size} ranks in {count} blocks of neighbours that are on one host; the sums of "
+                f"at most {_core.MAX_RANKS} can be added"
+            )
         self.rank, self.world_size = link.rank, link.world_size
         self.tell: Callable[[str], None] | None = hosts.group.set_activity
         self.witness = link.witness
         self.broadcast, self.sum, self.all_gather = link.broadcast, link.sum, link.all_gather
         self._link, self._peers, self._hosts = link, peers, hosts
         self._num_plans = 0
-        self._compression = compression
+        self._between_hosts = between_hosts
         self._encoding = None if compression is None else ENCODINGS[compression]
         self._codes: CodedSums | None = None
 
@@ -225,15 +233,15 @@ class HostsLink:
             self.path, self.bits = "group", "engine"
             return self._link.make_reduction(plan, parameters, options)
         self._num_plans += 1
-        reducer = HierarchicalReducer(plan, self._hosts, self._num_plans, self._encoding, self._codes)
+        reducer = HierarchicalReducer(
+            plan, self._hosts, self._num_plans, self._encoding, self._codes, is_exact=self._is_exact
+        )
         self._codes = reducer.codes
         arena = Arena.on_memory(plan, parameters, reducer.arena_pointer, owner=reducer.memory)
         return Reduction(plan, arena.views, reducer, takes_pointers=False)
 
     def with_hook(self, hook: CommHook, process_group: Any) -> Link[torch.Tensor]:
-        if self._compression is not None:
-            seen = "a communication hook, which averages over the process group alone"
-            refuse_compression("DistributedDataParallel", self._compression, seen)
+        self._between_hosts.refuse(A_HOOK)
         return HookLink(self, self._peers, hook)
 
 

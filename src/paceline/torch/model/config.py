@@ -37,6 +37,7 @@ _OURS = (
     "buffers",
     "check_replicas_every",
     "compress_between_hosts",
+    "deterministic",
     "init_sync_buffers",
     "nonfinite",
     "reduce_through",

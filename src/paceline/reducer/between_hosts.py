@@ -1,0 +1,65 @@
+"""What a user asks of the way of gradients from host to host, and the refusal where they do not go that way.
+
+Imports `errors`, `arguments` and its neighbours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.arguments import show
+from paceline.errors import ConfigError
+
+A_HOOK = "a communication hook, which averages over the process group alone"
+"""Why sums do not go from host to host."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BetweenHosts:
+    """Both at once are refused before.
+
+    Attributes:
+        owner: The class whose constructor got the arguments.
+        compression: compress_between_hosts, a key of `sum_formats.ENCODINGS`; None: sums go as they are.
+        deterministic: "world": the bits of one host in every layout; None: those of the layout.
+    """
+
+    owner: str
+    compression: str | None
+    deterministic: str | None
+
+    def refuse(self, seen: str) -> None:
+        """Refuse what was asked for, if anything was, because sums do not go from host to host here.
+
+        Args:
+            seen: Why they do not, in words.
+
+        Raises:
+            ConfigError: Something was asked for.
+        """
+        if self.compression is not None:
+            raise ConfigError(
+                f"{self.owner}: compress_between_hosts={show(self.compression)} is not possible here.",
+                expected="parameters on the CPU, and hosts that a Gloo group of torch connects",
+                seen=seen,
+                hint="leave it out; a hook of paceline's `compression` module compresses between all ranks",
+                argument="compress_between_hosts",
+            )
+        refuse_other_bits(self.owner, self.deterministic, seen)
+
+
+def refuse_other_bits(owner: str, deterministic: str | None, seen: str) -> None:
+    """Refuse `deterministic`, if it was asked for, because somebody else decides the order of sums.
+
+    Raises:
+        ConfigError: It was asked for.
+    """
+    if deterministic is not None:
+        raise ConfigError(
+            f"{owner}: deterministic={show(deterministic)} is not possible here.",
+            expected="parameters on the CPU of one host, or of hosts that a Gloo group of torch connects, "
+            "and no communication hook",
+            seen=seen,
+            hint="leave it out; all ranks have the same bits in any case, and `bits` says in which runs",
+            argument="deterministic",
+        )
