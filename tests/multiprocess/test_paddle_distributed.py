@@ -142,6 +142,10 @@ def test_two_hosts_are_one_model(rank: int) -> None:
         assert not model.flag.any() and int(model.count) == 0 and not model.part.any()
     with pytest.raises(ConfigError, match=r"(?s)reduce_through=\"memory\".*ranks on several hosts"):
         DataParallel(two_layers(), reduce_through="memory")
+    for argument, value in {"compress_between_hosts": "int8", "deterministic": "world"}.items():
+        with pytest.raises(ConfigError, match=f"{argument}='{value}' is not possible here") as caught:
+            DataParallel(two_layers(), **{argument: value})
+        assert caught.value.seen == "Paddle, over paddle.distributed"
     with pytest.raises(ModelMismatchError, match="reduce_through"):
         DataParallel(two_layers(), reduce_through=("auto", "group")[rank])
 
