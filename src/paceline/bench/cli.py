@@ -37,6 +37,7 @@ def register(subparsers: Any) -> None:
     _add_data(benches)
     what = "how long a program that wraps a model and ends takes, launcher and imports included"
     _add(benches, "start", _start, 10, what, has_starts=False)
+    _add_predict(benches)
 
 
 def _add(
@@ -155,6 +156,33 @@ def _add_data(benches: Any) -> None:
     )
 
 
+def _add_predict(benches: Any) -> None:
+    what = "compute how long averaging over several hosts will take; nothing is measured"
+    parser = benches.add_parser("predict", help=what, description=what)
+    parser.add_argument(
+        "--gradients", type=_size, default=100 << 20, metavar="SIZE", help="of one rank (default 100MiB)"
+    )
+    parser.add_argument(
+        "--hosts", type=_numbers(2), default=(2, 8, 64, 1024), metavar="A,B", help="default 2,8,64,1024"
+    )
+    parser.add_argument(
+        "--ranks", type=_at_least(1), default=8, metavar="N", help="ranks on each host (default 8)"
+    )
+    parser.add_argument(
+        "--rates", type=_rates, default=(1.0, 10.0, 100.0), metavar="A,B", help="Gbit/s (default 1,10,100)"
+    )
+    parser.add_argument(
+        "--step-ms",
+        type=_milliseconds,
+        metavar="T",
+        help="a training step without averaging: says what is left of the throughput",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the values")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw it (needs matplotlib)")
+    parser.set_defaults(func=functools.partial(_guarded, _predict))
+
+
 def _all_reduce(arguments: argparse.Namespace) -> int:
     from paceline.bench import all_reduce, plot
 
@@ -207,6 +235,20 @@ def _start(arguments: argparse.Namespace) -> int:
     from paceline.bench import start
 
     return _finish(start.run(_plan(arguments, start.ENTRIES)), arguments)
+
+
+def _predict(arguments: argparse.Namespace) -> int:
+    from paceline.bench import plot, predict
+
+    report = predict.run(
+        arguments.gradients,
+        arguments.hosts,
+        arguments.ranks,
+        arguments.rates,
+        "paceline " + shlex.join(sys.argv[1:]),
+        None if arguments.step_ms is None else arguments.step_ms / 1e3,
+    )
+    return _finish(report, arguments, plot.draw_predict)
 
 
 Draw = Callable[["Report", Path], None]
@@ -275,6 +317,35 @@ def _check_names(option: str, names: Sequence[str], known: Sequence[str]) -> Non
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def _size(text: str) -> int:
+    (size,) = _sizes(text) if "," not in text else (0,)
+    if not size:
+        raise argparse.ArgumentTypeError(f"{text!r} is not one size; write 100MiB")
+    return size
+
+
+def _numbers(least: int) -> Callable[[str], tuple[int, ...]]:
+    return lambda text: tuple(_at_least(least)(part) for part in _names(text) or (text,))
+
+
+def _rates(text: str) -> tuple[float, ...]:
+    return tuple(_positive(part, "Gbit/s, for example 1,10,0.1") for part in _names(text) or (text,))
+
+
+def _milliseconds(text: str) -> float:
+    return _positive(text, "milliseconds, for example 250")
+
+
+def _positive(text: str, expected: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of {expected}")
+    return value
 
 
 def _sizes(text: str) -> tuple[int, ...]:

@@ -76,6 +76,31 @@ def draw_step(report: Report, path: Path) -> None:
     _save(figure, report, path, bottom=0.14 if len(models) > 3 else 0.2)
 
 
+def draw_predict(report: Report, path: Path) -> None:
+    """One panel per rate: the time of an average against the number of hosts, both logarithmic."""
+    rates = list(dict.fromkeys(row["gbits_per_s"] for row in report.data["rows"]))
+    figure, panels = _figure(max(6.0, 3.4 * len(rates)), 4.2, len(rates))
+    for rate, axes in zip(rates, panels if len(rates) > 1 else [panels], strict=True):
+        rows = [row for row in report.data["rows"] if row["gbits_per_s"] == rate]
+        hosts = [row["hosts"] for row in rows]
+        for name, label, style, color in (
+            ("torch", "torch DDP on Gloo", "torch", "#cc4125"),
+            ("paceline", "Paceline", "paceline", "#0b5394"),
+            ("int8", "Paceline, int8 between hosts", "paceline_torch", "#6fa8dc"),
+        ):
+            seconds = [row["seconds"][name] for row in rows]
+            axes.plot(hosts, seconds, marker=_STYLES[style][1], color=color, label=label)
+        axes.set(xscale="log", yscale="log", title=f"{rate:g} Gbit/s", xlabel="hosts")
+        axes.set_xticks(hosts, [str(number) for number in hosts], minor=False)
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+    first = panels[0] if len(rates) > 1 else panels
+    first.set(ylabel="seconds of one average")
+    figure.legend(*first.get_legend_handles_labels(), **_BELOW, ncols=3)
+    figure.suptitle(report.title)
+    _save(figure, report, path, bottom=0.12)
+
+
 def _figure(width: float, height: float, panels: int = 1) -> tuple[Any, Any]:
     import matplotlib
 
@@ -86,7 +111,8 @@ def _figure(width: float, height: float, panels: int = 1) -> tuple[Any, Any]:
 
 
 def _save(figure: Any, report: Report, path: Path, bottom: float) -> None:
-    figure.text(0.01, 0.01, report.machine.describe(), fontsize=6, color="gray", va="bottom")
+    machine = report.machine.describe() if report.machine else "computed, not measured"
+    figure.text(0.01, 0.01, machine, fontsize=6, color="gray", va="bottom")
     figure.tight_layout(rect=(0, bottom, 1, 1))
     figure.savefig(path, dpi=150)
 

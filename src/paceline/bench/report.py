@@ -22,7 +22,7 @@ class Report:
         theme: Short name, first part of a result's file name.
         title: Heading.
         command: The command that makes it again.
-        machine: Where it ran.
+        machine: Where it was measured; None: nothing was.
         columns: Headings of the table.
         rows: Its cells; an empty row is a line between two parts.
         notes: What a reader must know: how to read it, who was absent, who failed and why.
@@ -34,7 +34,7 @@ class Report:
     theme: str
     title: str
     command: str
-    machine: Machine
+    machine: Machine | None
     columns: list[str]
     rows: list[list[str]]
     notes: list[str] = field(default_factory=list)
@@ -47,14 +47,14 @@ class Report:
         try:
             self._show_rich()
         except ImportError:
-            print("\n".join([self.title, self.machine.describe(), "", *self._plain_table(), "", *self.notes]))
+            print("\n".join([self.title, self._machine(), "", *self._plain_table(), "", *self.notes]))
 
     def write_json(self, path: Path) -> None:
         """Write everything, samples included."""
         content = {
             "bench": self.theme,
             "command": self.command,
-            "machine": self.machine.as_json(),
+            "machine": self.machine and self.machine.as_json(),
             "is_complete": self.is_complete,
             "notes": self.notes,
             **self.data,
@@ -64,19 +64,23 @@ class Report:
     def write_markdown(self, path: Path) -> Path:
         """Write the table as a committed result; `path` may be a folder, and the file then names itself."""
         if path.is_dir():
-            path = path / f"{self.theme}_{self.machine.slug}_{self.machine.date[:10]}.md"
+            names = (self.machine.slug, self.machine.date[:10]) if self.machine else ()
+            path = path / f"{'_'.join([self.theme, *names])}.md"
         path.write_text(self.as_markdown())
         return path
 
     def as_markdown(self) -> str:
         """The table, the command and the machine."""
         lines = [f"# {self.title}", "", "```", f"$ {self.command}", "```", ""]
-        lines += [f"{line}  " for line in self.machine.describe().splitlines()]
+        lines += [f"{line}  " for line in self._machine().splitlines()]
         numbers = len(self.columns) - self.text_columns
         rule = "|---" * self.text_columns + "|--:" * numbers + "|"
         lines += ["", "| " + " | ".join(self.columns) + " |", rule]
         lines += ["| " + " | ".join(row) + " |" for row in self.rows if row]
         return "\n".join([*lines, "", *(f"- {note}" for note in self.notes), ""])
+
+    def _machine(self) -> str:
+        return self.machine.describe() if self.machine else ""
 
     def _show_rich(self) -> None:
         from rich.console import Console
@@ -92,7 +96,8 @@ class Report:
             else:
                 table.add_section()
         console = Console() if sys.stdout.isatty() else Console(width=_plain_width(self))
-        console.print(Text(self.machine.describe(), style="dim"))
+        if self.machine:
+            console.print(Text(self._machine(), style="dim"))
         console.print(table)
         for note in self.notes:
             console.print(Text(note))

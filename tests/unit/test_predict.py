@@ -1,0 +1,108 @@
+"""The model of the cost beside what was measured, and docs/scaling.md beside both."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from paceline.bench import predict as module
+from paceline.bench.predict import Machines, efficiency, predict, predict_torch, run
+from tests.harness.command import ROOT
+
+PAGE = (ROOT / "docs" / "scaling.md").read_text()
+MEASURED = ROOT / "benchmarks" / "results" / "hosts_epyc-2c_2026-11-22.md"
+# Two cores, of which a copy of memory in one process takes a part.
+HERE = Machines(100e6, memory_bytes_per_s=20e9)
+
+
+def measured(path: Path):
+    """(layout, size in MB, torch's seconds, ours) of each row of a table of `make hosts`."""
+    for line in path.read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if re.match(r"\d+x\d+", cells[0]):
+            theirs = float(cells[4]) / 1e3
+            yield cells[0], float(cells[2].split()[0]), theirs, theirs * float(cells[6].split()[0])
+
+
+def compared():
+    """Measured time as a multiple of the predicted one: {(layout, MB): [(torch's, ours), ...]}."""
+    found = defaultdict(list)
+    for layout, megabytes, theirs, ours in measured(MEASURED):
+        hosts, ranks = map(int, re.match(r"(\d+)x(\d+)", layout).groups())
+        nbytes = int(megabytes * 1e6) // 4 * 4
+        ring = predict_torch(nbytes, hosts, ranks, HERE, in_turn="in turn" in layout)
+        shares = predict(nbytes, hosts, ranks, HERE)
+        found[layout, megabytes].append((theirs / ring.seconds, ours / shares.seconds))
+    return found
+
+
+def tables(text):
+    """The tables of a page, each as its lines."""
+    return re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE)
+
+
+def test_measured_times_are_near_those_of_the_model():
+    """Where the link decides; nothing is faster than the model, whose constants are all lower bounds."""
+    for (layout, megabytes), ratios in compared().items():
+        for ratio in (number for pair in ratios for number in pair):
+            assert 0.97 < ratio < (1.25 if megabytes > 1 else 2.5), (layout, megabytes, ratios)
+
+
+def test_the_page_has_the_comparison():
+    lines = ["| hosts x ranks | gradients | torch's DDP | Paceline |", "|---|---|--:|--:|"]
+    for (layout, megabytes), ratios in compared().items():
+        theirs, ours = (statistics.median(column) for column in zip(*ratios))
+        lines.append(f"| {layout} | {megabytes:g} MB | {theirs:.2f} | {ours:.2f} |")
+    assert "\n".join(lines) + "\n" in tables(PAGE), "docs/scaling.md should have:\n" + "\n".join(lines)
+
+
+def test_the_page_has_the_prediction():
+    report = run(100 << 20, (2, 8, 64, 1024), 8, (1.0, 10.0, 100.0), "")
+    table = "".join(line + "\n" for line in report.as_markdown().splitlines() if line.startswith("|"))
+    assert table in tables(PAGE), "docs/scaling.md should have:\n" + table
+
+
+def test_bytes_are_those_that_a_host_has_to_send():
+    """2 (H - 1) / H of the gradients; in one round between two hosts the same."""
+    for hosts, floor in ((2, 1.0), (4, 1.5), (8, 1.75)):
+        sent = predict(64 << 20, hosts, 4, Machines(1e10)).sent_bytes
+        assert sent == pytest.approx(floor * (64 << 20), rel=0.01)
+    assert predict(64 << 20, 4, 4, Machines(1e10), "int8").sent_bytes == pytest.approx(
+        0.381 * (64 << 20), rel=0.01
+    )
+    in_blocks, in_turn = (
+        predict_torch(64 << 20, 2, 2, Machines(1e9), in_turn=turns).sent_bytes for turns in (False, True)
+    )
+    assert (in_blocks, in_turn) == (1.5 * (64 << 20), 3 * (64 << 20))
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "hosts", "machines", "limit"),
+    [
+        (100 << 20, 8, Machines(1e9), "link"),
+        (100 << 20, 8, Machines(1e12), "connections"),
+        (100 << 20, 1024, Machines(1e12), "messages"),
+        (1 << 10, 2, Machines(1e12, message_s=1e-9), "latency"),
+        (100 << 20, 2, Machines(1e12, connection_bits_per_s=1e12, memory_bytes_per_s=1e9), "memory"),
+    ],
+)
+def test_what_decides_is_told(nbytes, hosts, machines, limit):
+    assert predict(nbytes, hosts, 8, machines).limit == limit
+
+
+def test_averaging_that_hides_costs_nothing():
+    assert efficiency(0.3, 0.15) == 1.0
+    assert efficiency(0.3, 0.5) == pytest.approx(0.5)
+    report = run(4 << 20, (2,), 2, (1.0,), "", step_s=0.3)
+    assert [row[-1] for row in report.rows] == ["100%"]
+
+
+def test_every_compression_has_a_size():
+    """All but topk, whose bytes depend on the gradients' blocks alone and are far below."""
+    from paceline.reducer.sum_formats import ENCODINGS
+
+    assert {*module.SIZES} - {""} == {*ENCODINGS} - {"topk"}
