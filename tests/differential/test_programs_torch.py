@@ -17,6 +17,7 @@ _MODES = (
     *("default", "tiny", "view", "tiny view", "unused", "unused view", "static", "backend", "gloo memory"),
     *("gloo", "gloo tiny view", "gloo unused"),
     *("hosts", "hosts tiny", "hosts tiny view", "hosts unused", "hosts static"),
+    *("uneven tiny", "uneven view", "uneven unused", "uneven exact"),
 )
 _PLAIN = {
     "ranks": 2,

@@ -19,6 +19,8 @@ ALWAYS_MODES = ("default", "tiny", "view", "tiny view", "gloo", "backend", "gloo
 UNUSED_MODES = ("unused", "unused view", "gloo unused", "static")
 HOSTS_MODES = ("hosts", "hosts tiny", "hosts tiny view")
 HOSTS_UNUSED_MODES = ("hosts unused", "hosts static")
+UNEVEN_MODES = ("uneven tiny", "uneven view", "uneven exact")
+UNEVEN_UNUSED_MODES = ("uneven unused",)
 
 
 def generate(seed: int) -> Program:
@@ -26,6 +28,7 @@ def generate(seed: int) -> Program:
     writer = _Writer(random.Random(seed))
     program = writer.program(seed)
     _add_hosts(program, random.Random(f"hosts {seed}"), needs_unused=writer.needs_unused)
+    _make_uneven(program, random.Random(f"uneven {seed}"))
     return program
 
 
@@ -37,7 +40,8 @@ def can_run_in(program: Program, mode: str) -> bool:
 
 def modes_of(program: Program) -> list[str]:
     """Every mode in which it can run."""
-    modes = (*ALWAYS_MODES, *UNUSED_MODES, *HOSTS_MODES, *HOSTS_UNUSED_MODES)
+    over_hosts = (*HOSTS_MODES, *HOSTS_UNUSED_MODES, *UNEVEN_MODES, *UNEVEN_UNUSED_MODES)
+    modes = (*ALWAYS_MODES, *UNUSED_MODES, *over_hosts)
     return [mode for mode in modes if can_run_in(program, mode)]
 
 
@@ -55,6 +59,14 @@ def _add_hosts(program: Program, rng: random.Random, *, needs_unused: bool) -> N
         program["modes"] = [mode]
     else:
         program["modes"].append(mode)
+
+
+def _make_uneven(program: Program, rng: random.Random) -> None:
+    """Let every second program of three or four ranks over several hosts have hosts of different sizes."""
+    mode = program["modes"][-1]
+    if program["ranks"] > 2 and mode in HOSTS_MODES + HOSTS_UNUSED_MODES and rng.random() < 0.5:
+        others = UNEVEN_MODES if mode in HOSTS_MODES else UNEVEN_UNUSED_MODES
+        program["modes"][-1] = rng.choice(others)
 
 
 class _Writer:

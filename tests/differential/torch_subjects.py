@@ -49,8 +49,13 @@ MODES: dict[str, dict[str, Any]] = {
     "hosts tiny view": {"group": "hosts", **_TINY, "gradient_as_bucket_view": True},
     "hosts unused": {"group": "hosts", **_TINY, "find_unused_parameters": True},
     "hosts static": {"group": "hosts", **_TINY, "static_graph": True},
+    "uneven tiny": {"group": "uneven hosts", **_TINY},
+    "uneven view": {"group": "uneven hosts", "gradient_as_bucket_view": True},
+    "uneven unused": {"group": "uneven hosts", **_TINY, "find_unused_parameters": True},
+    "uneven exact": {"group": "uneven hosts", **_TINY, "deterministic": "world"},
 }
-"""What is passed to the wrapper, and over which group. "hosts": over Gloo, by ranks of several hosts."""
+"""What is passed to the wrapper, and over which group. "hosts": over Gloo, by ranks of several hosts;
+"uneven hosts": of two, of which the second has one rank."""
 
 TORCH = "torch"
 TORCHS: dict[str, dict[str, Any]] = {TORCH: {}, "torch unused": {"find_unused_parameters": True}}
@@ -75,10 +80,12 @@ class Groups:
     @contextlib.contextmanager
     def placed(self, name: str | None) -> Iterator[paceline.Group | dist.ProcessGroup]:
         """The group of a mode, by whose ranks a model is wrapped within."""
-        if name != "hosts":
+        if name not in ("hosts", "uneven hosts"):
             yield self.paceline() if name is None else self.torch(name)
             return
         number = self._rank * _hosts(self._world_size) // self._world_size
+        if name == "uneven hosts":
+            number = int(self._rank == self._world_size - 1)
         true = shared_memory._host_hint
         shared_memory._host_hint = lambda: (f"host {number}", shared_memory._Obstacle())
         try:
