@@ -22,11 +22,15 @@ CLEARS = (
 
 
 class Branches(nn.Layer):
+    """Which of its two layers is used is for the caller to say; "both": their sum."""
+
     def __init__(self) -> None:
         super().__init__()
         self.left, self.right = nn.Linear(4, 2), nn.Linear(4, 2)
 
     def forward(self, x: paddle.Tensor, branch: str) -> paddle.Tensor:
+        if branch == "both":
+            return self.left(x) + self.right(x)
         return getattr(self, branch)(x)
 
 
@@ -57,7 +61,7 @@ class Trap(nn.Layer):
 
 
 class Factors(nn.Layer):
-    """Factors of what it is called with, all 1 at first."""
+    """Factors of what it is called with, a number or one for each column; all 1 at first."""
 
     def __init__(self, dtype: str) -> None:
         super().__init__()
@@ -65,8 +69,8 @@ class Factors(nn.Layer):
         one = nn.initializer.Constant(1.0)
         self.weight = paddle.create_parameter([3, 40], dtype, default_initializer=one)
 
-    def forward(self, x: float) -> paddle.Tensor:
-        return (self.weight * paddle.full([1], x, self.dtype)).sum()
+    def forward(self, x: float | np.ndarray) -> paddle.Tensor:
+        return (self.weight * paddle.to_tensor(np.atleast_1d(x)).astype(self.dtype)).sum()
 
 
 def network(width: int = WIDTH) -> nn.Layer:
@@ -98,8 +102,12 @@ def wrap(model: nn.Layer, group: object, **options: Any) -> Any:
     return DataParallel(model, group=group, **options)
 
 
+def tensor(x: np.ndarray) -> paddle.Tensor:
+    return paddle.to_tensor(x)
+
+
 def loss(model: Any, x: np.ndarray, *arguments: str) -> paddle.Tensor:
-    return model(paddle.to_tensor(x), *arguments).square().mean()
+    return model(tensor(x), *arguments).square().mean()
 
 
 def backward(*losses: paddle.Tensor) -> None:
@@ -117,6 +125,18 @@ def parameters(model: nn.Layer) -> list[np.ndarray]:
 
 def as_float64(tensor: paddle.Tensor) -> np.ndarray:
     return tensor.astype("float64").numpy()
+
+
+def layers(count: int, width: int) -> nn.Layer:
+    """Linear layers one after the other, each with a square matrix and no bias."""
+    return nn.Sequential(*(nn.Linear(width, width, bias_attr=False) for _ in range(count)))
+
+
+def nudge(parameter: paddle.Tensor) -> None:
+    """Write another value to its last element, a millionth away."""
+    value = parameter.numpy()
+    value.flat[-1] += 1e-6
+    parameter.set_value(value)
 
 
 def freeze(parameter: paddle.Tensor) -> None:

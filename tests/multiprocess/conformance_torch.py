@@ -17,11 +17,15 @@ CLEARS = (nn.Module.zero_grad, lambda model: model.zero_grad(set_to_none=False))
 
 
 class Branches(nn.Module):
+    """Which of its two layers is used is for the caller to say; "both": their sum."""
+
     def __init__(self) -> None:
         super().__init__()
         self.left, self.right = nn.Linear(4, 2), nn.Linear(4, 2)
 
     def forward(self, x: torch.Tensor, branch: str) -> torch.Tensor:
+        if branch == "both":
+            return self.left(x) + self.right(x)
         return getattr(self, branch)(x)
 
 
@@ -51,15 +55,15 @@ class Trap(nn.Module):
 
 
 class Factors(nn.Module):
-    """Factors of what it is called with, all 1 at first."""
+    """Factors of what it is called with, a number or one for each column; all 1 at first."""
 
     def __init__(self, dtype: str) -> None:
         super().__init__()
         self.dtype = getattr(torch, dtype)
         self.weight = nn.Parameter(torch.ones(3, 40, dtype=self.dtype))
 
-    def forward(self, x: float) -> torch.Tensor:
-        return (self.weight * torch.full((1,), x, dtype=self.dtype)).sum()
+    def forward(self, x: float | np.ndarray) -> torch.Tensor:
+        return (self.weight * torch.from_numpy(np.atleast_1d(x)).to(self.dtype)).sum()
 
 
 def network(width: int = WIDTH) -> nn.Module:
@@ -92,8 +96,12 @@ def wrap(model: nn.Module, group: object, **options: Any) -> Any:
     return DistributedDataParallel(model, process_group=group, **options)
 
 
+def tensor(x: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(x)
+
+
 def loss(model: Any, x: np.ndarray, *arguments: str) -> torch.Tensor:
-    return model(torch.from_numpy(x), *arguments).square().mean()
+    return model(tensor(x), *arguments).square().mean()
 
 
 def backward(*losses: torch.Tensor) -> None:
@@ -112,6 +120,17 @@ def parameters(model: nn.Module) -> list[np.ndarray]:
 
 def as_float64(tensor: torch.Tensor) -> np.ndarray:
     return tensor.detach().double().numpy()
+
+
+def layers(count: int, width: int) -> nn.Module:
+    """Linear layers one after the other, each with a square matrix and no bias."""
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(count)))
+
+
+def nudge(parameter: nn.Parameter) -> None:
+    """Write another value to its last element, a millionth away."""
+    with torch.no_grad():
+        parameter.view(-1)[-1] += 1e-6
 
 
 def freeze(parameter: nn.Parameter) -> None:

@@ -98,3 +98,28 @@ def test_all_ranks_raise_where_those_that_have_data_were_interrupted(
     do.clear_in_place(model)
     do.backward(do.loss(wrapped, own))
     close(do.gradients(model), reference.gradients(reference.initial(), x))
+
+
+@both
+@on_two_ranks
+def test_a_weighed_micro_batch_that_raised_leaves_no_weight(group: Any, framework: str) -> None:
+    do, quarters = adapter(framework), np.split(batch(), 4)
+    own, weight = quarters[2 * group.rank :][:2], 1 + 2 * group.rank
+    parts = [reference.gradients(reference.initial(), part) for part in quarters]
+    expected = [(a + b + 3 * c + 3 * d) / 8 for a, b, c, d in zip(*parts)]
+    model = do.trapped()
+    wrapped = do.wrap(model, group)
+    for _ in range(2):
+        with wrapped.no_sync():
+            broken, whole = do.loss(wrapped, own[0]), do.loss(wrapped, own[0])
+            model[0].is_set = True
+            with wrapped.weight(100), pytest.raises(OSError, match="backward of a trap"):
+                do.backward(broken)
+            model[0].is_set = False
+            do.clear_in_place(model)
+            with wrapped.weight(weight):
+                do.backward(whole)
+        with wrapped.weight(weight):
+            do.backward(do.loss(wrapped, own[1]))
+        close(do.gradients(model), expected)
+        do.clear_in_place(model)

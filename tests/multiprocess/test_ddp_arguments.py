@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.torch import DistributedDataParallel
 from tests.harness import ranks
-from tests.multiprocess.ddp_models import Branches, two_layers
+from tests.multiprocess.ddp_models import two_layers
 
 
 def inputs() -> torch.Tensor:
@@ -124,43 +124,6 @@ def test_gradients_are_copied_a_bucket_at_a_time(rank: int, monkeypatch: pytest.
     (ddp(torch.ones(1, 4)).sum() * (1 + rank)).backward()
     assert sizes == [4]
     assert_close(ddp.module[2].bias.grad, torch.full((2,), 1.5))
-
-
-@ranks(2, group="gloo")
-def test_what_nobody_uses_is_not_sent(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[int] = []
-    reduce = dist.all_reduce
-    monkeypatch.setattr(dist, "all_reduce", lambda t, **kw: (sent.append(t.nbytes), reduce(t, **kw))[1])
-    net = Branches()  # of 24 and 8 bytes a layer, with `never` and at times `right` unused
-    ddp = DistributedDataParallel(
-        net,
-        find_unused_parameters=True,
-        skip_all_reduce_unused_params=True,
-        reduce_through="group",
-        bucket_cap_mb_list=[8 / 2**20],
-    )
-    bytes_of_a_layer = 2 * 64  # each place begins a cache line
-    x = torch.full((1, 3), 1.0 + rank)
-    # The first pass makes the plan, and the second is the first with it.
-    branches = ("left", "left", "left", "both", "both", "right", "right")
-    for branch, layers in zip(branches, (3, 3, 1, 2, 2, 2, 1), strict=True):
-        sent.clear()
-        ddp.zero_grad()
-        ddp(x, branch).sum().backward()
-        assert sum(sent) == layers * bytes_of_a_layer, branch
-        assert ddp._get_ddp_logging_data()["num_buckets_reduced"] == len(sent)
-        if branch != "right":
-            assert_close(net.left.weight.grad, torch.full((2, 3), 1.5))
-        if branch != "left":
-            assert_close(net.right.weight.grad, torch.full((2, 3), 1.5))
-
-
-@ranks(2, group="gloo")
-def test_caps_of_single_buckets(rank: int) -> None:
-    net = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(5)])  # 1 KiB each
-    kib = 1 / 1024
-    ddp = DistributedDataParallel(net, bucket_cap_mb=25, bucket_cap_mb_list=[kib, 3 * kib, kib])
-    assert [bucket.nbytes for bucket in ddp.bucket_layout()] == [1024, 3072, 1024]
 
 
 @ranks(2, group="gloo")

@@ -142,27 +142,3 @@ def test_a_broken_pass_is_told_by_a_rank_that_has_no_more_data(rank: int) -> Non
     with pytest.raises(SkippedPassError, match="rank 0 of 2 ended in an exception"):
         ddp.finish() if rank == 0 else loss.backward()
     ddp.finish()
-
-
-@ranks(2, group="gloo")
-def test_a_weighed_micro_batch_that_raised_leaves_no_weight(rank: int) -> None:
-    model = Model(hides=False)
-    ddp = DistributedDataParallel(model)
-    x = torch.full((1, 4), 1.0 + rank)
-    for _ in range(2):
-        with ddp.no_sync():
-            broken, whole = ddp(x).sum(), ddp(x).sum()
-            mend = break_backward(model, "function")
-            with ddp.weight(100), pytest.raises(MemoryError):
-                broken.backward()
-            mend()
-            ddp.zero_grad()
-            with ddp.weight(1 + 2 * rank):
-                whole.backward()
-        with ddp.weight(1 + 2 * rank):
-            ddp(3 * x).sum().backward()
-        assert_close(model.second.bias.grad, torch.ones(2))
-        mean = (1 * 2 * 1 + 3 * 2 * 2) / 4  # of the inputs: each rank's own, weighed by 1 and 3
-        ratio = model.first.weight.grad[:, 0] / model.first.bias.grad
-        assert_close(ratio, torch.full_like(ratio, mean))
-        ddp.zero_grad()

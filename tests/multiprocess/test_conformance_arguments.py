@@ -1,0 +1,120 @@
+"""What arguments of both constructors promise: each scenario is written once and run for both front ends."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.testing import assert_array_equal
+
+from paceline.errors import GraphChangedError, ReplicasDifferError
+from tests.harness import ranks
+from tests.multiprocess.conformance_numpy import batch
+from tests.multiprocess.test_conformance import adapter, both, on_two_ranks
+
+over_groups = pytest.mark.parametrize("framework", ["torch.distributed", "paddle.distributed"])
+ODD = 2  # of 3 ranks, whose replica drifts
+
+
+def clear(model: Any) -> None:
+    """Zeros would count as gradients."""
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+@both
+@on_two_ranks
+def test_a_graph_that_changes_against_the_promise(group: Any, framework: str) -> None:
+    do, x = adapter(framework), batch(2, seed=group.rank)
+    model = do.Branches()
+    wrapped = do.wrap(model, group, static_graph=True)
+    for _ in range(2):
+        clear(model)
+        do.backward(do.loss(wrapped, x, "left"))
+        assert model.left.weight.grad is not None
+    with pytest.raises(GraphChangedError, match="static_graph=True promised") as caught:
+        # Rank 1 leaves its way; rank 0 is told as well.
+        do.backward(do.loss(wrapped, x, "right" if group.rank else "left"))
+    assert caught.value.changed == ("left.weight", "left.bias", "right.weight", "right.bias")
+    assert "left.weight" in str(caught.value) and "rank 1" in str(caught.value)
+
+
+@both
+@on_two_ranks
+def test_caps_of_single_buckets(group: Any, framework: str) -> None:
+    do, kib = adapter(framework), 1 / 1024
+    model = do.layers(5, 16)  # 1 KiB each
+    wrapped = do.wrap(model, group, bucket_cap_mb=25, bucket_cap_mb_list=[kib, 3 * kib, kib])
+    assert [bucket.nbytes for bucket in wrapped.bucket_layout()] == [1024, 3072, 1024]
+    for _ in range(2):  # the second pass has the order of the first
+        clear(model)
+        do.backward(do.loss(wrapped, np.full((1, 16), 1.0 + group.rank, np.float32)))
+        assert all(gradient.any() for gradient in do.gradients(model))
+    assert [bucket.nbytes for bucket in wrapped.bucket_layout()] == [1024, 3072, 1024]
+
+
+@over_groups
+@on_two_ranks
+def test_what_nobody_uses_is_not_sent(group: Any, framework: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    do, dist = adapter(framework), importlib.import_module(framework)
+    sent: list[int] = []
+    reduce = dist.all_reduce
+    monkeypatch.setattr(
+        dist, "all_reduce", lambda t, **kw: (sent.append(4 * do.as_float64(t).size), reduce(t, **kw))[1]
+    )
+    model = do.Branches()
+    model.never = do.Branches().left
+    wrapped = do.wrap(
+        model,
+        group,
+        find_unused_parameters=True,
+        skip_all_reduce_unused_params=True,
+        bucket_cap_mb_list=[8 / 2**20],
+    )
+    x = np.full((1, 4), 1.0 + group.rank, np.float32)
+    bytes_of_a_layer = 2 * 64  # each place begins a cache line
+    # The first pass makes the plan, and the second is the first with it.
+    branches = ("left", "left", "left", "both", "both", "right", "right")
+    for branch, layers in zip(branches, (3, 3, 1, 2, 2, 2, 1), strict=True):
+        sent.clear()
+        clear(model)
+        wrapped(do.tensor(x), branch).sum().backward()
+        assert sum(sent) == layers * bytes_of_a_layer, branch
+        if framework == "torch.distributed":
+            assert wrapped._get_ddp_logging_data()["num_buckets_reduced"] == len(sent)
+        for name in ("left", "right"):
+            if branch in (name, "both"):
+                gradient = do.as_float64(getattr(model, name).weight.grad)
+                assert_array_equal(gradient, np.full_like(gradient, 1.5))
+
+
+@both
+@pytest.mark.parametrize("drift", ["a skipped step", "another learning rate", "a write to a weight"])
+@ranks(3, framework="framework")
+def test_the_next_check_names_rank_and_parameter(group: Any, framework: str, drift: str) -> None:
+    do, x = adapter(framework), batch(6, seed=group.rank)
+    for every in (1, 2):
+        model = do.network()
+        wrapped = do.wrap(model, group, check_replicas_every=every)
+
+        def backward(wrapped: Any = wrapped) -> None:
+            do.clear(wrapped)
+            do.backward(do.loss(wrapped, x))
+
+        for _ in range(2):
+            backward()
+            do.step(model)
+        backward()
+        if group.rank != ODD or drift == "a write to a weight":
+            do.step(model)
+        elif drift == "another learning rate":
+            do.step(model, 0.1001)
+        if group.rank == ODD and drift == "a write to a weight":
+            do.nudge(model[2].weight)
+        first = "2.weight" if drift == "a write to a weight" else "0.weight"
+        with pytest.raises(ReplicasDifferError, match=f"Rank 2 of 3 .*parameter '{first}'") as caught:
+            backward()
+        assert caught.value.ranks == (ODD,)
+        assert next(iter(caught.value.differing)) == first
