@@ -8,6 +8,7 @@
 #include "compression/compression.h"
 #include "core/control.h"
 #include "core/failure.h"
+#include "core/faults.h"
 #include "core/isa.h"
 #include "core/sizes.h"
 #include "kernels/kernels.h"
@@ -34,12 +35,14 @@ void bind_enumerations(nb::module_& m) {
   m.attr("ABI_VERSION") = kAbiVersion;
   m.attr("MAX_RANKS") = kMaxRanks;
   m.attr("SEGMENT_ELEMENTS") = kSegmentElements;
+  m.attr("ALIGNMENT_BYTES") = kAlignmentBytes;
   m.attr("REASONS") = numbers_of<Reason>();
   m.attr("CALL_KINDS") = numbers_of<CallKind>();
   m.attr("DTYPES") = numbers_of<DType>();
   m.attr("REDUCE_OPS") = numbers_of<ReduceOp>();
   m.attr("ENCODINGS") = numbers_of<Encoding>();
   m.attr("ISAS") = numbers_of<Isa>();
+  m.attr("FAULT_ACTIONS") = numbers_of<FaultAction>();
   nb::dict outcomes;
   outcomes["unused"] = kPassUnused;
   outcomes["nonfinite"] = kPassNonFinite;

@@ -24,9 +24,8 @@ void bind_faults(nb::module_& m) {
                   nth, {partner, static_cast<Point>(partner_point)});
       },
       "point"_a, "action"_a, "nth"_a, "partner"_a = -1, "partner_point"_a = 0,
-      "At this thread's nth passage of the point: 0 kill, 1 stop, 2 segfault, "
-      "3 raise, 4 go on; but not before the rank `partner` has passed its "
-      "point once more.");
+      "At this thread's nth passage of the point does one of FAULT_ACTIONS; "
+      "but not before the rank `partner` has passed its point once more.");
   m.def(
       "count_passages",
       [](Pointer board, int world, int rank) {

@@ -40,6 +40,23 @@ enum class FaultAction : uint32_t {
   kHold,  ///< goes on: for faults that strike when another rank has passed
 };
 
+/// Null beyond the last.
+constexpr const char* name_of(FaultAction action) {
+  switch (action) {
+    case FaultAction::kKill:
+      return "kill";
+    case FaultAction::kStop:
+      return "stop";
+    case FaultAction::kSegfault:
+      return "segfault";
+    case FaultAction::kRaise:
+      return "raise";
+    case FaultAction::kHold:
+      return "hold";
+  }
+  return nullptr;
+}
+
 const char* point_name(Point point);
 
 /// Another rank that a fault waits for: it strikes only when `rank` has passed

@@ -85,7 +85,7 @@
 namespace paceline {
 
 struct ParameterSpan {
-  size_t offset;  ///< bytes into the arena, kLinePairBytes / 2 aligned
+  size_t offset;  ///< bytes into the arena, a multiple of kAlignmentBytes
   size_t count;   ///< elements
   DType dtype;
 };

@@ -9,12 +9,14 @@ from typing import Any, overload
 ABI_VERSION: int
 MAX_RANKS: int
 SEGMENT_ELEMENTS: int
+ALIGNMENT_BYTES: int
 REASONS: dict[str, int]
 CALL_KINDS: dict[str, int]
 DTYPES: dict[str, int]
 REDUCE_OPS: dict[str, int]
 ENCODINGS: dict[str, int]
 ISAS: dict[str, int]
+FAULT_ACTIONS: dict[str, int]
 OUTCOMES: dict[str, int]
 
 def set_failure_factory(factory: Callable[[Mapping[str, Any]], BaseException]) -> None: ...

@@ -89,10 +89,8 @@ class Striker:
         from paceline import _core
 
         _, point, nth = self._fault.place.split()
-        action = {"SIGKILL": 0, "SIGSTOP": 1, "exception": 3}.get(
-            self._fault.kind.name.split(",")[0].split(" ")[0]
-        )
-        assert action is not None, self._fault
+        name = self._fault.kind.name.split(",")[0].split(" ")[0]
+        action = _core.FAULT_ACTIONS[{"SIGKILL": "kill", "SIGSTOP": "stop", "exception": "raise"}[name]]
         _core.arm_fault(_core.fault_points().index(point), action, int(nth))
 
     def _install_handlers(self) -> None:

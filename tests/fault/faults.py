@@ -36,11 +36,11 @@ class Point(IntEnum):
 class Action(IntEnum):
     """What happens there."""
 
-    KILL = 0
-    STOP = 1
-    SEGFAULT = 2
-    RAISE = 3
-    HOLD = 4  # nothing: for a fault that waits for another rank first
+    KILL = _core.FAULT_ACTIONS["kill"]
+    STOP = _core.FAULT_ACTIONS["stop"]
+    SEGFAULT = _core.FAULT_ACTIONS["segfault"]
+    RAISE = _core.FAULT_ACTIONS["raise"]
+    HOLD = _core.FAULT_ACTIONS["hold"]  # nothing: for a fault that waits for another rank first
 
 
 @dataclass(frozen=True)

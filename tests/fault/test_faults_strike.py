@@ -11,6 +11,7 @@ from tests.fault.faults import Action, Fault, Point, kill
 def test_points_are_those_of_the_core():
     assert [point.name.lower() for point in Point] == _core.fault_points()
     assert [point.value for point in Point] == list(range(len(Point)))
+    assert {action.name.lower(): action.value for action in Action} == _core.FAULT_ACTIONS
 
 
 def test_a_fault_says_what_it_is():

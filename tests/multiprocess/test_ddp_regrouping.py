@@ -110,7 +110,7 @@ def test_survivors_of_a_stop_agree_and_go_on(rank: int, view: bool) -> None:
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=view, timeout_s=4)
     dist.barrier()
     if rank == 1:
-        _core.arm_fault(_core.fault_points().index("chunk_claimed"), 1, 1)  # SIGSTOP
+        _core.arm_fault(_core.fault_points().index("chunk_claimed"), _core.FAULT_ACTIONS["stop"], 1)
     good = torch.zeros(1, dtype=torch.int64)
     with pytest.raises(DeadlineError):
         while True:  # until it gets one

@@ -24,7 +24,7 @@ from paceline.errors import ConfigError
 _Sliceable = TypeVar("_Sliceable", bound=Any)  # a flat tensor of any framework
 
 SEGMENT_ELEMENTS = _core.SEGMENT_ELEMENTS
-ALIGNMENT_BYTES = 64
+ALIGNMENT_BYTES = _core.ALIGNMENT_BYTES
 """A cache line: two parameters never share one, and every vector load of a parameter's start is aligned."""
 
 
