@@ -22,7 +22,6 @@ from __future__ import annotations
 import queue
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import product
@@ -159,7 +158,7 @@ class HostExchange:
         self._thread = threading.Thread(target=self._run, name="paceline-hosts", daemon=True)
         self._thread.start()
         control.at_failure(self._fail)
-        _watch(self)
+        lifetime.before_leaving(self.join)  # this rank's pass may be over, and its partner's not
 
     # --- the thread that runs the backward ---
 
@@ -532,24 +531,6 @@ class HostExchange:
         mine, everything = size(route.part_of(self._host)), sum(map(size, route.parts))
         first = own * everything + (all_blocks - own) * mine
         return first if route.is_one_round else first + everything  # the second round's, of all parts
-
-
-_exchanges: weakref.WeakSet[HostExchange] = weakref.WeakSet()
-_is_watching = False
-
-
-def _watch(exchange: HostExchange) -> None:
-    """Let what this rank has sent go before the process ends: its own pass may be over, its partner's not."""
-    global _is_watching
-    if not _is_watching:
-        _is_watching = True
-        lifetime.before_leaving(_end_all)
-    _exchanges.add(exchange)
-
-
-def _end_all() -> None:
-    for exchange in list(_exchanges):
-        exchange.join()
 
 
 def _payload(message: Message) -> int:

@@ -490,3 +490,14 @@ def check_promises(statuses: Sequence[PassStatus]) -> None:
             hint="call it on every rank, before the first backward; or pass static_graph=True when wrapping",
             parameter="static_graph",
         )
+
+
+def farewell(who: str, waiting: list[int]) -> str:
+    """What a rank says that leaves too early."""
+    return (
+        f"{who.capitalize()} leaves while {format_ranks(waiting)} "
+        f"{'waits' if len(waiting) == 1 else 'wait'} for it at the end of another backward.\n"
+        "  likely   this rank skipped an iteration, or had fewer batches; or it leaves too early\n"
+        "  hint     the steps of the ranks belong to different iterations since then: make every decision to "
+        "skip on all ranks alike, or use ddp.iterate(loader) or ddp.finish()"
+    )

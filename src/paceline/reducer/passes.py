@@ -8,7 +8,7 @@ A rank that runs out of data before the others takes part in their passes with n
 until every rank has none left; each rank says so in the status that ends a pass, so nobody asks. Then it gets
 the model of the rank that went on longest, and its own gradients are again what they were.
 
-Imports only what is in this folder, `errors`, the core and the standard library.
+Imports only what is in this folder, `rendezvous.lifetime`, `errors`, the core and the standard library.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, final
 
 from paceline import _core
 from paceline.errors import CollectiveError, ConfigError, ForkedError, PacelineError
-from paceline.reducer import farewell
 from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.drift import DriftWatch
 from paceline.reducer.front_end import AnyAutograd, Fingerprint, FrontEnd, Memory, PassOptions
@@ -32,6 +32,7 @@ from paceline.reducer.pass_errors import (
     GraphVariety,
     Judge,
     StaticGraph,
+    farewell,
     give_up_interrupted,
     names_by_rank,
     uneven_error,
@@ -46,6 +47,7 @@ from paceline.reducer.plan import (
 from paceline.reducer.protocol import Outcome, PassStatus, Reducer
 from paceline.reducer.replica_check import Entry
 from paceline.reducer.sharing import registry
+from paceline.rendezvous import lifetime
 
 _NOTES_DIFFER = int(Outcome.NOTES_DIFFER)  # as an enumeration's member it would cost more than the question
 
@@ -214,7 +216,7 @@ class Passes(Generic[AnyAutograd]):
         tensors = front_end.tensors
         self.state = state
         self.state.arm = self._arm
-        farewell.watch(self)
+        lifetime.before_leaving(self._take_leave)
         self.gradients, self.sparse = front_end.gradients, front_end.sparse
         self._has_sparse = len(self.sparse) > 0
         self.autograd, self.watch = front_end.autograd, front_end.autograd.watch
@@ -318,10 +320,15 @@ class Passes(Generic[AnyAutograd]):
         """Whether this rank has used the same parameters in all passes so far."""
         return self._static_graph is not None or self._variety.is_static(self.good_passes)
 
-    def waiting_ranks(self) -> list[int]:
-        """Ranks that wait at the end of a pass that this rank has not ended, if that is known."""
-        is_own_process = os.getpid() == self.state.pid
-        return self.reducer.waiting_ranks() if is_own_process else []
+    def _take_leave(self) -> None:
+        """A rank that leaves while others wait for it says so, too, and not only those who wait.
+
+        It made an iteration less than they did. Nothing else tells of an iteration that a rank skipped as a
+        whole: what it does afterwards is what all do.
+        """
+        waiting = self.reducer.waiting_ranks() if os.getpid() == self.state.pid else []
+        if waiting:
+            warnings.warn(farewell(self.who, waiting), RuntimeWarning, stacklevel=2)
 
     @property
     def waited_s(self) -> float:

@@ -170,7 +170,8 @@ class ControlChannel:
             _watch_by_kernel(connection.socket, silence_s)
             self._selector.register(connection.socket, selectors.EVENT_READ, other)
         lifetime.at_failure(self.tell)
-        _remember(self)
+        lifetime.before_leaving(self.close)
+        _forget_in_children(self)
         self._thread = threading.Thread(
             target=_serve, args=(weakref.ref(self),), name="paceline-control", daemon=True
         )
@@ -421,18 +422,12 @@ def _watch_by_kernel(link: socket.socket, silence_s: float) -> None:
 _is_installed = False
 
 
-def _remember(channel: ControlChannel) -> None:
+def _forget_in_children(channel: ControlChannel) -> None:
     global _is_installed
     if not _is_installed:
         _is_installed = True
-        lifetime.before_leaving(_leave_all)
         os.register_at_fork(after_in_child=_forget_all)
     _channels.add(channel)
-
-
-def _leave_all() -> None:
-    for channel in list(_channels):
-        channel.close()
 
 
 def _forget_all() -> None:

@@ -19,7 +19,7 @@ from paceline import _core
 from paceline.rendezvous.deadline import Deadline
 
 _live: weakref.WeakSet[_core.HostGroup] = weakref.WeakSet()
-_farewells: list[Callable[[], object]] = []
+_farewells: list[weakref.WeakMethod[Callable[[], object]]] = []
 _at_failure: list[weakref.WeakMethod[Callable[[BaseException], object]]] = []
 _installed_in = 0  # the process; a forked child loses multiprocessing's list of what to do at its end
 
@@ -63,14 +63,19 @@ def close_all() -> None:
 
 
 def before_leaving(farewell: Callable[[], object]) -> None:
-    """Call this at the end of the process, while its groups are still open, unless an exception ends it."""
-    _farewells.append(farewell)
+    """Call this method at the end of the process, unless an exception ends it, as long as its object lives.
+
+    While the groups of the process are still open, and in the order in which the methods came here.
+    """
+    _farewells[:] = [known for known in _farewells if known() is not None]
+    _farewells.append(weakref.WeakMethod(farewell))
 
 
 def _end() -> None:
     if getattr(sys, "last_value", None) is None:
-        for farewell in _farewells:
-            farewell()
+        for known in _farewells:
+            if (farewell := known()) is not None:
+                farewell()
     close_all()
 
 
