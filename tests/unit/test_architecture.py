@@ -365,8 +365,7 @@ INHERITED_AND_MADE = {
     "errors.ReplicaError": "an exception",
     "data.sampler.DistributedSampler": "torch's name; users make it, and inherit from it as from torch's",
     "paddle.ddp.parallel.DataParallel": "Paddle's name; torch's name for it is the same with other arguments",
-    "paddle.compression.Compression": "public for annotations; without an encoding nobody can make it",
-    "torch.compression.Compression": "public for annotations; without an encoding nobody can make it",
+    "reducer.compression.Compression": "public for annotations; without an encoding nobody can make it",
     "paddle.link.calls.GroupCalls": "calls in memory, or of one rank, differ in how they begin",
     "torch.link.transport.ProcessGroupTransport": "a transport with a hook reduces otherwise, and no more",
 }

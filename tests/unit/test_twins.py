@@ -18,9 +18,6 @@ LEAST = 6
 ALLOWED = {
     # Arguments of torch's constructor, which both classes take, by name and in its order.
     ("ddp/distributed.py", "ddp/distributed.py", "bucket_cap_mb: float | None = None,"),
-    ("ddp/distributed.py", "ddp/parallel.py", "check_reduction: bool = False,"),
-    # The three states of hooks: a name, what it sends, and its number.
-    ("compression.py", "compression.py", "class Fp16Compression(Compression):"),
 }
 
 Line = tuple[int, str]

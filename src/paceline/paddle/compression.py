@@ -15,11 +15,11 @@ import paddle
 from paceline.errors import ConfigError
 from paceline.paddle.link.comm_hook import Future, GradBucket
 from paceline.reducer.compression import (
-    BF16,
-    EIGHT_BIT,
-    FP16,
+    Bf16Compression,
     Bytes,
-    CompressionState,
+    Compression,
+    EightBitCompression,
+    Fp16Compression,
     check_bucket,
     check_state,
 )
@@ -35,69 +35,6 @@ __all__ = [
 ]
 
 
-class Compression(CompressionState):
-    """What `Fp16Compression`, `Bf16Compression` and `EightBitCompression` share.
-
-    Args:
-        error_feedback: Add what this rank's rounding took from a gradient to the next one, as
-            Seide et al. (Interspeech 2014) do. It takes the memory of one float32 gradient.
-    """
-
-    def error_of(self, parameter: paddle.Tensor) -> paddle.Tensor | None:
-        """The error-feedback residual: what has not been transmitted yet of a parameter's gradients.
-
-        Returns:
-            A copy: float32, flat. None before the first backward, and without error feedback.
-        """
-        error = self._codes.error_of(parameter)
-        return None if error is None else paddle.to_tensor(error)
-
-    def average(self, bucket: Any) -> Future[paddle.Tensor]:
-        """The future of the mean of a bucket's gradients over all ranks. Collective.
-
-        Raises:
-            ConfigError: The gradients are not in the host's memory.
-            ConfigTypeError: It is no bucket of `paceline.paddle.DataParallel`.
-        """
-        values = _values_of(bucket, type(self).__name__)
-        parameters, count = bucket.parameters(), int(values.size)
-        rows = self._codes.rows(count, 1)
-        sizes = [int(p.size) for p in parameters]
-        self._codes.encode(bucket.index(), parameters, sizes, values.data_ptr(), bucket.weight(), rows[0])
-
-        def decode(gathered: Future[paddle.Tensor]) -> paddle.Tensor:
-            everybodys: list[Bytes] = list(np.from_dlpack(gathered.value().detach()))
-            self._codes.decode_mean(everybodys, count, values.data_ptr())
-            self._codes.recycle(rows)
-            return values
-
-        return bucket.all_gather(paddle.from_dlpack(rows[0])).then(decode)
-
-
-class Fp16Compression(Compression):
-    """Sends float16, rounded to nearest even: 2 bytes per value.
-
-    A finite value beyond 65504 is sent as 65504; with error feedback, the rest follows.
-    """
-
-    encoding = FP16
-
-
-class Bf16Compression(Compression):
-    """Sends bfloat16, rounded to nearest even: 2 bytes per value, with float32's range."""
-
-    encoding = BF16
-
-
-class EightBitCompression(Compression):
-    """Sends a byte per value, and a float32 scale per 256 values: the largest magnitude / 127.
-
-    A gradient that is not finite arrives as NaN, and leaves the others of its block alone.
-    """
-
-    encoding = EIGHT_BIT
-
-
 def fp16_hook(state: Fp16Compression, bucket: GradBucket) -> Future[paddle.Tensor]:
     """Averages a bucket in float16 codes. Collective.
 
@@ -111,17 +48,39 @@ def fp16_hook(state: Fp16Compression, bucket: GradBucket) -> Future[paddle.Tenso
     Raises:
         ConfigTypeError: The state is of another kind.
     """
-    return check_state(state, Fp16Compression).average(bucket)
+    return _average(check_state(state, Fp16Compression), bucket)
 
 
 def bf16_hook(state: Bf16Compression, bucket: GradBucket) -> Future[paddle.Tensor]:
     """Averages a bucket in bfloat16 codes, as `fp16_hook` does in float16. Collective."""
-    return check_state(state, Bf16Compression).average(bucket)
+    return _average(check_state(state, Bf16Compression), bucket)
 
 
 def eight_bit_hook(state: EightBitCompression, bucket: GradBucket) -> Future[paddle.Tensor]:
     """Averages a bucket in codes of 8 bits, as `fp16_hook` does in float16. Collective."""
-    return check_state(state, EightBitCompression).average(bucket)
+    return _average(check_state(state, EightBitCompression), bucket)
+
+
+def _average(state: Compression, bucket: Any) -> Future[paddle.Tensor]:
+    """The future of the mean of a bucket's gradients over all ranks. Collective.
+
+    Raises:
+        ConfigError: The gradients are not in the host's memory.
+        ConfigTypeError: It is no bucket of `paceline.paddle.DataParallel`.
+    """
+    values, codes = _values_of(bucket, type(state).__name__), state.codes(paddle.to_tensor)
+    parameters, count = bucket.parameters(), int(values.size)
+    rows = codes.rows(count, 1)
+    sizes = [int(p.size) for p in parameters]
+    codes.encode(bucket.index(), parameters, sizes, values.data_ptr(), bucket.weight(), rows[0])
+
+    def decode(gathered: Future[paddle.Tensor]) -> paddle.Tensor:
+        everybodys: list[Bytes] = list(np.from_dlpack(gathered.value().detach()))
+        codes.decode_mean(everybodys, count, values.data_ptr())
+        codes.recycle(rows)
+        return values
+
+    return bucket.all_gather(paddle.from_dlpack(rows[0])).then(decode)
 
 
 def _values_of(bucket: Any, name: str) -> paddle.Tensor:

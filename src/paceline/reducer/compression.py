@@ -9,8 +9,8 @@ Words: a *row* is what one rank sends of one bucket: its weight, then the codes.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Any, ClassVar, TypeAlias, TypeVar
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, ClassVar, TypeAlias, TypeVar, final
 
 import numpy as np
 
@@ -30,21 +30,67 @@ Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
 _State = TypeVar("_State")
 
 
-class CompressionState:
-    """What a communication hook keeps of one model's gradients from one backward to the next.
+class Compression:
+    """What `Fp16Compression`, `Bf16Compression` and `EightBitCompression` share.
 
-    A front end adds how a bucket of its tensors is averaged, and a class for each encoding.
+    The state of a communication hook: what it keeps of one model's gradients from one backward to the next.
 
     Args:
-        error_feedback: Add what this rank's rounding took from a gradient to the next one.
+        error_feedback: Add what this rank's rounding took from a gradient to the next one, as
+            Seide et al. (Interspeech 2014) do. It takes the memory of one float32 gradient.
     """
 
     encoding: ClassVar[int]
     """The number of its encoding in the core (cpp/compression)."""
 
+    _as_tensor: Callable[[Floats], Any]
+
     def __init__(self, *, error_feedback: bool = True) -> None:
         self.error_feedback = Arguments(type(self).__name__).flag("error_feedback", error_feedback)
         self._codes = Codes(self.encoding, error_feedback=self.error_feedback)
+
+    def error_of(self, parameter: Hashable) -> Any:
+        """The error-feedback residual: what has not been transmitted yet of a parameter's gradients.
+
+        Returns:
+            A tensor of the parameter's framework: float32, flat, complex numbers as pairs. torch's changes
+            with each backward, Paddle's is a copy. None before the first backward, and without error
+            feedback.
+        """
+        error = self._codes.error_of(parameter)
+        return None if error is None else self._as_tensor(error)
+
+    def codes(self, as_tensor: Callable[[Floats], Any]) -> Codes:
+        """Its codes, for the hook of a framework whose tensors `as_tensor` makes of numpy's arrays."""
+        self._as_tensor = as_tensor
+        return self._codes
+
+
+@final
+class Fp16Compression(Compression):
+    """Sends float16, rounded to nearest even: 2 bytes per value.
+
+    A finite value beyond 65504 is sent as 65504; with error feedback, the rest follows.
+    """
+
+    encoding = FP16
+
+
+@final
+class Bf16Compression(Compression):
+    """Sends bfloat16, rounded to nearest even: 2 bytes per value, with float32's range."""
+
+    encoding = BF16
+
+
+@final
+class EightBitCompression(Compression):
+    """Sends a byte per value, and a float32 scale per 256 values: the largest magnitude / 127.
+
+    A gradient that is not finite arrives as NaN, and leaves the others of its block alone.
+    """
+
+    encoding = EIGHT_BIT
 
 
 class Codes:
