@@ -101,7 +101,7 @@ def test_every_rank_is_spoken_for_once(sizes: list[int]) -> None:
     shares = num_shares(hosts)
     assert shares == min(sizes)
     for host in hosts:
-        told = [spoken_for(host, place, shares) for place in range(shares)]
+        told = [spoken_for(host, local_rank, shares) for local_rank in range(shares)]
         assert sorted(rank for ranks in told for rank in ranks) == list(host)
         assert [ranks[0] for ranks in told] == list(host[:shares])
 
@@ -133,7 +133,7 @@ def test_other_layouts_have_bits_of_their_own(hosts: list[list[int]]) -> None:
 def test_exact_blocks_give_the_sums_of_one_host_in_every_layout(num_hosts: int, placed: list[int]) -> None:
     hosts = by_host([host % num_hosts for host in placed])
     blocks = exact_blocks(hosts)
-    told = [hosts[block.host][slice(*block.places)] for block in blocks]
+    told = [hosts[block.host][slice(*block.local_ranks)] for block in blocks]
     assert sorted(rank for ranks in told for rank in ranks) == list(range(len(placed)))
     everybody = list(range(len(placed)))
     assert sums_of(told) == sums_of([everybody])
@@ -145,7 +145,7 @@ def test_exact_blocks_give_the_sums_of_one_host_in_every_layout(num_hosts: int, 
 
 def test_sizes_of_exact_blocks() -> None:
     def sizes(*placed: int) -> list[int]:
-        return [block.places[1] - block.places[0] for block in exact_blocks(by_host(list(placed)))]
+        return [block.local_ranks[1] - block.local_ranks[0] for block in exact_blocks(by_host(list(placed)))]
 
     assert sizes(0, 0, 1, 1) == [2, 2]
     assert sizes(0, 0, 0, 0, 1, 1) == [4, 2]

@@ -15,8 +15,14 @@ from paceline.rendezvous.shared_memory import HostMemory, share_memory
 _log = logging.getLogger("paceline")
 
 
-def report_slow(facts: Mapping[str, Any]) -> None:
-    """Log whom this rank has been waiting for."""
+def share(exchange: Exchange, *, name: str, timeout_s: float, warn_after_s: float = 10.0) -> HostMemory:
+    """`share_memory`, where whom this rank waits for is logged. Collective; raises what that raises."""
+    return share_memory(
+        exchange, name=name, timeout_s=timeout_s, warn_after_s=warn_after_s, slow=_report_slow
+    )
+
+
+def _report_slow(facts: Mapping[str, Any]) -> None:
     _log.warning("%s", describe_slow(facts))
 
 
@@ -43,9 +49,7 @@ def share_on_each_host(exchange: Exchange, *, name: str, timeout_s: float, warn_
         RendezvousError: A rank did not take part in time.
         RegionError: There is not enough memory; on every rank of that host.
     """
-    memory = share_memory(
-        exchange, name=name, timeout_s=timeout_s, warn_after_s=warn_after_s, slow=report_slow
-    )
+    memory = share(exchange, name=name, timeout_s=timeout_s, warn_after_s=warn_after_s)
     if len(memory.hosts) > 1:
         own = next(ranks for ranks in memory.hosts if exchange.rank in ranks)
         number_ranks(memory.host_group.name, own, exchange.world_size)
@@ -69,9 +73,7 @@ def form_core(
     Raises:
         RendezvousError: The ranks are on several hosts, or one of them did not come.
     """
-    memory = share_memory(
-        exchange, name=name, timeout_s=timeout_s, warn_after_s=warn_after_s, slow=report_slow
-    )
+    memory = share(exchange, name=name, timeout_s=timeout_s, warn_after_s=warn_after_s)
     core = memory.of_all_ranks()
     if core is None:
         raise RendezvousError(

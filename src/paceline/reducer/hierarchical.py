@@ -141,11 +141,11 @@ class HierarchicalReducer(ReportingReducer):
         self._not_finite: set[int] = set()  # parameters whose mean is not, in this rank's shares
         self.codes: CodedSums | None = None
         self._own_ranks = hosts.own_ranks
-        place, shares = self._own_ranks.index(hosts.rank), num_shares(hosts.ranks)
-        self._has_share = place < shares
-        self._spoken_for = spoken_for(self._own_ranks, place, shares)[1:]
+        local_rank, shares = self._own_ranks.index(hosts.rank), num_shares(hosts.ranks)
+        self._has_share = local_rank < shares
+        self._spoken_for = spoken_for(self._own_ranks, local_rank, shares)[1:]
         self._blocks = (exact_blocks if is_exact else whole_hosts)(hosts.ranks)
-        self._exchange = self._make_exchange(place, shares, generation, encoding, before)
+        self._exchange = self._make_exchange(local_rank, shares, generation, encoding, before)
         weakref.finalize(self, self._exchange.stop)
         self._begin_pass()
 
@@ -161,7 +161,7 @@ class HierarchicalReducer(ReportingReducer):
 
     def waiting_ranks(self) -> list[int]:
         """The ranks of this host that wait: of the others nobody knows."""
-        return [self._own_ranks[place] for place in self._core.waiting_ranks()]
+        return [self._own_ranks[local_rank] for local_rank in self._core.waiting_ranks()]
 
     def _squared_norm(self) -> float:
         """Computed when asked, segment by segment as on one host: the same bits."""
@@ -287,8 +287,8 @@ class HierarchicalReducer(ReportingReducer):
     def _note_nonfinite(self, bucket: int, elements: range) -> None:
         """Find out whose gradient of which parameter it is; before the means overwrite them."""
         for index, part in self._pieces(bucket, elements):
-            for place in self._core.find_nonfinite(bucket, part.start, len(part)):
-                self._found.add((self._own_ranks[place], index))
+            for local_rank in self._core.find_nonfinite(bucket, part.start, len(part)):
+                self._found.add((self._own_ranks[local_rank], index))
 
     def _note_overflow(self, bucket: int, elements: range) -> None:
         """A mean's norm is not finite; its squares alone may have overflowed. Called by another thread."""
@@ -314,13 +314,13 @@ class HierarchicalReducer(ReportingReducer):
     # --- failures ---
 
     def _make_exchange(
-        self, place: int, shares: int, generation: int, encoding: int | None, before: CodedSums | None
+        self, local_rank: int, shares: int, generation: int, encoding: int | None, before: CodedSums | None
     ) -> HostExchange | Bystander:
         hosts, plan = self._hosts, self._plan
         itemsizes = [max(4, plan.sections[bucket.section].itemsize) for bucket in plan.buckets]
         counts = [bucket.nbytes // plan.sections[bucket.section].itemsize for bucket in plan.buckets]
         routes = [
-            plan_route(count, itemsize, place, shares, len(hosts.ranks), num_blocks=len(self._blocks))
+            plan_route(count, itemsize, local_rank, shares, len(hosts.ranks), num_blocks=len(self._blocks))
             for count, itemsize in zip(counts, itemsizes)
             if self._has_share
         ]
@@ -348,7 +348,7 @@ class HierarchicalReducer(ReportingReducer):
             blocks=self._blocks,
             routes=routes,
             sums=sums,
-            reporting=[spoken_for(ranks, place, shares) for ranks in hosts.ranks],
+            reporting=[spoken_for(ranks, local_rank, shares) for ranks in hosts.ranks],
             report_bytes=RankReport.NBYTES + self._bits_bytes,
             generation=generation,
             who=hosts.who,

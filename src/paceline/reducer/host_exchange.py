@@ -260,7 +260,7 @@ class HostExchange:
     ) -> None:
         bucket, core = flight.bucket, self._core
         for block in self._blocks_of[self._host]:
-            flight.weights[block] = core.total_weight(self._blocks[block].places)
+            flight.weights[block] = core.total_weight(self._blocks[block].local_ranks)
         waiting: list[tuple[int, int, float]] = []  # part, piece and weight of what a report is put behind
         for part, pieces in enumerate(flight.route.parts):
             going = self._messages_of(self._host, pieces)
@@ -272,8 +272,8 @@ class HostExchange:
                 flight.own[part].append(message)
                 payload = _payload(message)
                 room = self._sums.room(0, bucket, payload)
-                places = self._blocks[block].places
-                if elements and not core.sum(bucket, elements.start, len(elements), places, room):
+                local_ranks = self._blocks[block].local_ranks
+                if elements and not core.sum(bucket, elements.start, len(elements), local_ranks, room):
                     note_nonfinite(bucket, elements)
                 self._sums.write(0, bucket, elements, payload, flight.weights[block])
                 if has_report:

@@ -2,8 +2,8 @@
 
 Words
   share    the part of each bucket that one rank of a host sums and exchanges with its *partners*, the ranks
-           of the same place on the other hosts. There are as many as the smallest host has ranks; further
-           ranks of a larger host have none
+           with the same local rank on the other hosts. There are as many as the smallest host has ranks;
+           further ranks of a larger host have none
   block    neighbouring ranks of one host whose sum goes to the other hosts. Each host is one, unless the
            sums have to be those of one host and this layout would add up in another order
   part     of a share, what one host sums for all, where there are two rounds
@@ -195,11 +195,11 @@ class Block:
 
     Attributes:
         host: The number of the host.
-        places: The first of the ranks and the one behind the last, by their numbers in the host.
+        local_ranks: The first of the ranks and the one behind the last, by their local ranks.
     """
 
     host: int
-    places: tuple[int, int]
+    local_ranks: tuple[int, int]
 
 
 def whole_hosts(ranks: Sequence[Sequence[int]]) -> tuple[Block, ...]:
@@ -220,7 +220,7 @@ def exact_blocks(ranks: Sequence[Sequence[int]]) -> tuple[Block, ...]:
     Example:
         >>> exact_blocks([[0, 1], [2, 3]]) == whole_hosts([[0, 1], [2, 3]])
         True
-        >>> [(block.host, block.places) for block in exact_blocks([[0, 1, 2], [3, 4, 5]])][:3]
+        >>> [(block.host, block.local_ranks) for block in exact_blocks([[0, 1, 2], [3, 4, 5]])][:3]
         [(0, (0, 1)), (0, (1, 2)), (0, (2, 3))]
     """
     if has_bits_of_one_host(ranks):
@@ -236,15 +236,15 @@ def exact_blocks(ranks: Sequence[Sequence[int]]) -> tuple[Block, ...]:
     blocks = []
     for first in range(0, len(host_of), size):
         host = host_of[first]
-        place = list(ranks[host]).index(first)
-        blocks.append(Block(host, (place, place + min(size, len(host_of) - first))))
+        local_rank = list(ranks[host]).index(first)
+        blocks.append(Block(host, (local_rank, local_rank + min(size, len(host_of) - first))))
     return tuple(blocks)
 
 
 def plan_route(
     count: int,
     itemsize: int,
-    place: int,
+    local_rank: int,
     num_ranks: int,
     num_hosts: int,
     piece_bytes: int = MESSAGE_BYTES,
@@ -255,7 +255,7 @@ def plan_route(
     Args:
         count: Elements of the bucket.
         itemsize: Bytes of an element of a sum.
-        place: Number of the rank in its host.
+        local_rank: Number of the rank in its host.
         num_ranks: How many have a share, on each host.
         num_hosts: At least 2.
         piece_bytes: Most of one message.
@@ -265,7 +265,7 @@ def plan_route(
         >>> plan_route(64, 4, 1, 2, 2)
         Route(share=range(32, 64), parts=((range(32, 64),),))
     """
-    share = _cut_evenly(range(count), num_ranks)[place]
+    share = _cut_evenly(range(count), num_ranks)[local_rank]
     num_blocks = num_hosts if num_blocks is None else num_blocks
     is_small = len(share) * itemsize * num_blocks < ONE_ROUND_BYTES * num_hosts
     is_one_round = is_small or num_hosts == num_blocks == 2
@@ -284,19 +284,19 @@ def num_shares(ranks: Sequence[Sequence[int]]) -> int:
     return min(map(len, ranks))
 
 
-def spoken_for(ranks: Sequence[int], place: int, shares: int) -> tuple[int, ...]:
-    """The ranks of a host whose reports travel beside the share of one place: its own, and some without one.
+def spoken_for(ranks: Sequence[int], local_rank: int, shares: int) -> tuple[int, ...]:
+    """The ranks of a host whose reports travel beside the share of one of them: itself, and some without one.
 
     Args:
         ranks: The ranks of the host.
-        place: Below `shares`.
+        local_rank: Below `shares`.
         shares: See `num_shares`.
 
     Example:
-        >>> spoken_for([4, 5, 6], place=0, shares=2)
+        >>> spoken_for([4, 5, 6], local_rank=0, shares=2)
         (4, 6)
     """
-    return tuple(ranks[place::shares])
+    return tuple(ranks[local_rank::shares])
 
 
 def has_bits_of_one_host(ranks: Sequence[Sequence[int]]) -> bool:

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.collectives.formation import report_slow
+from paceline.collectives.formation import share
 from paceline.errors import ConfigError, format_ranks
-from paceline.rendezvous.shared_memory import share_memory
 from paceline.torch.backend.other_devices import MixedProcessGroup
 from paceline.torch.backend.process_group import PacelineProcessGroup
 from paceline.torch.link.exchange import StoreExchange
@@ -32,7 +31,7 @@ def _create(options: Any, _: Any) -> PacelineProcessGroup:
     timeout_s = options.timeout.total_seconds()
     name = f"torch group {options.group_id}"
     exchange = StoreExchange(options.store, options.group_rank, options.group_size, NAME)
-    memory = share_memory(exchange, name=name, timeout_s=timeout_s, slow=report_slow)
+    memory = share(exchange, name=name, timeout_s=timeout_s)
     core = memory.of_all_ranks()
     if core is None:
         raise _several_hosts(memory.hosts)
