@@ -139,6 +139,11 @@ def nudge(parameter: paddle.Tensor) -> None:
     parameter.set_value(value)
 
 
+def mean_hook(state: object, bucket: Any) -> Any:
+    """What happens without a hook."""
+    return bucket.all_reduce(bucket.buffer()).then(lambda total: total.value() / bucket.world_size)
+
+
 def freeze(parameter: paddle.Tensor) -> None:
     parameter.stop_gradient = True
 

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from paceline.torch import DistributedDataParallel
 from tests.multiprocess.conformance_numpy import WIDTH, initial
@@ -131,6 +132,11 @@ def nudge(parameter: nn.Parameter) -> None:
     """Write another value to its last element, a millionth away."""
     with torch.no_grad():
         parameter.view(-1)[-1] += 1e-6
+
+
+def mean_hook(state: object, bucket: Any) -> Any:
+    """What happens without a hook."""
+    return allreduce_hook(None, bucket)
 
 
 def freeze(parameter: nn.Parameter) -> None:

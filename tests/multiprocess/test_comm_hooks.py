@@ -114,34 +114,6 @@ def test_torchs_hooks_over_our_backend(rank: int) -> None:
             assert_close(ddp.module.weight.grad, torch.full((16, 24), 3.0))
 
 
-@ranks(2, group="gloo")
-def test_buckets_hold_whole_parameters_and_exactly_them(rank: int) -> None:
-    seen: list[list[Any]] = []
-
-    def hook(state: str, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-        assert state == "state" and bucket.buffer().numel() == sum(p.numel() for p in bucket.parameters())
-        for view, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
-            assert view.shape == parameter.shape
-            assert view.untyped_storage().data_ptr() == bucket.buffer().untyped_storage().data_ptr()
-        seen[-1].append((bucket.index(), bucket.is_last(), len(bucket.parameters())))
-        return default_hooks.allreduce_hook(None, bucket)
-
-    net = two_layers()
-    ddp = DistributedDataParallel(net, bucket_cap_mb=0.00001)
-    ddp.register_comm_hook("state", hook)
-    for step in range(3):
-        seen.append([])
-        ddp.zero_grad()
-        with ddp.no_sync():
-            ddp(torch.ones(1, 4) * rank).sum().backward()
-        ddp(torch.ones(1, 4) * rank).sum().backward()
-        assert_close(net[2].bias.grad, torch.full((2,), 2.0)), step
-    assert seen[0] == seen[2]
-    assert [index for index, _, _ in seen[0]] == list(range(len(seen[0])))
-    assert [last for _, last, _ in seen[0]] == [False] * (len(seen[0]) - 1) + [True]
-    assert sum(count for _, _, count in seen[0]) == 4
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @ranks(2, group="gloo")
 def test_builtin_hooks_and_the_fused_optimizer(rank: int) -> None:

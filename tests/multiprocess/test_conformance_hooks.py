@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from numpy.testing import assert_allclose
+from numpy.testing import assert_allclose, assert_array_equal
 
 from tests.multiprocess.test_conformance import adapter, on_two_ranks
 
@@ -36,3 +36,41 @@ def test_error_feedback_brings_what_is_too_small_for_a_code(group: Any, framewor
         assert (state.error_of(model.weight) is not None) == feedback
     assert_allclose(arrived[True], np.tile(20 * x, (3, 1)), rtol=0, atol=0.5 / 127)
     assert not arrived[False][:, 1:].any()
+
+
+@with_hooks
+@on_two_ranks
+def test_buckets_hold_whole_parameters_and_exactly_them(group: Any, framework: str) -> None:
+    do = adapter(framework)
+    seen: list[list[Any]] = []
+
+    def hook(state: str, bucket: Any) -> Any:
+        assert state == "state"
+        gradients = bucket.gradients()
+        assert [list(each.shape) for each in gradients] == [list(each.shape) for each in bucket.parameters()]
+        sizes = [do.as_float64(each).size for each in gradients]
+        assert do.as_float64(bucket.buffer()).size == sum(sizes)
+        address = bucket.buffer().data_ptr()
+        for gradient, size in zip(gradients, sizes):
+            assert gradient.data_ptr() == address
+            address += 4 * size
+        seen[-1].append((bucket.index(), bucket.is_last(), len(gradients)))
+        bucket.set_buffer(bucket.buffer() * 1.0)
+        assert bucket.gradients()[0].data_ptr() == bucket.buffer().data_ptr() != gradients[0].data_ptr()
+        return do.mean_hook(None, bucket)
+
+    model = do.network()
+    wrapped = do.wrap(model, group, bucket_cap_mb=0.00001)
+    wrapped.register_comm_hook("state", hook)
+    x = np.full((1, 4), 1.0 * group.rank, np.float32)
+    for _ in range(3):
+        seen.append([])
+        do.clear(wrapped)
+        with wrapped.no_sync():
+            wrapped(do.tensor(x)).sum().backward()
+        wrapped(do.tensor(x)).sum().backward()
+        assert_array_equal(do.gradients(model)[3], np.full(2, 2.0))
+    assert seen[0] == seen[2]
+    assert [index for index, _, _ in seen[0]] == list(range(len(seen[0])))
+    assert [last for _, last, _ in seen[0]] == [False] * (len(seen[0]) - 1) + [True]
+    assert sum(count for _, _, count in seen[0]) == 4

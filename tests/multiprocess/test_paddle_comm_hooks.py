@@ -98,38 +98,6 @@ def test_a_hook_that_averages_gives_what_none_gives(rank: int, path: str, view: 
 
 
 @ranks(2)
-def test_buckets_hold_whole_parameters_and_exactly_them(group: Any) -> None:
-    seen: list[list[Any]] = []
-
-    def hook(state: str, bucket: Any) -> Any:
-        assert state == "state" and bucket.process_group() is group
-        assert int(bucket.buffer().size) == sum(int(p.size) for p in bucket.parameters())
-        address = bucket.buffer().data_ptr()
-        for part, parameter in zip(bucket.gradients(), bucket.parameters(), strict=True):
-            assert part.shape == parameter.shape and part.data_ptr() == address
-            address += 4 * int(part.size)
-        seen[-1].append((bucket.index(), bucket.is_last(), len(bucket.parameters())))
-        bucket.set_buffer(bucket.buffer() * 1.0)
-        assert_array_equal(bucket.gradients()[0].numpy().ravel()[0], bucket.buffer().numpy()[0])
-        return mean(None, bucket)
-
-    model = two_layers()
-    wrapped = DataParallel(model, group=group, bucket_cap_mb=0.00001)
-    wrapped.register_comm_hook("state", hook)
-    for _ in range(3):
-        seen.append([])
-        wrapped.clear_gradients()
-        with wrapped.no_sync():
-            wrapped(paddle.full([1, 4], 1.0 * group.rank)).sum().backward()
-        wrapped(paddle.full([1, 4], 1.0 * group.rank)).sum().backward()
-        assert_array_equal(model[2].bias.grad.numpy(), np.full(2, 2.0))
-    assert seen[0] == seen[2]
-    assert [index for index, _, _ in seen[0]] == list(range(len(seen[0])))
-    assert [last for _, last, _ in seen[0]] == [False] * (len(seen[0]) - 1) + [True]
-    assert sum(count for _, _, count in seen[0]) == 4
-
-
-@ranks(2)
 def test_weights_unused_and_sparse_parameters_beside_a_hook(group: Any) -> None:
     model = nn.Linear(4, 1)
     weighed = DataParallel(model, group=group, weight=3 - 2 * group.rank)
