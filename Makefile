@@ -8,6 +8,8 @@ SHELL := bash
 
 # What the caller set for another environment must not reach into ours.
 unexport PYTHONPATH PYTHONHOME
+# Without compiled files, each of the thousands of processes of the tests compiles what it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 PYTHON ?= python3
 VENV ?= .venv

@@ -20,9 +20,24 @@ from pathlib import Path
 from tests.harness.huge_pages import use_huge_pages
 
 _ROOT = Path(__file__).resolve().parents[2]
-_PRELOADED = ("numpy", "pytest", "hypothesis", "paceline.collectives.init", "tests.harness.rank_main")
+_PRELOADED = (
+    "numpy",
+    "numpy.testing",
+    "pytest",
+    "hypothesis",
+    "paceline.collectives.init",
+    "tests.harness.rank_main",
+)
 # torch's optimizers import its compiler when the first of them is made, which takes longer than most tests.
-_PRELOADED_OF = {"torch": ("torch", "paceline.torch", "torch._dynamo"), "paddle": ("paceline.paddle",)}
+_PRELOADED_OF = {
+    "torch": (
+        "torch",
+        "paceline.torch",
+        "torch._dynamo",
+        "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
+    ),
+    "paddle": ("paceline.paddle",),
+}
 # Ranks share the cores: one thread each, and the libraries read this when they are imported.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
