@@ -63,7 +63,8 @@ size_t Layout::control_bytes() const {
 }
 
 int create_region(int world, const uint64_t nonce[2], size_t slab_limit) {
-  Layout layout{world, std::min(largest_slab(world), slab_limit)};
+  Layout layout{world, std::min(largest_slab(world),
+                                slab_limit / page_bytes() * page_bytes())};
   const size_t least =
       round_up(layout.heap_at() + (size_t{64} << 20), page_bytes());
   while (!can_map(layout.region_bytes()) && layout.slab_bytes / 2 >= least) {

@@ -266,8 +266,9 @@ struct Layout {
 };
 
 /// Creates a region for `world` ranks and writes its header. Slabs shrink until
-/// the file can be mapped, or to `slab_limit` (sanitizers leave little address
-/// space). Returns the descriptor. Throws Failure{kNoMemory}.
+/// the file can be mapped, or to the whole pages of `slab_limit` (sanitizers
+/// leave little address space). Returns the descriptor. Throws
+/// Failure{kNoMemory}.
 int create_region(int world, const uint64_t nonce[2],
                   size_t slab_limit = SIZE_MAX);
 

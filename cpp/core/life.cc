@@ -151,8 +151,10 @@ void Keeper::let_go() {
   // First: who is killed from here on has left. The kernel marks no word that
   // does not hold the id of its thread, although the word is still on the list.
   line.life.store(kLifeLeft, std::memory_order_seq_cst);
-  line.robust_head.list.next = &line.robust_head.list;
   header_.departures.fetch_add(1, std::memory_order_seq_cst);
+  // Behind an atomic that also acquires: behind a mere store the compiler could
+  // move it to the front.
+  line.robust_head.list.next = &line.robust_head.list;
   futex_wake(header_.departures, kWakeAll);
   futex_wake(line.life, kWakeAll);
 }

@@ -260,7 +260,7 @@ void Region::keep_to_itself(size_t offset, size_t bytes) noexcept {
   // A piece at a time: its memory in the file is given back before the next one
   // is copied, so that a large array is not held twice.
   constexpr size_t kStepBytes = size_t{64} << 20;
-  const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  const size_t page = page_bytes();
   if (offset % page != 0) return;
   const size_t end = std::min((offset + bytes + page - 1) / page * page, size_);
   for (size_t at = offset; at < end; at += kStepBytes) {

@@ -2,15 +2,21 @@
 
 #include "core/life.h"
 
+#include <inttypes.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "check.h"
 #include "core/clock.h"
 #include "core/futex.h"
 #include "core/region.h"
+#include "group_world.h"
 #include "ranks.h"
 
 namespace paceline {
@@ -117,6 +123,46 @@ TEST(the_kernel_marks_what_a_dead_thread_held) {
   disable_robust_list(true);
   CHECK(!has_robust_list());
   disable_robust_list(false);
+}
+
+/// The line of /proc/self/maps with this address: empty, nothing is there.
+std::string mapping_at(const void* address) {
+  FILE* maps = fopen("/proc/self/maps", "re");
+  CHECK(maps != nullptr);
+  const auto at = reinterpret_cast<uintptr_t>(address);
+  char line[1024];
+  std::string found;
+  while (found.empty() && fgets(line, sizeof(line), maps) != nullptr) {
+    uintptr_t begin = 0;
+    uintptr_t end = 0;
+    CHECK_EQ(sscanf(line, "%" SCNxPTR "-%" SCNxPTR, &begin, &end), 2);
+    if (begin <= at && at < end) found = line;
+  }
+  fclose(maps);
+  return found;
+}
+
+// The out-of-memory killer takes away the private memory of a dying process
+// before its threads end. Shared memory stays, and the kernel still finds what
+// is to be marked.
+TEST(what_the_kernel_reads_at_a_death_lies_in_shared_memory) {
+  testing::run_group(2, [](HostGroup& group) {
+    const Session& session = group.session;
+    const uint32_t keeper = session.line(session.rank()).life & FUTEX_TID_MASK;
+    const robust_list_head* head = nullptr;
+    size_t bytes = 0;
+    CHECK_EQ(syscall(SYS_get_robust_list, keeper, &head, &bytes), 0);
+    const void* const node = head->list.next;
+    CHECK(node != head);
+    const void* const word =
+        reinterpret_cast<const std::byte*>(node) + head->futex_offset;
+    CHECK_EQ(word, &session.line(session.rank()).life);
+    for (const void* each : {static_cast<const void*>(head), node, word}) {
+      const std::string mapping = mapping_at(each);
+      CHECK(mapping.find(" rw-s ") != std::string::npos);
+      CHECK(mapping.find("memfd:paceline") != std::string::npos);
+    }
+  });
 }
 
 /// A region for the file locks alone; the words lie elsewhere.

@@ -232,6 +232,18 @@ void come_and_leave(Run& run, int index) {
   if (run.shared_random().one_in(2)) paceline::barrier(group.calls, -1);
 }
 
+// One rank leaves while the others go on, which ends the group for them.
+void leave_the_others(Run& run, int index) {
+  HostGroup group(run.world.region(), index, kNonce, options());
+  group.session.join();
+  scheduler().start();
+  const int leaver = static_cast<int>(
+      run.shared_random().below(static_cast<uint64_t>(group.world())));
+  if (index == leaver) return;
+  paceline::barrier(group.calls, -1);
+  scheduler().fail("a barrier was passed without the rank that had left");
+}
+
 // Everybody sends to everybody before it receives, more than an outbox holds.
 void messages(Run& run, int index) {
   HostGroup group(run.world.region(), index, kNonce, options());
@@ -299,6 +311,11 @@ void add_collective_programs(std::vector<Program>& programs) {
   const Events deadline{
       .stops = 1, .time_passes = true, .watches_races = false};
   add("coming and leaving, 3 ranks", 3, {}, come_and_leave, nobody_raises);
+  // Who is killed between its word and its wake-ups has left, but nobody is
+  // woken: the others look again by themselves, as time passes.
+  add("leaving, a death, 3 ranks", 3,
+      {.deaths = 1, .time_passes = true, .watches_races = false},
+      leave_the_others, deaths_are_noticed);
   add("many arrays, 1 rank", 1, {}, many_arrays, nobody_raises);
   add("collectives, 2 ranks", 2, {}, collectives, nobody_raises);
   add("collectives, 3 ranks", 3, {}, collectives, nobody_raises);

@@ -72,6 +72,9 @@ mutant(leaves_without_a_word cpp/core/life.cc "leaving in mid-pass" deadlock
   "futex_wake(header_.departures, kWakeAll)" "(void)0")
 
 # --- words that are too early or too late ---
+mutant(unlinks_before_it_leaves cpp/core/life.cc "leaving, a death" "a survivor raised something else than a death"
+  "line.life.store(kLifeLeft, std::memory_order_seq_cst);"
+  "line.robust_head.list.next = &line.robust_head.list; line.life.store(kLifeLeft, std::memory_order_seq_cst);")
 mutant(counts_before_it_writes cpp/reducer/reducer.cc "passes, 2 ranks" "(a wrong mean|race|a gradient)"
   "reduce_chunk(chunks_[chunk]);" ""
   "if (count_up(control().chunks_done, pass_ * total_chunks_))\n        ring(kWakeAll);"

@@ -37,7 +37,8 @@ class World {
  public:
   explicit World(int ranks) : ranks_(ranks) {
     const int file = create_region(
-        ranks, kNonce, round_up(Layout::outbox_at(ranks) + kHeapBytes, 4096));
+        ranks, kNonce,
+        round_up(Layout::outbox_at(ranks) + kHeapBytes, page_bytes()));
     region_ = std::make_shared<Region>(file);
     ::close(file);
     const Layout layout{ranks,
