@@ -52,8 +52,8 @@ integrations: $(VENV)/.integrations ## Train with Lightning and other libraries,
 incumbents: $(VENV)/.core ## Run torch's own tests of its DDP and its collectives on Paceline, beside a list of what they do; minutes
 	@$(BIN)/python -m tests.incumbents $(ARGS)
 
-pairs: $(VENV)/.core ## Run every pair of a fault on one rank and a point of another; minutes
-	@PACELINE_ALL_PAIRS=1 $(BIN)/python -m pytest --quiet tests/fault/test_pairs.py
+pairs: $(VENV)/.core ## Run every pair of a fault on one rank and a point of another, in parts; MINUTES=30, then go on
+	@$(BIN)/python -m tests.fault --minutes $(MINUTES) $(ARGS)
 
 fuzz: $(VENV)/.core $(VENV)/.paddle ## Compare generated programs with references; MINUTES=30, SEEDS=1000:2000, FRAMEWORK=torch
 	@$(BIN)/python -m tests.differential --framework $(FRAMEWORK) --seeds $(SEEDS) --minutes $(MINUTES) $(ARGS)

@@ -50,8 +50,16 @@ Places Calls::meet(uint64_t place) {
   // acquire half lets the last to arrive see everybody's. Partners: this
   // operation on the other ranks, in meet(); what the last has acquired it
   // hands on with `phase`.
-  if (gate.arrived.fetch_add(1, std::memory_order_acq_rel) + 1 ==
-      mapping_.header().world) {
+  const bool is_last =
+      gate.arrived.fetch_add(1, std::memory_order_acq_rel) + 1 ==
+      mapping_.header().world;
+  // Who was stopped and arrives after the others have given up may have reduced
+  // arrays that they have freed since: the gate stays shut for everybody. Not
+  // before the arrival: what was read earlier was valid only if the group still
+  // goes on here.
+  if (session_.is_over()) [[unlikely]]
+    session_.check_usable();
+  if (is_last) {
     gate.verdict.store(gate.flags.load(std::memory_order_relaxed),
                        std::memory_order_relaxed);
     gate.flags.store(0, std::memory_order_relaxed);

@@ -1,69 +1,101 @@
 """A fault on one rank, at the moment when another rank is at a point of its own: see `tests/fault/pairs.py`.
 
-`make test` runs a part of the pairs, the same each time; `make pairs` runs all of them.
+Here a part of the pairs runs, the same each time; `make pairs` runs all of them.
 """
 
 from __future__ import annotations
-
-import os
 
 import pytest
 
 from tests.fault import pair_programs
 from tests.fault.faults import Action, Point
-from tests.fault.pairs import Ended, Pair, Strike, Told, every_pair, every_stop_with_a_death, judge, run_pairs
+from tests.fault.pair_driver import run_cases, run_pairs
+from tests.fault.pair_parts import KINDS, PROGRAMS, Part, all_parts, framework_of
+from tests.fault.pairs import Ended, Pair, Strike, Told, has_struck, judge
 
-_POINTS = (
-    Point.MARK_READY,
-    Point.BEFORE_POST,
-    Point.AFTER_POST,
-    Point.CHUNK_CLAIMED,
-    Point.CHUNK_REDUCED,
-    Point.BEFORE_END,
-    Point.AFTER_END,
-)
-_PROGRAMS = (
-    pair_programs.Passes,
-    pair_programs.AssignedPasses,
-    pair_programs.VoidPasses,
-    pair_programs.WrappedInView,
-    pair_programs.WrappedByPointer,
-)
-_RUNS_ALL = os.environ.get("PACELINE_ALL_PAIRS") == "1"
-_PRIME = 41  # coprime to the number of points and ranks, so that the part meets each of them
+_BY_NAME = {"argnames": "program", "argvalues": PROGRAMS, "ids": lambda program: program.__name__}
 
 
-def check(pairs):
-    """Nothing is wrong, and most strikes happened: who claims a chunk is nobody's plan, but somebody does."""
-    found = run_pairs(pairs if _RUNS_ALL else pairs[::_PRIME])
+def sample(program):
+    """Some pairs of each kind. The strides share no factor with the numbers of points and ranks."""
+    chosen = []
+    for number, kind in enumerate(KINDS):
+        pairs = Part(program, kind).pairs()
+        chosen += pairs[3 * number :: 151 if len(pairs) > 500 else 53 if len(pairs) > 100 else 7]
+    return chosen
+
+
+@pytest.mark.parametrize(**_BY_NAME)
+def test_a_step_is_good_for_all_or_for_none(program):
+    pairs = sample(program)
+    found = run_pairs(pairs, framework_of(program))
     assert not found.wrong, "\n".join([f"{len(found.wrong)} of {len(pairs)}", *found.wrong])
+    # Who claims a chunk is nobody's plan, but somebody does.
     assert found.unstruck <= len(pairs) // 4
 
 
-@pytest.mark.parametrize("action", [Action.KILL, Action.STOP, Action.HOLD], ids=lambda a: a.name.lower())
-@pytest.mark.parametrize("program", _PROGRAMS, ids=lambda program: program.__name__)
-def test_a_pass_is_good_for_all_or_for_none(program, action):
-    check(every_pair(program, action, _POINTS))
+# --- what is covered ---
 
 
-@pytest.mark.parametrize("program", _PROGRAMS, ids=lambda program: program.__name__)
-def test_a_pass_in_which_one_rank_stops_and_another_dies(program):
-    check(every_stop_with_a_death(program, _POINTS))
+def test_every_labelled_point_is_in_the_pairs():
+    assert {point for program in PROGRAMS for point in program.points} == set(Point)
 
 
-# What a review found: a continued rank that called a pass good which the others had given up, or that wrote
-# into their gradients.
+def test_every_pair_of_points_is_in_the_pairs_of_one_program():
+    """A step of training comes by all of them: each point of each rank, with each of each other rank."""
+    for kind in KINDS:
+        if kind == "stopped, another killed":
+            continue
+        strikes = [pair.strikes[0] for pair in Part(pair_programs.Training, kind).pairs()]
+        met = {(strike.rank, strike.at, strike.partner, strike.partner_at) for strike in strikes}
+        assert len(met) == len(strikes) == 3 * 2 * len(Point) ** 2
+
+
+@pytest.mark.parametrize(**_BY_NAME)
+def test_a_program_comes_by_the_points_that_it_names_and_no_others(program):
+    (ended,) = run_cases([Pair(program, ())], framework_of(program))
+    assert judge(Pair(program, ()), ended) == ""
+    passed = {point for each in ended for point in each.first.passed}
+    assert {point.name for point in passed} == {point.name for point in program.points}
+
+
+def test_the_parts_are_all_programs_with_all_kinds():
+    parts = all_parts()
+    assert len(parts) == len(set(parts)) == len(PROGRAMS) * len(KINDS)
+    assert [str(part) for part in parts[:2]] == ["Training, killed", "Training, stopped"]
+
+
+# --- what was found ---
 
 
 def test_a_rank_that_was_stopped_at_the_end_of_a_pass_goes_on():
+    """It called a pass good which the others had given up, or wrote into their gradients."""
+    programs = [program for program in PROGRAMS if Point.CHUNK_CLAIMED in program.points]
+    for framework in ("numpy", "torch"):
+        found = run_pairs(
+            [
+                Pair(program, (Strike(Action.STOP, 1, point, 0, Point.BEFORE_END),))
+                for program in programs
+                if framework_of(program) == framework
+                for point in (Point.CHUNK_CLAIMED, Point.CHUNK_REDUCED, Point.BEFORE_END)
+            ],
+            framework,
+        )
+        assert not found.wrong, "\n".join(found.wrong)
+
+
+def test_a_rank_that_was_stopped_in_a_collective_goes_on():
+    """It returned a sum of arrays that the others had freed meanwhile: they had given up, and it had not."""
     found = run_pairs(
         [
-            Pair(program, (Strike(Action.STOP, 1, point, 0, Point.BEFORE_END),))
-            for program in _PROGRAMS
-            for point in (Point.CHUNK_CLAIMED, Point.CHUNK_REDUCED, Point.BEFORE_END)
-        ]
+            Pair(pair_programs.Training, (Strike(Action.STOP, rank, Point.BEFORE_REDUCE, partner, point),))
+            for rank, partner in ((0, 1), (1, 2), (2, 0))
+            for point in (Point.AFTER_REDUCE, Point.ALLOCATE)
+        ],
+        "numpy",
     )
     assert not found.wrong, "\n".join(found.wrong)
+    assert found.unstruck == 0
 
 
 # --- the judgement itself ---
@@ -85,12 +117,16 @@ def test_a_strike_says_what_it_is():
 
 def test_survivors_that_disagree_are_found():
     assert judge(_STOPPED, _ended(_LOST, _LOST, _LOST)) == ""
-    assert "good passes by rank" in judge(_STOPPED, _ended(_LOST, _LOST, Told(2, "", "a", True)))
+    assert "good steps by rank" in judge(_STOPPED, _ended(_LOST, _LOST, Told(2, "", "a", True)))
+    # Of calls that are no part of a pass, one rank may have returned and another raised.
+    calls = Pair(pair_programs.SmallCalls, _STOPPED.strikes)
+    assert judge(calls, _ended(_LOST, _LOST, Told(2, "", "a", True))) == ""
+    assert "good steps by rank" in judge(calls, _ended(_LOST, _LOST, Told(3, "", "a", True)))
 
 
-def test_gradients_that_change_are_found():
+def test_memory_that_changes_is_found():
     changed = Ended(_LOST, Told(1, "DeadlineError: ...", "b", True))
-    assert "gradients of rank 2 changed" in judge(_STOPPED, [*_ended(_LOST, _LOST), changed])
+    assert "memory of rank 2 changed" in judge(_STOPPED, [*_ended(_LOST, _LOST), changed])
 
 
 def test_a_wrong_mean_is_found():
@@ -109,3 +145,13 @@ def test_a_rank_that_hangs_is_found():
     assert judge(_KILLED, [*_ended(_LOST), dead, *_ended(_LOST)]) == ""
     assert "rank 2 ended without a word" in judge(_KILLED, [*_ended(_LOST), dead, Ended(None, None)])
     assert "rank 1 ended without a word" in judge(_STOPPED, [*_ended(_LOST), dead, *_ended(_LOST)])
+
+
+def test_whether_the_faults_struck():
+    struck = Told(1, "", "a", True, was_struck=True)
+    dead = Ended(None, None, was_killed=True)
+    both = (*_STOPPED.strikes, Strike(Action.KILL, 2, Point.BEFORE_END))
+    assert not has_struck(_STOPPED.strikes, _ended(_LOST, _LOST, _LOST))
+    assert has_struck(_STOPPED.strikes, _ended(_LOST, struck, _LOST))
+    assert not has_struck(both, _ended(_LOST, struck, _LOST))
+    assert has_struck(both, [*_ended(_LOST, struck), dead])
