@@ -34,6 +34,9 @@ class Simulated:
     def passes(self, wrapper: Any) -> int:
         return 0
 
+    def join(self, wrapper: Any) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
     def iterate(self, wrapper: Any, batches: Sequence[int], step: Any) -> Iterator[int]:
         return iter(batches)
 

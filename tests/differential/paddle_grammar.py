@@ -45,16 +45,42 @@ LAYERS = {
     "recompute": 1.5,
 }
 NESTING = ("gate", "recompute")
+COMPLEX = ("real", "imag", "product", "square", "abs")
+MORE_MODES = ("static", "bfloat16 sums", "group float64 sums", "hosts", "hosts tiny view")
+MORE_UNUSED_MODES = ("static", "group static", "hosts unused", "hosts static")
 
 
 def generate(seed: int) -> Program:
     """The program of this seed."""
-    return _Writer(random.Random(seed)).program(seed)
+    writer = _Writer(random.Random(seed))
+    program = writer.program(seed)
+    # By another generator, so that most seeds make the programs that they made before there were these.
+    rng = random.Random(f"more {seed}")
+    if rng.random() < 0.12:
+        program["models"][0]["layers"].append({"kind": "complex", "view": rng.choice(COMPLEX)})
+    if rng.random() < 0.08 and not writer.is_weighted:
+        last = max(number for number, op in enumerate(program["ops"]) if op["op"] == "clear")
+        program["ops"][last:last] = writer.joined(rng)
+    _add_modes(program, rng, needs_unused=writer.needs_unused)
+    return program
 
 
 def modes_of(program: Program) -> list[str]:
     """Every mode in which it can run."""
-    return [*ALWAYS_MODES, *UNUSED_MODES]
+    return list(dict.fromkeys([*ALWAYS_MODES, *UNUSED_MODES, *MORE_MODES, *MORE_UNUSED_MODES]))
+
+
+def _add_modes(program: Program, rng: random.Random, *, needs_unused: bool) -> None:
+    """Let every third program run in one more mode, and some of these by four ranks of two hosts only."""
+    draw = rng.random()
+    if draw > 1 / 3:
+        return
+    mode = rng.choice(MORE_UNUSED_MODES if needs_unused or rng.random() < 0.2 else MORE_MODES)
+    if draw < 1 / 12 and mode.startswith("hosts"):  # what it says of each rank it says of the others in turn
+        program["ranks"] = 4
+        program["modes"] = [mode]
+    else:
+        program["modes"].append(mode)
 
 
 def has_own_operations(layers: list[dict[str, Any]]) -> bool:
@@ -351,6 +377,19 @@ class _Writer:
             ops.extend([*self.plain(), self.do("step", model=0), *self.clear(sure=True)])
         elif self.many_models:
             ops.extend(self.clear(sure=True))
+        return ops
+
+    def joined(self, rng: random.Random) -> list[Op]:
+        """Uneven data within join(): of model 0, and with an optimizer that keeps nothing of its steps."""
+        counts = [rng.randint(1, 3) for _ in range(self.ranks)]
+        body = [self.do("clear", zero=rng.random() < 0.5), *self.plain(), self.do("step", model=0)]
+        if self.many_models:
+            body = [{**op, "model": 0} if op["op"] == "clear" else op for op in body]
+        loop = self.do("iterate", how="join", counts=counts, body=body)
+        # Of frozen parameters, too: what is left there is averaged only where unused parameters are allowed.
+        ops = [self.do("optimizer", kind="sgd"), self.do("clear", zero=False, how="tensor"), loop]
+        if rng.random() < 0.5:  # no clearing in between
+            ops.extend([*self.plain(), self.do("step", model=0)])
         return ops
 
     def two_models(self) -> list[Op]:

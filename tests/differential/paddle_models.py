@@ -144,6 +144,26 @@ class Buffer(nn.Layer):
         return y
 
 
+class Complex(nn.Layer):
+    """x times what is made of a parameter by way of complex numbers, of which it holds both parts."""
+
+    def __init__(self, spec: dict[str, Any], net: Net) -> None:
+        super().__init__()
+        self.view = spec.get("view", "real")
+        self.pairs = self.create_parameter([WIDTH, 2])
+
+    def forward(self, x: paddle.Tensor, batch: Batch) -> paddle.Tensor:
+        whole = paddle.as_complex(self.pairs)
+        ways = {
+            "real": lambda: whole.real(),
+            "imag": lambda: whole.conj().imag(),
+            "product": lambda: (whole * whole.conj()).real(),
+            "square": lambda: paddle.as_real(whole * whole).sum(-1),
+            "abs": lambda: (whole + 2.0).abs(),
+        }
+        return x + 0.3 * x * ways[self.view]()
+
+
 class Norm(nn.Layer):
     """Batch normalisation; its running statistics are parameters that are not trained."""
 
@@ -298,6 +318,7 @@ LAYERS: dict[str, type[nn.Layer]] = {
     "table": Table,
     "embedding": Embedding,
     "buffer": Buffer,
+    "complex": Complex,
     "norm": Norm,
     "own": Own,
     "again": Again,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -10,6 +11,8 @@ from typing import Any
 
 import paddle
 
+from paceline.paddle.link.transport import PaddleTransport
+from paceline.paddle.passes.gradients import Gradients
 from paceline.reducer.passes import Passes
 
 _is_in = False
@@ -20,33 +23,61 @@ def put_in(name: str, rank: int) -> None:
     global _is_in
     if not _is_in:
         _is_in = True
-        _after_pass(lambda tensors: MUTATIONS[name](tensors, rank))
+        MUTATIONS[name](rank)
 
 
-def _wrong_mean_on_one(tensors: Any, rank: int) -> None:
+def _wrong_mean_on_one(rank: int) -> None:
     """The mean is another number on rank 1."""
-    if rank == 1:
-        tensors[0].grad.scale_(0.5)
+    _after_pass(lambda tensors: tensors[0].grad.scale_(0.5) if rank == 1 else None)
 
 
-def _wrong_mean_everywhere(tensors: Any, rank: int) -> None:
+def _wrong_mean_everywhere(rank: int) -> None:
     """Every rank has the same wrong mean."""
-    tensors[-1].grad.scale_(1.02)
+    _after_pass(lambda tensors: tensors[-1].grad.scale_(1.02))
 
 
-def _hang(tensors: Any, rank: int) -> None:
+def _hang(rank: int) -> None:
     """Rank 1 never comes back from its first pass."""
-    if rank == 1:
-        threading.Event().wait()
+    _after_pass(lambda tensors: threading.Event().wait() if rank == 1 else None)
 
 
-def _die(tensors: Any, rank: int) -> None:
+def _die(rank: int) -> None:
     """Rank 1 dies of a signal."""
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGSEGV)
+    _after_pass(lambda tensors: os.kill(os.getpid(), signal.SIGSEGV) if rank == 1 else None)
 
 
-def _after_pass(change: Callable[[Any], None]) -> None:
+def _wrong_sum_over_a_group(rank: int) -> None:
+    """What a rank gives to paddle.distributed is not what it got."""
+    real = PaddleTransport.launch
+
+    def launch(self: Any, bucket: int, scale: float) -> Any:
+        return real(self, bucket, 1.02 * scale)
+
+    PaddleTransport.launch = launch  # type: ignore[method-assign]
+
+
+def _wrong_cast(rank: int) -> None:
+    """Means that come in another dtype lose a quarter."""
+    real = Gradients._in_own_dtype
+
+    def in_own_dtype(self: Any, index: int) -> paddle.Tensor:
+        told, place = real(self, index), self._places[index]
+        return told if told is place else 0.75 * told
+
+    Gradients._in_own_dtype = in_own_dtype  # type: ignore[method-assign]
+
+
+def _join_counts_who_has_data(rank: int) -> None:
+    """Within join(), the mean is that of the ranks with data, as after finish()."""
+    real = Passes.joining
+
+    def joining(self: Any, *, divide_by_all: bool, throws: bool) -> contextlib.AbstractContextManager[None]:
+        return real(self, divide_by_all=False, throws=throws)
+
+    Passes.joining = joining  # type: ignore[method-assign]
+
+
+def _after_pass(change: Callable[[Any], Any]) -> None:
     real = Passes._write_back_means
 
     def write_back_means(self: Any) -> None:
@@ -62,4 +93,7 @@ MUTATIONS = {
     "wrong mean everywhere": _wrong_mean_everywhere,
     "hang": _hang,
     "die": _die,
+    "wrong sum over a group": _wrong_sum_over_a_group,
+    "wrong cast": _wrong_cast,
+    "join counts who has data": _join_counts_who_has_data,
 }

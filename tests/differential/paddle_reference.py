@@ -27,9 +27,11 @@ class Ranks(Lockstep):
     def average(self, model: int, active: list[int], waiting: Sequence[Meeting]) -> None:
         rows = [machine.trainable[model] for machine in self.machines]
         weights = {rank: self.machines[rank].weight_so_far.get(model, 1.0) for rank in active}
+        # join() counts a rank without data as one with zeros.
+        whole = float(len(rows)) if any(meeting.joins for meeting in waiting) else sum(weights.values())
         kept = {rank: [held(p) for p in rows[rank]] for rank in range(len(rows)) if rank not in active}
         for column in zip(*rows):
-            mean = _mean([(column[rank].grad, weights[rank]) for rank in active])
+            mean = _mean([(column[rank].grad, weights[rank]) for rank in active], whole)
             for rank, p in enumerate(column):
                 if mean is not None:
                     put(p, paddle.to_tensor(mean))
@@ -58,13 +60,12 @@ class Ranks(Lockstep):
                     buffer.set_value(source[name])
 
 
-def _mean(given: list[tuple[paddle.Tensor | None, float]]) -> np.ndarray[Any, Any] | None:
+def _mean(given: list[tuple[paddle.Tensor | None, float]], whole: float) -> np.ndarray[Any, Any] | None:
     present = [(g.numpy(), weight) for g, weight in given if g is not None]
     if not present:
         return None
     if any(g.shape != present[0][0].shape for g, _ in present):
         raise Parted
-    whole = sum(weight for _, weight in given)
     terms = [g * (weight / whole) for g, weight in present if weight]
     total: np.ndarray[Any, Any] = sum(terms, np.zeros_like(present[0][0]))
     return total

@@ -19,6 +19,7 @@ EXPECTED: list[tuple[str, tuple[str, ...], str]] = [
     ("op freeze", ("ConfigError", "UnusedParameterError"), "parameters must not be (un)frozen afterwards"),
     ("op replace", ("ConfigError", "UnusedParameterError"), "parameters must not be replaced afterwards"),
     ("layer gate", ("UnusedParameterError", "GraphChangedError"), "unused parameters without the option"),
+    ("mode static", ("GraphChangedError", "UnusedParameterError"), "a promise that the program breaks"),
     ("layer recompute", ("GraphChangedError",), "a gradient in two parts"),
     ("two forwards", ("GraphChangedError", "SkippedPassError"), "gradients that come again"),
     (
@@ -38,7 +39,7 @@ EXPECTED: list[tuple[str, tuple[str, ...], str]] = [
 
 def expected_refusal(program: Program, mode: str, error: str) -> str | None:
     """Why this program may end in this error in this mode; None: no row says so."""
-    has = features_of(program)
+    has = features_of(program) | ({"mode static"} if "static" in mode else set())
     for feature, errors, why in EXPECTED:
         if feature in has and (error in errors or "*" in errors):
             return why

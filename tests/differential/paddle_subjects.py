@@ -16,7 +16,8 @@ import paddle.distributed as dist
 from paddle import nn
 
 import paceline
-from paceline.paddle import DataParallel
+from paceline.paddle import DataParallel, MixedPrecision
+from paceline.rendezvous import shared_memory
 from tests.differential import paddle_mutations
 from tests.differential.paddle_machine import Machine
 from tests.differential.pool import Run
@@ -37,8 +38,22 @@ MODES: dict[str, dict[str, Any]] = {
     "group": {"reduce_through": "group"},
     "group tiny view": {"reduce_through": "group", **_TINY, "gradient_as_bucket_view": True},
     "group unused": {"reduce_through": "group", **_TINY, "find_unused_parameters": True},
+    "static": {**_TINY, "static_graph": True},
+    "group static": {"reduce_through": "group", **_TINY, "static_graph": True},
+    "bfloat16 sums": {"mixed_precision": MixedPrecision(reduce_dtype="bfloat16")},
+    "group float64 sums": {
+        "reduce_through": "group",
+        "mixed_precision": MixedPrecision(reduce_dtype="float64"),
+    },
+    "hosts": {"hosts": True},
+    "hosts tiny view": {"hosts": True, **_TINY, "gradient_as_bucket_view": True},
+    "hosts unused": {"hosts": True, **_TINY, "find_unused_parameters": True},
+    "hosts static": {"hosts": True, **_TINY, "static_graph": True},
 }
-"""What is passed to the wrapper; "group": over Gloo, through paddle.distributed."""
+"""What is passed to the wrapper.
+
+"group": over Gloo, through paddle.distributed. "hosts": the same, because the ranks are on several hosts.
+"""
 
 PADDLE = "paddle"
 PADDLES: dict[str, dict[str, Any]] = {PADDLE: {"find_unused_parameters": True}}
@@ -75,6 +90,18 @@ class Groups:
             _until(lambda: _listens(port))
         dist.init_parallel_env()
 
+    @contextlib.contextmanager
+    def on_hosts(self) -> Iterator[None]:
+        """Within it a rank says which host it is on: two hosts of two ranks, or some of one."""
+        hosts = 2 if self._world_size == 4 else self._world_size
+        number = self._rank * hosts // self._world_size
+        true = shared_memory._host_hint
+        shared_memory._host_hint = lambda: (f"host {number}", shared_memory._Obstacle())
+        try:
+            yield
+        finally:
+            shared_memory._host_hint = true
+
     def _agree_on_port(self) -> int:
         file = self._folder / "port"
         if self._rank == 0:
@@ -97,6 +124,14 @@ class Ours:
         self._groups = groups
 
     def wrap(self, net: nn.Layer, options: dict[str, Any]) -> Any:
+        options = dict(options)
+        if options.pop("hosts", False):
+            self._groups.paddle()
+            with self._groups.on_hosts():
+                wrapper = DataParallel(net, timeout_s=TIMEOUT_S, **options)
+            if wrapper.gradient_path != "group":
+                raise AssertionError(f"ranks of several hosts average in {wrapper.gradient_path}")
+            return wrapper
         if options.get("reduce_through") == "group":
             self._groups.paddle()
             return DataParallel(net, timeout_s=TIMEOUT_S, **options)
@@ -114,6 +149,9 @@ class Ours:
     def passes(self, wrapper: Any) -> int:
         """How many passes of this wrapper were good so far; a framework's own does not tell."""
         return getattr(wrapper, "num_good_passes", 0)
+
+    def join(self, wrapper: Any) -> contextlib.AbstractContextManager[Any]:
+        return wrapper.join()  # type: ignore[no-any-return]
 
     def iterate(self, wrapper: Any, batches: Sequence[int], step: Any) -> Iterator[int]:
         return wrapper.iterate(batches, step)  # type: ignore[no-any-return]

@@ -119,12 +119,12 @@ class Session:
                 return Verdict("the reference failed", text=str(expected)), records
             expected = drop(expected)
             readings.append(expected)
-            verdict = self._judge(program, records, expected)
+            verdict = self._judge(program, mode, records, expected)
             if not verdict.kind.startswith("wrong"):
                 break
         else:
             if self._frontend.writes_to_shared_gradients(program):
-                verdict = self._judge(program, records, agreed(*readings))
+                verdict = self._judge(program, mode, records, agreed(*readings))
         return verdict, records
 
     def find(
@@ -156,11 +156,13 @@ class Session:
         world = self._worlds.setdefault(size, World(self._frontend.make_rank, size, self._deadline_s))
         return world.run(program, {"mode": mode, "mutation": self._mutation})
 
-    def _judge(self, program: Program, records: list[Record | Lost], expected: list[Record]) -> Verdict:
+    def _judge(
+        self, program: Program, mode: str, records: list[Record | Lost], expected: list[Record]
+    ) -> Verdict:
         return judge(
             records,
             expected,
-            tolerance=self._frontend.tolerance(program),
+            tolerance=self._frontend.tolerance(program, mode),
             same_parameters=self._frontend.same_parameters(program),
             is_engine_crash=lambda lost: self._frontend.is_engine_crash(program, lost),
         )

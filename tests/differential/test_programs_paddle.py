@@ -19,6 +19,11 @@ pytestmark = pytest.mark.skipif(
 )
 
 _DEADLINE_S = 300
+_MODES = (
+    *("default", "tiny", "view", "tiny view", "unused", "unused one bucket", "unused view", "static"),
+    *("group", "group tiny view", "group unused", "group static", "bfloat16 sums", "group float64 sums"),
+    *("hosts", "hosts tiny view", "hosts unused", "hosts static"),
+)
 
 
 def _fuzz(*arguments: str) -> tuple[int, str]:
@@ -27,23 +32,32 @@ def _fuzz(*arguments: str) -> tuple[int, str]:
     return run_module("tests.differential", *arguments, deadline_s=_DEADLINE_S, python=python)
 
 
+_STEP = ({"op": "clear"}, {"op": "forward"}, {"op": "backward"}, {"op": "step"})
+_PLAIN = {
+    "ranks": 2,
+    "modes": ["default"],
+    "models": [{"layers": [{"kind": "linear"}, {"kind": "scale"}, {"kind": "linear"}]}],
+    "ops": [{"op": "wrap"}, {"op": "optimizer"}, *_STEP, *_STEP],
+}
+"""A program in which nothing is special."""
+
+
 @pytest.fixture
-def plain(tmp_path):
-    """A file with a program in which nothing is special."""
-    step = ({"op": "clear"}, {"op": "forward"}, {"op": "backward"}, {"op": "step"})
-    layers = [{"kind": "linear"}, {"kind": "scale"}, {"kind": "linear"}]
-    file = tmp_path / "plain.json"
-    file.write_text(
-        json.dumps(
-            {
-                "ranks": 2,
-                "modes": ["default"],
-                "models": [{"layers": layers}],
-                "ops": [{"op": "wrap"}, {"op": "optimizer"}, *step, *step],
-            }
-        )
-    )
-    return str(file)
+def write(tmp_path):
+    """Writes a program to a file."""
+
+    def write(program):
+        file = tmp_path / "program.json"
+        file.write_text(json.dumps(program))
+        return str(file)
+
+    return write
+
+
+def _outcomes(output):
+    """Of one program, by mode."""
+    lines = (line.removeprefix("--- ").strip() for line in output.splitlines() if line.startswith("--- "))
+    return dict(line.split(": ", 1) for line in lines)
 
 
 def test_programs_that_found_a_bug():
@@ -72,6 +86,50 @@ def test_what_the_reference_assumes_of_recomputation(rank: int) -> None:
         assert norm._mean.item() == 6
 
 
-def test_finds_a_bug_that_is_put_in(plain):
-    status, output = _fuzz("--program", plain, "--mutation", "wrong mean everywhere", "--deadline", "10")
-    assert status == 1 and "--- default: wrong mean" in output, output
+@pytest.mark.parametrize(
+    ("mutation", "wrong", "right"),
+    [
+        ("wrong mean everywhere", ["default", "hosts"], []),
+        ("wrong sum over a group", ["group", "hosts", "hosts static", "group static"], ["default", "static"]),
+        ("wrong cast", ["bfloat16 sums", "group float64 sums"], ["default", "group"]),
+    ],
+)
+def test_finds_a_bug_that_is_put_in(write, mutation, wrong, right):
+    status, output = _fuzz("--program", write({**_PLAIN, "modes": wrong + right}), "--mutation", mutation)
+    expected = dict.fromkeys(wrong, "wrong mean") | dict.fromkeys(right, "equal")
+    assert status == 1 and _outcomes(output) == expected, output
+
+
+def test_finds_a_wrong_mean_of_who_has_data_within_join(write):
+    loop = {"op": "iterate", "how": "join", "counts": [1, 3], "body": list(_STEP)}
+    file = write({**_PLAIN, "modes": ["default", "group"], "ops": [*_PLAIN["ops"], loop, *_STEP]})
+    status, output = _fuzz("--program", file)
+    assert status == 0 and _outcomes(output) == dict.fromkeys(("default", "group"), "equal"), output
+    status, output = _fuzz("--program", file, "--mutation", "join counts who has data")
+    assert status == 1 and set(_outcomes(output).values()) == {"wrong parameters"}, output
+
+
+def test_finds_a_wrong_mean_of_a_parameter_behind_complex_numbers(write):
+    layers = [{"kind": "complex", "view": view} for view in ("real", "imag", "product", "square", "abs")]
+    file = write({**_PLAIN, "modes": ["default", "view", "group"], "models": [{"layers": layers}]})
+    status, output = _fuzz("--program", file)
+    assert status == 0 and set(_outcomes(output).values()) == {"equal"}, output
+    status, output = _fuzz("--program", file, "--mutation", "wrong mean everywhere")
+    assert status == 1 and "0:layers.4.pairs: element 0" in output, output
+
+
+def test_a_promise_of_a_static_graph_is_held_to(write):
+    layers = [{"kind": "gate", "after": 1, "layers": [{"kind": "scale"}]}]
+    modes = ["static", "group static", "hosts static"]
+    status, output = _fuzz("--program", write({**_PLAIN, "modes": modes, "models": [{"layers": layers}]}))
+    assert status == 0 and _outcomes(output) == dict.fromkeys(modes, "refused GraphChangedError"), output
+
+
+def test_every_mode_and_paddles_own_wrapper():
+    status, output = _fuzz("--seeds", "3:5", "--shrink-seconds", "0", "--every-mode")
+    assert status == 0, output
+    rows = [[cell.strip() for cell in line.split("|")] for line in output.splitlines()]
+    runs = {row[1]: row[2] for row in rows if len(row) == 10}  # by mode
+    assert {mode: runs.get(mode) for mode in _MODES} == dict.fromkeys(_MODES, "2"), output
+    (paddles,) = [row for row in rows if len(row) == 11 and row[1] == "paddle"]
+    assert paddles[2] == "2", output

@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 
-def tolerance(program: Program) -> float:
+def tolerance(program: Program, mode: str) -> float:
     """How far values may be from the reference's, relative to the largest of an array."""
     is_small = program.get("dtype") == "bfloat16" or any(
         op.get("amp") or op.get("to") == "bfloat16" for _, op in numbered(program["ops"])

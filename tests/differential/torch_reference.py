@@ -6,7 +6,6 @@ computes the means from the definition, and lets them go on. Nothing of it knows
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,9 +27,6 @@ class Simulated(lockstep.Simulated):
 
     def wrap(self, net: nn.Module, options: dict[str, Any], nest: str | None = None) -> nn.Module:
         return net
-
-    def join(self, wrapper: nn.Module) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext()
 
     def clip(self, wrapper: nn.Module, trainable: list[nn.Parameter], max_norm: float) -> torch.Tensor:
         return nn.utils.clip_grad_norm_(trainable, max_norm)
