@@ -106,7 +106,7 @@ class Arguments:
             if isinstance(plain, bool):
                 raise TypeError
             number = operator.index(plain)
-        except TypeError:
+        except _NO_NUMBER:
             raise self.refuse(name, value, expected, _as_number(name, value) or hint, is_type=True) from None
         if (least is not None and number < least) or (most is not None and number > most):
             raise self.refuse(name, value, expected, hint)
@@ -146,7 +146,7 @@ class Arguments:
             number = float(plain)
         except OverflowError:
             number = math.inf
-        except (TypeError, ValueError):
+        except _NO_NUMBER:
             raise self.refuse(name, value, what, _as_number(name, value) or hint, is_type=True) from None
         is_low = (above is not None and not number > above) or (least is not None and not number >= least)
         if is_low or math.isnan(number) or (is_finite and math.isinf(number)):
@@ -248,6 +248,10 @@ class Arguments:
                 name, value, f"a function: {expected}", hint or f"{name}=the function itself", is_type=True
             )
         return value
+
+
+_NO_NUMBER = (TypeError, ValueError, AssertionError, RuntimeError)
+"""What conversions to numbers raise: Python's, Paddle's of several elements, torch's without values."""
 
 
 def show(value: object) -> str:

@@ -50,7 +50,7 @@ def _wrapping() -> list[Use]:
         return wrap(model, delay_all_reduce_named_params=named, param_to_hook_all_reduce=trigger)
 
     delayed, trigger = "delay_all_reduce_named_params", "param_to_hook_all_reduce"
-    stranger = paddle.ones([2])
+    stranger, several = paddle.ones([2]), paddle.to_tensor([1, 2])
 
     def precise(param_dtype: Any) -> Any:
         return wrap(mixed_precision=ours.MixedPrecision(param_dtype))
@@ -60,6 +60,11 @@ def _wrapping() -> list[Use]:
         *each_shown("DP", "layers", ours.DataParallel, *bad_layers),
         *each_shown("DDP", "layers", ours.DistributedDataParallel, *bad_layers),
         *dp("comm_buffer_size", "big", "25", -1, 0, NAN, INF, True, None, [25]),
+        *(
+            use
+            for name in ("comm_buffer_size", "weight", "timeout_s", "check_replicas_every", "buffers")
+            for use in each_shown("DP", name, lambda v, name=name: wrap(**{name: v}), (several, "Tensor"))
+        ),
         *dp("last_comm_buffer_size", "big", -1, 0, NAN, True),
         *dp("bucket_cap_mb", "big", -1, 0, NAN, True),
         *dp("group", "gloo", 7, [0, 1]),
@@ -115,16 +120,43 @@ def _others() -> list[Use]:
 
 def _methods() -> list[Use]:
     """The calls take the wrapped model first."""
+    two, layer = paddle.to_tensor([1, 2]), nn.Linear(2, 2)
     return [
         *each("weight", "weight", lambda m, v: m.weight(v), "2", -1, NAN, None, [1]),
         *each("finish", "after_pass", lambda m, v: m.finish(v), "step", 7),
-        *each("iterate", "batches", lambda m, v: m.iterate(v), None, 7),
+        *each("iterate", "batches", lambda m, v: m.iterate(v), None, 7, np.array(1)),
         *each("iterate", "after_pass", lambda m, v: m.iterate([1], v), "step", 7),
         *each("clip_grad_norm_", "max_norm", lambda m, v: m.clip_grad_norm_(v), "2", None, [1], NAN, -1),
-        *each("clip_grad_norm_", "norm_type", lambda m, v: m.clip_grad_norm_(1.0, v), "two", None, NAN),
+        *each_shown(
+            "clip_grad_norm_",
+            "max_norm",
+            lambda m, v: m.clip_grad_norm_(v),
+            (two, "Tensor"),
+            (layer, "Linear"),
+        ),
+        *each(
+            "clip_grad_norm_",
+            "norm_type",
+            lambda m, v: m.clip_grad_norm_(1.0, v),
+            "two",
+            None,
+            NAN,
+            3.0,
+            -1.0,
+        ),
+        *each_shown("clip_grad_norm_", "norm_type", lambda m, v: m.clip_grad_norm_(1.0, v), (two, "Tensor")),
         *each(
             "check_replicas", "optimizer", lambda m, v: m.check_replicas(v), "sgd", 7, paddle.optimizer.SGD
         ),
+        *each_shown(
+            "check_replicas",
+            "optimizer",
+            lambda m, v: m.check_replicas(v),
+            (layer, "Linear"),
+            (two, "Tensor"),
+        ),
+        *each("set_state_dict", "state_dict", lambda m, v: m.set_state_dict(v), None, "model.pdparams", [1]),
+        *each("set_state_dict", "use_structured_name", lambda m, v: m.set_state_dict({}, v), "no", 2),
         *each("register_comm_hook", "hook", lambda m, v: m.register_comm_hook(None, v), None, "fp16", 7),
         *each("join", "enable", lambda m, v: m.join(enable=v), "yes", 2),
         *each("join", "divide_by_initial_world_size", lambda m, v: m.join(v), "yes"),

@@ -116,6 +116,9 @@ def _collectives() -> list[Use]:
     bad = (([1.0], "list"), (None, "None"))
     uses += each_shown("scatter", "out", lambda g, v: g.scatter(np.zeros((1, 3)), v), *bad)
     uses += each_shown("scatter", "array", lambda g, v: g.scatter(v, np.zeros(3)), *bad)
+    for name in ("all_reduce", "reduce", "broadcast"):  # as text, "False" would begin a call and not end it
+        call = lambda g, v, n=name: getattr(g, n)(np.zeros(3), async_op=v)  # noqa: E731
+        uses += each(name, "async_op", call, "False", 2, [], np.zeros(2))
     ranks: tuple[Any, ...] = (None, 0, "0", [], [0, 0], [1], [-1], ["0"], [0.0], [True])
     uses += each("subgroup", "ranks", lambda g, v: g.subgroup(v), *ranks)
     shapes = ("3", None, -1, 2.0, (2, -1), ["2"], (2, 2.5), True)
@@ -285,7 +288,11 @@ def test_what_means_the_right_thing_is_taken() -> None:
             work = group.all_reduce(array, async_op=True)
             work.wait(timeout_s)
         assert group.subgroup(np.array([0])).world_size == 1
+        group.all_reduce(array, async_op=None)
+        group.all_reduce(array, async_op=np.True_).wait()
     with init(name="long", timeout_s=INF, forming_timeout_s=INF) as group:
+        group.barrier()
+    with init(job_id=os.fsdecode(b"job \xff")) as group:  # as a variable of the environment may be
         group.barrier()
     sampler = data.DistributedSampler(range(5), np.int64(2), zero, np.True_, np.int8(3), drop_last=0, pad=1)
     assert len(list(sampler)) == 3

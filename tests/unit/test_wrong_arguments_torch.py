@@ -7,6 +7,7 @@ import datetime
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -78,7 +79,10 @@ def _wrapping() -> list[Use]:
         *ddp("mixed_precision", "bf16", torch.float16),
         *ddp("device_mesh", "cpu", 2, (2,)),
         *ddp("delay_all_reduce_named_params", "w", 7, ["weight"], [("weight",)]),
-        *ddp("buffers", "average", ["average"], 7, {"*": "mean"}, {7: "average"}, {"*": None}),
+        *ddp(
+            "buffers", "average", ["average"], 7, {"*": "mean"}, {7: "average"}, {"*": None}, {"*": ["local"]}
+        ),
+        *each_shown("DDP", "buffers", lambda v: wrap(buffers=v), (torch.ones(2), "tensor")),
         *ddp("weight", "2", -1.0, NAN, INF, [1], True),
         *ddp("nonfinite", "panic", True, None, 7),
         *ddp("reduce_through", "gloo", None, True),
@@ -105,12 +109,18 @@ def _methods() -> list[Use]:
         ),
         *each("weight", "weight", lambda m, v: m.weight(v), "2", -1, NAN, None, [1], True),
         *each("finish", "after_pass", lambda m, v: m.finish(v), "step", 7, [print]),
-        *each("iterate", "batches", lambda m, v: next(iter(m.iterate(v))), None, 7),
+        *each("iterate", "batches", lambda m, v: next(iter(m.iterate(v))), None, 7, np.array(1)),
         *each("iterate", "after_pass", lambda m, v: next(iter(m.iterate([1], v))), "step", 7),
         *each("clip_grad_norm_", "max_norm", lambda m, v: m.clip_grad_norm_(v), "2", None, [1], NAN, -1),
+        *each_shown(
+            "clip_grad_norm_", "max_norm", lambda m, v: m.clip_grad_norm_(v), (torch.ones(2), "tensor")
+        ),
         *each("clip_grad_norm_", "norm_type", lambda m, v: m.clip_grad_norm_(1.0, v), "two", None, NAN),
         *each("clip_grad_norm_", "scaler", lambda m, v: m.clip_grad_norm_(1.0, scaler=v), 2.0, "s"),
         *each("check_replicas", "optimizer", lambda m, v: m.check_replicas(v), "sgd", 7, optimizer),
+        *each_shown(
+            "check_replicas", "optimizer", lambda m, v: m.check_replicas(v), (nn.Linear(2, 2), "Linear")
+        ),
         *each("register_comm_hook", "hook", lambda m, v: m.register_comm_hook(None, v), None, "fp16", 7),
         *each(
             "register_builtin", "comm_hook_type", lambda m, v: m._register_builtin_comm_hook(v), None, "fp16"
@@ -130,7 +140,11 @@ def _methods() -> list[Use]:
         *each("join", "enable", lambda m, v: m.join(enable=v), "yes", 2),
         *each("join", "divide_by_initial_world_size", lambda m, v: m.join(v), "yes"),
         *each("join", "throw_on_early_termination", lambda m, v: m.join(True, True, v), "yes"),
-        *each("load_state_dict", "state_dict", lambda m, v: m.load_state_dict(v), None, "model.pt", [1]),
+        *each(
+            "load_state_dict", "state_dict", lambda m, v: m.load_state_dict(v), None, "model.pt", [1], {1: 2}
+        ),
+        *each("load_state_dict", "strict", lambda m, v: m.load_state_dict({}, v), "no", 2),
+        *each("load_state_dict", "assign", lambda m, v: m.load_state_dict({}, assign=v), "no", 2),
     ]
 
 

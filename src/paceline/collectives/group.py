@@ -135,7 +135,7 @@ class Group:
             is_plain = type(timeout_s) is float and timeout_s >= 0.0
             limit_s = timeout_s if is_plain else _seconds(timeout_s, "all_reduce")  # type: ignore[assignment]
         # The short way, without a look at the array in Python, which takes longer than a small call itself.
-        if not async_op and self._queue.newest is None:
+        if async_op is False and self._queue.newest is None:
             reduce_now = self._all_reduce_array  # a bound method is called faster by a name of its own
             try:
                 if reduce_now(array, op, weight, limit_s):
@@ -308,10 +308,10 @@ class Group:
         """
         dst = self._checked_other(dst, "send", "dst")
         pointer = address_of(array, "send", is_written=False)
-        limit_s = _seconds(timeout_s, "send")
+        limit_s, is_async = _seconds(timeout_s, "send"), _is_async(async_op)
         transfer = self._core.start_send(pointer, array.nbytes, dst, _checked_tag(tag, "send"))
         work = TransferWork(self._core, transfer, array, self._orphans)
-        if async_op:
+        if is_async:
             return work
         work.wait_for(limit_s)
         return None
@@ -326,10 +326,10 @@ class Group:
         """
         src = self._checked_other(src, "recv", "src")
         pointer = address_of(array, "recv")
-        limit_s = _seconds(timeout_s, "recv")
+        limit_s, is_async = _seconds(timeout_s, "recv"), _is_async(async_op)
         transfer = self._core.start_receive(pointer, array.nbytes, src, _checked_tag(tag, "recv"))
         work = TransferWork(self._core, transfer, array, self._orphans)
-        if async_op:
+        if is_async:
             return work
         work.wait_for(limit_s)
         return None
@@ -384,11 +384,12 @@ class Group:
             keep: The arrays behind the addresses in `args`, alive until the call is over.
             args: The last one is the time-out.
         """
-        if not async_op and self._queue.is_empty():
+        is_async = _is_async(async_op)
+        if not is_async and self._queue.is_empty():
             call(*args)
             return None
         self._core.check_usable()  # in a forked child nobody serves the queue
-        if not async_op:
+        if not is_async:
             *others, timeout_s = args
             make_behind(self._queue, self._core, functools.partial(call, *others), keep, timeout_s)
             return None
@@ -423,6 +424,12 @@ class Group:
             expected = f"different ranks of group {self.name!r}, 0 to {self.world_size - 1}, at least one"
             raise Arguments("subgroup").refuse("ranks", ranks, expected, "for example ranks=[0]")
         return members
+
+
+def _is_async(async_op: object) -> bool:
+    if async_op is True or async_op is False:
+        return async_op
+    return Arguments("Group").flag("async_op", async_op)
 
 
 def _seconds(timeout_s: Seconds, call: str) -> float:

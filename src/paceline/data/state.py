@@ -19,7 +19,7 @@ _MEANING = {
 
 def identify(name: str, dataset: object, dataset_id: str | None) -> str:
     """What a state knows a data set by: the name it was given, else its fingerprint or type."""
-    if dataset_id:
+    if not (dataset_id is None or (isinstance(dataset_id, str) and not dataset_id)):
         return Arguments(name).text("dataset_id", dataset_id, hint='a name of the data: dataset_id="train"')
     fingerprint = getattr(dataset, "_fingerprint", None)
     return fingerprint if isinstance(fingerprint, str) else type(dataset).__qualname__

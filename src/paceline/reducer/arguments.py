@@ -243,7 +243,7 @@ class WrapperArguments:
             if isinstance(value, (str, bytes)):
                 raise TypeError
             return tuple(self.mebibytes(name, cap) for cap in value)
-        except (TypeError, ValueError):  # ours among them, which shows a single cap
+        except (TypeError, ValueError, RuntimeError):  # ours among them, which shows a single cap
             expected = "positive numbers of MiB: of the first bucket, of the second, ..., of all others"
             raise self.check.refuse(name, value, expected, f"for example {name}=[1, 25]") from None
 

@@ -24,15 +24,19 @@ def check_policies(patterns: Any, owner: str) -> dict[str, str]:
     if patterns is None:
         return {}
     is_mapping = isinstance(patterns, Mapping)
-    if not is_mapping or any(not isinstance(p, str) or patterns[p] not in POLICIES for p in patterns):
+    if not is_mapping or not all(isinstance(p, str) and _is_policy(patterns[p]) for p in patterns):
         raise Arguments(owner).refuse(
             "buffers",
             patterns,
             '"average", "broadcast" or "local" for each name pattern, in a dictionary',
-            f'buffers={{"*": "{patterns if patterns in POLICIES else "average"}"}}, for all of them',
+            f'buffers={{"*": "{patterns if _is_policy(patterns) else "average"}"}}, for all of them',
             is_type=not is_mapping,
         )
     return dict(patterns)
+
+
+def _is_policy(value: object) -> bool:
+    return isinstance(value, str) and value in POLICIES
 
 
 def policy_of(name: str, patterns: Mapping[str, str]) -> str | None:

@@ -151,7 +151,9 @@ class WrappedModel:
         """
         owner = f"{type(self).__name__}.iterate"
         _check_after_pass(owner, after_pass)
-        if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
+        shape = getattr(batches, "shape", None)
+        is_single = isinstance(shape, (tuple, list)) and not shape  # an array or a tensor of one number
+        if is_single or not (hasattr(batches, "__iter__") or hasattr(batches, "__getitem__")):
             hint = "a DataLoader, a sampler or a list"
             raise Arguments(owner).refuse("batches", batches, "something to iterate over", hint, is_type=True)
         return self._iterate(batches, after_pass)
@@ -230,7 +232,9 @@ class WrappedModel:
             >>> ddp.check_replicas(optimizer)
             ReplicasDifferError: Rank 2 of 3 has another model than the other ranks: parameter '0.weight' ...
         """
-        if isinstance(optimizer, type) or not (optimizer is None or hasattr(optimizer, "state_dict")):
+        is_paddles = hasattr(optimizer, "clear_grad") and hasattr(optimizer, "get_lr")
+        is_optimizer = is_paddles or hasattr(optimizer, "param_groups")
+        if isinstance(optimizer, type) or not (optimizer is None or is_optimizer):
             owner, hint = (
                 f"{type(self).__name__}.check_replicas",
                 "the one that steps this model, or None",
@@ -401,10 +405,11 @@ def _check_after_pass(owner: str, after_pass: Callable[[], object] | None) -> No
 def checked_norms(max_norm: Any, norm_type: Any) -> tuple[Any, float]:
     """Arguments of clip_grad_norm_, as frameworks take them: numbers, and "inf" for the largest element."""
     check = Arguments("clip_grad_norm_")
-    if not hasattr(max_norm, "backward"):  # a tensor may be on a GPU, and not known yet
+    shape = getattr(max_norm, "shape", (0,))
+    if not (hasattr(max_norm, "backward") and math.prod(shape) == 1):  # may be on a GPU, and not known yet
         hint = "for example max_norm=1.0; math.inf to clip nothing"
         max_norm = check.number("max_norm", max_norm, least=0, is_finite=False, hint=hint)
-    if norm_type in ("inf", "-inf"):
+    if isinstance(norm_type, str) and norm_type in ("inf", "-inf"):
         return max_norm, float(norm_type)
     hint = "norm_type=2.0; math.inf for the largest element"
     return max_norm, check.number("norm_type", norm_type, is_finite=False, hint=hint)

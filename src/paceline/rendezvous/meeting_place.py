@@ -37,7 +37,9 @@ def hub_address(key: str, name: str, secret: str = "") -> str:
         >>> hub_address("127.0.0.1:29500", "world") != hub_address("127.0.0.1:29500", "world", "5f0c")
         True
     """
-    digest = hashlib.sha256("\0".join((key, name, secret)).encode()).hexdigest()[:32]
+    # surrogatepass: a variable of the environment may hold bytes that are no UTF-8.
+    words = "\0".join((key, name, secret)).encode(errors="surrogatepass")
+    digest = hashlib.sha256(words).hexdigest()[:32]
     return f"paceline-{os.getuid()}-{digest}"
 
 

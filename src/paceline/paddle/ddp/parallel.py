@@ -7,6 +7,7 @@ What it does is elsewhere: `model/config.py` (arguments), `model/parameters.py` 
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +37,7 @@ from paceline.reducer.wrapped_model import WrappedModel, checked_norms
 from paceline.rendezvous.exchange import Exchange
 
 _DELAY = ("delay_all_reduce_named_params", "param_to_hook_all_reduce")
+_NORMS = (2.0, 1.0, 0.0, math.inf)
 _NOT_OPTIONS = ("group", "process_group", "device_mesh", "strategy", "__class__", *_DELAY)
 
 
@@ -378,13 +380,16 @@ class DataParallel(WrappedModel, PaddleNames):
 
         Args:
             max_norm: The largest norm allowed.
-            norm_type: The p of the p-norm; norms other than 2 are always computed.
+            norm_type: 0, 1, 2 or infinity, as in Paddle; norms other than 2 are always computed.
 
         Example:
             Rank 0's gradient is 6 and rank 1's 10: the norm is 8, and after clip_grad_norm_(2) both hold 2.
         """
         if not (type(max_norm) is type(norm_type) is float and max_norm >= 0 and norm_type > 0):
             max_norm, norm_type = checked_norms(max_norm, norm_type)
+        if norm_type not in _NORMS:
+            expected, hint = "0, 1, 2 or math.inf, as Paddle has it", "norm_type=2.0"
+            raise Arguments("clip_grad_norm_").refuse("norm_type", norm_type, expected, hint)
         is_known = self._passes is not None and norm_type == 2.0
         known = self._passes.known_norm() if is_known and self._passes is not None else None
         return _clip(self._tensors.trainable, max_norm, known, norm_type)
@@ -446,7 +451,15 @@ class DataParallel(WrappedModel, PaddleNames):
 
         Returns:
             Keys that were missing and keys that were not expected, as Layer.set_state_dict does.
+
+        Raises:
+            ConfigError: An argument is of another kind.
         """
+        check = Arguments("set_state_dict")
+        if not isinstance(state_dict, Mapping):
+            hint = "paddle.load(path) reads one from a file"
+            raise check.refuse("state_dict", state_dict, "a state_dict", hint, is_type=True)
+        use_structured_name = check.flag("use_structured_name", use_structured_name)
         result: tuple[list[str], list[str]] = self._layers.set_state_dict(
             state_dict, use_structured_name=use_structured_name
         )

@@ -62,7 +62,7 @@ class DataParallelConfig(WrapperOptions):
                 raise ConfigError(
                     f"DataParallel: {name} names a device that the parameters are not on.",
                     expected=f"{place}, or None",
-                    got=f"{name}={device!r}",
+                    got=f"{name}={show(device)}",
                     hint=f"leave {name} out, or call paddle.set_device() before the model is built",
                 )
 
@@ -120,7 +120,7 @@ def _check_harmless(name: str, value: Any) -> None:
 def _named_devices(device_ids: Sequence[Any] | None, output_device: Any) -> dict[str, Any]:
     """Each process drives one device."""
     if device_ids is not None and not isinstance(device_ids, (list, tuple)):
-        hint = f"device_ids=[{device_ids!r}]"
+        hint = f"device_ids=[{show(device_ids)}]"
         raise _arguments.check.refuse("device_ids", device_ids, "a list of one device", hint, is_type=True)
     is_single, hint = not device_ids or len(device_ids) == 1, "leave device_ids out"
     _arguments.check.require(is_single, "device_ids", device_ids, "one device: each process drives one", hint)

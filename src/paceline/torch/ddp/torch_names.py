@@ -232,9 +232,11 @@ class TorchNames(TorchDDP):
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """As torch's, but it also takes names without `module.`, saved without the wrapper."""
-        if not isinstance(state_dict, Mapping):
+        if not isinstance(state_dict, Mapping) or not all(isinstance(key, str) for key in state_dict):
             owner, hint = "load_state_dict", "torch.load(path, weights_only=True) reads one from a file"
             raise Arguments(owner).refuse("state_dict", state_dict, "a state_dict", hint, is_type=True)
+        flag = Arguments("load_state_dict").flag
+        strict, assign = flag("strict", strict), flag("assign", assign)
         own = self.module.state_dict().keys()
         num_bare = sum(key in own for key in state_dict)
         num_wrapped = sum(key.startswith("module.") and key[len("module.") :] in own for key in state_dict)
