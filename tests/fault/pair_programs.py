@@ -174,7 +174,7 @@ class HostPasses(Program):
             share = count * (rank + 1) // WORLD_SIZE - first
             ours, theirs = np.zeros(share, np.float32), np.full(share, 7, np.float32)
             self._sums.wait_complete(bucket)
-            self._sums.sum(bucket, first, share, ours.ctypes.data)
+            self._sums.sum(bucket, first, share, (0, WORLD_SIZE), ours.ctypes.data)
             sums = [ours.ctypes.data, theirs.ctypes.data]
             self._sums.publish(bucket, first, share, sums, 2.0 * WORLD_SIZE)
             self._sums.count_share()
