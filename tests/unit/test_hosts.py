@@ -129,28 +129,37 @@ def test_other_layouts_have_bits_of_their_own(hosts: list[list[int]]) -> None:
     assert sums_of(hosts) != sums_of([sorted(rank for host in hosts for rank in host)])
 
 
-@given(st.integers(2, 4), st.lists(st.integers(0, 3), min_size=2, max_size=12))
-def test_exact_blocks_give_the_sums_of_one_host_in_every_layout(num_hosts: int, placed: list[int]) -> None:
+@given(
+    st.integers(2, 4),
+    st.lists(st.integers(0, 3), min_size=2, max_size=12),
+    st.sampled_from([2, 128]),
+)
+def test_exact_blocks_give_the_sums_of_one_host_in_every_layout(
+    num_hosts: int, placed: list[int], most: int
+) -> None:
     hosts = by_host([host % num_hosts for host in placed])
-    blocks = exact_blocks(hosts)
-    told = [hosts[block.host][slice(*block.local_ranks)] for block in blocks]
-    assert sorted(rank for ranks in told for rank in ranks) == list(range(len(placed)))
-    everybody = list(range(len(placed)))
-    assert sums_of(told) == sums_of([everybody])
-    if has_bits_of_one_host(hosts):
-        assert blocks == whole_hosts(hosts)
-    else:
-        assert len(blocks) > len(hosts) and told == sorted(told)
+    found = exact_blocks(hosts, most)
+    told = [hosts[block.host][slice(*block.local_ranks)] for block in found.blocks]
+    assert [rank for ranks in told for rank in ranks] == list(range(len(placed)))
+    assert found.steps or len(told) <= most
+    rng = np.random.default_rng(0)
+    for _ in range(100):
+        row = list(map(float, rng.standard_normal(len(placed))))
+        assert found.add([add_in_order([row[rank] for rank in ranks]) for ranks in told]) == add_in_order(row)
+    if has_bits_of_one_host(hosts) and len(hosts) <= most:
+        assert found == whole_hosts(hosts)
 
 
 def test_sizes_of_exact_blocks() -> None:
     def sizes(*placed: int) -> list[int]:
-        return [block.local_ranks[1] - block.local_ranks[0] for block in exact_blocks(by_host(list(placed)))]
+        found = exact_blocks(by_host(list(placed)), 128)
+        return [block.local_ranks[1] - block.local_ranks[0] for block in found.blocks]
 
     assert sizes(0, 0, 1, 1) == [2, 2]
     assert sizes(0, 0, 0, 0, 1, 1) == [4, 2]
     assert sizes(0, 1, 0, 1) == [1, 1, 1, 1]
-    assert sizes(0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1) == [2] * 6
+    assert sizes(0, 0, 0, 1, 1, 1) == [2, 1, 1, 2]
+    assert sizes(0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1) == [4, 2, 2, 4]
     assert sizes(1, 1, 0, 0, 1) == [2, 2, 1]
 
 

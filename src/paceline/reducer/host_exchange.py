@@ -33,13 +33,12 @@ from paceline.errors import CollectiveError, DeadlineError, MismatchError, PeerL
 from paceline.reducer.engine_waits import is_of_a_late_peer, is_of_a_lost_peer
 from paceline.reducer.hosts import (
     HEADER_BYTES,
-    Block,
+    Blocks,
     Header,
     HostsTransport,
     Message,
     Route,
     Transfer,
-    add_in_order,
     tag_of,
 )
 from paceline.reducer.sum_formats import SumFormat
@@ -103,7 +102,7 @@ class HostExchange:
         group: The memory of this host, whose other ranks are told of a failure.
         transport: To the partners.
         control: Tells all ranks of a failure of one.
-        blocks: Whose sums go from host to host, in the order in which they are added.
+        blocks: Whose sums go from host to host, and how they are added.
         routes: The way of this rank's share of each bucket.
         sums: How they stand in messages.
         reporting: The ranks whose reports travel beside the last bucket, of each host.
@@ -125,7 +124,7 @@ class HostExchange:
         transport: HostsTransport,
         control: ControlChannel,
         *,
-        blocks: Sequence[Block],
+        blocks: Blocks,
         routes: Sequence[Route],
         sums: SumFormat,
         reporting: Sequence[Sequence[int]],
@@ -147,12 +146,20 @@ class HostExchange:
         self._host, self._num_hosts = transport.host, len(transport.ranks)
         self._rank = transport.ranks[self._host]
         self._others = [host for host in range(self._num_hosts) if host != self._host]
-        self._blocks = blocks
+        self._blocks, self._in_order = blocks.blocks, blocks
         self._blocks_of: list[list[int]] = [[] for _ in range(self._num_hosts)]
-        for number, block in enumerate(blocks):
+        for number, block in enumerate(blocks.blocks):
             self._blocks_of[block.host].append(number)
         nbytes = max(self._bytes_of(bucket) for bucket in range(len(routes)))
         self._free = [np.empty(nbytes, np.uint8) for _ in range(min(WINDOW, len(routes)))]
+        # Of all steps but the last, whose result has its own place.
+        most = max(
+            sums.nbytes(bucket, len(piece))
+            for bucket, route in enumerate(routes)
+            for part in route.parts
+            for piece in part
+        )
+        self._joined = [np.empty(most, np.uint8) for _ in blocks.steps[:-1]]
         self._is_free = threading.Condition()
         self._flights: queue.SimpleQueue[_Flight | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="paceline-hosts", daemon=True)
@@ -375,7 +382,8 @@ class HostExchange:
                     self._take_reports(other, message)
                 sums.append(self._read(flight, message, elements, number))
             if piece == 0:
-                total = add_in_order(flight.weights)
+                total = self._in_order.add(flight.weights)
+            sums = self._join(bucket, sums, len(elements))
             if flight.route.is_one_round:
                 self._publish(bucket, elements, sums, total)
             else:
@@ -386,6 +394,19 @@ class HostExchange:
                 flight.added.append(added)
                 self._send(flight, host, 1, piece, added, total)
 
+    def _join(self, bucket: int, sums: list[int], count: int) -> list[int]:
+        """Add in steps, up to the two of the last one; with no steps, nothing has to be done."""
+        steps = self._in_order.steps
+        if not steps:
+            return sums
+        found = list(sums)
+        for (left, right), room in zip(steps, self._joined):
+            address = int(room.ctypes.data)
+            self._core.add_sums(bucket, [found[left], found[right]], count, address)
+            found.append(address)
+        left, right = steps[-1]
+        return [found[left], found[right]]
+
     def _take_reports(self, host: int, message: Message) -> None:
         """Lay what the ranks of a host tell of their pass where all ranks of this one read it."""
         reports = message[-self._reports_bytes(host) :].reshape(-1, self._report_bytes)
@@ -393,7 +414,7 @@ class HostExchange:
             self._core.write_slot(rank, report.tobytes())
 
     def _second_round(self, flight: _Flight) -> None:
-        bucket, total = flight.bucket, add_in_order(flight.weights)
+        bucket, total = flight.bucket, self._in_order.add(flight.weights)
         for piece, elements in enumerate(flight.route.parts[self._host]):
             # As the others read it.
             sums = self._sums.read(bucket, len(elements), _payload(flight.added[piece]), total, 0)

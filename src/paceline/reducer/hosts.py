@@ -30,7 +30,7 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -202,43 +202,96 @@ class Block:
     local_ranks: tuple[int, int]
 
 
-def whole_hosts(ranks: Sequence[Sequence[int]]) -> tuple[Block, ...]:
+@dataclass(frozen=True)
+class Blocks:
+    """Whose sums travel, and how they are added.
+
+    Attributes:
+        blocks: In the order of their lowest ranks.
+        steps: Pairs to be added one after the other, by their numbers: block i has number i, the result of
+            step j the number len(blocks) + j. Empty: all at once, as `add_in_order` does.
+    """
+
+    blocks: tuple[Block, ...]
+    steps: tuple[tuple[int, int], ...] = ()
+
+    def add(self, numbers: Sequence[float]) -> float:
+        """The sum of one number for each block, in the order of sums."""
+        if not self.steps:
+            return add_in_order(numbers)
+        found = list(numbers)
+        for left, right in self.steps:
+            found.append(found[left] + found[right])
+        return found[-1]
+
+
+def whole_hosts(ranks: Sequence[Sequence[int]]) -> Blocks:
     """Each host as one block: the fewest bytes.
 
     Args:
         ranks: The ranks of each host, in order; hosts in the order of their lowest ranks.
     """
-    return tuple(Block(host, (0, len(each))) for host, each in enumerate(ranks))
+    return Blocks(tuple(Block(host, (0, len(each))) for host, each in enumerate(ranks)))
 
 
-def exact_blocks(ranks: Sequence[Sequence[int]]) -> tuple[Block, ...]:
-    """The largest blocks whose sums, added in their order, are the sum of one host with all the ranks.
+def exact_blocks(ranks: Sequence[Sequence[int]], most_at_once: int) -> Blocks:
+    """The largest nodes of the tree over all ranks that lie on one host each, and the rest of this tree.
+
+    So their sum is that of one host with all the ranks, to the last bit.
 
     Args:
         ranks: See `whole_hosts`.
+        most_at_once: How many sums can be added without steps.
 
     Example:
-        >>> exact_blocks([[0, 1], [2, 3]]) == whole_hosts([[0, 1], [2, 3]])
+        >>> exact_blocks([[0, 1], [2, 3]], 128) == whole_hosts([[0, 1], [2, 3]])
         True
-        >>> [(block.host, block.local_ranks) for block in exact_blocks([[0, 1, 2], [3, 4, 5]])][:3]
-        [(0, (0, 1)), (0, (1, 2)), (0, (2, 3))]
+        >>> found = exact_blocks([[0, 1, 2], [3, 4, 5]], 128)  # ((0 + 1) + (2 + 3)) + (4 + 5)
+        >>> [(block.host, block.local_ranks) for block in found.blocks], found.steps
+        ([(0, (0, 2)), (0, (2, 3)), (1, (0, 1)), (1, (1, 3))], ((1, 2), (0, 4), (5, 3)))
     """
-    if has_bits_of_one_host(ranks):
-        return whole_hosts(ranks)
-    host_of = {rank: host for host, each in enumerate(ranks) for rank in each}
-    # A power of two: then blocks are nodes of the tree, and the tree over them is the rest of it.
-    size = 1
-    while all(
-        len({host_of[rank] for rank in range(first, min(first + 2 * size, len(host_of)))}) == 1
-        for first in range(0, len(host_of), 2 * size)
-    ):
-        size *= 2
-    blocks = []
-    for first in range(0, len(host_of), size):
-        host = host_of[first]
-        local_rank = list(ranks[host]).index(first)
-        blocks.append(Block(host, (local_rank, local_rank + min(size, len(host_of) - first))))
-    return tuple(blocks)
+    leaves = {
+        rank: Block(host, (local_rank, local_rank + 1))
+        for host, each in enumerate(ranks)
+        for local_rank, rank in enumerate(each)
+    }
+    every: list[_Tree] = [leaves[rank] for rank in sorted(leaves)]
+    tree = _join_in_order(every, _join_on_one_host)
+    blocks: list[Block] = []
+    pairs: list[_Pair] = []
+    _flatten(tree, blocks, pairs)
+    nodes: list[_Tree] = [*blocks, *pairs]
+    if tree == _join_in_order(nodes[: len(blocks)], _Pair) and len(blocks) <= most_at_once:
+        return Blocks(tuple(blocks))
+    numbers = {node: number for number, node in enumerate(nodes)}
+    return Blocks(tuple(blocks), tuple((numbers[pair.left], numbers[pair.right]) for pair in pairs))
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """A sum of what lies on several hosts."""
+
+    left: _Tree
+    right: _Tree
+
+
+_Tree: TypeAlias = "Block | _Pair"
+
+
+def _join_on_one_host(left: _Tree, right: _Tree) -> _Tree:
+    if isinstance(left, Block) and isinstance(right, Block) and left.host == right.host:
+        return Block(left.host, (left.local_ranks[0], right.local_ranks[1]))
+    return _Pair(left, right)
+
+
+def _flatten(tree: _Tree, blocks: list[Block], pairs: list[_Pair]) -> None:
+    """Append the leaves of a tree, and its inner nodes in an order in which they can be added."""
+    if isinstance(tree, Block):
+        blocks.append(tree)
+        return
+    _flatten(tree.left, blocks, pairs)
+    _flatten(tree.right, blocks, pairs)
+    pairs.append(tree)
 
 
 def plan_route(

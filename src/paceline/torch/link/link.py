@@ -19,7 +19,7 @@ from paceline.reducer.between_hosts import A_HOOK, BetweenHosts
 from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.engine import EngineReducer
 from paceline.reducer.hierarchical import HierarchicalReducer, Hosts
-from paceline.reducer.hosts import BUCKET_BYTES, exact_blocks, has_bits_of_one_host
+from paceline.reducer.hosts import BUCKET_BYTES, has_bits_of_one_host
 from paceline.reducer.link import (
     CORE_DTYPES,
     Link,
@@ -205,11 +205,6 @@ class HostsLink:
         self.path, self.bits = "hosts", "world" if is_as_one_host else "layout"
         if compression is not None:
             self.bits = "buckets"
-        if self._is_exact and (count := len(exact_blocks(hosts.ranks))) > _core.MAX_RANKS:
-            between_hosts.refuse(
-                f"{link.world_size} ranks in {count} blocks of neighbours that are on one host; the sums of "
-                f"at most {_core.MAX_RANKS} can be added"
-            )
         self.rank, self.world_size = link.rank, link.world_size
         self.tell: Callable[[str], None] | None = hosts.group.set_activity
         self.witness = link.witness
