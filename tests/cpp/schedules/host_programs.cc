@@ -175,7 +175,7 @@ class Rank {
     std::vector<float>& sum = own_sums_[bucket];
     sum.resize(count);
     ReduceStats stats;
-    sums_->sum(bucket, first, count, sum.data(), &stats);
+    sums_->sum(bucket, first, count, sums_->everybody(), sum.data(), &stats);
     if (bucket + 1 == kBuckets) write_report(rank_);
     // Release: the sum; partner: work().
     launched_.fetch_add(1, std::memory_order_release);
