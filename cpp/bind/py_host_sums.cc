@@ -95,22 +95,22 @@ void bind_host_sums(nb::module_& m) {
           "bucket"_a)
       .def(
           "total_weight",
-          [](PyHostSums& s, std::pair<int, int> places) {
-            return s.sums().total_weight({places.first, places.second});
+          [](PyHostSums& s, std::pair<int, int> ranks) {
+            return s.sums().total_weight({ranks.first, ranks.second});
           },
-          "places"_a)
+          "ranks"_a)
       .def(
           "sum",
           [](PyHostSums& s, size_t bucket, size_t first, size_t count,
-             std::pair<int, int> places, Pointer out) {
+             std::pair<int, int> ranks, Pointer out) {
             ReduceStats seen;
             s.work(s.bytes(bucket, count), [&](HostSums& sums) {
-              sums.sum(bucket, first, count, {places.first, places.second},
+              sums.sum(bucket, first, count, {ranks.first, ranks.second},
                        as_pointer(out), &seen);
             });
             return (seen.nonfinite_ranks[0] | seen.nonfinite_ranks[1]) == 0;
           },
-          "bucket"_a, "first"_a, "count"_a, "places"_a, "out"_a)
+          "bucket"_a, "first"_a, "count"_a, "ranks"_a, "out"_a)
       .def(
           "find_nonfinite",
           [](PyHostSums& s, size_t bucket, size_t first, size_t count) {

@@ -17,18 +17,18 @@ Source of the ring: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms,
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from paceline import _core
 from paceline.bench.report import Report
 from paceline.bench.units import format_ratio, format_size, format_time
 from paceline.reducer.hosts import BUCKET_BYTES, HEADER_BYTES, plan_route
+from paceline.reducer.sum_formats import ENCODINGS
 
 _TORCH_BUCKETS = (1 << 20, 25 << 20)  # torch's first bucket, and the others
 _ITEM_BYTES = 4  # sums travel as float32
 _ON_THE_WIRE = 1538 / 1448  # Ethernet, IP and TCP around 1448 bytes of a message
-SIZES: Mapping[str, float] = {"": 1.0, "bf16": 0.5, "fp16": 0.5, "int8": 0.254}
-"""Bytes of an encoded sum, as a part of the plain one's, by the value of compress_between_hosts."""
 
 
 @dataclass(frozen=True)
@@ -100,23 +100,26 @@ def predict(
         hosts: At least 2.
         ranks_per_host: Number of ranks on each host.
         machines: What they can do.
-        compression: A value of compress_between_hosts that SIZES has; "": none.
+        compression: A value of compress_between_hosts; "": none.
 
     Example:
         >>> round(predict(100 << 20, 8, 8, Machines(1e10)).seconds, 3)
         0.156
     """
     messages, sent, rounds = 0, 0.0, 0
-    buckets = [BUCKET_BYTES] * (nbytes // BUCKET_BYTES)
-    if rest := nbytes % BUCKET_BYTES:
-        buckets.append(rest)
-    for size, count in {size: buckets.count(size) for size in buckets}.items():
+    whole, rest = divmod(nbytes, BUCKET_BYTES)
+    for size, count in ((BUCKET_BYTES, whole), (rest, 1)):
+        if not size * count:
+            continue
         route = plan_route(size // _ITEM_BYTES, _ITEM_BYTES, 0, ranks_per_host, hosts)
         pieces = len(route.part_of(0))
         way = 1 if route.is_one_round else 2
         # A part goes to its owner and its sum back to all, so each round sends to all others, and hears them.
         each = way * (hosts - 1) * pieces
-        payload = len(route.share) * _ITEM_BYTES * SIZES[compression]
+        elements = len(route.share)
+        payload = (
+            _core.encoded_bytes(ENCODINGS[compression], elements) if compression else elements * _ITEM_BYTES
+        )
         crossing = payload * (hosts - 1) if way == 1 else payload * 2 * (hosts - 1) / hosts
         messages += 2 * each * count
         sent += (crossing + each * HEADER_BYTES) * count
@@ -193,12 +196,11 @@ def run(
             ways = {"torch": theirs, "paceline": ours, "bf16": bf16, "int8": int8}
             seconds = {name: each.seconds for name, each in ways.items()}
             data.append({"hosts": count, "gbits_per_s": rate, "limit": ours.limit, "seconds": seconds})
-    machines = Machines(0.0)
     notes = [
         "Computed from a model of the cost, and not measured: "
-        f"{machines.latency_s * 1e6:g} us from process to process, {machines.message_s * 1e6:g} us of a core "
-        f"for each message, {machines.connection_bits_per_s / 1e9:g} Gbit/s in one connection, "
-        f"{machines.memory_bytes_per_s / 1e9:g} GB/s of memory. docs/scaling.md compares it with "
+        f"{Machines.latency_s * 1e6:g} us from process to process, {Machines.message_s * 1e6:g} us of a core "
+        f"for each message, {Machines.connection_bits_per_s / 1e9:g} Gbit/s in one connection, "
+        f"{Machines.memory_bytes_per_s / 1e9:g} GB/s of memory. docs/scaling.md compares it with "
         "measurements at 100 Mbit/s and 1 Gbit/s; nothing was measured above that.",
         "limit: what decides Paceline's time without compression.",
     ]
