@@ -45,3 +45,10 @@ def raise_in_a_group(rank: int, folder: Path) -> None:
     except paceline.errors.PeerLostError as error:
         (folder / "learned").write_text(str(error))
         raise
+
+
+def train(rank: int) -> None:
+    """What docs/troubleshooting.md shows: rank 1 fails, and rank 0 would go on for long."""
+    if rank == 1:
+        raise ValueError("no such file: data/train.npz")
+    time.sleep(60.0)

@@ -52,7 +52,8 @@ class DriftWatch:
         Raises:
             ReplicasDifferError: They are not the same.
         """
-        where = f"the check of replicas after {self._passes} passes of all ranks"
+        passes = f"{self._passes} pass{'es' * (self._passes != 1)}"
+        where = f"the check of replicas after {passes} of all ranks"
         check_replicas(self._hash_replica(optimizer), self._gather, where=where, seen=seen)
 
     def end_pass(self, notes: Callable[[], Sequence[int]] | None) -> None:
