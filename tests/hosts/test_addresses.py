@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -62,3 +63,49 @@ def test_an_address_that_is_not_rank_0s(hosts: Hosts) -> None:
 def test_localhost(hosts: Hosts) -> None:
     for output in outputs_of(hosts, {"MASTER_ADDR": "localhost"}, {"MASTER_ADDR": "localhost"}):
         assert "MASTER_ADDR=localhost means this host on every host" in output
+
+
+def test_a_wrong_interface(hosts: Hosts) -> None:
+    for output in outputs_of(hosts, {}, {"GLOO_SOCKET_IFNAME": "lo"}):
+        assert "Rank 1 of 2 cannot join." in output
+        assert "rank 1 on host node1" in output and f"eth0 ({hosts.address(1)})" in output
+        assert "GLOO_SOCKET_IFNAME=lo (127.0.0.1) is reached by no other host" in output
+
+
+@pytest.mark.parametrize("other", ["none", "one that others can read"])
+def test_a_secret_that_is_not_the_same(hosts: Hosts, tmp_path: Path, other: str) -> None:
+    variables: list[dict[str, str]] = [{}, {}]
+    for host in range(1 if other == "none" else 2):
+        path = tmp_path / f"secret{host}"
+        path.write_text(f"{host}" * 32)
+        path.chmod(0o644 if host and other == "one that others can read" else 0o600)
+        variables[host] = {"PACELINE_SECRET_FILE": str(path)}
+    for rank, output in enumerate(outputs_of(hosts, *variables)):
+        assert "The ranks of this job do not have the same secret." in output
+        assert "rank 0 on host node0" in output and "rank 1 on host node1" in output
+        if other == "one that others can read" and rank == 0:
+            assert "is not this user's alone" in output and "mode 0644" in output
+
+
+def test_other_versions(hosts: Hosts, tmp_path: Path) -> None:
+    """Of torch, as the second host sees it."""
+    (tmp_path / "sitecustomize.py").write_text("import torch\ntorch.__version__ = '2.12.1+cpu'\n")
+    for output in outputs_of(hosts, {}, {"PYTHONPATH": str(tmp_path)}):
+        assert "Ranks have different versions." in output
+        assert "rank 1 on host node1" in output and "has torch 2.12.1" in output
+
+
+def test_a_host_that_does_not_come(hosts: Hosts) -> None:
+    """Whoever waits says for whom."""
+    common = {"MASTER_ADDR": "node0", "MASTER_PORT": "29511", "OMP_NUM_THREADS": "1", "LOCAL_RANK": "0"}
+    rank = hosts.start(
+        0, PROGRAM, common | {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}, **OPTIONS
+    )
+    said = ""
+    while "has waited" not in said:
+        line = rank.stdout.readline()
+        assert line, said
+        said += line
+    rank.kill()
+    rank.communicate(timeout=WITHIN_S)
+    assert "rank 0 on host node0" in said and "for rank 1 of 2; 1 came, of node0" in said

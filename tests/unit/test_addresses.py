@@ -14,6 +14,7 @@ from paceline.rendezvous.addresses import (
     check_meeting_address,
     find_way,
     interface_for_gloo,
+    interface_problems,
     wait_for_listener,
 )
 
@@ -85,3 +86,16 @@ def test_a_listener_that_never_comes_is_told_at_the_deadline():
     with pytest.raises(RendezvousError, match=f"Rank 1 of 2 found nobody at MASTER_ADDR 127.0.0.1:{port}"):
         wait_for_listener(find_way("127.0.0.1", "MASTER_ADDR"), port, 0.3, **words)
     assert time.monotonic() - begun < 10
+
+
+def test_interfaces_that_gloo_cannot_use_are_told(monkeypatch):
+    monkeypatch.setattr(addresses, "own_addresses", lambda: {"lo": "127.0.0.1", "eth0": "10.0.0.2"})
+    monkeypatch.setattr(addresses.socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "eth1")])
+    for fits in ("", "eth0", "eth1", "eth0,eth1"):  # one with IPv6 alone may be meant
+        assert interface_problems(fits) == ("", "")
+    own = "lo (127.0.0.1), eth0 (10.0.0.2)"
+    for wrong in ("eth7", "eth0,eth7"):
+        problem = f"GLOO_SOCKET_IFNAME={wrong} names no interface of this host, which has {own}"
+        assert interface_problems(wrong) == (problem, "")
+    unreachable = f"GLOO_SOCKET_IFNAME=lo (127.0.0.1) is reached by no other host; this one has {own}"
+    assert interface_problems("lo") == ("", unreachable)

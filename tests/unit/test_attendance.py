@@ -11,6 +11,7 @@ import pytest
 from paceline.errors import RendezvousError
 from paceline.rendezvous import attendance
 from paceline.rendezvous.attendance import Arrival, attend, misfit
+from paceline.rendezvous.signatures import Signatures
 
 
 class Memory:
@@ -33,17 +34,21 @@ class Memory:
         return self._words.get(key)
 
 
-def arrival(rank, world_size=3, host="node0", pid=100, job=""):
-    return Arrival(rank, world_size, host, pid + rank, job)
+def arrival(rank, world_size=3, host="node0", pid=100, job="", paceline="0.1.0", **others):
+    return Arrival(rank, world_size, host, pid + rank, job, paceline, "torch 2.13.0", **others)
 
 
-def attend_all(arrivals, timeout_s=30.0):
+SECRET = b"0123456789abcdef"
+
+
+def attend_all(arrivals, timeout_s=30.0, secrets=None):
     """What each of them got: None, or the error."""
     ledger, outcomes = Memory(), [None] * len(arrivals)
+    secrets = secrets or [b""] * len(arrivals)
 
     def run(place, own):
         try:
-            attend(ledger, "start", own, timeout_s)
+            attend(ledger, "start", own, timeout_s, secrets[place])
         except RendezvousError as error:
             outcomes[place] = error
 
@@ -66,6 +71,13 @@ def test_ranks_that_fit_go_on():
         (arrival(2, world_size=4, host="node1"), "world size", ("expects 3 ranks", "expects 4", "node1")),
         (arrival(1, host="node1", pid=700), "claim rank 1", ("pid 101", "pid 701", "node0", "node1")),
         (arrival(2, host="node1", job="beef"), "Two jobs", ("without an id", "beef", "node1")),
+        (
+            arrival(2, host="node1", paceline="0.0.9"),
+            "different versions",
+            ("rank 2 on host node1", "Paceline 0.0.9", "Paceline 0.1.0"),
+        ),
+        (arrival(2, host="node1", problem="no eth7"), "Rank 2 of 3 cannot join", ("node1", "no eth7")),
+        (arrival(2, host="node1", unreachable="lo"), "Rank 2 of 3 cannot join", ("node1", "lo")),
     ],
 )
 def test_every_rank_is_told_at_once_who_does_not_fit(odd, summary, words):
@@ -75,6 +87,59 @@ def test_every_rank_is_told_at_once_who_does_not_fit(odd, summary, words):
     for error in outcomes:
         assert summary in error.summary
         assert all(word in error.seen for word in words), error.seen
+
+
+def test_ranks_of_one_host_need_not_be_reached_from_another():
+    assert attend_all([arrival(rank, unreachable="lo") for rank in range(3)]) == [None] * 3
+
+
+def test_ranks_with_one_secret_go_on():
+    assert attend_all([arrival(rank) for rank in (2, 0, 1)], secrets=[SECRET] * 3) == [None] * 3
+
+
+@pytest.mark.parametrize(
+    ("odd", "words", "own_words"),
+    [
+        (b"another secret!!", "has another secret than this rank", "has another secret than this rank"),
+        (b"", "has no secret, and this rank has one", "has a secret, and this rank has none"),
+    ],
+)
+def test_ranks_with_different_secrets_are_told_at_once_who_they_are(odd, words, own_words):
+    begun = time.monotonic()
+    arrivals = [arrival(0), arrival(1), arrival(2, host="node1")]
+    first, second, third = attend_all(arrivals, secrets=[SECRET, SECRET, odd])
+    assert time.monotonic() - begun < 20  # and not after the 30 s
+    for error in (first, second):
+        assert "rank 2 on host node1" in error.seen and words in error.seen, error.seen
+        assert error.hosts == ("node0", "node1") and "PACELINE_SECRET_FILE" in error.hint
+    assert own_words in third.seen and "on host node0" in third.seen
+
+
+def test_a_stranger_who_writes_the_words_of_a_rank_is_not_taken_for_it():
+    """It writes in the place of rank 2 what that rank would have written, but for the secret."""
+    ledger = Memory()
+    ledger.write(f"start/arrival/{ledger.add('start/arrivals', 1)}", f"{'0' * 32} {arrival(2).write()}")
+    with pytest.raises(RendezvousError, match="do not have the same secret") as caught:
+        attend(ledger, "start", arrival(0), 10.0, SECRET)
+    assert "a stranger claims" in caught.value.likely
+
+
+def test_what_a_rank_wrote_is_of_no_use_at_another_place():
+    """Somebody reads the words of rank 2 and writes them where the next rank is looked for."""
+    ledger = Memory()
+    key = f"start/arrival/{ledger.add('start/arrivals', 1)}"
+    words = Signatures(SECRET, "attendance").sign(key, arrival(2).write().encode()).decode()
+    ledger.write(f"start/arrival/{ledger.add('start/arrivals', 1)}", words)
+    ledger.write(key, words)
+    with pytest.raises(RendezvousError, match="do not have the same secret"):
+        attend(ledger, "start", arrival(0), 10.0, SECRET)
+
+
+def test_rank_0_says_for_whom_it_waits(monkeypatch, capsys):
+    monkeypatch.setattr(attendance, "_SAY_EVERY_S", 0.05)
+    attend_all([arrival(0), arrival(2, host="node1")], timeout_s=0.5)
+    said = capsys.readouterr().err
+    assert "rank 0 on host node0 (pid 100) has waited 0 s for rank 1 of 3; 2 came, of node0, node1" in said
 
 
 def test_who_comes_to_a_complete_job_is_refused_alone():
@@ -93,8 +158,11 @@ def test_who_comes_to_a_complete_job_is_refused_alone():
         "[1]",
         '{"x": 1}',
         "[" * 100_000,
-        '{"rank": "0", "world_size": 3, "host": "a", "pid": 1, "job": ""}',
-        '{"rank": true, "world_size": 3, "host": "a", "pid": 1, "job": ""}',
+        '- {"rank": "0", "world_size": 3, "host": "a", "pid": 1, "job": ""}',
+        '- {"rank": true, "world_size": 3, "host": "a", "pid": 1, "job": ""}',
+        f"- {arrival(1).write()[:-1]}",
+        arrival(1).write(),
+        "\udcff\udcfe x",
     ],
     ids=lambda text: text[:12] or "nothing",
 )

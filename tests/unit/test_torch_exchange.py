@@ -85,3 +85,32 @@ def test_ranks_that_disagree_on_the_world_size_are_told_at_once():
             StoreExchange(store, rank, 2 + rank, "a").all_gather(b"x", 30)
 
     on_ranks(program, 2)
+
+
+def test_words_of_a_stranger_are_no_payload(monkeypatch):
+    """Somebody who reaches the store writes what rank 1 would hand in, but for the secret."""
+    monkeypatch.setenv("PACELINE_SECRET", "0123456789abcdef")
+    store = dist.HashStore()
+    exchange = StoreExchange(store, 0, 2, "a", "a group")
+    store.set(f"{exchange._prefix}/1/1", f"{'0' * 32} ".encode() + (2).to_bytes(4, "little") + b"x")
+    with pytest.raises(RendezvousError, match="holds for rank 1 of 2 is not of a rank of this job") as caught:
+        exchange.all_gather(b"x", 30)
+    assert "another secret" in caught.value.seen and caught.value.peer == 1
+
+
+def test_ranks_with_one_secret_exchange_and_those_with_two_do_not(monkeypatch):
+    store = dist.HashStore()
+
+    def exchanges(names):
+        for rank, secret in enumerate(names):
+            monkeypatch.setenv("PACELINE_SECRET", secret)
+            yield StoreExchange(store, rank, 2, "a", "a group")
+
+    same, other = list(exchanges(["0123456789abcdef"] * 2)), list(exchanges(["0123456789abcdef", "x" * 16]))
+    assert on_ranks(lambda rank: same[rank].all_gather(bytes([rank]), 30), 2) == [[b"\0", b"\1"]] * 2
+
+    def refused(rank):
+        with pytest.raises(RendezvousError, match=f"for rank {1 - rank} of 2 is not of a rank of this job"):
+            other[rank].all_gather(b"x", 30)
+
+    on_ranks(refused, 2)

@@ -207,6 +207,27 @@ def interface_for_gloo(way: Way) -> tuple[str, str]:
     )
 
 
+def interface_problems(names: str) -> tuple[str, str]:
+    """What is wrong with the interfaces that Gloo is told: for this host, and for others that reach it.
+
+    Args:
+        names: The value of GLOO_SOCKET_IFNAME: interfaces, with commas between; "": it is not set.
+
+    Example:
+        interface_problems("lo") is ("", "GLOO_SOCKET_IFNAME=lo (127.0.0.1) is reached by no other host").
+    """
+    addresses = own_addresses()
+    known = {name for _, name in socket.if_nameindex()}
+    own = ", ".join(f"{name} ({address})" for name, address in addresses.items())
+    for name in filter(None, names.split(",")):
+        if name not in known:
+            return f"GLOO_SOCKET_IFNAME={names} names no interface of this host, which has {own}", ""
+        if addresses.get(name, "").startswith("127."):
+            here = f"GLOO_SOCKET_IFNAME={names} ({addresses[name]})"
+            return "", f"{here} is reached by no other host; this one has {own}"
+    return "", ""
+
+
 def _own_name_problem(way: Way) -> str:
     """Why other hosts could not answer to what this host's own name stands for; empty: they could.
 

@@ -2,12 +2,13 @@
 
 A framework that is told different world sizes, or the same rank twice, waits for somebody who will never
 come. Here each rank writes down who it is, reads what all have written, and judges it: all read the same, so
-all come to the same verdict. Imports errors, `roll_call`, `deadline` and the standard library.
+all come to the same verdict. Imports errors, `roll_call`, `signatures`, `deadline` and the standard library.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -16,12 +17,15 @@ from typing import Protocol
 from paceline.errors import RendezvousError, format_ranks
 from paceline.rendezvous.deadline import call_within
 from paceline.rendezvous.roll_call import Board
+from paceline.rendezvous.signatures import LOSSLESS, ForeignValueError, Signatures
 
 _SHORTEST_NAP_S = 0.002
 _LONGEST_NAP_S = 0.05
 _LINGER_S = 2.0
 _ANSWER_WITHIN_S = 5.0  # after the deadline: by then a store that answers has let the rank say who is late
 _LONGEST_ARRIVAL = 4096  # characters
+_SAY_EVERY_S = 10.0
+_ONE_VERSION = "install the same versions on all hosts"
 
 
 class Ledger(Board, Protocol):
@@ -42,6 +46,10 @@ class Arrival:
         host: The name of its host.
         pid: Its number there.
         job: A digest of what its launcher calls the job; "": it does not say.
+        paceline: Its version of Paceline.
+        framework: Name and version: "torch 2.13.0".
+        problem: Why it goes no further, in words; "": nothing keeps it.
+        unreachable: Why no other host could reach it; "": nothing is known.
     """
 
     rank: int
@@ -49,6 +57,10 @@ class Arrival:
     host: str
     pid: int
     job: str
+    paceline: str
+    framework: str
+    problem: str = ""
+    unreachable: str = ""
 
     @staticmethod
     def read(text: str) -> Arrival | None:
@@ -57,29 +69,50 @@ class Arrival:
             told = json.loads(text) if len(text) <= _LONGEST_ARRIVAL else None
         except (ValueError, RecursionError):
             return None
-        kinds = {"rank": int, "world_size": int, "host": str, "pid": int, "job": str}
-        if not isinstance(told, dict) or {name: type(value) for name, value in told.items()} != kinds:
+        if not isinstance(told, dict) or {name: type(value) for name, value in told.items()} != _KINDS:
             return None
         return Arrival(**told)
+
+    def write(self) -> str:
+        """What `read` reads."""
+        told = asdict(self)
+        told |= {name: told[name][: _LONGEST_ARRIVAL // 8] for name in ("problem", "unreachable")}
+        return json.dumps(told)
 
     def describe(self) -> str:
         """In words: "rank 2 on host node1 (pid 4711)"."""
         return f"rank {self.rank} on host {self.host} (pid {self.pid})"
 
 
-def attend(ledger: Ledger, prefix: str, own: Arrival, timeout_s: float) -> None:
+_KINDS = {
+    "rank": int,
+    "world_size": int,
+    "host": str,
+    "pid": int,
+    "job": str,
+    "paceline": str,
+    "framework": str,
+    "problem": str,
+    "unreachable": str,
+}
+
+
+def attend(ledger: Ledger, prefix: str, own: Arrival, timeout_s: float, secret: bytes = b"") -> None:
     """Wait until all ranks have come, and fit together. Collective; blocks at most `timeout_s` and 5 s more.
+
+    Rank 0 says every 10 s on standard error for whom it waits.
 
     Args:
         ledger: Shared by all ranks.
         prefix: Begins the keys: the same on all ranks, another one for each call.
         own: This process.
         timeout_s: How long.
+        secret: The job's; empty: it has none.
 
     Raises:
-        RendezvousError: Two processes claim one rank, or expect different numbers of ranks, or are of
-            different jobs; a rank has not come in time; something else has written into the ledger; or the
-            ledger does not answer.
+        RendezvousError: Two processes claim one rank, or expect different numbers of ranks, or have different
+            secrets or versions, or are of different jobs; one of them goes no further; a rank has not come in
+            time; something else has written into the ledger; or the ledger does not answer.
 
     Example:
         Rank 0 expects 2 ranks and rank 1 expects 3: both raise at once, and both hosts are named.
@@ -88,36 +121,84 @@ def attend(ledger: Ledger, prefix: str, own: Arrival, timeout_s: float) -> None:
     try:
         # Calls of the ledger block for ever while the process that serves it is stopped.
         call_within(
-            timeout_s + _ANSWER_WITHIN_S, lambda: _see_all_come(ledger, prefix, own, timeout_s, arrivals)
+            timeout_s + _ANSWER_WITHIN_S,
+            lambda: _see_all_come(ledger, prefix, own, timeout_s, arrivals, Signatures(secret, "attendance")),
         )
     except TimeoutError:
         raise _unanswered(own, arrivals, timeout_s) from None
 
 
 def _see_all_come(
-    ledger: Ledger, prefix: str, own: Arrival, timeout_s: float, arrivals: list[Arrival]
+    ledger: Ledger,
+    prefix: str,
+    own: Arrival,
+    timeout_s: float,
+    arrivals: list[Arrival],
+    signatures: Signatures,
 ) -> None:
     """Append each rank that comes to `arrivals`, until all are there."""
-    place = ledger.add(f"{prefix}/arrivals", 1)
-    ledger.write(f"{prefix}/arrival/{place}", json.dumps(asdict(own)))
-    deadline = time.monotonic() + timeout_s
+    key = f"{prefix}/arrival/{ledger.add(f'{prefix}/arrivals', 1)}"
+    ledger.write(key, signatures.sign(key, own.write().encode()).decode())
+    begun = said = time.monotonic()
     nap_s = _SHORTEST_NAP_S
     while True:
-        while (text := ledger.read(f"{prefix}/arrival/{len(arrivals) + 1}")) is not None:
-            came = Arrival.read(text)
-            if came is None:
-                raise _stranger(own, text)
-            arrivals.append(came)
+        key = f"{prefix}/arrival/{len(arrivals) + 1}"
+        while (text := ledger.read(key)) is not None:
+            try:
+                arrivals.append(_read(own, signatures, key, text))
+            except RendezvousError:
+                _leave(ledger, prefix, own, len(arrivals) + 1)
+                raise
+            key = f"{prefix}/arrival/{len(arrivals) + 1}"
             nap_s = _SHORTEST_NAP_S
-        is_late = time.monotonic() > deadline
+        now = time.monotonic()
+        is_late = now > begun + timeout_s
         error = misfit(own, arrivals) or (_late(own, arrivals, timeout_s) if is_late else None)
         if error is not None:
             _leave(ledger, prefix, own, len(arrivals))
             raise error
         if len(arrivals) == own.world_size:
             return
+        if own.rank == 0 and now >= said + _SAY_EVERY_S:
+            said = now
+            _say_who_is_missing(own, arrivals, now - begun)
         time.sleep(nap_s)
         nap_s = min(2 * nap_s, _LONGEST_NAP_S)
+
+
+def _read(own: Arrival, signatures: Signatures, key: str, text: str) -> Arrival:
+    """Who has come. Raises RendezvousError: somebody without the secret of this rank has written this."""
+    raw, foreign = text.encode(errors=LOSSLESS), None
+    try:
+        raw = signatures.read(key, raw)
+    except ForeignValueError as error:
+        raw, foreign = error.value, error.reason
+    came = Arrival.read(raw.decode(errors=LOSSLESS)) if foreign != "" else None
+    if came is None:
+        raise _stranger(own, text)
+    if foreign is not None:
+        raise _refusal(
+            own,
+            "The ranks of this job do not have the same secret.",
+            seen=f"{came.describe()} {foreign}, {own.describe()}"
+            + (f"\n{came.describe()}: {came.problem}" if came.problem else ""),
+            likely="PACELINE_SECRET_FILE or PACELINE_SECRET is set on some hosts only, or the files differ; "
+            "or a stranger claims to be this rank",
+            hint="PACELINE_SECRET_FILE names a file of mode 0600 with the same content on all hosts",
+            ranks=(own, came),
+        )
+    return came
+
+
+def _say_who_is_missing(own: Arrival, arrivals: Sequence[Arrival], waited_s: float) -> None:
+    missing = sorted(set(range(own.world_size)) - {each.rank for each in arrivals})
+    hosts = sorted({each.host for each in arrivals})
+    print(
+        f"paceline: {own.describe()} has waited {waited_s:.0f} s for {format_ranks(missing)} of "
+        f"{own.world_size}; {len(arrivals)} came, of {', '.join(hosts[:8])}",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def misfit(own: Arrival, arrivals: Sequence[Arrival]) -> RendezvousError | None:
@@ -146,6 +227,18 @@ def misfit(own: Arrival, arrivals: Sequence[Arrival]) -> RendezvousError | None:
                 hint="start all hosts with the same numbers, and each job with a MASTER_PORT of its own",
                 ranks=(first, each),
             )
+        for what in ("paceline", "framework"):
+            one, other = getattr(first, what), getattr(each, what)
+            if one != other:
+                name = "Paceline " if what == "paceline" else ""
+                return _refusal(
+                    own,
+                    "Ranks have different versions.",
+                    seen=f"{first.describe()} has {name}{one}, {each.describe()} has {name}{other}",
+                    likely="the hosts have different environments",
+                    hint=_ONE_VERSION,
+                    ranks=(first, each),
+                )
         holder = by_rank.setdefault(each.rank, each)
         if holder is not each:
             return _refusal(
@@ -156,6 +249,16 @@ def misfit(own: Arrival, arrivals: Sequence[Arrival]) -> RendezvousError | None:
                 "one address",
                 hint="give each process a rank of its own, and each job a MASTER_PORT of its own",
                 ranks=(holder, each),
+            )
+        problem = each.problem or (each.unreachable if any(one.host != each.host for one in arrivals) else "")
+        if problem:
+            return _refusal(
+                own,
+                f"Rank {each.rank} of {own.world_size} cannot join.",
+                seen=f"{each.describe()}: {problem}",
+                likely=f"host {each.host} is set up in another way than the others",
+                hint=f"mend it on host {each.host}",
+                ranks=(each, each),
             )
     return None
 

@@ -14,6 +14,8 @@ import paddle
 
 from paceline.paddle.link.calls import GroupCalls
 from paceline.rendezvous.roll_call import Roll
+from paceline.rendezvous.secret import find_secret
+from paceline.rendezvous.signatures import LOSSLESS, Signatures, SignedBoard
 
 _HOLDER = 0  # the rank of the default group that serves Paddle's store
 
@@ -66,7 +68,8 @@ def _roll_of(calls: GroupCalls) -> Roll:
     if group not in _rolls:
         holder = group.ranks.index(_HOLDER) if _HOLDER in group.ranks else None
         engine = f"Paddle's {calls.backend} group"
-        _rolls[group] = Roll(_StoreBoard(group.id), calls.rank, calls.world_size, holder, engine)
+        board = SignedBoard(_StoreBoard(group.id), Signatures(find_secret().key, f"group {group.id}"))
+        _rolls[group] = Roll(board, calls.rank, calls.world_size, holder, engine)
     return _rolls[group]
 
 
@@ -91,7 +94,7 @@ class _StoreBoard:
         with self._speaking():
             if self._store.add(f"{self._prefix}/{key}/written", 0) == 0:
                 return None
-            return bytes(self._store.get(f"{self._prefix}/{key}")).decode()
+            return bytes(self._store.get(f"{self._prefix}/{key}")).decode(errors=LOSSLESS)
 
     @contextlib.contextmanager
     def _speaking(self) -> Iterator[None]:

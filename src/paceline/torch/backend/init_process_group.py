@@ -13,24 +13,28 @@ import os
 import socket
 import warnings
 from datetime import timedelta
+from importlib.metadata import version
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from paceline.arguments import Arguments
 from paceline.env import RankEnvironment, read_rank_environment, split_address
-from paceline.errors import RendezvousError
+from paceline.errors import ConfigError, RendezvousError
 from paceline.launch.ports import who_listens
 from paceline.rendezvous.addresses import (
     Way,
     check_meeting_address,
     find_way,
     interface_for_gloo,
+    interface_problems,
     wait_for_listener,
 )
 from paceline.rendezvous.attendance import Arrival, attend
 from paceline.rendezvous.deadline import Deadline
+from paceline.rendezvous.secret import NO_SECRET, find_secret
 from paceline.torch.link.exchange import StoreBoard
 
 _DEFAULT_TIMEOUT_S = 1800.0  # torch's own for Gloo
@@ -68,6 +72,8 @@ def init_process_group(
     Raises:
         ConfigError: A variable is missing or wrong. It lists what was found, and what is missing for the
             launcher that it looks like.
+        RendezvousError: The ranks do not fit together: they expect different numbers of ranks, have different
+            versions or secrets, two claim one rank, or one cannot go on. On all ranks, with names and hosts.
 
     Example:
         `srun -N 2 -n 4 python train.py`: each of the four processes calls init_process_group("gloo"). The
@@ -95,8 +101,15 @@ def init_process_group(
     serves = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     spans_hosts = place.local_world_size not in (None, place.world_size)
     check_meeting_address(way, place.rank, place.world_size, spans_hosts=spans_hosts, serves=serves)
+    problem, unreachable, secret = "", "", NO_SECRET
+    try:
+        secret = find_secret()
+    except ConfigError as error:  # told to all, who would wait for this rank
+        problem = str(error)
     if spans_hosts and (backend is None or "gloo" in backend):
         _tell_gloo(way)
+        wrong, unreachable = interface_problems(os.environ.get("GLOO_SOCKET_IFNAME", ""))
+        problem = problem or wrong
     who = f"Rank {place.rank} of {place.world_size} on host {socket.gethostname()}"
     if not serves:
         wait_for_listener(
@@ -109,13 +122,27 @@ def init_process_group(
             hint="look at rank 0's output; `timeout` gives it longer",
         )
     store = _open_store(way, place, timeout_s, serves=serves, who=who)
-    # What the store is told crosses the network in the clear, and the id may be a secret.
-    job = hashlib.sha256(place.job_id.encode()).hexdigest()[:8] if place.job_id else ""
-    arrival = Arrival(place.rank, place.world_size, socket.gethostname(), os.getpid(), job)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     prefix = f"paceline/start/{attempt}/{next(_starts)}"
-    attend(StoreBoard(store), prefix, arrival, max(deadline.left_s(), 1.0))
+    arrival = _arrival(place, problem, unreachable)
+    attend(StoreBoard(store), prefix, arrival, max(deadline.left_s(), 1.0), secret.key)
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, **options)
+
+
+def _arrival(place: RankEnvironment, problem: str, unreachable: str) -> Arrival:
+    """What this rank tells the others of itself."""
+    return Arrival(
+        place.rank,
+        place.world_size,
+        socket.gethostname(),
+        os.getpid(),
+        # What the store is told crosses the network in the clear, and the id may be a secret.
+        hashlib.sha256(place.job_id.encode()).hexdigest()[:8] if place.job_id else "",
+        version("paceline"),
+        f"torch {torch.__version__.partition('+')[0]}",  # what stands behind it tells of the hardware
+        problem,
+        unreachable,
+    )
 
 
 def _checked_backend(backend: str) -> str:

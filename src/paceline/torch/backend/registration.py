@@ -29,8 +29,9 @@ def register() -> None:
 def _create(options: Any, _: Any) -> PacelineProcessGroup:
     """Form one group. `options` is torch's _DistributedBackendOptions."""
     timeout_s = options.timeout.total_seconds()
-    name = f"torch group {options.group_id}"
-    exchange = StoreExchange(options.store, options.group_rank, options.group_size, NAME)
+    scope = str(options.group_id)
+    name = f"torch group {scope}"
+    exchange = StoreExchange(options.store, options.group_rank, options.group_size, NAME, scope)
     memory = share(exchange, name=name, timeout_s=timeout_s)
     core = memory.of_all_ranks()
     if core is None:

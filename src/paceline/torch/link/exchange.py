@@ -19,6 +19,8 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from paceline.errors import RendezvousError, format_ranks
 from paceline.rendezvous.roll_call import Roll
+from paceline.rendezvous.secret import find_secret
+from paceline.rendezvous.signatures import LOSSLESS, ForeignValueError, Signatures, SignedBoard
 
 _HOLDER = 0  # the rank of the default group that serves torch's store, where no agent does
 _HEADER_BYTES = 4
@@ -97,15 +99,20 @@ class StoreExchange:
         rank: The rank of this process in the group that is being formed.
         world_size: The number of ranks of that group; ranks that disagree about it raise.
         prefix: Keeps this group's keys apart from others'. The same on all ranks.
+        scope: The name of this group, which a store with a prefix does not tell.
+
+    Raises:
+        ConfigError: The secret of the job cannot be read.
 
     Example:
         Rank 0 passes b"a" and rank 1 passes b"bc"; both get [b"a", b"bc"].
     """
 
-    def __init__(self, store: Store, rank: int, world_size: int, prefix: str) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int, prefix: str, scope: str = "") -> None:
         self._store = store
         self._rank = rank
         self._world_size = world_size
+        self._signatures = Signatures(find_secret().key, scope)
         # A store may outlive a group, and keys of an earlier group would be taken for a rank that is already
         # there. torchrun's agent keeps one store over all its restarts, in which a rank that had died early
         # would count one group less than the others for ever: so each attempt has keys of its own, and within
@@ -132,10 +139,11 @@ class StoreExchange:
         """
         deadline = time.monotonic() + timeout_s
         self._round += 1
-        header = self._world_size.to_bytes(_HEADER_BYTES, "little")
+        key = self._key(self._round, self._rank)
+        value = self._signatures.sign(key, self._world_size.to_bytes(_HEADER_BYTES, "little") + payload)
         try:
             # Bytes arrive as they are; torch's stub knows only str.
-            self._store.set(self._key(self._round, self._rank), header + payload)  # type: ignore[arg-type]
+            self._store.set(key, value)  # type: ignore[arg-type]
         except RuntimeError as error:
             raise self._broken(error) from error
         payloads = [self._fetch(peer, deadline, timeout_s) for peer in range(self._world_size)]
@@ -155,6 +163,10 @@ class StoreExchange:
             if time.monotonic() < deadline - _CLOCK_SLACK_S:
                 raise self._broken(error) from error
             raise self._late(timeout_s) from None
+        try:
+            value = self._signatures.read(key, value)
+        except ForeignValueError as error:
+            raise self._foreign(peer, error) from None
         peers_world_size = int.from_bytes(value[:_HEADER_BYTES], "little")
         if peers_world_size != self._world_size:
             raise self._disagreement(peer, peers_world_size)
@@ -198,6 +210,18 @@ class StoreExchange:
             rank=self._rank,
         )
 
+    def _foreign(self, peer: int, error: ForeignValueError) -> RendezvousError:
+        return RendezvousError(
+            f"What torch's store holds for rank {peer} of {self._world_size} is not of a rank of this job.",
+            where=f"rank {self._rank}, forming a group through torch's store, round {self._round}",
+            seen=f"whoever wrote it {error.reason}" if error.reason else str(error),
+            likely="PACELINE_SECRET_FILE or PACELINE_SECRET is not the same for all ranks; or a stranger, or "
+            "another version of Paceline, writes there",
+            hint="give all ranks the same secret, and keep MASTER_PORT from strangers",
+            rank=self._rank,
+            peer=peer,
+        )
+
     def _disagreement(self, peer: int, peers_world_size: int) -> RendezvousError:
         return RendezvousError(
             f"Ranks {self._rank} and {peer} disagree about the world size.",
@@ -217,7 +241,8 @@ def _roll_of(group: dist.ProcessGroup, rank: int, world_size: int) -> Roll:
     """One for each group, so that all ranks count its calls alike."""
     if group not in _rolls:
         store = _store_of(group)
-        board = None if store is None else StoreBoard(store)
+        secret, scope = find_secret().key, str(group.group_name)
+        board = None if store is None else SignedBoard(StoreBoard(store), Signatures(secret, scope))
         ranks = dist.get_process_group_ranks(group)
         holder = ranks.index(_HOLDER) if _HOLDER in ranks and _is_store_served_by_rank() else None
         _rolls[group] = Roll(
@@ -239,7 +264,7 @@ class StoreBoard:
         self._store.set(key, value)
 
     def read(self, key: str) -> str | None:
-        return bytes(self._store.get(key)).decode() if self._store.check([key]) else None
+        return bytes(self._store.get(key)).decode(errors=LOSSLESS) if self._store.check([key]) else None
 
 
 def _store_of(group: dist.ProcessGroup) -> Store | None:

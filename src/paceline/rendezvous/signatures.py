@@ -1,0 +1,116 @@
+"""Codes on what ranks write into a framework's store, which tell their words from a stranger's.
+
+A store takes the words of everybody who reaches its port. Its one idea: each value carries a code over itself
+and its key, made with the job's secret; what has none, or a wrong one, is not acted upon. Counters cannot
+carry one: whoever changes those can make ranks wait, up to their deadline, and no more. Imports `messages`,
+`roll_call` and the standard library.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from dataclasses import dataclass, field
+
+from paceline.rendezvous.messages import join_payloads
+from paceline.rendezvous.roll_call import Board
+
+_CODE_BYTES = 16
+_NO_CODE = b"-"
+_PURPOSE = b"paceline: a value in a store, 1"
+
+LOSSLESS = "surrogateescape"  # a stranger's bytes need not be UTF-8
+
+_log = logging.getLogger("paceline")
+
+
+class ForeignValueError(ValueError):
+    """A value that no rank with this rank's secret has written.
+
+    Attributes:
+        value: What it says; for messages only.
+        reason: Why it is foreign, in words of which the subject is whoever wrote it; "": it is nothing that
+            Paceline writes.
+    """
+
+    def __init__(self, value: bytes, reason: str) -> None:
+        super().__init__(reason or "something else than Paceline writes")
+        self.value, self.reason = value, reason
+
+
+@dataclass(frozen=True)
+class Signatures:
+    """Makes and checks the codes of one job.
+
+    Attributes:
+        secret: The job's; empty: it has none, so values carry no code, and everybody's are taken.
+        scope: Keeps values apart whose keys are the same: the group that a key belongs to. A key itself has
+            to tell the attempt of a job that is restarted, and the rank, unless the value does.
+
+    Example:
+        Signatures(b"secret of the job", "world").sign("place/1", b"node0/4711") is what such an object of
+        another rank reads as b"node0/4711"; at another key, or after a change, it raises.
+    """
+
+    secret: bytes = field(repr=False)
+    scope: str
+
+    def sign(self, key: str, value: bytes) -> bytes:
+        """What is to be written at `key`: ASCII, a space, the value."""
+        return (self._code(key, value) if self.secret else _NO_CODE) + b" " + value
+
+    def read(self, key: str, raw: bytes) -> bytes:
+        """The value. Raises ForeignValueError: a rank of this job did not write it there."""
+        code, space, value = raw.partition(b" ")
+        if not space or (code != _NO_CODE and len(code) != 2 * _CODE_BYTES):
+            raise ForeignValueError(raw, "")
+        if not self.secret:
+            if code == _NO_CODE:
+                return value
+            raise ForeignValueError(value, "has a secret, and this rank has none")
+        if code == _NO_CODE:
+            raise ForeignValueError(value, "has no secret, and this rank has one")
+        if not hmac.compare_digest(code, self._code(key, value)):
+            raise ForeignValueError(value, "has another secret than this rank")
+        return value
+
+    def _code(self, key: str, value: bytes) -> bytes:
+        words = join_payloads([_PURPOSE, self.scope.encode(), key.encode(), value])
+        return hmac.digest(self.secret, words, "sha256")[:_CODE_BYTES].hex().encode()
+
+
+class SignedBoard:
+    """A `Board` where words of strangers count as not written; the first of them is told in a warning.
+
+    Args:
+        board: Where words are written.
+        signatures: The codes of this job.
+    """
+
+    def __init__(self, board: Board, signatures: Signatures) -> None:
+        self._board, self._signatures = board, signatures
+        self._has_warned = False
+
+    def write(self, key: str, value: str) -> None:
+        """See `Board.write`."""
+        self._board.write(key, self._signatures.sign(key, value.encode()).decode())
+
+    def read(self, key: str) -> str | None:
+        """See `Board.read`."""
+        text = self._board.read(key)
+        if text is None:
+            return None
+        try:
+            return self._signatures.read(key, text.encode(errors=LOSSLESS)).decode(errors=LOSSLESS)
+        except ForeignValueError as error:
+            self._warn(key, error)
+            return None
+
+    def _warn(self, key: str, error: ForeignValueError) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "what the store of this job holds at %s is ignored: %s",
+                key,
+                f"whoever wrote it {error.reason}" if error.reason else error,
+            )
