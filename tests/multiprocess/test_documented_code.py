@@ -1,0 +1,133 @@
+"""Each block of Python code in the pages runs, on two ranks, with the names that a reader would have.
+
+The one idea: a page's blocks run one after the other in one namespace, as a person would paste them. What a
+block expects to be there (a model, a data set) is prepared here by name; a new block without it fails.
+"""
+
+from __future__ import annotations
+
+import doctest
+import re
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import paceline.torch
+from tests.harness import ranks
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+# Needs a Ray cluster: tests/launch/test_ray.py runs the same call on one.
+ELSEWHERE = {"launching.md": {"import paceline.ray"}}
+
+Names = dict[str, Any]
+
+
+def blocks(page: str) -> list[str]:
+    """The blocks of Python code of a page, in their order."""
+    return re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(), re.M | re.S)
+
+
+def pages() -> list[str]:
+    """All pages that have such blocks, but for those on the inside."""
+    return sorted(page.name for page in DOCS.glob("*.md") if blocks(page.name))
+
+
+def of_getting_started(names: Names, number: int) -> None:
+    names |= {"Model": lambda: nn.Linear(4, 3), "dataset": classes(64)}
+
+
+def of_coming_from_ddp(names: Names, number: int) -> None:
+    """One import."""
+
+
+def of_launching(names: Names, number: int) -> None:
+    names["Model"] = lambda: nn.Linear(4, 3)
+
+
+def of_concepts(names: Names, number: int) -> None:
+    names["DistributedDataParallel"] = paceline.torch.DistributedDataParallel
+    names["model"] = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    if number == 0:
+        names["ddp"] = paceline.torch.DistributedDataParallel(names["model"], bucket_cap_mb=0.0001)
+        names["ddp"](torch.ones(1, 4)).sum().backward()
+    else:
+        names["optimizer"] = torch.optim.SGD(names["model"].parameters(), lr=0.1)
+
+
+def of_data(names: Names, number: int) -> None:
+    names.setdefault("torch", torch)
+    names["dataset"] = classes(64)
+    names["DataLoader"] = DataLoader
+    names["loss_of"] = nn.functional.cross_entropy
+    # The page says "or torch's, with the same argument"; tests of samplers use Paddle's own.
+    names["paddle"] = types.SimpleNamespace(io=torch.utils.data)
+    names["model"] = names["ddp"] = paceline.torch.DistributedDataParallel(nn.Linear(4, 3))
+    names["optimizer"] = torch.optim.SGD(names["model"].parameters(), lr=0.1)
+    block = blocks("data.md")[number]
+    if "sampler.commit" in block:
+        names["loader"] = DataLoader(names["dataset"], batch_size=16, sampler=names["sampler"])
+        names["saved"] = []
+        names |= {"it_is_time": lambda: True, "save": names["saved"].append}
+    if "checkpoint" in block:
+        names["checkpoint"] = names["saved"][-1]
+    names |= {"train_indices": np.arange(0, 64, 2), "weights": np.linspace(1.0, 2.0, 64)}
+    names |= {"lengths": np.arange(1, 1025), "pad": None, "table": range(100_000)}
+    if "BucketedSampler" in block:
+        names["dataset"] = range(1024)
+    names |= {"glob": lambda pattern: [str(path) for path in DOCS.glob("*.md")], "epochs": 2}
+    if "EvaluationSampler" in block:
+        names["dataset"] = [torch.ones(4) * number for number in range(100)]
+    if "ddp.finish" in block:
+        names["loader"] = DataLoader(classes(24 + 8 * dist.get_rank()), batch_size=16)
+
+
+PREPARED: dict[str, Callable[[Names, int], None]] = {
+    "coming-from-ddp.md": of_coming_from_ddp,
+    "concepts.md": of_concepts,
+    "data.md": of_data,
+    "getting_started.md": of_getting_started,
+    "launching.md": of_launching,
+}
+
+
+def classes(count: int) -> TensorDataset:
+    """Samples of four numbers and one of three classes."""
+    generator = torch.Generator().manual_seed(count)
+    return TensorDataset(torch.randn(count, 4, generator=generator), torch.arange(count) % 3)
+
+
+def run(block: str, names: Names, page: str) -> None:
+    """As a script, or as a dialogue whose answers have to be the page's."""
+    if not block.startswith(">>>"):
+        exec(compile(block, f"docs/{page}", "exec"), names)
+        return
+    example = doctest.DocTestParser().get_doctest(block, names, page, page, 0)
+    said: list[str] = []
+    assert doctest.DocTestRunner(verbose=False).run(example, out=said.append).failed == 0, "".join(said)
+
+
+def test_every_page_with_code_is_prepared() -> None:
+    assert pages() == sorted(PREPARED)
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # four, on any machine
+@pytest.mark.parametrize("page", sorted(PREPARED))
+@ranks(2, group=None)
+def test_the_code_of_a_page_runs(rank: int, page: str) -> None:
+    names: Names = {"__name__": "__main__"}
+    if page in ("concepts.md", "data.md"):  # the others make theirs
+        dist.init_process_group("paceline")
+    for number, block in enumerate(blocks(page)):
+        if not any(block.startswith(begin) for begin in ELSEWHERE.get(page, ())):
+            PREPARED[page](names, number)
+            run(block, names, page)
+    if dist.is_initialized():
+        dist.destroy_process_group()
