@@ -150,20 +150,27 @@ def train_some(
     bits: str = "world",
     **options: Any,
 ) -> list[str]:
-    """Digests of the gradients of some passes. `layout` None: all ranks share one host."""
+    """Digests of the gradients of some passes, and of a buffer if sums are exact.
+
+    `layout` None: all ranks share one host.
+    """
     if layout is not None:
         place(rank, layout, num_hosts)
     world_size = int(os.environ["WORLD_SIZE"])
     net = network().to(getattr(torch, dtype))
-    wrapped = DistributedDataParallel(net, bucket_cap_mb=bucket_cap_mb, **options)
+    net.register_buffer("seen", torch.zeros(1000))
+    wrapped = DistributedDataParallel(net, bucket_cap_mb=bucket_cap_mb, buffers={"*": "average"}, **options)
     assert wrapped.gradient_path == ("memory" if layout is None else "hosts")
     assert wrapped.bits == bits
     found = []
     for step in range(3):
         net.zero_grad()
+        net.seen.copy_(torch.randn(1000, generator=torch.Generator().manual_seed(10 * step + rank)))
         x = rows(step, world_size)[rank::world_size].to(getattr(torch, dtype))
         (wrapped(x).square().mean() * (rank + 0.3)).backward()
         found.append(digest(net))
+        if "deterministic" in options:
+            found.append(hashlib.sha256(net.seen.numpy().tobytes()).hexdigest())
     return found
 
 

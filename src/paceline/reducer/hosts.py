@@ -256,12 +256,12 @@ def exact_blocks(ranks: Sequence[Sequence[int]], most_at_once: int) -> Blocks:
         for local_rank, rank in enumerate(each)
     }
     every: list[_Tree] = [leaves[rank] for rank in sorted(leaves)]
-    tree = _join_in_order(every, _join_on_one_host)
+    tree = join_in_order(every, _join_on_one_host)
     blocks: list[Block] = []
     pairs: list[_Pair] = []
     _flatten(tree, blocks, pairs)
     nodes: list[_Tree] = [*blocks, *pairs]
-    if tree == _join_in_order(nodes[: len(blocks)], _Pair) and len(blocks) <= most_at_once:
+    if tree == join_in_order(nodes[: len(blocks)], _Pair) and len(blocks) <= most_at_once:
         return Blocks(tuple(blocks))
     numbers = {node: number for number, node in enumerate(nodes)}
     return Blocks(tuple(blocks), tuple((numbers[pair.left], numbers[pair.right]) for pair in pairs))
@@ -366,7 +366,7 @@ def has_bits_of_one_host(ranks: Sequence[Sequence[int]]) -> bool:
     """
 
     def tree(leaves: Sequence[object]) -> object:
-        return _join_in_order(leaves, lambda left, right: (left, right))
+        return join_in_order(leaves, lambda left, right: (left, right))
 
     return tree([tree(host) for host in ranks]) == tree(range(sum(map(len, ranks))))
 
@@ -378,10 +378,11 @@ def add_in_order(numbers: Sequence[float]) -> float:
         >>> add_in_order([1.0, 2.0, 4.0])
         7.0
     """
-    return _join_in_order(numbers, operator.add)
+    return join_in_order(numbers, operator.add)
 
 
-def _join_in_order(items: Sequence[_Item], join: Callable[[_Item, _Item], _Item]) -> _Item:
+def join_in_order(items: Sequence[_Item], join: Callable[[_Item, _Item], _Item]) -> _Item:
+    """What `add_in_order` does, with anything that can be joined in pairs; at least one item."""
     level = list(items)
     while len(level) > 1:
         pairs = [join(level[i], level[i + 1]) for i in range(0, len(level) - 1, 2)]

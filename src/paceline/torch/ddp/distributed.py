@@ -109,10 +109,11 @@ class DistributedDataParallel(WrappedModel, TorchNames):
             "int8" (a quarter), or "topk" (8 of each 256 values, about 1/43). What that takes from a gradient
             is added to the next one (error feedback). Within a host nothing is rounded, and on one host it
             does nothing. Float64 and sparse gradients are sent as they are. None: all are.
-        deterministic: "world": gradients have the bits of one host with as many ranks, wherever the ranks
-            are. On one host, and on hosts with aligned blocks of ranks (2x2, 4x4), they have them anyway;
-            else hosts send the sums of several blocks of ranks each, which takes up to (L + 1) / 2 times the
-            bytes for L ranks per host. None: `bits` says what comes out. On the CPU, without a hook.
+        deterministic: "world": gradients, and buffers that are averaged, have the bits of one host with as
+            many ranks, wherever the ranks are. On one host they have them anyway, gradients also on hosts
+            with aligned blocks of ranks (2x2, 4x4); else hosts send the sums of several blocks of ranks
+            each, which takes up to (L + 1) / 2 times the bytes for L ranks per host. None: `bits` says what
+            comes out. On the CPU, without a hook.
         later: Arguments of a newer torch, which must have torch's default values.
 
     Raises:

@@ -13,11 +13,14 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 
+from paceline import _core
 from paceline.errors import CollectiveError
 from paceline.reducer.engine_waits import EngineWaits, is_of_a_late_peer, is_of_a_lost_peer
+from paceline.reducer.hosts import join_in_order
 from paceline.reducer.plan import Plan
 from paceline.reducer.witness import Witness
 from paceline.torch.link.peers import ProcessGroupPeers
+from paceline.torch.model.parameters import dtype_name
 
 
 class GroupCalls:
@@ -89,6 +92,29 @@ class GroupCalls:
         what = "a sum of values"
         work = self.begin(lambda: dist.all_reduce(tensor, group=self.group, async_op=True), what)
         self.wait(work, what, on_host=tensor.is_cpu)
+
+    def sum_in_order(self, tensor: torch.Tensor) -> None:
+        """As `sum`, with the bits of a sum in the memory of one host. Collective; the group serves the CPU.
+
+        Everybody gets the tensors of all ranks, which is fit for what is small.
+
+        Args:
+            tensor: Contiguous, of float32 or float64.
+        """
+        what = "a sum of values in the order of ranks"
+        own = tensor.cpu()
+        rows = [torch.empty_like(own) for _ in range(self.group.size())]
+        work = self.begin(lambda: dist.all_gather(rows, own, group=self.group, async_op=True), what)
+        self.wait(work, what, on_host=True)
+        dtype, sums = _core.DTYPES[dtype_name(tensor.dtype)], _core.REDUCE_OPS["sum"]
+
+        def add(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+            pointers = [left.data_ptr(), right.data_ptr()]
+            _core.reduce_arrays(dtype, sums, pointers, pointers[:1], left.numel())
+            return left
+
+        with _core.DefaultFloats():
+            tensor.copy_(join_in_order(rows, add))
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Replace a tensor by that of the rank `root`. Collective."""

@@ -159,7 +159,7 @@ class GroupLink:
         self.witness = witness
         self._peers = peers
         calls = GroupCalls(peers, witness)
-        self._broadcast, self.sum = calls.broadcast, calls.sum
+        self._broadcast, self.sum, self.sum_in_order = calls.broadcast, calls.sum, calls.sum_in_order
 
     def broadcast(self, tensors: Tensors, root: int = 0) -> None:
         broadcast_tensors(tensors, self.rank, functools.partial(self._broadcast, root=root), root=root)
@@ -208,7 +208,8 @@ class HostsLink:
         self.rank, self.world_size = link.rank, link.world_size
         self.tell: Callable[[str], None] | None = hosts.group.set_activity
         self.witness = link.witness
-        self.broadcast, self.sum, self.all_gather = link.broadcast, link.sum, link.all_gather
+        self.broadcast, self.all_gather = link.broadcast, link.all_gather
+        self.sum = link.sum_in_order if self._is_exact else link.sum
         self._link, self._peers, self._hosts = link, peers, hosts
         self._num_plans = 0
         self._between_hosts = between_hosts
