@@ -69,10 +69,11 @@ class Hosts:
     Args:
         count: How many.
         rate: Of each link, a key of RATES.
+        congestion: The congestion control of TCP between them; "": what this machine has by default.
     """
 
-    def __init__(self, count: int, rate: str) -> None:
-        self.count, self.rate = count, RATES[rate]
+    def __init__(self, count: int, rate: str, congestion: str = "") -> None:
+        self.count, self.rate, self._congestion = count, RATES[rate], congestion
         prefix = f"plc{os.getpid() % 1_000_000}"
         self._bridge = f"{prefix}b"
         self._names = [f"{prefix}h{host}" for host in range(count)]
@@ -189,6 +190,10 @@ class Hosts:
             _run("ip", "-n", name, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
             _run("ip", "-n", name, "link", "set", "lo", "up")
             _run("ip", "-n", name, "link", "set", "eth0", "up")
+            if self._congestion:
+                # Of the route: a namespace may not choose for itself what the machine does not allow to all.
+                route = [f"{SUBNET}0/24", "dev", "eth0", "congctl", self._congestion]
+                _run("ip", "-n", name, "route", "change", *route)
             # `ip netns exec` mounts it over /etc/hosts.
             folder = Path("/etc/netns") / name
             folder.mkdir(parents=True, exist_ok=True)

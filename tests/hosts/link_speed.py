@@ -1,0 +1,53 @@
+"""What the link between two hosts carries: a rate that tc accepts may be more than the processor moves.
+
+python -m tests.hosts.link_speed receive, on one host; on the other, then: send ADDRESS
+"""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+
+from tests.hosts.namespaces import Hosts
+
+_PORT = 29561
+_SECONDS = 1.0
+_PIECE_BYTES = 1 << 18
+
+
+def carried_bits_per_s(hosts: Hosts) -> float:
+    """From host 0 to host 1, over one connection, for a second."""
+    command = [sys.executable, "-m", "tests.hosts.link_speed"]
+    receiver = hosts.start(1, [*command, "receive"], {}, stdout=subprocess.PIPE, text=True)
+    assert receiver.stdout is not None
+    receiver.stdout.readline()  # it listens
+    sender = hosts.start(0, [*command, "send", hosts.address(1)], {})
+    told, _ = receiver.communicate(timeout=60)
+    sender.wait(60)
+    return float(told)
+
+
+def receive() -> None:
+    """Print that it listens, and then bits per second."""
+    with socket.create_server(("", _PORT)) as listener:
+        print("listening", flush=True)
+        link, _ = listener.accept()
+        with link:
+            nbytes, room = link.recv_into(bytearray(1)), bytearray(_PIECE_BYTES)
+            started = time.perf_counter()
+            while count := link.recv_into(room):
+                nbytes += count
+            print(8 * nbytes / (time.perf_counter() - started))
+
+
+def send(address: str) -> None:
+    with socket.create_connection((address, _PORT), timeout=60) as link:
+        ends, piece = time.perf_counter() + _SECONDS, bytes(_PIECE_BYTES)
+        while time.perf_counter() < ends:
+            link.sendall(piece)
+
+
+if __name__ == "__main__":
+    receive() if sys.argv[1] == "receive" else send(sys.argv[2])
