@@ -47,6 +47,13 @@ def raise_in_a_group(rank: int, folder: Path) -> None:
         raise
 
 
+def write_secret(rank: int, folder: Path) -> None:
+    from paceline.rendezvous.secret import find_secret
+
+    secret = find_secret()
+    (folder / f"{rank}").write_text(f"{secret.source} {secret.key.decode()}")
+
+
 def train(rank: int) -> None:
     """What docs/troubleshooting.md shows: rank 1 fails, and rank 0 would go on for long."""
     if rank == 1:

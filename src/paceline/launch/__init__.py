@@ -8,6 +8,7 @@ numpy, torch or the core, so that the launcher itself is small and starts at onc
     spawn.py       `paceline.spawn`; spawned.py is the rank's side of it
     plan.py        what is to be started: one frozen value that everything below takes
     variables.py   the environment of each rank (pure)
+    job_secret.py  a secret that the ranks inherit in memory
     placement.py   threads and cores of each rank (pure); topology.py reads them from the machine
     ports.py       free ports, and who holds a taken one
     guardian.py    the process that the user sees: whoever dies, it leaves nothing behind

@@ -16,10 +16,12 @@ from typing import NoReturn
 from paceline.errors import ConfigError
 from paceline.launch.elastic import Elastic, run_elastic
 from paceline.launch.guardian import run_guarded
+from paceline.launch.job_secret import with_secret
 from paceline.launch.placement import threads_per_rank
 from paceline.launch.plan import Options, make_plan
 from paceline.launch.process import interpreter, open_missing_streams
 from paceline.launch.topology import read_machine
+from paceline.rendezvous.secret import users_secret
 from paceline.replacing import VARIABLE, check_value
 
 _USAGE = """paceline run [options] script.py [arguments ...]
@@ -144,6 +146,7 @@ def main(parsed: argparse.Namespace, command: Sequence[str]) -> int:
     check_command(command, is_module=parsed.is_module)
     if parsed.nnodes is not None or parsed.rdzv is not None:
         _run_on_hosts(parsed, command)
+    environment = _environment(parsed.replace_ddp)
     plan = make_plan(
         " ".join(command[:1]),
         (*interpreter(), *(("-m",) if parsed.is_module else ()), *command),
@@ -158,9 +161,9 @@ def main(parsed: argparse.Namespace, command: Sequence[str]) -> int:
             timeout_s=parsed.timeout_s,
             grace_s=parsed.grace_s,
         ),
-        inherited=_environment(parsed.replace_ddp),
+        inherited=environment,
     )
-    return run_guarded(plan)
+    return run_guarded(with_secret(plan, environment))
 
 
 def _run_on_hosts(parsed: argparse.Namespace, command: Sequence[str]) -> NoReturn:
@@ -194,6 +197,7 @@ def _run_on_hosts(parsed: argparse.Namespace, command: Sequence[str]) -> NoRetur
         threads=parsed.threads or threads_per_rank(cores, max(nprocs, 1)),
     )
     environment = dict(_environment(parsed.replace_ddp))
+    users_secret(environment)  # which is told here, before the ranks of all hosts are started
     if parsed.threads is not None:
         environment["OMP_NUM_THREADS"] = str(parsed.threads)
     run_elastic(elastic, (*(("-m",) if parsed.is_module else ()), *command), environment)

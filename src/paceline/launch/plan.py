@@ -23,9 +23,9 @@ from paceline.launch.variables import Meeting, new_job_id, rank_environment
 MAX_NPROCS = 128  # as _core.MAX_RANKS, which a launcher does not load: it brings numpy
 
 # What the launcher opens: for each rank its two streams, its log, its file for exceptions; for itself pipes,
-# an epoll, the call and the plan of `spawn`, and those of the rank that is just being started.
+# an epoll, the secret, the call and the plan of `spawn`, and those of the rank that is just being started.
 _DESCRIPTORS_PER_RANK = 4
-_OWN_DESCRIPTORS = 18
+_OWN_DESCRIPTORS = 19
 
 # A user who places threads by hand does not want a second placement on top.
 _PLACEMENT_VARIABLES = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PROC_BIND", "OMP_PLACES")

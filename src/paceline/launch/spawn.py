@@ -22,6 +22,7 @@ from paceline.arguments import Arguments
 from paceline.errors import ConfigError
 from paceline.launch import payload, spawned
 from paceline.launch.context import SpawnContext
+from paceline.launch.job_secret import with_secret
 from paceline.launch.memory_file import write_memory_file
 from paceline.launch.plan import Options, launch_seconds, make_plan
 from paceline.launch.process import open_missing_streams, python_command
@@ -140,10 +141,12 @@ def _start(
                 for environment, fd in zip(plan.environments, error_fds, strict=True)
             ),
             passes_stdin=False,
-            inherited_fds=(payload_fd, *call.fds),
             error_fds=error_fds,
             report_fd=report_end,
         )
+        plan = with_secret(plan)
+        opened += plan.inherited_fds
+        plan = replace(plan, inherited_fds=(*plan.inherited_fds, payload_fd, *call.fds))
         plan_fd = write_memory_file("paceline-plan", pickle.dumps(plan))
         opened.append(plan_fd)
         guardian, relays = _start_guardian(

@@ -92,5 +92,6 @@ def rank_environment(
 
 
 def _is_stale(name: str) -> bool:
-    # Those of a torchrun around us: they would make rank 0 expect a store that the agent serves.
-    return name.startswith("TORCHELASTIC_")
+    # Those of a torchrun around us: they would make rank 0 expect a store that the agent serves. And the
+    # descriptor of a job around us, whose secret is not this one's.
+    return name.startswith("TORCHELASTIC_") or name == "PACELINE_SECRET_FD"

@@ -1,11 +1,13 @@
 """The secret of a job: what its ranks know and nobody else, by which they recognise each other.
 
-Its one idea: it lies where only this user can read it, in a file of mode 0600, and crosses no network; each
-side shows that it knows it by answering the other's challenge (see `handshake`). May import errors.
+Its one idea: it lies where only this user can read it, in a file of mode 0600 or in memory that a launcher
+hands on to its ranks, and crosses no network; each side shows that it knows it by answering the other's
+challenge (see `handshake`). May import errors.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
 from collections.abc import Mapping
@@ -15,8 +17,12 @@ from paceline.errors import ConfigError
 
 FILE_VARIABLE = "PACELINE_SECRET_FILE"
 TEXT_VARIABLE = "PACELINE_SECRET"
+MEMORY_VARIABLE = "PACELINE_SECRET_FD"
+"""The number of a descriptor, which is no secret."""
 _LEAST_BYTES = 16
 _MOST_BYTES = 4096
+_MADE_BYTES = 32
+_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 _HINT = (
     "openssl rand -hex 32 > job.secret && chmod 600 job.secret, the same file on all hosts, and "
     f"{FILE_VARIABLE}=job.secret for all ranks"
@@ -41,11 +47,14 @@ class JobSecret:
 
 NO_SECRET = JobSecret(b"", "no secret")
 
+_inherited = b""  # of this process, whose program may close what it does not know
+
 
 def find_secret(environ: Mapping[str, str] | None = None) -> JobSecret:
     """The secret of this process's job; NO_SECRET if nobody gave it one.
 
-    A file that the user names in PACELINE_SECRET_FILE comes before the text of PACELINE_SECRET.
+    A file that the user names in PACELINE_SECRET_FILE comes before the text of PACELINE_SECRET, and both
+    before what `paceline run` or `spawn` has made, which programs that a rank starts do not have.
 
     Raises:
         ConfigError: What the user named cannot be read, others can read it, or it is too short.
@@ -54,12 +63,54 @@ def find_secret(environ: Mapping[str, str] | None = None) -> JobSecret:
         >>> find_secret({"PACELINE_SECRET": "correct horse battery staple"}).source
         'PACELINE_SECRET'
     """
-    environ = os.environ if environ is None else environ
+    global _inherited
+    variables = os.environ if environ is None else environ
+    secret = users_secret(variables)
+    if secret is not NO_SECRET:
+        return secret
+    key = _read_inherited(variables.get(MEMORY_VARIABLE, ""))
+    if environ is None:
+        _inherited = key = key or _inherited
+    return JobSecret(key, MEMORY_VARIABLE) if key else NO_SECRET
+
+
+def users_secret(environ: Mapping[str, str]) -> JobSecret:
+    """The one that the user gave; NO_SECRET if there is none. Raises as `find_secret`."""
     if path := environ.get(FILE_VARIABLE, ""):
         return _checked(_read_private(path), f"{FILE_VARIABLE}={path}")
     if text := environ.get(TEXT_VARIABLE, ""):
         return _checked(text.encode(), TEXT_VARIABLE)
     return NO_SECRET
+
+
+def make_secret() -> int:
+    """A new secret in anonymous memory that cannot be changed any more; a descriptor that is not inherited.
+
+    Raises:
+        OSError: The kernel, or a container's filter, knows no such memory.
+    """
+    fd = os.memfd_create("paceline-secret", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.fchmod(fd, 0o600)
+        os.write(fd, os.urandom(_MADE_BYTES).hex().encode())
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _read_inherited(text: str) -> bytes:
+    """What `make_secret` made, in a process that has inherited it; empty: this one has not."""
+    fd = int(text) if text.isascii() and text.isdigit() else -1
+    try:
+        if fd < 0 or fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            return b""
+        fcntl.fcntl(fd, fcntl.F_SETFD, fcntl.FD_CLOEXEC)  # programs that this one starts need it not
+        key = os.pread(fd, _MOST_BYTES, 0)
+    except (OSError, OverflowError):  # another file, or none: the variable came further than the memory
+        return b""
+    return key if len(key) == 2 * _MADE_BYTES else b""
 
 
 def _read_private(path: str) -> bytes:

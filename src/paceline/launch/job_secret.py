@@ -1,0 +1,51 @@
+"""A secret for a job of one host, in memory that its ranks inherit.
+
+Its one idea: what stands in the environment is shown to whoever prints it, and what stands on a command line
+to everybody on the machine; a descriptor is shown to nobody. Imports errors, `rendezvous` and its
+neighbours.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+
+from paceline.errors import ConfigError
+from paceline.launch.plan import Plan
+from paceline.rendezvous.limits import explain
+from paceline.rendezvous.secret import MEMORY_VARIABLE, NO_SECRET, make_secret, users_secret
+
+_REFUSED = frozenset({errno.ENOSYS, errno.EPERM, errno.EACCES, errno.EINVAL})
+
+
+def with_secret(plan: Plan, inherited: Mapping[str, str] | None = None) -> Plan:
+    """The plan of a job that has a secret; the user's own, if there is one.
+
+    The last of the plan's `inherited_fds` holds it then; the caller closes that when it has started the job.
+    Where the kernel refuses such memory, the plan stays as it is, and the job has no secret.
+
+    Args:
+        plan: What is to be started.
+        inherited: The environment of the launcher; None: this process's.
+
+    Raises:
+        ConfigError: The user's secret cannot be read; or this process may open no further file.
+    """
+    if users_secret(os.environ if inherited is None else inherited) is not NO_SECRET:
+        return plan
+    try:
+        fd = make_secret()
+    except OSError as error:
+        if error.errno in _REFUSED:
+            return plan
+        likely, hint = explain(error.errno or 0)
+        raise ConfigError(
+            "The ranks can't be given a secret in memory.", seen=str(error), likely=likely, hint=hint
+        ) from error
+    return replace(
+        plan,
+        environments=tuple({**each, MEMORY_VARIABLE: str(fd)} for each in plan.environments),
+        inherited_fds=(*plan.inherited_fds, fd),
+    )
