@@ -8,7 +8,9 @@ rank that is lost wherever that can be known.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -72,20 +74,24 @@ class GroupCalls:
         Args:
             work: The call.
             what: As for `begin`.
-            on_host: Whether this thread has to wait. On a GPU, what is computed from now on waits instead.
+            on_host: Whether this thread has to wait. Else, on a GPU, what is computed from now on waits.
 
         Raises:
             DeadlineError: It was not over in time.
             PeerLostError: The process group lost a connection.
             CollectiveError: It failed otherwise.
         """
-        if on_host:
-            # Polled, because Work.wait(timeout) is ignored by some backends and ends the group in others.
-            self.waits.poll(work.is_completed, what)
         try:
-            work.wait()
-        except RuntimeError as error:
-            raise self.waits.failed(error, what) from error
+            if on_host:
+                # Polled, because Work.wait(timeout) is ignored by some backends and ends the group in others.
+                self.waits.poll(work.is_completed, what)
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self.waits.failed(error, what) from error
+        except CollectiveError:
+            abort_on_devices(self.group)
+            raise
 
     def sum(self, tensor: torch.Tensor) -> None:
         """Replace a tensor by its sum over the ranks. Collective."""
@@ -139,3 +145,26 @@ class GroupCalls:
             if is_of_a_lost_peer(text) or is_of_a_late_peer(text):
                 raise self.waits.failed(error, what) from error
             raise
+
+
+def abort_on_devices(group: dist.ProcessGroup) -> None:
+    """End what a process group has under way on other devices than the CPU. Does not block, not collective.
+
+    For whoever raises because a rank is lost: a kernel of NCCL that waits for that rank would keep the
+    stream, and with it the end of this process, for ever. Only then, because what follows on the stream goes
+    on with sums that are not complete.
+    """
+    found: dict[str, Any] = {}
+    for device in group._device_types:
+        with contextlib.suppress(RuntimeError):  # it was never used there
+            found[device.type] = group._get_backend(torch.device(device.type))
+    on_cpu = found.pop("cpu", None)
+    for backend in found.values():
+        if backend is not on_cpu:
+            # It waits for the device, and for threads of its own; see ProcessGroupNCCL::abort.
+            threading.Thread(target=_abort, args=(backend,), name="paceline-abort", daemon=True).start()
+
+
+def _abort(backend: Any) -> None:
+    with contextlib.suppress(Exception):  # it has ended already, or cannot be ended
+        backend.abort()

@@ -109,7 +109,10 @@ class ProcessGroupTransport:
             PeerLostError: The process group lost a connection.
             CollectiveError: It failed otherwise.
         """
-        self._calls.wait(work, what, on_host=self._status_device.type == "cpu")
+        # The end of a pass needs the reports at once, and nothing has been computed from the means yet: here
+        # a rank that is lost can be told, wherever the reports lie.
+        on_host = what == STATUS or self._status_device.type == "cpu"
+        self._calls.wait(work, what, on_host=on_host)
 
     def _note_nonfinite(self, bucket: int, flat: torch.Tensor) -> None:
         pieces = self._pieces[bucket]
