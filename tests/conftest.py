@@ -35,13 +35,13 @@ collect_ignore_glob = [] if _has_paddle else ["*/test_paddle_*.py"]
 # The files that take longest, by the seconds that they take on an idle machine. Three processes share the
 # files in this order, so that none has a long one left when the others have none.
 LONGEST_FILES = (
-    "multiprocess/test_lost_while_wrapping.py",
-    "fault/test_pairs.py",
+    "multiprocess/test_bench.py",
     "chaos/test_chaos.py",
+    "fault/test_pairs.py",
     "differential/test_programs_torch.py",
     "differential/test_programs_paddle.py",
+    "multiprocess/test_lost_while_wrapping.py",
     "model/test_model.py",
-    "multiprocess/test_bench.py",
     "multiprocess/test_examples.py",
     "multiprocess/test_paddle_aliases.py",
     "multiprocess/test_ddp_aliases.py",

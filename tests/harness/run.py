@@ -37,11 +37,13 @@ def run_ranks(
     framework: str = "torch",
     dies: Mapping[int, Death] | None = None,
     deadline_s: float = 120.0,
+    warning_filters: list[Any] | None = None,
 ) -> list[Any]:
     """Run `program(group or rank, **kwargs)` in `world_size` processes; return what each rank returned.
 
-    `program` is a function of a module, or a test under `@ranks`. The other arguments are those of
-    `ranks`. What a rank returns is pickled; a rank that was to die returns None.
+    `program` is a function of a module, or a test under `@ranks`. `warning_filters` are those of the ranks;
+    None: the filters that this process has now. The other arguments are those of `ranks`. What a rank returns
+    is pickled; a rank that was to die returns None.
 
     Raises:
         RanksFailed: Some rank raised, died, left early or hung, a rank that was to die did not, or
@@ -52,7 +54,8 @@ def run_ranks(
             f"{program.__qualname__} must be a function of a module: every rank imports it by name"
         )
     before = leftovers.shm_names()
-    with _plan(program, world_size, dict(kwargs or {}), group) as plan:
+    filters = list(warnings.filters) if warning_filters is None else warning_filters
+    with _plan(program, world_size, dict(kwargs or {}), group, filters) as plan:
         run = _Run(plan, framework, dict(dies or {}), deadline_s)
         try:
             run.start()
@@ -68,7 +71,11 @@ def run_ranks(
 
 @contextlib.contextmanager
 def _plan(
-    program: Callable[..., Any], world_size: int, kwargs: dict[str, Any], group: str | None
+    program: Callable[..., Any],
+    world_size: int,
+    kwargs: dict[str, Any],
+    group: str | None,
+    filters: list[Any],
 ) -> Iterator[Plan]:
     # Short, because a Unix socket's path ends at 107 bytes.
     folder = Path(tempfile.mkdtemp(prefix="ranks-"))
@@ -90,7 +97,6 @@ def _plan(
             "GLOO_SOCKET_IFNAME": "lo",
             "TMPDIR": str(temporary),
         }
-        filters = list(warnings.filters)
         name = program.__name__
         try:
             yield Plan(program.__module__, name, world_size, group, kwargs, job_id, folder, environ, filters)
@@ -159,7 +165,7 @@ class _Run:
         for child in self.children:
             child.process.kill()
         for child in self.children:
-            child.process.join(10.0)
+            _reap(child.process, 10.0)
             child.lifeline.close()
 
     def failures(self) -> list[Failure]:
@@ -180,14 +186,16 @@ class _Run:
         return [child for child in self.children if child.ended_s is None]
 
     def _collect(self, child: _Child) -> None:
-        child.process.join()
+        _reap(child.process)
         child.ended_s = time.monotonic()
         with contextlib.suppress(FileNotFoundError):
             child.outcome = pickle.loads(self.plan.outcome(child.rank).read_bytes())
 
     def _judge(self, child: _Child) -> Failure | None:
         """The failure of a rank that ended or hung, None if it did what it should."""
-        verdict = judge(child.process.exitcode, child.outcome, self.dies.get(child.rank), child.hung_because)
+        with server.lock:
+            status = child.process.exitcode
+        verdict = judge(status, child.outcome, self.dies.get(child.rank), child.hung_because)
         if verdict is None:
             return None
         at_s = child.outcome.at_s if child.outcome else child.ended_s or time.monotonic()
@@ -217,6 +225,13 @@ class _Run:
     def _log_bytes(self, number: int) -> int:
         log = self.plan.log(number)
         return log.stat().st_size if log.exists() else 0
+
+
+def _reap(process: ForkServerProcess, timeout_s: float | None = None) -> None:
+    """Wait until the process has ended, and learn how."""
+    connection.wait([process.sentinel], timeout_s)
+    with server.lock:
+        process.join(0.0)
 
 
 def _process_state(pid: int) -> str:

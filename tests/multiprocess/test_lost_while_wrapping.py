@@ -1,21 +1,26 @@
 """A rank that dies, or is stopped, while a model is wrapped over Gloo is named by all others.
 
-Neither framework is imported with this file: each rank would import the one that its server has not.
+Neither framework is imported with this file: each rank would import the one that its server has not. The
+cases run side by side, because they wait for deadlines most of their time.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import os
 import signal
 import time
+from dataclasses import dataclass
 from datetime import timedelta
 
 import pytest
 
 from paceline.errors import PacelineError
-from tests.harness import run_ranks
+from tests.harness import run_ranks, run_side_by_side
 from tests.multiprocess.meeting import meet, tell, until_told
 
+FORMING_S = 300  # until all ranks have met
 PATIENT_S = 40  # where the death is known at once, and nobody waits for it
 DEADLINE_S = 4
 
@@ -52,10 +57,12 @@ def wrap(rank, who, sign, at, store, deadline_s=DEADLINE_S):
 
     init = f"file://{os.environ['TMPDIR']}/store" if store == "file" else "env://"
     meet("started", rank)
-    dist.init_process_group(
-        "gloo", init_method=init, rank=rank, world_size=3, timeout=timedelta(seconds=deadline_s)
-    )
+    forming = timedelta(seconds=FORMING_S)
+    dist.init_process_group("gloo", init_method=init, rank=rank, world_size=3, timeout=forming)
     dist.barrier()  # none is still connecting to the others
+    deadline = timedelta(seconds=deadline_s)  # as if it had been the group's from the start
+    dist.distributed_c10d._set_pg_timeout(deadline)
+    dist.distributed_c10d._get_default_store().set_timeout(deadline)
     return raised_by(
         lambda: DistributedDataParallel(torch.nn.Linear(4, 4)), ProcessGroupExchange, rank, who, sign, at
     )
@@ -102,64 +109,71 @@ def raised_by(wrap_model, exchange, rank, who, sign, at):
     return None
 
 
-def deadline_of(at, *, has_store_left):
-    """Long, where a survivor that learns of the death at the deadline would be wrong."""
-    return PATIENT_S if at != "before" and has_store_left else DEADLINE_S
+@dataclass(frozen=True)
+class Case:
+    """What happens to the rank `who`, and what the others' errors must say."""
+
+    sign: signal.Signals
+    who: int
+    at: int | str
+    store: str  # where torch's ranks meet; "paddle": those of Paddle's Gloo, which meet in rank 0
+
+    def __str__(self) -> str:
+        return f"{self.who}-{self.at}-{self.store}"
+
+    @property
+    def has_store_left(self) -> bool:
+        return self.who != 0 or self.store == "file"
+
+    @property
+    def deadline_s(self) -> int:
+        """Long, where a survivor that learns of the death at the deadline would be wrong."""
+        is_known_at_once = self.sign == signal.SIGKILL and self.at != "before" and self.has_store_left
+        return PATIENT_S if is_known_at_once else DEADLINE_S
+
+    def run(self):
+        """The run of this case, which is to be called; the ranks return what `raised_by` does."""
+        facts = {"who": self.who, "sign": self.sign, "at": self.at, "deadline_s": self.deadline_s}
+        options = {"group": None, "dies": {self.who: signal.SIGKILL}}
+        if self.store == "paddle":
+            return functools.partial(run_ranks, wrap_paddles, 3, facts, framework="paddle", **options)
+        return functools.partial(run_ranks, wrap, 3, {**facts, "store": self.store}, **options)
 
 
-def check_killed(answers, who, at, *, has_store_left):
+STORES = ("file", "tcp", *(("paddle",) if importlib.util.find_spec("paddle") else ()))
+KILLED = [
+    Case(signal.SIGKILL, who, at, store) for store in STORES for who in (0, 2) for at in ("before", 0, 2)
+]
+STOPPED = [Case(signal.SIGSTOP, who, at, store) for store in STORES for who in (0, 1) for at in (0, 2)]
+
+
+@pytest.fixture(scope="module")
+def answers(request):
+    """What the ranks of a case answered. All cases that were selected begin at once."""
+    cases = [item.callspec.params["case"] for item in request.session.items if item.path == request.path]
+    with run_side_by_side({case: case.run() for case in cases}) as results:
+        yield lambda case: results[case].result()
+
+
+@pytest.mark.parametrize("case", KILLED, ids=str)
+def test_a_killed_rank_is_named(answers, case):
     """Every survivor names the rank; at once, where the store is still there to ask."""
-    deadline_s = deadline_of(at, has_store_left=has_store_left)
-    for rank in {0, 1, 2} - {who}:
-        text, named, waited_s, pid = answers[rank]
-        assert tuple(named) == (who,), text
-        assert f"rank {who}" in text.lower()
-        if deadline_s == PATIENT_S:
-            assert f"rank {who} (pid {pid}) has died" in text, text
+    said = answers(case)
+    for rank in {0, 1, 2} - {case.who}:
+        text, named, waited_s, pid = said[rank]
+        assert tuple(named) == (case.who,), text
+        assert f"rank {case.who}" in text.lower()
+        if case.deadline_s == PATIENT_S:
+            assert f"rank {case.who} (pid {pid}) has died" in text, text
             assert waited_s < PATIENT_S / 2
         assert waited_s < PATIENT_S
 
 
-def check_stopped(answers, who, *, has_store_left):
-    for rank in {0, 1, 2} - {who}:
-        text, named, _, pid = answers[rank]
-        assert tuple(named) == (who,), text
-        if has_store_left:
-            assert f"rank {who} (pid {pid}) is stopped: `kill -CONT {pid}`" in text, text
-
-
-@pytest.mark.parametrize("store", ["file", "tcp"])
-@pytest.mark.parametrize("at", ["before", 0, 2])
-@pytest.mark.parametrize("who", [0, 2])
-def test_a_killed_rank_is_named(who, at, store):
-    has_store_left = (store, who) != ("tcp", 0)
-    facts = {"who": who, "sign": signal.SIGKILL, "at": at, "store": store}
-    facts["deadline_s"] = deadline_of(at, has_store_left=has_store_left)
-    answers = run_ranks(wrap, 3, facts, group=None, dies={who: signal.SIGKILL})
-    check_killed(answers, who, at, has_store_left=has_store_left)
-
-
-@pytest.mark.parametrize("store", ["file", "tcp"])
-@pytest.mark.parametrize("at", [0, 2])
-@pytest.mark.parametrize("who", [0, 1])
-def test_a_stopped_rank_is_named(who, at, store):
-    facts = {"who": who, "sign": signal.SIGSTOP, "at": at, "store": store}
-    answers = run_ranks(wrap, 3, facts, group=None, dies={who: signal.SIGKILL})
-    check_stopped(answers, who, has_store_left=(store, who) != ("tcp", 0))
-
-
-@pytest.mark.parametrize("at", ["before", 0, 2])
-@pytest.mark.parametrize("who", [0, 2])
-def test_a_killed_rank_is_named_over_paddles_gloo(who, at):
-    facts = {"who": who, "sign": signal.SIGKILL, "at": at}
-    facts["deadline_s"] = deadline_of(at, has_store_left=who != 0)
-    answers = run_ranks(wrap_paddles, 3, facts, group=None, framework="paddle", dies={who: signal.SIGKILL})
-    check_killed(answers, who, at, has_store_left=who != 0)
-
-
-@pytest.mark.parametrize("at", [0, 2])
-@pytest.mark.parametrize("who", [0, 1])
-def test_a_stopped_rank_is_named_over_paddles_gloo(who, at):
-    facts = {"who": who, "sign": signal.SIGSTOP, "at": at}
-    answers = run_ranks(wrap_paddles, 3, facts, group=None, framework="paddle", dies={who: signal.SIGKILL})
-    check_stopped(answers, who, has_store_left=who != 0)
+@pytest.mark.parametrize("case", STOPPED, ids=str)
+def test_a_stopped_rank_is_named(answers, case):
+    said = answers(case)
+    for rank in {0, 1, 2} - {case.who}:
+        text, named, _, pid = said[rank]
+        assert tuple(named) == (case.who,), text
+        if case.has_store_left:
+            assert f"rank {case.who} (pid {pid}) is stopped: `kill -CONT {pid}`" in text, text

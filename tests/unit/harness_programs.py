@@ -114,3 +114,15 @@ def report_pid_and_sleep(rank: int, folder: Path) -> None:
     Path(folder, f"{rank}.partial").write_text(str(os.getpid()))
     Path(folder, f"{rank}.partial").rename(Path(folder, f"{rank}.pid"))
     time.sleep(1000)
+
+
+def files_imported_before(rank: int) -> list[str]:
+    return [name for name in sys.modules if name.startswith("tests.multiprocess.")]
+
+
+def meet_another_run(rank: int, folder: str, own: str, other: str) -> str:
+    """Return only while another run does the same."""
+    (Path(folder) / own).touch()
+    while not (Path(folder) / other).exists():
+        time.sleep(0.01)
+    return own

@@ -9,13 +9,15 @@ import subprocess
 import sys
 import time
 import uuid
+import warnings
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from paceline.errors import PeerLostError
-from tests.harness import RanksFailed, ranks, run_ranks
+from tests.harness import RanksFailed, ranks, run_ranks, run_side_by_side
 from tests.harness.rank_main import die_with
 from tests.harness.report import Cause
 from tests.unit import harness_programs as programs
@@ -83,9 +85,45 @@ def test_ranks_start_with_one_framework_imported(framework):
     assert run(programs.frameworks, 1, framework=framework) == [[framework]]
 
 
+@pytest.mark.parametrize("framework", ["torch", "paddle"])
+def test_ranks_start_with_the_files_of_their_tests_imported(framework):
+    if importlib.util.find_spec(framework) is None:
+        pytest.skip(f"{framework} is not installed")
+    (names,) = run(programs.files_imported_before, 1, framework=framework)
+    of_torch, of_paddle = "tests.multiprocess.test_ddp_means", "tests.multiprocess.test_paddle_means"
+    assert (of_torch in names, of_paddle in names) == (framework == "torch", framework == "paddle")
+    assert "tests.multiprocess.test_conformance" in names
+
+
 def test_two_runs_are_two_jobs():
     one, two = (run(programs.environment, 1)[0]["PACELINE_JOB_ID"] for _ in range(2))
     assert one != two
+
+
+def test_runs_side_by_side_meet(tmp_path):
+    runs = {
+        own: partial(run, programs.meet_another_run, 1, {"folder": str(tmp_path), "own": own, "other": other})
+        for own, other in (("one", "two"), ("two", "one"))
+    }
+    with run_side_by_side(runs) as results:
+        assert {name: result.result() for name, result in results.items()} == {"one": ["one"], "two": ["two"]}
+
+
+def test_of_runs_side_by_side_each_is_judged():
+    runs = {
+        "fails": partial(run, programs.fail_on_last, 3, {"world_size": 3}),
+        "warns": partial(run, programs.warn, 1),
+        "passes": partial(run, programs.square, 3),
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with run_side_by_side(runs, at_once=1) as results:
+            warnings.simplefilter("ignore")  # as pytest has between two tests
+            assert results["passes"].result() == [0, 1, 4]
+            for name, rank, raised in (("fails", 2, "AssertionError"), ("warns", 0, "DeprecationWarning")):
+                with pytest.raises(RanksFailed, match=raised) as caught:
+                    results[name].result()
+                assert [failure.rank for failure in caught.value.failures] == [rank]
 
 
 def test_a_raising_rank_is_reported_with_traceback_locals_and_output():

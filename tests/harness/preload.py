@@ -1,0 +1,82 @@
+"""What a fork server imports before it forks the first rank. Importing this file is what does it.
+
+A file of its own, because files of tests need all of `tests.harness`, and the server's file is a part of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from tests.harness.huge_pages import use_huge_pages
+
+_ROOT = Path(__file__).resolve().parents[2]
+_FOR_ALL = (
+    "numpy",
+    "numpy.testing",
+    "hypothesis",
+    "paceline.collectives.init",
+    "tests.harness.rank_main",
+)
+# torch's optimizers import its compiler when the first of them is made, which takes longer than most tests.
+_FOR = {
+    "torch": (
+        "torch",
+        "paceline.torch",
+        "torch._dynamo",
+        "torch.distributed.algorithms.ddp_comm_hooks.default_hooks",
+    ),
+    "paddle": ("paceline.paddle",),
+    "numpy": (),
+}
+
+
+def preload(framework: str) -> None:
+    """Import `framework` and the files of tests whose ranks may start with it, and no other framework."""
+    for name in (*_FOR_ALL, *_FOR[framework]):
+        _import(name)
+    if framework != "numpy":  # whose processes run no tests
+        with _without({"torch", "paddle"} - {framework}), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # pytest, which imports each file too, takes them for errors
+            for name in files_of_ranks():
+                _import(name)
+    # A rank's garbage collector would walk all objects of the framework, and copy the pages they lie in.
+    gc.collect()
+    gc.freeze()
+    use_huge_pages()
+
+
+def files_of_ranks() -> list[str]:
+    """The files that a rank imports to find its program, as modules."""
+    folder = _ROOT / "tests"
+    others = (path for path in folder.glob("*/test_*.py") if "ranks(" in path.read_text())
+    found = {*(folder / "multiprocess").glob("*.py"), *others}
+    return sorted(".".join(path.relative_to(_ROOT).with_suffix("").parts) for path in found)
+
+
+def _import(name: str) -> None:
+    # Whatever is wrong with a module: the rank that needs it reports it, where it can be read.
+    with contextlib.suppress(Exception, pytest.skip.Exception):
+        importlib.import_module(name)
+
+
+@contextlib.contextmanager
+def _without(names: set[str]):
+    """Within it, these modules cannot be imported, and so neither can files that import them at their top."""
+    sys.modules.update(dict.fromkeys(names))  # type: ignore[arg-type]  # None: what Python documents for this
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]
+
+
+if _framework := os.environ.pop("PACELINE_PRELOAD", None):
+    preload(_framework)

@@ -1,0 +1,42 @@
+"""Runs that wait much longer than they compute, several of them at a time.
+
+A worker of pytest runs one test after the other. Where a test waits for a deadline of seconds that its ranks
+are meant to reach, nothing computes meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Hashable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+_Name = TypeVar("_Name", bound=Hashable)
+
+
+@contextlib.contextmanager
+def run_side_by_side(
+    runs: Mapping[_Name, functools.partial[list[Any]]], *, at_once: int = 5
+) -> Iterator[dict[_Name, Future[list[Any]]]]:
+    """Begin all runs, which are calls of `run_ranks`, in threads; a result is ready when its run has ended.
+
+    At the end of the context the runs that have not begun are left out, and the others are waited for.
+
+    Args:
+        runs: By name, in the order in which they begin.
+        at_once: Number of runs that are under way at a time. What they compute must be little: none may come
+            too late to its deadline because of the others.
+
+    Example:
+        >>> runs = {n: functools.partial(run_ranks, wait_for, 2, {"rank": n}) for n in range(2)}
+        >>> with run_side_by_side(runs) as results:
+        ...     assert results[0].result() == results[1].result()
+    """
+    filters = list(warnings.filters)  # pytest has others between two tests
+    pool = ThreadPoolExecutor(at_once)
+    try:
+        yield {name: pool.submit(run, warning_filters=filters) for name, run in runs.items()}
+    finally:
+        pool.shutdown(cancel_futures=True)
