@@ -71,7 +71,8 @@ def main() -> None:
     folder, what = Path(sys.argv[1]), sys.argv[2]
     layout = tuple(int(host) for host in os.environ["LAYOUT"].split(","))
     channel = form(folder, layout)
-    say("came")
+    is_encrypted = all(each.is_encrypted for each in channel._connections.values())
+    say("came", "encrypted\n" if is_encrypted else "in clear\n")
     if what != "nothing" and int(os.environ["RANK"]) == GUILTY:
         time.sleep(0.5)
         say("guilty")

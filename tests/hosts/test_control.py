@@ -5,6 +5,7 @@ The ranks import no framework; with one, the same is in `tests/multiprocess/test
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -36,14 +37,21 @@ def hosts() -> Iterator[Hosts]:
         yield hosts
 
 
-def start(hosts: Hosts, folder: Path, what: str = "nothing") -> Ranks:
-    """Ranks that have come, all of them."""
+def start(hosts: Hosts, folder: Path, what: str = "nothing", *, has_secret: bool = True) -> Ranks:
+    """Ranks that have come, all of them. With a secret, what they say is encrypted."""
     command = [sys.executable, "-m", "tests.hosts.listening", str(folder), what]
     variables = {"LAYOUT": ",".join(map(str, LAYOUT))}
+    if has_secret:
+        secret = folder / "secret"
+        secret.write_text("0123456789abcdef")
+        secret.chmod(0o600)
+        variables["PACELINE_SECRET_FILE"] = str(secret)
     ranks = hosts.start_ranks(command, LAYOUT, variables, **OPTIONS)
     for rank in ranks:
         line = rank.stdout.readline()
         assert line.startswith("came "), line + rank.stdout.read()
+        line = rank.stdout.readline()
+        assert line == ("encrypted\n" if has_secret and shutil.which("openssl") else "in clear\n")
     return ranks
 
 
@@ -65,8 +73,9 @@ def kill(rank: subprocess.Popen[str]) -> None:
     rank.communicate(timeout=WITHIN_S)
 
 
-def test_a_killed_rank(hosts: Hosts, tmp_path: Path) -> None:
-    ranks = start(hosts, tmp_path, "kill")
+@pytest.mark.parametrize("has_secret", [True, False], ids=["encrypted", "in clear"])
+def test_a_killed_rank(hosts: Hosts, tmp_path: Path, has_secret: bool) -> None:
+    ranks = start(hosts, tmp_path, "kill", has_secret=has_secret)
     at = guilty_at(ranks[GUILTY])
     for rank in ranks[:GUILTY]:
         when, error = noticed(rank)

@@ -5,6 +5,8 @@ threads of this process, each with connections of its own.
 from __future__ import annotations
 
 import contextlib
+import itertools
+import logging
 import random
 import socket
 import threading
@@ -18,10 +20,11 @@ from hypothesis import strategies as st
 from paceline.errors import ConfigError, PeerLostError, RendezvousError
 from paceline.reducer.engine_waits import EngineWaits
 from paceline.reducer.witness import ChannelWitness
-from paceline.rendezvous import reception
+from paceline.rendezvous import reception, tls
 from paceline.rendezvous.control import allowed_silence_s, form_channel
 from paceline.rendezvous.frames import Frame, FrameStream, frame
 from paceline.rendezvous.handshake import Facts, Seal, misfit
+from paceline.rendezvous.messages import join_payloads, split_payloads
 from paceline.rendezvous.secret import NO_SECRET, find_secret
 from paceline.rendezvous.told_failures import unpack_failure
 
@@ -66,9 +69,10 @@ class _Exchange:
         return list(self.together.payloads)
 
 
-def form(facts=None, secrets=(SECRET,) * 4, timeout_s=60.0):
-    """The channel of each rank, or the error that it got."""
-    together, outcomes = Together(), [None] * 4
+def form(facts=None, secrets=(SECRET,) * 4, timeout_s=60.0, outcomes=None):
+    """The channel of each rank, or the error that it got; written into `outcomes` as soon as it is there."""
+    together = Together()
+    outcomes = [None] * 4 if outcomes is None else outcomes
     facts = facts or [facts_of(rank) for rank in range(4)]
 
     def run(rank):
@@ -86,9 +90,11 @@ def form(facts=None, secrets=(SECRET,) * 4, timeout_s=60.0):
     return outcomes
 
 
-@pytest.fixture
-def channels():
-    found = form()
+@contextlib.contextmanager
+def formed(secret=SECRET):
+    """The channels of all ranks, which fit."""
+    facts = [facts_of(rank, has_secret=bool(secret)) for rank in range(4)]
+    found = form(facts, secrets=[secret] * 4)
     assert not [each for each in found if isinstance(each, Exception)], found
     yield found
     for each in found:
@@ -96,6 +102,12 @@ def channels():
     for each in found:
         each._thread.join(30)
         assert not each._thread.is_alive()
+
+
+@pytest.fixture
+def channels():
+    with formed() as found:
+        yield found
 
 
 def kill(channel):
@@ -386,11 +398,205 @@ def test_what_is_altered_repeated_or_left_out_is_noticed():
         Seal(b"yek").open(Frame.FAILED, first)
 
 
-def test_a_member_that_speaks_without_the_key_is_lost(channels):
+@pytest.mark.parametrize("secret, words", [(SECRET, "TLS"), (b"", "altered")])
+def test_a_member_that_speaks_without_the_key_is_lost(secret, words):
     """As somebody between the hosts would, who has the connection and not the secret."""
-    channels[3]._connections[0].socket.send(frame(Frame.FAILED, bytes(100)))
-    error = channels[1].wait(30.0)
-    assert error.lost == (3,) and "altered" in error.seen
+    with formed(secret) as channels:
+        channels[3]._connections[0].socket.send(frame(Frame.FAILED, bytes(100)))
+        error = channels[1].wait(30.0)
+        assert error.lost == (3,) and words in error.seen
+
+
+# --- encryption ---
+
+
+class Eavesdropper:
+    """Stands between rank 3 and the hub, and hears all that they say.
+
+    Args:
+        change: What it makes of each piece that comes from the hub.
+    """
+
+    def __init__(self, monkeypatch, change=lambda piece: piece):
+        self.heard, self._change = bytearray(), change
+        self._listener, self._links = socket.create_server(("127.0.0.1", 0)), []
+        self._threads = [threading.Thread(target=self._serve, daemon=True)]
+        join = reception._join
+
+        def mislead(place, facts, *rest):
+            if facts.rank == 3:
+                self._hub = ("127.0.0.1", place.port)
+                self._threads[0].start()
+                place = replace(place, port=self._listener.getsockname()[1], addresses=["127.0.0.1"])
+            return join(place, facts, *rest)
+
+        monkeypatch.setattr(reception, "_join", mislead)
+
+    def _serve(self):
+        rank, _ = self._listener.accept()
+        hub = socket.create_connection(self._hub)
+        self._links += [rank, hub]
+        self._threads.append(threading.Thread(target=self._pass_on, args=(rank, hub, lambda piece: piece)))
+        self._threads[-1].start()
+        self._pass_on(hub, rank, self._change)
+
+    def _pass_on(self, source, target, change):
+        with contextlib.suppress(OSError):
+            while piece := source.recv(1 << 16):
+                self.heard += piece
+                target.sendall(change(piece))
+        for link in (source, target):
+            with contextlib.suppress(OSError):
+                link.shutdown(socket.SHUT_RDWR)
+
+    def end(self):
+        self._listener.close()
+        for each in self._threads:
+            each.join(30.0)
+        for each in self._links:
+            each.close()
+
+
+@pytest.mark.parametrize("secret", [SECRET, b""], ids=["with a secret", "without"])
+def test_who_listens_reads_nothing_if_there_is_a_secret(secret, monkeypatch):
+    between = Eavesdropper(monkeypatch)
+    with formed(secret) as channels:
+        channels[1].tell(ValueError("what the guilty rank says"))
+        assert "what the guilty rank says" in channels[3].wait(30.0).seen
+        is_encrypted = {each.is_encrypted for one in channels for each in one._connections.values()}
+    between.end()
+    assert is_encrypted == {bool(secret)}
+    assert (b"what the guilty rank says" in between.heard) is not bool(secret)
+
+
+def test_a_hub_that_is_made_to_speak_in_clear_is_none(monkeypatch):
+    """Somebody between the hosts takes the certificate out of the welcome."""
+
+    def strip(piece):
+        if piece[0] != Frame.WELCOME:
+            return piece
+        ((kind, welcome),) = FrameStream(1 << 16).feed(piece)
+        table, fingerprint, proof = split_payloads(welcome, 3)
+        assert len(fingerprint) == 32
+        return frame(kind, join_payloads([table, b"", proof]))
+
+    between = Eavesdropper(monkeypatch, strip)
+    outcomes = form()
+    assert isinstance(outcomes[3], RendezvousError)
+    assert "does not know the secret of rank 3" in outcomes[3].seen
+    for each in outcomes[:3]:
+        assert each.wait(30.0).lost == (3,)
+        each.close()
+    between.end()
+
+
+def test_a_rank_that_is_slow_to_encrypt_keeps_nobody_waiting(monkeypatch):
+    """One of them stops in the middle of the start; the others hear each other, and later so does it."""
+    encrypt, goes_on, counted = reception._encrypt, threading.Event(), itertools.count()
+
+    def encrypt_late(*arguments):
+        if next(counted) == 0:
+            assert goes_on.wait(60.0)
+        return encrypt(*arguments)
+
+    monkeypatch.setattr(reception, "_encrypt", encrypt_late)
+    outcomes = [None] * 4
+    forming = threading.Thread(target=form, kwargs={"outcomes": outcomes})
+    forming.start()
+    deadline = time.monotonic() + 50.0
+    while outcomes.count(None) > 1 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    (slow,) = (rank for rank, each in enumerate(outcomes) if each is None)
+    *others, teller = (each for each in outcomes if each is not None)
+    teller.tell(ValueError("the cause"))
+    assert all("the cause" in each.wait(30.0).seen for each in others)
+    goes_on.set()
+    forming.join(60.0)
+    assert "the cause" in outcomes[slow].wait(30.0).seen
+    for each in outcomes:
+        each.close()
+
+
+@pytest.mark.parametrize("reason", ["not installed", "fails", "makes nothing"])
+def test_a_hub_without_a_certificate_says_so_and_goes_on(reason, monkeypatch, tmp_path, caplog):
+    if reason != "not installed":
+        program = tmp_path / "openssl"
+        program.write_text(f"#!/bin/sh\necho no entropy >&2\nexit {int(reason == 'fails')}\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    tls.own_certificate.cache_clear()
+    try:
+        with caplog.at_level(logging.WARNING, logger="paceline"), formed() as channels:
+            assert not any(each.is_encrypted for each in channels[0]._connections.values())
+            channels[3].tell(ValueError("the cause"))
+            assert "the cause" in channels[1].wait(30.0).seen
+    finally:
+        tls.own_certificate.cache_clear()
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert "not encrypted, because" in said
+    assert ("not installed" if reason == "not installed" else "no entropy") in said
+
+
+def ends():
+    """Both ends of an encrypted connection, after their handshake."""
+    hub, rank = tls.Tls(tls.own_certificate()), tls.Tls()
+    rank.decrypt(b"")
+    hub.decrypt(rank.encrypt(b""))
+    rank.decrypt(hub.encrypt(b""))
+    hub.decrypt(rank.encrypt(b""))
+    assert hub.is_open and rank.is_open
+    return hub, rank
+
+
+@given(
+    st.lists(st.tuples(st.booleans(), st.binary(max_size=40)), max_size=8),
+    st.randoms(use_true_random=False),
+)
+def test_what_is_encrypted_comes_out_however_it_is_cut(said, generator):
+    hub, rank = ends()
+    for is_of_hub, data in said:
+        speaker, hearer = (hub, rank) if is_of_hub else (rank, hub)
+        sent, heard = speaker.encrypt(data), b""
+        assert not data or (len(sent) > len(data))
+        while sent:
+            cut = generator.randint(1, len(sent))
+            heard += hearer.decrypt(sent[:cut])
+            sent = sent[cut:]
+        assert heard == data
+
+
+def test_what_is_said_before_both_have_a_key_comes_afterwards():
+    hub, rank = tls.Tls(tls.own_certificate()), tls.Tls()
+    assert hub.encrypt(b"first, ") == b"" and hub.encrypt(b"second") == b""
+    rank.decrypt(b"")
+    hub.decrypt(rank.encrypt(b""))
+    rank.decrypt(hub.encrypt(b""))
+    assert rank.is_open and not hub.is_open
+    assert hub.decrypt(rank.encrypt(b"at once")) == b"at once"
+    assert rank.decrypt(hub.encrypt(b"")) == b"first, second"
+
+
+def test_a_certificate_of_somebody_else_is_refused():
+    own, other = tls.own_certificate(), tls.own_certificate.__wrapped__()
+    assert own.fingerprint != other.fingerprint and tls.own_certificate() is own
+    _, rank = ends()
+    rank.check(own.fingerprint)
+    with pytest.raises(ConnectionError, match="another certificate"):
+        rank.check(other.fingerprint)
+
+
+def test_each_changed_byte_of_what_is_encrypted_is_noticed():
+    hub, rank = ends()
+    sent = bytearray(hub.encrypt(b"the mean"))
+    sent[-1] ^= 1
+    with pytest.raises(ConnectionError, match="TLS"):
+        rank.decrypt(bytes(sent))
+
+
+@pytest.mark.parametrize("word", [b"GET / HTTP/1.1\r\n\r\n", bytes(100)])
+def test_a_stranger_who_speaks_otherwise_is_a_connection_error(word):
+    with pytest.raises(ConnectionError, match="TLS"):
+        tls.Tls(tls.own_certificate()).decrypt(word)
 
 
 # --- the secret ---

@@ -36,7 +36,7 @@ from typing import Any
 from paceline.errors import CollectiveError, ConfigError, PeerLostError, format_ranks
 from paceline.rendezvous import lifetime
 from paceline.rendezvous.exchange import Exchange
-from paceline.rendezvous.frames import Frame, frame
+from paceline.rendezvous.frames import Frame
 from paceline.rendezvous.handshake import Facts, Member
 from paceline.rendezvous.messages import read_object
 from paceline.rendezvous.reception import HUB, Connection, meet
@@ -283,9 +283,14 @@ class ControlChannel:
             piece = connection.socket.recv(_RECEIVE_BYTES)
             if not piece:
                 raise ConnectionResetError
-            for kind, payload in connection.stream.feed(piece):
+            with self._lock:  # other threads say something meanwhile
+                plain, answer = connection.decrypt(piece)
+                if answer:
+                    self._unsent[rank] += answer
+                    self._flush(rank)
+            for kind, text in connection.hear(plain):
                 self._heard[rank] = time.monotonic()
-                self._understand(rank, kind, connection.hears.open(kind, payload))
+                self._understand(rank, kind, text)
         except BlockingIOError:
             return
         except OSError as error:
@@ -386,7 +391,7 @@ class ControlChannel:
         connection = self._connections.get(rank)
         if connection is None or len(self._unsent[rank]) > _MOST_UNSENT_BYTES:
             return
-        self._unsent[rank] += frame(kind, connection.says.close(kind, text))
+        self._unsent[rank] += connection.say(kind, text)
         self._flush(rank)
 
     def _flush(self, rank: int) -> None:

@@ -4,13 +4,14 @@
     CHALLENGE  protocol, channel's digest, nonce  ->
                                                   <-  HELLO  facts, nonce, that it knows the channel, proof
     (checks the proof, then the facts)
-    WELCOME    all members, proof                 ->         (checks the proof)
+    WELCOME    all members, certificate, proof    ->         (checks the proof)
+    TLS 1.3, if there is a certificate           <->         (checks that it is this one)
 
 A proof is an HMAC-SHA256 with the job's secret over who speaks, the channel, both nonces and all that is
 said, so it is of no use at another time, for another rank, or for the other direction. Afterwards each frame
 carries a code over its kind, text and number, with a key made of both nonces: nothing can be altered, left
-out or repeated. Nothing is encrypted. A job without a secret has an empty one: then the same steps keep
-strangers out that mean no harm, and no others.
+out or repeated. `tls` encrypts it all, if there is a secret. A job without one has an empty one: then the
+same steps keep strangers out that mean no harm, and no others.
 
 May import errors and the rest of this folder.
 """
@@ -32,7 +33,7 @@ from paceline.rendezvous.messages import (
     split_payloads,
 )
 
-PROTOCOL = 1
+PROTOCOL = 2
 NONCE_BYTES = 16
 MOST_CLOCK_OFFSET_S = 600.0
 """Logs and time stamps of checkpoints are of no use any more; training would not mind."""

@@ -15,8 +15,9 @@ import secrets
 import selectors
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from paceline.errors import PacelineError, RendezvousError, format_ranks
 from paceline.rendezvous.addresses import find_way, own_addresses
@@ -52,6 +53,9 @@ from paceline.rendezvous.messages import (
     split_payloads,
 )
 
+if TYPE_CHECKING:  # not every Python has `ssl`, and not every job needs it
+    from paceline.rendezvous.tls import Certificate, Tls
+
 HUB = 0
 _CONNECT_WITHIN_S = 2.0
 _RETRY_S = 0.05
@@ -61,22 +65,50 @@ _CHANNEL_BYTES = 16
 
 
 class Connection:
-    """One connection of the channel, after its handshake.
+    """One connection of the channel, after its handshake. Not for several threads at once.
+
+    Args:
+        link: Its socket.
+        meeting: What both ends know.
+        is_hub: Whether this is the hub's end.
+        tls: What encrypts it; None: nothing does.
 
     Attributes:
         socket: Not blocking.
-        stream: What has come.
-        hears: Checks what the other end says.
-        says: Signs what this end says.
+        is_encrypted: Whether all that is said is.
     """
 
-    def __init__(self, link: socket.socket, meeting: Meeting, *, is_hub: bool) -> None:
+    def __init__(self, link: socket.socket, meeting: Meeting, tls: Tls | None, *, is_hub: bool) -> None:
         link.setblocking(False)
         self.socket = link
-        self.stream = FrameStream(LONGEST_HELLO)
+        self.is_encrypted = tls is not None
+        self._tls = tls
+        self._stream = FrameStream(LONGEST_HELLO)
         own, other = ("hub", "rank") if is_hub else ("rank", "hub")
-        self.says: Seal = meeting.seal(own)
-        self.hears: Seal = meeting.seal(other)
+        self._says: Seal = meeting.seal(own)
+        self._hears: Seal = meeting.seal(other)
+
+    def say(self, kind: Frame, text: bytes) -> bytes:
+        """What is to be sent for a frame."""
+        data = frame(kind, self._says.close(kind, text))
+        return data if self._tls is None else self._tls.encrypt(data)
+
+    def decrypt(self, piece: bytes) -> tuple[bytes, bytes]:
+        """What has come in clear, for `hear`; and what is to be sent because of it.
+
+        Raises:
+            ConnectionError: It is not what the other end has sent.
+        """
+        return (piece, b"") if self._tls is None else (self._tls.decrypt(piece), self._tls.encrypt(b""))
+
+    def hear(self, plain: bytes) -> Iterator[tuple[Frame, bytes]]:
+        """The frames that are whole with this.
+
+        Raises:
+            ConnectionError: The next one is not what the other end has said next.
+        """
+        for kind, payload in self._stream.feed(plain):
+            yield kind, self._hears.open(kind, payload)
 
 
 @dataclass(frozen=True)
@@ -214,6 +246,7 @@ class _Reception:
         self._secret, self._deadline = secret, deadline
         self._came: dict[int, tuple[socket.socket, Meeting, Facts]] = {}
         self._waiting = selectors.PollSelector()
+        self._certificate: Certificate | None = None
         self._refusal = b""  # what everybody is told, once the start has failed
         self._told: set[int] = set()
 
@@ -221,6 +254,11 @@ class _Reception:
         """See `meet`."""
         self._listener.setblocking(False)
         self._waiting.register(self._listener, selectors.EVENT_READ)
+        if self._secret:  # while the others come
+            with contextlib.suppress(ImportError):
+                from paceline.rendezvous import tls
+
+                self._certificate = tls.own_certificate()
         try:
             while len(self._came) < self._facts.world_size - 1:
                 if self._deadline.is_over():
@@ -306,12 +344,23 @@ class _Reception:
 
     def _welcome(self) -> tuple[dict[int, Connection], tuple[Member, ...]]:
         table = write_members([self._facts, *(facts for *_, facts in self._came.values())])
+        shown = b"" if self._certificate is None else self._certificate.fingerprint
+        welcome = join_payloads([table, shown])
         for link, meeting, _ in self._came.values():
-            _try_send(link, Frame.WELCOME, join_payloads([table, meeting.prove("hub", table)]))
+            _try_send(link, Frame.WELCOME, join_payloads([table, shown, meeting.prove("hub", welcome)]))
         connections = {
-            rank: Connection(link, meeting, is_hub=True) for rank, (link, meeting, _) in self._came.items()
+            rank: Connection(link, meeting, self._tls(), is_hub=True)
+            for rank, (link, meeting, _) in self._came.items()
         }
         return connections, read_members(table, self._facts.world_size)
+
+    def _tls(self) -> Tls | None:
+        """For a connection whose other end begins. Nobody waits for that: it comes as all that is said."""
+        if self._certificate is None:
+            return None
+        from paceline.rendezvous import tls
+
+        return tls.Tls(self._certificate)
 
     def _turn_away(self, error: BaseException) -> None:
         """Tell everybody who came, and for some seconds everybody who comes."""
@@ -414,8 +463,8 @@ def _introduce(
     kind, raw = receive_frame(link, Deadline(deadline.left_s() + _GRACE_S), _longest_welcome(facts))
     if kind is Frame.FAILED:
         raise refusal(facts, Misfit.unpack(raw), str(place))
-    table, proof = split_payloads(raw if kind is Frame.WELCOME else b"", 2)
-    if not meeting.is_proof(proof, "hub", table):
+    table, fingerprint, proof = split_payloads(raw if kind is Frame.WELCOME else b"", 3)
+    if not meeting.is_proof(proof, "hub", join_payloads([table, fingerprint])):
         raise refusal(
             facts,
             Misfit(
@@ -425,7 +474,23 @@ def _introduce(
             str(place),
         )
     members = read_members(table, facts.world_size)
-    return {HUB: Connection(link, meeting, is_hub=False)}, members
+    tls = _encrypt(link, fingerprint, deadline) if fingerprint else None
+    return {HUB: Connection(link, meeting, tls, is_hub=False)}, members
+
+
+def _encrypt(link: socket.socket, fingerprint: bytes, deadline: Deadline) -> Tls:
+    """Agree with the hub on a key. Raises ConnectionError (OSError) where that is not the hub."""
+    from paceline.rendezvous import tls
+
+    ours, piece = tls.Tls(), b""
+    while not ours.is_open:
+        ours.decrypt(piece)  # which begins, with nothing
+        link.settimeout(max(deadline.left_s(), 1e-3))
+        link.sendall(ours.encrypt(b""))
+        if not ours.is_open and not (piece := link.recv(LONGEST_HELLO)):
+            raise ConnectionError("the hub closed the connection")
+    ours.check(fingerprint)
+    return ours
 
 
 def _longest_welcome(facts: Facts) -> int:

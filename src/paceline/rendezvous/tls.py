@@ -1,0 +1,154 @@
+"""TLS 1.3 for the control channel: who listens cannot read what the ranks tell each other.
+
+Its one idea: a job has a secret and no certificates. So the hub makes a certificate for this run, whose
+fingerprint the ranks are told with a proof that only the secret makes (see `handshake`); nothing else in it
+counts. The ranks need none: afterwards each frame carries a code made with the secret, in both directions.
+Nothing here touches a socket: bytes go in and come out, so whoever has the socket waits as it would without.
+Imports the standard library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import hmac
+import logging
+import os
+import shutil
+import ssl
+import subprocess
+from dataclasses import dataclass, field
+
+_MAKE_WITHIN_S = 20.0
+_PIECE_BYTES = 1 << 16
+# In place of the one that an installation may lack, or fill with rules of its own.
+_OPENSSL_CONF = "[req]\ndistinguished_name = name\n[name]\n"
+_COMMAND = (
+    "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -keyout - -subj /CN=paceline "
+    "-days 3650 -config /dev/stdin"
+)
+_BEGIN = "-----BEGIN CERTIFICATE-----"
+
+_log = logging.getLogger("paceline")
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What a hub shows.
+
+    Attributes:
+        fingerprint: SHA-256 of it.
+        context: Holds its private key, which exists nowhere else.
+    """
+
+    fingerprint: bytes
+    context: ssl.SSLContext = field(repr=False)
+
+
+@functools.cache
+def own_certificate() -> Certificate | None:
+    """This process's certificate, made by the program `openssl` at the first call; None: it could not be.
+
+    Takes some 20 ms. Says in a warning why there is none.
+    """
+    program = shutil.which("openssl")
+    if program is None:
+        _say_why_not("the program openssl is not installed on this host")
+        return None
+    try:
+        made = subprocess.run(
+            [program, *_COMMAND.split()],
+            input=_OPENSSL_CONF,
+            capture_output=True,
+            text=True,
+            timeout=_MAKE_WITHIN_S,
+        )
+        if made.returncode or _BEGIN not in made.stdout:
+            _say_why_not(f"{program} made no certificate: {' '.join(made.stderr.split())[:200]}")
+            return None
+        return _load(made.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        _say_why_not(f"{type(error).__name__}: {error}")
+        return None
+
+
+def _load(pem: str) -> Certificate:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.num_tickets = 0  # a connection that ends is not resumed
+    fd = os.memfd_create("paceline-key", os.MFD_CLOEXEC)  # `ssl` reads keys from files alone
+    with open(fd, "wb") as file:
+        file.write(pem.encode())
+        file.flush()
+        context.load_cert_chain(f"/proc/self/fd/{fd}")
+    der = ssl.PEM_cert_to_DER_cert(pem[pem.index(_BEGIN) :])
+    return Certificate(hashlib.sha256(der).digest(), context)
+
+
+def _say_why_not(reason: str) -> None:
+    _log.warning(
+        "what ranks of different hosts tell each other on the control channel is authenticated, but not "
+        "encrypted, because %s",
+        reason,
+    )
+
+
+class Tls:
+    """One end of a connection. Not for several threads at once.
+
+    Args:
+        certificate: The hub's own; None: this is the end of a rank.
+
+    Attributes:
+        is_open: Both ends have the key.
+    """
+
+    def __init__(self, certificate: Certificate | None = None) -> None:
+        self.is_open = False
+        self._coming, self._going = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._held = b""  # said before the other end has the key
+        context = _rank_context() if certificate is None else certificate.context
+        self._ends = context.wrap_bio(self._coming, self._going, server_side=certificate is not None)
+
+    def encrypt(self, data: bytes) -> bytes:
+        """What is to be sent now; `data` comes later, if the other end has no key yet."""
+        self._held += data
+        if self.is_open and self._held:
+            held, self._held = self._held, b""
+            self._ends.write(held)
+        return self._going.read()
+
+    def decrypt(self, piece: bytes) -> bytes:
+        """What the other end has said. Afterwards `encrypt(b"")` may have an answer to be sent.
+
+        Raises:
+            ConnectionError: It is not what the other end has sent.
+        """
+        self._coming.write(piece)
+        said = b""
+        try:
+            with contextlib.suppress(ssl.SSLWantReadError):
+                if not self.is_open:
+                    self._ends.do_handshake()
+                    self.is_open = True
+                while part := self._ends.read(_PIECE_BYTES):
+                    said += part
+        except ssl.SSLError as error:
+            raise ConnectionError(f"TLS: {error.reason or error}") from None
+        return said
+
+    def check(self, fingerprint: bytes) -> None:
+        """Raises ConnectionError unless this is the certificate of the other end."""
+        shown = hashlib.sha256(self._ends.getpeercert(binary_form=True) or b"").digest()
+        if not hmac.compare_digest(shown, fingerprint):
+            raise ConnectionError("the other end shows another certificate than it has announced")
+
+
+@functools.cache
+def _rank_context() -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE  # `check` knows better than any authority
+    return context
