@@ -1,8 +1,8 @@
 """Trains until something goes wrong, and tells when and what: `failing.py WHAT PATH`.
 
-Rank 3 is killed, or raises, where WHAT says so; else somebody outside does something. PATH is what
-`reduce_through` takes; with "torch", torch's own DDP trains. Each rank prints lines of an event and the time,
-of a clock that all hosts share, and the error behind the last one.
+Rank 3 is killed, or raises, where WHAT says so; else somebody outside does something, or was wrong from the
+start. PATH is what `reduce_through` takes; with "torch", torch's own DDP trains. Each rank prints lines of an
+event and the time, of a clock that all hosts share, and the error behind the last one.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,8 @@ def say(event: str, text: str = "") -> None:
 def main() -> None:
     what, path = sys.argv[1:]
     torch.set_num_threads(1)
-    init_process_group("gloo", timeout=90)
+    form = dist.init_process_group if what == "torch forms the group" else init_process_group
+    form("gloo", timeout=timedelta(seconds=90))
     rank = dist.get_rank()
     model: nn.Module
     if path == "torch":

@@ -130,7 +130,7 @@ def test_a_pause_is_survived(hosts: Hosts, path: str, layout: Layout) -> None:
 
 
 def test_a_wrong_secret(hosts: Hosts, tmp_path) -> None:
-    """Refused at once, on both hosts."""
+    """Refused at once, on both hosts, when the model is wrapped: torch's own call compares none."""
     ranks = []
     for rank, host in enumerate((0, 1)):
         secret = tmp_path / f"secret{rank}"
@@ -145,7 +145,7 @@ def test_a_wrong_secret(hosts: Hosts, tmp_path) -> None:
             "MASTER_PORT": "29511",
             "PACELINE_SECRET_FILE": str(secret),
         }
-        command = [sys.executable, "-m", "tests.hosts.failing", "none", "auto"]
+        command = [sys.executable, "-m", "tests.hosts.failing", "torch forms the group", "auto"]
         ranks.append(hosts.start(host, command, variables, **OPTIONS))
     for each in ranks:
         output, _ = each.communicate(timeout=WITHIN_S)
