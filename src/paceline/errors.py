@@ -103,6 +103,11 @@ class PacelineError(RuntimeError):
                 lines.extend(f"           {line}" for line in rest)
         return "\n".join(lines)
 
+    def add_where(self, line: str) -> None:
+        """Say more of where it happened than was known when the error was made."""
+        self.where = f"{self.where}\n{line}" if self.where else line
+        self.args = (self._render(),)
+
     def __reduce__(self) -> tuple[Any, ...]:
         rows = {row: getattr(self, row) for row in _ROWS}
         return _rebuild, (type(self), self.summary, rows, self.fields)

@@ -1,6 +1,7 @@
-"""Training on handwritten digits with gradients that are compressed between hosts, beside uncompressed ones.
+"""Training on handwritten digits with fewer bytes between hosts, beside gradients as they are in each step.
 
-python -m tests.hosts.convergence --epochs 8 --seeds 3
+python -m tests.hosts.convergence --epochs 8 --seeds 3                       # compressed gradients
+python -m tests.hosts.convergence --what local_sgd --optimizer adamw         # hosts that meet now and then
 
 Two hosts of one rank, which are processes of this machine that are told so: what converges does not depend on
 how fast the link is. scikit-learn's copy of the UCI digits, nothing to download.
@@ -9,20 +10,40 @@ how fast the link is. scikit-learn's copy of the UCI digits, nothing to download
 from __future__ import annotations
 
 import argparse
+import functools
+import math
 import statistics
 import sys
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
+from paceline.errors import NonFiniteGradientError
+from paceline.reducer.hosts import Message
 from paceline.rendezvous import shared_memory
-from paceline.torch import DistributedDataParallel
+from paceline.torch import DistributedDataParallel, LocalSGD
+from paceline.torch.link.hosts import GlooTransfer, GlooTransport
 from tests.harness import run_ranks
 from tests.hosts.rank import COMPRESSED
 
-WAYS = (None, *COMPRESSED)
+COMPRESSION: dict[str, dict[str, Any]] = {
+    str(way): {"compress_between_hosts": way} for way in (None, *COMPRESSED)
+}
+LOCAL_SGD: dict[str, dict[str, Any]] = {"gradients in each step": {}}
+for every in (1, 8, 32):
+    averaging = LocalSGD(every, outer_lr=1, outer_momentum=0)
+    LOCAL_SGD[f"parameters averaged, every={every}"] = {"local_sgd": averaging}
+for every in (1, 8, 32):
+    LOCAL_SGD[f"outer 0.7 and 0.9, every={every}"] = {"local_sgd": LocalSGD(every)}
+LOCAL_SGD["outer 0.7 and 0.9, every=32, int8"] = {"local_sgd": LocalSGD(32), "compress_between_hosts": "int8"}
+WAYS = {"compression": COMPRESSION, "local_sgd": LOCAL_SGD}
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
+    "sgd": functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9),
+    "adamw": functools.partial(torch.optim.AdamW, lr=0.002),
+}
 BATCH = 32
 
 
@@ -50,14 +71,16 @@ def network() -> nn.Module:
     )
 
 
-def train(rank: int, compression: str | None, seed: int, epochs: int) -> tuple[list[float], float]:
-    """Mean training loss of each epoch, and the accuracy of the test at the end."""
+def train(
+    rank: int, arguments: dict[str, Any], optimizer_name: str, seed: int, epochs: int
+) -> tuple[list[float], float, int]:
+    """Mean training loss of each epoch, the accuracy of the test at the end, and the bytes that were sent."""
     x, y = images()
     torch.manual_seed(seed)
-    model = DistributedDataParallel(network(), compress_between_hosts=compression)
-    assert model.gradient_path == "hosts"
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    model = DistributedDataParallel(network(), **arguments)
+    optimizer = OPTIMIZERS[optimizer_name](model.parameters())
     losses = []
+    _sent.clear()
     for epoch in range(epochs):
         order = (
             torch.randperm(len(y) - 360, generator=torch.Generator().manual_seed(1000 * seed + epoch)) + 360
@@ -71,16 +94,42 @@ def train(rank: int, compression: str | None, seed: int, epochs: int) -> tuple[l
             optimizer.step()
             found.append(loss.item())
         losses.append(statistics.mean(found))
-    model.check_replicas(optimizer)
+    if "local_sgd" in arguments:
+        model.sync_parameters()
+    else:
+        model.check_replicas(optimizer)
+    sent = sum(_sent)
     with torch.no_grad():
         right = (model.module(x[:360]).argmax(1) == y[:360]).float().mean().item()
-    return losses, right
+    return losses, right, sent
 
 
-def run(rank: int, seeds: int, epochs: int) -> dict[str, Any]:
+_sent: list[int] = []
+_DIVERGED = ([math.inf] * 100, math.nan, 0)
+
+
+def train_or_diverge(*arguments: Any) -> tuple[list[float], float, int]:
+    """What `train` returns; infinite losses, if the hosts' parameters did not stay finite."""
+    try:
+        return train(*arguments)
+    except NonFiniteGradientError:
+        return _DIVERGED
+
+
+def run(rank: int, what: str, optimizer: str, seeds: int, epochs: int) -> dict[str, Any]:
     """Every way with every seed."""
+    send = GlooTransport.send
+
+    def counted(self: GlooTransport, host: int, message: Message, tag: int) -> GlooTransfer:
+        _sent.append(message.nbytes)
+        return send(self, host, message, tag)
+
+    GlooTransport.send = counted  # type: ignore[method-assign]
     shared_memory._host_hint = lambda: (f"host {rank}", shared_memory._Obstacle())
-    return {str(way): [train(rank, way, seed, epochs) for seed in range(seeds)] for way in WAYS}
+    return {
+        way: [train_or_diverge(rank, arguments, optimizer, seed, epochs) for seed in range(seeds)]
+        for way, arguments in WAYS[what].items()
+    }
 
 
 def main() -> int:
@@ -89,17 +138,22 @@ def main() -> int:
     )
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--what", choices=WAYS, default="compression")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
     options = parser.parse_args()
-    found = run_ranks(
-        run, 2, {"seeds": options.seeds, "epochs": options.epochs}, group="gloo", deadline_s=3600
+    found = run_ranks(run, 2, vars(options), group="gloo", deadline_s=3600)
+    print(
+        "| between hosts | loss of epoch 1 | of the middle one | of the last one | test accuracy | MB sent |"
     )
-    print("| between hosts | loss of epoch 1 | of the middle one | of the last one | test accuracy |")
-    print("|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|")
     for way, runs in found[0].items():
         epochs = (0, options.epochs // 2, options.epochs - 1)
-        cells = [way, *(f"{statistics.mean(losses[epoch] for losses, _ in runs):.4f}" for epoch in epochs)]
-        rights = sorted(right for _, right in runs)
+        cells = [way, *(f"{statistics.mean(losses[epoch] for losses, *_ in runs):.4f}" for epoch in epochs)]
+        if _DIVERGED in runs:
+            cells = [way, "diverged", "", ""]
+        rights = sorted(right for _, right, _ in runs)
         cells.append(f"{statistics.mean(rights):.4f} ({rights[0]:.4f}-{rights[-1]:.4f})")
+        cells.append(f"{runs[0][2] / 1e6:.1f}")
         print(f"| {' | '.join(cells)} |")
     return 0
 

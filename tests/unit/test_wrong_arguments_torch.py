@@ -91,6 +91,7 @@ def _wrapping() -> list[Use]:
         *ddp("check_replicas_every", "100", -1, 1.5, True),
         *ddp("compress_between_hosts", "8bit", True, 8, ["int8"]),
         *ddp("deterministic", True, "layout", 1, ["world"]),
+        *ddp("local_sgd", 16, True, "16", {"every": 16}),
     ]
 
 

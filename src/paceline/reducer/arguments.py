@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from paceline.arguments import Arguments, show
 from paceline.errors import ConfigError
 from paceline.reducer.buffer_policy import check_policies
+from paceline.reducer.local_sgd import LocalSGD
 from paceline.reducer.micro_batches import as_weight
 from paceline.reducer.pass_errors import shorten
 from paceline.reducer.sum_formats import ENCODINGS
@@ -73,6 +74,7 @@ class WrapperOptions:
         check_replicas_every: Compare replicas after so many passes; None: where there is a reason; 0: never.
         compress_between_hosts: How gradients are encoded between hosts, a key of ENCODINGS; None: not at all.
         deterministic: "world": the bits of one host, wherever the ranks are; None: no such promise.
+        local_sgd: How hosts train on their own, and when they meet; None: they average in each step.
     """
 
     bucket_cap_bytes: int
@@ -94,6 +96,7 @@ class WrapperOptions:
     check_replicas_every: int | None
     compress_between_hosts: str | None
     deterministic: str | None
+    local_sgd: LocalSGD | None
 
     def agreed_shared(self) -> dict[str, str]:
         """Those that must be the same on all ranks, or their collectives would not match."""
@@ -110,6 +113,7 @@ class WrapperOptions:
             "check_replicas_every": str(self.check_replicas_every),
             "compress_between_hosts": str(self.compress_between_hosts),
             "deterministic": str(self.deterministic),
+            "local_sgd": str(self.local_sgd),
         }
 
 
@@ -158,6 +162,19 @@ class WrapperArguments:
         expected = "None with compress_between_hosts, whose codes depend on the hosts and the buckets"
         hint = f"leave out {name}, or the other argument"
         self.check.require(compression is None, name, value, expected, hint)
+        return value
+
+    def local_sgd(self, value: LocalSGD | None, deterministic: str | None) -> LocalSGD | None:
+        """How hosts train on their own."""
+        name = "local_sgd"
+        if value is None:
+            return None
+        hint = "LocalSGD(every=16), of the package that has this wrapper"
+        if not isinstance(value, LocalSGD):
+            raise self.check.refuse(name, value, "a LocalSGD", hint, is_type=True)
+        expected = "None with deterministic, because a host's own steps depend on who is on it"
+        hint = f"leave out {name}, or the other argument"
+        self.check.require(deterministic is None, name, value, expected, hint)
         return value
 
     def _require_hosts(self, name: str, value: str, reduce_through: str, *, skip_unused: bool) -> None:
@@ -232,6 +249,7 @@ class WrapperArguments:
                 given.compress_between_hosts,
                 skip_unused=skip_unused,
             ),
+            "local_sgd": self.local_sgd(arguments.get("local_sgd"), given.deterministic),
         }
 
     def caps(self, value: Sequence[float] | None) -> tuple[int, ...]:

@@ -492,10 +492,17 @@ def check_promises(statuses: Sequence[PassStatus]) -> None:
         )
 
 
-def farewell(who: str, waiting: list[int]) -> str:
-    """What a rank says that leaves too early."""
+def farewell(who: str, waiting: list[int], among: str = "") -> str:
+    """What a rank says that leaves too early.
+
+    Args:
+        who: The rank, in words.
+        waiting: The ranks that wait for it.
+        among: Who those numbers count, in words; empty: all ranks.
+    """
+    among = f" (counted from 0 on {among})" if among else ""
     return (
-        f"{who.capitalize()} leaves while {format_ranks(waiting)} "
+        f"{who.capitalize()} leaves while {format_ranks(waiting)}{among} "
         f"{'waits' if len(waiting) == 1 else 'wait'} for it at the end of another backward.\n"
         "  likely   this rank skipped an iteration, or had fewer batches; or it leaves too early\n"
         "  hint     the steps of the ranks belong to different iterations since then: make every decision to "

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, final
 
 from paceline import _core
-from paceline.errors import CollectiveError, ConfigError, ForkedError, PacelineError
+from paceline.errors import CollectiveError, ConfigError, ForkedError, PacelineError, ReplicaError
 from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.drift import DriftWatch
 from paceline.reducer.front_end import AnyAutograd, Fingerprint, FrontEnd, Memory, PassOptions
@@ -207,6 +207,8 @@ class Passes(Generic[AnyAutograd]):
         active: Ranks that had data in the last pass. Others shadow it.
         is_order_final: Whether the plan will not change any more.
         good_passes: How many passes have made the gradients means, and all else that a pass does.
+        among: Who these ranks are, in words, where they have other numbers elsewhere; empty: they have not.
+        after_good: Called with the weight of this rank after each of those for which some rank had data.
         refuses_uneven: Whether a pass for which some ranks have no data raises, on all of them.
     """
 
@@ -236,6 +238,8 @@ class Passes(Generic[AnyAutograd]):
         self._waited_before_s = 0.0
         self._pass_number = 1
         self.good_passes = 0
+        self.among = ""
+        self.after_good: Callable[[float], None] | None = None
         self.refuses_uneven = False
         self._of_first: tuple[float, list[tuple[int, int]]] | None = None
         self._gradients_aside: dict[int, Any] = {}
@@ -328,7 +332,7 @@ class Passes(Generic[AnyAutograd]):
         """
         waiting = self.reducer.waiting_ranks() if os.getpid() == self.state.pid else []
         if waiting:
-            warnings.warn(farewell(self.who, waiting), RuntimeWarning, stacklevel=2)
+            warnings.warn(farewell(self.who, waiting, self.among), RuntimeWarning, stacklevel=2)
 
     @property
     def waited_s(self) -> float:
@@ -551,6 +555,8 @@ class Passes(Generic[AnyAutograd]):
             if self.active:
                 self.buffers.end_pass(self.active)
             self.good_passes += 1
+            if self.after_good is not None and self.active:
+                self.after_good(state.rank_weight)
             # Where a rank has no data there may be ranks that make no step until the others have finished.
             if len(self.active) == self.world_size:
                 self.drift.end_pass(reducer.notes_by_rank if outcome & _NOTES_DIFFER else None)
@@ -558,6 +564,8 @@ class Passes(Generic[AnyAutograd]):
             state.status.static_graph = False  # all ranks have promised it
             self.autograd.learn()
         except PacelineError as error:
+            if self.among and isinstance(error, ReplicaError):
+                error.add_where(f"ranks count from 0 here: they are those of {self.among}")
             self.autograd.note_error(error)
             if isinstance(error, CollectiveError):
                 # A rank that was stopped, and whom this one has given up, may still write into the arena.

@@ -9,18 +9,20 @@ import contextlib
 import math
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Container, Iterable, Iterator
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from typing import Any, NoReturn, TypeVar, cast
 
 from paceline.arguments import Arguments
 from paceline.errors import ConfigError
 from paceline.reducer.arguments import WrapperOptions
 from paceline.reducer.between_hosts import BetweenHosts
+from paceline.reducer.meetings import Meetings, Warmup, check_state, state_before
 from paceline.reducer.micro_batches import as_weight
 from paceline.reducer.passes import Passes
 from paceline.reducer.plan import BucketLayout, bucket_layout
 
 _Batch = TypeVar("_Batch")
+_Passes = TypeVar("_Passes", bound=Passes[Any])
 
 
 class WrappedModel:
@@ -30,6 +32,9 @@ class WrappedModel:
         _passes: None: this rank is the only one, and averages nothing.
         _config: What the arguments ask for.
         _arguments: The arguments as they were passed, by name.
+        _meetings: With the other members of local SGD; None: there are none (yet).
+        _warmup: The passes before those; None: there are none (any more).
+        _earlier_steps: Good passes of the run whose state was loaded.
         require_backward_grad_sync: Whether the next forward begins a synchronised pass; see no_sync(). Of the
             pass under way `PassState.is_syncing` says it, which only `Passes` sets.
     """
@@ -37,6 +42,9 @@ class WrappedModel:
     _passes: Passes[Any] | None
     _config: WrapperOptions
     _arguments: dict[str, Any]
+    _meetings: Meetings[Any] | None = None
+    _warmup: Warmup | None = None
+    _earlier_steps = 0
     require_backward_grad_sync: bool
 
     # --- what a front end adds ---
@@ -52,6 +60,10 @@ class WrappedModel:
     @abstractmethod
     def _own_nonfinite(self) -> tuple[str, ...]:
         """Parameters of which this rank's gradient holds an infinity or a NaN."""
+
+    @abstractmethod
+    def _end_warmup(self) -> None:
+        """From here on members of local SGD train on their own. Collective."""
 
     # --- what users call ---
 
@@ -124,7 +136,18 @@ class WrappedModel:
             >>> model.finish(optimizer.step)
         """
         _check_after_pass(f"{type(self).__name__}.finish", after_pass)
-        if self._passes is not None:
+        if self._meetings is not None and self._passes is not None:
+            meetings = self._meetings
+            meetings.meet_if_due()
+
+            def step_and_meet() -> None:
+                if after_pass is not None:
+                    after_pass()
+                meetings.meet_if_due()
+
+            self._passes.take_part_until_all_finished(step_and_meet)
+            meetings.finish()
+        elif self._passes is not None:
             self._passes.take_part_until_all_finished(after_pass)
 
     def finished(self, after_pass: Callable[[], object] | None = None) -> None:
@@ -191,6 +214,9 @@ class WrappedModel:
         if passes is None:
             names = self._own_nonfinite()
             return {0: names} if names else {}
+        if self._meetings is not None:
+            member = self._meetings.member
+            return {member[rank]: names for rank, names in passes.nonfinite().items()}
         if not passes.looks_for_nonfinite:
             raise ConfigError(
                 f'{type(self).__name__}: with nonfinite="ignore" a process group looks for none.',
@@ -205,8 +231,110 @@ class WrappedModel:
         are "local" are left alone. Use it before an evaluation on all ranks; an evaluation on rank 0 alone
         does not need it.
         """
-        if self._passes is not None:
+        if self._meetings is not None:
+            self._meetings.buffers.sync(range(self._meetings.link.world_size), on_demand=True)
+        elif self._passes is not None:
             self._passes.buffers.sync(range(self._passes.world_size), on_demand=True)
+
+    def sync_parameters(self) -> None:
+        """Let the replicas of local SGD meet now, before `every` steps are over. Collective, over all ranks.
+
+        Call it after `optimizer.step()`, where all replicas have to be the same: before an evaluation or a
+        checkpoint, and after the last step (`finish()` and `iterate()` do so themselves). The outer optimizer
+        makes a step, unless nobody has trained since the last meeting, and the next meeting is `every` steps
+        from here. Without `local_sgd`, and in its warm-up, parameters are in step anyway: it does nothing.
+
+        Raises:
+            NonFiniteGradientError: Parameters are infinite or NaN somewhere; no rank changes its own.
+            MismatchError: Ranks have met a different number of times.
+
+        Example:
+            Since the last meeting rank 0 has moved a weight from 1.0 to 0.8 and rank 1 to 0.6; with
+            `LocalSGD(every=10, outer_lr=1, outer_momentum=0, between="ranks")` both hold 0.7 after this call.
+        """
+        if self._meetings is not None:
+            self._meetings.meet()
+
+    def local_sgd_state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs of local SGD, beside the model and the optimizer. Not collective.
+
+        The parameters of the last meeting and the momentum of the outer optimizer, by name, copied: 16-bit
+        parameters as float32, complex ones as pairs of real numbers; and how many steps there were, in all
+        and since that meeting. It is the same on all ranks. The model's own parameters are the same only
+        right after a meeting: a checkpoint between two has the steps of one host, and loses those of the
+        others since the last meeting. So call sync_parameters() before saving.
+
+        Raises:
+            ConfigError: The wrapper was made without `local_sgd`.
+
+        Example:
+            >>> ddp.sync_parameters()
+            >>> torch.save({"model": ddp.module.state_dict(), "outer": ddp.local_sgd_state_dict()}, path)
+        """
+        self._require_local_sgd("local_sgd_state_dict")
+        steps = self._earlier_steps + self.num_good_passes
+        return state_before(steps) if self._meetings is None else self._meetings.state(steps)
+
+    def load_local_sgd_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the outer optimizer where another run has stopped. Collective, over all ranks.
+
+        Call it after wrapping, and load the model's parameters too, before or after this. Without this call
+        the parameters of the first forward count as those of the last meeting, and the momentum begins at 0.
+        `every` and the outer optimizer's options are those of this wrapper.
+
+        Args:
+            state: What local_sgd_state_dict() has returned, the same on all ranks.
+
+        Raises:
+            ConfigError: It is no such state, or that of another model; or there is no `local_sgd`.
+            ModelMismatchError: The ranks load different states.
+        """
+        self._require_local_sgd("load_local_sgd_state_dict")
+        state = check_state(state)
+        self._earlier_steps = state["steps"] - self.num_good_passes
+        options = self._config.local_sgd
+        if self._warmup is not None and options is not None:
+            if state["steps"] >= options.warmup_steps:
+                self._end_warmup()
+            else:
+                self._warmup.left = options.warmup_steps - state["steps"]
+        if self._meetings is not None:
+            self._meetings.load(state)
+
+    def _require_local_sgd(self, call: str) -> None:
+        if self._config.local_sgd is None:
+            raise ConfigError(
+                f"{type(self).__name__}.{call}: this model was wrapped without local_sgd.",
+                hint="pass local_sgd=LocalSGD(every=...) when wrapping",
+            )
+
+    def _refuse_with_local_sgd(self, what: str) -> None:
+        """Refuse what cannot be had beside local SGD.
+
+        Args:
+            what: What it is and does, in words.
+
+        Raises:
+            ConfigError: The wrapper was made with `local_sgd`.
+        """
+        if self._config.local_sgd is not None:
+            raise ConfigError(
+                f"{type(self).__name__}: {what}, but with local_sgd most steps are a host's own.",
+                hint="leave it out, or local_sgd",
+                argument="local_sgd",
+            )
+
+    def _begin_local_forward(self, passes: _Passes, *, is_training: bool) -> _Passes:
+        """A forward begins whose gradients will be needed, with `local_sgd`. Collective where ranks meet.
+
+        Returns:
+            The passes from here on: others than before, where a warm-up is over.
+        """
+        if self._warmup is not None and self._warmup.is_over(is_training=is_training):
+            self._end_warmup()
+        if self._meetings is not None:
+            self._meetings.begin_forward(is_training=is_training)
+        return cast("_Passes", self._passes or passes)
 
     def check_replicas(self, optimizer: Any = None) -> None:
         """Raise on every rank if the model is not the same, to the bit, on all of them. Collective.
@@ -311,7 +439,8 @@ class WrappedModel:
     def _tell_of_unused_compression(self, rank: int) -> None:
         """An argument that does nothing is told once."""
         value = self._config.compress_between_hosts
-        if value is not None and rank == 0 and self.gradient_path != "hosts":
+        path = self.gradient_path if self._meetings is None else self._meetings.link.path
+        if value is not None and rank == 0 and path != "hosts":
             warnings.warn(
                 f"{type(self).__name__}: compress_between_hosts={value!r} does nothing, because all ranks "
                 "are on one host.",
@@ -360,6 +489,8 @@ class WrappedModel:
         Gloo gives the same bits in every run with the same ranks; NCCL does if it chooses the same algorithm.
         In each case all ranks have the same bits in one run.
         """
+        if self._meetings is not None:
+            return self._meetings.bits
         return "world" if self._passes is None else self._passes.bits
 
     @property

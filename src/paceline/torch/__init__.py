@@ -6,6 +6,7 @@ Importing this package makes `torch.distributed.init_process_group("paceline")` 
 Paceline that imports torch; may import everything below it.
 """
 
+from paceline.reducer.local_sgd import LocalSGD
 from paceline.replacing import replace_if_asked
 from paceline.torch import backend, compression
 from paceline.torch.backend.init_process_group import init_process_group
@@ -20,6 +21,7 @@ replace_if_asked(replace_ddp)
 __all__ = [
     "DataParallel",
     "DistributedDataParallel",
+    "LocalSGD",
     "SyncBatchNorm",
     "compression",
     "init_process_group",

@@ -24,6 +24,9 @@ from paceline.errors import ConfigError, PacelineError
 from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
 from paceline.reducer.between_hosts import A_HOOK, refuse_other_bits
 from paceline.reducer.comm_hooks import CommHook, agree_on_hook, check_is_first
+from paceline.reducer.link import Link
+from paceline.reducer.local_sgd import LocalSGD
+from paceline.reducer.meetings import Warmup
 from paceline.reducer.micro_batches import as_weight
 from paceline.reducer.wrapped_model import WrappedModel, checked_norms
 from paceline.torch.ddp.logging_data import noting_errors
@@ -32,12 +35,14 @@ from paceline.torch.ddp.torch_names import TorchNames, hide_torchs_own, moved
 from paceline.torch.ddp.wrapped_twice import check_inner, check_outer
 from paceline.torch.link.comm_hook import check_hook
 from paceline.torch.link.link import connect
+from paceline.torch.link.members import join_member
 from paceline.torch.link.peers import Peers, find_peers, known_exchange
 from paceline.torch.model.arguments import check_materialised, checked_module
 from paceline.torch.model.compiling import untraced, untraced_itself
 from paceline.torch.model.config import DDPConfig, Weight, make_config
 from paceline.torch.model.parameters import ManagedTensors
 from paceline.torch.model.precision import cast_buffers, run_in
+from paceline.torch.passes.meetings import make_meetings
 from paceline.torch.passes.passes import GradientPasses, make_passes
 
 if TYPE_CHECKING:
@@ -114,6 +119,8 @@ class DistributedDataParallel(WrappedModel, TorchNames):
             with aligned blocks of ranks (2x2, 4x4); else hosts send the sums of several blocks of ranks
             each, which takes up to (L + 1) / 2 times the bytes for L ranks per host. None: `bits` says what
             comes out. On the CPU, without a hook.
+        local_sgd: `LocalSGD(every=...)`: let hosts train on their own, and meet every so many steps. None:
+            gradients are averaged over all ranks in each step.
         later: Arguments of a newer torch, which must have torch's default values.
 
     Raises:
@@ -168,6 +175,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         check_replicas_every: int | None = None,
         compress_between_hosts: str | None = None,
         deterministic: str | None = None,
+        local_sgd: LocalSGD | None = None,
         **later: Any,
     ) -> None:
         arguments = dict(locals())
@@ -194,7 +202,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True  # others set it; buffers are brought in step after backward
         self._join_config = None  # torch's Join sets it
-        self._joining = None
+        self._joining = self._passes = None
         self._tensors = ManagedTensors(module)
         self._tensors.check_device(self._config.device)
         self._tensors.delay(arguments)
@@ -205,7 +213,8 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         self._peers = peers
         # Alone, there is nothing to average, and nothing may cost; but "raise" is also for one rank.
         config = self._config
-        is_alone = peers.world_size == 1 and config.nonfinite != "raise" and config.weight is None
+        needs_none = config.nonfinite != "raise" and config.weight is None and config.local_sgd is None
+        is_alone = peers.world_size == 1 and needs_none
         self._check_model(peers)
         self._passes = None if is_alone else self._begin_passes(is_first=is_first)
         self._tell_of_unused_compression(peers.rank)
@@ -246,7 +255,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
             buffers = list(self._tensors.buffers.values()) if self._config.init_sync_buffers else []
             values = [*self._tensors.all_parameters.values(), *buffers]
             link.broadcast(values)
-        passes = make_passes(self._tensors, link, self._config)
+        passes = self._join_passes(peers, link, on_host=on_host)
         passes.autograd.errors = self._errors
         if self._sample_rate is not None:
             passes.autograd.times.use_rate(self._sample_rate, passes.good_passes)
@@ -254,6 +263,31 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         self._on_drop = weakref.finalize(self, passes.graphs.drop_wrapper)
         self._on_drop.atexit = False
         return passes
+
+    def _join_passes(self, peers: Peers, link: Link[torch.Tensor], *, on_host: bool) -> GradientPasses:
+        """The passes of all ranks; or those of this rank's member, and its meetings with the others."""
+        options = self._config.local_sgd
+        self._meetings = self._warmup = None
+        steps = self._earlier_steps + self.num_good_passes
+        if options is None or steps < options.warmup_steps:
+            passes = make_passes(self._tensors, link, self._config)
+            self._warmup = None if options is None else Warmup(options.warmup_steps - steps, passes)
+            return passes
+        member_link, members = join_member(peers, link, options.between, on_host=on_host)
+        passes = make_passes(self._tensors, member_link, self._config)
+        passes.state.where = f"rank {peers.rank} of {peers.world_size}"
+        self._meetings = make_meetings(options, self._tensors, link, members, passes, self._config)
+        return passes
+
+    def _end_warmup(self) -> None:
+        before = self._passes
+        assert before is not None
+        before.end()
+        if self._on_drop is not None:
+            self._on_drop.detach()
+        self._passes = self._begin_passes(is_first=False)
+        self._passes.good_passes = before.good_passes
+        self._passes.sync_next_backward(self.require_backward_grad_sync)
 
     @untraced_itself
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -302,6 +336,8 @@ class DistributedDataParallel(WrappedModel, TorchNames):
             self._connected()
         passes = self._passes
         if passes is not None:
+            if self._config.local_sgd is not None:
+                passes = self._begin_local_forward(passes, is_training=is_training)
             is_syncing = self.require_backward_grad_sync
             if self._join_config is not None and self._join_config.enable and self._joining is not None:
                 self._joining.notify(self, is_syncing)
@@ -356,6 +392,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         peers = self._connected()
         with telling_peers(lambda: (peers.exchange, peers.timeout_s), doing="register a hook"):
             check_hook(hook)
+            self._refuse_with_local_sgd("a communication hook averages gradients over all ranks")
             check_is_first(self._comm_hook)
             refuse_other_bits(type(self).__name__, self._config.deterministic, A_HOOK)
         if peers.process_group is None:

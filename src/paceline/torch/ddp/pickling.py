@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 _CONNECTIONS = (
     "_peers",
     "_passes",
+    "_meetings",
+    "_warmup",
     "_tensors",
     "_joining",
     "_join_config",

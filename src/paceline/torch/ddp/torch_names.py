@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 from paceline.arguments import Arguments
 from paceline.errors import ConfigError, ReplicaError
 from paceline.reducer.arguments import MIB
+from paceline.reducer.meetings import Meetings, Warmup
 from paceline.reducer.wrapped_model import hide_inherited
 from paceline.torch.data_parallel.scatter import gather, scatter_call
 from paceline.torch.ddp.join import DDPJoinHook, Joining, NamingJoin
@@ -79,6 +80,8 @@ class TorchNames(TorchDDP):
     _config: DDPConfig
     _tensors: ManagedTensors
     _passes: GradientPasses | None
+    _meetings: Meetings[torch.Tensor] | None
+    _warmup: Warmup | None
     _peers: Peers | None  # None: a copy that does not know them yet
     _is_connected: bool  # False: a copy that has not been trained yet
     _join_config: Any
@@ -101,6 +104,8 @@ class TorchNames(TorchDDP):
         def _connect(self, peers: Peers, *, is_first: bool = True) -> None: ...
 
         def _connected(self) -> Peers: ...
+
+        def _refuse_with_local_sgd(self, what: str) -> None: ...
 
     # --- attributes ---
 
@@ -328,6 +333,7 @@ class TorchNames(TorchDDP):
         forward in training mode raises ConfigError.
         """
         passes, self._passes = self._passes, None
+        self._meetings = self._warmup = None
         if passes is not None:
             passes.graphs.close()
         if self._on_drop is not None:
@@ -398,6 +404,7 @@ class TorchNames(TorchDDP):
             TypeError: It is not callable.
         """
         chosen = BufferHook(state, hook, comm_hook_location)
+        self._refuse_with_local_sgd("a buffer hook keeps buffers in step in every pass")
         self._connected()
         if self._passes is None:
             self._passes = self._begin_passes()
@@ -457,6 +464,9 @@ class TorchNames(TorchDDP):
 
     def join_hook(self, **kwargs: Any) -> DDPJoinHook:
         """What torch's `Join` runs when this rank has no more data; part of its `Joinable` protocol."""
+        self._refuse_with_local_sgd(
+            "torch's Join counts the passes of all ranks; finish() and iterate() don't"
+        )
         self._has_joined = True
         divide = bool(kwargs.get("divide_by_initial_world_size", True))
         peers = self._connected()
@@ -505,6 +515,7 @@ class TorchNames(TorchDDP):
             ModelMismatchError: The ranks' models differ, or their weights; names the first difference, or
                 the ranks and their numbers of good passes.
         """
+        self._refuse_with_local_sgd("_update_process_group() goes on with replicas that are equal")
         regroup(self, new_process_group)
 
 

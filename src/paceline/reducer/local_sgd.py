@@ -1,0 +1,104 @@
+"""Local SGD: replicas that train on their own for some steps, and then meet; the options and the arithmetic.
+
+The one idea: what a replica has changed in its parameters since the last meeting is a gradient, too. Averaged
+over the replicas it is the *outer gradient*, and an outer optimizer, SGD with momentum, makes a step with it
+from the parameters of the last meeting. With a learning rate of 1 and no momentum the new parameters are the
+mean of the replicas'.
+
+Imports `arguments` and the standard library.
+
+Sources: Stich, Local SGD Converges Fast and Communicates Little (ICLR 2019); Lin et al., Don't Use Large
+Mini-Batches, Use Local SGD (ICLR 2020); Douillard et al., DiLoCo: Distributed Low-Communication Training of
+Language Models (2023).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from paceline.arguments import Arguments
+
+MEMBERS = ("hosts", "ranks")
+
+_Array = TypeVar("_Array", bound=Any)  # a tensor of any framework, or of numpy
+
+
+@dataclass(frozen=True)
+class LocalSGD:
+    """How hosts train on their own, and how often they meet: the argument `local_sgd` of a wrapper.
+
+    The ranks of a host average gradients in every step, as always, and stay equal. The hosts don't: each goes
+    its own way for `every` synchronised backwards. Then all hosts meet, and every rank goes on with the same
+    parameters: those of the last meeting, from which an outer optimizer (SGD) has made one step with the
+    mean of what the hosts have changed. The defaults are those of DiLoCo; `outer_lr=1, outer_momentum=0`
+    averages parameters, as post-local SGD and torch's PeriodicModelAverager do.
+
+    Args:
+        every: The number of synchronised backwards between two meetings; backwards in no_sync() don't count.
+        outer_lr: The learning rate of the outer optimizer; above 0.
+        outer_momentum: Its momentum, from 0 to less than 1.
+        nesterov: Whether the momentum is Nesterov's.
+        warmup_steps: So many synchronised backwards come first, in which gradients are averaged over all
+            ranks.
+        between: "hosts" meet, or "ranks": then each rank trains on its own, and one host can show what
+            several will do.
+
+    Raises:
+        ConfigError: A value makes no sense.
+
+    Example:
+        Two hosts; in the last 10 steps one has moved a weight from 1.0 to 0.8, the other to 0.6. With
+        `LocalSGD(every=10, outer_lr=1, outer_momentum=0)` it is 0.7 on both after they have met.
+    """
+
+    every: int
+    outer_lr: float = field(default=0.7, kw_only=True)
+    outer_momentum: float = field(default=0.9, kw_only=True)
+    nesterov: bool = field(default=True, kw_only=True)
+    warmup_steps: int = field(default=0, kw_only=True)
+    between: str = field(default="hosts", kw_only=True)
+
+    def __post_init__(self) -> None:
+        check = Arguments(type(self).__name__)
+        hint = "every=16; fewer steps cost more bytes, more steps cost more quality"
+        lr_hint = "outer_lr=0.7 with outer_momentum=0.9; outer_lr=1 with outer_momentum=0 averages"
+        momentum = check.number("outer_momentum", self.outer_momentum, least=0, hint=lr_hint)
+        check.require(momentum < 1, "outer_momentum", self.outer_momentum, "less than 1", lr_hint)
+        checked = {
+            "every": check.whole("every", self.every, least=1, hint=hint),
+            "outer_lr": check.number("outer_lr", self.outer_lr, above=0, hint=lr_hint),
+            "outer_momentum": momentum,
+            "nesterov": check.flag("nesterov", self.nesterov),
+            "warmup_steps": check.whole("warmup_steps", self.warmup_steps, least=0, hint="warmup_steps=500"),
+            "between": check.choice("between", self.between, MEMBERS),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)  # as Python's own numbers
+
+
+def outer_step(
+    parameter: _Array, momentum: _Array | None, gradient: _Array, options: LocalSGD
+) -> tuple[_Array, _Array | None]:
+    """One step of the outer optimizer, for one parameter.
+
+    Products and sums are rounded one by one, so every processor and every framework finds the same bits.
+
+    Args:
+        parameter: Its values at the last meeting.
+        momentum: What the last meeting returned; None: there was none before.
+        gradient: The mean of what was taken from `parameter` since. Is not kept.
+        options: The optimizer's.
+
+    Returns:
+        The new parameter, and the new momentum (None: the optimizer has none), as new arrays.
+
+    Example:
+        With a learning rate of 0.5, a momentum of 0.9 and Nesterov's, 1.0 and a first gradient of 0.2 become
+        1.0 - 0.5 * (0.2 + 0.9 * 0.2) = 0.81, and the momentum is 0.2.
+    """
+    step = gradient
+    if options.outer_momentum:
+        momentum = gradient * 1.0 if momentum is None else momentum * options.outer_momentum + gradient
+        step = gradient + momentum * options.outer_momentum if options.nesterov else momentum
+    return parameter - step * options.outer_lr, momentum

@@ -1,0 +1,436 @@
+"""Meetings of replicas that train on their own in between (local SGD), for every framework.
+
+The one idea: what has been taken from the parameters since the last meeting is averaged as a gradient is, by
+a reducer over all ranks. So a meeting has all that a pass has: deadlines, the names of ranks that are lost,
+bytes, compression and bits between hosts, and one verdict on all ranks. Only when it is good does anything
+change: every rank makes the same step of the outer optimizer, and has the same parameters.
+
+Words: a *member* is what trains on its own: the ranks of a host, which stay equal, or one rank. What a member
+weighs in the mean is what its gradients have weighed since the last meeting.
+
+When they meet: in the first forward to train after `every` good passes, when the optimizer has stepped.
+Passes are counted and not steps, because a GradScaler may skip a step on one member alone; a forward is the
+place, because it is known neither which optimizer steps last nor whether it steps at all.
+
+Imports what is in this folder, the core, `errors` and the standard library.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar, final
+
+from paceline.errors import (
+    ConfigError,
+    MismatchError,
+    ModelMismatchError,
+    NonFiniteGradientError,
+    format_ranks,
+)
+from paceline.reducer.buffers import BufferSync
+from paceline.reducer.link import Link, ReductionOptions
+from paceline.reducer.local_sgd import LocalSGD, outer_step
+from paceline.reducer.pass_errors import names_by_rank, shorten
+from paceline.reducer.passes import Passes
+from paceline.reducer.plan import BucketCaps, CappedBuckets, ParameterSpec, plan_gradients
+from paceline.reducer.protocol import Outcome, PassStatus
+from paceline.reducer.replica_check import Entry, check_replicas
+
+_Tensor = TypeVar("_Tensor", bound=Any)
+
+# What a rank tells with a meeting, as its note; never 0, which is nothing.
+_MEETS, _HAS_TRAINED, _IS_FINISHED = 1, 2, 4
+_STATE = ("steps", "since_meeting", "parameters", "momentum")
+
+
+class ForwardModes:
+    """Which forwards all ranks make: some rank may run others in evaluation mode, alone.
+
+    So those in evaluation mode count only where all forwards of the last pass were such.
+    """
+
+    def __init__(self) -> None:
+        self._has_trained = self._trains_in_eval = False
+
+    def is_of_all_ranks(self, *, is_training: bool) -> bool:
+        """Whether all ranks make the forward that begins; `is_training`: it is in training mode."""
+        self._has_trained = self._has_trained or is_training
+        return is_training or self._trains_in_eval
+
+    def end_pass(self) -> None:
+        """A pass was good."""
+        self._trains_in_eval, self._has_trained = not self._has_trained, False
+
+
+class Warmup:
+    """The passes over all ranks that come before members train on their own.
+
+    Args:
+        left: How many.
+        passes: They are counted from here on.
+
+    Attributes:
+        left: How many are to come.
+    """
+
+    def __init__(self, left: int, passes: Passes[Any]) -> None:
+        self.left = left
+        self._passes, self._modes = passes, ForwardModes()
+        passes.after_good = self._note_pass
+
+    def is_over(self, *, is_training: bool) -> bool:
+        """Whether the forward that begins is the first behind them; see `Meetings.begin_forward`."""
+        is_of_all = self._modes.is_of_all_ranks(is_training=is_training)
+        return is_of_all and self.left <= 0 and not self._passes.autograd.is_in_backward()
+
+    def _note_pass(self, weight: float) -> None:
+        self.left -= 1
+        self._modes.end_pass()
+
+
+class OuterTensors(Protocol[_Tensor]):
+    """The parameters of one model, as an outer optimizer sees them: 16 bits as float32, complex as pairs.
+
+    Attributes:
+        names: Names of the parameters that are trained.
+    """
+
+    names: Sequence[str]
+
+    def specs(self) -> list[ParameterSpec]:
+        """The parameters as a plan knows them."""
+        ...
+
+    def is_trained(self, index: int) -> bool:
+        """Whether the parameter is not frozen now."""
+        ...
+
+    def copy(self, index: int) -> _Tensor:
+        """Its values, in memory of their own."""
+        ...
+
+    def put_change(self, index: int, before: _Tensor, place: _Tensor) -> None:
+        """Fill `place` with what has been taken from the parameter since it was made `before`."""
+        ...
+
+    def write(self, index: int, values: _Tensor) -> None:
+        """Make these the parameter's values."""
+        ...
+
+    def like(self, index: int, values: Any) -> _Tensor:
+        """A copy of values that were loaded, as `copy` would make it.
+
+        Raises:
+            ValueError: They are no tensor of the parameter's shape; says what they are.
+        """
+        ...
+
+    def hashes(self, values: Mapping[str, _Tensor]) -> Sequence[Entry]:
+        """Their hashes."""
+        ...
+
+
+@final
+class Meetings(Generic[_Tensor]):
+    """The meetings of one model's replicas.
+
+    Args:
+        options: When they meet, and the outer optimizer.
+        tensors: The model's parameters.
+        link: Between all ranks.
+        members: The ranks of each member.
+        passes: What averages the gradients within this rank's member.
+        buffers: Keeps buffers in step, between all ranks.
+        caps: Sizes of buckets.
+
+    Attributes:
+        link: Between all ranks.
+        member: The ranks of this rank's member.
+        buffers: Keeps buffers in step, between all ranks.
+        number: How many meetings there were.
+        since: Good passes of this rank's member since the last one.
+    """
+
+    def __init__(
+        self,
+        options: LocalSGD,
+        tensors: OuterTensors[_Tensor],
+        link: Link[_Tensor],
+        members: Sequence[Sequence[int]],
+        passes: Passes[Any],
+        buffers: BufferSync,
+        caps: BucketCaps,
+    ) -> None:
+        self.link, self.buffers = link, buffers
+        self.member = next(tuple(ranks) for ranks in members if link.rank in ranks)
+        self.number = self.since = 0
+        self._options, self._tensors, self._passes, self._members = options, tensors, passes, members
+        self._who = f"rank {link.rank} of {link.world_size}"
+        self._weight = 0.0
+        self._modes = ForwardModes()
+        self._are_equal = False  # the members, at the last meeting; known since the first one
+        self._values: list[_Tensor] = []  # at the last meeting
+        self._momentum: list[_Tensor | None] = [None] * len(tensors.names)
+        most = link.most_bucket_bytes
+        plan = plan_gradients(
+            tensors.specs(), caps if most is None else CappedBuckets(caps, most), None, whole=False
+        )
+        places = [tensors.copy(index) for index in range(len(tensors.names))]
+        finds_all = ReductionOptions(gradients_in_arena=True, checks_finite=True, skip_unused=False)
+        self._reduction = link.make_reduction(plan, places, finds_all)
+        passes.after_good = self._note_pass
+        who = f"{format_ranks(self.member)} of {link.world_size}"
+        number = members.index(self.member)
+        passes.among = f"host {number}, which has {who}" if options.between == "hosts" else who
+
+    @property
+    def bits(self) -> str:
+        """Which runs give the same bits; see `WrappedModel.bits`. Who trains together is the layout."""
+        is_by_host = self._options.between == "hosts"
+        return "layout" if is_by_host and self.link.bits == "world" else self.link.bits
+
+    # --- when ---
+
+    def _note_pass(self, weight: float) -> None:
+        self.since += 1
+        self._weight += weight
+        self._modes.end_pass()
+
+    def begin_forward(self, *, is_training: bool) -> None:
+        """A forward begins whose gradients will be needed; meet, if it is time. Collective then.
+
+        Args:
+            is_training: Whether the model is in training mode.
+        """
+        if self._passes.autograd.is_in_backward():
+            return
+        if self.number == self.since == 0 and not self._are_equal:
+            self._take_values()  # again: weights may have been loaded after a first forward
+        if self._modes.is_of_all_ranks(is_training=is_training):
+            self.meet_if_due()
+
+    def meet_if_due(self) -> None:
+        """Meet, if it is time: also where no forward follows, after the last pass. Collective then."""
+        if self.since >= self._options.every:
+            self.meet()
+
+    def finish(self) -> None:
+        """Meet until all ranks have no data left; then all have the same model. Collective."""
+        while not self.meet(is_finished=True):
+            pass
+
+    # --- a meeting ---
+
+    def meet(self, *, is_finished: bool = False) -> bool:
+        """Average what the members have changed, and make a step of the outer optimizer. Collective.
+
+        If it raises, no parameter has changed on this rank.
+
+        Returns:
+            Whether all ranks have said that they are finished.
+
+        Raises:
+            NonFiniteGradientError: The change of a parameter is infinite or NaN somewhere; on all ranks.
+            MismatchError: Ranks have met a different number of times; on all ranks.
+            ReplicasDifferError: At the first meeting: the members did not begin with the same parameters.
+        """
+        passes, tensors = self._passes, self._tensors
+        passes.state.check_process()
+        if passes.is_shared:
+            raise ConfigError(
+                "local_sgd: another wrapped model has some of the same parameters.",
+                where=self._who,
+                likely="two wrappers around models that share a layer, or around one model",
+                hint="wrap one module that holds both; each parameter can meet its replicas in one way only",
+            )
+        if (tell := self.link.tell) is not None:
+            tell(f"in meeting {self.number + 1} of local SGD")
+        if 0 < len(passes.active) < passes.world_size:
+            passes.broadcast_model(passes.active[0])  # some had no data, and may have made no step
+        if not self._values:
+            self._take_values()
+        if not self._are_equal:
+            self._check_values()
+        trained = [index for index in range(len(tensors.names)) if tensors.is_trained(index)]
+        reducer, places = self._reduction.reducer, self._reduction.places
+        for index in trained:
+            tensors.put_change(index, self._values[index], places[index])
+        # Of usual passes and an undisturbed rhythm this makes 1, which needs no multiplication.
+        reducer.set_weight(self._weight / self._options.every)
+        reducer.set_note(
+            _MEETS | (_HAS_TRAINED if self._weight else 0) | (_IS_FINISHED if is_finished else 0)
+        )
+        for index in trained:
+            reducer.mark_ready(index, 0)
+        outcome = Outcome(reducer.finish(PassStatus(self.number + 1), True, True))
+        if Outcome.SKIPPED in outcome:
+            raise self._mismatch([status.forwards for status in reducer.statuses()])
+        notes = reducer.notes_by_rank()
+        active = [rank for rank, note in enumerate(notes) if note & _HAS_TRAINED]
+        if active:
+            if outcome & (Outcome.NONFINITE | Outcome.OVERFLOWED):
+                raise self._nonfinite(reducer.nonfinite(), reducer.overflowed())
+            self._step(set(range(len(tensors.names))).difference(reducer.globally_unused()))
+            self.buffers.end_pass(active)
+        self.number += 1
+        self.since, self._weight = 0, 0.0
+        if tell is not None:
+            tell(f"after meeting {self.number} of local SGD")
+        return all(note & _IS_FINISHED for note in notes)
+
+    def _step(self, indices: set[int]) -> None:
+        for index in sorted(indices):
+            values, self._momentum[index] = outer_step(
+                self._values[index], self._momentum[index], self._reduction.places[index], self._options
+            )
+            self._values[index] = values
+            self._tensors.write(index, values)
+
+    def _take_values(self) -> None:
+        self._values = [self._tensors.copy(index) for index in range(len(self._tensors.names))]
+
+    def _check_values(self) -> None:
+        check_replicas(
+            self._tensors.hashes(dict(zip(self._tensors.names, self._values, strict=True))),
+            self.link.all_gather,
+            where="the first meeting of local SGD: the parameters with which the ranks began to train",
+        )
+        self._are_equal = True
+
+    # --- the state ---
+
+    def state(self, steps: int) -> dict[str, Any]:
+        """What a checkpoint needs; see `WrappedModel.local_sgd_state_dict`."""
+        if not self._values:
+            self._take_values()
+        names = self._tensors.names
+        momentum = {name: value * 1 for name, value in zip(names, self._momentum) if value is not None}
+        values = {name: value * 1 for name, value in zip(names, self._values)}
+        return dict(zip(_STATE, (steps, self.since, values, momentum), strict=True))
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state that `check_state` has found good. Collective.
+
+        Raises:
+            ConfigError: A value in it does not fit its parameter.
+            ModelMismatchError: The ranks load different states; on all ranks.
+        """
+        names = self._tensors.names
+        values = self._loaded(state["parameters"], "parameters")
+        momentum = self._loaded(state["momentum"], "momentum")
+        entries = [*self._tensors.hashes(values), *self._tensors.hashes(momentum)]
+        digest = hashlib.sha256(repr((state["since_meeting"], entries)).encode()).digest()
+        told = self.link.all_gather(digest)
+        if len(set(told)) > 1:
+            odd = [rank for rank, each in enumerate(told) if each != told[0]]
+            raise ModelMismatchError(
+                f"load_local_sgd_state_dict: {format_ranks(odd)} of {len(told)} "
+                f"{'loads' if len(odd) == 1 else 'load'} another state than rank 0.",
+                expected="the same state on all ranks",
+                likely="checkpoints of different steps, or a file that not every host has",
+                hint="load the checkpoint of one rank on all ranks",
+            )
+        self._values = [values[name] for name in names] if values else []
+        self._momentum = [momentum.get(name) for name in names]
+        self._are_equal = bool(values)
+        self.since = state["since_meeting"]
+        self._weight = float(self.since)
+
+    def _loaded(self, given: Mapping[str, Any], what: str) -> dict[str, _Tensor]:
+        names = self._tensors.names
+        strangers = sorted(set(given) - set(names))
+        missing = [name for name in names if name not in given] if what == "parameters" and given else []
+        if strangers or missing:
+            raise ConfigError(
+                "load_local_sgd_state_dict: this is the state of another model.",
+                where=f"its {what!r}",
+                seen="\n".join(
+                    f"{word}: {shorten(found)}"
+                    for word, found in (("not in the model", strangers), ("missing", missing))
+                    if found
+                ),
+                hint="load it into the model whose local_sgd_state_dict() it is",
+            )
+        loaded = {}
+        for index, name in enumerate(names):
+            if name in given:
+                try:
+                    loaded[name] = self._tensors.like(index, given[name])
+                except ValueError as error:
+                    raise ConfigError(
+                        f"load_local_sgd_state_dict: the {what} of '{name}' do not fit.",
+                        got=str(error),
+                        hint="load it into the model whose local_sgd_state_dict() it is",
+                    ) from error
+        return loaded
+
+    # --- errors ---
+
+    def _member_of(self, rank: int) -> str:
+        """A rank in words, with its host where hosts are members."""
+        if self._options.between == "ranks":
+            return f"rank {rank}"
+        return next(f"rank {rank} (host {host})" for host, ranks in enumerate(self._members) if rank in ranks)
+
+    def _mismatch(self, numbers: Sequence[int]) -> MismatchError:
+        rows = [f"{self._member_of(rank)}: meeting {number}" for rank, number in enumerate(numbers)]
+        return MismatchError(
+            "Ranks are in different meetings of local SGD; no parameter has changed.",
+            where=self._who,
+            seen="\n".join(rows),
+            likely="sync_parameters() was called on some ranks only, or a checkpoint was loaded on some only",
+            hint="make the same calls on all ranks",
+        )
+
+    def _nonfinite(
+        self, pairs: Sequence[tuple[int, int]], overflowed: Sequence[int]
+    ) -> NonFiniteGradientError:
+        names = self._tensors.names
+        found = names_by_rank(pairs, names)
+        sums = tuple(names[index] for index in overflowed)
+        rows = [f"{self._member_of(rank)}: {shorten(held)}" for rank, held in found.items()]
+        if sums:
+            rows.append(f"finite on every rank, but not their sum: {shorten(sums)}")
+        return NonFiniteGradientError(
+            f"After {self.since} steps of local SGD parameters hold an infinity or a NaN on "
+            f"{format_ranks(found)} of {self.link.world_size}."
+            if found
+            else "The mean of what the replicas have changed in local SGD overflowed.",
+            where=f"meeting {self.number + 1}; no parameter has changed, on any rank",
+            seen="\n".join(rows),
+            likely="training has diverged there since the last meeting: its learning rate is too large, or a "
+            "batch gave a NaN that the optimizer stepped with",
+            hint='nonfinite="raise" stops in the step that does it; local_sgd_state_dict() has what the '
+            "parameters were at the last meeting",
+            nonfinite=found,
+            overflowed=sums,
+        )
+
+
+def state_before(steps: int) -> dict[str, Any]:
+    """The state of a model whose replicas have not begun to train on their own."""
+    return dict(zip(_STATE, (steps, 0, {}, {}), strict=True))
+
+
+def check_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What was passed to load_local_sgd_state_dict, if it has the form of a state.
+
+    Raises:
+        ConfigError: It has not.
+    """
+    is_state = (
+        isinstance(state, Mapping)
+        and set(state) == set(_STATE)
+        and all(type(state[name]) is int and state[name] >= 0 for name in _STATE[:2])
+        and all(isinstance(state[name], Mapping) for name in _STATE[2:])
+    )
+    if not is_state:
+        got = f"keys {sorted(map(str, state))}" if isinstance(state, Mapping) else type(state).__name__
+        raise ConfigError(
+            "load_local_sgd_state_dict: this is no state of local SGD.",
+            expected=f"what local_sgd_state_dict() returned: a dictionary of {', '.join(_STATE)}",
+            got=got,
+            hint="the model's own weights go to load_state_dict()",
+        )
+    return state

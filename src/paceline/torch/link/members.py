@@ -1,0 +1,82 @@
+"""The link between the ranks that train as one in local SGD: those of a host, or a single rank.
+
+May import torch and what is below the front end.
+"""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+
+from paceline import _core
+from paceline.collectives.whole_exchange import WholeExchange
+from paceline.errors import ConfigError
+from paceline.reducer.link import Link
+from paceline.reducer.members import share_in_member
+from paceline.rendezvous.shared_memory import HostMemory
+from paceline.torch.link.link import MemoryLink
+from paceline.torch.link.peers import Peers
+
+
+def join_member(
+    peers: Peers, link: Link[torch.Tensor], between: str, *, on_host: bool
+) -> tuple[Link[torch.Tensor], tuple[tuple[int, ...], ...]]:
+    """The link between the ranks of this rank's member, and the ranks of each member. Collective.
+
+    Args:
+        peers: All ranks that train the model.
+        link: Between all of them.
+        between: A `LocalSGD.between`.
+        on_host: Whether all trainable parameters are on the CPU; the same on all ranks.
+
+    Raises:
+        ConfigError: The parameters are not on the CPU.
+    """
+    if not on_host:
+        raise ConfigError(
+            "DistributedDataParallel: local_sgd is not possible here.",
+            expected="parameters on the CPU",
+            seen="parameters on a GPU",
+            hint="leave it out; torch.distributed.algorithms.model_averaging averages parameters on GPUs",
+            argument="local_sgd",
+        )
+    if between == "hosts" and link.path == "memory":
+        return link, (tuple(range(peers.world_size)),)
+    core, members = share_in_member(
+        peers.share_hosts(), peers.rank, peers.world_size, between, peers.timeout_s
+    )
+    return MemoryLink(core, MemberPeers(core, peers)), members
+
+
+class MemberPeers:
+    """The ranks of a member, as `MemoryLink` asks for them; they count from 0.
+
+    Args:
+        core: The memory that they share.
+        peers: All ranks.
+    """
+
+    def __init__(self, core: _core.HostGroup, peers: Peers) -> None:
+        self.rank, self.world_size = core.rank, core.world_size
+        self.timeout_s, self.warn_after_s = peers.timeout_s, peers.warn_after_s
+        self.exchange = WholeExchange(core)
+        self._core = core
+
+    @property
+    def process_group(self) -> NoReturn:
+        """There is none."""
+        raise ConfigError(
+            "DistributedDataParallel: local_sgd cannot average a buffer that is on a GPU.",
+            hint="keep the buffers of a model on the CPU there, too; or leave local_sgd out",
+            argument="local_sgd",
+        )
+
+    def broadcast(self, payload: torch.Tensor, root: int = 0) -> None:
+        on_host = payload.cpu()
+        self._core.broadcast(on_host.data_ptr(), on_host.numel(), root)
+        if on_host is not payload:
+            payload.copy_(on_host)
+
+    def share_hosts(self) -> HostMemory:
+        return HostMemory(self._core, (tuple(range(self.world_size)),))

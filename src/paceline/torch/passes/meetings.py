@@ -1,0 +1,89 @@
+"""What the meetings of local SGD ask of torch: reading and writing a model's parameters.
+
+See `paceline.reducer.meetings`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from paceline.reducer.buffers import BufferSync
+from paceline.reducer.link import Link
+from paceline.reducer.local_sgd import LocalSGD
+from paceline.reducer.meetings import Meetings
+from paceline.reducer.plan import ParameterSpec
+from paceline.reducer.replica_check import Entry
+from paceline.torch.link.link import average_buffers
+from paceline.torch.model.config import DDPConfig
+from paceline.torch.model.parameters import ManagedTensors, dtype_name
+from paceline.torch.passes.passes import GradientPasses
+from paceline.torch.passes.replica_state import hash_model
+
+
+def make_meetings(
+    options: LocalSGD,
+    tensors: ManagedTensors,
+    link: Link[torch.Tensor],
+    members: Sequence[Sequence[int]],
+    passes: GradientPasses,
+    config: DDPConfig,
+) -> Meetings[torch.Tensor]:
+    """The meetings of the model whose passes these are, over all ranks of `link`. Collective."""
+    buffers = BufferSync(tensors, link, config.buffers, config.broadcast_buffers, average_buffers)
+    return Meetings(options, OuterParameters(tensors), link, members, passes, buffers, config)
+
+
+class OuterParameters:
+    """See `paceline.reducer.meetings.OuterTensors`.
+
+    Args:
+        tensors: The model's.
+    """
+
+    def __init__(self, tensors: ManagedTensors) -> None:
+        self.names: Sequence[str] = tensors.names
+        self._parameters = tensors.trainable
+
+    def specs(self) -> list[ParameterSpec]:
+        return [
+            ParameterSpec(name, values.numel(), dtype_name(values.dtype), values.itemsize, str(values.device))
+            for name, values in zip(self.names, map(_wide, self._parameters))
+        ]
+
+    def is_trained(self, index: int) -> bool:
+        return self._parameters[index].requires_grad
+
+    def copy(self, index: int) -> torch.Tensor:
+        return _wide(self._parameters[index]).clone(memory_format=torch.contiguous_format)
+
+    def put_change(self, index: int, before: torch.Tensor, place: torch.Tensor) -> None:
+        parameter = self._parameters[index]
+        if not parameter.is_complex() and before.dtype is not parameter.dtype:
+            before = before.to(parameter.dtype).to(before.dtype)  # as it was written there
+        torch.sub(before, _wide(parameter), out=place)
+
+    def write(self, index: int, values: torch.Tensor) -> None:
+        parameter = self._parameters[index].detach()
+        parameter.copy_(torch.view_as_complex(values) if parameter.is_complex() else values)
+
+    def like(self, index: int, values: Any) -> torch.Tensor:
+        wide = _wide(self._parameters[index])
+        if not isinstance(values, torch.Tensor):
+            raise ValueError(f"{type(values).__name__}, and no tensor")
+        if values.shape != wide.shape:
+            raise ValueError(f"shape {tuple(values.shape)}, not {tuple(wide.shape)}")
+        return values.detach().to(device=wide.device, dtype=wide.dtype, copy=True).contiguous()
+
+    def hashes(self, values: Mapping[str, torch.Tensor]) -> Sequence[Entry]:
+        return hash_model(values, {}, None)
+
+
+def _wide(parameter: torch.Tensor) -> torch.Tensor:
+    """Its values: 16 bits as float32, complex numbers as pairs of real ones."""
+    values = parameter.detach()
+    if values.is_complex():
+        return torch.view_as_real(values.resolve_conj())
+    return values.float() if values.itemsize < 4 else values

@@ -1,0 +1,556 @@
+"""Local SGD: hosts, or ranks, that train on their own and meet now and then.
+
+The reference is the algorithm in one process, in float64, with its own spelling of every formula. Ranks are
+on several hosts where each says so: `_host_hint` tells who could share memory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.testing import assert_allclose, assert_array_equal
+from torch import nn
+
+from paceline.errors import (
+    ConfigError,
+    MismatchError,
+    ModelMismatchError,
+    NonFiniteGradientError,
+    ReplicasDifferError,
+)
+from paceline.rendezvous import shared_memory
+from paceline.torch import DistributedDataParallel, LocalSGD
+from paceline.torch.link.hosts import GlooTransport
+from tests.harness import ranks
+
+WIDTH = 6
+LR = 0.2
+
+
+def place(rank: int, num_hosts: int) -> None:
+    """Say that this rank is on one of several hosts, in blocks."""
+    number = rank * num_hosts // int(os.environ["WORLD_SIZE"])
+    shared_memory._host_hint = lambda: (f"host {number}", shared_memory._Obstacle())
+
+
+def network(dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, 1)).to(dtype)
+
+
+def rows(step: int, world_size: int) -> torch.Tensor:
+    return torch.randn(4 * world_size, WIDTH, generator=torch.Generator().manual_seed(100 + step))
+
+
+def train(
+    ddp: nn.Module, optimizer: torch.optim.Optimizer, steps: Sequence[int], rank: int, world_size: int
+) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss = ddp(rows(step, world_size)[rank::world_size].to(next(ddp.parameters()).dtype))
+        loss.square().mean().backward()
+        optimizer.step()
+
+
+def values_of(net: nn.Module) -> list[np.ndarray]:
+    return [parameter.detach().double().numpy().copy() for parameter in net.parameters()]
+
+
+class Simulation:
+    """Local SGD in one process, in float64: for each member a replica that plain SGD trains.
+
+    Args:
+        members: The ranks of each.
+        outer: lr, momentum, and whether it is Nesterov's.
+    """
+
+    def __init__(self, members: Sequence[Sequence[int]], outer: tuple[float, float, bool]) -> None:
+        self.members, self.outer = members, outer
+        self.world_size = sum(map(len, members))
+        self.replicas = [network(torch.float64) for _ in members]
+        self.begun = values_of(self.replicas[0])
+        self.velocity = [np.zeros_like(value) for value in self.begun]
+
+    def step(self, number: int, who: Sequence[int] | None = None) -> None:
+        """One step of each member in `who`."""
+        for member in range(len(self.members)) if who is None else who:
+            replica = self.replicas[member]
+            x = rows(number, self.world_size).double()
+            losses = [replica(x[rank :: self.world_size]).square().mean() for rank in self.members[member]]
+            gradients = torch.autograd.grad(sum(losses) / len(losses), list(replica.parameters()))
+            with torch.no_grad():
+                for parameter, gradient in zip(replica.parameters(), gradients):
+                    parameter -= LR * gradient
+
+    def meet(self, weights: Sequence[float] | None = None) -> None:
+        weights = weights or [len(ranks) for ranks in self.members]
+        lr, momentum, nesterov = self.outer
+        held = [values_of(replica) for replica in self.replicas]
+        for index, before in enumerate(self.begun):
+            moved = sum(w * (before - each[index]) for w, each in zip(weights, held)) / sum(weights)
+            self.velocity[index] = momentum * self.velocity[index] + moved
+            direction = moved + momentum * self.velocity[index] if nesterov else self.velocity[index]
+            self.begun[index] = before - lr * direction
+        for replica in self.replicas:
+            with torch.no_grad():
+                for parameter, value in zip(replica.parameters(), self.begun):
+                    parameter.copy_(torch.from_numpy(value))
+
+
+def hosts_of(world_size: int, num_hosts: int) -> list[list[int]]:
+    return [
+        [rank for rank in range(world_size) if rank * num_hosts // world_size == host]
+        for host in range(num_hosts)
+    ]
+
+
+def assert_same_everywhere(net: nn.Module) -> None:
+    """The same bits on all ranks."""
+    own = torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
+    held = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(held, own)
+    for each in held:
+        assert_array_equal(each.view(torch.int32).numpy(), own.view(torch.int32).numpy())
+
+
+@pytest.mark.parametrize(
+    "world_size, num_hosts, between, outer",
+    [
+        (2, 1, "ranks", (0.7, 0.9, True)),
+        (2, 1, "ranks", (1.0, 0.0, True)),
+        (2, 2, "hosts", (0.7, 0.5, False)),
+        (4, 2, "hosts", (0.7, 0.9, True)),
+        (3, 2, "hosts", (1.0, 0.0, False)),
+        (2, 1, "hosts", (0.7, 0.9, True)),
+    ],
+)
+@ranks("world_size", group="gloo")
+def test_parameters_are_those_of_the_algorithm(rank, world_size, num_hosts, between, outer):
+    place(rank, num_hosts)
+    lr, momentum, nesterov = outer
+    options = LocalSGD(3, outer_lr=lr, outer_momentum=momentum, nesterov=nesterov, between=between)
+    ddp = DistributedDataParallel(network(), local_sgd=options)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
+    members = (
+        [[each] for each in range(world_size)] if between == "ranks" else hosts_of(world_size, num_hosts)
+    )
+    reference = Simulation(members, outer)
+    mine = next(number for number, ranks in enumerate(members) if rank in ranks)
+    for step in range(8):
+        if step in (3, 6):
+            reference.meet()
+        train(ddp, optimizer, [step], rank, world_size)
+        reference.step(step)
+        for value, expected in zip(values_of(ddp), values_of(reference.replicas[mine]), strict=True):
+            assert_allclose(value, expected, rtol=1e-4, atol=1e-5)
+    ddp.sync_parameters()
+    reference.meet()
+    for value, expected in zip(values_of(ddp), reference.begun, strict=True):
+        assert_allclose(value, expected, rtol=1e-4, atol=1e-5)
+    assert_same_everywhere(ddp)
+    assert ddp.bits == ("world" if between == "ranks" else "layout")
+
+
+@pytest.mark.parametrize("num_hosts, between", [(1, "ranks"), (2, "hosts")])
+@ranks(2, group="gloo")
+def test_warm_up_averages_gradients_over_all_ranks(rank, num_hosts, between):
+    place(rank, num_hosts)
+    ddp = DistributedDataParallel(
+        network(), local_sgd=LocalSGD(2, outer_momentum=0.5, warmup_steps=3, between=between)
+    )
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
+    whole, reference = Simulation([[0, 1]], (1.0, 0.0, True)), Simulation([[0], [1]], (0.7, 0.5, True))
+    for step in range(3):
+        train(ddp, optimizer, [step], rank, 2)
+        whole.step(step)
+        for value, expected in zip(values_of(ddp), values_of(whole.replicas[0]), strict=True):
+            assert_allclose(value, expected, rtol=1e-4, atol=1e-5)
+    assert_same_everywhere(ddp)
+    reference.begun = values_of(whole.replicas[0])
+    for replica in reference.replicas:
+        replica.load_state_dict(whole.replicas[0].state_dict())
+    for step in range(3, 8):
+        if step in (5, 7):
+            reference.meet()
+        train(ddp, optimizer, [step], rank, 2)
+        reference.step(step)
+    for value, expected in zip(values_of(ddp), values_of(reference.replicas[rank]), strict=True):
+        assert_allclose(value, expected, rtol=1e-4, atol=1e-5)
+    assert ddp.num_good_passes == 8
+
+
+@ranks(2, group="gloo")
+def test_only_synchronised_backwards_count_and_others_accumulate(rank):
+    ddp = DistributedDataParallel(
+        network(), local_sgd=LocalSGD(2, outer_lr=1, outer_momentum=0, between="ranks")
+    )
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=LR / 2)
+    reference = Simulation([[0], [1]], (1.0, 0.0, True))
+    for step in range(4):
+        if step == 2:
+            reference.meet()
+        optimizer.zero_grad()
+        x = rows(step, 2)[rank::2]
+        with ddp.no_sync():
+            ddp(x).square().mean().backward()
+        with torch.no_grad():
+            ddp.eval()(x)  # an evaluation in between
+        ddp.train()
+        ddp(x).square().mean().backward()
+        optimizer.step()
+        reference.step(step)
+        for value, expected in zip(values_of(ddp), values_of(reference.replicas[rank]), strict=True):
+            assert_allclose(value, expected, rtol=1e-4, atol=1e-5)
+
+
+@ranks(2, group="gloo")
+def test_a_model_trained_in_evaluation_mode_meets_and_a_lone_forward_does_not(rank):
+    ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(2, between="ranks"))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
+    train(ddp, optimizer, range(2), rank, 2)
+    if rank == 0:
+        ddp.eval()(rows(0, 2))  # with gradients: it would wait for rank 1
+    ddp.eval()
+    train(ddp, optimizer, range(2, 3), rank, 2)
+    assert ddp._meetings.number == 0  # the pass before had forwards in training mode
+    train(ddp, optimizer, range(3, 6), rank, 2)
+    assert ddp._meetings.number == 2
+    ddp.sync_parameters()
+    assert_same_everywhere(ddp)
+
+
+@ranks(2, group="gloo")
+def test_hosts_weigh_what_they_have_trained_on(rank):
+    place(rank, 2)
+    ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(2, outer_lr=0.5, outer_momentum=0))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
+    reference = Simulation([[0], [1]], (0.5, 0.0, True))
+    tokens = [(3.0, 1.0), (5.0, 0.5)]
+    for step, weights in enumerate(tokens):
+        optimizer.zero_grad()
+        with ddp.weight(weights[rank]):
+            ddp(rows(step, 2)[rank::2]).square().mean().backward()
+        optimizer.step()
+        reference.step(step)
+    ddp.sync_parameters()
+    reference.meet([8.0, 1.5])
+    for value, expected in zip(values_of(ddp), reference.begun, strict=True):
+        assert_allclose(value, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("counts", [(3, 6), (4, 4), (5, 0)])
+@ranks(2, group="gloo")
+def test_hosts_with_fewer_batches_take_part_in_later_meetings(rank, counts):
+    place(rank, 2)
+    ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(2, outer_momentum=0.5))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
+    reference = Simulation([[0], [1]], (0.7, 0.5, True))
+    since = [0, 0]
+    for step in range(max(counts)):
+        who = [host for host in (0, 1) if step < counts[host]]
+        reference.step(step, who)
+        for host in who:
+            since[host] += 1
+        if max(since) == 2 or step + 1 == max(counts):
+            reference.meet([float(each) for each in since])
+            since = [0, 0]
+    for _ in ddp.iterate(range(counts[rank])):
+        train(ddp, optimizer, [ddp.num_good_passes], rank, 2)
+    for value, expected in zip(values_of(ddp), reference.begun, strict=True):
+        assert_allclose(value, expected, rtol=1e-4, atol=1e-5)
+    assert_same_everywhere(ddp)
+
+
+@ranks(4, group="gloo")
+def test_ranks_of_one_host_may_run_out_of_data_between_meetings(rank):
+    place(rank, 2)
+    ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(2))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
+    for _ in ddp.iterate(range([1, 5, 4, 3][rank])):  # without after_pass: who has no data makes no step
+        train(ddp, optimizer, [ddp.num_good_passes], rank, 4)
+    assert_same_everywhere(ddp)
+    assert ddp._meetings.number >= 3
+
+
+@ranks(2, group="gloo")
+def test_a_change_that_is_not_finite_is_told_to_all_and_changes_nothing(rank):
+    place(rank, 2)
+    ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(2))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
+    train(ddp, optimizer, range(2), rank, 2)
+    if rank == 1:
+        with torch.no_grad():
+            ddp.module[2].weight[0, 1] = float("nan")
+    before = values_of(ddp)
+    with pytest.raises(
+        NonFiniteGradientError, match=r"(?s)on rank 1 of 2.*rank 1 \(host 1\): 2.weight"
+    ) as caught:
+        train(ddp, optimizer, [2], rank, 2)
+    assert caught.value.nonfinite == {1: ("2.weight",)}
+    for value, expected in zip(values_of(ddp), before, strict=True):
+        assert_array_equal(value, expected)
+    state = ddp.local_sgd_state_dict()
+    assert all(torch.isfinite(value).all() for value in state["parameters"].values())
+    with torch.no_grad():  # what was told can be mended, and training goes on
+        ddp.module[2].weight[0, 1] = 0.0
+    train(ddp, optimizer, range(2, 5), rank, 2)
+    assert ddp._meetings.number == 2
+
+
+@ranks(2, group="gloo")
+def test_members_that_begin_with_other_parameters_are_told(rank):
+    place(rank, 2)
+    net = network()
+    with torch.no_grad():
+        net[0].bias[1] = rank
+    ddp = DistributedDataParallel(net, init_sync=False, local_sgd=LocalSGD(1))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
+    train(ddp, optimizer, [0], rank, 2)
+    with pytest.raises(ReplicasDifferError, match=r"(?s)'0.bias'.*first meeting of local SGD"):
+        train(ddp, optimizer, [1], rank, 2)
+
+
+@ranks(2, group="gloo")
+def test_a_meeting_more_on_one_rank_is_told_to_all(rank):
+    place(rank, 2)
+    ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(2))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
+    train(ddp, optimizer, [0], rank, 2)
+    ddp.sync_parameters()
+    if rank == 0:
+        ddp._meetings.number += 1  # as after one that rank 1 was not in
+    with pytest.raises(
+        MismatchError, match=r"(?s)rank 0 \(host 0\): meeting 3\n.*rank 1 \(host 1\): meeting 2"
+    ):
+        ddp.sync_parameters()
+
+
+@ranks(2, group="gloo")
+def test_frozen_parameters_do_not_move(rank):
+    ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(1, between="ranks"))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
+    train(ddp, optimizer, range(3), rank, 2)
+    ddp.sync_parameters()
+    ddp.module[0].weight.requires_grad_(False)
+    frozen, other = ddp.module[0].weight.clone(), ddp.module[2].weight.clone()
+    train(ddp, optimizer, range(3, 5), rank, 2)
+    ddp.sync_parameters()
+    assert_array_equal(ddp.module[0].weight.numpy(), frozen.numpy())  # momentum would have moved it
+    assert not torch.equal(ddp.module[2].weight, other)
+
+
+class Product(nn.Module):
+    """The sum of a parameter times its input, as a real number."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.weight * x).abs().sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64])
+@ranks(2, group="gloo")
+def test_dtypes(rank, dtype):
+    place(rank, 2)
+    parameter = nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, -4.0]], dtype=dtype).t())
+    net = Product(parameter)
+    ddp = DistributedDataParallel(net, local_sgd=LocalSGD(1, outer_lr=1, outer_momentum=0))
+    ddp(torch.ones(2, 2)).backward()
+    with torch.no_grad():
+        parameter -= [0.5, 0.25][rank]
+    ddp.sync_parameters()
+    assert_allclose(
+        parameter.detach().to(torch.complex128).numpy(), np.array([[1, 3], [2, -4]]) - 0.375, rtol=1e-12
+    )
+
+
+@ranks(2, group="gloo")
+def test_small_steps_of_16_bit_parameters_are_not_lost(rank):
+    net = Product(nn.Parameter(torch.ones(1, dtype=torch.bfloat16)))
+    ddp = DistributedDataParallel(
+        net, local_sgd=LocalSGD(1, outer_lr=0.125, outer_momentum=0, between="ranks")
+    )
+    for _ in range(4):
+        ddp(torch.ones(1)).backward()
+        with torch.no_grad():
+            net.weight += 0.0078125  # one unit of bfloat16 at 1.0: an eighth of it is lost by rounding
+        ddp.sync_parameters()
+    # Four eighths of a unit, which the parameters of the last meeting hold in float32.
+    assert ddp.local_sgd_state_dict()["parameters"]["weight"].item() == 1.0 + 4 * 0.0078125 / 8
+
+
+class Averaged(nn.Module):
+    """A buffer that each rank fills with its own number, and a parameter."""
+
+    def __init__(self, number: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.number = number
+        self.register_buffer("seen", torch.zeros(1))
+        self.register_buffer("mean", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.fill_(self.number)
+        self.mean.fill_(self.number)
+        return (self.weight * x).sum()
+
+
+@ranks(4, group="gloo")
+def test_buffers_are_in_step_within_a_host_after_each_pass_and_everywhere_after_a_meeting(rank):
+    place(rank, 2)
+    ddp = DistributedDataParallel(Averaged(rank + 1.0), buffers={"mean": "average"}, local_sgd=LocalSGD(2))
+    ddp(torch.ones(1)).backward()
+    host = rank // 2
+    assert (ddp.module.seen.item(), ddp.module.mean.item()) == (2.0 * host + 1, 2.0 * host + 1.5)
+    ddp.sync_parameters()
+    assert (ddp.module.seen.item(), ddp.module.mean.item()) == (1.0, 2.5)
+
+
+@ranks(2, group="gloo")
+def test_a_run_that_is_resumed_goes_on_as_if_it_had_not_stopped(rank, tmp_path_factory=None):
+    place(rank, 2)
+    options = LocalSGD(2, warmup_steps=1)
+
+    def begin() -> tuple[Any, Any]:
+        ddp = DistributedDataParallel(network(), local_sgd=options)
+        return ddp, torch.optim.SGD(ddp.parameters(), lr=LR)
+
+    ddp, optimizer = begin()
+    early = ddp.local_sgd_state_dict()
+    assert early == {"steps": 0, "since_meeting": 0, "parameters": {}, "momentum": {}}
+    train(ddp, optimizer, range(6), rank, 2)
+    ddp.sync_parameters()
+    outer, weights = ddp.local_sgd_state_dict(), {n: v.clone() for n, v in ddp.module.state_dict().items()}
+    assert outer["steps"] == 6 and outer["since_meeting"] == 0
+    train(ddp, optimizer, range(6, 9), rank, 2)
+
+    resumed, optimizer = begin()
+    resumed.load_state_dict(weights)
+    resumed.load_local_sgd_state_dict(outer)
+    train(resumed, optimizer, range(6, 9), rank, 2)
+    for value, expected in zip(values_of(resumed), values_of(ddp), strict=True):
+        assert_array_equal(value, expected)
+    assert resumed.local_sgd_state_dict()["steps"] == 9
+
+    still_warm, optimizer = begin()
+    still_warm.load_local_sgd_state_dict(early)
+    train(still_warm, optimizer, range(1), rank, 2)
+    assert_same_everywhere(still_warm)
+
+
+@ranks(2, group="gloo")
+def test_wrong_states_are_refused(rank):
+    place(rank, 2)
+    ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(2))
+    train(ddp, torch.optim.SGD(ddp.parameters(), lr=LR), range(3), rank, 2)
+    ddp.sync_parameters()
+    good = ddp.local_sgd_state_dict()
+    weight = good["parameters"]["0.weight"]
+    without = {name: value for name, value in good["parameters"].items() if name != "2.bias"}
+    for wrong, words in (
+        (ddp.module.state_dict(), "no state of local SGD"),
+        ([1], "no state of local SGD"),
+        (good | {"steps": -1}, "no state of local SGD"),
+        (good | {"parameters": without}, r"(?s)another model.*missing: 2.bias"),
+        (good | {"momentum": {"head": weight}}, r"(?s)another model.*not in the model: head"),
+        (
+            good | {"parameters": good["parameters"] | {"0.weight": weight[1:]}},
+            r"(?s)'0.weight'.*shape \(4, 6\)",
+        ),
+        (good | {"momentum": {"0.weight": [1.0]}}, "list, and no tensor"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            ddp.load_local_sgd_state_dict(wrong)
+    other = good | {"momentum": {"0.weight": weight + rank}}
+    with pytest.raises(ModelMismatchError, match="rank 1 of 2 loads another state"):
+        ddp.load_local_sgd_state_dict(other)
+    plain = DistributedDataParallel(network())
+    plain.sync_parameters()
+    for call in (plain.local_sgd_state_dict, lambda: plain.load_local_sgd_state_dict(good)):
+        with pytest.raises(ConfigError, match="wrapped without local_sgd"):
+            call()
+
+
+@ranks(2, group="gloo")
+def test_what_does_not_go_with_it_is_refused(rank):
+    with pytest.raises(ConfigError, match="deterministic"):
+        DistributedDataParallel(network(), local_sgd=LocalSGD(2), deterministic="world")
+    with pytest.raises(ConfigError, match="a LocalSGD"):
+        DistributedDataParallel(network(), local_sgd=16)
+    with pytest.raises(ModelMismatchError, match="local_sgd"):
+        DistributedDataParallel(network(), local_sgd=LocalSGD(2 + rank))
+    ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(2))
+    with pytest.raises(ConfigError, match="communication hook"):
+        ddp.register_comm_hook(None, lambda state, bucket: None)
+    with pytest.raises(ConfigError, match="finish"):
+        ddp.join()
+    with pytest.raises(ConfigError, match="equal"):
+        ddp._update_process_group(None)
+    shared = network()
+    first, second = (DistributedDataParallel(shared, local_sgd=LocalSGD(1)) for _ in range(2))
+    (first(rows(0, 2)).sum() + second(rows(0, 2)).sum()).backward()
+    with pytest.raises(ConfigError, match="another wrapped model"):
+        first.sync_parameters()
+
+
+@pytest.mark.parametrize("every", [1, 4])
+@ranks(2, group="gloo")
+def test_bytes_between_hosts_are_those_of_one_step_in_every(rank, every):
+    place(rank, 2)
+    sent: list[int] = []
+    send = GlooTransport.send
+
+    def counted(self: GlooTransport, host: int, message: np.ndarray, tag: int) -> Any:
+        sent.append(message.nbytes)
+        return send(self, host, message, tag)
+
+    GlooTransport.send = counted
+    ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(every) if every > 1 else None)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
+    train(ddp, optimizer, range(4), rank, 2)
+    ddp.sync_parameters()
+    size = sum(parameter.nbytes for parameter in ddp.parameters())
+    assert size * 4 / every < sum(sent) < (size + 600) * 4 / every  # headers, gaps, reports
+
+
+@ranks(2, group="gloo")
+def test_compression_between_hosts_applies_to_meetings(rank):
+    place(rank, 2)
+    ddp = DistributedDataParallel(
+        network(), compress_between_hosts="int8", local_sgd=LocalSGD(2, outer_lr=1, outer_momentum=0)
+    )
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
+    reference = Simulation([[0], [1]], (1.0, 0.0, True))
+    train(ddp, optimizer, range(2), rank, 2)
+    begun = values_of(network())
+    for step in range(2):
+        reference.step(step)
+    reference.meet()
+    ddp.sync_parameters()
+    assert_same_everywhere(ddp)
+    for value, expected, first in zip(values_of(ddp), reference.begun, begun, strict=True):
+        unit = np.abs(expected - first).max() / 127
+        assert 0 < np.abs(value - expected).max() < 4 * unit
+
+
+@ranks(4, group="gloo")
+def test_errors_within_a_host_say_which_ranks_they_count(rank):
+    place(rank, 2)
+    ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(2), nonfinite="raise")
+    x = rows(0, 4)[rank::4]
+    if rank == 3:
+        x = x * float("nan")
+    if rank < 2:
+        ddp(x).sum().backward()
+        assert ddp.nonfinite() == {}
+        return
+    with pytest.raises(NonFiniteGradientError, match=r"(?s)on rank 1 of 2.*host 1, which has ranks 2-3 of 4"):
+        ddp(x).sum().backward()
+    assert set(ddp.nonfinite()) == {3}
