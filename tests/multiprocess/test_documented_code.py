@@ -7,6 +7,7 @@ block expects to be there (a model, a data set) is prepared here by name; a new 
 from __future__ import annotations
 
 import doctest
+import io
 import re
 import types
 from collections.abc import Callable
@@ -89,12 +90,22 @@ def of_data(names: Names, number: int) -> None:
         names["loader"] = DataLoader(classes(24 + 8 * dist.get_rank()), batch_size=16)
 
 
+def of_local_sgd(names: Names, number: int) -> None:
+    names |= {"torch": torch, "rank": dist.get_rank(), "path": io.BytesIO()}
+    if number == 0:
+        names["model"] = nn.Linear(4, 3)
+        names["optimizer"] = torch.optim.SGD(names["model"].parameters(), lr=0.1)
+        names["loader"] = DataLoader(torch.ones(8, 4), batch_size=2)
+        names["loss"] = lambda output: output.square().mean()
+
+
 PREPARED: dict[str, Callable[[Names, int], None]] = {
     "coming-from-ddp.md": of_coming_from_ddp,
     "concepts.md": of_concepts,
     "data.md": of_data,
     "getting_started.md": of_getting_started,
     "launching.md": of_launching,
+    "local_sgd.md": of_local_sgd,
 }
 
 
@@ -123,7 +134,7 @@ def test_every_page_with_code_is_prepared() -> None:
 @ranks(2, group=None)
 def test_the_code_of_a_page_runs(rank: int, page: str) -> None:
     names: Names = {"__name__": "__main__"}
-    if page in ("concepts.md", "data.md"):  # the others make theirs
+    if page in ("concepts.md", "data.md", "local_sgd.md"):  # the others make theirs
         dist.init_process_group("paceline")
     for number, block in enumerate(blocks(page)):
         if not any(block.startswith(begin) for begin in ELSEWHERE.get(page, ())):
