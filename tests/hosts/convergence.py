@@ -105,7 +105,6 @@ def train(
 
 
 _sent: list[int] = []
-_DIVERGED = ([math.inf] * 100, math.nan, 0)
 
 
 def train_or_diverge(*arguments: Any) -> tuple[list[float], float, int]:
@@ -113,7 +112,7 @@ def train_or_diverge(*arguments: Any) -> tuple[list[float], float, int]:
     try:
         return train(*arguments)
     except NonFiniteGradientError:
-        return _DIVERGED
+        return [math.inf] * 1000, 0.0, 0
 
 
 def run(rank: int, what: str, optimizer: str, seeds: int, epochs: int) -> dict[str, Any]:
@@ -149,11 +148,11 @@ def main() -> int:
     for way, runs in found[0].items():
         epochs = (0, options.epochs // 2, options.epochs - 1)
         cells = [way, *(f"{statistics.mean(losses[epoch] for losses, *_ in runs):.4f}" for epoch in epochs)]
-        if _DIVERGED in runs:
-            cells = [way, "diverged", "", ""]
         rights = sorted(right for _, right, _ in runs)
         cells.append(f"{statistics.mean(rights):.4f} ({rights[0]:.4f}-{rights[-1]:.4f})")
         cells.append(f"{runs[0][2] / 1e6:.1f}")
+        if any(math.inf in losses for losses, *_ in runs):
+            cells = [way, "diverged", "", "", "", ""]
         print(f"| {' | '.join(cells)} |")
     return 0
 

@@ -7,6 +7,7 @@ on several hosts where each says so: `_host_hint` tells who could share memory.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,11 +22,13 @@ from paceline.errors import (
     MismatchError,
     ModelMismatchError,
     NonFiniteGradientError,
+    PeerLostError,
     ReplicasDifferError,
 )
 from paceline.rendezvous import shared_memory
 from paceline.torch import DistributedDataParallel, LocalSGD
 from paceline.torch.link.hosts import GlooTransport
+from paceline.torch.passes.meetings import OuterParameters
 from tests.harness import ranks
 
 WIDTH = 6
@@ -554,3 +557,25 @@ def test_errors_within_a_host_say_which_ranks_they_count(rank):
     with pytest.raises(NonFiniteGradientError, match=r"(?s)on rank 1 of 2.*host 1, which has ranks 2-3 of 4"):
         ddp(x).sum().backward()
     assert set(ddp.nonfinite()) == {3}
+
+
+@pytest.mark.parametrize("is_in_meeting", [True, False])
+@ranks(4, group="gloo", dies={3: signal.SIGKILL})
+def test_a_rank_that_is_killed_is_named_at_the_meeting_and_no_parameter_changes(rank, is_in_meeting):
+    place(rank, 2)
+    ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(2))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
+    train(ddp, optimizer, range(3), rank, 4)
+    torch.distributed.barrier()
+    if rank == 3 and is_in_meeting:
+        OuterParameters.put_change = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    elif rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank < 2 and not is_in_meeting:  # the other host waits for nobody until it meets
+        train(ddp, optimizer, [3], rank, 4)
+    before = values_of(ddp)
+    with pytest.raises(PeerLostError) as caught:
+        ddp.sync_parameters()
+    assert caught.value.lost == (3,)
+    for value, expected in zip(values_of(ddp), before, strict=True):
+        assert_array_equal(value, expected)
