@@ -52,7 +52,8 @@ MODES: dict[str, dict[str, Any]] = {
 }
 """What is passed to the wrapper.
 
-"group": over Gloo, through paddle.distributed. "hosts": the same, because the ranks are on several hosts.
+"group": over Gloo, through paddle.distributed. "hosts": in the memory of each host, and
+between several.
 """
 
 PADDLE = "paddle"
@@ -129,7 +130,7 @@ class Ours:
             self._groups.paddle()
             with self._groups.on_hosts():
                 wrapper = DataParallel(net, timeout_s=TIMEOUT_S, **options)
-            if wrapper.gradient_path != "group":
+            if wrapper.gradient_path != "hosts":
                 raise AssertionError(f"ranks of several hosts average in {wrapper.gradient_path}")
             return wrapper
         if options.get("reduce_through") == "group":

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ast
 import importlib.metadata
+import os
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +21,7 @@ from paceline.paddle import internals, versions
 from paceline.paddle.link.arena import shared_places
 from paceline.paddle.passes import graphs
 from paceline.reducer.plan import ParameterSpec, plan_buckets
+from paceline.rendezvous.connections import connected_sockets
 from tests.multiprocess.paddle_models import ranks
 
 
@@ -278,3 +282,42 @@ def test_a_converted_tensor_stays_the_same_object(rank: int) -> None:
         assert tensor.dtype is paddle.float64
         assert_array_equal(tensor.numpy(), before)
     assert layer._mean is mean and layer.state_dict()["_mean"].dtype is paddle.float64
+
+
+@ranks(2, group=None)
+def test_a_pair_moves_arrays_in_one_direction(rank: int) -> None:
+    """What docs/design/hosts.md says of Paddle's Gloo: shorter arrays fit, and calls pair by their order."""
+    os.environ |= {"PADDLE_TRAINER_ID": str(rank), "PADDLE_TRAINERS_NUM": "2"}
+    port = Path(os.environ["TMPDIR"]) / "port"
+    if rank == 0:
+        with socket.socket() as free:
+            free.bind(("", 0))
+            number = free.getsockname()[1]
+        port.with_suffix(".new").write_text(str(number))
+        port.with_suffix(".new").rename(port)
+    else:
+        while not port.exists():
+            time.sleep(0.01)
+        number = int(port.read_text())
+        while not _listens(number):
+            time.sleep(0.01)
+    move = internals.make_pair(1 << 30, "127.0.0.1", number, keeps_store=rank == 0, receives=rank == 1)
+    room = np.zeros(100, np.uint8)
+    if rank == 0:
+        move(np.full(100, 7, np.uint8))
+        move(np.full(64, 8, np.uint8))
+        with pytest.raises(RuntimeError, match="TIMEOUT"):  # the other one has ended the connection
+            move(room)
+    else:
+        move(room)
+        assert_array_equal(room, np.full(100, 7))
+        move(room)
+        assert_array_equal(room, [8] * 64 + [7] * 36)
+        for connection in connected_sockets().values():
+            with socket.socket(fileno=os.dup(connection)) as each:
+                each.shutdown(socket.SHUT_RDWR)
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0

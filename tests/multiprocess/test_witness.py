@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from paceline.errors import CollectiveError, DeadlineError, PeerLostError
+from paceline.errors import DeadlineError, PeerLostError
 from paceline.rendezvous import shared_memory
 from tests.harness import ranks
 from tests.multiprocess.conformance_numpy import batch
@@ -121,16 +121,11 @@ def test_with_a_communication_hook(rank):
 
 @both
 @ranks(2, group=None, framework="framework", dies={1: signal.SIGKILL})
-def test_on_two_hosts_torchs_control_channel_knows(rank, framework):
-    """Paddle has none yet: its error names nobody, and nobody who is innocent."""
+def test_on_two_hosts_the_control_channel_knows(rank, framework):
     shared_memory._host_hint = lambda: (f"host {rank}", shared_memory._Obstacle())
     one_pass = model_of(rank, framework)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(CollectiveError) as caught:
+    with pytest.raises(PeerLostError) as caught:
         one_pass()
-    if framework == "torch":
-        assert isinstance(caught.value, PeerLostError)
-        assert caught.value.lost == (1,)
-    else:
-        assert not isinstance(caught.value, PeerLostError) or not caught.value.lost
+    assert caught.value.lost == (1,)

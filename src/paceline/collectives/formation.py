@@ -26,20 +26,6 @@ def _report_slow(facts: Mapping[str, Any]) -> None:
     _log.warning("%s", describe_slow(facts))
 
 
-def share_with_all(
-    exchange: Exchange, *, name: str, timeout_s: float, warn_after_s: float
-) -> _core.HostGroup | None:
-    """The memory that all ranks of an Exchange share; None: they are on several hosts. Collective.
-
-    Raises:
-        RendezvousError: A rank did not take part in time.
-        RegionError: There is not enough memory; on every rank.
-    """
-    return share_on_each_host(
-        exchange, name=name, timeout_s=timeout_s, warn_after_s=warn_after_s
-    ).of_all_ranks()
-
-
 def share_on_each_host(exchange: Exchange, *, name: str, timeout_s: float, warn_after_s: float) -> HostMemory:
     """The memory of this rank's host, and who is on which host. Collective, over the ranks of all hosts.
 

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from paddle import Tensor, empty, nn, view
+from paddle import Tensor, empty, from_dlpack, nn, view
 from paddle.base import core
+
+from paceline.rendezvous.connections import connected_sockets, send_at_once
 
 
 def on_gradient(parameter: Tensor, hook: Callable[[], None]) -> None:
@@ -193,3 +195,37 @@ def wrap_run_backward(wrapper: Callable[[Callable[..., Any]], Callable[..., Any]
     Both look it up for each call, and nothing else does: paddle.grad() calls another.
     """
     core.eager.run_backward = wrapper(core.eager.run_backward)
+
+
+GLOO_LIMIT_S = 30.0
+"""After so long a call of Paddle's Gloo gives up; it cannot be set."""
+
+
+def make_pair(
+    number: int, address: str, port: int, *, keeps_store: bool, receives: bool
+) -> Callable[[np.ndarray[Any, np.dtype[np.uint8]]], None]:
+    """Connect with another process over Gloo, in one direction; blocks until both call it.
+
+    In a store of their own: a group also leaves the address of each rank under the number of the rank alone,
+    where any other group that is made in the same store would find it.
+
+    Args:
+        number: Their own name for the group: neither has a group of this number yet.
+        address: Where the other one reaches the process that keeps the store.
+        port: A free one there.
+        keeps_store: True for one of them, which calls first.
+        receives: True for one of them; the other one sends.
+
+    Returns:
+        Sends an array, or receives one that is no longer than the array. Blocks, without the interpreter's
+        lock; raises RuntimeError after GLOO_LIMIT_S, and when the connection ends. Calls of both processes
+        pair in their order, because a tag counts the calls of each on the group.
+    """
+    before = connected_sockets()
+    store = core.TCPStore(address, port, keeps_store, 0, int(GLOO_LIMIT_S))
+    # Paddle asks in two packets, of which Linux sends the second one only 40 ms later.
+    send_at_once(connected_sockets(), before)
+    group = core.ProcessGroupGloo.create(store, int(receives), 2, number)
+    if receives:
+        return lambda array: group.recv(from_dlpack(array), 0, True)
+    return lambda array: group.send(from_dlpack(array), 1, True)

@@ -40,7 +40,7 @@ class BetweenHosts:
         if self.compression is not None:
             raise ConfigError(
                 f"{self.owner}: compress_between_hosts={show(self.compression)} is not possible here.",
-                expected="parameters on the CPU, and hosts that a Gloo group of torch connects",
+                expected="parameters on the CPU, and hosts that a Gloo group connects",
                 seen=seen,
                 hint="leave it out; a hook of paceline's `compression` module compresses between all ranks",
                 argument="compress_between_hosts",
@@ -57,7 +57,7 @@ def refuse_other_bits(owner: str, deterministic: str | None, seen: str) -> None:
     if deterministic is not None:
         raise ConfigError(
             f"{owner}: deterministic={show(deterministic)} is not possible here.",
-            expected="parameters on the CPU of one host, or of hosts that a Gloo group of torch connects, "
+            expected="parameters on the CPU of one host, or of hosts that a Gloo group connects, "
             "and no communication hook",
             seen=seen,
             hint="leave it out; all ranks have the same bits in any case, and `bits` says in which runs",

@@ -73,6 +73,7 @@ class Hosts:
         control: Tells all ranks of a failure of one.
         gather: Payloads of all ranks, by rank, of any lengths. Collective; only for what is unusual.
         timeout_s: Most seconds of one wait.
+        model: Number of the model, among those that use the same connections.
     """
 
     rank: int
@@ -83,6 +84,7 @@ class Hosts:
     control: ControlChannel
     gather: Callable[[bytes], list[bytes]]
     timeout_s: float
+    model: int = 0
 
     @property
     def who(self) -> str:
@@ -101,7 +103,7 @@ class HierarchicalReducer(ReportingReducer):
     Args:
         plan: The same on all ranks; with at least one bucket.
         hosts: The ranks.
-        generation: Number of the plan, among those of one model.
+        generation: Number of the plan, among all whose messages take the same connections.
         encoding: How sums between hosts are encoded, by its number in the core; None: they go as they are.
         before: The codes of an earlier plan of the same model, whose errors are taken over; None: there
             are none.

@@ -48,6 +48,8 @@ ONE_ROUND_BYTES = 64 << 10
 BUCKET_BYTES = 4 << 20
 """Most of a bucket between hosts: while one is exchanged the next is computed, and the last has nothing
 behind which it could hide."""
+PLANS = 1 << 16
+"""Where models share connections, a generation is the number of the model times this, and of the plan."""
 _BLOCK_ELEMENTS = 16
 _PIECES_PER_TAG = 1 << 12
 _MAGIC = b"plh1"
@@ -104,7 +106,7 @@ class Header:
     """What a message is.
 
     Attributes:
-        generation: Number of the reducer, among those that its ranks have made for one model.
+        generation: Number of the reducer, among all whose messages take the same connections.
         number: The pass.
         bucket: In the plan.
         round: 0, or 1 for sums that their owner sends.

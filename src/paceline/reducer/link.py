@@ -18,6 +18,7 @@ import numpy as np
 
 from paceline import _core
 from paceline.reducer.comm_hooks import CommHook
+from paceline.reducer.hosts import join_in_order
 from paceline.reducer.plan import Plan
 from paceline.reducer.protocol import Reducer
 from paceline.reducer.witness import Witness
@@ -209,6 +210,22 @@ def gather_in_memory(core: _core.HostGroup, array: np.ndarray[Any, Any]) -> np.n
     if array.nbytes:
         core.all_gather(array.ctypes.data, out.ctypes.data, array.nbytes)
     return out
+
+
+def sum_rows(rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The sum over the first dimension, with the bits of a sum in the memory of one host. Overwrites `rows`.
+
+    Args:
+        rows: C-contiguous, of float32 or float64; by rank.
+    """
+    dtype, sums = CORE_DTYPES[rows.dtype.name], _core.REDUCE_OPS["sum"]
+
+    def add(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        _core.reduce_arrays(dtype, sums, [left.ctypes.data, right.ctypes.data], [left.ctypes.data], left.size)
+        return left
+
+    with _core.DefaultFloats():
+        return join_in_order(list(rows.reshape(len(rows), -1)), add).reshape(rows.shape[1:])
 
 
 def gather_bytes(gather: Gather, payload: bytes) -> list[bytes]:

@@ -6,15 +6,17 @@ Imports errors and the standard library.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import ipaddress
+import os
 import socket
 import struct
 import sys
 import time
 from dataclasses import dataclass
 
-from paceline.errors import ConfigError, RendezvousError
+from paceline.errors import ConfigError, PacelineError, RendezvousError
 
 _SIOCGIFADDR = 0x8915
 _SAY_EVERY_S = 10.0
@@ -273,3 +275,19 @@ def _is_own(family: int, address: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def addresses_for_others() -> list[str]:
+    """Where others may reach this host; the likeliest first."""
+    interfaces = own_addresses()
+    found = [interfaces[_gloo_interface()]] if _gloo_interface() in interfaces else []
+    for name in filter(None, (os.environ.get("MASTER_ADDR"), socket.gethostname())):
+        with contextlib.suppress(PacelineError):  # it stands for nothing here
+            found.append(find_way(name, "").own_address)
+    found += interfaces.values()
+    unique = dict.fromkeys(found)
+    return sorted(unique, key=lambda address: address.startswith("127."))  # on this host alone
+
+
+def _gloo_interface() -> str:
+    return os.environ.get("GLOO_SOCKET_IFNAME", "")

@@ -20,6 +20,7 @@ from paceline.rendezvous.deadline import Deadline
 
 _live: weakref.WeakSet[_core.HostGroup] = weakref.WeakSet()
 _farewells: list[weakref.WeakMethod[Callable[[], object]]] = []
+_last_farewells: list[weakref.WeakMethod[Callable[[], object]]] = []
 _at_failure: list[weakref.WeakMethod[Callable[[BaseException], object]]] = []
 _installed_in = 0  # the process; a forked child loses multiprocessing's list of what to do at its end
 
@@ -62,18 +63,23 @@ def close_all() -> None:
         core.close()
 
 
-def before_leaving(farewell: Callable[[], object]) -> None:
+def before_leaving(farewell: Callable[[], object], *, is_last: bool = False) -> None:
     """Call this method at the end of the process, unless an exception ends it, as long as its object lives.
 
     While the groups of the process are still open, and in the order in which the methods came here.
+
+    Args:
+        farewell: It may block for a moment.
+        is_last: After all that are not the last: these may still need what it ends.
     """
-    _farewells[:] = [known for known in _farewells if known() is not None]
-    _farewells.append(weakref.WeakMethod(farewell))
+    farewells = _last_farewells if is_last else _farewells
+    farewells[:] = [known for known in farewells if known() is not None]
+    farewells.append(weakref.WeakMethod(farewell))
 
 
 def _end() -> None:
     if getattr(sys, "last_value", None) is None:
-        for known in _farewells:
+        for known in (*_farewells, *_last_farewells):
             if (farewell := known()) is not None:
                 farewell()
     close_all()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import secrets
 import selectors
 import socket
@@ -20,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from paceline.errors import PacelineError, RendezvousError, format_ranks
-from paceline.rendezvous.addresses import find_way, own_addresses
+from paceline.rendezvous.addresses import addresses_for_others
 from paceline.rendezvous.deadline import Deadline
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.frames import (
@@ -174,25 +173,9 @@ def _listen() -> tuple[socket.socket | None, bytes]:
     told = {
         "channel": secrets.token_hex(_CHANNEL_BYTES),
         "port": listener.getsockname()[1],
-        "addresses": _addresses(),
+        "addresses": addresses_for_others(),
     }
     return listener, json.dumps(told).encode()
-
-
-def _addresses() -> list[str]:
-    """Where others may reach this host; the likeliest first."""
-    interfaces = own_addresses()
-    found = [interfaces[os.environ["GLOO_SOCKET_IFNAME"]]] if _gloo_interface() in interfaces else []
-    for name in filter(None, (os.environ.get("MASTER_ADDR"), socket.gethostname())):
-        with contextlib.suppress(PacelineError):  # it stands for nothing here
-            found.append(find_way(name, "").own_address)
-    found += interfaces.values()
-    unique = dict.fromkeys(found)
-    return sorted(unique, key=lambda address: address.startswith("127."))  # on this host alone
-
-
-def _gloo_interface() -> str:
-    return os.environ.get("GLOO_SOCKET_IFNAME", "")
 
 
 def _told_place(payloads: list[bytes]) -> Place:

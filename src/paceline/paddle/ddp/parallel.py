@@ -47,8 +47,8 @@ class DataParallel(WrappedModel, PaddleNames):
 
     Every rank wraps the same model and runs forward and backward on its own share of the batch. When
     backward() returns, every parameter's gradient is the mean over the ranks, with the same bits on each; or
-    every rank has raised. Gradients are averaged in memory that the ranks of one host share; between hosts,
-    and on GPUs, through paddle.distributed.
+    every rank has raised. Gradients are averaged in memory that the ranks of one host share; if they are on
+    several, the sums of hosts go over Gloo; on GPUs through paddle.distributed.
 
     Attributes and methods of the model are reached through the wrapper, except names that the wrapper has
     itself: `model.module.finished` is the model's own. If the model has a tensor `weight`, `model.weight` is
@@ -102,20 +102,21 @@ class DataParallel(WrappedModel, PaddleNames):
         nonfinite: What to do when a gradient holds an infinity or a NaN: "warn" (once), "raise" (on every
             rank) or "ignore".
         reduce_through: Where gradients are averaged: "memory", which ranks on one host share; "group", the
-            group of paddle.distributed; or "auto": in memory if all ranks share one host and the model is on
-            the CPU, else through the group.
+            group of paddle.distributed; or "auto": if the model is on the CPU, in the memory of each host,
+            and between at most 16 hosts; else through the group.
         timeout_s: Seconds, or a timedelta, to wait for the slowest rank; None: the time-out of a
-            `paceline.Group`, else 1800. Paddle's Gloo gives up after 30 s, whatever this is.
+            `paceline.Group`, else 1800. With reduce_through="group", Paddle's Gloo gives up after 30 s,
+            whatever this is.
         warn_after_s: Seconds, or a timedelta, after which a late rank is named in a warning; None: 10.
         init_sync_buffers: Broadcast rank 0's buffers when wrapping. None: as broadcast_buffers says.
         check_replicas_every: At the end of each n-th synchronised backward, compare the replicas, and raise
             on every rank if they differ; see check_replicas(). None: only if the ranks have written to
             their parameters a different number of times (one has skipped a step). 0: never.
-        compress_between_hosts: "bf16", "fp16", "int8" or "topk": as for paceline.torch, whose gradients meet
-            in the memory of each host first. Here gradients of several hosts do not, and a value is refused;
-            on one host it does nothing. None: nothing is compressed.
-        deterministic: "world": gradients have the bits of one host with as many ranks. On one host they have
-            them anyway; on several a value is refused. None: `bits` says what comes out.
+        compress_between_hosts: "bf16", "fp16", "int8" or "topk": send gradients between hosts in fewer bytes,
+            with error feedback, as with paceline.torch; on one host it does nothing. None: nothing is
+            compressed.
+        deterministic: "world": gradients have the bits of one host with as many ranks, wherever the ranks
+            are, as with paceline.torch. None: `bits` says what comes out. On the CPU, without a hook.
 
     Raises:
         ConfigError: An argument, or the model, is not supported; the message says which and why.
@@ -222,9 +223,11 @@ class DataParallel(WrappedModel, PaddleNames):
         options = self._config.agreed_options() | self._tensors.agreed_options()
         description = ModelDescription(parameters, buffers, options)
         check_agreement(description, peers.exchange, peers.timeout_s)
-        link = peers.connect(on_host=self._tensors.is_on_host, reduce_through=self._config.reduce_through)
-        if link.path == "group" and link.world_size > 1:
-            self._between_hosts().refuse("Paddle, over paddle.distributed")
+        link = peers.connect(
+            on_host=self._tensors.is_on_host,
+            reduce_through=self._config.reduce_through,
+            between_hosts=self._between_hosts(),
+        )
         if self._config.init_sync and is_first:
             values = list(self._tensors.all_parameters.values())
             if self._config.init_sync_buffers:

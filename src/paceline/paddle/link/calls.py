@@ -22,6 +22,7 @@ import paddle.distributed as dist
 from paceline import _core
 from paceline.collectives.ops import DTYPE_NUMBERS, ReduceOp
 from paceline.errors import CollectiveError, ConfigError
+from paceline.paddle.internals import GLOO_LIMIT_S
 from paceline.paddle.model.parameters import dtype_name, nbytes
 from paceline.reducer.engine_waits import EngineWaits
 from paceline.reducer.plan import Plan
@@ -74,7 +75,7 @@ class GroupCalls:
             )
         self.backend: str = dist.get_backend(self.group)
         self.on_host = self.backend == "GLOO"
-        fixed = ", which gives up after 30 s, whatever timeout_s" if self.on_host else ""
+        fixed = f", which gives up after {GLOO_LIMIT_S:g} s, whatever timeout_s" if self.on_host else ""
         self._engine = f"Paddle's {self.backend} group{fixed}"
         self._thread = _thread_of(self.group) if self.on_host and self.world_size > 1 else None
 

@@ -21,8 +21,12 @@ from paceline.paddle.link.comm_hook import BucketHook
 from paceline.paddle.link.transport import PaddleTransport
 from paceline.paddle.model.parameters import dtype_name, nbytes
 from paceline.reducer import link
+from paceline.reducer.between_hosts import A_HOOK, BetweenHosts
 from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.engine import EngineReducer
+from paceline.reducer.hierarchical import Hosts
+from paceline.reducer.host_reducers import HostReducers
+from paceline.reducer.hosts import BUCKET_BYTES
 from paceline.reducer.link import (
     CORE_DTYPES,
     Reduction,
@@ -31,6 +35,7 @@ from paceline.reducer.link import (
     gather_in_memory,
     make_host_reducer,
     pack,
+    sum_rows,
 )
 from paceline.reducer.plan import Plan
 from paceline.reducer.witness import MemoryWitness, Witness
@@ -140,6 +145,11 @@ class GroupLink:
         if wire is not tensor:
             _copy(wire, tensor)
 
+    def sum_in_order(self, tensor: paddle.Tensor) -> None:
+        """As `sum`, with the bits of a sum in the memory of one host, for what is small. Collective."""
+        rows = self._calls.gather(tensor.numpy(), "a sum of values in the order of ranks")
+        _copy(paddle.to_tensor(sum_rows(rows)), tensor)
+
     def gather(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         return self._calls.gather(array, "rows of sparse gradients")
 
@@ -156,6 +166,47 @@ class GroupLink:
         return _over(self._calls, Arena(plan, parameters), options)
 
     def with_hook(self, hook: CommHook, process_group: Any) -> Link:
+        return HookLink(self, self._calls, hook, process_group)
+
+
+class HostsLink:
+    """A `Link` between several hosts: gradients meet in the memory of each, all else goes over the group.
+
+    Args:
+        link: For all else.
+        calls: Between all ranks, for a hook.
+        hosts: Who is where, and their connections.
+        between_hosts: What is asked of the way between them.
+    """
+
+    wants_whole_buckets = False
+    most_bucket_bytes: int | None = BUCKET_BYTES
+
+    def __init__(self, link: GroupLink, calls: GroupCalls, hosts: Hosts, between_hosts: BetweenHosts) -> None:
+        self._reducers = HostReducers(hosts, between_hosts)
+        self.path, self.bits = "hosts", self._reducers.bits
+        self.rank, self.world_size, self.witness = link.rank, link.world_size, link.witness
+        self.tell: Callable[[str], None] | None = hosts.group.set_activity
+        self.broadcast, self.all_gather, self.gather = link.broadcast, link.all_gather, link.gather
+        self.sum = link.sum if between_hosts.deterministic is None else link.sum_in_order
+        self._link, self._calls, self._between_hosts = link, calls, between_hosts
+
+    def make_reduction(
+        self,
+        plan: Plan,
+        parameters: Sequence[paddle.Tensor],
+        options: ReductionOptions,
+        instead_of: Reduction[paddle.Tensor] | None = None,
+    ) -> Reduction[paddle.Tensor]:
+        reducer = self._reducers.make(plan, options, instead_of)
+        if reducer is not None:
+            places = shared_places(plan, parameters, reducer.arena_pointer, reducer.memory)
+            return Reduction(plan, places, reducer, takes_pointers=False)
+        self.path, self.bits = self._link.path, self._link.bits
+        return self._link.make_reduction(plan, parameters, options)
+
+    def with_hook(self, hook: CommHook, process_group: Any) -> Link:
+        self._between_hosts.refuse(A_HOOK)
         return HookLink(self, self._calls, hook, process_group)
 
 

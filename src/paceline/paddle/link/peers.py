@@ -7,6 +7,7 @@ environment variables), what DataParallel needs is a `Link` between them.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import socket
@@ -17,25 +18,30 @@ from typing import Any, Protocol
 import paddle
 import paddle.distributed as dist
 
-from paceline import _core
 from paceline.arguments import Arguments, show
-from paceline.collectives.formation import share_with_all
+from paceline.collectives.formation import share_on_each_host
 from paceline.collectives.group import Group
 from paceline.collectives.init import init
 from paceline.env import read_rank_environment, split_address
 from paceline.errors import ConfigError, RegionError
+from paceline.paddle.internals import GLOO_LIMIT_S
 from paceline.paddle.link.calls import WARN_AFTER_S, GroupCalls, LoneCalls
 from paceline.paddle.link.exchange import PaddleExchange
-from paceline.paddle.link.link import GroupLink, Link, MemoryLink
+from paceline.paddle.link.hosts import MOST_HOSTS, control_of, join_hosts
+from paceline.paddle.link.link import GroupLink, HostsLink, Link, MemoryLink
 from paceline.paddle.model.arguments import checked_group
+from paceline.reducer.between_hosts import BetweenHosts
 from paceline.reducer.peers import EnvironmentGroup, PatientGroup, Ranks, exchange_of_named
-from paceline.reducer.witness import MemoryWitness
+from paceline.reducer.witness import ChannelWitness, MemoryWitness
 from paceline.rendezvous.addresses import check_meeting_address, find_way
 from paceline.rendezvous.exchange import Exchange
+from paceline.rendezvous.shared_memory import HostMemory
 
 _DEFAULT_TIMEOUT_S = 1800.0  # Paddle's own
 _OUTSIDE = -1  # the rank that a group of Paddle has where this process is none of its ranks
 
+_log = logging.getLogger("paceline")
+_is_limit_told = False
 _environment = EnvironmentGroup("paceline.paddle")
 
 
@@ -45,12 +51,16 @@ class Peers(Ranks, Protocol):
     group: Any
     """What was passed, or found, that connects the ranks; None: nothing does."""
 
-    def connect(self, *, on_host: bool, reduce_through: str = "auto") -> Link:
+    def connect(
+        self, *, on_host: bool, reduce_through: str = "auto", between_hosts: BetweenHosts | None = None
+    ) -> Link:
         """What moves gradients and values between the ranks. Collective.
 
         Args:
             on_host: Whether they are on the CPU; the same on all ranks.
             reduce_through: "memory", "group", or the better one ("auto"); the same on all ranks.
+            between_hosts: What is asked of the way of gradients between hosts; the same on all ranks. None:
+                only values are moved.
 
         Raises:
             ConfigError: That is not possible here.
@@ -67,7 +77,9 @@ class GroupPeers(PatientGroup):
         super().__init__(group, timeout_s, warn_after_s)
         self.group = group
 
-    def connect(self, *, on_host: bool, reduce_through: str = "auto") -> Link:
+    def connect(
+        self, *, on_host: bool, reduce_through: str = "auto", between_hosts: BetweenHosts | None = None
+    ) -> Link:
         if not on_host or reduce_through == "group":
             raise ConfigError(
                 "DataParallel: a paceline.Group averages gradients in host memory only.",
@@ -88,11 +100,41 @@ class PaddlePeers:
         self.group = calls.group
         self._calls = calls
 
-    def connect(self, *, on_host: bool, reduce_through: str = "auto") -> Link:
-        if on_host and reduce_through != "group":
-            core = self._share_memory()
-            if core is not None:
-                return MemoryLink(core, core)
+    def connect(
+        self, *, on_host: bool, reduce_through: str = "auto", between_hosts: BetweenHosts | None = None
+    ) -> Link:
+        memory = self._share_memory() if on_host and reduce_through != "group" else None
+        if memory is not None and len(memory.hosts) == 1:
+            return MemoryLink(memory.host_group, memory.host_group)
+        self._check(on_host, reduce_through)
+        if memory is None:
+            self._watch()
+        else:
+            self._calls.witness = ChannelWitness(control_of(self.group, self, memory.hosts))
+        link = GroupLink(self._calls)
+        if memory is not None and between_hosts is not None and len(memory.hosts) <= MOST_HOSTS:
+            return HostsLink(link, self._calls, join_hosts(self.group, self, memory), between_hosts)
+        if memory is not None:
+            memory.host_group.close()
+        if between_hosts is not None:
+            between_hosts.refuse(_why_alone(on_host, reduce_through))
+            self._tell_limit()
+        return link
+
+    def _tell_limit(self) -> None:
+        """Say what nobody would expect who has set a longer time-out, or none."""
+        global _is_limit_told
+        if self._calls.on_host and self.rank == 0 and self.timeout_s > GLOO_LIMIT_S and not _is_limit_told:
+            _is_limit_told = True
+            _log.warning(
+                "gradients go over a Gloo group of Paddle's alone, which ends the job if a rank is %g s "
+                "late, whatever timeout_s (%g s) allows",
+                GLOO_LIMIT_S,
+                self.timeout_s,
+            )
+
+    def _check(self, on_host: bool, reduce_through: str) -> None:
+        """Whether a group can do what the memory of one host does not."""
         if reduce_through == "memory":
             raise ConfigError(
                 'DataParallel: reduce_through="memory" is not possible here.',
@@ -106,20 +148,36 @@ class PaddlePeers:
                 got=f"{self._calls.backend}, parameters on {'the CPU' if on_host else 'a GPU'}",
                 hint="paddle.set_device() before paddle.distributed.init_parallel_env() and the model",
             )
-        if not on_host or reduce_through == "group":  # else the memory was just tried
-            self._watch()
-        return GroupLink(self._calls)
 
-    def _share_memory(self) -> _core.HostGroup | None:
-        """The memory of all ranks; None: they are on several hosts."""
+    def _share_memory(self) -> HostMemory:
+        """The memory of this rank's host, and who is on which."""
         name, warn_after_s = "DataParallel over paddle.distributed", self._calls.warn_after_s
-        return share_with_all(self.exchange, name=name, timeout_s=self.timeout_s, warn_after_s=warn_after_s)
+        return share_on_each_host(
+            self.exchange, name=name, timeout_s=self.timeout_s, warn_after_s=warn_after_s
+        )
 
     def _watch(self) -> None:
-        """Memory in which no gradient lies; without it, ranks that are lost go unnamed."""
+        """Memory of all ranks in which no gradient lies, or the channel of several hosts.
+
+        Without either, ranks that are lost go unnamed.
+        """
         with contextlib.suppress(RegionError):  # on every rank; gradients need none of it
-            core = self._share_memory()
-            self._calls.witness = None if core is None else MemoryWitness(core)
+            memory = self._share_memory()
+            core = memory.of_all_ranks()
+            self._calls.witness = (
+                ChannelWitness(control_of(self.group, self, memory.hosts))
+                if core is None
+                else MemoryWitness(core)
+            )
+
+
+def _why_alone(on_host: bool, reduce_through: str) -> str:
+    """Why gradients go over Paddle's group alone, in words."""
+    if not on_host:
+        return "parameters on a GPU"
+    if reduce_through == "group":
+        return 'reduce_through="group"'
+    return f"ranks on more than {MOST_HOSTS} hosts"
 
 
 class LonePeers:
@@ -136,7 +194,9 @@ class LonePeers:
         """See `Exchange`."""
         return [payload]
 
-    def connect(self, *, on_host: bool, reduce_through: str = "auto") -> Link:
+    def connect(
+        self, *, on_host: bool, reduce_through: str = "auto", between_hosts: BetweenHosts | None = None
+    ) -> Link:
         if on_host and reduce_through != "group":
             group = init(rank=0, world_size=1, name="paceline.paddle")
             return MemoryLink(group._core, group)

@@ -8,12 +8,10 @@ as `new_group` would: names of those depend on how many groups a rank is in, and
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import secrets
 import socket
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -24,9 +22,9 @@ from torch._C._distributed_c10d import PrefixStore
 from paceline.errors import RendezvousError
 from paceline.reducer.hierarchical import Hosts
 from paceline.reducer.hosts import Message, num_shares
+from paceline.rendezvous.connections import connected_sockets, shut_down, sockets_to
 from paceline.rendezvous.shared_memory import HostMemory
-from paceline.torch.link.control import control_of
-from paceline.torch.link.peers import Peers, ProcessGroupPeers
+from paceline.torch.link.peers import Peers, ProcessGroupPeers, control_of
 
 
 def join_hosts(peers: Peers, memory: HostMemory) -> Hosts | None:
@@ -61,13 +59,13 @@ def _connect(peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]]) -> GlooTr
     place = hosts[own].index(rank)
     told = [each.decode() for each in peers.exchange.all_gather(_own_name(), peers.timeout_s)]
     if place >= num_shares(hosts):
-        _sockets_to(peers, [], _connected_sockets())
+        sockets_to(peers.exchange, [], connected_sockets(), peers.timeout_s)
         return None
     nonces, names = zip(*(each.split(" ", 1) for each in told))
     partners = [ranks[place] for ranks in hosts]
     # Keys that no other model, and no earlier life of these ranks, has used in the user's store.
     keys = f"paceline/hosts/{nonces[0]}/{place}"
-    before = _connected_sockets()
+    before = connected_sockets()
     try:
         store = PrefixStore(keys, peers.process_group.get_group_store())
         timeout = timedelta(seconds=peers.timeout_s)
@@ -81,7 +79,8 @@ def _connect(peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]]) -> GlooTr
             hint="GLOO_SOCKET_IFNAME names the interface to use, on each host; "
             'reduce_through="group" averages over the process group alone',
         ) from error
-    return GlooTransport(group, own, partners, names, _sockets_to(peers, partners, before))
+    sockets = sockets_to(peers.exchange, partners, before, peers.timeout_s)
+    return GlooTransport(group, own, partners, names, sockets)
 
 
 class GlooTransport:
@@ -123,9 +122,7 @@ class GlooTransport:
     def abort(self) -> None:
         # With torch 2.13 neither abort() nor shutdown() of a Gloo group wakes anybody. What was written to
         # a socket before still arrives, then the partner and this rank's own waits see its end.
-        for each in self._sockets:
-            with contextlib.suppress(OSError):  # it has ended already
-                each.shutdown(socket.SHUT_RDWR)
+        shut_down(self._sockets)
 
 
 class GlooTransfer:
@@ -138,43 +135,6 @@ class GlooTransfer:
 
     def wait(self, timeout_s: float) -> None:
         self._work.wait(timedelta(seconds=timeout_s))
-
-
-_Ends = tuple[Any, Any]
-"""The addresses of both ends of a connection."""
-
-
-def _connected_sockets() -> dict[_Ends, int]:
-    """This process's TCP connections: the descriptor of each."""
-    found: dict[_Ends, int] = {}
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(int(name))) as each:
-                if each.type == socket.SOCK_STREAM and each.family in (socket.AF_INET, socket.AF_INET6):
-                    found[_address(each.getsockname()), _address(each.getpeername())] = int(name)
-        except OSError:  # closed meanwhile, or it listens
-            continue
-    return found
-
-
-def _address(told: Any) -> tuple[str, int]:
-    """An address that is the same for sockets of either family."""
-    return told[0].removeprefix("::ffff:"), told[1]
-
-
-def _sockets_to(
-    peers: ProcessGroupPeers, partners: Sequence[int], before: Container[_Ends]
-) -> list[socket.socket]:
-    """The connections to partners that were made since, as sockets of our own. Collective, over all ranks.
-
-    Another thread may have made a connection meanwhile; so one counts only if a partner has its other end.
-    """
-    made = {ends: fd for ends, fd in _connected_sockets().items() if ends not in before}
-    told = peers.exchange.all_gather(json.dumps(list(made)).encode(), peers.timeout_s)
-    theirs = {(tuple(a), tuple(b)) for partner in partners for a, b in json.loads(told[partner])}
-    return [socket.socket(fileno=os.dup(fd)) for (own, other), fd in made.items() if (other, own) in theirs]
 
 
 def _has_gloo(peers: ProcessGroupPeers) -> bool:

@@ -18,8 +18,9 @@ from paceline.errors import ConfigError, RegionError
 from paceline.reducer.between_hosts import A_HOOK, BetweenHosts
 from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.engine import EngineReducer
-from paceline.reducer.hierarchical import HierarchicalReducer, Hosts
-from paceline.reducer.hosts import BUCKET_BYTES, has_bits_of_one_host
+from paceline.reducer.hierarchical import Hosts
+from paceline.reducer.host_reducers import HostReducers
+from paceline.reducer.hosts import BUCKET_BYTES
 from paceline.reducer.link import (
     CORE_DTYPES,
     Link,
@@ -30,15 +31,13 @@ from paceline.reducer.link import (
     make_host_reducer,
 )
 from paceline.reducer.plan import Plan
-from paceline.reducer.sum_formats import ENCODINGS, CodedSums
 from paceline.reducer.witness import ChannelWitness, MemoryWitness, Witness
 from paceline.torch.link.arena import Arena
 from paceline.torch.link.broadcast import broadcast_tensors
 from paceline.torch.link.calls import GroupCalls
 from paceline.torch.link.comm_hook import HookTransport
-from paceline.torch.link.control import control_of
 from paceline.torch.link.hosts import join_hosts
-from paceline.torch.link.peers import Peers, ProcessGroupPeers
+from paceline.torch.link.peers import Peers, ProcessGroupPeers, control_of
 from paceline.torch.link.transport import ProcessGroupTransport
 from paceline.torch.model.parameters import dtype_name
 
@@ -200,21 +199,14 @@ class HostsLink:
     def __init__(
         self, link: GroupLink, peers: ProcessGroupPeers, hosts: Hosts, between_hosts: BetweenHosts
     ) -> None:
-        compression, self._is_exact = between_hosts.compression, between_hosts.deterministic is not None
-        is_as_one_host = self._is_exact or has_bits_of_one_host(hosts.ranks)
-        self.path, self.bits = "hosts", "world" if is_as_one_host else "layout"
-        if compression is not None:
-            self.bits = "buckets"
+        self._reducers = HostReducers(hosts, between_hosts)
+        self.path, self.bits = "hosts", self._reducers.bits
         self.rank, self.world_size = link.rank, link.world_size
         self.tell: Callable[[str], None] | None = hosts.group.set_activity
         self.witness = link.witness
         self.broadcast, self.all_gather = link.broadcast, link.all_gather
-        self.sum = link.sum_in_order if self._is_exact else link.sum
-        self._link, self._peers, self._hosts = link, peers, hosts
-        self._num_plans = 0
-        self._between_hosts = between_hosts
-        self._encoding = None if compression is None else ENCODINGS[compression]
-        self._codes: CodedSums | None = None
+        self.sum = link.sum if between_hosts.deterministic is None else link.sum_in_order
+        self._link, self._peers, self._between_hosts = link, peers, between_hosts
 
     def make_reduction(
         self,
@@ -223,16 +215,10 @@ class HostsLink:
         options: ReductionOptions,
         instead_of: Reduction[torch.Tensor] | None = None,
     ) -> Reduction[torch.Tensor]:
-        if instead_of is not None:
-            instead_of.reducer.close()
-        if options.skip_unused or not plan.buckets:
-            self.path, self.bits = "group", "engine"
+        reducer = self._reducers.make(plan, options, instead_of)
+        if reducer is None:
+            self.path, self.bits = self._link.path, self._link.bits
             return self._link.make_reduction(plan, parameters, options)
-        self._num_plans += 1
-        reducer = HierarchicalReducer(
-            plan, self._hosts, self._num_plans, self._encoding, self._codes, is_exact=self._is_exact
-        )
-        self._codes = reducer.codes
         arena = Arena.on_memory(plan, parameters, reducer.arena_pointer, owner=reducer.memory)
         return Reduction(plan, arena.views, reducer, takes_pointers=False)
 

@@ -8,6 +8,7 @@ any backend offers them, and so does a `paceline.Group`.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -17,7 +18,9 @@ from paceline.arguments import Arguments
 from paceline.collectives.formation import share_on_each_host
 from paceline.env import read_rank_environment
 from paceline.errors import ConfigError
+from paceline.reducer.channels import channel_of
 from paceline.reducer.peers import EnvironmentGroup, PatientGroup, Ranks, exchange_of_named
+from paceline.rendezvous.control import ControlChannel
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.shared_memory import HostMemory
 from paceline.torch.link.exchange import ProcessGroupExchange
@@ -111,6 +114,11 @@ def find_peers(
     if isinstance(process_group, dist.ProcessGroup):
         return ProcessGroupPeers(process_group, timeout_s, warn_after_s)
     return GroupPeers(process_group or _group_from_environment(timeout_s), timeout_s, warn_after_s)
+
+
+def control_of(peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]]) -> ControlChannel:
+    """The control channel of these ranks, which are on several hosts; see `channel_of`. Collective."""
+    return channel_of(peers.process_group, peers, hosts, f"torch {torch.__version__}")
 
 
 def known_exchange(process_group: Any, device_mesh: Any) -> tuple[Exchange, float] | None:

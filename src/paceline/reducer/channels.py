@@ -1,6 +1,6 @@
-"""The control channel of a process group of torch whose ranks are on several hosts: one for each group.
+"""The control channel of a framework's process group whose ranks are on several hosts: one for each group.
 
-May import torch and what is below the front end.
+Imports rendezvous, `env`, its neighbours and the standard library.
 """
 
 from __future__ import annotations
@@ -13,41 +13,40 @@ import time
 import weakref
 from collections.abc import Sequence
 from importlib.metadata import version
-
-import torch
-import torch.distributed as dist
+from typing import Any
 
 from paceline.env import job_id_from_environment
+from paceline.reducer.peers import Ranks
 from paceline.rendezvous.control import ControlChannel, form_channel
 from paceline.rendezvous.handshake import Facts
 from paceline.rendezvous.secret import FILE_VARIABLE, JobSecret, find_secret
-from paceline.torch.link.peers import ProcessGroupPeers
 
 _log = logging.getLogger("paceline")
-_channels: weakref.WeakKeyDictionary[dist.ProcessGroup, ControlChannel] = weakref.WeakKeyDictionary()
+_channels: weakref.WeakKeyDictionary[Any, ControlChannel] = weakref.WeakKeyDictionary()
 _is_warned = False
 
 
-def control_of(peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]]) -> ControlChannel:
+def channel_of(group: Any, peers: Ranks, hosts: Sequence[Sequence[int]], framework: str) -> ControlChannel:
     """The channel of this group; formed at the first call. Collective, over all ranks.
 
     Args:
-        peers: The group.
+        group: The framework's own.
+        peers: Its ranks.
         hosts: The ranks of each host.
+        framework: Its name and version, which must be the same on all ranks: "torch 2.13.0".
 
     Raises:
         RendezvousError: A rank cannot reach rank 0, or does not fit: other versions, another secret.
     """
-    group = peers.process_group
     if group not in _channels:
         secret = find_secret()
         _tell_what_is_open(peers.rank, secret)
-        facts = _facts(peers, hosts, secret)
+        facts = _facts(peers, hosts, framework, secret)
         _channels[group] = form_channel(peers.exchange, facts, hosts, secret.key, peers.timeout_s)
     return _channels[group]
 
 
-def _facts(peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]], secret: JobSecret) -> Facts:
+def _facts(peers: Ranks, hosts: Sequence[Sequence[int]], framework: str, secret: JobSecret) -> Facts:
     job = job_id_from_environment()
     return Facts(
         rank=peers.rank,
@@ -57,7 +56,7 @@ def _facts(peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]], secret: Job
         local_ranks=next(list(ranks) for ranks in hosts if peers.rank in ranks),
         paceline=version("paceline"),
         # Not what stands behind it, which tells of the hardware.
-        framework=f"torch {torch.__version__.partition('+')[0]}",
+        framework=framework.partition("+")[0],
         job=hashlib.sha256(job.encode()).hexdigest()[:8] if job else "",
         generation=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
         clock_s=time.time(),

@@ -1,0 +1,225 @@
+"""The connections between hosts through Gloo groups of Paddle: one for each pair of partners and direction.
+
+Paddle's Gloo has `send` and `recv` for tensors of the CPU. Each call blocks until it is done, without
+Python's lock, and gives up after 30 s; calls of two ranks pair by how many calls each has made on the group.
+So a group of two ranks in which one only sends is a connection for `paceline.reducer.piped_transport`, which
+does the rest. A group of our own lives as long as the process: Paddle never gives its threads and descriptors
+back. So all models that are wrapped over one group of the user's share them.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import paddle
+
+from paceline.errors import RendezvousError
+from paceline.paddle.internals import GLOO_LIMIT_S, make_pair
+from paceline.reducer.channels import channel_of
+from paceline.reducer.hierarchical import Hosts
+from paceline.reducer.hosts import num_shares
+from paceline.reducer.peers import Ranks
+from paceline.reducer.piped_transport import Carry, PipedTransport, Pipes
+from paceline.rendezvous.addresses import addresses_for_others
+from paceline.rendezvous.connections import connected_sockets, sockets_to
+from paceline.rendezvous.control import ControlChannel
+from paceline.rendezvous.deadline import Deadline, call_within
+from paceline.rendezvous.messages import read_object, read_of_ranks
+from paceline.rendezvous.shared_memory import HostMemory
+
+MOST_HOSTS = 16
+"""With more, threads and connections would be too many: some eight threads for each partner."""
+_CONNECT_WITHIN_S = 60.0
+_TRY_S = 2.0
+_RETRY_S = 0.02
+_FIRST_ID = 1 << 30  # of our groups; Paddle counts its own from 0
+_Layout = tuple[tuple[int, ...], ...]
+
+_next_id = _FIRST_ID
+_pipes: weakref.WeakKeyDictionary[Any, dict[_Layout, Pipes | None]] = weakref.WeakKeyDictionary()
+
+
+def control_of(group: Any, peers: Ranks, hosts: _Layout) -> ControlChannel:
+    """The control channel of the ranks of a group, which are on several hosts; see `channel_of`."""
+    return channel_of(group, peers, hosts, f"paddle {paddle.__version__}")
+
+
+def join_hosts(group: Any, peers: Ranks, memory: HostMemory) -> Hosts:
+    """Connect this rank to its partners on the other hosts. Collective, over all ranks.
+
+    Args:
+        group: A group of paddle.distributed, over Gloo.
+        peers: Its ranks.
+        memory: What this rank's host shares. There are at most MOST_HOSTS hosts.
+
+    Raises:
+        RendezvousError: A partner could not be reached in time.
+    """
+    hosts = memory.hosts
+    control = control_of(group, peers, hosts)
+    known = _pipes.setdefault(group, {})
+    if hosts not in known:
+        known[hosts] = _connect(peers, hosts, control)
+    pipes, model = known[hosts], 0
+    if pipes is not None:
+        model = pipes.num_models
+        pipes.num_models += 1
+    return Hosts(
+        rank=peers.rank,
+        world_size=peers.world_size,
+        ranks=hosts,
+        group=memory.host_group,
+        transport=None if pipes is None else PipedTransport(pipes, model),
+        control=control,
+        gather=lambda payload: peers.exchange.all_gather(payload, peers.timeout_s),
+        timeout_s=peers.timeout_s,
+        model=model,
+    )
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What a rank tells before it connects.
+
+    Attributes:
+        next_id: Paddle has no group of this number, or of a higher one, there.
+        addresses: Where others may reach its host.
+        ports: Where it keeps the stores in which it meets partners: by their rank, one for each direction.
+    """
+
+    next_id: int
+    addresses: list[str]
+    ports: dict[str, list[int]]
+
+
+def _connect(peers: Ranks, hosts: _Layout, control: ControlChannel) -> Pipes | None:
+    """The connections to this rank's partners; None: it has no share. Collective, over all ranks."""
+    global _next_id
+    own = next(host for host, ranks in enumerate(hosts) if peers.rank in ranks)
+    place, shares = hosts[own].index(peers.rank), num_shares(hosts)
+    partners = [ranks[place] for ranks in hosts] if place < shares else []
+    # Of two partners, the one on the host with the lower number keeps the stores.
+    reserved = {rank: (_reserve_port(), _reserve_port()) for rank in partners[own + 1 :]}
+    ports = {str(rank): [each.getsockname()[1] for each in pair] for rank, pair in reserved.items()}
+    offers = _tell(peers, _Offer(_next_id, addresses_for_others(), ports))
+    first_id = max(offer.next_id for offer in offers)
+    _next_id = first_id + shares * len(hosts) ** 2
+    before = connected_sockets()
+    outgoing: dict[int, Carry] = {}
+    incoming: dict[int, Carry] = {}
+    # All ranks come to their partners in one order, so that no two wait for each other.
+    for other, partner in enumerate(partners):
+        if other == own:
+            continue
+        low, high = min(own, other), max(own, other)
+        for index, (sender, receiver) in enumerate(((low, high), (high, low))):
+            number = first_id + (place * len(hosts) + sender) * len(hosts) + receiver
+            offer = offers[partners[low]]
+            store = offer.addresses, offer.ports[str(partners[high])][index]
+            held = reserved[partner][index] if own == low else None
+            carry = _Meeting(peers, control, partner, *store, held).connect(number, receives=own == receiver)
+            (outgoing if own == sender else incoming)[other] = carry
+    sockets = sockets_to(peers.exchange, partners, before, peers.timeout_s)
+    if not partners:
+        return None
+    names = [f"rank {rank} (host {host}, {_where(control, rank)})" for host, rank in enumerate(partners)]
+    return Pipes(own, partners, names, outgoing, incoming, sockets, GLOO_LIMIT_S)
+
+
+def _reserve_port() -> socket.socket:
+    """A port that nobody else gets while the socket is open."""
+    reserved = socket.socket()
+    reserved.bind(("", 0))
+    return reserved
+
+
+def _tell(peers: Ranks, own: _Offer) -> list[_Offer]:
+    """What all ranks tell, by rank. Collective."""
+    rows = peers.exchange.all_gather(json.dumps(asdict(own)).encode(), peers.timeout_s)
+    fields = {"next_id": int, "addresses": list, "ports": dict}
+    return read_of_ranks(rows, lambda raw: _Offer(**read_object(raw, fields)))
+
+
+@dataclass(frozen=True)
+class _Meeting:
+    """Two partners make one direction of their connection.
+
+    Attributes:
+        peers: All ranks.
+        control: Their channel.
+        partner: The other one.
+        addresses: Where the store may be reached.
+        port: Where it keeps it.
+        held: What holds the port until then; None: the partner keeps the store.
+    """
+
+    peers: Ranks
+    control: ControlChannel
+    partner: int
+    addresses: Sequence[str]
+    port: int
+    held: socket.socket | None
+
+    def connect(self, number: int, *, receives: bool) -> Carry:
+        """Make the Gloo group of this number.
+
+        Raises:
+            RendezvousError: The partner could not be reached in time.
+        """
+        within_s = min(self.peers.timeout_s, _CONNECT_WITHIN_S)
+        made: list[Carry] = []
+
+        def make() -> None:
+            address = self._reachable(Deadline(within_s)) if self.held is None else "127.0.0.1"
+            if self.held is not None:
+                self.held.close()
+            made.append(
+                make_pair(number, address, self.port, keeps_store=self.held is not None, receives=receives)
+            )
+
+        try:
+            call_within(within_s, make)  # Paddle has time-outs of its own, and some waits without
+        except (OSError, RuntimeError, ValueError) as error:
+            if self.control.failure is not None:
+                raise self.control.failure from error
+            peers, reason = self.peers, str(error).strip() or type(error).__name__
+            raise RendezvousError(
+                f"Rank {peers.rank} of {peers.world_size} could not connect to its partner on another host.",
+                seen=f"rank {self.partner} ({_where(self.control, self.partner)})\n{reason.splitlines()[-1]}",
+                likely="a firewall between the hosts, or an interface that the other host cannot reach",
+                hint="GLOO_SOCKET_IFNAME names the interface to use, on each host; "
+                'reduce_through="group" averages over the process group alone',
+            ) from error
+        return made[0]
+
+    def _reachable(self, deadline: Deadline) -> str:
+        """The address by which this host reaches the store, once it is there."""
+        reasons: list[str] = []
+        while not reasons or not deadline.is_over():
+            reasons.clear()
+            for address in self.addresses:
+                if not (reason := _obstacle(address, self.port)):
+                    return address
+                reasons.append(reason)
+            time.sleep(_RETRY_S)
+        raise OSError("; ".join(reasons))
+
+
+def _obstacle(address: str, port: int) -> str:
+    """Why nobody can be reached there; "": somebody can."""
+    try:
+        socket.create_connection((address, port), _TRY_S).close()
+    except OSError as error:
+        return f"{address}, port {port}: {error.strerror or error}"
+    return ""
+
+
+def _where(control: ControlChannel, rank: int) -> str:
+    member = control.members[rank]
+    return f"{member.host}, pid {member.pid}"

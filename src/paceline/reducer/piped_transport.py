@@ -1,0 +1,332 @@
+"""Messages between hosts over an engine whose calls block, and pair by their order alone.
+
+The one idea: each connection has one direction and one thread, at each end. The one that sends puts messages
+through in the order in which they were begun; the one that receives looks at the header of what comes, and
+lays it where it is waited for. So it does not matter in which order the two ends begin messages, nor which
+thread does, and several models may use the same connections.
+
+    this rank                                                            its partner
+    send()    -> queue -> thread -> the engine's call  ..  thread -> header -> memory of a receive()
+    receive() <- header <- thread <- the engine's call ..  thread <- queue <- send()
+
+An engine may give up a call after a time that nobody can set (Paddle's Gloo: 30 s). So the receiving thread
+is always in a call, and the sending one sends a few bytes when there has been nothing else to send for a
+while. How long this rank waits is then for it alone to say. What is left of that limit: a process that is
+stopped, or whose interpreter lock is held, for so long that not even these bytes move.
+
+Memory: a frame for each partner, and what has come before this rank asked for it, up to what partners may
+have under way.
+
+Imports numpy, rendezvous and its neighbours.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from paceline.reducer.hosts import HEADER_BYTES, MESSAGE_BYTES, PLANS, Header, Message, tag_of
+from paceline.rendezvous import lifetime
+from paceline.rendezvous.connections import shut_down
+
+FRAME_BYTES = MESSAGE_BYTES + (64 << 10)
+"""Most of one call: a piece with its header and usual reports. Longer messages take several calls."""
+IDLE_S = 8.0
+"""After so long without a message, some bytes tell that this rank is there: a third of what Paddle allows."""
+_ENDED_WITHIN_S = 1.0  # for a thread at the end of the process
+_IDLE, _OVER = b"idle", b"over"
+
+Carry = Callable[[Message], None]
+"""Moves one frame, and blocks until it has been taken, or has come. Raises RuntimeError: the connection is
+over. What is received into may be longer than what comes."""
+_Key = tuple[int, int]  # model, tag
+_Item = TypeVar("_Item")
+
+
+class PipedTransfer:
+    """A message on its way; see `paceline.reducer.hosts.Transfer`."""
+
+    __slots__ = ("_error", "_is_done", "message")
+
+    def __init__(self, message: Message) -> None:
+        self.message = message
+        self._error = ""
+        self._is_done = threading.Event()
+
+    def end(self, error: str = "") -> None:
+        """It is done; or will never be, for a reason."""
+        self._error = error
+        self._is_done.set()
+
+    def wait(self, timeout_s: float) -> None:
+        if not self._is_done.wait(timeout_s):
+            raise RuntimeError(f"Timed out: nothing has come for {timeout_s:.1f} s")
+        if self._error:
+            raise RuntimeError(self._error)
+
+
+class Pipes:
+    """One rank's connections to its partners, for all models that are wrapped over one group.
+
+    Args:
+        host: Number of this rank's host.
+        ranks: The partner on each host, and this rank.
+        names: Each of them in words.
+        outgoing: What sends to each other host. Each is called by one thread only.
+        incoming: What receives from each other host.
+        sockets: Their connections, by which they can be ended.
+        limit_s: After so long the engine gives up a call.
+
+    Attributes:
+        num_models: How many models use them.
+    """
+
+    def __init__(
+        self,
+        host: int,
+        ranks: Sequence[int],
+        names: Sequence[str],
+        outgoing: Mapping[int, Carry],
+        incoming: Mapping[int, Carry],
+        sockets: Sequence[socket.socket],
+        limit_s: float,
+    ) -> None:
+        self.host, self.ranks, self.names = host, ranks, names
+        self.num_models = 0
+        self._pid = os.getpid()
+        self._sockets = sockets
+        self.outgoing = {other: _Outgoing(carry, limit_s) for other, carry in outgoing.items()}
+        self.incoming = {other: _Incoming(carry, limit_s) for other, carry in incoming.items()}
+        self._lanes = [*self.outgoing.values(), *self.incoming.values()]
+        lifetime.at_failure(self._end_for)
+        lifetime.before_leaving(self.close, is_last=True)  # messages that are under way come first
+
+    def abort(self) -> None:
+        """Wake whoever waits; nothing can be sent any more. Not collective, does not block."""
+        if os.getpid() == self._pid:  # a forked child has the same connections, and must let them be
+            shut_down(self._sockets)
+            for outgoing in self.outgoing.values():
+                outgoing.leave()  # a thread that has nothing to send would not see it for a while
+
+    def close(self) -> None:
+        """Leave in good order, and end the threads. Not collective."""
+        if os.getpid() != self._pid:
+            return
+        for outgoing in self.outgoing.values():
+            outgoing.leave()
+        self._join(self.outgoing.values())
+        self.abort()
+        self._join(self._lanes)
+
+    def _end_for(self, error: BaseException) -> None:
+        """An exception ends this process. Its threads must not come back into an interpreter that is gone."""
+        if os.getpid() == self._pid:
+            self.abort()
+            self._join(self._lanes)
+
+    def _join(self, lanes: Iterable[_Lane]) -> None:
+        until_s = time.monotonic() + _ENDED_WITHIN_S
+        for lane in lanes:
+            lane.thread.join(max(0.0, until_s - time.monotonic()))
+
+
+class PipedTransport:
+    """One model's messages through `Pipes`; a `paceline.reducer.hosts.HostsTransport`.
+
+    Args:
+        pipes: The connections, which other models may use too.
+        model: Number of the model among those; its headers have it.
+    """
+
+    def __init__(self, pipes: Pipes, model: int) -> None:
+        self.host, self.ranks = pipes.host, pipes.ranks
+        self._pipes, self._model = pipes, model
+
+    def send(self, host: int, message: Message, tag: int) -> PipedTransfer:
+        return self._pipes.outgoing[host].send(message)
+
+    def receive(self, host: int, message: Message, tag: int) -> PipedTransfer:
+        return self._pipes.incoming[host].receive(message, (self._model, tag))
+
+    def name(self, host: int) -> str:
+        return self._pipes.names[host]
+
+    def abort(self) -> None:
+        self._pipes.abort()
+
+
+class _Lane(ABC):
+    """One direction of one connection, and the thread that is in its calls."""
+
+    def __init__(self, carry: Carry, limit_s: float, name: str) -> None:
+        self._carry_frame, self._limit_s = carry, limit_s
+        self._lock = threading.Lock()
+        self._error = ""
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.thread.start()
+
+    @abstractmethod
+    def _run(self) -> None:
+        """What the thread does, until the connection is over."""
+
+    def _carry(self, frame: Message) -> None:
+        """Raises RuntimeError: the connection is over; its words are those that `engine_waits` knows."""
+        began_s = time.monotonic()
+        try:
+            self._carry_frame(frame)
+        except RuntimeError as error:
+            # The engine's own words stay in the cause: Paddle calls every end of a connection a time-out.
+            if time.monotonic() - began_s < 0.8 * self._limit_s:
+                raise RuntimeError("Connection closed by peer") from error
+            text = f"Timed out: no sign of life for {self._limit_s:g} s, after which the engine gives up"
+            raise RuntimeError(text) from error
+
+
+class _Outgoing(_Lane):
+    """Sends to one partner, in order."""
+
+    def __init__(self, carry: Carry, limit_s: float) -> None:
+        self._queue: queue.SimpleQueue[PipedTransfer | None] = queue.SimpleQueue()
+        super().__init__(carry, limit_s, "paceline-send")
+
+    def send(self, message: Message) -> PipedTransfer:
+        transfer = PipedTransfer(message)
+        with self._lock:
+            if self._error:
+                raise RuntimeError(self._error)
+            self._queue.put(transfer)
+        return transfer
+
+    def leave(self) -> None:
+        """Tell the partner, after what is to be sent, that nothing more will come. Does not block."""
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        transfer: PipedTransfer | None = None
+        try:
+            while True:
+                try:
+                    transfer = self._queue.get(timeout=IDLE_S)
+                except queue.Empty:
+                    self._carry(_notice(_IDLE))
+                    continue
+                if transfer is None:
+                    self._carry(_notice(_OVER))
+                    raise RuntimeError("Connection closed: this rank has left")
+                for begin in range(0, len(transfer.message), FRAME_BYTES):
+                    self._carry(transfer.message[begin : begin + FRAME_BYTES])
+                transfer.end()
+        except BaseException as error:
+            self._give_up(str(error) or type(error).__name__, transfer)
+
+    def _give_up(self, text: str, transfer: PipedTransfer | None) -> None:
+        with self._lock:
+            self._error = text
+        while True:
+            if transfer is not None:
+                transfer.end(text)
+            try:
+                transfer = self._queue.get_nowait()
+            except queue.Empty:
+                return
+
+
+class _Incoming(_Lane):
+    """Receives from one partner, in the order in which it sends."""
+
+    def __init__(self, carry: Carry, limit_s: float) -> None:
+        self._frame: Message = np.empty(FRAME_BYTES, np.uint8)
+        self._awaited: dict[_Key, deque[PipedTransfer]] = {}
+        self._early: dict[_Key, deque[Message]] = {}
+        super().__init__(carry, limit_s, "paceline-receive")
+
+    def receive(self, message: Message, key: _Key) -> PipedTransfer:
+        transfer = PipedTransfer(message)
+        with self._lock:
+            early = self._early.get(key)
+            if early is None:
+                if self._error:
+                    raise RuntimeError(self._error)
+                self._awaited.setdefault(key, deque()).append(transfer)
+                return transfer
+            found = _pop(self._early, key)
+        _lay(found, transfer)
+        return transfer
+
+    def _run(self) -> None:
+        try:
+            while (message := self._next()) is not None:
+                self._hand_on(message)
+            raise RuntimeError("Connection closed by peer: it has left")
+        except BaseException as error:
+            with self._lock:
+                self._error = str(error) or type(error).__name__
+                waiting = [transfer for row in self._awaited.values() for transfer in row]
+                self._awaited.clear()
+            for transfer in waiting:
+                transfer.end(self._error)
+
+    def _next(self) -> Message | None:
+        """The next message, in memory that the one after it will need; None: the partner has left."""
+        while True:
+            self._carry(self._frame)
+            kind = bytes(self._frame[: len(_IDLE)])
+            if kind == _OVER:
+                return None
+            if kind != _IDLE:
+                break
+        header = Header.read(self._frame)
+        if header is None:
+            raise RuntimeError("what came is no message of ours")
+        nbytes = HEADER_BYTES + header.nbytes
+        if nbytes <= FRAME_BYTES:
+            return self._frame[:nbytes]
+        whole = np.empty(nbytes, np.uint8)
+        whole[:FRAME_BYTES] = self._frame
+        for begin in range(FRAME_BYTES, nbytes, FRAME_BYTES):
+            self._carry(whole[begin : begin + FRAME_BYTES])
+        return whole
+
+    def _hand_on(self, message: Message) -> None:
+        header = Header.read(message)
+        assert header is not None
+        key = header.generation // PLANS, tag_of(header.bucket, header.round, header.piece)
+        with self._lock:
+            if key not in self._awaited:
+                self._early.setdefault(key, deque()).append(message.copy())
+                return
+            transfer = _pop(self._awaited, key)
+        _lay(message, transfer)
+
+
+def _pop(rows: dict[_Key, deque[_Item]], key: _Key) -> _Item:
+    row = rows[key]
+    found = row.popleft()
+    if not row:
+        del rows[key]
+    return found
+
+
+def _lay(message: Message, transfer: PipedTransfer) -> None:
+    """As an engine would that receives into the memory itself: a message of another size does not fit."""
+    if len(message) != len(transfer.message):
+        transfer.end(f"a message of {len(message)} bytes came where {len(transfer.message)} are awaited")
+        return
+    transfer.message[:] = message
+    transfer.end()
+
+
+def _notice(kind: bytes) -> Message:
+    """A frame that is no message."""
+    frame = np.zeros(HEADER_BYTES, np.uint8)
+    frame[: len(kind)] = np.frombuffer(kind, np.uint8)
+    return frame

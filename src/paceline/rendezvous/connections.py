@@ -1,0 +1,75 @@
+"""The TCP connections that an engine has made between ranks, as sockets of our own: to end them.
+
+The one idea: an engine whose calls block may have no way to end them, but what it waits for comes over
+connections of this process, and those can be shut down.
+
+May import the rest of this folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from collections.abc import Container, Mapping, Sequence
+from typing import Any
+
+from paceline.rendezvous.exchange import Exchange
+
+Ends = tuple[Any, Any]
+"""The addresses of both ends of a connection."""
+
+
+def connected_sockets() -> dict[Ends, int]:
+    """This process's TCP connections: the descriptor of each."""
+    found: dict[Ends, int] = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(name))) as each:
+                if each.type == socket.SOCK_STREAM and each.family in (socket.AF_INET, socket.AF_INET6):
+                    found[_address(each.getsockname()), _address(each.getpeername())] = int(name)
+        except OSError:  # closed meanwhile, or it listens
+            continue
+    return found
+
+
+def _address(told: Any) -> tuple[str, int]:
+    """An address that is the same for sockets of either family."""
+    return told[0].removeprefix("::ffff:"), told[1]
+
+
+def send_at_once(connections: Mapping[Ends, int], but: Container[Ends]) -> None:
+    """Let connections send small packets at once (TCP_NODELAY), all but some."""
+    for ends, descriptor in connections.items():
+        if ends not in but:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as each:
+                each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def sockets_to(
+    exchange: Exchange, partners: Sequence[int], before: Container[Ends], timeout_s: float
+) -> list[socket.socket]:
+    """The connections to partners that were made since. Collective, over all ranks of the exchange.
+
+    Another thread may have made a connection meanwhile; so one counts only if a partner has its other end.
+
+    Args:
+        exchange: Connects the ranks already.
+        partners: Ranks of it.
+        before: What `connected_sockets` gave before they were made.
+        timeout_s: How long.
+    """
+    made = {ends: fd for ends, fd in connected_sockets().items() if ends not in before}
+    told = exchange.all_gather(json.dumps(list(made)).encode(), timeout_s)
+    theirs = {(tuple(a), tuple(b)) for partner in partners for a, b in json.loads(told[partner])}
+    return [socket.socket(fileno=os.dup(fd)) for (own, other), fd in made.items() if (other, own) in theirs]
+
+
+def shut_down(sockets: Sequence[socket.socket]) -> None:
+    """End connections for both sides. What was written before still arrives."""
+    for each in sockets:
+        with contextlib.suppress(OSError):  # it has ended already
+            each.shutdown(socket.SHUT_RDWR)
