@@ -17,6 +17,7 @@ NB_MODULE(_core, m) {
   bind_kernels(m);
   bind_faults(m);
   bind_region(m);
+  bind_model_memory(m);
   bind_host_group(m);
   bind_pass_status(m);
   bind_reducer(m);

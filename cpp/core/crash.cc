@@ -15,6 +15,7 @@
 #include <string>
 
 #include "core/futex.h"
+#include "core/model_memory.h"
 #include "core/region.h"
 
 namespace paceline {
@@ -35,7 +36,7 @@ struct Place {
   std::array<struct sigaction, kLevels> previous = {};  ///< below each level
 };
 std::array<Place, kSignals.size()> places;
-int num_watches = 0;
+int num_users = 0;
 
 /// Held while the places change. Not a std::mutex: the thread of the parent
 /// that held it does not exist in a forked child, which takes it all the same.
@@ -167,6 +168,11 @@ void end_own_groups(int signal) {
 template <int kLevel>
 void on_crash(int signal, siginfo_t* info, void* context) {
   const int saved_errno = errno;
+  if (signal == SIGSEGV && info->si_code == SEGV_ACCERR &&
+      allow_stray_write(info->si_addr)) {
+    errno = saved_errno;
+    return;
+  }
   explain_region_of_parent(*info);
   const struct sigaction previous = place_of(signal).previous[kLevel];
   if (is_handler(previous) && (previous.sa_flags & SA_RESETHAND) != 0) {
@@ -272,29 +278,36 @@ void abort_group(Header& header, Reason reason, int by, int culprit) {
   futex_wake(header.abort, kWakeAll);
 }
 
-CrashWatch::CrashWatch(Header& header, RankLine& line, int rank)
-    : fork_generation_(fork_generation()),
-      entry_(groups.put({&header, &line, rank, getpid(), fork_generation_})) {
-  static const int refused =
-      pthread_atfork(nullptr, nullptr, [] { groups.forget_walkers(); });
+CrashHandlers::CrashHandlers() : fork_generation_(fork_generation()) {
+  static const int refused = pthread_atfork(nullptr, nullptr, [] {
+    groups.forget_walkers();
+    forget_walkers_of_models();
+  });
   if (refused != 0) {
     throw Failure{.reason = Reason::kNoMemory,
                   .message = "registering a handler for fork: " +
                              std::string(strerror(refused))};
   }
   const PlacesLock lock;
-  ++num_watches;
+  ++num_users;
   if (!is_wanted()) return;
   give_alternate_stack();
   for (const int signal : kSignals) put_in_place(signal);
 }
 
-CrashWatch::~CrashWatch() {
+CrashHandlers::~CrashHandlers() {
   if (fork_generation_ != fork_generation()) return;
-  groups.take_out(entry_);
   const PlacesLock lock;
-  if (--num_watches > 0) return;
+  if (--num_users > 0) return;
   for (const int signal : kSignals) put_away(signal);
+}
+
+CrashWatch::CrashWatch(Header& header, RankLine& line, int rank)
+    : fork_generation_(fork_generation()),
+      entry_(groups.put({&header, &line, rank, getpid(), fork_generation_})) {}
+
+CrashWatch::~CrashWatch() {
+  if (fork_generation_ == fork_generation()) groups.take_out(entry_);
 }
 
 }  // namespace paceline

@@ -4,7 +4,7 @@
 // The kernel marks the life word of a process that crashes only when its core
 // dump is written: 20 s for 2 GiB, minutes where dumps go over the network. So
 // SIGSEGV, SIGBUS, SIGILL, SIGFPE and SIGABRT have a handler of ours while the
-// process is in a group. It sets the abort word of each group, which takes two
+// process is in a group, or has a model in memory that it shares. It sets the abort word of each group, which takes two
 // async-signal-safe steps, and hands the signal on to whoever was there before.
 //
 // A handler that was there before (faulthandler's, torch's, glog's, that of a
@@ -17,7 +17,8 @@
 //
 // Whoever takes our place later and restores or calls us (faulthandler) is fine
 // as well; the next group to be joined goes on top of it. A signal that is
-// ignored stays ignored. In a forked child, where the handler is inherited,
+// ignored stays ignored. A write to a model that is only to be read is no crash
+// (see model_memory.h). In a forked child, where the handler is inherited,
 // there is no group to end.
 #pragma once
 
@@ -36,9 +37,21 @@ inline constexpr int64_t kSilenceNs = 5'000'000'000;
 /// every waiter. Async-signal-safe.
 void abort_group(Header& header, Reason reason, int by, int culprit);
 
-/// While it lives, a crash of this process ends the group. The first to be made
-/// puts the handlers in place, the last to go puts them away again, except
-/// where somebody has put another one on top. PACELINE_CRASH_HANDLERS=0: none.
+/// While one of them lives, our handlers are in place. The first to be made puts
+/// them there, the last to go puts them away again, except where somebody has
+/// put another one on top. PACELINE_CRASH_HANDLERS=0: none.
+class CrashHandlers {
+ public:
+  CrashHandlers();
+  ~CrashHandlers();
+  CrashHandlers(const CrashHandlers&) = delete;
+  CrashHandlers& operator=(const CrashHandlers&) = delete;
+
+ private:
+  const uint32_t fork_generation_;
+};
+
+/// While it lives, a crash of this process ends the group.
 class CrashWatch {
  public:
   CrashWatch(Header& header, RankLine& line, int rank);
@@ -57,7 +70,8 @@ class CrashWatch {
 
  private:
   const uint32_t fork_generation_;
-  SignalSafeList<Group>::Entry* entry_;
+  SignalSafeList<Group>::Entry* const entry_;
+  const CrashHandlers handlers_;
 };
 
 }  // namespace paceline

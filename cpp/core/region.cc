@@ -194,11 +194,15 @@ void Region::reserve(size_t offset, size_t bytes) {
   if (bytes == 0) return;
   check_memory(bytes);
   if (!file_.is_ours()) no_memory("reserving shared memory", EBADF);
+  reserve_in(file_.number, offset, bytes);
+}
+
+void Region::reserve_in(int fd, size_t offset, size_t bytes) {
   size_t piece = kReservePiece;
   const size_t end = offset + bytes;
   while (offset < end) {
     const int error =
-        posix_fallocate(file_.number, static_cast<off_t>(offset),
+        posix_fallocate(fd, static_cast<off_t>(offset),
                         static_cast<off_t>(std::min(piece, end - offset)));
     if (error == EINTR) {
       // Many kernels give up, and undo what they did, at any signal: a smaller

@@ -50,6 +50,8 @@ class Region {
   /// Backs [offset, offset + bytes) with memory now, so that the lack of it is
   /// an error here and not a SIGBUS later. Throws Failure{kNoMemory}.
   void reserve(size_t offset, size_t bytes);
+  /// The same of any file.
+  static void reserve_in(int fd, size_t offset, size_t bytes);
   /// Gives the memory behind the range back; it reads as zeros afterwards and
   /// needs reserve() again.
   void release(size_t offset, size_t bytes);

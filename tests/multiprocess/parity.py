@@ -37,6 +37,8 @@ REMARKS: Mapping[str, str] = {
     "module": "`layers` in Paddle",
     "strategy": "deprecated in Paddle",
     "local_sgd": "not in Paddle yet; [local SGD](local_sgd.md)",
+    "share_parameters": "Paddle has no memory for parameters that is another process's, too, yet",
+    "writing": "for `share_parameters=True`",
     "init_reducer": "torch: wrap `ddp.module` again",
     "mixed_precision": "torch's attribute for code that uses it; an argument of both",
     "dim": "a batch is not split, because each process drives one device",

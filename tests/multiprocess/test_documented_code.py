@@ -63,6 +63,14 @@ def of_concepts(names: Names, number: int) -> None:
         names["optimizer"] = torch.optim.SGD(names["model"].parameters(), lr=0.1)
 
 
+def of_one_model(names: Names, number: int) -> None:
+    names |= {"DistributedDataParallel": paceline.torch.DistributedDataParallel, "torch": torch}
+    names.setdefault("model", nn.Linear(4, 3))
+    names |= {"batch": torch.ones(2, 4), "loss": torch.sum, "request": torch.ones(4)}
+    names["optimizer"] = torch.optim.SGD(names["model"].parameters(), lr=0.1)
+    names["load_model"] = lambda: nn.Linear(4, 3)
+
+
 def of_data(names: Names, number: int) -> None:
     names.setdefault("torch", torch)
     names["dataset"] = classes(64)
@@ -106,6 +114,7 @@ PREPARED: dict[str, Callable[[Names, int], None]] = {
     "getting_started.md": of_getting_started,
     "launching.md": of_launching,
     "local_sgd.md": of_local_sgd,
+    "one-model.md": of_one_model,
 }
 
 
@@ -134,7 +143,7 @@ def test_every_page_with_code_is_prepared() -> None:
 @ranks(2, group=None)
 def test_the_code_of_a_page_runs(rank: int, page: str) -> None:
     names: Names = {"__name__": "__main__"}
-    if page in ("concepts.md", "data.md", "local_sgd.md"):  # the others make theirs
+    if page in ("concepts.md", "data.md", "local_sgd.md", "one-model.md"):  # the others make theirs
         dist.init_process_group("paceline")
     for number, block in enumerate(blocks(page)):
         if not any(block.startswith(begin) for begin in ELSEWHERE.get(page, ())):

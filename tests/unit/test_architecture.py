@@ -52,7 +52,7 @@ ROOMS = {
     "torch": (
         ("__init__", "bench"),
         ("ddp",),
-        ("passes", "backend", "compression", "sync_batch_norm"),
+        ("passes", "one_model", "backend", "compression", "sync_batch_norm"),
         ("link", "data_parallel"),
         ("model",),
     ),

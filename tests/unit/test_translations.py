@@ -22,7 +22,7 @@ def blocks(text: str) -> list[str]:
 
 
 def names(text: str) -> Counter[str]:
-    """Everything in backticks, but for names of tests, which the source of the English page has in addition."""
+    """Everything in backticks, but for names of tests, which the source of the English page has, too."""
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)
     return Counter(name for name in re.findall(r"`([^`\n]+)`", prose) if not name.startswith("test_"))
 

@@ -86,6 +86,7 @@ def _wrapping() -> list[Use]:
         *ddp("weight", "2", -1.0, NAN, INF, [1], True),
         *ddp("nonfinite", "panic", True, None, 7),
         *ddp("reduce_through", "gloo", None, True),
+        *ddp("share_parameters", "yes", 2),
         *ddp("timeout_s", "5", -1, 0, NAN, True, [5], datetime.timedelta(0)),
         *ddp("warn_after_s", "5", -1, 0, NAN, True),
         *ddp("check_replicas_every", "100", -1, 1.5, True),

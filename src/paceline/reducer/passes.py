@@ -203,6 +203,7 @@ class Passes(Generic[AnyAutograd]):
         reduction: The reduction of the plan in use.
         graphs: The graphs of forwards whose backward is still to come.
         fresh: Whether gradients are still those of the last pass.
+        shares_parameters: Whether the ranks of each host have one copy of the parameters.
         drift: Whether the replicas are still the same, where there is a reason to look, or now and then.
         active: Ranks that had data in the last pass. Others shadow it.
         is_order_final: Whether the plan will not change any more.
@@ -241,6 +242,7 @@ class Passes(Generic[AnyAutograd]):
         self.among = ""
         self.after_good: Callable[[float], None] | None = None
         self.refuses_uneven = False
+        self.shares_parameters = False
         self._of_first: tuple[float, list[tuple[int, int]]] | None = None
         self._gradients_aside: dict[int, Any] = {}
         self._accumulated_aside: set[int] = set()
@@ -365,9 +367,12 @@ class Passes(Generic[AnyAutograd]):
         return found
 
     def broadcast_model(self, root: int) -> None:
-        """Give every rank the parameters and buffers of the rank `root`. Collective."""
-        tensors = [*self._tensors.all_parameters.values(), *self._tensors.current_buffers().values()]
-        self.link.broadcast(tensors, root)
+        """Give every rank the parameters and buffers of the rank `root`. Collective.
+
+        Parameters that the ranks of a host share are in step: all have made the last step together.
+        """
+        parameters = [] if self.shares_parameters else self._tensors.all_parameters.values()
+        self.link.broadcast([*parameters, *self._tensors.current_buffers().values()], root)
 
     def _hash_replica(self, optimizer: Any) -> Sequence[Entry]:
         now, in_step = self._tensors.current_buffers(), self.buffers.in_step
@@ -721,10 +726,21 @@ class Passes(Generic[AnyAutograd]):
                 last_active = self.active
                 if after_pass is not None:
                     after_pass()
+                elif self.shares_parameters:
+                    raise self._cannot_step_along()
         finally:
             self.end_shadowing()
         if 0 < len(last_active) < self.world_size:  # 0: all have finished before, and made no pass since
             self.broadcast_model(last_active[0])
+
+    def _cannot_step_along(self) -> ConfigError:
+        return ConfigError(
+            "finish: this rank is out of data, and would not take part in the steps of the others.",
+            where=self.who,
+            seen="share_parameters=True: all ranks of a host step together",
+            expected="finish(after_pass=...), or iterate(batches, after_pass), with what makes a step",
+            hint="pass a function that makes the optimizer's step as in the loop",
+        )
 
     def begin_shadowing(self, *, keep_accumulated: bool) -> None:
         """Put this rank's gradients aside: from here to `end_shadowing` it has those of the others.

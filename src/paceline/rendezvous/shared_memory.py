@@ -8,30 +8,24 @@ of its own, and the rest try again without it.
 
 from __future__ import annotations
 
-import array
-import contextlib
-import errno
 import os
 import secrets
-import socket
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from paceline import _core
 from paceline.errors import PacelineError, RegionError, format_ranks
 from paceline.rendezvous import lifetime
 from paceline.rendezvous.deadline import Deadline
+from paceline.rendezvous.descriptors import DescriptorServer, take_descriptor
 from paceline.rendezvous.exchange import Exchange
-from paceline.rendezvous.frames import Frame, check_same_user, listen, receive_frame, send_frame
-from paceline.rendezvous.limits import OUT_OF_ROOM, explain
 from paceline.rendezvous.messages import gather_objects
+from paceline.rendezvous.obstacles import Obstacle as _Obstacle
+from paceline.rendezvous.obstacles import raise_limits as _raise_limits
 from paceline.stacks import answer_requests
 
 _NONCE_BYTES = 16
-_RETRY_S = 0.01
 
 
 @dataclass(frozen=True)
@@ -86,12 +80,14 @@ def share_memory(
     answer_requests()  # whoever will wait for this rank may ask where it is
     deadline = Deadline(timeout_s)
     place, obstacle = _host_hint()
+    what = _words_for(name)
     while True:
-        with _RegionServer(exchange.world_size) as server:
-            own = {"place": place, "address": server.address, "nonce": server.nonce}
+        with DescriptorServer(exchange.world_size) as server:
+            nonce = secrets.token_hex(_NONCE_BYTES)
+            own = {"place": place, "address": server.address, "nonce": nonce}
             obstacle = obstacle if obstacle.problem else server.obstacle
             offers = _all_gather(exchange, own | obstacle.facts(), deadline)
-            _raise_limits(offers, name)
+            _raise_limits(offers, what)
             host_ranks = tuple(rank for rank, offer in enumerate(offers) if offer["place"] == place)
             leader = host_ranks[0]
             fd, obstacle = _region_fd(exchange.rank, host_ranks, offers[leader], server, deadline)
@@ -103,7 +99,7 @@ def share_memory(
         if not any(state["problem"] for state in states):
             break
         _close(fd)
-        _raise_limits(states, name)
+        _raise_limits(states, what)
         if obstacle.problem:
             place = f"alone-{exchange.rank}-{secrets.token_hex(8)}"
     hosts: dict[str, list[int]] = {}
@@ -140,43 +136,8 @@ def name_on_host(name: str, ranks: Sequence[int], world_size: int) -> str:
     return f"{name}, {format_ranks(ranks)} of {world_size}"
 
 
-@dataclass(frozen=True)
-class _Obstacle:
-    """Why a rank can't go on; no problem: it can.
-
-    A limit of its own is told to all ranks, and ends the forming; whatever else keeps it from mapping
-    another rank's memory makes it a host of its own.
-    """
-
-    problem: str = ""
-    likely: str = ""
-    remedy: str = ""
-    is_limit: bool = False
-
-    @classmethod
-    def of(cls, error: PacelineError) -> _Obstacle:
-        return cls(f"{error.summary} {error.seen}", error.likely, error.hint, is_limit=True)
-
-    @classmethod
-    def of_system(cls, error: OSError, doing: str) -> _Obstacle:
-        likely, remedy = explain(error.errno or 0)
-        return cls(f"could not {doing}: {error}", likely, remedy, is_limit=bool(likely))
-
-    def facts(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def _raise_limits(everybodys: list[dict[str, Any]], name: str) -> None:
-    """The error of all ranks, if one of them has met a limit."""
-    failed = [rank for rank, each in enumerate(everybodys) if each["is_limit"]]
-    if failed:
-        raise RegionError(
-            f"{format_ranks(failed).capitalize()} could not take the shared memory of group {name!r}.",
-            seen="\n".join(f"rank {rank}: {everybodys[rank]['problem']}" for rank in failed),
-            likely=everybodys[failed[0]]["likely"],
-            hint=f"on {format_ranks(failed)}: {everybodys[failed[0]]['remedy']}",
-            ranks=tuple(failed),
-        )
+def _words_for(name: str) -> str:
+    return f"the shared memory of group {name!r}"
 
 
 def _join(
@@ -184,7 +145,7 @@ def _join(
 ) -> None:
     """Wait for the others in the memory, unless one of them could not map it."""
     try:
-        _raise_limits(_all_gather(exchange, obstacle.facts(), deadline), name)
+        _raise_limits(_all_gather(exchange, obstacle.facts(), deadline), _words_for(name))
         assert host_group is not None
         host_group.join()
     except BaseException:
@@ -214,112 +175,31 @@ def _host_hint() -> tuple[str, _Obstacle]:
     return f"{boot_id}/{network}/{os.getuid()}", obstacle if obstacle.is_limit else _Obstacle()
 
 
-class _RegionServer:
-    """Where a leader hands out its region: a socket, and a thread that serves it until the server closes."""
-
-    def __init__(self, world_size: int) -> None:
-        self.address = ""
-        self.obstacle = _Obstacle()
-        self.nonce = secrets.token_hex(_NONCE_BYTES)
-        self._listener: socket.socket | None = None
-        self._thread: threading.Thread | None = None
-        try:
-            self._listener = listen("", world_size)
-            self.address = self._listener.getsockname()[1:].decode("ascii")
-        except OSError as error:
-            self.obstacle = _Obstacle.of_system(error, "open a socket")
-            if not self.obstacle.is_limit:
-                raise
-
-    def serve(self, fd: int) -> None:
-        self._thread = threading.Thread(
-            target=self._hand_out, args=(fd,), name="paceline-server", daemon=True
-        )
-        self._thread.start()
-
-    def _hand_out(self, fd: int) -> None:
-        assert self._listener is not None
-        while True:
-            try:
-                peer, _ = self._listener.accept()
-            except OSError as error:
-                if error.errno in OUT_OF_ROOM:
-                    time.sleep(_RETRY_S)  # until somebody closes a file; else that rank gives up waiting
-                    continue
-                return  # the server was closed
-            with peer:
-                try:
-                    check_same_user(peer)
-                    socket.send_fds(peer, [b"r"], [fd])
-                    receive_frame(peer, Deadline(5.0))  # keeps the descriptor in flight until it was taken
-                except Exception:
-                    continue  # that rank reports by itself that it got nothing
-
-    def __enter__(self) -> _RegionServer:
-        return self
-
-    def close(self) -> None:
-        if self._listener is None:
-            return
-        # shutdown() wakes a thread that sleeps in accept(); close() alone does not.
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-        if self._thread is not None:
-            self._thread.join(timeout=6.0)
-
-
 def _region_fd(
     rank: int,
     host_ranks: tuple[int, ...],
     offer: Mapping[str, Any],
-    server: _RegionServer,
+    server: DescriptorServer,
     deadline: Deadline,
 ) -> tuple[int, _Obstacle]:
     """The region's descriptor, or -1 and why not."""
     if rank == host_ranks[0]:
         try:
-            fd = _core.create_region(len(host_ranks), bytes.fromhex(server.nonce))
+            fd = _core.create_region(len(host_ranks), bytes.fromhex(offer["nonce"]))
         except RegionError as error:
             server.close()
             return -1, _Obstacle.of(error)
         server.serve(fd)
         return fd, _Obstacle()
-    fd = -1
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as hub:
-            hub.settimeout(max(min(deadline.left_s(), 10.0), 1e-3))
-            hub.connect("\0" + offer["address"])
-            check_same_user(hub)
-            fd = _receive_fd(hub)
-            send_frame(hub, Frame.WELCOME, b"", deadline)
+        fd = take_descriptor(offer["address"], deadline)
     except OSError as error:
-        _close(fd)
         return -1, _Obstacle.of_system(error, f"take the region of rank {host_ranks[0]}")
     except Exception as error:  # whatever it is, this rank does not share the leader's memory
-        _close(fd)
         return -1, _Obstacle(f"could not take the region of rank {host_ranks[0]}: {error}")
     if fd < 0:
         return -1, _Obstacle(f"got no descriptor from rank {host_ranks[0]}")
     return fd, _check_nonce(fd, offer["nonce"])
-
-
-def _receive_fd(hub: socket.socket) -> int:
-    """A descriptor, close-on-exec from the start: another thread may be starting a program just now.
-
-    socket.recv_fds does not pass its flags on.
-    """
-    fds = array.array("i")
-    _, messages, flags, _ = hub.recvmsg(1, socket.CMSG_LEN(fds.itemsize), socket.MSG_CMSG_CLOEXEC)
-    for level, kind, data in messages:
-        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
-    if not fds and flags & socket.MSG_CTRUNC:  # how the kernel says that there is no number left for it
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-    return fds[0] if fds else -1
 
 
 def _check_nonce(fd: int, nonce: str) -> _Obstacle:

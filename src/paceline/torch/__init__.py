@@ -13,6 +13,7 @@ from paceline.torch.backend.init_process_group import init_process_group
 from paceline.torch.data_parallel.data_parallel import DataParallel
 from paceline.torch.ddp.distributed import DistributedDataParallel
 from paceline.torch.ddp.replace_ddp import replace_ddp
+from paceline.torch.one_model.share import share
 from paceline.torch.sync_batch_norm import SyncBatchNorm
 
 backend.register()
@@ -26,4 +27,5 @@ __all__ = [
     "compression",
     "init_process_group",
     "replace_ddp",
+    "share",
 ]

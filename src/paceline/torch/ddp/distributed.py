@@ -9,6 +9,7 @@ backward). This file is the module that users hold; what it has in common with t
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -42,6 +43,9 @@ from paceline.torch.model.compiling import untraced, untraced_itself
 from paceline.torch.model.config import DDPConfig, Weight, make_config
 from paceline.torch.model.parameters import ManagedTensors
 from paceline.torch.model.precision import cast_buffers, run_in
+from paceline.torch.one_model.homes import Home
+from paceline.torch.one_model.moving import move, move_out, refuse_strange
+from paceline.torch.one_model.writing import written
 from paceline.torch.passes.meetings import make_meetings
 from paceline.torch.passes.passes import GradientPasses, make_passes
 
@@ -49,6 +53,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from paceline.collectives.group import Group
+
+_SHARING = "DistributedDataParallel(share_parameters=True)"
 
 
 @hide_torchs_own
@@ -121,6 +127,9 @@ class DistributedDataParallel(WrappedModel, TorchNames):
             comes out. On the CPU, without a hook.
         local_sgd: `LocalSGD(every=...)`: let hosts train on their own, and meet every so many steps. None:
             gradients are averaged over all ranks in each step.
+        share_parameters: Keep one copy of the parameters for all ranks of a host, on the CPU, instead of one
+            for each. The parameters are still the same objects, but they are only to be read: changes go
+            through writing(), and an optimizer's step, too. Buffers stay each rank's own.
         later: Arguments of a newer torch, which must have torch's default values.
 
     Raises:
@@ -141,6 +150,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
     _passes: GradientPasses | None
     _config: DDPConfig
     _has_looked_outward = False
+    _home: Home | None = None  # None: each rank has parameters of its own
 
     def __init__(
         self,
@@ -176,6 +186,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         compress_between_hosts: str | None = None,
         deterministic: str | None = None,
         local_sgd: LocalSGD | None = None,
+        share_parameters: bool = False,
         **later: Any,
     ) -> None:
         arguments = dict(locals())
@@ -251,11 +262,25 @@ class DistributedDataParallel(WrappedModel, TorchNames):
             reduce_through=self._config.reduce_through,
             between_hosts=self._between_hosts(),
         )
+        is_sharing = self._config.share_parameters and peers.world_size > 1
+        if is_sharing:
+            refuse_strange(_SHARING, self.module, self._tensors.all_parameters, peers)
+        move_out(self.module)  # what another wrapper shares is not this one's to write to
         if self._config.init_sync and is_first:
             buffers = list(self._tensors.buffers.values()) if self._config.init_sync_buffers else []
             values = [*self._tensors.all_parameters.values(), *buffers]
             link.broadcast(values)
+        if is_sharing:
+            self._home = move(
+                _SHARING,
+                self._tensors.all_parameters,
+                peers,
+                peers.share_hosts(),
+                are_equal=self._config.init_sync and is_first,
+                allows_writing=True,
+            )
         passes = self._join_passes(peers, link, on_host=on_host)
+        passes.shares_parameters = self._home is not None
         passes.autograd.errors = self._errors
         if self._sample_rate is not None:
             passes.autograd.times.use_rate(self._sample_rate, passes.good_passes)
@@ -321,6 +346,8 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], bool]:
         """The arguments on their device, and whether gradients of our parameters may be needed."""
+        if self._home is not None:
+            self._home.check_in_place()
         if self._config.device is not None:
             inputs, kwargs = moved((inputs, kwargs), self._config.device)
         is_alone = self._is_connected and self._passes is None
@@ -440,6 +467,33 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         known = self._passes.known_norm() if is_known and self._passes is not None else None
         scale = 1.0 if scaler is None else scaler.get_scale()
         return _clip(self._tensors.trainable, max_norm * scale, known, norm_type) / scale
+
+    def writing(self) -> contextlib.AbstractContextManager[None]:
+        """Inside this context, parameters that are shared may be changed in place.
+
+        Collective with share_parameters=True; otherwise it does nothing, and parameters may be changed at
+        any time. What a rank changes, it alone sees until the end of the block; others go on with the old
+        values. At the end all ranks meet: then the changes count for all, on each host, or, if any rank has
+        raised, for none. Either all ranks make the same changes, as in code that was written for unshared
+        parameters, or one rank of each host makes them. Within the block, each rank has copies of the pages
+        that it changes.
+
+        Any optimizer can step here, on every rank, as it would without shared parameters.
+
+        Raises:
+            ConfigError: A backward is running.
+            ReplicaError: Another rank has raised; nothing was written.
+            ReplicasDifferError: Ranks have written different values; nothing was written.
+            DeadlineError: A rank did not come to the end of its block; names it.
+
+        Example:
+            On two ranks; both then see weights between -1 and 1:
+
+            >>> with ddp.writing(), torch.no_grad():
+            ...     for parameter in ddp.parameters():
+            ...         parameter.clamp_(-1, 1)
+        """
+        return written(self._home)
 
     def _own_squared_norm(self) -> float:
         squares = [p.grad.double().square().sum() for p in self._tensors.trainable if p.grad is not None]

@@ -34,6 +34,7 @@ _CONNECTIONS = (
     "_on_drop",
     "_are_hooks_removed",
     "_error_note",
+    "_home",
     "device_mesh",
 )
 

@@ -38,6 +38,9 @@ def regroup(ddp: TorchNames, new_process_group: Any) -> None:
     ddp._is_connected = False
     if ddp._on_drop is not None:
         ddp._on_drop.detach()
+    if ddp._home is not None:  # of the ranks before
+        ddp._home.move_out()
+        ddp._home = None
     ddp._check_model(peers)
     digest, exchange = functools.partial(_digest_of_weights, ddp._tensors), peers.exchange
     ddp._good_passes, had_all = agree_on_passes(ddp._good_passes, digest, exchange, peers.timeout_s)

@@ -39,6 +39,8 @@ from paceline.torch.ddp.regrouping import regroup
 from paceline.torch.ddp.wrapped_twice import AskedWhenWrapped, refuse_replicas
 from paceline.torch.link.buffer_hook import BufferHook
 from paceline.torch.model.arguments import as_device
+from paceline.torch.one_model.homes import Home
+from paceline.torch.one_model.writing import written
 from paceline.torch.passes.passes import ErrorNote
 
 if TYPE_CHECKING:
@@ -92,6 +94,7 @@ class TorchNames(TorchDDP):
     _on_drop: weakref.finalize[Any, Any] | None = None  # tells the passes that the wrapper is gone
     _good_passes: int | None = 0  # before the passes of the present group; None: some were not counted
     _are_hooks_removed = False
+    _home: Home | None = None
     _sample_rate: int | None = None
     _ddp_params_and_buffers_to_ignore = AskedWhenWrapped()
 
@@ -236,12 +239,25 @@ class TorchNames(TorchDDP):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """As torch's, but it also takes names without `module.`, saved without the wrapper."""
+        """As torch's, but it also takes names without `module.`, saved without the wrapper.
+
+        Collective with share_parameters=True: see writing(). assign=True would replace shared parameters.
+        """
         if not isinstance(state_dict, Mapping) or not all(isinstance(key, str) for key in state_dict):
             owner, hint = "load_state_dict", "torch.load(path, weights_only=True) reads one from a file"
             raise Arguments(owner).refuse("state_dict", state_dict, "a state_dict", hint, is_type=True)
         flag = Arguments("load_state_dict").flag
         strict, assign = flag("strict", strict), flag("assign", assign)
+        if assign and self._home is not None:
+            raise ConfigError(
+                "load_state_dict: assign=True would give this rank parameters of its own.",
+                seen="share_parameters=True: all ranks of the host share them",
+                hint="leave assign out; or load before wrapping",
+            )
+        with written(self._home):
+            return self._load(state_dict, strict, assign)
+
+    def _load(self, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> Any:
         own = self.module.state_dict().keys()
         num_bare = sum(key in own for key in state_dict)
         num_wrapped = sum(key.startswith("module.") and key[len("module.") :] in own for key in state_dict)
@@ -457,6 +473,13 @@ class TorchNames(TorchDDP):
         Raises:
             ConfigError: The ranks are connected by a `paceline.Group`; torch's Join needs a process group.
         """
+        if self._home is not None:
+            raise ConfigError(
+                "join: ranks that are out of data would not take part in the steps of the others.",
+                seen="share_parameters=True: all ranks of a host step together",
+                hint="call ddp.finish(after_pass=step) on each rank when its data ends, where step() makes "
+                "the optimizer's step as in the loop",
+            )
         flag = Arguments("join").flag
         divide = flag("divide_by_initial_world_size", divide_by_initial_world_size)
         throw = flag("throw_on_early_termination", throw_on_early_termination)

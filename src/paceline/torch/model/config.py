@@ -45,6 +45,7 @@ _OURS = (
     "local_sgd",
     "nonfinite",
     "reduce_through",
+    "share_parameters",
     "timeout_s",
     "warn_after_s",
     "weight",
@@ -59,11 +60,13 @@ class DDPConfig(WrapperOptions):
         device: Inputs are moved there; None: they are taken as they are.
         precision: The dtypes of parameters in forward, of reduced gradients, of buffers.
         batched_copies: Copy gradients into the arena a bucket at a time.
+        share_parameters: The ranks of each host have one copy of the parameters.
     """
 
     device: torch.device | None
     precision: Precision
     batched_copies: bool
+    share_parameters: bool
     # Whether parameters that no rank uses are let be. No: they raise, as in torch.
     allow_nobodys: ClassVar[bool] = False
 
@@ -77,6 +80,7 @@ class DDPConfig(WrapperOptions):
         return {
             "bucket_cap_mb": str(self.bucket_cap_bytes / MIB),
             "mixed_precision": str(self.precision),
+            "share_parameters": str(self.share_parameters),
             **self.agreed_shared(),
         }
 
@@ -89,6 +93,7 @@ def make_config(
     bucket_cap_mb_list: Sequence[float] | None,
     mixed_precision: Any,
     batched_grad_copy: bool,
+    share_parameters: bool = False,
     dim: int = 0,
     check_reduction: bool = False,
     **others: Any,  # with those of SHARED_NAMES
@@ -107,6 +112,11 @@ def make_config(
     cap_mb = DEFAULT_BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
     cap_bytes = _arguments.mebibytes("bucket_cap_mb", cap_mb)
     cap_bytes = max(caps_bytes, default=cap_bytes)
+    shares = check.flag("share_parameters", share_parameters)
+    if shares:
+        hint = "leave out one of the two"
+        expected = "None with share_parameters=True: at a meeting each rank writes to its own parameters"
+        check.require(others.get("local_sgd") is None, "local_sgd", others.get("local_sgd"), expected, hint)
     return DDPConfig(
         device=_single_device(device_ids, output_device),
         bucket_cap_bytes=cap_bytes,
@@ -114,6 +124,7 @@ def make_config(
         bucket_caps_bytes=caps_bytes,
         precision=as_precision(mixed_precision),
         batched_copies=check.flag("batched_grad_copy", batched_grad_copy),
+        share_parameters=shares,
         **_arguments.shared(others),
     )
 

@@ -1,0 +1,98 @@
+// The one copy of a model's values on a host, as Python sees it.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/vector.h>
+
+#include <atomic>
+#include <utility>
+#include <vector>
+
+#include "bind/bindings.h"
+#include "bind/call.h"
+#include "bind/pointer.h"
+#include "core/model_memory.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace paceline {
+namespace {
+
+using Runs = std::vector<std::pair<size_t, size_t>>;
+
+/// What is called when a stray write was undone; never given back, because a
+/// write may stray at any time, also at the end of the interpreter.
+PyObject* teller = nullptr;
+std::atomic<bool> is_telling{false};
+
+int tell(void*) {
+  is_telling.store(false);
+  if (teller == nullptr) return 0;
+  PyObject* const result = PyObject_CallNoArgs(teller);
+  if (result == nullptr) return -1;
+  Py_DECREF(result);
+  return 0;
+}
+
+/// Within a signal handler. The main thread calls tell() when it comes back
+/// from the kernel that has written, or at its next line of Python.
+void on_stray_write() {
+  if (!is_telling.exchange(true) && Py_AddPendingCall(tell, nullptr) != 0)
+    is_telling.store(false);
+}
+
+std::vector<ModelMemory::Run> as_runs(const Runs& pairs) {
+  std::vector<ModelMemory::Run> runs;
+  for (const auto& [begin, bytes] : pairs) runs.push_back({begin, bytes});
+  return runs;
+}
+
+}  // namespace
+
+void bind_model_memory(nb::module_& m) {
+  m.def(
+      "tell_stray_writes",
+      [](nb::object listener) {
+        PyObject* const before = teller;
+        teller = listener.release().ptr();
+        Py_XDECREF(before);
+        set_stray_write_listener(&on_stray_write);
+      },
+      "listener"_a,
+      "From now on a write to `ModelMemory.values` that nobody had announced "
+      "is "
+      "undone, and `listener()` is called, which raises.");
+  m.def("create_model_memory", &ModelMemory::create, "nbytes"_a,
+        "Returns the descriptor of a sealed memfd, with memory behind it.");
+  nb::class_<ModelMemory>(m, "ModelMemory")
+      .def(nb::init<int>(), "fd"_a)
+      .def_prop_ro("nbytes", &ModelMemory::size)
+      .def_prop_ro("values",
+                   [](const ModelMemory& memory) {
+                     return reinterpret_cast<Pointer>(memory.values());
+                   })
+      .def_prop_ro("writable",
+                   [](const ModelMemory& memory) {
+                     return reinterpret_cast<Pointer>(memory.writable());
+                   })
+      .def("begin_writing", &ModelMemory::begin_writing)
+      .def("changes",
+           [](const ModelMemory& memory) {
+             Runs pairs;
+             without_lock([&] {
+               for (const ModelMemory::Run& run : memory.changes())
+                 pairs.emplace_back(run.begin, run.bytes);
+             });
+             return pairs;
+           })
+      .def(
+          "publish",
+          [](ModelMemory& memory, const Runs& changes) {
+            without_lock([&] { memory.publish(as_runs(changes)); });
+          },
+          "changes"_a)
+      .def("end_writing", &ModelMemory::end_writing)
+      .def("take_stray_write", &ModelMemory::take_stray_write);
+}
+
+}  // namespace paceline

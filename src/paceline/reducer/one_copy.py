@@ -1,0 +1,186 @@
+"""One copy of a model's parameters on each host: where each lies, and writes that count for all ranks.
+
+The one idea: announced writes are a transaction. Between `begin()` and `end()` each rank writes to the
+parameters as it likes, in pages of its own, and nobody reads what another has half written. At the end all
+ranks say what they have changed. If that fits together, one rank of each host publishes it; if not, or if any
+rank has raised, nothing has changed anywhere.
+
+Imports only the core, `rendezvous`, the standard library and `errors`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from paceline import _core
+from paceline.errors import PacelineError, ReplicaError, ReplicasDifferError, format_ranks
+from paceline.reducer.pass_errors import shorten
+from paceline.rendezvous.exchange import Exchange
+from paceline.rendezvous.messages import gather_objects
+
+_LONGEST_TEXT = 500
+
+
+class Place(NamedTuple):
+    """Where one parameter lies, in bytes from the beginning of the memory."""
+
+    name: str
+    begin: int
+    nbytes: int
+
+
+def lay_out(sizes: Mapping[str, int]) -> tuple[list[Place], int]:
+    """The place of each parameter, and the size of all. Pure.
+
+    Each begins at a cache line of its own, so ranks that update neighbours do not write to one line.
+
+    Example:
+        >>> lay_out({"weight": 100, "bias": 4})
+        ([Place(name='weight', begin=0, nbytes=100), Place(name='bias', begin=128, nbytes=4)], 192)
+    """
+    places, end = [], 0
+    for name, nbytes in sizes.items():
+        places.append(Place(name, end, nbytes))
+        end += -(-nbytes // _core.ALIGNMENT_BYTES) * _core.ALIGNMENT_BYTES
+    return places, end
+
+
+class OneCopy:
+    """What the ranks of one host share, as one of them sees it.
+
+    Args:
+        memory: Mapped by all ranks of the host.
+        places: Where each parameter lies in it.
+        exchange: Connects the ranks of all hosts.
+        hosts: The ranks of each host.
+        timeout_s: How long this rank waits for the others in `end`.
+
+    Attributes:
+        host_ranks: The ranks of this host.
+    """
+
+    def __init__(
+        self,
+        memory: _core.ModelMemory,
+        places: Sequence[Place],
+        exchange: Exchange,
+        hosts: Sequence[Sequence[int]],
+        timeout_s: float,
+    ) -> None:
+        self.memory, self.places = memory, places
+        self.host_ranks = next(tuple(ranks) for ranks in hosts if exchange.rank in ranks)
+        self._exchange = exchange
+        self._hosts = hosts
+        self._timeout_s = timeout_s
+        self._depth = 0
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank is between `begin()` and `end()`."""
+        return self._depth > 0
+
+    def begin(self) -> None:
+        """From here on this rank may write. Waits for nobody; calls may be nested."""
+        if self._depth == 0:
+            self.memory.begin_writing()
+        self._depth += 1
+
+    def end(self, failure: BaseException | None = None) -> None:
+        """What was written counts now, for all ranks. Collective over all hosts.
+
+        Args:
+            failure: What this rank has raised: then nobody's writes count. The caller raises it.
+
+        Raises:
+            ReplicaError: Another rank has raised.
+            ReplicasDifferError: Ranks that have written have not written the same; or none of some host has.
+            DeadlineError: A rank did not come.
+            PeerLostError: A rank has died. What was agreed on before counts, as a whole.
+        """
+        self._depth -= 1
+        if self._depth:
+            return
+        try:
+            self._end(failure)
+        finally:
+            self.memory.end_writing()
+
+    def _end(self, failure: BaseException | None) -> None:
+        changes = self.memory.changes() if failure is None else []
+        text = "" if failure is None else f"{type(failure).__name__}: {failure}"[:_LONGEST_TEXT]
+        told = self._tell({"failure": text, "digest": self._digest(changes)})
+        failed = [rank for rank, each in enumerate(told) if each["failure"]]
+        if failed:
+            if failure is None:
+                raise _other_has_raised(failed, [each["failure"] for each in told])
+            return
+        writers = [rank for rank, each in enumerate(told) if each["digest"]]
+        if not writers:
+            return
+        self._check_same(writers, [each["digest"] for each in told])
+        if self._exchange.rank == next(rank for rank in self.host_ranks if rank in writers):
+            self.memory.publish(changes)
+        try:
+            self._tell({})
+        except PacelineError:
+            # Whoever was to publish may have died half way. All who have written have written the same.
+            self.memory.publish(changes)
+            raise
+
+    def _check_same(self, writers: Sequence[int], digests: Sequence[str]) -> None:
+        if len({digests[rank] for rank in writers}) > 1:
+            hashes = self._tell({place.name: f"{each:x}" for place, each in zip(self.places, self._hashes())})
+            differing = {
+                name: tuple(rank for rank in writers if hashes[rank][name] != hashes[writers[0]][name])
+                for name in hashes[0]
+            }
+            differing = {name: ranks for name, ranks in differing.items() if ranks}
+            ranks = tuple(sorted({rank for each in differing.values() for rank in each}))
+            raise ReplicasDifferError(
+                "Ranks have not written the same in writing(): nothing was written.",
+                seen=f"{format_ranks(writers)} wrote; {format_ranks(ranks)} other values than "
+                f"rank {writers[0]} to {shorten(list(differing))}",
+                likely="what was written depends on the rank: on its data, its random numbers or its file",
+                hint="write the same on every rank, or on one rank of each host only",
+                ranks=ranks,
+                differing=differing,
+            )
+        silent = [ranks for ranks in self._hosts if not set(ranks) & set(writers)]
+        if silent:
+            idle = sorted(rank for ranks in silent for rank in ranks)
+            raise ReplicasDifferError(
+                "Ranks of some hosts only have written in writing(): nothing was written.",
+                seen=f"{format_ranks(writers)} wrote, no rank of another host: {format_ranks(idle)}",
+                likely="only rank 0 was to write, and each host has its own copy of the parameters",
+                hint="write the same on every rank, or on one rank of each host (LOCAL_RANK=0)",
+                ranks=tuple(idle),
+            )
+
+    def _digest(self, changes: Sequence[tuple[int, int]]) -> str:
+        """The same on ranks that have made the same changes; "": there are none."""
+        if not changes:
+            return ""
+        values = self.memory.values
+        hashes = _core.hash_all([values + begin for begin, _ in changes], [size for _, size in changes])
+        return f"{_core.hash_bytes(repr((changes, hashes)).encode()):x}"
+
+    def _hashes(self) -> list[int]:
+        values = self.memory.values
+        return _core.hash_all([values + p.begin for p in self.places], [p.nbytes for p in self.places])
+
+    def _tell(self, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return gather_objects(self._exchange, facts, self._timeout_s)
+
+    def name_at(self, offset: int) -> str:
+        """The parameter that lies at this byte of the memory, or before it."""
+        return next((p.name for p in reversed(self.places) if p.begin <= offset), self.places[0].name)
+
+
+def _other_has_raised(failed: Sequence[int], texts: Sequence[str]) -> ReplicaError:
+    return ReplicaError(
+        f"{format_ranks(failed).capitalize()} raised in writing(): nothing was written.",
+        seen="\n".join(f"rank {rank}: {texts[rank]}" for rank in failed),
+        hint="all ranks hold the parameters as they were before the block",
+        ranks=tuple(failed),
+    )

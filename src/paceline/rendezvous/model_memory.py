@@ -1,0 +1,63 @@
+"""Memory for the one copy of a model that the ranks of each host share. Imports errors and the core.
+
+A file without a name of its own, beside the region: it is as large as the model, and outlives the group.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from paceline import _core
+from paceline.errors import PacelineError
+from paceline.rendezvous.deadline import Deadline
+from paceline.rendezvous.descriptors import DescriptorServer, take_descriptor
+from paceline.rendezvous.exchange import Exchange
+from paceline.rendezvous.messages import gather_objects
+from paceline.rendezvous.obstacles import Obstacle, raise_limits
+
+
+def share_model_memory(
+    exchange: Exchange, host_ranks: Sequence[int], nbytes: int, *, timeout_s: float
+) -> _core.ModelMemory:
+    """Map one file of zeros on each host. Collective over the ranks of all hosts; blocks at most `timeout_s`.
+
+    Args:
+        exchange: Connects all ranks.
+        host_ranks: The ranks of this host. The first makes the file and hands it out.
+        nbytes: The size of the file, the same on all ranks; rounded up to pages.
+
+    Raises:
+        RegionError: There is not enough memory, or a rank met a limit of its own; on every rank.
+        RendezvousError: A rank did not take part in time.
+    """
+    deadline, first = Deadline(timeout_s), host_ranks[0]
+    what = f"the {nbytes} bytes of the model's parameters, one copy for each host"
+    fd, memory = -1, None
+    try:
+        with DescriptorServer(len(host_ranks)) as server:
+            obstacle = server.obstacle
+            if exchange.rank == first and not obstacle.problem:
+                try:
+                    fd = _core.create_model_memory(nbytes)
+                    server.serve(fd)
+                except PacelineError as error:
+                    obstacle = Obstacle.of(error)
+            told = {"address": server.address, **obstacle.facts()}
+            offers = gather_objects(exchange, told, max(deadline.left_s(), 1e-3))
+            raise_limits(offers, what)
+            try:
+                if exchange.rank != first:
+                    fd = take_descriptor(offers[first]["address"], deadline)
+                memory = _core.ModelMemory(fd)
+            except PacelineError as error:
+                obstacle = Obstacle.of(error)
+            except OSError as error:
+                obstacle = Obstacle(f"could not take it from rank {first}: {error}", is_limit=True)
+            states = gather_objects(exchange, obstacle.facts(), max(deadline.left_s(), 1e-3))
+        raise_limits(states, what)
+    finally:
+        if fd >= 0:
+            os.close(fd)
+    assert memory is not None
+    return memory

@@ -1,0 +1,79 @@
+"""`share()`: several processes of one host that compute with one copy of a model, and do not train it."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from paceline.arguments import Arguments
+from paceline.errors import ConfigError, format_ranks
+from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
+from paceline.torch.link.peers import find_peers, known_exchange
+from paceline.torch.model.arguments import check_materialised, checked_module
+from paceline.torch.model.parameters import ManagedTensors
+from paceline.torch.one_model.moving import move, move_out, refuse_strange
+
+if TYPE_CHECKING:
+    from paceline.collectives.group import Group
+
+_Module = TypeVar("_Module", bound=nn.Module)
+
+
+def share(
+    module: _Module,
+    process_group: dist.ProcessGroup | Group | None = None,
+    *,
+    timeout_s: float | timedelta | None = None,
+) -> _Module:
+    """Let all ranks of a host compute with one copy of a model, for inference; returns the same module.
+
+    Collective: every rank passes a model of the same structure, and afterwards all have rank 0's parameters
+    and buffers, which take memory once. They are only to be read: a write in place raises ConfigError and
+    is undone, so call `eval()` on models whose forward changes buffers (BatchNorm). The memory goes with the
+    last process that holds the model, also if rank 0 has ended before. A forked child reads the same copy.
+    `copy.deepcopy(module)` gives a process a model of its own.
+
+    Args:
+        module: On the CPU.
+        process_group: A process group of torch, or a `paceline.Group`, of ranks of one host. None: torch's
+            default group, or a group formed from the environment that `paceline run` has set.
+        timeout_s: Seconds to wait for the slowest rank, or a timedelta; None: the group's own time-out.
+
+    Raises:
+        ConfigError: The ranks are on several hosts, or a parameter can't be shared; says which and why.
+        ModelMismatchError: The ranks have different models; names the first difference.
+        RegionError: There is not enough memory; says how much there is and how much is needed.
+
+    Example:
+        Four processes of `paceline run -n 4 serve.py`, and one model of 2 GB in the memory of the machine:
+
+        >>> model = paceline.torch.share(load_model()).eval()
+        >>> with torch.inference_mode():
+        ...     answer = model(request)
+    """
+    with telling_peers(lambda: known_exchange(process_group, None)):
+        checked_module("share", module)
+        check_materialised("share", module)
+        seconds = Arguments("share").optional_seconds("timeout_s", timeout_s)
+        tensors = ManagedTensors(module)
+        peers = find_peers(process_group, None, seconds, None)
+    parameters, buffers = tensors.describe()
+    if peers.world_size > 1:
+        check_agreement(ModelDescription(parameters, buffers, {}), peers.exchange, peers.timeout_s)
+    memory = peers.share_hosts()
+    if len(memory.hosts) > 1:
+        raise ConfigError(
+            "share: the ranks are on several hosts, and share no memory.",
+            seen="; ".join(format_ranks(ranks) for ranks in memory.hosts),
+            hint="pass a process group of the ranks of one host, on each host",
+        )
+    shared: dict[str, torch.Tensor] = dict(tensors.all_parameters)
+    shared |= {name: buffer for name, buffer in module.named_buffers() if name in tensors.buffers}
+    refuse_strange("share", module, shared, peers)
+    move_out(module)
+    move("share", shared, peers, memory, are_equal=True, allows_writing=False)
+    return module
