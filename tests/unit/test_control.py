@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import logging
 import random
+import shutil
 import socket
 import threading
 import time
@@ -30,6 +31,7 @@ from paceline.rendezvous.told_failures import unpack_failure
 
 HOSTS = ((0, 1), (2, 3))
 SECRET = b"0123456789abcdef"
+needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
 
 
 def facts_of(rank, **others):
@@ -398,7 +400,9 @@ def test_what_is_altered_repeated_or_left_out_is_noticed():
         Seal(b"yek").open(Frame.FAILED, first)
 
 
-@pytest.mark.parametrize("secret, words", [(SECRET, "TLS"), (b"", "altered")])
+@pytest.mark.parametrize(
+    "secret, words", [pytest.param(SECRET, "TLS", marks=needs_openssl), (b"", "altered")]
+)
 def test_a_member_that_speaks_without_the_key_is_lost(secret, words):
     """As somebody between the hosts would, who has the connection and not the secret."""
     with formed(secret) as channels:
@@ -457,7 +461,9 @@ class Eavesdropper:
             each.close()
 
 
-@pytest.mark.parametrize("secret", [SECRET, b""], ids=["with a secret", "without"])
+@pytest.mark.parametrize(
+    "secret", [pytest.param(SECRET, marks=needs_openssl), b""], ids=["with a secret", "without"]
+)
 def test_who_listens_reads_nothing_if_there_is_a_secret(secret, monkeypatch):
     between = Eavesdropper(monkeypatch)
     with formed(secret) as channels:
@@ -469,6 +475,7 @@ def test_who_listens_reads_nothing_if_there_is_a_secret(secret, monkeypatch):
     assert (b"what the guilty rank says" in between.heard) is not bool(secret)
 
 
+@needs_openssl
 def test_a_hub_that_is_made_to_speak_in_clear_is_none(monkeypatch):
     """Somebody between the hosts takes the certificate out of the welcome."""
 
@@ -490,6 +497,7 @@ def test_a_hub_that_is_made_to_speak_in_clear_is_none(monkeypatch):
     between.end()
 
 
+@needs_openssl
 def test_a_rank_that_is_slow_to_encrypt_keeps_nobody_waiting(monkeypatch):
     """One of them stops in the middle of the start; the others hear each other, and later so does it."""
     encrypt, goes_on, counted = reception._encrypt, threading.Event(), itertools.count()
@@ -548,6 +556,7 @@ def ends():
     return hub, rank
 
 
+@needs_openssl
 @given(
     st.lists(st.tuples(st.booleans(), st.binary(max_size=40)), max_size=8),
     st.randoms(use_true_random=False),
@@ -565,6 +574,7 @@ def test_what_is_encrypted_comes_out_however_it_is_cut(said, generator):
         assert heard == data
 
 
+@needs_openssl
 def test_what_is_said_before_both_have_a_key_comes_afterwards():
     hub, rank = tls.Tls(tls.own_certificate()), tls.Tls()
     assert hub.encrypt(b"first, ") == b"" and hub.encrypt(b"second") == b""
@@ -576,6 +586,7 @@ def test_what_is_said_before_both_have_a_key_comes_afterwards():
     assert rank.decrypt(hub.encrypt(b"")) == b"first, second"
 
 
+@needs_openssl
 def test_a_certificate_of_somebody_else_is_refused():
     own, other = tls.own_certificate(), tls.own_certificate.__wrapped__()
     assert own.fingerprint != other.fingerprint and tls.own_certificate() is own
@@ -585,6 +596,7 @@ def test_a_certificate_of_somebody_else_is_refused():
         rank.check(other.fingerprint)
 
 
+@needs_openssl
 def test_each_changed_byte_of_what_is_encrypted_is_noticed():
     hub, rank = ends()
     sent = bytearray(hub.encrypt(b"the mean"))
@@ -593,6 +605,7 @@ def test_each_changed_byte_of_what_is_encrypted_is_noticed():
         rank.decrypt(bytes(sent))
 
 
+@needs_openssl
 @pytest.mark.parametrize("word", [b"GET / HTTP/1.1\r\n\r\n", bytes(100)])
 def test_a_stranger_who_speaks_otherwise_is_a_connection_error(word):
     with pytest.raises(ConnectionError, match="TLS"):
