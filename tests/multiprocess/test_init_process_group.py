@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from paceline.errors import ConfigError, RendezvousError
 from paceline.launch.ports import free_ports
-from paceline.torch import init_process_group
+from paceline.torch import DistributedDataParallel, init_process_group
 from tests.harness import ranks
+from tests.multiprocess.meeting import tell, until_told
 
 ENVIRONMENTS = {
     "mpirun": {
@@ -83,6 +84,36 @@ def test_another_job_at_the_address_is_named(rank):
             init_process_group("gloo", rank=0, world_size=2, address=address, timeout=20)
     assert f"pid {os.getpid()}" in caught.value.seen
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("has_secret", [False, True], ids=["without a secret", "with secrets"])
+@ranks(3, group=None)
+def test_ranks_of_two_jobs_that_meet_at_one_address_do_not_train_together(rank, has_secret, monkeypatch):
+    """By hand, without an id: rank 0 of one job and rank 1 of another have come first.
+
+    The third process is rank 1 of the first job. With a secret for each job, the two never make a group.
+    """
+    monkeypatch.delenv("PACELINE_JOB_ID")
+    if has_secret:
+        monkeypatch.setenv("PACELINE_SECRET", "one job" * 3 if rank != 1 else "another job" * 2)
+    address = f"127.0.0.1:{os.environ['MASTER_PORT']}"
+    if rank == 2:
+        if has_secret:
+            return  # it would look for the first rank, which is refused
+        until_told("formed", [0, 1])
+    if rank == 2 or has_secret:
+        words = "do not have the same secret" if has_secret else "Two processes claim rank 1 of 2"
+        with pytest.raises(RendezvousError, match=words):
+            init_process_group("gloo", rank=min(rank, 1), world_size=2, address=address, timeout=60)
+    else:
+        init_process_group("gloo", rank=rank, world_size=2, address=address, timeout=60)
+    tell("formed", rank)
+    if rank < 2 and not has_secret:
+        until_told("formed", [2])
+        with pytest.raises(ConfigError, match="Two processes claim rank 1 of 2") as caught:
+            DistributedDataParallel(torch.nn.Linear(2, 1))
+        assert caught.value.seen.count("rank 1 on host") == 2 and "two jobs" in caught.value.likely
+        dist.destroy_process_group()
 
 
 @ranks(1, group=None)

@@ -34,6 +34,12 @@ class Memory:
         return self._words.get(key)
 
 
+@pytest.fixture(autouse=True)
+def _do_not_linger(monkeypatch):
+    """This ledger outlives rank 0."""
+    monkeypatch.setattr(attendance, "_LINGER_S", 0.0)
+
+
 def arrival(rank, world_size=3, host="node0", pid=100, job="", paceline="0.1.0", **others):
     return Arrival(rank, world_size, host, pid + rank, job, paceline, "torch 2.13.0", **others)
 
@@ -113,6 +119,40 @@ def test_ranks_with_different_secrets_are_told_at_once_who_they_are(odd, words, 
         assert "rank 2 on host node1" in error.seen and words in error.seen, error.seen
         assert error.hosts == ("node0", "node1") and "PACELINE_SECRET_FILE" in error.hint
     assert own_words in third.seen and "on host node0" in third.seen
+
+
+def test_rank_0_stays_until_others_have_read_although_it_refuses_the_first_that_it_reads(monkeypatch):
+    """The store ends with it. Rank 1, which has come before, is to learn from there whom it does not fit."""
+    monkeypatch.setattr(attendance, "_LINGER_S", 60.0)
+    ledger = Memory()
+    ledger.write(f"start/arrival/{ledger.add('start/arrivals', 1)}", f"- {arrival(1).write()}")
+
+    def refused():
+        with pytest.raises(RendezvousError, match="do not have the same secret"):
+            attend(ledger, "start", arrival(0), 30.0, SECRET)
+
+    thread = threading.Thread(target=refused)
+    thread.start()
+    while not ledger.add("start/left", 0):
+        time.sleep(0.005)
+    thread.join(0.2)
+    assert thread.is_alive()
+    ledger.add("start/left", 1)
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("call", ["add", "write", "read"])
+def test_a_store_that_is_gone_is_told_in_words(call, monkeypatch):
+    ledger = Memory()
+
+    def gone(*_):
+        raise RuntimeError("Connection reset by peer\nframe #0: ...")
+
+    monkeypatch.setattr(ledger, call, gone)
+    with pytest.raises(RendezvousError, match="Rank 1 of 3 lost the store of this job") as caught:
+        attend(ledger, "start", arrival(1), 30.0)
+    assert caught.value.seen == "Connection reset by peer; 0 of 3 ranks had come when it last answered"
 
 
 def test_a_stranger_who_writes_the_words_of_a_rank_is_not_taken_for_it():
@@ -197,3 +237,49 @@ def test_a_store_that_does_not_answer_ends_at_the_deadline(call, monkeypatch):
     is_over.set()
     assert "rank 1 on host node0 (pid 101)" in str(caught.value)
     assert "is stopped" in caught.value.likely
+
+
+def come_together(secret=b""):
+    """A job of two ranks that has come; and a process of another job that comes later, as rank 1, too."""
+    ledger = Memory()
+    others = threading.Thread(
+        target=attend, args=(ledger, "start", arrival(0, world_size=2), 30.0, secret), daemon=True
+    )
+    others.start()
+    attendance = attend(ledger, "start", arrival(1, world_size=2), 30.0, secret)
+    others.join(30)
+    return ledger, attendance
+
+
+def test_a_latecomer_is_known_to_those_who_have_come():
+    ledger, attendance = come_together()
+    assert attendance.latecomer() is None
+    with pytest.raises(RendezvousError, match="claim rank 1"):
+        attend(ledger, "start", arrival(1, world_size=2, host="node1", pid=200), 10.0)
+    error = attendance.latecomer()
+    assert error.summary == "Two processes claim rank 1 of 2."
+    assert "rank 1 on host node0 (pid 101)" in error.seen and "rank 1 on host node1 (pid 201)" in error.seen
+    assert "two jobs meet at one address" in error.likely
+
+
+@pytest.mark.parametrize("others", [b"", b"another secret!!"])
+def test_a_latecomer_without_the_secret_ends_no_job(others):
+    ledger, attendance = come_together(SECRET)
+    with pytest.raises(RendezvousError, match="do not have the same secret"):
+        attend(ledger, "start", arrival(1, world_size=2, host="node1"), 10.0, others)
+    assert attendance.latecomer() is None
+
+
+def test_a_store_that_is_gone_tells_of_no_latecomer(monkeypatch):
+    monkeypatch.setattr(attendance, "_ANSWER_WITHIN_S", 0.1)
+    ledger, complete = come_together()
+
+    def gone(key):
+        raise RuntimeError("connection closed")
+
+    monkeypatch.setattr(ledger, "read", gone)
+    assert complete.latecomer() is None
+    is_over = threading.Event()
+    monkeypatch.setattr(ledger, "read", lambda key: is_over.wait(60))
+    assert complete.latecomer() is None
+    is_over.set()

@@ -7,6 +7,7 @@ all come to the same verdict. Imports errors, `roll_call`, `signatures`, `deadli
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import time
@@ -97,7 +98,50 @@ _KINDS = {
 }
 
 
-def attend(ledger: Ledger, prefix: str, own: Arrival, timeout_s: float, secret: bytes = b"") -> None:
+@dataclass(frozen=True)
+class Attendance:
+    """All ranks of a job that has come together, and where they did.
+
+    Attributes:
+        ledger: Shared by all ranks.
+        prefix: Begins the keys.
+        own: This process.
+        arrivals: All ranks, as they came.
+        signatures: Make and check the codes of what is written there.
+    """
+
+    ledger: Ledger
+    prefix: str
+    own: Arrival
+    arrivals: tuple[Arrival, ...]
+    signatures: Signatures
+
+    def latecomer(self) -> RendezvousError | None:
+        """Why somebody who has come since does not fit; None: nobody has. Blocks 5 s at most.
+
+        Jobs without an id that meet at one address look the same. A rank of one job may have taken the place
+        of one of the other; whoever had that place comes later, and is refused.
+        """
+        found: list[str | None] = [None]
+        key = f"{self.prefix}/arrival/{len(self.arrivals) + 1}"
+        with contextlib.suppress(TimeoutError, RuntimeError):  # the store is gone, which others will say
+            call_within(_ANSWER_WITHIN_S, lambda: found.append(self.ledger.read(key)))
+        came = None if found[-1] is None else self._rank_in(key, found[-1])
+        return None if came is None else misfit(self.own, [*self.arrivals, came])
+
+    def _rank_in(self, key: str, text: str) -> Arrival | None:
+        """Who has written this; None: somebody of whom a job with a secret need not take notice."""
+        raw = text.encode(errors=LOSSLESS)
+        try:
+            raw = self.signatures.read(key, raw)
+        except ForeignValueError as error:
+            if self.signatures.secret:
+                return None
+            raw = error.value
+        return Arrival.read(raw.decode(errors=LOSSLESS))
+
+
+def attend(ledger: Ledger, prefix: str, own: Arrival, timeout_s: float, secret: bytes = b"") -> Attendance:
     """Wait until all ranks have come, and fit together. Collective; blocks at most `timeout_s` and 5 s more.
 
     Rank 0 says every 10 s on standard error for whom it waits.
@@ -114,18 +158,27 @@ def attend(ledger: Ledger, prefix: str, own: Arrival, timeout_s: float, secret: 
             secrets or versions, or are of different jobs; one of them goes no further; a rank has not come in
             time; something else has written into the ledger; or the ledger does not answer.
 
+    Returns:
+        All ranks, and a way to see who comes later.
+
     Example:
         Rank 0 expects 2 ranks and rank 1 expects 3: both raise at once, and both hosts are named.
     """
     arrivals: list[Arrival] = []
+    signatures = Signatures(secret, "attendance")
     try:
         # Calls of the ledger block for ever while the process that serves it is stopped.
         call_within(
             timeout_s + _ANSWER_WITHIN_S,
-            lambda: _see_all_come(ledger, prefix, own, timeout_s, arrivals, Signatures(secret, "attendance")),
+            lambda: _see_all_come(ledger, prefix, own, timeout_s, arrivals, signatures),
         )
     except TimeoutError:
         raise _unanswered(own, arrivals, timeout_s) from None
+    except RendezvousError:
+        raise
+    except RuntimeError as error:
+        raise _lost(own, arrivals, error) from error
+    return Attendance(ledger, prefix, own, tuple(arrivals), signatures)
 
 
 def _see_all_come(
@@ -147,7 +200,7 @@ def _see_all_come(
             try:
                 arrivals.append(_read(own, signatures, key, text))
             except RendezvousError:
-                _leave(ledger, prefix, own, len(arrivals) + 1)
+                _leave(ledger, prefix, own)
                 raise
             key = f"{prefix}/arrival/{len(arrivals) + 1}"
             nap_s = _SHORTEST_NAP_S
@@ -155,7 +208,7 @@ def _see_all_come(
         is_late = now > begun + timeout_s
         error = misfit(own, arrivals) or (_late(own, arrivals, timeout_s) if is_late else None)
         if error is not None:
-            _leave(ledger, prefix, own, len(arrivals))
+            _leave(ledger, prefix, own)
             raise error
         if len(arrivals) == own.world_size:
             return
@@ -306,6 +359,17 @@ def _late(own: Arrival, arrivals: Sequence[Arrival], timeout_s: float) -> Rendez
     )
 
 
+def _lost(own: Arrival, arrivals: Sequence[Arrival], error: RuntimeError) -> RendezvousError:
+    return RendezvousError(
+        f"Rank {own.rank} of {own.world_size} lost the store of this job.",
+        where=f"{own.describe()}, before a group is formed",
+        seen=f"{str(error).splitlines()[0] if str(error) else type(error).__name__}; {len(arrivals)} of "
+        f"{own.world_size} ranks had come when it last answered",
+        likely="the process that serves it has ended: rank 0, or torchrun's agent on the first host",
+        hint="look at that process's output first",
+    )
+
+
 def _unanswered(own: Arrival, arrivals: Sequence[Arrival], timeout_s: float) -> RendezvousError:
     return RendezvousError(
         f"Rank {own.rank} of {own.world_size} gave up after {timeout_s + _ANSWER_WITHIN_S:g} s: the store of "
@@ -318,10 +382,11 @@ def _unanswered(own: Arrival, arrivals: Sequence[Arrival], timeout_s: float) -> 
     )
 
 
-def _leave(ledger: Ledger, prefix: str, own: Arrival, count: int) -> None:
+def _leave(ledger: Ledger, prefix: str, own: Arrival) -> None:
     """Let the others read, too, before rank 0 ends, and the store with it."""
     left = ledger.add(f"{prefix}/left", 1)
     deadline = time.monotonic() + _LINGER_S
-    while own.rank == 0 and left < count and time.monotonic() < deadline:
+    # For all that have come, and not only those whom this rank had read when it found one that does not fit.
+    while own.rank == 0 and left < ledger.add(f"{prefix}/arrivals", 0) and time.monotonic() < deadline:
         time.sleep(_LONGEST_NAP_S)
         left = ledger.add(f"{prefix}/left", 0)

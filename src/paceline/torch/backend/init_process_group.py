@@ -12,6 +12,7 @@ import itertools
 import os
 import socket
 import warnings
+import weakref
 from datetime import timedelta
 from importlib.metadata import version
 from typing import Any
@@ -32,7 +33,7 @@ from paceline.rendezvous.addresses import (
     interface_problems,
     wait_for_listener,
 )
-from paceline.rendezvous.attendance import Arrival, attend
+from paceline.rendezvous.attendance import Arrival, Attendance, attend
 from paceline.rendezvous.deadline import Deadline
 from paceline.rendezvous.secret import NO_SECRET, find_secret
 from paceline.torch.link.exchange import StoreBoard
@@ -40,6 +41,7 @@ from paceline.torch.link.exchange import StoreBoard
 _DEFAULT_TIMEOUT_S = 1800.0  # torch's own for Gloo
 
 _arguments = Arguments("init_process_group")
+_attendances: weakref.WeakKeyDictionary[dist.ProcessGroup, Attendance] = weakref.WeakKeyDictionary()
 _starts = itertools.count()  # a process may end its group and begin another, at the same address
 
 
@@ -125,8 +127,31 @@ def init_process_group(
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     prefix = f"paceline/start/{attempt}/{next(_starts)}"
     arrival = _arrival(place, problem, unreachable)
-    attend(StoreBoard(store), prefix, arrival, max(deadline.left_s(), 1.0), secret.key)
+    attendance = attend(StoreBoard(store), prefix, arrival, max(deadline.left_s(), 1.0), secret.key)
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, **options)
+    if dist.group.WORLD is not None:
+        _attendances[dist.group.WORLD] = attendance
+
+
+def refuse_latecomers() -> None:
+    """Raise if a process has come since the default group was formed, and claims a place in it.
+
+    For whoever begins to train: until then two jobs that meet at one address may have mixed their ranks.
+
+    Raises:
+        ConfigError: One has; both holders of the place are named.
+    """
+    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    attendance = None if group is None else _attendances.get(group)
+    error = None if attendance is None else attendance.latecomer()
+    if error is not None:
+        raise ConfigError(
+            error.summary,
+            where=f"{error.where.partition(',')[0]}, after the group was formed",
+            seen=error.seen,
+            likely=error.likely,
+            hint=error.hint,
+        )
 
 
 def _arrival(place: RankEnvironment, problem: str, unreachable: str) -> Arrival:

@@ -30,6 +30,7 @@ from paceline.reducer.local_sgd import LocalSGD
 from paceline.reducer.meetings import Warmup
 from paceline.reducer.micro_batches import as_weight
 from paceline.reducer.wrapped_model import WrappedModel, checked_norms
+from paceline.torch.backend.init_process_group import refuse_latecomers
 from paceline.torch.ddp.logging_data import noting_errors
 from paceline.torch.ddp.pickling import refuse_backward
 from paceline.torch.ddp.torch_names import TorchNames, hide_torchs_own, moved
@@ -199,6 +200,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
             self._prepare(module, arguments)
             times = self._config.timeout_s, self._config.warn_after_s
             peers = find_peers(process_group, device_mesh, *times)
+            refuse_latecomers()
         if device_mesh is not None:
             self.device_mesh = device_mesh
         self._connect(peers)
