@@ -8,7 +8,9 @@
 #include <algorithm>
 #include <chrono>
 #include <cstddef>
+#include <numeric>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -139,6 +141,31 @@ void PyHostGroup::all_gather(Pointer in, Pointer out, size_t bytes,
   collective(bytes, timeout_s, [&](HostGroup& group, double left_s) {
     paceline::all_gather(group.calls, as_pointer(in), as_pointer(out), bytes,
                          left_s);
+  });
+}
+
+void PyHostGroup::all_gather_pieces(const std::vector<Pointer>& pieces,
+                                    const std::vector<size_t>& sizes,
+                                    const std::vector<size_t>& counts,
+                                    double timeout_s) {
+  if (pieces.size() != sizes.size())
+    misuse("all_gather_pieces: pieces and sizes must have the same length");
+  if (counts.size() != static_cast<size_t>(group_->world()) ||
+      std::accumulate(counts.begin(), counts.end(), size_t{0}) != pieces.size())
+    misuse(
+        "all_gather_pieces: counts must have a number of pieces for each "
+        "rank, of all pieces together");
+  std::vector<std::vector<std::span<std::byte>>> blocks(counts.size());
+  size_t next = 0, bytes = 0;
+  for (size_t r = 0; r < counts.size(); ++r) {
+    for (const size_t end = next + counts[r]; next < end; ++next) {
+      blocks[r].emplace_back(static_cast<std::byte*>(as_pointer(pieces[next])),
+                             sizes[next]);
+      bytes += sizes[next];
+    }
+  }
+  collective(bytes, timeout_s, [&](HostGroup& group, double left_s) {
+    paceline::all_gather_pieces(group.calls, blocks, left_s);
   });
 }
 
@@ -297,6 +324,8 @@ void bind_host_group(nb::module_& m) {
            "root"_a, "timeout_s"_a = kDefault)
       .def("all_gather", &PyHostGroup::all_gather, "in_pointer"_a,
            "out_pointer"_a, "nbytes"_a, "timeout_s"_a = kDefault)
+      .def("all_gather_pieces", &PyHostGroup::all_gather_pieces, "pieces"_a,
+           "sizes"_a, "counts"_a, "timeout_s"_a = kDefault)
       .def("gather", &PyHostGroup::gather, "in_pointer"_a, "out_pointer"_a,
            "nbytes"_a, "root"_a, "timeout_s"_a = kDefault)
       .def("scatter", &PyHostGroup::scatter, "in_pointer"_a, "out_pointer"_a,

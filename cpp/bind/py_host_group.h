@@ -140,6 +140,11 @@ class PyHostGroup {
   void broadcast_all(const std::vector<Pointer>& pieces,
                      const std::vector<size_t>& sizes, int root,
                      double timeout_s);
+  /// Bytes that each rank owns, in many pieces, to the same pieces elsewhere.
+  /// `counts` says how many of the pieces each rank owns, in rank order.
+  void all_gather_pieces(const std::vector<Pointer>& pieces,
+                         const std::vector<size_t>& sizes,
+                         const std::vector<size_t>& counts, double timeout_s);
   void all_gather(Pointer in, Pointer out, size_t bytes, double timeout_s);
   void gather(Pointer in, Pointer out, size_t bytes, int root,
               double timeout_s);

@@ -1,5 +1,5 @@
 // all_gather and gather: everybody's bytes, in rank order, on every rank or on
-// one.
+// one. all_gather_pieces: the same for bytes that lie in many pieces, in place.
 //
 // Words: N ranks, each with a block of B bytes. The receivers are all ranks in
 // all_gather, and the root in gather.
@@ -23,6 +23,15 @@
 //
 // Bytes per rank: B are copied in (none in the region), and a receiver copies
 // N * B out, of which (N - 1) * B come from other ranks.
+//
+// all_gather_pieces goes through the two staging buffers for every size and
+// wherever the pieces lie, one synchronisation for each kPieceBytes of the
+// longest block. For each k, until the longest block is through:
+//   copy the k-th kPieceBytes of own block in;  meet;
+//   copy everybody else's k-th kPieceBytes to their places.
+//   A small piece costs a memcpy and no synchronisation.
+//
+// Bytes per rank: its own block is copied in, all others are copied out.
 #include "collectives/all_gather.h"
 
 #include <string.h>
@@ -69,7 +78,72 @@ void gather_everywhere_or_at(Calls& calls, int root, const void* in, void* out,
   }
 }
 
+/// A place in a block, which moves forward.
+class Cursor {
+ public:
+  explicit Cursor(const std::vector<std::span<std::byte>>& block)
+      : block_(block) {}
+
+  /// Calls `copy(at, offset, length)` for each run of the next `bytes` at most.
+  template <class Copy>
+  void advance(size_t bytes, Copy copy) {
+    size_t done = 0;
+    while (done < bytes && piece_ < block_.size()) {
+      const std::span<std::byte> rest = block_[piece_].subspan(used_);
+      const size_t length = std::min(rest.size(), bytes - done);
+      if (length > 0) copy(rest.data(), done, length);
+      done += length;
+      used_ += length;
+      if (length == rest.size()) {
+        ++piece_;
+        used_ = 0;
+      }
+    }
+  }
+
+ private:
+  const std::vector<std::span<std::byte>>& block_;
+  size_t piece_ = 0;
+  size_t used_ = 0;  ///< bytes of this piece that are behind
+};
+
 }  // namespace
+
+void all_gather_pieces(
+    Calls& calls, const std::vector<std::vector<std::span<std::byte>>>& blocks,
+    double timeout_s) {
+  size_t total = 0, longest = 0;
+  std::vector<Cursor> cursors;
+  for (const auto& block : blocks) {
+    size_t bytes = 0;
+    for (const auto& piece : block) bytes += piece.size();
+    total += bytes;
+    longest = std::max(longest, bytes);
+    cursors.emplace_back(block);
+  }
+  calls.begin(CallKind::kAllGather, total, DType::kUInt8, ReduceOp::kSum, 0, 1,
+              timeout_s);
+  size_t begin = 0;
+  do {  // at least once: who passes nothing waits for the others, too
+    std::byte* const own = calls.piece(calls.rank());
+    cursors[static_cast<size_t>(calls.rank())].advance(
+        kPieceBytes, [&](std::byte* at, size_t offset, size_t length) {
+          memcpy(own + offset, at, length);
+        });
+    calls.meet();
+    fault_point(Point::kCopyOut);
+    for (int r = 0; r < calls.world(); ++r) {
+      if (r == calls.rank()) continue;
+      const std::byte* const from = calls.piece(r);
+      cursors[static_cast<size_t>(r)].advance(
+          kPieceBytes, [&](std::byte* at, size_t offset, size_t length) {
+            memcpy(at, from + offset, length);
+          });
+    }
+    calls.next_piece();
+    begin += kPieceBytes;
+  } while (begin < longest);
+}
 
 void all_gather(Calls& calls, const void* in, void* out, size_t bytes,
                 double timeout_s) {

@@ -1,8 +1,10 @@
-// all_gather and gather: everybody's bytes, in rank order. The steps and bytes
-// are at the head of all_gather.cc.
+// all_gather, all_gather_pieces and gather: everybody's bytes, in rank order.
+// The steps and bytes are at the head of all_gather.cc.
 #pragma once
 
 #include <cstddef>
+#include <span>
+#include <vector>
 
 #include "collectives/calls.h"
 
@@ -12,7 +14,13 @@ namespace paceline {
 /// rank.
 void all_gather(Calls& calls, const void* in, void* out, size_t bytes,
                 double timeout_s);
-/// Does the same on `root` alone.
+/// Copies the bytes that rank r owns to the same bytes on all other ranks:
+/// `blocks[r]` lists them as pieces of this rank's memory, in the same number
+/// and of the same sizes on every rank.
+void all_gather_pieces(
+    Calls& calls, const std::vector<std::vector<std::span<std::byte>>>& blocks,
+    double timeout_s);
+/// Does the same as all_gather on `root` alone.
 void gather(Calls& calls, const void* in, void* out, size_t bytes, int root,
             double timeout_s);
 

@@ -5,6 +5,7 @@
 
 #include <numeric>
 #include <random>
+#include <span>
 #include <vector>
 
 #include "check.h"
@@ -116,6 +117,29 @@ class EveryCall {
                  value_of(static_cast<int>(r), i, call));
   }
 
+  /// Rank r owns count / (r + 1) elements, in pieces of very different sizes.
+  void gather_pieces(size_t count, int call) {
+    std::vector<std::vector<std::span<std::byte>>> blocks(ranks());
+    int32_t* at = arrays_.out();
+    for (size_t r = 0; r < ranks(); ++r) {
+      const size_t owned = count / (r + 1);
+      for (size_t i = 0; i < owned; ++i)
+        at[i] = r == static_cast<size_t>(rank()) ? own(i, call) : -1;
+      size_t begin = 0;
+      for (const size_t end : {size_t{0}, owned / 700, owned / 3, owned}) {
+        blocks[r].push_back(
+            std::as_writable_bytes(std::span(at + begin, end - begin)));
+        begin = end;
+      }
+      at += owned;
+    }
+    paceline::all_gather_pieces(group_.calls, blocks, -1);
+    at = arrays_.out();
+    for (size_t r = 0; r < ranks(); ++r)
+      for (size_t i = 0; i < count / (r + 1); ++i)
+        CHECK_EQ(*at++, value_of(static_cast<int>(r), i, call));
+  }
+
   void scatter(size_t count, Place place, int root, int call) {
     int32_t* in =
         rank() == root ? filled(count * ranks(), place, call) : nullptr;
@@ -180,6 +204,8 @@ void make_call(EveryCall& calls, unsigned kind, size_t count, Place place,
       return calls.gather(count, place, root, call);
     case 6:
       return calls.scatter(count, place, root, call);
+    case 7:
+      return calls.gather_pieces(count, call);
     default:
       return calls.all_to_all(count / 2, place, call);
   }
@@ -192,7 +218,7 @@ TEST(every_collective_at_every_size_and_place) {
       EveryCall calls(group, arrays);
       int call = 0;
       for (const size_t count : kCounts) {
-        for (unsigned kind = 0; kind < 8; ++kind) {
+        for (unsigned kind = 0; kind < 9; ++kind) {
           // The movements take one place per size, the reductions all.
           for (const Place place : kPlaces) {
             if (kind > 2 && static_cast<size_t>(place) != count % 4) continue;
@@ -215,7 +241,7 @@ void run_random_calls(int ranks, unsigned seed, int num_calls, double spin_us) {
         std::mt19937 own(seed + 1000 + static_cast<unsigned>(group.rank()));
         constexpr size_t kFew[] = {1, 300, kSmall + 1, kPiece + 3};
         for (int call = 0; call < num_calls; ++call) {
-          const unsigned kind = shared() % 8;
+          const unsigned kind = shared() % 9;
           const Place place = kPlaces[shared() % 4];
           const size_t count = kFew[shared() % (call % 8 == 0 ? 4 : 2)];
           const int root = static_cast<int>(shared()) & 0xff;

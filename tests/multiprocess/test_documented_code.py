@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import doctest
 import io
+import os
 import re
 import types
 from collections.abc import Callable
@@ -107,6 +108,15 @@ def of_local_sgd(names: Names, number: int) -> None:
         names["loss"] = lambda output: output.square().mean()
 
 
+def of_sharded_optimizer(names: Names, number: int) -> None:
+    names |= {"torch": torch, "paceline": paceline, "rank": dist.get_rank(), "batch": torch.ones(2, 4)}
+    names["path"] = Path(os.environ["TMPDIR"]) / "optimizer.pt"
+    if number == 0:
+        names["ddp"] = paceline.torch.DistributedDataParallel(nn.Linear(4, 3))
+    dist.barrier()  # until rank 0 has saved
+
+
+OF_A_GROUP = ("concepts.md", "data.md", "local_sgd.md", "one-model.md", "sharded-optimizer.md")
 PREPARED: dict[str, Callable[[Names, int], None]] = {
     "coming-from-ddp.md": of_coming_from_ddp,
     "concepts.md": of_concepts,
@@ -115,6 +125,7 @@ PREPARED: dict[str, Callable[[Names, int], None]] = {
     "launching.md": of_launching,
     "local_sgd.md": of_local_sgd,
     "one-model.md": of_one_model,
+    "sharded-optimizer.md": of_sharded_optimizer,
 }
 
 
@@ -143,7 +154,7 @@ def test_every_page_with_code_is_prepared() -> None:
 @ranks(2, group=None)
 def test_the_code_of_a_page_runs(rank: int, page: str) -> None:
     names: Names = {"__name__": "__main__"}
-    if page in ("concepts.md", "data.md", "local_sgd.md", "one-model.md"):  # the others make theirs
+    if page in OF_A_GROUP:  # the others make theirs
         dist.init_process_group("paceline")
     for number, block in enumerate(blocks(page)):
         if not any(block.startswith(begin) for begin in ELSEWHERE.get(page, ())):

@@ -32,6 +32,7 @@ LAYERS = (
     ),  # it measures all that is below; a front end adds its own contests to it
     ("paceline.launch",),
     ("paceline.data",),
+    ("paceline.sharding",),
     ("paceline.reducer",),
     ("paceline.collectives",),
     ("paceline.rendezvous",),

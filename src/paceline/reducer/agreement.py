@@ -51,7 +51,7 @@ class ModelDescription:
 
     Attributes:
         failure: Why this rank has no model to describe; empty: it has.
-        doing: What it could not do therefore, in words.
+        doing: What the ranks are doing, or could not do therefore, in words; empty: they wrap the model.
     """
 
     parameters: tuple[TensorDescription, ...]
@@ -144,7 +144,8 @@ def first_difference(models: Sequence[ModelDescription]) -> ModelMismatchError:
     """The error that names the first difference between these models, one per rank."""
     error = _tensors_difference("parameter", [model.parameters for model in models])
     error = error or _tensors_difference("buffer", [model.buffers for model in models])
-    return error or _options_difference([model.options for model in models])
+    doing = models[0].doing or "wrap the model"
+    return error or _options_difference([model.options for model in models], doing)
 
 
 def _tensors_difference(
@@ -223,13 +224,13 @@ def _kind_of_difference(
     raise AssertionError("entries do not differ")
 
 
-def _options_difference(options: Sequence[dict[str, str]]) -> ModelMismatchError:
+def _options_difference(options: Sequence[dict[str, str]], doing: str) -> ModelMismatchError:
     every = sorted({key for option in options for key in option})
     keys = [key for key in every if len({option.get(key) for option in options}) > 1]
     which = " and ".join(keys)
     rows = [", ".join(f"{key}={option.get(key, 'absent')}" for key in keys) for option in options]
     return ModelMismatchError(
-        f"The ranks wrap the model with different arguments: {which} differ{'s' * (len(keys) == 1)}.",
+        f"The ranks {doing} with different arguments: {which} differ{'s' * (len(keys) == 1)}.",
         seen=_by_ranks(rows),
         likely="an argument that depends on the rank",
         hint=f"pass the same {which} on every rank",

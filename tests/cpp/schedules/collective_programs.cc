@@ -90,6 +90,26 @@ struct Caller {
     }
   }
 
+  /// Rank r owns count + r elements, the first of them in a piece of its own.
+  void all_gather_pieces(size_t count) {
+    std::vector<std::vector<float>> values;
+    std::vector<std::vector<std::span<std::byte>>> blocks;
+    for (int r = 0; r < world(); ++r) {
+      std::vector<float>& block =
+          values.emplace_back(count + static_cast<size_t>(r), -1.0f);
+      if (r == rank) fill(block, rank, call);
+      const auto bytes = std::as_writable_bytes(std::span(block));
+      const size_t first = std::min(kFloat, bytes.size());
+      blocks.push_back({bytes.first(first), bytes.subspan(first)});
+    }
+    paceline::all_gather_pieces(group.calls, blocks, -1);
+    for (int r = 0; r < world(); ++r) {
+      const std::vector<float>& block = values[static_cast<size_t>(r)];
+      for (size_t i = 0; i < block.size(); ++i)
+        expect(block[i] == value(r, i, call), "a wrong gathering of pieces");
+    }
+  }
+
   void reduce_scatter(size_t count) {
     std::vector<float> in(count * static_cast<size_t>(world()));
     std::vector<float> out(count);
@@ -164,7 +184,7 @@ struct Caller {
         broadcast(count, root);
         break;
       case 4:
-        all_gather(count);
+        coin ? all_gather(count) : all_gather_pieces(count);
         break;
       case 5:
         reduce_scatter(part);

@@ -68,7 +68,7 @@ def connect(
         return HostsLink(GroupLink(peers, ChannelWitness(hosts.control)), peers, hosts, between_hosts)
     if memory is not None:
         memory.host_group.close()
-    _check_group(peers, on_host, reduce_through)
+    _check_group(peers, on_host, reduce_through, between_hosts.owner)
     if peers.world_size > 1:
         seen = "ranks on several hosts without a Gloo group for the CPU"
         between_hosts.refuse(seen if on_host else "parameters on a GPU")
@@ -84,6 +84,9 @@ class MemoryLink:
     Args:
         core: The memory.
         peers: The ranks; for buffers that are on other devices.
+
+    Attributes:
+        core: The memory.
     """
 
     path, bits = "memory", "world"
@@ -94,7 +97,7 @@ class MemoryLink:
         self.rank, self.world_size = peers.rank, peers.world_size
         self.tell: Callable[[str], None] | None = core.set_activity
         self.witness: Witness | None = MemoryWitness(core)
-        self._core = core
+        self.core = core
         self._peers = peers
 
     def broadcast(self, tensors: Tensors, root: int = 0) -> None:
@@ -104,26 +107,26 @@ class MemoryLink:
         with torch.no_grad():
             whole = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in tensors]
             pieces, sizes = [each.data_ptr() for each in whole], [each.nbytes for each in whole]
-            self._core.broadcast_all(pieces, sizes, root)
+            self.core.broadcast_all(pieces, sizes, root)
             for tensor, copy in zip(tensors, whole):
                 if copy is not tensor:
                     tensor.copy_(copy)
 
     def _broadcast(self, payload: torch.Tensor, root: int) -> None:
         if payload.is_cpu:
-            self._core.broadcast(payload.data_ptr(), payload.numel(), root)
+            self.core.broadcast(payload.data_ptr(), payload.numel(), root)
         else:
             self._peers.broadcast(payload, root)
 
     def sum(self, tensor: torch.Tensor) -> None:
         if tensor.is_cpu:
             dtype = CORE_DTYPES[dtype_name(tensor.dtype)]
-            self._core.all_reduce(tensor.data_ptr(), tensor.numel(), dtype, ReduceOp.SUM)
+            self.core.all_reduce(tensor.data_ptr(), tensor.numel(), dtype, ReduceOp.SUM)
         else:
             dist.all_reduce(tensor, group=self._peers.process_group)
 
     def all_gather(self, payload: bytes) -> list[bytes]:
-        return gather_bytes(functools.partial(gather_in_memory, self._core), payload)
+        return gather_bytes(functools.partial(gather_in_memory, self.core), payload)
 
     def make_reduction(
         self,
@@ -132,7 +135,7 @@ class MemoryLink:
         options: ReductionOptions,
         instead_of: Reduction[torch.Tensor] | None = None,
     ) -> Reduction[torch.Tensor]:
-        reducer = make_host_reducer(self._core, plan, options, instead_of)
+        reducer = make_host_reducer(self.core, plan, options, instead_of)
         arena = Arena.on_memory(plan, parameters, reducer.arena_pointer, owner=reducer)
         return Reduction(plan, arena.views, reducer, takes_pointers=True)
 
@@ -289,19 +292,19 @@ def _find_witness(peers: ProcessGroupPeers) -> Witness | None:
     return ChannelWitness(control_of(peers, memory.hosts)) if core is None else MemoryWitness(core)
 
 
-def _check_group(peers: Peers, on_host: bool, reduce_through: str) -> None:
-    """Without shared memory, gradients need a process group of torch."""
+def _check_group(peers: Peers, on_host: bool, reduce_through: str, owner: str) -> None:
+    """Without shared memory, the ranks need a process group of torch."""
     if reduce_through == "memory":
         raise ConfigError(
-            'DistributedDataParallel: reduce_through="memory" is not possible here.',
+            f'{owner}: reduce_through="memory" is not possible here.',
             seen="parameters on a GPU" if not on_host else "ranks on several hosts",
             hint='leave reduce_through at "auto"',
         )
     if not isinstance(peers, ProcessGroupPeers):
         raise ConfigError(
-            "DistributedDataParallel: a paceline.Group averages gradients in host memory only.",
+            f"{owner}: a paceline.Group works in host memory only.",
             seen="parameters on a GPU" if not on_host else f"reduce_through={reduce_through!r}",
-            hint='call torch.distributed.init_process_group("nccl" or "gloo") before wrapping the model',
+            hint='call torch.distributed.init_process_group("nccl" or "gloo") first',
         )
 
 

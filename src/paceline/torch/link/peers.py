@@ -100,20 +100,28 @@ def find_peers(
     timeout_s: float | None,
     warn_after_s: float | None,
     name: str = "process_group",
+    owner: str = "DistributedDataParallel",
 ) -> Peers:
     """The group that was passed, else torch's default group, else one formed from the environment.
+
+    Args:
+        process_group: The group, or None.
+        device_mesh: A mesh instead, or None.
+        timeout_s, warn_after_s: How long its ranks wait; None: the group's own.
+        name: The argument that the group was passed as.
+        owner: The class that it was passed to.
 
     Raises:
         ConfigError: There is none, or both a group and a mesh were passed.
     """
-    process_group = checked_group("DistributedDataParallel", process_group, name)
+    process_group = checked_group(owner, process_group, name)
     if device_mesh is not None:
         process_group = _group_of_mesh(device_mesh, process_group)
     if process_group is None and dist.is_available() and dist.is_initialized():
         process_group = dist.group.WORLD
     if isinstance(process_group, dist.ProcessGroup):
         return ProcessGroupPeers(process_group, timeout_s, warn_after_s)
-    return GroupPeers(process_group or _group_from_environment(timeout_s), timeout_s, warn_after_s)
+    return GroupPeers(process_group or _group_from_environment(timeout_s, owner), timeout_s, warn_after_s)
 
 
 def control_of(peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]]) -> ControlChannel:
@@ -155,12 +163,12 @@ def formed_group() -> Group | None:
     return _environment.formed
 
 
-def _group_from_environment(forming_timeout_s: float | None) -> Group:
+def _group_from_environment(forming_timeout_s: float | None, owner: str) -> Group:
     try:
         read_rank_environment()
     except ConfigError as error:
         raise ConfigError(
-            "DistributedDataParallel: no process group has been initialised.",
+            f"{owner}: no process group has been initialised.",
             seen=error.summary,
             expected="torch.distributed.init_process_group(), or a start with `paceline run`",
             hint="`paceline run -n 2 script.py` needs no init_process_group",

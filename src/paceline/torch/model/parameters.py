@@ -131,10 +131,12 @@ class ManagedTensors:
     def describe(self) -> tuple[tuple[TensorDescription, ...], tuple[TensorDescription, ...]]:
         """Parameters and buffers, as they must be on all ranks."""
         parameters = tuple(
-            _describe(name, p, requires_grad=id(p) in self._index_of)
+            describe_tensor(name, p, requires_grad=id(p) in self._index_of)
             for name, p in self.all_parameters.items()
         )
-        return parameters, tuple(_describe(name, b, requires_grad=None) for name, b in self.buffers.items())
+        return parameters, tuple(
+            describe_tensor(name, b, requires_grad=None) for name, b in self.buffers.items()
+        )
 
     def current_buffers(self) -> dict[str, torch.Tensor]:
         """The buffers that the module has now: modules may replace theirs."""
@@ -263,7 +265,8 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _describe(name: str, tensor: torch.Tensor, *, requires_grad: bool | None) -> TensorDescription:
+def describe_tensor(name: str, tensor: torch.Tensor, *, requires_grad: bool | None) -> TensorDescription:
+    """A parameter or a buffer as all ranks must have it."""
     return TensorDescription(
         name=name,
         shape=tuple(tensor.shape),

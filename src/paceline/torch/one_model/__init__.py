@@ -1,8 +1,9 @@
-"""One model per host: parameters that all ranks of a host read in the same memory.
+"""One model for all ranks of a host: parameters that all read in the same memory, and an optimizer of which
+each rank does a part.
 
 What lives here: who holds which parameter (`homes`), how parameters move there (`moving`), what is refused
-(`guards`), announced writes (`writing`), and `share()`. Imports the rooms below, and what is below the front
-ends.
+(`guards`), announced writes (`writing`), `share()`, and `ShardedOptimizer`, which also serves parameters that
+each rank has a copy of. Imports the rooms below, and what is below the front ends.
 
 Not public.
 """

@@ -1,0 +1,121 @@
+"""Who updates what: parameters, cut into pieces that are dealt to the ranks. Pure.
+
+The one idea: a cut costs nothing but its two ends. So parameters are laid end to end and cut where the bytes
+of each rank end: every rank gets as much as any other, and only one parameter in each cut is shared at all.
+
+Words: a *piece* is a run of elements of one parameter, in the order of its memory, which one rank updates. It
+is *whole* if it is all of its parameter. Parameters that must not be cut are dealt whole, balanced by size.
+
+Imports only the standard library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+CUT_ELEMENTS = 128
+"""Cuts lie at multiples of so many elements, and so far from both ends of a parameter.
+
+Loops over tensors work on vectors, several at a time, and on what is left over one element after the other,
+where some round differently: torch's SGD with 16 bits and its fused optimizers do, measured with cuts at 1,
+2, 8 and 13 elements. A rank that begins at a multiple of the largest such group (64 elements of 16 bits)
+leaves the others as they are. And two ranks that write to one array write to different pairs of cache lines.
+"""
+
+
+@dataclass(frozen=True)
+class Extent:
+    """The size of one parameter.
+
+    Attributes:
+        numel: Its elements.
+        itemsize: Bytes of each.
+        may_be_cut: Whether its elements fill a range of memory.
+    """
+
+    numel: int
+    itemsize: int
+    may_be_cut: bool = True
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.itemsize
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements of one parameter that one rank updates.
+
+    Attributes:
+        parameter: The parameter's index.
+        begin, end: The elements, in the order of memory.
+        is_whole: Whether these are all.
+        rank: Who updates them.
+    """
+
+    parameter: int
+    begin: int
+    end: int
+    is_whole: bool
+    rank: int
+
+
+def cut_evenly(extents: Sequence[Extent], world_size: int) -> list[Piece]:
+    """Pieces of all parameters, in their order, with equally many bytes for each rank.
+
+    Args:
+        extents: The parameters.
+        world_size: Number of ranks.
+
+    Example:
+        Two parameters of 1000 and 256 elements of 4 bytes, on two ranks: rank 0 gets elements 0 to 639 of the
+        first, and rank 1 the rest of it and all of the second.
+    """
+    total = sum(extent.nbytes for extent in extents)
+    pieces: list[Piece] = []
+    rank, behind = 0, 0  # bytes of the parameters before this one
+    for index, extent in enumerate(extents):
+        begin = 0
+        while rank < world_size - 1 and behind + extent.nbytes > (limit := total * (rank + 1) // world_size):
+            end = _cut_at(extent, (limit - behind) / extent.itemsize)
+            if end > begin:
+                pieces.append(Piece(index, begin, end, end - begin == extent.numel, rank))
+            begin = max(begin, end)
+            if begin == extent.numel:
+                break
+            rank += 1
+        if begin < extent.numel or not extent.numel:
+            pieces.append(Piece(index, begin, extent.numel, begin == 0, rank))
+        behind += extent.nbytes
+    return pieces
+
+
+def _cut_at(extent: Extent, element: float) -> int:
+    """Where a parameter is cut that should be cut at `element`: there about, or at one of its ends."""
+    if not extent.may_be_cut or extent.numel < 2 * CUT_ELEMENTS:
+        return extent.numel if 2 * element >= extent.numel else 0
+    end = round(element / CUT_ELEMENTS) * CUT_ELEMENTS
+    if end < CUT_ELEMENTS:
+        return 0
+    return end if extent.numel - end >= CUT_ELEMENTS else extent.numel
+
+
+def deal_whole(extents: Sequence[Extent], loads: list[int]) -> list[Piece]:
+    """All parameters, each whole, the largest first to the rank that has the fewest bytes.
+
+    Args:
+        extents: The parameters.
+        loads: Bytes that each rank has already; what it gets is added.
+
+    Example:
+        Parameters of 10, 6 and 5 bytes on two ranks: rank 0 gets the first, and rank 1 the other two.
+
+    Source: longest processing time first, Graham, SIAM J. Appl. Math. 17(2), 1969.
+    """
+    pieces: list[Piece] = []
+    for place in sorted(range(len(extents)), key=lambda place: -extents[place].nbytes):
+        rank = min(range(len(loads)), key=loads.__getitem__)
+        loads[rank] += extents[place].nbytes
+        pieces.append(Piece(place, 0, extents[place].numel, True, rank))
+    return sorted(pieces, key=lambda piece: piece.parameter)

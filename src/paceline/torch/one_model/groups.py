@@ -1,0 +1,218 @@
+"""The arguments of `ShardedOptimizer`: groups of parameters and their hyperparameters, checked.
+
+The one idea: what the optimizer's own class would make of the arguments, it makes, of small stand-ins for the
+parameters. So a group has all the options that it would have there, and what is wrong raises as it would
+there.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from paceline.arguments import Arguments
+from paceline.errors import ConfigError
+
+OWNER = "ShardedOptimizer"
+NO_OPTIONS = ("params", "param_names")
+"""Keys of a group that are no hyperparameters."""
+
+
+def as_groups(params: Any) -> list[dict[str, Any]]:
+    """Groups whose parameters are lists, as users pass them; nothing of theirs is changed."""
+    check = Arguments(OWNER)
+    expected = 'parameters, (name, parameter) pairs, or dicts with them under "params"'
+    if isinstance(params, (torch.Tensor, Mapping)) or not isinstance(params, Iterable):
+        raise check.refuse("params", params, expected, "model.parameters()", is_type=True)
+    entries = list(params)
+    if not entries:
+        raise check.refuse(
+            "params", params, f"{expected}, at least one", "model.parameters() of a model with any"
+        )
+    if not isinstance(entries[0], dict):
+        entries = [{"params": entries}]
+    groups = []
+    for entry in entries:
+        if not isinstance(entry, dict) or "params" not in entry:
+            raise check.refuse("params", entry, expected, '{"params": model.parameters()}', is_type=True)
+        held = entry["params"]
+        if isinstance(held, (set, frozenset)):
+            raise check.refuse(
+                "params", held, "a list: the order in a set differs between ranks", "list(...)", is_type=True
+            )
+        if not isinstance(held, Iterable):
+            raise check.refuse("params", held, expected, '{"params": model.parameters()}', is_type=True)
+        listed = [held] if isinstance(held, torch.Tensor) else list(held)
+        for each in listed:
+            tensor = each[1] if isinstance(each, tuple) and len(each) == 2 else each
+            if not isinstance(tensor, torch.Tensor):
+                raise check.refuse("params", each, expected, "model.parameters()", is_type=True)
+        groups.append({**entry, "params": listed})
+    return groups
+
+
+def _tensors_of(group: Mapping[str, Any]) -> list[torch.Tensor]:
+    return [each[1] if isinstance(each, tuple) else each for each in group["params"]]
+
+
+def with_stand_ins(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The group with a tensor of one element in the place of each parameter, of its kind."""
+    made = []
+    for each in group["params"]:
+        tensor = each[1] if isinstance(each, tuple) else each
+        small = torch.empty([1] * tensor.dim(), dtype=tensor.dtype, device=tensor.device)
+        made.append((each[0], small) if isinstance(each, tuple) else small)
+    return {**group, "params": made}
+
+
+def filled_as(group: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """A group with all options that torch's own class has filled in."""
+    return {**own, "params": _tensors_of(group)}
+
+
+def make_optimizer(
+    optimizer_class: type[Optimizer], groups: list[dict[str, Any]], defaults: Mapping[str, Any]
+) -> Optimizer:
+    """An optimizer of torch's.
+
+    Raises:
+        ConfigError: It refuses its arguments; quotes it.
+    """
+    try:
+        return optimizer_class(groups, **defaults)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{OWNER}: {optimizer_class.__name__} refuses its arguments.",
+            seen=str(error),
+            got=", ".join(f"{name}={value!r}" for name, value in defaults.items()) or "no arguments",
+            hint=f"the arguments of {optimizer_class.__name__}, by name, after those of {OWNER}",
+        ) from error
+
+
+def check_class(optimizer_class: Any) -> None:
+    """Refuse what is no class of optimizers, or one whose methods tell that it cannot be sharded.
+
+    Raises:
+        ConfigError: Says which and why.
+    """
+    check, hint = Arguments(OWNER), "optimizer_class=torch.optim.AdamW"
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, Optimizer)):
+        if isinstance(optimizer_class, Optimizer):
+            hint = f"optimizer_class={type(optimizer_class).__name__}, and its arguments by name after it"
+        raise check.refuse(
+            "optimizer_class",
+            optimizer_class,
+            "a class of optimizers, derived from torch's",
+            hint,
+            is_type=True,
+        )
+    if optimizer_class is torch.optim.SparseAdam:
+        raise check.refuse(
+            "optimizer_class",
+            optimizer_class.__name__,
+            "an optimizer for dense gradients",
+            "use it unsharded, for the parameters that have sparse gradients",
+        )
+    closure = inspect.signature(optimizer_class.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise check.refuse(
+            "optimizer_class",
+            optimizer_class.__name__,
+            "an optimizer whose step() needs no closure",
+            "use it unsharded: it evaluates the loss several times in a step, and looks at all parameters",
+        )
+
+
+def refuse_overlap(overlap_with_ddp: bool) -> None:
+    """Refuse what ZeroRedundancyOptimizer does in a communication hook."""
+    if overlap_with_ddp:
+        raise Arguments(OWNER).refuse(
+            "overlap_with_ddp",
+            True,
+            "False: the step begins when backward() has returned, and needs no communication hook",
+            "leave it out, and call optimizer.step() after backward()",
+        )
+
+
+def check_options(groups: Iterable[Mapping[str, Any]]) -> None:
+    """Refuse options of groups that cannot be honoured."""
+    for group in groups:
+        if group.get("differentiable"):
+            raise Arguments(OWNER).refuse(
+                "differentiable",
+                True,
+                "False: autograd does not see what other ranks have updated",
+                "use the optimizer unsharded to differentiate through its steps",
+            )
+
+
+def check_tensors(parameters: Sequence[torch.Tensor]) -> None:
+    """Refuse parameters that one optimizer cannot share among ranks: all those that it has."""
+    check = Arguments(OWNER)
+    if len({id(parameter) for parameter in parameters}) < len(parameters):
+        raise check.refuse(
+            "params",
+            f"{len(parameters)} parameters",
+            "every parameter once",
+            "model.parameters() lists a tied parameter once; so must a list of your own",
+            got="some parameter several times",
+        )
+    kinds = sorted({parameter.device.type for parameter in parameters})
+    if len(kinds) > 1:
+        raise check.refuse(
+            "params",
+            f"{len(parameters)} parameters",
+            "all of them on the CPU, or all on GPUs",
+            "an optimizer for each kind of device",
+            got=f"parameters on {' and '.join(kinds)}",
+        )
+    for parameter in parameters:
+        if not (parameter.is_leaf or parameter.retains_grad):
+            hint = "tensor.detach().requires_grad_(), or the parameters that it was computed from"
+            raise check.refuse(
+                "params", "a tensor that was computed", "parameters: leaves of the graph", hint
+            )
+        if parameter.layout is not torch.strided:
+            raise check.refuse("params", parameter.layout, "dense parameters", "parameter.to_dense()")
+        if parameter.is_meta:
+            hint = 'module.to_empty(device="cpu"), and initialise it, before the optimizer is made'
+            raise check.refuse(
+                "params", "a parameter on the device meta", "parameters that have values", hint
+            )
+
+
+def plain_options(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Hyperparameters, with numbers in the place of tensors of one element."""
+    return [
+        {
+            key: value.item()
+            if isinstance(value, torch.Tensor) and value.is_cpu and value.numel() == 1
+            else value
+            for key, value in group.items()
+            if key not in NO_OPTIONS
+        }
+        for group in groups
+    ]
+
+
+def copy_options(source: Sequence[Mapping[str, Any]], target: Sequence[dict[str, Any]]) -> None:
+    """Bring the hyperparameters of some groups to others."""
+    for theirs, ours in zip(source, target, strict=True):
+        for key, value in theirs.items():
+            if key not in NO_OPTIONS:
+                ours[key] = value
+
+
+def bare_step(optimizer: Optimizer) -> Callable[..., Any]:
+    """Its step() without torch's frame around it, which calls global hooks: they are called for the whole."""
+    step: Callable[..., Any] = type(optimizer).step
+    return getattr(step, "__wrapped__", step) if getattr(step, "hooked", False) else step
+
+
+def parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """All its parameters, in the order in which its state_dict() numbers them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

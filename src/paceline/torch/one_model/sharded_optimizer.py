@@ -1,0 +1,596 @@
+"""`ShardedOptimizer`: an optimizer of which each rank does a part, and of whose state it holds a part.
+
+What may be cut is found by `elementwise`, who gets what by `paceline.sharding`; `shards` are the pieces as
+tensors, and `travel` brings them to the other ranks. This file is the optimizer that users hold.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.optim import Optimizer
+
+from paceline import _core
+from paceline.arguments import Arguments
+from paceline.errors import CollectiveError, ConfigError, PacelineError
+from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
+from paceline.reducer.arguments import REDUCE_THROUGH
+from paceline.reducer.between_hosts import BetweenHosts
+from paceline.reducer.link import Link
+from paceline.sharding.cuts import Piece, cut_evenly, deal_whole
+from paceline.sharding.meeting import Call, Facts, Meetings, hash_options, spell_options
+from paceline.torch.link.link import connect
+from paceline.torch.link.peers import find_peers, known_exchange
+from paceline.torch.model.parameters import describe_tensor
+from paceline.torch.one_model.elementwise import Kind, kind_of
+from paceline.torch.one_model.groups import (
+    NO_OPTIONS,
+    OWNER,
+    as_groups,
+    bare_step,
+    check_class,
+    check_options,
+    check_tensors,
+    copy_options,
+    filled_as,
+    make_optimizer,
+    parameters_of,
+    plain_options,
+    refuse_overlap,
+    with_stand_ins,
+)
+from paceline.torch.one_model.shards import Shards, extent_of
+from paceline.torch.one_model.travel import Travel, travel_over
+from paceline.torch.one_model.whole_state import State, WholeState, cut
+
+if TYPE_CHECKING:
+    from paceline.collectives.group import Group
+
+
+class ShardedOptimizer(Optimizer, Joinable):
+    """An optimizer whose step the ranks share: each updates its part of the parameters, and holds its state.
+
+    A drop-in for `torch.distributed.optim.ZeroRedundancyOptimizer`. With N ranks, each holds an N-th of the
+    optimizer's state, and makes an N-th of its step; then every rank gets what the others have written, in
+    memory that they share where they are on one host. Parameters, gradients and the hyperparameters in
+    `param_groups` are those of all parameters, on every rank.
+
+    An optimizer that updates every element by itself (SGD, Adam and its relatives, RMSprop, ..., also those
+    of other libraries: steps on small tensors find it out) has its parameters cut anywhere, so that every
+    rank has equally much to do. Its parameters have the bits of the optimizer that is not sharded. Others
+    (Adafactor, Muon, ...) get whole parameters, balanced by size.
+
+    Collective: the constructor, step(), consolidate_state_dict() and add_param_group(), on all ranks and in
+    the same order. Before anything is written, step() compares the hyperparameters of all ranks, and which
+    parameters have gradients. The gradients themselves must be the same on all ranks, as after a backward of
+    `DistributedDataParallel`.
+
+    Args:
+        params: Parameters, (name, parameter) pairs or groups of them, as of any optimizer of torch; the same
+            on all ranks, dense, and all on the CPU or all on GPUs.
+        optimizer_class: The optimizer: `torch.optim.AdamW`. Not LBFGS, nor another one that evaluates the
+            loss several times in a step or that updates a parameter by what it sees of others.
+        process_group: A process group of torch or a `paceline.Group`. None: torch's default group, or, if
+            torch.distributed is not initialised, a group formed from the environment that `paceline run` has
+            set.
+        parameters_as_bucket_view: Accepted for compatibility; it has no effect. Parameters travel from where
+            they lie, many at a time.
+        overlap_with_ddp: Must be False.
+        reduce_through: How updated parameters travel: through "memory" that the ranks share, the process
+            "group", or "auto", the better one.
+        timeout_s: Seconds to wait for the slowest rank, or a timedelta; None: the group's own time-out.
+        defaults: Arguments of the optimizer: `lr=1e-3`.
+
+    Raises:
+        ConfigError: An argument is not supported; says which and why.
+        ModelMismatchError: The ranks passed different parameters or arguments; names the first difference.
+
+    Attributes:
+        optim: The optimizer of this rank's part. Its parameters are views, and its state is that of the part.
+        process_group: torch's group; None: a `paceline.Group` connects the ranks.
+        rank: The rank of this process.
+        world_size: Number of ranks.
+
+    Example:
+        With two ranks, each of which has wrapped the same model:
+
+        >>> optimizer = ShardedOptimizer(ddp.parameters(), torch.optim.AdamW, lr=1e-3)
+        >>> ddp(batch).sum().backward()
+        >>> optimizer.step()   # rank 0 updates one half, rank 1 the other; now both have all of it
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer_class: type[Optimizer],
+        process_group: dist.ProcessGroup | Group | None = None,
+        parameters_as_bucket_view: bool = False,
+        overlap_with_ddp: bool = False,
+        *,
+        reduce_through: str = "auto",
+        timeout_s: float | timedelta | None = None,
+        **defaults: Any,
+    ) -> None:
+        self._is_ready = False
+        with telling_peers(lambda: known_exchange(process_group, None), "make the optimizer"):
+            check = Arguments(OWNER)
+            limit_s = check.optional_seconds("timeout_s", timeout_s)
+            reduce_through = check.choice("reduce_through", reduce_through, REDUCE_THROUGH)
+            check.flag("parameters_as_bucket_view", parameters_as_bucket_view)
+            refuse_overlap(check.flag("overlap_with_ddp", overlap_with_ddp))
+            check_class(optimizer_class)
+            groups = as_groups(params)
+            # As torch's own class fills and checks arguments; of small stand-ins, because some make their
+            # state at once.
+            self._template = make_optimizer(
+                optimizer_class, [with_stand_ins(group) for group in groups], defaults
+            )
+            filled = [
+                filled_as(group, own) for group, own in zip(groups, self._template.param_groups, strict=True)
+            ]
+            check_options(filled)
+            check_tensors([parameter for group in filled for parameter in group["params"]])
+            Optimizer.__init__(self, filled, self._template.defaults)
+            Joinable.__init__(self)
+            peers = find_peers(process_group, None, limit_s, None, owner=OWNER)
+            self._agreed = {
+                "optimizer_class": f"{optimizer_class.__module__}.{optimizer_class.__qualname__}",
+                "reduce_through": reduce_through,
+            }
+            self._kinds: dict[str, Kind] = {}
+            kinds = [] if peers.world_size == 1 else self._kinds_of(self.param_groups)
+        self._peers = peers
+        self.process_group = peers.process_group
+        self.rank: int = peers.rank
+        self.world_size: int = peers.world_size
+        self._shards = Shards(self.rank, self.world_size)
+        self._link: Link[torch.Tensor] | None = None
+        self._travel: Travel | None = None
+        self._meetings: Meetings | None = None
+        self._route: tuple[object, Any] = (None, None)
+        self._options: tuple[list[tuple[Any, ...]], int] = ([], 0)
+        self._consolidated: State | None = None
+        self._failure: BaseException | None = None
+        self._loads = [0] * self.world_size
+        self._agree(self.param_groups, kinds)
+        self._join_ranks(reduce_through)
+        self._add_pieces(self.param_groups, kinds)
+        own = [self._own_group(number) for number in range(len(self.param_groups))]
+        self.optim = make_optimizer(optimizer_class, own, defaults)
+        self._is_ready = True
+
+    # --- a step ---
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Make one step of all parameters. Collective: blocks until every rank has made its part.
+
+        Args:
+            closure: Evaluates the model and returns the loss; called once, on every rank, before the step.
+            kwargs: Passed on to the optimizer's own step().
+
+        Returns:
+            What closure returned; None without one.
+
+        Raises:
+            MismatchError: The ranks have different hyperparameters, or call different methods. Nothing was
+                written.
+            UnusedParameterError: A parameter has a gradient on some ranks only. Nothing was written.
+            ConfigError: On some rank a gradient is sparse, or a parameter has been replaced. Nothing was
+                written.
+            PeerLostError, DeadlineError: A rank died or is late. If that was in the middle of the step, some
+                parameters may be updated and others not, and every further step raises until a state is
+                loaded.
+
+        Example:
+            Rank 0 updates the first half of all elements and rank 1 the second; afterwards both hold all.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._step(kwargs)
+        return loss
+
+    def _step(self, kwargs: Mapping[str, Any], *, has_data: bool = True) -> None:
+        self._check_unbroken()
+        shards = self._shards
+        options = self._hash_options()
+        gradients: list[torch.Tensor | None] | None = None
+        has_gradient = b""
+        try:
+            shards.follow()
+            if has_data:
+                gradients = shards.gradients()
+                has_gradient = bytes([gradient is not None for gradient in gradients])
+        except ConfigError as error:
+            self._refuse(error)
+            raise
+        joined: tuple[int, ...] = ()
+        if self._meetings is not None:
+            call = Call.STEP if has_data else Call.JOINED_STEP
+            with _telling("nothing was written yet"):
+                joined = self._meetings.meet(
+                    call, options, _core.hash_bytes(has_gradient), lambda: self._facts(call, has_gradient)
+                )
+        if not has_data and not joined:
+            return  # nobody has data
+        try:
+            with _telling("some parameters may be updated and others not"):
+                if joined:
+                    has_gradient = self._lend(joined, gradients, has_gradient)
+                if gradients is not None:
+                    shards.set_gradients(gradients)
+                self._step_own(kwargs)
+                if self._travel is not None:
+                    self._travel.spread(self._find_route(has_gradient))
+        except BaseException as error:
+            self._failure = error
+            raise
+        finally:
+            shards.clear_gradients()
+        shards.count_writes(has_gradient)
+
+    def _step_own(self, kwargs: Mapping[str, Any]) -> None:
+        """The step of this rank's part, with the hyperparameters that users see and change."""
+        own = self.optim
+        copy_options(self.param_groups, own.param_groups)
+        lent = {name: getattr(self, name) for name in ("grad_scale", "found_inf") if hasattr(self, name)}
+        for name, value in lent.items():  # of a GradScaler, for fused optimizers
+            setattr(own, name, value)
+        try:
+            bare_step(own)(own, **kwargs)
+        finally:
+            for name in lent:
+                delattr(own, name)
+        copy_options(own.param_groups, self.param_groups)  # some optimizers write to their groups
+
+    def _find_route(self, has_gradient: bytes) -> Any:
+        assert self._travel is not None
+        key = (self._shards.generation, has_gradient)
+        if self._route[0] != key:
+            self._route = key, self._travel.prepare(self._shards.written(has_gradient))
+        return self._route[1]
+
+    def _lend(
+        self, joined: Sequence[int], gradients: list[torch.Tensor | None] | None, has_gradient: bytes
+    ) -> bytes:
+        """Give ranks that have no data any more their parts of the gradients. Collective."""
+        assert self._link is not None
+        root = next(rank for rank in range(self.world_size) if rank not in joined)
+        # On the parameters' device, which the link serves.
+        device = self._shards.parameters[0].device
+        known = torch.tensor(list(has_gradient) or [0] * len(self._shards.parameters), dtype=torch.uint8)
+        known = known.to(device)
+        self._link.broadcast([known], root=root)
+        has_gradient = bytes(known.tolist())
+        for rank in joined:
+            self._shards.lend_gradients(self._link, rank, root, gradients, has_gradient)
+        return has_gradient
+
+    def _refuse(self, error: ConfigError) -> None:
+        """Let the others know of it, who would wait."""
+        if self._meetings is not None:
+            facts = Facts(Call.REFUSED, failure=str(error))
+            try:
+                self._meetings.meet(Call.REFUSED, 0, 0, lambda: facts)
+            except PacelineError:
+                return  # this rank's own error says more
+
+    def _facts(self, call: Call, has_gradient: bytes) -> Facts:
+        without = [name for name, has in zip(self._shards.names, has_gradient) if not has]
+        return Facts(call, spell_options(plain_options(self.param_groups)), without)
+
+    def _hash_options(self) -> int:
+        """The hash of the hyperparameters as they are now: schedulers write to the groups."""
+        now = [tuple(group.values()) for group in plain_options(self.param_groups)]
+        if now != self._options[0]:
+            self._options = now, hash_options(spell_options(plain_options(self.param_groups)))
+        return self._options[1]
+
+    def _check_unbroken(self) -> None:
+        if self._failure is not None:
+            raise CollectiveError(
+                "ShardedOptimizer: an earlier step was not completed.",
+                seen=str(self._failure),
+                likely="a rank was lost in the middle of a step: some parameters are updated and others not",
+                hint="load the parameters and the optimizer's state from a checkpoint, on every rank",
+            ) from self._failure
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """What a GradScaler asks: whether step() divides by the scale itself."""
+        return bool(getattr(self.optim, "_step_supports_amp_scaling", False))
+
+    # --- parameters ---
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters. Collective, once the optimizer is made.
+
+        Args:
+            param_group: Its parameters and their hyperparameters; the same on all ranks.
+
+        Raises:
+            ConfigError: The group is not supported; nothing was added, on any rank.
+            ModelMismatchError: The ranks passed different groups; nothing was added.
+        """
+        if not self._is_ready:
+            super().add_param_group(param_group)
+            return
+        self._check_unbroken()
+        peers = self._peers
+        num_groups = len(self.param_groups)
+        try:
+            with telling_peers(lambda: (peers.exchange, peers.timeout_s), "add a group"):
+                (group,) = as_groups([param_group])
+                try:
+                    self._template.add_param_group(with_stand_ins(group))
+                    filled = filled_as(group, self._template.param_groups[-1])
+                    super().add_param_group(filled)
+                except (TypeError, ValueError) as error:
+                    raise ConfigError(f"{OWNER}.add_param_group: {error}") from error
+                check_options([filled])
+                check_tensors([parameter for each in self.param_groups for parameter in each["params"]])
+                added = self.param_groups[num_groups:]
+                kinds = [] if self.world_size == 1 else self._kinds_of(added)
+            self._agree(added, kinds)
+        except PacelineError:
+            del self.param_groups[num_groups:], self._template.param_groups[num_groups:]
+            raise
+        self._add_pieces(added, kinds)
+        self.optim.add_param_group(self._own_group(num_groups))
+
+    def _kinds_of(self, groups: Sequence[Mapping[str, Any]]) -> list[Kind]:
+        """How the parameters of these groups may be divided, one after the other."""
+        kinds = []
+        for group in groups:
+            options = {key: value for key, value in group.items() if key not in NO_OPTIONS}
+            kinds += [
+                self._kind_of(options, parameter.dtype, parameter.device) for parameter in group["params"]
+            ]
+        return kinds
+
+    def _kind_of(self, options: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Kind:
+        # The size of a number makes no difference, but whether it is one, and whether it is 0.
+        flags = {
+            key: (type(value), bool(value)) if isinstance(value, (int, float)) else value
+            for key, value in options.items()
+        }
+        key = f"{flags} {dtype} {device}"
+        if key not in self._kinds:
+            kind = kind_of(type(self._template), options, dtype, device)
+            if kind is Kind.COUPLED:
+                name = type(self._template).__name__
+                raise Arguments(OWNER).refuse(
+                    "optimizer_class",
+                    name,
+                    "an optimizer that updates every parameter by itself",
+                    "use it unsharded: every rank makes the whole step",
+                    got=f"{name}, which updates two tensors otherwise together than each of them alone",
+                )
+            self._kinds[key] = kind
+        return self._kinds[key]
+
+    def _agree(self, groups: Sequence[Mapping[str, Any]], kinds: Sequence[Kind]) -> None:
+        """Raise on every rank if the ranks have passed different parameters. Collective."""
+        if self.world_size == 1:
+            return
+        names = self._names_of(groups)
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        described = tuple(
+            describe_tensor(name, parameter, requires_grad=parameter.requires_grad)
+            for name, parameter in zip(names, parameters, strict=True)
+        )
+        options = {
+            **self._agreed,
+            "params": str([len(group["params"]) for group in groups]),
+            "cut": str([kind.value for kind in kinds]),
+            **spell_options(plain_options(groups), len(self.param_groups) - len(groups)),
+        }
+        doing = "add a group" if self._is_ready else "make the optimizer"
+        description = ModelDescription(described, (), options, doing=doing)
+        check_agreement(description, self._peers.exchange, self._peers.timeout_s)
+
+    def _join_ranks(self, reduce_through: str) -> None:
+        """Connect the ranks. Collective."""
+        if self.world_size == 1:
+            return
+        on_host = all(p.device.type == "cpu" for group in self.param_groups for p in group["params"])
+        self._link = connect(
+            self._peers,
+            on_host=on_host,
+            reduce_through=reduce_through,
+            between_hosts=BetweenHosts(owner=OWNER, compression=None, deterministic=None),
+        )
+        self._travel = travel_over(self._link)
+        self._meetings = Meetings(self._travel.gather, self._link.all_gather, OWNER)
+
+    def _add_pieces(self, groups: Sequence[Mapping[str, Any]], kinds: Sequence[Kind]) -> None:
+        """Deal the parameters of new groups to the ranks. What was dealt before stays where its state is."""
+        first = len(self._shards.parameters)
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        pieces: list[Piece] = []
+        if self.world_size == 1:
+            pieces = [Piece(index, 0, p.numel(), True, 0) for index, p in enumerate(parameters)]
+        else:
+            # Frozen ones by themselves: they cost nothing until somebody unfreezes them.
+            for is_frozen in (False, True):
+                for is_cut in (False, True):
+                    chosen = [
+                        index
+                        for index, (parameter, kind) in enumerate(zip(parameters, kinds, strict=True))
+                        if is_frozen is not parameter.requires_grad and is_cut is (kind is Kind.ELEMENTS)
+                    ]
+                    extents = [extent_of(parameters[index]) for index in chosen]
+                    dealt = (
+                        cut_evenly(extents, self.world_size) if is_cut else deal_whole(extents, self._loads)
+                    )
+                    pieces += [replace(piece, parameter=chosen[piece.parameter]) for piece in dealt]
+        pieces = [replace(piece, parameter=first + piece.parameter) for piece in pieces]
+        self._shards.add(parameters, self._names_of(groups), pieces)
+
+    def _names_of(self, groups: Sequence[Mapping[str, Any]]) -> list[str]:
+        numbers = {id(group): number for number, group in enumerate(self.param_groups)}
+        return [
+            group["param_names"][place]
+            if "param_names" in group
+            else f"{place} of group {numbers[id(group)]}"
+            for group in groups
+            for place in range(len(group["params"]))
+        ]
+
+    def _own_group(self, number: int) -> dict[str, Any]:
+        """A group of `param_groups`, with this rank's part of its parameters."""
+        first = sum(len(group["params"]) for group in self.param_groups[:number])
+        group = self.param_groups[number]
+        indices = range(first, first + len(group["params"]))
+        shards = self._shards
+        own = [shards.tensors[index] for index in shards.own if shards.pieces[index].parameter in indices]
+        return {**{key: value for key, value in group.items() if key not in NO_OPTIONS}, "params": own}
+
+    # --- state ---
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Bring the state of all ranks together on one. Collective.
+
+        Args:
+            to: The rank whose `state_dict()` returns it afterwards, as of now.
+
+        Raises:
+            MismatchError: Another rank makes a step instead.
+
+        Example:
+            Both ranks call it, and rank 0 saves `optimizer.state_dict()`, which any rank, and the optimizer
+            that is not sharded, can load.
+        """
+        to = Arguments(f"{OWNER}.consolidate_state_dict").whole("to", to, least=0, most=self.world_size - 1)
+        self._check_unbroken()
+        self._consolidated = None
+        if self._meetings is not None:
+            call = Call.CONSOLIDATE
+            self._meetings.meet(call, self._hash_options(), to, lambda: self._facts(call, b""))
+        state = WholeState(self._shards, self.optim.state, self._link, to).by_parameter
+        if to == self.rank:
+            self._consolidated = state
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state, as an unsharded optimizer's `state_dict()`: on the CPU, as last consolidated.
+
+        Raises:
+            ConfigError: It has not been consolidated on this rank.
+        """
+        if self.world_size == 1:
+            self.consolidate_state_dict()
+        if self._consolidated is None:
+            raise ConfigError(
+                f"{OWNER}.state_dict: the state has not been consolidated on rank {self.rank}.",
+                likely="only the rank that consolidate_state_dict(to=0) names has the whole state",
+                hint=f"call consolidate_state_dict(to={self.rank}) on every rank before; or save this rank's "
+                "part: optimizer.optim.state_dict()",
+            )
+        held = self._consolidated
+        self.state = defaultdict(dict, {p: held[p] for p in self._shards.parameters if p in held})
+        try:
+            whole: dict[str, Any] = super().state_dict()
+        finally:
+            self.state = defaultdict(dict)
+        return whole
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the whole state of a sharded or an unsharded optimizer; each rank keeps its part.
+
+        Not collective, but every rank must load the same.
+
+        Args:
+            state_dict: From `state_dict()` of this class, of ZeroRedundancyOptimizer or of `optimizer_class`.
+
+        Raises:
+            ValueError: It has other groups of parameters.
+        """
+        super().load_state_dict(state_dict)  # hooks, checks, groups; the state as it would be unsharded
+        whole, self.state = self.state, defaultdict(dict)
+        shards = self._shards
+        numbers = {id(tensor): number for number, tensor in enumerate(parameters_of(self.optim))}
+        state: dict[int, Any] = {}
+        for index in shards.own:
+            parameter = shards.parameters[shards.pieces[index].parameter]
+            if parameter in whole:
+                held = cut(whole[parameter], shards.pieces[index], parameter)
+                state[numbers[id(shards.tensors[index])]] = held
+        packed = self.optim.state_dict()["param_groups"]
+        groups = [
+            {
+                **{key: value for key, value in group.items() if key not in NO_OPTIONS},
+                "params": own["params"],
+            }
+            for group, own in zip(self.param_groups, packed, strict=True)
+        ]
+        self.optim.load_state_dict({"state": state, "param_groups": groups})
+        self._failure = self._consolidated = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise ConfigError(
+            f"{OWNER} cannot be pickled or copied.",
+            likely="it shares its step with other processes",
+            hint="consolidate_state_dict(), and save state_dict(); make another optimizer and load it there",
+        )
+
+    # --- torch's Join ---
+
+    def join_hook(self, **_kwargs: Any) -> JoinHook:
+        """What torch's `Join` calls on a rank whose data has ended, while others train.
+
+        It takes part in their steps, with gradients that it gets from the first rank that has data.
+
+        Example:
+            >>> with Join([ddp, optimizer]):   # in this order
+            ...     for batch in batches:      # more on rank 0 than on rank 1
+            ...         ddp(batch).sum().backward()
+            ...         optimizer.step()
+        """
+        return _SteppingHook(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """The device of the parameters."""
+        device: torch.device = self._shards.parameters[0].device
+        return device
+
+    @property
+    def join_process_group(self) -> Any:
+        """torch's process group."""
+        return self.process_group
+
+
+class _SteppingHook(JoinHook):
+    """Makes this rank's part of the others' steps."""
+
+    def __init__(self, optimizer: ShardedOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def main_hook(self) -> None:
+        with torch.no_grad():
+            self._optimizer._step({}, has_data=False)
+
+
+class _telling:
+    """Adds to errors of a group in which step they came, and what that means for the parameters."""
+
+    def __init__(self, consequence: str) -> None:
+        self._consequence = consequence
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        if isinstance(error, CollectiveError) and not error.summary.startswith(OWNER):
+            where = ", ".join(filter(None, [f"{OWNER}.step; {self._consequence}", error.where]))
+            rows = {"seen": error.seen, "likely": error.likely, "hint": error.hint}
+            raise type(error)(error.summary, where=where, **rows, **error.fields) from error

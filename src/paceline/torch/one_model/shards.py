@@ -1,0 +1,196 @@
+"""The pieces of the parameters as tensors: what this rank's optimizer updates, and what travels afterwards.
+
+The one idea: a piece is a view of the parameter's own memory (all of it, or a flat range), made through
+.data, and so counts its writes by itself. Each rank writes to other elements, and all ranks must count the
+same number of writes to each parameter; so they are counted once, for all, after the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from paceline.errors import ConfigError
+from paceline.reducer.link import Link
+from paceline.sharding.cuts import Extent, Piece
+from paceline.torch.link.arena import is_dense
+
+
+def extent_of(parameter: torch.Tensor) -> Extent:
+    """Its size, and whether it can be cut."""
+    return Extent(parameter.numel(), parameter.element_size(), is_dense(parameter))
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a dense tensor in the order of its memory."""
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def part_of(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """The elements of a piece in a tensor that is as its parameter; all of it where the piece is whole."""
+    return tensor if piece.is_whole else flat(tensor)[piece.begin : piece.end]
+
+
+def like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A tensor of a parameter's shape, with its strides; itself if it has them."""
+    if tensor.stride() == parameter.stride():
+        return tensor
+    copy = torch.empty_strided(parameter.shape, parameter.stride(), dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(tensor)
+
+
+class Shards:
+    """All pieces of an optimizer's parameters, on one rank.
+
+    Args:
+        rank: The rank of this process.
+        world_size: Number of ranks.
+
+    Attributes:
+        parameters: All of them.
+        names: Their names, for errors.
+        pieces: All pieces, of all ranks.
+        own: The indices of the pieces that this rank updates.
+        tensors: A tensor for each piece, on the memory of its parameter.
+        generation: Changes whenever some tensor has other memory.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.parameters: list[torch.Tensor] = []
+        self.names: list[str] = []
+        self.pieces: list[Piece] = []
+        self.own: list[int] = []
+        self.tensors: list[torch.Tensor] = []
+        self.generation = 0
+        self._places: list[int] = []
+        self._forms: list[tuple[torch.Size, torch.dtype, tuple[int, ...]]] = []
+
+    def add(self, parameters: Sequence[torch.Tensor], names: Sequence[str], pieces: Sequence[Piece]) -> None:
+        """Take more parameters; `pieces` are theirs."""
+        self.parameters += parameters
+        self.names += names
+        self._places += [parameter.data_ptr() for parameter in parameters]
+        self._forms += [(p.shape, p.dtype, p.stride()) for p in parameters]
+        for piece in pieces:
+            if piece.rank == self.rank:
+                self.own.append(len(self.pieces))
+            self.pieces.append(piece)
+            self.tensors.append(part_of(self.parameters[piece.parameter].data, piece))
+        self.generation += 1
+
+    def follow(self) -> None:
+        """Look where the parameters lie now: somebody may have given one other memory since the last step.
+
+        Raises:
+            ConfigError: One has another shape, dtype or layout.
+        """
+        places = [parameter.data_ptr() for parameter in self.parameters]
+        if places == self._places:
+            return
+        for index, parameter in enumerate(self.parameters):
+            form = parameter.shape, parameter.dtype, parameter.stride()
+            if form != self._forms[index]:
+                raise ConfigError(
+                    f"ShardedOptimizer: parameter '{self.names[index]}' has been resized or replaced.",
+                    expected="shape {}, {}, strides {}".format(*_spelled(self._forms[index])),
+                    got="shape {}, {}, strides {}".format(*_spelled(form)),
+                    likely="module.to(), .half() or `parameter.data = ...` after the optimizer was made",
+                    hint="make the optimizer anew, on every rank, when the model has its final form",
+                )
+        for piece, tensor in zip(self.pieces, self.tensors):
+            if places[piece.parameter] != self._places[piece.parameter]:
+                # The tensor stays the same: what the optimizer remembers is found by it.
+                tensor.data = part_of(self.parameters[piece.parameter].data, piece)
+        self._places = places
+        self.generation += 1
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        """Each parameter's gradient.
+
+        Raises:
+            ConfigError: One is sparse.
+        """
+        found = [parameter.grad for parameter in self.parameters]
+        for index, gradient in enumerate(found):
+            if gradient is not None and gradient.layout is not torch.strided:
+                raise ConfigError(
+                    f"ShardedOptimizer: the gradient of parameter '{self.names[index]}' is sparse.",
+                    expected="dense gradients",
+                    got=str(gradient.layout),
+                    hint="nn.Embedding(..., sparse=False); or an optimizer of its own for this parameter, "
+                    "such as torch.optim.SparseAdam, on every rank",
+                )
+        return found
+
+    def set_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Give this rank's pieces their parts of the gradients, one for each parameter."""
+        for index in self.own:
+            piece = self.pieces[index]
+            gradient = gradients[piece.parameter]
+            if gradient is not None and not piece.is_whole:
+                parameter = self.parameters[piece.parameter]
+                gradient = part_of(_as_laid_out(gradient, parameter), piece)
+            self.tensors[index].grad = gradient
+
+    def lend_gradients(
+        self,
+        link: Link[torch.Tensor],
+        to: int,
+        root: int,
+        gradients: Sequence[torch.Tensor | None] | None,
+        has_gradient: Sequence[int],
+    ) -> None:
+        """Give a rank without data its part of the gradients of another. Collective.
+
+        Args:
+            link: Between the ranks.
+            to: The rank that gets them; its pieces have them afterwards.
+            root: The rank that gives them.
+            gradients: All gradients of this rank; None: it has none.
+            has_gradient: Whether each parameter has one.
+        """
+        parts: list[torch.Tensor] = []
+        for piece, tensor in zip(self.pieces, self.tensors):
+            if piece.rank != to or not has_gradient[piece.parameter]:
+                continue
+            gradient = None if gradients is None else gradients[piece.parameter]
+            if self.rank == root and gradient is not None:
+                parameter = self.parameters[piece.parameter]
+                parts.append(part_of(_as_laid_out(gradient, parameter), piece))
+            else:
+                parts.append(torch.empty_like(tensor))
+            if self.rank == to:
+                tensor.grad = parts[-1]
+        if parts:
+            link.broadcast(parts, root=root)
+
+    def clear_gradients(self) -> None:
+        """Let go of them: their memory belongs to whoever calls zero_grad()."""
+        for index in self.own:
+            self.tensors[index].grad = None
+
+    def written(self, has_gradient: Sequence[int]) -> list[list[torch.Tensor]]:
+        """Tensors that a step with gradients of these parameters writes to, by the rank that does."""
+        by_rank: list[list[torch.Tensor]] = [[] for _ in range(self.world_size)]
+        for piece, tensor in zip(self.pieces, self.tensors):
+            if has_gradient[piece.parameter] and tensor.numel():
+                by_rank[piece.rank].append(tensor)
+        return by_rank
+
+    def count_writes(self, has_gradient: Sequence[int]) -> None:
+        """Let autograd, and Paceline's comparison of the ranks, know of one write to each parameter."""
+        torch.autograd.graph.increment_version(
+            [parameter for parameter, has in zip(self.parameters, has_gradient) if has]
+        )
+
+
+def _as_laid_out(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A gradient as it can be cut like its parameter; itself, if it can."""
+    return like(gradient.detach().resolve_conj().resolve_neg(), parameter)
+
+
+def _spelled(form: tuple[torch.Size, torch.dtype, tuple[int, ...]]) -> tuple[object, ...]:
+    shape, dtype, strides = form
+    return tuple(shape), str(dtype).removeprefix("torch."), strides

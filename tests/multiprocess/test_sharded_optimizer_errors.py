@@ -1,0 +1,222 @@
+"""What ranks do differently, or one does wrong, is an error on all of them before anything is written."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+
+from paceline import _core
+from paceline.errors import (
+    CollectiveError,
+    ConfigError,
+    DeadlineError,
+    MismatchError,
+    ModelMismatchError,
+    PacelineError,
+    PeerLostError,
+    RendezvousError,
+    UnusedParameterError,
+)
+from paceline.torch import ShardedOptimizer
+from paceline.torch.one_model.travel import MemoryTravel
+from tests.harness import ranks
+from tests.multiprocess.meeting import meet, tell, until_told
+from tests.multiprocess.test_sharded_optimizer import make_parameters, same_bits
+
+PATHS = pytest.mark.parametrize("path", ["memory", "group"])
+LONG_S = 300.0  # longer than the harness waits
+
+
+def make(path: str = "memory", **options: Any) -> tuple[list[nn.Parameter], ShardedOptimizer]:
+    parameters = [nn.Parameter(torch.ones(700)), nn.Parameter(torch.ones(600))]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    named = [("a.weight", parameters[0]), ("b.weight", parameters[1])]
+    options = {"lr": 0.5, "reduce_through": path, "timeout_s": LONG_S, **options}
+    return parameters, ShardedOptimizer(named, optim.SGD, **options)
+
+
+@PATHS
+@ranks(3, group="gloo")
+def test_different_steps_are_told_before_anything_is_written(rank: int, path: str) -> None:
+    parameters, optimizer = make(path)
+    before = [parameter.detach().clone() for parameter in parameters]
+
+    optimizer.param_groups[0]["lr"] = 0.25 if rank == 1 else 0.5
+    with pytest.raises(MismatchError) as caught:
+        optimizer.step()
+    assert "different hyperparameters: lr of group 0" in str(caught.value)
+    assert "ranks 0, 2: lr of group 0: 0.5\n" in str(caught.value)
+    assert "rank 1: lr of group 0: 0.25" in str(caught.value)
+    assert caught.value.names == ("lr of group 0",)
+    optimizer.param_groups[0]["lr"] = 0.5
+
+    if rank == 2:
+        parameters[1].grad = None
+    with pytest.raises(UnusedParameterError) as unused:
+        optimizer.step()
+    assert unused.value.unused == {"b.weight": (2,)}
+    assert "rank 2 without: b.weight" in str(unused.value)
+    parameters[1].grad = torch.ones_like(parameters[1])
+
+    with pytest.raises(MismatchError) as calls:
+        optimizer.consolidate_state_dict() if rank == 0 else optimizer.step()
+    assert "rank 0: consolidate_state_dict()" in str(calls.value)
+
+    if rank == 0:
+        parameters[0].grad = torch.ones(700).to_sparse()
+    with pytest.raises(ConfigError) as sparse:
+        optimizer.step()
+    assert "the gradient of parameter 'a.weight' is sparse" in str(sparse.value)
+    assert rank == 0 or "rank 0 of 3 cannot make the step" in str(sparse.value)
+    parameters[0].grad = torch.ones(700)
+
+    assert all(map(same_bits, parameters, before))
+    optimizer.step()
+    assert not any(map(same_bits, parameters, before))
+    assert all(parameter.eq(0.5).all() for parameter in parameters)
+
+
+@ranks(2, group="gloo")
+def test_a_parameter_that_is_resized_on_one_rank_is_told_on_all(rank: int) -> None:
+    parameters, optimizer = make()
+    if rank == 1:
+        parameters[0].data = torch.ones(800)
+        parameters[0].grad = torch.ones(800)
+    with pytest.raises(ConfigError, match=r"'a\.weight' has been resized or replaced"):
+        optimizer.step()
+
+
+@PATHS
+@ranks(2, group="gloo")
+def test_different_arguments_are_told_when_the_optimizer_is_made(rank: int, path: str) -> None:
+    with pytest.raises(ModelMismatchError, match="lr of group 0 differs"):
+        make(path, lr=0.1 * (1 + rank))
+    with pytest.raises(ModelMismatchError, match="'0 of group 0'"):
+        ShardedOptimizer([nn.Parameter(torch.ones(4 + rank))], optim.SGD, timeout_s=LONG_S)
+    with pytest.raises(ConfigError) as caught:
+        make(path, weight_decay=-1.0 if rank == 1 else 0.0)
+    assert "Invalid weight_decay value" in str(caught.value)
+    assert rank == 1 or "Rank 1 of 2 could not make the optimizer" in str(caught.value)
+    _, optimizer = make(path)
+    with pytest.raises(ConfigError, match="params"):
+        optimizer.add_param_group({"params": None if rank == 0 else [("c", nn.Parameter(torch.ones(2)))]})
+    with pytest.raises(ModelMismatchError, match="momentum of group 1"):
+        optimizer.add_param_group({"params": [("c", nn.Parameter(torch.ones(2)))], "momentum": 0.5 * rank})
+    assert len(optimizer.param_groups) == len(optimizer._template.param_groups) == 1
+    optimizer.step()
+
+
+@PATHS
+@ranks(2, group="gloo")
+def test_a_step_on_one_rank_only_names_the_other_at_the_deadline(rank: int, path: str) -> None:
+    parameters, optimizer = make(path)
+    optimizer.step()
+    meet("both have made a step", rank)
+    if rank == 1:
+        until_told("given up", [0])
+        return
+    if path == "memory":  # from here on a short time, for this one wait
+        hasty = MemoryTravel(optimizer._link.core.with_patience(0.5, 100.0))
+        optimizer._meetings._gather = hasty.gather
+    else:
+        optimizer._peers.timeout_s = 0.5
+    before = [parameter.detach().clone() for parameter in parameters]
+    with pytest.raises(DeadlineError if path == "memory" else RendezvousError) as caught:
+        optimizer.step()
+    assert "rank 1" in str(caught.value)
+    assert path == "group" or "nothing was written yet" in str(caught.value)
+    assert all(map(same_bits, parameters, before))
+    tell("given up", rank)
+
+
+@pytest.mark.parametrize("where", ["before", "within"])
+@ranks(2, group="gloo", dies={1: signal.SIGKILL})
+def test_a_rank_that_dies_leaves_no_silent_half_of_a_step(rank: int, where: str) -> None:
+    """In the first meeting nothing is written yet; in the second, who survives knows that it has a half."""
+    parameters, optimizer = make()
+    optimizer.step()
+    if rank == 1:
+        arrival = _core.fault_points().index("before_arrive")
+        _core.arm_fault(arrival, _core.FAULT_ACTIONS["kill"], 1 if where == "before" else 2)
+    before = [parameter.detach().clone() for parameter in parameters]
+    with pytest.raises(PeerLostError) as caught:
+        optimizer.step()
+    assert caught.value.lost == (1,)
+    unchanged = list(map(same_bits, parameters, before))
+    if where == "before":
+        assert "nothing was written yet" in str(caught.value)
+        assert all(unchanged)
+        return
+    assert "some parameters may be updated and others not" in str(caught.value)
+    assert unchanged == [False, True]  # rank 0's part, but for the end of the first
+    with pytest.raises(CollectiveError, match="an earlier step was not completed"):
+        optimizer.step()
+
+
+@ranks(2, group="gloo", dies={1: signal.SIGKILL})
+def test_a_rank_that_dies_over_a_process_group(rank: int) -> None:
+    _, optimizer = make("group")
+    optimizer.step()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PacelineError):
+        optimizer.step()
+
+
+class Coupled(optim.SGD):
+    """Clips by the norm of all gradients that it sees."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
+        super().step()
+
+
+@ranks(2, group="gloo")
+def test_arguments_that_are_refused(rank: int) -> None:
+    parameter = nn.Parameter(torch.ones(300))
+    for optimizer_class, options, said in (
+        (optim.LBFGS, {}, "whose step() needs no closure"),
+        (optim.SparseAdam, {}, "dense gradients"),
+        (Coupled, {}, "updates every parameter by itself"),
+        (optim.Adam, {"differentiable": True}, "differentiable=True"),
+        (optim.Adam, {"overlap_with_ddp": True}, "overlap_with_ddp=True"),
+        (optim.Adam, {"reduce_through": "air"}, "reduce_through='air'"),
+        (optim.Adam, {"lr": -1.0}, "Invalid learning rate"),
+        (optim.Adam, {"momentum": 0.1}, "unexpected keyword argument 'momentum'"),
+        (optim.Adam, {"timeout_s": 0}, "timeout_s=0"),
+        (optim.Adam, {"process_group": "gloo"}, "process_group='gloo'"),
+        (optim.Adam([parameter]), {}, "a class of optimizers"),
+        ("Adam", {}, "optimizer_class='Adam'"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            ShardedOptimizer([parameter], optimizer_class, **options)
+        assert said in str(caught.value), (said, str(caught.value))
+    for params, said in (
+        (parameter, "params="),
+        ([], "at least one"),
+        ([parameter, parameter], "some parameter several times"),
+        ([{"params": {parameter}}], "the order in a set"),
+        ([{"params": 5}], "params=5"),
+        ([{"lr": 0.1}], "params="),
+        ([1.0], "params=1.0"),
+        ([parameter * 2], "leaves of the graph"),
+        ([("a", parameter), nn.Parameter(torch.ones(2))], "with/without names"),
+        ([nn.Parameter(torch.ones(2, device="meta"))], "on the device meta"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            ShardedOptimizer(params, optim.Adam)
+        assert said in str(caught.value), (said, str(caught.value))
+
+
+@ranks(2, group="gloo")
+def test_random_numbers_stay_as_they_are(rank: int) -> None:
+    torch.manual_seed(5)
+    before = torch.random.get_rng_state()
+    ShardedOptimizer(make_parameters(), optim.AdamW)
+    assert torch.equal(torch.random.get_rng_state(), before)

@@ -1,0 +1,62 @@
+"""Pieces of parameters: every element dealt once, evenly, and never cut where that would change a bit."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.sharding.cuts import CUT_ELEMENTS, Extent, cut_evenly, deal_whole
+
+EXTENTS = st.lists(
+    st.builds(Extent, st.integers(0, 5000), st.sampled_from([2, 4, 8]), st.booleans()), max_size=12
+)
+
+
+@given(EXTENTS, st.integers(1, 6))
+def test_every_element_is_dealt_once_and_in_order(extents: list[Extent], world_size: int) -> None:
+    pieces = cut_evenly(extents, world_size)
+    assert [piece.rank for piece in pieces] == sorted(piece.rank for piece in pieces)
+    for index, extent in enumerate(extents):
+        own = [piece for piece in pieces if piece.parameter == index]
+        assert own[0].begin == 0 and own[-1].end == extent.numel
+        assert [piece.end for piece in own[:-1]] == [piece.begin for piece in own[1:]]
+        assert all(piece.is_whole == (len(own) == 1) for piece in own)
+        if not extent.may_be_cut:
+            assert len(own) == 1
+        for piece in own[1:]:
+            assert piece.begin % CUT_ELEMENTS == 0
+            assert min(piece.begin, extent.numel - piece.begin) >= CUT_ELEMENTS
+
+
+@given(EXTENTS, st.integers(1, 6))
+def test_ranks_get_equally_many_bytes_but_for_what_cannot_be_cut(
+    extents: list[Extent], world_size: int
+) -> None:
+    loads = [0] * world_size
+    for piece in cut_evenly(extents, world_size):
+        loads[piece.rank] += (piece.end - piece.begin) * extents[piece.parameter].itemsize
+    share = sum(extent.nbytes for extent in extents) / world_size
+    uncut = max((e.nbytes for e in extents if not e.may_be_cut or e.numel < 2 * CUT_ELEMENTS), default=0)
+    assert max(loads) <= share + max(uncut, 2 * CUT_ELEMENTS * 8)
+
+
+def test_an_example() -> None:
+    pieces = cut_evenly([Extent(1000, 4), Extent(256, 4)], 2)
+    found = [(piece.parameter, piece.begin, piece.end, piece.is_whole, piece.rank) for piece in pieces]
+    assert found == [(0, 0, 640, False, 0), (0, 640, 1000, False, 1), (1, 0, 256, True, 1)]
+
+
+@given(EXTENTS, st.integers(1, 6))
+def test_whole_parameters_are_balanced_and_the_balance_goes_on(
+    extents: list[Extent], world_size: int
+) -> None:
+    loads = [0] * world_size
+    pieces = deal_whole(extents, loads)
+    assert [piece.parameter for piece in pieces] == list(range(len(extents)))
+    assert all(piece.is_whole and piece.end == extents[piece.parameter].numel for piece in pieces)
+    own = [sum(extents[p.parameter].nbytes for p in pieces if p.rank == r) for r in range(world_size)]
+    assert loads == own
+    # No rank has more than another by more than the largest parameter.
+    assert max(loads) - min(loads) <= max((extent.nbytes for extent in extents), default=0)
+    lightest = loads.index(min(loads))
+    assert deal_whole([Extent(1, 4)], loads)[0].rank == lightest
