@@ -178,6 +178,17 @@ def test_features_are_compared_with_the_default(tmp_path):
 
 
 @needs_torch
+def test_an_optimizers_steps_are_measured(tmp_path):
+    arguments = ("--parameters", "1", "--only", "whole,paceline")
+    content = bench(tmp_path, "optimizer", *arguments, python=warm_python("torch"))
+    assert [(row["variant"], row["way"]) for row in content["rows"]] == [
+        (variant, way) for variant in ("AdamW", "AdamW, fused") for way in ("whole", "paceline")
+    ]
+    assert content["parameters"] == 1_025_000
+    assert all(len(row["samples_s"]) == 2 for row in content["rows"])
+
+
+@needs_torch
 def test_hooks_are_measured(tmp_path):
     only = "alone,empty,paceline,torch_noop"
     content = bench(tmp_path, "hook", "--only", only, python=warm_python("torch"))

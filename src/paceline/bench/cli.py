@@ -34,6 +34,7 @@ def register(subparsers: Any) -> None:
     _add_memory(benches)
     _add(benches, "features", _features, 30, "what find_unused_parameters and static_graph add to a step")
     _add(benches, "hook", _hook, 300, "what taking gradients adds to a backward on one rank", has_ranks=False)
+    _add_optimizer(benches)
     _add_data(benches)
     what = "how long a program that wraps a model and ends takes, launcher and imports included"
     _add(benches, "start", _start, 10, what, has_starts=False)
@@ -138,6 +139,18 @@ def _add_memory(benches: Any) -> None:
     _add(benches, "memory", _memory, 5, what, has_starts=False)
 
 
+def _add_optimizer(benches: Any) -> None:
+    what = "an optimizer's step of which each rank makes a part, against all of it on each"
+    parser = _add(benches, "optimizer", _optimizer, 15, what)
+    parser.add_argument(
+        "--parameters",
+        type=_at_least(1),
+        default=50,
+        metavar="M",
+        help="millions of them (default 50); each takes some 100 bytes in all, over all contenders",
+    )
+
+
 def _add_data(benches: Any) -> None:
     parser = _add(
         benches,
@@ -223,6 +236,13 @@ def _hook(arguments: argparse.Namespace) -> int:
     from paceline.bench import hook, step
 
     return _finish(hook.run(_plan(arguments, hook.ENTRIES, step.STEADY_MALLOC)), arguments)
+
+
+def _optimizer(arguments: argparse.Namespace) -> int:
+    from paceline.bench import optimizer
+
+    plan = _plan(arguments, optimizer.ENTRIES)
+    return _finish(optimizer.run(plan, arguments.parameters * 1_000_000), arguments)
 
 
 def _data(arguments: argparse.Namespace) -> int:
