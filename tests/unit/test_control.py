@@ -34,13 +34,14 @@ SECRET = b"0123456789abcdef"
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
 
 
-def facts_of(rank, **others):
+def facts_of(rank, hosts=HOSTS, **others):
+    host = next(number for number, ranks in enumerate(hosts) if rank in ranks)
     told = {
         "rank": rank,
-        "world_size": 4,
-        "host": f"node{rank // 2}",
+        "world_size": sum(map(len, hosts)),
+        "host": f"node{host}",
         "pid": 100 + rank,
-        "local_ranks": list(HOSTS[rank // 2]),
+        "local_ranks": list(hosts[host]),
         "paceline": "0.1.0",
         "framework": "torch 2.13.0",
         "job": "",
@@ -71,25 +72,36 @@ class _Exchange:
         return list(self.together.payloads)
 
 
-def form(facts=None, secrets=(SECRET,) * 4, timeout_s=60.0, outcomes=None):
+def form(facts=None, secrets=None, timeout_s=60.0, hosts=HOSTS, outcomes=None):
     """The channel of each rank, or the error that it got; written into `outcomes` as soon as it is there."""
-    together = Together()
-    outcomes = [None] * 4 if outcomes is None else outcomes
-    facts = facts or [facts_of(rank) for rank in range(4)]
+    count = sum(map(len, hosts))
+    together = Together(count)
+    outcomes = [None] * count if outcomes is None else outcomes
+    facts = facts or [facts_of(rank, hosts) for rank in range(count)]
+    secrets = secrets or [SECRET] * count
 
     def run(rank):
         try:
-            outcomes[rank] = form_channel(together.of(rank), facts[rank], HOSTS, secrets[rank], timeout_s)
+            outcomes[rank] = form_channel(together.of(rank), facts[rank], hosts, secrets[rank], timeout_s)
         except RendezvousError as error:
             outcomes[rank] = error
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(4)]
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(120)
         assert not thread.is_alive()
     return outcomes
+
+
+def end(channels):
+    """Leave, and wait until all threads have."""
+    for each in channels:
+        each.close()
+    for each in channels:
+        each._thread.join(30)
+        assert not each._thread.is_alive()
 
 
 @contextlib.contextmanager
@@ -99,11 +111,7 @@ def formed(secret=SECRET):
     found = form(facts, secrets=[secret] * 4)
     assert not [each for each in found if isinstance(each, Exception)], found
     yield found
-    for each in found:
-        each.close()
-    for each in found:
-        each._thread.join(30)
-        assert not each._thread.is_alive()
+    end(found)
 
 
 @pytest.fixture
@@ -349,7 +357,9 @@ def test_a_rank_that_does_not_come_is_named_on_all_sides(monkeypatch):
     monkeypatch.setattr(
         reception,
         "_join",
-        lambda place, facts, *rest: join(replace(place, port=1) if facts.rank == 3 else place, facts, *rest),
+        lambda place, parent, told, **rest: join(
+            replace(place, port=1) if told[0].rank == 3 else place, parent, told, **rest
+        ),
     )
     outcomes = form(timeout_s=2.0)
     for rank, error in enumerate(outcomes):
@@ -427,12 +437,12 @@ class Eavesdropper:
         self._threads = [threading.Thread(target=self._serve, daemon=True)]
         join = reception._join
 
-        def mislead(place, facts, *rest):
-            if facts.rank == 3:
+        def mislead(place, parent, told, **rest):
+            if told[0].rank == 3:
                 self._hub = ("127.0.0.1", place.port)
                 self._threads[0].start()
                 place = replace(place, port=self._listener.getsockname()[1], addresses=["127.0.0.1"])
-            return join(place, facts, *rest)
+            return join(place, parent, told, **rest)
 
         monkeypatch.setattr(reception, "_join", mislead)
 

@@ -1,14 +1,15 @@
 """The control channel between the hosts of a job: who is alive, and why one of them is not any more.
 
-A star of TCP connections, one from each rank to the hub (rank 0), made once for each process group; gradients
-do not travel here. Its one idea: the kernels of both ends watch a connection, and not our threads. A process
-that ends is told by its kernel at once, whatever ends it. A link that is cut, or a host that stops, no longer
-acknowledges what is sent to it: the hub sends each rank a beat, and after the silence that is allowed the
-kernel gives the connection up. A process that computes, is paused or holds Python's lock for long is none of
-these, because its kernel goes on answering; for such a one the deadline of the pass is there.
+A star of TCP connections, one from each rank to the hub (rank 0), or for many ranks a tree (`channel_tree`),
+made once for each process group; gradients do not travel here. Its one idea: the kernels of both ends watch a
+connection, and not our threads. A process that ends is told by its kernel at once, whatever ends it. A link
+that is cut, or a host that stops, no longer acknowledges what is sent to it: the hub sends each rank a beat,
+and after the silence that is allowed the kernel gives the connection up. A process that computes, is paused
+or holds Python's lock for long is none of these, because its kernel goes on answering; for such a one the
+deadline of the pass is there.
 
     rank 3 dies, raises or leaves    its kernel, or the rank itself, tells the hub
-    the hub                          tells all others, then ends its own waits
+    the hub                          tells all others, then ends its own waits; in a tree, whoever is between
     every rank                       keeps the first failure; whoever waits asks for it, or is called
 
 What a rank owes to a pass it may have sent before it died, so callbacks come a moment after a death; an
@@ -35,11 +36,12 @@ from typing import Any
 
 from paceline.errors import CollectiveError, ConfigError, PeerLostError, format_ranks
 from paceline.rendezvous import lifetime
+from paceline.rendezvous.channel_tree import HUB, neighbours_of
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.frames import Frame
 from paceline.rendezvous.handshake import Facts, Member
 from paceline.rendezvous.messages import read_object
-from paceline.rendezvous.reception import HUB, Connection, meet
+from paceline.rendezvous.reception import Connection, meet
 from paceline.rendezvous.told_failures import TOLD_BYTES, pack_failure, unpack_failure
 
 BEAT_S = 0.25
@@ -133,7 +135,7 @@ class ControlChannel:
 
     Args:
         rank: The number of this process.
-        connections: The hub's to all others; of another rank, to the hub.
+        connections: To its neighbours in the star or tree.
         members: All ranks.
         hosts: The ranks of each host.
         silence_s: See `allowed_silence_s`.
@@ -153,6 +155,8 @@ class ControlChannel:
         self.failure: CollectiveError | None = None
         self.members = tuple(members)
         self._rank, self._hosts, self._silence_s = rank, hosts, silence_s
+        neighbours = neighbours_of(rank, hosts)
+        self._parent, self._below = neighbours.parent, neighbours.below
         self._pid = os.getpid()
         self._connections = dict(connections)
         self._unsent = dict.fromkeys(connections, b"")
@@ -265,7 +269,7 @@ class ControlChannel:
         for rank in list(self._connections):
             if self._unsent[rank]:
                 self._flush(rank)
-            elif now - self._heard[rank] < _STALLED_S or self._rank != HUB:
+            elif now - self._heard[rank] < _STALLED_S or rank == self._parent:
                 self._send(rank, Frame.BEAT, b"")
 
     def _due_calls(self, now: float) -> list[weakref.WeakMethod[Callable[[BaseException], object]]]:
@@ -300,19 +304,25 @@ class ControlChannel:
 
     def _understand(self, rank: int, kind: Frame, text: bytes) -> None:
         with self._lock:
-            if kind is Frame.DIED and self._rank != HUB:
-                self._fail(self._lost(Loss.unpack(text)), _GRACE_S)
+            if kind is Frame.DIED:
+                loss = Loss.unpack(text)
+                self._check_speaker(rank, loss.ranks)
+                self._send_all(kind, text, but=rank)
+                self._fail(self._lost(loss), _GRACE_S)
             if kind not in (Frame.FAILED, Frame.LEFT):
                 return
-            # Nobody can speak for another rank but the hub.
-            about = rank if self._rank == HUB else int.from_bytes(text[:_RANK_BYTES], "little")
-            words = text[_RANK_BYTES:][:TOLD_BYTES]
-            if self._rank == HUB:
-                self._send_all(kind, about.to_bytes(_RANK_BYTES, "little") + words, but=rank)
+            about, words = int.from_bytes(text[:_RANK_BYTES], "little"), text[_RANK_BYTES:][:TOLD_BYTES]
+            self._check_speaker(rank, [about])
+            self._send_all(kind, about.to_bytes(_RANK_BYTES, "little") + words, but=rank)
             if kind is Frame.LEFT:
                 self._left.add(about)
             else:
                 self._fail(self._told(about, words.decode(errors="replace")), 0.0)
+
+    def _check_speaker(self, rank: int, about: Sequence[int]) -> None:
+        """Raise ValueError if a neighbour speaks for ranks that do not speak through it."""
+        if rank != self._parent and not self._below[rank].issuperset(about):
+            raise ValueError(f"it speaks for {format_ranks(about)}")
 
     # --- failures ---
 
@@ -381,11 +391,10 @@ class ControlChannel:
     # --- sending; under the lock ---
 
     def _send_all(self, kind: Frame, text: bytes, but: int = -1) -> None:
-        """To all that this rank is connected with; but the hub tells nobody what it has said itself."""
-        if self._rank == HUB or but < 0:
-            for rank in list(self._connections):
-                if rank != but:
-                    self._send(rank, kind, text)
+        """To all neighbours, but for the one that it came from: so it reaches everybody in a tree."""
+        for rank in list(self._connections):
+            if rank != but:
+                self._send(rank, kind, text)
 
     def _send(self, rank: int, kind: Frame, text: bytes) -> None:
         connection = self._connections.get(rank)

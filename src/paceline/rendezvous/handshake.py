@@ -282,7 +282,7 @@ class Member:
         return f"rank {self.rank} on host {self.host} (pid {self.pid})"
 
 
-def write_members(members: Sequence[Facts]) -> bytes:
+def write_members(members: Sequence[Facts] | Sequence[Member]) -> bytes:
     return json.dumps([[each.rank, each.host, each.pid] for each in members]).encode()
 
 

@@ -1,25 +1,29 @@
 """How the ranks of several hosts come to the hub of their control channel, and who is refused there.
 
-A star: rank 0 listens on a free port until all have come, and tells the others where over the group that
-they have already; each tries all addresses of that host, because which of them it can reach only it can
-find out. A stranger's connection is dropped; a rank of this group that does not fit ends the start of all,
-with words on every rank. May import errors, env and the rest of this folder.
+Rank 0 listens on a free port until all have come, and tells the others where over the group that they have
+already; each tries all addresses of that host, because which of them it can reach only it can find out. In a
+tree (`channel_tree`) the first rank of each host receives those of its host in the same way, then goes to the
+hub with what all of them have told, and welcomes them once the hub has welcomed it. A stranger's connection
+is dropped; a rank of this group that does not fit ends the start of all, with words on every rank. May import
+errors, env and the rest of this folder.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import secrets
 import selectors
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.errors import PacelineError, RendezvousError, format_ranks
 from paceline.rendezvous.addresses import addresses_for_others
+from paceline.rendezvous.channel_tree import HUB, Neighbours, neighbours_of
 from paceline.rendezvous.deadline import Deadline
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.frames import (
@@ -55,11 +59,12 @@ from paceline.rendezvous.messages import (
 if TYPE_CHECKING:  # not every Python has `ssl`, and not every job needs it
     from paceline.rendezvous.tls import Certificate, Tls
 
-HUB = 0
 _CONNECT_WITHIN_S = 2.0
 _RETRY_S = 0.05
 _GRACE_S = 5.0  # the hub knows who is missing: the others give it this long to say so
 _MOST_STRANGERS = 64
+_SHARE_OF_A_HOST = 0.8  # of the time until all have come: so long the first rank of a host waits for its own
+_FACTS_BYTES = 2048
 _CHANNEL_BYTES = 16
 
 
@@ -131,7 +136,7 @@ class Place:
 def meet(
     exchange: Exchange, facts: Facts, hosts: Sequence[Sequence[int]], secret: bytes, timeout_s: float
 ) -> tuple[dict[int, Connection], tuple[Member, ...]]:
-    """Connect all ranks with the hub. Collective; blocks at most `timeout_s` and some seconds.
+    """Connect all ranks with their neighbours. Collective; blocks at most `timeout_s` and some seconds.
 
     Args:
         exchange: Connects the ranks already.
@@ -141,21 +146,28 @@ def meet(
         timeout_s: How long.
 
     Returns:
-        The connections of this rank (the hub's to all others, another rank's to the hub), and all members.
+        The connections of this rank, by the rank at their other end, and all members.
 
     Raises:
         RendezvousError: A rank did not come, could not reach the hub, or does not fit; on every rank.
     """
     deadline = Deadline(timeout_s)
     listener = None
+    neighbours = neighbours_of(facts.rank, hosts)
     try:
         own = b""
-        if exchange.rank == HUB:
+        if neighbours.below or facts.rank == HUB:
             listener, own = _listen()
-        place = _told_place(exchange.all_gather(own, timeout_s))
-        if listener is not None:
-            return _Reception(listener, place, facts, hosts, secret, deadline).receive_all()
-        return _join(place, facts, secret, deadline)
+        told = exchange.all_gather(own, timeout_s)
+        way = None
+        if neighbours.parent is not None:
+            place = _told_place(told, neighbours.parent)
+            way = functools.partial(_join, place, neighbours.parent, secret=secret)
+            if not own:
+                return way([facts], deadline=deadline)
+        place = _told_place(told, facts.rank)
+        assert listener is not None
+        return _Reception(listener, place, facts, hosts, neighbours, secret, deadline).receive_all(way)
     finally:
         if listener is not None:
             listener.close()
@@ -178,21 +190,22 @@ def _listen() -> tuple[socket.socket | None, bytes]:
     return listener, json.dumps(told).encode()
 
 
-def _told_place(payloads: list[bytes]) -> Place:
-    (told,) = read_of_ranks(
-        payloads[: HUB + 1], lambda raw: read_object(raw, {"channel": str, "port": int, "addresses": list})
-    )
-    if not told["port"]:
+def _told_place(payloads: list[bytes], rank: int) -> Place:
+    def read(raw: bytes) -> dict[str, Any]:
+        return read_object(raw, {"channel": str, "port": int, "addresses": list}) if raw else {}
+
+    told = read_of_ranks(payloads[: rank + 1], read)[rank]
+    if not told or not told["port"]:
         raise RendezvousError(
-            f"Rank {HUB} could not listen for the other ranks.",
-            seen=told["channel"],
+            f"Rank {rank} could not listen for the other ranks.",
+            seen=told["channel"] if told else "it did not say where it listens",
             likely="a limit of open files, or a sandbox that lets no process listen",
-            hint=f"`ulimit -n` on the host of rank {HUB}",
+            hint=f"`ulimit -n` on the host of rank {rank}",
         )
     return Place(bytes.fromhex(told["channel"]), told["port"], [str(each) for each in told["addresses"]])
 
 
-# --- the hub ---
+# --- the hub, and in a tree the first rank of each host ---
 
 
 @dataclass
@@ -204,13 +217,14 @@ class _Visitor:
 
 
 class _Reception:
-    """Until all ranks have come.
+    """Until all ranks below this one have come.
 
     Args:
         listener: Where they come.
         place: The same, as they know it.
-        facts: What the hub tells of itself.
+        facts: What this rank tells of itself.
         hosts: The ranks of each host.
+        neighbours: Those below this rank come.
         secret: The job's.
         deadline: Until when.
     """
@@ -221,20 +235,28 @@ class _Reception:
         place: Place,
         facts: Facts,
         hosts: Sequence[Sequence[int]],
+        neighbours: Neighbours,
         secret: bytes,
         deadline: Deadline,
     ) -> None:
+        self._below = neighbours.below
+        self._longest_hello = LONGEST_HELLO + _FACTS_BYTES * max(map(len, self._below.values()), default=0)
         self._listener, self._place, self._facts = listener, place, facts
         self._host_of = {rank: list(ranks) for ranks in hosts for rank in ranks}
         self._secret, self._deadline = secret, deadline
-        self._came: dict[int, tuple[socket.socket, Meeting, Facts]] = {}
+        self._came: dict[int, tuple[socket.socket, Meeting]] = {}
+        self._facts_of: list[Facts] = []  # of all that have come, or stand behind those
         self._waiting = selectors.PollSelector()
         self._certificate: Certificate | None = None
         self._refusal = b""  # what everybody is told, once the start has failed
         self._told: set[int] = set()
 
-    def receive_all(self) -> tuple[dict[int, Connection], tuple[Member, ...]]:
-        """See `meet`."""
+    def receive_all(
+        self, way: Callable[..., tuple[dict[int, Connection], tuple[Member, ...]]] | None
+    ) -> tuple[dict[int, Connection], tuple[Member, ...]]:
+        """See `meet`; `way` is `_join` of the hub, for what is told there. None: this is the hub."""
+        # The hub is to hear who is missing here before it gives up.
+        until = self._deadline if way is None else Deadline(_SHARE_OF_A_HOST * self._deadline.left_s())
         self._listener.setblocking(False)
         self._waiting.register(self._listener, selectors.EVENT_READ)
         if self._secret:  # while the others come
@@ -243,13 +265,17 @@ class _Reception:
 
                 self._certificate = tls.own_certificate()
         try:
-            while len(self._came) < self._facts.world_size - 1:
-                if self._deadline.is_over():
-                    raise self._missing()
-                self._receive(self._deadline)
-            return self._welcome()
+            while len(self._came) < len(self._below):
+                if until.is_over():
+                    raise self._missing(until)
+                self._receive(until)
+            told = [self._facts, *self._facts_of]
+            if way is None:
+                return self._welcome({}, told)
+            up, way = way, None
+            return self._welcome(*up(told, deadline=self._deadline))
         except BaseException as error:
-            self._turn_away(error)
+            self._turn_away(error, way)
             raise
         finally:
             for key in list(self._waiting.get_map().values()):
@@ -274,7 +300,7 @@ class _Reception:
         if len(silent) > self._facts.world_size + _MOST_STRANGERS:
             self._drop(silent[0])  # type: ignore[arg-type]
         link.setblocking(False)
-        visitor = _Visitor(secrets.token_bytes(NONCE_BYTES), FrameStream(LONGEST_HELLO))
+        visitor = _Visitor(secrets.token_bytes(NONCE_BYTES), FrameStream(self._longest_hello))
         self._waiting.register(link, selectors.EVENT_READ, visitor)
         with contextlib.suppress(OSError):
             link.send(frame(Frame.CHALLENGE, write_challenge(self._place.channel, visitor.nonce)))
@@ -303,38 +329,56 @@ class _Reception:
     def _admit(self, link: socket.socket, nonce: bytes, kind: Frame, raw: bytes) -> bool:
         """Whether it is a rank of this group. Raises RendezvousError if it is, and does not fit."""
         try:
-            told, rank_nonce, membership, proof = split_payloads(raw if kind is Frame.HELLO else b"", 4)
-            facts = Facts.unpack(told)
-        except MessageError:
+            is_hello = kind in (Frame.HELLO, Frame.FAILED)
+            told, rank_nonce, membership, proof = split_payloads(raw if is_hello else b"", 4)
+            *rows, last = told.split(b"\n")
+            complaint = Misfit.unpack(last) if kind is Frame.FAILED else None
+            came = [Facts.unpack(row) for row in ([*rows, last] if complaint is None else rows[:1])]
+            rank = came[0].rank
+        except (MessageError, IndexError):
             return False
         meeting = Meeting(self._secret, self._place.channel, nonce, rank_nonce)
         if len(rank_nonce) != NONCE_BYTES or not secrets.compare_digest(membership, meeting.membership):
             return False
         if self._refusal:
-            self._refuse(link, facts.rank)
+            self._refuse(link, rank)
             return True
-        hub = replace(self._facts, clock_s=time.time())
-        problem = None if meeting.is_proof(proof, "rank", told) else secret_misfit(hub, facts)
-        problem = problem or misfit(
-            hub, facts, [hub, *(each for *_, each in self._came.values())], self._host_of.get(facts.rank, [])
-        )
+        is_proof = meeting.is_proof(proof, "rank", told)
+        problem = None if is_proof else secret_misfit(self._facts, came[0])
+        problem = problem or complaint or self._misfit(came)
         if problem is not None:
             self._refusal = problem.pack()
-            self._refuse(link, facts.rank)
+            self._refuse(link, rank)
             raise refusal(self._facts, problem, str(self._place))
-        self._came[facts.rank] = link, meeting, facts
+        self._came[rank] = link, meeting
+        self._facts_of += came
         return True
 
-    def _welcome(self) -> tuple[dict[int, Connection], tuple[Member, ...]]:
-        table = write_members([self._facts, *(facts for *_, facts in self._came.values())])
+    def _misfit(self, came: Sequence[Facts]) -> Misfit | None:
+        """What is wrong with the rank that came first among these, or with one that it speaks for."""
+        own = replace(self._facts, clock_s=time.time())
+        for index, facts in enumerate(came):
+            members = [own, *self._facts_of, *came[:index]]
+            if problem := misfit(own, facts, members, self._host_of.get(facts.rank, [])):
+                return problem
+        if self._below.get(came[0].rank, frozenset()) != frozenset(facts.rank for facts in came):
+            ranks = format_ranks([facts.rank for facts in came])
+            return Misfit(
+                f"{came[0].describe()} came to {own.describe()} for {ranks}, who is not to receive these",
+                "install the same version of Paceline on all hosts",
+            )
+        return None
+
+    def _welcome(
+        self, connections: dict[int, Connection], members: Sequence[Facts] | Sequence[Member]
+    ) -> tuple[dict[int, Connection], tuple[Member, ...]]:
+        table = write_members(members)
         shown = b"" if self._certificate is None else self._certificate.fingerprint
         welcome = join_payloads([table, shown])
-        for link, meeting, _ in self._came.values():
+        for link, meeting in self._came.values():
             _try_send(link, Frame.WELCOME, join_payloads([table, shown, meeting.prove("hub", welcome)]))
-        connections = {
-            rank: Connection(link, meeting, self._tls(), is_hub=True)
-            for rank, (link, meeting, _) in self._came.items()
-        }
+        for rank, (link, meeting) in self._came.items():
+            connections[rank] = Connection(link, meeting, self._tls(), is_hub=True)
         return connections, read_members(table, self._facts.world_size)
 
     def _tls(self) -> Tls | None:
@@ -345,16 +389,19 @@ class _Reception:
 
         return tls.Tls(self._certificate)
 
-    def _turn_away(self, error: BaseException) -> None:
-        """Tell everybody who came, and for some seconds everybody who comes."""
+    def _turn_away(self, error: BaseException, way: Callable[..., object] | None) -> None:
+        """Tell the hub, everybody who came, and for some seconds everybody who comes."""
         summary = error.summary if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
         told = Misfit(getattr(error, "seen", "") or summary, getattr(error, "hint", ""))
         self._refusal = self._refusal or told.pack()
-        for rank, (link, *_) in self._came.items():
+        for rank, (link, _) in self._came.items():
             self._refuse(link, rank)
-        deadline = Deadline(_GRACE_S)
         is_ours = isinstance(error, PacelineError)  # else the user wants to end it, with Ctrl-C say
-        while is_ours and len(self._told) < self._facts.world_size - 1 and not deadline.is_over():
+        if way is not None and is_ours:
+            with contextlib.suppress(RendezvousError):  # which repeats what the hub was told
+                way([self._facts], deadline=Deadline(_GRACE_S), problem=Misfit.unpack(self._refusal))
+        deadline = Deadline(_GRACE_S)
+        while is_ours and len(self._told) < len(self._below) and not deadline.is_over():
             self._receive(deadline)
 
     def _refuse(self, link: socket.socket, rank: int) -> None:
@@ -362,14 +409,15 @@ class _Reception:
         link.close()
         self._told.add(rank)
 
-    def _missing(self) -> RendezvousError:
-        missing = sorted(set(range(1, self._facts.world_size)) - set(self._came))
+    def _missing(self, until: Deadline) -> RendezvousError:
+        below = [rank for child in self._below.keys() - self._came.keys() for rank in self._below[child]]
+        missing = sorted(below)
         return RendezvousError(
             f"{format_ranks(missing).capitalize()} of {self._facts.world_size} did not come to the control "
-            f"channel within {self._deadline.timeout_s:.0f} s.",
+            f"channel within {until.timeout_s:.0f} s.",
             where=f"{self._facts.describe()}, {self._place}",
             seen=f"{format_ranks(missing)} did not come to {self._place} on host {self._facts.host}; "
-            f"{format_ranks([0, *sorted(self._came)])} came",
+            f"{format_ranks(sorted([self._facts.rank, *(each.rank for each in self._facts_of)]))} came",
             likely="a firewall between the hosts, or an interface that the other host cannot reach",
             hint="let the hosts of a job reach each other on all ports",
             missing=tuple(missing),
@@ -396,8 +444,15 @@ def _try_send(link: socket.socket, kind: Frame, payload: bytes) -> None:
 
 
 def _join(
-    place: Place, facts: Facts, secret: bytes, deadline: Deadline
+    place: Place,
+    parent: int,
+    told: Sequence[Facts],
+    secret: bytes,
+    deadline: Deadline,
+    problem: Misfit | None = None,
 ) -> tuple[dict[int, Connection], tuple[Member, ...]]:
+    """Come to `parent`, with the facts of this rank and of those below it, or a problem that ends all."""
+    facts = told[0]
     reasons: dict[str, str] = {}
     while True:
         for address in place.addresses:
@@ -409,7 +464,7 @@ def _join(
                 reasons[address] = error.strerror or str(error)
                 continue
             try:
-                return _introduce(link, place, facts, secret, deadline)
+                return _introduce(link, place, parent, told, secret, deadline, problem)
             except (MessageError, OSError) as error:
                 reasons[address] = str(error) or type(error).__name__
                 link.close()
@@ -419,18 +474,24 @@ def _join(
         if deadline.is_over():
             raise RendezvousError(
                 f"Rank {facts.rank} of {facts.world_size} on host {facts.host} could not reach the control "
-                f"channel at rank {HUB} within {deadline.timeout_s:.0f} s.",
+                f"channel at rank {parent} within {deadline.timeout_s:.0f} s.",
                 where=str(place),
                 seen="\n".join(f"{address}: {reason}" for address, reason in reasons.items()),
                 likely="a firewall between the hosts, or addresses that lead elsewhere on this host",
                 hint="let the hosts of a job reach each other on all ports",
-                missing=(HUB,),
+                missing=(parent,),
             )
         time.sleep(_RETRY_S)
 
 
 def _introduce(
-    link: socket.socket, place: Place, facts: Facts, secret: bytes, deadline: Deadline
+    link: socket.socket,
+    place: Place,
+    parent: int,
+    told: Sequence[Facts],
+    secret: bytes,
+    deadline: Deadline,
+    problem: Misfit | None,
 ) -> tuple[dict[int, Connection], tuple[Member, ...]]:
     """The handshake. Raises OSError or MessageError where somebody else listens.
 
@@ -440,9 +501,11 @@ def _introduce(
     kind, raw = receive_frame(link, Deadline(_CONNECT_WITHIN_S), LONGEST_HELLO)
     hub_nonce = read_challenge(raw if kind is Frame.CHALLENGE else b"", place.channel)
     meeting = Meeting(secret, place.channel, hub_nonce, secrets.token_bytes(NONCE_BYTES))
-    own = replace(facts, clock_s=time.time()).pack()
+    facts = replace(told[0], clock_s=time.time())
+    # One row for each; JSON has no line breaks of its own.
+    own = b"\n".join(each.pack() for each in (facts, *(told[1:] if problem is None else (problem,))))
     hello = join_payloads([own, meeting.rank_nonce, meeting.membership, meeting.prove("rank", own)])
-    send_frame(link, Frame.HELLO, hello, deadline)
+    send_frame(link, Frame.HELLO if problem is None else Frame.FAILED, hello, deadline)
     kind, raw = receive_frame(link, Deadline(deadline.left_s() + _GRACE_S), _longest_welcome(facts))
     if kind is Frame.FAILED:
         raise refusal(facts, Misfit.unpack(raw), str(place))
@@ -452,13 +515,13 @@ def _introduce(
             facts,
             Misfit(
                 f"who answers at {link.getpeername()[0]} does not know the secret of {facts.describe()}",
-                "another process answers in the place of rank 0: look at what listens there",
+                f"another process answers in the place of rank {parent}: look at what listens there",
             ),
             str(place),
         )
     members = read_members(table, facts.world_size)
     tls = _encrypt(link, fingerprint, deadline) if fingerprint else None
-    return {HUB: Connection(link, meeting, tls, is_hub=False)}, members
+    return {parent: Connection(link, meeting, tls, is_hub=False)}, members
 
 
 def _encrypt(link: socket.socket, fingerprint: bytes, deadline: Deadline) -> Tls:

@@ -1,0 +1,58 @@
+r"""Which ranks of a control channel are connected with which: a star, or for many ranks a tree of two levels.
+
+    star                       tree
+        0                          0              the hub
+      / | \                      / | \
+     1  2  3                    1  4  8           the first rank of each other host, and the hub's own
+                                  /|\  |\         the other ranks of a host
+                                 5 6 7 9 10
+
+The one idea: the hub should have one connection for each host, and not for each rank; within a host the way
+is short, and no link can be cut. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+HUB = 0
+MOST_IN_A_STAR = 64
+"""Ranks. Up to there a star is the simplest: nobody's news depend on a third rank but the hub."""
+
+
+@dataclass(frozen=True)
+class Neighbours:
+    """With whom a rank is connected.
+
+    Attributes:
+        parent: The rank that it goes to; None: it is the hub.
+        below: For each rank that comes to it, that rank and all that reach the hub through it.
+    """
+
+    parent: int | None
+    below: Mapping[int, frozenset[int]]
+
+
+def neighbours_of(rank: int, hosts: Sequence[Sequence[int]]) -> Neighbours:
+    """A pure function, the same on all ranks.
+
+    Args:
+        rank: Whose.
+        hosts: The ranks of each host, in order; rank 0 is among them.
+
+    Example:
+        >>> neighbours_of(2, [[0, 1], [2, 3]])
+        Neighbours(parent=0, below={})
+    """
+    everybody = [each for ranks in hosts for each in ranks]
+    if len(everybody) <= MOST_IN_A_STAR:
+        below = {each: frozenset({each}) for each in everybody if each != HUB}
+        return Neighbours(None, below) if rank == HUB else Neighbours(HUB, {})
+    own = next(ranks for ranks in hosts if rank in ranks)
+    if rank != own[0]:
+        return Neighbours(own[0], {})
+    below = {each: frozenset({each}) for each in own[1:]}
+    if rank != HUB:
+        return Neighbours(HUB, below)
+    return Neighbours(None, below | {ranks[0]: frozenset(ranks) for ranks in hosts if ranks[0] != HUB})
