@@ -96,11 +96,19 @@ def test_layers_frozen_in_some_steps_train_as_with_torch(rank: int, path: str, f
         assert_same_on_all_ranks(ours)
 
 
+@pytest.mark.parametrize("find_unused", [False, True])
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("path", PATHS)
 @ranks(WORLD, group="gloo")
-def test_what_a_frozen_parameter_has_in_grad_stays(rank: int, path: str, view: bool) -> None:
-    ddp = DistributedDataParallel(two_layers(), reduce_through=path, gradient_as_bucket_view=view)
+def test_what_a_frozen_parameter_has_in_grad_stays(
+    rank: int, path: str, view: bool, find_unused: bool
+) -> None:
+    ddp = DistributedDataParallel(
+        two_layers(),
+        reduce_through=path,
+        gradient_as_bucket_view=view,
+        find_unused_parameters=find_unused,
+    )
     x = torch.full((1, 4), 1.0 + rank)
     for _ in range(2):
         ddp.zero_grad()
@@ -188,6 +196,31 @@ def test_a_rank_without_data_leaves_frozen_parameters_alone(rank: int, path: str
         ddp(torch.ones(1, 4)).sum().backward()
         assert ddp.module[0].weight.grad is None
         assert_close(ddp.module[2].bias.grad, torch.ones(2))
+
+
+@pytest.mark.parametrize("find_unused", [False, True])
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+@ranks(WORLD, group="gloo")
+def test_what_a_frozen_parameter_has_in_grad_stays_while_a_rank_has_no_data(
+    rank: int, path: str, view: bool, find_unused: bool
+) -> None:
+    """torch's DDP with find_unused_parameters halves it in views, and leaves it alone otherwise."""
+    ddp = DistributedDataParallel(
+        two_layers(),
+        reduce_through=path,
+        gradient_as_bucket_view=view,
+        find_unused_parameters=find_unused,
+    )
+    ddp(torch.ones(1, 4)).sum().backward()
+    before = ddp.module[0].weight.grad.clone()
+    ddp.module[0].requires_grad_(False)
+    with ddp.join(divide_by_initial_world_size=True):
+        for _ in range(2 + rank):
+            ddp.module[2].zero_grad()
+            ddp(torch.ones(1, 4)).sum().backward()
+            assert torch.equal(ddp.module[0].weight.grad, before)
+    assert torch.equal(ddp.module[0].weight.grad, before)
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -616,11 +616,12 @@ class Passes(Generic[AnyAutograd]):
         """Hand over gradients that this backward did not touch but that count all the same.
 
         Those of no_sync() passes; and, where unused parameters are allowed, any gradient that is left
-        from before: the others add to theirs, so it must take part in the mean.
+        from before: the others add to theirs, so it must take part in the mean. Not that of a frozen
+        parameter, which stays as it is: a rank without data would take its share of the mean away.
         """
-        state = self.state
+        state, frozen = self.state, self.autograd.frozen
         for index in range(len(self._names)):
-            counts = index in state.accumulated or self._config.allow_unused
+            counts = index in state.accumulated or (self._config.allow_unused and index not in frozen)
             if index not in state.handed and counts and self.gradients.exists(index):
                 self.gradients.hand_over_rest(index)
 
@@ -634,8 +635,9 @@ class Passes(Generic[AnyAutograd]):
         unused = [index for index in missing if index not in self._tensors.delayed]
         self.gradients.leave_out(unused)
         idle = self.autograd.frozen.intersection(unused)
-        if idle and not self._config.allow_unused:
-            self.state.status.frozen = digest_of(sorted(idle))
+        if idle:
+            if not self._config.allow_unused:
+                self.state.status.frozen = digest_of(sorted(idle))
             # What is left there stays as it is, while their places become zeros.
             self.gradients.leave_arena(idle)
 
