@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -95,17 +96,29 @@ def test_other_versions(hosts: Hosts, tmp_path: Path) -> None:
         assert "rank 1 on host node1" in output and "has torch 2.12.1" in output
 
 
-def test_a_host_that_does_not_come(hosts: Hosts) -> None:
-    """Whoever waits says for whom."""
+def test_a_host_that_cannot_be_reached(hosts: Hosts) -> None:
+    """Both sides say so, long before their deadline."""
+    hosts.cut(1)
     common = {"MASTER_ADDR": "node0", "MASTER_PORT": "29511", "OMP_NUM_THREADS": "1", "LOCAL_RANK": "0"}
-    rank = hosts.start(
-        0, PROGRAM, common | {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}, **OPTIONS
-    )
+    ranks = [
+        hosts.start(
+            host, PROGRAM, common | {"RANK": str(host), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}, **OPTIONS
+        )
+        for host in range(2)
+    ]
+    said = [said_by(rank, word) for rank, word in zip(ranks, ("has waited", "waits for"), strict=True)]
+    for rank in ranks:
+        rank.kill()
+        rank.communicate(timeout=WITHIN_S)
+    assert "rank 0 on host node0" in said[0] and "for rank 1 of 2; 1 came, of node0" in said[0]
+    assert "Rank 1 of 2 on host node1" in said[1] and f"node0 stands for {hosts.address(0)} here" in said[1]
+
+
+def said_by(rank: subprocess.Popen[str], word: str) -> str:
+    """What a rank has said, to the line with this word."""
     said = ""
-    while "has waited" not in said:
+    while word not in said:
         line = rank.stdout.readline()
         assert line, said
         said += line
-    rank.kill()
-    rank.communicate(timeout=WITHIN_S)
-    assert "rank 0 on host node0" in said and "for rank 1 of 2; 1 came, of node0" in said
+    return said
