@@ -6,6 +6,7 @@ Hosts of any sizes: which ranks have a share, whose report travels beside whose,
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import queue
 import secrets
@@ -20,8 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline import _core
+from paceline.reducer import hierarchical
 from paceline.reducer.hierarchical import HierarchicalReducer, Hosts
-from paceline.reducer.hosts import Message, num_shares
+from paceline.reducer.hosts import Message, Route, num_shares, plan_route
 from paceline.reducer.plan import ParameterSpec, Plan, plan_buckets
 from paceline.reducer.protocol import Outcome, PassStatus
 from paceline.rendezvous.control import ControlChannel
@@ -244,6 +246,27 @@ def test_exact_sums_have_the_same_bits_in_every_layout(layout: Layout, cap: int)
     weights = [2.5, 0.5, 1.0, 3.1, 1e-3, 7.7][:size]
     alone = means([[rank] for rank in range(size)], 1 << 14, weights)
     assert means(layout, cap, weights, is_exact=True) == alone
+
+
+@pytest.mark.parametrize("layout", [[[0], [1, 2]], [[0, 1, 3], [2]], [[0, 1, 2], [3, 5, 4]]])
+def test_exact_sums_have_the_same_bits_if_parts_differ_in_size(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = []
+
+    def plan_route_in_small_pieces(*args: Any, **rest: Any) -> Route:
+        route = functools.partial(plan_route, piece_bytes=1 << 14)(*args, **rest)
+        parts.append([sum(map(len, part)) for part in route.parts])
+        return route
+
+    layout = [sorted(ranks) for ranks in layout]
+    weights = [2.5, 0.5, 1.0, 3.1, 1e-3, 7.7][: sum(map(len, layout))]
+    alone = means([[rank] for rank in range(len(weights))], 1 << 14, weights)
+    monkeypatch.setattr(hierarchical, "plan_route", plan_route_in_small_pieces)
+    assert means(layout, 1 << 18, weights, is_exact=True) == alone
+    assert all(len(each) == 2 for each in parts)
+    if 1 in map(len, layout):  # the host of one block owns nothing
+        assert all(not each[layout.index(min(layout, key=len))] for each in parts)
 
 
 @given(

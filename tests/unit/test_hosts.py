@@ -33,17 +33,17 @@ from paceline.rendezvous.told_failures import pack_failure, unpack_failure
     st.integers(1, 5),
     st.integers(2, 5),
     st.integers(256, 1 << 16),
-    st.integers(1, 4),
+    st.lists(st.integers(1, 4), min_size=5, max_size=5),
 )
 def test_routes_cover_a_bucket_once(
-    count: int, itemsize: int, num_ranks: int, num_hosts: int, piece_bytes: int, blocks_per_host: int
+    count: int, itemsize: int, num_ranks: int, num_hosts: int, piece_bytes: int, blocks: list[int]
 ) -> None:
-    num_blocks = num_hosts * blocks_per_host
+    num_blocks = blocks[:num_hosts]
     routes = [
         plan_route(count, itemsize, place, num_ranks, num_hosts, piece_bytes, num_blocks)
         for place in range(num_ranks)
     ]
-    if blocks_per_host == 1:
+    if set(num_blocks) == {1}:
         assert routes[0] == plan_route(count, itemsize, 0, num_ranks, num_hosts, piece_bytes)
     assert [route.share.start for route in routes] == [0, *(route.share.stop for route in routes[:-1])]
     assert routes[-1].share.stop == count
@@ -52,13 +52,27 @@ def test_routes_cover_a_bucket_once(
         assert [i for piece in pieces for i in piece] == list(route.share)
         assert all(len(piece) * itemsize <= max(piece_bytes, 16 * itemsize) for piece in pieces)
         assert all(part for part in route.parts)  # a message says more than it carries
-        is_small = len(route.share) * itemsize * blocks_per_host < ONE_ROUND_BYTES
-        assert route.is_one_round == (num_blocks == 2 or is_small)
+        is_small = len(route.share) * itemsize * sum(num_blocks) < ONE_ROUND_BYTES * num_hosts
+        assert route.is_one_round == (num_blocks == [1, 1] or is_small)
         assert len(route.parts) == (1 if route.is_one_round else num_hosts)
         for before, after in pairwise(pieces):
             assert before.stop == after.start
     sizes = [len(route.share) for route in routes]
     assert max(sizes) - min(sizes) <= 2 * 16
+
+
+@pytest.mark.parametrize(
+    "one, other, most", [(1, 2, 1.0), (3, 1, 1.0), (2, 2, 1.5), (2, 3, 5 / 3), (5, 2, 1.8)]
+)
+def test_two_hosts_of_several_blocks_send_the_same(one: int, other: int, most: float) -> None:
+    count = 1 << 20
+    first, second = (
+        sum(map(len, part)) / count for part in plan_route(count, 4, 0, 1, 2, num_blocks=(one, other)).parts
+    )
+    sent = [one * second + first, other * first + second]  # each block to the owner, then the sum
+    assert max(sent) == pytest.approx(most, rel=1e-3)
+    small = plan_route(100_000, 4, 0, 1, 2, num_blocks=(one, other))  # one piece waits for the other
+    assert abs(len(small.parts[0][0]) - len(small.parts[1][0])) <= 16
 
 
 @given(st.lists(st.sampled_from([0.0, 1.0, 2.5, 1e-3]), min_size=1, max_size=9))

@@ -321,10 +321,11 @@ class HierarchicalReducer(ReportingReducer):
         hosts, plan = self._hosts, self._plan
         itemsizes = [max(4, plan.sections[bucket.section].itemsize) for bucket in plan.buckets]
         counts = [bucket.nbytes // plan.sections[bucket.section].itemsize for bucket in plan.buckets]
+        num_blocks = [0] * len(hosts.ranks)
+        for block in self._blocks.blocks:
+            num_blocks[block.host] += 1
         routes = [
-            plan_route(
-                count, itemsize, local_rank, shares, len(hosts.ranks), num_blocks=len(self._blocks.blocks)
-            )
+            plan_route(count, itemsize, local_rank, shares, len(hosts.ranks), num_blocks=num_blocks)
             for count, itemsize in zip(counts, itemsizes)
             if self._has_share
         ]

@@ -383,13 +383,14 @@ class HostExchange:
                 sums.append(self._read(flight, message, elements, number))
             if piece == 0:
                 total = self._in_order.add(flight.weights)
-            sums = self._join(bucket, sums, len(elements))
+            sums = self._join(bucket, sums, len(elements)) if elements else sums
             if flight.route.is_one_round:
                 self._publish(bucket, elements, sums, total)
             else:
                 added = flight.take(self._message_bytes(bucket, elements))
                 payload = _payload(added)
-                self._core.add_sums(bucket, sums, len(elements), self._sums.room(1, bucket, payload))
+                if elements:
+                    self._core.add_sums(bucket, sums, len(elements), self._sums.room(1, bucket, payload))
                 self._sums.write(1, bucket, elements, payload, total)
                 flight.added.append(added)
                 self._send(flight, host, 1, piece, added, total)

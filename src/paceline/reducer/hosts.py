@@ -15,6 +15,8 @@ Routes of a share of S bytes between H hosts of B blocks each
               B * (H - 1) * S sent, one latency.
   two rounds  otherwise: each part to its owner, who adds the sums up, then the sum to everybody.
               (B + 1) * (H - 1) / H * S sent, for one block the least that there is, and two latencies.
+              Two hosts with B and C blocks have parts with which both send the same: (B * C - 1) /
+              (B + C - 2) * S.
 Both add up in the same order, so both give the same bits.
 
 Every message begins with a header. Whoever gets one that is not what it waits for raises; a wrong pairing is
@@ -303,7 +305,7 @@ def plan_route(
     num_ranks: int,
     num_hosts: int,
     piece_bytes: int = MESSAGE_BYTES,
-    num_blocks: int | None = None,
+    num_blocks: Sequence[int] | None = None,
 ) -> Route:
     """The route of one rank's share; a pure function, the same for all its partners.
 
@@ -314,17 +316,22 @@ def plan_route(
         num_ranks: How many have a share, on each host.
         num_hosts: At least 2.
         piece_bytes: Most of one message.
-        num_blocks: How many blocks all hosts have together; None: each has one.
+        num_blocks: How many blocks each host has; None: one.
 
     Example:
         >>> plan_route(64, 4, 1, 2, 2)
         Route(share=range(32, 64), parts=((range(32, 64),),))
     """
     share = _cut_evenly(range(count), num_ranks)[local_rank]
-    num_blocks = num_hosts if num_blocks is None else num_blocks
-    is_small = len(share) * itemsize * num_blocks < ONE_ROUND_BYTES * num_hosts
-    is_one_round = is_small or num_hosts == num_blocks == 2
-    parts = [share] if is_one_round else _cut_evenly(share, num_hosts)
+    num_blocks = [1] * num_hosts if num_blocks is None else num_blocks
+    nbytes = len(share) * itemsize
+    is_small = nbytes * sum(num_blocks) < ONE_ROUND_BYTES * num_hosts
+    if is_small or list(num_blocks) == [1, 1]:
+        parts = [share]
+    elif num_hosts == 2 and nbytes > 2 * piece_bytes:
+        parts = _cut_by_blocks(share, *num_blocks)
+    else:
+        parts = _cut_evenly(share, num_hosts)
     most = max(_BLOCK_ELEMENTS, piece_bytes // itemsize // _BLOCK_ELEMENTS * _BLOCK_ELEMENTS)
     return Route(share, tuple(_pieces(part, most) for part in parts))
 
@@ -397,6 +404,18 @@ def _cut_evenly(whole: range, count: int) -> list[range]:
     blocks = -(-len(whole) // _BLOCK_ELEMENTS)
     cuts = [min(len(whole), blocks * i // count * _BLOCK_ELEMENTS) for i in range(count + 1)]
     return [whole[begin:end] for begin, end in pairwise(cuts)]
+
+
+def _cut_by_blocks(share: range, one: int, other: int) -> list[range]:
+    """The parts of two hosts that have so many blocks, with which both send the same.
+
+    Whoever owns x of the share sends its blocks of the rest, and x: with 1 and 2 blocks, the second host owns
+    everything, gets the first one's sum and sends the result, and neither sends more than the share. Its
+    result waits for all that it is made of, piece by piece; so this is for shares of several pieces.
+    """
+    blocks = -(-len(share) // _BLOCK_ELEMENTS)
+    cut = min(len(share), blocks * (one - 1) // (one + other - 2) * _BLOCK_ELEMENTS)
+    return [share[:cut], share[cut:]]
 
 
 def _pieces(part: range, most: int) -> tuple[range, ...]:
