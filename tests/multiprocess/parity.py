@@ -36,7 +36,6 @@ REMARKS: Mapping[str, str] = {
     "group": "another name of `process_group`, which torch has too",
     "module": "`layers` in Paddle",
     "strategy": "deprecated in Paddle",
-    "local_sgd": "not in Paddle yet; [local SGD](local_sgd.md)",
     "share_parameters": "Paddle has no memory for parameters that is another process's, too, yet",
     "writing": "for `share_parameters=True`",
     "init_reducer": "torch: wrap `ddp.module` again",

@@ -16,6 +16,7 @@ from paceline.paddle.ddp.parallel import DataParallel  # noqa: E402
 from paceline.paddle.ddp.replace_ddp import replace_ddp  # noqa: E402
 from paceline.paddle.model.precision import MixedPrecision  # noqa: E402
 from paceline.paddle.sync_batch_norm import SyncBatchNorm  # noqa: E402
+from paceline.reducer.local_sgd import LocalSGD  # noqa: E402
 from paceline.replacing import replace_if_asked  # noqa: E402
 
 replace_if_asked(replace_ddp)
@@ -23,6 +24,7 @@ replace_if_asked(replace_ddp)
 __all__ = [
     "DataParallel",
     "DistributedDataParallel",
+    "LocalSGD",
     "MixedPrecision",
     "SyncBatchNorm",
     "compression",

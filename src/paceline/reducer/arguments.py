@@ -39,6 +39,7 @@ SHARED_NAMES = (
     "gradient_as_bucket_view",
     "init_sync",
     "init_sync_buffers",
+    "local_sgd",
     "nonfinite",
     "reduce_through",
     "skip_all_reduce_unused_params",
@@ -249,7 +250,7 @@ class WrapperArguments:
                 given.compress_between_hosts,
                 skip_unused=skip_unused,
             ),
-            "local_sgd": self.local_sgd(arguments.get("local_sgd"), given.deterministic),
+            "local_sgd": self.local_sgd(given.local_sgd, given.deterministic),
         }
 
     def caps(self, value: Sequence[float] | None) -> tuple[int, ...]:

@@ -118,12 +118,8 @@ class OuterTensors(Protocol[_Tensor]):
         """Make these the parameter's values."""
         ...
 
-    def like(self, index: int, values: Any) -> _Tensor:
-        """A copy of values that were loaded, as `copy` would make it.
-
-        Raises:
-            ValueError: They are no tensor of the parameter's shape; says what they are.
-        """
+    def like(self, index: int, values: Any) -> _Tensor | None:
+        """A copy of values that were loaded, as `copy` would make it; None: they are no tensor."""
         ...
 
     def hashes(self, values: Mapping[str, _Tensor]) -> Sequence[Entry]:
@@ -177,6 +173,7 @@ class Meetings(Generic[_Tensor]):
             tensors.specs(), caps if most is None else CappedBuckets(caps, most), None, whole=False
         )
         places = [tensors.copy(index) for index in range(len(tensors.names))]
+        self._shapes = [tuple(place.shape) for place in places]
         finds_all = ReductionOptions(gradients_in_arena=True, checks_finite=True, skip_unused=False)
         self._reduction = link.make_reduction(plan, places, finds_all)
         passes.after_good = self._note_pass
@@ -354,15 +351,17 @@ class Meetings(Generic[_Tensor]):
             )
         loaded = {}
         for index, name in enumerate(names):
-            if name in given:
-                try:
-                    loaded[name] = self._tensors.like(index, given[name])
-                except ValueError as error:
-                    raise ConfigError(
-                        f"load_local_sgd_state_dict: the {what} of '{name}' do not fit.",
-                        got=str(error),
-                        hint="load it into the model whose local_sgd_state_dict() it is",
-                    ) from error
+            if name not in given:
+                continue
+            values, shape = self._tensors.like(index, given[name]), self._shapes[index]
+            if values is None or tuple(values.shape) != shape:
+                raise ConfigError(
+                    f"load_local_sgd_state_dict: the {what} of '{name}' do not fit.",
+                    expected=f"a tensor of the shape {shape}",
+                    got=type(given[name]).__name__ if values is None else f"shape {tuple(values.shape)}",
+                    hint="load it into the model whose local_sgd_state_dict() it is",
+                )
+            loaded[name] = values
         return loaded
 
     # --- errors ---

@@ -1,38 +1,95 @@
-"""The memory of those ranks that train as one in local SGD: of a host, or of a single rank.
+"""The link between the ranks that train as one in local SGD: those of a host, or a single rank.
 
-Imports `collectives`, `rendezvous`, the core and the standard library.
+Imports `collectives`, `rendezvous`, `errors`, the core and its neighbours.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 from paceline import _core
 from paceline.collectives.failures import number_ranks
-from paceline.collectives.formation import form_core
-from paceline.collectives.member_exchange import MemberExchange
-from paceline.rendezvous.shared_memory import HostMemory
+from paceline.collectives.formation import form_core, share_on_each_host
+from paceline.errors import ConfigError
+from paceline.reducer.link import Link
+from paceline.rendezvous.exchange import Exchange
+
+_Link = TypeVar("_Link", bound=Link[Any])
+Members = tuple[tuple[int, ...], ...]
+"""The ranks of each member."""
+
+
+def join_member(
+    link: _Link,
+    exchange: Exchange,
+    between: str,
+    make_link: Callable[[_core.HostGroup], _Link],
+    *,
+    owner: str,
+    on_host: bool,
+    timeout_s: float,
+    warn_after_s: float,
+) -> tuple[_Link, Members]:
+    """The link between the ranks of this rank's member, and the ranks of each. Collective, over all ranks.
+
+    Args:
+        link: Between all ranks.
+        exchange: Between all ranks.
+        between: A `LocalSGD.between`.
+        make_link: A link through the memory of a member.
+        owner: The class whose constructor got the argument.
+        on_host: Whether all trainable parameters are on the CPU; the same on all ranks.
+        timeout_s: Deadline of this call and of those in the memory.
+        warn_after_s: After how long a wait tells whom it waits for.
+
+    Raises:
+        ConfigError: The parameters are not on the CPU.
+    """
+    if not on_host:
+        raise ConfigError(
+            f"{owner}: local_sgd is not possible here.",
+            expected="parameters on the CPU",
+            seen="parameters on a GPU",
+            hint="leave it out",
+            argument="local_sgd",
+        )
+    if link.path == "memory" and (between == "hosts" or link.world_size == 1):
+        return link, (tuple(range(link.world_size)),)
+    core, members = share_in_member(exchange, between, timeout_s, warn_after_s)
+    return make_link(core), members
 
 
 def share_in_member(
-    memory: HostMemory, rank: int, world_size: int, between: str, timeout_s: float
-) -> tuple[_core.HostGroup, tuple[tuple[int, ...], ...]]:
+    exchange: Exchange, between: str, timeout_s: float, warn_after_s: float
+) -> tuple[_core.HostGroup, Members]:
     """The memory of this rank's member, and the ranks of each member. Collective, over all ranks.
 
     Args:
-        memory: What this rank's host shares; it is given back where ranks are members.
-        rank: Number of this rank, among all.
-        world_size: The number of all ranks.
+        exchange: Between all ranks.
         between: A `LocalSGD.between`.
-        timeout_s: Deadline of its calls.
+        timeout_s: Deadline of this call and of those in the memory.
+        warn_after_s: After how long a wait tells whom it waits for.
 
     Example:
         Ranks 0 and 1 are on one host, 2 and 3 on another. With "hosts" rank 3 has the memory that it shares
         with rank 2, and ((0, 1), (2, 3)); with "ranks" memory of its own, and ((0,), (1,), (2,), (3,)).
     """
     if between == "hosts":
+        memory = share_on_each_host(
+            exchange, name="local SGD on one host", timeout_s=timeout_s, warn_after_s=warn_after_s
+        )
         return memory.host_group, memory.hosts
-    alone = MemberExchange(memory.host_group, [memory.host_group.rank], [])
-    name = f"{memory.host_group.name}, rank {rank} alone"
-    core = form_core(alone, name=name, timeout_s=timeout_s)
-    number_ranks(name, (rank,), world_size)
-    memory.host_group.close()
-    return core, tuple((each,) for each in range(world_size))
+    name = f"local SGD of rank {exchange.rank}"
+    core = form_core(_Alone(), name=name, timeout_s=timeout_s, warn_after_s=warn_after_s)
+    number_ranks(name, (exchange.rank,), exchange.world_size)
+    return core, tuple((each,) for each in range(exchange.world_size))
+
+
+class _Alone:
+    """An Exchange of one rank."""
+
+    rank, world_size = 0, 1
+
+    def all_gather(self, payload: bytes, timeout_s: float) -> list[bytes]:
+        return [payload]

@@ -16,7 +16,10 @@ from paceline.arguments import Arguments
 from paceline.errors import ConfigError
 from paceline.reducer.arguments import WrapperOptions
 from paceline.reducer.between_hosts import BetweenHosts
-from paceline.reducer.meetings import Meetings, Warmup, check_state, state_before
+from paceline.reducer.buffers import BufferSync
+from paceline.reducer.link import Link
+from paceline.reducer.meetings import Meetings, OuterTensors, Warmup, check_state, state_before
+from paceline.reducer.members import Members
 from paceline.reducer.micro_batches import as_weight
 from paceline.reducer.passes import Passes
 from paceline.reducer.plan import BucketLayout, bucket_layout
@@ -62,8 +65,27 @@ class WrappedModel:
         """Parameters of which this rank's gradient holds an infinity or a NaN."""
 
     @abstractmethod
-    def _end_warmup(self) -> None:
-        """From here on members of local SGD train on their own. Collective."""
+    def _make_passes(self, link: Link[Any]) -> Passes[Any]:
+        """The passes of the ranks of a link. Collective, over them."""
+
+    @abstractmethod
+    def _join_member(self, between: str, link: Link[Any]) -> tuple[Link[Any], Members]:
+        """The link between the ranks that train as one in local SGD, and the ranks of each such member.
+
+        Collective, over all ranks.
+
+        Args:
+            between: A `LocalSGD.between`.
+            link: Between all ranks.
+        """
+
+    @abstractmethod
+    def _outer(self, link: Link[Any]) -> tuple[OuterTensors[Any], BufferSync]:
+        """What meetings over a link read and write, and what keeps buffers in step over it."""
+
+    @abstractmethod
+    def _begin_again(self) -> Passes[Any]:
+        """Other passes in place of those that there are; no value is broadcast. Collective."""
 
     # --- what users call ---
 
@@ -323,6 +345,36 @@ class WrappedModel:
                 hint="leave it out, or local_sgd",
                 argument="local_sgd",
             )
+
+    def _passes_over(self, link: Link[Any]) -> Passes[Any]:
+        """The passes of all ranks; or those of this rank's member, and its meetings with the others.
+
+        Collective, over all ranks.
+
+        Args:
+            link: Between all ranks.
+        """
+        options = self._config.local_sgd
+        self._meetings = self._warmup = None
+        steps = self._earlier_steps + self.num_good_passes
+        if options is None or steps < options.warmup_steps:
+            passes = self._make_passes(link)
+            self._warmup = None if options is None else Warmup(options.warmup_steps - steps, passes)
+            return passes
+        member_link, members = self._join_member(options.between, link)
+        passes = self._make_passes(member_link)
+        passes.state.where = f"rank {link.rank} of {link.world_size}"
+        tensors, buffers = self._outer(link)
+        self._meetings = Meetings(options, tensors, link, members, passes, buffers, self._config)
+        return passes
+
+    def _end_warmup(self) -> None:
+        """From here on members of local SGD train on their own. Collective."""
+        before = self._passes
+        assert before is not None
+        self._passes = self._begin_again()
+        self._passes.good_passes = before.good_passes
+        self._passes.sync_next_backward(self.require_backward_grad_sync)
 
     def _begin_local_forward(self, passes: _Passes, *, is_training: bool) -> _Passes:
         """A forward begins whose gradients will be needed, with `local_sgd`. Collective where ranks meet.

@@ -21,17 +21,23 @@ from paceline.arguments import Arguments
 from paceline.paddle import internals
 from paceline.paddle.ddp.paddle_names import PaddleNames, hide_paddles_own
 from paceline.paddle.ddp.wrapped_twice import check_inner, check_outer
+from paceline.paddle.link.calls import WARN_AFTER_S
 from paceline.paddle.link.comm_hook import GradBucket
+from paceline.paddle.link.link import Link, MemoryLink
 from paceline.paddle.link.peers import LonePeers, Peers, find_peers, known_exchange
 from paceline.paddle.model.arguments import checked_group, checked_layer
 from paceline.paddle.model.config import DataParallelConfig, make_config
 from paceline.paddle.model.parameters import ManagedTensors
 from paceline.paddle.model.precision import MixedPrecision, cast_buffers, check_castable, run_in
 from paceline.paddle.passes.graphs import calls
-from paceline.paddle.passes.passes import GradientPasses, make_passes
+from paceline.paddle.passes.meetings import OuterParameters
+from paceline.paddle.passes.passes import GradientPasses, make_buffer_sync, make_passes
 from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
 from paceline.reducer.between_hosts import A_HOOK, refuse_other_bits
+from paceline.reducer.buffers import BufferSync
 from paceline.reducer.comm_hooks import CommHook, agree_on_hook, check_callable, check_is_first
+from paceline.reducer.local_sgd import LocalSGD
+from paceline.reducer.members import Members, join_member
 from paceline.reducer.micro_batches import as_weight
 from paceline.reducer.wrapped_model import WrappedModel, checked_norms
 from paceline.rendezvous.exchange import Exchange
@@ -117,6 +123,8 @@ class DataParallel(WrappedModel, PaddleNames):
             compressed.
         deterministic: "world": gradients have the bits of one host with as many ranks, wherever the ranks
             are, as with paceline.torch. None: `bits` says what comes out. On the CPU, without a hook.
+        local_sgd: `LocalSGD(every=...)`: let hosts train on their own, and meet every so many steps. None:
+            gradients are averaged over all ranks in each step.
 
     Raises:
         ConfigError: An argument, or the model, is not supported; the message says which and why.
@@ -172,6 +180,7 @@ class DataParallel(WrappedModel, PaddleNames):
         check_replicas_every: int | None = None,
         compress_between_hosts: str | None = None,
         deterministic: str | None = None,
+        local_sgd: LocalSGD | None = None,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "layers")}
         peers: Peers | None = None
@@ -192,7 +201,7 @@ class DataParallel(WrappedModel, PaddleNames):
             self._tensors.check_trainable()
             self._config.check_devices(self._tensors.place)
         # Alone, there is nothing to average, and nothing may cost; but these are also for one rank.
-        if peers is None and (nonfinite == "raise" or weight is not None):
+        if peers is None and (nonfinite == "raise" or weight is not None or local_sgd is not None):
             peers = LonePeers()
         if peers is not None:
             self._peers = peers
@@ -233,10 +242,35 @@ class DataParallel(WrappedModel, PaddleNames):
             if self._config.init_sync_buffers:
                 values += self._tensors.buffers.values()
             link.broadcast(values)
-        passes = make_passes(self._tensors, link, self._config)
+        passes: GradientPasses = self._passes_over(link)
         # The hooks are the parameters', which may live on and be wrapped again.
         weakref.finalize(self, passes.graphs.drop_wrapper).atexit = False
         return passes
+
+    def _make_passes(self, link: Any) -> GradientPasses:
+        return make_passes(self._tensors, link, self._config)
+
+    def _join_member(self, between: str, link: Any) -> tuple[Link, Members]:
+        peers = self._peers or LonePeers()
+        return join_member(
+            link,
+            peers.exchange,
+            between,
+            lambda core: MemoryLink(core, core),
+            owner=type(self).__name__,
+            on_host=self._tensors.is_on_host,
+            timeout_s=peers.timeout_s,
+            warn_after_s=self._config.warn_after_s or WARN_AFTER_S,
+        )
+
+    def _outer(self, link: Any) -> tuple[OuterParameters, BufferSync]:
+        return OuterParameters(self._tensors), make_buffer_sync(self._tensors, link, self._config)
+
+    def _begin_again(self) -> GradientPasses:
+        if self._passes is not None:
+            self._passes.autograd.has_ended = True
+            self._passes.end()
+        return self._begin_passes(self._peers or LonePeers(), is_first=False)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the wrapped model; where gradients will be needed, get ready to average them."""
@@ -250,6 +284,8 @@ class DataParallel(WrappedModel, PaddleNames):
         if not self._has_looked_outward:
             check_outer()
             self._has_looked_outward = True
+        if self._config.local_sgd is not None:
+            self._begin_local_forward(self._passes, is_training=self._layers.training)
         is_syncing = self.require_backward_grad_sync
         self._passes.begin_forward(is_syncing=is_syncing, is_training=self._layers.training)
         if self._config.weight is not None:
@@ -280,6 +316,7 @@ class DataParallel(WrappedModel, PaddleNames):
             ConfigError: The model has no parameters to train.
             ModelMismatchError: The ranks have different models.
         """
+        self._refuse_with_local_sgd("init_reducer() trains other parameters")
         if self._passes is None and self._peers is None:  # alone
             return
         tensors = ManagedTensors(self._layers)
@@ -333,6 +370,7 @@ class DataParallel(WrappedModel, PaddleNames):
         throws = flag("throw_on_early_termination", throw_on_early_termination)
         if not flag("enable", enable) or self._passes is None:
             return contextlib.nullcontext()
+        self._refuse_with_local_sgd("join() counts the passes of all ranks; finish() and iterate() don't")
         return self._passes.joining(divide_by_all=divide, throws=throws)
 
     def register_comm_hook(self, state: object, hook: Callable[[Any, GradBucket], Any]) -> None:
@@ -367,6 +405,7 @@ class DataParallel(WrappedModel, PaddleNames):
             hint = "paceline.paddle.compression has some"
             check_callable(hook, returns="a tensor, or a future of one", hint=hint)
             check_is_first(self._comm_hook)
+            self._refuse_with_local_sgd("a communication hook averages gradients over all ranks")
             refuse_other_bits(type(self).__name__, self._config.deterministic, A_HOOK)
         chosen = CommHook(state, hook)
         if peers is not None:

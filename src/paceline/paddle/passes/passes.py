@@ -248,8 +248,13 @@ def make_passes(tensors: ManagedTensors, link: Link, config: DataParallelConfig)
         SparseMeans(tensors, link),
         autograd,
         autograd.weights,
-        BufferSync(tensors, link, config.buffers, config.broadcast_buffers, average_buffers),
+        make_buffer_sync(tensors, link, config),
         _core.IterationNotes(None, make_sampler(tensors.trainable)),
         hash_model,
     )
     return Passes(front_end, state, link, config)
+
+
+def make_buffer_sync(tensors: ManagedTensors, link: Link, config: DataParallelConfig) -> BufferSync:
+    """What keeps the running statistics and buffers of `tensors` in step over the ranks of `link`."""
+    return BufferSync(tensors, link, config.buffers, config.broadcast_buffers, average_buffers)

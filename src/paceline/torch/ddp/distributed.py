@@ -24,10 +24,11 @@ from paceline.arguments import Arguments
 from paceline.errors import ConfigError, PacelineError
 from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
 from paceline.reducer.between_hosts import A_HOOK, refuse_other_bits
+from paceline.reducer.buffers import BufferSync
 from paceline.reducer.comm_hooks import CommHook, agree_on_hook, check_is_first
 from paceline.reducer.link import Link
 from paceline.reducer.local_sgd import LocalSGD
-from paceline.reducer.meetings import Warmup
+from paceline.reducer.members import Members, join_member
 from paceline.reducer.micro_batches import as_weight
 from paceline.reducer.wrapped_model import WrappedModel, checked_norms
 from paceline.torch.backend.init_process_group import refuse_latecomers
@@ -36,8 +37,8 @@ from paceline.torch.ddp.pickling import refuse_backward
 from paceline.torch.ddp.torch_names import TorchNames, hide_torchs_own, moved
 from paceline.torch.ddp.wrapped_twice import check_inner, check_outer
 from paceline.torch.link.comm_hook import check_hook
-from paceline.torch.link.link import connect
-from paceline.torch.link.members import join_member
+from paceline.torch.link.link import MemoryLink, connect
+from paceline.torch.link.members import MemberPeers
 from paceline.torch.link.peers import Peers, find_peers, known_exchange
 from paceline.torch.model.arguments import check_materialised, checked_module
 from paceline.torch.model.compiling import untraced, untraced_itself
@@ -47,8 +48,8 @@ from paceline.torch.model.precision import cast_buffers, run_in
 from paceline.torch.one_model.homes import Home
 from paceline.torch.one_model.moving import move, move_out, refuse_strange
 from paceline.torch.one_model.writing import written
-from paceline.torch.passes.meetings import make_meetings
-from paceline.torch.passes.passes import GradientPasses, make_passes
+from paceline.torch.passes.meetings import OuterParameters
+from paceline.torch.passes.passes import GradientPasses, make_buffer_sync, make_passes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -281,7 +282,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
                 are_equal=self._config.init_sync and is_first,
                 allows_writing=True,
             )
-        passes = self._join_passes(peers, link, on_host=on_host)
+        passes: GradientPasses = self._passes_over(link)
         passes.shares_parameters = self._home is not None
         passes.autograd.errors = self._errors
         if self._sample_rate is not None:
@@ -291,30 +292,32 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         self._on_drop.atexit = False
         return passes
 
-    def _join_passes(self, peers: Peers, link: Link[torch.Tensor], *, on_host: bool) -> GradientPasses:
-        """The passes of all ranks; or those of this rank's member, and its meetings with the others."""
-        options = self._config.local_sgd
-        self._meetings = self._warmup = None
-        steps = self._earlier_steps + self.num_good_passes
-        if options is None or steps < options.warmup_steps:
-            passes = make_passes(self._tensors, link, self._config)
-            self._warmup = None if options is None else Warmup(options.warmup_steps - steps, passes)
-            return passes
-        member_link, members = join_member(peers, link, options.between, on_host=on_host)
-        passes = make_passes(self._tensors, member_link, self._config)
-        passes.state.where = f"rank {peers.rank} of {peers.world_size}"
-        self._meetings = make_meetings(options, self._tensors, link, members, passes, self._config)
-        return passes
+    def _make_passes(self, link: Link[torch.Tensor]) -> GradientPasses:
+        return make_passes(self._tensors, link, self._config)
 
-    def _end_warmup(self) -> None:
-        before = self._passes
-        assert before is not None
-        before.end()
+    def _join_member(self, between: str, link: Link[torch.Tensor]) -> tuple[Link[torch.Tensor], Members]:
+        peers = self._peers
+        assert peers is not None
+        return join_member(
+            link,
+            peers.exchange,
+            between,
+            lambda core: MemoryLink(core, MemberPeers(core, peers)),
+            owner=type(self).__name__,
+            on_host=self._tensors.device_kinds == {"cpu"},
+            timeout_s=peers.timeout_s,
+            warn_after_s=peers.warn_after_s,
+        )
+
+    def _outer(self, link: Link[torch.Tensor]) -> tuple[OuterParameters, BufferSync]:
+        return OuterParameters(self._tensors), make_buffer_sync(self._tensors, link, self._config)
+
+    def _begin_again(self) -> GradientPasses:
+        if self._passes is not None:
+            self._passes.end()
         if self._on_drop is not None:
             self._on_drop.detach()
-        self._passes = self._begin_passes(is_first=False)
-        self._passes.good_passes = before.good_passes
-        self._passes.sync_next_backward(self.require_backward_grad_sync)
+        return self._begin_passes(is_first=False)
 
     @untraced_itself
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

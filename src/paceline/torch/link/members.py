@@ -1,4 +1,4 @@
-"""The link between the ranks that train as one in local SGD: those of a host, or a single rank.
+"""The ranks that train as one in local SGD, those of a host or a single one, as a link asks for them.
 
 May import torch and what is below the front end.
 """
@@ -12,41 +12,8 @@ import torch
 from paceline import _core
 from paceline.collectives.whole_exchange import WholeExchange
 from paceline.errors import ConfigError
-from paceline.reducer.link import Link
-from paceline.reducer.members import share_in_member
 from paceline.rendezvous.shared_memory import HostMemory
-from paceline.torch.link.link import MemoryLink
 from paceline.torch.link.peers import Peers
-
-
-def join_member(
-    peers: Peers, link: Link[torch.Tensor], between: str, *, on_host: bool
-) -> tuple[Link[torch.Tensor], tuple[tuple[int, ...], ...]]:
-    """The link between the ranks of this rank's member, and the ranks of each member. Collective.
-
-    Args:
-        peers: All ranks that train the model.
-        link: Between all of them.
-        between: A `LocalSGD.between`.
-        on_host: Whether all trainable parameters are on the CPU; the same on all ranks.
-
-    Raises:
-        ConfigError: The parameters are not on the CPU.
-    """
-    if not on_host:
-        raise ConfigError(
-            "DistributedDataParallel: local_sgd is not possible here.",
-            expected="parameters on the CPU",
-            seen="parameters on a GPU",
-            hint="leave it out; torch.distributed.algorithms.model_averaging averages parameters on GPUs",
-            argument="local_sgd",
-        )
-    if between == "hosts" and link.path == "memory":
-        return link, (tuple(range(peers.world_size)),)
-    core, members = share_in_member(
-        peers.share_hosts(), peers.rank, peers.world_size, between, peers.timeout_s
-    )
-    return MemoryLink(core, MemberPeers(core, peers)), members
 
 
 class MemberPeers:

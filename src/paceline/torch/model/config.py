@@ -27,9 +27,6 @@ _arguments = WrapperArguments("DistributedDataParallel")
 DEFAULT_BUCKET_CAP_MB = 25.0  # torch's defaults, so that ranks of either overlap alike
 DEFAULT_FIRST_BUCKET_BYTES = MIB
 
-_NOT_SHARED = ("local_sgd",)
-"""Options that Paddle's wrapper has not."""
-
 _NOT_OPTIONS = (
     "delay_all_reduce_named_params",  # `ManagedTensors` looks at these two
     "param_to_hook_all_reduce",
@@ -103,7 +100,7 @@ def make_config(
     Raises:
         ConfigError: An argument has a value that is not supported or makes no sense.
     """
-    known = (*_NOT_OPTIONS, *_NOT_SHARED, *SHARED_NAMES)
+    known = (*_NOT_OPTIONS, *SHARED_NAMES)
     _check_later({name: value for name, value in others.items() if name not in known})
     check = _arguments.check
     check.whole("dim", dim)

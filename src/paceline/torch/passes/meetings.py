@@ -10,30 +10,10 @@ from typing import Any
 
 import torch
 
-from paceline.reducer.buffers import BufferSync
-from paceline.reducer.link import Link
-from paceline.reducer.local_sgd import LocalSGD
-from paceline.reducer.meetings import Meetings
 from paceline.reducer.plan import ParameterSpec
 from paceline.reducer.replica_check import Entry
-from paceline.torch.link.link import average_buffers
-from paceline.torch.model.config import DDPConfig
 from paceline.torch.model.parameters import ManagedTensors, dtype_name
-from paceline.torch.passes.passes import GradientPasses
 from paceline.torch.passes.replica_state import hash_model
-
-
-def make_meetings(
-    options: LocalSGD,
-    tensors: ManagedTensors,
-    link: Link[torch.Tensor],
-    members: Sequence[Sequence[int]],
-    passes: GradientPasses,
-    config: DDPConfig,
-) -> Meetings[torch.Tensor]:
-    """The meetings of the model whose passes these are, over all ranks of `link`. Collective."""
-    buffers = BufferSync(tensors, link, config.buffers, config.broadcast_buffers, average_buffers)
-    return Meetings(options, OuterParameters(tensors), link, members, passes, buffers, config)
 
 
 class OuterParameters:
@@ -69,12 +49,10 @@ class OuterParameters:
         parameter = self._parameters[index].detach()
         parameter.copy_(torch.view_as_complex(values) if parameter.is_complex() else values)
 
-    def like(self, index: int, values: Any) -> torch.Tensor:
-        wide = _wide(self._parameters[index])
+    def like(self, index: int, values: Any) -> torch.Tensor | None:
         if not isinstance(values, torch.Tensor):
-            raise ValueError(f"{type(values).__name__}, and no tensor")
-        if values.shape != wide.shape:
-            raise ValueError(f"shape {tuple(values.shape)}, not {tuple(wide.shape)}")
+            return None
+        wide = _wide(self._parameters[index])
         return values.detach().to(device=wide.device, dtype=wide.dtype, copy=True).contiguous()
 
     def hashes(self, values: Mapping[str, torch.Tensor]) -> Sequence[Entry]:

@@ -231,7 +231,7 @@ def make_passes(tensors: ManagedTensors, link: Link[torch.Tensor], config: DDPCo
     gradients = Gradients(tensors, state, config)
     weights = TorchWeights(tensors.trainable, state)
     sparse = [(index, tensors.trainable[index]) for index in sorted(tensors.sparse)]
-    buffers = BufferSync(tensors, link, config.buffers, config.broadcast_buffers, average_buffers)
+    buffers = make_buffer_sync(tensors, link, config)
     is_static = config.static_graph
     front_end = FrontEnd(
         tensors,
@@ -244,6 +244,11 @@ def make_passes(tensors: ManagedTensors, link: Link[torch.Tensor], config: DDPCo
         hash_model,
     )
     return Passes(front_end, state, link, config)
+
+
+def make_buffer_sync(tensors: ManagedTensors, link: Link[torch.Tensor], config: DDPConfig) -> BufferSync:
+    """What keeps the buffers of `tensors` in step over the ranks of `link`."""
+    return BufferSync(tensors, link, config.buffers, config.broadcast_buffers, average_buffers)
 
 
 @untraced
