@@ -11,26 +11,8 @@ from enum import IntEnum
 
 from paceline import _core
 
-
-class Point(IntEnum):
-    """Steps of the protocol, as in cpp/core/faults.h."""
-
-    CALL_BEGIN = 0
-    BEFORE_ARRIVE = 1
-    AFTER_ARRIVE = 2
-    BEFORE_REDUCE = 3
-    AFTER_REDUCE = 4
-    COPY_OUT = 5
-    MARK_READY = 6
-    BEFORE_POST = 7
-    AFTER_POST = 8
-    CHUNK_CLAIMED = 9
-    CHUNK_REDUCED = 10
-    BEFORE_END = 11
-    AFTER_END = 12
-    SEND = 13
-    RECEIVE = 14
-    ALLOCATE = 15
+# Steps of the protocol, as they are called in cpp/core/faults.h: Point.AFTER_POST and so on.
+Point = IntEnum("Point", [name.upper() for name in _core.fault_points()], start=0)
 
 
 class Action(IntEnum):

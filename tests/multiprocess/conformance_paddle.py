@@ -144,6 +144,20 @@ def mean_hook(state: object, bucket: Any) -> Any:
     return bucket.all_reduce(bucket.buffer()).then(lambda total: total.value() / bucket.world_size)
 
 
+def another_hook(state: object, bucket: Any) -> Any:
+    return mean_hook(state, bucket)
+
+
+class ready:
+    """What a hook may return: a future that has this value."""
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def wait(self) -> object:
+        return self._value
+
+
 def freeze(parameter: paddle.Tensor) -> None:
     parameter.stop_gradient = True
 

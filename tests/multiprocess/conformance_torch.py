@@ -139,6 +139,17 @@ def mean_hook(state: object, bucket: Any) -> Any:
     return allreduce_hook(None, bucket)
 
 
+def another_hook(state: object, bucket: Any) -> Any:
+    return mean_hook(state, bucket)
+
+
+def ready(value: object) -> torch.futures.Future[Any]:
+    """What a hook returns: a future that has this value."""
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(value)
+    return future
+
+
 def freeze(parameter: nn.Parameter) -> None:
     parameter.requires_grad_(False)
 

@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 from torch.testing import assert_close
 
-from paceline.errors import ModelMismatchError
 from paceline.torch import DistributedDataParallel
 from tests.harness import ranks
 from tests.multiprocess.ddp_models import two_layers
@@ -173,30 +172,11 @@ def returning(value: Any) -> Any:
 
 
 @ranks(2, group="gloo")
-def test_wrong_hooks_are_refused(rank: int) -> None:
-    wrong = [
-        (returning(None), TypeError, r"torch.futures.Future of a tensor"),
-        (returning(torch.zeros(3)), ValueError, r"shape \(3,\)"),
-        (returning(torch.zeros(24 * 16, dtype=torch.int64)), ValueError, r"torch.int64"),
-    ]
-    for hook, error, text in wrong:
-        ddp = DistributedDataParallel(model())
-        ddp.register_comm_hook(None, hook)
-        with pytest.raises(error, match=text):
-            ddp(torch.ones(1, 24)).sum().backward()
-    ddp = DistributedDataParallel(model())
-    with pytest.raises(TypeError, match="must be callable"):
-        ddp.register_comm_hook(None, 3)
+def test_a_hook_with_another_annotation_is_refused(rank: int) -> None:
     annotated = returning(None)
     annotated.__annotations__ = {"bucket": int}
     with pytest.raises(ValueError, match="bucket annotation should be"):
-        ddp.register_comm_hook(None, annotated)
-    ddp.register_comm_hook(None, default_hooks.allreduce_hook)
-    with pytest.raises(RuntimeError, match="can only be called once"):
-        ddp.register_comm_hook(None, default_hooks.allreduce_hook)
-    other = [default_hooks.allreduce_hook, default_hooks.fp16_compress_hook][rank]
-    with pytest.raises(ModelMismatchError, match="communication hook differs"):
-        DistributedDataParallel(model()).register_comm_hook(None, other)
+        DistributedDataParallel(model()).register_comm_hook(None, annotated)
 
 
 @ranks(2)

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
+from paceline.errors import ConfigError, ModelMismatchError
+from tests.multiprocess.conformance_numpy import batch
 from tests.multiprocess.test_conformance import adapter, on_two_ranks
 
 # torch's hooks call torch.distributed, so they need one of its groups.
@@ -74,3 +76,42 @@ def test_buckets_hold_whole_parameters_and_exactly_them(group: Any, framework: s
     assert [index for index, _, _ in seen[0]] == list(range(len(seen[0])))
     assert [last for _, last, _ in seen[0]] == [False] * (len(seen[0]) - 1) + [True]
     assert sum(count for _, _, count in seen[0]) == 4
+
+
+@with_hooks
+@on_two_ranks
+def test_wrong_hooks_are_refused(group: Any, framework: str) -> None:
+    do = adapter(framework)
+    count = sum(value.size for value in do.parameters(do.network()))
+    for returned, error, text in (
+        (None, TypeError, "tensor"),
+        (do.ready(3), TypeError, "int"),
+        (do.ready(do.tensor(np.zeros(3, np.float32))), ValueError, r"shape [\(\[]3"),
+        (do.ready(do.tensor(np.zeros(count, np.int64))), ValueError, "int64"),
+    ):
+        wrapped = do.wrap(do.network(), group)
+        wrapped.register_comm_hook(None, lambda state, bucket, returned=returned: returned)
+        with pytest.raises(error, match=text):
+            do.backward(do.loss(wrapped, batch()))
+    wrapped = do.wrap(do.network(), group)
+    with pytest.raises(TypeError, match="must be callable"):
+        wrapped.register_comm_hook(None, 3)
+    wrapped.register_comm_hook(None, do.mean_hook)
+    with pytest.raises(RuntimeError, match="can only be called once"):
+        wrapped.register_comm_hook(None, do.mean_hook)
+    wrapped = do.wrap(do.network(), group)
+    with pytest.raises(ModelMismatchError, match="communication hook differs"):
+        wrapped.register_comm_hook(None, [do.mean_hook, do.another_hook][group.rank])
+
+
+@with_hooks
+@on_two_ranks
+def test_a_hook_that_is_none_on_one_rank_is_told_on_both(group: Any, framework: str) -> None:
+    do = adapter(framework)
+    wrapped = do.wrap(do.network(), group, timeout_s=300.0)
+    with pytest.raises(ConfigError) as caught:
+        wrapped.register_comm_hook(None, 3 if group.rank else do.mean_hook)
+    assert "hook=3" in str(caught.value)
+    if group.rank == 0:
+        assert "Rank 1 of 2 could not register a hook" in str(caught.value)
+    do.backward(do.loss(wrapped, batch()))

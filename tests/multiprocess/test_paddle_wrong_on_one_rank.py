@@ -55,14 +55,3 @@ def test_a_mesh_is_known_to_those_that_refuse_something_else(rank: int) -> None:
         assert said in str(caught.value)
     model = DataParallel(nn.Linear(2, 2), device_mesh=mesh)
     model(paddle.ones([1, 2])).sum().backward()
-
-
-@ranks(2)
-def test_a_hook_that_is_none(group: Group) -> None:
-    model = DataParallel(nn.Linear(2, 2), group=group, timeout_s=300.0)
-    with pytest.raises(ConfigError) as caught:
-        model.register_comm_hook(None, 3 if group.rank else (lambda state, bucket: bucket.buffer()))
-    assert "hook=3" in str(caught.value)
-    if group.rank == 0:
-        assert "Rank 1 of 2 could not register a hook" in str(caught.value)
-    model(paddle.ones([1, 2])).sum().backward()

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
 
 from paceline import Group
@@ -103,17 +102,6 @@ def test_one_rank_alone_wraps(rank: int) -> None:
         assert caught.value.missing == (0,)
         assert "Rank 1 of 2" in caught.value.summary and "rank 0" in caught.value.seen
         assert caught.value.likely and "output" in caught.value.hint
-
-
-@ranks(2, group="gloo")
-def test_a_hook_that_is_none(rank: int) -> None:
-    model = DistributedDataParallel(nn.Linear(2, 2), timeout_s=LONG_S)
-    with pytest.raises(ConfigError) as caught:
-        model.register_comm_hook(None, 3 if rank else allreduce_hook)
-    assert "hook=3" in str(caught.value)
-    if rank == 0:
-        assert "Rank 1 of 2 could not register a hook" in str(caught.value)
-    model(torch.ones(1, 2)).sum().backward()
 
 
 @ranks(2, group="gloo")
