@@ -61,9 +61,8 @@ ModelMemory::ModelMemory(int fd) : fork_generation_(fork_generation()) {
   }
   writable_ = static_cast<std::byte*>(writable);
   values_ = static_cast<std::byte*>(values);
-  // Advice, as is the next: a kernel may have no large pages to give.
+  // Advice: where a kernel refuses it, a forked child could write, too.
   madvise(writable_, size_, MADV_DONTFORK);
-  madvise(values_, size_, MADV_HUGEPAGE);
   entry_ = memories.put(this);
 }
 
