@@ -1,8 +1,9 @@
-"""Training steps on several hosts, beside torch's DDP in the same rounds: `make hosts`.
+"""Training steps on several hosts, beside the framework's own wrapper in the same rounds: `make hosts`.
 
 python -m tests.hosts --layouts 2x2,2x1 --rates 100mbit,1gbit --sizes 100000,26214400 --rounds 7
 python -m tests.hosts --layouts 2x2 --sizes 26214400 --ways torch,hosts,bf16,int8,topk
 python -m tests.hosts --rates 10gbit --rounds 15
+python -m tests.hosts --framework paddle --layouts 2x2 --rates 1gbit
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ def measure(
     rounds: int,
     ways: tuple[str, ...] = WAYS,
     congestion: str = CONGESTION,
+    framework: str = "torch",
 ) -> dict[str, Any]:
-    """What the ranks of one job have found; see `rank`.
+    """What the ranks of one job have found; see `rank` and `paddle_rank`.
 
     Raises:
         RuntimeError: A rank failed; with what it wrote.
@@ -62,7 +64,7 @@ def measure(
         command = [
             sys.executable,
             "-m",
-            "tests.hosts.rank",
+            {"torch": "tests.hosts.rank", "paddle": "tests.hosts.paddle_rank"}[framework],
             str(nbytes),
             str(rounds),
             str(steps),
@@ -89,10 +91,10 @@ def row(layout: str, rate: str, found: dict[str, Any]) -> str:
     """One line of the table: medians over rounds, of ratios within each round."""
     seconds, sent, nbytes = found["seconds"], found["sent_bytes"], found["nbytes"]
     ways = list(seconds)
-    torch_ms = statistics.median(seconds["torch"]) * 1e3
-    cells = [layout, rate, f"{nbytes / 1e6:.2f} MB", f"{torch_ms:.1f}"]
+    incumbent = seconds[ways[0]]
+    cells = [layout, rate, f"{nbytes / 1e6:.2f} MB", f"{statistics.median(incumbent) * 1e3:.1f}"]
     for way in ways[1:]:
-        ratios = sorted(a / b for a, b in zip(seconds[way], seconds["torch"], strict=True))
+        ratios = sorted(a / b for a, b in zip(seconds[way], incumbent, strict=True))
         cells.append(f"{statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})")
     least = floor_bytes(layout, nbytes)
     cells += [f"{statistics.median(sent[way]) / least:.2f}" for way in ways if way != "group"]
@@ -103,11 +105,12 @@ def header(ways: Sequence[str]) -> str:
     """The head of the table."""
     titles = {
         "torch": "torch's DDP, ms",
-        "group": "Paceline over the group / torch",
-        "hosts": "Paceline in each host first / torch",
-        **{way: f"the same, {way} / torch" for way in (*COMPRESSED, EXACT)},
+        "paddle": "paddle.DataParallel, ms",
+        "group": f"Paceline over the group / {ways[0]}",
+        "hosts": f"Paceline in each host first / {ways[0]}",
+        **{way: f"the same, {way} / {ways[0]}" for way in (*COMPRESSED, EXACT)},
     }
-    short = {"torch": "torch", "hosts": "Paceline"}
+    short = {"hosts": "Paceline"}
     cells = ["hosts x ranks", "link", "gradients", *(titles[way] for way in ways)]
     cells += [f"{short.get(way, way)} sends, x floor" for way in ways if way != "group"]
     return f"| {' | '.join(cells)} |\n|{'---|' * len(cells)}"
@@ -122,12 +125,13 @@ def main() -> int:
     parser.add_argument("--sizes", help=f"bytes of gradients; default: {', '.join(SIZES)}")
     parser.add_argument("--congestion", default=CONGESTION, help="of TCP; '': what this machine has")
     parser.add_argument("--rounds", type=int, default=7)
-    every = (*WAYS, *COMPRESSED, EXACT)
-    parser.add_argument("--ways", default=",".join(WAYS), help=f"torch first, then of {', '.join(every[1:])}")
+    every = (*WAYS[1:], *COMPRESSED, EXACT)
+    parser.add_argument("--framework", default="torch", choices=("torch", "paddle"))
+    parser.add_argument("--ways", help=f"the framework first, then of {', '.join(every)}")
     options = parser.parse_args()
-    ways = tuple(options.ways.split(","))
-    if ways[0] != WAYS[0] or not set(ways) <= set(every):
-        parser.error(f"--ways: torch first, then of {', '.join(every[1:])}")
+    ways = tuple(options.ways.split(",")) if options.ways else (options.framework, *WAYS[1:])
+    if ways[0] != options.framework or not set(ways[1:]) <= set(every):
+        parser.error(f"--ways: {options.framework} first, then of {', '.join(every)}")
     if reason := why_not():
         print(f"python -m tests.hosts: {reason}", file=sys.stderr)
         return 2
@@ -138,7 +142,9 @@ def main() -> int:
         layouts, sizes = MEASURED_AT.get(rate, (MEASURED, SIZES))
         for layout in options.layouts.split(",") if options.layouts else layouts:
             for size in options.sizes.split(",") if options.sizes else sizes:
-                found = measure(layout, rate, int(size), options.rounds, ways, options.congestion)
+                found = measure(
+                    layout, rate, int(size), options.rounds, ways, options.congestion, options.framework
+                )
                 print(row(layout, rate, found), flush=True)
     return 0
 

@@ -21,6 +21,12 @@ def test_no_byte_crosses_the_network_twice(layout: str) -> None:
         assert sent["torch"] > 1.4 * least  # the counters count
 
 
+@pytest.mark.parametrize("layout", ["2x2 in turn", "3x1"])
+def test_nor_does_it_with_paddle(layout: str) -> None:
+    found = measure(layout, "1gbit", 1_000_000, rounds=1, ways=("hosts",), framework="paddle")
+    assert 1.0 < found["sent_bytes"]["hosts"][0] / floor_bytes(layout, found["nbytes"]) < 1.08
+
+
 @pytest.mark.parametrize("layout, blocks", [("2x2 in turn", 2), ("2x3", 2), ("1+2", 1)])
 def test_exact_sums_send_each_block_of_ranks(layout: str, blocks: int) -> None:
     """As many bytes as docs/design/hosts.md says, of host 0."""

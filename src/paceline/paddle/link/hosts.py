@@ -43,6 +43,7 @@ _Layout = tuple[tuple[int, ...], ...]
 
 _next_id = _FIRST_ID
 _pipes: weakref.WeakKeyDictionary[Any, dict[_Layout, Pipes | None]] = weakref.WeakKeyDictionary()
+_kept: list[Pipes] = []  # for the goodbye at the end of the process, which a group may not live to see
 
 
 def control_of(group: Any, peers: Ranks, hosts: _Layout) -> ControlChannel:
@@ -129,7 +130,8 @@ def _connect(peers: Ranks, hosts: _Layout, control: ControlChannel) -> Pipes | N
     if not partners:
         return None
     names = [f"rank {rank} (host {host}, {_where(control, rank)})" for host, rank in enumerate(partners)]
-    return Pipes(own, partners, names, outgoing, incoming, sockets, GLOO_LIMIT_S)
+    _kept.append(Pipes(own, partners, names, outgoing, incoming, sockets, GLOO_LIMIT_S))
+    return _kept[-1]
 
 
 def _reserve_port() -> socket.socket:

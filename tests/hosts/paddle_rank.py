@@ -1,0 +1,123 @@
+"""One rank of a measurement with Paddle; see `rank`, whose table it fills."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+
+import numpy as np
+import paddle
+import paddle.distributed as dist
+from paddle import nn
+
+import paceline.paddle
+from tests.hosts.rank import sent
+
+WAYS = ("paddle", "group", "hosts")
+"""paddle.DataParallel over Gloo; Paceline's over Gloo alone; Paceline's in the memory of each host first."""
+COMPRESSED = ("bf16", "fp16", "int8", "topk")
+_LAYERS = 4
+
+
+def model_of(nbytes: int) -> nn.Layer:
+    """Layers whose parameters have together about so many bytes."""
+    paddle.seed(0)
+    width = max(4, round((nbytes / 4 / _LAYERS) ** 0.5))
+    return nn.Sequential(*[nn.Linear(width, width) for _ in range(_LAYERS)])
+
+
+def wrapped(way: str, nbytes: int) -> nn.Layer:
+    """The model as this way wraps it."""
+    if way == "paddle":
+        return paddle.DataParallel(model_of(nbytes))
+    model = paceline.paddle.DataParallel(
+        model_of(nbytes),
+        reduce_through="group" if way == "group" else "auto",
+        compress_between_hosts=way if way in COMPRESSED else None,
+    )
+    assert model.gradient_path == ("group" if way == "group" else "hosts"), model.gradient_path
+    return model
+
+
+def batch(rank: int, model: nn.Layer) -> np.ndarray:
+    """Of a rank, the same wherever it is made."""
+    width = model.parameters()[0].shape[0]
+    return np.random.default_rng(1 + rank).standard_normal((4, width)).astype(np.float32)
+
+
+def backward(model: nn.Layer, x: paddle.Tensor) -> None:
+    """One step's gradients."""
+    model.clear_gradients()
+    (model(x) ** 2).mean().backward()
+
+
+def in_one_process(nbytes: int, world_size: int) -> list[np.ndarray]:
+    """Gradients of all ranks' batches, in numpy and float64."""
+    plain = model_of(nbytes)
+    values = [parameter.numpy().astype(np.float64) for parameter in plain.parameters()]
+    weights, biases = values[::2], values[1::2]
+    inputs = [np.concatenate([batch(rank, plain) for rank in range(world_size)]).astype(np.float64)]
+    for weight, bias in zip(weights, biases, strict=True):
+        inputs.append(inputs[-1] @ weight + bias)
+    upstream, found = 2 * inputs[-1] / inputs[-1].size, []
+    for weight, entry in zip(weights[::-1], inputs[-2::-1], strict=True):
+        found += [upstream.sum(0), entry.T @ upstream]
+        upstream = upstream @ weight.T
+    return found[::-1]
+
+
+def check(way: str, model: nn.Layer, rank: int, world_size: int, nbytes: int) -> str:
+    """Compare gradients with those of one process; their digest."""
+    x = paddle.to_tensor(batch(rank, model))
+    num_steps = {"topk": 64}.get(way, 3)  # the plan is made anew after the first; codes are right on average
+    means = [np.zeros(p.shape) for p in model.parameters()]
+    for _ in range(num_steps):
+        backward(model, x)
+        for mean, p in zip(means, model.parameters(), strict=True):
+            mean += p.grad.numpy() / num_steps
+    for mean, expected in zip(means, in_one_process(nbytes, world_size), strict=True):
+        lost = np.linalg.norm(mean - expected) / np.linalg.norm(expected)
+        assert lost < {"topk": 0.6}.get(way, 0.05 if way in COMPRESSED else 1e-4), (way, lost)
+    grads = b"".join(p.grad.numpy().tobytes() for p in model.parameters())
+    digests: list[str] = []
+    dist.all_gather_object(digests, hashlib.sha256(grads).hexdigest()[:12])
+    assert len(set(digests)) == 1, digests
+    return digests[0]
+
+
+def main() -> None:
+    nbytes, rounds, steps = (int(each) for each in sys.argv[1:4])
+    ways = sys.argv[4].split(",")
+    paceline.paddle.init_parallel_env()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    models = {way: wrapped(way, nbytes) for way in ways}
+    digests = {way: check(way, model, rank, world_size, nbytes) for way, model in models.items()}
+    x = paddle.to_tensor(batch(rank, models[ways[0]]))
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    sent_bytes: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(rounds):
+        for way, model in models.items():
+            backward(model, x)
+            dist.barrier()
+            before, started = sent(), time.perf_counter()
+            for _ in range(steps):
+                backward(model, x)
+            took = time.perf_counter() - started
+            dist.barrier()
+            slowest = paddle.to_tensor([took])
+            sent_bytes[way].append((sent() - before) / steps)
+            dist.all_reduce(slowest, dist.ReduceOp.MAX)
+            seconds[way].append(float(slowest[0]) / steps)
+    if rank == 0:
+        parameters = sum(int(p.size) for p in models[ways[0]].parameters()) * 4
+        facts = {"seconds": seconds, "sent_bytes": sent_bytes, "digests": digests, "nbytes": parameters}
+        with open(os.environ["RESULT"], "w") as file:
+            json.dump(facts, file)
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main()
