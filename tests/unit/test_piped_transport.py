@@ -54,8 +54,8 @@ class Pair:
         self.lines = there, back = Line(), Line()
         names = ["rank 0", "rank 1"]
         self.ends = [
-            Pipes(0, [0, 1], names, {1: there.send}, {1: back.receive}, [], limit_s),
-            Pipes(1, [0, 1], names, {0: back.send}, {0: there.receive}, [], limit_s),
+            Pipes(0, [0, 1], names, {1: [there.send]}, {1: [back.receive]}, [], limit_s),
+            Pipes(1, [0, 1], names, {0: [back.send]}, {0: [there.receive]}, [], limit_s),
         ]
 
     def cut(self) -> None:
@@ -136,7 +136,7 @@ def test_an_idle_connection_shows_signs_of_life(monkeypatch):
         receive(frame)
         frames.append(frame[:4].tobytes())
 
-    pair.ends[1].incoming[0]._carry_frame = see
+    pair.ends[1].incoming[0][0]._carry_frame = see
     deadline = time.monotonic() + PATIENT_S
     while len(frames) < 3 and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -190,6 +190,6 @@ def test_who_leaves_has_sent_everything_and_says_so(pair):
     room = np.zeros(HEADER_BYTES + 4, np.uint8)
     PipedTransport(staying, 0).receive(0, room, tag_of(0, 0, 0)).wait(PATIENT_S)
     assert payload_of(room) == b"last"
-    staying.incoming[0].thread.join(PATIENT_S)
+    staying.incoming[0][0].thread.join(PATIENT_S)
     with pytest.raises(RuntimeError, match="it has left"):
         PipedTransport(staying, 0).receive(0, room, tag_of(1, 0, 0))

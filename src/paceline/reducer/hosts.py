@@ -172,6 +172,18 @@ def tag_of(bucket: int, phase: int, piece: int) -> int:
     return (bucket * 2 + phase) * _PIECES_PER_TAG + piece
 
 
+def lane_of(tag: int, lanes: int) -> int:
+    """Over which of several connections a message goes: neighbouring ones over different ones.
+
+    Those of one tag, in different passes, go over the same, and so stay in order.
+
+    Example:
+        >>> [lane_of(tag_of(0, 0, piece), 2) for piece in range(3)], lane_of(tag_of(1, 0, 0), 2)
+        ([0, 1, 0], 1)
+    """
+    return (tag // (2 * _PIECES_PER_TAG) + tag % _PIECES_PER_TAG) % lanes
+
+
 @dataclass(frozen=True)
 class Route:
     """How one rank's share of a bucket travels. Elements count from the beginning of the bucket.

@@ -3,7 +3,8 @@
 The one idea: each connection has one direction and one thread, at each end. The one that sends puts messages
 through in the order in which they were begun; the one that receives looks at the header of what comes, and
 lays it where it is waited for. So it does not matter in which order the two ends begin messages, nor which
-thread does, and several models may use the same connections.
+thread does, and several models may use the same connections. There may be several to each partner: an engine
+may ask for room before it sends a message, and this question waits in the same queues as data.
 
     this rank                                                            its partner
     send()    -> queue -> thread -> the engine's call  ..  thread -> header -> memory of a receive()
@@ -34,7 +35,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from paceline.reducer.hosts import HEADER_BYTES, MESSAGE_BYTES, PLANS, Header, Message, tag_of
+from paceline.reducer.hosts import HEADER_BYTES, MESSAGE_BYTES, PLANS, Header, Message, lane_of, tag_of
 from paceline.rendezvous import lifetime
 from paceline.rendezvous.connections import shut_down
 
@@ -81,8 +82,8 @@ class Pipes:
         host: Number of this rank's host.
         ranks: The partner on each host, and this rank.
         names: Each of them in words.
-        outgoing: What sends to each other host. Each is called by one thread only.
-        incoming: What receives from each other host.
+        outgoing: What sends to each other host: at least one, and each is called by one thread only.
+        incoming: What receives from each other host: its number n gets what number n there sends.
         sockets: Their connections, by which they can be ended.
         limit_s: After so long the engine gives up a call.
 
@@ -95,8 +96,8 @@ class Pipes:
         host: int,
         ranks: Sequence[int],
         names: Sequence[str],
-        outgoing: Mapping[int, Carry],
-        incoming: Mapping[int, Carry],
+        outgoing: Mapping[int, Sequence[Carry]],
+        incoming: Mapping[int, Sequence[Carry]],
         sockets: Sequence[socket.socket],
         limit_s: float,
     ) -> None:
@@ -104,9 +105,14 @@ class Pipes:
         self.num_models = 0
         self._pid = os.getpid()
         self._sockets = sockets
-        self.outgoing = {other: _Outgoing(carry, limit_s) for other, carry in outgoing.items()}
-        self.incoming = {other: _Incoming(carry, limit_s) for other, carry in incoming.items()}
-        self._lanes = [*self.outgoing.values(), *self.incoming.values()]
+        self.outgoing = {
+            other: [_Outgoing(carry, limit_s) for carry in each] for other, each in outgoing.items()
+        }
+        self.incoming = {
+            other: [_Incoming(carry, limit_s) for carry in each] for other, each in incoming.items()
+        }
+        self._senders = [lane for each in self.outgoing.values() for lane in each]
+        self._lanes = [*self._senders, *(lane for each in self.incoming.values() for lane in each)]
         lifetime.at_failure(self._end_for)
         lifetime.before_leaving(self.close, is_last=True)  # messages that are under way come first
 
@@ -114,16 +120,16 @@ class Pipes:
         """Wake whoever waits; nothing can be sent any more. Not collective, does not block."""
         if os.getpid() == self._pid:  # a forked child has the same connections, and must let them be
             shut_down(self._sockets)
-            for outgoing in self.outgoing.values():
-                outgoing.leave()  # a thread that has nothing to send would not see it for a while
+            for sender in self._senders:
+                sender.leave()  # a thread that has nothing to send would not see it for a while
 
     def close(self) -> None:
         """Leave in good order, and end the threads. Not collective."""
         if os.getpid() != self._pid:
             return
-        for outgoing in self.outgoing.values():
-            outgoing.leave()
-        self._join(self.outgoing.values())
+        for sender in self._senders:
+            sender.leave()
+        self._join(self._senders)
         self.abort()
         self._join(self._lanes)
 
@@ -152,10 +158,12 @@ class PipedTransport:
         self._pipes, self._model = pipes, model
 
     def send(self, host: int, message: Message, tag: int) -> PipedTransfer:
-        return self._pipes.outgoing[host].send(message)
+        lanes = self._pipes.outgoing[host]
+        return lanes[lane_of(tag, len(lanes))].send(message)
 
     def receive(self, host: int, message: Message, tag: int) -> PipedTransfer:
-        return self._pipes.incoming[host].receive(message, (self._model, tag))
+        lanes = self._pipes.incoming[host]
+        return lanes[lane_of(tag, len(lanes))].receive(message, (self._model, tag))
 
     def name(self, host: int) -> str:
         return self._pipes.names[host]
