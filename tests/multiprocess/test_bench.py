@@ -179,10 +179,12 @@ def test_features_are_compared_with_the_default(tmp_path):
 
 @needs_torch
 def test_an_optimizers_steps_are_measured(tmp_path):
-    arguments = ("--parameters", "1", "--only", "whole,paceline")
+    arguments = ("--parameters", "1", "--only", "whole,paceline,paceline_shared")
     content = bench(tmp_path, "optimizer", *arguments, python=warm_python("torch"))
     assert [(row["variant"], row["way"]) for row in content["rows"]] == [
-        (variant, way) for variant in ("AdamW", "AdamW, fused") for way in ("whole", "paceline")
+        (variant, way)
+        for variant in ("AdamW", "AdamW, fused")
+        for way in ("whole", "paceline", "paceline_shared")
     ]
     assert content["parameters"] == 1_025_000
     assert all(len(row["samples_s"]) == 2 for row in content["rows"])

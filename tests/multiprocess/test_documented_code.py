@@ -113,6 +113,7 @@ def of_sharded_optimizer(names: Names, number: int) -> None:
     names["path"] = Path(os.environ["TMPDIR"]) / "optimizer.pt"
     if number == 0:
         names["ddp"] = paceline.torch.DistributedDataParallel(nn.Linear(4, 3))
+        names["model"] = nn.Linear(4, 3)
     dist.barrier()  # until rank 0 has saved
 
 

@@ -29,6 +29,7 @@ ENTRIES = (
         parameters_as_bucket_view=True,
     ),
     _entry("paceline", "Paceline ShardedOptimizer", way="paceline"),
+    _entry("paceline_shared", "Paceline, with share_parameters", way="one_model"),
     _entry("paceline_group", "Paceline, over Gloo", way="paceline", reduce_through="group"),
 )
 

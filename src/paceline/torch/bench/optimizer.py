@@ -22,7 +22,8 @@ class OptimizerStep:
     Args:
         rank: This rank.
         world_size: Number of ranks.
-        way: `whole`, on every rank; `zero`, torch's ZeroRedundancyOptimizer; `paceline`.
+        way: `whole`, on every rank; `zero`, torch's ZeroRedundancyOptimizer; `paceline`; or `one_model`,
+            Paceline's on parameters that the ranks share.
         options: Further arguments of the optimizer that is sharded.
     """
 
@@ -70,6 +71,11 @@ class OptimizerStep:
                 from torch.distributed.optim import ZeroRedundancyOptimizer
             optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, **self._options, **options)
         else:
+            if self._way == "one_model":
+                from paceline.torch.ddp.distributed import DistributedDataParallel
+
+                module = nn.ParameterList(parameters)
+                self._model = DistributedDataParallel(module, share_parameters=True)
             from paceline.torch.one_model.sharded_optimizer import ShardedOptimizer
 
             optimizer = ShardedOptimizer(parameters, torch.optim.AdamW, **self._options, **options)

@@ -59,8 +59,9 @@ class ShardedOptimizer(Optimizer, Joinable):
 
     A drop-in for `torch.distributed.optim.ZeroRedundancyOptimizer`. With N ranks, each holds an N-th of the
     optimizer's state, and makes an N-th of its step; then every rank gets what the others have written, in
-    memory that they share where they are on one host. Parameters, gradients and the hyperparameters in
-    `param_groups` are those of all parameters, on every rank.
+    memory that they share where they are on one host. Of a model that is wrapped with `share_parameters=True`
+    nothing has to be copied: each rank writes its part for all. Parameters, gradients and the hyperparameters
+    in `param_groups` are those of all parameters, on every rank.
 
     An optimizer that updates every element by itself (SGD, Adam and its relatives, RMSprop, ..., also those
     of other libraries: steps on small tensors find it out) has its parameters cut anywhere, so that every
@@ -105,6 +106,8 @@ class ShardedOptimizer(Optimizer, Joinable):
         >>> ddp(batch).sum().backward()
         >>> optimizer.step()   # rank 0 updates one half, rank 1 the other; now both have all of it
     """
+
+    steps_shared_parameters = True  # see `guards`: its ranks write to parts of them, and meet
 
     def __init__(
         self,
@@ -231,6 +234,8 @@ class ShardedOptimizer(Optimizer, Joinable):
                 self._step_own(kwargs)
                 if self._travel is not None:
                     self._travel.spread(self._find_route(has_gradient))
+                    if shards.homes:  # nobody reads what another rank has not written yet
+                        self._travel.meet()
         except BaseException as error:
             self._failure = error
             raise

@@ -2,7 +2,9 @@
 
 The one idea: a piece is a view of the parameter's own memory (all of it, or a flat range), made through
 .data, and so counts its writes by itself. Each rank writes to other elements, and all ranks must count the
-same number of writes to each parameter; so they are counted once, for all, after the step.
+same number of writes to each parameter; so they are counted once, for all, after the step. A parameter that
+the ranks of a host share is read-only where it lies: its pieces are views of the same memory where it may be
+written.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from paceline.errors import ConfigError
 from paceline.reducer.link import Link
 from paceline.sharding.cuts import Extent, Piece
 from paceline.torch.link.arena import is_dense
+from paceline.torch.one_model.homes import Home, home_of, homes_of
 
 
 def extent_of(parameter: torch.Tensor) -> Extent:
@@ -54,6 +57,7 @@ class Shards:
         own: The indices of the pieces that this rank updates.
         tensors: A tensor for each piece, on the memory of its parameter.
         generation: Changes whenever some tensor has other memory.
+        homes: Where parameters lie that the ranks of this host share.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -64,6 +68,7 @@ class Shards:
         self.own: list[int] = []
         self.tensors: list[torch.Tensor] = []
         self.generation = 0
+        self.homes: list[Home] = []
         self._places: list[int] = []
         self._forms: list[tuple[torch.Size, torch.dtype, tuple[int, ...]]] = []
 
@@ -77,15 +82,17 @@ class Shards:
             if piece.rank == self.rank:
                 self.own.append(len(self.pieces))
             self.pieces.append(piece)
-            self.tensors.append(part_of(self.parameters[piece.parameter].data, piece))
+            self.tensors.append(part_of(self._memory_of(self.parameters[piece.parameter]), piece))
         self.generation += 1
 
     def follow(self) -> None:
         """Look where the parameters lie now: somebody may have given one other memory since the last step.
 
         Raises:
-            ConfigError: One has another shape, dtype or layout.
+            ConfigError: One has another shape, dtype or layout; or it is shared, and must not be written now.
         """
+        for home in self.homes:
+            _check_is_writable(home, self.world_size)
         places = [parameter.data_ptr() for parameter in self.parameters]
         if places == self._places:
             return
@@ -99,12 +106,24 @@ class Shards:
                     likely="module.to(), .half() or `parameter.data = ...` after the optimizer was made",
                     hint="make the optimizer anew, on every rank, when the model has its final form",
                 )
+        for home in homes_of(self.parameters):
+            home.check_in_place()
         for piece, tensor in zip(self.pieces, self.tensors):
             if places[piece.parameter] != self._places[piece.parameter]:
                 # The tensor stays the same: what the optimizer remembers is found by it.
-                tensor.data = part_of(self.parameters[piece.parameter].data, piece)
+                tensor.data = part_of(self._memory_of(self.parameters[piece.parameter]), piece)
         self._places = places
         self.generation += 1
+
+    def _memory_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        """A parameter's elements, where this rank may write them."""
+        home = home_of(parameter)
+        if home is None:
+            return parameter.data
+        _check_is_writable(home, self.world_size)
+        if not any(home is known for known in self.homes):
+            self.homes.append(home)
+        return home.writable(parameter)
 
     def gradients(self) -> list[torch.Tensor | None]:
         """Each parameter's gradient.
@@ -172,10 +191,17 @@ class Shards:
             self.tensors[index].grad = None
 
     def written(self, has_gradient: Sequence[int]) -> list[list[torch.Tensor]]:
-        """Tensors that a step with gradients of these parameters writes to, by the rank that does."""
+        """Tensors that a step with gradients of these parameters writes to, by the rank that does.
+
+        Without those that lie in memory which all ranks share. Between hosts they travel like any other: the
+        ranks of a host then write the same bytes to the same place.
+        """
         by_rank: list[list[torch.Tensor]] = [[] for _ in range(self.world_size)]
         for piece, tensor in zip(self.pieces, self.tensors):
-            if has_gradient[piece.parameter] and tensor.numel():
+            if not has_gradient[piece.parameter] or not tensor.numel():
+                continue
+            home = home_of(self.parameters[piece.parameter])
+            if home is None or home.world_size < self.world_size:
                 by_rank[piece.rank].append(tensor)
         return by_rank
 
@@ -189,6 +215,29 @@ class Shards:
 def _as_laid_out(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """A gradient as it can be cut like its parameter; itself, if it can."""
     return like(gradient.detach().resolve_conj().resolve_neg(), parameter)
+
+
+def _check_is_writable(home: Home, world_size: int) -> None:
+    """Raise where a step must not write to parameters that the ranks of a host share."""
+    if not home.allows_writing:
+        raise ConfigError(
+            "ShardedOptimizer: its parameters are those of a model that several processes share to read.",
+            seen=f"paceline.torch.share(), {home.world_size} processes",
+            hint="DistributedDataParallel(model, share_parameters=True) shares a model that is trained",
+        )
+    if home.is_writing:
+        raise ConfigError(
+            "ShardedOptimizer.step within writing(): nobody would see what it writes before the end.",
+            expected="a step outside of it: the ranks meet by themselves",
+            hint="with this optimizer, call step() without `with ddp.writing():`",
+        )
+    if world_size < home.world_size:
+        raise ConfigError(
+            "ShardedOptimizer: some ranks that share its parameters take no part in its steps.",
+            expected=f"the {home.world_size} ranks that share the model's parameters",
+            got=f"{world_size} ranks",
+            hint="give the optimizer the process group over which the model is wrapped",
+        )
 
 
 def _spelled(form: tuple[torch.Size, torch.dtype, tuple[int, ...]]) -> tuple[object, ...]:

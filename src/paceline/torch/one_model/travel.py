@@ -1,7 +1,7 @@
 """How the ranks meet, and how what each has written reaches the others: through memory, or a process group.
 
-The one idea: both ways do three things, and the optimizer sees no difference: `gather` a few numbers, gather
-bytes, and `spread` what each rank has written.
+The one idea: both ways do three things, and the optimizer sees no difference: `gather` a few numbers, `meet`,
+and `spread` what each rank has written.
 """
 
 from __future__ import annotations
@@ -24,6 +24,10 @@ class Travel(Protocol):
 
     def gather(self, words: Words) -> Words:
         """Everybody's numbers, one row for each rank."""
+        ...
+
+    def meet(self) -> None:
+        """Return when all ranks have come here; what they wrote before is there."""
         ...
 
     def prepare(self, by_rank: Sequence[Sequence[torch.Tensor]]) -> Any:
@@ -63,6 +67,9 @@ class MemoryTravel:
         self._core.all_gather(self._own_at, self._all_at, 8 * NUM_WORDS)
         return self._all
 
+    def meet(self) -> None:
+        self._core.barrier()
+
     def prepare(self, by_rank: Sequence[Sequence[torch.Tensor]]) -> Any:
         tensors = [tensor for each in by_rank for tensor in each]
         whole = [
@@ -75,6 +82,8 @@ class MemoryTravel:
 
     def spread(self, prepared: Any) -> None:
         pieces, sizes, counts, copies = prepared
+        if not pieces:
+            return
         for tensor, copy in copies:
             copy.copy_(tensor)
         self._core.all_gather_pieces(pieces, sizes, counts)
@@ -95,6 +104,9 @@ class GroupTravel:
     def gather(self, words: Words) -> Words:
         rows = self._link.all_gather(words.tobytes())
         return np.frombuffer(b"".join(rows), np.uint64).reshape(-1, NUM_WORDS)
+
+    def meet(self) -> None:
+        self._link.all_gather(b"")
 
     def prepare(self, by_rank: Sequence[Sequence[torch.Tensor]]) -> Any:
         return by_rank

@@ -1,0 +1,85 @@
+"""ShardedOptimizer on parameters that the ranks of a host share: each writes its part for all of them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+
+from paceline.errors import ConfigError
+from paceline.torch import DistributedDataParallel, ShardedOptimizer, share
+from tests.harness import ranks
+from tests.multiprocess.test_sharded_optimizer import same_bits
+
+PATHS = pytest.mark.parametrize("path", ["memory", "group"])
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(9, 70), nn.Tanh(), nn.Linear(70, 70), nn.Tanh(), nn.Linear(70, 1))
+
+
+def train(wrapped: nn.Module, optimizer: Any, rank: int, steps: int) -> None:
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        wrapped(torch.randn(4, 9, generator=generator)).square().mean().backward()
+        optimizer.step()
+
+
+@PATHS
+@ranks(3, group="gloo")
+def test_the_bits_are_those_of_replicas_with_the_whole_optimizer(rank: int, path: str) -> None:
+    for optimizer_class, options in (
+        (optim.AdamW, {"lr": 0.01}),
+        (optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+        (optim.Adafactor, {}),
+    ):
+        replica = DistributedDataParallel(model())
+        train(replica, optimizer_class(replica.parameters(), **options), rank, 12)
+        for is_made_before in (False, True):
+            shared = model()
+            parameters = list(shared.parameters())
+
+            def make(
+                parameters: Any = parameters, cls: Any = optimizer_class, options: Any = options
+            ) -> ShardedOptimizer:
+                return ShardedOptimizer(parameters, cls, reduce_through=path, **options)
+
+            optimizer = make() if is_made_before else None
+            ddp = DistributedDataParallel(shared, share_parameters=True)
+            optimizer = optimizer or make()
+            train(ddp, optimizer, rank, 12)
+            assert all(map(same_bits, parameters, replica.parameters())), optimizer_class
+            # No rank has a copy: what one writes, all see.
+            dist.barrier()
+            with ddp.writing(), torch.no_grad():
+                if rank == 1:
+                    parameters[0].fill_(7)
+            assert parameters[0].eq(7).all()
+
+
+@ranks(2, group="gloo")
+def test_a_step_within_writing_or_of_a_part_of_the_ranks_is_refused(rank: int) -> None:
+    ddp = DistributedDataParallel(model(), share_parameters=True)
+    optimizer = ShardedOptimizer(ddp.parameters(), optim.SGD, lr=0.1)
+    ddp(torch.ones(1, 9)).sum().backward()
+    with ddp.writing(), pytest.raises(ConfigError, match=r"within writing\(\)"):
+        optimizer.step()
+    before = [parameter.detach().clone() for parameter in ddp.parameters()]
+    optimizer.step()
+    assert not any(map(same_bits, ddp.parameters(), before))
+    alone = [dist.new_group([each]) for each in range(2)][rank]
+    with pytest.raises(ConfigError, match="some ranks that share its parameters take no part"):
+        ShardedOptimizer(ddp.parameters(), optim.SGD, process_group=alone, lr=0.1)
+
+
+@ranks(2, group="gloo")
+def test_a_model_that_is_shared_to_read_is_refused(rank: int) -> None:
+    read = share(copy.deepcopy(model()))
+    with pytest.raises(ConfigError, match="share to read"):
+        ShardedOptimizer(read.parameters(), optim.SGD, lr=0.1)
