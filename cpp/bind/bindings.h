@@ -22,6 +22,7 @@ void bind_model_memory(nanobind::module_& m);
 void bind_module_snapshot(nanobind::module_& m);
 void bind_pass_status(nanobind::module_& m);
 void bind_permutation(nanobind::module_& m);
+void bind_recorder(nanobind::module_& m);
 void bind_reducer(nanobind::module_& m);
 void bind_region(nanobind::module_& m);
 

@@ -20,6 +20,7 @@ NB_MODULE(_core, m) {
   bind_model_memory(m);
   bind_host_group(m);
   bind_pass_status(m);
+  bind_recorder(m);
   bind_reducer(m);
   bind_host_sums(m);
   bind_handed_gradients(m);

@@ -29,6 +29,10 @@ void bind_reducer(nb::module_& m) {
                    [](PyReducer& r) {
                      return static_cast<double>(r.reducer().waited_ns()) * 1e-9;
                    })
+      .def_prop_ro("waited_for_ns",
+                   [](PyReducer& r) { return r.reducer().waited_for_ns(); })
+      .def_prop_ro("worked_ns",
+                   [](PyReducer& r) { return r.reducer().worked_ns(); })
       .def("note_first_bucket",
            [](PyReducer& r) { r.reducer().note_first_bucket(); })
       .def_prop_ro("first_bucket_ns",

@@ -37,6 +37,10 @@ struct GroupOptions {
 
 inline constexpr int64_t kSignalRecheckNs = 500'000'000;
 
+/// How long this thread has slept in waits of all sessions, with what it did
+/// between one sleep and the next.
+inline thread_local int64_t slept_ns = 0;
+
 class Session {
  public:
   /// Takes place `rank` in the region and reserves this rank's share. Does not
@@ -158,6 +162,10 @@ void Session::wait_until(Atomic<uint32_t>& word, Atomic<uint32_t>& sleepers,
     }
     ~Announced() { count.fetch_sub(1, std::memory_order_seq_cst); }
   } announced(sleepers), at_bell(own.bell_sleepers);
+  struct Slept {
+    const int64_t start_ns;
+    ~Slept() { slept_ns += now_ns() - start_ns; }
+  } const slept{start_ns};
 
   while (true) {
     const uint32_t seen = word.load(std::memory_order_seq_cst);

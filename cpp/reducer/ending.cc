@@ -6,6 +6,7 @@
 #include "core/failure.h"
 #include "core/faults.h"
 #include "core/futex.h"
+#include "core/recorder.h"
 #include "reducer/reducer.h"
 
 namespace paceline {
@@ -16,7 +17,10 @@ uint32_t Reducer::finish(const PassStatus& status, bool allow_unused,
   if (!in_pass_) begin_pass();
   has_no_means_ = true;  // until it has
   try {
-    return complete_pass(status, allow_unused, allow_nobodys);
+    const uint32_t outcome = complete_pass(status, allow_unused, allow_nobodys);
+    pass_over_ns_ = now_ns();
+    slept_before_ns_ = slept_ns;
+    return outcome;
   } catch (...) {
     leave_pass();
     keep_arena();
@@ -60,7 +64,12 @@ uint32_t Reducer::complete_pass(const PassStatus& status, bool allow_unused,
   }
   wait_for(control().chunks_done, pass_ * total_chunks_, kEnded,
            [&] { progress(ChunkLimit::kAll); });
+  record_wait(kNobody);
+  Recorder* const recorder = Recorder::current();
+  const int64_t copying_from_ns = recorder == nullptr ? 0 : now_ns();
   copy_back();
+  if (recorder != nullptr)
+    recorder->record(Event::kCopiedBack, copying_from_ns, 0);
   has_no_means_ = false;
   const PassControl& shared = control();
   const auto saw = [&](const Atomic<uint64_t>& pass, uint32_t flag) {
@@ -123,6 +132,11 @@ uint32_t Reducer::end_backward(const PassStatus& status, uint32_t flags) {
   }
   if (!status.is_plain() && !status.finished) flags |= kPassTold;
   own.note = note_;
+  own.ended_ns = now_ns();
+  own.worked_ns = pass_over_ns_ == 0
+                      ? 0
+                      : std::max<int64_t>(0, own.ended_ns - pass_over_ns_ -
+                                                 (slept_ns - slept_before_ns_));
   if (uint32_t told = 0; note_ != 0 &&
                          !shared.note.compare_exchange_strong(
                              told, note_, std::memory_order_relaxed) &&
@@ -144,9 +158,38 @@ uint32_t Reducer::end_backward(const PassStatus& status, uint32_t flags) {
     if (count_up(shared.ended_pass, pass_)) ring(kWakeAll);
   }
   own.stage.store(stage(kEnded), std::memory_order_relaxed);
+  const int64_t waited_before_ns = waited_ns_;
   wait_for(shared.ended_pass, pass_, kEnded,
            [&] { progress(ChunkLimit::kAll); });
+  record_wait(note_arrivals(waited_ns_ - waited_before_ns));
   return shared.verdict.load(std::memory_order_relaxed);
+}
+
+// Reads what ranks wrote before they ended; they write it again only when all
+// have ended another pass.
+int Reducer::note_arrivals(int64_t waited_ns) {
+  const auto world = static_cast<size_t>(session_.world());
+  const size_t place = worked_passes_ % kWorkedPasses;
+  size_t last = 0;
+  bool is_known = true;
+  for (size_t r = 0; r < world; ++r) {
+    const PassHeader& theirs = header(static_cast<int>(r), pass_);
+    if (theirs.ended_ns > header(static_cast<int>(last), pass_).ended_ns)
+      last = r;
+    worked_[r * kWorkedPasses + place] = theirs.worked_ns;
+    is_known = is_known && theirs.worked_ns != 0;
+  }
+  if (is_known) ++worked_passes_;
+  if (static_cast<int>(last) != session_.rank())
+    waited_for_ns_[last] += waited_ns;
+  return static_cast<int>(last);
+}
+
+void Reducer::record_wait(int whom) {
+  if (wait_began_ns_ == 0) return;
+  if (Recorder* recorder = Recorder::current(); recorder != nullptr)
+    recorder->record(Event::kWaited, wait_began_ns_, whom);
+  wait_began_ns_ = 0;
 }
 
 // Chunks of complete buckets may have been reduced; what they hold is of no use
@@ -173,6 +216,7 @@ void Reducer::restart_without_reduction() {
     shared.chunks_done.store(pass_ * total_chunks_, std::memory_order_relaxed);
   }
   meet(kReset, base + 2 * world);
+  record_wait(kNobody);
 }
 
 template <class Work>
@@ -191,6 +235,7 @@ template <class Ready>
 void Reducer::wait_until(Stage awaited, Ready ready) {
   if (ready()) return;
   const int64_t start_ns = now_ns();
+  wait_began_ns_ = start_ns;
   const int64_t reducing_before_ns = reducing_ns_;
   PassControl& shared = control();
   session_.wait_until(

@@ -33,6 +33,18 @@ std::vector<size_t> Reducer::globally_unused() const {
   return found;
 }
 
+std::vector<std::vector<int64_t>> Reducer::worked_ns() const {
+  const auto count =
+      static_cast<ptrdiff_t>(std::min<uint64_t>(worked_passes_, kWorkedPasses));
+  std::vector<std::vector<int64_t>> found;
+  for (size_t r = 0; r < waited_for_ns_.size(); ++r) {
+    const auto first =
+        worked_.begin() + static_cast<ptrdiff_t>(r * kWorkedPasses);
+    found.emplace_back(first, first + count);
+  }
+  return found;
+}
+
 std::vector<PassStatus> Reducer::statuses() const {
   std::vector<PassStatus> found;
   for (int r = 0; r < session_.world(); ++r)

@@ -10,6 +10,7 @@
 #include "core/failure.h"
 #include "core/faults.h"
 #include "core/futex.h"
+#include "core/recorder.h"
 #include "kernels/kernels.h"
 
 namespace paceline {
@@ -23,6 +24,9 @@ Reducer::Reducer(Heap& heap, size_t arena_bytes,
       holds_gradients_(!assigns_chunks) {
   for (const ParameterSpan& span : parameters)
     parameters_.push_back({.span = span});
+  const auto world = static_cast<size_t>(session_.world());
+  waited_for_ns_.resize(world);
+  worked_.resize(world * kWorkedPasses);
   plan(buckets);
   allocate(assigns_chunks);
   assign_chunks();
@@ -135,6 +139,8 @@ void Reducer::post(Bucket& bucket, size_t index) {
   }
   // acq_rel: releases this rank's gradients and header; the last to arrive
   // acquires everybody's. Partners: each other, and the acquire in progress().
+  if (Recorder* recorder = Recorder::current(); recorder != nullptr)
+    recorder->record(Event::kPosted, static_cast<int64_t>(index), 0);
   const uint64_t arrived =
       bucket_control(index).arrived.fetch_add(1, std::memory_order_acq_rel) + 1;
   if (arrived == pass_ * static_cast<uint64_t>(session_.world())) ring(1);
@@ -186,6 +192,7 @@ void Reducer::progress(ChunkLimit limit) {
       continue;
     if (!weights_known_) read_weights();
     const int64_t start_ns = now_ns();
+    const uint32_t done_before = bucket.done;
     PassHeader& own = header(session_.rank(), pass_);
     own.is_reducing.store(1, std::memory_order_relaxed);
     while (bucket.done < most && !bucket.exhausted) {
@@ -209,7 +216,14 @@ void Reducer::progress(ChunkLimit limit) {
         ring(kWakeAll);
     }
     own.is_reducing.store(0, std::memory_order_relaxed);
-    reducing_ns_ += now_ns() - start_ns;
+    const int64_t end_ns = now_ns();
+    reducing_ns_ += end_ns - start_ns;
+    if (Recorder* recorder = Recorder::current();
+        recorder != nullptr && bucket.done > done_before) {
+      recorder->record_at(end_ns, Event::kReduced, start_ns,
+                          static_cast<int64_t>(uint64_t{b} << 32 |
+                                               (bucket.done - done_before)));
+    }
   }
 }
 

@@ -161,6 +161,13 @@ class Reducer {
   /// NaN if the last pass was not averaged.
   double squared_norm() const;
   int64_t waited_ns() const { return waited_ns_; }
+  /// How much of that was for each rank: the last to end its backward. The rest
+  /// was for chunks in the hands of others.
+  const std::vector<int64_t>& waited_for_ns() const { return waited_for_ns_; }
+  /// How long each rank worked between the end of a pass and the end of its
+  /// next backward, in the last passes (kWorkedPasses at most, in no order): by
+  /// rank. Without what it slept in waits of any group.
+  std::vector<std::vector<int64_t>> worked_ns() const;
   /// Notes when this rank's first bucket is complete, once, from now on.
   void note_first_bucket() {
     notes_first_bucket_ = true;
@@ -271,6 +278,10 @@ class Reducer {
     Atomic<uint64_t> stage;
     Atomic<uint32_t> is_reducing;
     Atomic<uint32_t> assigned_left;
+    /// When it has ended its backward, and how long it had worked until then
+    /// since the pass before; 0: there was none.
+    int64_t ended_ns;
+    int64_t worked_ns;
   };
 
   void plan(const std::vector<BucketSpan>& buckets);
@@ -303,6 +314,9 @@ class Reducer {
   uint32_t complete_pass(const PassStatus& status, bool allow_unused,
                          bool allow_nobodys);
   bool is_unused_alike() const;
+  /// Notes who ended its backward last, how long this rank has waited for it,
+  /// and how long each rank has worked. Returns the last rank.
+  int note_arrivals(int64_t waited_ns);
   uint32_t end_backward(const PassStatus& status, uint32_t flags);
   void restart_without_reduction();
   /// Stages of a pass that others wait for; kVoid and kReset only if nothing is
@@ -317,6 +331,9 @@ class Reducer {
                 Work work);
   template <class Ready>
   void wait_until(Stage awaited, Ready ready);
+  /// Records the last wait, if there was any. `whom`: the last rank to come, or
+  /// kNobody.
+  void record_wait(int whom);
   void ring(int count);
   /// After the end of the group; see the head.
   void keep_arena();
@@ -418,6 +435,17 @@ class Reducer {
   /// Passes that ended without reduction; the same on all ranks.
   uint64_t restarts_ = 0;
   int64_t waited_ns_ = 0;
+  /// When the last wait began; 0: there was none since record_wait().
+  int64_t wait_began_ns_ = 0;
+  std::vector<int64_t> waited_for_ns_;
+  static constexpr size_t kWorkedPasses = 64;
+  /// worked_ns of each rank, kWorkedPasses after each other.
+  std::vector<int64_t> worked_;
+  /// How many passes have been noted there.
+  uint64_t worked_passes_ = 0;
+  /// When this rank's last pass was over, and `slept_ns` at that time.
+  int64_t pass_over_ns_ = 0;
+  int64_t slept_before_ns_ = 0;
   bool notes_first_bucket_ = false;
   int64_t first_bucket_ns_ = 0;
   int64_t reducing_ns_ = 0;

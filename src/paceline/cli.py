@@ -60,11 +60,18 @@ def _doctor(arguments: Sequence[str]) -> int:
     return doctor.main(list(arguments))
 
 
+def _trace(arguments: Sequence[str]) -> int:
+    from paceline.tracing import cli
+
+    return cli.main(arguments)
+
+
 _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "run": _run,
     "bench": _bench,
     "stacks": _stacks,
     "doctor": _doctor,
+    "trace": _trace,
 }
 
 
@@ -76,6 +83,9 @@ def _no_command(arguments: Sequence[str]) -> int:
     commands.add_parser("run", help="start a script on several ranks: paceline run -n 4 train.py")
     commands.add_parser("bench", help="measure against the incumbents: paceline bench all_reduce")
     commands.add_parser("doctor", help="is this machine fit for training on several ranks?")
+    commands.add_parser(
+        "trace", help="show the last passes of a job that runs or has failed: paceline trace JOB"
+    )
     commands.add_parser("stacks", help="show where a rank's threads are: paceline stacks PID")
     if parser.parse_args(arguments).version:
         print(f"paceline {__version__}")

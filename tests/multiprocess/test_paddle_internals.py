@@ -321,3 +321,11 @@ def test_a_pair_moves_arrays_in_one_direction(rank: int) -> None:
 def _listens(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_steps_and_batches_come_from_the_classes_that_are_wrapped():
+    optimizer = paddle.optimizer.AdamW(parameters=paddle.nn.Linear(2, 2).parameters())
+    assert type(optimizer) in internals.classes_with("step", internals.optimizers())
+    assert paddle.optimizer.Optimizer in internals.classes_with("step", internals.optimizers())
+    loader = paddle.io.DataLoader([1, 2], batch_size=1)
+    assert type(iter(loader)) in internals.classes_with("__next__", internals.loader_iterators())

@@ -36,6 +36,7 @@ LAYERS = (
     ("paceline.reducer",),
     ("paceline.collectives",),
     ("paceline.rendezvous",),
+    ("paceline.tracing",),
     (
         "paceline.errors",
         "paceline.arguments",

@@ -83,6 +83,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "in the script and in every library that it uses; --replace-ddp=sampler: the samplers, too",
     )
     add("--log-dir", metavar="DIR", help="write each rank's output to DIR/rankN.log too")
+    add(
+        "--trace",
+        metavar="FILE",
+        help="write a timeline of all ranks for ui.perfetto.dev: forward, backward, who waits for whom",
+    )
     add("--timeout-s", type=float, metavar="S", help="stop the job after S seconds")
     add(
         "--nnodes",
@@ -160,6 +165,7 @@ def main(parsed: argparse.Namespace, command: Sequence[str]) -> int:
             log_dir=parsed.log_dir,
             timeout_s=parsed.timeout_s,
             grace_s=parsed.grace_s,
+            trace=parsed.trace,
         ),
         inherited=environment,
     )
@@ -175,7 +181,7 @@ def _run_on_hosts(parsed: argparse.Namespace, command: Sequence[str]) -> NoRetur
     missing = [name for name in ("nnodes", "rdzv") if getattr(parsed, name) is None]
     alone = argparse.ArgumentParser(add_help=False)
     add_arguments(alone)
-    of_one_host = ("master_addr", "master_port", "bind", "prefix", "timeout_s", "grace_s")
+    of_one_host = ("master_addr", "master_port", "bind", "prefix", "timeout_s", "grace_s", "trace")
     given = [name for name in of_one_host if getattr(parsed, name) != alone.get_default(name)]
     if missing or given:
         spelled = [f"--{name.replace('_', '-')}" for name in missing or given]

@@ -18,7 +18,10 @@ from paceline.errors import ConfigError
 from paceline.launch.placement import Machine, assign_cores, threads_per_rank
 from paceline.launch.ports import check_port_is_free, free_ports
 from paceline.launch.topology import read_machine
+from paceline.launch.trace import check_output, trace_variables
 from paceline.launch.variables import Meeting, new_job_id, rank_environment
+from paceline.tracing import jobs
+from paceline.tracing.ring_file import FOLDER_VARIABLE
 
 MAX_NPROCS = 128  # as _core.MAX_RANKS, which a launcher does not load: it brings numpy
 
@@ -44,6 +47,7 @@ class Options:
     log_dir: str | None = None
     timeout_s: float | None = None
     grace_s: float = 5.0
+    trace: str | None = None  # a file for the timeline of all ranks
 
 
 @dataclass(frozen=True)
@@ -60,6 +64,8 @@ class Plan:
     # Set by spawn: where each rank writes the exception that ended it, and where the launcher reports.
     error_fds: tuple[int, ...] = ()
     report_fd: int | None = None
+    recording: Path = Path()  # the folder in which ranks record
+    owns_recording: bool = False  # else it is the user's
 
     @property
     def nprocs(self) -> int:
@@ -93,13 +99,17 @@ def make_plan(
     if options.log_dir is not None:
         _make_log_dir(options.log_dir, nprocs)
     inherited = os.environ if inherited is None else inherited
+    if options.trace is not None:
+        check_output(options.trace, nprocs)
+    folder = jobs.new_folder()
+    recorded = trace_variables(inherited, folder, is_whole=options.trace is not None)
     meeting = _choose_meeting(options, nprocs)
     environments = tuple(
         rank_environment(
             rank,
             nprocs,
             meeting,
-            inherited,
+            {**inherited, **recorded},
             num_threads=options.threads or threads_per_rank(machine.num_cores, nprocs),
             is_threads_given=options.threads is not None,
             has_gpu=Path("/dev/nvidiactl").exists(),
@@ -112,6 +122,8 @@ def make_plan(
         environments=environments,
         cores=_choose_cores(options, machine, nprocs, inherited),
         options=options,
+        recording=Path({**inherited, **recorded}[FOLDER_VARIABLE]),
+        owns_recording=FOLDER_VARIABLE in recorded,
     )
 
 

@@ -45,6 +45,7 @@ def spawn(
     log_dir: str | os.PathLike[str] | None = None,
     timeout_s: float | timedelta | None = None,
     grace_s: float | timedelta = 5.0,
+    trace: str | os.PathLike[str] | None = None,
 ) -> SpawnContext | None:
     """Call `fn(rank, *args)` in `nprocs` new processes, each one rank of a job.
 
@@ -68,6 +69,7 @@ def spawn(
         log_dir: A folder that gets each rank's output too, as rankN.log.
         timeout_s: Stop the job after so many seconds, or a timedelta.
         grace_s: After a failure: seconds until SIGTERM, then until SIGKILL.
+        trace: A file for a timeline of all ranks, for ui.perfetto.dev; written when the last rank has ended.
 
     Returns:
         None, or with join=False a context to join later.
@@ -95,6 +97,7 @@ def spawn(
         log_dir=str(log_dir) if isinstance(log_dir, os.PathLike) else log_dir,
         timeout_s=None if timeout_s is None else launch_seconds(_arguments, "timeout_s", timeout_s),
         grace_s=launch_seconds(_arguments, "grace_s", grace_s),
+        trace=str(trace) if isinstance(trace, os.PathLike) else trace,
     )
     context = _start(fn, tuple(args), options, is_daemon=daemon)
     if not join:

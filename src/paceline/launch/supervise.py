@@ -24,6 +24,7 @@ from paceline.launch.memory_file import read_memory_file
 from paceline.launch.output import Screen
 from paceline.launch.plan import Plan
 from paceline.launch.process import Streams, end_leftovers, reap_children, send, start_rank
+from paceline.launch.trace import JobRecording
 from paceline.launch.wiring import Channel, Wiring, connect, copy_window_size
 
 _KILLED_WITHIN_S = 30.0
@@ -71,10 +72,19 @@ class Supervisor:
         self._started_at = time.monotonic()
         self._wakeup = -1
         self._is_given_up = False  # a rank did not even end by SIGKILL
+        self._recording = JobRecording(
+            plan.recording,
+            is_own=plan.owns_recording,
+            output=plan.options.trace,
+            name=plan.name,
+            nprocs=plan.nprocs,
+            say=screen.say,
+        )
 
     def run(self) -> int:
         """Start the ranks, and return the job's exit status when the last of them has ended."""
         self._listen_for_signals()
+        self._recording.begin()
         try:
             for rank in range(self._plan.nprocs):
                 self._start(rank)
@@ -274,6 +284,7 @@ class Supervisor:
             self._screen.say(f"paceline: ended what the ranks left behind: {', '.join(left)}")
         ends = [rank.end for rank in self._ranks if rank.end is not None]
         exit_status, is_failure = self._exit_status(ends)
+        self._recording.end(exit_status)
         if self._plan.report_fd is not None:
             self._tell(
                 ends=[report.to_json(end) for end in ends], exit_status=exit_status, is_failure=is_failure

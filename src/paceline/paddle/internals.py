@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import paddle
 from paddle import Tensor, empty, from_dlpack, nn, view
 from paddle.base import core
+from paddle.io.dataloader import dataloader_iter
 
 from paceline.rendezvous.connections import connected_sockets, send_at_once
 
@@ -229,3 +231,18 @@ def make_pair(
     if receives:
         return lambda array: group.recv(from_dlpack(array), 0, True)
     return lambda array: group.send(from_dlpack(array), 1, True)
+
+
+def optimizers() -> list[Any]:
+    """The classes of optimizers, with the one that they share."""
+    return [each for each in vars(paddle.optimizer).values() if isinstance(each, type)]
+
+
+def loader_iterators() -> list[Any]:
+    """The classes that yield the batches of a paddle.io.DataLoader."""
+    return [each for each in vars(dataloader_iter).values() if isinstance(each, type)]
+
+
+def classes_with(method: str, classes: list[Any]) -> list[Any]:
+    """Those classes that define a method themselves."""
+    return [each for each in classes if method in vars(each)]

@@ -285,7 +285,7 @@ class EngineReducer(ReportingReducer):
             number = self._sequence[len(self._pending)]
             if self._missing[number]:
                 return
-            self._note_complete_bucket()
+            self._note_complete_bucket(number)
             self._pending.append(self._launch(number, scale))
 
     def _launch(self, number: int, scale: float) -> Pending:

@@ -206,7 +206,7 @@ class HierarchicalReducer(ReportingReducer):
         for number in self._buckets_of[param]:
             self._missing[number] -= 1
             if not self._missing[number]:
-                self._note_complete_bucket()
+                self._note_complete_bucket(number)
                 # Whoever sends the report of a rank without a share finds it once the last one is complete.
                 if self._has_share or number < len(self._missing) - 1:
                     self._core.post(number)

@@ -8,7 +8,8 @@ A rank that runs out of data before the others takes part in their passes with n
 until every rank has none left; each rank says so in the status that ends a pass, so nobody asks. Then it gets
 the model of the rank that went on longest, and its own gradients are again what they were.
 
-Imports only what is in this folder, `rendezvous.lifetime`, `errors`, the core and the standard library.
+Imports only what is in this folder, `rendezvous.lifetime`, `tracing`, `errors`, the core and the standard
+library.
 """
 
 from __future__ import annotations
@@ -48,8 +49,14 @@ from paceline.reducer.protocol import Outcome, PassStatus, Reducer
 from paceline.reducer.replica_check import Entry
 from paceline.reducer.sharing import registry
 from paceline.rendezvous import lifetime
+from paceline.tracing.recording import recording
+from paceline.tracing.records import Event, pass_id
 
 _NOTES_DIFFER = int(Outcome.NOTES_DIFFER)  # as an enumeration's member it would cost more than the question
+_FORWARD_BEGAN, _FORWARD_ENDED = int(Event.FORWARD_BEGAN), int(Event.FORWARD_ENDED)
+_BACKWARD_BEGAN, _BACKWARD_ENDED = int(Event.BACKWARD_BEGAN), int(Event.BACKWARD_ENDED)
+_WROTE_BACK, _SYNCED_BUFFERS = int(Event.WROTE_BACK), int(Event.SYNCED_BUFFERS)
+_PASS_ENDED = int(Event.PASS_ENDED)
 
 
 class PassState:
@@ -238,6 +245,10 @@ class Passes(Generic[AnyAutograd]):
         self._begun_forwards = 0
         self._waited_before_s = 0.0
         self._pass_number = 1
+        recording.begin_if_asked(link.rank, link.world_size)
+        if recording.note is not None:
+            lifetime.at_failure(recording.tell_failure)
+        self._model_number = recording.number_model()
         self.good_passes = 0
         self.among = ""
         self.after_good: Callable[[float], None] | None = None
@@ -257,6 +268,7 @@ class Passes(Generic[AnyAutograd]):
         self._shared: set[int] = set()
         self._is_complete = False
         self._backward = 0
+        self._tell_plan()
         registry.join(self)
         self.refresh_sharing()
         self.autograd.install()
@@ -281,6 +293,7 @@ class Passes(Generic[AnyAutograd]):
     def close(self) -> None:
         """Hear of no gradient any more. The memory goes with the last gradient that lies in it."""
         registry.leave(self)
+        recording.forget(self._model_number)
         self.autograd.close()
 
     def end(self) -> None:
@@ -404,6 +417,7 @@ class Passes(Generic[AnyAutograd]):
         # Where the arena is free there need never be two.
         self.reduction = self._make_reduction(plan, None if must_move else before)
         self.gradients.adopt(self.reduction)
+        self._tell_plan()
         if must_move:
             before.reducer.close()
         self.autograd.install()
@@ -426,6 +440,44 @@ class Passes(Generic[AnyAutograd]):
         if self._shared != before:
             self.gradients.share(self._shared)
             self.autograd.share(self._shared)
+
+    # --- what is recorded ---
+
+    def _record(self, event: int, second: int = 0) -> None:
+        """Note an event of the pass under way. Callers look first whether anything is recorded."""
+        if (note := recording.note) is not None:
+            note(event, pass_id(self._model_number, self._pass_number), second)
+
+    def end_forward(self) -> None:
+        """Note that a forward is over; wrappers call it while something is recorded."""
+        self._record(_FORWARD_ENDED)
+
+    def _end_recorded(self) -> None:
+        """As `_end`, and note when, and how it went."""
+        number = pass_id(self._model_number, self._pass_number)
+        self._record(_BACKWARD_ENDED, self.state.status.finished)
+        has_raised = True
+        try:
+            self._end()
+            has_raised = False
+        except BaseException as error:
+            recording.tell_failure(error)
+            raise
+        finally:
+            if (note := recording.note) is not None:
+                note(_PASS_ENDED, number, has_raised)
+            recording.sample_usage()
+
+    def _tell_plan(self) -> None:
+        """Tell who this rank is, and what its buckets hold: a reader of the recording must know."""
+        recording.tell(
+            "model", self._model_number, rank=self.link.rank, world_size=self.world_size, path=self.link.path
+        )
+        buckets = []
+        for bucket in self.reduction.plan.buckets:
+            first, last = (self._names[bucket.parameters[place]] for place in (0, -1))
+            buckets.append([bucket.nbytes, first if first == last else f"{first} ... {last}"])
+        recording.tell("buckets", self._model_number, buckets=buckets)
 
     # --- a pass begins ---
 
@@ -452,6 +504,8 @@ class Passes(Generic[AnyAutograd]):
         # Forwards in eval mode often have no backward, on some ranks only; such a rank skips nothing.
         if is_syncing and is_training:
             state.status.forwards += 1
+        if recording.note is not None:
+            self._record(_FORWARD_BEGAN, is_syncing)
         autograd.begin_forward(is_syncing=is_syncing, good_passes=self.good_passes)
 
     @contextlib.contextmanager
@@ -495,6 +549,8 @@ class Passes(Generic[AnyAutograd]):
         self.autograd.at_end(EndOfBackward(self._end_backward, self._interrupt))
         if self._set_activity is not None:
             self._set_activity(f"in backward of pass {self._pass_number}")
+        if recording.note is not None:
+            self._record(_BACKWARD_BEGAN)
 
     def _weigh(self, weight: float) -> None:
         self.state.rank_weight = weight
@@ -504,7 +560,10 @@ class Passes(Generic[AnyAutograd]):
 
     def _end_backward(self) -> None:
         try:
-            self._end()
+            if recording.note is None:
+                self._end()
+            else:
+                self._end_recorded()
         finally:
             if self.state.is_armed:  # it raised before the pass was ended
                 self._interrupt()
@@ -516,6 +575,8 @@ class Passes(Generic[AnyAutograd]):
         """
         self._is_complete = False
         self.state.interrupt()
+        if recording.note is not None:
+            self._record(_PASS_ENDED, 1)
         self.gradients.leave_arena()
 
     def _end(self) -> None:
@@ -545,6 +606,8 @@ class Passes(Generic[AnyAutograd]):
                 order = None if self.is_order_final else list(state.handed)
                 if self.active:
                     self._write_back_means()
+                if recording.note is not None:
+                    self._record(_WROTE_BACK)
                 if self.fresh.is_used:
                     self.fresh.note()
             finally:
@@ -559,6 +622,8 @@ class Passes(Generic[AnyAutograd]):
                 self._adopt_order(order)
             if self.active:
                 self.buffers.end_pass(self.active)
+            if recording.note is not None:
+                self._record(_SYNCED_BUFFERS)
             self.good_passes += 1
             if self.after_good is not None and self.active:
                 self.after_good(state.rank_weight)
@@ -782,7 +847,10 @@ class Passes(Generic[AnyAutograd]):
                 self._mark_zeros(index)
         self.state.status.finished = True
         try:
-            self._end()
+            if recording.note is None:
+                self._end()
+            else:
+                self._end_recorded()
         finally:  # what it raises may be caught, and training go on
             self._weigh(1.0)
         return bool(self.active)

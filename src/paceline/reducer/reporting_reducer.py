@@ -4,7 +4,7 @@ The one idea: who moves the bytes decides how a pass is completed, and nothing e
 and noted, how the reports are judged, what is asked about the pass afterwards, and that nothing goes on after
 a failure, is here.
 
-Imports only the standard library, `errors` and its neighbours.
+Imports only the standard library, `errors`, `tracing` and its neighbours.
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ from paceline.reducer.overlaps import overlapping
 from paceline.reducer.pass_reports import RankReport, judge, unused_by_all
 from paceline.reducer.plan import Plan
 from paceline.reducer.protocol import PassStatus
+from paceline.tracing.recording import recording
+from paceline.tracing.records import Event
+
+_POSTED, _WAITED = int(Event.POSTED), int(Event.WAITED)
 
 
 class ReportingReducer(ABC):
@@ -88,14 +92,16 @@ class ReportingReducer(ABC):
 
     def finish(self, status: PassStatus, allow_unused: bool, allow_nobodys: bool = False) -> int:
         self._check_usable()
-        started = time.perf_counter()
+        started = time.monotonic()
         self._has_no_means = True  # until it has
         try:
             self._complete(status, allow_unused)
         except BaseException as error:
             self._fail(error)
             raise
-        self._waited_s += time.perf_counter() - started
+        self._waited_s += time.monotonic() - started
+        if (note := recording.note) is not None:
+            note(_WAITED, round(started * 1e9), -1)
         self._overlapping = overlapping(self._copied)
         self._begin_pass()
         self._passes += 1
@@ -165,8 +171,10 @@ class ReportingReducer(ABC):
         self._missing = [len(bucket.parameters) for bucket in self._plan.buckets]
         self._copied: list[tuple[int, int, int]] = []  # address, bytes and index of gradients
 
-    def _note_complete_bucket(self) -> None:
+    def _note_complete_bucket(self, number: int) -> None:
         """This rank has all gradients of a bucket."""
+        if (note := recording.note) is not None:
+            note(_POSTED, number, 0)
         if self._notes_first_bucket:
             self._notes_first_bucket, self._first_bucket_ns = False, time.monotonic_ns()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -23,6 +24,7 @@ from paceline.reducer.members import Members
 from paceline.reducer.micro_batches import as_weight
 from paceline.reducer.passes import Passes
 from paceline.reducer.plan import BucketLayout, bucket_layout
+from paceline.reducer.traced import recorded
 
 _Batch = TypeVar("_Batch")
 _Passes = TypeVar("_Passes", bound=Passes[Any])
@@ -86,6 +88,10 @@ class WrappedModel:
     @abstractmethod
     def _begin_again(self) -> Passes[Any]:
         """Other passes in place of those that there are; no value is broadcast. Collective."""
+
+    @abstractmethod
+    def _note_steps(self) -> None:
+        """Note optimizer steps and batches of data loaders from now on, as far as the framework lets us."""
 
     # --- what users call ---
 
@@ -449,6 +455,37 @@ class WrappedModel:
             ('0.weight',) (64,) 64 float32
         """
         return () if self._passes is None else bucket_layout(self._passes.reduction.plan)
+
+    @contextlib.contextmanager
+    def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
+        """Record what all ranks do in the context, and write it as a timeline. Collective at both ends.
+
+        The file is in Chrome's trace event format, which https://ui.perfetto.dev and chrome://tracing read:
+        per rank the forward, the backward, each bucket, the waiting and for whom, optimizer steps and batches
+        of data loaders; over several hosts, by one clock. Rank 0 writes it when all ranks have left the
+        context. The last 262,144 records of each rank are kept, some thousands of passes.
+        `paceline run --trace out.json` does the same for a whole job.
+
+        Args:
+            path: The file; rank 0's counts.
+
+        Raises:
+            ConfigError: Rank 0 can't write the file; on every rank, before anything is recorded.
+
+        Example:
+            >>> with ddp.trace("step.json"):
+            ...     train_step(batch)
+        """
+        if self._passes is None:
+            warnings.warn(
+                f"{type(self).__name__}.trace records nothing, because a single rank averages nothing.",
+                stacklevel=3,
+            )
+            yield
+            return
+        self._note_steps()
+        with recorded(self._passes.link, path):
+            yield
 
     # --- what trainers read of the frameworks' own classes ---
 

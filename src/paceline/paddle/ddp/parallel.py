@@ -32,6 +32,7 @@ from paceline.paddle.model.precision import MixedPrecision, cast_buffers, check_
 from paceline.paddle.passes.graphs import calls
 from paceline.paddle.passes.meetings import OuterParameters
 from paceline.paddle.passes.passes import GradientPasses, make_buffer_sync, make_passes
+from paceline.paddle.passes.recorded_steps import note_steps
 from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
 from paceline.reducer.between_hosts import A_HOOK, refuse_other_bits
 from paceline.reducer.buffers import BufferSync
@@ -41,6 +42,7 @@ from paceline.reducer.members import Members, join_member
 from paceline.reducer.micro_batches import as_weight
 from paceline.reducer.wrapped_model import WrappedModel, checked_norms
 from paceline.rendezvous.exchange import Exchange
+from paceline.tracing.recording import recording
 
 _DELAY = ("delay_all_reduce_named_params", "param_to_hook_all_reduce")
 _NORMS = (2.0, 1.0, 0.0, math.inf)
@@ -298,6 +300,8 @@ class DataParallel(WrappedModel, PaddleNames):
         # given between this forward and its backward.
         if is_syncing or self._passes.micro_batches.is_used or self._passes.is_shared:
             self._passes.watch(output)
+        if recording.note is not None:
+            self._passes.end_forward()
         return output
 
     def _run(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -305,6 +309,9 @@ class DataParallel(WrappedModel, PaddleNames):
         if dtype is None:
             return self._layers(*inputs, **kwargs)
         return run_in(dtype, self._tensors, self._layers, inputs, kwargs)
+
+    def _note_steps(self) -> None:
+        note_steps()
 
     def init_reducer(self) -> None:
         """Average from now on the gradients of the parameters that the model trains now. Collective.

@@ -24,6 +24,7 @@ from paceline.paddle.model.parameters import ManagedTensors
 from paceline.paddle.passes import graphs
 from paceline.paddle.passes.gradients import Gradients
 from paceline.paddle.passes.graphs import calls, listen, may_hide_tensors, tensors_in
+from paceline.paddle.passes.recorded_steps import note_steps
 from paceline.paddle.passes.replica_state import hash_model, make_sampler
 from paceline.paddle.passes.sparse import SparseMeans
 from paceline.paddle.passes.weights import PaddleWeights
@@ -31,6 +32,7 @@ from paceline.reducer.buffers import BufferSync
 from paceline.reducer.front_end import FrontEnd
 from paceline.reducer.graphs import EndOfBackward, Graph
 from paceline.reducer.passes import Passes, PassState
+from paceline.tracing.recording import recording
 
 
 class PaddleAutograd:
@@ -252,7 +254,10 @@ def make_passes(tensors: ManagedTensors, link: Link, config: DataParallelConfig)
         _core.IterationNotes(None, make_sampler(tensors.trainable)),
         hash_model,
     )
-    return Passes(front_end, state, link, config)
+    passes = Passes(front_end, state, link, config)
+    if recording.keeps_all:
+        note_steps()
+    return passes
 
 
 def make_buffer_sync(tensors: ManagedTensors, link: Link, config: DataParallelConfig) -> BufferSync:

@@ -50,6 +50,8 @@ from paceline.torch.one_model.moving import move, move_out, refuse_strange
 from paceline.torch.one_model.writing import written
 from paceline.torch.passes.meetings import OuterParameters
 from paceline.torch.passes.passes import GradientPasses, make_buffer_sync, make_passes
+from paceline.torch.passes.recorded_steps import note_steps
+from paceline.tracing.recording import recording
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -389,6 +391,8 @@ class DistributedDataParallel(WrappedModel, TorchNames):
             state = passes.state
             if state.is_syncing or state.accumulated or passes.micro_batches.is_used:
                 passes.watch(output)
+            if recording.note is not None:
+                passes.end_forward()
 
     def _passes_to_weigh(self) -> GradientPasses:
         if not self._is_connected:
@@ -397,6 +401,9 @@ class DistributedDataParallel(WrappedModel, TorchNames):
             self._passes = self._begin_passes()
             self._passes.sync_next_backward(self.require_backward_grad_sync)
         return self._passes
+
+    def _note_steps(self) -> None:
+        note_steps()
 
     @noting_errors
     def register_comm_hook(self, state: object, hook: Callable[[Any, Any], Any]) -> None:

@@ -32,9 +32,11 @@ from paceline.torch.passes.last_hooks import LastHooks
 from paceline.torch.passes.late import LateGradients
 from paceline.torch.passes.optimizer_in_backward import Steppers, step_in_backward, take_over_optimizers
 from paceline.torch.passes.pass_times import PassTimes, profiled
+from paceline.torch.passes.recorded_steps import note_steps
 from paceline.torch.passes.replica_state import hash_model, make_notes
 from paceline.torch.passes.sparse import SparseMeans
 from paceline.torch.passes.weights import TorchWeights
+from paceline.tracing.recording import recording
 
 
 class ErrorNote:
@@ -243,7 +245,10 @@ def make_passes(tensors: ManagedTensors, link: Link[torch.Tensor], config: DDPCo
         make_notes(tensors.trainable),
         hash_model,
     )
-    return Passes(front_end, state, link, config)
+    passes = Passes(front_end, state, link, config)
+    if recording.keeps_all:
+        note_steps()
+    return passes
 
 
 def make_buffer_sync(tensors: ManagedTensors, link: Link[torch.Tensor], config: DDPConfig) -> BufferSync:

@@ -1,0 +1,95 @@
+// What this process records of its passes: a ring of records in a file that it
+// maps, which is there after the process was killed.
+//
+// A record is written where something happens, without a lock or a system call.
+// Whoever reads the file (paceline/tracing/ring_file.py), at any time, takes a
+// record for whole if its sequence number is that of its place.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "core/atomics.h"
+#include "core/clock.h"
+
+namespace paceline {
+
+/// What a record tells. Others are given by Python; see
+/// paceline/tracing/records.py, which has the same numbers.
+enum class Event : uint16_t {
+  /// This rank has posted a bucket (its number, 0).
+  kPosted = 1,
+  /// It has reduced chunks of a bucket (when it began, bucket << 32 | chunks).
+  kReduced = 2,
+  /// It has waited (when it began, the last rank to come, or -1).
+  kWaited = 3,
+  /// It has copied means back (when it began, 0).
+  kCopiedBack = 4,
+};
+
+struct Record {
+  /// When it was written, by CLOCK_MONOTONIC.
+  int64_t time_ns;
+  /// The number of the record, from 1; written last.
+  Atomic<uint32_t> sequence;
+  uint16_t event;
+  /// The thread that wrote it: 0 for the first that has written any.
+  uint16_t thread;
+  int64_t first;
+  int64_t second;
+};
+static_assert(sizeof(Record) == 32);
+
+class Recorder {
+ public:
+  /// `count`: how many records were begun. `capacity`: a power of two. All of
+  /// the memory stays mapped until the process ends.
+  Recorder(Atomic<uint64_t>* count, Record* records, uint64_t capacity)
+      : count_(*count), records_(records), mask_(capacity - 1) {}
+
+  /// Null: nothing is recorded. One load, of a word that hardly ever changes.
+  static Recorder* current() {
+    // Acquire: the recorder is made; partner: use().
+    return current_.load(std::memory_order_acquire);
+  }
+  /// Records from now on with this one, which is never deleted: a thread may be
+  /// in the middle of a record. Null: no more.
+  static void use(Recorder* recorder) {
+    // Release; partner: current().
+    current_.store(recorder, std::memory_order_release);
+  }
+
+  void record(Event event, int64_t first, int64_t second) {
+    record_at(now_ns(), event, first, second);
+  }
+  void record_at(int64_t time_ns, Event event, int64_t first, int64_t second) {
+    const uint64_t index = count_.fetch_add(1, std::memory_order_relaxed);
+    Record& record = records_[index & mask_];
+    record.time_ns = time_ns;
+    record.event = static_cast<uint16_t>(event);
+    record.thread = this_thread();
+    record.first = first;
+    record.second = second;
+    // Release: the record is whole; partner: the reader's look at the file.
+    record.sequence.store(static_cast<uint32_t>(index + 1),
+                          std::memory_order_release);
+  }
+
+ private:
+  static uint16_t this_thread() {
+    thread_local const uint16_t number =
+        num_threads_.fetch_add(1, std::memory_order_relaxed);
+    return number;
+  }
+
+  // Not Atomic: nothing between ranks depends on them, so no schedule of ranks
+  // need be explored for their sake.
+  static inline std::atomic<Recorder*> current_{nullptr};
+  static inline std::atomic<uint16_t> num_threads_{0};
+
+  Atomic<uint64_t>& count_;
+  Record* const records_;
+  const uint64_t mask_;
+};
+
+}  // namespace paceline

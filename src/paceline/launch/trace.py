@@ -1,0 +1,117 @@
+"""What the launcher does about the recording of its job: a folder before, a trace file after.
+
+The one idea: a recording never keeps a job from training. What is wrong with the file of `--trace` is told
+before anything starts; what goes wrong later is a line on the screen. Imports tracing, errors and its
+neighbours.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from paceline.errors import ConfigError, PacelineError
+from paceline.tracing import chrome, jobs
+from paceline.tracing.ring_file import (
+    CAPACITY_VARIABLE,
+    FOLDER_VARIABLE,
+    TRACE_RECORDS,
+    file_bytes,
+    paths_in,
+)
+
+
+def trace_variables(inherited: Mapping[str, str], folder: Path, *, is_whole: bool) -> dict[str, str]:
+    """What the ranks must be told, to record.
+
+    Args:
+        inherited: A folder that the user has set wins.
+        folder: The job's.
+        is_whole: All of the job is to be kept, as far as possible, and not its end alone.
+    """
+    variables = {} if inherited.get(FOLDER_VARIABLE) else {FOLDER_VARIABLE: str(folder)}
+    return variables | (
+        {CAPACITY_VARIABLE: str(TRACE_RECORDS)} if is_whole and not inherited.get(CAPACITY_VARIABLE) else {}
+    )
+
+
+def check_output(path: str, nprocs: int) -> None:
+    """Raise unless the trace can be written there, and what the ranks record where they record it.
+
+    Raises:
+        ConfigError: It can't.
+    """
+    chrome.check(Path(path))
+    place = jobs.users_folder().parent
+    needs, has = nprocs * file_bytes(TRACE_RECORDS), shutil.disk_usage(place).free
+    if has < needs:
+        raise ConfigError(
+            "There is no room for what the ranks record.",
+            where=str(place),
+            expected=f"{needs >> 20} MiB",
+            got=f"{has >> 20} MiB",
+            hint="make room there, or set TMPDIR to another folder",
+        )
+
+
+class JobRecording:
+    """The recording of one job, as its launcher sees it.
+
+    Args:
+        folder: Where the ranks record.
+        is_own: Whether the launcher makes the folder, and takes it away.
+        output: The file of `--trace`; None: nothing is written.
+        name: The script.
+        nprocs: Number of ranks.
+        say: Shows a line to the user.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        is_own: bool,
+        output: str | None,
+        name: str,
+        nprocs: int,
+        say: Callable[[str], None],
+    ) -> None:
+        self._folder, self._is_own, self._output, self._say = folder, is_own, output, say
+        self._facts = jobs.JobFacts(name, os.getppid(), nprocs, time.time())
+
+    def begin(self) -> None:
+        """Make the folder."""
+        if not self._is_own:
+            return
+        try:
+            jobs.begin(self._folder, self._facts)
+        except OSError as error:
+            if self._output is not None:
+                self._say(f"paceline: nothing is recorded: {self._folder}: {error.strerror or error}")
+
+    def end(self, exit_status: int) -> None:
+        """Write the trace, or say how a failed job can be looked at; leave nothing of one that ended well."""
+        try:
+            if self._output is not None:
+                self._write(Path(self._output))
+            elif exit_status and paths_in(self._folder):
+                self._say(
+                    f"paceline: `paceline trace {self._folder.name}` shows the last passes of each rank"
+                    if self._is_own
+                    else f"paceline: `paceline trace {self._folder}` shows the last passes of each rank"
+                )
+        except PacelineError as error:
+            self._say(f"paceline: {error}")
+        finally:
+            if self._is_own:
+                jobs.end(self._folder, self._facts, exit_status if paths_in(self._folder) else 0)
+
+    def _write(self, output: Path) -> None:
+        recordings = jobs.read([self._folder])
+        chrome.write(output, recordings)
+        lost = sum(each.num_lost for each in recordings)
+        older = "; its beginning was overwritten" if lost else ""
+        self._say(f"paceline: the trace is in {output}{older} (open it at https://ui.perfetto.dev)")

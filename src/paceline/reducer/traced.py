@@ -1,0 +1,50 @@
+"""`trace()` of a wrapped model: all its ranks record for a while, and rank 0 writes what they have recorded.
+
+Imports its neighbours, `tracing`, `errors` and the standard library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import ConfigError
+from paceline.reducer.link import Link
+from paceline.tracing import chrome, ring_file
+from paceline.tracing.recording import recording
+from paceline.tracing.ring_file import TRACE_RECORDS
+
+
+@contextlib.contextmanager
+def recorded(link: Link[Any], path: str | os.PathLike[str]) -> Iterator[None]:
+    """Record on all ranks of a link; see `WrappedModel.trace`. Collective at both ends."""
+    output = Path(path)
+    _on_first_rank(link, lambda: chrome.check(output))
+    end = recording.enlarge(link.rank, link.world_size, TRACE_RECORDS)
+    try:
+        yield
+        rows = link.all_gather(zlib.compress(recording.snapshot(), 1))  # most of it is zeros
+    finally:
+        end()
+    _on_first_rank(link, lambda: _write(output, rows))
+
+
+def _write(output: Path, rows: list[bytes]) -> None:
+    found = [ring_file.read(zlib.decompress(row)) for row in rows]
+    chrome.write(output, [each for each in found if each is not None])
+
+
+def _on_first_rank(link: Link[Any], act: Callable[[], None]) -> None:
+    """What goes wrong on rank 0 is raised on every rank. Collective."""
+    told = ""
+    if link.rank == 0:
+        try:
+            act()
+        except ConfigError as error:
+            told = str(error)
+    if told := link.all_gather(told.encode())[0].decode():
+        raise ConfigError(told)

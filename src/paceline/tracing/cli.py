@@ -1,0 +1,56 @@
+"""`paceline trace`: what a job that runs or has failed did last, as a table or as a trace file."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from paceline.tracing import chrome, jobs
+from paceline.tracing.last_passes import render
+
+_DESCRIPTION = """\
+Show the last passes of all ranks of a job, while it runs or after it has failed. Without a job, list all jobs
+that are known. A job is given by its id, by the process id of its launcher, or by the folder in which it
+records; of several hosts, by one folder for each.
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command; the value is the exit status.
+
+    Raises:
+        ConfigError: There is no such job, it can't be read, or the output can't be written.
+    """
+    parser = argparse.ArgumentParser(
+        prog="paceline trace", description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("job", nargs="*", help="an id, a process id, or folders")
+    parser.add_argument(
+        "--output", metavar="FILE", help="write a trace for ui.perfetto.dev or chrome://tracing"
+    )
+    parser.add_argument("--passes", type=int, default=5, metavar="N", help="how many to show (default: 5)")
+    parsed = parser.parse_args(arguments)
+    if not parsed.job:
+        return _list()
+    folders = [jobs.find(name) for name in parsed.job]
+    recordings = jobs.read(folders)
+    facts = jobs.facts_of(folders[0])
+    if facts is not None:
+        print(f"{facts.name}, {facts.nprocs} ranks, started {jobs.age(facts)}: {facts.state}\n")
+    print(render(recordings, max(1, parsed.passes)))
+    if parsed.output is not None:
+        chrome.write(Path(parsed.output), recordings)
+        print(f"\nThe trace is in {parsed.output}.")
+    return 0
+
+
+def _list() -> int:
+    found = jobs.jobs()
+    if not found:
+        print("No job is running or has failed that has recorded its passes.", file=sys.stderr)
+        return 1
+    for folder, facts in found:
+        print(f"{folder.name}  {jobs.age(facts)}  {facts.nprocs} ranks  {facts.name}: {facts.state}")
+    return 0

@@ -1,0 +1,174 @@
+"""Where jobs record, and which jobs have recorded something.
+
+The one idea: each job of a launcher has a folder of its own below one folder per user, which nobody else may
+look into. A job that ends well takes its folder along; one that fails leaves it, and the oldest of these go
+when there are many. Imports its neighbours, errors and the standard library.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from paceline.errors import ConfigError
+from paceline.tracing.ring_file import RankRecording, paths_in, read_folder
+
+_FACTS = "job.json"
+_MOST_KEPT = 10
+
+
+@dataclass(frozen=True)
+class JobFacts:
+    """What a launcher writes about its job.
+
+    Attributes:
+        name: The script.
+        pid: The launcher.
+        nprocs: Number of ranks.
+        started_s: Seconds since 1970.
+        exit_status: None: it has not ended, as far as anybody has written down.
+    """
+
+    name: str
+    pid: int
+    nprocs: int
+    started_s: float
+    exit_status: int | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self.exit_status is None and Path(f"/proc/{self.pid}").exists()
+
+    @property
+    def state(self) -> str:
+        """In words."""
+        if self.exit_status is not None:
+            return f"exit status {self.exit_status}"
+        return "running" if self.is_running else "killed with its launcher"
+
+
+def users_folder() -> Path:
+    """Where the jobs of this user record; it may not exist."""
+    return Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}"
+
+
+def new_folder() -> Path:
+    """A folder for one more job, which does not exist yet."""
+    return users_folder() / os.urandom(3).hex()
+
+
+def begin(folder: Path, facts: JobFacts) -> None:
+    """Make the folder of a job, and drop those of the oldest jobs.
+
+    Raises:
+        OSError: It can't be made, or another user has made the folder above it.
+    """
+    above = folder.parent
+    above.mkdir(mode=0o700, exist_ok=True)
+    found = above.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise FileExistsError(f"{above} belongs to somebody else")
+    for old, _ in jobs()[_MOST_KEPT - 1 :]:
+        shutil.rmtree(old, ignore_errors=True)
+    folder.mkdir(mode=0o700)
+    _write(folder, facts)
+
+
+def end(folder: Path, facts: JobFacts, exit_status: int) -> None:
+    """Write down how a job has ended; nothing is kept of one that ended well."""
+    with suppress(OSError):
+        if exit_status == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            _write(folder, JobFacts(**{**asdict(facts), "exit_status": exit_status}))
+
+
+def jobs() -> list[tuple[Path, JobFacts]]:
+    """The jobs of this user that have recorded and not ended well, the newest first."""
+    found = []
+    with suppress(OSError):
+        for folder in users_folder().iterdir():
+            facts = facts_of(folder)
+            if facts is not None:
+                found.append((folder, facts))
+    return sorted(found, key=lambda job: -job[1].started_s)
+
+
+def facts_of(folder: Path) -> JobFacts | None:
+    """What the launcher has written about a job; None: nothing that can be read."""
+    try:
+        return JobFacts(**json.loads((folder / _FACTS).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def find(name: str) -> Path:
+    """The folder of a job: the folder itself, the job's id, or the process id of its launcher.
+
+    Raises:
+        ConfigError: There is no such job.
+    """
+    if "/" in name or (Path(name).is_dir() and paths_in(Path(name))):
+        if not Path(name).is_dir():
+            raise ConfigError(f"There is no folder {name}.", hint="`paceline trace` lists the jobs")
+        return Path(name)
+    for folder, facts in jobs():
+        if name in (folder.name, str(facts.pid)):
+            return folder
+    others = [path.name for path in Path(tempfile.gettempdir()).glob("paceline-*")]
+    others = [name for name in others if name[9:].isdigit() and name != users_folder().name]
+    raise ConfigError(
+        f"There is no job {name!r} of yours that has recorded anything.",
+        where=str(users_folder()),
+        seen=f"folders of other users, which you may not read: {', '.join(sorted(others))}" if others else "",
+        likely="the job has ended well, which leaves nothing, or ten others have failed since",
+        hint="`paceline trace` lists the jobs; `paceline run --trace out.json` keeps a recording in any case",
+    )
+
+
+def read(folders: Sequence[Path]) -> list[RankRecording]:
+    """What the ranks of a job have recorded: of one folder, or one for each host.
+
+    Raises:
+        ConfigError: A folder can't be read, or holds nothing.
+    """
+    found: list[RankRecording] = []
+    for folder in folders:
+        try:
+            found += read_folder(folder)
+        except OSError as error:
+            raise ConfigError(
+                f"What the job has recorded can't be read: {folder}.",
+                seen=error.strerror or str(error),
+                likely="it is another user's" if isinstance(error, PermissionError) else "",
+            ) from error
+        if not os.access(folder, os.R_OK | os.X_OK):
+            raise ConfigError(
+                f"What the job has recorded can't be read: {folder}.", likely="it is another user's"
+            )
+    if not found:
+        raise ConfigError(
+            "No rank of this job has recorded a pass.",
+            where=", ".join(map(str, folders)),
+            likely="the script has not wrapped a model (yet), or runs on one rank, which averages nothing",
+        )
+    return sorted(found, key=lambda each: each.header.rank)
+
+
+def age(facts: JobFacts) -> str:
+    """When a job was started, as people say it."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(facts.started_s))
+
+
+def _write(folder: Path, facts: JobFacts) -> None:
+    temporary = folder / f"{_FACTS}.new"
+    temporary.write_text(json.dumps(asdict(facts)))
+    temporary.replace(folder / _FACTS)

@@ -1,0 +1,243 @@
+"""What this process records: off, or into one ring.
+
+The one idea: whoever has something to note asks `recording.note`, which is None while nothing is recorded;
+that is all that it costs then. A recording is begun by the launcher's variable, or by `trace()` of a model.
+The memory of a ring stays mapped until the process ends: another thread may be in the middle of a note.
+
+Imports its neighbours, the core and the standard library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import mmap
+import os
+import socket
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar, cast, final
+
+from paceline import _core
+from paceline.tracing import ring_file
+from paceline.tracing.records import Event
+from paceline.tracing.ring_file import (
+    CAPACITY_VARIABLE,
+    FLIGHT_RECORDS,
+    FOLDER_VARIABLE,
+    RankHeader,
+    RankRecording,
+)
+from paceline.tracing.usage import UsageReader
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_USED = int(Event.USED)
+_SAMPLE_EVERY_NS = 1_000_000_000
+
+
+@final
+class Recording:
+    """The recording of this process. There is one: `recording`.
+
+    Attributes:
+        note: Notes an event and its two numbers; None: nothing is recorded.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_facts",
+        "_last_failure",
+        "_memory",
+        "_next_sample_ns",
+        "_num_models",
+        "_path",
+        "_place",
+        "_usage",
+        "note",
+    )
+
+    def __init__(self) -> None:
+        self.note: Callable[[int, int, int], None] | None = None
+        self._memory: mmap.mmap | None = None
+        self._path: Path | None = None
+        self._place = (0, 1)
+        self._usage: UsageReader | None = None
+        self._next_sample_ns = 0
+        self._num_models = 0
+        self._last_failure = ""
+        self._facts: dict[tuple[str, int], dict[str, Any]] = {}  # what a further ring must be told, too
+        os.register_at_fork(after_in_child=self._stop)
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether all is to be recorded, also what takes hooks in the framework."""
+        return self.note is not None and bool(os.environ.get(CAPACITY_VARIABLE))
+
+    def begin_if_asked(self, rank: int, world_size: int) -> None:
+        """Record from now on, if the launcher has asked for it and this process does not record yet.
+
+        A folder that can't be written to, or is full, is a warning: training goes on.
+        """
+        folder = os.environ.get(FOLDER_VARIABLE)
+        if not folder or self.note is not None:
+            return
+        rank, world_size = _place_in_job(rank, world_size)
+        path = ring_file.path_of(Path(folder), rank)
+        if _is_of_other_process(path):
+            return  # a program that a rank has started
+        capacity = os.environ.get(CAPACITY_VARIABLE, "")
+        try:
+            self.start(path, rank, world_size, int(capacity) if capacity.isdigit() else FLIGHT_RECORDS)
+        except OSError as error:
+            warnings.warn(
+                f"Rank {rank} of {world_size} records nothing: {path} can't be made ({error.strerror}).",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def start(self, path: Path | None, rank: int, world_size: int, capacity: int) -> None:
+        """Record from now on, into a new file; None: one without a name.
+
+        Args:
+            path: The file.
+            rank: This process in its job.
+            world_size: Number of ranks of the job.
+            capacity: Most records that are kept; rounded up to a power of two.
+
+        Raises:
+            OSError: The file can't be made.
+        """
+        capacity = 1 << max(6, (capacity - 1).bit_length())
+        memory = ring_file.create(path, capacity)
+        header = RankHeader(
+            rank,
+            world_size,
+            os.getpid(),
+            socket.gethostname(),
+            _boot_id(),
+            time.monotonic_ns(),
+            time.time_ns(),
+            capacity,
+        )
+        ring_file.write_header(memory, header)
+        self._memory, self._path, self._place = memory, path, (rank, world_size)
+        for fact in self._facts.values():
+            ring_file.add_note(memory, fact)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        _core.start_recording(address + ring_file.COUNT_AT, address + ring_file.RECORDS_AT, capacity)
+        if self._usage is None:
+            self._usage = UsageReader()
+        self._next_sample_ns = 0
+        self.note = _core.record
+
+    def enlarge(self, rank: int, world_size: int, capacity: int) -> Callable[[], None]:
+        """Record into a larger ring for a while, instead of any that there is; returns what ends that."""
+        before = (self._memory, self._path, self._place)
+        capacity_before = None if before[0] is None else (len(before[0]) - ring_file.RECORDS_AT) // 32
+        path = self._path
+        self.start(path, *(before[2] if capacity_before else (rank, world_size)), capacity)
+
+        def end() -> None:
+            if capacity_before is None:
+                self._stop()
+            else:
+                self.start(path, *before[2], capacity_before)
+
+        return end
+
+    def snapshot(self) -> bytes:
+        """A copy of what was recorded so far; empty: nothing is recorded."""
+        return b"" if self._memory is None else self._memory[:]
+
+    def read(self) -> RankRecording | None:
+        """What was recorded so far."""
+        return ring_file.read(self.snapshot())
+
+    def number_model(self) -> int:
+        """A number for one more wrapped model."""
+        self._num_models += 1
+        return self._num_models - 1
+
+    def tell(self, what: str, model: int, **facts: Any) -> None:
+        """Tell something in words that a reader must know to understand the records of a model."""
+        fact = {"what": what, "model": model, **facts}
+        self._facts[what, model] = fact
+        if self._memory is not None:
+            ring_file.add_note(self._memory, fact)
+
+    def forget(self, model: int) -> None:
+        """A model makes no passes any more: further rings need not be told of it."""
+        self._facts = {key: fact for key, fact in self._facts.items() if key[1] != model}
+
+    def tell_failure(self, error: BaseException) -> None:
+        """Tell why a pass, or the program, raised."""
+        text = f"{type(error).__name__}: {error}"[:2000]
+        if self._memory is not None and text != self._last_failure:
+            self._last_failure = text
+            fact = {"what": "failure", "time_ns": time.monotonic_ns(), "text": text}
+            ring_file.add_note(self._memory, fact, is_failure=True)
+
+    def sample_usage(self) -> None:
+        """Note what this process has used so far, once in a second. Called at the end of passes."""
+        now_ns = time.monotonic_ns()
+        note, usage = self.note, self._usage
+        if now_ns < self._next_sample_ns or note is None or usage is None:
+            return
+        self._next_sample_ns = now_ns + _SAMPLE_EVERY_NS
+        for counter, value in usage.read().items():
+            note(_USED, counter, value)
+
+    def _stop(self) -> None:
+        """Record no more. In a forked child, too: the ring is its parent's."""
+        _core.stop_recording()
+        self.note = self._memory = self._path = None
+
+
+recording = Recording()
+
+
+def note_event(event: Event) -> None:
+    """Note an event without numbers, if anything is recorded."""
+    if (note := recording.note) is not None:
+        note(event, 0, 0)
+
+
+def noted(call: _Function, began: Event, ended: Event) -> _Function:
+    """The function, whose calls are noted whenever something is recorded."""
+
+    @functools.wraps(call)
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        note_event(began)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            note_event(ended)
+
+    return cast(_Function, noting)
+
+
+def _place_in_job(rank: int, world_size: int) -> tuple[int, int]:
+    """This process among all of its job, which may train models in smaller groups."""
+    given = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    if all(text.isdigit() for text in given):
+        return int(given[0]), int(given[1])
+    return rank, world_size
+
+
+def _is_of_other_process(path: Path) -> bool:
+    """Whether a process that still runs records there."""
+    try:
+        with path.open("rb") as file:
+            before = ring_file.read_header(file.read(ring_file.COUNT_AT))
+    except OSError:
+        return False
+    return before is not None and before.pid != os.getpid() and Path(f"/proc/{before.pid}").exists()
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()

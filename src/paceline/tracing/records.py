@@ -1,0 +1,122 @@
+"""The words of a recording: what a rank notes while it trains, and how a note lies in memory.
+
+The one idea: a record is 32 bytes, of which the core writes some and Python the others. `Event` has the same
+numbers as `Event` in cpp/core/recorder.h. Imports the standard library.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from enum import IntEnum
+from typing import NamedTuple
+
+RECORD = struct.Struct("<qIHHqq")
+RECORD_BYTES = RECORD.size
+_MODEL_SHIFT = 40
+
+
+class Event(IntEnum):
+    """What a record tells; in brackets its two numbers. Times are of CLOCK_MONOTONIC, in nanoseconds."""
+
+    POSTED = 1
+    """This rank has posted a bucket (its number, 0)."""
+    REDUCED = 2
+    """It has reduced chunks of a bucket (when it began, bucket << 32 | chunks)."""
+    WAITED = 3
+    """It has waited for others (when it began, the last rank to come, or -1)."""
+    COPIED_BACK = 4
+    """It has copied means to where gradients lie (when it began, 0)."""
+    FORWARD_BEGAN = 5
+    """(pass of a model, whether its backward is averaged)"""
+    FORWARD_ENDED = 6
+    """(pass of a model, 0)"""
+    BACKWARD_BEGAN = 7
+    """(pass of a model, 0)"""
+    BACKWARD_ENDED = 8
+    """It has all its gradients, and waits for the others (pass of a model, whether it has no data)."""
+    PASS_ENDED = 9
+    """(pass of a model, whether it raised)"""
+    WROTE_BACK = 10
+    """Python has written the means back (when it began, 0)."""
+    SYNCED_BUFFERS = 11
+    """(when it began, 0)"""
+    OPTIMIZER_BEGAN = 12
+    OPTIMIZER_ENDED = 13
+    DATA_BEGAN = 14
+    """A data loader was asked for a batch."""
+    DATA_ENDED = 15
+    USED = 16
+    """A total of what this process has used since it began (a `Usage`, its value)."""
+
+
+class Usage(IntEnum):
+    """What a process can run short of."""
+
+    CPU_NS = 1
+    """CPU time of all its threads."""
+    RUN_QUEUE_NS = 2
+    """How long its main thread was ready to run while another one had the core."""
+    SWITCHES = 3
+    """How often a thread of it was taken from its core."""
+    MAJOR_FAULTS = 4
+    """Pages that were read from a disk."""
+    MINOR_FAULTS = 5
+    """Pages that the kernel had to give."""
+    THROTTLED_US = 6
+    """How long its control group was throttled, in microseconds."""
+    STEAL_TICKS = 7
+    """How long its cores were taken by other virtual machines, in hundredths of a second."""
+
+
+class Record(NamedTuple):
+    """One note of a rank."""
+
+    time_ns: int
+    event: int
+    thread: int
+    first: int
+    second: int
+
+
+def pass_id(model: int, number: int) -> int:
+    """A pass of a model in one number; models and passes are counted in each process.
+
+    Example:
+        >>> pass_of(pass_id(2, 117))
+        (2, 117)
+    """
+    return model << _MODEL_SHIFT | number
+
+
+def pass_of(identity: int) -> tuple[int, int]:
+    """The model and the number of a pass; see `pass_id`."""
+    return identity >> _MODEL_SHIFT, identity & ((1 << _MODEL_SHIFT) - 1)
+
+
+def unpack(ring: bytes, count: int) -> list[Record]:
+    """The records of a ring that are whole, oldest first.
+
+    Args:
+        ring: The memory of the ring.
+        count: How many records were begun since the ring was empty. The last of them may be torn; then the
+            sequence number there is not that of its place.
+    """
+    capacity = len(ring) // RECORD_BYTES
+    found = []
+    for index in range(max(0, count - capacity), count):
+        time_ns, sequence, event, thread, first, second = RECORD.unpack_from(
+            ring, index % capacity * RECORD_BYTES
+        )
+        if sequence == (index + 1) & 0xFFFFFFFF:
+            found.append(Record(time_ns, event, thread, first, second))
+    return found
+
+
+def pack(records: Iterable[Record], capacity: int) -> bytes:
+    """A ring that holds these records; what the core writes, for tests and tools."""
+    ring = bytearray(capacity * RECORD_BYTES)
+    for index, record in enumerate(records):
+        fields = (record.time_ns, (index + 1) & 0xFFFFFFFF, *record[1:])
+        RECORD.pack_into(ring, index % capacity * RECORD_BYTES, *fields)
+    return bytes(ring)

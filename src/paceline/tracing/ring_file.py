@@ -1,0 +1,191 @@
+"""The file of one rank: who it is, notes in words, and the ring of its records.
+
+The one idea: the rank maps the file and never closes it, so all that it wrote is there however it ended; and
+its disk space is reserved first, so that writing cannot fail. Bytes of the file:
+
+    0       Header
+    512     number of records begun (8 bytes, written by the core), bytes of notes written (8 bytes)
+    4096    notes: lines of JSON
+    65536   records (`records.py`), as many as the header tells
+
+Imports its neighbours and the standard library.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.tracing.records import RECORD_BYTES, Record, unpack
+
+COUNT_AT, _NOTES_USED_AT, _NOTES_AT, RECORDS_AT = 512, 520, 4096, 65536
+_NOTES_BYTES = RECORDS_AT - _NOTES_AT
+_KEPT_FOR_FAILURES = 8192
+_MAGIC = b"PACELINE"
+_VERSION = 1
+_HEADER = struct.Struct("<8sIIQiiIqq64s40s")
+_SUFFIX = ".ring"
+
+FOLDER_VARIABLE = "PACELINE_TRACE_DIR"
+"""A folder in which each rank records; `paceline run` sets it."""
+CAPACITY_VARIABLE = "PACELINE_TRACE_RECORDS"
+"""How many records a rank keeps; `paceline run --trace` sets more."""
+
+FLIGHT_RECORDS = 1 << 13
+"""The length of a flight recorder: 256 KiB, hundreds of passes of a small model, tens of a large one."""
+TRACE_RECORDS = 1 << 18
+"""The length with --trace: 8 MiB, thousands of passes."""
+
+
+@dataclass(frozen=True)
+class RankHeader:
+    """Who has recorded.
+
+    Attributes:
+        rank: The rank.
+        world_size: Number of ranks.
+        pid: Its process.
+        host: The name of its host.
+        boot: The kernel's id of the host since it was started: ranks that have it in common share a clock.
+        monotonic_ns: CLOCK_MONOTONIC when the recording began.
+        real_ns: Nanoseconds since 1970 at that time.
+        capacity: How many records the ring holds.
+    """
+
+    rank: int
+    world_size: int
+    pid: int
+    host: str
+    boot: str
+    monotonic_ns: int
+    real_ns: int
+    capacity: int
+
+    def pack(self) -> bytes:
+        return _HEADER.pack(
+            _MAGIC,
+            _VERSION,
+            RECORD_BYTES,
+            self.capacity,
+            self.rank,
+            self.world_size,
+            self.pid,
+            self.monotonic_ns,
+            self.real_ns,
+            self.host.encode()[:64],
+            self.boot.encode()[:40],
+        )
+
+
+@dataclass(frozen=True)
+class RankRecording:
+    """What one rank has recorded, as far as it was written.
+
+    Attributes:
+        header: Who it is.
+        records: Oldest first.
+        notes: What it told in words.
+        num_lost: How many older records were overwritten.
+    """
+
+    header: RankHeader
+    records: list[Record]
+    notes: list[dict[str, Any]]
+    num_lost: int
+
+
+def path_of(folder: Path, rank: int) -> Path:
+    """Where a rank records."""
+    return folder / f"rank{rank}{_SUFFIX}"
+
+
+def paths_in(folder: Path) -> list[Path]:
+    """What ranks have recorded in a folder, in no order."""
+    return list(folder.glob(f"rank*{_SUFFIX}"))
+
+
+def file_bytes(capacity: int) -> int:
+    """Size of the file of a rank."""
+    return RECORDS_AT + capacity * RECORD_BYTES
+
+
+def create(path: Path | None, capacity: int) -> mmap.mmap:
+    """A new file in the place of any that is there, its disk space reserved; None: one without a name.
+
+    Raises:
+        OSError: It can't be made, or the disk is full.
+    """
+    if path is None:
+        fd = os.memfd_create("paceline-trace")
+    else:
+        path.unlink(missing_ok=True)  # an earlier one may still be mapped
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, file_bytes(capacity))
+        return mmap.mmap(fd, file_bytes(capacity))
+    except OSError:
+        if path is not None:
+            path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(fd)
+
+
+def write_header(memory: mmap.mmap, header: RankHeader) -> None:
+    packed = header.pack()
+    memory[: len(packed)] = packed
+
+
+def add_note(memory: mmap.mmap, note: dict[str, Any], *, is_failure: bool = False) -> bool:
+    """Write a note, where there is room; for failures some is kept. Whether there was."""
+    line = json.dumps(note).encode() + b"\n"
+    (used,) = struct.unpack_from("<Q", memory, _NOTES_USED_AT)
+    room = _NOTES_BYTES - used - (0 if is_failure else _KEPT_FOR_FAILURES)
+    if len(line) > room:
+        return False
+    memory[_NOTES_AT + used : _NOTES_AT + used + len(line)] = line
+    struct.pack_into("<Q", memory, _NOTES_USED_AT, used + len(line))
+    return True
+
+
+def read_header(data: bytes) -> RankHeader | None:
+    """Who has recorded, by the first bytes of the file; None: it is no such file, or of another version."""
+    if len(data) < _HEADER.size or data[:8] != _MAGIC:
+        return None
+    _, version, record_bytes, capacity, *numbers, host, boot = _HEADER.unpack_from(data)
+    if version != _VERSION or record_bytes != RECORD_BYTES:
+        return None
+    rank, world_size, pid, monotonic_ns, real_ns = numbers
+    name, boot_id = (text.rstrip(b"\0").decode(errors="replace") for text in (host, boot))
+    return RankHeader(rank, world_size, pid, name, boot_id, monotonic_ns, real_ns, capacity)
+
+
+def read(data: bytes) -> RankRecording | None:
+    """What a copy of the file holds; None: it is no such file, or its rank has not come far enough."""
+    header = read_header(data)
+    if header is None or len(data) < file_bytes(header.capacity):
+        return None
+    count, used = struct.unpack_from("<QQ", data, COUNT_AT)
+    notes = []
+    for line in data[_NOTES_AT : _NOTES_AT + used].splitlines():
+        try:
+            notes.append(json.loads(line))
+        except ValueError:  # noqa: PERF203  # killed in the middle of it
+            continue
+    records = unpack(data[RECORDS_AT : file_bytes(header.capacity)], count)
+    return RankRecording(header, records, notes, max(0, count - header.capacity))
+
+
+def read_folder(folder: Path) -> list[RankRecording]:
+    """What the ranks have recorded in a folder, by rank. While they run, what is there now.
+
+    Raises:
+        OSError: The folder, or a file in it, can't be read.
+    """
+    found = [read(path.read_bytes()) for path in paths_in(folder)]
+    return sorted((each for each in found if each is not None), key=lambda each: each.header.rank)

@@ -1,0 +1,89 @@
+"""`paceline run --trace` and `paceline trace`: a rank is killed, and what all did is still there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.launch.conftest import WITHIN_S, Launcher
+from tests.traces import passes_of, read_trace, slices_of
+
+ROOT = Path(__file__).parents[2]
+TRAINS = """
+    import torch
+    from pathlib import Path
+    from tests.traces import until_ended
+    from torch.nn.parallel import DistributedDataParallel
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    ddp = DistributedDataParallel(torch.nn.Linear(8, 8))
+    assert type(ddp).__module__.startswith("paceline.")
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    for number in range(1, 9):
+        loss = ddp(torch.ones(2, 8)).sum()
+        if number == 5 and rank == 1:
+            until_ended(Path(os.environ["PACELINE_TRACE_DIR"]), 0, 5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        loss.backward()
+        optimizer.step()
+"""
+
+
+def paceline(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "paceline", *arguments],
+        cwd=folder,
+        env={**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=WITHIN_S,
+    )
+
+
+def test_a_killed_rank_leaves_its_last_passes(launcher: Launcher) -> None:
+    folder = launcher.folder
+    launcher.write(TRAINS)
+    done = paceline("run", "-n", "2", "--replace-ddp", "--trace", "out.json", "script.py", folder=folder)
+    assert done.returncode == 137, done.stderr
+    assert "paceline: the trace is in out.json (open it at https://ui.perfetto.dev)" in done.stderr
+    assert "rank 1 of 2 failed first" in done.stderr.splitlines()[-1]
+    threads = read_trace(folder / "out.json")
+    assert passes_of(threads["rank 0"], "backward") == [1, 2, 3, 4, 5]
+    # Rank 1 was killed after its fifth forward, while rank 0 waited for it.
+    assert passes_of(threads["rank 1"], "forward") == [1, 2, 3, 4, 5]
+    assert passes_of(threads["rank 1"], "backward") == [1, 2, 3, 4]
+    assert len(slices_of(threads["rank 1"], "optimizer")) == 4
+    assert slices_of(threads["rank 0"], "average")[-1]["args"] == {"pass": 5, "raised": True}
+
+    listed = paceline("trace", folder=folder)
+    assert listed.stdout.endswith("2 ranks  script.py: exit status 137\n")
+    told = paceline(
+        "trace", listed.stdout.split()[0], "--passes", "2", "--output", "later.json", folder=folder
+    )
+    assert told.returncode == 0, told.stderr
+    rows = [line.split() for line in told.stdout.splitlines()]
+    assert [row[:2] for row in rows[3:7]] == [["4", "0"], ["4", "1"], ["5", "0"], ["5", "1"]]
+    assert "rank 1 (pid " in told.stdout
+    assert "PeerLostError: Rank 1 of 2 died" in told.stdout
+    assert read_trace(folder / "later.json").keys() == threads.keys()
+
+
+def test_a_place_that_cannot_be_written_is_told_before_anything_starts(launcher: Launcher) -> None:
+    launcher.write("print('started')")
+    done = paceline("run", "-n", "2", "--trace", "none/out.json", "script.py", folder=launcher.folder)
+    assert done.returncode == 2
+    assert "The trace can't be written to none/out.json." in done.stderr
+    assert "started" not in done.stdout
+
+
+def test_a_script_that_wraps_no_model_is_told_so(launcher: Launcher) -> None:
+    launcher.write("print('done')")
+    done = paceline("run", "-n", "2", "--trace", "out.json", "script.py", folder=launcher.folder)
+    assert done.returncode == 0
+    assert "No rank of this job has recorded a pass." in done.stderr
+    assert not (launcher.folder / f"paceline-{os.getuid()}").exists() or not list(
+        (launcher.folder / f"paceline-{os.getuid()}").iterdir()
+    )
