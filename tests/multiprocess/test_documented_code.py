@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import doctest
 import io
+import itertools
 import os
 import re
 import types
@@ -117,7 +118,15 @@ def of_sharded_optimizer(names: Names, number: int) -> None:
     dist.barrier()  # until rank 0 has saved
 
 
-OF_A_GROUP = ("concepts.md", "data.md", "local_sgd.md", "one-model.md", "sharded-optimizer.md")
+def of_tracing(names: Names, number: int) -> None:
+    os.chdir(os.environ["TMPDIR"])  # where the trace is written
+    ddp = names["ddp"] = paceline.torch.DistributedDataParallel(nn.Linear(4, 3))
+    names["loader"] = DataLoader(classes(64), batch_size=16)
+    names["itertools"] = itertools
+    names["train_step"] = lambda batch: nn.functional.cross_entropy(ddp(batch[0]), batch[1]).backward()
+
+
+OF_A_GROUP = ("concepts.md", "data.md", "local_sgd.md", "one-model.md", "sharded-optimizer.md", "tracing.md")
 PREPARED: dict[str, Callable[[Names, int], None]] = {
     "coming-from-ddp.md": of_coming_from_ddp,
     "concepts.md": of_concepts,
@@ -127,6 +136,7 @@ PREPARED: dict[str, Callable[[Names, int], None]] = {
     "local_sgd.md": of_local_sgd,
     "one-model.md": of_one_model,
     "sharded-optimizer.md": of_sharded_optimizer,
+    "tracing.md": of_tracing,
 }
 
 
