@@ -8,7 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
 from paceline.errors import ConfigError
 from paceline.tracing.ring_file import FOLDER_VARIABLE
@@ -97,6 +99,45 @@ def test_the_timeline_shows_passes_and_whom_each_rank_waited_for(group, make):
         ("rank 0", 5, "rank 1"),
         ("rank 1", 6, "rank 0"),
     }
+
+
+@ranks(2)
+@pytest.mark.parametrize("make", [steps_in_torch, steps_in_paddle], ids=["torch", "Paddle"])
+def test_the_statistics_are_what_the_passes_were(group, make):
+    ddp, step = make(group)
+    assert (ddp.stats().worked_s, ddp.stats().slow_rank, ddp.stats().passes) == ((), None, 0)
+    for _ in range(6):
+        step(lambda: None)
+    stats = ddp.stats()
+    assert (stats.rank, stats.world_size, stats.passes) == (group.rank, 2, 6)
+    assert (stats.path, stats.bits) == (ddp.gradient_path, ddp.bits) == ("memory", "world")
+    assert (stats.waited_s, stats.nonfinite, stats.num_unused) == (ddp.waited_s, {}, 0)
+    assert stats.num_buckets == len(ddp.bucket_layout())
+    assert stats.pass_bytes == sum(bucket.nbytes for bucket in ddp.bucket_layout())
+    assert stats.waited_for_s[group.rank] == 0 <= sum(stats.waited_for_s) <= stats.waited_s
+    # Every rank knows of every rank: the same figures everywhere.
+    assert len(stats.worked_s) == 2 and all(seconds > 0 for seconds in stats.worked_s)
+    assert_array_equal(group.all_gather(np.array(stats.worked_s)), [stats.worked_s] * 2)
+
+
+@ranks(2, group=None)
+def test_ranks_of_a_process_group_tell_each_other_how_long_they_worked(rank):
+    import torch
+    import torch.distributed as dist
+
+    from paceline.torch import DistributedDataParallel
+
+    dist.init_process_group("paceline")
+    ddp = DistributedDataParallel(torch.nn.Linear(4, 4), reduce_through="group")
+    for _ in range(4):
+        ddp(torch.ones(1, 4)).sum().backward()
+    stats = ddp.stats()
+    assert stats.path == "group"
+    assert len(stats.worked_s) == 2 and all(seconds > 0 for seconds in stats.worked_s)
+    rows = [torch.zeros(2, dtype=torch.float64) for _ in range(2)]
+    dist.all_gather(rows, torch.tensor(stats.worked_s, dtype=torch.float64))
+    assert rows[0].tolist() == rows[1].tolist()
+    dist.destroy_process_group()
 
 
 @ranks(2)

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from paceline.reducer.protocol import Outcome, PassStatus
 
-_REPORT = struct.Struct("<dIIIIII?")
+_REPORT = struct.Struct("<dIIIIII?I")
+_MOST_WORKED_US = 2**32 - 1
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class RankReport:
         overflowed: How many parameters it has found whose sum does.
         note: See `Reducer.set_note`.
         refuses_unused: Whether it left any and did not allow it.
+        worked_us: How long it has worked since the pass before; 0: there was none.
     """
 
     weight: float
@@ -40,12 +42,14 @@ class RankReport:
     overflowed: int
     note: int
     refuses_unused: bool
+    worked_us: int = 0
 
     NBYTES = _REPORT.size
 
     def pack(self) -> bytes:
         counts = (self.word, self.unused, self.nonfinite, self.overflowed)
-        return _REPORT.pack(self.weight, self.identity, *counts, self.note, self.refuses_unused)
+        worked_us = min(self.worked_us, _MOST_WORKED_US)
+        return _REPORT.pack(self.weight, self.identity, *counts, self.note, self.refuses_unused, worked_us)
 
     @classmethod
     def unpack(cls, payload: bytes) -> RankReport:

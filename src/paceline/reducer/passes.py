@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import statistics
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, final
@@ -48,6 +49,7 @@ from paceline.reducer.plan import (
 from paceline.reducer.protocol import Outcome, PassStatus, Reducer
 from paceline.reducer.replica_check import Entry
 from paceline.reducer.sharing import registry
+from paceline.reducer.statistics import Statistics
 from paceline.rendezvous import lifetime
 from paceline.tracing.recording import recording
 from paceline.tracing.records import Event, pass_id
@@ -244,6 +246,7 @@ class Passes(Generic[AnyAutograd]):
         self.link, self._set_activity = link, link.tell
         self._begun_forwards = 0
         self._waited_before_s = 0.0
+        self._waited_for_before_ns = [0] * link.world_size
         self._pass_number = 1
         recording.begin_if_asked(link.rank, link.world_size)
         if recording.note is not None:
@@ -354,6 +357,28 @@ class Passes(Generic[AnyAutograd]):
         """Seconds that this rank has spent waiting for the others at the end of backward, in all passes."""
         return self._waited_before_s + self.reducer.waited_s
 
+    def _waited_for_ns(self, reducer: Reducer) -> list[int]:
+        return [sum(pair) for pair in zip(self._waited_for_before_ns, reducer.waited_for_ns, strict=True)]
+
+    def statistics(self) -> Statistics:
+        """All that is known of the passes so far; see `Statistics`. Not collective."""
+        plan, reducer, rank = self.reduction.plan, self.reducer, self.link.rank
+        worked = [statistics.median(times) / 1e9 for times in reducer.worked_ns if times]
+        return Statistics(
+            rank=rank,
+            world_size=self.world_size,
+            passes=self.good_passes,
+            path=self.path,
+            bits=self.bits,
+            waited_s=self.waited_s,
+            waited_for_s=tuple(ns / 1e9 for ns in self._waited_for_ns(reducer)),
+            worked_s=tuple(worked),
+            num_buckets=len(plan.buckets),
+            pass_bytes=sum(bucket.nbytes for bucket in plan.buckets),
+            nonfinite=self.nonfinite() if self.looks_for_nonfinite else {},
+            num_unused=len(reducer.unused(rank)) if self.good_passes else 0,
+        )
+
     def squared_norm(self) -> float:
         """The squared norm of the last pass's mean gradient; NaN if that pass was void, or raised."""
         of_plan = self.reducer.squared_norm() if self._of_first is None else self._of_first[0]
@@ -413,6 +438,7 @@ class Passes(Generic[AnyAutograd]):
         before = self.reduction
         self._of_first = (before.reducer.squared_norm(), before.reducer.nonfinite())
         self._waited_before_s += before.reducer.waited_s
+        self._waited_for_before_ns = self._waited_for_ns(before.reducer)
         must_move = self.gradients.any_in_arena
         # Where the arena is free there need never be two.
         self.reduction = self._make_reduction(plan, None if must_move else before)

@@ -53,6 +53,19 @@ class Reducer(Protocol):
         """Seconds that `finish` spent waiting for other ranks, since the reducer was made."""
         ...
 
+    @property
+    def waited_for_ns(self) -> list[int]:
+        """For each rank, how much of that was because it ended its backward last."""
+        ...
+
+    @property
+    def worked_ns(self) -> list[list[int]]:
+        """For each rank, how long it worked between two passes, in some of the last of them, in no order.
+
+        From the end of a pass to the end of the next backward, without waiting.
+        """
+        ...
+
     def note_first_bucket(self) -> None:
         """Note when this rank's first bucket is complete, once, from now on."""
         ...

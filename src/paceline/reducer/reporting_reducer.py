@@ -20,6 +20,7 @@ from paceline.reducer.overlaps import overlapping
 from paceline.reducer.pass_reports import RankReport, judge, unused_by_all
 from paceline.reducer.plan import Plan
 from paceline.reducer.protocol import PassStatus
+from paceline.reducer.worked_times import WorkedTimes
 from paceline.tracing.recording import recording
 from paceline.tracing.records import Event
 
@@ -46,6 +47,7 @@ class ReportingReducer(ABC):
         self._weight, self._note = 1.0, 0
         self._notes_first_bucket, self._first_bucket_ns = False, 0
         self._waited_s = 0.0
+        self._worked = WorkedTimes(world_size)
         self._passes = 0
         self._reports: list[RankReport] = []
         self._unused: list[list[int]] = [[] for _ in range(world_size)]
@@ -58,6 +60,14 @@ class ReportingReducer(ABC):
     @property
     def waited_s(self) -> float:
         return self._waited_s
+
+    @property
+    def waited_for_ns(self) -> list[int]:
+        return list(self._worked.waited_for_ns)
+
+    @property
+    def worked_ns(self) -> list[list[int]]:
+        return self._worked.by_rank()
 
     def note_first_bucket(self) -> None:
         self._notes_first_bucket, self._first_bucket_ns = True, 0
@@ -93,13 +103,16 @@ class ReportingReducer(ABC):
     def finish(self, status: PassStatus, allow_unused: bool, allow_nobodys: bool = False) -> int:
         self._check_usable()
         started = time.monotonic()
+        self._worked.end_backward(started)
         self._has_no_means = True  # until it has
         try:
             self._complete(status, allow_unused)
         except BaseException as error:
             self._fail(error)
             raise
-        self._waited_s += time.monotonic() - started
+        ended = time.monotonic()
+        self._waited_s += ended - started
+        self._worked.end_pass(ended, ended - started, [each.worked_us for each in self._reports])
         if (note := recording.note) is not None:
             note(_WAITED, round(started * 1e9), -1)
         self._overlapping = overlapping(self._copied)
@@ -192,6 +205,7 @@ class ReportingReducer(ABC):
             more: `identity`, `nonfinite` and `overflowed` of a RankReport; each is 0 if left out.
         """
         told = {"identity": 0, "nonfinite": 0, "overflowed": 0, **more}
+        told["worked_us"] = self._worked.own_us
         return RankReport(
             weight=self._weight,
             word=status.pack(),

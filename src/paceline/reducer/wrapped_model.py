@@ -11,6 +11,7 @@ import os
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NoReturn, TypeVar, cast
 
 from paceline.arguments import Arguments
@@ -24,6 +25,7 @@ from paceline.reducer.members import Members
 from paceline.reducer.micro_batches import as_weight
 from paceline.reducer.passes import Passes
 from paceline.reducer.plan import BucketLayout, bucket_layout
+from paceline.reducer.statistics import Statistics
 from paceline.reducer.traced import recorded
 
 _Batch = TypeVar("_Batch")
@@ -550,6 +552,21 @@ class WrappedModel:
             Two ranks have made three steps of two micro-batches, the first of each in `no_sync()`: 3 on both.
         """
         return 0 if self._passes is None else self._passes.good_passes
+
+    def stats(self) -> Statistics:
+        """All figures of the passes so far in one frozen object: who waited for whom, who works how long.
+
+        Not collective, and free: each rank learns of the others with every pass.
+
+        Example:
+            Rank 1 of two is slower; on both ranks:
+
+            >>> ddp.stats().worked_s, ddp.stats().slow_rank
+            ((0.020, 0.031), 1)
+        """
+        if self._passes is not None:
+            return replace(self._passes.statistics(), bits=self.bits)
+        return Statistics(0, 1, 0, "nothing", self.bits, 0.0, (0.0,), (), 0, 0, {}, 0)
 
     @property
     def waited_s(self) -> float:
