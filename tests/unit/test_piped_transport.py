@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import queue
+import socket
 import threading
 import time
 
@@ -66,7 +67,7 @@ class Pair:
         self.cut()
         for end in self.ends:
             end.abort()
-        for lane in [lane for end in self.ends for lane in end._lanes]:
+        for lane in [lane for end in self.ends for lane in (*end._senders, *end._receivers)]:
             lane.thread.join(PATIENT_S)
             assert not lane.thread.is_alive()
 
@@ -193,3 +194,51 @@ def test_who_leaves_has_sent_everything_and_says_so(pair):
     staying.incoming[0][0].thread.join(PATIENT_S)
     with pytest.raises(RuntimeError, match="it has left"):
         PipedTransport(staying, 0).receive(0, room, tag_of(1, 0, 0))
+
+
+class Watched:
+    """A socket that notes how it is shut down, and whether its connection was still used then."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, bool]] = []
+        self.pipes: Pipes | None = None
+
+    def shutdown(self, how: int) -> None:
+        assert self.pipes is not None
+        self.calls.append((how, self.pipes._num_in_calls > 0))
+
+
+def watched_ends() -> tuple[list[Pipes], list[Watched]]:
+    there, back = Line(), Line()
+    sockets = [Watched(), Watched()]
+    ends = [
+        Pipes(0, [0, 1], ["rank 0", "rank 1"], {1: [there.send]}, {1: [back.receive]}, sockets[:1], 30.0),
+        Pipes(1, [0, 1], ["rank 0", "rank 1"], {0: [back.send]}, {0: [there.receive]}, sockets[1:], 30.0),
+    ]
+    for each, end in zip(sockets, ends, strict=True):
+        each.pipes = end
+    return ends, sockets
+
+
+def test_ranks_that_leave_together_end_no_connection_that_is_used():
+    ends, sockets = watched_ends()
+    leaving = [threading.Thread(target=end.close) for end in ends]
+    for thread in leaving:
+        thread.start()
+    for thread in leaving:
+        thread.join(PATIENT_S)
+    for each in sockets:
+        assert each.calls[0] == (socket.SHUT_RDWR, False), each.calls
+
+
+def test_a_rank_that_leaves_before_its_partner_may_still_write(monkeypatch):
+    """The engine's thread may be about to: an error there would end the process."""
+    monkeypatch.setattr(piped_transport, "_ENDED_WITHIN_S", 0.05)
+    ends, sockets = watched_ends()
+    ends[0].close()
+    assert sockets[0].calls == [(socket.SHUT_RD, True)]
+    assert not sockets[1].calls
+    ends[1].close()
+    for lane in (*ends[0]._senders, *ends[0]._receivers, *ends[1]._senders, *ends[1]._receivers):
+        lane.thread.join(PATIENT_S)
+    assert sockets[0].calls[-1] == (socket.SHUT_RDWR, False)

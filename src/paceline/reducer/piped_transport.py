@@ -37,7 +37,7 @@ import numpy as np
 
 from paceline.reducer.hosts import HEADER_BYTES, MESSAGE_BYTES, PLANS, Header, Message, lane_of, tag_of
 from paceline.rendezvous import lifetime
-from paceline.rendezvous.connections import shut_down
+from paceline.rendezvous.connections import shut_down, stop_receiving
 
 FRAME_BYTES = MESSAGE_BYTES + (64 << 10)
 """Most of one call: a piece with its header and usual reports. Longer messages take several calls."""
@@ -105,39 +105,51 @@ class Pipes:
         self.num_models = 0
         self._pid = os.getpid()
         self._sockets = sockets
+        self._lock = threading.Lock()
+        self._num_in_calls = sum(len(each) for each in (*outgoing.values(), *incoming.values()))
+        over = self._note_end
         self.outgoing = {
-            other: [_Outgoing(carry, limit_s) for carry in each] for other, each in outgoing.items()
+            other: [_Outgoing(carry, limit_s, over) for carry in each] for other, each in outgoing.items()
         }
         self.incoming = {
-            other: [_Incoming(carry, limit_s) for carry in each] for other, each in incoming.items()
+            other: [_Incoming(carry, limit_s, over) for carry in each] for other, each in incoming.items()
         }
         self._senders = [lane for each in self.outgoing.values() for lane in each]
-        self._lanes = [*self._senders, *(lane for each in self.incoming.values() for lane in each)]
+        self._receivers = [lane for each in self.incoming.values() for lane in each]
         lifetime.at_failure(self._end_for)
         lifetime.before_leaving(self.close, is_last=True)  # messages that are under way come first
 
     def abort(self) -> None:
         """Wake whoever waits; nothing can be sent any more. Not collective, does not block."""
         if os.getpid() == self._pid:  # a forked child has the same connections, and must let them be
-            shut_down(self._sockets)
+            stop_receiving(self._sockets)
             for sender in self._senders:
                 sender.leave()  # a thread that has nothing to send would not see it for a while
 
     def close(self) -> None:
-        """Leave in good order, and end the threads. Not collective."""
+        """Leave in good order, and end the threads. Not collective; blocks for some seconds at most."""
         if os.getpid() != self._pid:
             return
         for sender in self._senders:
             sender.leave()
         self._join(self._senders)
+        self._join(self._receivers)  # until partners have left, too: they may be about to say so
         self.abort()
-        self._join(self._lanes)
+        self._join([*self._senders, *self._receivers])
 
     def _end_for(self, error: BaseException) -> None:
         """An exception ends this process. Its threads must not come back into an interpreter that is gone."""
         if os.getpid() == self._pid:
             self.abort()
-            self._join(self._lanes)
+            self._join([*self._senders, *self._receivers])
+
+    def _note_end(self) -> None:
+        """A thread is in no call any more. After the last one, partners may be told that all is over."""
+        with self._lock:
+            self._num_in_calls -= 1
+            is_last = self._num_in_calls == 0
+        if is_last:
+            shut_down(self._sockets)
 
     def _join(self, lanes: Iterable[_Lane]) -> None:
         until_s = time.monotonic() + _ENDED_WITHIN_S
@@ -173,14 +185,27 @@ class PipedTransport:
 
 
 class _Lane(ABC):
-    """One direction of one connection, and the thread that is in its calls."""
+    """One direction of one connection, and the thread that is in its calls.
 
-    def __init__(self, carry: Carry, limit_s: float, name: str) -> None:
-        self._carry_frame, self._limit_s = carry, limit_s
+    Args:
+        carry: The engine's call.
+        limit_s: After so long the engine gives up a call.
+        over: Called by the thread when it makes no further call.
+        name: Of the thread.
+    """
+
+    def __init__(self, carry: Carry, limit_s: float, over: Callable[[], None], name: str) -> None:
+        self._carry_frame, self._limit_s, self._over = carry, limit_s, over
         self._lock = threading.Lock()
         self._error = ""
-        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.thread = threading.Thread(target=self._run_to_end, name=name, daemon=True)
         self.thread.start()
+
+    def _run_to_end(self) -> None:
+        try:
+            self._run()
+        finally:
+            self._over()
 
     @abstractmethod
     def _run(self) -> None:
@@ -202,9 +227,9 @@ class _Lane(ABC):
 class _Outgoing(_Lane):
     """Sends to one partner, in order."""
 
-    def __init__(self, carry: Carry, limit_s: float) -> None:
+    def __init__(self, carry: Carry, limit_s: float, over: Callable[[], None]) -> None:
         self._queue: queue.SimpleQueue[PipedTransfer | None] = queue.SimpleQueue()
-        super().__init__(carry, limit_s, "paceline-send")
+        super().__init__(carry, limit_s, over, "paceline-send")
 
     def send(self, message: Message) -> PipedTransfer:
         transfer = PipedTransfer(message)
@@ -251,11 +276,11 @@ class _Outgoing(_Lane):
 class _Incoming(_Lane):
     """Receives from one partner, in the order in which it sends."""
 
-    def __init__(self, carry: Carry, limit_s: float) -> None:
+    def __init__(self, carry: Carry, limit_s: float, over: Callable[[], None]) -> None:
         self._frame: Message = np.empty(FRAME_BYTES, np.uint8)
         self._awaited: dict[_Key, deque[PipedTransfer]] = {}
         self._early: dict[_Key, deque[Message]] = {}
-        super().__init__(carry, limit_s, "paceline-receive")
+        super().__init__(carry, limit_s, over, "paceline-receive")
 
     def receive(self, message: Message, key: _Key) -> PipedTransfer:
         transfer = PipedTransfer(message)

@@ -68,8 +68,21 @@ def sockets_to(
     return [socket.socket(fileno=os.dup(fd)) for (own, other), fd in made.items() if (other, own) in theirs]
 
 
+def stop_receiving(sockets: Sequence[socket.socket]) -> None:
+    """Let this side find connections at their end, once it has read what came before; it may still write.
+
+    An engine whose own thread writes to a connection that is shut down may end the process, as Paddle's Gloo
+    does: nobody catches the thread's exception. So reading ends first, and the engine closes its side then.
+    """
+    _shut_down(sockets, socket.SHUT_RD)
+
+
 def shut_down(sockets: Sequence[socket.socket]) -> None:
     """End connections for both sides. What was written before still arrives."""
+    _shut_down(sockets, socket.SHUT_RDWR)
+
+
+def _shut_down(sockets: Sequence[socket.socket], how: int) -> None:
     for each in sockets:
         with contextlib.suppress(OSError):  # it has ended already
-            each.shutdown(socket.SHUT_RDWR)
+            each.shutdown(how)
