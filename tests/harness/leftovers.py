@@ -44,8 +44,21 @@ def left_in_shm(before: frozenset[str]) -> list[str]:
 
 
 def left_in_folder(folder: Path) -> list[str]:
-    """Sockets and files of Paceline's that a rank left in its temporary folder."""
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*paceline*"))
+    """Sockets and files of Paceline's that a rank left in its temporary folder.
+
+    The recording of a job that failed stays on purpose: `paceline trace` shows it.
+    """
+    recordings = folder / f"paceline-{os.getuid()}"
+    found = [
+        path for path in folder.rglob("*paceline*") if path != recordings or not _are_of_jobs(recordings)
+    ]
+    return sorted(str(path.relative_to(folder)) for path in found)
+
+
+def _are_of_jobs(recordings: Path) -> bool:
+    """Whether all that is there are folders of jobs, at least one."""
+    jobs = list(recordings.iterdir())
+    return bool(jobs) and all((job / "job.json").is_file() for job in jobs)
 
 
 def left_running(leaders: Iterable[int]) -> dict[int, list[int]]:

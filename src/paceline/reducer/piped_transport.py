@@ -191,7 +191,7 @@ class _Lane(ABC):
         carry: The engine's call.
         limit_s: After so long the engine gives up a call.
         over: Called by the thread when it makes no further call.
-        name: Of the thread.
+        name: The name of the thread.
     """
 
     def __init__(self, carry: Carry, limit_s: float, over: Callable[[], None], name: str) -> None:
