@@ -4,8 +4,9 @@
 // The kernel marks the life word of a process that crashes only when its core
 // dump is written: 20 s for 2 GiB, minutes where dumps go over the network. So
 // SIGSEGV, SIGBUS, SIGILL, SIGFPE and SIGABRT have a handler of ours while the
-// process is in a group, or has a model in memory that it shares. It sets the abort word of each group, which takes two
-// async-signal-safe steps, and hands the signal on to whoever was there before.
+// process is in a group, or has a model in memory that it shares. It sets the
+// abort word of each group, which takes two async-signal-safe steps, and hands
+// the signal on to whoever was there before.
 //
 // A handler that was there before (faulthandler's, torch's, glog's, that of a
 // Java or Julia runtime) is asked first, because for some of them the signal is
