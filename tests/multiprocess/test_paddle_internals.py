@@ -21,7 +21,7 @@ from paceline.paddle import internals, versions
 from paceline.paddle.link.arena import shared_places
 from paceline.paddle.passes import graphs
 from paceline.reducer.plan import ParameterSpec, plan_buckets
-from paceline.rendezvous.connections import connected_sockets
+from paceline.rendezvous.connections import connected_sockets, copy_of
 from tests.multiprocess.paddle_models import ranks
 
 
@@ -313,9 +313,10 @@ def test_a_pair_moves_arrays_in_one_direction(rank: int) -> None:
         assert_array_equal(room, np.full(100, 7))
         move(room)
         assert_array_equal(room, [8] * 64 + [7] * 36)
-        for connection in connected_sockets().values():
-            with socket.socket(fileno=os.dup(connection)) as each:
-                each.shutdown(socket.SHUT_RDWR)
+        for ends, connection in connected_sockets().items():
+            if (each := copy_of(connection, ends)) is not None:  # Paddle closes some itself
+                with each:
+                    each.shutdown(socket.SHUT_RDWR)
 
 
 def _listens(port: int) -> bool:

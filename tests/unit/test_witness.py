@@ -147,3 +147,23 @@ def test_a_rank_that_dies_between_two_looks_has_not_left(core, monkeypatch):
 
     monkeypatch.setattr(core, "records", records)
     assert MemoryWitness(core).find_lost(1.0) is died
+
+
+def test_a_rank_that_is_dead_has_not_left(core):
+    """The kernel's mark is seen a moment before whoever looks after the memory tells of it."""
+    core.states[1] = "dead"
+    error = MemoryWitness(core).find_lost(0.05)
+    assert isinstance(error, PeerLostError)
+    assert error.lost == (1,) and "Rank 1 of 3 died" in str(error)
+
+
+def test_what_is_told_of_a_death_is_waited_for(core):
+    core.states[1] = "dead"
+    asked, told = iter(range(3)), PeerLostError("Rank 1 of 3 died.", lost=(1,))
+
+    def check_usable() -> None:
+        if next(asked, None) is None:
+            raise told
+
+    core.check_usable = check_usable
+    assert MemoryWitness(core).find_lost(30.0) is told

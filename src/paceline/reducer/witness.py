@@ -144,15 +144,17 @@ class MemoryWitness:
             error = self.lost()
             if error is not None:
                 return error
-            left = [facts for facts in self._suspects() if facts["state"] in ("left", "dead")]
-            if left:
+            suspects = self._suspects()
+            died = [facts for facts in suspects if facts["state"] == "dead"]
+            left = [facts for facts in suspects if facts["state"] == "left"]
+            if left and not died:
                 # Asked again: a rank may have died between the two looks, and has not left then.
                 if (error := self.lost()) is not None:
                     return error
-                ranks = tuple(int(facts["rank"]) for facts in left)
-                return _left(ranks, self._core.world_size, _rows(left))
+                return _left(_ranks_of(left), self._core.world_size, _rows(left))
             if time.monotonic() > until:
-                return None
+                # Whoever looks after the group's memory tells a death with more words, a moment later.
+                return _died(_ranks_of(died), self._core.world_size, _rows(died)) if died else None
             time.sleep(_NAP_S)
 
     def late(self) -> tuple[tuple[int, ...], str]:
@@ -160,13 +162,28 @@ class MemoryWitness:
         suspects = self._suspects() or [
             each for each in self._core.records() if process_state(each["pid"]) in STOPPED
         ]
-        return tuple(int(facts["rank"]) for facts in suspects), _rows(suspects)
+        return _ranks_of(suspects), _rows(suspects)
 
     def _suspects(self) -> list[dict[str, Any]]:
         """What is known of all ranks that neither wait nor have given up, as this one does."""
         records: list[dict[str, Any]] = self._core.records()
         own = self._core.rank
         return [each for each in records if each["rank"] != own and each["activity"] not in _INNOCENT]
+
+
+def _ranks_of(records: Sequence[dict[str, Any]]) -> tuple[int, ...]:
+    return tuple(int(facts["rank"]) for facts in records)
+
+
+def _died(ranks: Sequence[int], world_size: int, seen: str) -> PeerLostError:
+    """The error for ranks that ended without a goodbye."""
+    return PeerLostError(
+        f"{format_ranks(ranks).capitalize()} of {world_size} died.",
+        seen=seen,
+        likely="it was killed (out of memory?) or crashed; its own output says more",
+        hint="`paceline run` shows the signal that ended it; `dmesg` shows an out-of-memory kill",
+        lost=tuple(ranks),
+    )
 
 
 def _left(ranks: Sequence[int], world_size: int, seen: str) -> PeerLostError:

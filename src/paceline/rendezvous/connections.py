@@ -65,7 +65,22 @@ def sockets_to(
     made = {ends: fd for ends, fd in connected_sockets().items() if ends not in before}
     told = exchange.all_gather(json.dumps(list(made)).encode(), timeout_s)
     theirs = {(tuple(a), tuple(b)) for partner in partners for a, b in json.loads(told[partner])}
-    return [socket.socket(fileno=os.dup(fd)) for (own, other), fd in made.items() if (other, own) in theirs]
+    found = [copy_of(fd, ends) for ends, fd in made.items() if ends[::-1] in theirs]
+    return [each for each in found if each is not None]
+
+
+def copy_of(descriptor: int, ends: Ends) -> socket.socket | None:
+    """A socket of our own for the connection between these ends; None: the engine has closed it meanwhile.
+
+    Its descriptor may stand for something else by then.
+    """
+    with contextlib.suppress(OSError):
+        each = socket.socket(fileno=os.dup(descriptor))
+        with contextlib.suppress(OSError):
+            if (_address(each.getsockname()), _address(each.getpeername())) == ends:
+                return each
+        each.close()
+    return None
 
 
 def stop_receiving(sockets: Sequence[socket.socket]) -> None:
