@@ -50,7 +50,7 @@ class Certificate:
 def own_certificate() -> Certificate | None:
     """This process's certificate, made by the program `openssl` at the first call; None: it could not be.
 
-    Takes some 20 ms. Says in a warning why there is none.
+    Starts that program, and blocks for at most 20 s. Says in a warning why there is none.
     """
     program = shutil.which("openssl")
     if program is None:
