@@ -23,7 +23,7 @@ from paceline.errors import (
     UnusedParameterError,
 )
 from paceline.torch import ShardedOptimizer
-from paceline.torch.one_model.travel import MemoryTravel
+from paceline.torch.one_model.travel import travel_in
 from tests.harness import ranks
 from tests.multiprocess.meeting import meet, tell, until_told
 from tests.multiprocess.test_sharded_optimizer import make_parameters, same_bits
@@ -122,7 +122,7 @@ def test_a_step_on_one_rank_only_names_the_other_at_the_deadline(rank: int, path
         until_told("given up", [0])
         return
     if path == "memory":  # from here on a short time, for this one wait
-        hasty = MemoryTravel(optimizer._link.core.with_patience(0.5, 100.0))
+        hasty = travel_in(optimizer._link.core.with_patience(0.5, 100.0))
         optimizer._meetings._gather = hasty.gather
     else:
         optimizer._peers.timeout_s = 0.5

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.sharding.cuts import CUT_ELEMENTS, Extent, cut_evenly, deal_whole
+from paceline.sharding.cuts import CUT_ELEMENTS, Extent, cut_evenly, deal, deal_whole
 
 EXTENTS = st.lists(
     st.builds(Extent, st.integers(0, 5000), st.sampled_from([2, 4, 8]), st.booleans()), max_size=12
@@ -60,3 +60,20 @@ def test_whole_parameters_are_balanced_and_the_balance_goes_on(
     assert max(loads) - min(loads) <= max((extent.nbytes for extent in extents), default=0)
     lightest = loads.index(min(loads))
     assert deal_whole([Extent(1, 4)], loads)[0].rank == lightest
+
+
+def test_frozen_parameters_and_whole_ones_are_dealt_by_themselves() -> None:
+    extents = [Extent(4096, 4)] * 6
+    loads = [0, 0]
+    pieces = deal(
+        extents,
+        is_frozen=[False, True, False, True, False, False],
+        is_cut=[True, True, False, True, True, False],
+        loads=loads,
+    )
+    found = {piece.parameter: (piece.rank, piece.is_whole) for piece in pieces}
+    assert len(pieces) == len(found)
+    # Parameters 0 and 4 are trained and may be cut, 2 and 5 are trained and whole, 1 and 3 are frozen.
+    for one, other in [(0, 4), (2, 5), (1, 3)]:
+        assert {found[one], found[other]} == {(0, True), (1, True)}
+    assert loads == [4096 * 4] * 2

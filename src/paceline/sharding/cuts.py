@@ -12,7 +12,7 @@ Imports only the standard library.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 CUT_ELEMENTS = 128
 """Cuts lie at multiples of so many elements, and so far from both ends of a parameter.
@@ -119,3 +119,33 @@ def deal_whole(extents: Sequence[Extent], loads: list[int]) -> list[Piece]:
         loads[rank] += extents[place].nbytes
         pieces.append(Piece(place, 0, extents[place].numel, True, rank))
     return sorted(pieces, key=lambda piece: piece.parameter)
+
+
+def deal(
+    extents: Sequence[Extent], is_frozen: Sequence[bool], is_cut: Sequence[bool], loads: list[int]
+) -> list[Piece]:
+    """Pieces of all parameters of an optimizer: of those that it may cut, and of whole ones.
+
+    Args:
+        extents: The parameters.
+        is_frozen: Those that are not trained now. They are dealt by themselves: they cost nothing until
+            somebody unfreezes them.
+        is_cut: Those whose elements are updated one by one.
+        loads: Bytes of whole parameters that each rank has already; what it gets is added.
+
+    Example:
+        Four equal parameters of which the last two are frozen, on two ranks: each rank gets one of the first
+        two, and one of the last two.
+    """
+    pieces: list[Piece] = []
+    for frozen in (False, True):
+        for cut in (False, True):
+            chosen = [
+                index
+                for index, kind in enumerate(zip(is_frozen, is_cut, strict=True))
+                if kind == (frozen, cut)
+            ]
+            some = [extents[index] for index in chosen]
+            dealt = cut_evenly(some, len(loads)) if cut else deal_whole(some, loads)
+            pieces += [replace(piece, parameter=chosen[piece.parameter]) for piece in dealt]
+    return pieces

@@ -19,17 +19,20 @@ from torch.optim import Optimizer
 
 from paceline import _core
 from paceline.arguments import Arguments
-from paceline.errors import CollectiveError, ConfigError, PacelineError
+from paceline.errors import ConfigError, PacelineError
 from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
 from paceline.reducer.arguments import REDUCE_THROUGH
 from paceline.reducer.between_hosts import BetweenHosts
 from paceline.reducer.link import Link
-from paceline.sharding.cuts import Piece, cut_evenly, deal_whole
+from paceline.sharding.cuts import Piece, deal
+from paceline.sharding.kinds import Kind
+from paceline.sharding.lost_ranks import refuse_after, telling
 from paceline.sharding.meeting import Call, Facts, Meetings, hash_options, spell_options
+from paceline.sharding.travel import Travel
 from paceline.torch.link.link import connect
 from paceline.torch.link.peers import find_peers, known_exchange
 from paceline.torch.model.parameters import describe_tensor
-from paceline.torch.one_model.elementwise import Kind, kind_of
+from paceline.torch.one_model.elementwise import kind_of
 from paceline.torch.one_model.groups import (
     NO_OPTIONS,
     OWNER,
@@ -47,7 +50,7 @@ from paceline.torch.one_model.groups import (
     with_stand_ins,
 )
 from paceline.torch.one_model.shards import Shards, extent_of
-from paceline.torch.one_model.travel import Travel, travel_over
+from paceline.torch.one_model.travel import travel_over
 from paceline.torch.one_model.whole_state import State, WholeState, cut
 
 if TYPE_CHECKING:
@@ -155,7 +158,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         self.world_size: int = peers.world_size
         self._shards = Shards(self.rank, self.world_size)
         self._link: Link[torch.Tensor] | None = None
-        self._travel: Travel | None = None
+        self._travel: Travel[torch.Tensor] | None = None
         self._meetings: Meetings | None = None
         self._route: tuple[object, Any] = (None, None)
         self._options: tuple[list[tuple[Any, ...]], int] = ([], 0)
@@ -219,14 +222,14 @@ class ShardedOptimizer(Optimizer, Joinable):
         joined: tuple[int, ...] = ()
         if self._meetings is not None:
             call = Call.STEP if has_data else Call.JOINED_STEP
-            with _telling("nothing was written yet"):
+            with telling(OWNER, "nothing was written yet"):
                 joined = self._meetings.meet(
                     call, options, _core.hash_bytes(has_gradient), lambda: self._facts(call, has_gradient)
                 )
         if not has_data and not joined:
             return  # nobody has data
         try:
-            with _telling("some parameters may be updated and others not"):
+            with telling(OWNER, "some parameters may be updated and others not"):
                 if joined:
                     has_gradient = self._lend(joined, gradients, has_gradient)
                 if gradients is not None:
@@ -301,13 +304,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         return self._options[1]
 
     def _check_unbroken(self) -> None:
-        if self._failure is not None:
-            raise CollectiveError(
-                "ShardedOptimizer: an earlier step was not completed.",
-                seen=str(self._failure),
-                likely="a rank was lost in the middle of a step: some parameters are updated and others not",
-                hint="load the parameters and the optimizer's state from a checkpoint, on every rank",
-            ) from self._failure
+        refuse_after(self._failure, OWNER)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -425,19 +422,12 @@ class ShardedOptimizer(Optimizer, Joinable):
         if self.world_size == 1:
             pieces = [Piece(index, 0, p.numel(), True, 0) for index, p in enumerate(parameters)]
         else:
-            # Frozen ones by themselves: they cost nothing until somebody unfreezes them.
-            for is_frozen in (False, True):
-                for is_cut in (False, True):
-                    chosen = [
-                        index
-                        for index, (parameter, kind) in enumerate(zip(parameters, kinds, strict=True))
-                        if is_frozen is not parameter.requires_grad and is_cut is (kind is Kind.ELEMENTS)
-                    ]
-                    extents = [extent_of(parameters[index]) for index in chosen]
-                    dealt = (
-                        cut_evenly(extents, self.world_size) if is_cut else deal_whole(extents, self._loads)
-                    )
-                    pieces += [replace(piece, parameter=chosen[piece.parameter]) for piece in dealt]
+            pieces = deal(
+                [extent_of(parameter) for parameter in parameters],
+                [not parameter.requires_grad for parameter in parameters],
+                [kind is Kind.ELEMENTS for kind in kinds],
+                self._loads,
+            )
         pieces = [replace(piece, parameter=first + piece.parameter) for piece in pieces]
         self._shards.add(parameters, self._names_of(groups), pieces)
 
@@ -583,19 +573,3 @@ class _SteppingHook(JoinHook):
     def main_hook(self) -> None:
         with torch.no_grad():
             self._optimizer._step({}, has_data=False)
-
-
-class _telling:
-    """Adds to errors of a group in which step they came, and what that means for the parameters."""
-
-    def __init__(self, consequence: str) -> None:
-        self._consequence = consequence
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        if isinstance(error, CollectiveError) and not error.summary.startswith(OWNER):
-            where = ", ".join(filter(None, [f"{OWNER}.step; {self._consequence}", error.where]))
-            rows = {"seen": error.seen, "likely": error.likely, "hint": error.hint}
-            raise type(error)(error.summary, where=where, **rows, **error.fields) from error

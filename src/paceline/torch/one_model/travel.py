@@ -1,122 +1,34 @@
-"""How the ranks meet, and how what each has written reaches the others: through memory, or a process group.
-
-The one idea: both ways do three things, and the optimizer sees no difference: `gather` a few numbers, `meet`,
-and `spread` what each rank has written.
-"""
+"""How the ranks of a `ShardedOptimizer` meet, and how what each has written reaches the others, for torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
-
-import numpy as np
 import torch
 
 from paceline import _core
 from paceline.reducer.link import Link
-from paceline.sharding.meeting import NUM_WORDS, Words
+from paceline.sharding.travel import GroupTravel, MemoryTravel, Travel
 from paceline.torch.link.arena import is_dense
 from paceline.torch.link.link import MemoryLink
 
 
-class Travel(Protocol):
-    """Between the ranks of one optimizer. All methods are collective, but for `prepare`."""
+class _TorchArrays:
+    """See `Arrays`."""
 
-    def gather(self, words: Words) -> Words:
-        """Everybody's numbers, one row for each rank."""
-        ...
+    def place_of(self, tensor: torch.Tensor) -> tuple[int, int] | None:
+        return (tensor.data_ptr(), tensor.nbytes) if is_dense(tensor) else None
 
-    def meet(self) -> None:
-        """Return when all ranks have come here; what they wrote before is there."""
-        ...
+    def room_for(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
 
-    def prepare(self, by_rank: Sequence[Sequence[torch.Tensor]]) -> Any:
-        """Get ready to spread these tensors, any number of times.
-
-        Args:
-            by_rank: Those that each rank has written: the same shapes on all ranks.
-        """
-        ...
-
-    def spread(self, prepared: Any) -> None:
-        """Replace the tensors of each rank by those that it has.
-
-        Example:
-            Rank 0 owns `a` and rank 1 owns `b`. Rank 0 holds [1] and [0], rank 1 holds [0] and [2] in them;
-            afterwards both hold [1] and [2].
-        """
-        ...
+    def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        target.copy_(source)
 
 
-class MemoryTravel:
-    """A `Travel` through the memory of a host. Everything is on the CPU.
-
-    Args:
-        core: The memory.
-    """
-
-    def __init__(self, core: _core.HostGroup) -> None:
-        self._core = core
-        self._own = np.zeros(NUM_WORDS, np.uint64)
-        self._all = np.zeros((core.world_size, NUM_WORDS), np.uint64)
-        # Addresses of numpy arrays take longer to find than the ranks to meet.
-        self._own_at, self._all_at = self._own.ctypes.data, self._all.ctypes.data
-
-    def gather(self, words: Words) -> Words:
-        self._own[:] = words
-        self._core.all_gather(self._own_at, self._all_at, 8 * NUM_WORDS)
-        return self._all
-
-    def meet(self) -> None:
-        self._core.barrier()
-
-    def prepare(self, by_rank: Sequence[Sequence[torch.Tensor]]) -> Any:
-        tensors = [tensor for each in by_rank for tensor in each]
-        whole = [
-            tensor if is_dense(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype)
-            for tensor in tensors
-        ]
-        copies = [(tensor, copy) for tensor, copy in zip(tensors, whole) if copy is not tensor]
-        pieces, sizes = [each.data_ptr() for each in whole], [each.nbytes for each in whole]
-        return pieces, sizes, [len(each) for each in by_rank], copies
-
-    def spread(self, prepared: Any) -> None:
-        pieces, sizes, counts, copies = prepared
-        if not pieces:
-            return
-        for tensor, copy in copies:
-            copy.copy_(tensor)
-        self._core.all_gather_pieces(pieces, sizes, counts)
-        for tensor, copy in copies:
-            tensor.copy_(copy)
+def travel_in(core: _core.HostGroup) -> Travel[torch.Tensor]:
+    """The way through the memory of a host."""
+    return MemoryTravel(core, _TorchArrays())
 
 
-class GroupTravel:
-    """A `Travel` through a link over a process group.
-
-    Args:
-        link: The link.
-    """
-
-    def __init__(self, link: Link[torch.Tensor]) -> None:
-        self._link = link
-
-    def gather(self, words: Words) -> Words:
-        rows = self._link.all_gather(words.tobytes())
-        return np.frombuffer(b"".join(rows), np.uint64).reshape(-1, NUM_WORDS)
-
-    def meet(self) -> None:
-        self._link.all_gather(b"")
-
-    def prepare(self, by_rank: Sequence[Sequence[torch.Tensor]]) -> Any:
-        return by_rank
-
-    def spread(self, prepared: Any) -> None:
-        for rank, tensors in enumerate(prepared):
-            if tensors:
-                self._link.broadcast(tensors, root=rank)
-
-
-def travel_over(link: Link[torch.Tensor]) -> Travel:
+def travel_over(link: Link[torch.Tensor]) -> Travel[torch.Tensor]:
     """The best way over a link."""
-    return MemoryTravel(link.core) if isinstance(link, MemoryLink) else GroupTravel(link)
+    return travel_in(link.core) if isinstance(link, MemoryLink) else GroupTravel(link)

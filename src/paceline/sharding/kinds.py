@@ -1,0 +1,141 @@
+"""May an optimizer's parameters be cut? Found out by steps on small tensors, not by the optimizer's name.
+
+The one idea: an optimizer that is given half of a parameter and does to it what it would have done to this
+half within the whole, bit for bit, treats every element by itself. Two optimizers on the two parts of a
+tensor are compared with one on all of it, over several steps and with what they remember. The same test on
+whole tensors finds optimizers that cannot be divided at all, because the update of one parameter depends on
+others.
+
+Imports only its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any, Generic, Protocol, TypeVar
+
+from paceline.sharding.cuts import CUT_ELEMENTS
+
+_STEPS = 6
+_SIZES = (2 * CUT_ELEMENTS + 37, 3 * CUT_ELEMENTS + 5)
+_MATRICES = ((8, 12), (16, 6))
+
+Tensor = TypeVar("Tensor")
+Optimizer = TypeVar("Optimizer")
+
+
+class Kind(Enum):
+    """How an optimizer can be divided among ranks."""
+
+    ELEMENTS = "elements"
+    """Every element is updated by itself: parameters may be cut."""
+    PARAMETERS = "parameters"
+    """Every parameter is updated by itself, or the test could not be made: parameters stay whole."""
+    COUPLED = "coupled"
+    """The update of a parameter depends on other parameters."""
+
+
+class Workshop(Protocol[Tensor, Optimizer]):
+    """Makes small tensors of one framework, dtype and device, and optimizers with given options of them."""
+
+    def tensors(self, shapes: Sequence[tuple[int, ...]], seed: int, scale: float = 1.0) -> list[Tensor]:
+        """Normally distributed values; of a `seed` other than 0 a tenth is 0. The same for the same seed."""
+        ...
+
+    def clone(self, tensor: Tensor) -> Tensor: ...
+
+    def part(self, tensor: Tensor, begin: int, end: int) -> Tensor:
+        """A view of elements of a flat tensor."""
+        ...
+
+    def make(self, tensors: Sequence[Tensor]) -> Optimizer:
+        """An optimizer that updates these tensors where they are."""
+        ...
+
+    def step(self, optimizer: Optimizer, gradients: Sequence[Tensor]) -> None:
+        """Make a step with copies of these gradients, one for each of its tensors."""
+        ...
+
+    def same(self, one: Tensor, other: Tensor) -> bool:
+        """Whether two tensors are equal; a NaN equals a NaN."""
+        ...
+
+    def scalars(self, optimizer: Optimizer) -> tuple[Any, ...]:
+        """What it remembers of its first tensor as one number (the count of steps), with names."""
+        ...
+
+    def has_plain_state(self, optimizer: Optimizer, shape: tuple[int, ...]) -> bool:
+        """Whether all that it remembers of a tensor of this shape is shaped like it, or one value."""
+        ...
+
+    def draw_from(self, seed: int) -> None:
+        """Let random numbers begin anew."""
+        ...
+
+
+def kind_of(workshop: Workshop[Tensor, Optimizer]) -> Kind:
+    """How optimizers that this workshop makes can be divided."""
+    trial = _Trial(workshop)
+    flat = [(size,) for size in _SIZES]
+    if trial.is_divisible(flat, trial.halves) is True and trial.has_plain_state():
+        return Kind.ELEMENTS
+    # Matrices: there are optimizers that take nothing else.
+    if trial.is_divisible(_MATRICES, trial.wholes) is not False:
+        return Kind.PARAMETERS
+    return Kind.PARAMETERS if trial.draws_numbers() else Kind.COUPLED
+
+
+class _Trial(Generic[Tensor, Optimizer]):
+    def __init__(self, workshop: Workshop[Tensor, Optimizer]) -> None:
+        self._workshop = workshop
+
+    def halves(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+        """What each of two optimizers gets of two flat tensors."""
+        first, second = tensors
+        part = self._workshop.part
+        return [[first, part(second, 0, CUT_ELEMENTS)], [part(second, CUT_ELEMENTS, _SIZES[1])]]
+
+    def wholes(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+        """What each of several optimizers gets: one tensor."""
+        return [[tensor] for tensor in tensors]
+
+    def is_divisible(
+        self,
+        shapes: Sequence[tuple[int, ...]],
+        parts_of: Callable[[Sequence[Tensor]], list[list[Tensor]]],
+    ) -> bool | None:
+        """Whether optimizers of parts do what one of all tensors does; None: it makes no step on these."""
+        shop = self._workshop
+        together = shop.tensors(shapes, 0)
+        divided = [shop.clone(tensor) for tensor in together]
+        try:
+            one, several = shop.make(together), [shop.make(parts) for parts in parts_of(divided)]
+            for number in range(1, _STEPS + 1):
+                # Of very different sizes, and none at all in some places.
+                gradients = shop.tensors(shapes, number, 10.0 ** (number % 4 - 2))
+                shop.step(one, gradients)
+                for optimizer, own in zip(several, parts_of(gradients), strict=True):
+                    shop.step(optimizer, own)
+        except Exception:
+            return None
+        are_same = all(map(shop.same, together, divided))
+        return are_same and len({shop.scalars(optimizer) for optimizer in [one, *several]}) == 1
+
+    def has_plain_state(self) -> bool:
+        """Whether all that it remembers of a parameter is shaped like it, or one value, so it can be cut."""
+        shapes = [(_SIZES[0],)]
+        optimizer = self._workshop.make(self._workshop.tensors(shapes, 0))
+        self._workshop.step(optimizer, self._workshop.tensors(shapes, 1))
+        return self._workshop.has_plain_state(optimizer, shapes[0])
+
+    def draws_numbers(self) -> bool:
+        """Whether two optimizers that do the same on the same tensors come to different results."""
+        shop = self._workshop
+        results = []
+        for seed in (1, 2):
+            shop.draw_from(seed)
+            tensors = shop.tensors(_MATRICES, 0)
+            shop.step(shop.make(tensors), shop.tensors(_MATRICES, 1))
+            results.append(tensors)
+        return not all(map(shop.same, *results))

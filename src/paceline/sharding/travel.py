@@ -1,0 +1,140 @@
+"""How the ranks meet, and how what each has written reaches the others: through memory, or a process group.
+
+The one idea: both ways do three things, and the optimizer sees no difference: `gather` a few numbers, `meet`,
+and `spread` what each rank has written.
+
+Imports reducer and the core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+
+from paceline import _core
+from paceline.reducer.link import Link
+from paceline.sharding.meeting import NUM_WORDS, Words
+
+Tensor = TypeVar("Tensor")
+Spread = TypeVar("Spread", contravariant=True)
+
+
+class Travel(Protocol[Spread]):
+    """Between the ranks of one optimizer. All methods are collective, but for `prepare`."""
+
+    def gather(self, words: Words) -> Words:
+        """Everybody's numbers, one row for each rank."""
+        ...
+
+    def meet(self) -> None:
+        """Return when all ranks have come here; what they wrote before is there."""
+        ...
+
+    def prepare(self, by_rank: Sequence[Sequence[Spread]]) -> Any:
+        """Get ready to spread these tensors, any number of times.
+
+        Args:
+            by_rank: Those that each rank has written: the same shapes on all ranks.
+        """
+        ...
+
+    def spread(self, prepared: Any) -> None:
+        """Replace the tensors of each rank by those that it has.
+
+        Example:
+            Rank 0 owns `a` and rank 1 owns `b`. Rank 0 holds [1] and [0], rank 1 holds [0] and [2] in them;
+            afterwards both hold [1] and [2].
+        """
+        ...
+
+
+class Arrays(Protocol[Tensor]):
+    """What a `MemoryTravel` asks of a framework's tensors on the CPU."""
+
+    def place_of(self, tensor: Tensor) -> tuple[int, int] | None:
+        """Address and bytes of its memory; None: its elements fill no range."""
+        ...
+
+    def room_for(self, tensor: Tensor) -> Tensor:
+        """A tensor of its shape whose elements do."""
+        ...
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Write the values of one to the other, where it lies."""
+        ...
+
+
+class MemoryTravel(Generic[Tensor]):
+    """A `Travel` through the memory of a host. Everything is on the CPU.
+
+    Args:
+        core: The memory.
+        arrays: What the framework's tensors can do.
+    """
+
+    def __init__(self, core: _core.HostGroup, arrays: Arrays[Tensor]) -> None:
+        self._core = core
+        self._arrays = arrays
+        self._own = np.zeros(NUM_WORDS, np.uint64)
+        self._all = np.zeros((core.world_size, NUM_WORDS), np.uint64)
+        # Addresses of numpy arrays take longer to find than the ranks to meet.
+        self._own_at, self._all_at = self._own.ctypes.data, self._all.ctypes.data
+
+    def gather(self, words: Words) -> Words:
+        self._own[:] = words
+        self._core.all_gather(self._own_at, self._all_at, 8 * NUM_WORDS)
+        return self._all
+
+    def meet(self) -> None:
+        self._core.barrier()
+
+    def prepare(self, by_rank: Sequence[Sequence[Tensor]]) -> Any:
+        pieces, sizes, copies = [], [], []
+        for tensor in (tensor for each in by_rank for tensor in each):
+            place = self._arrays.place_of(tensor)
+            if place is None:
+                room = self._arrays.room_for(tensor)
+                copies.append((tensor, room))
+                place = self._arrays.place_of(room)
+                assert place is not None
+            pieces.append(place[0])
+            sizes.append(place[1])
+        return pieces, sizes, [len(each) for each in by_rank], copies
+
+    def spread(self, prepared: Any) -> None:
+        pieces, sizes, counts, copies = prepared
+        if not pieces:
+            return
+        for tensor, room in copies:
+            self._arrays.copy(tensor, room)
+        self._core.all_gather_pieces(pieces, sizes, counts)
+        for tensor, room in copies:
+            self._arrays.copy(room, tensor)
+
+
+class GroupTravel(Generic[Tensor]):
+    """A `Travel` through a link over a process group.
+
+    Args:
+        link: The link.
+    """
+
+    def __init__(self, link: Link[Tensor]) -> None:
+        self._link = link
+
+    def gather(self, words: Words) -> Words:
+        rows = self._link.all_gather(words.tobytes())
+        return np.frombuffer(b"".join(rows), np.uint64).reshape(-1, NUM_WORDS)
+
+    def meet(self) -> None:
+        self._link.all_gather(b"")
+
+    def prepare(self, by_rank: Sequence[Sequence[Tensor]]) -> Any:
+        return by_rank
+
+    def spread(self, prepared: Any) -> None:
+        for rank, tensors in enumerate(prepared):
+            if tensors:
+                self._link.broadcast(tensors, root=rank)
