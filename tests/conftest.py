@@ -53,6 +53,13 @@ LONGEST_FILES = (
 )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("numprocesses", None):  # the workers, which have not started yet, share their servers
+        from tests.harness import shared_servers
+
+        shared_servers.share()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     places = {os.path.join(os.path.dirname(__file__), name): n for n, name in enumerate(LONGEST_FILES)}
     items.sort(key=lambda item: places.get(str(item.path), len(places)))  # stable

@@ -8,7 +8,8 @@ docs/design/testing.md tells how.
     decorator.py     what a test writes
     run.py           the parent: starts the ranks, waits with a deadline
     side_by_side.py  several runs at a time, where they wait most of it
-    server.py        the fork servers
+    server.py        the fork servers, as a process that starts ranks sees them
+    shared_servers.py  the process that starts each of them once, for all processes of a run
     preload.py       what these have imported before any rank starts
     huge_pages.py    how a server's memory lies, so that it forks fast
     warm.py          a Python with a framework imported, for programs that start others

@@ -2,7 +2,8 @@
 One has numpy alone: its forks cost a fifth of those of a process that has imported torch.
 
 Forking from them is safe where forking from pytest is not: they run no thread and no test. No server has both
-frameworks, so that a test of one finds what a user of that one has (`preload.py`).
+frameworks, so that a test of one finds what a user of that one has (`preload.py`). All processes of a run of
+the tests share them (`shared_servers.py`).
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Iterator
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext
-from pathlib import Path
 
-_ROOT = Path(__file__).resolve().parents[2]
+from tests.harness import shared_servers
+
 # Ranks share the cores: one thread each, and the libraries read this when they are imported.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
@@ -35,8 +36,8 @@ def context() -> ForkServerContext:
 def starting_from(framework: str) -> Iterator[None]:
     """Within it, processes of `context` start from the server that has this framework imported.
 
-    Starts the server on the first call, and waits until it has imported. multiprocessing has one server for
-    a process, and finds it by a function of its module; other threads wait meanwhile.
+    Waits until that server has imported it. multiprocessing has one server for a process, and finds it by a
+    function of its module; other threads wait meanwhile.
     """
     with lock:
         before = forkserver.connect_to_new_process
@@ -48,14 +49,21 @@ def starting_from(framework: str) -> Iterator[None]:
             forkserver.connect_to_new_process = before
 
 
-@functools.cache
-def _server(framework: str) -> forkserver.ForkServer:
-    server = forkserver.ForkServer()
-    server.set_forkserver_preload(["tests.harness.preload"])
-    python_path = os.pathsep.join(filter(None, [str(_ROOT), os.environ.get("PYTHONPATH", "")]))
-    with _environment(PYTHONPATH=python_path, PACELINE_PRELOAD=framework, **ONE_THREAD):
-        server.ensure_running()
-    return server
+class _Server(forkserver.ForkServer):
+    """multiprocessing's end of a server that another process has started."""
+
+    def __init__(self, framework: str) -> None:
+        super().__init__()
+        self._framework = framework
+        # A rank gets this, and multiprocessing would have its own server live as long as the rank.
+        self._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)
+
+    def ensure_running(self) -> None:
+        resource_tracker.ensure_running()
+        vars(self).update(shared_servers.find(self._framework))
+
+
+_server = functools.cache(_Server)
 
 
 @functools.cache
@@ -64,14 +72,3 @@ def _until_imported(framework: str) -> None:
     process = context().Process(target=int)
     process.start()
     process.join()
-
-
-@contextlib.contextmanager
-def _environment(**values: str) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)

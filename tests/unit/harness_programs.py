@@ -116,6 +116,10 @@ def report_pid_and_sleep(rank: int, folder: Path) -> None:
     time.sleep(1000)
 
 
+def pid_of_the_server(rank: int) -> int:
+    return os.getppid()
+
+
 def files_imported_before(rank: int) -> list[str]:
     return [name for name in sys.modules if name.startswith("tests.multiprocess.")]
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from paceline.errors import PeerLostError
-from tests.harness import RanksFailed, ranks, run_ranks, run_side_by_side
+from tests.harness import RanksFailed, ranks, run_ranks, run_side_by_side, shared_servers
 from tests.harness.rank_main import die_with
 from tests.harness.report import Cause
 from tests.unit import harness_programs as programs
@@ -270,6 +270,34 @@ def test_ranks_die_with_the_parent(tmp_path):
         parent.wait()
     pids = [int(file.read_text()) for file in files]
     assert wait_until(lambda: all(is_gone(pid) for pid in pids))
+
+
+_ASK_FOR_THE_SERVER = """
+from tests.harness import run_ranks
+from tests.unit.harness_programs import pid_of_the_server
+print(*run_ranks(pid_of_the_server, 1, group=None, framework="numpy"))
+"""
+
+
+def pid_of_the_server_of_another_process(environ: dict[str, str]) -> int:
+    command = [sys.executable, "-c", _ASK_FOR_THE_SERVER]
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(command, cwd=root, env=environ, stdout=subprocess.PIPE, text=True, timeout=240)
+    assert done.returncode == 0
+    return int(done.stdout)
+
+
+def test_processes_of_one_run_share_a_server():
+    (pid,) = run(programs.pid_of_the_server, 1, framework="numpy")
+    assert pid_of_the_server_of_another_process(dict(os.environ)) == pid
+
+
+def test_servers_end_with_the_run():
+    environ = {name: value for name, value in os.environ.items() if name != shared_servers.ADDRESS}
+    pid = pid_of_the_server_of_another_process(environ)
+    (ours,) = run(programs.pid_of_the_server, 1, framework="numpy")
+    assert pid != ours
+    assert wait_until(lambda: is_gone(pid))
 
 
 def test_a_local_function_is_refused():
