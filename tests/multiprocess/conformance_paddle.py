@@ -13,6 +13,8 @@ from tests.multiprocess.conformance_numpy import WIDTH, initial
 
 STATISTIC = "*._mean"
 DTYPES = ("bfloat16", "float64")  # Paddle has no kernels for float16 on the CPU
+MEANS = ("float32", *DTYPES)  # of which an engine can bring the mean
+SPARSE = ("float32",)  # of a sparse table
 CLEARS = (
     nn.Layer.clear_gradients,
     lambda model: model.clear_gradients(set_to_zero=False),
@@ -98,6 +100,10 @@ def with_one_encoder() -> tuple[nn.Layer, nn.Layer]:
     return tuple(nn.Sequential(encoder[0], nn.Tanh(), head) for head in heads)  # type: ignore[return-value]
 
 
+def sequence(*layers: nn.Layer) -> nn.Layer:
+    return nn.Sequential(*layers)
+
+
 def wrap(model: nn.Layer, group: object, **options: Any) -> Any:
     return DataParallel(model, group=group, **options)
 
@@ -125,6 +131,28 @@ def parameters(model: nn.Layer) -> list[np.ndarray]:
 
 def as_float64(tensor: paddle.Tensor) -> np.ndarray:
     return tensor.astype("float64").numpy()
+
+
+def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
+    return as_float64(tensor(x).astype(dtype))
+
+
+def resolution(dtype: str) -> float:
+    return float(paddle.finfo(dtype).eps)
+
+
+def bits(tensor: paddle.Tensor) -> np.ndarray:
+    return np.ascontiguousarray(tensor.numpy()).view(np.uint8)
+
+
+def table(count: int, width: int, dtype: str) -> nn.Layer:
+    """An embedding whose gradient has the rows that were looked up."""
+    assert dtype == paddle.get_default_dtype()
+    return nn.Embedding(count, width, sparse=True)
+
+
+def rows(gradient: paddle.Tensor) -> paddle.Tensor:
+    return paddle.to_tensor(np.array(gradient.get_selected_rows().get_tensor()))
 
 
 def layers(count: int, width: int) -> nn.Layer:

@@ -14,6 +14,8 @@ from tests.multiprocess.conformance_numpy import WIDTH, initial
 
 STATISTIC = "*.running_mean"
 DTYPES = ("float16", "bfloat16", "float64")
+MEANS = ("float32", *DTYPES, "complex64", "complex128")  # of which an engine can bring the mean
+SPARSE = ("float32", "bfloat16")  # of a sparse table
 CLEARS = (nn.Module.zero_grad, lambda model: model.zero_grad(set_to_none=False))
 
 
@@ -64,7 +66,8 @@ class Factors(nn.Module):
         self.weight = nn.Parameter(torch.ones(3, 40, dtype=self.dtype))
 
     def forward(self, x: float | np.ndarray) -> torch.Tensor:
-        return (self.weight * torch.from_numpy(np.atleast_1d(x)).to(self.dtype)).sum()
+        product = self.weight * torch.from_numpy(np.atleast_1d(x)).to(self.dtype)
+        return (torch.view_as_real(product) if product.is_complex() else product).sum()
 
 
 def network(width: int = WIDTH) -> nn.Module:
@@ -91,6 +94,10 @@ def with_one_encoder() -> tuple[nn.Module, nn.Module]:
     """Two models that have their first layer in common; each call makes the same values."""
     encoder, heads = network(), [network()[2] for _ in range(2)]
     return tuple(nn.Sequential(encoder[0], nn.Tanh(), head) for head in heads)  # type: ignore[return-value]
+
+
+def sequence(*layers: nn.Module) -> nn.Module:
+    return nn.Sequential(*layers)
 
 
 def wrap(model: nn.Module, group: object, **options: Any) -> Any:
@@ -120,7 +127,29 @@ def parameters(model: nn.Module) -> list[np.ndarray]:
 
 
 def as_float64(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.detach().double().numpy()
+    """Of complex numbers the real part."""
+    return tensor.detach().to(torch.complex128).real.numpy()
+
+
+def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
+    return as_float64(tensor(x).to(getattr(torch, dtype)))
+
+
+def resolution(dtype: str) -> float:
+    return float(torch.finfo(getattr(torch, dtype)).eps)
+
+
+def bits(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.resolve_conj().contiguous().view(torch.uint8).numpy()
+
+
+def table(count: int, width: int, dtype: str) -> nn.Module:
+    """An embedding whose gradient has the rows that were looked up."""
+    return nn.Embedding(count, width, sparse=True, dtype=getattr(torch, dtype))
+
+
+def rows(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.values()
 
 
 def layers(count: int, width: int) -> nn.Module:

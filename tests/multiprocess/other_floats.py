@@ -1,0 +1,53 @@
+"""A thread that has told its processor something else about floats: to round another way, or to flush."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import platform
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+# The numbers of this processor's <fenv.h>.
+_NEAREST = 0
+_ROUNDING = {
+    "x86_64": {"downward": 0x400, "upward": 0x800, "towards zero": 0xC00},
+    "aarch64": {"downward": 0x800000, "upward": 0x400000, "towards zero": 0xC00000},
+}.get(platform.machine(), {})
+ROUNDINGS = list(_ROUNDING)
+KINDS = [*_ROUNDING, "flushed"]  # the last one needs torch
+
+
+@contextlib.contextmanager
+def other_floats(kind: str | None) -> Iterator[None]:
+    """Within it, this thread has floats of that kind, so what is expected must be known before.
+
+    None: those that it had.
+    """
+    if kind is None:
+        yield
+    elif kind in _ROUNDING:
+        libm = ctypes.CDLL("libm.so.6")
+        assert libm.fesetround(_ROUNDING[kind]) == 0
+        try:
+            yield
+        finally:
+            assert libm.fesetround(_NEAREST) == 0
+    else:
+        import torch
+
+        if not torch.set_flush_denormal(True):
+            pytest.fail("this processor does not flush subnormals")
+        try:
+            yield
+        finally:
+            torch.set_flush_denormal(False)
+
+
+def delicate(rank: int, count: int) -> np.ndarray:
+    """Subnormal elements, and others, whose sums over ranks must be rounded."""
+    values = np.random.default_rng(rank).normal(size=count).astype(np.float32)
+    values[::2] = values[::2] * np.float32(1e-39)
+    return values
