@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.hosts.link_speed import carried_bits_per_s
+from tests.hosts.measured import COMPRESSED
 from tests.hosts.namespaces import RATES, Hosts, why_not
-from tests.hosts.rank import COMPRESSED, EXACT, WAYS
+from tests.hosts.rank import EXACT, WAYS
 
 LAYOUTS = {
     "2x1": (0, 1),

@@ -15,10 +15,10 @@ import math
 import statistics
 import sys
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
-from sklearn.datasets import load_digits
 from torch import nn
 
 from paceline.errors import NonFiniteGradientError
@@ -27,7 +27,10 @@ from paceline.rendezvous import shared_memory
 from paceline.torch import DistributedDataParallel, LocalSGD
 from paceline.torch.link.hosts import GlooTransfer, GlooTransport
 from tests.harness import run_ranks
-from tests.hosts.rank import COMPRESSED
+from tests.hosts.measured import COMPRESSED
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+from digits import build_model, evaluate, load_data
 
 COMPRESSION: dict[str, dict[str, Any]] = {
     str(way): {"compress_between_hosts": way} for way in (None, *COMPRESSED)
@@ -47,44 +50,19 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]]
 BATCH = 32
 
 
-def images() -> tuple[torch.Tensor, torch.Tensor]:
-    """1797 images of 8x8 and what they show, shuffled; the first 360 are for the test."""
-    digits = load_digits()
-    order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
-    return torch.tensor(digits.images, dtype=torch.float32)[order, None] / 16, torch.tensor(digits.target)[
-        order
-    ]
-
-
-def network() -> nn.Module:
-    """A small convolutional network, of 160,000 parameters."""
-    return nn.Sequential(
-        nn.Conv2d(1, 32, kernel_size=3, padding=1),
-        nn.GELU(),
-        nn.Conv2d(32, 64, kernel_size=3, padding=1),
-        nn.GELU(),
-        nn.AvgPool2d(2),
-        nn.Flatten(),
-        nn.Linear(64 * 4 * 4, 128),
-        nn.GELU(),
-        nn.Linear(128, 10),
-    )
-
-
 def train(
     rank: int, arguments: dict[str, Any], optimizer_name: str, seed: int, epochs: int
 ) -> tuple[list[float], float, int]:
     """Mean training loss of each epoch, the accuracy of the test at the end, and the bytes that were sent."""
-    x, y = images()
+    data, test_data = load_data()
+    x, y = data.tensors
     torch.manual_seed(seed)
-    model = DistributedDataParallel(network(), **arguments)
+    model = DistributedDataParallel(build_model(), **arguments)
     optimizer = OPTIMIZERS[optimizer_name](model.parameters())
     losses = []
     _sent.clear()
     for epoch in range(epochs):
-        order = (
-            torch.randperm(len(y) - 360, generator=torch.Generator().manual_seed(1000 * seed + epoch)) + 360
-        )
+        order = torch.randperm(len(y), generator=torch.Generator().manual_seed(1000 * seed + epoch))
         found = []
         for batch in order.split(BATCH):
             mine = batch[rank::2]
@@ -99,9 +77,7 @@ def train(
     else:
         model.check_replicas(optimizer)
     sent = sum(_sent)
-    with torch.no_grad():
-        right = (model.module(x[:360]).argmax(1) == y[:360]).float().mean().item()
-    return losses, right, sent
+    return losses, evaluate(model.module, test_data), sent
 
 
 _sent: list[int] = []

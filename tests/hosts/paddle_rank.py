@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-import sys
-import time
 
 import numpy as np
 import paddle
@@ -14,19 +10,17 @@ import paddle.distributed as dist
 from paddle import nn
 
 import paceline.paddle
-from tests.hosts.rank import sent
+from tests.hosts.measured import COMPRESSED, NUM_LAYERS, Arguments, measure, report, width_of
 
 WAYS = ("paddle", "group", "hosts")
 """paddle.DataParallel over Gloo; Paceline's over Gloo alone; Paceline's in the memory of each host first."""
-COMPRESSED = ("bf16", "fp16", "int8", "topk")
-_LAYERS = 4
 
 
 def model_of(nbytes: int) -> nn.Layer:
     """Layers whose parameters have together about so many bytes."""
     paddle.seed(0)
-    width = max(4, round((nbytes / 4 / _LAYERS) ** 0.5))
-    return nn.Sequential(*[nn.Linear(width, width) for _ in range(_LAYERS)])
+    width = width_of(nbytes)
+    return nn.Sequential(*[nn.Linear(width, width) for _ in range(NUM_LAYERS)])
 
 
 def wrapped(way: str, nbytes: int) -> nn.Layer:
@@ -88,34 +82,24 @@ def check(way: str, model: nn.Layer, rank: int, world_size: int, nbytes: int) ->
     return digests[0]
 
 
+def slowest(seconds: float) -> float:
+    """The longest time of all ranks."""
+    longest = paddle.to_tensor([seconds])
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    return float(longest[0])
+
+
 def main() -> None:
-    nbytes, rounds, steps = (int(each) for each in sys.argv[1:4])
-    ways = sys.argv[4].split(",")
+    arguments = Arguments.given()
     paceline.paddle.init_parallel_env()
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    models = {way: wrapped(way, nbytes) for way in ways}
-    digests = {way: check(way, model, rank, world_size, nbytes) for way, model in models.items()}
-    x = paddle.to_tensor(batch(rank, models[ways[0]]))
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
-    sent_bytes: dict[str, list[float]] = {way: [] for way in ways}
-    for _ in range(rounds):
-        for way, model in models.items():
-            backward(model, x)
-            dist.barrier()
-            before, started = sent(), time.perf_counter()
-            for _ in range(steps):
-                backward(model, x)
-            took = time.perf_counter() - started
-            dist.barrier()
-            slowest = paddle.to_tensor([took])
-            sent_bytes[way].append((sent() - before) / steps)
-            dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            seconds[way].append(float(slowest[0]) / steps)
+    models = {way: wrapped(way, arguments.nbytes) for way in arguments.ways}
+    digests = {way: check(way, model, rank, world_size, arguments.nbytes) for way, model in models.items()}
+    first = models[arguments.ways[0]]
+    x = paddle.to_tensor(batch(rank, first))
+    facts = measure(arguments, models, lambda model: backward(model, x), dist.barrier, slowest)
     if rank == 0:
-        parameters = sum(int(p.size) for p in models[ways[0]].parameters()) * 4
-        facts = {"seconds": seconds, "sent_bytes": sent_bytes, "digests": digests, "nbytes": parameters}
-        with open(os.environ["RESULT"], "w") as file:
-            json.dump(facts, file)
+        report({**facts, "digests": digests, "nbytes": sum(int(p.size) for p in first.parameters()) * 4})
     dist.barrier()
 
 

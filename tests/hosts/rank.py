@@ -7,10 +7,6 @@ one line of JSON.
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-import sys
-import time
 
 import torch
 import torch.distributed as dist
@@ -18,21 +14,19 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from paceline.torch import DistributedDataParallel
+from tests.hosts.measured import COMPRESSED, NUM_LAYERS, Arguments, measure, report, width_of
 
 WAYS = ("torch", "group", "hosts")
 """torch's DDP over Gloo; Paceline's over Gloo alone; Paceline's in the memory of each host first."""
-COMPRESSED = ("bf16", "fp16", "int8", "topk")
-"""As hosts, with compress_between_hosts."""
 EXACT = "exact"
 """As hosts, with deterministic="world"."""
-_LAYERS = 4
 
 
 def model_of(nbytes: int) -> nn.Module:
     """Layers whose parameters have together about so many bytes."""
     torch.manual_seed(0)
-    width = max(4, round((nbytes / 4 / _LAYERS) ** 0.5))
-    return nn.Sequential(*[nn.Linear(width, width) for _ in range(_LAYERS)])
+    width = width_of(nbytes)
+    return nn.Sequential(*[nn.Linear(width, width) for _ in range(NUM_LAYERS)])
 
 
 def wrapped(way: str, nbytes: int) -> nn.Module:
@@ -88,41 +82,25 @@ def check(way: str, model: nn.Module, rank: int, world_size: int, nbytes: int) -
     return str(digests[0])
 
 
-def sent() -> int:
-    """Bytes that this host has put on its link."""
-    with open("/sys/class/net/eth0/statistics/tx_bytes") as file:
-        return int(file.read())
+def slowest(seconds: float) -> float:
+    """The longest time of all ranks."""
+    longest = torch.tensor([seconds])
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    return float(longest)
 
 
 def main() -> None:
-    nbytes, rounds, steps = (int(each) for each in sys.argv[1:4])
-    ways = sys.argv[4].split(",")
+    arguments = Arguments.given()
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.set_num_threads(1)
-    models = {way: wrapped(way, nbytes) for way in ways}
-    digests = {way: check(way, model, rank, world_size, nbytes) for way, model in models.items()}
-    x = batch(rank, models[ways[0]])
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
-    sent_bytes: dict[str, list[float]] = {way: [] for way in ways}
-    for _ in range(rounds):
-        for way, model in models.items():
-            backward(model, x)
-            dist.barrier()
-            before, started = sent(), time.perf_counter()
-            for _ in range(steps):
-                backward(model, x)
-            took = time.perf_counter() - started
-            dist.barrier()
-            slowest = torch.tensor([took])
-            sent_bytes[way].append((sent() - before) / steps)
-            dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            seconds[way].append(float(slowest) / steps)
+    models = {way: wrapped(way, arguments.nbytes) for way in arguments.ways}
+    digests = {way: check(way, model, rank, world_size, arguments.nbytes) for way, model in models.items()}
+    first = models[arguments.ways[0]]
+    x = batch(rank, first)
+    facts = measure(arguments, models, lambda model: backward(model, x), dist.barrier, slowest)
     if rank == 0:
-        parameters = sum(p.numel() for p in models[ways[0]].parameters()) * 4
-        facts = {"seconds": seconds, "sent_bytes": sent_bytes, "digests": digests, "nbytes": parameters}
-        with open(os.environ["RESULT"], "w") as file:
-            json.dump(facts, file)
+        report({**facts, "digests": digests, "nbytes": sum(p.numel() for p in first.parameters()) * 4})
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,0 +1,85 @@
+"""What one rank of a measurement does with any framework: every way to average in turn, round by round."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+COMPRESSED = ("bf16", "fp16", "int8", "topk")
+"""As hosts, with compress_between_hosts."""
+NUM_LAYERS = 4
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The command line of a rank.
+
+    Attributes:
+        nbytes: About as many bytes of parameters has the model.
+        rounds: So many times each way is measured.
+        steps: So many backward passes one measurement takes.
+        ways: How gradients are averaged, by name.
+    """
+
+    nbytes: int
+    rounds: int
+    steps: int
+    ways: list[str]
+
+    @classmethod
+    def given(cls) -> Arguments:
+        nbytes, rounds, steps, ways = sys.argv[1:5]
+        return cls(int(nbytes), int(rounds), int(steps), ways.split(","))
+
+
+def width_of(nbytes: int) -> int:
+    """Of each square layer of a model of about so many bytes."""
+    return max(4, round((nbytes / 4 / NUM_LAYERS) ** 0.5))
+
+
+def measure(
+    arguments: Arguments,
+    models: Mapping[str, Any],
+    backward: Callable[[Any], None],
+    barrier: Callable[[], None],
+    slowest: Callable[[float], float],
+) -> dict[str, Any]:
+    """Of each round: seconds of a pass on the slowest rank, and bytes that this host has sent in a pass.
+
+    Args:
+        models: One for each way.
+        backward: One pass of a model.
+        barrier: Waits for all ranks.
+        slowest: The largest of what all ranks hand it.
+    """
+    seconds: dict[str, list[float]] = {way: [] for way in models}
+    sent_bytes: dict[str, list[float]] = {way: [] for way in models}
+    for _ in range(arguments.rounds):
+        for way, model in models.items():
+            backward(model)
+            barrier()
+            before, started = sent(), time.perf_counter()
+            for _ in range(arguments.steps):
+                backward(model)
+            took = time.perf_counter() - started
+            barrier()
+            sent_bytes[way].append((sent() - before) / arguments.steps)
+            seconds[way].append(slowest(took) / arguments.steps)
+    return {"seconds": seconds, "sent_bytes": sent_bytes}
+
+
+def sent() -> int:
+    """Bytes that this host has put on its link."""
+    with open("/sys/class/net/eth0/statistics/tx_bytes") as file:
+        return int(file.read())
+
+
+def report(facts: Mapping[str, Any]) -> None:
+    """Leave them for the process that has started the ranks."""
+    with open(os.environ["RESULT"], "w") as file:
+        json.dump(facts, file)
