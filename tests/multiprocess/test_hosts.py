@@ -432,6 +432,35 @@ def test_a_message_of_another_pass_is_refused(rank, monkeypatch):
         assert numbers[1] == numbers[0] + 1
 
 
+@ranks(2, group="gloo")
+def test_receives_are_begun_before_the_pass(rank, monkeypatch):
+    place(rank, ALONE)
+    begun: list[str] = []
+    receive, send = GlooTransport.receive, GlooTransport.send
+    monkeypatch.setattr(GlooTransport, "receive", lambda *args: begun.append("receive") or receive(*args))
+    monkeypatch.setattr(GlooTransport, "send", lambda *args: begun.append("send") or send(*args))
+    net = network()
+    wrapped = DistributedDataParallel(net, timeout_s=10)
+    for step in range(2):  # the plan is made anew after the first
+        backward(wrapped, step, rank, 2)
+    begun.clear()
+    for step in range(2, 5):
+        backward(wrapped, step, rank, 2)
+    assert begun == ["send", "receive"] * 3
+    # What has broken by then is met by the next pass: the one that is over has its means, on all ranks.
+    monkeypatch.setattr(GlooTransport, "receive", closed)
+    backward(wrapped, 5, rank, 2)
+    for parameter, expected in zip(net.parameters(), in_one_process(5, 2), strict=True):
+        assert_allclose(parameter.grad, expected, rtol=1e-4, atol=1e-6)
+    torch.distributed.barrier()  # whoever is first in the next pass tells, and ends the connections
+    with pytest.raises(PeerLostError, match=r"lost rank [01] "):
+        backward(wrapped, 6, rank, 2)
+
+
+def closed(*_: object) -> GlooTransfer:
+    raise RuntimeError("Connection closed by peer")
+
+
 @ranks(4, group="gloo")
 def test_the_group_alone_on_demand(rank):
     place(rank)

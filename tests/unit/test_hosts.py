@@ -14,6 +14,7 @@ from paceline.errors import DeadlineError, MismatchError, PeerLostError
 from paceline.reducer.hosts import (
     HEADER_BYTES,
     ONE_ROUND_BYTES,
+    PLANS,
     Header,
     add_in_order,
     exact_blocks,
@@ -104,8 +105,15 @@ def test_a_header_tells_what_a_message_is() -> None:
 
 
 def test_tags_are_all_different() -> None:
-    tags = [tag_of(bucket, phase, piece) for bucket in range(5) for phase in (0, 1) for piece in range(9)]
+    tags = [
+        tag_of(bucket, phase, piece, plan)
+        for bucket in (0, 1, 2, 32767)
+        for phase in (0, 1)
+        for piece in (*range(9), 4095)
+        for plan in (PLANS, PLANS + 1, PLANS + 2)
+    ]
     assert len(set(tags)) == len(tags)
+    assert min(tags) >= 0 and max(tags) < 1 << 31
 
 
 @given(st.lists(st.integers(1, 6), min_size=2, max_size=5))

@@ -82,7 +82,7 @@ def pair():
 
 def message(bucket: int, payload: bytes, model: int = 0, phase: int = 0) -> Message:
     found = np.empty(HEADER_BYTES + len(payload), np.uint8)
-    Header(model * PLANS + 1, 1, bucket, phase, 0, 0, 1.0, len(payload)).write(found)
+    Header(model * PLANS, 1, bucket, phase, 0, 0, 1.0, len(payload)).write(found)
     found[HEADER_BYTES:] = np.frombuffer(payload, np.uint8)
     return found
 

@@ -35,9 +35,11 @@ class Bystander:
         self._core, self._group, self._control, self._rank = core, group, control, rank
         control.at_failure(self.give_up)
 
+    def end_pass(self) -> None:
+        """Nothing comes to it."""
+
     def launch(
         self,
-        number: int,
         bucket: int,
         note_nonfinite: Callable[[int, range], None],
         make_report: Callable[[], bytes] | None = None,

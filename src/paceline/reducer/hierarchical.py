@@ -222,14 +222,14 @@ class HierarchicalReducer(ReportingReducer):
     def _launch(
         self, bucket: int, make_report: Callable[[], bytes] | None = None, *, blocks: bool = True
     ) -> bool:
-        number = self._passes + 1
-        return self._exchange.launch(number, bucket, self._note_nonfinite, make_report, blocks=blocks)
+        return self._exchange.launch(bucket, self._note_nonfinite, make_report, blocks=blocks)
 
     def _complete(self, status: PassStatus, allow_unused: bool) -> None:
         with self._host_errors():
             self._launch_rest(status, allow_unused)
             self._core.wait_published(patience_s(self._hosts.timeout_s) + _GRACE_S)
             self._read_reports()
+            self._exchange.end_pass()
 
     def _launch_rest(self, status: PassStatus, allow_unused: bool) -> None:
         """Post and launch what is missing."""

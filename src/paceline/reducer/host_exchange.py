@@ -5,14 +5,18 @@ be a thread, because a transport tells that a message has come only to who waits
 Python's lock go. So messages travel while the backward goes on.
 
 Steps of a bucket, on each rank
-1. `launch`: receives are begun, the share is summed over the host's ranks piece by piece, and sent.
-2. The thread: in one round the pieces of all blocks are published as they come. In two, those of this host's
+1. `_make_ready`: receives are begun; those of the first buckets of a pass at the end of the one before, as
+   far as there is memory. An engine may ask the receiver for room before it sends, and then it need not wait
+   for the answer.
+2. `launch`: the share is summed over the host's ranks piece by piece, and sent.
+3. The thread: in one round the pieces of all blocks are published as they come. In two, those of this host's
    part are added up and sent on, the next bucket's come first if there is one, and then the parts of the
    others are published.
-3. The thread waits for what was sent: until then its memory is not free. Then the next bucket may have it.
+4. The thread waits for what was sent: until then its memory is not free. Then the next bucket may have it.
 
 Memory: a few buckets are under way at a time (WINDOW), each in memory of its own for what is sent and what is
-received: together about WINDOW * 2 to 3 shares of the largest bucket, whatever the size of the model.
+received: together about WINDOW * 2 to 3 shares of the largest bucket, whatever the size of the model. There
+are two at least, so that a model of one bucket can receive that of the next pass.
 
 Imports numpy, the core, rendezvous, `errors` and its neighbours.
 """
@@ -151,7 +155,7 @@ class HostExchange:
         for number, block in enumerate(blocks.blocks):
             self._blocks_of[block.host].append(number)
         nbytes = max(self._bytes_of(bucket) for bucket in range(len(routes)))
-        self._free = [np.empty(nbytes, np.uint8) for _ in range(min(WINDOW, len(routes)))]
+        self._free = [np.empty(nbytes, np.uint8) for _ in range(min(WINDOW, max(2, len(routes))))]
         # Of all steps but the last, whose result has its own place.
         most = max(
             sums.nbytes(bucket, len(piece))
@@ -161,6 +165,10 @@ class HostExchange:
         )
         self._joined = [np.empty(most, np.uint8) for _ in blocks.steps[:-1]]
         self._is_free = threading.Condition()
+        self._number = 1  # of the pass under way, or of the next one
+        self._ready: deque[_Flight] = deque()  # of that pass, in the plan's order, not launched
+        self._next_ready = 0  # its first bucket that has not been among them
+        self._met: CollectiveError | None = None
         self._flights: queue.SimpleQueue[_Flight | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="paceline-hosts", daemon=True)
         self._thread.start()
@@ -169,9 +177,20 @@ class HostExchange:
 
     # --- the thread that runs the backward ---
 
+    def end_pass(self) -> None:
+        """All means are there. Begin to receive what partners send of the next pass.
+
+        Where a connection has broken meanwhile the next pass tells, because this one is good. Blocks no
+        longer than the control channel may take to know why.
+        """
+        self._number, self._next_ready = self._number + 1, 0
+        try:
+            self._make_ready(blocks=False)
+        except CollectiveError as error:
+            self._met = error
+
     def launch(
         self,
-        number: int,
         bucket: int,
         note_nonfinite: Callable[[int, range], None],
         make_report: Callable[[], bytes] | None = None,
@@ -181,8 +200,7 @@ class HostExchange:
         """Sum this rank's share of a bucket that all ranks of the host have posted, and begin to exchange it.
 
         Args:
-            number: The pass, from 1.
-            bucket: In the plan's order.
+            bucket: In the plan's order, from 0 in each pass.
             note_nonfinite: Called with (bucket, elements) if a gradient there is not finite.
             make_report: What travels beside the last bucket, called once its share is summed.
             blocks: Wait until there is memory for it, at most until the deadline.
@@ -193,13 +211,12 @@ class HostExchange:
         Raises:
             CollectiveError: The exchange has failed, or there was no memory in time.
         """
-        memory = self._take_memory(bucket, blocks=blocks)
-        if memory is None:
-            return False
-        route = self._routes[bucket]
-        flight = _Flight(number, bucket, route, memory, self._num_hosts, len(self._blocks))
-        flight.has_report = make_report is not None
-        self._begin_receives(flight)
+        if not self._ready:
+            self._make_ready(blocks=blocks)
+            if not self._ready:
+                return False
+        flight = self._ready.popleft()
+        assert flight.bucket == bucket and flight.has_report == (make_report is not None)
         self._send_sums(flight, note_nonfinite, make_report)
         self._flights.put(flight)
         return True
@@ -225,6 +242,26 @@ class HostExchange:
         """Wait until the thread has ended, and the memory of this host is not written any more."""
         self.stop()
         self._thread.join(self._timeout_s)
+
+    def _make_ready(self, *, blocks: bool) -> None:
+        """Begin receives of the buckets that come next, as far as there is memory.
+
+        Args:
+            blocks: Wait until there is memory for one, at most until the deadline.
+        """
+        if self._met is not None:
+            raise self._met
+        while self._next_ready < len(self._routes):
+            bucket = self._next_ready
+            memory = self._take_memory(bucket, blocks=blocks and not self._ready)
+            if memory is None:
+                return
+            route = self._routes[bucket]
+            flight = _Flight(self._number, bucket, route, memory, self._num_hosts, len(self._blocks))
+            flight.has_report = bucket == len(self._routes) - 1
+            self._begin_receives(flight)
+            self._next_ready += 1
+            self._ready.append(flight)
 
     def _take_memory(self, bucket: int, *, blocks: bool) -> Message | None:
         with self._is_free:
@@ -315,7 +352,7 @@ class HostExchange:
         message: Message,
     ) -> Transfer:
         try:
-            return start(host, message, tag_of(flight.bucket, phase, piece))
+            return start(host, message, tag_of(flight.bucket, phase, piece, self._generation))
         except RuntimeError as error:  # the connection has broken before
             raise self._lost(error, host, flight.bucket) from error
 

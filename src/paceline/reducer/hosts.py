@@ -54,6 +54,8 @@ PLANS = 1 << 16
 """Where models share connections, a generation is the number of the model times this, and of the plan."""
 _BLOCK_ELEMENTS = 16
 _PIECES_PER_TAG = 1 << 12
+_BITS_OF_BUCKET = 28  # of a tag: bucket, round and piece
+_PLANS_PER_TAG = 8  # more than a model has; a tag is a positive number of 32 bits
 _MAGIC = b"plh1"
 _HEADER = struct.Struct("<4sHHIIIQdQ")
 
@@ -167,9 +169,13 @@ class Header:
         )
 
 
-def tag_of(bucket: int, phase: int, piece: int) -> int:
-    """By which a message finds its receive, between two partners."""
-    return (bucket * 2 + phase) * _PIECES_PER_TAG + piece
+def tag_of(bucket: int, phase: int, piece: int, generation: int = 0) -> int:
+    """By which a message finds its receive, between two partners.
+
+    Not one that was begun under an earlier plan of the model, for a pass that never came.
+    """
+    plan = generation % PLANS % _PLANS_PER_TAG
+    return (plan << _BITS_OF_BUCKET) + (bucket * 2 + phase) * _PIECES_PER_TAG + piece
 
 
 def lane_of(tag: int, lanes: int) -> int:

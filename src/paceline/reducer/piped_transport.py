@@ -332,7 +332,8 @@ class _Incoming(_Lane):
     def _hand_on(self, message: Message) -> None:
         header = Header.read(message)
         assert header is not None
-        key = header.generation // PLANS, tag_of(header.bucket, header.round, header.piece)
+        tag = tag_of(header.bucket, header.round, header.piece, header.generation)
+        key = header.generation // PLANS, tag
         with self._lock:
             if key not in self._awaited:
                 self._early.setdefault(key, deque()).append(message.copy())
