@@ -330,3 +330,62 @@ def test_steps_and_batches_come_from_the_classes_that_are_wrapped():
     assert paddle.optimizer.Optimizer in internals.classes_with("step", internals.optimizers())
     loader = paddle.io.DataLoader([1, 2], batch_size=1)
     assert type(iter(loader)) in internals.classes_with("__next__", internals.loader_iterators())
+
+
+def test_a_parameter_in_the_memory_of_another_is_updated_in_place() -> None:
+    whole = paddle.arange(10, dtype="float32")
+    part = internals.make_parameter(whole[4:7], "some_name")
+    assert part.name == "some_name" and part.shape == [3] and not part.stop_gradient
+    gradients = paddle.ones([10])
+    internals.lend_gradient(part, gradients[4:7])
+    assert internals.gradient_of(part).data_ptr() == gradients.data_ptr() + 16
+    paddle.optimizer.SGD(1.0, [part]).step()
+    assert whole.tolist() == [0, 1, 2, 3, 3, 4, 5, 7, 8, 9]
+    internals.end_loan(part)
+    assert internals.gradient_of(part) is None and gradients.tolist() == [1] * 10
+
+    other = paddle.zeros([10])
+    internals.lay_into(part, other[1:4])
+    internals.lend_gradient(part, gradients[:3])
+    paddle.optimizer.SGD(1.0, [part]).step()
+    assert other.tolist() == [0, -1, -1, -1, 0, 0, 0, 0, 0, 0]
+    assert not internals.has_main_gradient(part)
+
+
+def test_what_optimizers_keep_to_themselves() -> None:
+    with paddle.utils.unique_name.guard():
+        layers = [nn.Linear(2, 3), nn.Linear(3, 1)]
+    clip = nn.ClipGradByValue(0.25)
+    plain = paddle.optimizer.Adam(0.1, parameters=layers[0].parameters(), grad_clip=clip)
+    assert not internals.has_groups(plain) and internals.clips_gradients(plain)
+    (group,) = internals.groups_of(plain)
+    assert [parameter.name for parameter in group["params"]] == ["linear_0.w_0", "linear_0.b_0"]
+    pairs = [(layers[0].bias, paddle.full([3], 2.0))]
+    assert internals.clip_gradients(plain, group, pairs)[0][1].tolist() == [0.25] * 3
+    assert internals.scheduler_of(plain) is None
+
+    schedule = paddle.optimizer.lr.StepDecay(0.1, 2)
+    entries = [{"params": layer.parameters(), "weight_decay": 0.5 * n} for n, layer in enumerate(layers)]
+    entries[1]["grad_clip"] = clip
+    grouped = paddle.optimizer.AdamW(schedule, parameters=entries)
+    assert internals.has_groups(grouped) and internals.clips_gradients(grouped)
+    assert internals.scheduler_of(grouped) is schedule
+    first, second = internals.groups_of(grouped)
+    assert (first["weight_decay"], second["weight_decay"]) == (0.0, 0.5)
+    assert internals.clip_gradients(grouped, first, pairs)[0][1].tolist() == [2.0] * 3
+    assert internals.clip_gradients(grouped, second, pairs)[0][1].tolist() == [0.25] * 3
+
+    assert list(internals.state_of(grouped)) == []
+    internals.make_state(grouped, second, [layers[1].weight])
+    found = {(owner, kind): value.shape for owner, kind, value in internals.state_of(grouped)}
+    assert found[("linear_1.w_0", "moment1")] == [3, 1] and {owner for owner, _ in found} == {"linear_1.w_0"}
+    internals.convert(layers[0].weight, "bfloat16")
+    wide = paddle.optimizer.SGD(0.1, parameters=[layers[0].weight], multi_precision=True)
+    internals.make_state(wide, internals.groups_of(wide)[0], [layers[0].weight])
+    (master,) = internals.master_weights_of(wide).values()
+    assert master.dtype == paddle.float32 and master.name.startswith("linear_0.w_0_fp32_master_")
+    internals.share_notes(wide, plain)
+    plain._set_auxiliary_var("found_inf", True)
+    assert wide._get_auxiliary_var("found_inf")
+    internals.take_precision(wide, grouped)
+    assert wide._dtype == paddle.float32

@@ -61,7 +61,7 @@ ROOMS = {
     "paddle": (
         ("__init__", "bench"),
         ("ddp",),
-        ("passes", "compression", "sync_batch_norm"),
+        ("passes", "one_model", "compression", "sync_batch_norm"),
         ("link",),
         ("model",),
         ("internals", "versions"),

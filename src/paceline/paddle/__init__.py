@@ -1,4 +1,4 @@
-"""Paceline for PaddlePaddle: `DataParallel`, and the same with torch's arguments.
+"""Paceline for PaddlePaddle: `DataParallel`, the same with torch's arguments, and `ShardedOptimizer`.
 
     from paceline.paddle import DataParallel
 
@@ -15,6 +15,7 @@ from paceline.paddle.ddp.distributed import DistributedDataParallel, init_parall
 from paceline.paddle.ddp.parallel import DataParallel  # noqa: E402
 from paceline.paddle.ddp.replace_ddp import replace_ddp  # noqa: E402
 from paceline.paddle.model.precision import MixedPrecision  # noqa: E402
+from paceline.paddle.one_model.sharded_optimizer import ShardedOptimizer  # noqa: E402
 from paceline.paddle.sync_batch_norm import SyncBatchNorm  # noqa: E402
 from paceline.reducer.local_sgd import LocalSGD  # noqa: E402
 from paceline.replacing import replace_if_asked  # noqa: E402
@@ -26,6 +27,7 @@ __all__ = [
     "DistributedDataParallel",
     "LocalSGD",
     "MixedPrecision",
+    "ShardedOptimizer",
     "SyncBatchNorm",
     "compression",
     "init_parallel_env",

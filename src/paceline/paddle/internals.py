@@ -7,14 +7,14 @@ it stands on. Nothing else in `paceline.paddle` touches a name of Paddle's that 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import paddle
 from paddle import Tensor, empty, from_dlpack, nn, view
-from paddle.base import core
+from paddle.base import core, framework
 from paddle.io.dataloader import dataloader_iter
 
 from paceline.rendezvous.connections import connected_sockets, send_at_once
@@ -63,8 +63,12 @@ def set_gradient(parameter: Tensor, place: Tensor) -> None:
 
     Setting `parameter.grad` would copy into the old one, which another parameter may hold as well.
     """
-    # A view shares no more than the memory; Paddle makes none of nothing.
-    parameter._copy_gradient_from(place.clone() if 0 in place.shape else view(place, place.shape))
+    parameter._copy_gradient_from(_view(place))
+
+
+def _view(tensor: Tensor) -> Tensor:
+    """Another tensor that shares no more than the memory; Paddle makes none of nothing."""
+    return tensor.clone() if 0 in tensor.shape else view(tensor, tensor.shape)
 
 
 def drop_gradient(parameter: Tensor) -> None:
@@ -231,6 +235,97 @@ def make_pair(
     if receives:
         return lambda array: group.recv(from_dlpack(array), 0, True)
     return lambda array: group.send(from_dlpack(array), 1, True)
+
+
+def make_parameter(values: Tensor, name: str) -> Tensor:
+    """A parameter in the memory of `values`. The name is that by which an optimizer keeps its state."""
+    made = framework.EagerParamBase(shape=list(values.shape), dtype=values.dtype, name=name)
+    lay_into(made, values)
+    return made
+
+
+def lay_into(tensor: Tensor, values: Tensor) -> None:
+    """Let a tensor be in the memory of another one of its dtype; it stays the same object."""
+    tensor.get_tensor()._share_data_with(values.get_tensor())
+
+
+def lend_gradient(parameter: Tensor, gradient: Tensor) -> None:
+    """Give a parameter of make_parameter() a gradient in the memory of `gradient`, of its shape."""
+    parameter._copy_gradient_from(_view(gradient))
+
+
+def end_loan(parameter: Tensor) -> None:
+    """Take back what lend_gradient() gave; `gradient` keeps its values."""
+    parameter.grad = None
+
+
+def has_main_gradient(parameter: Tensor) -> bool:
+    """Whether fleet's mix_precision_utils keeps its gradient in another dtype, elsewhere."""
+    return getattr(parameter, "main_grad", None) is not None
+
+
+def has_groups(optimizer: Any) -> bool:
+    """Whether an optimizer was given dicts of parameters, and not parameters."""
+    return isinstance(optimizer._parameter_list[0], dict)
+
+
+def groups_of(optimizer: Any) -> list[dict[str, Any]]:
+    """An optimizer's groups of parameters, with their options under their names; without groups, one."""
+    if has_groups(optimizer):
+        return list(optimizer._param_groups)
+    return [{"params": optimizer._parameter_list}]
+
+
+def clip_gradients(
+    optimizer: Any, group: Mapping[str, Any], pairs: list[tuple[Tensor, Tensor]]
+) -> list[tuple[Tensor, Tensor]]:
+    """Parameters of a group, and their gradients as the optimizer's clip changes them, maybe in place."""
+    clip = group["grad_clip"] if has_groups(optimizer) else optimizer._grad_clip
+    return pairs if clip is None else list(clip(pairs))
+
+
+def clips_gradients(optimizer: Any) -> bool:
+    """Whether an optimizer clips gradients at its step."""
+    groups = groups_of(optimizer)
+    return optimizer._grad_clip is not None or any(group.get("grad_clip") is not None for group in groups)
+
+
+def take_precision(optimizer: Any, whole: Any) -> None:
+    """Let an optimizer keep its learning rate in the dtype in which another one does."""
+    optimizer._dtype = whole._dtype
+
+
+def share_notes(optimizer: Any, whole: Any) -> None:
+    """Let an optimizer see what a GradScaler tells another one, and tell it what comes of it."""
+    optimizer._auxiliary_vars = whole._auxiliary_vars
+
+
+def state_of(optimizer: Any) -> Iterator[tuple[str, str, Tensor]]:
+    """What an optimizer remembers: the name of the parameter or of its master weight, its own, the tensor."""
+    for kind, by_owner in optimizer._accumulators.items():
+        for owner, value in by_owner.items():
+            yield owner, kind, value
+
+
+def master_weights_of(optimizer: Any) -> dict[str, Tensor]:
+    """The weights in float32 of parameters of 16 bits, by the names of those."""
+    return dict(optimizer._master_weights)
+
+
+def make_state(optimizer: Any, group: Mapping[str, Any], parameters: Sequence[Tensor]) -> None:
+    """Let an optimizer remember what it would make at its first step, for parameters of one of its groups."""
+    block = framework.default_main_program().global_block()
+    with paddle.no_grad():
+        if has_groups(optimizer):
+            optimizer._create_accumulators(block, {**group, "params": list(parameters)})
+        else:
+            optimizer._create_accumulators(block, list(parameters))
+
+
+def scheduler_of(optimizer: Any) -> Any:
+    """The LRScheduler of an optimizer; None: its learning rate is a number."""
+    rate = optimizer._learning_rate
+    return rate if isinstance(rate, paddle.optimizer.lr.LRScheduler) else None
 
 
 def optimizers() -> list[Any]:

@@ -59,6 +59,9 @@ class MemoryLink:
     Args:
         core: The memory.
         owner: Keeps it.
+
+    Attributes:
+        core: The memory.
     """
 
     path, bits = "memory", "world"
@@ -70,7 +73,7 @@ class MemoryLink:
         self.tell: Callable[[str], None] | None = core.set_activity
         self.witness: Witness | None = MemoryWitness(core)
         self.gather = functools.partial(gather_in_memory, core)
-        self._core = core
+        self.core = core
         self._owner = owner
 
     def broadcast(self, tensors: Sequence[paddle.Tensor], root: int = 0) -> None:
@@ -79,14 +82,14 @@ class MemoryLink:
             whole = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in filled]
             pieces = [flat.data_ptr() for flat in whole]
             sizes = [nbytes(flat) for flat in whole]
-            self._core.broadcast_all(pieces, sizes, root)
+            self.core.broadcast_all(pieces, sizes, root)
             for tensor, flat in zip(filled, whole):
                 if flat is not tensor:
                     paddle.assign(flat, tensor)
 
     def sum(self, tensor: paddle.Tensor) -> None:
         dtype = CORE_DTYPES[dtype_name(tensor.dtype)]
-        self._core.all_reduce(tensor.data_ptr(), int(tensor.size), dtype, ReduceOp.SUM)
+        self.core.all_reduce(tensor.data_ptr(), int(tensor.size), dtype, ReduceOp.SUM)
 
     def all_gather(self, payload: bytes) -> list[bytes]:
         return gather_bytes(self.gather, payload)
@@ -98,12 +101,12 @@ class MemoryLink:
         options: ReductionOptions,
         instead_of: Reduction[paddle.Tensor] | None = None,
     ) -> Reduction[paddle.Tensor]:
-        reducer = make_host_reducer(self._core, plan, options, instead_of)
+        reducer = make_host_reducer(self.core, plan, options, instead_of)
         places = shared_places(plan, parameters, reducer.arena_pointer, reducer)
         return Reduction(plan, places, reducer, takes_pointers=True)
 
     def with_hook(self, hook: CommHook, process_group: Any) -> Link:
-        return HookLink(self, MemoryCalls(self._core), hook, process_group)
+        return HookLink(self, MemoryCalls(self.core), hook, process_group)
 
 
 class GroupLink:
@@ -277,7 +280,5 @@ def _copy(source: paddle.Tensor, target: paddle.Tensor) -> None:
 def _as_bytes(tensor: paddle.Tensor) -> paddle.Tensor:
     """The tensor's own memory as flat bytes, or a copy of it."""
     whole = tensor.detach().contiguous().reshape([-1])
-    flat = paddle.view(whole, "uint8")
-    if flat.data_ptr() != whole.data_ptr():  # a part of a larger tensor, of which Paddle takes another part
-        flat = paddle.view(whole.clone(), "uint8")
-    return flat
+    # Paddle counts the offset of a part of a larger tensor in elements of the new type.
+    return paddle.view(whole.clone() if whole.offset else whole, "uint8")

@@ -37,6 +37,7 @@ from paceline.rendezvous.addresses import check_meeting_address, find_way
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.shared_memory import HostMemory
 
+_DEFAULT_OWNER = "DataParallel"
 _DEFAULT_TIMEOUT_S = 1800.0  # Paddle's own
 _OUTSIDE = -1  # the rank that a group of Paddle has where this process is none of its ranks
 
@@ -72,19 +73,24 @@ class GroupPeers(PatientGroup):
     """The ranks of a `paceline.Group`, which share one host."""
 
     def __init__(
-        self, group: Group, timeout_s: float | None = None, warn_after_s: float | None = None
+        self,
+        group: Group,
+        timeout_s: float | None = None,
+        warn_after_s: float | None = None,
+        owner: str = _DEFAULT_OWNER,
     ) -> None:
         super().__init__(group, timeout_s, warn_after_s)
         self.group = group
+        self._owner = owner
 
     def connect(
         self, *, on_host: bool, reduce_through: str = "auto", between_hosts: BetweenHosts | None = None
     ) -> Link:
         if not on_host or reduce_through == "group":
             raise ConfigError(
-                "DataParallel: a paceline.Group averages gradients in host memory only.",
+                f"{self._owner}: a paceline.Group works in host memory only.",
                 seen=f"reduce_through={reduce_through!r}" if on_host else "parameters on a GPU",
-                hint="call paddle.distributed.init_parallel_env() before wrapping the model",
+                hint="call paddle.distributed.init_parallel_env() before, and leave out the group",
             )
         return MemoryLink(self.core, self.group)
 
@@ -92,8 +98,9 @@ class GroupPeers(PatientGroup):
 class PaddlePeers:
     """The ranks of a group of paddle.distributed."""
 
-    def __init__(self, calls: GroupCalls) -> None:
+    def __init__(self, calls: GroupCalls, owner: str = _DEFAULT_OWNER) -> None:
         self.exchange = PaddleExchange(calls)
+        self._owner = owner
         self.rank = calls.rank
         self.world_size = calls.world_size
         self.timeout_s = calls.timeout_s
@@ -137,13 +144,13 @@ class PaddlePeers:
         """Whether a group can do what the memory of one host does not."""
         if reduce_through == "memory":
             raise ConfigError(
-                'DataParallel: reduce_through="memory" is not possible here.',
+                f'{self._owner}: reduce_through="memory" is not possible here.',
                 seen="ranks on several hosts" if on_host else "parameters on a GPU",
                 hint='leave reduce_through at "auto"',
             )
         if on_host != self._calls.on_host:
             raise ConfigError(
-                f"DataParallel: a {self._calls.backend} group of Paddle's cannot average these gradients.",
+                f"{self._owner}: a {self._calls.backend} group of Paddle's cannot move these tensors.",
                 expected="Gloo for parameters on the CPU, NCCL for parameters on a GPU",
                 got=f"{self._calls.backend}, parameters on {'the CPU' if on_host else 'a GPU'}",
                 hint="paddle.set_device() before paddle.distributed.init_parallel_env() and the model",
@@ -151,7 +158,7 @@ class PaddlePeers:
 
     def _share_memory(self) -> HostMemory:
         """The memory of this rank's host, and who is on which."""
-        name, warn_after_s = "DataParallel over paddle.distributed", self._calls.warn_after_s
+        name, warn_after_s = f"{self._owner} over paddle.distributed", self._calls.warn_after_s
         return share_on_each_host(
             self.exchange, name=name, timeout_s=self.timeout_s, warn_after_s=warn_after_s
         )
@@ -208,8 +215,16 @@ def find_peers(
     timeout_s: float | None = None,
     warn_after_s: float | None = None,
     device_mesh: Any = None,
+    owner: str = _DEFAULT_OWNER,
 ) -> Peers | None:
     """The group that was passed, else paddle.distributed's, else one formed from the environment.
+
+    Args:
+        group: A group of paddle.distributed, or ours, or None.
+        timeout_s: For the slowest rank; None: the group's own.
+        warn_after_s: Until a late rank is named in a warning; None: the usual.
+        device_mesh: The ranks instead of a group, or None.
+        owner: The class that asks for it, for errors.
 
     Returns:
         None: this process is the only one.
@@ -217,19 +232,19 @@ def find_peers(
     Raises:
         ConfigError: The group is none of ours or Paddle's, or both a group and a mesh were passed.
     """
-    group = checked_group("DataParallel", group)
+    group = checked_group(owner, group)
     if device_mesh is not None:
         group = _group_of_mesh(device_mesh, group)
     if isinstance(group, Group):
-        return GroupPeers(group, timeout_s, warn_after_s)
+        return GroupPeers(group, timeout_s, warn_after_s, owner)
     if group is None and not dist.is_initialized():
         environment = connect_environment(timeout_s)
         if environment is not None:
-            return GroupPeers(environment, timeout_s, warn_after_s)
+            return GroupPeers(environment, timeout_s, warn_after_s, owner)
     if group is None and not (dist.is_initialized() and dist.get_world_size() > 1):
         return None
     calls = GroupCalls(group, timeout_s or _DEFAULT_TIMEOUT_S, warn_after_s or WARN_AFTER_S)
-    return PaddlePeers(calls) if calls.world_size > 1 else None
+    return PaddlePeers(calls, owner) if calls.world_size > 1 else None
 
 
 def known_exchange(group: Any, device_mesh: Any = None) -> tuple[Exchange, float] | None:

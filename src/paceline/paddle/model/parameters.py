@@ -127,8 +127,9 @@ class ManagedTensors:
 
     def describe(self) -> tuple[tuple[TensorDescription, ...], tuple[TensorDescription, ...]]:
         """Parameters and buffers, as they must be on all ranks."""
-        parameters = tuple(_describe(name, p, not p.stop_gradient) for name, p in self.all_parameters.items())
-        return parameters, tuple(_describe(name, b, None) for name, b in self.buffers.items())
+        trained = [(name, p, not p.stop_gradient) for name, p in self.all_parameters.items()]
+        parameters = tuple(describe_tensor(*each) for each in trained)
+        return parameters, tuple(describe_tensor(name, b, None) for name, b in self.buffers.items())
 
     def current_buffers(self) -> dict[str, paddle.Tensor]:
         """The buffers and running statistics that the layer has now: layers may replace theirs."""
@@ -217,7 +218,8 @@ def _running_statistics(layer: nn.Layer) -> set[int]:
     return found
 
 
-def _describe(name: str, tensor: paddle.Tensor, requires_grad: bool | None) -> TensorDescription:
+def describe_tensor(name: str, tensor: paddle.Tensor, requires_grad: bool | None) -> TensorDescription:
+    """A parameter or a buffer as all ranks must have it."""
     return TensorDescription(
         name=name,
         shape=tuple(tensor.shape),

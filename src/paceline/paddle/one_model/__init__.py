@@ -1,0 +1,8 @@
+"""An optimizer of Paddle's of which each rank does a part.
+
+What lives here: what `paceline.sharding` asks of Paddle (`elementwise`, `shards`, `travel`), the arguments
+(`groups`), the state (`whole_state`) and `ShardedOptimizer`. Imports the rooms below, and what is below the
+front ends.
+
+Not public.
+"""

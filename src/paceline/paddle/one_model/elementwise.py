@@ -1,0 +1,91 @@
+"""Whether parameters of an optimizer of Paddle's may be cut: what `sharding.kinds` asks of Paddle."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import paddle
+
+from paceline.paddle import internals
+from paceline.sharding import kinds
+from paceline.sharding.kinds import Kind
+
+
+def kind_of(make: Callable[[list[paddle.Tensor]], Any], model: paddle.Tensor) -> Kind:
+    """How an optimizer can be divided. Leaves Paddle's random numbers and names as they are.
+
+    Args:
+        make: Makes one of a list of parameters, with the options of one group.
+        model: A parameter of the group. Those of the test have its regularizer, dtype and place.
+    """
+    before = paddle.get_rng_state()
+    try:
+        with paddle.utils.unique_name.guard(), paddle.no_grad():
+            return kinds.kind_of(_PaddleWorkshop(make, model))
+    finally:
+        paddle.set_rng_state(before)
+
+
+class _PaddleWorkshop:
+    """See `Workshop`."""
+
+    def __init__(self, make: Callable[[list[paddle.Tensor]], Any], model: paddle.Tensor) -> None:
+        self._make, self._model = make, model
+
+    def tensors(
+        self, shapes: Sequence[tuple[int, ...]], seed: int, scale: float = 1.0
+    ) -> list[paddle.Tensor]:
+        drawn = np.random.default_rng(seed)
+        made = []
+        for shape in shapes:
+            values = scale * drawn.standard_normal(shape)
+            if seed:
+                values *= drawn.random(shape) > 0.1
+            made.append(paddle.to_tensor(values, place=self._model.place).astype(self._model.dtype))
+        return made
+
+    def clone(self, tensor: paddle.Tensor) -> paddle.Tensor:
+        return tensor.clone()
+
+    def part(self, tensor: paddle.Tensor, begin: int, end: int) -> paddle.Tensor:
+        return tensor[begin:end]
+
+    def make(self, tensors: Sequence[paddle.Tensor]) -> Any:
+        parameters = []
+        for number, tensor in enumerate(tensors):
+            parameter = internals.make_parameter(tensor, f"trial_{number}")
+            parameter.regularizer = getattr(self._model, "regularizer", None)
+            parameters.append(parameter)
+        return self._make(parameters)
+
+    def step(self, optimizer: Any, gradients: Sequence[paddle.Tensor]) -> None:
+        (group,) = internals.groups_of(optimizer)
+        for parameter, gradient in zip(group["params"], gradients, strict=True):
+            internals.lend_gradient(parameter, gradient.clone())
+        optimizer.step()
+
+    def same(self, one: paddle.Tensor, other: paddle.Tensor) -> bool:
+        if one.element_size() < 4:
+            one, other = one.astype("float32"), other.astype("float32")
+        return bool(np.array_equal(one.numpy(), other.numpy(), equal_nan=True))
+
+    def scalars(self, optimizer: Any) -> tuple[Any, ...]:
+        held = list(internals.state_of(optimizer))
+        first = held[0][0] if held else ""
+        return tuple(
+            (kind, value.item())
+            for owner, kind, value in held
+            if owner == first and math.prod(value.shape) == 1
+        )
+
+    def has_plain_state(self, optimizer: Any, shape: tuple[int, ...]) -> bool:
+        return all(
+            tuple(value.shape) == shape or math.prod(value.shape) == 1
+            for _, _, value in internals.state_of(optimizer)
+        )
+
+    def draw_from(self, seed: int) -> None:
+        paddle.seed(seed)

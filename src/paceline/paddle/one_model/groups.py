@@ -1,0 +1,202 @@
+"""The arguments of `ShardedOptimizer`: parameters or groups of them, and an optimizer's own, checked.
+
+The one idea: Paddle's optimizers do nothing but keep their arguments before their first step. So one is made
+of all parameters, which checks the arguments, fills in the options and marks the parameters as it would
+unsharded, and is what users read and change; and one of this rank's pieces, which makes the steps.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FunctionType, MethodType
+from typing import Any
+
+import paddle
+
+from paceline.arguments import Arguments
+from paceline.errors import ConfigError
+from paceline.paddle import internals
+
+OWNER = "ShardedOptimizer"
+_NO_OPTIONS = ("params", "grad_clip")
+_FUNCTIONS = FunctionType, MethodType, functools.partial  # of a parameter, or of its name
+_TRIAL_RATE = 0.01  # a schedule may begin at 0, with which every optimizer leaves all elements alone
+
+
+def as_list(parameters: Any) -> list[Any]:
+    """Parameters, or groups whose parameters are lists, as users pass them; nothing of theirs is changed.
+
+    Raises:
+        ConfigError: They are something else.
+    """
+    check = Arguments(OWNER)
+    expected = 'parameters, or dicts with them under "params"'
+    if isinstance(parameters, (paddle.Tensor, Mapping)) or not isinstance(parameters, Iterable):
+        raise check.refuse("parameters", parameters, expected, "model.parameters()", is_type=True)
+    entries = list(parameters)
+    if not entries:
+        hint = "model.parameters() of a model with any"
+        raise check.refuse("parameters", parameters, f"{expected}, at least one", hint)
+    if not isinstance(entries[0], dict):
+        return _checked_tensors(entries, expected)
+    groups = []
+    for entry in entries:
+        if not isinstance(entry, dict) or "params" not in entry:
+            hint = '{"params": model.parameters()}'
+            raise check.refuse("parameters", entry, expected, hint, is_type=True)
+        held = entry["params"]
+        if isinstance(held, (set, frozenset)):
+            expected = "a list: the order in a set differs between ranks"
+            raise check.refuse("params", held, expected, "list(...)", is_type=True)
+        listed = [held] if isinstance(held, paddle.Tensor) else held
+        groups.append({**entry, "params": _checked_tensors(listed, expected)})
+    return groups
+
+
+def _checked_tensors(listed: Any, expected: str) -> list[paddle.Tensor]:
+    tensors = list(listed) if isinstance(listed, Iterable) else [listed]
+    for each in tensors:
+        if not isinstance(each, paddle.Tensor):
+            raise Arguments(OWNER).refuse("parameters", each, expected, "model.parameters()", is_type=True)
+    return tensors
+
+
+def check_class(optimizer_class: Any) -> None:
+    """Refuse what is no class of optimizers, or one whose methods tell that it cannot be sharded.
+
+    Raises:
+        ConfigError: Says which and why.
+    """
+    check, hint = Arguments(OWNER), "optimizer_class=paddle.optimizer.AdamW"
+    is_class = isinstance(optimizer_class, type)
+    if not (is_class and issubclass(optimizer_class, paddle.optimizer.Optimizer)):
+        if isinstance(optimizer_class, paddle.optimizer.Optimizer):
+            hint = f"optimizer_class={type(optimizer_class).__name__}, and its arguments by name after it"
+        expected = "a class of optimizers, derived from Paddle's"
+        raise check.refuse("optimizer_class", optimizer_class, expected, hint, is_type=True)
+    closure = inspect.signature(optimizer_class.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise check.refuse(
+            "optimizer_class",
+            optimizer_class.__name__,
+            "an optimizer whose step() needs no closure",
+            "use it unsharded: it evaluates the loss several times in a step, and looks at all parameters",
+        )
+
+
+def check_tensors(parameters: Sequence[paddle.Tensor]) -> None:
+    """Refuse parameters that one optimizer cannot share among ranks: all those that it has."""
+    check = Arguments(OWNER)
+    if len({parameter.name for parameter in parameters}) < len(parameters):
+        raise check.refuse(
+            "parameters",
+            f"{len(parameters)} parameters",
+            "every parameter once, each with a name of its own: Paddle keeps an optimizer's state by names",
+            "model.parameters() lists a tied parameter once; so must a list of your own",
+            got="some name several times",
+        )
+    places = {str(parameter.place): parameter for parameter in parameters}
+    if len(places) > 1:
+        hint = "paddle.set_device() before the model is built"
+        expected = "all of them on one device"
+        got = f"parameters on {' and '.join(sorted(places))}"
+        raise check.refuse("parameters", f"{len(parameters)} parameters", expected, hint, got=got)
+
+
+def make_whole(optimizer_class: type[Any], entries: list[Any], defaults: Mapping[str, Any]) -> Any:
+    """The optimizer of all parameters, whose step() nobody calls.
+
+    Raises:
+        ConfigError: It refuses its arguments; quotes it.
+    """
+    try:
+        return optimizer_class(parameters=entries, **defaults)
+    except (TypeError, ValueError, AssertionError, AttributeError, NotImplementedError) as error:
+        raise ConfigError(
+            f"{OWNER}: {optimizer_class.__name__} refuses its arguments.",
+            seen=str(error),
+            got=", ".join(f"{name}={value!r}" for name, value in defaults.items()) or "no arguments",
+            hint=f"the arguments of {optimizer_class.__name__}, by name, after those of {OWNER}",
+        ) from error
+
+
+def make_own(whole: Any, by_group: Sequence[list[paddle.Tensor]], defaults: Mapping[str, Any]) -> Any:
+    """The optimizer of one rank's pieces. It clips nothing: that needs all gradients.
+
+    Args:
+        whole: The optimizer of all parameters.
+        by_group: Pieces, for each of its groups.
+        defaults: Its arguments.
+    """
+    arguments = {**defaults, "grad_clip": None} if "grad_clip" in defaults else dict(defaults)
+    groups = internals.groups_of(whole)
+    filled = [own or [_nothing_of(group["params"][0])] for own, group in zip(by_group, groups, strict=True)]
+    parameters: list[Any] = filled[0]
+    if internals.has_groups(whole):
+        parameters = [{**options_of(group), "params": own} for group, own in zip(groups, filled)]
+    made = type(whole)(parameters=parameters, **arguments)
+    internals.take_precision(made, whole)
+    internals.share_notes(made, whole)
+    return made
+
+
+def _nothing_of(model: paddle.Tensor) -> paddle.Tensor:
+    """A parameter for a rank that has none: Paddle looks at the first one of a group."""
+    made = internals.make_parameter(paddle.zeros([1], model.dtype), f"nothing_of_{model.name}")
+    made.stop_gradient = True
+    return made
+
+
+def maker_of_trials(
+    whole: Any, group: Mapping[str, Any], defaults: Mapping[str, Any], model: paddle.Tensor
+) -> Callable[[list[paddle.Tensor]], Any]:
+    """What makes small optimizers with the options of a group, that do with all what they do with `model`."""
+
+    def said_of_model(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        return lambda asked: function(model.name if isinstance(asked, str) else model)
+
+    arguments = {
+        name: said_of_model(value) if isinstance(value, _FUNCTIONS) else value
+        for name, value in defaults.items()
+        if name != "grad_clip"
+    }
+    if "learning_rate" in arguments:
+        arguments["learning_rate"] = _TRIAL_RATE
+    options = {name: value for name, value in options_of(group).items() if name != "learning_rate"}
+
+    def make(parameters: list[paddle.Tensor]) -> Any:
+        entries = [{**options, "params": parameters}] if internals.has_groups(whole) else parameters
+        return type(whole)(parameters=entries, **arguments)
+
+    return make
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a group that its own optimizer has: not the clip."""
+    return {name: value for name, value in group.items() if name not in _NO_OPTIONS}
+
+
+def spelled_options(whole: Any) -> dict[str, Any]:
+    """All that decides about a step, as ranks compare it: numbers, texts, and what Paddle spells."""
+    groups = internals.groups_of(whole) if internals.has_groups(whole) else []
+    spelled = {"learning_rate": whole.get_lr()}
+    spelled |= {name.strip("_"): value for name, value in vars(whole).items() if name != "_learning_rate"}
+    for number, group in enumerate(groups):
+        spelled |= {f"{name} of group {number}": value for name, value in group.items() if name != "params"}
+    return {
+        name: value if _is_plain(value) else str(value)
+        for name, value in spelled.items()
+        if _is_plain(value) or _is_spelled(value)
+    }
+
+
+def _is_plain(value: object) -> bool:
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def _is_spelled(value: object) -> bool:
+    """Whether it is a regularizer or a clip of Paddle's, whose text says what it does."""
+    kinds = paddle.regularizer.WeightDecayRegularizer, paddle.nn.ClipGradByNorm.__mro__[1]
+    return isinstance(value, kinds) and type(value).__module__.startswith("paddle.")

@@ -1,0 +1,512 @@
+"""`ShardedOptimizer`: an optimizer of which each rank does a part, and of whose state it holds a part.
+
+What may be cut is found by `elementwise`, who gets what by `paceline.sharding`; `shards` are the pieces as
+tensors, and `travel` brings them to the other ranks. This file is the optimizer that users hold.
+"""
+
+# mypy: disable-error-code="misc"
+# Paddle's class is Any to mypy
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import paddle
+
+from paceline import _core
+from paceline.arguments import Arguments
+from paceline.errors import ConfigError, PacelineError
+from paceline.paddle import internals
+from paceline.paddle.link.link import Link
+from paceline.paddle.link.peers import Peers, find_peers, known_exchange
+from paceline.paddle.model.arguments import checked_group
+from paceline.paddle.model.parameters import describe_tensor
+from paceline.paddle.one_model.elementwise import kind_of
+from paceline.paddle.one_model.groups import (
+    OWNER,
+    as_list,
+    check_class,
+    check_tensors,
+    make_own,
+    make_whole,
+    maker_of_trials,
+    options_of,
+    spelled_options,
+)
+from paceline.paddle.one_model.shards import Shards, extent_of
+from paceline.paddle.one_model.travel import travel_over
+from paceline.paddle.one_model.whole_state import LoadedState, gather_state
+from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
+from paceline.reducer.arguments import REDUCE_THROUGH
+from paceline.reducer.between_hosts import BetweenHosts
+from paceline.reducer.wrapped_model import hide_inherited
+from paceline.rendezvous.messages import gather_objects
+from paceline.sharding.cuts import Piece, deal
+from paceline.sharding.kinds import Kind
+from paceline.sharding.lost_ranks import refuse_after, telling
+from paceline.sharding.meeting import Call, Facts, Meetings, hash_options
+from paceline.sharding.travel import Travel
+
+_OF_ALL_PARAMETERS = ("_parameter_list", "_param_groups", "_grad_clip", "_default_dict")
+
+
+class ShardedOptimizer(paddle.optimizer.Optimizer):
+    """An optimizer whose step the ranks share: each updates its part of the parameters, and holds its state.
+
+    With N ranks, each holds an N-th of the optimizer's state, and makes an N-th of its step; then every rank
+    gets what the others have written, in memory that they share where they are on one host. The methods are
+    those of Paddle's optimizers, and gradients, learning rate and clip are those of all parameters, on every
+    rank.
+
+    An optimizer that updates every element by itself (SGD, Momentum, Adam and its relatives, RMSProp, ...:
+    steps on small tensors find it out) has its parameters cut anywhere, so that every rank has equally much
+    to do. Its parameters have the bits of the optimizer that is not sharded. Others (Lamb, ...) get whole
+    parameters, balanced by size.
+
+    Collective: the constructor, step(), minimize() and consolidate_state_dict(), on all ranks and in the same
+    order. Before anything is written, step() compares the hyperparameters of all ranks, and which parameters
+    have gradients. The gradients themselves must be the same on all ranks, as after a backward of
+    `DataParallel`.
+
+    Args:
+        parameters: Parameters, or dicts of them and their options, as of any optimizer of Paddle; the same on
+            all ranks, and all on one device.
+        optimizer_class: The optimizer: `paddle.optimizer.AdamW`. Not LBFGS, nor another one that updates a
+            parameter by what it sees of others.
+        group: A group of paddle.distributed, or a `paceline.Group`. None: that of paddle.distributed, or, if
+            it is not initialised, one formed from the environment that the launcher has set.
+        reduce_through: How updated parameters travel: through "memory" that the ranks share, the "group" of
+            paddle.distributed, or "auto", the better one.
+        timeout_s: Seconds to wait for the slowest rank, or a timedelta; None: the group's own time-out.
+        defaults: Arguments of the optimizer: `learning_rate=1e-3, grad_clip=...`.
+
+    Raises:
+        ConfigError: An argument is not supported; says which and why.
+        ModelMismatchError: The ranks passed different parameters or arguments; names the first difference.
+
+    Attributes:
+        optim: The optimizer of this rank's part. Its parameters are views, and its state is that of the part.
+        rank: The rank of this process.
+        world_size: Number of ranks.
+
+    Example:
+        With two ranks, each of which has wrapped the same model:
+
+        >>> optimizer = ShardedOptimizer(model.parameters(), paddle.optimizer.AdamW, learning_rate=1e-3)
+        >>> model(batch).sum().backward()
+        >>> optimizer.step()   # rank 0 updates one half, rank 1 the other; now both have all of it
+        >>> optimizer.clear_grad()
+    """
+
+    def __init__(
+        self,
+        parameters: Any,
+        optimizer_class: type[Any],
+        group: Any = None,
+        *,
+        reduce_through: str = "auto",
+        timeout_s: float | timedelta | None = None,
+        **defaults: Any,
+    ) -> None:
+        # Not Paddle's constructor: what it would set is in two optimizers of the class that was asked for.
+        with telling_peers(lambda: known_exchange(group), "make the optimizer"):
+            check = Arguments(OWNER)
+            limit_s = check.optional_seconds("timeout_s", timeout_s)
+            reduce_through = check.choice("reduce_through", reduce_through, REDUCE_THROUGH)
+            check_class(optimizer_class)
+            checked_group(OWNER, group)
+            whole = make_whole(optimizer_class, as_list(parameters), defaults)
+            groups = internals.groups_of(whole)
+            everything = [parameter for each in groups for parameter in each["params"]]
+            check_tensors(everything)
+            peers = find_peers(group, limit_s, owner=OWNER)
+            kinds = [] if peers is None else _kinds_of(whole, defaults)
+        self.rank: int = 0 if peers is None else peers.rank
+        self.world_size: int = 1 if peers is None else peers.world_size
+        self._options: tuple[dict[str, Any], int] = ({}, 0)
+        self._route: tuple[object, Any] = (None, None)
+        self._consolidated: dict[str, Any] | None = None
+        self._failure: BaseException | None = None
+        self._link: Link | None = None
+        self._travel: Travel[paddle.Tensor] | None = None
+        self._meetings: Meetings | None = None
+        self._clips = internals.clips_gradients(whole)
+        names = [parameter.name for parameter in everything]
+        if peers is not None:
+            agreed = {
+                "optimizer_class": f"{optimizer_class.__module__}.{optimizer_class.__qualname__}",
+                "reduce_through": reduce_through,
+                "parameters": str([len(each["params"]) for each in groups]),
+                "cut": str([kind.value for kind in kinds]),
+                **{name: str(value) for name, value in spelled_options(whole).items()},
+            }
+            names = _agree(everything, agreed, peers)
+            self._join_ranks(peers, everything, reduce_through)
+        pieces = _deal(everything, kinds, self.world_size)
+        self._shards = Shards(self.rank, self.world_size, everything, names, pieces)
+        self.optim = make_own(whole, self._own_by_group(groups), defaults)
+        self._whole = whole
+
+    def _join_ranks(self, peers: Peers, parameters: list[paddle.Tensor], reduce_through: str) -> None:
+        """Connect the ranks. Collective."""
+        self._link = peers.connect(
+            on_host=parameters[0].place.is_cpu_place(),
+            reduce_through=reduce_through,
+            between_hosts=BetweenHosts(owner=OWNER, compression=None, deterministic=None),
+        )
+        self._travel = travel_over(self._link)
+        self._meetings = Meetings(self._travel.gather, self._link.all_gather, OWNER)
+
+    def _own_by_group(self, groups: list[dict[str, Any]]) -> list[list[paddle.Tensor]]:
+        shards, by_group, first = self._shards, [], 0
+        for each in groups:
+            last = first + len(each["params"])
+            own = [index for index in shards.own if first <= shards.pieces[index].parameter < last]
+            by_group.append([shards.tensors[index] for index in own])
+            first = last
+        return by_group
+
+    # --- a step ---
+
+    def step(self) -> None:
+        """Make one step of all parameters. Collective: blocks until every rank has made its part.
+
+        Raises:
+            MismatchError: The ranks have different hyperparameters, or call different methods. Nothing was
+                written.
+            UnusedParameterError: A parameter has a gradient on some ranks only. Nothing was written.
+            ConfigError: On some rank a gradient is sparse, or a parameter has been replaced. Nothing was
+                written.
+            PeerLostError, DeadlineError: A rank died or is late. If that was in the middle of the step, some
+                parameters may be updated and others not, and every further step raises until a state is
+                loaded.
+
+        Example:
+            Rank 0 updates the first half of all elements and rank 1 the second; afterwards both hold all.
+        """
+        with paddle.no_grad():
+            self._step()
+
+    def _step(self) -> None:
+        refuse_after(self._failure, OWNER)
+        shards = self._shards
+        try:
+            shards.follow()
+            gradients = shards.gradients()
+        except ConfigError as error:
+            self._refuse(error)
+            raise
+        has_gradient = bytes([gradient is not None for gradient in gradients])
+        if self._meetings is not None:
+            with telling(OWNER, "nothing was written yet"):
+                self._meetings.meet(
+                    Call.STEP,
+                    self._hash_options(),
+                    _core.hash_bytes(has_gradient),
+                    lambda: self._facts(Call.STEP, has_gradient),
+                )
+        try:
+            with telling(OWNER, "some parameters may be updated and others not"):
+                shards.lend_gradients(self._clipped(gradients) if self._clips else gradients)
+                self._step_own()
+                if self._travel is not None:
+                    self._travel.spread(self._find_route(has_gradient))
+        except BaseException as error:
+            self._failure = error
+            raise
+        finally:
+            shards.end_loans()
+
+    def _step_own(self) -> None:
+        """The step of this rank's part, with the options of groups that users see and change."""
+        if internals.has_groups(self._whole):
+            pairs = zip(internals.groups_of(self._whole), internals.groups_of(self.optim), strict=True)
+            for theirs, own in pairs:
+                own.update(options_of(theirs))
+        self.optim.step()
+
+    def _clipped(self, gradients: list[paddle.Tensor | None]) -> list[paddle.Tensor | None]:
+        """The gradients as the optimizer's clip changes them: a norm is that of all of them."""
+        clipped, first = list(gradients), 0
+        for group in internals.groups_of(self._whole):
+            numbers = range(first, first + len(group["params"]))
+            first = numbers.stop
+            having = [number for number in numbers if gradients[number] is not None]
+            pairs = [(self._shards.parameters[number], gradients[number]) for number in having]
+            changed = internals.clip_gradients(self._whole, group, pairs)
+            for number, (_, gradient) in zip(having, changed, strict=True):
+                clipped[number] = gradient
+        return clipped
+
+    def _find_route(self, has_gradient: bytes) -> Any:
+        assert self._travel is not None
+        key = (self._shards.generation, has_gradient)
+        if self._route[0] != key:
+            self._route = key, self._travel.prepare(self._shards.written(has_gradient))
+        return self._route[1]
+
+    def _refuse(self, error: ConfigError) -> None:
+        """Let the others know of it, who would wait."""
+        if self._meetings is not None:
+            facts = Facts(Call.REFUSED, failure=str(error))
+            try:
+                self._meetings.meet(Call.REFUSED, 0, 0, lambda: facts)
+            except PacelineError:
+                return  # this rank's own error says more
+
+    def _facts(self, call: Call, has_gradient: bytes) -> Facts:
+        without = [name for name, has in zip(self._shards.names, has_gradient) if not has]
+        return Facts(call, {name: repr(value) for name, value in self._options[0].items()}, without)
+
+    def _hash_options(self) -> int:
+        """The hash of the hyperparameters as they are now: schedulers change them."""
+        now = spelled_options(self._whole)
+        if now != self._options[0]:
+            self._options = now, hash_options({name: repr(value) for name, value in now.items()})
+        return self._options[1]
+
+    def minimize(
+        self,
+        loss: paddle.Tensor,
+        startup_program: Any = None,
+        parameters: Any = None,
+        no_grad_set: Any = None,
+    ) -> tuple[list[Any], list[tuple[paddle.Tensor, paddle.Tensor]]]:
+        """Make a step, as step() does. `loss.backward()` must have been called before, as in Paddle.
+
+        Args:
+            loss: Not looked at.
+            startup_program: Must be None.
+            parameters: Must be None: all parameters are updated.
+            no_grad_set: Must be None.
+
+        Returns:
+            An empty list, and the parameters with their gradients.
+        """
+        for name, value in [
+            ("startup_program", startup_program),
+            ("parameters", parameters),
+            ("no_grad_set", no_grad_set),
+        ]:
+            if value is not None:
+                hint = "freeze other parameters (stop_gradient=True), or give them an optimizer of their own"
+                raise Arguments(f"{OWNER}.minimize").refuse(name, value, "None", hint)
+        self.step()
+        found = [(parameter, internals.gradient_of(parameter)) for parameter in self._shards.parameters]
+        return [], [(parameter, gradient) for parameter, gradient in found if gradient is not None]
+
+    # --- what Paddle's optimizers have, for all parameters ---
+
+    def clear_grad(self, set_to_zero: bool = True) -> None:
+        """Clear the gradients of all parameters, as Paddle's optimizers do."""
+        self._whole.clear_grad(set_to_zero)
+
+    clear_gradients = clear_grad
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """`clear_grad`, under torch's name."""
+        self._whole.clear_grad(set_to_zero=not set_to_none)
+
+    def get_lr(self) -> float:
+        """The learning rate."""
+        return float(self._whole.get_lr())
+
+    def set_lr(self, value: float) -> None:
+        """Set the learning rate, on every rank to the same. Not with a scheduler, as in Paddle."""
+        self._whole.set_lr(value)
+        self.optim.set_lr(value)
+
+    def set_lr_scheduler(self, scheduler: Any) -> None:
+        """Let a scheduler say the learning rate from now on, on every rank."""
+        self._whole.set_lr_scheduler(scheduler)
+        self.optim.set_lr_scheduler(scheduler)
+
+    def _set_auxiliary_var(self, key: str, value: Any) -> None:
+        """What a GradScaler tells: it skips a step this way."""
+        self._auxiliary_vars[key] = value  # the optimizer of this rank's part has the same dict
+
+    def _get_auxiliary_var(self, key: str) -> Any:
+        return self._auxiliary_vars.get(key)
+
+    def apply_gradients(self, params_grads: Any) -> Any:
+        """Refused: the step is made by all ranks together, in step().
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(
+            f"{OWNER}.apply_gradients: a step is made by all ranks together, of all parameters.",
+            hint="loss.backward(), and then optimizer.step() on every rank",
+        )
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refused, as apply_gradients().
+
+        Raises:
+            ConfigError: Always.
+        """
+        return self.apply_gradients(None)
+
+    def __getattr__(self, name: str) -> Any:
+        """Other members that Paddle's code reads are those of the optimizer of all parameters."""
+        if self._is_of_whole(name):
+            return getattr(self._whole, name)
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not self._is_of_whole(name):
+            object.__setattr__(self, name, value)
+            return
+        setattr(self._whole, name, value)
+        if name not in _OF_ALL_PARAMETERS:
+            setattr(self.optim, name, value)
+        self._clips = internals.clips_gradients(self._whole)
+
+    def _is_of_whole(self, name: str) -> bool:
+        whole = self.__dict__.get("_whole")
+        return whole is not None and name in vars(whole)
+
+    # --- state ---
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Bring the state of all ranks together on one. Collective.
+
+        Args:
+            to: The rank whose `state_dict()` returns it afterwards, as of now.
+
+        Raises:
+            MismatchError: Another rank makes a step instead.
+
+        Example:
+            Both ranks call it, and rank 0 saves `optimizer.state_dict()`, which any rank, and the optimizer
+            that is not sharded, can load.
+        """
+        to = Arguments(f"{OWNER}.consolidate_state_dict").whole("to", to, least=0, most=self.world_size - 1)
+        refuse_after(self._failure, OWNER)
+        self._consolidated = None
+        if self._meetings is not None:
+            call = Call.CONSOLIDATE
+            self._meetings.meet(call, self._hash_options(), to, lambda: self._facts(call, b""))
+        with paddle.no_grad():
+            state = gather_state(self._shards, self.optim, self._link, to)
+        if to == self.rank:
+            self._consolidated = state
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state, as last consolidated, as an unsharded optimizer's `state_dict()`.
+
+        The names of tensors are those of the first optimizer of a process: "linear_0.w_0_moment1_0".
+
+        Raises:
+            ConfigError: It has not been consolidated on this rank.
+        """
+        if self.world_size == 1:
+            self.consolidate_state_dict()
+        if self._consolidated is None:
+            raise ConfigError(
+                f"{OWNER}.state_dict: the state has not been consolidated on rank {self.rank}.",
+                likely="only the rank that consolidate_state_dict(to=0) names has the whole state",
+                hint=f"call consolidate_state_dict(to={self.rank}) on every rank before; or save this rank's "
+                "part: optimizer.optim.state_dict()",
+            )
+        state = dict(self._consolidated)
+        scheduler = internals.scheduler_of(self._whole)
+        if scheduler is not None:
+            state["LR_Scheduler"] = scheduler.state_dict()
+        return state
+
+    def set_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the whole state of a sharded or an unsharded optimizer; each rank keeps its part.
+
+        Not collective, but every rank must load the same.
+
+        Args:
+            state_dict: From `state_dict()` of this class or of `optimizer_class`, or `paddle.load()`.
+
+        Raises:
+            ConfigError: It is of other parameters, or of another optimizer.
+        """
+        check = Arguments(f"{OWNER}.set_state_dict")
+        if not isinstance(state_dict, Mapping):
+            hint = "paddle.load(path) reads one from a file"
+            raise check.refuse("state_dict", state_dict, "a state_dict", hint, is_type=True)
+        scheduler = internals.scheduler_of(self._whole)
+        if scheduler is not None:
+            is_needed = not isinstance(scheduler, paddle.optimizer.lr.LambdaDecay)
+            if "LR_Scheduler" in state_dict:
+                scheduler.set_state_dict(state_dict["LR_Scheduler"])
+            elif is_needed:
+                raise check.refuse(
+                    "state_dict", state_dict, "the scheduler's state", "", got="no LR_Scheduler in it"
+                )
+        shards = self._shards
+        loaded = LoadedState(state_dict, shards.parameters)
+        for group in internals.groups_of(self.optim):
+            held = {id(each) for each in group["params"]}
+            for index in shards.own:
+                piece, tensor = shards.pieces[index], shards.tensors[index]
+                parameter = shards.parameters[piece.parameter]
+                if id(tensor) in held and loaded.holds(parameter):
+                    internals.make_state(self.optim, group, [tensor])
+                    loaded.give(self.optim, piece, tensor, parameter)
+        self._failure = self._consolidated = None
+
+    set_dict = load_state_dict = set_state_dict
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise ConfigError(
+            f"{OWNER} cannot be pickled or copied.",
+            likely="it shares its step with other processes",
+            hint="consolidate_state_dict(), and save state_dict(); make another optimizer and load it there",
+        )
+
+
+hide_inherited(ShardedOptimizer, paddle.optimizer.Optimizer)
+
+
+def _kinds_of(whole: Any, defaults: Mapping[str, Any]) -> list[Kind]:
+    """How the parameters may be divided, one after the other."""
+    kinds, known = [], {}
+    for group in internals.groups_of(whole):
+        for parameter in group["params"]:
+            regularizer = getattr(parameter, "regularizer", None)
+            key = id(group), str(parameter.dtype), type(regularizer)
+            if key not in known:
+                known[key] = kind_of(maker_of_trials(whole, group, defaults, parameter), parameter)
+            kinds.append(known[key])
+    if Kind.COUPLED in kinds:
+        name = type(whole).__name__
+        raise Arguments(OWNER).refuse(
+            "optimizer_class",
+            name,
+            "an optimizer that updates every parameter by itself",
+            "use it unsharded: every rank makes the whole step",
+            got=f"{name}, which updates two tensors otherwise together than each of them alone",
+        )
+    return kinds
+
+
+def _agree(parameters: list[paddle.Tensor], options: dict[str, str], peers: Peers) -> list[str]:
+    """Raise on every rank if the ranks have passed different parameters; the names on rank 0. Collective."""
+    described = tuple(
+        # Not by its name: a rank that has made another model before has other names.
+        describe_tensor(f"parameter {number}", parameter, not parameter.stop_gradient)
+        for number, parameter in enumerate(parameters)
+    )
+    description = ModelDescription(described, (), options, doing="make the optimizer")
+    check_agreement(description, peers.exchange, peers.timeout_s)
+    names = [parameter.name for parameter in parameters]
+    return list(gather_objects(peers.exchange, {"names": names}, peers.timeout_s)[0]["names"])
+
+
+def _deal(parameters: list[paddle.Tensor], kinds: list[Kind], world_size: int) -> list[Piece]:
+    if not kinds:  # alone
+        return [Piece(index, 0, int(p.size), True, 0) for index, p in enumerate(parameters)]
+    return deal(
+        [extent_of(parameter) for parameter in parameters],
+        [bool(parameter.stop_gradient) for parameter in parameters],
+        [kind is Kind.ELEMENTS for kind in kinds],
+        [0] * world_size,
+    )

@@ -1,0 +1,154 @@
+"""The pieces of the parameters as tensors: what this rank's optimizer updates, and what travels afterwards.
+
+The one idea: a piece is a parameter of its own in the memory of the whole one (all of it, or a flat range),
+with the name of the whole one, by which Paddle's optimizers and users' functions know it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import paddle
+
+from paceline.errors import ConfigError
+from paceline.paddle import internals
+from paceline.paddle.model.parameters import dtype_name
+from paceline.paddle.one_model.groups import OWNER
+from paceline.sharding.cuts import Extent, Piece
+
+
+def extent_of(parameter: paddle.Tensor) -> Extent:
+    """Its size, and whether it can be cut."""
+    return Extent(int(parameter.size), int(parameter.element_size()), bool(parameter.is_contiguous()))
+
+
+def part_of(tensor: paddle.Tensor, piece: Piece) -> paddle.Tensor:
+    """The elements of a piece in a tensor that is as its parameter; all of it where the piece is whole."""
+    if piece.is_whole:
+        return tensor.detach()
+    flat = paddle.view(tensor.detach(), [int(tensor.size)])
+    return flat[piece.begin : piece.end]
+
+
+class Shards:
+    """All pieces of an optimizer's parameters, on one rank.
+
+    Args:
+        rank: The rank of this process.
+        world_size: Number of ranks.
+        parameters: All of them.
+        names: Their names for errors, the same on all ranks.
+        pieces: Theirs.
+
+    Attributes:
+        own: The indices of the pieces that this rank updates.
+        tensors: A tensor for each piece, on the memory of its parameter; for this rank's own, a parameter.
+        generation: Changes whenever some tensor has other memory.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        parameters: Sequence[paddle.Tensor],
+        names: Sequence[str],
+        pieces: Sequence[Piece],
+    ) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.parameters, self.names, self.pieces = list(parameters), list(names), list(pieces)
+        self.own = [index for index, piece in enumerate(pieces) if piece.rank == rank]
+        self.tensors: list[paddle.Tensor] = []
+        self.generation = 0
+        self._places = [parameter.data_ptr() for parameter in parameters]
+        self._forms = [_form(parameter) for parameter in parameters]
+        for piece in pieces:
+            parameter = self.parameters[piece.parameter]
+            values = part_of(parameter, piece)
+            is_own = piece.rank == rank
+            self.tensors.append(internals.make_parameter(values, parameter.name) if is_own else values)
+        self._mark()
+
+    def follow(self) -> None:
+        """Look how the parameters are now: somebody may have moved, frozen or marked one since the last step.
+
+        Raises:
+            ConfigError: One has another shape or dtype.
+        """
+        self._mark()
+        places = [parameter.data_ptr() for parameter in self.parameters]
+        if places == self._places:
+            return
+        for index, parameter in enumerate(self.parameters):
+            if _form(parameter) != self._forms[index]:
+                raise ConfigError(
+                    f"{OWNER}: parameter '{self.names[index]}' has been resized or replaced.",
+                    expected="shape {}, {}".format(*self._forms[index]),
+                    got="shape {}, {}".format(*_form(parameter)),
+                    likely="layer.to(dtype=...) or another conversion after the optimizer was made",
+                    hint="make the optimizer anew, on every rank, when the model has its final form",
+                )
+        for piece, tensor in zip(self.pieces, self.tensors):
+            if places[piece.parameter] != self._places[piece.parameter]:
+                internals.lay_into(tensor, part_of(self.parameters[piece.parameter], piece))
+        self._places = places
+        self.generation += 1
+
+    def _mark(self) -> None:
+        """Let this rank's pieces have the attributes by which optimizers decide about a parameter."""
+        for index in self.own:
+            parameter, tensor = self.parameters[self.pieces[index].parameter], self.tensors[index]
+            tensor.stop_gradient = parameter.stop_gradient
+            tensor.optimize_attr = getattr(parameter, "optimize_attr", {"learning_rate": 1.0})
+            tensor.regularizer = getattr(parameter, "regularizer", None)
+
+    def gradients(self) -> list[paddle.Tensor | None]:
+        """Each parameter's gradient; None where the optimizer would find none.
+
+        Raises:
+            ConfigError: One is sparse, or kept elsewhere.
+        """
+        found = []
+        for name, parameter in zip(self.names, self.parameters):
+            gradient = None if parameter.stop_gradient else internals.gradient_of(parameter)
+            if gradient is not None and internals.is_sparse(gradient):
+                raise ConfigError(
+                    f"{OWNER}: the gradient of parameter '{name}' is sparse.",
+                    expected="dense gradients",
+                    hint="nn.Embedding(..., sparse=False); or an optimizer of its own for this parameter",
+                )
+            if internals.has_main_gradient(parameter):
+                raise ConfigError(
+                    f"{OWNER}: the gradient of parameter '{name}' is kept as main_grad.",
+                    likely="fleet.utils.mix_precision_utils",
+                    hint="use the optimizer unsharded, or paddle.amp.decorate(..., master_grad=True)",
+                )
+            found.append(gradient)
+        return found
+
+    def lend_gradients(self, gradients: Sequence[paddle.Tensor | None]) -> None:
+        """Give this rank's pieces their parts of the gradients, one for each parameter."""
+        for index in self.own:
+            piece = self.pieces[index]
+            gradient = gradients[piece.parameter]
+            if gradient is None:
+                continue
+            if not piece.is_whole and not gradient.is_contiguous():
+                gradient = gradient.contiguous()
+            internals.lend_gradient(self.tensors[index], part_of(gradient, piece))
+
+    def end_loans(self) -> None:
+        """Let go of gradients: their memory belongs to whoever clears them."""
+        for index in self.own:
+            internals.end_loan(self.tensors[index])
+
+    def written(self, has_gradient: Sequence[int]) -> list[list[paddle.Tensor]]:
+        """Tensors that a step with gradients of these parameters writes to, by the rank that does."""
+        by_rank: list[list[paddle.Tensor]] = [[] for _ in range(self.world_size)]
+        for piece, tensor in zip(self.pieces, self.tensors):
+            if has_gradient[piece.parameter] and tensor.size:
+                by_rank[piece.rank].append(tensor)
+        return by_rank
+
+
+def _form(parameter: paddle.Tensor) -> tuple[tuple[int, ...], str]:
+    return tuple(parameter.shape), dtype_name(parameter.dtype)

@@ -1,0 +1,28 @@
+"""How the ranks of a `ShardedOptimizer` meet, and how what each has written travels, for Paddle."""
+
+from __future__ import annotations
+
+import paddle
+
+from paceline.paddle.link.link import Link, MemoryLink
+from paceline.paddle.model.parameters import nbytes
+from paceline.sharding.travel import GroupTravel, MemoryTravel, Travel
+
+
+class _PaddleArrays:
+    """See `Arrays`."""
+
+    def place_of(self, tensor: paddle.Tensor) -> tuple[int, int] | None:
+        return (tensor.data_ptr(), nbytes(tensor)) if tensor.is_contiguous() else None
+
+    def room_for(self, tensor: paddle.Tensor) -> paddle.Tensor:
+        return paddle.empty(tensor.shape, tensor.dtype)
+
+    def copy(self, source: paddle.Tensor, target: paddle.Tensor) -> None:
+        with paddle.no_grad():
+            paddle.assign(source, target)
+
+
+def travel_over(link: Link) -> Travel[paddle.Tensor]:
+    """The best way over a link."""
+    return MemoryTravel(link.core, _PaddleArrays()) if isinstance(link, MemoryLink) else GroupTravel(link)

@@ -1,0 +1,200 @@
+"""An optimizer's state, whole as an unsharded optimizer's, put together from pieces and cut into them.
+
+The one idea: Paddle keeps what it remembers of a parameter under the name of the parameter, of the kind of
+memory, and a number that counts up within a process. Here the number is always 0, as it is for the first
+optimizer of a process; and any number is read.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import paddle
+
+from paceline.errors import ConfigError
+from paceline.paddle import internals
+from paceline.paddle.link.link import Link
+from paceline.paddle.model.parameters import dtype_name
+from paceline.paddle.one_model.groups import OWNER
+from paceline.paddle.one_model.shards import Shards, part_of
+from paceline.reducer.pass_errors import shorten
+from paceline.sharding.cuts import Piece
+
+MASTERS = "master_weights"
+"""The key of a state_dict under which Paddle keeps the weights in float32 of parameters of 16 bits."""
+_OF_MASTER = "_fp32_master_0"
+_NO_TENSORS = (MASTERS, "LR_Scheduler")
+
+
+class _Memory(NamedTuple):
+    """One tensor that an optimizer remembers of a piece."""
+
+    piece: int
+    """The index of the piece."""
+    is_of_master: bool
+    """Whether Paddle keeps it under the name of the master weight."""
+    kind: str
+    """As Paddle calls it ("moment1"); "": it is the master weight."""
+    value: paddle.Tensor
+
+
+def gather_state(shards: Shards, optimizer: Any, link: Link | None, to: int) -> dict[str, Any]:
+    """Everybody's state, brought together on one rank. Collective.
+
+    Args:
+        shards: The pieces.
+        optimizer: This rank's.
+        link: Between the ranks; None: there is one rank.
+        to: The rank that gets it.
+
+    Returns:
+        What the unsharded optimizer's state_dict() would hold, without the scheduler, in memory of its own;
+        empty on other ranks than `to`.
+    """
+    own = list(_memories(shards, optimizer))
+    forms = [[*memory[:3], list(memory.value.shape), dtype_name(memory.value.dtype)] for memory in own]
+    payload = json.dumps(forms).encode()
+    whole: dict[tuple[str, int, bool], paddle.Tensor] = {}
+    for rank, each in enumerate([payload] if link is None else link.all_gather(payload)):
+        told = json.loads(each)
+        values = [memory.value for memory in own]
+        if rank != shards.rank:
+            place = shards.parameters[0].place
+            values = [paddle.empty(shape, dtype, device=place) for *_, shape, dtype in told]
+        if link is not None and values:
+            link.broadcast(values, root=rank)
+        if to == shards.rank:
+            for (index, is_of_master, kind, *_), value in zip(told, values):
+                _add(whole, shards, _Memory(index, is_of_master, kind, value))
+    return _named(whole, shards)
+
+
+def _memories(shards: Shards, optimizer: Any) -> Iterator[_Memory]:
+    masters = internals.master_weights_of(optimizer)
+    owners = {}
+    for index in shards.own:
+        name = shards.tensors[index].name
+        owners[name] = index, False
+        if name in masters:
+            owners[masters[name].name] = index, True
+            yield _Memory(index, True, "", masters[name])
+    for owner, kind, value in internals.state_of(optimizer):
+        if owner in owners:
+            yield _Memory(*owners[owner], kind, value)
+
+
+def _add(whole: dict[tuple[str, int, bool], paddle.Tensor], shards: Shards, memory: _Memory) -> None:
+    piece = shards.pieces[memory.piece]
+    parameter = shards.parameters[piece.parameter]
+    key = memory.kind, piece.parameter, memory.is_of_master
+    if not _is_cut(memory.value, piece):
+        whole[key] = memory.value.clone()
+        return
+    if key not in whole:
+        whole[key] = paddle.empty(parameter.shape, memory.value.dtype, device=parameter.place)
+    paddle.assign(memory.value, part_of(whole[key], piece))
+
+
+def _is_cut(value: paddle.Tensor, piece: Piece) -> bool:
+    """Whether a piece's optimizer remembers it of each element."""
+    return not piece.is_whole and tuple(value.shape) == (piece.end - piece.begin,)
+
+
+def _named(whole: Mapping[tuple[str, int, bool], paddle.Tensor], shards: Shards) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    masters: dict[str, paddle.Tensor] = {}
+    for (kind, number, is_of_master), value in sorted(whole.items(), key=lambda each: each[0]):
+        name = shards.parameters[number].name
+        if not kind:
+            value.name = name + _OF_MASTER
+            masters[name] = value
+            continue
+        value.name = f"{name}{_OF_MASTER if is_of_master else ''}_{kind}_0"
+        state[value.name] = value
+    return {**state, MASTERS: masters} if masters else state
+
+
+class LoadedState:
+    """A state_dict of a sharded or an unsharded optimizer, by parameter.
+
+    Args:
+        state: The state_dict.
+        parameters: All parameters of the optimizer.
+
+    Raises:
+        ConfigError: It holds tensors of no such parameter.
+    """
+
+    def __init__(self, state: Mapping[str, Any], parameters: Sequence[paddle.Tensor]) -> None:
+        self._masters: Mapping[str, Any] = state.get(MASTERS, {})
+        self._values = {name: value for name, value in state.items() if name not in _NO_TENSORS}
+        names = [parameter.name for parameter in parameters]
+        prefixes = tuple(f"{name}_" for name in names)
+        strange = [key for key in self._values if not key.startswith(prefixes)]
+        strange += [key for key in self._masters if key not in names]
+        if strange:
+            raise ConfigError(
+                f"{OWNER}.set_state_dict: the state is of other parameters.",
+                expected=f"names that begin with those of the parameters: {shorten(names)}",
+                got=shorten(strange),
+                likely="Paddle numbers layers as a process makes them, and this one has made others before",
+                hint="make the model before anything else, as when the state was saved; or in `with "
+                "paddle.utils.unique_name.guard():`",
+            )
+
+    def holds(self, parameter: paddle.Tensor) -> bool:
+        """Whether there is anything of this parameter."""
+        prefix = f"{parameter.name}_"
+        return parameter.name in self._masters or any(key.startswith(prefix) for key in self._values)
+
+    def give(self, optimizer: Any, piece: Piece, tensor: paddle.Tensor, parameter: paddle.Tensor) -> None:
+        """Let an optimizer remember its part.
+
+        Args:
+            optimizer: The optimizer of the piece, which has made its state.
+            piece: The piece.
+            tensor: The piece as a parameter.
+            parameter: The whole one.
+
+        Raises:
+            ConfigError: There is something of this parameter, but not this.
+        """
+        master = internals.master_weights_of(optimizer).get(tensor.name)
+        if master is not None:
+            _set(master, self._find(self._masters, re.escape(tensor.name)), piece, parameter)
+        owners = {tensor.name: re.escape(tensor.name)}
+        if master is not None:
+            owners[master.name] = re.escape(tensor.name) + r"_fp32_master_\d+"
+        for owner, kind, value in internals.state_of(optimizer):
+            if owner in owners:
+                found = self._find(self._values, rf"{owners[owner]}_{re.escape(kind)}_\d+")
+                _set(value, found, piece, parameter)
+
+    def _find(self, values: Mapping[str, Any], pattern: str) -> paddle.Tensor:
+        key = next((name for name in values if re.fullmatch(pattern, name)), None)
+        if key is None:
+            raise ConfigError(
+                f"{OWNER}.set_state_dict: the state lacks what this optimizer remembers.",
+                expected=f"a name of the form {pattern}",
+                got=shorten(list(values)) or "no names",
+                likely="it was saved by another optimizer, or with other options",
+                hint="the optimizer and the options with which the state was saved",
+            )
+        value = values[key]
+        return value if isinstance(value, paddle.Tensor) else paddle.to_tensor(value)
+
+
+def _set(target: paddle.Tensor, value: paddle.Tensor, piece: Piece, parameter: paddle.Tensor) -> None:
+    if _is_cut(target, piece) and tuple(value.shape) == tuple(parameter.shape):
+        value = part_of(value if value.is_contiguous() else value.contiguous(), piece)
+    if tuple(value.shape) != tuple(target.shape):
+        raise ConfigError(
+            f"{OWNER}.set_state_dict: '{target.name}' has another shape in the state.",
+            expected=str(list(parameter.shape if _is_cut(target, piece) else target.shape)),
+            got=str(list(value.shape)),
+            hint="the state of a model of the same shapes",
+        )
+    target.set_value(value.astype(target.dtype))
