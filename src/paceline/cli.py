@@ -60,6 +60,12 @@ def _doctor(arguments: Sequence[str]) -> int:
     return doctor.main(list(arguments))
 
 
+def _tune(arguments: Sequence[str]) -> int:
+    from paceline.tune import cli
+
+    return cli.main(arguments)
+
+
 def _trace(arguments: Sequence[str]) -> int:
     from paceline.tracing import cli
 
@@ -72,6 +78,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "stacks": _stacks,
     "doctor": _doctor,
     "trace": _trace,
+    "tune": _tune,
 }
 
 
@@ -82,6 +89,9 @@ def _no_command(arguments: Sequence[str]) -> int:
     commands = parser.add_subparsers(title="commands", metavar="command")
     commands.add_parser("run", help="start a script on several ranks: paceline run -n 4 train.py")
     commands.add_parser("bench", help="measure against the incumbents: paceline bench all_reduce")
+    commands.add_parser(
+        "tune", help="with how many ranks and threads is a script fastest here? paceline tune train.py"
+    )
     commands.add_parser("doctor", help="is this machine fit for training on several ranks?")
     commands.add_parser(
         "trace", help="show the last passes of a job that runs or has failed: paceline trace JOB"

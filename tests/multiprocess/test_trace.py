@@ -13,7 +13,9 @@ import pytest
 from numpy.testing import assert_array_equal
 
 from paceline.errors import ConfigError
-from paceline.tracing.ring_file import FOLDER_VARIABLE
+from paceline.tracing import ring_file
+from paceline.tracing.records import Event
+from paceline.tracing.ring_file import BATCHES_VARIABLE, FOLDER_VARIABLE
 from tests.harness import ranks
 from tests.traces import passes_of, read_trace, slices_of, until_ended, waited_for
 
@@ -99,6 +101,46 @@ def test_the_timeline_shows_passes_and_whom_each_rank_waited_for(group, make):
         ("rank 0", 5, "rank 1"),
         ("rank 1", 6, "rank 0"),
     }
+
+
+def batches_recorded(folder, rank, make, group):
+    """What `paceline tune` sees of three steps on 4 samples of 64 features, and of an evaluation."""
+    with mock.patch.dict(os.environ, {FOLDER_VARIABLE: str(folder), BATCHES_VARIABLE: "1"}):
+        ddp, step = make(group)
+    for _ in range(3):
+        step(lambda: None)
+    evaluate(ddp)
+    recorded = ring_file.read(ring_file.path_of(folder, rank).read_bytes())
+    assert recorded.header.world_size == group.world_size
+    return [(each.first, each.second) for each in recorded.records if each.event == Event.BATCH]
+
+
+def evaluate(ddp):
+    """A forward that no backward follows."""
+    if hasattr(ddp, "_layers"):
+        import paddle
+
+        with paddle.no_grad():
+            ddp(paddle.ones([8, 64]))
+    else:
+        import torch
+
+        with torch.no_grad():
+            ddp(torch.ones(8, 64))
+
+
+@ranks(2)
+@pytest.mark.parametrize("make", [steps_in_torch, steps_in_paddle], ids=["torch", "Paddle"])
+def test_the_sizes_of_batches_are_recorded_for_tune(group, make):
+    folder = Path(os.environ["TMPDIR"])
+    assert batches_recorded(folder, group.rank, make, group) == [(4, 4 * 64)] * 3
+
+
+@ranks(1)
+@pytest.mark.parametrize("make", [steps_in_torch, steps_in_paddle], ids=["torch", "Paddle"])
+def test_a_rank_that_is_alone_records_the_sizes_of_its_batches_for_tune(group, make):
+    folder = Path(os.environ["TMPDIR"])
+    assert batches_recorded(folder, 0, make, group) == [(4, 4 * 64)] * 3
 
 
 @ranks(2)

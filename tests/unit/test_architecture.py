@@ -25,6 +25,7 @@ LAYERS = (
     ("paceline.cli",),
     ("paceline",),
     ("paceline.torch", "paceline.paddle"),
+    ("paceline.tune",),
     (
         "paceline.bench",
         "paceline.doctor",

@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from paceline.cli import main
-from paceline.launch import cli
+from paceline.launch import cli, tuned
 from paceline.launch.plan import Plan
+from paceline.launch.topology import read_machine, read_processor
+from paceline.launch.tuned import Layout, Place, Tuned
 
 
 @pytest.fixture
@@ -130,3 +132,30 @@ def test_an_unknown_command_is_told(capsys: pytest.CaptureFixture[str], argument
     except SystemExit as exit_of_argparse:
         assert exit_of_argparse.code == 2
     assert "usage: paceline" in capsys.readouterr().err
+
+
+def test_auto_takes_the_last_answer_of_tune(
+    planned: list[Plan], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert main(["run", "-n", "auto", "script.py", "--lr", "1"]) == 2
+    said = capsys.readouterr().err
+    assert "there is none for this script" in said and "`paceline tune script.py --lr 1`" in said
+    place = Place(read_processor(), read_machine().num_cores)
+    script = str(tmp_path / "script.py")
+    tuned.keep(Tuned(Layout(3, 5), place, script, ("--lr", "1"), 1_700_000_000.0, 1.25), os.environ)
+    assert main(["run", "-n", "auto", "script.py", "--batch", "{12/ranks}"]) == 0
+    (plan,) = planned
+    assert plan.nprocs == 3
+    assert {each["OMP_NUM_THREADS"] for each in plan.environments} == {"5"}
+    assert plan.command[-3:] == ("script.py", "--batch", "4")
+    said = capsys.readouterr().err
+    assert "-n auto: 3 ranks x 5 threads, 1.25x of one rank, by `paceline tune` of 2023-11-1" in said
+    assert "it was measured with other arguments: --lr 1" in said
+    assert main(["run", "-n", "auto", "--threads", "2", "script.py"]) == 0
+    assert {each["OMP_NUM_THREADS"] for each in planned[-1].environments} == {"2"}
+    assert main(["run", "-n", "auto", "script.py", "{7/ranks}"]) == 2
+    assert "can't be divided by 3 ranks" in capsys.readouterr().err
+    assert main(["run", "-n", "auto", "--nnodes", "2", "--rdzv", "a:1", "script.py"]) == 2
+    assert "-n auto is for a launch on one host only." in capsys.readouterr().err
+    assert len(planned) == 2

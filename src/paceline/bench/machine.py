@@ -11,9 +11,8 @@ import platform
 import re
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
-from pathlib import Path
 
-from paceline.launch.topology import read_machine
+from paceline.launch.topology import read_machine, read_processor
 
 _PACKAGES = ("paceline", "numpy", "torch", "paddlepaddle", "mpi4py")
 
@@ -44,7 +43,7 @@ class Machine:
     def here(cls) -> Machine:
         """This machine, now."""
         return cls(
-            processor=_processor(),
+            processor=read_processor(),
             cores=usable_cores(),
             memory_gib=round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
             load=round(os.getloadavg()[0], 2),
@@ -76,14 +75,6 @@ class Machine:
 def usable_cores() -> int:
     """Cores that this process may use: its affinity mask, cut by the cgroup's quota."""
     return read_machine().num_cores
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() in {"model name", "Model"}:
-            return value.strip()
-    return f"{platform.machine()} processor"
 
 
 def _versions() -> dict[str, str]:

@@ -10,6 +10,7 @@ numpy, torch or the core, so that the launcher itself is small and starts at onc
     variables.py   the environment of each rank (pure)
     job_secret.py  a secret that the ranks inherit in memory
     placement.py   threads and cores of each rank (pure); topology.py reads them from the machine
+    tuned.py       the answers of `paceline tune`, which `paceline run -n auto` uses
     ports.py       free ports, and who holds a taken one
     guardian.py    the process that the user sees: whoever dies, it leaves nothing behind
     supervise.py   its child: starts the ranks, relays their output, stops them

@@ -9,21 +9,24 @@ import os
 import re
 import site
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from paceline.errors import ConfigError
+from paceline.launch import tuned
 from paceline.launch.elastic import Elastic, run_elastic
 from paceline.launch.guardian import run_guarded
 from paceline.launch.job_secret import with_secret
 from paceline.launch.placement import threads_per_rank
 from paceline.launch.plan import Options, make_plan
 from paceline.launch.process import interpreter, open_missing_streams
-from paceline.launch.topology import read_machine
+from paceline.launch.topology import read_machine, read_processor
+from paceline.launch.tuned import Place
 from paceline.rendezvous.secret import users_secret
 from paceline.replacing import VARIABLE, check_value
 
+_AUTO = "auto"
 _USAGE = """paceline run [options] script.py [arguments ...]
        paceline run [options] -m module [arguments ...]"""
 _EPILOG = """\
@@ -48,9 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "-n",
         "--nprocs",
-        default="auto",
         metavar="N",
-        help="number of ranks; auto (default): one per core",
+        help="number of ranks (default: one per core); auto: what `paceline tune` has found to be fastest",
     )
     add("-m", dest="is_module", action="store_true", help="run a module, as python -m; ends the options")
     add("--master-addr", default="127.0.0.1", metavar="HOST", help="address of rank 0 (default: %(default)s)")
@@ -112,14 +114,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def split_command(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_command(
+    arguments: Sequence[str], declare: Callable[[argparse.ArgumentParser], None] = add_arguments
+) -> tuple[list[str], list[str]]:
     """Cut the launcher's options from the command that follows them.
+
+    Args:
+        arguments: All of the command line.
+        declare: Declares the options; those of `paceline run`.
 
     Example:
         ["-n", "2", "train.py", "-n", "7"] -> (["-n", "2"], ["train.py", "-n", "7"])
     """
     parser = argparse.ArgumentParser(add_help=False)
-    add_arguments(parser)
+    declare(parser)
     takes_value = {
         name for action in parser._actions if action.nargs is None for name in action.option_strings
     }
@@ -151,7 +159,9 @@ def main(parsed: argparse.Namespace, command: Sequence[str]) -> int:
     check_command(command, is_module=parsed.is_module)
     if parsed.nnodes is not None or parsed.rdzv is not None:
         _run_on_hosts(parsed, command)
-    environment = _environment(parsed.replace_ddp)
+    environment = environment_of_ranks(parsed.replace_ddp)
+    if parsed.nprocs == _AUTO:
+        command = _use_answer(parsed, command)
     plan = make_plan(
         " ".join(command[:1]),
         (*interpreter(), *(("-m",) if parsed.is_module else ()), *command),
@@ -172,6 +182,36 @@ def main(parsed: argparse.Namespace, command: Sequence[str]) -> int:
     return run_guarded(with_secret(plan, environment))
 
 
+def _use_answer(parsed: argparse.Namespace, command: Sequence[str]) -> Sequence[str]:
+    """Take ranks and threads from the last answer of `paceline tune`, and say so; the command to run.
+
+    Raises:
+        ConfigError: There is no answer for this script on this machine, or its arguments can't be divided.
+    """
+    place = Place(read_processor(), read_machine().num_cores)
+    script = tuned.name_of_script(command, is_module=parsed.is_module)
+    options = ["--replace-ddp"] if parsed.replace_ddp is not None else []
+    again = tuned.tune_command([*options, *(["-m"] if parsed.is_module else [])], command)
+    answer = tuned.find(script, place, os.environ, again)
+    parsed.nprocs = str(answer.layout.ranks)
+    parsed.threads = parsed.threads or answer.layout.threads
+    filled = tuned.fill_in(command, answer.layout.ranks)
+    if filled is None:
+        raise ConfigError(
+            f"An argument of the script can't be divided by {answer.layout.ranks} ranks.",
+            got=" ".join(command[1:]),
+            hint=f"`{again}` with a number that can be",
+        )
+    others = "" if answer.arguments == tuple(command[1:]) else "; it was measured with other arguments: "
+    with_others = (others + (" ".join(answer.arguments) or "none")) if others else ""
+    gain = f", {answer.gain:.2f}x of one rank" if answer.gain is not None and answer.layout.ranks > 1 else ""
+    print(
+        f"paceline: -n auto: {answer.layout}{gain}, by `paceline tune` of {answer.date}{with_others}",
+        file=sys.stderr,
+    )
+    return filled
+
+
 def _run_on_hosts(parsed: argparse.Namespace, command: Sequence[str]) -> NoReturn:
     """Become torch's agent for this host.
 
@@ -183,6 +223,12 @@ def _run_on_hosts(parsed: argparse.Namespace, command: Sequence[str]) -> NoRetur
     add_arguments(alone)
     of_one_host = ("master_addr", "master_port", "bind", "prefix", "timeout_s", "grace_s", "trace")
     given = [name for name in of_one_host if getattr(parsed, name) != alone.get_default(name)]
+    if parsed.nprocs == _AUTO:
+        raise ConfigError(
+            "-n auto is for a launch on one host only.",
+            likely="`paceline tune` measures one host; with several, another number may be faster",
+            hint="-n N, the same on each host; without it, there is one rank per core",
+        )
     if missing or given:
         spelled = [f"--{name.replace('_', '-')}" for name in missing or given]
         raise ConfigError(
@@ -202,22 +248,30 @@ def _run_on_hosts(parsed: argparse.Namespace, command: Sequence[str]) -> NoRetur
         log_dir=parsed.log_dir,
         threads=parsed.threads or threads_per_rank(cores, max(nprocs, 1)),
     )
-    environment = dict(_environment(parsed.replace_ddp))
+    environment = dict(environment_of_ranks(parsed.replace_ddp))
     users_secret(environment)  # which is told here, before the ranks of all hosts are started
     if parsed.threads is not None:
         environment["OMP_NUM_THREADS"] = str(parsed.threads)
     run_elastic(elastic, (*(("-m",) if parsed.is_module else ()), *command), environment)
 
 
-def check_command(command: Sequence[str], *, is_module: bool) -> None:
+def check_command(command: Sequence[str], *, is_module: bool, name: str = "run") -> None:
     """Raise unless python would find the script or module.
+
+    Args:
+        command: The script or module and its arguments.
+        is_module: Whether it is a module.
+        name: The command of `paceline` that was given it.
 
     Raises:
         ConfigError: It would not; the message says what is there instead.
     """
     if not command:
         what = "module" if is_module else "script"
-        raise ConfigError(f"No {what} to run.", expected=_USAGE, hint="`paceline run --help` shows examples")
+        usage = _USAGE.replace("paceline run", f"paceline {name}")
+        raise ConfigError(
+            f"No {what} to run.", expected=usage, hint=f"`paceline {name} --help` shows examples"
+        )
     is_file = Path(command[0]).exists()
     if is_module:
         top = command[0].split(".")[0]
@@ -254,7 +308,7 @@ def _script_hint(command: Sequence[str]) -> str:
     return f"did you mean {folder / close[0]}?" if close else ""
 
 
-def _environment(replace_ddp: str | None) -> Mapping[str, str]:
+def environment_of_ranks(replace_ddp: str | None) -> Mapping[str, str]:
     """What the ranks inherit.
 
     Raises:
@@ -275,12 +329,14 @@ def _environment(replace_ddp: str | None) -> Mapping[str, str]:
     return {**os.environ, VARIABLE: replace_ddp}
 
 
-def _parse_nprocs(text: str) -> int | None:
-    if text == "auto":
+def _parse_nprocs(text: str | None) -> int | None:
+    if text is None:
         return None
     try:
         return int(text)
     except ValueError:
         raise ConfigError(
-            f"-n {text} is not a number of ranks.", expected="a number, or auto: one per core", got=repr(text)
+            f"-n {text} is not a number of ranks.",
+            expected="a number, or auto: the last answer of `paceline tune`",
+            got=repr(text),
         ) from None

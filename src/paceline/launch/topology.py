@@ -6,6 +6,7 @@ Its one idea: read what the kernel says, and where it says nothing assume a flat
 from __future__ import annotations
 
 import os
+import platform
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,15 @@ def read_machine(root: Path = Path("/")) -> Machine:
     nodes = _node_of_cpu(root)
     cpus = tuple(_read_cpu(root, cpu, nodes.get(cpu, 0)) for cpu in sorted(os.sched_getaffinity(0)))
     return Machine(cpus=cpus, quota=read_quota(root))
+
+
+def read_processor(root: Path = Path("/")) -> str:
+    """The processor's own name for itself."""
+    for line in read_or_empty(root / "proc/cpuinfo").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() in {"model name", "Model"}:
+            return value.strip()
+    return f"{platform.machine()} processor"
 
 
 def parse_cpu_list(text: str) -> set[int]:

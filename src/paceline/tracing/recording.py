@@ -11,19 +11,22 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import mmap
 import os
 import socket
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast, final
 
 from paceline import _core
 from paceline.tracing import ring_file
+from paceline.tracing.batches import shape_of_batch
 from paceline.tracing.records import Event
 from paceline.tracing.ring_file import (
+    BATCHES_VARIABLE,
     CAPACITY_VARIABLE,
     FLIGHT_RECORDS,
     FOLDER_VARIABLE,
@@ -33,7 +36,7 @@ from paceline.tracing.ring_file import (
 from paceline.tracing.usage import UsageReader
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_USED = int(Event.USED)
+_USED, _BATCH = int(Event.USED), int(Event.BATCH)
 _SAMPLE_EVERY_NS = 1_000_000_000
 
 
@@ -43,6 +46,7 @@ class Recording:
 
     Attributes:
         note: Notes an event and its two numbers; None: nothing is recorded.
+        has_batches: Whether wrappers are to call `note_batch` for each batch.
     """
 
     __slots__ = (
@@ -55,11 +59,13 @@ class Recording:
         "_path",
         "_place",
         "_usage",
+        "has_batches",
         "note",
     )
 
     def __init__(self) -> None:
         self.note: Callable[[int, int, int], None] | None = None
+        self.has_batches = False
         self._memory: mmap.mmap | None = None
         self._path: Path | None = None
         self._place = (0, 1)
@@ -97,6 +103,17 @@ class Recording:
                 stacklevel=2,
             )
 
+    def begin_if_batches_count(self, rank: int, world_size: int) -> None:
+        """As `begin_if_asked`, for a rank that is alone and has no passes: only `paceline tune` asks it."""
+        if os.environ.get(BATCHES_VARIABLE):
+            self.begin_if_asked(rank, world_size)
+
+    def note_batch(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Note the size of what a wrapped model was given to train on. Wrappers ask `has_batches` first."""
+        if (note := self.note) is not None:
+            shape = shape_of_batch(args, kwargs)
+            note(_BATCH, shape[0], math.prod(shape))
+
     def start(self, path: Path | None, rank: int, world_size: int, capacity: int) -> None:
         """Record from now on, into a new file; None: one without a name.
 
@@ -131,6 +148,7 @@ class Recording:
             self._usage = UsageReader()
         self._next_sample_ns = 0
         self.note = _core.record
+        self.has_batches = bool(os.environ.get(BATCHES_VARIABLE))
 
     def enlarge(self, rank: int, world_size: int, capacity: int) -> Callable[[], None]:
         """Record into a larger ring for a while, instead of any that there is; returns what ends that."""
@@ -193,6 +211,7 @@ class Recording:
         """Record no more. In a forked child, too: the ring is its parent's."""
         _core.stop_recording()
         self.note = self._memory = self._path = None
+        self.has_batches = False
 
 
 recording = Recording()

@@ -48,6 +48,8 @@ class Event(IntEnum):
     DATA_ENDED = 15
     USED = 16
     """A total of what this process has used since it began (a `Usage`, its value)."""
+    BATCH = 17
+    """A wrapped model was given a batch to train on (its first dimension, its number of elements)."""
 
 
 class Usage(IntEnum):

@@ -35,6 +35,8 @@ FOLDER_VARIABLE = "PACELINE_TRACE_DIR"
 """A folder in which each rank records; `paceline run` sets it."""
 CAPACITY_VARIABLE = "PACELINE_TRACE_RECORDS"
 """How many records a rank keeps; `paceline run --trace` sets more."""
+BATCHES_VARIABLE = "PACELINE_TUNE"
+"""Whether the size of each batch is recorded, also on a rank that is alone; `paceline tune` sets it."""
 
 FLIGHT_RECORDS = 1 << 13
 """The length of a flight recorder: 256 KiB, hundreds of passes of a small model, tens of a large one."""

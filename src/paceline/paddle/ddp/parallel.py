@@ -208,6 +208,7 @@ class DataParallel(WrappedModel, PaddleNames):
         if peers is not None:
             self._peers = peers
             self._passes = self._begin_passes(peers)
+        recording.begin_if_batches_count(*((0, 1) if peers is None else (peers.rank, peers.world_size)))
         self._tell_of_unused_compression(0 if peers is None else peers.rank)
 
     def _prepare(self, layers: nn.Layer, arguments: dict[str, Any]) -> None:
@@ -276,6 +277,8 @@ class DataParallel(WrappedModel, PaddleNames):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the wrapped model; where gradients will be needed, get ready to average them."""
+        if recording.has_batches and paddle.is_grad_enabled() and not calls.depth:
+            recording.note_batch(inputs, kwargs)
         if self._passes is None or not paddle.is_grad_enabled():
             return self._run(inputs, kwargs)
         if calls.depth:  # recompute runs the model again, then backward

@@ -233,6 +233,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         is_alone = peers.world_size == 1 and needs_none
         self._check_model(peers)
         self._passes = None if is_alone else self._begin_passes(is_first=is_first)
+        recording.begin_if_batches_count(peers.rank, peers.world_size)
         self._tell_of_unused_compression(peers.rank)
         self._is_connected = True
 
@@ -358,6 +359,8 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         if self._config.device is not None:
             inputs, kwargs = moved((inputs, kwargs), self._config.device)
         is_alone = self._is_connected and self._passes is None
+        if recording.has_batches and torch.is_grad_enabled():
+            recording.note_batch(inputs, kwargs)
         if not torch.is_grad_enabled() or is_alone or not self._tensors.are_trained():
             return inputs, kwargs, False
         active = TorchDDP._active_ddp_module  # of a forward around this one

@@ -1,0 +1,198 @@
+"""What `paceline tune` has found out, in a file for each script, and what `paceline run -n auto` makes of it.
+
+The one idea: an answer is about one script on one kind of machine. A machine is its processor and its usable
+cores, so that the nodes of a cluster with a common home folder share an answer if they are alike, and have
+answers of their own if they are not. Imports errors and its neighbours.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import ConfigError
+
+_OF_RANKS = re.compile(r"\{(?:(\d+)/)?ranks\}")
+
+
+@dataclass(frozen=True, order=True)
+class Layout:
+    """How a job is laid out on the cores of a machine.
+
+    Example:
+        >>> str(Layout(2, 4))
+        '2 ranks x 4 threads'
+    """
+
+    ranks: int
+    threads: int
+
+    def __str__(self) -> str:
+        return f"{counted(self.ranks, 'rank')} x {counted(self.threads, 'thread')}"
+
+
+@dataclass(frozen=True)
+class Place:
+    """The machine, as far as an answer depends on it."""
+
+    processor: str
+    cores: int
+
+    def __str__(self) -> str:
+        return f"{self.processor}, {counted(self.cores, 'core')}"
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The answer for one script on one machine.
+
+    Attributes:
+        layout: The layout to use.
+        place: Where it was measured.
+        script: The script's whole path, or "-m module".
+        arguments: The arguments that it was measured with.
+        time_s: Seconds since 1970.
+        gain: Its samples per second as a multiple of those of one rank; None: one rank was not measured.
+    """
+
+    layout: Layout
+    place: Place
+    script: str
+    arguments: tuple[str, ...]
+    time_s: float
+    gain: float | None
+
+    @property
+    def date(self) -> str:
+        """When it was measured, as people write it."""
+        return time.strftime("%Y-%m-%d %H:%M", time.localtime(self.time_s))
+
+
+def counted(number: int, noun: str) -> str:
+    """A number and its noun: "1 rank", "2 ranks"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def name_of_script(command: Sequence[str], *, is_module: bool) -> str:
+    """What stands for a script: its whole path, or "-m module"."""
+    return f"-m {command[0]}" if is_module else str(Path(command[0]).resolve())
+
+
+def cache_folder(environment: Mapping[str, str]) -> Path:
+    """Where this user's programs keep what they have found out (XDG base directory specification)."""
+    given = environment.get("XDG_CACHE_HOME", "")
+    # The specification: a relative path is to be ignored.
+    folder = Path(given) if os.path.isabs(given) else Path.home() / ".cache"
+    return folder / "paceline"
+
+
+def keep(answer: Tuned, environment: Mapping[str, str]) -> Path:
+    """Store an answer, instead of an older one for the same script and machine; the file.
+
+    Raises:
+        OSError: It can't be written.
+    """
+    path = _path_of(answer.script, environment)
+    path.parent.parent.mkdir(parents=True, mode=0o700, exist_ok=True)
+    path.parent.mkdir(mode=0o700, exist_ok=True)
+    others = [each for each in _read(path) if each.place != answer.place]
+    temporary = path.with_suffix(f".{os.getpid()}")
+    # Not through a link that somebody else may have put there.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os.fdopen(os.open(temporary, flags, 0o600), "w") as file:
+        json.dump([asdict(each) for each in (*others, answer)], file, indent=1)
+    temporary.replace(path)
+    return path
+
+
+def find(script: str, place: Place, environment: Mapping[str, str], tune_command: str) -> Tuned:
+    """The last answer for a script on this machine.
+
+    Args:
+        script: As `name_of_script` gives it.
+        place: This machine.
+        environment: Tells where answers are kept.
+        tune_command: What the user is told to run if there is none.
+
+    Raises:
+        ConfigError: There is none, or only of other machines.
+    """
+    path = _path_of(script, environment)
+    answers = _read(path)
+    for answer in answers:
+        if answer.place == place:
+            return answer
+    hint = f"`{tune_command}` measures it in about a minute; without -n, there is one rank per core"
+    if not answers:
+        raise ConfigError(
+            "-n auto uses the last answer of `paceline tune`, and there is none for this script.",
+            where=str(path),
+            hint=hint,
+            script=script,
+        )
+    raise ConfigError(
+        "-n auto uses the last answer of `paceline tune`, and this script was measured on another machine.",
+        where=str(path),
+        expected=str(place),
+        got="; ".join(f"{each.place} ({each.layout}, {each.date})" for each in answers),
+        likely="the processor is another one, or the process may use more cores, or fewer (taskset, a quota)",
+        hint=hint,
+        script=script,
+    )
+
+
+def tune_command(options: Sequence[str], command: Sequence[str]) -> str:
+    """The command line that measures a script."""
+    return shlex.join(["paceline", "tune", *options, *command])
+
+
+def fill_in(arguments: Sequence[str], ranks: int) -> list[str] | None:
+    """The arguments of a script, with "{256/ranks}" and "{ranks}" replaced; None: that is no whole number.
+
+    Example:
+        >>> fill_in(["--batch", "{256/ranks}"], 2)
+        ['--batch', '128']
+    """
+    numbers = [int(match[1]) for each in arguments for match in _OF_RANKS.finditer(each) if match[1]]
+    if any(number % ranks for number in numbers):
+        return None
+
+    def number_of(match: re.Match[str]) -> str:
+        return str(int(match[1]) // ranks if match[1] else ranks)
+
+    return [_OF_RANKS.sub(number_of, each) for each in arguments]
+
+
+def _path_of(script: str, environment: Mapping[str, str]) -> Path:
+    name = hashlib.sha256(script.encode(errors="surrogateescape")).hexdigest()[:20]
+    return cache_folder(environment) / "tune" / f"{name}.json"
+
+
+def _read(path: Path) -> list[Tuned]:
+    """The answers of a file; none of one that is missing or that somebody has spoilt."""
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        return [_answer(entry) for entry in json.loads(path.read_text())]
+    return []
+
+
+def _answer(entry: Mapping[str, Any]) -> Tuned:
+    layout, place = Layout(**entry["layout"]), Place(**entry["place"])
+    if min(int(layout.ranks), int(layout.threads), int(place.cores)) < 1:
+        raise ValueError(f"no layout: {entry}")
+    return Tuned(
+        layout,
+        place,
+        str(entry["script"]),
+        tuple(map(str, entry["arguments"])),
+        float(entry["time_s"]),
+        None if entry["gain"] is None else float(entry["gain"]),
+    )

@@ -1,0 +1,199 @@
+"""What is said at the end: the table with its bars, and the sentences. Pure, but for `show`.
+
+The one idea: a sentence claims no more than the intervals do. Imports bench (its units), launch (layouts),
+and its neighbours; rich, when it is installed, draws the table.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.bench.rounds import Interval
+from paceline.launch.tuned import Layout, counted
+from paceline.tune.contest import LEAST_ROUNDS, Result, Standing, Verdict
+
+HEADINGS = ("ranks", "threads", "{unit}/s", "of one rank", "from - to", "per step", "rounds", "")
+_NARROW = (0, 1, 2, 3, 7)  # what is shown where a terminal has no room for all columns
+_NARROW_BELOW = 110
+_WIDTH_OF_FILES = 120
+_BAR = 24
+
+
+def rows(verdict: Verdict, standings: Sequence[Standing]) -> list[list[str]]:
+    """The table: a row for each layout, also for those that could not be measured; the bar comes last."""
+    most = max(each.rate.median for each in verdict.results)
+    found = []
+    for standing in sorted(standings, key=lambda each: each.layout):
+        layout, result = standing.layout, verdict.result(standing.layout)
+        cells = [str(layout.ranks), str(layout.threads)]
+        if result is None:
+            found.append([*cells, "", "", "", "", "0", ""])
+            continue
+        rate = result.rate
+        found.append(
+            [
+                *cells,
+                number(rate.median),
+                times(result.of_one) if result.of_one else "",
+                f"{number(rate.low)} - {number(rate.high)}" if result.rounds > 1 else "",
+                f"{result.samples_per_step:.0f}",
+                str(result.rounds),
+                bar(rate.median / most),
+            ]
+        )
+    return found
+
+
+def sentences(verdict: Verdict, standings: Sequence[Standing], num_cores: int) -> list[str]:
+    """What the table means: which layout to use, by how much it is faster, and how sure that is."""
+    found = [_recommendation(verdict), *_doubts(verdict), *_fairness(verdict)]
+    if verdict.unit == "elements":
+        found.append(
+            "Elements of the batches are counted, because their first dimension does not tell their size."
+        )
+    found += [
+        f"{each.layout}: {each.out}." for each in sorted(standings, key=lambda each: each.layout) if each.out
+    ]
+    if num_cores == 1:
+        found.append("This process may use one core only: there is nothing to divide among ranks.")
+    return found
+
+
+def _recommendation(verdict: Verdict) -> str:
+    best, fastest = verdict.recommended, verdict.result(verdict.fastest)
+    result = verdict.result(best)
+    assert result is not None and fastest is not None
+    others = [each for each in verdict.results if each.layout != best]
+    if not others:
+        return f"Only {best} could be measured: there is nothing to compare it with."
+    if best.ranks == 1:
+        return _one_is_best(best, verdict, others)
+    gain = f"{times(result.of_one)} of one rank" if result.of_one is not None else "one rank was not measured"
+    if best == verdict.fastest:
+        return f"{best} is fastest: {gain}."
+    return (
+        f"{best} is as fast as any: {gain}. No difference that can be told from {verdict.fastest} "
+        f"({times(result.of_best)} of it), and fewer ranks are simpler."
+    )
+
+
+def _one_is_best(best: Layout, verdict: Verdict, others: Sequence[Result]) -> str:
+    if best != verdict.fastest:
+        result = verdict.result(verdict.fastest)
+        assert result is not None and result.of_one is not None
+        return (
+            f"One process with {counted(best.threads, 'thread')} is as good as any: {verdict.fastest} "
+            f"reaches {times(result.of_one)} of it, no difference that can be told. More ranks gain nothing."
+        )
+    nearest = max(others, key=lambda each: each.of_best.median)
+    return (
+        f"One process is fastest: {nearest.layout}, the next best, reaches {times(nearest.of_best)} of it. "
+        "Data parallelism does not pay for this script on this machine."
+    )
+
+
+def _doubts(verdict: Verdict) -> list[str]:
+    """Layouts that may be as fast, and measurements that are too few to be sure."""
+    found = []
+    close = [
+        each
+        for each in verdict.results
+        if not each.is_slower and each.layout not in (verdict.fastest, verdict.recommended)
+    ]
+    if close and all(each.rounds >= LEAST_ROUNDS for each in close):
+        names = ", ".join(f"{each.layout} ({times(each.of_best)})" for each in close)
+        found.append(f"No difference that can be told from the fastest: {names}.")
+    few = [each for each in verdict.results if each.rounds < LEAST_ROUNDS]
+    if few and len(verdict.results) > 1:
+        names = ", ".join(f"{each.layout} ({counted(each.rounds, 'round')})" for each in few)
+        found.append(
+            f"Too few measurements to be sure of: {names}. --seconds gives it longer; "
+            f"{LEAST_ROUNDS} rounds are the least."
+        )
+    return found
+
+
+def _fairness(verdict: Verdict) -> list[str]:
+    """Whether a step of all layouts has as many samples: if not, what is compared is not the same work."""
+    per_step = {each.layout: each.samples_per_step for each in verdict.results}
+    if verdict.unit == "elements" or max(per_step.values()) < 1.05 * min(per_step.values()):
+        return []
+    told = ", ".join(
+        f"{round(samples)} with {counted(layout.ranks, 'rank')}" for layout, samples in per_step.items()
+    )
+    return [
+        f"A step does not have as many samples in all layouts: {told}. With larger steps an epoch has fewer "
+        "of them, and the learning rate may have to be another one. To compare at the same global batch, let "
+        "the script divide it by the number of ranks, or give the batch as '{256/ranks}'."
+    ]
+
+
+def times(ratio: Interval) -> str:
+    """A ratio and its interval.
+
+    Example:
+        >>> times(Interval(1.634, 1.58, 1.7))
+        '1.63x (1.58 to 1.70)'
+    """
+    if ratio.low == ratio.median == ratio.high:
+        return f"{ratio.median:.2f}x"
+    if ratio.high == float("inf"):  # not a single round has both
+        return f"about {ratio.median:.2f}x"
+    return f"{ratio.median:.2f}x ({ratio.low:.2f} to {ratio.high:.2f})"
+
+
+def number(value: float) -> str:
+    """Three digits at least, and no more than tell something.
+
+    Example:
+        >>> number(12345.6), number(3.14159)
+        ('12,346', '3.14')
+    """
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.3g}"
+
+
+def bar(part: float) -> str:
+    """A bar of so much of the whole width."""
+    return "█" * max(1, round(_BAR * part))
+
+
+def show(title: str, unit: str, table: Sequence[Sequence[str]], told: Sequence[str]) -> None:
+    """Print the table, with rich when it is installed, and the sentences."""
+    headings = [heading.format(unit=unit) for heading in HEADINGS]
+    try:
+        from rich.console import Console
+    except ImportError:
+        lines = [headings, *(list(row) for row in table)]
+        widths = [max(len(line[column]) for line in lines) for column in range(len(headings))]
+        print(title)
+        for line in lines:
+            print("  ".join(cell.rjust(width) for cell, width in zip(line, widths)).rstrip())
+        print("", *told, sep="\n")
+        return
+    _show_rich(Console() if sys.stdout.isatty() else Console(width=_WIDTH_OF_FILES), title, headings, table)
+    print(*told, sep="\n")
+
+
+def _show_rich(console: Any, title: str, headings: Sequence[str], table: Sequence[Sequence[str]]) -> None:
+    from rich.bar import Bar
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = _NARROW if console.width < _NARROW_BELOW else range(len(headings))
+    drawn = Table(title=title, title_justify="left")
+    for at in shown:
+        if headings[at]:
+            drawn.add_column(headings[at], justify="right")
+        else:
+            drawn.add_column(max_width=_BAR)
+    for row in table:
+        # As wide as the terminal has room for, and all bars of the table alike.
+        drawn.add_row(
+            *(
+                Text(row[at]) if headings[at] or not row[at] else Bar(_BAR, 0, len(row[at]), color="cyan")
+                for at in shown
+            )
+        )
+    console.print(drawn)

@@ -1,0 +1,98 @@
+"""From what the ranks of a job have recorded in one turn to what they have trained on per second. Pure.
+
+The one idea: what a rank has done is counted from one batch to a later one, so that no step counts in part.
+Ranks train in step, so the rate of the job is the sum over its ranks. Imports tracing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.tracing.records import Event, Record
+from paceline.tracing.ring_file import RankRecording
+
+LEAST_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What all ranks of a job have done in one turn.
+
+    Attributes:
+        samples_per_s: First dimensions of all batches, per second.
+        elements_per_s: Their elements, per second.
+        samples_per_step: Samples of all ranks in one forward of each.
+        elements_per_step: Their elements.
+        steps: Forwards of the rank that made the fewest.
+    """
+
+    samples_per_s: float
+    elements_per_s: float
+    samples_per_step: float
+    elements_per_step: float
+    steps: int
+
+
+def batches_of(recording: RankRecording, begin_ns: int = 0, end_ns: int = 1 << 62) -> list[Record]:
+    """What wrapped models were given within a time, on one rank."""
+    return [
+        record
+        for record in recording.records
+        if record.event == Event.BATCH and begin_ns <= record.time_ns <= end_ns
+    ]
+
+
+def steps_so_far(recordings: Sequence[RankRecording], num_ranks: int) -> int:
+    """Batches that each rank of a job has been given at least, as far as its ring still holds them."""
+    if len(recordings) < num_ranks:
+        return 0
+    return min(len(batches_of(recording)) for recording in recordings)
+
+
+def turn_of(
+    recordings: Sequence[RankRecording], num_ranks: int, begin_ns: int = 0, end_ns: int = 1 << 62
+) -> Turn | None:
+    """What a job has done in a turn; None: some rank has not made `LEAST_STEPS` whole steps.
+
+    The first step is left out: it began before the turn, or with cold caches. Of many, the first eighth is.
+    """
+    if len(recordings) < num_ranks:
+        return None
+    per_rank: list[tuple[float, float, float, float]] = []
+    fewest = 1 << 62
+    for recording in recordings:
+        batches = batches_of(recording, begin_ns, end_ns)
+        batches = batches[1 + len(batches) // 8 :] if len(batches) > LEAST_STEPS + 1 else batches
+        steps = len(batches) - 1
+        seconds = (batches[-1].time_ns - batches[0].time_ns) / 1e9 if batches else 0.0
+        if steps < LEAST_STEPS or seconds <= 0:
+            return None
+        samples = sum(batch.first for batch in batches[:-1])
+        elements = sum(batch.second for batch in batches[:-1])
+        per_rank.append((samples / seconds, elements / seconds, samples / steps, elements / steps))
+        fewest = min(fewest, steps)
+    samples_per_s, elements_per_s, samples_per_step, elements_per_step = map(sum, zip(*per_rank))
+    return Turn(samples_per_s, elements_per_s, samples_per_step, elements_per_step, fewest)
+
+
+def counts_elements(turns: Sequence[tuple[int, Turn]]) -> bool:
+    """Whether the first dimension of a batch tells nothing of its size, so that elements are to be counted.
+
+    So it is with sequences of (time, batch, features) in a script that divides its batch among the ranks.
+
+    Args:
+        turns: A turn of each layout, with its number of ranks.
+
+    Example:
+        One rank: (35, 64) per batch. Two ranks: (35, 32) each. The first dimension stays 35, but the
+        elements are halved: True.
+    """
+    if len(turns) < 2:
+        return False
+    per_batch = [
+        (turn.samples_per_step / ranks, turn.elements_per_step / ranks) for ranks, turn in turns if ranks
+    ]
+    firsts, elements = zip(*per_batch)
+    is_same = bool(max(firsts) <= 1.02 * min(firsts))
+    return is_same and bool(max(elements) >= 1.5 * min(elements))

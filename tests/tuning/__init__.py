@@ -1,0 +1,1 @@
+"""How good the answers of `paceline tune` are: `python -m tests.tuning` measures all layouts for long."""

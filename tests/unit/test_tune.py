@@ -1,0 +1,350 @@
+"""`paceline tune` without a process: layouts, rates, whose turn it is, what is fastest, what is stored."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import UserDict
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.errors import ConfigError
+from paceline.launch import tuned
+from paceline.launch.tuned import Layout, Place, Tuned
+from paceline.tracing.batches import shape_of_batch
+from paceline.tracing.records import Event, Record
+from paceline.tracing.ring_file import RankHeader, RankRecording
+from paceline.tune import answer, contest
+from paceline.tune.contest import Standing, judge
+from paceline.tune.layouts import MOST_LAYOUTS, in_order_of_start, layouts_of
+from paceline.tune.rates import Turn, counts_elements, steps_so_far, turn_of
+
+ONE, TWO, FOUR = Layout(1, 4), Layout(2, 2), Layout(4, 1)
+
+
+# --- layouts ---
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "ranks"),
+    [
+        (1, [1]),
+        (2, [1, 2]),
+        (3, [1, 3]),
+        (4, [1, 2, 4]),
+        (6, [1, 2, 3, 6]),
+        (7, [1, 2, 3, 7]),
+        (8, [1, 2, 4, 8]),
+        (64, [1, 2, 4, 8, 16, 32, 64]),
+    ],
+)
+def test_the_layouts_of_a_machine(num_cores: int, ranks: list[int]) -> None:
+    found = layouts_of(num_cores, 128)
+    assert [layout.ranks for layout in found] == ranks
+    assert [layout.threads for layout in found] == [num_cores // n for n in ranks]
+
+
+@given(st.integers(1, 300))
+def test_no_layout_has_more_threads_than_cores_and_the_ends_are_there(num_cores: int) -> None:
+    found = layouts_of(num_cores, 128)
+    assert len(set(found)) == len(found) <= MOST_LAYOUTS
+    assert found[0] == Layout(1, num_cores)
+    assert found[-1].ranks == min(num_cores, 128)
+    assert all(layout.ranks * layout.threads <= num_cores for layout in found)
+    started = in_order_of_start(found)
+    assert sorted(started) == found
+    assert started[: len(found)][:2] == [found[0], found[-1]][: len(found)]
+
+
+# --- rates ---
+
+
+def recording(rank: int, batches: list[tuple[float, int, int]], world_size: int = 1) -> RankRecording:
+    header = RankHeader(rank, world_size, 1, "host", "boot", 0, 0, 1024)
+    records = [Record(round(s * 1e9), Event.BATCH, 0, first, elements) for s, first, elements in batches]
+    return RankRecording(header, [*records, Record(0, Event.FORWARD_BEGAN, 0, 0, 0)], [], 0)
+
+
+def test_the_rate_of_a_turn_is_the_sum_over_ranks_of_whole_steps() -> None:
+    # Every 0.5 s 8 samples on rank 0 and 4 on rank 1, of 3 elements each; the first step counts for nothing.
+    ranks = [recording(r, [(0.5 * at, n, 3 * n) for at in range(6)], 2) for r, n in ((0, 8), (1, 4))]
+    turn = turn_of(ranks, 2)
+    assert turn == Turn(24.0, 72.0, 12.0, 36.0, 4)
+    assert steps_so_far(ranks, 2) == 6
+
+
+def test_what_lies_outside_of_a_turn_does_not_count() -> None:
+    slow_then_fast = [(float(at), 1, 1) for at in range(10)] + [(10 + 0.1 * at, 1, 1) for at in range(20)]
+    turn = turn_of([recording(0, slow_then_fast)], 1, begin_ns=10 * 10**9)
+    assert turn is not None
+    assert turn.samples_per_s == pytest.approx(10)
+    assert turn_of([recording(0, slow_then_fast)], 1, begin_ns=0, end_ns=2 * 10**9) is not None
+
+
+def test_a_turn_of_too_few_steps_or_of_a_rank_that_is_missing_tells_nothing() -> None:
+    assert turn_of([recording(0, [(0.0, 4, 4), (1.0, 4, 4)])], 1) is None
+    whole = recording(0, [(float(at), 4, 4) for at in range(9)], 2)
+    assert turn_of([whole], 2) is None
+    assert turn_of([whole, recording(1, [], 2)], 2) is None
+    assert steps_so_far([whole], 2) == 0
+
+
+def test_elements_are_counted_where_the_first_dimension_tells_nothing() -> None:
+    # (time 35, batch 64) on one rank; (35, 32) on each of two.
+    one, two = Turn(350, 22400, 35, 35 * 64, 9), Turn(1400, 44800, 70, 2 * 35 * 32, 9)
+    assert counts_elements([(1, one), (2, two)])
+    verdict = judge([Standing(ONE, [one] * 7), Standing(TWO, [two] * 7)])
+    assert verdict is not None and verdict.unit == "elements"
+    result = verdict.result(TWO)
+    assert result is not None and result.of_one is not None
+    assert result.of_one.median == 2.0  # and not 4
+    # A fixed batch per rank, and a divided one, whose first dimension tells it.
+    assert not counts_elements([(1, Turn(1, 1, 32, 320, 9)), (2, Turn(1, 1, 64, 640, 9))])
+    assert not counts_elements([(1, Turn(1, 1, 32, 320, 9)), (2, Turn(1, 1, 32, 320, 9))])
+
+
+class Shaped:
+    def __init__(self, *shape: int) -> None:
+        self.shape = shape
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "shape"),
+    [
+        ((Shaped(32, 3),), {}, (32, 3)),
+        ((), {"input_ids": Shaped(8, 128), "labels": Shaped(8)}, (8, 128)),
+        ((1.5, "text", [Shaped(), {"x": Shaped(4)}]), {}, (4,)),  # a tensor without dimensions is no batch
+        ((UserDict(input_ids=Shaped(2, 5)),), {}, (2, 5)),  # as Transformers' BatchEncoding
+        ((SimpleNamespace(shape="round"), Shaped(7)), {}, (7,)),
+        ((object(),), {}, (1,)),
+    ],
+)
+def test_the_shape_of_a_batch(args: tuple[object, ...], kwargs: dict[str, object], shape: object) -> None:
+    assert shape_of_batch(args, kwargs) == shape
+
+
+# --- who is fastest ---
+
+
+def turns(*rates: float, per_step: float = 64) -> list[Turn | None]:
+    return [Turn(rate, 10 * rate, per_step, 10 * per_step, 20) for rate in rates]
+
+
+def standing(layout: Layout, *rates: float, per_step: float = 64, **more: object) -> Standing:
+    return Standing(layout, turns(*rates, per_step=per_step), **{"is_running": True, **more})  # type: ignore[arg-type]
+
+
+def told(standings: list[Standing]) -> str:
+    verdict = judge(standings)
+    assert verdict is not None
+    return " ".join(answer.sentences(verdict, standings, 4))
+
+
+def test_a_layout_that_is_faster_in_every_round_is_faster() -> None:
+    # The machine is slower by and by, and the layouts differ by less than that.
+    standings = [standing(ONE, *range(100, 93, -1)), standing(TWO, *(1.05 * r for r in range(100, 93, -1)))]
+    verdict = judge(standings)
+    assert verdict is not None
+    assert verdict.recommended == verdict.fastest == TWO
+    assert [each.is_slower for each in verdict.results] == [True, False]
+    assert "2 ranks x 2 threads is fastest: 1.05x of one rank." in told(standings)
+
+
+def test_one_process_is_recommended_where_it_is_fastest_and_where_nothing_can_be_told() -> None:
+    slower = [standing(ONE, *[100] * 7), standing(TWO, *[80, 81, 82, 83, 84, 85, 86])]
+    assert "One process is fastest: 2 ranks x 2 threads, the next best, reaches 0.83x (0.80 to 0.86)" in told(
+        slower
+    )
+    tie = [standing(ONE, *[100, 98] * 4), standing(TWO, *[99, 101] * 4)]
+    verdict = judge(tie)
+    assert verdict is not None
+    assert (verdict.fastest, verdict.recommended) == (TWO, ONE)
+    assert "no difference that can be told" in told(tie)
+
+
+def test_a_tie_is_no_excuse_for_a_layout_that_is_slower_by_the_median() -> None:
+    noisy = [standing(ONE, *[100] * 8), standing(TWO, *[140, 90, 141, 142, 95, 143, 144, 99])]
+    verdict = judge(noisy)
+    assert verdict is not None
+    assert verdict.recommended == TWO  # half of its rounds are 1.4 times as fast
+    assert "No difference that can be told from the fastest" not in told(noisy)[:40]
+
+
+def test_few_rounds_claim_nothing() -> None:
+    standings = [standing(ONE, 100, 100), standing(TWO, 150, 150)]
+    verdict = judge(standings)
+    assert verdict is not None
+    assert not any(each.is_slower for each in verdict.results)
+    assert "Too few measurements to be sure of: 1 rank x 4 threads (2 rounds)" in told(standings)
+    assert not contest.is_decided(standings)
+
+
+def test_a_script_with_a_fixed_batch_per_rank_is_told_what_that_means() -> None:
+    standings = [standing(ONE, *[100] * 7, per_step=32), standing(TWO, *[150] * 7, per_step=64)]
+    assert "32 with 1 rank, 64 with 2 ranks" in told(standings)
+    same = [standing(ONE, *[100] * 7), standing(TWO, *[150] * 7)]
+    assert "learning rate" not in told(same)
+
+
+def test_what_ended_before_its_first_turn_counts_once() -> None:
+    (whole,) = turns(90)
+    standings = [
+        Standing(ONE, [], out="the script ended after 12 steps", whole=whole),
+        standing(TWO, *[80] * 7),
+    ]
+    verdict = judge(standings)
+    assert verdict is not None
+    assert [each.rounds for each in verdict.results] == [1, 7]
+    assert "1 rank x 4 threads: the script ended after 12 steps." in told(standings)
+    assert judge([Standing(ONE), Standing(TWO, [None])]) is None
+
+
+def test_the_table_has_a_row_for_each_layout(capsys: pytest.CaptureFixture[str]) -> None:
+    standings = [
+        standing(ONE, *[100] * 7),
+        standing(TWO, *[150] * 7),
+        Standing(FOUR, out="failed: ValueError"),
+    ]
+    verdict = judge(standings)
+    assert verdict is not None
+    table = answer.rows(verdict, standings)
+    assert [row[:4] for row in table] == [
+        ["1", "4", "100", "1.00x"],
+        ["2", "2", "150", "1.50x"],
+        ["4", "1", "", ""],
+    ]
+    assert len(table[0][-1]) * 3 == len(table[1][-1]) * 2
+    answer.show("title", "samples", table, answer.sentences(verdict, standings, 4))
+    shown = capsys.readouterr().out
+    assert "samples/s" in shown and "1.50x" in shown and "4 ranks x 1 thread: failed: ValueError." in shown
+
+
+# --- whose turn it is, and when to stop ---
+
+
+def test_every_other_round_goes_the_other_way() -> None:
+    standings = [Standing(layout, is_running=True) for layout in (ONE, FOUR, TWO)]
+    order = []
+    for _ in range(6):
+        due = contest.next_turn(standings)
+        assert due is not None
+        due.turns.append(None)
+        order.append(due.layout)
+    assert order == [ONE, FOUR, TWO, TWO, FOUR, ONE]
+    standings[0].is_running = False
+    due = contest.next_turn(standings)
+    assert due is not None and due.layout == FOUR
+
+
+def test_turns_are_as_long_as_steps_and_time_ask_for() -> None:
+    fast, slow = Standing(ONE, step_s=0.001), Standing(ONE, step_s=1.0)
+    assert contest.turn_seconds(fast, 2, 60.0) == pytest.approx(2.0)
+    assert contest.turn_seconds(fast, 4, 12.0) == pytest.approx(0.4)
+    assert contest.turn_seconds(slow, 2, 600.0) == pytest.approx(10.0)
+    assert contest.turn_seconds(slow, 2, 50.0) == pytest.approx(4.0)  # ten steps would be one round
+    assert contest.turn_seconds(slow, 2, 3.0) is None
+
+
+def test_no_layout_is_started_that_leaves_no_time_to_measure() -> None:
+    running = [Standing(ONE, is_running=True, step_s=0.01)]
+    both = [*running, Standing(FOUR, is_running=True, step_s=0.1)]
+    assert contest.has_time_for_another([], 0.0, 1.0)
+    assert contest.has_time_for_another(running, 10.0, 1.0)  # one alone is no answer
+    assert contest.has_time_for_another(both, 10.0, 20.0)
+    assert not contest.has_time_for_another(both, 10.0, 16.0)
+    assert contest.start_seconds(running, 20.0, is_last=False) == 10.0
+    assert contest.start_seconds(running, 20.0, is_last=True) == pytest.approx(17.6)
+
+
+def test_a_layout_that_is_far_behind_is_out_and_a_sure_contest_is_over() -> None:
+    standings = [standing(ONE, *[100] * 7), standing(TWO, *[140] * 7), standing(FOUR, *[125] * 7)]
+    assert [contest.is_out(each, standings) for each in standings] == [True, False, False]
+    assert contest.is_decided(standings)
+    unsure = [standing(TWO, *[140] * 7), standing(FOUR, *[130, 150] * 3, 140)]
+    assert not contest.is_decided(unsure)
+    same = [standing(TWO, *[140] * 7), standing(FOUR, *[139, 141] * 3, 140)]
+    assert contest.is_decided(same)
+    assert contest.is_decided([replace(each, is_running=False) for each in unsure])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_recommended_layout_is_within_5_percent_of_the_best_one(seed: int) -> None:
+    """A machine that is faster and slower by and by, turns that vary by 3 %, and layouts of unknown speed."""
+    dice = random.Random(seed)
+    speeds = {layout: 100 * dice.uniform(0.6, 1.6) for layout in (ONE, TWO, FOUR)}
+    standings = [Standing(layout, is_running=True, step_s=0.01) for layout in (ONE, FOUR, TWO)]
+    machine, left_s = 1.0, 60.0
+    while not contest.is_decided(standings):
+        due = contest.next_turn(standings)
+        assert due is not None
+        running = sum(each.is_running for each in standings)
+        seconds = contest.turn_seconds(due, running, left_s)
+        if seconds is None:
+            break
+        left_s -= seconds
+        machine = min(1.0, max(0.4, machine * dice.uniform(0.95, 1.05)))
+        due.turns += turns(speeds[due.layout] * machine * dice.gauss(1, 0.03))
+        due.is_running = not contest.is_out(due, standings)
+    verdict = judge(standings)
+    assert verdict is not None
+    assert speeds[verdict.recommended] >= 0.95 * max(speeds.values())
+
+
+# --- what is stored ---
+
+HERE = Place("a processor", 4)
+
+
+def an_answer(layout: Layout = TWO, place: Place = HERE, gain: float | None = 1.5) -> Tuned:
+    return Tuned(layout, place, "/home/me/train.py", ("--lr", "1"), 1_700_000_000.0, gain)
+
+
+def test_an_answer_is_found_again(tmp_path: Path) -> None:
+    environment = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    path = tuned.keep(an_answer(ONE), environment)
+    tuned.keep(an_answer(TWO), environment)
+    tuned.keep(an_answer(FOUR, Place("another", 8), None), environment)
+    assert tuned.find("/home/me/train.py", HERE, environment, "") == an_answer(TWO)
+    assert tuned.find("/home/me/train.py", Place("another", 8), environment, "").gain is None
+    assert path.parent.parent == tmp_path / "cache" / "paceline"
+    assert path.parent.parent.stat().st_mode & 0o777 == 0o700
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert [each.name for each in path.parent.iterdir()] == [path.name]  # no temporary file is left
+
+
+def test_an_answer_of_another_machine_is_refused_with_words(tmp_path: Path) -> None:
+    environment = {"XDG_CACHE_HOME": str(tmp_path)}
+    with pytest.raises(ConfigError, match="there is none for this script") as none:
+        tuned.find("/home/me/train.py", HERE, environment, "paceline tune train.py")
+    assert "`paceline tune train.py`" in str(none.value)
+    path = tuned.keep(an_answer(), environment)
+    with pytest.raises(ConfigError, match="was measured on another machine") as other:
+        tuned.find("/home/me/train.py", Place("a processor", 2), environment, "paceline tune train.py")
+    assert "a processor, 2 cores" in str(other.value) and "a processor, 4 cores (2 ranks x 2" in str(
+        other.value
+    )
+    for spoilt in (
+        "",
+        "{",
+        "[{}]",
+        json.dumps([{**json.loads(path.read_text())[0], "layout": {"ranks": 0}}]),
+    ):
+        path.write_text(spoilt)
+        with pytest.raises(ConfigError, match="there is none for this script"):
+            tuned.find("/home/me/train.py", HERE, environment, "")
+
+
+def test_a_relative_cache_folder_is_ignored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert tuned.cache_folder({"XDG_CACHE_HOME": "here"}) == tmp_path / ".cache" / "paceline"
+
+
+def test_arguments_are_divided_by_the_ranks() -> None:
+    command = ["train.py", "--batch", "{256/ranks}", "--name={ranks}x{8/ranks}", "{other}"]
+    assert tuned.fill_in(command, 2) == ["train.py", "--batch", "128", "--name=2x4", "{other}"]
+    assert tuned.fill_in(command, 3) is None
