@@ -1,7 +1,8 @@
 """Paceline: data-parallel training for PyTorch and PaddlePaddle, with gradients averaged in shared memory.
 
 This package imports neither framework. `paceline.torch` wraps PyTorch models; `paceline.init` gives a Group
-of processes with collectives on numpy arrays; `paceline.spawn` and `paceline run` start processes.
+of processes with collectives on numpy arrays; `paceline.spawn` and `paceline run` start processes;
+`paceline.log` shows a value to who watches.
 
 Public are the modules that have an `__all__`, with the names in it: this one, `torch`, `torch.compression`,
 `paddle`, `paddle.compression`, `data`, `ray` and `errors`. All others are inside and may change in any
@@ -19,14 +20,16 @@ if TYPE_CHECKING:
     from paceline.collectives.ops import ReduceOp
     from paceline.collectives.work import Work
     from paceline.launch.spawn import spawn
+    from paceline.tracing.logged import log
 
 __version__ = "0.1.0"
-__all__ = ["Group", "ReduceOp", "Work", "__version__", "init", "spawn"]
+__all__ = ["Group", "ReduceOp", "Work", "__version__", "init", "log", "spawn"]
 
 # Imported at first use: the launcher's processes need neither numpy nor the core, and must start at once.
 _MODULES = {
     "Group": "paceline.collectives.group",
     "init": "paceline.collectives.init",
+    "log": "paceline.tracing.logged",
     "ReduceOp": "paceline.collectives.ops",
     "Work": "paceline.collectives.work",
     "spawn": "paceline.launch.spawn",

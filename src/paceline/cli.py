@@ -72,11 +72,18 @@ def _trace(arguments: Sequence[str]) -> int:
     return cli.main(arguments)
 
 
+def _top(arguments: Sequence[str]) -> int:
+    from paceline.tracing import top
+
+    return top.main(arguments)
+
+
 _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "run": _run,
     "bench": _bench,
     "stacks": _stacks,
     "doctor": _doctor,
+    "top": _top,
     "trace": _trace,
     "tune": _tune,
 }
@@ -93,6 +100,7 @@ def _no_command(arguments: Sequence[str]) -> int:
         "tune", help="with how many ranks and threads is a script fastest here? paceline tune train.py"
     )
     commands.add_parser("doctor", help="is this machine fit for training on several ranks?")
+    commands.add_parser("top", help="show what the ranks of a job do now: paceline top")
     commands.add_parser(
         "trace", help="show the last passes of a job that runs or has failed: paceline trace JOB"
     )

@@ -126,13 +126,27 @@ def of_tracing(names: Names, number: int) -> None:
     names["train_step"] = lambda batch: nn.functional.cross_entropy(ddp(batch[0]), batch[1]).backward()
 
 
-OF_A_GROUP = ("concepts.md", "data.md", "local_sgd.md", "one-model.md", "sharded-optimizer.md", "tracing.md")
+def of_live(names: Names, number: int) -> None:
+    names |= {"paceline": paceline, "inputs": torch.ones(2, 4)}
+    names["ddp"] = paceline.torch.DistributedDataParallel(nn.Linear(4, 3))
+
+
+OF_A_GROUP = (
+    "concepts.md",
+    "data.md",
+    "live.md",
+    "local_sgd.md",
+    "one-model.md",
+    "sharded-optimizer.md",
+    "tracing.md",
+)
 PREPARED: dict[str, Callable[[Names, int], None]] = {
     "coming-from-ddp.md": of_coming_from_ddp,
     "concepts.md": of_concepts,
     "data.md": of_data,
     "getting_started.md": of_getting_started,
     "launching.md": of_launching,
+    "live.md": of_live,
     "local_sgd.md": of_local_sgd,
     "one-model.md": of_one_model,
     "sharded-optimizer.md": of_sharded_optimizer,

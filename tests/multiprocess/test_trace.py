@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +13,12 @@ import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
+import paceline
 from paceline.errors import ConfigError
 from paceline.tracing import ring_file
 from paceline.tracing.records import Event
 from paceline.tracing.ring_file import BATCHES_VARIABLE, FOLDER_VARIABLE
+from paceline.tracing.watch import JobWatch
 from tests.harness import ranks
 from tests.traces import passes_of, read_trace, slices_of, until_ended, waited_for
 
@@ -141,6 +144,32 @@ def test_the_sizes_of_batches_are_recorded_for_tune(group, make):
 def test_a_rank_that_is_alone_records_the_sizes_of_its_batches_for_tune(group, make):
     folder = Path(os.environ["TMPDIR"])
     assert batches_recorded(folder, 0, make, group) == [(4, 4 * 64)] * 3
+
+
+@ranks(2)
+@pytest.mark.parametrize("make", [steps_in_torch, steps_in_paddle], ids=["torch", "Paddle"])
+def test_another_process_sees_rates_values_the_norm_and_what_is_not_finite(group, make):
+    folder = Path(os.environ["TMPDIR"])
+    with mock.patch.dict(os.environ, {FOLDER_VARIABLE: str(folder)}):
+        ddp, step = make(group)
+    norms = []
+    for number in range(4):
+        step(lambda: None)
+        norms.append(ddp.grad_norm())
+        paceline.log("loss", number + group.rank)
+    next(iter(ddp.parameters())).detach().fill_(math.inf)
+    with pytest.warns(RuntimeWarning, match="holds an infinity or a NaN on all 2 ranks"):
+        step(lambda: None)
+    group.all_reduce(np.zeros(1))  # both have recorded all
+    now = JobWatch(folder).look()
+    assert (now.world_size, now.step, [each.rank for each in now.ranks]) == (2, 5, [0, 1])
+    assert now.samples_per_s == pytest.approx(8 * now.steps_per_s, rel=0.5)
+    for each in now.ranks:
+        assert each.samples_per_s == pytest.approx(4 * each.steps_per_s)
+        assert each.values == {"loss": 3 + each.rank}
+        assert each.norm in norms
+        assert (each.nonfinite_rank, each.nonfinite > 0, each.failed) == (0, True, 0)
+        assert each.is_alive and each.memory_bytes > 1 << 20 and each.worked_s > 0
 
 
 @ranks(2)

@@ -52,13 +52,13 @@ from paceline.reducer.sharing import registry
 from paceline.reducer.statistics import Statistics
 from paceline.rendezvous import lifetime
 from paceline.tracing.recording import recording
-from paceline.tracing.records import Event, pass_id
+from paceline.tracing.records import Event, float_bits, pass_id
 
 _NOTES_DIFFER = int(Outcome.NOTES_DIFFER)  # as an enumeration's member it would cost more than the question
 _FORWARD_BEGAN, _FORWARD_ENDED = int(Event.FORWARD_BEGAN), int(Event.FORWARD_ENDED)
 _BACKWARD_BEGAN, _BACKWARD_ENDED = int(Event.BACKWARD_BEGAN), int(Event.BACKWARD_ENDED)
 _WROTE_BACK, _SYNCED_BUFFERS = int(Event.WROTE_BACK), int(Event.SYNCED_BUFFERS)
-_PASS_ENDED = int(Event.PASS_ENDED)
+_PASS_ENDED, _NORM, _NONFINITE = int(Event.PASS_ENDED), int(Event.NORM), int(Event.NONFINITE)
 
 
 class PassState:
@@ -492,7 +492,14 @@ class Passes(Generic[AnyAutograd]):
         finally:
             if (note := recording.note) is not None:
                 note(_PASS_ENDED, number, has_raised)
-            recording.sample_usage()
+                # Elsewhere than in memory the norm would be computed for this.
+                if recording.sample_usage() and not has_raised and self.path == "memory":
+                    note(_NORM, number, float_bits(math.sqrt(self.squared_norm())))
+
+    def _record_nonfinite(self) -> None:
+        """Note how many gradients of this pass were not finite, and of which rank first."""
+        if found := self.reducer.nonfinite():
+            self._record(_NONFINITE, len(found) << 32 | min(rank for rank, _ in found))
 
     def _tell_plan(self) -> None:
         """Tell who this rank is, and what its buckets hold: a reader of the recording must know."""
@@ -507,8 +514,13 @@ class Passes(Generic[AnyAutograd]):
 
     # --- a pass begins ---
 
-    def begin_forward(self, *, is_syncing: bool, is_training: bool) -> None:
+    def begin_forward(self, *, is_syncing: bool, is_training: bool, samples: int = 0) -> None:
         """Note a forward whose gradients will be needed.
+
+        Args:
+            is_syncing: Whether its backward is averaged.
+            is_training: Whether the model is in training mode.
+            samples: How many samples it computes, for what is recorded; 0: nobody knows.
 
         Raises:
             ForkedError: This process is a forked child of the one that wrapped the model.
@@ -531,7 +543,7 @@ class Passes(Generic[AnyAutograd]):
         if is_syncing and is_training:
             state.status.forwards += 1
         if recording.note is not None:
-            self._record(_FORWARD_BEGAN, is_syncing)
+            self._record(_FORWARD_BEGAN, samples << 1 | is_syncing)
         autograd.begin_forward(is_syncing=is_syncing, good_passes=self.good_passes)
 
     @contextlib.contextmanager
@@ -627,6 +639,8 @@ class Passes(Generic[AnyAutograd]):
                 outcome = reducer.finish(status, allow_unused, config.allow_nobodys)
                 self.active = self._all_ranks
                 if outcome:
+                    if recording.note is not None:
+                        self._record_nonfinite()
                     self._note_active(Outcome(outcome))
                     self._judge.judge(Outcome(outcome), reducer, state.refusal)
                 order = None if self.is_order_final else list(state.handed)

@@ -123,15 +123,20 @@ def find(name: str) -> Path:
     for folder, facts in jobs():
         if name in (folder.name, str(facts.pid)):
             return folder
-    others = [path.name for path in Path(tempfile.gettempdir()).glob("paceline-*")]
-    others = [name for name in others if name[9:].isdigit() and name != users_folder().name]
     raise ConfigError(
         f"There is no job {name!r} of yours that has recorded anything.",
         where=str(users_folder()),
-        seen=f"folders of other users, which you may not read: {', '.join(sorted(others))}" if others else "",
+        seen=folders_of_others(),
         likely="the job has ended well, which leaves nothing, or ten others have failed since",
         hint="`paceline trace` lists the jobs; `paceline run --trace out.json` keeps a recording in any case",
     )
+
+
+def folders_of_others() -> str:
+    """What other users' jobs record in, as errors say it; "": none do."""
+    names = [path.name for path in Path(tempfile.gettempdir()).glob("paceline-*")]
+    others = sorted(name for name in names if name[9:].isdigit() and name != users_folder().name)
+    return f"folders of other users, which you may not read: {', '.join(others)}" if others else ""
 
 
 def read(folders: Sequence[Path]) -> list[RankRecording]:

@@ -38,6 +38,8 @@ from paceline.tracing.usage import UsageReader
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _USED, _BATCH = int(Event.USED), int(Event.BATCH)
 _SAMPLE_EVERY_NS = 1_000_000_000
+MOST_NAMES = 64
+"""How many names a program can log values by; their notes must leave room for others."""
 
 
 @final
@@ -54,6 +56,7 @@ class Recording:
         "_facts",
         "_last_failure",
         "_memory",
+        "_names",
         "_next_sample_ns",
         "_num_models",
         "_path",
@@ -74,6 +77,7 @@ class Recording:
         self._num_models = 0
         self._last_failure = ""
         self._facts: dict[tuple[str, int], dict[str, Any]] = {}  # what a further ring must be told, too
+        self._names: dict[str, int] = {}  # of logged values; a further ring must be told them, too
         os.register_at_fork(after_in_child=self._stop)
 
     @property
@@ -142,6 +146,8 @@ class Recording:
         self._memory, self._path, self._place = memory, path, (rank, world_size)
         for fact in self._facts.values():
             ring_file.add_note(memory, fact)
+        for name, number in self._names.items():
+            ring_file.add_note(memory, _named(name, number))
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         _core.start_recording(address + ring_file.COUNT_AT, address + ring_file.RECORDS_AT, capacity)
         if self._usage is None:
@@ -197,15 +203,29 @@ class Recording:
             fact = {"what": "failure", "time_ns": time.monotonic_ns(), "text": text}
             ring_file.add_note(self._memory, fact, is_failure=True)
 
-    def sample_usage(self) -> None:
-        """Note what this process has used so far, once in a second. Called at the end of passes."""
+    def number_name(self, name: str) -> int | None:
+        """A number for the name of a logged value; None: there are too many names."""
+        number = self._names.get(name)
+        if number is None and len(self._names) < MOST_NAMES:
+            number = self._names[name] = len(self._names)
+            if self._memory is not None:
+                ring_file.add_note(self._memory, _named(name, number))
+        return number
+
+    def sample_usage(self) -> bool:
+        """Note what this process has used so far, once in a second. Called at the end of passes.
+
+        Returns:
+            Whether it has; the caller may note more that is worth no look in each pass.
+        """
         now_ns = time.monotonic_ns()
         note, usage = self.note, self._usage
         if now_ns < self._next_sample_ns or note is None or usage is None:
-            return
+            return False
         self._next_sample_ns = now_ns + _SAMPLE_EVERY_NS
         for counter, value in usage.read().items():
             note(_USED, counter, value)
+        return True
 
     def _stop(self) -> None:
         """Record no more. In a forked child, too: the ring is its parent's."""
@@ -235,6 +255,10 @@ def noted(call: _Function, began: Event, ended: Event) -> _Function:
             note_event(ended)
 
     return cast(_Function, noting)
+
+
+def _named(name: str, number: int) -> dict[str, Any]:
+    return {"what": "value", "number": number, "name": name}
 
 
 def _place_in_job(rank: int, world_size: int) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 RECORD = struct.Struct("<qIHHqq")
 RECORD_BYTES = RECORD.size
 _MODEL_SHIFT = 40
+_FLOAT, _INTEGER = struct.Struct("<d"), struct.Struct("<q")
 
 
 class Event(IntEnum):
@@ -28,7 +29,7 @@ class Event(IntEnum):
     COPIED_BACK = 4
     """It has copied means to where gradients lie (when it began, 0)."""
     FORWARD_BEGAN = 5
-    """(pass of a model, whether its backward is averaged)"""
+    """(pass of a model, samples << 1 | whether its backward is averaged); 0 samples: not known"""
     FORWARD_ENDED = 6
     """(pass of a model, 0)"""
     BACKWARD_BEGAN = 7
@@ -50,6 +51,12 @@ class Event(IntEnum):
     """A total of what this process has used since it began (a `Usage`, its value)."""
     BATCH = 17
     """A wrapped model was given a batch to train on (its first dimension, its number of elements)."""
+    LOGGED = 24
+    """The program has logged a value (the number of its name, the bits of a float64)."""
+    NORM = 25
+    """The 2-norm of the mean gradient, once in a second (pass of a model, the bits of a float64)."""
+    NONFINITE = 26
+    """Gradients of a pass held an infinity or a NaN (pass of a model, how many << 32 | the first rank)."""
 
 
 class Usage(IntEnum):
@@ -96,6 +103,16 @@ def pass_of(identity: int) -> tuple[int, int]:
     return identity >> _MODEL_SHIFT, identity & ((1 << _MODEL_SHIFT) - 1)
 
 
+def float_bits(value: float) -> int:
+    """A float64 as the second number of a record."""
+    return int(_INTEGER.unpack(_FLOAT.pack(value))[0])
+
+
+def bits_float(bits: int) -> float:
+    """The float64 that a record holds."""
+    return float(_FLOAT.unpack(_INTEGER.pack(bits))[0])
+
+
 def unpack(ring: bytes, count: int) -> list[Record]:
     """The records of a ring that are whole, oldest first.
 
@@ -105,13 +122,24 @@ def unpack(ring: bytes, count: int) -> list[Record]:
             sequence number there is not that of its place.
     """
     capacity = len(ring) // RECORD_BYTES
+    first = max(0, count - capacity)
+    split = first % capacity * RECORD_BYTES
+    return unpack_run(ring[split:] + ring[:split], first, count)
+
+
+def unpack_run(data: bytes, first: int, end: int) -> list[Record]:
+    """The records that are whole of those that lie one after another.
+
+    Args:
+        data: Their memory.
+        first: The number of the first one, from 0.
+        end: The number behind the last one; there may be more memory.
+    """
     found = []
-    for index in range(max(0, count - capacity), count):
-        time_ns, sequence, event, thread, first, second = RECORD.unpack_from(
-            ring, index % capacity * RECORD_BYTES
-        )
+    for index, fields in zip(range(first, end), RECORD.iter_unpack(data)):
+        time_ns, sequence, event, thread, one, two = fields
         if sequence == (index + 1) & 0xFFFFFFFF:
-            found.append(Record(time_ns, event, thread, first, second))
+            found.append(Record(time_ns, event, thread, one, two))
     return found
 
 

@@ -23,8 +23,8 @@ from typing import Any
 
 from paceline.tracing.records import RECORD_BYTES, Record, unpack
 
-COUNT_AT, _NOTES_USED_AT, _NOTES_AT, RECORDS_AT = 512, 520, 4096, 65536
-_NOTES_BYTES = RECORDS_AT - _NOTES_AT
+COUNT_AT, NOTES_USED_AT, NOTES_AT, RECORDS_AT = 512, 520, 4096, 65536
+_NOTES_BYTES = RECORDS_AT - NOTES_AT
 _KEPT_FOR_FAILURES = 8192
 _MAGIC = b"PACELINE"
 _VERSION = 1
@@ -146,12 +146,12 @@ def write_header(memory: mmap.mmap, header: RankHeader) -> None:
 def add_note(memory: mmap.mmap, note: dict[str, Any], *, is_failure: bool = False) -> bool:
     """Write a note, where there is room; for failures some is kept. Whether there was."""
     line = json.dumps(note).encode() + b"\n"
-    (used,) = struct.unpack_from("<Q", memory, _NOTES_USED_AT)
+    (used,) = struct.unpack_from("<Q", memory, NOTES_USED_AT)
     room = _NOTES_BYTES - used - (0 if is_failure else _KEPT_FOR_FAILURES)
     if len(line) > room:
         return False
-    memory[_NOTES_AT + used : _NOTES_AT + used + len(line)] = line
-    struct.pack_into("<Q", memory, _NOTES_USED_AT, used + len(line))
+    memory[NOTES_AT + used : NOTES_AT + used + len(line)] = line
+    struct.pack_into("<Q", memory, NOTES_USED_AT, used + len(line))
     return True
 
 
@@ -174,7 +174,7 @@ def read(data: bytes) -> RankRecording | None:
         return None
     count, used = struct.unpack_from("<QQ", data, COUNT_AT)
     notes = []
-    for line in data[_NOTES_AT : _NOTES_AT + used].splitlines():
+    for line in data[NOTES_AT : NOTES_AT + used].splitlines():
         try:
             notes.append(json.loads(line))
         except ValueError:  # noqa: PERF203  # killed in the middle of it

@@ -187,7 +187,7 @@ class _Builder:
         if event in (Event.OPTIMIZER_BEGAN, Event.DATA_BEGAN):
             return {}
         args: dict[str, Any] = {"pass": pass_of(record.first)[1]}
-        if event == Event.FORWARD_BEGAN and not record.second:
+        if event == Event.FORWARD_BEGAN and not record.second & 1:
             args["no_sync"] = True
         if event == Event.BACKWARD_ENDED and record.second:
             args["without data"] = True

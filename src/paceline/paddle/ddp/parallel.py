@@ -42,6 +42,7 @@ from paceline.reducer.members import Members, join_member
 from paceline.reducer.micro_batches import as_weight
 from paceline.reducer.wrapped_model import WrappedModel, checked_norms
 from paceline.rendezvous.exchange import Exchange
+from paceline.tracing.logged import batch_size
 from paceline.tracing.recording import recording
 
 _DELAY = ("delay_all_reduce_named_params", "param_to_hook_all_reduce")
@@ -292,7 +293,9 @@ class DataParallel(WrappedModel, PaddleNames):
         if self._config.local_sgd is not None:
             self._begin_local_forward(self._passes, is_training=self._layers.training)
         is_syncing = self.require_backward_grad_sync
-        self._passes.begin_forward(is_syncing=is_syncing, is_training=self._layers.training)
+        is_training = self._layers.training
+        samples = batch_size((inputs, kwargs)) if is_training and recording.note is not None else 0
+        self._passes.begin_forward(is_syncing=is_syncing, is_training=is_training, samples=samples)
         if self._config.weight is not None:
             weight = self._config.weight
             self._passes.micro_batches.add_forward(

@@ -1,0 +1,352 @@
+"""What a job does now, from the newest records of its ranks: one pure function, and what it returns.
+
+The one idea: a window of some seconds tells all rates. A step is a pass: a backward that is averaged. All
+views draw this, and compute nothing. Imports its neighbours and the standard library.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from paceline.tracing.records import Event, Record, bits_float, pass_of
+from paceline.tracing.ring_file import RankHeader
+
+PassKey = tuple[int, int]
+
+_BEGUN = {
+    Event.FORWARD_BEGAN: "forward",
+    Event.FORWARD_ENDED: "",
+    Event.BACKWARD_BEGAN: "backward",
+    Event.BACKWARD_ENDED: "average",
+    Event.PASS_ENDED: "",
+    Event.OPTIMIZER_BEGAN: "optimizer",
+    Event.OPTIMIZER_ENDED: "",
+    Event.DATA_BEGAN: "data",
+    Event.DATA_ENDED: "",
+}
+_SAMPLES = "samples"  # a value of this name counts instead of batch sizes
+
+
+@dataclass(frozen=True)
+class RankWindow:
+    """The newest records of one rank.
+
+    Attributes:
+        header: Who it is.
+        records: Oldest first.
+        names: What logged values are called, by their number.
+        failures: When its passes, or its program, raised (CLOCK_MONOTONIC), and why; oldest first.
+        is_alive: Whether its process runs.
+        memory_bytes: How much memory it has; None: unknown.
+        is_memory_shared: Whether memory that ranks share counts for each of them in full (RSS), and not
+            divided by those that share it (PSS).
+    """
+
+    header: RankHeader
+    records: Sequence[Record]
+    names: Mapping[int, str] = field(default_factory=dict)
+    failures: Sequence[tuple[int, str]] = ()
+    is_alive: bool = True
+    memory_bytes: int | None = None
+    is_memory_shared: bool = True
+
+
+@dataclass(frozen=True)
+class RankSnapshot:
+    """What one rank does now.
+
+    Attributes:
+        rank: The rank.
+        pid: Its process.
+        host: Its host.
+        is_alive: Whether the process runs.
+        doing: "data", "forward", "backward", "average" or "optimizer"; "": something between them.
+        silent_s: How long ago it recorded anything.
+        step: How many passes of the model it has ended; None: none that we know of.
+        steps_per_s: Passes per second; 0.0: none, or only one is known.
+        samples_per_s: None: nobody has told the size of batches.
+        worked_s: Its median time from the end of a pass to the end of its next backward, without waiting.
+        waiting: Which part of the window it has waited at the end of backwards, from 0 to 1.
+        waits_for: The rank that it waits for now, or has waited for most; None: none.
+        memory_bytes: None: unknown.
+        is_memory_shared: Whether memory that ranks share counts for each of them in full.
+        values: What it has logged last, by name.
+        norm: The last known 2-norm of the mean gradient; None: nobody knows it for nothing.
+        nonfinite: How many gradients held an infinity or a NaN in the window, over all passes.
+        nonfinite_rank: The first rank whose gradients did; None: none.
+        failed: How many passes of the window raised.
+        failure: Why the last one did; "": none.
+        is_recovered: Whether it has ended a good pass since.
+    """
+
+    rank: int
+    pid: int
+    host: str
+    is_alive: bool
+    doing: str
+    silent_s: float
+    step: int | None
+    steps_per_s: float
+    samples_per_s: float | None
+    worked_s: float | None
+    waiting: float
+    waits_for: int | None
+    memory_bytes: int | None
+    is_memory_shared: bool
+    values: Mapping[str, float]
+    norm: float | None
+    nonfinite: int
+    nonfinite_rank: int | None
+    failed: int
+    failure: str
+    is_recovered: bool
+
+
+@dataclass(frozen=True)
+class JobSnapshot:
+    """What a job does now.
+
+    Attributes:
+        world_size: Number of ranks; there may be fewer here, if some are on other hosts or have not begun.
+        ranks: Those that record here, in order.
+        step: The least of the ranks' steps.
+        steps_per_s: The least of the ranks' rates.
+        samples_per_s: The sum of all ranks; None: of some it is not known.
+        waited_for: For each rank that came last: which part of all ranks' time was lost by waiting for it.
+        slow_rank: The rank that most is lost for, if it is 5 % at least.
+    """
+
+    world_size: int
+    ranks: tuple[RankSnapshot, ...]
+    step: int | None
+    steps_per_s: float
+    samples_per_s: float | None
+    waited_for: Mapping[int, float]
+    slow_rank: int | None
+
+
+def snapshot(windows: Sequence[RankWindow], now_ns: int) -> JobSnapshot:
+    """What the ranks did in their windows, and do now.
+
+    Args:
+        windows: One for each rank; those of several hosts have clocks of their own.
+        now_ns: The time by the clock of this host.
+
+    Example:
+        Rank 0 waits 30 of 100 ms in each pass, because rank 1 works for 90 ms and it for 60: rank 0 has
+        `waiting` 0.3 and `waits_for` 1, and `waited_for` is {1: 0.15}.
+    """
+    model = min((model for each in windows for model, _ in _ends(each)), default=0)
+    arrivals = {each.header.rank: _arrivals(each) for each in windows}
+    readers = [_RankReader(each, model, arrivals, now_ns) for each in windows]
+    ranks = tuple(reader.read() for reader in readers)
+    lost: dict[int, float] = defaultdict(float)
+    for reader in readers:
+        for whom, seconds in reader.waited_for.items():
+            lost[whom] += seconds / len(readers)
+    waited_for = {whom: part for whom, part in sorted(lost.items()) if part > 0}
+    most = max(waited_for, key=waited_for.__getitem__, default=None)
+    steps = [each.step for each in ranks if each.step is not None]
+    rates = [each.samples_per_s for each in ranks if each.samples_per_s is not None]
+    return JobSnapshot(
+        world_size=max((each.header.world_size for each in windows), default=0),
+        ranks=ranks,
+        step=min(steps, default=None),
+        steps_per_s=min((each.steps_per_s for each in ranks), default=0.0),
+        samples_per_s=sum(rates) if rates and len(rates) == len(ranks) else None,
+        waited_for=waited_for,
+        slow_rank=most if most is not None and waited_for[most] >= 0.05 else None,
+    )
+
+
+def _ends(window: RankWindow) -> list[PassKey]:
+    return [pass_of(each.first) for each in window.records if each.event == Event.PASS_ENDED]
+
+
+def _arrivals(window: RankWindow) -> dict[PassKey, int]:
+    """When its backward of each pass was over."""
+    ended = (each for each in window.records if each.event == Event.BACKWARD_ENDED)
+    return {pass_of(each.first): each.time_ns for each in ended}
+
+
+class _RankReader:
+    """Reads the window of one rank beside the others'."""
+
+    def __init__(
+        self, window: RankWindow, model: int, arrivals: Mapping[int, Mapping[PassKey, int]], now_ns: int
+    ) -> None:
+        self._window, self._model, self._arrivals = window, model, arrivals
+        self._records = window.records
+        last_ns = self._records[-1].time_ns if self._records else now_ns
+        self._now_ns = max(now_ns, last_ns) if window.is_alive else last_ns
+        self._passes = [each for each in self._records if each.event in _OF_PASSES]
+        first = self._passes[0] if self._passes else None
+        self._begin_ns = self._now_ns if first is None else first.time_ns
+        self.waited_for: dict[int, float] = {}  # parts of the window
+
+    def read(self) -> RankSnapshot:
+        window, header = self._window, self._window.header
+        waiting = self._read_waits()
+        ends = self._ends()
+        values = self._values()
+        good = [each for each in ends if not each.second]
+        nonfinite = [each for each in self._records if each.event == Event.NONFINITE]
+        failed_ns, failure = window.failures[-1] if window.failures else (0, "")
+        last_ns = self._records[-1].time_ns if self._records else header.monotonic_ns
+        norm = next((e for e in reversed(self._records) if e.event == Event.NORM), None)
+        return RankSnapshot(
+            rank=header.rank,
+            pid=header.pid,
+            host=header.host,
+            is_alive=window.is_alive,
+            doing=self._doing(),
+            silent_s=max(0, self._now_ns - last_ns) / 1e9,
+            step=pass_of(ends[-1].first)[1] if ends else None,
+            steps_per_s=self._rate([each.time_ns for each in ends]),
+            samples_per_s=self._samples(ends),
+            worked_s=self._worked(ends),
+            waiting=waiting,
+            waits_for=max(self.waited_for, key=self.waited_for.__getitem__, default=None),
+            memory_bytes=window.memory_bytes,
+            is_memory_shared=window.is_memory_shared,
+            values=values,
+            norm=None if norm is None or math.isnan(bits_float(norm.second)) else bits_float(norm.second),
+            nonfinite=sum(each.second >> 32 for each in nonfinite),
+            nonfinite_rank=nonfinite[-1].second & 0xFFFFFFFF if nonfinite else None,
+            failed=sum(1 for each in ends if each.second),
+            failure=failure,
+            is_recovered=bool(failure) and any(each.time_ns > failed_ns for each in good),
+        )
+
+    def _ends(self) -> list[Record]:
+        """The ends of passes of the model that is looked at."""
+        return [
+            each
+            for each in self._passes
+            if each.event == Event.PASS_ENDED and pass_of(each.first)[0] == self._model
+        ]
+
+    def _doing(self) -> str:
+        last = next((each for each in reversed(self._records) if each.event in _BEGUN), None)
+        return "" if last is None else _BEGUN[Event(last.event)]
+
+    def _rate(self, times_ns: Sequence[int], per: float = 1.0) -> float:
+        """How often it happens in a second; falls when it has not happened for longer than usual."""
+        if len(times_ns) < 2:
+            return 0.0
+        took_ns = times_ns[-1] - times_ns[0]
+        since_ns = self._now_ns - times_ns[-1]
+        if took_ns <= 0:
+            return 0.0
+        is_late = since_ns > 2 * took_ns / (len(times_ns) - 1)
+        return (len(times_ns) - 1) * per * 1e9 / (took_ns + since_ns if is_late else took_ns)
+
+    def _samples(self, ends: Sequence[Record]) -> float | None:
+        """Samples in a second: what was logged, else what the forwards computed."""
+        if len(ends) < 2:
+            return None
+        begin_ns, end_ns = ends[0].time_ns, ends[-1].time_ns
+        logged = [
+            bits_float(each.second)
+            for each in self._records
+            if each.event == Event.LOGGED
+            and self._window.names.get(each.first) == _SAMPLES
+            and begin_ns < each.time_ns <= end_ns
+        ]
+        seen = [
+            each.second >> 1
+            for each in self._passes
+            if each.event == Event.FORWARD_BEGAN
+            and pass_of(each.first)[0] == self._model
+            and begin_ns <= each.time_ns < end_ns
+        ]
+        found = sum(logged) if logged else sum(seen)
+        if not found:
+            return None
+        return self._rate([each.time_ns for each in ends], found / (len(ends) - 1))
+
+    def _worked(self, ends: Sequence[Record]) -> float | None:
+        """The median of its own time for a step."""
+        own = self._arrivals[self._window.header.rank]
+        spans = []
+        for each in ends:
+            model, number = pass_of(each.first)
+            arrived_ns = own.get((model, number + 1))
+            if arrived_ns is not None and arrived_ns > each.time_ns:
+                spans.append((arrived_ns - each.time_ns) / 1e9)
+        return median(spans) if spans else None
+
+    def _values(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for each in self._records:
+            if each.event == Event.LOGGED:
+                name = self._window.names.get(each.first)
+                if name is not None:
+                    found[name] = bits_float(each.second)
+        return found
+
+    # --- waiting ---
+
+    def _read_waits(self) -> float:
+        """Which part of the window it has waited; fills `waited_for`."""
+        length_ns = self._now_ns - self._begin_ns
+        if length_ns <= 0:
+            return 0.0
+        waits: list[tuple[int, int, Sequence[int]]] = []
+        key: PassKey | None = None
+        for each in self._passes:
+            if each.event == Event.BACKWARD_ENDED:
+                key = pass_of(each.first)
+            elif each.event == Event.WAITED:
+                begin_ns = max(each.first, self._begin_ns)
+                while waits and waits[-1][0] >= begin_ns:  # between hosts, one wait is within another
+                    waits.pop()
+                if each.time_ns > begin_ns:
+                    waits.append((begin_ns, each.time_ns, self._last_of(key, each.second)))
+            elif each.event == Event.PASS_ENDED:
+                key = None
+        since_ns, missing = self._waits_now(key)
+        if missing:
+            waits.append((since_ns, self._now_ns, missing))
+        total_ns = sum(end_ns - begin_ns for begin_ns, end_ns, _ in waits)
+        lost: Counter[int] = Counter()
+        for begin_ns, end_ns, whose in waits:
+            for whom in whose:
+                lost[whom] += (end_ns - begin_ns) // len(whose)
+        self.waited_for = {whom: took_ns / length_ns for whom, took_ns in lost.items()}
+        return min(1.0, total_ns / length_ns)
+
+    def _last_of(self, key: PassKey | None, told: int) -> Sequence[int]:
+        """The rank that came last to a pass, if it is another one."""
+        if told < 0 and key is not None:
+            came = {rank: times[key] for rank, times in self._arrivals.items() if key in times}
+            told = max(came, key=came.__getitem__) if len(came) > 1 else -1
+        return (told,) if told >= 0 and told != self._window.header.rank else ()
+
+    def _waits_now(self, key: PassKey | None) -> tuple[int, list[int]]:
+        """Since when it waits in a pass that has not ended, and for which ranks, which have not come."""
+        if key is None or not self._window.is_alive:
+            return 0, []
+        came_ns = self._arrivals[self._window.header.rank][key]
+        has_waited = any(
+            e.event == Event.WAITED and e.time_ns >= came_ns for e in reversed(self._passes[-8:])
+        )
+        missing = [rank for rank, times in self._arrivals.items() if key not in times]
+        if has_waited or not missing:
+            return 0, []
+        return max(came_ns, self._begin_ns), missing
+
+
+_OF_PASSES = frozenset(
+    (
+        Event.FORWARD_BEGAN,
+        Event.BACKWARD_BEGAN,
+        Event.BACKWARD_ENDED,
+        Event.PASS_ENDED,
+        Event.WAITED,
+    )
+)

@@ -1,0 +1,52 @@
+"""Values that a program logs, such as its loss, and the batch sizes of forwards: for who looks while it runs.
+
+Imports its neighbours and the standard library.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any, SupportsFloat
+
+from paceline.tracing.recording import recording
+from paceline.tracing.records import Event, float_bits
+
+_LOGGED = int(Event.LOGGED)
+_DEEPEST, _WIDEST = 4, 8
+
+
+def log(name: str, value: SupportsFloat) -> None:
+    """Show a value in `paceline top` and on the dashboard, beside this rank.
+
+    Does nothing, not even `float(value)`, where nothing is recorded: outside of `paceline run` and `spawn`.
+    Never waits for another rank. Each rank may log what it likes, whenever it likes.
+
+    Args:
+        name: What the value is. "loss" has a column of its own. "samples", logged in each step, says how many
+            samples this rank has computed in it, and counts instead of the batch size. At most 64 names.
+        value: A number, or a tensor that holds one. From a GPU that is a copy, which waits for the GPU.
+
+    Example:
+        >>> loss.backward()
+        >>> paceline.log("loss", loss.detach())
+    """
+    if recording.note is None:
+        recording.begin_if_asked(0, 1)  # the launcher has told our place
+    note = recording.note
+    if note is None:
+        return
+    number = recording.number_name(name)
+    if number is not None:
+        note(_LOGGED, number, float_bits(float(value)))
+
+
+def batch_size(inputs: Any, depth: int = _DEEPEST) -> int:
+    """The first dimension of the first tensor in the arguments of a forward; 0: none has one."""
+    shape = getattr(inputs, "shape", None)
+    if shape is not None:
+        return int(shape[0]) if len(shape) else 0
+    if depth and isinstance(inputs, (tuple, list, dict)):
+        for each in islice(inputs.values() if isinstance(inputs, dict) else inputs, _WIDEST):
+            if found := batch_size(each, depth - 1):
+                return found
+    return 0

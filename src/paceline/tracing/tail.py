@@ -1,0 +1,143 @@
+"""What a rank that runs has recorded since the last look, read out of its file while it writes.
+
+The one idea: the reader maps the file, too, and copies the records that are new; the rank does not notice.
+What may have been overwritten during the copy is left out. Imports its neighbours and the standard library.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+from paceline.tracing.records import RECORD_BYTES, Event, Record, unpack_run
+from paceline.tracing.ring_file import (
+    COUNT_AT,
+    NOTES_AT,
+    NOTES_USED_AT,
+    RECORDS_AT,
+    RankHeader,
+    file_bytes,
+    read_header,
+)
+
+WINDOW_NS = 10_000_000_000
+"""How far back a window reaches at least, if the ring does."""
+_FEWEST_PASSES = 5  # of a slow model, it reaches back farther
+MOST_RECORDS = 4096
+"""How many records a look takes at most, the newest: a small model makes thousands in a second, and who looks
+must not take the processor from the ranks."""
+_MARGIN = 64  # records that a rank may write while we copy: several threads, one at a time each
+
+
+class RingTail:
+    """Follows the file of one rank.
+
+    Args:
+        path: The file. It may be replaced by another one, when the rank begins again.
+
+    Attributes:
+        header: Who records; None: nobody yet.
+        records: The window: the newest records, oldest first, and before them the last one of each value
+            that is noted now and then.
+        notes: All that was told in words.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.header: RankHeader | None = None
+        self.records: list[Record] = []
+        self.notes: list[dict[str, Any]] = []
+        self._path = path
+        self._memory: mmap.mmap | None = None
+        self._inode = 0
+        self._next, self._notes_read = 0, 0
+        self._last_values: dict[tuple[int, int], Record] = {}
+
+    def look(self) -> None:
+        """Read what is new; a file that is gone or not whole yet changes nothing."""
+        if not self._open():
+            return
+        assert self._memory is not None and self.header is not None
+        self._read_notes()
+        capacity = self.header.capacity
+        count = self._count()
+        if count <= self._next:
+            return
+        first = max(self._next, count - capacity, count - MOST_RECORDS)
+        copied = self._copy(first, count, capacity)
+        self._next = count
+        safe = self._count() + _MARGIN - capacity  # what lies before it may have been written over by now
+        lost = max(0, safe - first)
+        self._take(unpack_run(copied[lost * RECORD_BYTES :], first + lost, count))
+
+    def _open(self) -> bool:
+        try:
+            inode = os.stat(self._path).st_ino
+            if inode == self._inode:
+                return True
+            with self._path.open("rb") as file:
+                header = read_header(file.read(COUNT_AT))
+                if header is None or os.fstat(file.fileno()).st_size < file_bytes(header.capacity):
+                    return False
+                memory = mmap.mmap(file.fileno(), file_bytes(header.capacity), access=mmap.ACCESS_READ)
+        except (OSError, ValueError):
+            return False
+        if self.header is not None and self.header.pid != header.pid:
+            self.records, self._last_values = [], {}
+        self._memory, self.header, self._inode = memory, header, inode
+        self._next = self._notes_read = 0
+        self.notes = []
+        return True
+
+    def _count(self) -> int:
+        assert self._memory is not None
+        return int(struct.unpack_from("<Q", self._memory, COUNT_AT)[0])
+
+    def _read_notes(self) -> None:
+        assert self._memory is not None
+        used = struct.unpack_from("<Q", self._memory, NOTES_USED_AT)[0]
+        if used == self._notes_read:
+            return
+        for line in self._memory[NOTES_AT + self._notes_read : NOTES_AT + used].splitlines():
+            try:
+                self.notes.append(json.loads(line))
+            except ValueError:  # noqa: PERF203  # killed in the middle of it
+                continue
+        self._notes_read = used
+
+    def _copy(self, first: int, end: int, capacity: int) -> bytes:
+        assert self._memory is not None
+        begin, stop = (RECORDS_AT + index % capacity * RECORD_BYTES for index in (first, end))
+        if first % capacity < end % capacity:
+            return self._memory[begin:stop]
+        return self._memory[begin : file_bytes(capacity)] + self._memory[RECORDS_AT:stop]
+
+    def _take(self, found: list[Record]) -> None:
+        for record in found:
+            if record.event == Event.LOGGED:
+                self._last_values[record.event, record.first] = record
+            elif record.event in (Event.NORM, Event.USED):
+                self._last_values[record.event, record.first if record.event == Event.USED else 0] = record
+        window = [*self.records, *found]
+        window.sort(key=lambda record: record.time_ns)  # nearly sorted already: threads write side by side
+        self.records = _cut(window, self._last_values)
+
+
+def _cut(window: list[Record], kept: dict[tuple[int, int], Record]) -> list[Record]:
+    """The end of a window: some time, some passes; and what is kept in any case."""
+    if not window:
+        return window
+    from_ns = window[-1].time_ns - WINDOW_NS
+    ends = [record.time_ns for record in window if record.event == Event.PASS_ENDED]
+    if len(ends) > _FEWEST_PASSES:
+        from_ns = min(from_ns, ends[-_FEWEST_PASSES - 1])
+        if len(window) > 2 * MOST_RECORDS:
+            from_ns = max(from_ns, window[-2 * MOST_RECORDS].time_ns)
+        place = next(i for i, record in enumerate(window) if record.time_ns >= from_ns)
+    else:
+        place = max(0, len(window) - 2 * MOST_RECORDS)
+    older = [record for record in kept.values() if record.time_ns < window[place].time_ns]
+    return [*sorted(older, key=lambda record: record.time_ns), *window[place:]]
