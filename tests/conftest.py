@@ -48,6 +48,7 @@ LONGEST_FILES = (
     "fault/test_limits.py",
     "multiprocess/test_sampler_resume.py",
     "launch/test_farewell.py",
+    "multiprocess/test_model_timeouts.py",
     "multiprocess/test_hosts.py",
     "fault/test_lost_ranks.py",
 )

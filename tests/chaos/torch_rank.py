@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from paceline.rendezvous import shared_memory
 from paceline.torch import DistributedDataParallel, backend
 from tests.chaos.plans import Plan
 from tests.chaos.rank import FORMING_S, Array, Trainer
 from tests.chaos.reference import LEARNING_RATE, MOMENTUM, batch, first_weights
 from tests.chaos.strikes import Striker
+from tests.several_hosts import be_on_host
 
 
 class Model(nn.Module):
@@ -107,7 +107,7 @@ class TorchTrainer(Trainer):
             through = "group" if job.way in ("gloo", "backend") and not job.launcher else "auto"
             if job.way == "hosts":
                 number = self.rank * (2 if job.world_size == 4 else job.world_size) // job.world_size
-                shared_memory._host_hint = lambda: (f"host {number}", shared_memory._Obstacle())
+                be_on_host(number)
             self.wrapped = DistributedDataParallel(
                 self._model,
                 process_group=self._group,

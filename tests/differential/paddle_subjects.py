@@ -17,12 +17,12 @@ from paddle import nn
 
 import paceline
 from paceline.paddle import DataParallel, MixedPrecision
-from paceline.rendezvous import shared_memory
 from tests.differential import paddle_mutations
 from tests.differential.paddle_machine import Machine
 from tests.differential.pool import Run
 from tests.differential.programs import Program
 from tests.differential.records import Record
+from tests.several_hosts import on_host
 
 TIMEOUT_S = 12.0
 
@@ -96,12 +96,8 @@ class Groups:
         """Within it a rank says which host it is on: two hosts of two ranks, or some of one."""
         hosts = 2 if self._world_size == 4 else self._world_size
         number = self._rank * hosts // self._world_size
-        true = shared_memory._host_hint
-        shared_memory._host_hint = lambda: (f"host {number}", shared_memory._Obstacle())
-        try:
+        with on_host(number):
             yield
-        finally:
-            shared_memory._host_hint = true
 
     def _agree_on_port(self) -> int:
         file = self._folder / "port"

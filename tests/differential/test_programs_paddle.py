@@ -5,20 +5,19 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 
 import pytest
 
+from tests.differential.command import fuzz, run_every_mode
 from tests.harness import ranks
-from tests.harness.command import run_module
-from tests.harness.warm import warm_python
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("paddle") is None, reason="PaddlePaddle is not installed"
 )
 
-_DEADLINE_S = 300
 _MODES = (
     *("default", "tiny", "view", "tiny view", "unused", "unused one bucket", "unused view", "static"),
     *("group", "group tiny view", "group unused", "group static", "bfloat16 sums", "group float64 sums"),
@@ -26,10 +25,7 @@ _MODES = (
 )
 
 
-def _fuzz(*arguments: str) -> tuple[int, str]:
-    arguments = ("--framework", "paddle", *arguments)
-    python = warm_python("paddle")
-    return run_module("tests.differential", *arguments, deadline_s=_DEADLINE_S, python=python)
+_fuzz = functools.partial(fuzz, "paddle")
 
 
 _STEP = ({"op": "clear"}, {"op": "forward"}, {"op": "backward"}, {"op": "step"})
@@ -126,10 +122,4 @@ def test_a_promise_of_a_static_graph_is_held_to(write):
 
 
 def test_every_mode_and_paddles_own_wrapper():
-    status, output = _fuzz("--seeds", "3:5", "--shrink-seconds", "0", "--every-mode")
-    assert status == 0, output
-    rows = [[cell.strip() for cell in line.split("|")] for line in output.splitlines()]
-    runs = {row[1]: row[2] for row in rows if len(row) == 10}  # by mode
-    assert {mode: runs.get(mode) for mode in _MODES} == dict.fromkeys(_MODES, "2"), output
-    (paddles,) = [row for row in rows if len(row) == 11 and row[1] == "paddle"]
-    assert paddles[2] == "2", output
+    run_every_mode("paddle", range(3, 5), _MODES)

@@ -5,14 +5,13 @@ In processes of their own, because the fuzzer forks its ranks. `make fuzz` runs 
 
 from __future__ import annotations
 
+import functools
 import json
 
 import pytest
 
-from tests.harness.command import run_module
-from tests.harness.warm import warm_python
+from tests.differential.command import fuzz, run_every_mode
 
-_DEADLINE_S = 300
 _MODES = (
     *("default", "tiny", "view", "tiny view", "unused", "unused view", "static", "backend", "gloo memory"),
     *("gloo", "gloo tiny view", "gloo unused"),
@@ -40,9 +39,7 @@ _PLAIN = {
 }
 
 
-def _fuzz(*arguments: str) -> tuple[int, str]:
-    python = warm_python("torch")
-    return run_module("tests.differential", *arguments, deadline_s=_DEADLINE_S, python=python)
+_fuzz = functools.partial(fuzz, "torch")
 
 
 @pytest.fixture
@@ -64,13 +61,7 @@ def test_generated_programs():
 
 
 def test_every_mode_and_torchs_own_wrapper():
-    status, output = _fuzz("--seeds", "33:36", "--shrink-seconds", "0", "--every-mode")
-    assert status == 0, output
-    rows = [[cell.strip() for cell in line.split("|")] for line in output.splitlines()]
-    runs = {row[1]: row[2] for row in rows if len(row) == 10}  # by mode
-    assert {mode: runs.get(mode) for mode in _MODES} == dict.fromkeys(_MODES, "3"), output
-    (torchs,) = [row for row in rows if len(row) == 11 and row[1] == "torch"]
-    assert torchs[2] == "3", output
+    run_every_mode("torch", range(33, 36), _MODES)
 
 
 def test_a_difference_of_torchs_own_wrapper_that_nobody_knows(plain):

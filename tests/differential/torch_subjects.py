@@ -15,13 +15,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import paceline
-from paceline.rendezvous import shared_memory
 from paceline.torch import DistributedDataParallel, backend
 from tests.differential import torch_mutations
 from tests.differential.pool import Run
 from tests.differential.programs import Program
 from tests.differential.records import Record
 from tests.differential.torch_machine import Machine
+from tests.several_hosts import on_host
 
 TIMEOUT_S = 12.0
 
@@ -86,12 +86,8 @@ class Groups:
         number = self._rank * _hosts(self._world_size) // self._world_size
         if name == "uneven hosts":
             number = int(self._rank == self._world_size - 1)
-        true = shared_memory._host_hint
-        shared_memory._host_hint = lambda: (f"host {number}", shared_memory._Obstacle())
-        try:
+        with on_host(number):
             yield self.torch("gloo")
-        finally:
-            shared_memory._host_hint = true
 
     def torch(self, name: str) -> dist.ProcessGroup:
         from datetime import timedelta

@@ -23,11 +23,11 @@ from torch import nn
 
 from paceline.errors import NonFiniteGradientError
 from paceline.reducer.hosts import Message
-from paceline.rendezvous import shared_memory
 from paceline.torch import DistributedDataParallel, LocalSGD
 from paceline.torch.link.hosts import GlooTransfer, GlooTransport
 from tests.harness import run_ranks
 from tests.hosts.measured import COMPRESSED
+from tests.several_hosts import be_on_host
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from digits import build_model, evaluate, load_data
@@ -100,7 +100,7 @@ def run(rank: int, what: str, optimizer: str, seeds: int, epochs: int) -> dict[s
         return send(self, host, message, tag)
 
     GlooTransport.send = counted  # type: ignore[method-assign]
-    shared_memory._host_hint = lambda: (f"host {rank}", shared_memory._Obstacle())
+    be_on_host(rank)
     return {
         way: [train_or_diverge(rank, arguments, optimizer, seed, epochs) for seed in range(seeds)]
         for way, arguments in WAYS[what].items()

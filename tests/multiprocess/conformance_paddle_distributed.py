@@ -12,9 +12,14 @@ from tests.multiprocess.conformance_paddle import *  # noqa: F403
 from tests.multiprocess.paddle_models import join_paddle
 
 
-def wrap(model: nn.Layer, group: Any, **options: Any) -> DataParallel:
+def join(rank: int, world_size: int) -> None:
+    """Join paddle.distributed, unless that has been done."""
     if not dist.is_initialized():
-        join_paddle(group.rank)
+        join_paddle(rank)
+
+
+def wrap(model: nn.Layer, group: Any, **options: Any) -> DataParallel:
+    join(group.rank, group.world_size)
     wrapped = DataParallel(model, reduce_through="group", **options)
     assert wrapped.gradient_path == "group"
     return wrapped

@@ -12,10 +12,15 @@ from paceline.torch import DistributedDataParallel
 from tests.multiprocess.conformance_torch import *  # noqa: F403
 
 
-def wrap(model: nn.Module, group: Any, **options: Any) -> DistributedDataParallel:
+def join(rank: int, world_size: int) -> None:
+    """Join torch.distributed, unless that has been done."""
     if not dist.is_initialized():
-        store = dist.FileStore(f"{os.environ['TMPDIR']}/store", group.world_size)
-        dist.init_process_group("gloo", store=store, rank=group.rank, world_size=group.world_size)
+        store = dist.FileStore(f"{os.environ['TMPDIR']}/store", world_size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+
+
+def wrap(model: nn.Module, group: Any, **options: Any) -> DistributedDataParallel:
+    join(group.rank, group.world_size)
     wrapped = DistributedDataParallel(model, reduce_through="group", **options)
     assert wrapped.gradient_path == "group"
     return wrapped

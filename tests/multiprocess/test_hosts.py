@@ -9,7 +9,6 @@ import gc
 import hashlib
 import math
 import os
-import signal
 import sys
 import threading
 import time
@@ -23,9 +22,7 @@ from numpy.testing import assert_allclose
 from torch import nn
 
 from paceline.errors import (
-    CollectiveError,
     ConfigError,
-    DeadlineError,
     GroupClosedError,
     MismatchError,
     ModelMismatchError,
@@ -36,13 +33,13 @@ from paceline.errors import (
 )
 from paceline.reducer.hierarchical import HierarchicalReducer
 from paceline.reducer.hosts import Header, plan_route
-from paceline.rendezvous import lifetime, shared_memory
+from paceline.rendezvous import lifetime
 from paceline.torch import DistributedDataParallel
 from paceline.torch.compression import EightBitCompression, eight_bit_hook
 from paceline.torch.link.hosts import GlooTransfer, GlooTransport
 from tests.harness import ranks, run_ranks
-from tests.multiprocess.meeting import tell, until_told
 from tests.multiprocess.other_ranks import until
+from tests.several_hosts import be_on_host
 
 BLOCKS = "block"
 ROUND_ROBIN = "round robin"
@@ -61,7 +58,7 @@ def place(rank: int, layout: Layout = BLOCKS, num_hosts: int = 2) -> None:
         number = layout[rank]
     else:
         number = {BLOCKS: rank * num_hosts // world_size, ROUND_ROBIN: rank % num_hosts, ALONE: rank}[layout]
-    shared_memory._host_hint = lambda: (f"host {number}", shared_memory._Obstacle())
+    be_on_host(number)
 
 
 def network(width: int = 40, depth: int = 3) -> nn.Sequential:
@@ -349,68 +346,6 @@ def test_two_models_and_ranks_that_run_out_of_data(rank):
     for step in range(2 if rank == 1 else 4):
         backward(first, step, rank, 4)
     first.finish()
-
-
-@pytest.mark.parametrize("through, layout", [("auto", BLOCKS), ("auto", ONE_AND_THREE), ("group", BLOCKS)])
-@ranks(4, group="gloo", dies={3: signal.SIGKILL})
-def test_a_rank_that_is_killed_is_named_on_the_other_host(rank, through, layout):
-    place(rank, layout)
-    net = network()
-    wrapped = DistributedDataParallel(net, timeout_s=90, reduce_through=through)
-    for step in range(2):
-        backward(wrapped, step, rank, 4)
-    torch.distributed.barrier()
-    if rank == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
-    started = time.monotonic()
-    with pytest.raises(PeerLostError) as caught:
-        backward(wrapped, 2, rank, 4)
-    assert time.monotonic() - started < 60  # not the deadline
-    assert caught.value.lost == (3,), str(caught.value)
-    with pytest.raises((GroupClosedError, PeerLostError)):
-        backward(wrapped, 3, rank, 4)
-
-
-@pytest.mark.parametrize("through, layout", [("auto", BLOCKS), ("auto", ONE_AND_THREE), ("group", BLOCKS)])
-@ranks(4, group="gloo", dies={3: ValueError})
-def test_the_text_of_an_exception_reaches_the_other_host_at_once(rank, through, layout):
-    place(rank, layout)
-    net = network()
-    wrapped = DistributedDataParallel(net, timeout_s=90, reduce_through=through)
-    for step in range(2):
-        backward(wrapped, step, rank, 4)
-    torch.distributed.barrier()  # else the other host may still be in the pass that rank 3 has ended
-    if rank == 3:
-        error = ValueError("the cause")
-        sys.excepthook(ValueError, error, None)  # as the interpreter would; the harness catches it
-        until_told("raised", range(3))  # a process with torch in it takes long to end
-        raise error
-    started = time.monotonic()
-    with pytest.raises(PeerLostError) as caught:
-        backward(wrapped, 2, rank, 4)
-    tell("raised", rank)
-    assert time.monotonic() - started < 60
-    until_told("raised", range(3))  # nor has any other one ended before
-    assert "the cause" in str(caught.value) and caught.value.lost == (3,), str(caught.value)
-
-
-@pytest.mark.parametrize("layout, num_hosts", [(BLOCKS, 2), (ALONE, 4), (ONE_AND_THREE, 2)])
-@ranks(4, group="gloo", dies={3: signal.SIGKILL})
-def test_a_rank_that_does_not_come_is_named_at_the_deadline(rank, layout, num_hosts):
-    place(rank, layout, num_hosts)
-    net = network()
-    wrapped = DistributedDataParallel(net, timeout_s=4)
-    for step in range(2):
-        backward(wrapped, step, rank, 4)
-    if rank == 3:
-        until_told("raised", range(3))
-        os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(CollectiveError) as caught:
-        backward(wrapped, 2, rank, 4)
-    assert isinstance(caught.value, DeadlineError) and 3 in caught.value.late, str(caught.value)
-    if layout != ALONE:  # rank 2 shares memory with it, and tells the others
-        assert caught.value.late == (3,), str(caught.value)
-    tell("raised", rank)
 
 
 @ranks(2, group="gloo")

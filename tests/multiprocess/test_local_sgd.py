@@ -25,11 +25,11 @@ from paceline.errors import (
     PeerLostError,
     ReplicasDifferError,
 )
-from paceline.rendezvous import shared_memory
 from paceline.torch import DistributedDataParallel, LocalSGD
 from paceline.torch.link.hosts import GlooTransport
 from paceline.torch.passes.meetings import OuterParameters
 from tests.harness import ranks
+from tests.several_hosts import be_on_host
 
 WIDTH = 6
 LR = 0.2
@@ -38,7 +38,7 @@ LR = 0.2
 def place(rank: int, num_hosts: int) -> None:
     """Say that this rank is on one of several hosts, in blocks."""
     number = rank * num_hosts // int(os.environ["WORLD_SIZE"])
-    shared_memory._host_hint = lambda: (f"host {number}", shared_memory._Obstacle())
+    be_on_host(number)
 
 
 def network(dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -29,8 +29,8 @@ from paceline.errors import (
     ReplicaError,
     ReplicasDifferError,
 )
-from paceline.rendezvous import shared_memory
 from tests.harness import ranks
+from tests.several_hosts import be_on_host
 
 
 def make_model(seed: int = 0) -> nn.Module:
@@ -630,7 +630,7 @@ def test_buffers_stay_each_ranks_own(group):
 
 @ranks(4, group="gloo")
 def test_each_host_has_a_copy(rank):
-    shared_memory._host_hint = lambda: (f"host {rank // 2}", shared_memory._Obstacle())
+    be_on_host(rank // 2)
     models = wrap(None, make_model(rank)), wrap(None, make_model(0), share_parameters=False)
     for ddp in models:
         train(ddp, rank, torch.optim.SGD(ddp.parameters(), lr=0.1))

@@ -23,7 +23,6 @@ from paceline.errors import ConfigError, ModelMismatchError, PeerLostError
 from paceline.paddle import DataParallel, SyncBatchNorm
 from paceline.paddle.link.peers import connect_environment, needs_paddles_group
 from paceline.reducer import agreement
-from paceline.rendezvous import shared_memory
 from tests.multiprocess.paddle_models import (
     Words,
     await_store,
@@ -35,6 +34,7 @@ from tests.multiprocess.paddle_models import (
     train,
     two_layers,
 )
+from tests.several_hosts import be_on_host
 
 PATIENT_S = 60  # no rank waits for it where it is told at once
 WORDS = ("RANK", "WORLD", "LOCAL", "PADDLE", "SLURM", "OMPI", "PMI", "MPI")  # of launchers, in variables
@@ -116,7 +116,7 @@ def test_an_address_where_rank_0_cannot_listen_is_told_at_once(rank: int, host: 
 
 @ranks(2, group=None)
 def test_two_hosts_are_one_model(rank: int) -> None:
-    shared_memory._host_hint = lambda: (f"host {rank}", shared_memory._Obstacle())
+    be_on_host(rank)
     # RANK and so on are set, but none of Paddle's words.
     os.environ |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}
     with pytest.raises(ConfigError, match="torchrun keeps a store"):
@@ -148,7 +148,7 @@ def test_two_hosts_are_one_model(rank: int) -> None:
 
 @ranks(2, group=None)
 def test_sparse_rows_and_sync_batch_norm_between_hosts(rank: int) -> None:
-    shared_memory._host_hint = lambda: (f"host {rank}", shared_memory._Obstacle())
+    be_on_host(rank)
     join_paddle(rank)
     sparse, dense = Words(True), Words(False)
     words = paddle.to_tensor(([1, 3, 1], [3, 4, 5])[rank])
@@ -177,7 +177,7 @@ def test_sparse_rows_and_sync_batch_norm_between_hosts(rank: int) -> None:
 @ranks(3, group=None)
 def test_a_group_of_some_ranks_is_between_hosts_too(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its ranks have other numbers in paddle.distributed's default group."""
-    shared_memory._host_hint = lambda: (f"host {rank}", shared_memory._Obstacle())
+    be_on_host(rank)
     monkeypatch.setattr(agreement, "_PATIENCE_S", PATIENT_S)
     join_paddle(rank)
     group = dist.new_group([1, 2])

@@ -7,10 +7,6 @@ add. Ranks are on several hosts where each says so: `_host_hint` tells who could
 from __future__ import annotations
 
 import hashlib
-import os
-import signal
-import sys
-import time
 from typing import Any
 
 import numpy as np
@@ -20,12 +16,11 @@ import pytest
 from numpy.testing import assert_allclose
 from paddle import nn
 
-from paceline.errors import DeadlineError, GroupClosedError, PeerLostError, UnusedParameterError
+from paceline.errors import UnusedParameterError
 from paceline.paddle import DataParallel
-from paceline.rendezvous import shared_memory
 from tests.harness import run_ranks
-from tests.multiprocess.meeting import meet, tell, until_told
 from tests.multiprocess.paddle_models import Branches, join_paddle, ranks, squares
+from tests.several_hosts import be_on_host
 
 PATIENT_S = 90.0  # no rank waits for it where it is told at once
 BLOCKS = (0, 0, 1, 1)
@@ -36,7 +31,7 @@ Layout = tuple[int, ...]
 
 def place(rank: int, layout: Layout) -> None:
     """Say that this rank is on one of several hosts, and join paddle.distributed."""
-    shared_memory._host_hint = lambda: (f"host {layout[rank]}", shared_memory._Obstacle())
+    be_on_host(layout[rank])
     if not dist.is_initialized():
         join_paddle(rank)
 
@@ -173,58 +168,3 @@ def test_unused_parameters(rank: int) -> None:
         wrapped(paddle.ones([1, 3], dtype="float32"), "left" if rank == 3 else "right").sum().backward()
         assert_allclose(net.left.bias.grad.numpy(), [0.25, 0.25])
         assert_allclose(net.right.bias.grad.numpy(), [0.75, 0.75])
-
-
-@pytest.mark.parametrize("layout", [BLOCKS, ONE_AND_THREE])
-@ranks(4, group=None, dies={3: signal.SIGKILL})
-def test_a_rank_that_is_killed_is_named_on_the_other_host(rank: int, layout: Layout) -> None:
-    place(rank, layout)
-    wrapped = DataParallel(network(), timeout_s=PATIENT_S)
-    for step in range(2):
-        backward(wrapped, step, rank, 4)
-    meet("through", rank)
-    if rank == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
-    started = time.monotonic()
-    with pytest.raises(PeerLostError) as caught:
-        backward(wrapped, 2, rank, 4)
-    assert time.monotonic() - started < 60  # not the deadline
-    assert caught.value.lost == (3,), str(caught.value)
-    with pytest.raises((GroupClosedError, PeerLostError)):
-        backward(wrapped, 3, rank, 4)
-
-
-@ranks(4, group=None, dies={3: ValueError})
-def test_the_text_of_an_exception_reaches_the_other_host_at_once(rank: int) -> None:
-    place(rank, BLOCKS)
-    wrapped = DataParallel(network(), timeout_s=PATIENT_S)
-    for step in range(2):
-        backward(wrapped, step, rank, 4)
-    meet("through", rank)
-    if rank == 3:
-        error = ValueError("the cause")
-        sys.excepthook(ValueError, error, None)  # as the interpreter would; the harness catches it
-        until_told("raised", range(3))  # a process with Paddle in it takes long to end
-        raise error
-    started = time.monotonic()
-    with pytest.raises(PeerLostError) as caught:
-        backward(wrapped, 2, rank, 4)
-    tell("raised", rank)
-    assert time.monotonic() - started < 60
-    until_told("raised", range(3))  # nor has any other one ended before
-    assert "the cause" in str(caught.value) and caught.value.lost == (3,), str(caught.value)
-
-
-@ranks(4, group=None, dies={3: signal.SIGKILL})
-def test_a_rank_that_does_not_come_is_named_at_the_deadline(rank: int) -> None:
-    place(rank, BLOCKS)
-    wrapped = DataParallel(network(), timeout_s=4)
-    for step in range(2):
-        backward(wrapped, step, rank, 4)
-    if rank == 3:
-        until_told("raised", range(3))
-        os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(DeadlineError) as caught:
-        backward(wrapped, 2, rank, 4)
-    assert caught.value.late == (3,), str(caught.value)
-    tell("raised", rank)

@@ -15,8 +15,8 @@ from paddle import nn
 
 from paceline.errors import ConfigError, NonFiniteGradientError
 from paceline.paddle import DataParallel, LocalSGD
-from paceline.rendezvous import shared_memory
 from tests.multiprocess.paddle_models import Words, join_paddle, ranks, squares
+from tests.several_hosts import be_on_host
 
 LR = 0.1
 START = np.array([[0.5, -1.0], [2.0, 0.25]])
@@ -107,7 +107,7 @@ def test_ranks_of_one_host_meet(group):
 
 @ranks(2, group=None)
 def test_hosts_meet(rank):
-    shared_memory._host_hint = lambda: (f"host {rank}", shared_memory._Obstacle())
+    be_on_host(rank)
     join_paddle(rank)
     check_training(rank, "hosts")
 

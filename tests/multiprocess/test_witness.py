@@ -10,10 +10,10 @@ import sys
 import pytest
 
 from paceline.errors import DeadlineError, PeerLostError
-from paceline.rendezvous import shared_memory
 from tests.harness import ranks
 from tests.multiprocess.conformance_numpy import batch
 from tests.multiprocess.meeting import meet, tell, until_told
+from tests.several_hosts import be_on_host
 
 PATIENT_S = 60.0
 ASKED_S = 4.0  # the passes before the one that a rank does not come to are made within it too
@@ -122,7 +122,7 @@ def test_with_a_communication_hook(rank):
 @both
 @ranks(2, group=None, framework="framework", dies={1: signal.SIGKILL})
 def test_on_two_hosts_the_control_channel_knows(rank, framework):
-    shared_memory._host_hint = lambda: (f"host {rank}", shared_memory._Obstacle())
+    be_on_host(rank)
     one_pass = model_of(rank, framework)
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,28 @@
+"""The fuzzer as a command of its own, for its tests; it forks ranks, which pytest's process must not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tests.harness.command import run_module
+from tests.harness.warm import warm_python
+
+_DEADLINE_S = 300
+
+
+def fuzz(framework: str, *arguments: str) -> tuple[int, str]:
+    """Run it for a framework; its exit status and what it printed."""
+    arguments = ("--framework", framework, *arguments)
+    return run_module("tests.differential", *arguments, deadline_s=_DEADLINE_S, python=warm_python(framework))
+
+
+def run_every_mode(framework: str, seeds: range, modes: Sequence[str]) -> None:
+    """Run these seeds in all modes, and under the framework's own wrapper: each must run, and find none."""
+    told = f"{seeds.start}:{seeds.stop}"
+    status, output = fuzz(framework, "--seeds", told, "--shrink-seconds", "0", "--every-mode")
+    assert status == 0, output
+    rows = [[cell.strip() for cell in line.split("|")] for line in output.splitlines()]
+    runs = {row[1]: row[2] for row in rows if len(row) == 10}  # by mode
+    assert {mode: runs.get(mode) for mode in modes} == dict.fromkeys(modes, str(len(seeds))), output
+    (own,) = [row for row in rows if len(row) == 11 and row[1] == framework]
+    assert own[2] == str(len(seeds)), output

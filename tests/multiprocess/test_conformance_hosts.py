@@ -1,0 +1,120 @@
+"""Ranks of several hosts that fail, in both front ends: whoever is on another host learns of it as well.
+
+Each rank says on which host it is; the framework's process group lies between the hosts.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paceline.errors import DeadlineError, GroupClosedError, PeerLostError
+from tests.harness import ranks
+from tests.multiprocess.conformance_numpy import batch
+from tests.multiprocess.meeting import meet, tell, until_told
+from tests.multiprocess.test_conformance import adapter
+from tests.several_hosts import be_on_host
+
+# The host of each rank.
+BLOCKS = (0, 0, 1, 1)
+ONE_AND_THREE = (0, 1, 1, 1)
+ALONE = (0, 1, 2, 3)
+PATIENT_S = 90.0  # no rank waits for it where it is told at once
+BOUND_S = 60.0  # of a busy machine
+FAILS = 3
+
+paths = pytest.mark.parametrize(
+    ("framework", "through", "layout"),
+    [
+        ("torch", "auto", BLOCKS),
+        ("torch", "auto", ONE_AND_THREE),
+        ("torch", "group", BLOCKS),
+        ("paddle", "auto", BLOCKS),
+        ("paddle", "auto", ONE_AND_THREE),
+        ("paddle", "group", BLOCKS),
+    ],
+)
+
+
+def wrap(rank: int, framework: str, layout: tuple[int, ...], **options: Any) -> tuple[ModuleType, Any]:
+    """The framework's adapter, and a model that has made two steps over these hosts."""
+    be_on_host(layout[rank])
+    adapter(f"{framework}.distributed").join(rank, len(layout))
+    do = adapter(framework)
+    meet("joined", rank)  # here and below: a short deadline is for the step that nobody is to make
+    wrapped = do.wrap(do.network(), None, **options)
+    assert wrapped.gradient_path == ("group" if options.get("reduce_through") == "group" else "hosts")
+    for step in range(2):
+        meet(f"step {step}", rank)
+        backward(do, wrapped, step, rank)
+    meet("through", rank)  # else another host may still be in the pass after which this rank fails
+    return do, wrapped
+
+
+def backward(do: ModuleType, wrapped: Any, step: int, rank: int) -> None:
+    do.clear(wrapped)
+    do.backward(do.loss(wrapped, np.split(batch(seed=step), 4)[rank]))
+
+
+@paths
+@ranks(4, group=None, framework="framework", dies={FAILS: signal.SIGKILL})
+def test_a_rank_that_is_killed_is_named(
+    rank: int, framework: str, through: str, layout: tuple[int, ...]
+) -> None:
+    do, wrapped = wrap(rank, framework, layout, timeout_s=PATIENT_S, reduce_through=through)
+    if rank == FAILS:
+        os.kill(os.getpid(), signal.SIGKILL)
+    started = time.monotonic()
+    with pytest.raises(PeerLostError) as caught:
+        backward(do, wrapped, 2, rank)
+    assert time.monotonic() - started < BOUND_S
+    assert caught.value.lost == (FAILS,), str(caught.value)
+    with pytest.raises((GroupClosedError, PeerLostError)):
+        backward(do, wrapped, 3, rank)
+
+
+@paths
+@ranks(4, group=None, framework="framework", dies={FAILS: ValueError})
+def test_the_text_of_an_exception_is_told_at_once(
+    rank: int, framework: str, through: str, layout: tuple[int, ...]
+) -> None:
+    do, wrapped = wrap(rank, framework, layout, timeout_s=PATIENT_S, reduce_through=through)
+    if rank == FAILS:
+        error = ValueError("the cause")
+        sys.excepthook(ValueError, error, None)  # as the interpreter would; the harness catches it
+        until_told("raised", range(FAILS))  # a process with a framework in it takes long to end
+        raise error
+    started = time.monotonic()
+    with pytest.raises(PeerLostError) as caught:
+        backward(do, wrapped, 2, rank)
+    tell("raised", rank)
+    assert time.monotonic() - started < BOUND_S
+    until_told("raised", range(FAILS))  # nor has any other one ended before
+    assert "the cause" in str(caught.value) and caught.value.lost == (FAILS,), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("framework", "layout"),
+    [("torch", BLOCKS), ("torch", ALONE), ("torch", ONE_AND_THREE), ("paddle", BLOCKS)],
+)
+@ranks(4, group=None, framework="framework", dies={FAILS: signal.SIGKILL})
+def test_a_rank_that_does_not_come_is_named_at_the_deadline(
+    rank: int, framework: str, layout: tuple[int, ...]
+) -> None:
+    do, wrapped = wrap(rank, framework, layout, timeout_s=4)
+    if rank == FAILS:
+        until_told("raised", range(FAILS))
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(DeadlineError) as caught:
+        backward(do, wrapped, 2, rank)
+    assert FAILS in caught.value.late, str(caught.value)
+    if layout != ALONE:  # rank 2 shares memory with it, and tells the others
+        assert caught.value.late == (FAILS,), str(caught.value)
+    tell("raised", rank)
