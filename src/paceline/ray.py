@@ -3,7 +3,8 @@
     paceline.ray.run(train, num_workers=8, resources={"CPU": 4})
 
 Ray places the workers where there is room, in no order; here they get their ranks by node, in blocks, and the
-variables that torchrun would have set. Imports errors, arguments and launch, and ray when it is asked for.
+variables that torchrun would have set. The job's secret goes to them as an argument of Ray's calls, and
+stands in no environment. Imports errors, arguments, launch and rendezvous, and ray when it is asked for.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 
 from paceline.arguments import Arguments
 from paceline.errors import ConfigError, LaunchError
+from paceline.rendezvous.secret import NO_SECRET, JobSecret, adopt_secret, new_secret, users_secret
 
 __all__ = ["run"]
 
@@ -38,6 +40,10 @@ def run(
     `paceline.torch.init_process_group()` works in it. Blocks until all have returned. When one fails, the
     others are ended. Connects to a cluster with ray.init(), unless that has been called.
 
+    The ranks recognise each other by a secret of this job: that of this process, if the user has named one
+    (PACELINE_SECRET_FILE), else a new one. It travels as Ray's own calls do, which are encrypted only if the
+    cluster is set up with RAY_USE_TLS.
+
     Args:
         fn: What to call; Ray pickles it.
         args: Its arguments, the same for each rank.
@@ -49,7 +55,8 @@ def run(
         What `fn` returned, by rank.
 
     Raises:
-        ConfigError: Ray is not installed, an argument is wrong, or the cluster has not had room in time.
+        ConfigError: Ray is not installed, an argument is wrong, the cluster has not had room in time, or the
+            file of the user's secret cannot be read.
         LaunchError: A rank raised or died. It names the rank and its node, and quotes the traceback.
 
     Example:
@@ -64,6 +71,7 @@ def run(
     count = _arguments.whole("num_workers", num_workers, least=1, hint="num_workers=4")
     bundle = {"CPU": 1.0} if resources is None else _checked_resources(resources)
     deadline = time.monotonic() + _arguments.seconds("forming_timeout_s", forming_timeout_s)
+    secret = secret_for_workers(os.environ)
     ray = _ray()
     if not ray.is_initialized():
         ray.init()
@@ -85,7 +93,8 @@ def run(
         port = _collect(ray, [ranked[0].free_port.remote()], [0], deadline)[0]
         variables = rank_variables([places[each] for each in order], port, os.urandom(16).hex())
         calls = [
-            worker.call.remote(own, fn, tuple(args)) for worker, own in zip(ranked, variables, strict=True)
+            worker.call.remote(own, secret, fn, tuple(args))
+            for worker, own in zip(ranked, variables, strict=True)
         ]
         return _collect(
             ray, calls, range(count), None, [address for _, address in map(places.__getitem__, order)]
@@ -133,6 +142,16 @@ def rank_variables(places: Sequence[tuple[str, str]], port: int, job_id: str) ->
     ]
 
 
+def secret_for_workers(environ: Mapping[str, str]) -> JobSecret:
+    """The user's, or a new one for this job.
+
+    Raises:
+        ConfigError: The user's cannot be read.
+    """
+    users = users_secret(environ)
+    return new_secret("paceline.ray.run") if users is NO_SECRET else users
+
+
 class _Worker:
     """One rank, in a process of Ray's."""
 
@@ -147,8 +166,11 @@ class _Worker:
 
         return free_ports(1)[0]
 
-    def call(self, variables: Mapping[str, str], fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    def call(
+        self, variables: Mapping[str, str], secret: JobSecret, fn: Callable[..., Any], args: tuple[Any, ...]
+    ) -> Any:
         """Be a rank, and return what `fn` returns."""
+        adopt_secret(secret)
         for name in [name for name in os.environ if name.startswith("TORCHELASTIC_")]:
             del os.environ[name]
         os.environ.update(variables)

@@ -22,10 +22,11 @@ from paceline.errors import (
     RendezvousError,
     UnusedParameterError,
 )
-from paceline.torch import ShardedOptimizer
+from paceline.torch import DistributedDataParallel, LocalSGD, ShardedOptimizer
 from paceline.torch.one_model.travel import travel_in
 from tests.harness import ranks
 from tests.multiprocess.meeting import meet, tell, until_told
+from tests.multiprocess.test_local_sgd import network, place, rows
 from tests.multiprocess.test_sharded_optimizer import make_parameters, same_bits
 
 PATHS = pytest.mark.parametrize("path", ["memory", "group"])
@@ -220,3 +221,27 @@ def test_random_numbers_stay_as_they_are(rank: int) -> None:
     before = torch.random.get_rng_state()
     ShardedOptimizer(make_parameters(), optim.AdamW)
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@ranks(2, group="gloo")
+def test_ranks_that_train_on_their_own_do_not_share_an_optimizer(rank: int) -> None:
+    place(rank, 2)
+    ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(every=4, warmup_steps=1))
+    optimizer = ShardedOptimizer(ddp.parameters(), optim.SGD, lr=0.1)
+    alone = optim.SGD(ddp.parameters(), lr=0.1)
+
+    def backward(step: int) -> None:
+        optimizer.zero_grad()
+        ddp(rows(step, 2)[rank::2]).square().mean().backward()
+
+    backward(0)
+    optimizer.step()  # in the warm-up, all ranks have the same model
+    backward(1)
+    before = [parameter.detach().clone() for parameter in ddp.parameters()]
+    with pytest.raises(ConfigError, match="do not train the same model") as caught:
+        optimizer.step()
+    assert "rank 0: host 0, which has rank 0 of 2" in str(caught.value)
+    assert "rank 1: host 1, which has rank 1 of 2" in str(caught.value)
+    assert all(map(same_bits, ddp.parameters(), before))
+    alone.step()
+    backward(2)

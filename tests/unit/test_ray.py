@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import os
+import pickle
 
 import pytest
 from hypothesis import given
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 from paceline import ray
 from paceline.env import read_rank_environment
 from paceline.errors import ConfigError
+from paceline.rendezvous import secret
 
 
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=12))
@@ -31,6 +34,26 @@ def test_each_rank_is_told_its_place() -> None:
     assert {(p.world_size, p.master_addr, p.master_port, p.job_id) for p in read} == {
         (3, "10.0.0.1", 29500, "j")
     }
+
+
+def test_each_job_has_a_secret_that_stands_in_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(secret, "_inherited", b"")
+    monkeypatch.delenv(secret.FILE_VARIABLE, raising=False)
+    monkeypatch.delenv(secret.TEXT_VARIABLE, raising=False)
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # a worker changes it
+    made, another = ray.secret_for_workers({}), ray.secret_for_workers({})
+    assert made.key != another.key and len(made.key) == 64
+    assert made.key.decode() not in repr(made)
+
+    def program() -> tuple[bytes, str]:
+        return secret.find_secret().key, repr(dict(os.environ))
+
+    (own,) = ray.rank_variables([("a", "10.0.0.1")], 29500, "j")
+    key, environment = ray._Worker().call(own, pickle.loads(pickle.dumps(made)), program, ())
+    assert key == made.key
+    assert "RANK" in environment and made.key.decode() not in environment
+    users = {secret.TEXT_VARIABLE: "correct horse battery staple"}
+    assert ray.secret_for_workers(users).key == users[secret.TEXT_VARIABLE].encode()
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ from paceline.reducer.passes import Passes
 from paceline.reducer.plan import BucketCaps, CappedBuckets, ParameterSpec, plan_gradients
 from paceline.reducer.protocol import Outcome, PassStatus
 from paceline.reducer.replica_check import Entry, check_replicas
+from paceline.reducer.sharing import registry
 
 _Tensor = TypeVar("_Tensor", bound=Any)
 
@@ -180,6 +181,7 @@ class Meetings(Generic[_Tensor]):
         who = f"{format_ranks(self.member)} of {link.world_size}"
         number = members.index(self.member)
         passes.among = f"host {number}, which has {who}" if options.between == "hosts" else who
+        registry.begin_member(passes, passes.among)
 
     @property
     def bits(self) -> str:

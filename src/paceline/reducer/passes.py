@@ -218,6 +218,7 @@ class Passes(Generic[AnyAutograd]):
         is_order_final: Whether the plan will not change any more.
         good_passes: How many passes have made the gradients means, and all else that a pass does.
         among: Who these ranks are, in words, where they have other numbers elsewhere; empty: they have not.
+        member: See `sharing.Holder`.
         after_good: Called with the weight of this rank after each of those for which some rank had data.
         refuses_uneven: Whether a pass for which some ranks have no data raises, on all of them.
     """
@@ -253,7 +254,7 @@ class Passes(Generic[AnyAutograd]):
             lifetime.at_failure(recording.tell_failure)
         self._model_number = recording.number_model()
         self.good_passes = 0
-        self.among = ""
+        self.among = self.member = ""
         self.after_good: Callable[[float], None] | None = None
         self.refuses_uneven = False
         self.shares_parameters = False

@@ -17,7 +17,14 @@ from typing import Protocol
 
 
 class Holder(Protocol):
-    """The passes of one wrapped model."""
+    """The passes of one wrapped model.
+
+    Attributes:
+        member: Whose replicas of the model are the same as this rank's, in words that only these ranks have;
+            empty: those of all ranks.
+    """
+
+    member: str
 
     @property
     def trainable(self) -> Sequence[object]: ...
@@ -60,6 +67,20 @@ class _Registry:
         """The first pass of this backward ends: its means may come to gradients that others must read."""
         for holder in list(self._holders):
             holder.complete(backward)
+
+    def begin_member(self, holder: Holder, member: str) -> None:
+        """From now on the replicas of other ranks differ from the holder's on purpose; see `Holder`."""
+        holder.member = member
+        self.version += 1
+
+    def member_of(self, parameters: Sequence[object]) -> str:
+        """The `member` of a holder of any of these parameters; empty: no holder has one."""
+        apart = [holder for holder in self._holders if holder.member]
+        known = {id(parameter) for parameter in parameters} if apart else set()
+        return next(
+            (each.member for each in apart if not known.isdisjoint(map(id, each.trainable))),
+            "",
+        )
 
     def shared_by_others(self, holder: Holder) -> set[int]:
         """Indices of the holder's parameters that others hold as well."""

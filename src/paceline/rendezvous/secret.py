@@ -54,7 +54,8 @@ def find_secret(environ: Mapping[str, str] | None = None) -> JobSecret:
     """The secret of this process's job; NO_SECRET if nobody gave it one.
 
     A file that the user names in PACELINE_SECRET_FILE comes before the text of PACELINE_SECRET, and both
-    before what `paceline run` or `spawn` has made, which programs that a rank starts do not have.
+    before what `paceline run`, `spawn` or `paceline.ray.run` has made, which programs that a rank starts do
+    not have.
 
     Raises:
         ConfigError: What the user named cannot be read, others can read it, or it is too short.
@@ -74,6 +75,12 @@ def find_secret(environ: Mapping[str, str] | None = None) -> JobSecret:
     return JobSecret(key, MEMORY_VARIABLE) if key else NO_SECRET
 
 
+def adopt_secret(secret: JobSecret) -> None:
+    """Make this process's what its launcher has handed to it. One that the user names here comes before."""
+    global _inherited
+    _inherited = secret.key
+
+
 def users_secret(environ: Mapping[str, str]) -> JobSecret:
     """The one that the user gave; NO_SECRET if there is none. Raises as `find_secret`."""
     if path := environ.get(FILE_VARIABLE, ""):
@@ -81,6 +88,15 @@ def users_secret(environ: Mapping[str, str]) -> JobSecret:
     if text := environ.get(TEXT_VARIABLE, ""):
         return _checked(text.encode(), TEXT_VARIABLE)
     return NO_SECRET
+
+
+def new_secret(source: str) -> JobSecret:
+    """A secret that nobody has yet.
+
+    Args:
+        source: Who makes it, in words.
+    """
+    return JobSecret(os.urandom(_MADE_BYTES).hex().encode(), source)
 
 
 def make_secret() -> int:
@@ -92,7 +108,7 @@ def make_secret() -> int:
     fd = os.memfd_create("paceline-secret", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.fchmod(fd, 0o600)
-        os.write(fd, os.urandom(_MADE_BYTES).hex().encode())
+        os.write(fd, new_secret(MEMORY_VARIABLE).key)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
     except BaseException:
         os.close(fd)

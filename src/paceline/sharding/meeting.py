@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
 from typing import Any
 
@@ -26,6 +26,7 @@ from paceline.errors import (
     format_ranks,
 )
 from paceline.reducer.pass_errors import shorten
+from paceline.reducer.sharing import registry
 
 Words = np.ndarray[Any, np.dtype[np.uint64]]
 NUM_WORDS = 4
@@ -57,12 +58,15 @@ class Facts:
         call: What it has come for.
         options: Each hyperparameter by name ("lr of group 0"), as text.
         without: Names of parameters that have no gradient.
+        member: Whose replicas of the parameters are the same as this rank's, where others differ on purpose
+            (local SGD); empty: they do not.
         failure: Why it refuses the step; empty: it does not.
     """
 
     call: int
     options: dict[str, str] = field(default_factory=dict)
     without: list[str] = field(default_factory=list)
+    member: str = ""
     failure: str = ""
 
 
@@ -73,18 +77,26 @@ class Meetings:
         gather: Everybody's numbers, by rank, on every rank. Collective.
         gather_bytes: Everybody's bytes, of any lengths. Collective.
         owner: The class, for errors.
+        parameters: Asked for the parameters that it updates.
 
     Attributes:
         number: How often the ranks have met.
     """
 
     def __init__(
-        self, gather: Callable[[Words], Words], gather_bytes: Callable[[bytes], list[bytes]], owner: str
+        self,
+        gather: Callable[[Words], Words],
+        gather_bytes: Callable[[bytes], list[bytes]],
+        owner: str,
+        parameters: Callable[[], Sequence[object]],
     ) -> None:
         self.number = 0
         self._gather = gather
         self._gather_bytes = gather_bytes
         self._owner = owner
+        self._parameters = parameters
+        self._member = ""
+        self._member_of = (-1, 0)  # the version of the registry, and the number of parameters
         self._words = np.zeros(NUM_WORDS, np.uint64)
 
     def meet(self, call: Call, options: int, gradients: int, facts: Callable[[], Facts]) -> tuple[int, ...]:
@@ -102,11 +114,11 @@ class Meetings:
         Raises:
             MismatchError: The ranks call different methods, or have different hyperparameters.
             UnusedParameterError: A parameter has a gradient on some ranks only.
-            ConfigError: Another rank has refused its step; quotes it.
+            ConfigError: Another rank has refused its step; quotes it. Or replicas differ on purpose.
         """
         self.number += 1
         words = self._words
-        words[0], words[1], words[2], words[3] = call, self.number, options, gradients
+        words[0], words[1], words[2], words[3] = call, self.number, options ^ self._hash_member(), gradients
         rows = self._gather(words)
         if rows.tobytes() == words.tobytes() * len(rows):
             return ()
@@ -117,9 +129,17 @@ class Meetings:
             same_options = len(set(rows[:, 2].tolist())) == 1
             if same_options and len({tuple(row[1:].tolist()) for row in active}) <= 1:
                 return joined
-        payload = json.dumps(asdict(facts())).encode()
+        payload = json.dumps(asdict(replace(facts(), member=self._member))).encode()
         told = [Facts(**json.loads(each)) for each in self._gather_bytes(payload)]
         raise difference(told, rows[:, 1].tolist(), self._owner)
+
+    def _hash_member(self) -> int:
+        """Another number for each of the members that train on their own; 0 where none do."""
+        parameters = self._parameters()
+        now = registry.version, len(parameters)
+        if self._member_of != now:  # a model was wrapped, or is gone
+            self._member_of, self._member = now, registry.member_of(parameters)
+        return _core.hash_bytes(self._member.encode()) if self._member else 0
 
 
 def difference(told: Sequence[Facts], numbers: Sequence[int], owner: str) -> PacelineError:
@@ -144,6 +164,18 @@ def difference(told: Sequence[Facts], numbers: Sequence[int], owner: str) -> Pac
             seen=_by_rank(met),
             likely="a rank has skipped a step, or has made one more",
             hint="every rank calls step() and consolidate_state_dict() as often, in the same order",
+        )
+    members = [each.member for each in told]
+    if len(set(members)) > 1:
+        return ConfigError(
+            f"{owner}: the ranks that share the optimizer do not train the same model.",
+            where=f"{where}; {unchanged}",
+            seen=_by_rank([each or "a model without local_sgd" for each in members]),
+            likely="the model was wrapped with local_sgd, and the optimizer made for all ranks: each gets "
+            "parts of the others' parameters in each step",
+            hint="a whole optimizer on each rank; or process_group=, a group of the ranks of one host; or no "
+            "local_sgd",
+            argument="local_sgd",
         )
     keys = {key: None for each in told for key in each.options}
     differing = [key for key in keys if len({each.options.get(key) for each in told}) > 1]

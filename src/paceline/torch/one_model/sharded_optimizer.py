@@ -189,8 +189,9 @@ class ShardedOptimizer(Optimizer, Joinable):
             MismatchError: The ranks have different hyperparameters, or call different methods. Nothing was
                 written.
             UnusedParameterError: A parameter has a gradient on some ranks only. Nothing was written.
-            ConfigError: On some rank a gradient is sparse, or a parameter has been replaced. Nothing was
-                written.
+            ConfigError: On some rank a gradient is sparse, or a parameter has been replaced; or the model was
+                wrapped with `local_sgd`, and these ranks are of several hosts that train on their own.
+                Nothing was written.
             PeerLostError, DeadlineError: A rank died or is late. If that was in the middle of the step, some
                 parameters may be updated and others not, and every further step raises until a state is
                 loaded.
@@ -412,7 +413,10 @@ class ShardedOptimizer(Optimizer, Joinable):
             between_hosts=BetweenHosts(owner=OWNER, compression=None, deterministic=None),
         )
         self._travel = travel_over(self._link)
-        self._meetings = Meetings(self._travel.gather, self._link.all_gather, OWNER)
+        shards = self._shards  # of which the meetings hold no more
+        self._meetings = Meetings(
+            self._travel.gather, self._link.all_gather, OWNER, lambda: shards.parameters
+        )
 
     def _add_pieces(self, groups: Sequence[Mapping[str, Any]], kinds: Sequence[Kind]) -> None:
         """Deal the parameters of new groups to the ranks. What was dealt before stays where its state is."""
