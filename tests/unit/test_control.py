@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from paceline.errors import ConfigError, PeerLostError, RendezvousError
 from paceline.reducer.engine_waits import EngineWaits
 from paceline.reducer.witness import ChannelWitness
-from paceline.rendezvous import reception, tls
+from paceline.rendezvous import control, reception, tls
 from paceline.rendezvous.control import allowed_silence_s, form_channel
 from paceline.rendezvous.frames import Frame, FrameStream, frame
 from paceline.rendezvous.handshake import Facts, Seal, misfit
@@ -501,7 +501,7 @@ def test_a_hub_that_is_made_to_speak_in_clear_is_none(monkeypatch):
     outcomes = form()
     assert isinstance(outcomes[3], RendezvousError)
     assert "does not know the secret of rank 3" in outcomes[3].seen
-    # All of them first: the hub that leaves says no more to those whose handshake is not over.
+    # All of them first: who leaves hears no more.
     assert [each.wait(30.0).lost for each in outcomes[:3]] == [(3,)] * 3
     for each in outcomes[:3]:
         each.close()
@@ -534,6 +534,47 @@ def test_a_rank_that_is_slow_to_encrypt_keeps_nobody_waiting(monkeypatch):
     assert "the cause" in outcomes[slow].wait(30.0).seen
     for each in outcomes:
         each.close()
+
+
+@needs_openssl
+@pytest.mark.parametrize("by_hand", [True, False], ids=["close", "nobody holds it"])
+def test_a_hub_that_leaves_before_a_rank_can_hear_it_has_left_all_the_same(monkeypatch, by_hand):
+    encrypt, goes_on, counted = reception._encrypt, threading.Event(), itertools.count()
+
+    def encrypt_late(*arguments):
+        if next(counted) == 0:
+            assert goes_on.wait(60.0)
+        return encrypt(*arguments)
+
+    monkeypatch.setattr(reception, "_encrypt", encrypt_late)
+    monkeypatch.setattr(control, "_LEAVE_WITHIN_S", 60.0)
+    outcomes = [None] * 4
+    forming = threading.Thread(target=form, kwargs={"outcomes": outcomes, "timeout_s": 20.0})
+    forming.start()
+    until(lambda: outcomes.count(None) == 1)
+    other = next(each for each in outcomes[1:] if each is not None)
+    if by_hand:
+        leaving = threading.Thread(target=outcomes[0].close)
+    else:
+        leaving = threading.Thread(target=lambda: outcomes.__setitem__(0, None))
+    leaving.start()
+    until(lambda: other.left)
+    goes_on.set()
+    for each in (leaving, forming):
+        each.join(60.0)
+        assert not each.is_alive()
+    for each in outcomes[1:]:
+        until(lambda each=each: each.left or each.failure)
+        assert each.failure is None and [member.rank for member in each.left] == [0]
+        each.close()
+
+
+def until(is_so):
+    """Wait until that is so."""
+    deadline = time.monotonic() + 50.0
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("reason", ["not installed", "fails", "makes nothing"])

@@ -50,6 +50,8 @@ _SILENCE_S = 3.0
 _ANSWER_S = 5.0  # a rank's own beats only tell the hub that somebody reads
 _STALLED_S = 15.0  # after which the hub leaves it to the kernel's probes, before its buffers are full
 _FORM_WITHIN_S = 60.0
+_LEAVE_WITHIN_S = 2.0  # of ranks that have just come, until they can hear a goodbye
+_LOOK_S = 0.005
 _GRACE_S = 0.1  # for what a dead rank had sent before
 _RECEIVE_BYTES = 1 << 16
 _MOST_UNSENT_BYTES = 1 << 18
@@ -162,7 +164,7 @@ class ControlChannel:
         self._unsent = dict.fromkeys(connections, b"")
         self._heard = dict.fromkeys(connections, time.monotonic())
         self._left: set[int] = set()
-        self._has_told = self._is_closed = False
+        self._has_told = self._is_leaving = self._is_closed = False
         self._has_failed = threading.Event()
         self._callbacks: list[weakref.WeakMethod[Callable[[BaseException], object]]] = []
         self._calls_at_s: float | None = None
@@ -216,13 +218,29 @@ class ControlChannel:
         return tuple(self.members[rank] for rank in sorted(self._left))
 
     def close(self) -> None:
-        """Leave in good order: the others are told, and go on. Does not block, not collective."""
+        """Leave in good order: the others are told, and go on. Not collective.
+
+        Blocks for two seconds at most, and only while the handshake of a rank that has just come is not over:
+        it could not hear the goodbye, and would take the end of the connection for a death.
+        """
+        self._leave(is_served=threading.current_thread() is not self._thread)
+
+    def _leave(self, *, is_served: bool) -> None:
+        """`is_served`: The thread takes its turns meanwhile."""
         if os.getpid() != self._pid:
             return
         with self._lock:
-            if self._is_closed:
+            if self._is_leaving or self._is_closed:
                 return
+            self._is_leaving = True
             self._send_all(Frame.LEFT, self._rank.to_bytes(_RANK_BYTES, "little"))
+        until_s = time.monotonic() + _LEAVE_WITHIN_S
+        while not self._are_open() and time.monotonic() < until_s:
+            if is_served:
+                time.sleep(_LOOK_S)
+            else:
+                self._hear(_LOOK_S)
+        with self._lock:
             self._is_closed = True
             for connection in self._connections.values():
                 with contextlib.suppress(OSError):
@@ -230,16 +248,14 @@ class ControlChannel:
 
     def __del__(self) -> None:
         if hasattr(self, "_thread"):  # which holds the channel in its turns only, so it is in none
-            self.close()
+            self._leave(is_served=False)
             self._release()
 
     # --- the thread ---
 
     def _turn(self) -> bool:
         """Wait for what comes, at most until the next beat; whether there will be more."""
-        with contextlib.suppress(OSError):
-            for key, _ in self._selector.select(self._nap_s()):
-                self._receive(key.data)
+        self._hear(self._nap_s())
         now = time.monotonic()
         with self._lock:
             self._beat(now)
@@ -252,6 +268,16 @@ class ControlChannel:
         if self._is_closed:
             self._release()
         return not self._is_closed
+
+    def _hear(self, within_s: float) -> None:
+        with contextlib.suppress(OSError):
+            for key, _ in self._selector.select(within_s):
+                self._receive(key.data)
+
+    def _are_open(self) -> bool:
+        """Whether all neighbours have heard what was said, or will."""
+        with self._lock:
+            return self._is_closed or all(each.is_open for each in self._connections.values())
 
     def _nap_s(self) -> float:
         until_s = min(self._beats_at_s, math.inf if self._calls_at_s is None else self._calls_at_s)

@@ -92,6 +92,11 @@ class Connection:
         self._says: Seal = meeting.seal(own)
         self._hears: Seal = meeting.seal(other)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether what is said goes out. Else it waits for the other end's part of the handshake."""
+        return self._tls is None or self._tls.is_open
+
     def say(self, kind: Frame, text: bytes) -> bytes:
         """What is to be sent for a frame."""
         data = frame(kind, self._says.close(kind, text))
