@@ -117,6 +117,16 @@ class Hosts:
         """From now on packets from and to a host vanish; nobody is told."""
         _run("ip", "-n", self._bridge, "link", "set", f"port{host}", "nomaster")
 
+    def add_dead_end(self, host: int, interface: str) -> str:
+        """Give a host an interface that is up and leads to no other host; its address."""
+        address = f"10.88.{host}.1"
+        name = self._names[host]
+        _run("ip", "-n", name, "link", "add", interface, "type", "veth", "peer", "name", f"{interface}end")
+        _run("ip", "-n", name, "addr", "add", f"{address}/24", "dev", interface)
+        for end in (interface, f"{interface}end"):
+            _run("ip", "-n", name, "link", "set", end, "up")
+        return address
+
     def start_ranks(
         self, command: Sequence[str], layout: Sequence[int], environment: Mapping[str, str], **options: Any
     ) -> list[subprocess.Popen[Any]]:

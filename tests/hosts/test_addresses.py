@@ -73,6 +73,18 @@ def test_a_wrong_interface(hosts: Hosts) -> None:
         assert "GLOO_SOCKET_IFNAME=lo (127.0.0.1) is reached by no other host" in output
 
 
+@pytest.mark.parametrize("host", [0, 1])
+def test_an_interface_that_leads_to_no_other_host(hosts: Hosts, host: int) -> None:
+    address = hosts.add_dead_end(host, "eth1")
+    variables: list[dict[str, str]] = [{"GLOO_SOCKET_IFNAME": "eth0"}, {}]
+    variables[host] = {"GLOO_SOCKET_IFNAME": "eth1"}
+    for output in outputs_of(hosts, *variables):
+        assert f"Rank {1 - host} of 2 cannot join." in output
+        assert f"there is no way to rank {host} on host node{host}" in output
+        assert f"GLOO_SOCKET_IFNAME=eth1 ({address}), on a host that has eth0" in output
+        assert "Network is unreachable" in output and "eth0 (10.77.0." in output
+
+
 @pytest.mark.parametrize("other", ["none", "one that others can read"])
 def test_a_secret_that_is_not_the_same(hosts: Hosts, tmp_path: Path, other: str) -> None:
     variables: list[dict[str, str]] = [{}, {}]

@@ -230,6 +230,34 @@ def interface_problems(names: str) -> tuple[str, str]:
     return "", ""
 
 
+def told_interface(names: str) -> tuple[str, str]:
+    """The address where Gloo will listen because it was told an interface, and words about it.
+
+    Args:
+        names: See `interface_problems`; the first is where the ranks of a model listen.
+
+    Example:
+        On a host of two interfaces, told_interface("eth1") is ("10.88.0.2", "GLOO_SOCKET_IFNAME=eth1
+        (10.88.0.2), on a host that has eth0 (10.77.0.2), eth1 (10.88.0.2)"). Without the variable: ("", "").
+    """
+    addresses = own_addresses()
+    address = addresses.get(names.partition(",")[0], "")
+    if not address:
+        return "", ""
+    own = ", ".join(f"{name} ({own})" for name, own in addresses.items() if not own.startswith("127."))
+    return address, f"GLOO_SOCKET_IFNAME={names} ({address}), on a host that has {own}"
+
+
+def no_way_to(address: str) -> str:
+    """Why this host reaches no other one at an IPv4 address, as far as its kernel knows; "": it may."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((address, _ANY_PORT))
+    except OSError as error:
+        return error.strerror or str(error)
+    return "it is an address of this host, too" if _is_own(socket.AF_INET, address) else ""
+
+
 def _own_name_problem(way: Way) -> str:
     """Why other hosts could not answer to what this host's own name stands for; empty: they could.
 

@@ -2,7 +2,8 @@
 
 A framework that is told different world sizes, or the same rank twice, waits for somebody who will never
 come. Here each rank writes down who it is, reads what all have written, and judges it: all read the same, so
-all come to the same verdict. Imports errors, `roll_call`, `signatures`, `deadline` and the standard library.
+all come to the same verdict. Imports errors, the standard library, and from this folder `addresses`,
+`roll_call`, `signatures` and `deadline`.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Protocol
 
 from paceline.errors import RendezvousError, format_ranks
+from paceline.rendezvous.addresses import no_way_to
 from paceline.rendezvous.deadline import call_within
 from paceline.rendezvous.roll_call import Board
 from paceline.rendezvous.signatures import LOSSLESS, ForeignValueError, Signatures
@@ -51,6 +53,8 @@ class Arrival:
         framework: Name and version: "torch 2.13.0".
         problem: Why it goes no further, in words; "": nothing keeps it.
         unreachable: Why no other host could reach it; "": nothing is known.
+        address: Where it was told to listen; "": it was not told.
+        interface: Words about that.
     """
 
     rank: int
@@ -62,6 +66,8 @@ class Arrival:
     framework: str
     problem: str = ""
     unreachable: str = ""
+    address: str = ""
+    interface: str = ""
 
     @staticmethod
     def read(text: str) -> Arrival | None:
@@ -77,7 +83,9 @@ class Arrival:
     def write(self) -> str:
         """What `read` reads."""
         told = asdict(self)
-        told |= {name: told[name][: _LONGEST_ARRIVAL // 8] for name in ("problem", "unreachable")}
+        told |= {
+            name: told[name][: _LONGEST_ARRIVAL // 8] for name in ("problem", "unreachable", "interface")
+        }
         return json.dumps(told)
 
     def describe(self) -> str:
@@ -95,6 +103,8 @@ _KINDS = {
     "framework": str,
     "problem": str,
     "unreachable": str,
+    "address": str,
+    "interface": str,
 }
 
 
@@ -170,7 +180,7 @@ def attend(ledger: Ledger, prefix: str, own: Arrival, timeout_s: float, secret: 
         # Calls of the ledger block for ever while the process that serves it is stopped.
         call_within(
             timeout_s + _ANSWER_WITHIN_S,
-            lambda: _see_all_come(ledger, prefix, own, timeout_s, arrivals, signatures),
+            lambda: _see_all_reached(ledger, prefix, own, timeout_s, arrivals, signatures),
         )
     except TimeoutError:
         raise _unanswered(own, arrivals, timeout_s) from None
@@ -179,6 +189,34 @@ def attend(ledger: Ledger, prefix: str, own: Arrival, timeout_s: float, secret: 
     except RuntimeError as error:
         raise _lost(own, arrivals, error) from error
     return Attendance(ledger, prefix, own, tuple(arrivals), signatures)
+
+
+def _see_all_reached(
+    ledger: Ledger,
+    prefix: str,
+    own: Arrival,
+    timeout_s: float,
+    arrivals: list[Arrival],
+    signatures: Signatures,
+) -> None:
+    """As `_see_all_come`; and, where some rank was told where to listen, that all others have a way there.
+
+    Which ways there are, each host knows for itself. So all come a second time, with what is wrong.
+    """
+    _see_all_come(ledger, prefix, own, timeout_s, arrivals, signatures)
+    others = {each.address: each for each in arrivals if each.host != own.host and each.address}
+    if not any(each.address for each in arrivals):
+        return
+    problem = ""
+    for address, other in others.items():
+        if reason := no_way_to(address):
+            problem = (
+                f"there is no way to {other.describe()}: {reason}; that one was told "
+                f"{other.interface}; GLOO_SOCKET_IFNAME names the interface that leads to all other hosts"
+            )
+            break
+    again = replace(own, problem=problem)
+    _see_all_come(ledger, f"{prefix}/ways", again, timeout_s, [], signatures)
 
 
 def _see_all_come(

@@ -31,6 +31,7 @@ from paceline.rendezvous.addresses import (
     find_way,
     interface_for_gloo,
     interface_problems,
+    told_interface,
     wait_for_listener,
 )
 from paceline.rendezvous.attendance import Arrival, Attendance, attend
@@ -104,13 +105,16 @@ def init_process_group(
     spans_hosts = place.local_world_size not in (None, place.world_size)
     check_meeting_address(way, place.rank, place.world_size, spans_hosts=spans_hosts, serves=serves)
     problem, unreachable, secret = "", "", NO_SECRET
+    listens = ("", "")
     try:
         secret = find_secret()
     except ConfigError as error:  # told to all, who would wait for this rank
         problem = str(error)
     if spans_hosts and (backend is None or "gloo" in backend):
         _tell_gloo(way)
-        wrong, unreachable = interface_problems(os.environ.get("GLOO_SOCKET_IFNAME", ""))
+        names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+        wrong, unreachable = interface_problems(names)
+        listens = told_interface(names)
         problem = problem or wrong
     who = f"Rank {place.rank} of {place.world_size} on host {socket.gethostname()}"
     if not serves:
@@ -126,7 +130,7 @@ def init_process_group(
     store = _open_store(way, place, timeout_s, serves=serves, who=who)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     prefix = f"paceline/start/{attempt}/{next(_starts)}"
-    arrival = _arrival(place, problem, unreachable)
+    arrival = _arrival(place, problem, unreachable, listens)
     attendance = attend(StoreBoard(store), prefix, arrival, max(deadline.left_s(), 1.0), secret.key)
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, **options)
     if dist.group.WORLD is not None:
@@ -154,7 +158,7 @@ def refuse_latecomers() -> None:
         )
 
 
-def _arrival(place: RankEnvironment, problem: str, unreachable: str) -> Arrival:
+def _arrival(place: RankEnvironment, problem: str, unreachable: str, listens: tuple[str, str]) -> Arrival:
     """What this rank tells the others of itself."""
     return Arrival(
         place.rank,
@@ -167,6 +171,7 @@ def _arrival(place: RankEnvironment, problem: str, unreachable: str) -> Arrival:
         f"torch {torch.__version__.partition('+')[0]}",  # what stands behind it tells of the hardware
         problem,
         unreachable,
+        *listens,
     )
 
 
