@@ -36,8 +36,6 @@ REMARKS: Mapping[str, str] = {
     "group": "another name of `process_group`, which torch has too",
     "module": "`layers` in Paddle",
     "strategy": "deprecated in Paddle",
-    "share_parameters": "Paddle has no memory for parameters that is another process's, too, yet",
-    "writing": "for `share_parameters=True`",
     "init_reducer": "torch: wrap `ddp.module` again",
     "mixed_precision": "torch's attribute for code that uses it; an argument of both",
     "dim": "a batch is not split, because each process drives one device",
@@ -65,6 +63,8 @@ BEYOND = """
 | subclass of the framework's class | yes | yes |
 | models that share parameters, and models that are wrapped again | yes | yes |
 | sparse gradients | yes | on the CPU |
+| one model per host for inference, `share()` | yes | no |
+| `ShardedOptimizer` | yes | yes |
 | communication hooks, compressed gradients | torch's hooks, and ours | ours |
 | SyncBatchNorm | yes | yes |
 | the wrapper can be compiled, pickled and copied | yes | no, as with Paddle's class |

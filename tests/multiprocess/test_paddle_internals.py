@@ -17,6 +17,7 @@ import pytest
 from numpy.testing import assert_array_equal
 from paddle import nn
 
+from paceline.errors import ConfigError
 from paceline.paddle import internals, versions
 from paceline.paddle.link.arena import shared_places
 from paceline.paddle.passes import graphs
@@ -389,3 +390,46 @@ def test_what_optimizers_keep_to_themselves() -> None:
     assert wide._get_auxiliary_var("found_inf")
     internals.take_precision(wide, grouped)
     assert wide._dtype == paddle.float32
+
+
+def test_a_tensor_that_was_detached_follows_its_parameter() -> None:
+    """So nothing may be laid elsewhere that detach() has made: the parameter would go with it."""
+    parameter, other = paddle.zeros([4]), paddle.ones([4])
+    detached = parameter.detach()
+    internals.lay_into(detached, other)
+    assert parameter.data_ptr() == other.data_ptr()
+
+
+def test_writes_are_counted_for_autograd() -> None:
+    weight = paddle.ones([3])
+    weight.stop_gradient = False
+    loss = (weight * weight).sum()
+    internals.count_writes([weight])
+    with pytest.raises(Exception, match=r"(?i)inplace"):
+        loss.backward()
+
+
+def test_each_step_is_looked_at_before_it_changes_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = paddle.optimizer.Optimizer
+    monkeypatch.setattr(kind, "_apply_optimize", kind._apply_optimize)  # restored afterwards
+    seen = []
+
+    def check(optimizer: object) -> None:
+        seen.append(optimizer)
+        raise ConfigError("no")
+
+    internals.watch_steps(check)
+    for optimizer_class in (paddle.optimizer.SGD, paddle.optimizer.AdamW, paddle.optimizer.Lamb):
+        layer = nn.Linear(2, 1)
+        layer(paddle.ones([1, 2])).sum().backward()
+        before = layer.weight.numpy()
+        for entries in (layer.parameters(), [{"params": layer.parameters()}]):
+            optimizer = optimizer_class(0.1, parameters=entries)
+            with pytest.raises(ConfigError):
+                optimizer.step()
+            assert seen[-1] is optimizer and not optimizer.state_dict()
+        with pytest.raises(ConfigError):
+            optimizer_class(0.1, parameters=layer.parameters()).minimize(layer.weight.sum())
+        assert (layer.weight.numpy() == before).all()
+    assert internals.has_max_norm(nn.Embedding(3, 2, max_norm=1.0))
+    assert not internals.has_max_norm(nn.Embedding(3, 2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,14 @@ from paddle import nn
 from paddle import optimizer as optim
 from paddle.utils import unique_name
 
+from paceline import _core
 from paceline.errors import (
+    CollectiveError,
     ConfigError,
     MismatchError,
     ModelMismatchError,
     PacelineError,
+    PeerLostError,
     UnusedParameterError,
 )
 from paceline.paddle import ShardedOptimizer
@@ -235,3 +239,31 @@ def test_alone_it_is_the_optimizer(rank: int) -> None:
     train(ours, parameters, 3)
     assert all(map(same_bits, parameters, expected))
     assert_same_state(ours.state_dict(), whole.state_dict())
+
+
+@pytest.mark.parametrize("where", ["before", "within"])
+@ranks(2, dies={1: signal.SIGKILL})
+def test_a_rank_that_dies_leaves_no_silent_half_of_a_step(group: Any, where: str) -> None:
+    """In the first meeting nothing is written yet; in the second, who survives knows that it has a half."""
+    parameters, optimizer = make(group)
+    optimizer.step()
+    if group.rank == 1:
+        arrival = _core.fault_points().index("before_arrive")
+        _core.arm_fault(arrival, _core.FAULT_ACTIONS["kill"], 1 if where == "before" else 2)
+    before = [parameter.clone() for parameter in parameters]
+    with pytest.raises(PeerLostError) as caught:
+        optimizer.step()
+    assert caught.value.lost == (1,)
+    unchanged = list(map(same_bits, parameters, before))
+    if where == "before":
+        assert "nothing was written yet" in str(caught.value)
+        assert all(unchanged)
+        return
+    assert "some parameters may be updated and others not" in str(caught.value)
+    assert unchanged == [False, True]  # rank 0's part, but for the end of the first
+    for use in (optimizer.step, optimizer.consolidate_state_dict):
+        with pytest.raises(CollectiveError, match="an earlier step was not completed"):
+            use()
+    optimizer.set_state_dict({})
+    with pytest.raises(PeerLostError):
+        optimizer.step()

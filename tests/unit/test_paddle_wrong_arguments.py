@@ -94,6 +94,7 @@ def _wrapping() -> list[Use]:
         *dp("check_replicas_every", "100", -1, 1.5, True),
         *dp("compress_between_hosts", "8bit", True, 8, ["int8"]),
         *dp("deterministic", True, "layout", 1, ["world"]),
+        *dp("share_parameters", "yes", 2),
         *dp("local_sgd", 16, True, "16", {"every": 16}),
     ]
 

@@ -141,6 +141,17 @@ def convert(tensor: Tensor, dtype: Any) -> None:
     tensor.value().get_tensor()._share_data_with(converted.value().get_tensor())
 
 
+def count_writes(tensors: Sequence[Tensor]) -> None:
+    """Let autograd know of a write to each: a backward that needs the old values raises."""
+    for tensor in tensors:
+        tensor._bump_inplace_version()
+
+
+def has_max_norm(embedding: nn.Embedding) -> bool:
+    """Whether it scales its weight in each forward."""
+    return getattr(embedding, "_max_norm", None) is not None
+
+
 def makes_sparse_gradients(embedding: nn.Embedding) -> bool:
     """Whether it was made with sparse=True."""
     return bool(embedding._sparse)
@@ -245,7 +256,10 @@ def make_parameter(values: Tensor, name: str) -> Tensor:
 
 
 def lay_into(tensor: Tensor, values: Tensor) -> None:
-    """Let a tensor be in the memory of another one of its dtype; it stays the same object."""
+    """Let a tensor be in the memory of another one of its dtype; it stays the same object.
+
+    So do those that detach() has made of it: they have its memory, whatever it is.
+    """
     tensor.get_tensor()._share_data_with(values.get_tensor())
 
 
@@ -326,6 +340,21 @@ def scheduler_of(optimizer: Any) -> Any:
     """The LRScheduler of an optimizer; None: its learning rate is a number."""
     rate = optimizer._learning_rate
     return rate if isinstance(rate, paddle.optimizer.lr.LRScheduler) else None
+
+
+def watch_steps(check: Callable[[Any], None]) -> None:
+    """Call `check` with an optimizer before it changes anything in a step, from now on. Once a process.
+
+    All steps of Paddle's optimizers, and minimize(), go through one method; not step(closure) of LBFGS.
+    """
+    apply = paddle.optimizer.Optimizer._apply_optimize
+
+    @functools.wraps(apply)
+    def checking(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        check(optimizer)
+        return apply(optimizer, *args, **kwargs)
+
+    paddle.optimizer.Optimizer._apply_optimize = checking
 
 
 def optimizers() -> list[Any]:

@@ -18,6 +18,7 @@ import paddle
 from paddle import nn
 
 from paceline.arguments import Arguments
+from paceline.errors import ConfigError
 from paceline.paddle import internals
 from paceline.paddle.ddp.paddle_names import PaddleNames, hide_paddles_own
 from paceline.paddle.ddp.wrapped_twice import check_inner, check_outer
@@ -29,6 +30,7 @@ from paceline.paddle.model.arguments import checked_group, checked_layer
 from paceline.paddle.model.config import DataParallelConfig, make_config
 from paceline.paddle.model.parameters import ManagedTensors
 from paceline.paddle.model.precision import MixedPrecision, cast_buffers, check_castable, run_in
+from paceline.paddle.one_model.homes import Home, move, move_out, refuse_strange
 from paceline.paddle.passes.graphs import calls
 from paceline.paddle.passes.meetings import OuterParameters
 from paceline.paddle.passes.passes import GradientPasses, make_buffer_sync, make_passes
@@ -37,6 +39,7 @@ from paceline.reducer.agreement import ModelDescription, check_agreement, tellin
 from paceline.reducer.between_hosts import A_HOOK, refuse_other_bits
 from paceline.reducer.buffers import BufferSync
 from paceline.reducer.comm_hooks import CommHook, agree_on_hook, check_callable, check_is_first
+from paceline.reducer.homes import written
 from paceline.reducer.local_sgd import LocalSGD
 from paceline.reducer.members import Members, join_member
 from paceline.reducer.micro_batches import as_weight
@@ -128,6 +131,9 @@ class DataParallel(WrappedModel, PaddleNames):
             are, as with paceline.torch. None: `bits` says what comes out. On the CPU, without a hook.
         local_sgd: `LocalSGD(every=...)`: let hosts train on their own, and meet every so many steps. None:
             gradients are averaged over all ranks in each step.
+        share_parameters: Keep one copy of the parameters for all ranks of a host, on the CPU, instead of one
+            for each rank. They are only to be read then: changes are made within writing(), and a
+            `ShardedOptimizer` makes its step by itself.
 
     Raises:
         ConfigError: An argument, or the model, is not supported; the message says which and why.
@@ -145,6 +151,7 @@ class DataParallel(WrappedModel, PaddleNames):
     _config: DataParallelConfig
     _comm_hook: CommHook | None = None
     _has_looked_outward = False
+    _home: Home | None = None  # None: each rank has parameters of its own
 
     def __init__(
         self,
@@ -184,6 +191,7 @@ class DataParallel(WrappedModel, PaddleNames):
         compress_between_hosts: str | None = None,
         deterministic: str | None = None,
         local_sgd: LocalSGD | None = None,
+        share_parameters: bool = False,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "layers")}
         peers: Peers | None = None
@@ -241,12 +249,20 @@ class DataParallel(WrappedModel, PaddleNames):
             reduce_through=self._config.reduce_through,
             between_hosts=self._between_hosts(),
         )
+        is_sharing = self._config.share_parameters and peers.world_size > 1
+        if is_sharing:
+            refuse_strange(self._layers, self._tensors.all_parameters, peers)
+        move_out(self._layers)  # what another wrapper shares is not this one's to write to
         if self._config.init_sync and is_first:
             values = list(self._tensors.all_parameters.values())
             if self._config.init_sync_buffers:
                 values += self._tensors.buffers.values()
             link.broadcast(values)
+        if is_sharing:
+            are_equal = self._config.init_sync and is_first
+            self._home = move(self._tensors, peers, lambda: bool(calls.depth), are_equal=are_equal)
         passes: GradientPasses = self._passes_over(link)
+        passes.shares_parameters = self._home is not None
         # The hooks are the parameters', which may live on and be wrapped again.
         weakref.finalize(self, passes.graphs.drop_wrapper).atexit = False
         return passes
@@ -280,6 +296,8 @@ class DataParallel(WrappedModel, PaddleNames):
         """Run the wrapped model; where gradients will be needed, get ready to average them."""
         if recording.has_batches and paddle.is_grad_enabled() and not calls.depth:
             recording.note_batch(inputs, kwargs)
+        if self._home is not None:
+            self._home.check_in_place()
         if self._passes is None or not paddle.is_grad_enabled():
             return self._run(inputs, kwargs)
         if calls.depth:  # recompute runs the model again, then backward
@@ -378,6 +396,13 @@ class DataParallel(WrappedModel, PaddleNames):
             ...     for batch in batches:
             ...         train_step(batch)
         """
+        if self._home is not None:
+            raise ConfigError(
+                "join: ranks that are out of data would not take part in the steps of the others.",
+                seen="share_parameters=True: all ranks of a host step together",
+                hint="call model.finish(after_pass=step) on each rank when its data ends, where step() makes "
+                "the optimizer's step as in the loop",
+            )
         flag = Arguments("join").flag
         divide = flag("divide_by_initial_world_size", divide_by_initial_world_size)
         throws = flag("throw_on_early_termination", throw_on_early_termination)
@@ -449,6 +474,33 @@ class DataParallel(WrappedModel, PaddleNames):
         known = self._passes.known_norm() if is_known and self._passes is not None else None
         return _clip(self._tensors.trainable, max_norm, known, norm_type)
 
+    def writing(self) -> contextlib.AbstractContextManager[None]:
+        """Inside this context, parameters that are shared may be changed in place.
+
+        Collective with share_parameters=True; otherwise it does nothing, and parameters may be changed at
+        any time. What a rank changes, it alone sees until the end of the block; others go on with the old
+        values. At the end all ranks meet: then the changes count for all, on each host, or, if any rank has
+        raised, for none. Either all ranks make the same changes, as in code that was written for unshared
+        parameters, or one rank of each host makes them. Within the block, each rank has copies of the pages
+        that it changes.
+
+        Any optimizer can step here, on every rank, as it would without shared parameters.
+
+        Raises:
+            ConfigError: A backward is running.
+            ReplicaError: Another rank has raised; nothing was written.
+            ReplicasDifferError: Ranks have written different values; nothing was written.
+            DeadlineError: A rank did not come to the end of its block; names it.
+
+        Example:
+            On two ranks; both then see weights between -1 and 1:
+
+            >>> with model.writing(), paddle.no_grad():
+            ...     for parameter in model.parameters():
+            ...         parameter.clip_(-1, 1)
+        """
+        return written(self._home)
+
     def _own_squared_norm(self) -> float:
         gradients = [p.grad.astype("float64") for p in self._tensors.trainable if p.grad is not None]
         return sum(float(gradient.square().sum()) for gradient in gradients)
@@ -497,7 +549,7 @@ class DataParallel(WrappedModel, PaddleNames):
     def set_state_dict(
         self, state_dict: dict[str, Any], use_structured_name: bool = True
     ) -> tuple[list[str], list[str]]:
-        """Load values into the wrapped model.
+        """Load values into the wrapped model. Collective with share_parameters=True: see writing().
 
         Args:
             state_dict: As state_dict() gives it.
@@ -515,9 +567,10 @@ class DataParallel(WrappedModel, PaddleNames):
             hint = "paddle.load(path) reads one from a file"
             raise check.refuse("state_dict", state_dict, "a state_dict", hint, is_type=True)
         use_structured_name = check.flag("use_structured_name", use_structured_name)
-        result: tuple[list[str], list[str]] = self._layers.set_state_dict(
-            state_dict, use_structured_name=use_structured_name
-        )
+        with written(self._home):
+            result: tuple[list[str], list[str]] = self._layers.set_state_dict(
+                state_dict, use_structured_name=use_structured_name
+            )
         return result
 
     set_dict = set_state_dict

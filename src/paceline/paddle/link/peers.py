@@ -68,6 +68,10 @@ class Peers(Ranks, Protocol):
         """
         ...
 
+    def share_hosts(self) -> HostMemory:
+        """The memory of this rank's host, and who is on which. Collective."""
+        ...
+
 
 class GroupPeers(PatientGroup):
     """The ranks of a `paceline.Group`, which share one host."""
@@ -94,6 +98,9 @@ class GroupPeers(PatientGroup):
             )
         return MemoryLink(self.core, self.group)
 
+    def share_hosts(self) -> HostMemory:
+        return HostMemory(self.core, (tuple(range(self.world_size)),))
+
 
 class PaddlePeers:
     """The ranks of a group of paddle.distributed."""
@@ -110,7 +117,7 @@ class PaddlePeers:
     def connect(
         self, *, on_host: bool, reduce_through: str = "auto", between_hosts: BetweenHosts | None = None
     ) -> Link:
-        memory = self._share_memory() if on_host and reduce_through != "group" else None
+        memory = self.share_hosts() if on_host and reduce_through != "group" else None
         if memory is not None and len(memory.hosts) == 1:
             return MemoryLink(memory.host_group, memory.host_group)
         self._check(on_host, reduce_through)
@@ -156,8 +163,7 @@ class PaddlePeers:
                 hint="paddle.set_device() before paddle.distributed.init_parallel_env() and the model",
             )
 
-    def _share_memory(self) -> HostMemory:
-        """The memory of this rank's host, and who is on which."""
+    def share_hosts(self) -> HostMemory:
         name, warn_after_s = f"{self._owner} over paddle.distributed", self._calls.warn_after_s
         return share_on_each_host(
             self.exchange, name=name, timeout_s=self.timeout_s, warn_after_s=warn_after_s
@@ -169,7 +175,7 @@ class PaddlePeers:
         Without either, ranks that are lost go unnamed.
         """
         with contextlib.suppress(RegionError):  # on every rank; gradients need none of it
-            memory = self._share_memory()
+            memory = self.share_hosts()
             core = memory.of_all_ranks()
             self._calls.witness = (
                 ChannelWitness(control_of(self.group, self, memory.hosts))
@@ -208,6 +214,10 @@ class LonePeers:
             group = init(rank=0, world_size=1, name="paceline.paddle")
             return MemoryLink(group._core, group)
         return GroupLink(LoneCalls(on_host=on_host))
+
+    def share_hosts(self) -> HostMemory:
+        group = init(rank=0, world_size=1, name="paceline.paddle")
+        return HostMemory(group._core, ((0,),))
 
 
 def find_peers(

@@ -34,10 +34,12 @@ class DataParallelConfig(WrapperOptions):
     Attributes:
         devices: What device_ids and output_device name, if they name any.
         precision: The dtypes of parameters in forward, of averaged gradients, of buffers.
+        share_parameters: The ranks of each host have one copy of the parameters.
     """
 
     devices: Mapping[str, Any]
     precision: Precision
+    share_parameters: bool
     # Whether parameters that no rank uses are let be. Yes, as in Paddle: nothing can differ.
     allow_nobodys: ClassVar[bool] = True
 
@@ -47,6 +49,7 @@ class DataParallelConfig(WrapperOptions):
             "bucket_cap_mb or comm_buffer_size": str(self.bucket_cap_bytes / MIB),
             "last_comm_buffer_size": str(self.first_bucket_bytes / MIB),
             "mixed_precision": str(self.precision),
+            "share_parameters": str(self.share_parameters),
             "gradient_as_bucket_view": str(self.gradients_in_arena),
             **self.agreed_shared(),
         }
@@ -76,6 +79,7 @@ def make_config(
     output_device: Any,
     bucket_cap_mb_list: Sequence[float] | None,
     mixed_precision: Any,
+    share_parameters: bool = False,
     **others: Any,  # those of SHARED_NAMES; `ManagedTensors` looks at any others that are not in HARMLESS
 ) -> DataParallelConfig:
     """Check the constructor's arguments; see `DataParallel` for what they mean.
@@ -98,8 +102,19 @@ def make_config(
         bucket_caps_bytes=caps_bytes,
         devices=_named_devices(device_ids, output_device),
         precision=as_precision(mixed_precision),
+        share_parameters=_checked_sharing(share_parameters, others),
         **_arguments.shared(others),
     )
+
+
+def _checked_sharing(share_parameters: Any, others: Mapping[str, Any]) -> bool:
+    shares = _arguments.check.flag("share_parameters", share_parameters)
+    if shares:
+        hint = "leave out one of the two"
+        expected = "None with share_parameters=True: at a meeting each rank writes to its own parameters"
+        given = others.get("local_sgd")
+        _arguments.check.require(given is None, "local_sgd", given, expected, hint)
+    return shares
 
 
 def _check_harmless(name: str, value: Any) -> None:

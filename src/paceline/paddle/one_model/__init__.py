@@ -1,8 +1,8 @@
-"""An optimizer of Paddle's of which each rank does a part.
+"""One model of Paddle's for all ranks of a host, and an optimizer of which each rank does a part.
 
-What lives here: what `paceline.sharding` asks of Paddle (`elementwise`, `shards`, `travel`), the arguments
-(`groups`), the state (`whole_state`) and `ShardedOptimizer`. Imports the rooms below, and what is below the
-front ends.
+What lives here: where shared parameters lie (`homes`), what `paceline.sharding` asks of Paddle
+(`elementwise`, `shards`, `travel`), the arguments (`groups`), the state (`whole_state`) and
+`ShardedOptimizer`. Imports the rooms below, and what is below the front ends.
 
 Not public.
 """

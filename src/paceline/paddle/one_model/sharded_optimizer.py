@@ -56,9 +56,10 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
     """An optimizer whose step the ranks share: each updates its part of the parameters, and holds its state.
 
     With N ranks, each holds an N-th of the optimizer's state, and makes an N-th of its step; then every rank
-    gets what the others have written, in memory that they share where they are on one host. The methods are
-    those of Paddle's optimizers, and gradients, learning rate and clip are those of all parameters, on every
-    rank.
+    gets what the others have written, in memory that they share where they are on one host. Of a model that
+    is wrapped with `share_parameters=True` nothing has to be copied: each rank writes its part for all. The
+    methods are those of Paddle's optimizers, and gradients, learning rate and clip are those of all
+    parameters, on every rank.
 
     An optimizer that updates every element by itself (SGD, Momentum, Adam and its relatives, RMSProp, ...:
     steps on small tensors find it out) has its parameters cut anywhere, so that every rank has equally much
@@ -217,6 +218,8 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
                 self._step_own()
                 if self._travel is not None:
                     self._travel.spread(self._find_route(has_gradient))
+                    if shards.homes:  # nobody reads what another rank has not written yet
+                        self._travel.meet()
         except BaseException as error:
             self._failure = error
             raise

@@ -1,7 +1,9 @@
 """The pieces of the parameters as tensors: what this rank's optimizer updates, and what travels afterwards.
 
 The one idea: a piece is a parameter of its own in the memory of the whole one (all of it, or a flat range),
-with the name of the whole one, by which Paddle's optimizers and users' functions know it.
+with the name of the whole one, by which Paddle's optimizers and users' functions know it. A parameter that
+the ranks of a host share is read-only where it lies: its pieces are in the same memory where it may be
+written.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from paceline.errors import ConfigError
 from paceline.paddle import internals
 from paceline.paddle.model.parameters import dtype_name
 from paceline.paddle.one_model.groups import OWNER
+from paceline.paddle.one_model.homes import Home, home_of, homes_of
+from paceline.reducer.homes import check_step_allowed
 from paceline.sharding.cuts import Extent, Piece
 
 
@@ -44,6 +48,7 @@ class Shards:
         own: The indices of the pieces that this rank updates.
         tensors: A tensor for each piece, on the memory of its parameter; for this rank's own, a parameter.
         generation: Changes whenever some tensor has other memory.
+        homes: Where parameters lie that the ranks of this host share.
     """
 
     def __init__(
@@ -58,12 +63,13 @@ class Shards:
         self.parameters, self.names, self.pieces = list(parameters), list(names), list(pieces)
         self.own = [index for index, piece in enumerate(pieces) if piece.rank == rank]
         self.tensors: list[paddle.Tensor] = []
+        self.homes: list[Home] = []
         self.generation = 0
         self._places = [parameter.data_ptr() for parameter in parameters]
         self._forms = [_form(parameter) for parameter in parameters]
         for piece in pieces:
             parameter = self.parameters[piece.parameter]
-            values = part_of(parameter, piece)
+            values = part_of(self._memory_of(parameter), piece)
             is_own = piece.rank == rank
             self.tensors.append(internals.make_parameter(values, parameter.name) if is_own else values)
         self._mark()
@@ -72,8 +78,10 @@ class Shards:
         """Look how the parameters are now: somebody may have moved, frozen or marked one since the last step.
 
         Raises:
-            ConfigError: One has another shape or dtype.
+            ConfigError: One has another shape or dtype; or it is shared, and must not be written now.
         """
+        for home in self.homes:
+            check_step_allowed(home, OWNER, self.world_size)
         self._mark()
         places = [parameter.data_ptr() for parameter in self.parameters]
         if places == self._places:
@@ -87,11 +95,27 @@ class Shards:
                     likely="layer.to(dtype=...) or another conversion after the optimizer was made",
                     hint="make the optimizer anew, on every rank, when the model has its final form",
                 )
-        for piece, tensor in zip(self.pieces, self.tensors):
+        for home in homes_of(self.parameters):
+            home.check_in_place()
+        for index, piece in enumerate(self.pieces):
             if places[piece.parameter] != self._places[piece.parameter]:
-                internals.lay_into(tensor, part_of(self.parameters[piece.parameter], piece))
+                values = part_of(self._memory_of(self.parameters[piece.parameter]), piece)
+                if piece.rank == self.rank:  # by which the optimizer knows its state
+                    internals.lay_into(self.tensors[index], values)
+                else:
+                    self.tensors[index] = values
         self._places = places
         self.generation += 1
+
+    def _memory_of(self, parameter: paddle.Tensor) -> paddle.Tensor:
+        """A parameter's elements, where this rank may write them."""
+        home = home_of(parameter)
+        if home is None:
+            return parameter
+        check_step_allowed(home, OWNER, self.world_size)
+        if not any(home is known for known in self.homes):
+            self.homes.append(home)
+        return home.writable(parameter)
 
     def _mark(self) -> None:
         """Let this rank's pieces have the attributes by which optimizers decide about a parameter."""
@@ -142,10 +166,16 @@ class Shards:
             internals.end_loan(self.tensors[index])
 
     def written(self, has_gradient: Sequence[int]) -> list[list[paddle.Tensor]]:
-        """Tensors that a step with gradients of these parameters writes to, by the rank that does."""
+        """Tensors that a step with gradients of these parameters writes to, by the rank that does.
+
+        Without those that lie in memory which all ranks share. Between hosts they travel like any other: the
+        ranks of a host then write the same bytes to the same place.
+        """
         by_rank: list[list[paddle.Tensor]] = [[] for _ in range(self.world_size)]
         for piece, tensor in zip(self.pieces, self.tensors):
-            if has_gradient[piece.parameter] and tensor.size:
+            home = home_of(self.parameters[piece.parameter])
+            is_everybodys = home is not None and home.world_size == self.world_size
+            if has_gradient[piece.parameter] and tensor.size and not is_everybodys:
                 by_rank[piece.rank].append(tensor)
         return by_rank
 

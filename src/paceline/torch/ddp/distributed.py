@@ -26,6 +26,7 @@ from paceline.reducer.agreement import ModelDescription, check_agreement, tellin
 from paceline.reducer.between_hosts import A_HOOK, refuse_other_bits
 from paceline.reducer.buffers import BufferSync
 from paceline.reducer.comm_hooks import CommHook, agree_on_hook, check_is_first
+from paceline.reducer.homes import written
 from paceline.reducer.link import Link
 from paceline.reducer.local_sgd import LocalSGD
 from paceline.reducer.members import Members, join_member
@@ -47,7 +48,6 @@ from paceline.torch.model.parameters import ManagedTensors
 from paceline.torch.model.precision import cast_buffers, run_in
 from paceline.torch.one_model.homes import Home
 from paceline.torch.one_model.moving import move, move_out, refuse_strange
-from paceline.torch.one_model.writing import written
 from paceline.torch.passes.meetings import OuterParameters
 from paceline.torch.passes.passes import GradientPasses, make_buffer_sync, make_passes
 from paceline.torch.passes.recorded_steps import note_steps

@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 from paceline.arguments import Arguments
 from paceline.errors import ConfigError, ReplicaError
 from paceline.reducer.arguments import MIB
+from paceline.reducer.homes import written
 from paceline.reducer.meetings import Meetings, Warmup
 from paceline.reducer.wrapped_model import hide_inherited
 from paceline.torch.data_parallel.scatter import gather, scatter_call
@@ -40,7 +41,6 @@ from paceline.torch.ddp.wrapped_twice import AskedWhenWrapped, refuse_replicas
 from paceline.torch.link.buffer_hook import BufferHook
 from paceline.torch.model.arguments import as_device
 from paceline.torch.one_model.homes import Home
-from paceline.torch.one_model.writing import written
 from paceline.torch.passes.passes import ErrorNote
 
 if TYPE_CHECKING:

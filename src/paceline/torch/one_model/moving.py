@@ -1,8 +1,7 @@
-"""Parameters move into memory that the ranks of a host share: which can, and how.
+"""Parameters of a module of torch's move into memory that the ranks of a host share, and out of it.
 
-The one idea: only `.data` of each `Parameter` changes, so whoever holds the object (an optimizer that was
-made before, a tied layer, a hook) goes on with it. What can't move is refused on all ranks, before anything
-has moved. Imports its neighbours, the rooms below, and what is below the front ends.
+The one idea: only `.data` of each `Parameter` changes. Imports its neighbours, the rooms below, and what is
+below the front ends.
 """
 
 from __future__ import annotations
@@ -12,19 +11,13 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
-from paceline import _core
-from paceline.collectives.whole_exchange import WholeExchange
-from paceline.errors import ConfigError
-from paceline.reducer.one_copy import OneCopy, lay_out
-from paceline.reducer.replica_check import Entry, check_replicas
-from paceline.rendezvous.exchange import Exchange
-from paceline.rendezvous.messages import gather_objects
-from paceline.rendezvous.model_memory import share_model_memory
+from paceline.reducer import moving
+from paceline.reducer.moving import overlapping
 from paceline.rendezvous.shared_memory import HostMemory
 from paceline.torch.link.arena import extent
 from paceline.torch.link.peers import Peers
 from paceline.torch.one_model.guards import watch_optimizers
-from paceline.torch.one_model.homes import Home, home_of, homes_of
+from paceline.torch.one_model.homes import PLACING, Home, home_of, homes_of
 
 
 def move(
@@ -36,51 +29,11 @@ def move(
     are_equal: bool,
     allows_writing: bool,
 ) -> Home:
-    """Let the ranks of each host have one copy of these tensors. Collective.
-
-    Args:
-        owner: Who asks for it, for errors.
-        tensors: By name; alike on all ranks. `refuse_strange` has looked at them.
-        peers: The ranks.
-        memory: Theirs, on this host.
-        are_equal: Whether all ranks are known to have the same values. False: they are compared.
-        allows_writing: Whether the model is to be trained.
-
-    Raises:
-        RegionError: There is not enough memory; on every rank.
-        ReplicasDifferError: The ranks have different values.
-    """
+    """See `reducer.moving.move`."""
     watch_optimizers()
-    is_one_host = len(memory.hosts) == 1
-    exchange: Exchange = WholeExchange(memory.host_group) if is_one_host else peers.exchange
-    timeout_s = peers.timeout_s
-    if not are_equal:
-        where = f"{owner}, of parameters that are to be one copy"
-        check_replicas(
-            _hashes(tensors),
-            lambda payload: exchange.all_gather(payload, timeout_s),
-            where=where,
-        )
-    places, nbytes = lay_out({name: extent(tensor) for name, tensor in tensors.items()})
-    own = next(ranks for ranks in memory.hosts if exchange.rank in ranks)
-    shared = share_model_memory(exchange, own, nbytes, timeout_s=timeout_s)
-    copy = OneCopy(shared, places, exchange, memory.hosts, timeout_s)
-    home = Home(copy, memory.host_group, allows_writing=allows_writing)
-    if exchange.rank == own[0]:
-        with torch.no_grad():
-            for tensor, place in zip(tensors.values(), places):
-                if place.nbytes:
-                    home.view(tensor, shared.writable + place.begin, place.nbytes).copy_(tensor)
-    exchange.all_gather(b"", timeout_s)  # the values are there
-    for tensor, place in zip(tensors.values(), places):
-        home.move_in(tensor, place)
-    return home
-
-
-def _hashes(tensors: Mapping[str, torch.Tensor]) -> list[Entry]:
-    whole = [tensor.detach().contiguous() for tensor in tensors.values()]
-    hashes = _core.hash_all([each.data_ptr() for each in whole], [each.nbytes for each in whole])
-    return [Entry("parameter", name, value) for name, value in zip(tensors, hashes)]
+    return moving.move(
+        owner, tensors, peers, memory, PLACING, are_equal=are_equal, allows_writing=allows_writing
+    )
 
 
 def move_out(module: nn.Module) -> None:
@@ -101,16 +54,7 @@ def refuse_strange(owner: str, module: nn.Module, tensors: Mapping[str, torch.Te
     Raises:
         ConfigError: A rank has one; on every rank.
     """
-    problem = next(_problems(module, tensors), "")
-    told = [each["problem"] for each in gather_objects(peers.exchange, {"problem": problem}, peers.timeout_s)]
-    found = next((text for text in told if text), "")
-    if found:
-        what, _, hint = found.partition("\n")
-        raise ConfigError(
-            f"{owner}: this model's parameters can't be shared by the ranks of a host.",
-            seen=f"rank {told.index(found)}: {what}",
-            hint=hint,
-        )
+    moving.refuse_strange(owner, _problems(module, tensors), peers)
 
 
 def _problems(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
@@ -128,15 +72,7 @@ def _problems(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterato
             )
         elif (home := home_of(tensor)) is not None and home.is_writing:
             yield f"'{name}' is being written to\nleave `writing()` first"
-    previous, end = "", 0
-    ranges = [(t.data_ptr(), name, extent(t)) for name, t in tensors.items() if t.numel()]
-    for begin, name, nbytes in sorted(ranges):
-        if begin < end:
-            yield (
-                f"'{previous}' and '{name}' are different parameters in the same memory\n"
-                "use one Parameter object in both places (tied weights), or clone() one of them"
-            )
-        previous, end = name, begin + nbytes
+    yield from overlapping((t.data_ptr(), name, extent(t)) for name, t in tensors.items() if t.numel())
     shared = {id(tensor) for tensor in tensors.values()}
     for name, child in module.named_modules():
         is_embedding = isinstance(child, (nn.Embedding, nn.EmbeddingBag))

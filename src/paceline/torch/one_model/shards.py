@@ -14,10 +14,13 @@ from collections.abc import Sequence
 import torch
 
 from paceline.errors import ConfigError
+from paceline.reducer.homes import check_step_allowed
 from paceline.reducer.link import Link
 from paceline.sharding.cuts import Extent, Piece
 from paceline.torch.link.arena import is_dense
 from paceline.torch.one_model.homes import Home, home_of, homes_of
+
+_OWNER = "ShardedOptimizer"
 
 
 def extent_of(parameter: torch.Tensor) -> Extent:
@@ -92,7 +95,7 @@ class Shards:
             ConfigError: One has another shape, dtype or layout; or it is shared, and must not be written now.
         """
         for home in self.homes:
-            _check_is_writable(home, self.world_size)
+            check_step_allowed(home, _OWNER, self.world_size)
         places = [parameter.data_ptr() for parameter in self.parameters]
         if places == self._places:
             return
@@ -120,7 +123,7 @@ class Shards:
         home = home_of(parameter)
         if home is None:
             return parameter.data
-        _check_is_writable(home, self.world_size)
+        check_step_allowed(home, _OWNER, self.world_size)
         if not any(home is known for known in self.homes):
             self.homes.append(home)
         return home.writable(parameter)
@@ -215,29 +218,6 @@ class Shards:
 def _as_laid_out(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """A gradient as it can be cut like its parameter; itself, if it can."""
     return like(gradient.detach().resolve_conj().resolve_neg(), parameter)
-
-
-def _check_is_writable(home: Home, world_size: int) -> None:
-    """Raise where a step must not write to parameters that the ranks of a host share."""
-    if not home.allows_writing:
-        raise ConfigError(
-            "ShardedOptimizer: its parameters are those of a model that several processes share to read.",
-            seen=f"paceline.torch.share(), {home.world_size} processes",
-            hint="DistributedDataParallel(model, share_parameters=True) shares a model that is trained",
-        )
-    if home.is_writing:
-        raise ConfigError(
-            "ShardedOptimizer.step within writing(): nobody would see what it writes before the end.",
-            expected="a step outside of it: the ranks meet by themselves",
-            hint="with this optimizer, call step() without `with ddp.writing():`",
-        )
-    if world_size < home.world_size:
-        raise ConfigError(
-            "ShardedOptimizer: some ranks that share its parameters take no part in its steps.",
-            expected=f"the {home.world_size} ranks that share the model's parameters",
-            got=f"{world_size} ranks",
-            hint="give the optimizer the process group over which the model is wrapped",
-        )
 
 
 def _spelled(form: tuple[torch.Size, torch.dtype, tuple[int, ...]]) -> tuple[object, ...]:

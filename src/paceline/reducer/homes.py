@@ -1,0 +1,350 @@
+"""Which parameters lie in memory that the ranks of a host share, and who may write to them.
+
+The one idea: a parameter stays the object that users and optimizers hold, and a table says where it lives.
+`home_of()` is what an optimizer asks that updates a part of the parameters on each rank:
+
+    home = home_of(parameter)                  # None: it is this rank's own
+    place = home.writable(parameter)           # the same elements, where they may be written
+    ... meet the ranks of `home.core`; write a part of `place`; meet again ...
+    home.note_writes()                         # autograd learns that the values are others
+
+Imports its neighbours, errors and the core.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar, cast
+
+from paceline import _core
+from paceline.errors import ConfigError
+from paceline.reducer.one_copy import OneCopy, Place
+from paceline.reducer.pass_errors import shorten
+
+Tensor = TypeVar("Tensor", bound=Any)  # of any framework, with data_ptr()
+
+
+@dataclass(frozen=True)
+class WrapperNames:
+    """How users call what shares parameters, for errors.
+
+    Attributes:
+        wrapper: The class.
+        variable: An object of it.
+        loading: Its method that loads values.
+        moving: What gives a parameter other memory.
+    """
+
+    wrapper: str
+    variable: str
+    loading: str
+    moving: str
+
+
+class Placing(Protocol[Tensor]):
+    """What sharing asks of a framework's tensors, which are on the CPU."""
+
+    names: WrapperNames
+
+    def extent(self, tensor: Tensor) -> int:
+        """Bytes from its first element to its last."""
+        ...
+
+    def view(self, like: Tensor, pointer: int, nbytes: int, owner: object) -> Tensor:
+        """A tensor over these bytes, of the shape, dtype and strides of another, which keeps `owner` alive.
+
+        In a storage of its own: one saved parameter is not the whole model.
+        """
+        ...
+
+    def own_copy(self, tensor: Tensor) -> Tensor:
+        """The same values, shape and strides in memory of this process alone."""
+        ...
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Write the values of one to the other, where it lies."""
+        ...
+
+    def lay(self, parameter: Tensor, values: Tensor) -> None:
+        """Let a parameter, which stays the same object, lie where these values do."""
+        ...
+
+    def note_writes(self, parameters: Sequence[Tensor]) -> None:
+        """Let autograd know of a write to each."""
+        ...
+
+    def is_in_backward(self) -> bool:
+        """Whether this thread runs a backward."""
+        ...
+
+    def hashes(self, tensors: Sequence[Tensor]) -> Sequence[int]:
+        """A hash of the values of each."""
+        ...
+
+
+class Home(Generic[Tensor]):
+    """One host's copy of a model's parameters.
+
+    Args:
+        copy: The memory, and writes to it that count for all.
+        core: The ranks of this host, in a group of its own kind: they number from 0 there.
+        placing: What the framework's tensors can do.
+        allows_writing: Whether the model is trained; False: it is only read (`share()`).
+
+    Attributes:
+        rank: This rank's number on the host.
+        world_size: The number of ranks on the host.
+    """
+
+    def __init__(
+        self, copy: OneCopy, core: _core.HostGroup, placing: Placing[Tensor], *, allows_writing: bool
+    ) -> None:
+        self.copy, self.core, self.placing, self.allows_writing = copy, core, placing, allows_writing
+        self.rank, self.world_size = core.rank, core.world_size
+        self._parameters: list[tuple[weakref.ref[Tensor], int]] = []
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank is within `writing()`: it may change parameters in place."""
+        return self.copy.is_writing
+
+    def fill(self, parameter: Tensor, place: Place) -> None:
+        """Write a parameter's values to its place, on one rank of the host."""
+        if place.nbytes:
+            target = self._view(parameter, self.copy.memory.writable + place.begin, place.nbytes)
+            self.placing.copy(parameter, target)
+
+    def move_in(self, parameter: Tensor, place: Place) -> None:
+        """Let a parameter have its elements here, where rank 0's values are already."""
+        if place.nbytes:
+            values = self._view(parameter, self.copy.memory.values + place.begin, place.nbytes)
+            self.placing.lay(parameter, values)
+        self._parameters.append((weakref.ref(parameter), parameter.data_ptr()))
+        _register(parameter, self)
+
+    def move_out(self) -> None:
+        """Give this rank a copy of its own of each parameter that is still here."""
+        for parameter in list(self._held()):
+            self.placing.lay(parameter, self.placing.own_copy(parameter))
+            _homes.pop(id(parameter), None)
+
+    def writable(self, parameter: Tensor) -> Tensor:
+        """The elements of a parameter that lies here, of its shape and strides, where they may be written.
+
+        Not within `writing()`, whose changes are seen by nobody before its end.
+        """
+        nbytes = self.placing.extent(parameter)
+        if not nbytes:
+            return cast(Tensor, parameter.detach())
+        memory = self.copy.memory
+        return self._view(parameter, parameter.data_ptr() - memory.values + memory.writable, nbytes)
+
+    def note_writes(self) -> None:
+        """The elements have been written to: a backward that needs the old values raises, as always."""
+        self.placing.note_writes(list(self._held()))
+
+    def check_in_place(self) -> None:
+        """Raise if a write has strayed, or if a parameter has left this memory.
+
+        Raises:
+            ConfigError: Names the parameters.
+        """
+        self.raise_stray_write()
+        for (reference, address), place in zip(self._parameters, self.copy.places):
+            parameter = reference()
+            if parameter is not None and parameter.data_ptr() != address:
+                self._raise_moved(place)
+
+    def raise_stray_write(self) -> None:
+        """Raise if this process has written to a parameter outside of `writing()`. The write is undone."""
+        offset = self.copy.memory.take_stray_write()
+        if offset < 0:
+            return
+        names = self.placing.names
+        hint = (
+            f"make the change in `with {names.variable}.writing():`, on every rank; {names.loading} does so "
+            "itself"
+            if self.allows_writing
+            else "a model of share() is for inference; copy.deepcopy(model) gives this process its own"
+        )
+        raise ConfigError(
+            f"This process wrote to '{self.copy.name_at(offset)}', which all ranks of its host share.",
+            seen="an in-place change (copy_, clamp_, an optimizer's step, a parameter's .data) just before "
+            "this; it is undone, all of it",
+            likely="code that was written for a rank that has a model of its own",
+            hint=hint,
+            parameter=self.copy.name_at(offset),
+        )
+
+    def _raise_moved(self, first: Place) -> None:
+        moved = [
+            place.name
+            for (reference, address), place in zip(self._parameters, self.copy.places)
+            if (parameter := reference()) is not None and parameter.data_ptr() != address
+        ]
+        raise ConfigError(
+            "Parameters that all ranks of a host share were moved out of the shared memory on this rank.",
+            seen=f"{shorten(moved)} ({len(moved)} of {len(self._parameters)})",
+            likely=f"{self.placing.names.moving} after wrapping: this rank would go on with its own copy",
+            hint="convert the model first, then wrap it with share_parameters=True, on every rank",
+            parameter=first.name,
+        )
+
+    def _held(self) -> Iterator[Tensor]:
+        for reference, address in self._parameters:
+            parameter = reference()
+            if parameter is not None and parameter.data_ptr() == address:
+                yield parameter
+
+    def _view(self, parameter: Tensor, pointer: int, nbytes: int) -> Tensor:
+        return self.placing.view(parameter, pointer, nbytes, self.copy.memory)
+
+
+# By identity: tensors compare element by element. An entry goes when its parameter does.
+_homes: dict[int, tuple[weakref.ref[Any], Home[Any]]] = {}
+
+
+def _register(parameter: Tensor, home: Home[Tensor]) -> None:
+    key = id(parameter)
+
+    def forget(reference: weakref.ref[Tensor]) -> None:
+        entry = _homes.get(key)
+        if entry is not None and entry[0] is reference:
+            del _homes[key]
+
+    _homes[key] = weakref.ref(parameter, forget), home
+
+
+def home_of(parameter: Tensor) -> Home[Tensor] | None:
+    """Where a parameter lives; None: in memory of this process alone."""
+    entry = _homes.get(id(parameter))
+    return None if entry is None else entry[1]
+
+
+def homes_of(parameters: Iterable[Tensor]) -> list[Home[Tensor]]:
+    """Where any of these parameters live, each home once."""
+    found: dict[int, Home[Tensor]] = {}
+    for parameter in parameters:
+        home = home_of(parameter)
+        if home is not None:
+            found[id(home)] = home
+    return list(found.values())
+
+
+def _tell_of_stray_write() -> None:
+    for home in {id(home): home for _, home in list(_homes.values())}.values():
+        home.raise_stray_write()
+
+
+_core.tell_stray_writes(_tell_of_stray_write)
+
+
+@contextlib.contextmanager
+def written(home: Home[Tensor] | None) -> Iterator[None]:
+    """Within it parameters of `home` may be changed; its end is collective.
+
+    Args:
+        home: None: each rank has its own parameters, and there is nothing to do.
+
+    Raises:
+        ConfigError: A backward is running, or a write has strayed before.
+        ReplicaError: Another rank has raised; nothing was written.
+        ReplicasDifferError: Ranks have written different values; nothing was written.
+        DeadlineError: A rank did not come to the end of its block; names it.
+    """
+    if home is None:
+        yield
+        return
+    home.raise_stray_write()
+    if home.placing.is_in_backward():
+        raise ConfigError(
+            "writing(): a backward is running, which may need the old values.",
+            likely="a hook, or an optimizer that steps within backward",
+            hint="change parameters when backward() has returned",
+        )
+    core = home.core
+    core.set_activity("in writing(), which all ranks of the host end together")
+    home.copy.begin()
+    try:
+        yield
+    except BaseException as error:
+        # The others must not wait for this rank; what they raise in return is told by this exception.
+        with contextlib.suppress(Exception):
+            home.copy.end(error)
+        raise
+    else:
+        home.copy.end()
+        home.note_writes()
+    finally:
+        core.set_activity("")
+
+
+def refuse_step(optimizer: object, parameters: Iterable[Tensor]) -> None:
+    """Refuse a step of an optimizer that would be applied once by each rank.
+
+    Args:
+        optimizer: Whose step it is.
+        parameters: What it updates.
+
+    Raises:
+        ConfigError: Some of them are shared, and this rank is not within `writing()`.
+    """
+    for parameter in parameters:
+        home = home_of(parameter)
+        if home is not None and not home.is_writing:
+            raise _refused(type(optimizer).__name__, home)
+
+
+def _refused(name: str, home: Home[Any]) -> ConfigError:
+    names = home.placing.names
+    if not home.allows_writing:
+        return ConfigError(
+            f"{name}.step: its parameters are those of a model that several processes share to read.",
+            seen=f"paceline.torch.share(), {home.world_size} processes",
+            hint="copy.deepcopy(model) gives this process parameters of its own; or train with "
+            f"{names.wrapper}(model, share_parameters=True)",
+        )
+    return ConfigError(
+        f"{name}.step: its parameters are shared by {home.world_size} ranks, and each would apply "
+        "the update to them.",
+        seen=f"{names.wrapper}(model, share_parameters=True); the optimizer may have been made before",
+        expected="a step that all ranks make together",
+        hint=f"`with {names.variable}.writing(): optimizer.step()` on every rank; nothing has been changed "
+        "yet",
+    )
+
+
+def check_step_allowed(home: Home[Any], owner: str, world_size: int) -> None:
+    """Raise where a step that the ranks share must not write to parameters that they share.
+
+    Args:
+        home: Where the parameters lie.
+        owner: The optimizer's class.
+        world_size: The number of ranks that share the step.
+
+    Raises:
+        ConfigError: Says why.
+    """
+    names = home.placing.names
+    if not home.allows_writing:
+        raise ConfigError(
+            f"{owner}: its parameters are those of a model that several processes share to read.",
+            seen=f"paceline.torch.share(), {home.world_size} processes",
+            hint=f"{names.wrapper}(model, share_parameters=True) shares a model that is trained",
+        )
+    if home.is_writing:
+        raise ConfigError(
+            f"{owner}.step within writing(): nobody would see what it writes before the end.",
+            expected="a step outside of it: the ranks meet by themselves",
+            hint=f"with this optimizer, call step() without `with {names.variable}.writing():`",
+        )
+    if world_size < home.world_size:
+        raise ConfigError(
+            f"{owner}: some ranks that share its parameters take no part in its steps.",
+            expected=f"the {home.world_size} ranks that share the model's parameters",
+            got=f"{world_size} ranks",
+            hint="give the optimizer the process group over which the model is wrapped",
+        )
