@@ -2,6 +2,7 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <utility>
@@ -33,6 +34,12 @@ void bind_reducer(nb::module_& m) {
                    [](PyReducer& r) { return r.reducer().waited_for_ns(); })
       .def_prop_ro("worked_ns",
                    [](PyReducer& r) { return r.reducer().worked_ns(); })
+      .def_prop_ro("arrivals",
+                   [](PyReducer& r) {
+                     const Reducer::Arrivals& all = r.reducer().arrivals();
+                     return std::tuple(all.passes, all.worked_ns,
+                                       all.times_last, all.held_up_ns);
+                   })
       .def("note_first_bucket",
            [](PyReducer& r) { r.reducer().note_first_bucket(); })
       .def_prop_ro("first_bucket_ns",

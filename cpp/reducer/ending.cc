@@ -172,14 +172,25 @@ int Reducer::note_arrivals(int64_t waited_ns) {
   const size_t place = worked_passes_ % kWorkedPasses;
   size_t last = 0;
   bool is_known = true;
+  int64_t ended_sum_ns = 0;
   for (size_t r = 0; r < world; ++r) {
     const PassHeader& theirs = header(static_cast<int>(r), pass_);
     if (theirs.ended_ns > header(static_cast<int>(last), pass_).ended_ns)
       last = r;
     worked_[r * kWorkedPasses + place] = theirs.worked_ns;
+    arrivals_.worked_ns[r] += theirs.worked_ns;
+    ended_sum_ns += theirs.ended_ns;
     is_known = is_known && theirs.worked_ns != 0;
   }
-  if (is_known) ++worked_passes_;
+  if (is_known) {
+    ++worked_passes_;
+    ++arrivals_.passes;
+    ++arrivals_.times_last[last];
+    const int64_t last_ns = header(static_cast<int>(last), pass_).ended_ns;
+    arrivals_.held_up_ns[last] +=
+        (static_cast<int64_t>(world) * last_ns - ended_sum_ns) /
+        std::max<int64_t>(1, static_cast<int64_t>(world) - 1);
+  }
   if (static_cast<int>(last) != session_.rank())
     waited_for_ns_[last] += waited_ns;
   return static_cast<int>(last);

@@ -26,6 +26,9 @@ Reducer::Reducer(Heap& heap, size_t arena_bytes,
     parameters_.push_back({.span = span});
   const auto world = static_cast<size_t>(session_.world());
   waited_for_ns_.resize(world);
+  arrivals_.worked_ns.resize(world);
+  arrivals_.times_last.resize(world);
+  arrivals_.held_up_ns.resize(world);
   worked_.resize(world * kWorkedPasses);
   plan(buckets);
   allocate(assigns_chunks);

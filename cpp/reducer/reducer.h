@@ -164,6 +164,17 @@ class Reducer {
   /// How much of that was for each rank: the last to end its backward. The rest
   /// was for chunks in the hands of others.
   const std::vector<int64_t>& waited_for_ns() const { return waited_for_ns_; }
+  /// What all passes tell of each rank, from the second one on.
+  struct Arrivals {
+    uint64_t passes = 0;
+    /// As worked_ns(), summed.
+    std::vector<int64_t> worked_ns;
+    /// In how many passes it was the last to end its backward.
+    std::vector<int64_t> times_last;
+    /// How much later than the others it was then, in the mean over these.
+    std::vector<int64_t> held_up_ns;
+  };
+  const Arrivals& arrivals() const { return arrivals_; }
   /// How long each rank worked between the end of a pass and the end of its
   /// next backward, in the last passes (kWorkedPasses at most, in no order): by
   /// rank. Without what it slept in waits of any group.
@@ -438,6 +449,7 @@ class Reducer {
   /// When the last wait began; 0: there was none since record_wait().
   int64_t wait_began_ns_ = 0;
   std::vector<int64_t> waited_for_ns_;
+  Arrivals arrivals_;
   static constexpr size_t kWorkedPasses = 64;
   /// worked_ns of each rank, kWorkedPasses after each other.
   std::vector<int64_t> worked_;

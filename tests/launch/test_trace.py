@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+from tests.harness.warm import warm_python
 from tests.launch.conftest import WITHIN_S, Launcher
 from tests.traces import passes_of, read_trace, slices_of
 
@@ -32,11 +34,13 @@ TRAINS = """
 """
 
 
-def paceline(*arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+def paceline(
+    *arguments: str, folder: Path, python: str = sys.executable, **variables: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "paceline", *arguments],
+        [python, "-m", "paceline", *arguments],
         cwd=folder,
-        env={**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(ROOT), **variables},
         capture_output=True,
         text=True,
         timeout=WITHIN_S,
@@ -87,3 +91,50 @@ def test_a_script_that_wraps_no_model_is_told_so(launcher: Launcher) -> None:
     assert not (launcher.folder / f"paceline-{os.getuid()}").exists() or not list(
         (launcher.folder / f"paceline-{os.getuid()}").iterdir()
     )
+
+
+SLOW_LOADER = """
+    import time
+    import torch
+    from pathlib import Path
+    from tests.traces import until_ended
+    from paceline.torch import DistributedDataParallel
+    import torch.distributed as dist
+
+    STEPS = 22
+
+
+    class Rows(torch.utils.data.Dataset):
+        def __len__(self):
+            return STEPS
+
+        def __getitem__(self, index):
+            if rank == 1 and index:
+                until_ended(Path(os.environ["PACELINE_TRACE_DIR"]), 0, index + 1)
+                time.sleep(0.06)
+            return torch.ones(8)
+
+
+    dist.init_process_group("gloo")
+    ddp = DistributedDataParallel(torch.nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
+    for row in torch.utils.data.DataLoader(Rows()):
+        optimizer.zero_grad()
+        ddp(row).sum().backward()
+        optimizer.step()
+"""
+
+
+def test_a_rank_that_sleeps_in_its_data_loader_is_named_at_the_end(launcher: Launcher) -> None:
+    """Its loader ends only when the other rank has come to the end of its backward, and later."""
+    folder = launcher.folder
+    launcher.write(SLOW_LOADER)
+    command = ("run", "-n", "2", "--trace", "out.json", "script.py")
+    few = {"PACELINE_TRACE_RECORDS": "2048"}  # which rank 1 reads again and again
+    done = paceline(*command, folder=folder, python=warm_python("torch"), **few)
+    assert done.returncode == 0, done.stderr
+    (said,) = [line for line in done.stderr.splitlines() if "was waited for in" in line]
+    assert said.startswith("paceline: rank 1 of 2 (host ")
+    assert re.search(r"in 100 % of (19|20|21) steps, ", said)
+    assert ": its data loading took " in said
+    assert read_trace(folder / "out.json").keys() == {"rank 0", "rank 1"}

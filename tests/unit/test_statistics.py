@@ -8,9 +8,9 @@ import pytest
 
 from paceline.reducer.pass_reports import RankReport
 from paceline.reducer.statistics import Statistics
-from paceline.reducer.worked_times import WorkedTimes
+from paceline.reducer.worked_times import Arrivals, WorkedTimes
 
-NOTHING = Statistics(0, 1, 0, "nothing", "world", 0.0, (0.0,), (), 0, 0, {}, 0)
+NOTHING = Statistics(0, 1, 0, "nothing", "world", 0.0, (0.0,), (), (), (), 0, 0, {}, 0)
 
 
 @pytest.mark.parametrize(
@@ -43,6 +43,17 @@ def test_the_wait_for_a_slow_rank_is_told_from_that_for_the_network():
     times.end_backward(2.021)
     times.end_pass(2.022, 0.001, [10_000, 9000])  # this rank is the last: the rest is the network
     assert times.waited_for_ns == [0, 7_000_000]
+    assert times.arrivals == (2, [13_000_000, 19_000_000], [1, 1], [1_000_000, 7_000_000])
+
+
+def test_how_late_the_last_rank_is_counts_against_the_mean_of_the_others():
+    times = WorkedTimes(3)
+    times.end_pass(1.0, 0.0, [0, 0, 0])
+    times.end_backward(1.001)
+    times.end_pass(1.011, 0.01, [1000, 5000, 9000])
+    assert times.arrivals == (1, [1_000_000, 5_000_000, 9_000_000], [0, 0, 1], [0, 0, 6_000_000])
+    both = Arrivals.none(3).plus(times.arrivals).plus((1, (1, 2, 3), (1, 0, 0), (7, 0, 0)))
+    assert both == (2, [1_000_001, 5_000_002, 9_000_003], [1, 0, 1], [7, 0, 6_000_000])
 
 
 def test_times_travel_with_the_report():

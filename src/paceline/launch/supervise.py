@@ -1,7 +1,7 @@
 """Starts the ranks, relays their output, and ends the job when one of them fails.
 
 Runs in a process of its own below guardian.py. Its one idea: one loop that waits in `selectors` for output,
-for signals (SIGCHLD among them) and for the next deadline, and polls nothing.
+for signals (SIGCHLD among them), for the next deadline and for the next look at the ranks' totals.
 """
 
 from __future__ import annotations
@@ -93,9 +93,11 @@ class Supervisor:
             self._begin_stop(1, signal.SIGKILL)
         self._tell(pids=[rank.process.pid for rank in self._ranks])
         while self._running() and not self._is_given_up:
-            for key, _ in self._selector.select(self._seconds_to_deadline()):
+            for key, _ in self._selector.select(self._seconds_to_sleep()):
                 key.data()
             self._take_due_step()
+            if self._stop is None:
+                self._recording.look()
         return self._finish()
 
     def _running(self) -> list[_Rank]:
@@ -227,6 +229,13 @@ class Supervisor:
         if signum == signal.SIGKILL:  # to give back much memory takes long
             grace_s = max(grace_s, _KILLED_WITHIN_S)
         self._stop = replace(self._stop, next_at=time.monotonic() + grace_s)
+
+    def _seconds_to_sleep(self) -> float | None:
+        seconds = self._seconds_to_deadline()
+        if self._stop is not None:
+            return seconds
+        look_s = self._recording.seconds_to_look()
+        return look_s if seconds is None else min(seconds, look_s)
 
     def _seconds_to_deadline(self) -> float | None:
         due = []

@@ -11,6 +11,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from paceline.errors import ConfigError, PacelineError
@@ -19,9 +20,14 @@ from paceline.tracing.ring_file import (
     CAPACITY_VARIABLE,
     FOLDER_VARIABLE,
     TRACE_RECORDS,
+    RankRecording,
     file_bytes,
     paths_in,
+    read_start,
 )
+from paceline.tracing.slow import AT_THE_END, SlowWatch, slow_ranks, whole_spans
+
+_LOOKS_EVERY_S = 5.0
 
 
 def trace_variables(inherited: Mapping[str, str], folder: Path, *, is_whole: bool) -> dict[str, str]:
@@ -80,6 +86,7 @@ class JobRecording:
         say: Callable[[str], None],
     ) -> None:
         self._folder, self._is_own, self._output, self._say = folder, is_own, output, say
+        self._watch, self._look_at = SlowWatch(), time.monotonic() + _LOOKS_EVERY_S
         self._facts = jobs.JobFacts(name, os.getppid(), nprocs, time.time())
 
     def begin(self) -> None:
@@ -92,9 +99,36 @@ class JobRecording:
             if self._output is not None:
                 self._say(f"paceline: nothing is recorded: {self._folder}: {error.strerror or error}")
 
+    def seconds_to_look(self) -> float:
+        """When the next look is due, counted from now."""
+        return max(0.0, self._look_at - time.monotonic())
+
+    def look(self) -> None:
+        """Say it, if a rank has become slow. Reads some hundred bytes for each rank, now and then."""
+        if self.seconds_to_look():
+            return
+        self._look_at = time.monotonic() + _LOOKS_EVERY_S
+        for sentence in self._watch.look(self._totals()):
+            self._say(f"paceline: {sentence}")
+
+    def _totals(self) -> list[RankRecording]:
+        """The totals of the ranks, without what an earlier job has left in a folder of the user's."""
+        found = []
+        for path in paths_in(self._folder):
+            with suppress(OSError):
+                found.append(read_start(path))
+        started_ns = self._facts.started_s * 1e9
+        return [each for each in found if each is not None and each.header.real_ns >= started_ns]
+
     def end(self, exit_status: int) -> None:
-        """Write the trace, or say how a failed job can be looked at; leave nothing of one that ended well."""
+        """Say which ranks were slow; write the trace, or say how a failed job can be looked at.
+
+        Nothing is left of a job that ended well.
+        """
         try:
+            if exit_status == 0:
+                for slow in slow_ranks(whole_spans(self._totals()), AT_THE_END):
+                    self._say(f"paceline: {slow.sentence()}")
             if self._output is not None:
                 self._write(Path(self._output))
             elif exit_status and paths_in(self._folder):

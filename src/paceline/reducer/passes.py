@@ -18,6 +18,7 @@ import contextlib
 import math
 import os
 import statistics
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, final
@@ -50,9 +51,11 @@ from paceline.reducer.protocol import Outcome, PassStatus, Reducer
 from paceline.reducer.replica_check import Entry
 from paceline.reducer.sharing import registry
 from paceline.reducer.statistics import Statistics
+from paceline.reducer.worked_times import Arrivals
 from paceline.rendezvous import lifetime
 from paceline.tracing.recording import recording
 from paceline.tracing.records import Event, float_bits, pass_id
+from paceline.tracing.totals import ModelTotals
 
 _NOTES_DIFFER = int(Outcome.NOTES_DIFFER)  # as an enumeration's member it would cost more than the question
 _FORWARD_BEGAN, _FORWARD_ENDED = int(Event.FORWARD_BEGAN), int(Event.FORWARD_ENDED)
@@ -248,11 +251,13 @@ class Passes(Generic[AnyAutograd]):
         self._begun_forwards = 0
         self._waited_before_s = 0.0
         self._waited_for_before_ns = [0] * link.world_size
+        self._arrivals_before = Arrivals.none(link.world_size)
+        self._totals = ModelTotals(link.rank, self._arrivals)
         self._pass_number = 1
         recording.begin_if_asked(link.rank, link.world_size)
         if recording.note is not None:
             lifetime.at_failure(recording.tell_failure)
-        self._model_number = recording.number_model()
+        self._model_number = recording.number_model(self._totals)
         self.good_passes = 0
         self.among = self.member = ""
         self.after_good: Callable[[float], None] | None = None
@@ -361,9 +366,13 @@ class Passes(Generic[AnyAutograd]):
     def _waited_for_ns(self, reducer: Reducer) -> list[int]:
         return [sum(pair) for pair in zip(self._waited_for_before_ns, reducer.waited_for_ns, strict=True)]
 
+    def _arrivals(self) -> Arrivals:
+        return self._arrivals_before.plus(self.reducer.arrivals)
+
     def statistics(self) -> Statistics:
         """All that is known of the passes so far; see `Statistics`. Not collective."""
         plan, reducer, rank = self.reduction.plan, self.reducer, self.link.rank
+        arrivals = self._arrivals()
         worked = [statistics.median(times) / 1e9 for times in reducer.worked_ns if times]
         return Statistics(
             rank=rank,
@@ -374,6 +383,8 @@ class Passes(Generic[AnyAutograd]):
             waited_s=self.waited_s,
             waited_for_s=tuple(ns / 1e9 for ns in self._waited_for_ns(reducer)),
             worked_s=tuple(worked),
+            times_last=tuple(arrivals.times_last),
+            held_up_s=tuple(ns / 1e9 for ns in arrivals.held_up_ns),
             num_buckets=len(plan.buckets),
             pass_bytes=sum(bucket.nbytes for bucket in plan.buckets),
             nonfinite=self.nonfinite() if self.looks_for_nonfinite else {},
@@ -440,6 +451,7 @@ class Passes(Generic[AnyAutograd]):
         self._of_first = (before.reducer.squared_norm(), before.reducer.nonfinite())
         self._waited_before_s += before.reducer.waited_s
         self._waited_for_before_ns = self._waited_for_ns(before.reducer)
+        self._arrivals_before = self._arrivals_before.plus(before.reducer.arrivals)
         must_move = self.gradients.any_in_arena
         # Where the arena is free there need never be two.
         self.reduction = self._make_reduction(plan, None if must_move else before)
@@ -483,6 +495,8 @@ class Passes(Generic[AnyAutograd]):
         """As `_end`, and note when, and how it went."""
         number = pass_id(self._model_number, self._pass_number)
         self._record(_BACKWARD_ENDED, self.state.status.finished)
+        if self.micro_batches.is_used:
+            self._totals.weight = (self._totals.weight or 0.0) + self.state.rank_weight
         has_raised = True
         try:
             self._end()
@@ -494,8 +508,9 @@ class Passes(Generic[AnyAutograd]):
             if (note := recording.note) is not None:
                 note(_PASS_ENDED, number, has_raised)
                 # Elsewhere than in memory the norm would be computed for this.
-                if recording.sample_usage() and not has_raised and self.path == "memory":
+                if recording.sample() and not has_raised and self.path == "memory":
                     note(_NORM, number, float_bits(math.sqrt(self.squared_norm())))
+            self._totals.over_ns = time.monotonic_ns()
 
     def _record_nonfinite(self) -> None:
         """Note how many gradients of this pass were not finite, and of which rank first."""
@@ -545,6 +560,10 @@ class Passes(Generic[AnyAutograd]):
             state.status.forwards += 1
         if recording.note is not None:
             self._record(_FORWARD_BEGAN, samples << 1 | is_syncing)
+            self._totals.samples += samples
+            if over_ns := self._totals.over_ns:
+                self._totals.between_ns += time.monotonic_ns() - over_ns
+                self._totals.over_ns = 0
         autograd.begin_forward(is_syncing=is_syncing, good_passes=self.good_passes)
 
     @contextlib.contextmanager

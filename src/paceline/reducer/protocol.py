@@ -10,6 +10,7 @@ Imports only the standard library and the core.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import IntFlag
 from typing import Protocol
 
@@ -64,6 +65,11 @@ class Reducer(Protocol):
 
         From the end of a pass to the end of the next backward, without waiting.
         """
+        ...
+
+    @property
+    def arrivals(self) -> tuple[int, Sequence[int], Sequence[int], Sequence[int]]:
+        """The fields of `Arrivals` since the reducer was made, but for the first pass."""
         ...
 
     def note_first_bucket(self) -> None:

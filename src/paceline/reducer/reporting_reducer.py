@@ -20,7 +20,7 @@ from paceline.reducer.overlaps import overlapping
 from paceline.reducer.pass_reports import RankReport, judge, unused_by_all
 from paceline.reducer.plan import Plan
 from paceline.reducer.protocol import PassStatus
-from paceline.reducer.worked_times import WorkedTimes
+from paceline.reducer.worked_times import Arrivals, WorkedTimes
 from paceline.tracing.recording import recording
 from paceline.tracing.records import Event
 
@@ -68,6 +68,10 @@ class ReportingReducer(ABC):
     @property
     def worked_ns(self) -> list[list[int]]:
         return self._worked.by_rank()
+
+    @property
+    def arrivals(self) -> Arrivals:
+        return self._worked.arrivals
 
     def note_first_bucket(self) -> None:
         self._notes_first_bucket, self._first_bucket_ns = True, 0

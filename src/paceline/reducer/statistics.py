@@ -29,6 +29,10 @@ class Statistics:
         worked_s: Each rank's median time from the end of a pass to the end of its next backward, without
             waiting, over the last passes (64 at most): data, forward, backward and optimizer. Every rank
             knows all of them. Empty: no two passes have been made yet.
+        times_last: In how many passes each rank was the last to come to the end of its backward, but for the
+            first ones, in which it is not known how long all have worked. Every rank knows this, too.
+        held_up_s: How much later than the others each rank came when it was the last, in all passes; in the
+            mean over the others. What the others would have gained if it had been as fast as they.
         num_buckets: How many buckets a pass averages.
         pass_bytes: How many bytes of gradients a pass averages, on each rank, with what aligns them.
         nonfinite: As `nonfinite()`; empty where nobody looks for them, too.
@@ -36,7 +40,8 @@ class Statistics:
 
     Example:
         Rank 1 of two takes 30 ms for each step and rank 0 takes 20; on rank 0, after 100 steps:
-        `stats.waited_for_s` is about (0.0, 1.0), `stats.worked_s` about (0.02, 0.03), `stats.slow_rank` 1.
+        `stats.waited_for_s` is about (0.0, 1.0), `stats.worked_s` about (0.02, 0.03), `stats.slow_rank` 1,
+        `stats.times_last` (0, 98) and `stats.held_up_s` (0.0, 0.98).
     """
 
     rank: int
@@ -47,6 +52,8 @@ class Statistics:
     waited_s: float
     waited_for_s: tuple[float, ...]
     worked_s: tuple[float, ...]
+    times_last: tuple[int, ...]
+    held_up_s: tuple[float, ...]
     num_buckets: int
     pass_bytes: int
     nonfinite: Mapping[int, tuple[str, ...]]

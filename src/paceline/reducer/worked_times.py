@@ -8,9 +8,41 @@ Imports the standard library.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from operator import add
+from typing import NamedTuple
 
 _KEPT = 64  # passes, as in the core
+
+
+class Arrivals(NamedTuple):
+    """In which order the ranks of a model came to the ends of their backwards, summed over passes.
+
+    Attributes:
+        passes: How many passes.
+        worked_ns: For each rank, how long it worked from the end of a pass to the end of its next backward.
+        times_last: In how many passes it was the last to come.
+        held_up_ns: How much later than the others it came then, in the mean over these.
+
+    Example:
+        Of three ranks, rank 2 was last in the only pass, 4 ms after rank 0 and 6 ms after rank 1:
+        `times_last` is (0, 0, 1) and `held_up_ns` (0, 0, 5_000_000).
+    """
+
+    passes: int
+    worked_ns: Sequence[int]
+    times_last: Sequence[int]
+    held_up_ns: Sequence[int]
+
+    @staticmethod
+    def none(world_size: int) -> Arrivals:
+        """Those of no pass yet."""
+        return Arrivals(0, *([0] * world_size for _ in range(3)))
+
+    def plus(self, other: Iterable[int | Sequence[int]]) -> Arrivals:
+        """These and others of the same ranks, such as those of a further reducer."""
+        passes, *rows = Arrivals(*other)  # type: ignore[arg-type]
+        return Arrivals(self.passes + passes, *(list(map(add, *pair)) for pair in zip(self[1:], rows)))
 
 
 class WorkedTimes:
@@ -27,6 +59,8 @@ class WorkedTimes:
     def __init__(self, world_size: int) -> None:
         self.own_us = 0
         self.waited_for_ns = [0] * world_size
+        self._passes = 0
+        self._worked_ns, self._times_last, self._held_up_ns = ([0] * world_size for _ in range(3))
         self._rows: deque[tuple[int, ...]] = deque(maxlen=_KEPT)
         self._over_at = 0.0
 
@@ -46,8 +80,19 @@ class WorkedTimes:
             return
         self._rows.append(tuple(worked_us))
         longest = max(range(len(worked_us)), key=worked_us.__getitem__)
+        for rank, us in enumerate(worked_us):
+            self._worked_ns[rank] += us * 1000
+        self._times_last[longest] += 1
+        late_us = (len(worked_us) * worked_us[longest] - sum(worked_us)) // max(1, len(worked_us) - 1)
+        self._held_up_ns[longest] += late_us * 1000
+        self._passes += 1
         behind_ns = (worked_us[longest] - self.own_us) * 1000
         self.waited_for_ns[longest] += max(0, min(behind_ns, round(waited_s * 1e9)))
+
+    @property
+    def arrivals(self) -> Arrivals:
+        """The sums over all passes of which it is known how long each rank has worked."""
+        return Arrivals(self._passes, list(self._worked_ns), list(self._times_last), list(self._held_up_ns))
 
     def by_rank(self) -> list[list[int]]:
         """The last times of each rank, in nanoseconds."""

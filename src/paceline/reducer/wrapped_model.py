@@ -566,7 +566,7 @@ class WrappedModel:
         """
         if self._passes is not None:
             return replace(self._passes.statistics(), bits=self.bits)
-        return Statistics(0, 1, 0, "nothing", self.bits, 0.0, (0.0,), (), 0, 0, {}, 0)
+        return Statistics(0, 1, 0, "nothing", self.bits, 0.0, (0.0,), (), (), (), 0, 0, {}, 0)
 
     @property
     def waited_s(self) -> float:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from paceline.tracing import chrome, jobs
 from paceline.tracing.last_passes import render
+from paceline.tracing.slow import AT_THE_END, slow_ranks, whole_spans
 
 _DESCRIPTION = """\
 Show the last passes of all ranks of a job, while it runs or after it has failed. Without a job, list all jobs
@@ -40,6 +41,8 @@ def main(arguments: Sequence[str]) -> int:
     if facts is not None:
         print(f"{facts.name}, {facts.nprocs} ranks, started {jobs.age(facts)}: {facts.state}\n")
     print(render(recordings, max(1, parsed.passes)))
+    for slow in slow_ranks(whole_spans(recordings), AT_THE_END):
+        print(f"\n{slow.sentence()}")
     if parsed.output is not None:
         chrome.write(Path(parsed.output), recordings)
         print(f"\nThe trace is in {parsed.output}.")

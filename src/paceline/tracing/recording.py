@@ -9,6 +9,7 @@ Imports its neighbours, the core and the standard library.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import math
@@ -33,10 +34,11 @@ from paceline.tracing.ring_file import (
     RankHeader,
     RankRecording,
 )
+from paceline.tracing.totals import ModelTotals, Total, Totals, sum_of
 from paceline.tracing.usage import UsageReader
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_USED, _BATCH = int(Event.USED), int(Event.BATCH)
+_BATCH = int(Event.BATCH)
 _SAMPLE_EVERY_NS = 1_000_000_000
 MOST_NAMES = 64
 """How many names a program can log values by; their notes must leave room for others."""
@@ -49,21 +51,29 @@ class Recording:
     Attributes:
         note: Notes an event and its two numbers; None: nothing is recorded.
         has_batches: Whether wrappers are to call `note_batch` for each batch.
+        data_ns: How long batches of data loaders have taken; None: nobody looks.
+        optimizer_ns: The same for steps of optimizers.
     """
 
     __slots__ = (
         "__weakref__",
         "_facts",
+        "_first",
+        "_gone",
         "_last_failure",
         "_memory",
+        "_models",
         "_names",
         "_next_sample_ns",
         "_num_models",
+        "_num_samples",
         "_path",
         "_place",
         "_usage",
+        "data_ns",
         "has_batches",
         "note",
+        "optimizer_ns",
     )
 
     def __init__(self) -> None:
@@ -74,6 +84,12 @@ class Recording:
         self._place = (0, 1)
         self._usage: UsageReader | None = None
         self._next_sample_ns = 0
+        self.data_ns: int | None = None
+        self.optimizer_ns: int | None = None
+        self._first: Totals = {}
+        self._num_samples = 0
+        self._models: dict[int, ModelTotals] = {}
+        self._gone: Totals = {}  # of models that make no passes any more
         self._num_models = 0
         self._last_failure = ""
         self._facts: dict[tuple[str, int], dict[str, Any]] = {}  # what a further ring must be told, too
@@ -152,7 +168,10 @@ class Recording:
         _core.start_recording(address + ring_file.COUNT_AT, address + ring_file.RECORDS_AT, capacity)
         if self._usage is None:
             self._usage = UsageReader()
+            atexit.register(self._sample_last)
         self._next_sample_ns = 0
+        if self._first:
+            ring_file.write_totals(memory, self._first, 1, is_first=True)
         self.note = _core.record
         self.has_batches = bool(os.environ.get(BATCHES_VARIABLE))
 
@@ -179,9 +198,10 @@ class Recording:
         """What was recorded so far."""
         return ring_file.read(self.snapshot())
 
-    def number_model(self) -> int:
-        """A number for one more wrapped model."""
+    def number_model(self, totals: ModelTotals) -> int:
+        """A number for one more wrapped model, whose totals count from now on."""
         self._num_models += 1
+        self._models[self._num_models - 1] = totals
         return self._num_models - 1
 
     def tell(self, what: str, model: int, **facts: Any) -> None:
@@ -194,6 +214,9 @@ class Recording:
     def forget(self, model: int) -> None:
         """A model makes no passes any more: further rings need not be told of it."""
         self._facts = {key: fact for key, fact in self._facts.items() if key[1] != model}
+        totals = self._models.pop(model, None)
+        if totals is not None:
+            self._gone = sum_of((self._gone, totals.read()))
 
     def tell_failure(self, error: BaseException) -> None:
         """Tell why a pass, or the program, raised."""
@@ -212,20 +235,40 @@ class Recording:
                 ring_file.add_note(self._memory, _named(name, number))
         return number
 
-    def sample_usage(self) -> bool:
-        """Note what this process has used so far, once in a second. Called at the end of passes.
+    def sample(self) -> bool:
+        """Write the totals of this process, once in a second. Called at the end of passes.
 
         Returns:
             Whether it has; the caller may note more that is worth no look in each pass.
         """
         now_ns = time.monotonic_ns()
-        note, usage = self.note, self._usage
-        if now_ns < self._next_sample_ns or note is None or usage is None:
+        if now_ns < self._next_sample_ns or self._memory is None:
             return False
         self._next_sample_ns = now_ns + _SAMPLE_EVERY_NS
-        for counter, value in usage.read().items():
-            note(_USED, counter, value)
+        self._write_totals(now_ns)
         return True
+
+    def _write_totals(self, now_ns: int) -> None:
+        memory, usage = self._memory, self._usage
+        if memory is None or usage is None:
+            return
+        totals = sum_of((self._gone, *(model.read() for model in self._models.values())))
+        totals |= usage.read()
+        totals[Total.TIME_NS] = now_ns
+        if self.data_ns is not None:
+            totals[Total.DATA_NS] = self.data_ns
+        if self.optimizer_ns is not None:
+            totals[Total.OPTIMIZER_NS] = self.optimizer_ns
+        self._num_samples += 1
+        if not self._first:
+            self._first = totals
+            ring_file.write_totals(memory, totals, 1, is_first=True)
+        ring_file.write_totals(memory, totals, self._num_samples)
+
+    def _sample_last(self) -> None:
+        """The process ends."""
+        if self._first:
+            self._write_totals(time.monotonic_ns())
 
     def _stop(self) -> None:
         """Record no more. In a forked child, too: the ring is its parent's."""
@@ -237,24 +280,58 @@ class Recording:
 recording = Recording()
 
 
-def note_event(event: Event) -> None:
-    """Note an event without numbers, if anything is recorded."""
-    if (note := recording.note) is not None:
-        note(event, 0, 0)
+class Timed:
+    """Something that a program does now and then: its begin and end are noted, and its time is added up.
+
+    Args:
+        began: The event when it begins.
+        ended: The event when it ends.
+        total: The attribute of the recording that adds it up.
+    """
+
+    def __init__(self, began: Event, ended: Event, total: str) -> None:
+        self._began, self._ended, self._total = began, ended, total
+        self._began_ns = 0
+        if getattr(recording, total) is None:
+            setattr(recording, total, 0)
+
+    def begin(self, *_: object) -> None:
+        """It begins, if anything is recorded. Not within itself."""
+        if (note := recording.note) is not None:
+            note(self._began, 0, 0)
+            self._began_ns = time.monotonic_ns()
+
+    def end(self, *_: object) -> None:
+        """It has ended."""
+        if (note := recording.note) is not None:
+            note(self._ended, 0, 0)
+        if self._began_ns:
+            took_ns = time.monotonic_ns() - self._began_ns
+            setattr(recording, self._total, getattr(recording, self._total) + took_ns)
+            self._began_ns = 0
+
+    def around(self, call: _Function) -> _Function:
+        """The function, whose calls are noted whenever something is recorded."""
+
+        @functools.wraps(call)
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            self.begin()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.end()
+
+        return cast(_Function, noting)
 
 
-def noted(call: _Function, began: Event, ended: Event) -> _Function:
-    """The function, whose calls are noted whenever something is recorded."""
+def optimizer_steps() -> Timed:
+    """The steps of optimizers."""
+    return Timed(Event.OPTIMIZER_BEGAN, Event.OPTIMIZER_ENDED, "optimizer_ns")
 
-    @functools.wraps(call)
-    def noting(*args: Any, **kwargs: Any) -> Any:
-        note_event(began)
-        try:
-            return call(*args, **kwargs)
-        finally:
-            note_event(ended)
 
-    return cast(_Function, noting)
+def batches() -> Timed:
+    """What data loaders are asked for."""
+    return Timed(Event.DATA_BEGAN, Event.DATA_ENDED, "data_ns")
 
 
 def _named(name: str, number: int) -> dict[str, Any]:

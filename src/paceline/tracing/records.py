@@ -47,8 +47,6 @@ class Event(IntEnum):
     DATA_BEGAN = 14
     """A data loader was asked for a batch."""
     DATA_ENDED = 15
-    USED = 16
-    """A total of what this process has used since it began (a `Usage`, its value)."""
     BATCH = 17
     """A wrapped model was given a batch to train on (its first dimension, its number of elements)."""
     LOGGED = 24
@@ -57,25 +55,6 @@ class Event(IntEnum):
     """The 2-norm of the mean gradient, once in a second (pass of a model, the bits of a float64)."""
     NONFINITE = 26
     """Gradients of a pass held an infinity or a NaN (pass of a model, how many << 32 | the first rank)."""
-
-
-class Usage(IntEnum):
-    """What a process can run short of."""
-
-    CPU_NS = 1
-    """CPU time of all its threads."""
-    RUN_QUEUE_NS = 2
-    """How long its main thread was ready to run while another one had the core."""
-    SWITCHES = 3
-    """How often a thread of it was taken from its core."""
-    MAJOR_FAULTS = 4
-    """Pages that were read from a disk."""
-    MINOR_FAULTS = 5
-    """Pages that the kernel had to give."""
-    THROTTLED_US = 6
-    """How long its control group was throttled, in microseconds."""
-    STEAL_TICKS = 7
-    """How long its cores were taken by other virtual machines, in hundredths of a second."""
 
 
 class Record(NamedTuple):

@@ -5,6 +5,7 @@ its disk space is reserved first, so that writing cannot fail. Bytes of the file
 
     0       Header
     512     number of records begun (8 bytes, written by the core), bytes of notes written (8 bytes)
+    1024    totals at the end of the first pass, and those of the last look (`totals.py`)
     4096    notes: lines of JSON
     65536   records (`records.py`), as many as the header tells
 
@@ -17,17 +18,19 @@ import json
 import mmap
 import os
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from paceline.tracing.records import RECORD_BYTES, Record, unpack
+from paceline.tracing.totals import TABLE_BYTES, Totals, pack_totals, unpack_totals
 
 COUNT_AT, NOTES_USED_AT, NOTES_AT, RECORDS_AT = 512, 520, 4096, 65536
+_FIRST_AT, _LAST_AT = 1024, 2048
 _NOTES_BYTES = RECORDS_AT - NOTES_AT
 _KEPT_FOR_FAILURES = 8192
 _MAGIC = b"PACELINE"
-_VERSION = 1
+_VERSION = 2
 _HEADER = struct.Struct("<8sIIQiiIqq64s40s")
 _SUFFIX = ".ring"
 
@@ -93,12 +96,16 @@ class RankRecording:
         records: Oldest first.
         notes: What it told in words.
         num_lost: How many older records were overwritten.
+        first: Its totals when it had ended its first pass.
+        last: Its last totals.
     """
 
     header: RankHeader
     records: list[Record]
     notes: list[dict[str, Any]]
     num_lost: int
+    first: Totals = field(default_factory=dict)
+    last: Totals = field(default_factory=dict)
 
 
 def path_of(folder: Path, rank: int) -> Path:
@@ -107,8 +114,15 @@ def path_of(folder: Path, rank: int) -> Path:
 
 
 def paths_in(folder: Path) -> list[Path]:
-    """What ranks have recorded in a folder, in no order."""
-    return list(folder.glob(f"rank*{_SUFFIX}"))
+    """What ranks have recorded in a folder, in no order; nothing, if it can't be read."""
+    try:
+        return [folder / name for name in os.listdir(folder) if _is_ring(name)]
+    except OSError:
+        return []
+
+
+def _is_ring(name: str) -> bool:
+    return name.startswith("rank") and name.endswith(_SUFFIX)
 
 
 def file_bytes(capacity: int) -> int:
@@ -155,6 +169,30 @@ def add_note(memory: mmap.mmap, note: dict[str, Any], *, is_failure: bool = Fals
     return True
 
 
+def write_totals(memory: mmap.mmap, totals: Totals, number: int, *, is_first: bool = False) -> None:
+    """Write the number-th totals over the last ones, or those of the first pass."""
+    at = _FIRST_AT if is_first else _LAST_AT
+    memory[at : at + TABLE_BYTES] = pack_totals(number, totals)
+
+
+def read_totals(data: bytes) -> tuple[Totals, Totals]:
+    """The first and the last totals of a rank, by the first 4096 bytes of its file."""
+    first, last = (unpack_totals(data[at : at + TABLE_BYTES]) for at in (_FIRST_AT, _LAST_AT))
+    return first, last
+
+
+def read_start(path: Path) -> RankRecording | None:
+    """Who has recorded in a file, and its totals, without its records and notes.
+
+    Raises:
+        OSError: It can't be read.
+    """
+    with path.open("rb") as file:
+        data = file.read(NOTES_AT)
+    header = read_header(data) if len(data) == NOTES_AT else None
+    return None if header is None else RankRecording(header, [], [], 0, *read_totals(data))
+
+
 def read_header(data: bytes) -> RankHeader | None:
     """Who has recorded, by the first bytes of the file; None: it is no such file, or of another version."""
     if len(data) < _HEADER.size or data[:8] != _MAGIC:
@@ -180,7 +218,7 @@ def read(data: bytes) -> RankRecording | None:
         except ValueError:  # noqa: PERF203  # killed in the middle of it
             continue
     records = unpack(data[RECORDS_AT : file_bytes(header.capacity)], count)
-    return RankRecording(header, records, notes, max(0, count - header.capacity))
+    return RankRecording(header, records, notes, max(0, count - header.capacity), *read_totals(data))
 
 
 def read_folder(folder: Path) -> list[RankRecording]:
@@ -189,5 +227,5 @@ def read_folder(folder: Path) -> list[RankRecording]:
     Raises:
         OSError: The folder, or a file in it, can't be read.
     """
-    found = [read(path.read_bytes()) for path in paths_in(folder)]
+    found = [read((folder / name).read_bytes()) for name in os.listdir(folder) if _is_ring(name)]
     return sorted((each for each in found if each is not None), key=lambda each: each.header.rank)

@@ -119,8 +119,8 @@ class RingTail:
         for record in found:
             if record.event == Event.LOGGED:
                 self._last_values[record.event, record.first] = record
-            elif record.event in (Event.NORM, Event.USED):
-                self._last_values[record.event, record.first if record.event == Event.USED else 0] = record
+            elif record.event == Event.NORM:
+                self._last_values[record.event, 0] = record
         window = [*self.records, *found]
         window.sort(key=lambda record: record.time_ns)  # nearly sorted already: threads write side by side
         self.records = _cut(window, self._last_values)

@@ -12,7 +12,9 @@ import resource
 import time
 from pathlib import Path
 
-from paceline.tracing.records import Usage
+from paceline.tracing.totals import Total
+
+_TICK_NS = 1_000_000_000 // os.sysconf("SC_CLK_TCK")
 
 
 class UsageReader:
@@ -26,22 +28,23 @@ class UsageReader:
             None,
         )
 
-    def read(self) -> dict[Usage, int]:
+    def read(self) -> dict[Total, float]:
         """All totals that this machine tells."""
         used = resource.getrusage(resource.RUSAGE_SELF)
-        found = {
-            Usage.CPU_NS: time.process_time_ns(),
-            Usage.SWITCHES: used.ru_nivcsw,
-            Usage.MAJOR_FAULTS: used.ru_majflt,
-            Usage.MINOR_FAULTS: used.ru_minflt,
+        found: dict[Total, float] = {
+            Total.CPU_NS: time.process_time_ns(),
+            Total.SWITCHES: used.ru_nivcsw,
+            Total.MAJOR_FAULTS: used.ru_majflt,
+            Total.MINOR_FAULTS: used.ru_minflt,
         }
         with contextlib.suppress(IndexError, ValueError):
-            found[Usage.RUN_QUEUE_NS] = int(_read(self._schedstat).split()[1])
+            found[Total.RUN_QUEUE_NS] = int(_read(self._schedstat).split()[1])
         with contextlib.suppress(IndexError, ValueError):
-            found[Usage.STEAL_TICKS] = _steal_of(_read(self._stat), os.sched_getaffinity(0))
+            ticks = _steal_of(_read(self._stat), os.sched_getaffinity(0))
+            found[Total.STOLEN_NS] = ticks * _TICK_NS
         for line in _read(self._cgroup).splitlines():
             if line.startswith(b"throttled_usec "):
-                found[Usage.THROTTLED_US] = int(line.split()[1])
+                found[Total.THROTTLED_NS] = int(line.split()[1]) * 1000
         return found
 
 

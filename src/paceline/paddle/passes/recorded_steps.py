@@ -9,14 +9,14 @@ from __future__ import annotations
 import functools
 
 from paceline.paddle import internals
-from paceline.tracing.recording import noted
-from paceline.tracing.records import Event
+from paceline.tracing.recording import batches, optimizer_steps
 
 
 @functools.cache
 def note_steps() -> None:
     """Note all steps and batches of this process from now on, whenever it records."""
+    steps, asked = optimizer_steps(), batches()
     for optimizer in internals.classes_with("step", internals.optimizers()):
-        optimizer.step = noted(optimizer.step, Event.OPTIMIZER_BEGAN, Event.OPTIMIZER_ENDED)
+        optimizer.step = steps.around(optimizer.step)
     for iterator in internals.classes_with("__next__", internals.loader_iterators()):
-        iterator.__next__ = noted(iterator.__next__, Event.DATA_BEGAN, Event.DATA_ENDED)
+        iterator.__next__ = asked.around(iterator.__next__)

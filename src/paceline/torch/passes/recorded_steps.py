@@ -11,15 +11,14 @@ import functools
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import dataloader
 
-from paceline.tracing.recording import note_event, noted
-from paceline.tracing.records import Event
+from paceline.tracing.recording import batches, optimizer_steps
 
 
 @functools.cache
 def note_steps() -> None:
     """Note all steps and batches of this process from now on, whenever it records."""
-    register_optimizer_step_pre_hook(lambda *_: note_event(Event.OPTIMIZER_BEGAN))
-    register_optimizer_step_post_hook(lambda *_: note_event(Event.OPTIMIZER_ENDED))
+    steps = optimizer_steps()
+    register_optimizer_step_pre_hook(steps.begin)
+    register_optimizer_step_post_hook(steps.end)
     iterator = dataloader._BaseDataLoaderIter
-    noting = noted(iterator.__next__, Event.DATA_BEGAN, Event.DATA_ENDED)
-    iterator.__next__ = noting  # type: ignore[method-assign]
+    iterator.__next__ = batches().around(iterator.__next__)  # type: ignore[method-assign]

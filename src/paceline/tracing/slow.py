@@ -1,0 +1,350 @@
+"""Which rank the others wait for, and why: found in the totals of the ranks, and said in a sentence.
+
+The one idea: backward is a barrier, so every rank has the same step and only its own work tells who is slow.
+Whatever a rank does more of than the others, for each step, may be the cause; the part of the difference that
+it explains decides. Pure. Imports its neighbours and the standard library.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from paceline.tracing.ring_file import RankRecording
+from paceline.tracing.totals import Total, Totals
+
+_EXPLAINS = 0.4
+"""Part of what a rank works more than the others that a cause must explain, to be named."""
+_MINOR_FAULT_NS = 500
+"""What the kernel takes to clear a page and to map it, about."""
+_MAJOR_FAULT_NS = 100_000
+"""What a fast disk takes to read a page."""
+_MOST_TOLD = 3
+"""Ranks that are named; of 128 nobody reads more."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What must have been seen before a rank is called slow.
+
+    Attributes:
+        passes: Least number of passes.
+        seconds: Least time that they took.
+        lost_s: Least time that the others waited for the rank, in all.
+        part: Least part of a step by which a rank works longer than the median of the others.
+        share: Least part of the passes in which the rank was the last: a checkpoint that rank 0 writes now
+            and then does not count, ...
+        rarely_lost_s: ... unless the others have waited so long for it.
+    """
+
+    passes: int
+    seconds: float
+    lost_s: float
+    part: float = 0.1
+    share: float = 0.25
+    rarely_lost_s: float = math.inf
+
+
+AT_THE_END = Limits(passes=20, seconds=0.0, lost_s=1.0, rarely_lost_s=10.0)
+"""What is worth a sentence when a job has ended."""
+WHILE_IT_RUNS = Limits(passes=100, seconds=10.0, lost_s=1.0)
+"""What is worth a warning."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """What one rank has done between two looks at its totals.
+
+    Attributes:
+        rank: The rank.
+        world_size: Number of ranks of its job.
+        host: The name of its host.
+        grown: By how much each total has grown.
+    """
+
+    rank: int
+    world_size: int
+    host: str
+    grown: Totals
+
+    @property
+    def passes(self) -> int:
+        return int(self.grown.get(Total.PASSES, 0))
+
+    @property
+    def step_ns(self) -> float:
+        return self.grown[Total.TIME_NS] / self.passes
+
+    def of_step(self, total: Total) -> float | None:
+        """What a total has grown for each step; None: it is not told."""
+        grown = self.grown.get(total)
+        return None if grown is None else grown / self.passes
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a rank works longer than the others.
+
+    Attributes:
+        kind: A word for it; see _CAUSES.
+        text: What is to be said of it, the rank being "it".
+    """
+
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True)
+class SlowRank:
+    """A rank that the others wait for.
+
+    Attributes:
+        span: What it has done.
+        share: Part of the passes in which it was the last.
+        held_up_ns: How much later than the others it came, in the mean over all passes.
+        cause: Why; None: that could not be told.
+    """
+
+    span: Span
+    share: float
+    held_up_ns: float
+    cause: Cause | None
+
+    def sentence(self, when: str = "") -> str:
+        """For people.
+
+        Example:
+            "rank 3 of 8 (host b) was waited for in 91 % of 1240 steps, 4.2 ms of 20.1 ms per step: its data
+            loading took 4.4 ms per step, that of the others 0.2 ms."
+        """
+        span = self.span
+        return (
+            f"rank {span.rank} of {span.world_size} (host {span.host}) was waited for in "
+            f"{100 * self.share:.0f} % of {when}{span.passes} steps, {_ms(self.held_up_ns)} of "
+            f"{_ms(span.step_ns)} per step"
+            + (f": {self.cause.text}." if self.cause else ". The cause could not be told.")
+        )
+
+
+def whole_spans(recordings: Sequence[RankRecording]) -> list[Span]:
+    """What each rank has done since the end of its first pass, as far as it has written that."""
+    return [span_of(each, each.first) for each in recordings]
+
+
+def span_of(recording: RankRecording, since: Totals) -> Span:
+    """What a rank has done since a look at its totals."""
+    header = recording.header
+    grown = {total: value - since[total] for total, value in recording.last.items() if total in since}
+    return Span(header.rank, header.world_size, header.host, grown)
+
+
+def slow_ranks(spans: Sequence[Span], limits: Limits) -> list[SlowRank]:
+    """The ranks that the others wait for, the slowest first, three at most. None: all is balanced.
+
+    Args:
+        spans: Those of all ranks of a job, or of some, if nobody can look at the others' hosts.
+        limits: What must have been seen.
+
+    Example:
+        Two ranks made 100 steps of 20 ms. Rank 0 worked for 10 ms in each, and then waited; rank 1 worked for
+        20 ms, of which its data loader took 12. Rank 1 is slow, by "data".
+    """
+    able = [span for span in spans if span.passes >= max(1, limits.passes)]
+    found: list[tuple[float, SlowRank]] = []
+    for span in able:
+        others = [other for other in able if other is not span]
+        if not others or span.grown[Total.TIME_NS] < limits.seconds * 1e9:
+            continue
+        more_ns = _more(span, others, Total.WORKED_NS)
+        share = span.grown[Total.TIMES_LAST] / span.passes
+        held_up_ns = span.grown[Total.HELD_UP_NS]
+        if (
+            more_ns >= limits.part * span.step_ns
+            and held_up_ns >= (limits.lost_s if share >= limits.share else limits.rarely_lost_s) * 1e9
+        ):
+            cause = find_cause(span, others, more_ns)
+            found.append((more_ns, SlowRank(span, share, held_up_ns / span.passes, cause)))
+    return [slow for _, slow in sorted(found, key=lambda each: -each[0])[:_MOST_TOLD]]
+
+
+def find_cause(span: Span, others: Sequence[Span], more_ns: float) -> Cause | None:
+    """What a rank does more of than the others, and what explains most of its longer work.
+
+    Args:
+        span: The slow rank.
+        others: The other ranks.
+        more_ns: How much longer it works for each step.
+    """
+    weighed = {kind: explains(span, others) for kind, (explains, _) in _CAUSES.items()}
+    kind = max(weighed, key=weighed.__getitem__)
+    if weighed[kind] >= _EXPLAINS * more_ns:
+        return Cause(kind, _CAUSES[kind][1](span, others))
+    for kind, (explains, tells) in _WHEREABOUTS.items():
+        if explains(span, others) >= _EXPLAINS * more_ns:
+            return Cause(kind, tells(span, others))
+    return None
+
+
+_Explains = Callable[[Span, Sequence[Span]], float]
+"""How much longer a rank works for each step because of something, in nanoseconds."""
+_Tells = Callable[[Span, Sequence[Span]], str]
+
+
+def _more(span: Span, others: Sequence[Span], total: Total) -> float:
+    """By how much a total grows more in each step than the median of the others; 0: it is not told."""
+    own, theirs = span.of_step(total), _of_others(others, total)
+    return 0.0 if own is None or theirs is None else own - theirs
+
+
+def _of_others(others: Sequence[Span], total: Total) -> float | None:
+    values = [value for value in (other.of_step(total) for other in others) if value is not None]
+    return median(values) if values else None
+
+
+def _times(total: Total, template: str) -> tuple[_Explains, _Tells]:
+    """A cause that is a time. The template says {own} and {others}."""
+
+    def explains(span: Span, others: Sequence[Span]) -> float:
+        return _more(span, others, total)
+
+    def tells(span: Span, others: Sequence[Span]) -> str:
+        return template.format(
+            own=_ms(span.of_step(total) or 0.0), others=_ms(_of_others(others, total) or 0.0)
+        )
+
+    return explains, tells
+
+
+def _faults(total: Total, each_ns: int, template: str) -> tuple[_Explains, _Tells]:
+    """A cause that is a number of page faults, of so many nanoseconds each."""
+
+    def explains(span: Span, others: Sequence[Span]) -> float:
+        return _more(span, others, total) * each_ns
+
+    def tells(span: Span, others: Sequence[Span]) -> str:
+        own, theirs = span.of_step(total) or 0.0, _of_others(others, total) or 0.0
+        return template.format(own=f"{own:.4g}", others=f"{theirs:.4g}")
+
+    return explains, tells
+
+
+def _larger(total: Total, what: str) -> tuple[_Explains, _Tells]:
+    """A cause that is a larger batch, whose forward and backward take so much longer."""
+
+    def explains(span: Span, others: Sequence[Span]) -> float:
+        own, theirs = span.of_step(total), _of_others(others, total)
+        if not own or not theirs:
+            return 0.0
+        compute = [
+            (other.of_step(Total.WORKED_NS) or 0.0) - (other.of_step(Total.BETWEEN_NS) or 0.0)
+            for other in others
+        ]
+        return (own / theirs - 1) * max(0.0, median(compute))
+
+    def tells(span: Span, others: Sequence[Span]) -> str:
+        own, theirs = span.of_step(total) or 0.0, _of_others(others, total) or 1.0
+        return f"{what} {own:.4g} in the mean, {own / theirs:.3g} times those of the others"
+
+    return explains, tells
+
+
+def _without_core(span: Span, others: Sequence[Span]) -> float:
+    """How much longer it worked without computing."""
+    more = _more(span, others, Total.WORKED_NS)
+    return more - max(0.0, _more(span, others, Total.CPU_NS)) if Total.CPU_NS in span.grown else 0.0
+
+
+def _tell_between(span: Span, others: Sequence[Span]) -> str:
+    own, theirs = span.of_step(Total.BETWEEN_NS) or 0.0, _of_others(others, Total.BETWEEN_NS) or 0.0
+    known = {
+        "data loading": span.of_step(Total.DATA_NS),
+        "optimizer": span.of_step(Total.OPTIMIZER_NS),
+    }
+    told = [f"{name} {_ms(value)}" for name, value in known.items() if value is not None]
+    parts = f"of it {', '.join(told)}" if told else "data, optimizer and all else: --trace tells them apart"
+    return f"from a pass to the next forward it took {_ms(own)} per step ({parts}), the others {_ms(theirs)}"
+
+
+_CAUSES: Mapping[str, tuple[_Explains, _Tells]] = {
+    "data": _times(Total.DATA_NS, "its data loading took {own} per step, that of the others {others}"),
+    "optimizer": _times(Total.OPTIMIZER_NS, "its optimizer took {own} per step, that of the others {others}"),
+    "throttling": _times(
+        Total.THROTTLED_NS,
+        "its control group was throttled for {own} per step (a quota of processor time), the others {others}",
+    ),
+    "steal": _times(
+        Total.STOLEN_NS,
+        "other virtual machines had its cores for {own} per step, those of the others {others}",
+    ),
+    "busy core": _times(
+        Total.RUN_QUEUE_NS,
+        "another process had its core for {own} per step, those of the others {others}",
+    ),
+    "disk": _faults(
+        Total.MAJOR_FAULTS,
+        _MAJOR_FAULT_NS,
+        "it read {own} pages of its memory from a disk per step, the others {others}",
+    ),
+    "page faults": _faults(
+        Total.MINOR_FAULTS, _MINOR_FAULT_NS, "it had {own} page faults per step, the others {others}"
+    ),
+    "weight": _larger(Total.WEIGHT, "the weights of its batches were"),
+    "batch": _larger(Total.SAMPLES, "the samples of its batches were"),
+}
+# Where the time of a rank goes, if nothing in particular is found; the first that explains enough.
+_WHEREABOUTS: Mapping[str, tuple[_Explains, _Tells]] = {
+    "between": (_times(Total.BETWEEN_NS, "")[0], _tell_between),
+    "computing": _times(Total.CPU_NS, "it computed for {own} per step, the others {others}"),
+    "waiting": (
+        _without_core,
+        lambda span, _: "it waited for something else than a core: a lock, a disk, a network or a GPU",
+    ),
+}
+
+
+def _ms(ns: float) -> str:
+    return f"{ns / 1e6:.1f} ms"
+
+
+class SlowWatch:
+    """Says of a job that runs which rank has become slow, once for each rank and cause.
+
+    The one idea: spans that follow each other, each long enough for the limits, so that what is over is over.
+    """
+
+    def __init__(self, limits: Limits = WHILE_IT_RUNS) -> None:
+        self._limits = limits
+        self._since: dict[int, Totals] = {}
+        self._told: set[tuple[int, str]] = set()
+
+    def look(self, recordings: Sequence[RankRecording]) -> list[str]:
+        """The sentences that are due now.
+
+        Args:
+            recordings: Who the ranks are, and their totals; nothing else of them is read.
+        """
+        now = {each.header.rank: each.last for each in recordings if each.last}
+        spans = [
+            span_of(each, self._since[each.header.rank])
+            for each in recordings
+            if each.last and each.header.rank in self._since
+        ]
+        if now.keys() - self._since.keys():  # ranks begin one after the other
+            self._since = now
+            return []
+        if not spans or any(
+            span.passes < self._limits.passes
+            or span.grown.get(Total.TIME_NS, 0.0) < self._limits.seconds * 1e9
+            for span in spans
+        ):
+            return []
+        self._since = now
+        due = [
+            slow
+            for slow in slow_ranks(spans, self._limits)
+            if (slow.span.rank, slow.cause.kind if slow.cause else "") not in self._told
+        ]
+        self._told |= {(slow.span.rank, slow.cause.kind if slow.cause else "") for slow in due}
+        return [slow.sentence("the last ") for slow in due]

@@ -1,0 +1,131 @@
+"""What a rank has used and done since it began, in numbers that only grow; and how they lie in its file.
+
+The one idea: a rank writes its totals once in a second, so whoever watches a job reads some hundred bytes for
+each rank, whatever the length of its ring and of the job. What a machine or a program does not tell is NaN.
+Imports the standard library.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import IntEnum
+from typing import Any, TypeAlias
+
+
+class Total(IntEnum):
+    """What is counted. Sums over all models of a process and all their passes, but for the first ones."""
+
+    TIME_NS = 0
+    """When it was looked at, by CLOCK_MONOTONIC."""
+    PASSES = 1
+    WORKED_NS = 2
+    """From the end of each pass to the end of the next backward, without waiting for others."""
+    TIMES_LAST = 3
+    """In how many passes this rank was the last to come."""
+    HELD_UP_NS = 4
+    """How much later than the others it came then, in the mean over these."""
+    BETWEEN_NS = 5
+    """From the end of each pass to the next forward: optimizer, data, whatever the script does."""
+    DATA_NS = 6
+    """Within the data loader. Told only where all is recorded, as all in the next line."""
+    OPTIMIZER_NS = 7
+    WEIGHT = 8
+    """The weights of the passes, where the user gives any."""
+    SAMPLES = 9
+    """First dimensions of what the model was called with."""
+    CPU_NS = 10
+    """Processor time of all threads."""
+    RUN_QUEUE_NS = 11
+    """How long the main thread was ready to run while another one had the core."""
+    SWITCHES = 12
+    """How often a thread was taken from its core."""
+    MAJOR_FAULTS = 13
+    """Pages that were read from a disk."""
+    MINOR_FAULTS = 14
+    """Pages that the kernel had to give."""
+    THROTTLED_NS = 15
+    """How long the control group was throttled."""
+    STOLEN_NS = 16
+    """How long the process's cores were taken by other virtual machines, in all."""
+
+
+Totals: TypeAlias = Mapping[Total, float]
+"""What is told; what is not told is not in it."""
+
+# A number that is counted up before and after, so that a reader sees when it has read half of a change.
+_TABLE = struct.Struct(f"<Q{len(Total)}dQ")
+TABLE_BYTES = _TABLE.size
+
+
+def pack_totals(number: int, totals: Totals) -> bytes:
+    """A table of totals, the number-th that is written to its place."""
+    return _TABLE.pack(number, *(totals.get(total, math.nan) for total in Total), number)
+
+
+def unpack_totals(table: bytes) -> Totals:
+    """What was packed; nothing, if nothing was, or this was read in the middle of a change."""
+    first, *values, last = _TABLE.unpack(table)
+    if first != last or not first:
+        return {}
+    return {total: value for total, value in zip(Total, values) if not math.isnan(value)}
+
+
+def sum_of(parts: Iterable[Totals]) -> dict[Total, float]:
+    """The totals of several models of one process."""
+    found: dict[Total, float] = {}
+    for part in parts:
+        for total, value in part.items():
+            found[total] = found.get(total, 0.0) + value
+    return found
+
+
+class ModelTotals:
+    """What one wrapped model adds to the totals of its process.
+
+    Args:
+        rank: This rank among those of the model.
+        arrivals: Returns how many passes there were, and for each rank how long it worked, how often it was
+            last and how long it held the others up.
+
+    Attributes:
+        between_ns: As the totals of these names.
+        samples: The same.
+        weight: The same; None: no weight was ever given.
+        over_ns: When the last pass was over; 0: a forward has begun since.
+    """
+
+    __slots__ = ("_arrivals", "_last", "_rank", "between_ns", "over_ns", "samples", "weight")
+
+    def __init__(
+        self, rank: int, arrivals: Callable[[], tuple[int, Sequence[int], Sequence[int], Sequence[int]]]
+    ) -> None:
+        self.between_ns = self.samples = self.over_ns = 0
+        self.weight: float | None = None
+        self._rank = rank
+        # Weak: a model that nobody holds any more need not wait for the recording to forget it.
+        self._arrivals: weakref.WeakMethod[Any] = weakref.WeakMethod(arrivals)
+        self._last: Totals = {}
+
+    def read(self) -> Totals:
+        """The totals now; of a model that is gone, its last."""
+        arrivals = self._arrivals()
+        if arrivals is None:
+            return self._last
+        passes, *rows = arrivals()
+        worked_ns, times_last, held_up_ns = (row[self._rank] for row in rows)
+        found = {
+            Total.PASSES: passes,
+            Total.WORKED_NS: worked_ns,
+            Total.TIMES_LAST: times_last,
+            Total.HELD_UP_NS: held_up_ns,
+            Total.BETWEEN_NS: self.between_ns,
+        }
+        if self.samples:
+            found[Total.SAMPLES] = self.samples
+        if self.weight is not None:
+            found[Total.WEIGHT] = self.weight
+        self._last = found
+        return found
