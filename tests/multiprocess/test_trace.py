@@ -35,10 +35,12 @@ def steps_in_torch(group: object) -> tuple[object, Callable[[Callable[[], None]]
     optimizer = torch.optim.SGD(ddp.parameters(), 0.1)
     batches = iter(torch.utils.data.DataLoader(torch.randn(400, 64), batch_size=4))
 
-    def step(before_backward: Callable[[], None]) -> None:
+    def step(before_backward: Callable[[], None], is_local: bool = False) -> None:
         loss = ddp(next(batches)).sum()
         before_backward()
         loss.backward()
+        if is_local:
+            return
         optimizer.step()
 
     return ddp, step
@@ -58,10 +60,12 @@ def steps_in_paddle(group: object) -> tuple[object, Callable[[Callable[[], None]
     rows = list(np.random.default_rng(0).standard_normal((400, 64)).astype(np.float32))
     batches = iter(paddle.io.DataLoader(rows, batch_size=4))
 
-    def step(before_backward: Callable[[], None]) -> None:
+    def step(before_backward: Callable[[], None], is_local: bool = False) -> None:
         loss = ddp(next(batches)).sum()
         before_backward()
         loss.backward()
+        if is_local:
+            return
         optimizer.step()
         optimizer.clear_grad()
 
@@ -81,14 +85,20 @@ def test_the_timeline_shows_passes_and_whom_each_rank_waited_for(group, make):
         for number in range(3, 7):  # pass 3: rank 1 is slow, pass 4: rank 0, ...
             is_slow = number % 2 == group.rank
             step(functools.partial(until_ended, folder, 1 - group.rank, number) if is_slow else lambda: None)
+        with ddp.no_sync():
+            step(lambda: None, is_local=True)
     if group.rank:
         return
     threads = read_trace(path)
     assert list(threads) == ["rank 0", "rank 1"]
     for thread in threads.values():
-        for name in ("forward", "backward", "average"):
-            assert passes_of(thread, name) == [3, 4, 5, 6]
-        assert len(slices_of(thread, "optimizer")) == len(slices_of(thread, "data")) == 4
+        assert passes_of(thread, "forward") == passes_of(thread, "backward") == [3, 4, 5, 6, 7]
+        for name in ("forward", "backward"):
+            assert [each["args"].get("no_sync", False) for each in slices_of(thread, name)] == [False] * 4 + [
+                True
+            ]
+        assert passes_of(thread, "average") == [3, 4, 5, 6]
+        assert (len(slices_of(thread, "optimizer")), len(slices_of(thread, "data"))) == (4, 5)
         posted = [each["name"] for each in thread if each["ph"] == "i"]
         assert len(posted) == 4 * len(ddp.bucket_layout())
     reduced = [each for thread in threads.values() for each in slices_of(thread, "reduce bucket")]

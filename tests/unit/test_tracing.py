@@ -208,6 +208,20 @@ def test_a_pass_that_raised_shows_it():
     assert line.slices[-1].args["raised"]
 
 
+def test_backwards_in_no_sync_are_slices_of_the_pass_that_they_belong_to():
+    key = pass_id(0, 2)
+    told = [(31, Event.FORWARD_BEGAN, 0), (33, Event.FORWARD_ENDED, 0)]
+    told += [(34, Event.LOCAL_BACKWARD_BEGAN, 0), (36, Event.LOCAL_BACKWARD_ENDED, 0)]
+    told += [(37, Event.LOCAL_BACKWARD_BEGAN, 0), (38, Event.LOCAL_BACKWARD_ENDED, 1)]
+    local = [Record(ms * MS, event, 0, key, second) for ms, event, second in told]
+    line = make_timeline(rank_that(0, [*one_pass(1, 0, 10, 30), *local, *one_pass(2, 40, 80, 81)]))
+    backwards = [s for s in line.slices if s.name == "backward"]
+    assert [(s.begin_ns // MS, s.end_ns // MS) for s in backwards] == [(1, 10), (34, 36), (37, 38), (41, 80)]
+    is_local = {"pass": 2, "no_sync": True}
+    assert [s.args for s in backwards[1:]] == [is_local, is_local | {"raised": True}, {"pass": 2}]
+    assert line.arrivals == {(0, 1): 10 * MS, (0, 2): 80 * MS}  # nobody waits for it
+
+
 def test_the_last_to_arrive_is_waited_for():
     assert last_to_arrive([make_timeline(each) for each in two_ranks()]) == {(0, 1): 1, (0, 2): 0}
 

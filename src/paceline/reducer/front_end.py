@@ -14,6 +14,7 @@ from paceline import _core
 from paceline.errors import PacelineError
 from paceline.reducer.buffers import BufferSync
 from paceline.reducer.link import Reduction
+from paceline.reducer.local_backward import LocalBackward
 from paceline.reducer.micro_batches import MicroBatchWeights
 from paceline.reducer.plan import BucketCaps, ParameterSpec
 from paceline.reducer.replica_check import Entry
@@ -193,6 +194,10 @@ class Autograd(Protocol):
 
     def watch(self, output: object) -> None:
         """Let the backward of these outputs begin a pass even if it reaches no parameter."""
+        ...
+
+    def watch_local(self, output: object, backward: LocalBackward) -> None:
+        """Tell of the backward of what a forward in no_sync() has returned."""
         ...
 
     def is_in_backward(self) -> bool:

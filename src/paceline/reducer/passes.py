@@ -31,6 +31,7 @@ from paceline.reducer.front_end import AnyAutograd, Fingerprint, FrontEnd, Memor
 from paceline.reducer.frozen import digest_of
 from paceline.reducer.graphs import EndOfBackward, Graphs
 from paceline.reducer.link import Link, Reduction, ReductionOptions, agree
+from paceline.reducer.local_backward import LocalBackward
 from paceline.reducer.pass_errors import (
     GraphVariety,
     Judge,
@@ -490,6 +491,11 @@ class Passes(Generic[AnyAutograd]):
     def end_forward(self) -> None:
         """Note that a forward is over; wrappers call it while something is recorded."""
         self._record(_FORWARD_ENDED)
+
+    def watch_local(self, output: object) -> None:
+        """Note the backward of a forward in no_sync(), too; wrappers call it while all is recorded."""
+        backward = LocalBackward(pass_id(self._model_number, self._pass_number))
+        self.autograd.watch_local(output, backward)
 
     def _end_recorded(self) -> None:
         """As `_end`, and note when, and how it went."""

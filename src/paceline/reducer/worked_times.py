@@ -36,7 +36,7 @@ class Arrivals(NamedTuple):
 
     @staticmethod
     def none(world_size: int) -> Arrivals:
-        """Those of no pass yet."""
+        """What is known before the first pass."""
         return Arrivals(0, *([0] * world_size for _ in range(3)))
 
     def plus(self, other: Iterable[int | Sequence[int]]) -> Arrivals:

@@ -51,6 +51,7 @@ class Recording:
     Attributes:
         note: Notes an event and its two numbers; None: nothing is recorded.
         has_batches: Whether wrappers are to call `note_batch` for each batch.
+        keeps_all: Whether all is recorded, also what takes hooks in the framework.
         data_ns: How long batches of data loaders have taken; None: nobody looks.
         optimizer_ns: The same for steps of optimizers.
     """
@@ -72,6 +73,7 @@ class Recording:
         "_usage",
         "data_ns",
         "has_batches",
+        "keeps_all",
         "note",
         "optimizer_ns",
     )
@@ -84,6 +86,7 @@ class Recording:
         self._place = (0, 1)
         self._usage: UsageReader | None = None
         self._next_sample_ns = 0
+        self.keeps_all = False
         self.data_ns: int | None = None
         self.optimizer_ns: int | None = None
         self._first: Totals = {}
@@ -95,11 +98,6 @@ class Recording:
         self._facts: dict[tuple[str, int], dict[str, Any]] = {}  # what a further ring must be told, too
         self._names: dict[str, int] = {}  # of logged values; a further ring must be told them, too
         os.register_at_fork(after_in_child=self._stop)
-
-    @property
-    def keeps_all(self) -> bool:
-        """Whether all is to be recorded, also what takes hooks in the framework."""
-        return self.note is not None and bool(os.environ.get(CAPACITY_VARIABLE))
 
     def begin_if_asked(self, rank: int, world_size: int) -> None:
         """Record from now on, if the launcher has asked for it and this process does not record yet.
@@ -174,6 +172,7 @@ class Recording:
             ring_file.write_totals(memory, self._first, 1, is_first=True)
         self.note = _core.record
         self.has_batches = bool(os.environ.get(BATCHES_VARIABLE))
+        self.keeps_all = capacity > FLIGHT_RECORDS or bool(os.environ.get(CAPACITY_VARIABLE))
 
     def enlarge(self, rank: int, world_size: int, capacity: int) -> Callable[[], None]:
         """Record into a larger ring for a while, instead of any that there is; returns what ends that."""
@@ -275,6 +274,7 @@ class Recording:
         _core.stop_recording()
         self.note = self._memory = self._path = None
         self.has_batches = False
+        self.keeps_all = False
 
 
 recording = Recording()

@@ -49,6 +49,10 @@ class Event(IntEnum):
     DATA_ENDED = 15
     BATCH = 17
     """A wrapped model was given a batch to train on (its first dimension, its number of elements)."""
+    LOCAL_BACKWARD_BEGAN = 18
+    """A backward in no_sync() began (the pass of a model that its gradients belong to, 0)."""
+    LOCAL_BACKWARD_ENDED = 19
+    """(pass of a model, whether it raised)"""
     LOGGED = 24
     """The program has logged a value (the number of its name, the bits of a float64)."""
     NORM = 25

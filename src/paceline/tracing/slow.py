@@ -144,7 +144,7 @@ def slow_ranks(spans: Sequence[Span], limits: Limits) -> list[SlowRank]:
     """The ranks that the others wait for, the slowest first, three at most. None: all is balanced.
 
     Args:
-        spans: Those of all ranks of a job, or of some, if nobody can look at the others' hosts.
+        spans: One for each rank of a job, or for those whose hosts one can look at.
         limits: What must have been seen.
 
     Example:

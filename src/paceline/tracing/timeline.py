@@ -21,12 +21,14 @@ _BEGINS = {
     Event.FORWARD_BEGAN: "forward",
     Event.BACKWARD_BEGAN: "backward",
     Event.BACKWARD_ENDED: "average",
+    Event.LOCAL_BACKWARD_BEGAN: "backward",
     Event.OPTIMIZER_BEGAN: "optimizer",
     Event.DATA_BEGAN: "data",
 }
 _ENDS = {
     Event.FORWARD_ENDED: "forward",
     Event.BACKWARD_ENDED: "backward",
+    Event.LOCAL_BACKWARD_ENDED: "backward",
     Event.PASS_ENDED: "average",
     Event.OPTIMIZER_ENDED: "optimizer",
     Event.DATA_ENDED: "data",
@@ -159,7 +161,8 @@ class _Builder:
         name = _ENDS.get(event)  # type: ignore[call-overload]
         if name is not None:
             lane = self._lane(name, record)
-            more = {"raised": True} if event == Event.PASS_ENDED and record.second else {}
+            is_end = event in (Event.PASS_ENDED, Event.LOCAL_BACKWARD_ENDED)
+            more = {"raised": True} if is_end and record.second else {}
             self._close(name, lane, record.time_ns, more)
         if event == Event.BACKWARD_ENDED:
             self._current = pass_of(record.first)
@@ -187,7 +190,8 @@ class _Builder:
         if event in (Event.OPTIMIZER_BEGAN, Event.DATA_BEGAN):
             return {}
         args: dict[str, Any] = {"pass": pass_of(record.first)[1]}
-        if event == Event.FORWARD_BEGAN and not record.second & 1:
+        is_local_forward = event == Event.FORWARD_BEGAN and not record.second & 1
+        if is_local_forward or event == Event.LOCAL_BACKWARD_BEGAN:
             args["no_sync"] = True
         if event == Event.BACKWARD_ENDED and record.second:
             args["without data"] = True

@@ -326,6 +326,8 @@ class DataParallel(WrappedModel, PaddleNames):
             self._passes.watch(output)
         if recording.note is not None:
             self._passes.end_forward()
+            if recording.keeps_all and not is_syncing:
+                self._passes.watch_local(output)
         return output
 
     def _run(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -31,6 +31,7 @@ from paceline.paddle.passes.weights import PaddleWeights
 from paceline.reducer.buffers import BufferSync
 from paceline.reducer.front_end import FrontEnd
 from paceline.reducer.graphs import EndOfBackward, Graph
+from paceline.reducer.local_backward import LocalBackward
 from paceline.reducer.passes import Passes, PassState
 from paceline.tracing.recording import recording
 
@@ -101,6 +102,15 @@ class PaddleAutograd:
                 # Holds these passes, as long as the graph: the wrapper may be gone before backward().
                 tensor.register_hook(graph.hook)
         self._begins_at_outputs = begins_at_outputs
+
+    def watch_local(self, output: object, backward: LocalBackward) -> None:
+        def begin(_: object) -> None:
+            if calls.depth and (end := backward.begin()) is not None:
+                graphs.at_end(end)
+
+        for tensor in tensors_in(output):
+            if not tensor.stop_gradient and not tensor.is_leaf:
+                tensor.register_hook(begin)
 
     def _on_output_gradient(self, graph: Graph) -> None:
         """The backward of an output has begun, or paddle.grad() through it, which is no pass."""

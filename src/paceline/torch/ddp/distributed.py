@@ -398,6 +398,8 @@ class DistributedDataParallel(WrappedModel, TorchNames):
                 passes.watch(output)
             if recording.note is not None:
                 passes.end_forward()
+                if recording.keeps_all and not state.is_syncing:
+                    passes.watch_local(output)
 
     def _passes_to_weigh(self) -> GradientPasses:
         if not self._is_connected:

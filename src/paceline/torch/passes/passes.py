@@ -19,6 +19,7 @@ from paceline.reducer.buffers import BufferSync
 from paceline.reducer.front_end import FrontEnd
 from paceline.reducer.graphs import Graph
 from paceline.reducer.link import Link
+from paceline.reducer.local_backward import LocalBackward
 from paceline.reducer.passes import Passes, PassState
 from paceline.torch.link.link import average_buffers
 from paceline.torch.model.compiling import untraced
@@ -167,6 +168,16 @@ class TorchAutograd:
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(graph.hook)  # type: ignore[no-untyped-call]
+
+    def watch_local(self, output: object, backward: LocalBackward) -> None:
+        @untraced
+        def begin(_: object) -> None:
+            if running_call() is RunningCall.BACKWARD and (end := backward.begin()) is not None:
+                Variable._execution_engine.queue_callback(functools.partial(_call, end))
+
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(begin)  # type: ignore[no-untyped-call]
 
     @untraced
     def _on_output_gradient(self, graph: Graph) -> None:
