@@ -178,6 +178,15 @@ def test_features_are_compared_with_the_default(tmp_path):
 
 
 @needs_torch
+def test_recording_is_measured_in_the_processes_that_go_without(tmp_path):
+    content = bench(tmp_path, "trace", "--models", "toy", "--sample-s", "0.01", python=warm_python("torch"))
+    assert [(row["model"], row["way"]) for row in content["rows"]] == [
+        ("toy", way) for way in ("off", "flight", "trace")
+    ]
+    assert all(len(row["samples_s"]) == 2 for row in content["rows"])
+
+
+@needs_torch
 def test_an_optimizers_steps_are_measured(tmp_path):
     arguments = ("--parameters", "1", "--only", "whole,paceline,paceline_shared")
     content = bench(tmp_path, "optimizer", *arguments, python=warm_python("torch"))

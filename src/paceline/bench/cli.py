@@ -34,6 +34,7 @@ def register(subparsers: Any) -> None:
     _add_memory(benches)
     _add(benches, "features", _features, 30, "what find_unused_parameters and static_graph add to a step")
     _add(benches, "hook", _hook, 300, "what taking gradients adds to a backward on one rank", has_ranks=False)
+    _add_trace(benches)
     _add_optimizer(benches)
     _add_data(benches)
     what = "how long a program that wraps a model and ends takes, launcher and imports included"
@@ -139,6 +140,20 @@ def _add_memory(benches: Any) -> None:
     _add(benches, "memory", _memory, 5, what, has_starts=False)
 
 
+def _add_trace(benches: Any) -> None:
+    what = "what recording its passes adds to a training step"
+    parser = _add(benches, "trace", _trace, 20, what, has_starts=False)
+    what = "of toy,rl,mlp,gpt,cnn (default: all)"
+    parser.add_argument("--models", type=_names, default=(), metavar="A,B", help=what)
+    parser.add_argument(
+        "--sample-s",
+        type=_seconds,
+        default=1.0,
+        metavar="S",
+        help="length of a sample (default 1: totals are written once in a second)",
+    )
+
+
 def _add_optimizer(benches: Any) -> None:
     what = "an optimizer's step of which each rank makes a part, against all of it on each"
     parser = _add(benches, "optimizer", _optimizer, 15, what)
@@ -230,6 +245,14 @@ def _features(arguments: argparse.Namespace) -> int:
     from paceline.bench import features, step
 
     return _finish(features.run(_plan(arguments, features.ENTRIES, step.STEADY_MALLOC)), arguments)
+
+
+def _trace(arguments: argparse.Namespace) -> int:
+    from paceline.bench import step, trace
+
+    _check_names("--models", arguments.models, trace.MODELS)
+    plan = _plan(arguments, trace.ENTRIES, step.STEADY_MALLOC)
+    return _finish(trace.run(plan, arguments.models or trace.MODELS, arguments.sample_s), arguments)
 
 
 def _hook(arguments: argparse.Namespace) -> int:
@@ -356,6 +379,10 @@ def _rates(text: str) -> tuple[float, ...]:
 
 def _milliseconds(text: str) -> float:
     return _positive(text, "milliseconds, for example 250")
+
+
+def _seconds(text: str) -> float:
+    return _positive(text, "seconds, for example 0.5")
 
 
 def _positive(text: str, expected: str) -> float:

@@ -52,7 +52,7 @@ class Step:
         return {
             "parameters": sum(parameter.numel() for parameter in self._module.parameters()),
             "tensors": len(gradients),
-            "gradient_digest": _digest(gradients),
+            "gradient_digest": digest_of(gradients),
         }
 
     def time(self, iterations: int) -> float:
@@ -92,7 +92,8 @@ def _check_close(gradients: list[Tensor], plan: Model, ranks: list[int]) -> None
             raise ArithmeticError(f"wrong gradient of {name}: off by {worst:.3g} of {scale:.3g}")
 
 
-def _digest(gradients: list[Tensor]) -> str:
+def digest_of(gradients: list[Tensor]) -> str:
+    """A hash of their bits."""
     digest = hashlib.sha256()
     for gradient in gradients:
         digest.update(gradient.detach().contiguous().numpy().tobytes())
