@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.cli import main as paceline_main
 from paceline.errors import ConfigError
 from paceline.tracing import chrome, cli, jobs, ring_file
 from paceline.tracing.clocks import ahead_ns, on_one_clock
@@ -339,6 +340,38 @@ def test_a_folder_of_somebody_else_is_not_used(own_jobs: Path):
     with pytest.raises(FileExistsError):
         jobs.begin(jobs.new_folder(), jobs.JobFacts("train.py", 1, 2, 0.0))
     assert not list(target.iterdir())
+
+
+@contextmanager
+def as_nobody() -> Iterator[None]:
+    """As a user who may not look into folders of root; for others, root's are closed anyway."""
+    if os.geteuid():
+        yield
+        return
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.parametrize("place", ["", "/", "/1a2b3c", "/1a2b3c/"])
+def test_a_job_of_another_user_is_told_by_a_sentence(tmp_path: Path, capsys, place: str):
+    folder = tmp_path / "paceline-4711"
+    ring_file.create(ring_file.path_of(_made(folder / "1a2b3c"), 0), 64)
+    folder.chmod(0)
+    with as_nobody():
+        status = paceline_main(["trace", f"{folder}{place}"])
+    folder.chmod(0o700)
+    told = capsys.readouterr().err
+    assert status == 2
+    assert told.startswith("paceline trace: What the job has recorded can't be read: ")
+    assert str(folder) in told and "it is another user's" in told
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    return folder
 
 
 def test_a_job_that_is_not_there(own_jobs: Path):

@@ -114,10 +114,14 @@ def find(name: str) -> Path:
     """The folder of a job: the folder itself, the job's id, or the process id of its launcher.
 
     Raises:
-        ConfigError: There is no such job.
+        ConfigError: There is no such job, or another user's.
     """
-    if "/" in name or (Path(name).is_dir() and paths_in(Path(name))):
-        if not Path(name).is_dir():
+    if "/" in name or paths_in(Path(name)):
+        try:
+            is_folder = Path(name).is_dir()
+        except OSError as error:  # noqa: PERF203  # which folder it is must be said
+            raise _cannot_read(Path(name), error) from error
+        if not is_folder:
             raise ConfigError(f"There is no folder {name}.", hint="`paceline trace` lists the jobs")
         return Path(name)
     for folder, facts in jobs():
@@ -149,16 +153,8 @@ def read(folders: Sequence[Path]) -> list[RankRecording]:
     for folder in folders:
         try:
             found += read_folder(folder)
-        except OSError as error:
-            raise ConfigError(
-                f"What the job has recorded can't be read: {folder}.",
-                seen=error.strerror or str(error),
-                likely="it is another user's" if isinstance(error, PermissionError) else "",
-            ) from error
-        if not os.access(folder, os.R_OK | os.X_OK):
-            raise ConfigError(
-                f"What the job has recorded can't be read: {folder}.", likely="it is another user's"
-            )
+        except OSError as error:  # noqa: PERF203  # which folder it is must be said
+            raise _cannot_read(folder, error) from error
     if not found:
         raise ConfigError(
             "No rank of this job has recorded a pass.",
@@ -166,6 +162,15 @@ def read(folders: Sequence[Path]) -> list[RankRecording]:
             likely="the script has not wrapped a model (yet), or runs on one rank, which averages nothing",
         )
     return sorted(found, key=lambda each: each.header.rank)
+
+
+def _cannot_read(folder: Path, error: OSError) -> ConfigError:
+    """What is wrong with the folder of a job."""
+    return ConfigError(
+        f"What the job has recorded can't be read: {folder}.",
+        seen=error.strerror or str(error),
+        likely="it is another user's" if isinstance(error, PermissionError) else "",
+    )
 
 
 def age(facts: JobFacts) -> str:
