@@ -119,7 +119,7 @@ def find(name: str) -> Path:
     if "/" in name or paths_in(Path(name)):
         try:
             is_folder = Path(name).is_dir()
-        except OSError as error:  # noqa: PERF203  # which folder it is must be said
+        except OSError as error:  # which folder it is must be said
             raise _cannot_read(Path(name), error) from error
         if not is_folder:
             raise ConfigError(f"There is no folder {name}.", hint="`paceline trace` lists the jobs")
