@@ -90,6 +90,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write a timeline of all ranks for ui.perfetto.dev: forward, backward, who waits for whom",
     )
+    add(
+        "--dashboard",
+        nargs="?",
+        const="0",
+        metavar="PORT",
+        help="serve a page about the running job on this machine, at the address that is printed; "
+        "--dashboard=8080: on that port",
+    )
     add("--timeout-s", type=float, metavar="S", help="stop the job after S seconds")
     add(
         "--nnodes",
@@ -176,6 +184,7 @@ def main(parsed: argparse.Namespace, command: Sequence[str]) -> int:
             timeout_s=parsed.timeout_s,
             grace_s=parsed.grace_s,
             trace=parsed.trace,
+            dashboard=parsed.dashboard,
         ),
         inherited=environment,
     )
@@ -221,7 +230,16 @@ def _run_on_hosts(parsed: argparse.Namespace, command: Sequence[str]) -> NoRetur
     missing = [name for name in ("nnodes", "rdzv") if getattr(parsed, name) is None]
     alone = argparse.ArgumentParser(add_help=False)
     add_arguments(alone)
-    of_one_host = ("master_addr", "master_port", "bind", "prefix", "timeout_s", "grace_s", "trace")
+    of_one_host = (
+        "master_addr",
+        "master_port",
+        "bind",
+        "prefix",
+        "timeout_s",
+        "grace_s",
+        "trace",
+        "dashboard",
+    )
     given = [name for name in of_one_host if getattr(parsed, name) != alone.get_default(name)]
     if parsed.nprocs == _AUTO:
         raise ConfigError(

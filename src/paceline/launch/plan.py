@@ -15,6 +15,7 @@ from typing import Any
 
 from paceline.arguments import Arguments
 from paceline.errors import ConfigError
+from paceline.launch.dashboard import check_dashboard
 from paceline.launch.placement import Machine, assign_cores, threads_per_rank
 from paceline.launch.ports import check_port_is_free, free_ports
 from paceline.launch.topology import read_machine
@@ -48,6 +49,7 @@ class Options:
     timeout_s: float | None = None
     grace_s: float = 5.0
     trace: str | None = None  # a file for the timeline of all ranks
+    dashboard: str | None = None  # the port of a page about the job; "0": a free one
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class Plan:
     report_fd: int | None = None
     recording: Path = Path()  # the folder in which ranks record
     owns_recording: bool = False  # else it is the user's
+    dashboard: tuple[int, str] | None = None  # port and token of the page
 
     @property
     def nprocs(self) -> int:
@@ -124,6 +127,7 @@ def make_plan(
         options=options,
         recording=Path({**inherited, **recorded}[FOLDER_VARIABLE]),
         owns_recording=FOLDER_VARIABLE in recorded,
+        dashboard=None if options.dashboard is None else check_dashboard(options.dashboard, inherited),
     )
 
 

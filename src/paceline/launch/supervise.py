@@ -20,6 +20,7 @@ from typing import Any, BinaryIO
 from paceline import stacks
 from paceline.errors import format_ranks
 from paceline.launch import report
+from paceline.launch.dashboard import DashboardProcess
 from paceline.launch.memory_file import read_memory_file
 from paceline.launch.output import Screen
 from paceline.launch.plan import Plan
@@ -80,11 +81,16 @@ class Supervisor:
             nprocs=plan.nprocs,
             say=screen.say,
         )
+        self._dashboard: DashboardProcess | None = None
+        if plan.dashboard is not None:
+            self._dashboard = DashboardProcess(plan.recording, *plan.dashboard, screen.say)
 
     def run(self) -> int:
         """Start the ranks, and return the job's exit status when the last of them has ended."""
         self._listen_for_signals()
         self._recording.begin()
+        if self._dashboard is not None:
+            self._dashboard.begin()
         try:
             for rank in range(self._plan.nprocs):
                 self._start(rank)
@@ -285,14 +291,16 @@ class Supervisor:
         channels = [channel for rank in self._ranks for channel in rank.wiring.channels]
         for channel in channels:
             channel.drain()
+        ends = [rank.end for rank in self._ranks if rank.end is not None]
+        exit_status, is_failure = self._exit_status(ends)
+        if self._dashboard is not None:
+            self._dashboard.end(exit_status)
         left = end_leftovers(self._wakeup)
         for channel in channels:
             channel.drain()
             channel.close()
         if left:
             self._screen.say(f"paceline: ended what the ranks left behind: {', '.join(left)}")
-        ends = [rank.end for rank in self._ranks if rank.end is not None]
-        exit_status, is_failure = self._exit_status(ends)
         self._recording.end(exit_status)
         if self._plan.report_fd is not None:
             self._tell(

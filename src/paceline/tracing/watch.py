@@ -107,8 +107,8 @@ def as_plain(watch: JobWatch, now: JobSnapshot) -> dict[str, Any]:
         "started_s": None if facts is None else facts.started_s,
         "is_running": not watch.has_ended,
     }
-    plain: dict[str, Any] = _plain({**told, **asdict(now)})
-    return plain
+    found: dict[str, Any] = plain({**told, **asdict(now)})
+    return found
 
 
 def find_running(name: str | None) -> Path:
@@ -170,11 +170,11 @@ def _read_pss(pid: int) -> int:
     return 0
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
+        return {str(key): plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
+        return [plain(each) for each in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value

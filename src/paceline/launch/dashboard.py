@@ -1,0 +1,102 @@
+"""The launcher's end of `--dashboard`: starts the process that serves the page, and ends it with the job.
+
+The one idea: whatever goes wrong with the page, the job goes on. Imports errors, tracing and its neighbours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from paceline.errors import ConfigError
+from paceline.launch.process import python_command
+
+TOKEN_VARIABLE = "PACELINE_DASHBOARD_TOKEN"
+"""A token of the user's, for programs that ask again and again; without it, each job has another one."""
+_SHORTEST_TOKEN = 16
+_ENDS_WITHIN_S = 3.0
+
+
+def check_dashboard(port: str, inherited: Mapping[str, str]) -> tuple[int, str]:
+    """The port and the token of a page; port 0 is any that is free.
+
+    Raises:
+        ConfigError: The port is no number of one, or the user's token can be guessed or not be written.
+    """
+    if not (port.isascii() and port.isdigit() and int(port) <= 65535):
+        raise ConfigError(
+            f"--dashboard={port} is no port.",
+            expected="a number up to 65535, or --dashboard alone: a free port",
+            got=repr(port),
+        )
+    token = inherited.get(TOKEN_VARIABLE) or secrets.token_urlsafe(18)
+    if len(token) < _SHORTEST_TOKEN or not token.replace("-", "").replace("_", "").isalnum():
+        raise ConfigError(
+            f"{TOKEN_VARIABLE} is no token.",
+            expected=f"letters, digits, - and _, at least {_SHORTEST_TOKEN} of them",
+            got=f"{len(token)} characters",
+            hint='python -c "import secrets; print(secrets.token_urlsafe())" makes one',
+        )
+    return int(port), token
+
+
+class DashboardProcess:
+    """The process that serves the page of one job.
+
+    Args:
+        folder: Where the ranks record.
+        port: A port of this machine; 0: a free one.
+        token: Whoever asks must know it.
+        say: Shows a line to the user.
+    """
+
+    def __init__(self, folder: Path, port: int, token: str, say: Callable[[str], None]) -> None:
+        self._folder, self._port, self._token, self._say = folder, port, token, say
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def begin(self) -> None:
+        """Start it, and tell the address; or say why there is none."""
+        try:
+            with socket.create_server(("127.0.0.1", self._port)) as listener:
+                self._process = subprocess.Popen(
+                    python_command("from paceline.tracing.dashboard import serve; serve()"),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    pass_fds=(listener.fileno(),),
+                )
+                self._tell(folder=str(self._folder), fd=listener.fileno(), token=self._token)
+                port = listener.getsockname()[1]
+        except OSError as error:
+            reason = os.strerror(error.errno) if error.errno else str(error)
+            self._say(
+                f"paceline: there is no dashboard on port {self._port}: {reason}. "
+                "The job goes on without; --dashboard alone takes a free port"
+            )
+            return
+        self._say(f"paceline: the dashboard is at http://127.0.0.1:{port}/?token={self._token}")
+
+    def end(self, exit_status: int) -> None:
+        """Let it tell the browsers how the job has ended, and end it."""
+        process = self._process
+        if process is None or process.stdin is None:
+            return
+        with contextlib.suppress(OSError):
+            self._tell(exit_status=exit_status)
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+        try:
+            process.wait(_ENDS_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def _tell(self, **facts: object) -> None:
+        assert self._process is not None and self._process.stdin is not None
+        os.write(self._process.stdin.fileno(), json.dumps(facts).encode() + b"\n")

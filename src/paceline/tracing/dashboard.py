@@ -1,0 +1,243 @@
+"""The page of a running job, and its figures for Prometheus: a web server for this machine only.
+
+The one idea: it is a process of its own, which reads what the ranks have recorded. However slow a browser is,
+neither the ranks nor the launcher notice. It answers only who knows the token, and only under the names of
+this machine, so that no page of a stranger can read it through the browser. Imports its neighbours and the
+standard library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from dataclasses import asdict
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, final
+from urllib.parse import parse_qs, urlsplit
+
+from paceline.tracing.history import History
+from paceline.tracing.live import JobSnapshot
+from paceline.tracing.metrics import CONTENT_TYPE, metrics_text
+from paceline.tracing.watch import JobWatch, as_plain, plain
+
+_PAGE = Path(__file__).with_name("dashboard.html")
+_EVERY_S = 1.0
+_MOST_CONNECTIONS = 32
+_SLOWEST_S = 10.0  # for a browser to take, or to ask for, anything
+_OWN_NAMES = ("127.0.0.1", "localhost", "[::1]")
+
+
+@final
+class Feed:
+    """Looks at the job once in a second, and wakes those who wait for it.
+
+    Args:
+        watch: The job.
+    """
+
+    def __init__(self, watch: JobWatch) -> None:
+        self._watch = watch
+        self._history = History()
+        self._changed = threading.Condition()
+        self._number = 0  # of the last look
+        self._reshaped = 0  # the last look after which points had become fewer
+        self._now: JobSnapshot | None = None
+        self._exit_status: int | None = None
+        self._has_ended = False
+
+    def look(self) -> None:
+        """Look once more."""
+        now = self._watch.look()
+        with self._changed:
+            self._number += 1
+            if self._history.add(now, time.time()):
+                self._reshaped = self._number
+            self._now = now
+            self._changed.notify_all()
+
+    def end(self, exit_status: int | None) -> None:
+        """Tell all that the job is over."""
+        with self._changed:
+            self._exit_status, self._has_ended = exit_status, True
+            self._changed.notify_all()
+
+    def metrics(self) -> str:
+        """The figures for Prometheus."""
+        with self._changed:
+            now = self._now
+        return "" if now is None else metrics_text(now, self._watch.id)
+
+    def next_event(self, seen: int) -> tuple[int, str, dict[str, Any]]:
+        """What to tell a browser; blocks until there is something, for a second or so.
+
+        Args:
+            seen: The number of the last event that it was told; 0: none.
+
+        Returns:
+            The number of the event, its name and its data: "all" that is known, what is new ("now"), or
+            that the job has "ended".
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._number > seen or self._has_ended, timeout=5 * _EVERY_S)
+            if self._now is None or self._number <= seen:
+                return seen, "ended" if self._has_ended else "wait", {"exit_status": self._exit_status}
+            history, number = self._history, self._number
+            # Points that stand for several looks come seldom, so a browser may be behind by one at most.
+            is_whole = not seen or self._reshaped > seen or number > seen + history.num_per_point
+            told = {
+                "job": as_plain(self._watch, self._now),
+                "points": [
+                    plain(asdict(each)) for each in (history.points if is_whole else history.points[-1:])
+                ],
+                "incidents": [plain(asdict(each)) for each in history.incidents],
+            }
+        return number, "all" if is_whole else "now", told
+
+
+class Dashboard(ThreadingHTTPServer):
+    """The server.
+
+    Args:
+        listener: A socket that listens; it is the server's from now on.
+        feed: What it tells.
+        token: Whoever asks must know it.
+    """
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, listener: socket.socket, feed: Feed, token: str) -> None:
+        super().__init__(listener.getsockname(), _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listener
+        self.feed, self.token = feed, token
+        self._slots = threading.BoundedSemaphore(_MOST_CONNECTIONS)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._slots.acquire(blocking=False):
+            super().process_request(request, client_address)
+            return
+        with contextlib.suppress(OSError):
+            request.settimeout(0.1)
+            request.sendall(b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\n\r\n")
+        self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._slots.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that goes away is no error, and there is nobody to tell of others."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Dashboard
+    server_version, sys_version = "Paceline", ""
+    protocol_version = "HTTP/1.1"
+    timeout = _SLOWEST_S
+
+    def do_GET(self) -> None:
+        address = urlsplit(self.path)
+        if not self._is_for_us():
+            self._say(403, "This page is served under the names of this machine only.")
+        elif not self._knows_token(address.query):
+            self._say(403, "The address needs its token: `paceline run` has printed it.")
+        elif address.path == "/":
+            self._send_page()
+        elif address.path == "/events":
+            self._send_events()
+        elif address.path == "/metrics":
+            self._send(200, CONTENT_TYPE, self.server.feed.metrics().encode())
+        else:
+            self._say(404, "There is only /, /events and /metrics.")
+
+    def _is_for_us(self) -> bool:
+        """Whether the browser means this machine: a stranger's name may lead here, too (DNS rebinding)."""
+        named = self.headers.get_all("Host") or [""]
+        host, _, port = named[0].rpartition(":")
+        return len(named) == 1 and (host if port.isdigit() and host else named[0]) in _OWN_NAMES
+
+    def _knows_token(self, query: str) -> bool:
+        given = parse_qs(query).get("token", [""])[0]
+        bearer = self.headers.get("Authorization", "")
+        if bearer.startswith("Bearer "):
+            given = bearer.removeprefix("Bearer ").strip()
+        return hmac.compare_digest(given.encode(errors="replace"), self.server.token.encode())
+
+    def _send_page(self) -> None:
+        nonce = secrets.token_urlsafe(16)
+        policy = (
+            f"default-src 'none'; style-src 'nonce-{nonce}'; script-src 'nonce-{nonce}'; connect-src 'self'; "
+            "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        )
+        page = _PAGE.read_text().replace("{nonce}", nonce)
+        self._send(200, "text/html; charset=utf-8", page.encode(), {"Content-Security-Policy": policy})
+
+    def _send_events(self) -> None:
+        self.close_connection = True
+        self._send_head(200, "text/event-stream", {"Connection": "close"})
+        seen, name = 0, ""
+        while name != "ended":
+            seen, name, data = self.server.feed.next_event(seen)
+            self.wfile.write(f"event: {name}\ndata: {json.dumps(data, allow_nan=False)}\n\n".encode())
+
+    def _say(self, status: int, text: str) -> None:
+        self._send(status, "text/plain; charset=utf-8", text.encode() + b"\n")
+
+    def _send(self, status: int, kind: str, body: bytes, more: dict[str, str] | None = None) -> None:
+        self._send_head(status, kind, {"Content-Length": str(len(body)), **(more or {})})
+        self.wfile.write(body)
+
+    def _send_head(self, status: int, kind: str, more: dict[str, str]) -> None:
+        self.send_response(status)
+        headers = {
+            "Content-Type": kind,
+            "Cache-Control": "no-store",
+            "Referrer-Policy": "no-referrer",
+            "X-Content-Type-Options": "nosniff",
+            **more,
+        }
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing: the terminal is the job's."""
+
+
+def serve() -> None:
+    """Serve a job's page: the program of a process that the launcher starts.
+
+    The first line of standard input is JSON: the folder in which the ranks record, the descriptor of a socket
+    that listens, and the token. A further line tells how the job has ended; its end is the end.
+    """
+    order = json.loads(sys.stdin.readline())
+    with contextlib.suppress(OSError):
+        os.nice(10)  # the ranks go first
+    feed = Feed(JobWatch(Path(order["folder"])))
+    server = Dashboard(socket.socket(fileno=order["fd"]), feed, order["token"])
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    is_over = threading.Event()
+    threading.Thread(target=_look_on, args=(feed, is_over), daemon=True).start()
+    last = sys.stdin.readline()
+    is_over.set()
+    feed.look()
+    feed.end(json.loads(last)["exit_status"] if last else None)
+    time.sleep(0.2)  # for browsers to be told; daemon threads end with us
+
+
+def _look_on(feed: Feed, is_over: threading.Event) -> None:
+    while True:
+        feed.look()
+        if is_over.wait(_EVERY_S):
+            return

@@ -1,0 +1,92 @@
+"""What a job does now, in the text format that Prometheus reads. Pure.
+
+The format: https://prometheus.io/docs/instrumenting/exposition_formats/, version 0.0.4. Imports its
+neighbours and the standard library.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+
+from paceline.tracing.live import JobSnapshot, RankSnapshot
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def metrics_text(now: JobSnapshot, job: str) -> str:
+    """All figures of a snapshot; the label `job_id` tells jobs apart, and `rank` their ranks.
+
+    Example:
+        >>> print(metrics_text(now, "9fb9a4"))
+        # HELP paceline_up Whether the process of the rank runs.
+        # TYPE paceline_up gauge
+        paceline_up{job_id="9fb9a4",rank="0"} 1
+        ...
+    """
+    lines: list[str] = []
+    for name, kind, about, find in _FAMILIES:
+        samples = [
+            f"paceline_{name}{_labels({'job_id': job, 'rank': str(rank.rank), **labels})} {_number(value)}"
+            for rank in now.ranks
+            for labels, value in find(now, rank)
+            if value is not None
+        ]
+        if samples:
+            lines += [f"# HELP paceline_{name} {about}", f"# TYPE paceline_{name} {kind}", *samples]
+    return "".join(f"{line}\n" for line in lines)
+
+
+_Found = Iterable[tuple[Mapping[str, str], float | None]]
+
+
+def _values(now: JobSnapshot, rank: RankSnapshot) -> _Found:
+    return [({"name": name}, value) for name, value in rank.values.items()]
+
+
+_FAMILIES: tuple[tuple[str, str, str, Callable[[JobSnapshot, RankSnapshot], _Found]], ...] = (
+    ("up", "gauge", "Whether the process of the rank runs.", lambda _, r: [({}, r.is_alive)]),
+    ("steps_total", "counter", "Passes that were averaged.", lambda _, r: [({}, r.step)]),
+    ("steps_per_second", "gauge", "Over the last seconds.", lambda _, r: [({}, r.steps_per_s)]),
+    ("samples_per_second", "gauge", "Over the last seconds.", lambda _, r: [({}, r.samples_per_s)]),
+    (
+        "worked_seconds",
+        "gauge",
+        "Median own time for a step, without waiting.",
+        lambda _, r: [({}, r.worked_s)],
+    ),
+    ("waiting_ratio", "gauge", "Which part of the time the rank waits.", lambda _, r: [({}, r.waiting)]),
+    (
+        "waited_for_ratio",
+        "gauge",
+        "Which part of all ranks' time is lost by waiting for the rank.",
+        lambda now, r: [({}, now.waited_for.get(r.rank, 0.0))],
+    ),
+    ("silent_seconds", "gauge", "How long ago the rank recorded anything.", lambda _, r: [({}, r.silent_s)]),
+    ("memory_bytes", "gauge", "Memory of the process.", lambda _, r: [({}, r.memory_bytes)]),
+    ("gradient_norm", "gauge", "2-norm of the mean gradient.", lambda _, r: [({}, r.norm)]),
+    (
+        "nonfinite_gradients",
+        "gauge",
+        "Gradients of the last seconds with an infinity or a NaN.",
+        lambda _, r: [({}, r.nonfinite)],
+    ),
+    ("failed_passes", "gauge", "Passes of the last seconds that raised.", lambda _, r: [({}, r.failed)]),
+    ("logged_value", "gauge", "What the program has logged last.", _values),
+)
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    return "{" + ",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items()) + "}"
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+def _number(value: float) -> str:
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "+Inf" if value > 0 else "-Inf"
+    return repr(float(value))
