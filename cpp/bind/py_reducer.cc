@@ -5,6 +5,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -19,9 +20,11 @@ void bind_reducer(nb::module_& m) {
   nb::class_<PyReducer>(m, "Reducer")
       .def(nb::init<nb::object, size_t, const std::vector<size_t>&,
                     const std::vector<size_t>&, const std::vector<int>&,
-                    const std::vector<std::pair<size_t, size_t>>&, bool>(),
+                    const std::vector<std::pair<size_t, size_t>>&, bool,
+                    const std::vector<std::tuple<size_t, size_t, int>>&>(),
            "group"_a, "arena_bytes"_a, "offsets"_a, "counts"_a, "dtypes"_a,
-           "buckets"_a, "assigns_chunks"_a = false)
+           "buckets"_a, "assigns_chunks"_a = false,
+           "owned"_a = std::vector<std::tuple<size_t, size_t, int>>())
       .def_prop_ro("arena_pointer",
                    [](PyReducer& r) {
                      return reinterpret_cast<Pointer>(r.reducer().arena());

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -17,7 +18,8 @@ class PyReducer {
             const std::vector<size_t>& offsets,
             const std::vector<size_t>& counts, const std::vector<int>& dtypes,
             const std::vector<std::pair<size_t, size_t>>& buckets,
-            bool assigns_chunks)
+            bool assigns_chunks,
+            const std::vector<std::tuple<size_t, size_t, int>>& owned)
       : owner_(std::move(group)), group_(nb::cast<PyHostGroup*>(owner_)) {
     group_->collective(kUnlockBytes, -1, [&](HostGroup& core, double) {
       if (offsets.size() != counts.size() || offsets.size() != dtypes.size()) {
@@ -29,8 +31,12 @@ class PyReducer {
       }
       std::vector<BucketSpan> spans;
       for (const auto& [begin, end] : buckets) spans.push_back({begin, end});
-      reducer_ = std::make_unique<Reducer>(core.heap, arena_bytes, parameters,
-                                           spans, assigns_chunks);
+      std::vector<OwnedBytes> ranges;
+      for (const auto& [begin, end, rank] : owned)
+        ranges.push_back({begin, end, rank});
+      reducer_ =
+          std::make_unique<Reducer>(core.heap, arena_bytes, parameters, spans,
+                                    assigns_chunks, std::move(ranges));
     });
   }
 

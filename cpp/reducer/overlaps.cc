@@ -63,6 +63,7 @@ void Reducer::leave_pass() {
 
 void Reducer::part_overlapping() {
   overlapping_.clear();
+  if (scatters_) return;  // nothing is written there
   extents_.clear();
   collect_extents(*this, true);
   if (extents_.empty()) return;

@@ -2,6 +2,7 @@
 // words in reducer.h.
 #include <algorithm>
 #include <string>
+#include <utility>
 
 #include "core/failure.h"
 #include "kernels/kernels.h"
@@ -18,7 +19,8 @@ constexpr uint32_t kAssignedChunksPerRank = 2;
 }  // namespace
 
 // Cuts parameters into segments, segments into buckets, buckets into chunks.
-void Reducer::plan(const std::vector<BucketSpan>& spans) {
+void Reducer::plan(const std::vector<BucketSpan>& spans,
+                   std::vector<OwnedBytes> owned) {
   std::vector<Segment> all;
   uint32_t order = 0;
   for (uint32_t p = 0; p < parameters_.size(); ++p) {
@@ -44,6 +46,8 @@ void Reducer::plan(const std::vector<BucketSpan>& spans) {
     }
   }
 
+  if (scatters_) find_keepers(all, std::move(owned));
+
   std::vector<std::vector<uint32_t>> buckets_of(parameters_.size());
   for (uint32_t b = 0; b < spans.size(); ++b) {
     Bucket bucket{};
@@ -64,7 +68,9 @@ void Reducer::plan(const std::vector<BucketSpan>& spans) {
                std::to_string(segment.parameter));
       }
       const auto index = static_cast<uint32_t>(segments_.size());
-      if (chunk_bytes >= kChunkBytes) {
+      const bool is_another_rank_s =
+          index > 0 && segments_.back().owner != segment.owner;
+      if (chunk_bytes >= kChunkBytes || is_another_rank_s) {
         chunks_.push_back({index, index});
         chunk_bytes = 0;
       }
@@ -105,6 +111,37 @@ void Reducer::plan(const std::vector<BucketSpan>& spans) {
   weights_.assign(static_cast<size_t>(session_.world()), 1.0);
 }
 
+// `segments` are in the order of the arena.
+void Reducer::find_keepers(std::vector<Segment>& segments,
+                           std::vector<OwnedBytes> owned) {
+  std::sort(owned.begin(), owned.end(),
+            [](const OwnedBytes& a, const OwnedBytes& b) {
+              return a.begin < b.begin;
+            });
+  auto range = owned.begin();
+  for (Segment& segment : segments) {
+    size_t at = segment.offset;
+    const size_t end = at + segment.bytes();
+    while (range != owned.end() && range->end <= at) ++range;
+    segment.first_keeper = static_cast<uint32_t>(keepers_.size());
+    for (auto next = range; at < end; ++next) {
+      if (next == owned.end() || next->begin > at || next->end <= at ||
+          next->rank < 0 || next->rank >= session_.world()) {
+        misuse("byte " + std::to_string(at) +
+               " of the arena, in the gradient of parameter " +
+               std::to_string(segment.parameter) + ", has no owner");
+      }
+      at = next->end;
+      const auto first =
+          keepers_.begin() + static_cast<ptrdiff_t>(segment.first_keeper);
+      if (std::find(first, keepers_.end(), next->rank) == keepers_.end())
+        keepers_.push_back(next->rank);
+    }
+    segment.end_keeper = static_cast<uint32_t>(keepers_.size());
+    segment.owner = keepers_[segment.first_keeper];
+  }
+}
+
 void Reducer::allocate(bool assigns_chunks) {
   layout_.buckets_at = round_up(sizeof(PassControl), kLinePairBytes);
   layout_.stats_at =
@@ -126,26 +163,29 @@ void Reducer::allocate(bool assigns_chunks) {
   }
 }
 
-// Small buckets are better reduced by the first who can.
+// Small buckets are better reduced by the first who can. If passes scatter, the
+// segments have owners already.
 void Reducer::assign_chunks() {
-  if (control().assigns_chunks == 0) return;
+  if (!scatters_ && control().assigns_chunks == 0) return;
   const auto world = static_cast<uint32_t>(session_.world());
-  const auto rank = static_cast<uint32_t>(session_.rank());
   for (uint32_t b = 0; b < buckets_.size(); ++b) {
     Bucket& bucket = buckets_[b];
     const uint32_t count = bucket.end_chunk - bucket.first_chunk;
-    if (count < kAssignedChunksPerRank * world) continue;
+    if (!scatters_ && count < kAssignedChunksPerRank * world) continue;
     bucket.is_assigned = true;
-    // Begins with another rank in each bucket: none gets all the odd ones.
-    bucket.first_own_chunk =
-        bucket.first_chunk + (rank + world - b % world) % world;
+    bucket.first_own = static_cast<uint32_t>(own_chunks_.size());
     for (uint32_t c = bucket.first_chunk; c < bucket.end_chunk; ++c) {
-      const uint32_t owner = (c - bucket.first_chunk + b) % world;
-      if (owner == rank) ++own_chunks_;
-      for (uint32_t s = chunks_[c].first_segment; s < chunks_[c].end_segment;
-           ++s)
-        segments_[s].owner = static_cast<int>(owner);
+      const uint32_t first = chunks_[c].first_segment;
+      // Begins with another rank in each bucket: none gets all the odd ones.
+      if (!scatters_) {
+        const auto owner =
+            static_cast<int>((c - bucket.first_chunk + b) % world);
+        for (uint32_t s = first; s < chunks_[c].end_segment; ++s)
+          segments_[s].owner = owner;
+      }
+      if (segments_[first].owner == session_.rank()) own_chunks_.push_back(c);
     }
+    bucket.end_own = static_cast<uint32_t>(own_chunks_.size());
   }
 }
 

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <string>
+#include <utility>
 
 #include "core/clock.h"
 #include "core/failure.h"
@@ -17,11 +18,13 @@ namespace paceline {
 
 Reducer::Reducer(Heap& heap, size_t arena_bytes,
                  const std::vector<ParameterSpan>& parameters,
-                 const std::vector<BucketSpan>& buckets, bool assigns_chunks)
+                 const std::vector<BucketSpan>& buckets, bool assigns_chunks,
+                 std::vector<OwnedBytes> owned)
     : heap_(heap),
       session_(heap.session()),
       arena_bytes_(arena_bytes),
-      holds_gradients_(!assigns_chunks) {
+      holds_gradients_(!assigns_chunks),
+      scatters_(!owned.empty()) {
   for (const ParameterSpan& span : parameters)
     parameters_.push_back({.span = span});
   const auto world = static_cast<size_t>(session_.world());
@@ -30,7 +33,7 @@ Reducer::Reducer(Heap& heap, size_t arena_bytes,
   arrivals_.times_last.resize(world);
   arrivals_.held_up_ns.resize(world);
   worked_.resize(world * kWorkedPasses);
-  plan(buckets);
+  plan(buckets, std::move(owned));
   allocate(assigns_chunks);
   assign_chunks();
 }
@@ -83,7 +86,8 @@ void Reducer::begin_pass() {
   }
   PassHeader& own = header(session_.rank(), pass_);
   own.weight = weight_;
-  own.assigned_left.store(own_chunks_, std::memory_order_relaxed);
+  own.assigned_left.store(static_cast<uint32_t>(own_chunks_.size()),
+                          std::memory_order_relaxed);
 }
 
 void Reducer::mark_ready(size_t index, void* gradient) {
@@ -154,9 +158,10 @@ bool Reducer::claim_chunk(size_t index, uint32_t* chunk) {
   const Bucket& bucket = buckets_[index];
   const uint32_t count = bucket.end_chunk - bucket.first_chunk;
   if (bucket.is_assigned) {
-    *chunk = bucket.first_own_chunk +
-             bucket.done * static_cast<uint32_t>(session_.world());
-    return *chunk < bucket.end_chunk;
+    const uint32_t place = bucket.first_own + bucket.done;
+    if (place >= bucket.end_own) return false;
+    *chunk = own_chunks_[place];
+    return true;
   }
   Atomic<uint64_t>& claim = bucket_control(index).claim;
   const uint64_t base = pass_ << 32;
@@ -184,10 +189,13 @@ void Reducer::progress(ChunkLimit limit) {
   for (size_t b = first_open_bucket_; b < buckets_.size(); ++b) {
     Bucket& bucket = buckets_[b];
     if (!bucket.posted || bucket.exhausted) continue;
-    if (bucket.has_outside && limit != ChunkLimit::kAll) continue;
+    if (bucket.has_outside && limit != ChunkLimit::kAll && !scatters_) continue;
     const uint32_t chunks = bucket.end_chunk - bucket.first_chunk;
-    const uint32_t most =
-        limit == ChunkLimit::kAll ? chunks : (chunks + world - 1) / world;
+    uint32_t most = chunks;
+    if (limit == ChunkLimit::kOwnShare) {
+      most = bucket.is_assigned ? bucket.end_own - bucket.first_own
+                                : (chunks + world - 1) / world;
+    }
     if (bucket.done >= most) continue;
     // Acquire: everybody's gradients of this bucket are in place; partner: the
     // release in post().
@@ -236,8 +244,10 @@ std::byte* Reducer::own_place_of(const Segment& segment) const {
   return parameter.copy_back + (segment.offset - parameter.span.offset);
 }
 
-// What other ranks reduced lies in the arena only.
+// What other ranks reduced lies in the arena only. If passes scatter, all means
+// stay there.
 void Reducer::copy_back() {
+  if (scatters_) return;
   for (size_t s = 0; s < segments_.size(); ++s) {
     std::byte* own = own_place_of(segments_[s]);
     if (own == nullptr || reduced_in_pass_[s] == pass_) continue;
@@ -257,6 +267,7 @@ void Reducer::read_weights() {
 
 void Reducer::reduce_chunk(const Chunk& chunk) {
   void* arrays[kMaxRanks];
+  void* kept[kMaxRanks];
   SegmentStats* table = stats(pass_);
   const int world = session_.world();
   for (uint32_t s = chunk.first_segment; s < chunk.end_segment; ++s) {
@@ -265,20 +276,29 @@ void Reducer::reduce_chunk(const Chunk& chunk) {
     // Where the gradient is not in the arena, it is read and replaced where it
     // is: one copy less to bring back. Only after the end of this rank's
     // backward (see progress()), and only memory of this gradient alone (see
-    // part_overlapping()).
+    // part_overlapping()). It is not replaced if passes scatter.
     if (std::byte* own = own_place_of(segment); own != nullptr) {
       arrays[session_.rank()] = own;
       reduced_in_pass_[s] = pass_;
     }
+    void** outputs = arrays;
+    int num_outputs = world;
+    if (scatters_) {
+      outputs = kept;
+      num_outputs = 0;
+      for (uint32_t k = segment.first_keeper; k < segment.end_keeper; ++k)
+        kept[num_outputs++] = arena_of(keepers_[k]) + segment.offset;
+    }
     ReduceStats seen;
-    paceline::reduce(segment.dtype, ReduceOp::kMean, arrays, world, arrays,
-                     world, segment.count,
+    paceline::reduce(segment.dtype, ReduceOp::kMean, arrays, world, outputs,
+                     num_outputs, segment.count,
                      weights_all_one_ ? nullptr : weights_.data(), &seen);
     const bool has_culprit =
         (seen.nonfinite_ranks[0] | seen.nonfinite_ranks[1]) != 0;
     const bool has_overflowed =
         !has_culprit && !isfinite(seen.squared_norm) &&
-        !is_all_finite(segment, arrays[session_.rank()]);
+        !is_all_finite(segment,
+                       scatters_ ? outputs[0] : arrays[session_.rank()]);
     table[s] = {seen.squared_norm,
                 {seen.nonfinite_ranks[0], seen.nonfinite_ranks[1]},
                 has_overflowed};

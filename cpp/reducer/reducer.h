@@ -10,6 +10,8 @@
 //   segment  at most kSegmentElements of one parameter: the unit of the
 //            statistics, the same for every bucket size
 //   chunk    a run of segments of one bucket: the unit of work
+//   keeper   a rank that needs the mean of a segment: all ranks, or, of a pass
+//            that scatters, those that own a part of it
 //
 // Steps of pass p, for N ranks (counters only grow; nothing is reset)
 //   1. a rank posts bucket b:   arrived[b] += 1
@@ -18,7 +20,7 @@
 //                               (acquire)
 //   3. claim[b] = (p, next):    a compare-and-swap hands each chunk to exactly
 //                               one rank, which reads everybody's copy and
-//                               writes the mean into everybody's copy
+//                               writes the mean into the copies of its keepers
 //   4. chunks_done += 1         (release: that chunk is written everywhere)
 //   5. a rank's backward ends:  ended += 1, with what it left unused; the last
 //                               to end writes the verdict, whether to go on,
@@ -64,6 +66,17 @@
 // where it is and writes the mean there. Gradients that overlap with each other
 // are moved into the arena at the end of backward, before anything is written;
 // their means stay there, and overlapping() tells which they are.
+//
+// A pass that scatters
+//
+// If every element has an owner, its mean is written to the owner's arena and
+// nowhere else: N reads and 1 write for each element on N ranks, where each
+// other pass makes N reads and N writes. All chunks are assigned: a segment is
+// reduced by the owner of its first element, in one piece, so that its share of
+// the norm has the bits of any other pass. If others own a part of the segment,
+// they are its keepers too, and what they do not own of it they do not read.
+// The memory of gradients outside of the arena is read and never written, so
+// ranks reduce while backward runs, and gradients may overlap.
 #pragma once
 
 #include <cstddef>
@@ -95,6 +108,13 @@ struct BucketSpan {
   size_t end;
 };
 
+/// Bytes of the arena whose mean one rank needs.
+struct OwnedBytes {
+  size_t begin;
+  size_t end;
+  int rank;
+};
+
 inline constexpr size_t kSegmentElements = 16384 / kSmaller;
 inline constexpr uint32_t kPassUnused = 1;
 inline constexpr uint32_t kPassNonFinite = 2;
@@ -117,9 +137,12 @@ class Reducer {
  public:
   /// Collective: allocates the arena and the counters.
   /// `assigns_chunks`: gradients will lie outside of the arena; see the words.
+  /// `owned`: passes scatter; all bytes of all parameters, the same on all
+  /// ranks. Empty: all ranks get all means.
   Reducer(Heap& heap, size_t arena_bytes,
           const std::vector<ParameterSpan>& parameters,
-          const std::vector<BucketSpan>& buckets, bool assigns_chunks);
+          const std::vector<BucketSpan>& buckets, bool assigns_chunks,
+          std::vector<OwnedBytes> owned = {});
   ~Reducer();
   Reducer(const Reducer&) = delete;
   Reducer& operator=(const Reducer&) = delete;
@@ -135,7 +158,7 @@ class Reducer {
   void mark_copied(size_t index, void* gradient, size_t bytes);
   /// The gradient of a parameter is final at `gradient` (null: in the arena
   /// already). Its memory is read until finish() returns, and written only
-  /// within finish().
+  /// within finish(); if passes scatter, it is never written.
   void mark_ready(size_t index, void* gradient);
   /// Ends this rank's pass; blocks until the pass is complete everywhere.
   /// Returns kPass... flags. Nobody's: unused on all ranks that have data.
@@ -203,6 +226,9 @@ class Reducer {
     DType dtype;
     /// The rank that its chunk is assigned to.
     int owner = kNobody;
+    /// Into keepers_, if passes scatter.
+    uint32_t first_keeper = 0;
+    uint32_t end_keeper = 0;
     size_t bytes() const { return count * dtype_bytes(dtype); }
   };
   /// All that a hook needs, side by side: it runs between kernels that leave
@@ -237,9 +263,11 @@ class Reducer {
     bool has_outside = false;
     /// Chunks that this rank has reduced in this pass.
     uint32_t done = 0;
-    /// Whether every world-th chunk is assigned to one rank.
+    /// Whether each of its chunks is assigned to one rank.
     bool is_assigned = false;
-    uint32_t first_own_chunk = 0;
+    /// Those of this rank, into own_chunks_.
+    uint32_t first_own = 0;
+    uint32_t end_own = 0;
   };
   // What follows lies in rank 0's copy of the control block.
   struct alignas(kLinePairBytes) PassControl {
@@ -295,7 +323,10 @@ class Reducer {
     int64_t worked_ns;
   };
 
-  void plan(const std::vector<BucketSpan>& buckets);
+  void plan(const std::vector<BucketSpan>& buckets,
+            std::vector<OwnedBytes> owned);
+  void find_keepers(std::vector<Segment>& segments,
+                    std::vector<OwnedBytes> owned);
   void allocate(bool assigns_chunks);
   void assign_chunks();
   void check_usable();
@@ -311,7 +342,8 @@ class Reducer {
   /// How much of the complete buckets a rank reduces: in the middle of its
   /// backward no more than 1/N of each (a rank that is behind should not do the
   /// others' work as well) and only of those that lie in the arena, at its end
-  /// all that is left.
+  /// all that is left. What is assigned to it, it may reduce at any time if
+  /// passes scatter.
   enum class ChunkLimit { kOwnShare, kAll };
   void progress(ChunkLimit limit);
   bool claim_chunk(size_t bucket, uint32_t* chunk);
@@ -402,6 +434,9 @@ class Reducer {
   const size_t arena_bytes_;
   /// Whether gradients may live in the arena.
   const bool holds_gradients_;
+  const bool scatters_;
+  /// Those of each segment, one segment after the other.
+  std::vector<int> keepers_;
   std::vector<Segment> segments_;
   std::vector<Chunk> chunks_;
   std::vector<Bucket> buckets_;
@@ -411,8 +446,8 @@ class Reducer {
   /// Indices of the segments, sorted by parameter, then by offset in the
   /// parameter.
   std::vector<uint32_t> segments_in_order_;
-  /// How many chunks of all buckets are assigned to this rank.
-  uint32_t own_chunks_ = 0;
+  /// The chunks that are assigned to this rank, bucket by bucket.
+  std::vector<uint32_t> own_chunks_;
   size_t total_chunks_ = 0;
   size_t unused_words_ = 0;
   /// Offsets into the control block.

@@ -183,6 +183,7 @@ class Reducer:
         dtypes: list[int],
         buckets: list[tuple[int, int]],
         assigns_chunks: bool = False,
+        owned: list[tuple[int, int, int]] = [],
     ) -> None: ...
     @property
     def arena_pointer(self) -> int: ...

@@ -87,6 +87,7 @@ def _wrapping() -> list[Use]:
         *ddp("nonfinite", "panic", True, None, 7),
         *ddp("reduce_through", "gloo", None, True),
         *ddp("share_parameters", "yes", 2),
+        *ddp("reduce", "sum", True, None),
         *ddp("timeout_s", "5", -1, 0, NAN, True, [5], datetime.timedelta(0)),
         *ddp("warn_after_s", "5", -1, 0, NAN, True),
         *ddp("check_replicas_every", "100", -1, 1.5, True),

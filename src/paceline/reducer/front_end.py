@@ -43,6 +43,8 @@ class PassOptions(BucketCaps, Protocol):
     def skip_unused(self) -> bool: ...
     @property
     def check_replicas_every(self) -> int | None: ...
+    @property
+    def scatters(self) -> bool: ...
 
 
 class Tensors(Protocol):
@@ -112,6 +114,8 @@ class Gradients(Protocol):
 
     def write_back(self, missing: Sequence[int]) -> None:
         """Make every gradient the mean, where the reducer has not done so itself.
+
+        If the reduction has owners, let what is there in part stand for it.
 
         Args:
             missing: Parameters that got none on this rank, and one on others.

@@ -19,6 +19,7 @@ import numpy as np
 from paceline import _core
 from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.hosts import join_in_order
+from paceline.reducer.owners import Ranges
 from paceline.reducer.plan import Plan
 from paceline.reducer.protocol import Reducer
 from paceline.reducer.witness import Witness
@@ -37,11 +38,14 @@ class ReductionOptions:
         gradients_in_arena: They will live in the arena. Not asked where a group averages.
         checks_finite: Look for infinities and NaNs. In memory that costs nothing, and is always done.
         skip_unused: Don't send buckets that no rank used in the pass before. In memory nothing is sent.
+        owned: Who needs which part of each mean, for each parameter of the plan; empty: all ranks need all.
+            In memory only.
     """
 
     gradients_in_arena: bool
     checks_finite: bool
     skip_unused: bool
+    owned: tuple[Ranges, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,7 @@ class Reduction(Generic[_Tensor]):
         put: Copies a gradient (its second argument) to its place, a bucket at a time; None: nobody does.
         is_ordered: Whether all ranks must launch the buckets of all models in one order: an engine pairs the
             calls of different ranks by it.
+        owned: Who gets which part of each mean; empty: all ranks get all.
     """
 
     plan: Plan
@@ -66,6 +71,7 @@ class Reduction(Generic[_Tensor]):
     sections: Sequence[_Tensor] = ()
     put: Callable[[_Tensor, _Tensor], None] | None = None
     is_ordered: bool = False
+    owned: tuple[Ranges, ...] = ()
 
 
 class Link(Protocol[_Tensor]):
@@ -175,6 +181,11 @@ def make_host_reducer(
         [CORE_DTYPES[spec.dtype] for spec in plan.parameters],
         [(bucket.begin_byte, bucket.end_byte) for bucket in plan.buckets],
         assigns_chunks=not options.gradients_in_arena,
+        owned=[
+            (offset + each.begin, offset + each.end, each.rank)
+            for offset, ranges in zip(plan.offsets, options.owned)
+            for each in ranges
+        ],
     )
 
 

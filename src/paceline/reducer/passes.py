@@ -32,6 +32,17 @@ from paceline.reducer.frozen import digest_of
 from paceline.reducer.graphs import EndOfBackward, Graphs
 from paceline.reducer.link import Link, Reduction, ReductionOptions, agree
 from paceline.reducer.local_backward import LocalBackward
+from paceline.reducer.owners import (
+    OTHER_RANKS,
+    Ranges,
+    check_agree,
+    digest_of_owners,
+    needs_memory,
+    nobodys,
+    other_ranks,
+    owners,
+    several_models,
+)
 from paceline.reducer.pass_errors import (
     GraphVariety,
     Judge,
@@ -39,6 +50,7 @@ from paceline.reducer.pass_errors import (
     farewell,
     give_up_interrupted,
     names_by_rank,
+    shorten,
     uneven_error,
 )
 from paceline.reducer.plan import (
@@ -230,6 +242,8 @@ class Passes(Generic[AnyAutograd]):
     def __init__(
         self, front_end: FrontEnd[AnyAutograd], state: PassState, link: Link[Any], config: PassOptions
     ) -> None:
+        if config.scatters and link.path != "memory":
+            raise needs_memory(link.path)
         tensors = front_end.tensors
         self.state = state
         self.state.arm = self._arm
@@ -272,6 +286,9 @@ class Passes(Generic[AnyAutograd]):
         self._variety = GraphVariety(len(tensors.names) - len(tensors.delayed))
         self.graphs = state.graphs = Graphs(self.close)
         self._set_config(config)
+        self._owned: tuple[Ranges, ...] = ()
+        self._scatters = config.scatters and link.world_size > 1
+        self._is_obstructed = self._scatters
         self.reduction = self._make_reduction(self._make_plan(None), None)
         self.gradients.adopt(self.reduction)
         self.is_order_final = has_one_order(self.reduction.plan)
@@ -282,6 +299,9 @@ class Passes(Generic[AnyAutograd]):
         registry.join(self)
         self.refresh_sharing()
         self.autograd.install()
+        if self._scatters:
+            owners.follow(self)
+            self.follow_owners()
 
     def use_config(self, config: PassOptions) -> None:
         """Judge passes by other options than before. Not within a pass; on every rank."""
@@ -453,7 +473,7 @@ class Passes(Generic[AnyAutograd]):
         self._waited_before_s += before.reducer.waited_s
         self._waited_for_before_ns = self._waited_for_ns(before.reducer)
         self._arrivals_before = self._arrivals_before.plus(before.reducer.arrivals)
-        must_move = self.gradients.any_in_arena
+        must_move = self.gradients.any_in_arena or bool(before.owned)
         # Where the arena is free there need never be two.
         self.reduction = self._make_reduction(plan, None if must_move else before)
         self.gradients.adopt(self.reduction)
@@ -470,7 +490,7 @@ class Passes(Generic[AnyAutograd]):
     def _make_reduction(self, plan: Plan, instead_of: Reduction[Any] | None) -> Reduction[Any]:
         config = self._config
         finite = config.nonfinite != "ignore"
-        options = ReductionOptions(config.gradients_in_arena, finite, config.skip_unused)
+        options = ReductionOptions(config.gradients_in_arena, finite, config.skip_unused, self._owned)
         return self.link.make_reduction(plan, self._tensors.trainable, options, instead_of)
 
     def refresh_sharing(self) -> None:
@@ -480,6 +500,38 @@ class Passes(Generic[AnyAutograd]):
         if self._shared != before:
             self.gradients.share(self._shared)
             self.autograd.share(self._shared)
+            self._is_obstructed = self._scatters and (bool(self._shared) or not self._owned)
+
+    # --- who owns what, of passes that scatter ---
+
+    def follow_owners(self) -> None:
+        """From now on, bring each mean to the ranks that own it, once all parameters are owned. Collective.
+
+        Raises:
+            ConfigError: The owners are other ranks than those that train the model, or ranks know of others.
+        """
+        known = [owners.of(parameter) for parameter in self.trainable]
+        told = [each for each in known if each is not None]
+        if len(told) < len(known):
+            return
+        self._tell_if_interrupted()
+        owned = tuple(each.ranges for each in told)
+        error = other_ranks(told, self.link.rank, self.world_size)
+        digests = self.link.all_gather(OTHER_RANKS if error is not None else digest_of_owners(owned))
+        if error is not None:
+            raise error
+        check_agree(digests)
+        self._is_obstructed = bool(self._shared)
+        if owned != self._owned:
+            self._owned = owned
+            self._replace(self._make_plan(list(self.reduction.plan.order)))
+
+    def _check_scattering(self, *, is_training: bool) -> None:
+        if self._shared:
+            raise several_models(shorten([self._names[index] for index in sorted(self._shared)]), self.who)
+        without = [n for n, p in zip(self._tensors.all_names, self.trainable) if owners.of(p) is None]
+        if without and is_training:  # else nothing is scattered, and nothing is wrong
+            raise nobodys(shorten(without), self.who)
 
     # --- what is recorded ---
 
@@ -557,6 +609,8 @@ class Passes(Generic[AnyAutograd]):
             self._tell_if_interrupted()
             if has_weights:
                 self.micro_batches.give_up_interrupted()
+        if self._is_obstructed and is_syncing:
+            self._check_scattering(is_training=is_training)
         self._begun_forwards += 1
         state.is_syncing = is_syncing
         if self._set_activity is not None:
@@ -794,7 +848,7 @@ class Passes(Generic[AnyAutograd]):
         if len(state.handed) < len(self._names):
             nobodys = set(reducer.globally_unused())
             missing = [i for i in range(len(self._names)) if i not in state.handed and i not in nobodys]
-        if missing or state.staged:
+        if missing or state.staged or self._owned:
             self.gradients.write_back(missing)
         if self._has_sparse:
             self.sparse.average(state.rank_weight, has_data=not state.status.finished)

@@ -42,6 +42,7 @@ class DataParallelConfig(WrapperOptions):
     share_parameters: bool
     # Whether parameters that no rank uses are let be. Yes, as in Paddle: nothing can differ.
     allow_nobodys: ClassVar[bool] = True
+    scatters: ClassVar[bool] = False
 
     def agreed_options(self) -> dict[str, str]:
         """The options that must be the same on all ranks, or their collectives would not match."""

@@ -41,6 +41,7 @@ from paceline.torch.link.comm_hook import check_hook
 from paceline.torch.link.link import MemoryLink, connect
 from paceline.torch.link.members import MemberPeers
 from paceline.torch.link.peers import Peers, find_peers, known_exchange
+from paceline.torch.link.scattered import only_two_norm
 from paceline.torch.model.arguments import check_materialised, checked_module
 from paceline.torch.model.compiling import untraced, untraced_itself
 from paceline.torch.model.config import DDPConfig, Weight, make_config
@@ -135,6 +136,10 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         share_parameters: Keep one copy of the parameters for all ranks of a host, on the CPU, instead of one
             for each. The parameters are still the same objects, but they are only to be read: changes go
             through writing(), and an optimizer's step, too. Buffers stay each rank's own.
+        reduce: "mean": .grad is the mean on every rank. "scatter": each rank gets the part of the mean that
+            its `ShardedOptimizer` needs, and less memory is written. .grad is then a stand-in, and raises
+            when it is read; clip by `ddp.clip_grad_norm_()`. All that is trained must be in a
+            ShardedOptimizer when the first forward begins. On the CPU, with all ranks on one host.
         later: Arguments of a newer torch, which must have torch's default values.
 
     Raises:
@@ -192,6 +197,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         deterministic: str | None = None,
         local_sgd: LocalSGD | None = None,
         share_parameters: bool = False,
+        reduce: str = "mean",
         **later: Any,
     ) -> None:
         arguments = dict(locals())
@@ -441,6 +447,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
             self._refuse_with_local_sgd("a communication hook averages gradients over all ranks")
             check_is_first(self._comm_hook)
             refuse_other_bits(type(self).__name__, self._config.deterministic, A_HOOK)
+            self._refuse_scattering("a communication hook gives every rank whole gradients")
         if peers.process_group is None:
             raise ConfigError(
                 "register_comm_hook: a communication hook needs a process group of torch.",
@@ -482,10 +489,19 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         if scaler is not None and not hasattr(scaler, "get_scale"):
             hint = "the GradScaler that scaled the loss, or None"
             raise Arguments("clip_grad_norm_").refuse("scaler", scaler, "a GradScaler", hint, is_type=True)
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        if self._passes is not None and self._passes.autograd.are_gradients_scattered():
+            return self._clip_scattered(self._passes, max_norm * scale, norm_type) / scale
         is_known = self._passes is not None and norm_type == 2.0
         known = self._passes.known_norm() if is_known and self._passes is not None else None
-        scale = 1.0 if scaler is None else scaler.get_scale()
         return _clip(self._tensors.trainable, max_norm * scale, known, norm_type) / scale
+
+    def _clip_scattered(self, passes: GradientPasses, max_norm: float, norm_type: float) -> torch.Tensor:
+        scattered = passes.autograd.scattered
+        assert scattered is not None
+        if norm_type != 2.0:
+            raise only_two_norm(norm_type)
+        return torch.tensor(scattered.clip(max_norm, passes.squared_norm()))
 
     def writing(self) -> contextlib.AbstractContextManager[None]:
         """Inside this context, parameters that are shared may be changed in place.

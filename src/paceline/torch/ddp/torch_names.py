@@ -480,6 +480,7 @@ class TorchNames(TorchDDP):
                 hint="call ddp.finish(after_pass=step) on each rank when its data ends, where step() makes "
                 "the optimizer's step as in the loop",
             )
+        self._refuse_scattering("in torch's Join a rank without data needs the gradients of another")
         flag = Arguments("join").flag
         divide = flag("divide_by_initial_world_size", divide_by_initial_world_size)
         throw = flag("throw_on_early_termination", throw_on_early_termination)
@@ -490,11 +491,25 @@ class TorchNames(TorchDDP):
         self._refuse_with_local_sgd(
             "torch's Join counts the passes of all ranks; finish() and iterate() don't"
         )
+        self._refuse_scattering("in torch's Join a rank without data needs the gradients of another")
         self._has_joined = True
         divide = bool(kwargs.get("divide_by_initial_world_size", True))
         peers = self._connected()
         self._joining = Joining(self._passes, peers, self.join_device)
         return DDPJoinHook(self._joining, divide, self._leave_join)
+
+    def _refuse_scattering(self, why: str) -> None:
+        """Refuse what needs whole gradients.
+
+        Raises:
+            ConfigError: The wrapper was made with reduce="scatter".
+        """
+        if self._config.scatters:
+            raise ConfigError(
+                f'DistributedDataParallel: {why}, and reduce="scatter" gives each rank a part of each.',
+                hint='reduce="mean"; to train on uneven data: ddp.finish(after_pass=step) on each rank',
+                argument="reduce",
+            )
 
     def _leave_join(self) -> None:
         self._joining = self._join_config = None

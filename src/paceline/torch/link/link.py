@@ -137,7 +137,7 @@ class MemoryLink:
     ) -> Reduction[torch.Tensor]:
         reducer = make_host_reducer(self.core, plan, options, instead_of)
         arena = Arena.on_memory(plan, parameters, reducer.arena_pointer, owner=reducer)
-        return Reduction(plan, arena.views, reducer, takes_pointers=True)
+        return Reduction(plan, arena.views, reducer, takes_pointers=True, owned=options.owned)
 
     def with_hook(self, hook: CommHook, process_group: Any) -> Link[torch.Tensor]:
         return HookLink(self, self._peers, hook)

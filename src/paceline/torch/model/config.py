@@ -27,6 +27,8 @@ _arguments = WrapperArguments("DistributedDataParallel")
 DEFAULT_BUCKET_CAP_MB = 25.0  # torch's defaults, so that ranks of either overlap alike
 DEFAULT_FIRST_BUCKET_BYTES = MIB
 
+REDUCE = ("mean", "scatter")
+
 _NOT_OPTIONS = (
     "delay_all_reduce_named_params",  # `ManagedTensors` looks at these two
     "param_to_hook_all_reduce",
@@ -41,6 +43,7 @@ _OURS = (
     "init_sync_buffers",
     "local_sgd",
     "nonfinite",
+    "reduce",
     "reduce_through",
     "share_parameters",
     "timeout_s",
@@ -58,12 +61,14 @@ class DDPConfig(WrapperOptions):
         precision: The dtypes of parameters in forward, of reduced gradients, of buffers.
         batched_copies: Copy gradients into the arena a bucket at a time.
         share_parameters: The ranks of each host have one copy of the parameters.
+        scatters: Each mean gradient comes to the ranks that own it, and to no others.
     """
 
     device: torch.device | None
     precision: Precision
     batched_copies: bool
     share_parameters: bool
+    scatters: bool
     # Whether parameters that no rank uses are let be. No: they raise, as in torch.
     allow_nobodys: ClassVar[bool] = False
 
@@ -78,6 +83,7 @@ class DDPConfig(WrapperOptions):
             "bucket_cap_mb": str(self.bucket_cap_bytes / MIB),
             "mixed_precision": str(self.precision),
             "share_parameters": str(self.share_parameters),
+            "reduce": "scatter" if self.scatters else "mean",
             **self.agreed_shared(),
         }
 
@@ -91,6 +97,7 @@ def make_config(
     mixed_precision: Any,
     batched_grad_copy: bool,
     share_parameters: bool = False,
+    reduce: str = "mean",
     dim: int = 0,
     check_reduction: bool = False,
     **others: Any,  # with those of SHARED_NAMES
@@ -114,16 +121,37 @@ def make_config(
         hint = "leave out one of the two"
         expected = "None with share_parameters=True: at a meeting each rank writes to its own parameters"
         check.require(others.get("local_sgd") is None, "local_sgd", others.get("local_sgd"), expected, hint)
+    precision = as_precision(mixed_precision)
+    scatters = check.choice("reduce", reduce, REDUCE) == "scatter"
+    if scatters:
+        _check_scatters(precision, others)
     return DDPConfig(
         device=_single_device(device_ids, output_device),
         bucket_cap_bytes=cap_bytes,
         first_bucket_bytes=min(cap_bytes, DEFAULT_FIRST_BUCKET_BYTES),
         bucket_caps_bytes=caps_bytes,
-        precision=as_precision(mixed_precision),
+        precision=precision,
         batched_copies=check.flag("batched_grad_copy", batched_grad_copy),
         share_parameters=shares,
+        scatters=scatters,
         **_arguments.shared(others),
     )
+
+
+def _check_scatters(precision: Precision, arguments: Mapping[str, Any]) -> None:
+    """Refuse reduce="scatter" with what needs whole gradients on each rank, or has them elsewhere."""
+    for holds, other in (
+        (precision.reduce_dtype is not None, "a reduce_dtype in mixed_precision"),
+        (
+            bool(arguments.get("gradient_as_bucket_view")),
+            "gradient_as_bucket_view, which keeps whole gradients",
+        ),
+        (arguments.get("local_sgd") is not None, "local_sgd, whose ranks step on their own"),
+        (arguments.get("reduce_through") == "group", 'reduce_through="group"'),
+        (arguments.get("delay_all_reduce_named_params") is not None, "delay_all_reduce_named_params"),
+    ):
+        expected = f'"mean" with {other}'
+        _arguments.check.require(not holds, "reduce", "scatter", expected, "leave out one of the two")
 
 
 def _single_device(

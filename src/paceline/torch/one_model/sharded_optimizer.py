@@ -171,6 +171,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         own = [self._own_group(number) for number in range(len(self.param_groups))]
         self.optim = make_optimizer(optimizer_class, own, defaults)
         self._is_ready = True
+        self._shards.tell_owners()
 
     # --- a step ---
 
@@ -349,6 +350,7 @@ class ShardedOptimizer(Optimizer, Joinable):
             raise
         self._add_pieces(added, kinds)
         self.optim.add_param_group(self._own_group(num_groups))
+        self._shards.tell_owners()
 
     def _kinds_of(self, groups: Sequence[Mapping[str, Any]]) -> list[Kind]:
         """How the parameters of these groups may be divided, one after the other."""

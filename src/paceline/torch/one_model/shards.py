@@ -16,8 +16,10 @@ import torch
 from paceline.errors import ConfigError
 from paceline.reducer.homes import check_step_allowed
 from paceline.reducer.link import Link
+from paceline.reducer.owners import Owned, OwnedRange, owners
 from paceline.sharding.cuts import Extent, Piece
 from paceline.torch.link.arena import is_dense
+from paceline.torch.link.scattered import ScatteredGradient
 from paceline.torch.one_model.homes import Home, home_of, homes_of
 
 _OWNER = "ShardedOptimizer"
@@ -88,6 +90,18 @@ class Shards:
             self.tensors.append(part_of(self._memory_of(self.parameters[piece.parameter]), piece))
         self.generation += 1
 
+    def tell_owners(self) -> None:
+        """Tell wrapped models which rank needs which part of each gradient. Collective."""
+        ranges: list[list[OwnedRange]] = [[] for _ in self.parameters]
+        for piece in self.pieces:
+            size = self.parameters[piece.parameter].element_size()
+            if piece.end > piece.begin:
+                ranges[piece.parameter].append(OwnedRange(piece.begin * size, piece.end * size, piece.rank))
+        owners.tell(
+            (parameter, Owned(tuple(its), self.rank, self.world_size))
+            for parameter, its in zip(self.parameters, ranges)
+        )
+
     def follow(self) -> None:
         """Look where the parameters lie now: somebody may have given one other memory since the last step.
 
@@ -132,7 +146,7 @@ class Shards:
         """Each parameter's gradient.
 
         Raises:
-            ConfigError: One is sparse.
+            ConfigError: One is sparse, or the part of it that this rank needs is not here.
         """
         found = [parameter.grad for parameter in self.parameters]
         for index, gradient in enumerate(found):
@@ -144,6 +158,13 @@ class Shards:
                     hint="nn.Embedding(..., sparse=False); or an optimizer of its own for this parameter, "
                     "such as torch.optim.SparseAdam, on every rank",
                 )
+            if type(gradient) is ScatteredGradient:
+                gradient.check()
+        for index in self.own:
+            piece = self.pieces[index]
+            gradient = found[piece.parameter]
+            if type(gradient) is ScatteredGradient:
+                gradient.of.part(gradient.number, piece.begin, piece.end)
         return found
 
     def set_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
@@ -151,7 +172,9 @@ class Shards:
         for index in self.own:
             piece = self.pieces[index]
             gradient = gradients[piece.parameter]
-            if gradient is not None and not piece.is_whole:
+            if type(gradient) is ScatteredGradient:
+                gradient = gradient.of.part(gradient.number, piece.begin, piece.end)
+            elif gradient is not None and not piece.is_whole:
                 parameter = self.parameters[piece.parameter]
                 gradient = part_of(_as_laid_out(gradient, parameter), piece)
             self.tensors[index].grad = gradient

@@ -20,6 +20,7 @@ from paceline.errors import ConfigError
 from paceline.reducer.passes import PassState
 from paceline.reducer.protocol import Reducer
 from paceline.torch.link.arena import extent
+from paceline.torch.link.scattered import ScatteredGradient
 from paceline.torch.model.compiling import untraced
 
 Hook = Callable[[torch.Tensor], None]
@@ -30,9 +31,20 @@ HAS_EXCHANGE_API = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")  # torch 2
 
 
 def pointer_hook(
-    state: PassState, index: int, name: str, view: torch.Tensor, reducer: Reducer, dtype: torch.dtype
+    state: PassState,
+    index: int,
+    name: str,
+    view: torch.Tensor,
+    reducer: Reducer,
+    dtype: torch.dtype,
+    *,
+    scatters: bool = False,
 ) -> Hook:
-    """For a reducer that takes pointers; only for gradients that lie in memory as their place does."""
+    """For a reducer that takes pointers; only for gradients that lie in memory as their place does.
+
+    Args:
+        scatters: The mean does not come back; see `refusing_stand_ins`.
+    """
     mark_ready, handed = reducer.mark_ready, state.handed
     shape, strides = view.shape, view.stride()
     stage = copy_hook(state, index, name, view, reducer, dtype)
@@ -62,7 +74,8 @@ def pointer_hook(
         handed[index] = gradient
         mark_ready(index, gradient.data_ptr())
 
-    return in_core(hand_over, state, index, view, reducer, gradient_in_arena=False)
+    unusual = refusing_stand_ins(hand_over, state, index, name) if scatters else hand_over
+    return in_core(unusual, state, index, view, reducer, gradient_in_arena=False)
 
 
 def copy_hook(
@@ -73,11 +86,14 @@ def copy_hook(
     reducer: Reducer,
     dtype: torch.dtype,
     put: Callable[[torch.Tensor, torch.Tensor], object] | None = None,
+    *,
+    scatters: bool = False,
 ) -> Hook:
     """For any reducer, any layout of the gradient, and a place of another dtype.
 
     Args:
         put: Copies a gradient (its second argument) to its place, later maybe; None: now.
+        scatters: The mean does not come back; see `refusing_stand_ins`.
     """
     mark_copied, handed, staged, shape = reducer.mark_copied, state.handed, state.staged, view.shape
     copy = view.copy_ if put is None else functools.partial(put, view)
@@ -102,7 +118,32 @@ def copy_hook(
         staged.append(index)
         mark_copied(index, gradient.data_ptr(), extent(gradient))
 
+    return refusing_stand_ins(hand_over, state, index, name) if scatters else hand_over
+
+
+def refusing_stand_ins(hook: Hook, state: PassState, index: int, name: str) -> Hook:
+    """A hook that refuses what an earlier pass has left in `.grad`: this rank has a part of it.
+
+    Autograd itself cannot add to it. It is found here where a backward brings nothing new.
+    """
+
+    @untraced
+    def hand_over(parameter: torch.Tensor) -> None:
+        if type(parameter.grad) is ScatteredGradient:
+            state.refuse(index, left_over(name, state.where))
+        else:
+            hook(parameter)
+
     return hand_over
+
+
+def left_over(name: str, where: str) -> ConfigError:
+    return ConfigError(
+        f"DistributedDataParallel cannot average the gradient of '{name}' once more.",
+        where=where,
+        seen='reduce="scatter": .grad stands for the mean of an earlier backward, of which a rank has a part',
+        hint="optimizer.zero_grad() before each backward; accumulate within ddp.no_sync()",
+    )
 
 
 def view_hook(

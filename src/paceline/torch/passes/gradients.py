@@ -16,6 +16,7 @@ from paceline.reducer.link import Reduction
 from paceline.reducer.passes import PassState
 from paceline.reducer.plan import ParameterSpec
 from paceline.torch.link.arena import extent
+from paceline.torch.link.scattered import Scattered, ScatteredGradient
 from paceline.torch.model.config import DDPConfig
 from paceline.torch.model.parameters import ManagedTensors
 from paceline.torch.passes.gradient_hooks import (
@@ -37,19 +38,23 @@ class Gradients:
         tensors: The model's.
         state: The state of its passes.
         config: The configuration of the wrapped model.
+        rank: This rank.
 
     Attributes:
         reduction: Averages them.
+        scattered: What each rank has a part of; None: every rank gets all means.
         hooks: For each parameter what hands its gradient over.
     """
 
-    def __init__(self, tensors: ManagedTensors, state: PassState, config: DDPConfig) -> None:
+    def __init__(self, tensors: ManagedTensors, state: PassState, config: DDPConfig, rank: int) -> None:
         self.hooks: list[Hook] = []
         self.reduction: Reduction[torch.Tensor]
+        self.scattered: Scattered | None = None
         self._tensors = tensors
         self._names, self._parameters = tensors.names, tensors.trainable
         self._state = state
         self._config = config
+        self._rank = rank
         self._shared: set[int] = set()
         self._shapes = [parameter.shape for parameter in tensors.trainable]
 
@@ -65,7 +70,24 @@ class Gradients:
         self.reduction = reduction
         for index in moved:
             self._move_home(index, self._parameters[index].grad)
+        self._scatter(reduction)
         self._make_hooks()
+
+    def _scatter(self, reduction: Reduction[torch.Tensor]) -> None:
+        before, self.scattered = self.scattered, None
+        if not reduction.owned:
+            return
+        reducer = reduction.reducer
+        self.scattered = Scattered(
+            self._names,
+            self._parameters,
+            reduction.places,
+            reduction.owned,
+            self._rank,
+            lambda: {*(index for _, index in reducer.nonfinite()), *reducer.overflowed()},
+        )
+        if before is not None:
+            self.scattered.move_from(before)
 
     def share(self, indices: set[int]) -> None:
         self._shared = indices
@@ -90,7 +112,8 @@ class Gradients:
             return view_hook
         # What lies in memory may be the conjugate of a complex gradient.
         if self.reduction.takes_pointers:
-            return copy_hook if parameter.is_complex() else pointer_hook
+            maker = copy_hook if parameter.is_complex() else pointer_hook
+            return maker if self.scattered is None else functools.partial(maker, scatters=True)
         if self._config.batched_copies:
             return functools.partial(copy_hook, put=self.reduction.put)
         return copy_hook
@@ -141,6 +164,9 @@ class Gradients:
         )
 
     def write_back(self, missing: Sequence[int]) -> None:
+        if self.scattered is not None:
+            self.scattered.put([*self._state.handed, *missing])
+            return
         handed, places = self._state.handed, self.reduction.places
         with torch.no_grad():
             for index in self._state.staged:
@@ -156,7 +182,7 @@ class Gradients:
         in_arena, kept = set(self._in_arena()), {}
         for index, parameter in enumerate(self._parameters):
             gradient = parameter.grad
-            if gradient is not None:
+            if gradient is not None and type(gradient) is not ScatteredGradient:
                 is_at_home = index in in_arena
                 kept[index] = (gradient.clone() if is_at_home else gradient, is_at_home)
         return kept
@@ -188,7 +214,7 @@ class Gradients:
         return [(id(g), g._version) for g in gradients if g is not None]
 
     def memory(self) -> tuple[list[int], list[int]] | None:
-        if self._tensors.sparse:
+        if self._tensors.sparse or self.scattered is not None:
             return None
         pointers, sizes = [], []
         for gradient in [p.grad for p in self._parameters]:

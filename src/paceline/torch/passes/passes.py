@@ -14,14 +14,16 @@ from typing import TypeAlias
 import torch
 from torch.autograd import Variable, profiler
 
-from paceline.errors import PacelineError
+from paceline.errors import ConfigError, PacelineError
 from paceline.reducer.buffers import BufferSync
 from paceline.reducer.front_end import FrontEnd
 from paceline.reducer.graphs import Graph
 from paceline.reducer.link import Link
 from paceline.reducer.local_backward import LocalBackward
+from paceline.reducer.pass_errors import shorten
 from paceline.reducer.passes import Passes, PassState
 from paceline.torch.link.link import average_buffers
+from paceline.torch.link.scattered import Scattered
 from paceline.torch.model.compiling import untraced
 from paceline.torch.model.config import DDPConfig
 from paceline.torch.model.parameters import ManagedTensors
@@ -96,6 +98,16 @@ class TorchAutograd:
         self._late: LateGradients | None
         self.complete: Callable[[], None] | None
         self._make_late(is_static)
+
+    @property
+    def scattered(self) -> Scattered | None:
+        """The gradients of which each rank has a part; None: every rank gets all means."""
+        return self._gradients.scattered
+
+    def are_gradients_scattered(self) -> bool:
+        """Whether `.grad` stands for any of these now."""
+        scattered = self._gradients.scattered
+        return scattered is not None and scattered.are_in_place()
 
     def use_static_graph(self, is_static: bool) -> None:
         self._make_late(is_static)
@@ -203,6 +215,8 @@ class TorchAutograd:
     def prepare(self) -> None:
         if self._state.accumulated:
             part_accumulated(self._tensors.trainable, self._state.accumulated)
+        if (scattered := self._gradients.scattered) is not None:
+            scattered.forget()
 
     def at_end(self, end: Callable[[], None]) -> None:
         if self.times.is_begun:
@@ -220,6 +234,8 @@ class TorchAutograd:
 
     def note_error(self, error: PacelineError) -> None:
         self.errors.add(error)
+        if (scattered := self._gradients.scattered) is not None:
+            scattered.give_up()
 
     def after_means(self) -> None:
         if self._in_backward:
@@ -241,7 +257,9 @@ GradientPasses: TypeAlias = Passes[TorchAutograd]
 def make_passes(tensors: ManagedTensors, link: Link[torch.Tensor], config: DDPConfig) -> GradientPasses:
     """What averages the gradients of `tensors` over the ranks of `link` in each backward. Collective."""
     state = PassState(link.rank, link.world_size)
-    gradients = Gradients(tensors, state, config)
+    gradients = Gradients(tensors, state, config, link.rank)
+    if config.scatters:
+        refuse_sparse(tensors)
     weights = TorchWeights(tensors.trainable, state)
     sparse = [(index, tensors.trainable[index]) for index in sorted(tensors.sparse)]
     buffers = make_buffer_sync(tensors, link, config)
@@ -260,6 +278,17 @@ def make_passes(tensors: ManagedTensors, link: Link[torch.Tensor], config: DDPCo
     if recording.keeps_all:
         note_steps()
     return passes
+
+
+def refuse_sparse(tensors: ManagedTensors) -> None:
+    """Raise if some gradients are sparse, which no rank gets a part of."""
+    if tensors.sparse:
+        raise ConfigError(
+            'DistributedDataParallel: reduce="scatter" is for dense gradients.',
+            got="sparse gradients of " + shorten([tensors.names[index] for index in sorted(tensors.sparse)]),
+            hint='nn.Embedding(..., sparse=False); or reduce="mean"',
+            argument="reduce",
+        )
 
 
 def make_buffer_sync(tensors: ManagedTensors, link: Link[torch.Tensor], config: DDPConfig) -> BufferSync:

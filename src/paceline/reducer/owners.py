@@ -1,0 +1,178 @@
+"""Who needs which part of each mean gradient: told by whoever updates the parameters, asked by the passes.
+
+The one idea: where each rank updates a part of the parameters (`ShardedOptimizer`), the mean of an element is
+needed on one rank only, its owner. Models and optimizers are made in any order, so a table stands between
+them. Owners change where an optimizer is made, which all ranks do together, and never by a garbage collector.
+
+Imports errors, the core and the standard library.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from paceline import _core
+from paceline.errors import ConfigError, format_ranks
+
+
+@dataclass(frozen=True)
+class OwnedRange:
+    """A part of one parameter, and the rank that updates it.
+
+    Attributes:
+        begin, end: In bytes, from where the parameter's memory begins.
+        rank: The owner.
+    """
+
+    begin: int
+    end: int
+    rank: int
+
+
+Ranges = tuple[OwnedRange, ...]
+"""All of one parameter, in order, without those that are empty."""
+
+
+@dataclass(frozen=True)
+class Owned:
+    """What is known of one parameter.
+
+    Attributes:
+        ranges: Its parts.
+        rank, world_size: This rank, as the owners count.
+    """
+
+    ranges: Ranges
+    rank: int
+    world_size: int
+
+
+class Follower(Protocol):
+    """What wants to know who owns its parameters."""
+
+    @property
+    def trainable(self) -> Sequence[Any]: ...
+
+    def follow_owners(self) -> None:
+        """The owners of some of its parameters may be others than before. Collective."""
+        ...
+
+
+class _Owners:
+    """All that is known, by parameter; the last one to tell counts."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[Any], Owned]] = {}
+        # In the order in which they were made, which is the same on all ranks.
+        self._followers: weakref.WeakKeyDictionary[Follower, None] = weakref.WeakKeyDictionary()
+
+    def follow(self, follower: Follower) -> None:
+        """Tell it of each change from now on."""
+        self._followers[follower] = None
+
+    def tell(self, told: Iterable[tuple[Any, Owned]]) -> None:
+        """These parameters are updated so from now on. Collective: followers may agree on it."""
+        changed = set()
+        for parameter, owned in told:
+            self._known[id(parameter)] = weakref.ref(parameter, self._forgetting(id(parameter))), owned
+            changed.add(id(parameter))
+        for follower in list(self._followers):
+            if any(id(parameter) in changed for parameter in follower.trainable):
+                follower.follow_owners()
+
+    def of(self, parameter: Any) -> Owned | None:
+        """Who owns a parameter; None: nobody has told."""
+        entry = self._known.get(id(parameter))
+        return None if entry is None else entry[1]
+
+    def _forgetting(self, key: int) -> Any:
+        def forget(reference: weakref.ref[Any]) -> None:
+            entry = self._known.get(key)
+            if entry is not None and entry[0] is reference:
+                del self._known[key]
+
+        return forget
+
+
+owners = _Owners()
+
+
+def digest_of_owners(owned: Sequence[Ranges]) -> bytes:
+    """The same bytes on all ranks that know of the same owners."""
+    ranges = [[(each.begin, each.end, each.rank) for each in its] for its in owned]
+    return _core.hash_bytes(repr(ranges).encode()).to_bytes(8, "little")
+
+
+OTHER_RANKS = b"other ranks"
+"""In place of a digest: on this rank, owners count other ranks."""
+
+
+def other_ranks(owned: Sequence[Owned], rank: int, world_size: int) -> ConfigError | None:
+    """An error if owners count other ranks than these; None: they don't, as far as this rank sees."""
+    for each in owned:
+        if (each.rank, each.world_size) != (rank, world_size):
+            return ConfigError(
+                'reduce="scatter": the optimizer divides its step among other ranks than those that train '
+                "the model.",
+                expected=f"an optimizer in which this process is rank {rank} of {world_size}",
+                got=f"rank {each.rank} of {each.world_size}",
+                hint="give the wrapper and the optimizer the same process group",
+            )
+    return None
+
+
+def check_agree(digests: Sequence[bytes]) -> None:
+    """Raise if ranks know of different owners.
+
+    Args:
+        digests: What each rank has told.
+    """
+    if len(set(digests)) == 1:
+        return
+    others = [rank for rank, digest in enumerate(digests) if digest == OTHER_RANKS]
+    differing = others or [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+    raise ConfigError(
+        'reduce="scatter": the ranks do not agree on who gets which gradient.',
+        seen=f"{format_ranks(differing)}: "
+        + (
+            "its optimizer counts other ranks" if others else "another division of the parameters than rank 0"
+        ),
+        hint="the same process group for the wrapper and the optimizer, and the same parameters in it, on "
+        "every rank",
+        ranks=tuple(differing),
+    )
+
+
+def nobodys(names: str, where: str) -> ConfigError:
+    """The error of a model with parameters that nobody updates in parts."""
+    return ConfigError(
+        'reduce="scatter": no ShardedOptimizer has some parameters, so nobody would get their gradients.',
+        where=where,
+        got=names,
+        likely="the optimizer is made after the first forward; or it has only some of the parameters",
+        hint="give all that is trained to a ShardedOptimizer before the first forward, and freeze the rest "
+        'before wrapping; or leave out reduce="scatter"',
+    )
+
+
+def several_models(names: str, where: str) -> ConfigError:
+    """The error of parameters that another wrapped model has, too."""
+    return ConfigError(
+        'reduce="scatter": another wrapped model has some of the parameters, too.',
+        where=where,
+        got=names,
+        hint='wrap both with reduce="mean"; or wrap one module that holds both models',
+    )
+
+
+def needs_memory(path: str) -> ConfigError:
+    """The error of ranks that share no memory."""
+    return ConfigError(
+        'reduce="scatter" is for ranks that share memory.',
+        seen="ranks on several hosts" if path == "hosts" else "gradients that go over the process group",
+        expected="all ranks on one host, and parameters on the CPU",
+        hint='leave out reduce="scatter": ShardedOptimizer works with whole gradients, too',
+    )

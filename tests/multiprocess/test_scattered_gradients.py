@@ -1,0 +1,368 @@
+"""reduce="scatter": each rank gets the part of the mean gradients that its ShardedOptimizer needs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn, optim
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from paceline.errors import ConfigError, NonFiniteGradientError, PacelineError, UnusedParameterError
+from paceline.torch import DistributedDataParallel, LocalSGD, ShardedOptimizer
+from tests.harness import ranks
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    first, second = (tensor.detach().reshape(-1).contiguous().view(torch.uint8) for tensor in (one, other))
+    return one.shape == other.shape and first.equal(second)
+
+
+class Strange(nn.Module):
+    """Tied, frozen, unused, empty, complex and transposed parameters, 16 bits, several segments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(9, 70)
+        self.large = nn.Parameter(torch.randn(70, 700) / 30)  # 2.99 segments of the core
+        self.last = nn.Linear(700, 70)
+        self.tied = nn.Linear(9, 70)
+        self.tied.weight = self.first.weight
+        self.frozen = nn.Parameter(torch.randn(300), requires_grad=False)
+        self.unused = nn.Parameter(torch.randn(5))
+        self.empty = nn.Parameter(torch.randn(0))
+        self.rotation = nn.Parameter(torch.randn(35, dtype=torch.complex64))
+        self.transposed = nn.Parameter(torch.randn(70, 33).t())
+        self.bits16 = nn.Parameter(torch.randn(400).bfloat16())
+        self.wide = nn.Parameter(torch.randn(70).double())
+
+    def forward(self, x: torch.Tensor, uses_all: bool = False) -> torch.Tensor:
+        h = torch.tanh(self.first(x) + self.tied(x))
+        h = self.last(torch.tanh(h @ self.large)) * self.wide.float() + self.empty.sum()
+        h = torch.view_as_real(torch.view_as_complex(h.reshape(-1, 35, 2)) * self.rotation).reshape(-1, 70)
+        out = (h @ self.transposed.t()).square().mean() + (
+            self.bits16.float() * self.frozen.repeat(2)[:400]
+        ).mean()
+        return out + self.unused.sum() if uses_all else out
+
+
+def loop(ddp: Any, optimizer: Any, rank: int, steps: int, between: Callable[[Any, int], None]) -> list[float]:
+    generator = torch.Generator().manual_seed(rank)
+    norms = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        for micro in range(1 + step % 2):
+            with ddp.no_sync() if micro < step % 2 else contextlib.nullcontext():
+                ddp(torch.randn(4, 9, generator=generator), uses_all=step == 2 and rank == 1).backward()
+        norms.append(ddp.grad_norm())
+        between(ddp, step)
+        optimizer.step()
+    return norms
+
+
+@ranks(3, group="gloo")
+def test_the_bits_are_those_of_whole_gradients(rank: int) -> None:
+    def clip(ddp: Any, step: int) -> None:
+        """By the norm that the pass has found, in both ways."""
+        if step % 3 == 1:
+            limit, norm = 0.5 * ddp.grad_norm(), ddp.grad_norm()
+            if ddp._config.scatters:
+                assert float(ddp.clip_grad_norm_(limit)) == pytest.approx(norm)
+                assert float(ddp.clip_grad_norm_(2 * norm)) == pytest.approx(limit, rel=1e-4)
+            else:
+                factor = limit / (norm + 1e-6)
+                torch._foreach_mul_([p.grad for p in ddp.parameters() if p.grad is not None], factor)
+
+    cases: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
+        (optim.AdamW, {"lr": 0.01}, {"weight": rank + 1.0, "bucket_cap_mb": 0.05}),
+        (Whole, {}, {}),
+    ]
+    for optimizer_class, options, more in cases:
+        replica = DistributedDataParallel(Strange(), find_unused_parameters=True, **more)
+        norms = loop(replica, optimizer_class(replica.parameters(), **options), rank, 5, clip)
+        for shares in (False, True):
+            ddp = DistributedDataParallel(
+                Strange(), find_unused_parameters=True, reduce="scatter", share_parameters=shares, **more
+            )
+            optimizer = ShardedOptimizer(ddp.parameters(), optimizer_class, **options)
+            assert loop(ddp, optimizer, rank, 5, clip) == norms
+            for (name, ours), expected in zip(ddp.named_parameters(), replica.parameters(), strict=True):
+                assert same_bits(ours, expected), (optimizer_class, shares, name)
+
+
+class Whole(optim.Optimizer):
+    """An update that looks at a whole parameter, so that none is cut."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and p.numel():
+                    p.sub_(p.grad * (0.01 / (1 + p.grad.abs().max())))
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(9, 70), nn.Tanh(), nn.Linear(70, 1))
+
+
+def scattering(model: nn.Module | None = None, **options: Any) -> tuple[Any, ShardedOptimizer]:
+    ddp = DistributedDataParallel(model or small(), reduce="scatter", **options)
+    return ddp, ShardedOptimizer(ddp.parameters(), optim.SGD, lr=0.1)
+
+
+def loss(ddp: Any, rank: int, step: int = 0) -> Any:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return ddp(torch.randn(4, 9, generator=generator)).square().mean()
+
+
+@ranks(2, group="gloo")
+def test_a_gradient_that_is_there_in_part_is_never_taken_for_a_whole_one(rank: int) -> None:
+    """Whatever reads one raises, on every rank, and training goes on afterwards."""
+    for shares in (False, True):
+        _read_in_all_ways(rank, *scattering(share_parameters=shares))
+
+
+def _read_in_all_ways(rank: int, ddp: Any, optimizer: ShardedOptimizer) -> None:
+    expected = DistributedDataParallel(small())
+    whole = optim.SGD(expected.parameters(), lr=0.1)
+    parameters = list(ddp.parameters())
+    plain = optim.SGD(parameters, lr=0.1)
+
+    def pass_(step: int) -> None:
+        for model, theirs in ((ddp, optimizer), (expected, whole)):
+            theirs.zero_grad()
+            loss(model, rank, step).backward()
+
+    def step_and_compare() -> None:
+        optimizer.step()
+        whole.step()
+        assert all(map(same_bits, parameters, expected.parameters()))
+
+    ways: list[Callable[[], Any]] = [
+        lambda: nn.utils.clip_grad_norm_(parameters, 1.0),
+        lambda: nn.utils.clip_grad_value_(parameters, 1.0),
+        lambda: nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]),
+        lambda: [p.grad.add_(0.1) for p in parameters if p.grad is not None],
+        lambda: optimizer.zero_grad(set_to_none=False),
+        lambda: ddp.zero_grad(set_to_none=False),
+        lambda: ddp.clip_grad_norm_(1.0, norm_type=1.0),
+        plain.step,
+    ]
+    for step, read in enumerate(ways):
+        pass_(step)
+        stand_in = parameters[0].grad
+        assert stand_in is not None
+        assert stand_in.shape == parameters[0].shape
+        assert "own part" in repr(stand_in)
+        with pytest.raises(ConfigError, match=r"this rank has a part|2-norm|are shared by 2 ranks"):
+            read()
+        assert ddp.grad_norm() == expected.grad_norm()
+        step_and_compare()
+    with pytest.raises(ConfigError, match="this rank has a part"):  # without zero_grad()
+        loss(ddp, rank).backward()
+    with pytest.raises(ConfigError, match="not there any more"):
+        optimizer.step()
+    for step in range(2):
+        pass_(step)
+        step_and_compare()
+
+
+class Branches(nn.Module):
+    """One of its parameters is used if asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Parameter(torch.ones(300)), nn.Parameter(torch.ones(200))
+
+    def forward(self, x: float, uses_all: bool = True) -> torch.Tensor:
+        return x * (self.always.square().sum() + (self.sometimes.square().sum() if uses_all else 0))
+
+
+@ranks(2, group="gloo")
+def test_unused_frozen_and_left_over_parameters(rank: int) -> None:
+    """As with whole gradients, and what is left of an earlier backward is refused."""
+
+    def train_until_left_over() -> None:
+        ddp, optimizer = scattering(Branches(), find_unused_parameters=True)
+        ddp(1.0).backward()
+        optimizer.step()
+        ddp.module.always.grad = None
+        with pytest.raises(ConfigError, match="gradient of 'sometimes' once more"):
+            ddp(1.0, uses_all=False).backward()
+        with pytest.raises(ConfigError, match="not there any more"):
+            optimizer.step()
+
+    results = [train_cleared(reduce, rank) for reduce in ("mean", "scatter")]
+    assert all(map(same_bits, *results))
+    train_until_left_over()
+    ddp, optimizer = scattering(Branches())
+    with pytest.raises(UnusedParameterError, match="sometimes"):
+        ddp(1.0, uses_all=False).backward()
+    optimizer.zero_grad()
+    ddp(1.0).backward()
+    optimizer.step()
+    ddp.check_replicas()
+
+
+def train_cleared(reduce: str, rank: int) -> list[torch.Tensor]:
+    """Some parameters are unused on one rank, or on all, or frozen for a while."""
+    ddp = DistributedDataParallel(Branches(), reduce=reduce, find_unused_parameters=True)
+    optimizer = ShardedOptimizer(ddp.parameters(), optim.AdamW, lr=0.1)
+    for step in range(6):
+        optimizer.zero_grad()
+        ddp.module.always.requires_grad_(step != 3)
+        uses_all = step == 3 or (step < 4 and step % 2 == rank)
+        ddp(0.5 + rank, uses_all).backward()
+        assert (ddp.module.sometimes.grad is None) is (step >= 4)
+        assert (ddp.module.always.grad is None) is (step == 3)
+        optimizer.step()
+    return [parameter.detach() for parameter in ddp.parameters()]
+
+
+@ranks(2, group="gloo")
+def test_who_owns_what(rank: int) -> None:
+    """Optimizers may be made before the model is wrapped, in several parts, and anew."""
+    expected = DistributedDataParallel(small())
+    whole = optim.AdamW(expected.parameters(), lr=0.01)
+
+    def step(ddp: Any, number: int, *optimizers: Any) -> None:
+        for model, theirs in ((ddp, optimizers), (expected, (whole,))):
+            for optimizer in theirs:
+                optimizer.zero_grad()
+            loss(model, rank, number).backward()
+            for optimizer in theirs:
+                optimizer.step()
+        assert all(map(same_bits, ddp.parameters(), expected.parameters())), number
+
+    module = small()
+    before = ShardedOptimizer(module.parameters(), optim.AdamW, lr=0.01)
+    ddp = DistributedDataParallel(module, reduce="scatter")
+    for number in range(2):
+        step(ddp, number, before)
+
+    module.load_state_dict(expected.module.state_dict())
+    whole = optim.AdamW(expected.parameters(), lr=0.01)
+    first, *rest = module.parameters()
+    parts = [ShardedOptimizer(each, optim.AdamW, lr=0.01) for each in (rest, [first])]
+    for number in range(2, 4):
+        step(ddp, number, *parts)
+    before.zero_grad()
+    loss(ddp, rank).backward()
+    with pytest.raises(ConfigError, match="another optimizer"):
+        before.step()
+    parts[0].zero_grad()
+    parts[1].zero_grad()
+
+    ddp = DistributedDataParallel(small(), reduce="scatter")
+    with pytest.raises(ConfigError, match=r"no ShardedOptimizer has some parameters[^?]*0.weight, 0.bias"):
+        ddp(torch.ones(1, 9))
+    with torch.no_grad():
+        ddp(torch.ones(1, 9))
+    expected = DistributedDataParallel(small())
+    whole = optim.AdamW(expected.parameters(), lr=0.01)
+    head, *others = ddp.parameters()
+    optimizer = ShardedOptimizer([head], optim.AdamW, lr=0.01)
+    with pytest.raises(ConfigError, match=r"has some parameters[^?]*0.bias, 2.weight, 2.bias"):
+        ddp(torch.ones(1, 9))
+    optimizer.add_param_group({"params": others})
+    for number in range(3):
+        step(ddp, number, optimizer)
+    alone = [dist.new_group([each]) for each in range(2)][rank]
+    with pytest.raises(ConfigError, match="among other ranks than those that train the model"):
+        ShardedOptimizer(ddp.parameters(), optim.SGD, process_group=alone, lr=0.1)
+
+
+@ranks(2, group="gloo")
+def test_what_it_does_not_go_together_with_is_refused_on_every_rank(rank: int) -> None:
+    module = small()
+    first, *_, last = module.named_parameters()
+    for options in (
+        {"gradient_as_bucket_view": True},
+        {"reduce_through": "group"},
+        {"mixed_precision": Reduced()},
+        {"local_sgd": LocalSGD(every=2)},
+        {"delay_all_reduce_named_params": [first], "param_to_hook_all_reduce": last[1]},
+    ):
+        with pytest.raises(ConfigError, match=r"reduce='scatter'|reduce_through"):
+            scattering(module, **options)
+    with pytest.raises(ConfigError, match="scatter"):
+        DistributedDataParallel(small(), reduce="sum")
+    with pytest.raises(ConfigError, match=r"dense gradients[^?]*weight"):
+        DistributedDataParallel(nn.Embedding(5, 3, sparse=True), reduce="scatter")
+    ddp, _ = scattering()
+    with pytest.raises(ConfigError, match="communication hook"):
+        ddp.register_comm_hook(None, allreduce_hook)
+    with pytest.raises(ConfigError, match="Join"), ddp.join():
+        pass
+    loss(ddp, rank).backward()
+    other = DistributedDataParallel(ddp.module)
+    with pytest.raises(ConfigError, match="another wrapped model"):
+        loss(ddp, rank)
+    del other
+    with pytest.raises(PacelineError):
+        DistributedDataParallel(small(), reduce="scatter" if rank else "mean")
+
+
+class Reduced:
+    param_dtype, reduce_dtype, buffer_dtype = None, torch.bfloat16, None
+
+
+@ranks(2, group="gloo")
+def test_uneven_data_infinities_and_scaled_losses(rank: int) -> None:
+    def uneven(reduce: str) -> list[torch.Tensor]:
+        ddp = DistributedDataParallel(small(), reduce=reduce, static_graph=True)
+        optimizer = ShardedOptimizer(ddp.parameters(), optim.AdamW, lr=0.01)
+        for step in range(2 + 3 * rank):
+            optimizer.zero_grad()
+            loss(ddp, rank, step).backward()
+            optimizer.step()
+        ddp.finish(optimizer.step)
+        optimizer.zero_grad()
+        loss(ddp, rank).backward()
+        optimizer.step()
+        return [parameter.detach() for parameter in ddp.parameters()]
+
+    def scaled(reduce: str, fused: bool) -> tuple[list[torch.Tensor], float]:
+        ddp = DistributedDataParallel(small(), reduce=reduce, nonfinite="ignore")
+        scatters = reduce == "scatter"
+        make: Any = ShardedOptimizer if scatters else (lambda params, cls, **options: cls(params, **options))
+        optimizer = make(ddp.parameters(), optim.AdamW, lr=0.01, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        for step in range(5):
+            optimizer.zero_grad()
+            factor = float("inf") if step == 2 and rank == 1 else 1.0
+            scaler.scale(loss(ddp, rank, step) * factor).backward()
+            assert bool(ddp.nonfinite()) is (step == 2)
+            if step == 3 and not fused:
+                norm = ddp.grad_norm()
+                scaler.unscale_(optimizer)
+                if scatters:
+                    assert float(ddp.clip_grad_norm_(1e9)) == pytest.approx(norm / scaler.get_scale())
+            scaler.step(optimizer)
+            scaler.update()
+        return [parameter.detach() for parameter in ddp.parameters()], scaler.get_scale()
+
+    assert all(map(same_bits, uneven("mean"), uneven("scatter")))
+    for fused in (False, True):
+        (ours, scale), (expected, same) = (scaled(reduce, fused) for reduce in ("scatter", "mean"))
+        assert scale == same == 2.0**9
+        assert all(map(same_bits, ours, expected)), fused
+
+    ddp, optimizer = scattering(nonfinite="raise")
+    with pytest.raises(NonFiniteGradientError):
+        (loss(ddp, rank) * (float("nan") if rank else 1)).backward()
+    with pytest.raises(ConfigError, match="not there any more"):
+        optimizer.step()
+    optimizer.zero_grad()
+    loss(ddp, rank).backward()
+    optimizer.step()
+    ddp.check_replicas()
