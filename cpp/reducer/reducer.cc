@@ -189,13 +189,11 @@ void Reducer::progress(ChunkLimit limit) {
   for (size_t b = first_open_bucket_; b < buckets_.size(); ++b) {
     Bucket& bucket = buckets_[b];
     if (!bucket.posted || bucket.exhausted) continue;
-    if (bucket.has_outside && limit != ChunkLimit::kAll && !scatters_) continue;
+    if ((bucket.has_outside || scatters_) && limit != ChunkLimit::kAll)
+      continue;
     const uint32_t chunks = bucket.end_chunk - bucket.first_chunk;
-    uint32_t most = chunks;
-    if (limit == ChunkLimit::kOwnShare) {
-      most = bucket.is_assigned ? bucket.end_own - bucket.first_own
-                                : (chunks + world - 1) / world;
-    }
+    const uint32_t most =
+        limit == ChunkLimit::kAll ? chunks : (chunks + world - 1) / world;
     if (bucket.done >= most) continue;
     // Acquire: everybody's gradients of this bucket are in place; partner: the
     // release in post().

@@ -76,7 +76,9 @@
 // the norm has the bits of any other pass. If others own a part of the segment,
 // they are its keepers too, and what they do not own of it they do not read.
 // The memory of gradients outside of the arena is read and never written, so
-// ranks reduce while backward runs, and gradients may overlap.
+// gradients may overlap. Nothing is reduced before a rank's own backward ends:
+// an owner has all of some buckets, and if it reduced them at once, its backward
+// would come later to the buckets that the others wait for.
 #pragma once
 
 #include <cstddef>
@@ -342,8 +344,7 @@ class Reducer {
   /// How much of the complete buckets a rank reduces: in the middle of its
   /// backward no more than 1/N of each (a rank that is behind should not do the
   /// others' work as well) and only of those that lie in the arena, at its end
-  /// all that is left. What is assigned to it, it may reduce at any time if
-  /// passes scatter.
+  /// all that is left. If passes scatter, nothing before the end.
   enum class ChunkLimit { kOwnShare, kAll };
   void progress(ChunkLimit limit);
   bool claim_chunk(size_t bucket, uint32_t* chunk);

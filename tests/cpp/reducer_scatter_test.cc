@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "check.h"
-#include "collectives/barrier.h"
 #include "core/failure.h"
 #include "group_world.h"
 #include "reducer/reducer.h"
@@ -131,30 +130,6 @@ TEST(owners_get_the_mean_and_gradients_stay_as_they_are) {
               }
             },
             {.timeout_s = 60});
-}
-
-// With ranks in step nothing is left for the end: the last hook of the last
-// rank finds its chunks complete.
-TEST(gradients_outside_are_reduced_before_the_end) {
-  run_group(2, [](HostGroup& group) {
-    constexpr size_t kCount = 100'000;
-    constexpr size_t kBytes = kCount * sizeof(float);
-    Reducer reducer(
-        group.heap, 2 * kBytes,
-        {{0, kCount, DType::kFloat32}, {kBytes, kCount, DType::kFloat32}},
-        {{0, kBytes}, {kBytes, 2 * kBytes}}, true,
-        {{0, kBytes, 1}, {kBytes, 2 * kBytes, 0}});
-    std::vector<float> gradient(kCount, group.rank() == 0 ? 1.0f : 3.0f);
-    // Rank 0 posts both before rank 1 begins, so that all is complete there.
-    if (group.rank() == 1) barrier(group.calls, -1);
-    reducer.mark_ready(0, gradient.data());
-    const auto* mean = reinterpret_cast<const float*>(reducer.arena());
-    if (group.rank() == 1) CHECK_EQ(mean[kCount - 1], 2.0f);
-    reducer.mark_ready(1, gradient.data());
-    if (group.rank() == 0) barrier(group.calls, -1);
-    CHECK_EQ(reducer.finish(1, false), 0u);
-    CHECK_EQ(gradient[0], group.rank() == 0 ? 1.0f : 3.0f);
-  });
 }
 
 TEST(bytes_without_an_owner_are_refused) {
