@@ -124,7 +124,7 @@ def test_a_step_on_one_rank_only_names_the_other_at_the_deadline(rank: int, path
         return
     if path == "memory":  # from here on a short time, for this one wait
         hasty = travel_in(optimizer._link.core.with_patience(0.5, 100.0))
-        optimizer._meetings._gather = hasty.gather
+        optimizer._steps._meetings._gather = hasty.gather
     else:
         optimizer._peers.timeout_s = 0.5
     before = [parameter.detach().clone() for parameter in parameters]

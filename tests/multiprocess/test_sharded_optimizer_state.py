@@ -97,7 +97,7 @@ def test_a_state_is_the_whole_optimizers_and_goes_both_ways(rank: int, path: str
                 torch.save(ours.state_dict(), file)
                 loaded = torch.load(io.BytesIO(file.getvalue()))
                 assert_same(loaded, ours.state_dict())
-                ours._consolidated = None
+                ours._steps.begin_anew()
         # From the whole one into a sharded one with other values, and on; and the other way round.
         copies = [nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad) for p in expected]
         resumed = ShardedOptimizer(in_two_groups(copies), optimizer_class, reduce_through=path, lr=3.0)

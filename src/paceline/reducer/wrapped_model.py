@@ -19,6 +19,7 @@ from paceline.errors import ConfigError
 from paceline.reducer.arguments import WrapperOptions
 from paceline.reducer.between_hosts import BetweenHosts
 from paceline.reducer.buffers import BufferSync
+from paceline.reducer.homes import Home, written
 from paceline.reducer.link import Link
 from paceline.reducer.meetings import Meetings, OuterTensors, Warmup, check_state, state_before
 from paceline.reducer.members import Members
@@ -41,6 +42,7 @@ class WrappedModel:
         _arguments: The arguments as they were passed, by name.
         _meetings: With the other members of local SGD; None: there are none (yet).
         _warmup: The passes before those; None: there are none (any more).
+        _home: Where the parameters lie that the ranks of a host share; None: each rank has its own.
         _earlier_steps: Good passes of the run whose state was loaded.
         require_backward_grad_sync: Whether the next forward begins a synchronised pass; see no_sync(). Of the
             pass under way `PassState.is_syncing` says it, which only `Passes` sets.
@@ -51,6 +53,7 @@ class WrappedModel:
     _arguments: dict[str, Any]
     _meetings: Meetings[Any] | None = None
     _warmup: Warmup | None = None
+    _home: Home | None = None
     _earlier_steps = 0
     require_backward_grad_sync: bool
 
@@ -457,6 +460,33 @@ class WrappedModel:
             ('0.weight',) (64,) 64 float32
         """
         return () if self._passes is None else bucket_layout(self._passes.reduction.plan)
+
+    def writing(self) -> contextlib.AbstractContextManager[None]:
+        """Inside this context, parameters that are shared may be changed in place.
+
+        Collective with share_parameters=True; otherwise it does nothing, and parameters may be changed at
+        any time. What a rank changes, it alone sees until the end of the block; others go on with the old
+        values. At the end all ranks meet: then the changes count for all, on each host, or, if any rank has
+        raised, for none. Either all ranks make the same changes, as in code that was written for unshared
+        parameters, or one rank of each host makes them. Within the block, each rank has copies of the pages
+        that it changes.
+
+        Any optimizer can step here, on every rank, as it would without shared parameters.
+
+        Raises:
+            ConfigError: A backward is running.
+            ReplicaError: Another rank has raised; nothing was written.
+            ReplicasDifferError: Ranks have written different values; nothing was written.
+            DeadlineError: A rank did not come to the end of its block; names it.
+
+        Example:
+            On two ranks; both then see weights between -1 and 1:
+
+            >>> with model.writing(), torch.no_grad():       # with Paddle: paddle.no_grad()
+            ...     for parameter in model.parameters():
+            ...         parameter.clamp_(-1, 1)              # parameter.clip_(-1, 1)
+        """
+        return written(self._home)
 
     @contextlib.contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:

@@ -30,7 +30,7 @@ from paceline.paddle.model.arguments import checked_group, checked_layer
 from paceline.paddle.model.config import DataParallelConfig, make_config
 from paceline.paddle.model.parameters import ManagedTensors
 from paceline.paddle.model.precision import MixedPrecision, cast_buffers, check_castable, run_in
-from paceline.paddle.one_model.homes import Home, move, move_out, refuse_strange
+from paceline.paddle.one_model.homes import move, move_out, refuse_strange
 from paceline.paddle.passes.graphs import calls
 from paceline.paddle.passes.meetings import OuterParameters
 from paceline.paddle.passes.passes import GradientPasses, make_buffer_sync, make_passes
@@ -151,7 +151,6 @@ class DataParallel(WrappedModel, PaddleNames):
     _config: DataParallelConfig
     _comm_hook: CommHook | None = None
     _has_looked_outward = False
-    _home: Home | None = None  # None: each rank has parameters of its own
 
     def __init__(
         self,
@@ -475,33 +474,6 @@ class DataParallel(WrappedModel, PaddleNames):
         is_known = self._passes is not None and norm_type == 2.0
         known = self._passes.known_norm() if is_known and self._passes is not None else None
         return _clip(self._tensors.trainable, max_norm, known, norm_type)
-
-    def writing(self) -> contextlib.AbstractContextManager[None]:
-        """Inside this context, parameters that are shared may be changed in place.
-
-        Collective with share_parameters=True; otherwise it does nothing, and parameters may be changed at
-        any time. What a rank changes, it alone sees until the end of the block; others go on with the old
-        values. At the end all ranks meet: then the changes count for all, on each host, or, if any rank has
-        raised, for none. Either all ranks make the same changes, as in code that was written for unshared
-        parameters, or one rank of each host makes them. Within the block, each rank has copies of the pages
-        that it changes.
-
-        Any optimizer can step here, on every rank, as it would without shared parameters.
-
-        Raises:
-            ConfigError: A backward is running.
-            ReplicaError: Another rank has raised; nothing was written.
-            ReplicasDifferError: Ranks have written different values; nothing was written.
-            DeadlineError: A rank did not come to the end of its block; names it.
-
-        Example:
-            On two ranks; both then see weights between -1 and 1:
-
-            >>> with model.writing(), paddle.no_grad():
-            ...     for parameter in model.parameters():
-            ...         parameter.clip_(-1, 1)
-        """
-        return written(self._home)
 
     def _own_squared_norm(self) -> float:
         gradients = [p.grad.astype("float64") for p in self._tensors.trainable if p.grad is not None]

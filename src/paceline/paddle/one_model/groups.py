@@ -8,7 +8,6 @@ unsharded, and is what users read and change; and one of this rank's pieces, whi
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FunctionType, MethodType
 from typing import Any
@@ -16,10 +15,9 @@ from typing import Any
 import paddle
 
 from paceline.arguments import Arguments
-from paceline.errors import ConfigError
 from paceline.paddle import internals
+from paceline.sharding.shared_step import OWNER, refuse_closure, wrong_arguments
 
-OWNER = "ShardedOptimizer"
 _NO_OPTIONS = ("params", "grad_clip")
 _FUNCTIONS = FunctionType, MethodType, functools.partial  # of a parameter, or of its name
 _TRIAL_RATE = 0.01  # a schedule may begin at 0, with which every optimizer leaves all elements alone
@@ -76,14 +74,7 @@ def check_class(optimizer_class: Any) -> None:
             hint = f"optimizer_class={type(optimizer_class).__name__}, and its arguments by name after it"
         expected = "a class of optimizers, derived from Paddle's"
         raise check.refuse("optimizer_class", optimizer_class, expected, hint, is_type=True)
-    closure = inspect.signature(optimizer_class.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise check.refuse(
-            "optimizer_class",
-            optimizer_class.__name__,
-            "an optimizer whose step() needs no closure",
-            "use it unsharded: it evaluates the loss several times in a step, and looks at all parameters",
-        )
+    refuse_closure(optimizer_class)
 
 
 def check_tensors(parameters: Sequence[paddle.Tensor]) -> None:
@@ -114,12 +105,7 @@ def make_whole(optimizer_class: type[Any], entries: list[Any], defaults: Mapping
     try:
         return optimizer_class(parameters=entries, **defaults)
     except (TypeError, ValueError, AssertionError, AttributeError, NotImplementedError) as error:
-        raise ConfigError(
-            f"{OWNER}: {optimizer_class.__name__} refuses its arguments.",
-            seen=str(error),
-            got=", ".join(f"{name}={value!r}" for name, value in defaults.items()) or "no arguments",
-            hint=f"the arguments of {optimizer_class.__name__}, by name, after those of {OWNER}",
-        ) from error
+        raise wrong_arguments(optimizer_class, error, defaults) from error
 
 
 def make_own(whole: Any, by_group: Sequence[list[paddle.Tensor]], defaults: Mapping[str, Any]) -> Any:

@@ -22,8 +22,6 @@ from paceline.reducer import homes, moving
 from paceline.reducer.homes import WrapperNames, home_of, homes_of, refuse_step
 from paceline.reducer.moving import overlapping
 
-__all__ = ["Home", "home_of", "homes_of", "move", "move_out", "refuse_strange"]
-
 Home = homes.Home[paddle.Tensor]
 OWNER = "DataParallel(share_parameters=True)"
 _LEAVE = "set parameter.no_sync = True; or train without sharing parameters"

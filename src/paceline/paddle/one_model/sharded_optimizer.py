@@ -15,9 +15,8 @@ from typing import Any
 
 import paddle
 
-from paceline import _core
 from paceline.arguments import Arguments
-from paceline.errors import ConfigError, PacelineError
+from paceline.errors import ConfigError
 from paceline.paddle import internals
 from paceline.paddle.link.link import Link
 from paceline.paddle.link.peers import Peers, find_peers, known_exchange
@@ -25,7 +24,6 @@ from paceline.paddle.model.arguments import checked_group
 from paceline.paddle.model.parameters import describe_tensor
 from paceline.paddle.one_model.elementwise import kind_of
 from paceline.paddle.one_model.groups import (
-    OWNER,
     as_list,
     check_class,
     check_tensors,
@@ -45,9 +43,8 @@ from paceline.reducer.wrapped_model import hide_inherited
 from paceline.rendezvous.messages import gather_objects
 from paceline.sharding.cuts import Piece, deal
 from paceline.sharding.kinds import Kind
-from paceline.sharding.lost_ranks import refuse_after, telling
-from paceline.sharding.meeting import Call, Facts, Meetings, hash_options
-from paceline.sharding.travel import Travel
+from paceline.sharding.meeting import Call
+from paceline.sharding.shared_step import OWNER, SharedStep, coupled, refuse_copies
 
 _OF_ALL_PARAMETERS = ("_parameter_list", "_param_groups", "_grad_clip", "_default_dict")
 
@@ -126,13 +123,7 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
             kinds = [] if peers is None else _kinds_of(whole, defaults)
         self.rank: int = 0 if peers is None else peers.rank
         self.world_size: int = 1 if peers is None else peers.world_size
-        self._options: tuple[dict[str, Any], int] = ({}, 0)
-        self._route: tuple[object, Any] = (None, None)
-        self._consolidated: dict[str, Any] | None = None
-        self._failure: BaseException | None = None
         self._link: Link | None = None
-        self._travel: Travel[paddle.Tensor] | None = None
-        self._meetings: Meetings | None = None
         self._clips = internals.clips_gradients(whole)
         names = [parameter.name for parameter in everything]
         if peers is not None:
@@ -144,24 +135,18 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
                 **{name: str(value) for name, value in spelled_options(whole).items()},
             }
             names = _agree(everything, agreed, peers)
-            self._join_ranks(peers, everything, reduce_through)
+            self._link = _connect(peers, everything, reduce_through)
         pieces = _deal(everything, kinds, self.world_size)
         self._shards = Shards(self.rank, self.world_size, everything, names, pieces)
         self.optim = make_own(whole, self._own_by_group(groups), defaults)
+        self._steps: SharedStep[dict[str, Any]] = SharedStep(
+            self._shards,
+            self._link,
+            None if self._link is None else travel_over(self._link),
+            lambda: spelled_options(whole),
+            lambda: {name: repr(value) for name, value in spelled_options(whole).items()},
+        )
         self._whole = whole
-
-    def _join_ranks(self, peers: Peers, parameters: list[paddle.Tensor], reduce_through: str) -> None:
-        """Connect the ranks. Collective."""
-        self._link = peers.connect(
-            on_host=parameters[0].place.is_cpu_place(),
-            reduce_through=reduce_through,
-            between_hosts=BetweenHosts(owner=OWNER, compression=None, deterministic=None),
-        )
-        self._travel = travel_over(self._link)
-        shards = self._shards  # of which the meetings hold no more
-        self._meetings = Meetings(
-            self._travel.gather, self._link.all_gather, OWNER, lambda: shards.parameters
-        )
 
     def _own_by_group(self, groups: list[dict[str, Any]]) -> list[list[paddle.Tensor]]:
         shards, by_group, first = self._shards, [], 0
@@ -177,52 +162,38 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
     def step(self) -> None:
         """Make one step of all parameters. Collective: blocks until every rank has made its part.
 
+        Of two ranks, rank 0 updates the first half of all elements and rank 1 the second; afterwards both
+        hold all of them.
+
         Raises:
+            ConfigError: A gradient is sparse, or a parameter has been replaced, on some rank; or these ranks
+                are of several hosts that train on their own, because the model was wrapped with `local_sgd`.
+                Nothing was written.
+            UnusedParameterError: A parameter has a gradient on some ranks only. Nothing was written.
             MismatchError: The ranks have different hyperparameters, or call different methods. Nothing was
                 written.
-            UnusedParameterError: A parameter has a gradient on some ranks only. Nothing was written.
-            ConfigError: On some rank a gradient is sparse, or a parameter has been replaced; or the model was
-                wrapped with `local_sgd`, and these ranks are of several hosts that train on their own.
-                Nothing was written.
-            PeerLostError, DeadlineError: A rank died or is late. If that was in the middle of the step, some
-                parameters may be updated and others not, and every further step raises until a state is
-                loaded.
-
-        Example:
-            Rank 0 updates the first half of all elements and rank 1 the second; afterwards both hold all.
+            PeerLostError, DeadlineError: A rank died or is late. In the middle of a step, parameters may be
+                updated in part then, and no further step is made before a state is loaded.
         """
         with paddle.no_grad():
             self._step()
 
     def _step(self) -> None:
-        refuse_after(self._failure, OWNER)
-        shards = self._shards
+        shards, steps = self._shards, self._steps
+        steps.check_unbroken()
         try:
             shards.follow()
             gradients = shards.gradients()
         except ConfigError as error:
-            self._refuse(error)
+            steps.refuse(error)
             raise
         has_gradient = bytes([gradient is not None for gradient in gradients])
-        if self._meetings is not None:
-            with telling(OWNER, "nothing was written yet"):
-                self._meetings.meet(
-                    Call.STEP,
-                    self._hash_options(),
-                    _core.hash_bytes(has_gradient),
-                    lambda: self._facts(Call.STEP, has_gradient),
-                )
+        steps.meet(Call.STEP, has_gradient)
         try:
-            with telling(OWNER, "some parameters may be updated and others not"):
+            with steps.updating():
                 shards.lend_gradients(self._clipped(gradients) if self._clips else gradients)
                 self._step_own()
-                if self._travel is not None:
-                    self._travel.spread(self._find_route(has_gradient))
-                    if shards.homes:  # nobody reads what another rank has not written yet
-                        self._travel.meet()
-        except BaseException as error:
-            self._failure = error
-            raise
+                steps.spread(has_gradient)
         finally:
             shards.end_loans()
 
@@ -246,33 +217,6 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
             for number, (_, gradient) in zip(having, changed, strict=True):
                 clipped[number] = gradient
         return clipped
-
-    def _find_route(self, has_gradient: bytes) -> Any:
-        assert self._travel is not None
-        key = (self._shards.generation, has_gradient)
-        if self._route[0] != key:
-            self._route = key, self._travel.prepare(self._shards.written(has_gradient))
-        return self._route[1]
-
-    def _refuse(self, error: ConfigError) -> None:
-        """Let the others know of it, who would wait."""
-        if self._meetings is not None:
-            facts = Facts(Call.REFUSED, failure=str(error))
-            try:
-                self._meetings.meet(Call.REFUSED, 0, 0, lambda: facts)
-            except PacelineError:
-                return  # this rank's own error says more
-
-    def _facts(self, call: Call, has_gradient: bytes) -> Facts:
-        without = [name for name, has in zip(self._shards.names, has_gradient) if not has]
-        return Facts(call, {name: repr(value) for name, value in self._options[0].items()}, without)
-
-    def _hash_options(self) -> int:
-        """The hash of the hyperparameters as they are now: schedulers change them."""
-        now = spelled_options(self._whole)
-        if now != self._options[0]:
-            self._options = now, hash_options({name: repr(value) for name, value in now.items()})
-        return self._options[1]
 
     def minimize(
         self,
@@ -380,26 +324,22 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Bring the state of all ranks together on one. Collective.
 
+        With two ranks both call it, and rank 0 saves `optimizer.state_dict()`, which any rank can load, and
+        Paddle's own optimizer too.
+
         Args:
-            to: The rank whose `state_dict()` returns it afterwards, as of now.
+            to: The rank whose `state_dict()` then returns the state as it is now.
 
         Raises:
             MismatchError: Another rank makes a step instead.
-
-        Example:
-            Both ranks call it, and rank 0 saves `optimizer.state_dict()`, which any rank, and the optimizer
-            that is not sharded, can load.
         """
-        to = Arguments(f"{OWNER}.consolidate_state_dict").whole("to", to, least=0, most=self.world_size - 1)
-        refuse_after(self._failure, OWNER)
-        self._consolidated = None
-        if self._meetings is not None:
-            call = Call.CONSOLIDATE
-            self._meetings.meet(call, self._hash_options(), to, lambda: self._facts(call, b""))
         with paddle.no_grad():
-            state = gather_state(self._shards, self.optim, self._link, to)
-        if to == self.rank:
-            self._consolidated = state
+            self._steps.consolidate(
+                to,
+                self.rank,
+                self.world_size,
+                lambda to: gather_state(self._shards, self.optim, self._link, to),
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, as last consolidated, as an unsharded optimizer's `state_dict()`.
@@ -411,14 +351,7 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
         """
         if self.world_size == 1:
             self.consolidate_state_dict()
-        if self._consolidated is None:
-            raise ConfigError(
-                f"{OWNER}.state_dict: the state has not been consolidated on rank {self.rank}.",
-                likely="only the rank that consolidate_state_dict(to=0) names has the whole state",
-                hint=f"call consolidate_state_dict(to={self.rank}) on every rank before; or save this rank's "
-                "part: optimizer.optim.state_dict()",
-            )
-        state = dict(self._consolidated)
+        state = dict(self._steps.consolidated(self.rank))
         scheduler = internals.scheduler_of(self._whole)
         if scheduler is not None:
             state["LR_Scheduler"] = scheduler.state_dict()
@@ -458,16 +391,12 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
                 if id(tensor) in held and loaded.holds(parameter):
                     internals.make_state(self.optim, group, [tensor])
                     loaded.give(self.optim, piece, tensor, parameter)
-        self._failure = self._consolidated = None
+        self._steps.begin_anew()
 
     set_dict = load_state_dict = set_state_dict
 
     def __getstate__(self) -> dict[str, Any]:
-        raise ConfigError(
-            f"{OWNER} cannot be pickled or copied.",
-            likely="it shares its step with other processes",
-            hint="consolidate_state_dict(), and save state_dict(); make another optimizer and load it there",
-        )
+        refuse_copies()
 
 
 hide_inherited(ShardedOptimizer, paddle.optimizer.Optimizer)
@@ -484,15 +413,17 @@ def _kinds_of(whole: Any, defaults: Mapping[str, Any]) -> list[Kind]:
                 known[key] = kind_of(maker_of_trials(whole, group, defaults, parameter), parameter)
             kinds.append(known[key])
     if Kind.COUPLED in kinds:
-        name = type(whole).__name__
-        raise Arguments(OWNER).refuse(
-            "optimizer_class",
-            name,
-            "an optimizer that updates every parameter by itself",
-            "use it unsharded: every rank makes the whole step",
-            got=f"{name}, which updates two tensors otherwise together than each of them alone",
-        )
+        raise coupled(type(whole))
     return kinds
+
+
+def _connect(peers: Peers, parameters: list[paddle.Tensor], reduce_through: str) -> Link:
+    """Connect the ranks. Collective."""
+    return peers.connect(
+        on_host=parameters[0].place.is_cpu_place(),
+        reduce_through=reduce_through,
+        between_hosts=BetweenHosts(owner=OWNER, compression=None, deterministic=None),
+    )
 
 
 def _agree(parameters: list[paddle.Tensor], options: dict[str, str], peers: Peers) -> list[str]:

@@ -15,10 +15,10 @@ import paddle
 from paceline.errors import ConfigError
 from paceline.paddle import internals
 from paceline.paddle.model.parameters import dtype_name
-from paceline.paddle.one_model.groups import OWNER
-from paceline.paddle.one_model.homes import Home, home_of, homes_of
-from paceline.reducer.homes import check_step_allowed
+from paceline.paddle.one_model.homes import Home
+from paceline.reducer.homes import check_step_allowed, home_of, homes_of
 from paceline.sharding.cuts import Extent, Piece
+from paceline.sharding.shared_step import OWNER
 
 
 def extent_of(parameter: paddle.Tensor) -> Extent:

@@ -18,10 +18,10 @@ from paceline.errors import ConfigError
 from paceline.paddle import internals
 from paceline.paddle.link.link import Link
 from paceline.paddle.model.parameters import dtype_name
-from paceline.paddle.one_model.groups import OWNER
 from paceline.paddle.one_model.shards import Shards, part_of
 from paceline.reducer.pass_errors import shorten
 from paceline.sharding.cuts import Piece
+from paceline.sharding.shared_step import OWNER
 
 MASTERS = "master_weights"
 """The key of a state_dict under which Paddle keeps the weights in float32 of parameters of 16 bits."""

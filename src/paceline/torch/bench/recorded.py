@@ -1,6 +1,6 @@
 """Training steps with and without a recording, in one process: two processes differ by more than it costs.
 
-Imports its neighbours, `tracing` and torch.
+Imports its neighbours, bench, `tracing` and torch.
 """
 
 from __future__ import annotations

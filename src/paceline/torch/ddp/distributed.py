@@ -9,7 +9,6 @@ backward). This file is the module that users hold; what it has in common with t
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -26,7 +25,6 @@ from paceline.reducer.agreement import ModelDescription, check_agreement, tellin
 from paceline.reducer.between_hosts import A_HOOK, refuse_other_bits
 from paceline.reducer.buffers import BufferSync
 from paceline.reducer.comm_hooks import CommHook, agree_on_hook, check_is_first
-from paceline.reducer.homes import written
 from paceline.reducer.link import Link
 from paceline.reducer.local_sgd import LocalSGD
 from paceline.reducer.members import Members, join_member
@@ -47,7 +45,6 @@ from paceline.torch.model.compiling import untraced, untraced_itself
 from paceline.torch.model.config import DDPConfig, Weight, make_config
 from paceline.torch.model.parameters import ManagedTensors
 from paceline.torch.model.precision import cast_buffers, run_in
-from paceline.torch.one_model.homes import Home
 from paceline.torch.one_model.moving import move, move_out, refuse_strange
 from paceline.torch.passes.meetings import OuterParameters
 from paceline.torch.passes.passes import GradientPasses, make_buffer_sync, make_passes
@@ -160,7 +157,6 @@ class DistributedDataParallel(WrappedModel, TorchNames):
     _passes: GradientPasses | None
     _config: DDPConfig
     _has_looked_outward = False
-    _home: Home | None = None  # None: each rank has parameters of its own
 
     def __init__(
         self,
@@ -185,6 +181,8 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
         *,
+        share_parameters: bool = False,
+        reduce: str = "mean",
         buffers: Mapping[str, str] | None = None,
         weight: float | Callable[..., Weight] | None = None,
         nonfinite: str = "warn",
@@ -196,8 +194,6 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         compress_between_hosts: str | None = None,
         deterministic: str | None = None,
         local_sgd: LocalSGD | None = None,
-        share_parameters: bool = False,
-        reduce: str = "mean",
         **later: Any,
     ) -> None:
         arguments = dict(locals())
@@ -502,33 +498,6 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         if norm_type != 2.0:
             raise only_two_norm(norm_type)
         return torch.tensor(scattered.clip(max_norm, passes.squared_norm()))
-
-    def writing(self) -> contextlib.AbstractContextManager[None]:
-        """Inside this context, parameters that are shared may be changed in place.
-
-        Collective with share_parameters=True; otherwise it does nothing, and parameters may be changed at
-        any time. What a rank changes, it alone sees until the end of the block; others go on with the old
-        values. At the end all ranks meet: then the changes count for all, on each host, or, if any rank has
-        raised, for none. Either all ranks make the same changes, as in code that was written for unshared
-        parameters, or one rank of each host makes them. Within the block, each rank has copies of the pages
-        that it changes.
-
-        Any optimizer can step here, on every rank, as it would without shared parameters.
-
-        Raises:
-            ConfigError: A backward is running.
-            ReplicaError: Another rank has raised; nothing was written.
-            ReplicasDifferError: Ranks have written different values; nothing was written.
-            DeadlineError: A rank did not come to the end of its block; names it.
-
-        Example:
-            On two ranks; both then see weights between -1 and 1:
-
-            >>> with ddp.writing(), torch.no_grad():
-            ...     for parameter in ddp.parameters():
-            ...         parameter.clamp_(-1, 1)
-        """
-        return written(self._home)
 
     def _own_squared_norm(self) -> float:
         squares = [p.grad.double().square().sum() for p in self._tensors.trainable if p.grad is not None]

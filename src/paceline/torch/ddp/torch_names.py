@@ -94,7 +94,7 @@ class TorchNames(TorchDDP):
     _on_drop: weakref.finalize[Any, Any] | None = None  # tells the passes that the wrapper is gone
     _good_passes: int | None = 0  # before the passes of the present group; None: some were not counted
     _are_hooks_removed = False
-    _home: Home | None = None
+    _home: Home | None
     _sample_rate: int | None = None
     _ddp_params_and_buffers_to_ignore = AskedWhenWrapped()
 

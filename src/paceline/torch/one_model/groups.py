@@ -7,7 +7,6 @@ there.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,9 +14,8 @@ import torch
 from torch.optim import Optimizer
 
 from paceline.arguments import Arguments
-from paceline.errors import ConfigError
+from paceline.sharding.shared_step import OWNER, refuse_closure, wrong_arguments
 
-OWNER = "ShardedOptimizer"
 NO_OPTIONS = ("params", "param_names")
 """Keys of a group that are no hyperparameters."""
 
@@ -85,12 +83,7 @@ def make_optimizer(
     try:
         return optimizer_class(groups, **defaults)
     except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{OWNER}: {optimizer_class.__name__} refuses its arguments.",
-            seen=str(error),
-            got=", ".join(f"{name}={value!r}" for name, value in defaults.items()) or "no arguments",
-            hint=f"the arguments of {optimizer_class.__name__}, by name, after those of {OWNER}",
-        ) from error
+        raise wrong_arguments(optimizer_class, error, defaults) from error
 
 
 def check_class(optimizer_class: Any) -> None:
@@ -117,14 +110,7 @@ def check_class(optimizer_class: Any) -> None:
             "an optimizer for dense gradients",
             "use it unsharded, for the parameters that have sparse gradients",
         )
-    closure = inspect.signature(optimizer_class.step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise check.refuse(
-            "optimizer_class",
-            optimizer_class.__name__,
-            "an optimizer whose step() needs no closure",
-            "use it unsharded: it evaluates the loss several times in a step, and looks at all parameters",
-        )
+    refuse_closure(optimizer_class)
 
 
 def refuse_overlap(overlap_with_ddp: bool) -> None:

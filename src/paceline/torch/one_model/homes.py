@@ -9,10 +9,8 @@ import torch
 
 from paceline import _core
 from paceline.reducer import homes
-from paceline.reducer.homes import WrapperNames, home_of, homes_of
+from paceline.reducer.homes import WrapperNames
 from paceline.torch.link.arena import extent
-
-__all__ = ["PLACING", "Home", "home_of", "homes_of"]
 
 Home = homes.Home[torch.Tensor]
 

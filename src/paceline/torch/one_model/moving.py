@@ -12,12 +12,13 @@ import torch
 from torch import nn
 
 from paceline.reducer import moving
+from paceline.reducer.homes import home_of, homes_of
 from paceline.reducer.moving import overlapping
 from paceline.rendezvous.shared_memory import HostMemory
 from paceline.torch.link.arena import extent
 from paceline.torch.link.peers import Peers
 from paceline.torch.one_model.guards import watch_optimizers
-from paceline.torch.one_model.homes import PLACING, Home, home_of, homes_of
+from paceline.torch.one_model.homes import PLACING, Home
 
 
 def move(

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 
-from paceline import _core
 from paceline.arguments import Arguments
 from paceline.errors import ConfigError, PacelineError
 from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
@@ -26,16 +25,14 @@ from paceline.reducer.between_hosts import BetweenHosts
 from paceline.reducer.link import Link
 from paceline.sharding.cuts import Piece, deal
 from paceline.sharding.kinds import Kind
-from paceline.sharding.lost_ranks import refuse_after, telling
-from paceline.sharding.meeting import Call, Facts, Meetings, hash_options, spell_options
-from paceline.sharding.travel import Travel
+from paceline.sharding.meeting import Call, spell_options
+from paceline.sharding.shared_step import OWNER, SharedStep, coupled, refuse_copies
 from paceline.torch.link.link import connect
 from paceline.torch.link.peers import find_peers, known_exchange
 from paceline.torch.model.parameters import describe_tensor
 from paceline.torch.one_model.elementwise import kind_of
 from paceline.torch.one_model.groups import (
     NO_OPTIONS,
-    OWNER,
     as_groups,
     bare_step,
     check_class,
@@ -157,16 +154,16 @@ class ShardedOptimizer(Optimizer, Joinable):
         self.rank: int = peers.rank
         self.world_size: int = peers.world_size
         self._shards = Shards(self.rank, self.world_size)
-        self._link: Link[torch.Tensor] | None = None
-        self._travel: Travel[torch.Tensor] | None = None
-        self._meetings: Meetings | None = None
-        self._route: tuple[object, Any] = (None, None)
-        self._options: tuple[list[tuple[Any, ...]], int] = ([], 0)
-        self._consolidated: State | None = None
-        self._failure: BaseException | None = None
         self._loads = [0] * self.world_size
         self._agree(self.param_groups, kinds)
-        self._join_ranks(reduce_through)
+        self._link = None if self.world_size == 1 else self._connect(reduce_through)
+        self._steps: SharedStep[State] = SharedStep(
+            self._shards,
+            self._link,
+            None if self._link is None else travel_over(self._link),
+            lambda: [tuple(group.values()) for group in plain_options(self.param_groups)],
+            lambda: spell_options(plain_options(self.param_groups)),
+        )
         self._add_pieces(self.param_groups, kinds)
         own = [self._own_group(number) for number in range(len(self.param_groups))]
         self.optim = make_optimizer(optimizer_class, own, defaults)
@@ -208,9 +205,8 @@ class ShardedOptimizer(Optimizer, Joinable):
         return loss
 
     def _step(self, kwargs: Mapping[str, Any], *, has_data: bool = True) -> None:
-        self._check_unbroken()
-        shards = self._shards
-        options = self._hash_options()
+        shards, steps = self._shards, self._steps
+        steps.check_unbroken()
         gradients: list[torch.Tensor | None] | None = None
         has_gradient = b""
         try:
@@ -219,31 +215,19 @@ class ShardedOptimizer(Optimizer, Joinable):
                 gradients = shards.gradients()
                 has_gradient = bytes([gradient is not None for gradient in gradients])
         except ConfigError as error:
-            self._refuse(error)
+            steps.refuse(error)
             raise
-        joined: tuple[int, ...] = ()
-        if self._meetings is not None:
-            call = Call.STEP if has_data else Call.JOINED_STEP
-            with telling(OWNER, "nothing was written yet"):
-                joined = self._meetings.meet(
-                    call, options, _core.hash_bytes(has_gradient), lambda: self._facts(call, has_gradient)
-                )
+        joined = steps.meet(Call.STEP if has_data else Call.JOINED_STEP, has_gradient)
         if not has_data and not joined:
             return  # nobody has data
         try:
-            with telling(OWNER, "some parameters may be updated and others not"):
+            with steps.updating():
                 if joined:
                     has_gradient = self._lend(joined, gradients, has_gradient)
                 if gradients is not None:
                     shards.set_gradients(gradients)
                 self._step_own(kwargs)
-                if self._travel is not None:
-                    self._travel.spread(self._find_route(has_gradient))
-                    if shards.homes:  # nobody reads what another rank has not written yet
-                        self._travel.meet()
-        except BaseException as error:
-            self._failure = error
-            raise
+                steps.spread(has_gradient)
         finally:
             shards.clear_gradients()
         shards.count_writes(has_gradient)
@@ -262,13 +246,6 @@ class ShardedOptimizer(Optimizer, Joinable):
                 delattr(own, name)
         copy_options(own.param_groups, self.param_groups)  # some optimizers write to their groups
 
-    def _find_route(self, has_gradient: bytes) -> Any:
-        assert self._travel is not None
-        key = (self._shards.generation, has_gradient)
-        if self._route[0] != key:
-            self._route = key, self._travel.prepare(self._shards.written(has_gradient))
-        return self._route[1]
-
     def _lend(
         self, joined: Sequence[int], gradients: list[torch.Tensor | None] | None, has_gradient: bytes
     ) -> bytes:
@@ -284,29 +261,6 @@ class ShardedOptimizer(Optimizer, Joinable):
         for rank in joined:
             self._shards.lend_gradients(self._link, rank, root, gradients, has_gradient)
         return has_gradient
-
-    def _refuse(self, error: ConfigError) -> None:
-        """Let the others know of it, who would wait."""
-        if self._meetings is not None:
-            facts = Facts(Call.REFUSED, failure=str(error))
-            try:
-                self._meetings.meet(Call.REFUSED, 0, 0, lambda: facts)
-            except PacelineError:
-                return  # this rank's own error says more
-
-    def _facts(self, call: Call, has_gradient: bytes) -> Facts:
-        without = [name for name, has in zip(self._shards.names, has_gradient) if not has]
-        return Facts(call, spell_options(plain_options(self.param_groups)), without)
-
-    def _hash_options(self) -> int:
-        """The hash of the hyperparameters as they are now: schedulers write to the groups."""
-        now = [tuple(group.values()) for group in plain_options(self.param_groups)]
-        if now != self._options[0]:
-            self._options = now, hash_options(spell_options(plain_options(self.param_groups)))
-        return self._options[1]
-
-    def _check_unbroken(self) -> None:
-        refuse_after(self._failure, OWNER)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -328,7 +282,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         if not self._is_ready:
             super().add_param_group(param_group)
             return
-        self._check_unbroken()
+        self._steps.check_unbroken()
         peers = self._peers
         num_groups = len(self.param_groups)
         try:
@@ -372,14 +326,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         if key not in self._kinds:
             kind = kind_of(type(self._template), options, dtype, device)
             if kind is Kind.COUPLED:
-                name = type(self._template).__name__
-                raise Arguments(OWNER).refuse(
-                    "optimizer_class",
-                    name,
-                    "an optimizer that updates every parameter by itself",
-                    "use it unsharded: every rank makes the whole step",
-                    got=f"{name}, which updates two tensors otherwise together than each of them alone",
-                )
+                raise coupled(type(self._template))
             self._kinds[key] = kind
         return self._kinds[key]
 
@@ -403,21 +350,14 @@ class ShardedOptimizer(Optimizer, Joinable):
         description = ModelDescription(described, (), options, doing=doing)
         check_agreement(description, self._peers.exchange, self._peers.timeout_s)
 
-    def _join_ranks(self, reduce_through: str) -> None:
+    def _connect(self, reduce_through: str) -> Link[torch.Tensor]:
         """Connect the ranks. Collective."""
-        if self.world_size == 1:
-            return
         on_host = all(p.device.type == "cpu" for group in self.param_groups for p in group["params"])
-        self._link = connect(
+        return connect(
             self._peers,
             on_host=on_host,
             reduce_through=reduce_through,
             between_hosts=BetweenHosts(owner=OWNER, compression=None, deterministic=None),
-        )
-        self._travel = travel_over(self._link)
-        shards = self._shards  # of which the meetings hold no more
-        self._meetings = Meetings(
-            self._travel.gather, self._link.all_gather, OWNER, lambda: shards.parameters
         )
 
     def _add_pieces(self, groups: Sequence[Mapping[str, Any]], kinds: Sequence[Kind]) -> None:
@@ -471,15 +411,12 @@ class ShardedOptimizer(Optimizer, Joinable):
             Both ranks call it, and rank 0 saves `optimizer.state_dict()`, which any rank, and the optimizer
             that is not sharded, can load.
         """
-        to = Arguments(f"{OWNER}.consolidate_state_dict").whole("to", to, least=0, most=self.world_size - 1)
-        self._check_unbroken()
-        self._consolidated = None
-        if self._meetings is not None:
-            call = Call.CONSOLIDATE
-            self._meetings.meet(call, self._hash_options(), to, lambda: self._facts(call, b""))
-        state = WholeState(self._shards, self.optim.state, self._link, to).by_parameter
-        if to == self.rank:
-            self._consolidated = state
+        self._steps.consolidate(
+            to,
+            self.rank,
+            self.world_size,
+            lambda to: WholeState(self._shards, self.optim.state, self._link, to).by_parameter,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, as an unsharded optimizer's `state_dict()`: on the CPU, as last consolidated.
@@ -489,14 +426,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         """
         if self.world_size == 1:
             self.consolidate_state_dict()
-        if self._consolidated is None:
-            raise ConfigError(
-                f"{OWNER}.state_dict: the state has not been consolidated on rank {self.rank}.",
-                likely="only the rank that consolidate_state_dict(to=0) names has the whole state",
-                hint=f"call consolidate_state_dict(to={self.rank}) on every rank before; or save this rank's "
-                "part: optimizer.optim.state_dict()",
-            )
-        held = self._consolidated
+        held = self._steps.consolidated(self.rank)
         self.state = defaultdict(dict, {p: held[p] for p in self._shards.parameters if p in held})
         try:
             whole: dict[str, Any] = super().state_dict()
@@ -534,14 +464,10 @@ class ShardedOptimizer(Optimizer, Joinable):
             for group, own in zip(self.param_groups, packed, strict=True)
         ]
         self.optim.load_state_dict({"state": state, "param_groups": groups})
-        self._failure = self._consolidated = None
+        self._steps.begin_anew()
 
     def __getstate__(self) -> dict[str, Any]:
-        raise ConfigError(
-            f"{OWNER} cannot be pickled or copied.",
-            likely="it shares its step with other processes",
-            hint="consolidate_state_dict(), and save state_dict(); make another optimizer and load it there",
-        )
+        refuse_copies()
 
     # --- torch's Join ---
 

@@ -14,15 +14,14 @@ from collections.abc import Sequence
 import torch
 
 from paceline.errors import ConfigError
-from paceline.reducer.homes import check_step_allowed
+from paceline.reducer.homes import check_step_allowed, home_of, homes_of
 from paceline.reducer.link import Link
 from paceline.reducer.owners import Owned, OwnedRange, owners
 from paceline.sharding.cuts import Extent, Piece
+from paceline.sharding.shared_step import OWNER
 from paceline.torch.link.arena import is_dense
 from paceline.torch.link.scattered import ScatteredGradient
-from paceline.torch.one_model.homes import Home, home_of, homes_of
-
-_OWNER = "ShardedOptimizer"
+from paceline.torch.one_model.homes import Home
 
 
 def extent_of(parameter: torch.Tensor) -> Extent:
@@ -109,7 +108,7 @@ class Shards:
             ConfigError: One has another shape, dtype or layout; or it is shared, and must not be written now.
         """
         for home in self.homes:
-            check_step_allowed(home, _OWNER, self.world_size)
+            check_step_allowed(home, OWNER, self.world_size)
         places = [parameter.data_ptr() for parameter in self.parameters]
         if places == self._places:
             return
@@ -137,7 +136,7 @@ class Shards:
         home = home_of(parameter)
         if home is None:
             return parameter.data
-        check_step_allowed(home, _OWNER, self.world_size)
+        check_step_allowed(home, OWNER, self.world_size)
         if not any(home is known for known in self.homes):
             self.homes.append(home)
         return home.writable(parameter)

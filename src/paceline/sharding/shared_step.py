@@ -1,0 +1,263 @@
+"""What the ranks of a sharded optimizer do together, in the order of a step, and what refuses to be sharded.
+
+A step: the ranks meet and compare (`meet`), each updates its part, and what it has written reaches the others
+(`spread`), within `updating`, so that a step that was begun and not completed is remembered. A front end adds
+what its tensors and optimizers are.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
+
+from paceline import _core
+from paceline.arguments import Arguments
+from paceline.errors import ConfigError, PacelineError
+from paceline.reducer.link import Link
+from paceline.sharding.lost_ranks import refuse_after, telling
+from paceline.sharding.meeting import Call, Facts, Meetings, hash_options
+from paceline.sharding.travel import Travel
+
+OWNER = "ShardedOptimizer"
+State = TypeVar("State")
+
+
+class Pieces(Protocol):
+    """What a `SharedStep` asks of the pieces of the parameters."""
+
+    parameters: Any
+    names: Any
+    generation: int
+    homes: Any
+
+    def written(self, has_gradient: Sequence[int]) -> Any:
+        """Tensors that a step with gradients of these parameters writes to, by the rank that does."""
+        ...
+
+
+class SharedStep(Generic[State]):
+    """The steps of one optimizer, on one rank.
+
+    Args:
+        pieces: The pieces of its parameters, of all ranks.
+        link: Connects the ranks; None: there is one rank.
+        travel: Brings what they write to each other; None: there is one rank.
+        look: The hyperparameters as they are now, to be compared with what they were: schedulers change them.
+        spell: The same by name, as text.
+    """
+
+    def __init__(
+        self,
+        pieces: Pieces,
+        link: Link[Any] | None,
+        travel: Travel[Any] | None,
+        look: Callable[[], object],
+        spell: Callable[[], dict[str, str]],
+    ) -> None:
+        self._pieces = pieces
+        self._travel = travel
+        self._look, self._spell = look, spell
+        self._meetings: Meetings | None = None
+        if link is not None and travel is not None:
+            self._meetings = Meetings(travel.gather, link.all_gather, OWNER, lambda: pieces.parameters)
+        self._seen: tuple[object, int] = (None, 0)
+        self._route: tuple[object, Any] = (None, None)
+        self._failure: BaseException | None = None
+        self._state: State | None = None
+
+    # --- a step ---
+
+    def meet(self, call: Call, has_gradient: bytes) -> tuple[int, ...]:
+        """Compare with the other ranks what this one is about to do. Collective.
+
+        Args:
+            call: What that is.
+            has_gradient: For each parameter whether it has a gradient here.
+
+        Returns:
+            The ranks that have no data any more.
+
+        Raises:
+            MismatchError, UnusedParameterError, ConfigError: As of `Meetings.meet`. Nothing was written.
+        """
+        if self._meetings is None:
+            return ()
+        options = self._hash_options()
+        with telling(OWNER, "nothing was written yet"):
+            return self._meetings.meet(
+                call, options, _core.hash_bytes(has_gradient), lambda: self._facts(call, has_gradient)
+            )
+
+    def refuse(self, error: ConfigError) -> None:
+        """Let the others know why this rank makes no step; they would wait. Collective."""
+        if self._meetings is not None:
+            facts = Facts(Call.REFUSED, failure=str(error))
+            try:
+                self._meetings.meet(Call.REFUSED, 0, 0, lambda: facts)
+            except PacelineError:
+                return  # this rank's own error says more
+
+    def updating(self) -> _Updating:
+        """A context for all that writes to parameters: an exception within it breaks the optimizer."""
+        return _Updating(self._set_failure)
+
+    def spread(self, has_gradient: bytes) -> None:
+        """Bring what each rank has written to the others. Collective.
+
+        Args:
+            has_gradient: For each parameter whether it had a gradient, on some rank.
+        """
+        if self._travel is None:
+            return
+        key = (self._pieces.generation, has_gradient)
+        if self._route[0] != key:
+            self._route = key, self._travel.prepare(self._pieces.written(has_gradient))
+        self._travel.spread(self._route[1])
+        if self._pieces.homes:  # nobody reads what another rank has not written yet
+            self._travel.meet()
+
+    def check_unbroken(self) -> None:
+        """Raise if a step was begun and not completed.
+
+        Raises:
+            CollectiveError: Quotes why.
+        """
+        refuse_after(self._failure, OWNER)
+
+    def _set_failure(self, error: BaseException) -> None:
+        self._failure = error
+
+    def _facts(self, call: Call, has_gradient: bytes) -> Facts:
+        without = [name for name, has in zip(self._pieces.names, has_gradient) if not has]
+        return Facts(call, self._spell(), without)
+
+    def _hash_options(self) -> int:
+        now = self._look()
+        if now != self._seen[0]:
+            self._seen = now, hash_options(self._spell())
+        return self._seen[1]
+
+    # --- the state of all ranks on one ---
+
+    def consolidate(self, to: int, rank: int, world_size: int, gather: Callable[[int], State]) -> None:
+        """Bring the state of all ranks together on one. Collective.
+
+        Args:
+            to: The rank that keeps it.
+            rank: This process's.
+            world_size: Number of ranks.
+            gather: Called with `to`: the whole state there, anything on the others. Collective.
+
+        Raises:
+            ConfigError: There is no such rank.
+            MismatchError: Another rank makes a step instead.
+        """
+        to = Arguments(f"{OWNER}.consolidate_state_dict").whole("to", to, least=0, most=world_size - 1)
+        self.check_unbroken()
+        self._state = None
+        if self._meetings is not None:
+            call = Call.CONSOLIDATE
+            self._meetings.meet(call, self._hash_options(), to, lambda: self._facts(call, b""))
+        state = gather(to)
+        if to == rank:
+            self._state = state
+
+    def consolidated(self, rank: int) -> State:
+        """The whole state, as last consolidated.
+
+        Raises:
+            ConfigError: It has not been consolidated on this rank.
+        """
+        if self._state is None:
+            raise ConfigError(
+                f"{OWNER}.state_dict: the state has not been consolidated on rank {rank}.",
+                likely="only the rank that consolidate_state_dict(to=0) names has the whole state",
+                hint=f"call consolidate_state_dict(to={rank}) on every rank before; or save this rank's "
+                "part: optimizer.optim.state_dict()",
+            )
+        return self._state
+
+    @property
+    def is_consolidated(self) -> bool:
+        """Whether this rank has the whole state."""
+        return self._state is not None
+
+    def begin_anew(self) -> None:
+        """A state was loaded: earlier failures and the state that was consolidated count no more."""
+        self._failure = self._state = None
+
+
+class _Updating:
+    # Not a generator: those take longer to enter than the ranks to meet.
+    def __init__(self, fail: Callable[[BaseException], None]) -> None:
+        self._fail = fail
+        self._telling = telling(OWNER, "some parameters may be updated and others not")
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        try:
+            self._telling.__exit__(kind, error, trace)
+        except BaseException as told:
+            self._fail(told)
+            raise
+        if error is not None:
+            self._fail(error)
+
+
+# --- what is refused ---
+
+
+def refuse_closure(optimizer_class: type[Any]) -> None:
+    """Refuse an optimizer that evaluates the loss within its step.
+
+    Raises:
+        ConfigError: Its step() needs a closure.
+    """
+    closure = inspect.signature(optimizer_class.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise Arguments(OWNER).refuse(
+            "optimizer_class",
+            optimizer_class.__name__,
+            "an optimizer whose step() needs no closure",
+            "use it unsharded: it evaluates the loss several times in a step, and looks at all parameters",
+        )
+
+
+def coupled(optimizer_class: type[Any]) -> ConfigError:
+    """The error for an optimizer that updates a parameter by what it sees of others."""
+    name = optimizer_class.__name__
+    return Arguments(OWNER).refuse(
+        "optimizer_class",
+        name,
+        "an optimizer that updates every parameter by itself",
+        "use it unsharded: every rank makes the whole step",
+        got=f"{name}, which updates two tensors otherwise together than each of them alone",
+    )
+
+
+def wrong_arguments(
+    optimizer_class: type[Any], error: BaseException, defaults: Mapping[str, Any]
+) -> ConfigError:
+    """The error for arguments that an optimizer refuses; quotes it."""
+    return ConfigError(
+        f"{OWNER}: {optimizer_class.__name__} refuses its arguments.",
+        seen=str(error),
+        got=", ".join(f"{name}={value!r}" for name, value in defaults.items()) or "no arguments",
+        hint=f"the arguments of {optimizer_class.__name__}, by name, after those of {OWNER}",
+    )
+
+
+def refuse_copies() -> NoReturn:
+    """Refuse to pickle or to copy an optimizer.
+
+    Raises:
+        ConfigError: Always.
+    """
+    raise ConfigError(
+        f"{OWNER} cannot be pickled or copied.",
+        likely="it shares its step with other processes",
+        hint="consolidate_state_dict(), and save state_dict(); make another optimizer and load it there",
+    )
