@@ -16,7 +16,7 @@ from paceline.rendezvous.told_failures import pack_failure
 
 
 class Bystander:
-    """Stands where other ranks have a `HostExchange`.
+    """A `ShareExchange` of nothing, where other ranks have a `HostExchange`.
 
     Args:
         core: The part of this host.
@@ -44,9 +44,9 @@ class Bystander:
         note_nonfinite: Callable[[int, range], None],
         make_report: Callable[[], bytes] | None = None,
         *,
-        blocks: bool,
+        may_wait: bool,
     ) -> bool:
-        """See `HostExchange.launch`; its report is where others of its host read it."""
+        """Count the share, which is empty; others of this host read its report where it is."""
         self._core.count_share()
         return True
 

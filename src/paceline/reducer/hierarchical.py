@@ -51,6 +51,7 @@ from paceline.reducer.pass_reports import RankReport, pack_bits, unpack_bits
 from paceline.reducer.plan import ALIGNMENT_BYTES, SEGMENT_ELEMENTS, Plan, pieces_of
 from paceline.reducer.protocol import PassStatus
 from paceline.reducer.reporting_reducer import ReportingReducer
+from paceline.reducer.share_exchange import ShareExchange
 from paceline.reducer.sum_formats import CodedSums, PlainSums, SumFormat
 from paceline.rendezvous.control import ControlChannel
 from paceline.rendezvous.told_failures import unpack_failure
@@ -215,14 +216,14 @@ class HierarchicalReducer(ReportingReducer):
         """Launch buckets in order, but for the last one, which carries what the end of the pass tells."""
         last = len(self._missing) - 1
         while self._next < last and not self._missing[self._next] and self._core.is_complete(self._next):
-            if not self._launch(self._next, blocks=False):
+            if not self._launch(self._next, may_wait=False):
                 return
             self._next += 1
 
     def _launch(
-        self, bucket: int, make_report: Callable[[], bytes] | None = None, *, blocks: bool = True
+        self, bucket: int, make_report: Callable[[], bytes] | None = None, *, may_wait: bool = True
     ) -> bool:
-        return self._exchange.launch(bucket, self._note_nonfinite, make_report, blocks=blocks)
+        return self._exchange.launch(bucket, self._note_nonfinite, make_report, may_wait=may_wait)
 
     def _complete(self, status: PassStatus, allow_unused: bool) -> None:
         with self._host_errors():
@@ -317,7 +318,7 @@ class HierarchicalReducer(ReportingReducer):
 
     def _make_exchange(
         self, local_rank: int, shares: int, generation: int, encoding: int | None, before: CodedSums | None
-    ) -> HostExchange | Bystander:
+    ) -> ShareExchange:
         hosts, plan = self._hosts, self._plan
         itemsizes = [max(4, plan.sections[bucket.section].itemsize) for bucket in plan.buckets]
         counts = [bucket.nbytes // plan.sections[bucket.section].itemsize for bucket in plan.buckets]

@@ -99,7 +99,7 @@ class _Flight:
 
 
 class HostExchange:
-    """Exchanges one rank's shares with its partners. See the head of this file.
+    """The `ShareExchange` of a rank that has partners. See the head of this file.
 
     Args:
         core: The part of this host.
@@ -185,7 +185,7 @@ class HostExchange:
         """
         self._number, self._next_ready = self._number + 1, 0
         try:
-            self._make_ready(blocks=False)
+            self._make_ready(may_wait=False)
         except CollectiveError as error:
             self._met = error
 
@@ -195,24 +195,11 @@ class HostExchange:
         note_nonfinite: Callable[[int, range], None],
         make_report: Callable[[], bytes] | None = None,
         *,
-        blocks: bool,
+        may_wait: bool,
     ) -> bool:
-        """Sum this rank's share of a bucket that all ranks of the host have posted, and begin to exchange it.
-
-        Args:
-            bucket: In the plan's order, from 0 in each pass.
-            note_nonfinite: Called with (bucket, elements) if a gradient there is not finite.
-            make_report: What travels beside the last bucket, called once its share is summed.
-            blocks: Wait until there is memory for it, at most until the deadline.
-
-        Returns:
-            Whether it was launched: False where there is no memory now.
-
-        Raises:
-            CollectiveError: The exchange has failed, or there was no memory in time.
-        """
+        """See `ShareExchange.launch`."""
         if not self._ready:
-            self._make_ready(blocks=blocks)
+            self._make_ready(may_wait=may_wait)
             if not self._ready:
                 return False
         flight = self._ready.popleft()
@@ -243,17 +230,17 @@ class HostExchange:
         self.stop()
         self._thread.join(self._timeout_s)
 
-    def _make_ready(self, *, blocks: bool) -> None:
+    def _make_ready(self, *, may_wait: bool) -> None:
         """Begin receives of the buckets that come next, as far as there is memory.
 
         Args:
-            blocks: Wait until there is memory for one, at most until the deadline.
+            may_wait: Wait until there is memory for one, at most until the deadline.
         """
         if self._met is not None:
             raise self._met
         while self._next_ready < len(self._routes):
             bucket = self._next_ready
-            memory = self._take_memory(bucket, blocks=blocks and not self._ready)
+            memory = self._take_memory(bucket, may_wait=may_wait and not self._ready)
             if memory is None:
                 return
             route = self._routes[bucket]
@@ -263,10 +250,10 @@ class HostExchange:
             self._next_ready += 1
             self._ready.append(flight)
 
-    def _take_memory(self, bucket: int, *, blocks: bool) -> Message | None:
+    def _take_memory(self, bucket: int, *, may_wait: bool) -> Message | None:
         with self._is_free:
             self.check()
-            if not self._free and not blocks:
+            if not self._free and not may_wait:
                 return None
             ends_s = time.monotonic() + self._patience_s + 1.0  # the thread's own deadline comes first
             while not self._free:
