@@ -17,51 +17,51 @@ Heap::Heap(Calls& calls) : calls_(calls), mapping_(calls.session().mapping()) {
   const size_t heap_at = round_up(layout.heap_at(), page_bytes());
   if (heap_at < layout.slab_bytes)
     free_space_.give_back(heap_at, layout.slab_bytes - heap_at);
-  for (size_t i = kMaxBlocks; i > 0; --i)
-    free_blocks_.push_back(static_cast<uint32_t>(i - 1));
+  for (size_t i = kMaxAllocations; i > 0; --i)
+    free_entries_.push_back(static_cast<uint32_t>(i - 1));
 }
 
-void Heap::own_block(size_t offset, uint32_t entry) {
-  const std::lock_guard lock(own_blocks_mutex_);
-  own_blocks_[offset] = entry;
+void Heap::remember(size_t offset, uint32_t entry) {
+  const std::lock_guard lock(own_entries_mutex_);
+  own_entries_[offset] = entry;
 }
 
-std::optional<uint32_t> Heap::disown_block(size_t offset) {
-  const std::lock_guard lock(own_blocks_mutex_);
-  const auto found = own_blocks_.find(offset);
-  if (found == own_blocks_.end()) return std::nullopt;
+std::optional<uint32_t> Heap::forget(size_t offset) {
+  const std::lock_guard lock(own_entries_mutex_);
+  const auto found = own_entries_.find(offset);
+  if (found == own_entries_.end()) return std::nullopt;
   const uint32_t entry = found->second;
-  own_blocks_.erase(found);
+  own_entries_.erase(found);
   return entry;
 }
 
-// Takes the blocks that no rank uses any more off their list.
-void Heap::reclaim_blocks() {
+// Takes the arrays that no rank uses any more off their list.
+void Heap::reclaim() {
   // Acquire: pairs with the release in free().
-  uint32_t first =
-      mapping_.header().freed_blocks.exchange(0, std::memory_order_acquire);
+  uint32_t first = mapping_.header().freed_allocations.exchange(
+      0, std::memory_order_acquire);
   while (first != 0) {
     const uint32_t entry = first - 1;
-    Block& block = mapping_.blocks()[entry];
-    const size_t offset = block.offset.load(std::memory_order_relaxed);
-    const size_t length = block.bytes.load(std::memory_order_relaxed);
-    first = block.next.load(std::memory_order_relaxed);
+    Allocation& array = mapping_.allocations()[entry];
+    const size_t offset = array.offset.load(std::memory_order_relaxed);
+    const size_t length = array.bytes.load(std::memory_order_relaxed);
+    first = array.next.load(std::memory_order_relaxed);
     for (int r = 0; r < calls_.world(); ++r)
       mapping_.region().release(mapping_.layout().slab_at(r) + offset, length);
-    block.bytes.store(0, std::memory_order_relaxed);
+    array.bytes.store(0, std::memory_order_relaxed);
     free_space_.give_back(offset, length);
-    free_blocks_.push_back(entry);
+    free_entries_.push_back(entry);
   }
 }
 
 // Only rank 0 calls it, because garbage collectors free in another order on
 // each rank.
 void Heap::decide(size_t length) {
-  reclaim_blocks();
-  uint32_t entry = kNoBlockLeft;
-  if (!free_blocks_.empty()) {
+  reclaim();
+  uint32_t entry = kNoAllocationLeft;
+  if (!free_entries_.empty()) {
     const std::optional<size_t> offset = free_space_.take(length);
-    entry = offset ? free_blocks_.back() : kNoRoom;
+    entry = offset ? free_entries_.back() : kNoRoom;
     try {  // for all ranks at once: each by itself would find enough
       if (offset)
         Region::check_memory(uint64_t{length} * mapping_.header().world);
@@ -69,19 +69,21 @@ void Heap::decide(size_t length) {
       free_space_.give_back(*offset, length);
       entry = kNoMemoryLeft;
     }
-    if (entry < kMaxBlocks) {
-      free_blocks_.pop_back();
-      mapping_.blocks()[entry].offset.store(*offset, std::memory_order_relaxed);
-      mapping_.blocks()[entry].owners.store(mapping_.header().world,
-                                            std::memory_order_relaxed);
-      // Release, though what reads it is ordered by allocated_block; partner:
+    if (entry < kMaxAllocations) {
+      free_entries_.pop_back();
+      mapping_.allocations()[entry].offset.store(*offset,
+                                                 std::memory_order_relaxed);
+      mapping_.allocations()[entry].owners.store(mapping_.header().world,
+                                                 std::memory_order_relaxed);
+      // Release, though what reads it is ordered by last_allocation; partner:
       // allocate().
-      mapping_.blocks()[entry].bytes.store(length, std::memory_order_release);
+      mapping_.allocations()[entry].bytes.store(length,
+                                                std::memory_order_release);
     }
   }
-  // Release: publishes the block; partner: allocate(). (The meeting after it
+  // Release: publishes the entry; partner: allocate(). (The meeting after it
   // would do, too.)
-  mapping_.header().allocated_block.store(entry, std::memory_order_release);
+  mapping_.header().last_allocation.store(entry, std::memory_order_release);
 }
 
 size_t Heap::allocate(size_t bytes, double timeout_s) {
@@ -95,7 +97,7 @@ size_t Heap::allocate(size_t bytes, double timeout_s) {
   calls_.meet();
   // Acquire; partner: decide().
   const uint32_t entry =
-      mapping_.header().allocated_block.load(std::memory_order_acquire);
+      mapping_.header().last_allocation.load(std::memory_order_acquire);
   if (entry == kNoMemoryLeft) {
     throw Failure{.reason = Reason::kNoMemory,
                   .message = std::to_string(calls_.world()) + " ranks need " +
@@ -103,9 +105,9 @@ size_t Heap::allocate(size_t bytes, double timeout_s) {
                              " bytes each, which the machine or the container "
                              "does not have left"};
   }
-  if (entry == kNoBlockLeft)
+  if (entry == kNoAllocationLeft)
     throw Failure{.reason = Reason::kTooMany,
-                  .message = std::to_string(kMaxBlocks)};
+                  .message = std::to_string(kMaxAllocations)};
   if (entry == kNoRoom) {
     throw Failure{.reason = Reason::kNoMemory,
                   .message = "no room for " + std::to_string(length) +
@@ -113,8 +115,8 @@ size_t Heap::allocate(size_t bytes, double timeout_s) {
                              std::to_string(mapping_.layout().slab_bytes)};
   }
   const size_t offset =
-      mapping_.blocks()[entry].offset.load(std::memory_order_relaxed);
-  own_block(offset, entry);
+      mapping_.allocations()[entry].offset.load(std::memory_order_relaxed);
+  remember(offset, entry);
   std::optional<Failure> own_failure;
   try {
     fault_point(Point::kAllocate);
@@ -165,23 +167,23 @@ void Heap::check_reserved(size_t length,
 
 void Heap::free(size_t offset, bool others_still_read) {
   if (calls_.session().is_forked()) return;
-  const std::optional<uint32_t> entry = disown_block(offset);
+  const std::optional<uint32_t> entry = forget(offset);
   if (!entry) return;
-  Block& block = mapping_.blocks()[*entry];
+  Allocation& array = mapping_.allocations()[*entry];
   if (!others_still_read) {
     mapping_.region().release(mapping_.layout().slab_at(calls_.rank()) + offset,
-                              block.bytes.load(std::memory_order_relaxed));
+                              array.bytes.load(std::memory_order_relaxed));
   }
   // acq_rel: the last rank to come here tells rank 0 for all of them; partners:
   // each other.
-  if (block.owners.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+  if (array.owners.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
   uint32_t first =
-      mapping_.header().freed_blocks.load(std::memory_order_relaxed);
-  // Release: the block and all that was done with it; partner: the exchange in
-  // reclaim_blocks().
+      mapping_.header().freed_allocations.load(std::memory_order_relaxed);
+  // Release: the array and all that was done with it; partner: the exchange in
+  // reclaim().
   do {
-    block.next.store(first, std::memory_order_relaxed);
-  } while (!mapping_.header().freed_blocks.compare_exchange_weak(
+    array.next.store(first, std::memory_order_relaxed);
+  } while (!mapping_.header().freed_allocations.compare_exchange_weak(
       first, *entry + 1, std::memory_order_release, std::memory_order_relaxed));
 }
 

@@ -35,23 +35,23 @@ class Heap {
   void free(size_t offset, bool others_still_read = false);
 
  private:
-  void reclaim_blocks();
+  void reclaim();
   void decide(size_t length);
-  void own_block(size_t offset, uint32_t entry);
-  std::optional<uint32_t> disown_block(size_t offset);
+  void remember(size_t offset, uint32_t entry);
+  std::optional<uint32_t> forget(size_t offset);
   void check_reserved(size_t length, const std::optional<Failure>& own) const;
 
   Calls& calls_;
   const Mapping& mapping_;
   /// What only rank 0 knows, which decides: the free part of the slabs, and
-  /// blocks without an array.
+  /// entries without an array.
   FreeSpace<> free_space_;
-  std::vector<uint32_t> free_blocks_;
-  /// The blocks of the arrays that this rank has not freed, by offset. The
+  std::vector<uint32_t> free_entries_;
+  /// The entries of the arrays that this rank has not freed, by offset. The
   /// mutex is needed because a garbage collector may free an array while
   /// another thread allocates.
-  std::unordered_map<size_t, uint32_t> own_blocks_;
-  std::mutex own_blocks_mutex_;
+  std::unordered_map<size_t, uint32_t> own_entries_;
+  std::mutex own_entries_mutex_;
 };
 
 }  // namespace paceline

@@ -45,12 +45,13 @@ uint64_t CallRecord::fingerprint() const {
   return mix(number ^ mix(shape ^ mix(count))) | 1;
 }
 
-size_t Layout::blocks_at() const {
+size_t Layout::allocations_at() const {
   return round_up(sizeof(Header), kLinePairBytes);
 }
 
 size_t Layout::rank_lines_at() const {
-  return round_up(blocks_at() + kMaxBlocks * sizeof(Block), kLinePairBytes);
+  return round_up(allocations_at() + kMaxAllocations * sizeof(Allocation),
+                  kLinePairBytes);
 }
 
 size_t Layout::channels_at() const {

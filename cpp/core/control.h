@@ -1,11 +1,11 @@
 // What lies where in the region, and the words by which ranks talk.
 //
-//   region:  Header | Block x 4096 | RankLine x N | Channel x N * N |
+//   region:  Header | Allocation x 4096 | RankLine x N | Channel x N * N |
 //            slab of rank 0 | slab of rank 1 | ...
 //   slab:    small buffers (2) | staging buffers (2) |
 //            outboxes (one per destination) | heap
 //
-// Everything in Header, Block, RankLine and Channel starts as zeros, which is
+// Everything in Header, Allocation, RankLine and Channel starts as zeros, which is
 // the right start for all of it.
 #pragma once
 
@@ -26,7 +26,7 @@ inline constexpr uint64_t kMagic = 0x31656e696c656361;  // "aceline1"
 /// One more whenever something lies elsewhere in the region, or a word there
 /// means something else: ranks of two versions refuse each other.
 inline constexpr uint32_t kAbiVersion = 4;
-inline constexpr size_t kMaxBlocks = 4096 / kSmaller;
+inline constexpr size_t kMaxAllocations = 4096 / kSmaller;
 
 /// Payloads up to this are exchanged with one synchronisation instead of two.
 /// See benchmarks/results/all_reduce_*.md for where the two meet.
@@ -114,18 +114,18 @@ struct alignas(kLinePairBytes) Gate {
   Atomic<uint32_t> sleepers;
 };
 
-/// A block that Group.allocate handed out: the same offset in every rank's
+/// An array that Group.allocate handed out: the same offset in every rank's
 /// slab.
-struct Block {
+struct Allocation {
   Atomic<uint64_t> offset;  ///< in the slab
   Atomic<uint64_t> bytes;   ///< 0: the entry is free
   Atomic<uint32_t> owners;  ///< ranks that have not freed it
-  Atomic<uint32_t> next;    ///< of Header::freed_blocks
+  Atomic<uint32_t> next;    ///< of Header::freed_allocations
 };
 
-inline constexpr uint32_t kNoRoom = kMaxBlocks;
-inline constexpr uint32_t kNoMemoryLeft = kMaxBlocks + 1;
-inline constexpr uint32_t kNoBlockLeft = kMaxBlocks + 2;
+inline constexpr uint32_t kNoRoom = kMaxAllocations;
+inline constexpr uint32_t kNoMemoryLeft = kMaxAllocations + 1;
+inline constexpr uint32_t kNoAllocationLeft = kMaxAllocations + 2;
 
 struct Header {
   uint64_t magic;
@@ -145,11 +145,11 @@ struct Header {
 
   Gate gate;
   /// Result of an allocation, decided by rank 0 between two barriers: the
-  /// block's number, kNoRoom, kNoMemoryLeft or kNoBlockLeft.
-  alignas(kLinePairBytes) Atomic<uint32_t> allocated_block;
-  /// Blocks that all ranks have freed, for rank 0 to use again: 0, or one more
-  /// than the number of the first, which names the next.
-  Atomic<uint32_t> freed_blocks;
+  /// entry's number, kNoRoom, kNoMemoryLeft or kNoAllocationLeft.
+  alignas(kLinePairBytes) Atomic<uint32_t> last_allocation;
+  /// Entries whose arrays all ranks have freed, for rank 0 to use again: 0, or
+  /// one more than the number of the first, which names the next.
+  Atomic<uint32_t> freed_allocations;
 };
 
 /// States of RankLine::life beyond the holder's thread id and the kernel's
@@ -241,7 +241,7 @@ struct Layout {
   int world;
   size_t slab_bytes;
 
-  size_t blocks_at() const;
+  size_t allocations_at() const;
   size_t rank_lines_at() const;
   size_t channels_at() const;
   size_t control_bytes() const;  ///< everything before the slabs

@@ -36,7 +36,7 @@ enum class Reason : uint32_t {
   kNested = 12,
   /// Another thread of this process was in a collective.
   kNoTurn = 13,
-  /// More arrays than a group has blocks for.
+  /// More arrays than a group has entries for.
   kTooMany = 14,
 };
 

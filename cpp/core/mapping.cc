@@ -30,7 +30,9 @@ Mapping::Mapping(std::shared_ptr<Region> region, int rank,
   }
   std::byte* base = region_->data();
   first_slab_ = base + layout_.slab_at(0);
-  blocks_ = {reinterpret_cast<Block*>(base + layout_.blocks_at()), kMaxBlocks};
+  allocations_ = {
+      reinterpret_cast<Allocation*>(base + layout_.allocations_at()),
+      kMaxAllocations};
   lines_ = {reinterpret_cast<RankLine*>(base + layout_.rank_lines_at()),
             header_->world};
   channels_ = reinterpret_cast<Channel*>(base + layout_.channels_at());

@@ -24,7 +24,7 @@ class Mapping {
   const Layout& layout() const { return layout_; }
   Region& region() const { return *region_; }
   Header& header() const { return *header_; }
-  std::span<Block> blocks() const { return blocks_; }
+  std::span<Allocation> allocations() const { return allocations_; }
   std::span<RankLine> lines() const { return lines_; }
   RankLine& line(int rank) const { return lines_[static_cast<size_t>(rank)]; }
   RankLine& own_line() const { return line(rank_); }
@@ -46,7 +46,7 @@ class Mapping {
   const int rank_;
   Layout layout_{};
   std::byte* first_slab_ = nullptr;
-  std::span<Block> blocks_;
+  std::span<Allocation> allocations_;
   std::span<RankLine> lines_;
   Channel* channels_ = nullptr;
 };

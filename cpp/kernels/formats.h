@@ -1,7 +1,7 @@
 // How each element type is held in memory (Stored) and reduced (Compute), and
 // the loops between the two.
 //
-// Included once per instruction set by reduce_blocks.h, and by
+// Included once per instruction set by reduce_stretches.h, and by
 // compression/code_loops.h; hence all in an unnamed namespace. Results hold one
 // NaN, the positive quiet one: which NaN a sum of two NaNs gives depends on the
 // order of a processor's operands, and "the same bits everywhere" would not

@@ -138,7 +138,7 @@ class HostSums {
   void close();
 
  private:
-  // What follows lies in rank 0's copy of the control block.
+  // What follows lies in rank 0's copy of the control array.
   struct alignas(kLinePairBytes) Bell {
     /// Futex word: something that a rank of this host waits for has changed.
     Atomic<uint32_t> bell;
@@ -146,7 +146,7 @@ class HostSums {
     /// How many shares all ranks have published, in all passes.
     Atomic<uint64_t> published;
   };
-  // What follows lies in each rank's own copy of the control block.
+  // What follows lies in each rank's own copy of the control array.
   struct alignas(kLinePairBytes) Progress {
     double weight[2];
     /// The last pass in which it noted an overflow.
@@ -192,7 +192,7 @@ class HostSums {
   const std::vector<SummedBucket> buckets_;
   const size_t num_slots_;
   const size_t slot_bytes_;
-  /// Offsets into the control block.
+  /// Offsets into the control array.
   struct ControlLayout {
     size_t progress_at, posted_at, slots_at, bytes;
   } layout_{};

@@ -271,7 +271,7 @@ class Reducer {
     uint32_t first_own = 0;
     uint32_t end_own = 0;
   };
-  // What follows lies in rank 0's copy of the control block.
+  // What follows lies in rank 0's copy of the control array.
   struct alignas(kLinePairBytes) PassControl {
     Atomic<uint64_t> ended;
     /// kPass..., but for kPassNonFinite, of the pass that is ending.
@@ -451,7 +451,7 @@ class Reducer {
   std::vector<uint32_t> own_chunks_;
   size_t total_chunks_ = 0;
   size_t unused_words_ = 0;
-  /// Offsets into the control block.
+  /// Offsets into the control array.
   struct ControlLayout {
     size_t buckets_at, stats_at, headers_at, unused_at, bytes;
   } layout_{};

@@ -221,7 +221,8 @@ void barriers(Run& run, int index) {
 
 // What an array costs has nothing to do with how many there may be.
 void many_arrays(Run& run, int index) {
-  static_assert(kMaxBlocks > 40);  // else to look at all of them is as cheap
+  static_assert(kMaxAllocations >
+                40);  // else to look at all of them is as cheap
   HostGroup group(run.world.region(), index, kNonce, options());
   group.session.join();
   scheduler().start();
@@ -234,13 +235,13 @@ void many_arrays(Run& run, int index) {
     std::vector<size_t> offsets;
     for (int i = 0; i < 6; ++i) {
       expect(steps_of([&] { offsets.push_back(group.heap.allocate(1, -1)); }) <
-                 2 * kMaxBlocks,
-             "an allocation looks at all blocks");
+                 2 * kMaxAllocations,
+             "an allocation looks at all arrays");
     }
     for (const size_t offset : offsets) {
       // Two more whenever its compare-and-swap fails for no reason, one in eight.
       expect(steps_of([&] { group.heap.free(offset); }) < 40,
-             "giving back looks at many blocks");
+             "giving back looks at many arrays");
     }
   }
 }

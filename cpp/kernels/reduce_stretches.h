@@ -140,7 +140,7 @@ class Observer {
 };
 
 template <class Op, class In, class Out, class Finish>
-void reduce_blocks(const Request& request, Finish finish) {
+void reduce_stretches(const Request& request, Finish finish) {
   using Stored = typename Out::Stored;
   using Compute = typename Out::Compute;
   static_assert(__is_same(Compute, typename In::Compute));
@@ -171,10 +171,10 @@ void reduce_blocks(const Request& request, Finish finish) {
 template <class Op, class Format>
 void reduce_array(const Request& request) {
   if constexpr (Floating<Format>) {
-    reduce_blocks<Op, Format, Format>(request,
-                                      Canonical<typename Format::Compute>());
+    reduce_stretches<Op, Format, Format>(request,
+                                         Canonical<typename Format::Compute>());
   } else {
-    reduce_blocks<Op, Format, Format>(request, Keep());
+    reduce_stretches<Op, Format, Format>(request, Keep());
   }
 }
 
@@ -192,10 +192,10 @@ void divide_sum(const Request& request, bool has_input) {
   using Compute = typename Out::Compute;
   const auto total = static_cast<Compute>(request.total_weight);
   if (!has_input || is_power_of_two(request.total_weight)) {
-    reduce_blocks<Sum, In, Out>(request,
-                                Multiply<Compute>{has_input ? 1 / total : 1});
+    reduce_stretches<Sum, In, Out>(
+        request, Multiply<Compute>{has_input ? 1 / total : 1});
   } else {
-    reduce_blocks<Sum, In, Out>(request, Divide<Compute>{total});
+    reduce_stretches<Sum, In, Out>(request, Divide<Compute>{total});
   }
 }
 
@@ -224,7 +224,7 @@ using SumOf = typename SumFormat<typename Format::Compute>::Type;
 
 template <class Format>
 void sum_weighted(const Request& request) {
-  reduce_blocks<Sum, Format, SumOf<Format>>(
+  reduce_stretches<Sum, Format, SumOf<Format>>(
       request, Canonical<typename Format::Compute>());
 }
 
