@@ -24,10 +24,10 @@ from paceline.paddle.model.parameters import ManagedTensors
 from paceline.paddle.passes import graphs
 from paceline.paddle.passes.gradients import Gradients
 from paceline.paddle.passes.graphs import calls, listen, may_hide_tensors, tensors_in
+from paceline.paddle.passes.micro_batches import PaddleWeights
 from paceline.paddle.passes.recorded_steps import note_steps
 from paceline.paddle.passes.replica_state import hash_model, make_sampler
 from paceline.paddle.passes.sparse import SparseMeans
-from paceline.paddle.passes.weights import PaddleWeights
 from paceline.reducer.buffers import BufferSync
 from paceline.reducer.front_end import FrontEnd
 from paceline.reducer.graphs import EndOfBackward, Graph

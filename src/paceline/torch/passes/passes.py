@@ -33,12 +33,12 @@ from paceline.torch.passes.gradients import Gradients
 from paceline.torch.passes.graphs import RunningCall, running_call, tensors_in
 from paceline.torch.passes.last_hooks import LastHooks
 from paceline.torch.passes.late import LateGradients
+from paceline.torch.passes.micro_batches import TorchWeights
 from paceline.torch.passes.optimizer_in_backward import Steppers, step_in_backward, take_over_optimizers
 from paceline.torch.passes.pass_times import PassTimes, profiled
 from paceline.torch.passes.recorded_steps import note_steps
 from paceline.torch.passes.replica_state import hash_model, make_notes
 from paceline.torch.passes.sparse import SparseMeans
-from paceline.torch.passes.weights import TorchWeights
 from paceline.tracing.recording import recording
 
 
