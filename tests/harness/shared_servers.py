@@ -72,6 +72,7 @@ def main() -> None:
         selector.register(sys.stdin, selectors.EVENT_READ)
         selector.register(listener._listener._socket, selectors.EVENT_READ)  # type: ignore[attr-defined]
         print(listener.address, flush=True)
+        os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # for what a server prints; nobody reads the pipe
         while all(key.fileobj is not sys.stdin for key, _ in selector.select()):
             # Whoever asks may be killed before it has got its answer, or stopped.
             with contextlib.suppress(EOFError, OSError), listener.accept() as asked:

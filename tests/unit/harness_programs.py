@@ -120,6 +120,11 @@ def pid_of_the_server(rank: int) -> int:
     return os.getppid()
 
 
+def outputs_of_the_server(rank: int) -> list[str]:
+    """Where what it prints goes, on its standard output and standard error."""
+    return [os.readlink(f"/proc/{os.getppid()}/fd/{number}") for number in (1, 2)]
+
+
 def files_imported_before(rank: int) -> list[str]:
     return [name for name in sys.modules if name.startswith("tests.multiprocess.")]
 

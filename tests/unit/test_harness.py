@@ -292,6 +292,12 @@ def test_processes_of_one_run_share_a_server():
     assert pid_of_the_server_of_another_process(dict(os.environ)) == pid
 
 
+def test_what_a_server_prints_can_be_read():
+    """A framework may print while it is imported; an import fails if what it prints is read by nobody."""
+    ((stdout, stderr),) = run(programs.outputs_of_the_server, 1, framework="numpy")
+    assert stdout == stderr
+
+
 def test_servers_end_with_the_run():
     environ = {name: value for name, value in os.environ.items() if name != shared_servers.ADDRESS}
     pid = pid_of_the_server_of_another_process(environ)
