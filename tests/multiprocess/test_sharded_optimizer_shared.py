@@ -12,8 +12,9 @@ from torch import nn, optim
 
 from paceline.errors import ConfigError
 from paceline.torch import DistributedDataParallel, ShardedOptimizer, share
+from paceline.torch.one_model.homes import home_of
 from tests.harness import ranks
-from tests.multiprocess.test_sharded_optimizer import same_bits
+from tests.multiprocess.test_sharded_optimizer import ELEMENTWISE, same_bits
 
 PATHS = pytest.mark.parametrize("path", ["memory", "group"])
 
@@ -61,6 +62,37 @@ def test_the_bits_are_those_of_replicas_with_the_whole_optimizer(rank: int, path
                 if rank == 1:
                     parameters[0].fill_(7)
             assert parameters[0].eq(7).all()
+
+
+@ranks(2)
+def test_each_elementwise_optimizer_has_the_bits_of_the_whole_one_after_200_steps(group: Any) -> None:
+    """On parameters of each rank's own, and on shared ones."""
+    first_of_each = dict(reversed(ELEMENTWISE))
+    assert len(first_of_each) == 12
+    for optimizer_class, options in first_of_each.items():
+        generator = torch.Generator().manual_seed(0)
+        values = [torch.randn(shape, generator=generator) for shape in ((37, 41), (300,))]
+        whole, own, shared = ([nn.Parameter(value.clone()) for value in values] for _ in range(3))
+        ddp = DistributedDataParallel(nn.ParameterList(shared), process_group=group, share_parameters=True)
+        assert all(map(home_of, ddp.parameters())) and not any(map(home_of, own))
+        optimizer = optimizer_class(whole, **options)
+        sharded = ShardedOptimizer(own, optimizer_class, process_group=group, **options)
+        sharded.add_param_group({"params": shared})  # dealt by itself: one of each kind is cut
+        cut = {piece.parameter for piece in sharded._shards.pieces if not piece.is_whole}
+        assert cut == {0, 2}
+        gradients = [
+            [torch.randn(value.shape, generator=generator) * 10.0 ** (step % 4 - 2) for value in values]
+            for step in range(8)
+        ]
+        for step in range(200):
+            for parameters in (whole, own, shared):
+                for parameter, gradient in zip(parameters, gradients[step % 8], strict=True):
+                    parameter.grad = gradient
+            optimizer.step()
+            sharded.step()
+        assert not any(map(same_bits, whole, values)), optimizer_class
+        assert all(map(same_bits, own, whole)), optimizer_class
+        assert all(map(same_bits, shared, whole)), optimizer_class
 
 
 @ranks(2, group="gloo")
