@@ -94,6 +94,14 @@ def test_a_contender_that_fails_leaves_and_the_others_go_on():
     assert not contest.ours_failed
 
 
+def test_a_contender_may_have_its_own_number_of_processes():
+    entries = [Entry("one", "One", OBEDIENT, processes=1), Entry("paceline_x", "Good", OBEDIENT)]
+    with Contest(entries, 2, lambda line: None) as contest:
+        contest.prepare("4 B", nbytes=4)
+        timings = contest.measure("4 B", rounds=2, sample_s=0.02)
+    assert [len(timings[key].samples) for key in ("one", "paceline_x")] == [1, 2]
+
+
 def test_all_processes_are_started_anew_and_prepared_for_a_part_of_the_rounds():
     pids = []
     with Contest([Entry("paceline_x", "Good", OBEDIENT)], 2, lambda line: None, starts=3) as contest:
@@ -168,6 +176,31 @@ def test_memory_counts_gradients(tmp_path):
     content = bench(tmp_path, "memory", "--only", "alone,paceline_view", python=warm_python("torch"))
     for row in content["rows"].values():
         assert row["peak_bytes"] > 0.8 * row["gradient_bytes"]
+
+
+@needs_torch
+def test_memory_of_a_training_is_that_of_one_model_two_gradients_and_one_state(tmp_path):
+    if not os.path.exists("/proc/self/smaps_rollup"):
+        pytest.skip("this kernel has no smaps_rollup")
+    arguments = ("--of", "training", "--only", "paceline_shared_view")
+    content = bench(tmp_path, "memory", *arguments, python=warm_python("torch"))
+    row = content["rows"]["paceline_shared_view"]
+    assert row["after_bytes"] / content["parameter_bytes"] == pytest.approx(1 + 2 + 2, rel=0.04)
+    assert row["peak_bytes"] >= row["after_bytes"] * 0.99
+
+
+@needs_torch
+def test_throughput_is_compared_with_one_process(tmp_path):
+    only = "solo,paceline_shared"
+    content = bench(tmp_path, "throughput", "--models", "rl", "--only", only, python=warm_python("torch"))
+    assert [(row["variant"], row["way"], row["batch"]) for row in content["rows"]] == [
+        (variant, way, 32 if way == "solo" else 64)
+        for variant in ("Adam", "Adam, fused")
+        for way in only.split(",")
+    ]
+    assert [len(row["samples_s"]) for row in content["rows"]] == [1, 2] * 2
+    assert all(row["optimizer_s"] > 0 for row in content["rows"])
+    assert [row["waited_s"] is not None for row in content["rows"]] == [False, True] * 2
 
 
 @needs_torch

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from paceline.bench import all_reduce, data, killed, memory, start, step
+from paceline.bench import all_reduce, data, killed, memory, start, step, training_memory
 from paceline.bench.cli import register
 from paceline.bench.contest import Installation, Plan
 
@@ -47,6 +47,9 @@ def test_wrong_arguments_are_named(capsys, arguments, complaint):
     [
         (("all_reduce", "--only", "glue"), "unknown glue"),
         (("step", "--models", "resnet"), "unknown resnet"),
+        (("throughput", "--models", "toy"), "unknown toy"),
+        (("throughput", "--ranks", "3", "--models", "rl"), "cannot be cut into equal parts"),
+        (("memory", "--of", "training", "--only", "torch"), "unknown torch"),
         (("step", "--before", "/no/such/python"), "no such program"),
         (("step", "--json", "/no/such/folder/x.json"), "no folder"),
     ],
@@ -64,7 +67,9 @@ def test_a_missing_matplotlib_is_told_before_anything_starts(monkeypatch, capsys
     assert "matplotlib" in capsys.readouterr().err
 
 
-LISTS = [bench.ENTRIES for bench in (all_reduce, killed, memory, data, start)] + list(step.ENTRIES.values())
+LISTS = [bench.ENTRIES for bench in (all_reduce, killed, memory, training_memory, data, start)] + list(
+    step.ENTRIES.values()
+)
 
 
 @pytest.mark.parametrize("entries", LISTS)

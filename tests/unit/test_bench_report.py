@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.bench.machine import Machine
-from paceline.bench.memory import parse_pss
+from paceline.bench.pss import parse_pss
 from paceline.bench.report import Report
 from paceline.bench.units import format_ratio, format_size, format_time, parse_size
 
@@ -110,6 +110,7 @@ def test_times_and_ratios_have_two_or_three_digits():
     assert [format_ratio(r) for r in (213.4, 19.96, 2.54)] == ["213x", "20.0x", "2.5x"]
 
 
-def test_pss_is_read_from_a_rollup():
-    rollup = "5581e000-7ffe ---p 00000000 00:00 0 [rollup]\nRss: 9000 kB\nPss:  4500 kB\nPss_Dirty: 3 kB\n"
-    assert parse_pss(rollup) == 4500 * 1024
+def test_pss_is_read_from_a_rollup_without_the_pages_of_files():
+    head = "5581e000-7ffe ---p 00000000 00:00 0 [rollup]\nRss: 9000 kB\nPss:  4500 kB\nPss_Dirty: 3 kB\n"
+    assert parse_pss(head) == 4500 * 1024
+    assert parse_pss(f"{head}Pss_Anon: 300 kB\nPss_File: 4000 kB\nPss_Shmem: 200 kB\n") == 500 * 1024

@@ -36,6 +36,7 @@ def register(subparsers: Any) -> None:
     _add(benches, "hook", _hook, 300, "what taking gradients adds to a backward on one rank", has_ranks=False)
     _add_trace(benches)
     _add_optimizer(benches)
+    _add_throughput(benches)
     _add_data(benches)
     what = "how long a program that wraps a model and ends takes, launcher and imports included"
     _add(benches, "start", _start, 10, what, has_starts=False)
@@ -136,8 +137,14 @@ def _add_killed(benches: Any) -> None:
 
 
 def _add_memory(benches: Any) -> None:
-    what = "memory that gradients and their buckets take, peak over a step"
-    _add(benches, "memory", _memory, 5, what, has_starts=False)
+    what = "memory that gradients and their buckets take, or a whole training with Adam"
+    parser = _add(benches, "memory", _memory, 5, what, has_starts=False)
+    parser.add_argument(
+        "--of",
+        choices=("gradients", "training"),
+        default="gradients",
+        help="gradients above the bare model (default), or parameters, gradients and Adam's state",
+    )
 
 
 def _add_trace(benches: Any) -> None:
@@ -163,6 +170,18 @@ def _add_optimizer(benches: Any) -> None:
         default=50,
         metavar="M",
         help="millions of them (default 50); each takes some 100 bytes in all, over all contenders",
+    )
+
+
+def _add_throughput(benches: Any) -> None:
+    what = "samples per second of the same batch, by one process with all cores and by several ranks"
+    parser = _add(benches, "throughput", _throughput, 15, what)
+    parser.add_argument(
+        "--models",
+        type=_names,
+        default=(),
+        metavar="A,B",
+        help="of rl,gru,gpt,cnn,mlp-2m,mlp-4m (default: all, which takes some minutes)",
     )
 
 
@@ -236,9 +255,10 @@ def _killed(arguments: argparse.Namespace) -> int:
 
 
 def _memory(arguments: argparse.Namespace) -> int:
-    from paceline.bench import memory
+    from paceline.bench import memory, training_memory
 
-    return _finish(memory.run(_plan(arguments, memory.ENTRIES)), arguments)
+    bench = memory if arguments.of == "gradients" else training_memory
+    return _finish(bench.run(_plan(arguments, bench.ENTRIES)), arguments)
 
 
 def _features(arguments: argparse.Namespace) -> int:
@@ -266,6 +286,14 @@ def _optimizer(arguments: argparse.Namespace) -> int:
 
     plan = _plan(arguments, optimizer.ENTRIES)
     return _finish(optimizer.run(plan, arguments.parameters * 1_000_000), arguments)
+
+
+def _throughput(arguments: argparse.Namespace) -> int:
+    from paceline.bench import throughput
+
+    _check_names("--models", arguments.models, list(throughput.MODELS))
+    plan = _plan(arguments, throughput.entries(arguments.ranks), throughput.ENVIRONMENT)
+    return _finish(throughput.run(plan, arguments.models or list(throughput.MODELS)), arguments)
 
 
 def _data(arguments: argparse.Namespace) -> int:

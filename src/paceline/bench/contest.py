@@ -78,6 +78,7 @@ class Entry:
         options: Keyword arguments for it.
         missing: Returns why it can't run here, or "".
         launch: Returns how to start its processes, given the number of ranks.
+        processes: How many they are; 0: as many as the user wants ranks.
     """
 
     key: str
@@ -86,6 +87,7 @@ class Entry:
     options: dict[str, Any] = field(default_factory=dict)
     missing: Callable[[], str] = lambda: ""
     launch: Callable[[int], Launch] = unbound
+    processes: int = 0
 
     @property
     def is_ours(self) -> bool:
@@ -196,13 +198,13 @@ class Contender:
     def __init__(self, entry: Entry, ranks: int, environment: Mapping[str, str]) -> None:
         self.entry = entry
         self.failure = ""
-        self._ranks = ranks
-        launch = entry.launch(ranks)
+        self.ranks = entry.processes or ranks
+        launch = entry.launch(self.ranks)
         self._launch = replace(launch, environment={**environment, **launch.environment})
         self.job = self._new_job()
 
     def _new_job(self) -> Job:
-        return Job(self.entry.label, self.entry.target, self._ranks, self._launch, self.entry.options)
+        return Job(self.entry.label, self.entry.target, self.ranks, self._launch, self.entry.options)
 
     def start_anew(self) -> None:
         """End the job, and start another one in its place."""
@@ -248,7 +250,6 @@ class Contest:
     ) -> None:
         self.absent: dict[str, str] = {}
         self.contenders: list[Contender] = []
-        self._ranks = ranks
         self._say = say
         self._starts = starts
         self._prepare: Callable[[], object] = lambda: None
@@ -305,7 +306,9 @@ class Contest:
         timings: dict[str, Timing] = {}
         for contender in self.contenders:
             iterations = self._calibrate(contender, during, sample_s, at_most)
-            timings[contender.entry.key] = Timing(iterations, [[] for _ in range(self._ranks)], self._starts)
+            timings[contender.entry.key] = Timing(
+                iterations, [[] for _ in range(contender.ranks)], self._starts
+            )
         each = math.ceil(rounds / self._starts)
         for start in range(self._starts):
             if start > 0:

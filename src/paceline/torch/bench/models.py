@@ -85,6 +85,19 @@ def _normal(inputs: tuple[int, ...], targets: tuple[int, ...]) -> Callable[[torc
     return lambda rng: (torch.randn(inputs, generator=rng), torch.randn(targets, generator=rng))
 
 
+class _Gru(nn.Module):
+    """A recurrent network that says something of each sequence at its end."""
+
+    def __init__(self, inputs: int, width: int, outputs: int) -> None:
+        super().__init__()
+        self.gru = nn.GRU(inputs, width, batch_first=True)
+        self.head = nn.Linear(width, outputs)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.gru(x)[0][:, -1])
+        return out
+
+
 MODELS = {
     # As in the distributed tutorials of torch and Paddle.
     "toy": Model(lambda: _mlp([10, 10, 1], nn.ReLU), _normal((20, 10), (20, 1))),
@@ -95,4 +108,14 @@ MODELS = {
     # 300 parameters of almost nothing: what is left is the cost of handing each over.
     "many": Model(lambda: _mlp([8] * 151, nn.Tanh), _normal((4, 8), (4, 8))),
     "cnn": Model(_cnn, _normal((16, 3, 32, 32), (16, 10))),
+}
+
+# For `paceline bench throughput`. The batch is that of all ranks together, and each takes its part of it.
+WHOLE_BATCHES = {
+    "rl": Model(MODELS["rl"].build, _normal((64, 64), (64, 8))),
+    "gru": Model(lambda: _Gru(32, 128, 8), _normal((64, 32, 32), (64, 8))),
+    "gpt": Model(MODELS["gpt"].build, _normal((8, 64, 256), (8, 64, 256))),
+    "cnn": Model(MODELS["cnn"].build, _normal((32, 3, 32, 32), (32, 10))),
+    "mlp-2m": Model(lambda: _mlp([1024] * 3, nn.ReLU), _normal((64, 1024), (64, 1024))),
+    "mlp-4m": Model(MODELS["mlp"].build, _normal((64, 1024), (64, 1024))),
 }

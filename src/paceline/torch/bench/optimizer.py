@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from torch import nn
 
 from paceline.bench.on_numpy import time_calls
 from paceline.torch.bench.all_reduce import form_group
+from paceline.torch.bench.ways import make_optimizer, wrap
 
 _LAYER = ((1024, 1000), (1000,))
 _CHECKED_STEPS = 3
@@ -61,24 +61,11 @@ class OptimizerStep:
         return time_calls(self._step, iterations)
 
     def _make(self, parameters: list[nn.Parameter], fused: bool) -> torch.optim.Optimizer:
-        options: dict[str, Any] = {"lr": 1e-3, "fused": fused}
-        optimizer: torch.optim.Optimizer
-        if self._way == "whole":
-            optimizer = torch.optim.AdamW(parameters, **options)
-        elif self._way == "zero":
-            with warnings.catch_warnings():  # of torch about itself
-                warnings.simplefilter("ignore")
-                from torch.distributed.optim import ZeroRedundancyOptimizer
-            optimizer = ZeroRedundancyOptimizer(parameters, torch.optim.AdamW, **self._options, **options)
-        else:
-            if self._way == "one_model":
-                from paceline.torch.ddp.distributed import DistributedDataParallel
-
-                module = nn.ParameterList(parameters)
-                self._model = DistributedDataParallel(module, share_parameters=True)
-            from paceline.torch.one_model.sharded_optimizer import ShardedOptimizer
-
-            optimizer = ShardedOptimizer(parameters, torch.optim.AdamW, **self._options, **options)
+        way, options = self._way, {"lr": 1e-3, "fused": fused, **self._options}
+        if way == "one_model":
+            self._model = wrap("paceline", nn.ParameterList(parameters), share_parameters=True)
+            way = "paceline"
+        optimizer = make_optimizer(way, parameters, torch.optim.AdamW, **options)
         self._step = optimizer.step
         return optimizer
 

@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from paceline.bench.on_numpy import time_calls
 from paceline.torch.bench.all_reduce import form_group
 from paceline.torch.bench.models import MODELS, Model
+from paceline.torch.bench.ways import wrap
 
 
 class Step:
@@ -60,13 +60,7 @@ class Step:
         return time_calls(self._step, iterations)
 
     def _wrap(self, module: nn.Module) -> nn.Module:
-        if self._way == "alone":
-            return module
-        if self._way == "torch":
-            return TorchDDP(module, **self._options)
-        from paceline.torch.ddp.distributed import DistributedDataParallel
-
-        return DistributedDataParallel(module, **self._options)
+        return wrap("none" if self._way == "alone" else self._way, module, **self._options)
 
     def _backward(self) -> None:
         self._optimizer.zero_grad()
