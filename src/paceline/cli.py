@@ -72,6 +72,12 @@ def _trace(arguments: Sequence[str]) -> int:
     return cli.main(arguments)
 
 
+def _plan(arguments: Sequence[str]) -> int:
+    from paceline.torch.one_model import plan_cli
+
+    return plan_cli.main(arguments)
+
+
 def _top(arguments: Sequence[str]) -> int:
     from paceline.tracing import top
 
@@ -81,6 +87,7 @@ def _top(arguments: Sequence[str]) -> int:
 _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "run": _run,
     "bench": _bench,
+    "plan": _plan,
     "stacks": _stacks,
     "doctor": _doctor,
     "top": _top,
@@ -99,6 +106,7 @@ def _no_command(arguments: Sequence[str]) -> int:
     commands.add_parser(
         "tune", help="with how many ranks and threads is a script fastest here? paceline tune train.py"
     )
+    commands.add_parser("plan", help="how much memory will N ranks take? paceline plan model.py -n 64")
     commands.add_parser("doctor", help="is this machine fit for training on several ranks?")
     commands.add_parser("top", help="show what the ranks of a job do now: paceline top")
     commands.add_parser(

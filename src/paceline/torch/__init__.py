@@ -13,6 +13,7 @@ from paceline.torch.backend.init_process_group import init_process_group
 from paceline.torch.data_parallel.data_parallel import DataParallel
 from paceline.torch.ddp.distributed import DistributedDataParallel
 from paceline.torch.ddp.replace_ddp import replace_ddp
+from paceline.torch.one_model.memory_plan import plan_memory
 from paceline.torch.one_model.sharded_optimizer import ShardedOptimizer
 from paceline.torch.one_model.share import share
 from paceline.torch.sync_batch_norm import SyncBatchNorm
@@ -28,6 +29,7 @@ __all__ = [
     "SyncBatchNorm",
     "compression",
     "init_process_group",
+    "plan_memory",
     "replace_ddp",
     "share",
 ]

@@ -14,7 +14,7 @@ _WIDTH, _LAYERS = 2048, 4
 _WIDE_BYTES = 4 * _LAYERS * (_WIDTH * _WIDTH + _WIDTH)
 
 
-def _wide() -> nn.Module:
+def wide() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)))
 
@@ -31,7 +31,7 @@ class Memory(Step):
         """Make the bare model; bytes of its gradients."""
         self._inputs, self._targets = torch.randn(2, 1, _WIDTH)
         self._use(_small())  # loads all the code that a step needs, so that it is not counted
-        self._bare = _wide()
+        self._bare = wide()
         return _WIDE_BYTES
 
     def train(self, steps: int) -> None:
@@ -60,6 +60,6 @@ class TrainingMemory(Training):
 
     def train(self, steps: int) -> None:
         """Make the model, wrap it and train."""
-        self._use(_wide())
+        self._use(wide())
         for _ in range(steps):
             self._step()

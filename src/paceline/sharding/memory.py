@@ -1,0 +1,137 @@
+"""How much memory a training takes: parameters, gradients and an optimizer's state, by way to train. Pure.
+
+The one idea: a way to train is how many copies there are of each: one for each rank, one for each host, or
+one for all. Nothing is counted that depends on the batch (activations), nor what a process takes before there
+is a model. Imports only the standard library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+REGION_BYTES = 672 << 10
+"""What collectives use of a host's memory, of each rank: two buffers for small arrays and two for pieces of
+large ones (2 * (16 + 256) KiB), and one for messages. See cpp/core/control.h."""
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """What one copy takes, in bytes.
+
+    Attributes:
+        parameters: All parameters.
+        buffers: All buffers.
+        gradients: The gradients of what is trained.
+        arena: The same, as they lie where they are averaged: each begins at a multiple of 64 bytes.
+        state: The optimizer's state of all parameters.
+    """
+
+    parameters: int
+    buffers: int
+    gradients: int
+    arena: int
+    state: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What one way to train takes on each host, in bytes.
+
+    Attributes:
+        label: The way in words.
+        parameters: Parameters and buffers.
+        gradients: Gradients, and the memory where they are averaged; at most.
+        state: The optimizer's state.
+        region: What collectives use.
+    """
+
+    label: str
+    parameters: int
+    gradients: int
+    state: int
+    region: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.parameters + self.gradients + self.state + self.region
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """How much memory a training takes on each host, by way to train.
+
+    Attributes:
+        ranks: Number of ranks, of all hosts.
+        hosts: Number of hosts, with equally many ranks each.
+        sizes: What one copy of the model takes.
+        ways: By the names that `paceline bench memory --of training` has for them: `torch_view`, `zero`,
+            `zero_view`, `paceline`, `paceline_view`, `paceline_sharded`, `paceline_shared` and
+            `paceline_shared_view`.
+        is_allocated: Whether the model had to be made in memory to find this out.
+    """
+
+    ranks: int
+    hosts: int
+    sizes: ModelSizes
+    ways: Mapping[str, Memory]
+    is_allocated: bool = False
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How many copies: of gradients for each rank; of the rest for each rank, or for each host or for all."""
+
+    label: str
+    copies_of_gradients: int
+    is_ours: bool = False
+    shares_parameters: bool = False
+    shards_state: bool = False
+
+
+_WAYS = {
+    "torch_view": _Way("torch DDP, bucket view", 1),
+    "zero": _Way("ZeroRedundancyOptimizer", 2, shards_state=True),
+    "zero_view": _Way("ZeroRedundancyOptimizer, bucket views", 1, shards_state=True),
+    "paceline": _Way("Paceline", 2, is_ours=True),
+    "paceline_view": _Way("Paceline, bucket view", 1, is_ours=True),
+    "paceline_sharded": _Way("ShardedOptimizer, bucket view", 1, is_ours=True, shards_state=True),
+    "paceline_shared": _Way(
+        "one model, ShardedOptimizer", 2, is_ours=True, shares_parameters=True, shards_state=True
+    ),
+    "paceline_shared_view": _Way(
+        "one model, ShardedOptimizer, bucket view", 1, is_ours=True, shares_parameters=True, shards_state=True
+    ),
+}
+
+
+def plan_ways(sizes: ModelSizes, ranks: int, hosts: int, *, is_allocated: bool = False) -> MemoryPlan:
+    """The memory of each way to train on one of the hosts.
+
+    Args:
+        sizes: What one copy of the model takes.
+        ranks: Number of ranks; a multiple of `hosts`.
+        hosts: Number of hosts.
+        is_allocated: For the plan.
+
+    Example:
+        1 GiB of parameters and of gradients, 2 GiB of Adam's state, 4 ranks on one host: 16 GiB for
+        `torch_view` and 7 GiB, and 3 MiB for the region, for `paceline_shared_view`.
+    """
+    ways = {key: _memory_of(way, sizes, ranks // hosts, hosts) for key, way in _WAYS.items()}
+    return MemoryPlan(ranks, hosts, sizes, MappingProxyType(ways), is_allocated)
+
+
+def _memory_of(way: _Way, sizes: ModelSizes, local_ranks: int, hosts: int) -> Memory:
+    one_copy = sizes.arena if way.is_ours else sizes.gradients
+    copied = (way.copies_of_gradients - 1) * sizes.gradients
+    parameters = sizes.parameters * (1 if way.shares_parameters else local_ranks)
+    return Memory(
+        label=way.label,
+        parameters=parameters + local_ranks * sizes.buffers,
+        gradients=local_ranks * (one_copy + copied),
+        state=-(-sizes.state // hosts) if way.shards_state else local_ranks * sizes.state,
+        region=local_ranks * REGION_BYTES if way.is_ours else 0,
+    )

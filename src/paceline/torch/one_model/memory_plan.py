@@ -1,0 +1,125 @@
+"""`plan_memory`: how much memory a training of a model will take, found out without making the model.
+
+The one idea: a model on torch's device "meta" has shapes and no elements, and an optimizer makes a step there
+and shows its state. Only what refuses this is made in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.errors import ConfigError
+from paceline.reducer.one_copy import lay_out
+from paceline.sharding.memory import MemoryPlan, ModelSizes, plan_ways
+
+_META = torch.device("meta")
+
+
+def plan_memory(
+    make_model: Callable[[], nn.Module],
+    ranks: int,
+    hosts: int = 1,
+    optimizer_class: type[Optimizer] = torch.optim.Adam,
+    **options: Any,
+) -> MemoryPlan:
+    """How much memory parameters, gradients and the optimizer's state take on each host, by way to train.
+
+    Nothing is measured, and no rank is needed. Not counted: activations, and what each process takes before
+    there is a model (Python and torch: some 200 MiB, of which libraries are in memory once); with several
+    hosts, what is on its way between them.
+
+    Args:
+        make_model: Makes the model. Called with torch's device "meta", so nothing is allocated; if it raises
+            there, called again without.
+        ranks: Number of ranks, of all hosts.
+        hosts: Number of hosts, with equally many ranks each.
+        optimizer_class: The optimizer.
+        options: Its further arguments.
+
+    Raises:
+        ConfigError: No model can be made, or the numbers do not go together.
+
+    Example:
+        >>> plan = plan_memory(lambda: nn.Linear(1000, 1000), ranks=4)
+        >>> plan.ways["paceline_shared_view"].total / plan.ways["torch_view"].total   # 28 MB of 64 MB
+    """
+    _check_counts(ranks, hosts)
+    module, is_allocated = _make(make_model)
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    gradients = {str(index): parameter.nbytes for index, parameter in enumerate(parameters)}
+    sizes = ModelSizes(
+        parameters=sum(parameter.nbytes for parameter in module.parameters()),
+        buffers=sum(buffer.nbytes for buffer in module.buffers()),
+        gradients=sum(gradients.values()),
+        arena=lay_out(gradients)[1],
+        state=_state_bytes(parameters, optimizer_class, options),
+    )
+    return plan_ways(sizes, ranks, hosts, is_allocated=is_allocated)
+
+
+def _check_counts(ranks: int, hosts: int) -> None:
+    if hosts < 1 or ranks < 1 or ranks % hosts:
+        raise ConfigError(
+            "plan_memory: every host has equally many ranks.",
+            expected="a number of ranks that is a multiple of the number of hosts",
+            got=f"ranks={ranks}, hosts={hosts}",
+        )
+
+
+def _make(make_model: Callable[[], nn.Module]) -> tuple[nn.Module, bool]:
+    """The model, and whether it is in memory."""
+    is_allocated = False
+    try:
+        with _META, torch.random.fork_rng(devices=[]):
+            module = make_model()
+    except Exception:  # of whatever kind: it needs values to make a model
+        is_allocated = True
+        module = make_model()
+    if not isinstance(module, nn.Module):
+        raise ConfigError("plan_memory: no model was made.", expected="a torch.nn.Module", got=repr(module))
+    return module, is_allocated or any(each.device != _META for each in module.parameters())
+
+
+def _state_bytes(
+    parameters: list[nn.Parameter], optimizer_class: type[Optimizer], options: Mapping[str, Any]
+) -> int:
+    """What the optimizer remembers after a step of all parameters."""
+    if not parameters:
+        return 0
+    try:
+        return _stepped(
+            [torch.empty_like(each, device=_META) for each in parameters], optimizer_class, options
+        )
+    except Exception:  # it looks at values, or has no kernel for a device without any
+        seen: dict[tuple[torch.Size, torch.dtype], int] = {}
+        for each in parameters:
+            kind = (each.shape, each.dtype)
+            if kind not in seen:
+                zeros = torch.zeros(each.shape, dtype=each.dtype)
+                seen[kind] = _stepped([zeros], optimizer_class, options)
+        return sum(seen[each.shape, each.dtype] for each in parameters)
+
+
+def _stepped(
+    tensors: list[torch.Tensor], optimizer_class: type[Optimizer], options: Mapping[str, Any]
+) -> int:
+    stand_ins = [nn.Parameter(tensor) for tensor in tensors]
+    for stand_in in stand_ins:
+        stand_in.grad = torch.zeros_like(stand_in)
+    optimizer = optimizer_class(stand_ins, **options)
+    with torch.no_grad():
+        optimizer.step()
+    return sum(tensor.nbytes for held in optimizer.state.values() for tensor in _tensors(held.values()))
+
+
+def _tensors(values: Iterable[Any]) -> Iterable[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
