@@ -64,7 +64,7 @@ BEYOND = """
 | subclass of the framework's class | yes | yes |
 | models that share parameters, and models that are wrapped again | yes | yes |
 | sparse gradients | yes | on the CPU |
-| one model per host for inference, `share()` | yes | no |
+| one model per host for inference, `share()` | yes | yes |
 | `ShardedOptimizer` | yes | yes |
 | communication hooks, compressed gradients | torch's hooks, and ours | ours |
 | SyncBatchNorm | yes | yes |

@@ -16,9 +16,17 @@ from paddle import nn
 from paddle import optimizer as optim
 from paddle.utils import unique_name
 
-from paceline.errors import ConfigError, PeerLostError, ReplicaError, ReplicasDifferError
+from paceline.errors import (
+    ConfigError,
+    ModelMismatchError,
+    PeerLostError,
+    ReplicaError,
+    ReplicasDifferError,
+)
 from paceline.paddle import DataParallel, LocalSGD, ShardedOptimizer
+from paceline.paddle import share as ours_share
 from tests.multiprocess.paddle_models import batch, join_paddle, ranks, share, squares, two_layers
+from tests.multiprocess.test_paddle_hosts import BLOCKS, place
 
 
 def make_model() -> nn.Layer:
@@ -324,3 +332,68 @@ def test_parameters_outlive_a_rank(group: Any) -> None:
     with pytest.raises(PeerLostError, match="nothing was written yet"):
         optimizer.step()
     assert same(values(wrapped), before)
+
+
+@ranks(2)
+def test_share_for_inference(group: Any) -> None:
+    paddle.seed(group.rank)
+    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1D(4))
+    model[1]._mean.set_value(np.full([4], 1.0 + group.rank, np.float32))
+    x = paddle.to_tensor(batch(5, 6))
+    given = copy.deepcopy(model)
+    given.eval()
+    assert ours_share(model, group) is model
+    model.eval()
+    answers = group.all_gather(model(x).numpy())
+    assert np.array_equal(*answers)
+    if group.rank == 0:
+        assert np.array_equal(model(x).numpy(), given(x).numpy())
+    held = [*model.parameters(), *model.buffers()]
+    assert len(held) == 6 and all(file_at(each.data_ptr()).startswith("r--s") for each in held)
+
+    model.train()
+    with pytest.raises(ConfigError, match="a model of share"), paddle.no_grad():
+        model(x)  # which changes the running statistics
+        paddle.zeros([1])
+    squares(given(x)).backward()
+    with pytest.raises(ConfigError, match="share to read"):
+        ShardedOptimizer(model.parameters(), optim.SGD, group)
+    model.eval()
+    squares(model(x)).backward()
+    with pytest.raises(ConfigError, match="several processes share to read"):
+        optim.SGD(0.1, parameters=model.parameters()).step()
+    with pytest.raises(ModelMismatchError):
+        ours_share(nn.Linear(2, 2 + group.rank), group)
+    with pytest.raises(ConfigError, match=r"an instance of paddle\.nn\.Layer"):
+        ours_share([model], group)
+
+
+@ranks(4, group=None)
+def test_each_host_has_a_copy(rank: int) -> None:
+    place(rank, BLOCKS)
+    results = []
+    for is_shared in (True, False):
+        wrapped = wrap(None, share_parameters=is_shared)
+        optimizer = ShardedOptimizer(wrapped.parameters(), optim.AdamW, learning_rate=0.01)
+        for step in range(5):
+            squares(wrapped(share(batch(8, seed=step), rank, 4))).backward()
+            optimizer.step()
+            optimizer.clear_grad()
+        results.append((wrapped, values(wrapped)))
+    wrapped, before = results[0]
+    assert wrapped.gradient_path == "hosts" and same(before, results[1][1])
+    exchange = wrapped._peers.exchange
+    files = exchange.all_gather(file_at(wrapped.module[0].weight.data_ptr()).encode(), 60.0)
+    assert files[0] == files[1] != files[2] == files[3]
+    words = "Ranks of some hosts only"
+    with pytest.raises(ReplicasDifferError, match=words), wrapped.writing(), paddle.no_grad():
+        if rank == 0:
+            wrapped.module[0].weight.fill_(3.0)
+    assert same(values(wrapped), before)
+    with wrapped.writing(), paddle.no_grad():
+        if rank % 2:
+            wrapped.module[0].weight.fill_(3.0)
+    assert bool((wrapped.module[0].weight == 3).all())
+    wrapped.check_replicas()
+    with pytest.raises(ConfigError, match="on several hosts"):
+        ours_share(nn.Linear(2, 2))

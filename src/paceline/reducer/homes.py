@@ -303,7 +303,7 @@ def _refused(name: str, home: Home[Any]) -> ConfigError:
     if not home.allows_writing:
         return ConfigError(
             f"{name}.step: its parameters are those of a model that several processes share to read.",
-            seen=f"paceline.torch.share(), {home.world_size} processes",
+            seen=f"share(), {home.world_size} processes",
             hint="copy.deepcopy(model) gives this process parameters of its own; or train with "
             f"{names.wrapper}(model, share_parameters=True)",
         )
@@ -332,7 +332,7 @@ def check_step_allowed(home: Home[Any], owner: str, world_size: int) -> None:
     if not home.allows_writing:
         raise ConfigError(
             f"{owner}: its parameters are those of a model that several processes share to read.",
-            seen=f"paceline.torch.share(), {home.world_size} processes",
+            seen=f"share(), {home.world_size} processes",
             hint=f"{names.wrapper}(model, share_parameters=True) shares a model that is trained",
         )
     if home.is_writing:

@@ -49,6 +49,7 @@ from paceline.tracing.logged import batch_size
 from paceline.tracing.recording import recording
 
 _DELAY = ("delay_all_reduce_named_params", "param_to_hook_all_reduce")
+_SHARING = "DataParallel(share_parameters=True)"
 _NORMS = (2.0, 1.0, 0.0, math.inf)
 _NOT_OPTIONS = ("group", "process_group", "device_mesh", "strategy", "__class__", *_DELAY)
 
@@ -250,7 +251,7 @@ class DataParallel(WrappedModel, PaddleNames):
         )
         is_sharing = self._config.share_parameters and peers.world_size > 1
         if is_sharing:
-            refuse_strange(self._layers, self._tensors.all_parameters, peers)
+            refuse_strange(_SHARING, self._layers, self._tensors.all_parameters, peers)
         move_out(self._layers)  # what another wrapper shares is not this one's to write to
         if self._config.init_sync and is_first:
             values = list(self._tensors.all_parameters.values())
@@ -258,8 +259,15 @@ class DataParallel(WrappedModel, PaddleNames):
                 values += self._tensors.buffers.values()
             link.broadcast(values)
         if is_sharing:
-            are_equal = self._config.init_sync and is_first
-            self._home = move(self._tensors, peers, lambda: bool(calls.depth), are_equal=are_equal)
+            self._home = move(
+                _SHARING,
+                self._tensors.all_parameters,
+                peers,
+                peers.share_hosts(),
+                lambda: bool(calls.depth),
+                are_equal=self._config.init_sync and is_first,
+                allows_writing=True,
+            )
         passes: GradientPasses = self._passes_over(link)
         passes.shares_parameters = self._home is not None
         # The hooks are the parameters', which may live on and be wrapped again.

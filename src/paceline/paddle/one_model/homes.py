@@ -17,13 +17,13 @@ from paddle import nn
 from paceline import _core
 from paceline.paddle import internals
 from paceline.paddle.link.peers import Peers
-from paceline.paddle.model.parameters import ManagedTensors, nbytes
+from paceline.paddle.model.parameters import nbytes
 from paceline.reducer import homes, moving
 from paceline.reducer.homes import WrapperNames, home_of, homes_of, refuse_step
 from paceline.reducer.moving import overlapping
+from paceline.rendezvous.shared_memory import HostMemory
 
 Home = homes.Home[paddle.Tensor]
-OWNER = "DataParallel(share_parameters=True)"
 _LEAVE = "set parameter.no_sync = True; or train without sharing parameters"
 _is_watching = False
 
@@ -73,37 +73,38 @@ class PaddlePlacing:
 
 
 def move(
-    tensors: ManagedTensors, peers: Peers, is_in_backward: Callable[[], bool], *, are_equal: bool
+    owner: str,
+    tensors: Mapping[str, paddle.Tensor],
+    peers: Peers,
+    memory: HostMemory,
+    is_in_backward: Callable[[], bool],
+    *,
+    are_equal: bool,
+    allows_writing: bool,
 ) -> Home:
-    """Let the ranks of each host have one copy of a model's parameters. Collective.
+    """See `reducer.moving.move`.
 
     Args:
-        tensors: The model's. `refuse_strange` has looked at them.
-        peers: The ranks.
         is_in_backward: Whether this thread runs a backward.
-        are_equal: Whether all ranks are known to have the same values. False: they are compared.
-
-    Raises:
-        RegionError: There is not enough memory; on every rank.
-        ReplicasDifferError: The ranks have different values.
     """
     _watch_optimizers()
     placing = PaddlePlacing(is_in_backward)
-    memory = peers.share_hosts()
-    parameters = tensors.all_parameters
-    return moving.move(OWNER, parameters, peers, memory, placing, are_equal=are_equal, allows_writing=True)
+    return moving.move(
+        owner, tensors, peers, memory, placing, are_equal=are_equal, allows_writing=allows_writing
+    )
 
 
 def move_out(layer: nn.Layer) -> None:
     """Give this process a copy of its own of each parameter of a layer that lies elsewhere."""
-    for home in homes_of(layer.parameters()):
+    for home in homes_of([*layer.parameters(), *layer.buffers()]):
         home.move_out()
 
 
-def refuse_strange(layer: nn.Layer, tensors: Mapping[str, paddle.Tensor], peers: Peers) -> None:
-    """Refuse parameters that can't be shared. Collective.
+def refuse_strange(owner: str, layer: nn.Layer, tensors: Mapping[str, paddle.Tensor], peers: Peers) -> None:
+    """Refuse tensors that can't be shared. Collective.
 
     Args:
+        owner: Who is to share them, for errors.
         layer: Holds them.
         tensors: By name.
         peers: The ranks.
@@ -111,7 +112,7 @@ def refuse_strange(layer: nn.Layer, tensors: Mapping[str, paddle.Tensor], peers:
     Raises:
         ConfigError: A rank has one; on every rank.
     """
-    moving.refuse_strange(OWNER, _problems(layer, tensors), peers)
+    moving.refuse_strange(owner, _problems(layer, tensors), peers)
 
 
 def _problems(layer: nn.Layer, tensors: Mapping[str, paddle.Tensor]) -> Iterator[str]:

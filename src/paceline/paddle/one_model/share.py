@@ -1,0 +1,75 @@
+"""`share()`: several processes of one host that compute with one copy of a model, and do not train it."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import paddle
+
+from paceline.arguments import Arguments
+from paceline.errors import ConfigError, format_ranks
+from paceline.paddle.link.peers import find_peers, known_exchange
+from paceline.paddle.model.arguments import checked_group, checked_layer
+from paceline.paddle.model.parameters import describe_tensor
+from paceline.paddle.one_model.homes import move, move_out, refuse_strange
+from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
+
+_Layer = TypeVar("_Layer", bound=Any)  # Paddle's class is Any to mypy
+
+
+def share(layers: _Layer, group: Any = None, *, timeout_s: float | timedelta | None = None) -> _Layer:
+    """Let all ranks of a host compute with one copy of a model, for inference; returns the same layer.
+
+    Collective: every rank passes a model of the same structure, and afterwards all have rank 0's parameters,
+    running statistics and buffers, which take memory once. They are only to be read: a write in place raises
+    ConfigError and is undone, so call `eval()` on models whose forward changes statistics (BatchNorm). The
+    memory goes with the last process that holds the model, also if rank 0 has ended before.
+    `copy.deepcopy(layers)` gives a process a model of its own. A single process shares nothing.
+
+    Args:
+        layers: The model, on the CPU.
+        group: A group of paddle.distributed, or a `paceline.Group`, of ranks of one host. None: that of
+            paddle.distributed, or one formed from the environment that the launcher has set.
+        timeout_s: Seconds to wait for the slowest rank, or a timedelta; None: the group's own time-out.
+
+    Raises:
+        ConfigError: The ranks are on several hosts, or a parameter can't be shared; says which and why.
+        ModelMismatchError: The ranks have different models; names the first difference.
+        RegionError: There is not enough memory; says how much there is and how much is needed.
+
+    Example:
+        Four processes of `paceline run -n 4 serve.py`, and one model of 2 GB in the memory of the machine:
+
+        >>> model = paceline.paddle.share(load_model())
+        >>> model.eval()
+        >>> with paddle.no_grad():
+        ...     answer = model(request)
+    """
+    with telling_peers(lambda: known_exchange(group)):
+        checked_layer("share", layers, "layers")
+        checked_group("share", group)
+        seconds = Arguments("share").optional_seconds("timeout_s", timeout_s)
+        peers = find_peers(group, seconds, owner="share")
+    if peers is None:
+        return layers
+    parameters: dict[str, paddle.Tensor] = dict(layers.named_parameters())
+    buffers = {name: b for name, b in layers.named_buffers() if isinstance(b, paddle.Tensor)}
+    description = ModelDescription(_described(parameters), _described(buffers), {}, doing="share the model")
+    check_agreement(description, peers.exchange, peers.timeout_s)
+    memory = peers.share_hosts()
+    if len(memory.hosts) > 1:
+        raise ConfigError(
+            "share: the ranks are on several hosts, and share no memory.",
+            seen="; ".join(format_ranks(ranks) for ranks in memory.hosts),
+            hint="pass a group of the ranks of one host, on each host",
+        )
+    tensors = parameters | buffers
+    refuse_strange("share", layers, tensors, peers)
+    move_out(layers)
+    move("share", tensors, peers, memory, lambda: False, are_equal=True, allows_writing=False)
+    return layers
+
+
+def _described(tensors: dict[str, paddle.Tensor]) -> tuple[Any, ...]:
+    return tuple(describe_tensor(name, tensor, None) for name, tensor in tensors.items())
