@@ -24,8 +24,9 @@ from paceline.errors import (
     PeerLostError,
     UnusedParameterError,
 )
-from paceline.paddle import ShardedOptimizer
-from tests.multiprocess.paddle_models import ranks
+from paceline.paddle import DataParallel, LocalSGD, ShardedOptimizer
+from tests.multiprocess.paddle_models import batch, ranks, share, squares, two_layers
+from tests.multiprocess.test_paddle_hosts import place
 from tests.multiprocess.test_paddle_sharded_optimizer import make_parameters, same_bits, train
 
 
@@ -267,3 +268,19 @@ def test_a_rank_that_dies_leaves_no_silent_half_of_a_step(group: Any, where: str
     optimizer.set_state_dict({})
     with pytest.raises(PeerLostError):
         optimizer.step()
+
+
+@ranks(2, group=None)
+def test_ranks_that_train_on_their_own_do_not_share_an_optimizer(rank: int) -> None:
+    place(rank, (0, 1))
+    wrapped = DataParallel(two_layers(), local_sgd=LocalSGD(every=4, warmup_steps=1))
+    optimizer = ShardedOptimizer(wrapped.parameters(), optim.SGD, learning_rate=0.1)
+    for step in range(2):
+        squares(wrapped(share(batch(8, seed=step), rank))).backward()
+        if step == 0:
+            optimizer.step()  # in the warm-up, all ranks have the same model
+            optimizer.clear_grad()
+    before = [parameter.clone() for parameter in wrapped.parameters()]
+    with pytest.raises(ConfigError, match="do not train the same model"):
+        optimizer.step()
+    assert all(map(same_bits, wrapped.parameters(), before))
