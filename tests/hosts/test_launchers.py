@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -10,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from paceline.cli import main
 from tests.hosts.namespaces import Hosts, why_not
 from tests.hosts.slurm import Slurm, why_no_slurm
 from tests.launch.mpi import KINDS, MPICH, command, find_mpirun
+from tests.traces import read_trace
 
 REASON = why_not()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
@@ -80,16 +83,23 @@ def run_on(hosts: Hosts, host: int, *options: str) -> subprocess.Popen[str]:
     return hosts.start(host, [*command, "-m", PROGRAM[-1]], {"OMP_NUM_THREADS": "1"}, **OPTIONS)
 
 
-def test_paceline_run_on_two_hosts_that_do_not_know_their_own_names(hosts: Hosts) -> None:
+def test_paceline_run_on_two_hosts_that_do_not_know_their_own_names(hosts: Hosts, tmp_path: Path) -> None:
     for host in range(2):  # torch's agent would wait for ever for a host of that name
-        hosts.rename(host, "nobody")
-    launchers = [run_on(hosts, host, "--rdzv", f"{hosts.address(0)}:29411") for host in (1, 0)]
+        hosts.rename(host, f"nobody{host}")
+    options = ("--rdzv", f"{hosts.address(0)}:29411", "--trace", str(tmp_path / "out.json"))
+    launchers = [run_on(hosts, host, *options) for host in (1, 0)]
     outputs = [launcher.communicate(timeout=WITHIN_S)[0] for launcher in launchers]
     assert [launcher.returncode for launcher in launchers] == [0, 0], "\n".join(outputs)
-    lines = [line[line.index("rank") :] for line in "".join(outputs).splitlines() if "by hosts" in line]
+    told = re.sub("nobody[01]", "nobody", "".join(outputs))
+    lines = [line[line.index("rank") :] for line in told.splitlines() if "by hosts" in line]
     # Which host is the first is the agents' choice.
     places = [f"rank {rank} of 4 on nobody, place {rank % 2} of 2: 5 by hosts" for rank in range(4)]
     assert sorted(lines) == places, "\n".join(outputs)
+    each = [list(read_trace(tmp_path / f"out.nobody{host}.json")) for host in range(2)]
+    assert sorted(each) == [["rank 0", "rank 1"], ["rank 2", "rank 3"]]
+    folders = [str(tmp_path / f"out.nobody{host}.rings") for host in range(2)]
+    assert main(["trace", *folders, "--output", str(tmp_path / "all.json")]) == 0
+    assert sorted(read_trace(tmp_path / "all.json")) == [f"rank {rank}" for rank in range(4)]
 
 
 def test_paceline_run_says_at_whom_it_waits_and_gives_up(hosts: Hosts) -> None:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from paceline.cli import main
+from paceline.errors import ConfigError
 from paceline.launch.elastic import Elastic, agent_command
+from paceline.launch.trace import HostTrace
 from paceline.rendezvous.addresses import Way
+from paceline.tracing import ring_file
+from paceline.tracing.ring_file import CAPACITY_VARIABLE, FOLDER_VARIABLE, TRACE_RECORDS, RankHeader
+from tests.traces import read_trace
 
 ELASTIC = Elastic(nnodes=2, rdzv="node0:29400", nprocs=4, timeout_s=60.0, log_dir=None, threads=1)
 
@@ -51,3 +61,48 @@ def test_what_cannot_be_meant_is_refused_before_anything_starts(arguments, told,
     script.write_text("raise SystemExit(9)")
     assert main(["run", *arguments, str(script)]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_each_host_records_under_its_own_name(tmp_path: Path) -> None:
+    trace = HostTrace(str(tmp_path / "out.json"), "node1", 2)
+    assert trace.begin({FOLDER_VARIABLE: "elsewhere"}) == {
+        FOLDER_VARIABLE: str(tmp_path / "out.node1.rings"),
+        CAPACITY_VARIABLE: str(TRACE_RECORDS),
+    }
+    stale = ring_file.path_of(trace.folder, 7)
+    stale.touch()
+    assert trace.begin({CAPACITY_VARIABLE: "64"}) == {FOLDER_VARIABLE: str(trace.folder)}
+    assert not stale.exists() and not trace.output.exists()
+    said: list[str] = []
+    trace.end(said.append)
+    assert len(said) == 1 and "No rank of this job has recorded a pass" in said[0]
+    memory = ring_file.create(ring_file.path_of(trace.folder, 2), 64)
+    ring_file.write_header(memory, RankHeader(2, 4, 1, "node1", "boot", 0, 0, 64))
+    trace.end(said.append)
+    assert list(read_trace(tmp_path / "out.node1.json")) == ["rank 2"]
+    assert f"`paceline trace` with {trace.folder} and those of the others" in said[1]
+
+
+def test_a_trace_of_a_host_that_cannot_be_written_is_told_before(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="The trace can't be written to"):
+        HostTrace(str(tmp_path / "none" / "out.json"), "node1", 2).begin({})
+    (tmp_path / "out.node1.rings").touch()
+    with pytest.raises(ConfigError, match="There is no folder in which the ranks can record"):
+        HostTrace(str(tmp_path / "out.json"), "node1", 2).begin({})
+
+
+@pytest.mark.parametrize(("ends", "status"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)])
+def test_the_trace_is_written_when_the_agent_has_ended(tmp_path: Path, ends: str, status: int) -> None:
+    """In a process of its own, because it takes the signals of that."""
+    program = f"""
+import os, sys
+from paceline.launch.elastic import _run_traced
+class Trace:
+    def end(self, say): say("the trace of " + os.environ["WHO"])
+agent = [sys.executable, "-c", {"import os, sys; print(os.environ['WHO']); sys.stdout.flush(); " + ends!r}]
+sys.exit(_run_traced(agent, {{**os.environ, "WHO": "agent"}}, Trace()))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, "WHO": "us"}, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (status, "agent\n", "the trace of us\n")

@@ -88,7 +88,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--trace",
         metavar="FILE",
-        help="write a timeline of all ranks for ui.perfetto.dev: forward, backward, who waits for whom",
+        help="write a timeline of all ranks for ui.perfetto.dev: forward, backward, who waits for whom; "
+        "with --nnodes one on each host, with its name",
     )
     add(
         "--dashboard",
@@ -230,16 +231,7 @@ def _run_on_hosts(parsed: argparse.Namespace, command: Sequence[str]) -> NoRetur
     missing = [name for name in ("nnodes", "rdzv") if getattr(parsed, name) is None]
     alone = argparse.ArgumentParser(add_help=False)
     add_arguments(alone)
-    of_one_host = (
-        "master_addr",
-        "master_port",
-        "bind",
-        "prefix",
-        "timeout_s",
-        "grace_s",
-        "trace",
-        "dashboard",
-    )
+    of_one_host = ("master_addr", "master_port", "bind", "prefix", "timeout_s", "grace_s", "dashboard")
     given = [name for name in of_one_host if getattr(parsed, name) != alone.get_default(name)]
     if parsed.nprocs == _AUTO:
         raise ConfigError(
@@ -265,6 +257,7 @@ def _run_on_hosts(parsed: argparse.Namespace, command: Sequence[str]) -> NoRetur
         timeout_s=parsed.rdzv_timeout_s,
         log_dir=parsed.log_dir,
         threads=parsed.threads or threads_per_rank(cores, max(nprocs, 1)),
+        trace=parsed.trace,
     )
     environment = dict(environment_of_ranks(parsed.replace_ddp))
     users_secret(environment)  # which is told here, before the ranks of all hosts are started

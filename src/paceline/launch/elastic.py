@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +20,8 @@ from typing import NoReturn
 from paceline.arguments import Arguments
 from paceline.env import split_address
 from paceline.errors import ConfigError
-from paceline.launch.process import interpreter
+from paceline.launch.process import die_with_parent, interpreter
+from paceline.launch.trace import HostTrace
 from paceline.rendezvous.addresses import Way, find_way, wait_for_listener
 
 
@@ -33,6 +36,7 @@ class Elastic:
         timeout_s: How long to wait for the other hosts.
         log_dir: A folder that gets the output of each rank, too.
         threads: OMP_NUM_THREADS of each rank.
+        trace: A file for the timeline of this host's ranks, which gets its name; None: nothing is written.
     """
 
     nnodes: int
@@ -41,6 +45,7 @@ class Elastic:
     timeout_s: float
     log_dir: str | None
     threads: int
+    trace: str | None = None
 
 
 def run_elastic(elastic: Elastic, command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
@@ -83,12 +88,31 @@ def run_elastic(elastic: Elastic, command: Sequence[str], environment: Mapping[s
         )
     arguments = agent_command(checked, way, port, serves=serves)
     threads = environment.get("OMP_NUM_THREADS") or str(checked.threads)
+    told = {**environment, "OMP_NUM_THREADS": threads}
+    words = [*interpreter(), *arguments, *command]
     sys.stdout.flush()
-    os.execvpe(
-        sys.executable,
-        [*interpreter(), *arguments, *command],
-        {**environment, "OMP_NUM_THREADS": threads},
+    if checked.trace is not None:
+        trace = HostTrace(checked.trace, socket.gethostname(), checked.nprocs)
+        sys.exit(_run_traced(words, {**told, **trace.begin(told)}, trace))
+    os.execvpe(sys.executable, words, told)
+
+
+def _run_traced(words: Sequence[str], environment: Mapping[str, str], trace: HostTrace) -> int:
+    """Run the agent as a child, and write the trace when it has ended. Returns its exit status.
+
+    A Ctrl-C reaches the agent from the terminal; other signals are passed on. If this process is killed, the
+    agent is asked to stop.
+    """
+    own_pid = os.getpid()
+    agent = subprocess.Popen(
+        words, env=dict(environment), preexec_fn=lambda: die_with_parent(own_pid, signal.SIGTERM)
     )
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, lambda received, _: agent.send_signal(received))
+    status = agent.wait()
+    trace.end(lambda line: print(line, file=sys.stderr, flush=True))
+    return status if status >= 0 else 128 - status
 
 
 def check(elastic: Elastic) -> Elastic:

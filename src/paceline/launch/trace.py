@@ -51,7 +51,15 @@ def check_output(path: str, nprocs: int) -> None:
         ConfigError: It can't.
     """
     chrome.check(Path(path))
-    place = jobs.users_folder().parent
+    _check_room(jobs.users_folder().parent, nprocs, "make room there, or set TMPDIR to another folder")
+
+
+def _check_room(place: Path, nprocs: int, hint: str) -> None:
+    """Raise unless the ranks can record there.
+
+    Raises:
+        ConfigError: The disk is too full.
+    """
     needs, has = nprocs * file_bytes(TRACE_RECORDS), shutil.disk_usage(place).free
     if has < needs:
         raise ConfigError(
@@ -59,7 +67,7 @@ def check_output(path: str, nprocs: int) -> None:
             where=str(place),
             expected=f"{needs >> 20} MiB",
             got=f"{has >> 20} MiB",
-            hint="make room there, or set TMPDIR to another folder",
+            hint=hint,
         )
 
 
@@ -149,3 +157,65 @@ class JobRecording:
         lost = sum(each.num_lost for each in recordings)
         older = "; its beginning was overwritten" if lost else ""
         self._say(f"paceline: the trace is in {output}{older} (open it at https://ui.perfetto.dev)")
+
+
+class HostTrace:
+    """The recording of the ranks of one host, where torch's agent starts them on several.
+
+    The files of the host carry its name, because all hosts may be in the same folder of the network: beside
+    the timeline of its ranks stays what they have recorded, of which `paceline trace` makes one of all hosts.
+
+    Args:
+        output: The file of `--trace`, the same on all hosts.
+        host: The name of this one.
+        nprocs: Number of its ranks.
+
+    Attributes:
+        output: The timeline of this host's ranks.
+        folder: Where they record.
+
+    Example:
+        On host node0, for --trace out.json: out.node0.json, and the folder out.node0.rings.
+    """
+
+    def __init__(self, output: str, host: str, nprocs: int) -> None:
+        path = Path(output).absolute()
+        self.output = path.with_name(f"{path.stem}.{host}{path.suffix}")
+        self.folder = path.with_name(f"{path.stem}.{host}.rings")
+        self._nprocs = nprocs
+
+    def begin(self, inherited: Mapping[str, str]) -> dict[str, str]:
+        """Make the folder, without what an earlier job has left; returns what the ranks must be told.
+
+        Raises:
+            ConfigError: Nothing can be written there.
+        """
+        chrome.check(self.output)
+        _check_room(self.output.parent, self._nprocs, "make room there, or name a file on another disk")
+        try:
+            self.folder.mkdir(mode=0o700, exist_ok=True)
+            for old in paths_in(self.folder):
+                old.unlink()
+        except OSError as error:
+            raise ConfigError(
+                "There is no folder in which the ranks can record.",
+                where=str(self.folder),
+                seen=error.strerror or str(error),
+                hint="a file in a folder that you may write to: --trace out.json",
+            ) from error
+        others = {name: value for name, value in inherited.items() if name != FOLDER_VARIABLE}
+        return trace_variables(others, self.folder, is_whole=True)
+
+    def end(self, say: Callable[[str], None]) -> None:
+        """Write the timeline of this host's ranks, and say where it is."""
+        try:
+            recordings = jobs.read([self.folder])
+            for slow in slow_ranks(whole_spans(recordings), AT_THE_END):
+                say(f"paceline: {slow.sentence()}")
+            chrome.write(self.output, recordings)
+            say(
+                f"paceline: the trace of this host's ranks is in {self.output}; for one of all hosts, "
+                f"`paceline trace` with {self.folder} and those of the others, and --output"
+            )
+        except PacelineError as error:
+            say(f"paceline: {error}")
