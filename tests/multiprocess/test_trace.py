@@ -173,11 +173,14 @@ def test_another_process_sees_rates_values_the_norm_and_what_is_not_finite(group
     group.all_reduce(np.zeros(1))  # both have recorded all
     now = JobWatch(folder).look()
     assert (now.world_size, now.step, [each.rank for each in now.ranks]) == (2, 5, [0, 1])
-    assert now.samples_per_s == pytest.approx(8 * now.steps_per_s, rel=0.5)
+    # Of a few steps on a busy machine each rank has another rate.
+    assert now.steps_per_s == min(each.steps_per_s for each in now.ranks) > 0
+    assert now.samples_per_s == pytest.approx(sum(4 * each.steps_per_s for each in now.ranks))
     for each in now.ranks:
         assert each.samples_per_s == pytest.approx(4 * each.steps_per_s)
         assert each.values == {"loss": 3 + each.rank}
-        assert each.norm in norms
+        # It is noted once in a second; if that was in the last pass, it is not finite.
+        assert each.norm in norms or not math.isfinite(each.norm)
         assert (each.nonfinite_rank, each.nonfinite > 0, each.failed) == (0, True, 0)
         assert each.is_alive and each.memory_bytes > 1 << 20 and each.worked_s > 0
 
