@@ -170,8 +170,11 @@ def test_another_process_sees_rates_values_the_norm_and_what_is_not_finite(group
     next(iter(ddp.parameters())).detach().fill_(math.inf)
     with pytest.warns(RuntimeWarning, match="holds an infinity or a NaN on all 2 ranks"):
         step(lambda: None)
+    # Noted once in a second: of the first pass, or of a later one if passes take long.
+    norms.append(None if math.isnan(ddp.grad_norm()) else ddp.grad_norm())
     group.all_reduce(np.zeros(1))  # both have recorded all
     now = JobWatch(folder).look()
+    group.all_reduce(np.zeros(1))  # neither process ends before the other has looked
     assert (now.world_size, now.step, [each.rank for each in now.ranks]) == (2, 5, [0, 1])
     # Of a few steps on a busy machine each rank has another rate.
     assert now.steps_per_s == min(each.steps_per_s for each in now.ranks) > 0

@@ -14,8 +14,8 @@ from rich.console import Console
 import paceline
 from paceline.errors import ConfigError
 from paceline.tracing import jobs, ring_file, top
+from paceline.tracing.batches import samples_in
 from paceline.tracing.live import RankWindow, snapshot
-from paceline.tracing.logged import batch_size
 from paceline.tracing.recording import MOST_NAMES, Recording, recording
 from paceline.tracing.records import Event, Record, bits_float, float_bits, pass_id
 from paceline.tracing.ring_file import FOLDER_VARIABLE, RankHeader
@@ -238,10 +238,10 @@ def test_a_batch_is_the_first_dimension_of_the_first_tensor():
         def __init__(self, *shape: int) -> None:
             self.shape = shape
 
-    assert batch_size(((Tensor(7, 3),), {})) == 7
-    assert batch_size(((), {"mask": None, "ids": Tensor(5, 128)})) == 5
-    assert batch_size((({"x": [Tensor(), Tensor(2)]},), {})) == 2
-    assert batch_size((("text", 3), {})) == 0
+    assert samples_in((Tensor(7, 3),), {}) == 7
+    assert samples_in((), {"mask": None, "ids": Tensor(5, 128)}) == 5
+    assert samples_in(({"x": [Tensor(), Tensor(2)]},), {}) == 2
+    assert samples_in(("text", 3), {}) == 0
 
 
 # --- what is drawn ---

@@ -20,6 +20,12 @@ def shape_of_batch(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int,
     return _first_shape((*args, *kwargs.values()), _DEPTH) or (1,)
 
 
+def samples_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """How many samples a model is called with: the first dimension of the first tensor; 0: there is none."""
+    shape = _first_shape((*args, *kwargs.values()), _DEPTH)
+    return shape[0] if shape else 0
+
+
 def _first_shape(values: Iterable[Any], depth: int) -> tuple[int, ...] | None:
     for value in values:
         shape = getattr(value, "shape", None)

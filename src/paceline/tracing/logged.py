@@ -1,18 +1,16 @@
-"""Values that a program logs, such as its loss, and the batch sizes of forwards: for who looks while it runs.
+"""Values that a program logs, such as its loss, for who looks while it runs.
 
 Imports its neighbours and the standard library.
 """
 
 from __future__ import annotations
 
-from itertools import islice
-from typing import Any, SupportsFloat
+from typing import SupportsFloat
 
 from paceline.tracing.recording import recording
 from paceline.tracing.records import Event, float_bits
 
 _LOGGED = int(Event.LOGGED)
-_DEEPEST, _WIDEST = 4, 8
 
 
 def log(name: str, value: SupportsFloat) -> None:
@@ -38,15 +36,3 @@ def log(name: str, value: SupportsFloat) -> None:
     number = recording.number_name(name)
     if number is not None:
         note(_LOGGED, number, float_bits(float(value)))
-
-
-def batch_size(inputs: Any, depth: int = _DEEPEST) -> int:
-    """The first dimension of the first tensor in the arguments of a forward; 0: none has one."""
-    shape = getattr(inputs, "shape", None)
-    if shape is not None:
-        return int(shape[0]) if len(shape) else 0
-    if depth and isinstance(inputs, (tuple, list, dict)):
-        for each in islice(inputs.values() if isinstance(inputs, dict) else inputs, _WIDEST):
-            if found := batch_size(each, depth - 1):
-                return found
-    return 0

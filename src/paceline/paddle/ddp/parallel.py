@@ -45,7 +45,7 @@ from paceline.reducer.members import Members, join_member
 from paceline.reducer.micro_batches import as_weight
 from paceline.reducer.wrapped_model import WrappedModel, checked_norms
 from paceline.rendezvous.exchange import Exchange
-from paceline.tracing.logged import batch_size
+from paceline.tracing.batches import samples_in
 from paceline.tracing.recording import recording
 
 _DELAY = ("delay_all_reduce_named_params", "param_to_hook_all_reduce")
@@ -319,7 +319,7 @@ class DataParallel(WrappedModel, PaddleNames):
             self._begin_local_forward(self._passes, is_training=self._layers.training)
         is_syncing = self.require_backward_grad_sync
         is_training = self._layers.training
-        samples = batch_size((inputs, kwargs)) if is_training and recording.note is not None else 0
+        samples = samples_in(inputs, kwargs) if is_training and recording.note is not None else 0
         self._passes.begin_forward(is_syncing=is_syncing, is_training=is_training, samples=samples)
         if self._config.weight is not None:
             weight = self._config.weight
