@@ -38,10 +38,10 @@ CPP_FILES = $(shell find cpp tests/cpp -name '*.cc' -o -name '*.h')
 .PHONY: demo demo-paddle test test-long integrations incumbents pairs fuzz chaos test-hosts hosts schedules model lint format types sanitizers docs bench wheels aarch64 clean help
 
 demo: $(VENV)/.core ## Train a small model on several processes, and compare with one process and with torch's DDP
-	@$(BIN)/python examples/demo.py $(ARGS)
+	@$(BIN)/python examples/demo.py --output build/demo.png $(ARGS)
 
 demo-paddle: $(VENV)/.core $(VENV)/.paddle ## The same with PaddlePaddle, and with paddle.DataParallel
-	@$(BIN)/python examples/demo.py --framework paddle $(ARGS)
+	@$(BIN)/python examples/demo.py --framework paddle --output build/demo-paddle.png $(ARGS)
 
 PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 

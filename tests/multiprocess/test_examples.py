@@ -66,6 +66,15 @@ def test_digits_runs_with_torchs_ddp_and_gets_the_same_model(two_ranks, tmp_path
     assert_same_weights(two_ranks[1], theirs)
 
 
+def test_the_model_of_the_demo_is_the_same_on_several_processes(tmp_path):
+    python = warm_python("torch")
+    options = ["--model", "gru", "--batch", "120", "--lr", "0.3"]
+    report, several = digits(paceline_run(python), tmp_path, *options)
+    _, alone = digits([python], tmp_path, *options)
+    assert report["replicas_are_identical"] is True
+    assert_same_weights(several, alone)
+
+
 def test_digits_refuses_a_batch_that_can_not_be_shared():
     command = [*paceline_run(warm_python("torch")), str(EXAMPLES / "digits.py"), "--batch", "5"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
