@@ -133,9 +133,15 @@ def main() -> int:
     args = parser.parse_args()
     framework = FRAMEWORKS[args.framework]
     ways = ways_of(framework, args.ranks, cores)
+    load = os.getloadavg()[0]
     print(f"Trains {framework.model}, {args.rounds} times in each of {len(ways)} ways.\n", flush=True)
     runs = run_all(framework, ways, args.rounds)
     show(framework, ways, runs)
+    if load > cores / 2:
+        print(
+            f"The machine was busy before (load {load:.1f} on {cores} cores), which slows threads of one "
+            "process down more than processes of one thread: run it again when the machine is idle."
+        )
     if args.output is not None:
         draw(framework, ways, runs, args.output)
     ours = runs[0]

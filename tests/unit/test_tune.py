@@ -191,6 +191,15 @@ def test_a_script_with_a_fixed_batch_per_rank_is_told_what_that_means() -> None:
     assert "learning rate" not in told(same)
 
 
+def test_a_busy_machine_is_told_because_it_is_unfair_to_threads() -> None:
+    standings = [standing(ONE, *[100] * 7), standing(TWO, *[150] * 7)]
+    verdict = judge(standings)
+    assert verdict is not None
+    busy, idle = (" ".join(answer.sentences(verdict, standings, 4, load)) for load in (3.0, 1.9))
+    assert "The machine was busy before (load 3.0 on 4 cores)" in busy
+    assert "busy" not in idle
+
+
 def test_what_ended_before_its_first_turn_counts_once() -> None:
     (whole,) = turns(90)
     standings = [

@@ -19,6 +19,7 @@ _NARROW = (0, 1, 2, 3, 7)  # what is shown where a terminal has no room for all 
 _NARROW_BELOW = 110
 _WIDTH_OF_FILES = 120
 _BAR = 24
+_BUSY = 0.5  # of the cores
 
 
 def rows(verdict: Verdict, standings: Sequence[Standing]) -> list[list[str]]:
@@ -46,8 +47,17 @@ def rows(verdict: Verdict, standings: Sequence[Standing]) -> list[list[str]]:
     return found
 
 
-def sentences(verdict: Verdict, standings: Sequence[Standing], num_cores: int) -> list[str]:
-    """What the table means: which layout to use, by how much it is faster, and how sure that is."""
+def sentences(
+    verdict: Verdict, standings: Sequence[Standing], num_cores: int, load: float = 0.0
+) -> list[str]:
+    """What the table means: which layout to use, by how much it is faster, and how sure that is.
+
+    Args:
+        verdict: What the measurements say.
+        standings: All layouts.
+        num_cores: Cores of the machine.
+        load: Load average of the machine before the measurement.
+    """
     found = [_recommendation(verdict), *_doubts(verdict), *_fairness(verdict)]
     if verdict.unit == "elements":
         found.append(
@@ -56,6 +66,12 @@ def sentences(verdict: Verdict, standings: Sequence[Standing], num_cores: int) -
     found += [
         f"{each.layout}: {each.out}." for each in sorted(standings, key=lambda each: each.layout) if each.out
     ]
+    if load > _BUSY * num_cores:
+        # Threads of one process meet at the end of each operation, and wait for one that has no core.
+        found.append(
+            f"The machine was busy before (load {load:.1f} on {counted(num_cores, 'core')}), which slows "
+            "threads of one process down more than processes of one thread. Measure again when it is idle."
+        )
     if num_cores == 1:
         found.append("This process may use one core only: there is nothing to divide among ranks.")
     return found

@@ -83,6 +83,7 @@ def main(arguments: Sequence[str]) -> int:
     chosen = _layouts(parsed.ranks, num_cores)
     run_options = _run_options(parsed)
     _check_files(parsed.output, parsed.json)
+    load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="paceline-tune-") as folder:
         task = Task(
             layouts.in_order_of_start(chosen),
@@ -103,7 +104,8 @@ def main(arguments: Sequence[str]) -> int:
         return 1
     # One layout of several is no answer: nobody knows what the others would have done.
     is_answer = len(verdict.results) >= min(2, len(found.standings))
-    _answer(verdict, found, parsed, command, num_cores, is_answer=is_answer)
+    told = answer.sentences(verdict, found.standings, num_cores, load)
+    _answer(verdict, found, parsed, command, num_cores, told, is_answer=is_answer)
     return 0 if is_answer else 1
 
 
@@ -196,13 +198,13 @@ def _answer(
     parsed: argparse.Namespace,
     command: Sequence[str],
     num_cores: int,
+    told: list[str],
     *,
     is_answer: bool,
 ) -> None:
     """The table, the sentences, the picture, and the stored answer."""
     _clear_line()
     script = tuned.name_of_script(command, is_module=parsed.is_module)
-    told = answer.sentences(verdict, found.standings, num_cores)
     best = verdict.result(verdict.recommended)
     assert best is not None
     kept = Tuned(
