@@ -38,6 +38,7 @@ def entries(ranks: int) -> tuple[Entry, ...]:
     ours: dict[str, Any] = {"wrapper": "paceline"}
     sharded = {**ours, "optimizer": "paceline"}
     shared = {**sharded, "options": {"share_parameters": True}}
+    scatter = {**sharded, "options": {"share_parameters": True, "reduce": "scatter"}}
     return (
         one("one", "one process, all cores", unbound, 1),
         one("solo", "one rank by itself", lambda _: _first_of(bound(ranks)), 1, parts=ranks, threads=1),
@@ -48,6 +49,7 @@ def entries(ranks: int) -> tuple[Entry, ...]:
         one("paceline", "Paceline", bound, **ours),
         one("paceline_sharded", "Paceline, ShardedOptimizer", bound, **sharded),
         one("paceline_shared", "Paceline, one model", bound, **shared),
+        one("paceline_scatter", "Paceline, one model, scatter", bound, **scatter),
     )
 
 

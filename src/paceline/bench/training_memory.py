@@ -40,6 +40,12 @@ ENTRIES = (
     _entry(
         "paceline_shared_view", "one model, ShardedOptimizer, bucket view", **_OURS, options=_SHARED | _VIEW
     ),
+    _entry(
+        "paceline_scatter",
+        "one model, ShardedOptimizer, scatter",
+        **_OURS,
+        options=_SHARED | {"reduce": "scatter"},
+    ),
 )
 _REFERENCES = ("torch_view", "zero", "zero_view")
 

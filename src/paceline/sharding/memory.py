@@ -42,7 +42,7 @@ class Memory:
     Attributes:
         label: The way in words.
         parameters: Parameters and buffers.
-        gradients: Gradients, and the memory where they are averaged; at most.
+        gradients: Gradients after a step, and the memory where they are averaged; at most.
         state: The optimizer's state.
         region: What collectives use.
     """
@@ -68,8 +68,8 @@ class MemoryPlan:
         hosts: Number of hosts, with equally many ranks each.
         sizes: What one copy of the model takes.
         ways: By the names that `paceline bench memory --of training` has for them: `torch_view`, `zero`,
-            `zero_view`, `paceline`, `paceline_view`, `paceline_sharded`, `paceline_shared` and
-            `paceline_shared_view`.
+            `zero_view`, `paceline`, `paceline_view`, `paceline_sharded`, `paceline_shared`,
+            `paceline_shared_view` and `paceline_scatter`.
         is_allocated: Whether the model had to be made in memory to find this out.
     """
 
@@ -103,6 +103,9 @@ _WAYS = {
     ),
     "paceline_shared_view": _Way(
         "one model, ShardedOptimizer, bucket view", 1, is_ours=True, shares_parameters=True, shards_state=True
+    ),
+    "paceline_scatter": _Way(
+        "one model, ShardedOptimizer, scatter", 1, is_ours=True, shares_parameters=True, shards_state=True
     ),
 }
 

@@ -27,9 +27,9 @@ from paceline.torch.one_model.memory_plan import plan_memory
 _FUNCTION = "make_model"
 _COLUMNS = ("way", "parameters", "gradients", "optimizer", "each host", "of torch DDP's")
 _NOTES = """\
-Gradients: at most, with the memory where they are averaged. Not counted: activations, and what a process
-takes before there is a model (Python and torch). Bucket view: gradient_as_bucket_view=True; one model:
-share_parameters=True."""
+Gradients: after a step, at most, with the memory where they are averaged. Not counted: activations, and what
+a process takes before there is a model (Python and torch). Bucket view: gradient_as_bucket_view=True; one
+model: share_parameters=True; scatter: reduce="scatter"."""
 
 
 def main(arguments: Sequence[str]) -> int:
