@@ -98,9 +98,11 @@ def test_a_header_tells_what_a_message_is() -> None:
     assert Header.read(message) == header
     fields = ("generation", "number", "bucket", "round", "host", "piece", "nbytes")
     for name in fields:
-        other = Header(**{**vars(header), name: getattr(header, name) + 1})
-        assert not other.is_as_expected(header), name
-    assert Header(**{**vars(header), "weight": 1.0}).is_as_expected(header)
+        other = {each: getattr(header, each) + (each == name) for each in fields}
+        assert Header.weight_in(message, *other.values()) is None, name
+    assert Header.weight_in(message, *(getattr(header, name) for name in fields)) == 2.5
+    message[0] += 1
+    assert Header.weight_in(message, *(getattr(header, name) for name in fields)) is None
     assert "pass 1099511627776, bucket 7, round 1, piece 4 of host 3" in str(header)
 
 

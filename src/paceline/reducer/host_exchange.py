@@ -29,6 +29,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 
@@ -65,6 +66,20 @@ def patience_s(timeout_s: float) -> float:
     return timeout_s + min(2.0, timeout_s / 2)
 
 
+class _Room(NamedTuple):
+    """Memory, and its address, which numpy takes long to tell."""
+
+    memory: Message
+    address: int
+
+
+class _Piece(NamedTuple):
+    """A message, and the address of what stands behind its header."""
+
+    message: Message
+    payload: int
+
+
 class _Flight:
     """A bucket under way.
 
@@ -78,24 +93,25 @@ class _Flight:
     """
 
     def __init__(
-        self, number: int, bucket: int, route: Route, memory: Message, num_hosts: int, num_blocks: int
+        self, number: int, bucket: int, route: Route, room: _Room, num_hosts: int, num_blocks: int
     ) -> None:
         self.number, self.bucket, self.route = number, bucket, route
-        self.own: list[list[Message]] = [[] for _ in route.parts]
-        self.arriving: list[list[tuple[Message, Transfer]]] = [[] for _ in range(num_hosts)]
-        self.later: list[list[tuple[Message, Transfer]]] = [[] for _ in range(num_hosts)]
-        self.added: list[Message] = []
+        self.own: list[list[_Piece]] = [[] for _ in route.parts]
+        self.arriving: list[list[tuple[_Piece, Transfer]]] = [[] for _ in range(num_hosts)]
+        self.later: list[list[tuple[_Piece, Transfer]]] = [[] for _ in range(num_hosts)]
+        self.added: list[_Piece] = []
         self.sends: list[tuple[int, Transfer]] = []
         self.weights = [0.0] * num_blocks
         self.has_report = False
-        self.memory = memory
+        self.room = room
         self._used = 0
 
-    def take(self, nbytes: int) -> Message:
+    def take(self, nbytes: int) -> _Piece:
         """Memory for a message, at a multiple of a cache line."""
         begin = self._used
         self._used += _aligned(nbytes)
-        return self.memory[begin : begin + nbytes]
+        memory, address = self.room
+        return _Piece(memory[begin : begin + nbytes], address + begin + HEADER_BYTES)
 
 
 class HostExchange:
@@ -155,7 +171,8 @@ class HostExchange:
         for number, block in enumerate(blocks.blocks):
             self._blocks_of[block.host].append(number)
         nbytes = max(self._bytes_of(bucket) for bucket in range(len(routes)))
-        self._free = [np.empty(nbytes, np.uint8) for _ in range(min(WINDOW, max(2, len(routes))))]
+        memories = [np.empty(nbytes, np.uint8) for _ in range(min(WINDOW, max(2, len(routes))))]
+        self._free = [_Room(memory, int(memory.ctypes.data)) for memory in memories]
         # Of all steps but the last, whose result has its own place.
         most = max(
             sums.nbytes(bucket, len(piece))
@@ -240,17 +257,17 @@ class HostExchange:
             raise self._met
         while self._next_ready < len(self._routes):
             bucket = self._next_ready
-            memory = self._take_memory(bucket, may_wait=may_wait and not self._ready)
-            if memory is None:
+            room = self._take_room(bucket, may_wait=may_wait and not self._ready)
+            if room is None:
                 return
             route = self._routes[bucket]
-            flight = _Flight(self._number, bucket, route, memory, self._num_hosts, len(self._blocks))
+            flight = _Flight(self._number, bucket, route, room, self._num_hosts, len(self._blocks))
             flight.has_report = bucket == len(self._routes) - 1
             self._begin_receives(flight)
             self._next_ready += 1
             self._ready.append(flight)
 
-    def _take_memory(self, bucket: int, *, may_wait: bool) -> Message | None:
+    def _take_room(self, bucket: int, *, may_wait: bool) -> _Room | None:
         with self._is_free:
             self.check()
             if not self._free and not may_wait:
@@ -278,10 +295,10 @@ class HostExchange:
 
     def _receive(
         self, flight: _Flight, host: int, phase: int, piece: int, elements: range, has_report: bool
-    ) -> tuple[Message, Transfer]:
-        message = flight.take(self._message_bytes(flight.bucket, elements, host if has_report else None))
-        Header.clear(message)
-        return message, self._begin(self._transport.receive, flight, host, phase, piece, message)
+    ) -> tuple[_Piece, Transfer]:
+        place = flight.take(self._message_bytes(flight.bucket, elements, host if has_report else None))
+        Header.clear(place.message)
+        return place, self._begin(self._transport.receive, flight, host, phase, piece, place.message)
 
     def _send_sums(
         self,
@@ -297,11 +314,9 @@ class HostExchange:
             going = self._messages_of(self._host, pieces)
             for piece, (block, elements) in enumerate(going):
                 has_report = make_report is not None and piece == len(going) - 1
-                message = flight.take(
-                    self._message_bytes(bucket, elements, self._host if has_report else None)
-                )
-                flight.own[part].append(message)
-                payload = _payload(message)
+                place = flight.take(self._message_bytes(bucket, elements, self._host if has_report else None))
+                flight.own[part].append(place)
+                message, payload = place
                 room = self._sums.room(0, bucket, payload)
                 local_ranks = self._blocks[block].local_ranks
                 if elements and not core.sum(bucket, elements.start, len(elements), local_ranks, room):
@@ -314,7 +329,7 @@ class HostExchange:
         if make_report is not None:
             report = np.frombuffer(make_report(), np.uint8)
             for part, piece, weight in waiting:
-                message = flight.own[part][piece]
+                message = flight.own[part][piece].message
                 message[-len(report) :] = report
                 self._send(flight, part, 0, piece, message, weight)
 
@@ -396,15 +411,15 @@ class HostExchange:
                 if other == host:
                     sums.append(self._read(flight, own[index], elements, number))
                     continue
-                message, transfer = flight.arriving[other][index]
-                header = self._arrived(flight, other, 0, index, message, transfer)
+                place, transfer = flight.arriving[other][index]
+                weight = self._arrived(flight, other, 0, index, place.message, transfer)
                 if piece == 0:
-                    flight.weights[number] = header.weight
-                elif header.weight != flight.weights[number]:
-                    raise self._mismatch(other, header, f"weight {flight.weights[number]}")
+                    flight.weights[number] = weight
+                elif weight != flight.weights[number]:
+                    raise self._mismatch(other, place.message, f"weight {flight.weights[number]}")
                 if flight.has_report and index == len(flight.arriving[other]) - 1:
-                    self._take_reports(other, message)
-                sums.append(self._read(flight, message, elements, number))
+                    self._take_reports(other, place.message)
+                sums.append(self._read(flight, place, elements, number))
             if piece == 0:
                 total = self._in_order.add(flight.weights)
             sums = self._join(bucket, sums, len(elements)) if elements else sums
@@ -412,12 +427,12 @@ class HostExchange:
                 self._publish(bucket, elements, sums, total)
             else:
                 added = flight.take(self._message_bytes(bucket, elements))
-                payload = _payload(added)
+                payload = added.payload
                 if elements:
                     self._core.add_sums(bucket, sums, len(elements), self._sums.room(1, bucket, payload))
                 self._sums.write(1, bucket, elements, payload, total)
                 flight.added.append(added)
-                self._send(flight, host, 1, piece, added, total)
+                self._send(flight, host, 1, piece, added.message, total)
 
     def _join(self, bucket: int, sums: list[int], count: int) -> list[int]:
         """Add in steps, up to the two of the last one; with no steps, nothing has to be done."""
@@ -442,30 +457,33 @@ class HostExchange:
         bucket, total = flight.bucket, self._in_order.add(flight.weights)
         for piece, elements in enumerate(flight.route.parts[self._host]):
             # As the others read it.
-            sums = self._sums.read(bucket, len(elements), _payload(flight.added[piece]), total, 0)
+            sums = self._sums.read(bucket, len(elements), flight.added[piece].payload, total, 0)
             self._publish(bucket, elements, [sums], total)
         for other in self._others:
             for piece, elements in enumerate(flight.route.parts[other]):
-                message, transfer = flight.later[other][piece]
-                self._arrived(flight, other, 1, piece, message, transfer)
-                sums = self._sums.read(bucket, len(elements), _payload(message), total, 0)
+                place, transfer = flight.later[other][piece]
+                self._arrived(flight, other, 1, piece, place.message, transfer)
+                sums = self._sums.read(bucket, len(elements), place.payload, total, 0)
                 self._publish(bucket, elements, [sums], total)
 
-    def _read(self, flight: _Flight, message: Message, elements: range, block: int) -> int:
+    def _read(self, flight: _Flight, place: _Piece, elements: range, block: int) -> int:
         """The address of a block's sums."""
         weight = flight.weights[block]
-        return self._sums.read(flight.bucket, len(elements), _payload(message), weight, block)
+        return self._sums.read(flight.bucket, len(elements), place.payload, weight, block)
 
     def _arrived(
         self, flight: _Flight, host: int, phase: int, piece: int, message: Message, transfer: Transfer
-    ) -> Header:
-        """Wait for a message, and see that it is the right one."""
+    ) -> float:
+        """Wait for a message, and see that it is the right one; its weight."""
         self._wait(transfer, host, flight)
-        expected = self._header(flight, phase, host, piece, len(message))
-        header = Header.read(message)
-        if header is None or not header.is_as_expected(expected):
-            raise self._mismatch(host, header, str(expected))
-        return header
+        nbytes = len(message) - HEADER_BYTES
+        weight = Header.weight_in(
+            message, self._generation, flight.number, flight.bucket, phase, host, piece, nbytes
+        )
+        if weight is None:
+            expected = self._header(flight, phase, host, piece, len(message))
+            raise self._mismatch(host, message, str(expected))
+        return weight
 
     def _wait(self, transfer: Transfer, host: int, flight: _Flight) -> None:
         try:
@@ -479,7 +497,7 @@ class HostExchange:
 
     def _give_back(self, flight: _Flight) -> None:
         with self._is_free:
-            self._free.append(flight.memory)
+            self._free.append(flight.room)
             self._is_free.notify()
 
     # --- failures ---
@@ -505,7 +523,7 @@ class HostExchange:
             host
             for host in self._others
             for rows in (flight.arriving, flight.later)
-            if any(Header.read(message) is None for message, _ in rows[host])
+            if any(Header.read(place.message) is None for place, _ in rows[host])
         ]
 
     def _lost(
@@ -542,7 +560,8 @@ class HostExchange:
             late=tuple(self._transport.ranks[host] for host in hosts),
         )
 
-    def _mismatch(self, host: int, header: Header | None, expected: str) -> MismatchError:
+    def _mismatch(self, host: int, message: Message, expected: str) -> MismatchError:
+        header = Header.read(message)
         return MismatchError(
             f"{self._who.capitalize()} got another message from {self._transport.name(host)} than it waits "
             "for.",
@@ -577,11 +596,6 @@ class HostExchange:
         mine, everything = size(route.part_of(self._host)), sum(map(size, route.parts))
         first = own * everything + (all_blocks - own) * mine
         return first if route.is_one_round else first + everything  # the second round's, of all parts
-
-
-def _payload(message: Message) -> int:
-    """Its address."""
-    return int(message.ctypes.data) + HEADER_BYTES
 
 
 def _aligned(nbytes: int) -> int:
