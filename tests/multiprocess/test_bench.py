@@ -221,12 +221,12 @@ def test_recording_is_measured_in_the_processes_that_go_without(tmp_path):
 
 @needs_torch
 def test_an_optimizers_steps_are_measured(tmp_path):
-    arguments = ("--parameters", "1", "--only", "whole,paceline,paceline_shared")
+    arguments = ("--parameters", "1", "--only", "whole,paceline,paceline_scatter")
     content = bench(tmp_path, "optimizer", *arguments, python=warm_python("torch"))
     assert [(row["variant"], row["way"]) for row in content["rows"]] == [
         (variant, way)
-        for variant in ("AdamW", "AdamW, fused")
-        for way in ("whole", "paceline", "paceline_shared")
+        for variant in ("AdamW", "AdamW, fused", "backward, AdamW, fused")
+        for way in ("whole", "paceline", "paceline_scatter")
     ]
     assert content["parameters"] == 1_025_000
     assert all(len(row["samples_s"]) == 2 for row in content["rows"])

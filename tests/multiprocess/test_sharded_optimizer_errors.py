@@ -55,7 +55,7 @@ def test_different_steps_are_told_before_anything_is_written(rank: int, path: st
     assert "ranks 0, 2: lr of group 0: 0.5\n" in str(caught.value)
     assert "rank 1: lr of group 0: 0.25" in str(caught.value)
     assert caught.value.names == ("lr of group 0",)
-    optimizer.param_groups[0]["lr"] = 0.5
+    rate = optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
 
     if rank == 2:
         parameters[1].grad = None
@@ -64,6 +64,11 @@ def test_different_steps_are_told_before_anything_is_written(rank: int, path: st
     assert unused.value.unused == {"b.weight": (2,)}
     assert "rank 2 without: b.weight" in str(unused.value)
     parameters[1].grad = torch.ones_like(parameters[1])
+
+    rate.fill_(0.25 if rank == 1 else 0.5)  # in place
+    with pytest.raises(MismatchError, match="different hyperparameters: lr of group 0"):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.5
 
     with pytest.raises(MismatchError) as calls:
         optimizer.consolidate_state_dict() if rank == 0 else optimizer.step()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,34 +23,42 @@ class OptimizerStep:
     Args:
         rank: This rank.
         world_size: Number of ranks.
-        way: `whole`, on every rank; `zero`, torch's ZeroRedundancyOptimizer; `paceline`; or `one_model`,
-            Paceline's on parameters that the ranks share.
+        way: `whole`, on every rank; `zero`, torch's ZeroRedundancyOptimizer; `paceline`; `one_model`,
+            Paceline's on parameters that the ranks share; or `scatter`, on such parameters, where a rank gets
+            its part of the gradients.
         options: Further arguments of the optimizer that is sharded.
     """
 
     def __init__(self, rank: int, world_size: int, way: str, **options: Any) -> None:
         self._way = way
         self._options = options
+        self._rank, self._world_size = rank, world_size
         form_group("gloo", rank, world_size)
 
-    def prepare(self, layers: int, fused: bool) -> dict[str, Any]:
+    def prepare(self, layers: int, fused: bool, with_backward: bool = False) -> dict[str, Any]:
         """Check a few steps of a small model, bit for bit, and make the large one.
 
         Args:
             layers: How many, with 1,025,000 parameters each.
             fused: Use torch's fused kernel.
+            with_backward: A step begins with zero_grad() and a backward, whose gradients are averaged.
         """
         expected, parameters = _parameters(2), _parameters(2)
         whole = torch.optim.AdamW(expected, lr=1e-3, fused=fused)
-        optimizer = self._make(parameters, fused)
+        optimizer = self._make(parameters, fused, with_backward)
+        if with_backward:
+            mean = sum(range(1, self._world_size + 1)) / self._world_size
+            for parameter in expected:
+                parameter.grad = torch.full_like(parameter, mean)
         for _ in range(_CHECKED_STEPS):
             whole.step()
-            optimizer.step()
+            self._step()
         if not all(one.equal(other) for one, other in zip(parameters, expected, strict=True)):
             raise ArithmeticError("other parameters than those of torch.optim.AdamW")
+        self.__dict__.pop("_model", None)
         del self.__dict__["_step"], optimizer, whole, expected
         parameters = _parameters(layers)
-        self._step = self._make(parameters, fused).step
+        self._make(parameters, fused, with_backward)
         self._step()
         digest = hashlib.sha256()
         for parameter in parameters:
@@ -60,14 +69,49 @@ class OptimizerStep:
         """Seconds for `iterations` steps, after one that brings the ranks together."""
         return time_calls(self._step, iterations)
 
-    def _make(self, parameters: list[nn.Parameter], fused: bool) -> torch.optim.Optimizer:
-        way, options = self._way, {"lr": 1e-3, "fused": fused, **self._options}
-        if way == "one_model":
-            self._model = wrap("paceline", nn.ParameterList(parameters), share_parameters=True)
-            way = "paceline"
+    def _make(
+        self, parameters: list[nn.Parameter], fused: bool, with_backward: bool
+    ) -> torch.optim.Optimizer:
+        way, model = self._way, _Sum(parameters)
+        shares = way in ("one_model", "scatter")
+        if with_backward or shares:
+            self._model = wrapped = self._wrap(model)
+        options = {"lr": 1e-3, "fused": fused, **self._options}
+        way = "paceline" if shares else way
         optimizer = make_optimizer(way, parameters, torch.optim.AdamW, **options)
-        self._step = optimizer.step
+        self._step: Callable[..., Any] = optimizer.step
+        if with_backward:
+            factor = torch.tensor(1.0 + self._rank)
+
+            def step() -> None:
+                optimizer.zero_grad()
+                wrapped(factor).backward()
+                optimizer.step()
+
+            self._step = step
         return optimizer
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        if self._way == "zero":
+            return wrap("torch", model, gradient_as_bucket_view=True)
+        return wrap(
+            "paceline",
+            model,
+            share_parameters=self._way in ("one_model", "scatter"),
+            reduce="scatter" if self._way == "scatter" else "mean",
+            reduce_through=self._options.get("reduce_through", "auto"),
+        )
+
+
+class _Sum(nn.Module):
+    """A model whose gradients are all one number, made at the speed of memory."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(parameters)
+
+    def forward(self, factor: torch.Tensor) -> torch.Tensor:
+        return torch.stack([(part * factor).sum() for part in self.parts]).sum()
 
 
 def _parameters(layers: int) -> list[nn.Parameter]:
