@@ -27,8 +27,11 @@ import paceline.torch
 from tests.harness import ranks
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-# Needs a Ray cluster: tests/launch/test_ray.py runs the same call on one.
-ELSEWHERE = {"launching.md": {"import paceline.ray"}}
+# Need a Ray cluster, and TensorBoard: tests/launch/test_ray.py and tests/unit/test_tensorboard.py have them.
+ELSEWHERE = {
+    "launching.md": {"import paceline.ray"},
+    "live.md": {"from paceline.torch import log_to_tensorboard"},
+}
 
 Names = dict[str, Any]
 

@@ -56,7 +56,7 @@ ROOMS = {
         ("__init__", "bench"),
         ("ddp",),
         ("passes", "one_model", "backend", "compression", "sync_batch_norm"),
-        ("link", "data_parallel"),
+        ("link", "data_parallel", "tensorboard"),
         ("model",),
     ),
     "paddle": (

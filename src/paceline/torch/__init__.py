@@ -17,6 +17,7 @@ from paceline.torch.one_model.memory_plan import plan_memory
 from paceline.torch.one_model.sharded_optimizer import ShardedOptimizer
 from paceline.torch.one_model.share import share
 from paceline.torch.sync_batch_norm import SyncBatchNorm
+from paceline.torch.tensorboard import log_to_tensorboard
 
 backend.register()
 replace_if_asked(replace_ddp)
@@ -29,6 +30,7 @@ __all__ = [
     "SyncBatchNorm",
     "compression",
     "init_process_group",
+    "log_to_tensorboard",
     "plan_memory",
     "replace_ddp",
     "share",
