@@ -35,11 +35,11 @@ def share(layers: _Layer, group: Any = None, *, timeout_s: float | timedelta | N
 
     Raises:
         ConfigError: The ranks are on several hosts, or a parameter can't be shared; says which and why.
-        ModelMismatchError: The ranks have different models; names the first difference.
         RegionError: There is not enough memory; says how much there is and how much is needed.
+        ModelMismatchError: The ranks have different models; names the first difference.
 
     Example:
-        Four processes of `paceline run -n 4 serve.py`, and one model of 2 GB in the memory of the machine:
+        `paceline run -n 4 serve.py` starts four processes, and the machine holds one model of 2 GB:
 
         >>> model = paceline.paddle.share(load_model())
         >>> model.eval()

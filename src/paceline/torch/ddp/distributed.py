@@ -275,19 +275,14 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         if is_sharing:
             refuse_strange(_SHARING, self.module, self._tensors.all_parameters, peers)
         move_out(self.module)  # what another wrapper shares is not this one's to write to
-        if self._config.init_sync and is_first:
+        are_equal = self._config.init_sync and is_first
+        if are_equal:
             buffers = list(self._tensors.buffers.values()) if self._config.init_sync_buffers else []
             values = [*self._tensors.all_parameters.values(), *buffers]
             link.broadcast(values)
         if is_sharing:
-            self._home = move(
-                _SHARING,
-                self._tensors.all_parameters,
-                peers,
-                peers.share_hosts(),
-                are_equal=self._config.init_sync and is_first,
-                allows_writing=True,
-            )
+            parameters, memory = self._tensors.all_parameters, peers.share_hosts()
+            self._home = move(_SHARING, parameters, peers, memory, are_equal=are_equal, allows_writing=True)
         passes: GradientPasses = self._passes_over(link)
         passes.shares_parameters = self._home is not None
         passes.autograd.errors = self._errors
