@@ -53,7 +53,7 @@ class WrappedModel:
     _arguments: dict[str, Any]
     _meetings: Meetings[Any] | None = None
     _warmup: Warmup | None = None
-    _home: Home | None = None
+    _home: Home[Any] | None = None
     _earlier_steps = 0
     require_backward_grad_sync: bool
 
