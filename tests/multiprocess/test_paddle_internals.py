@@ -17,6 +17,7 @@ import pytest
 from numpy.testing import assert_array_equal
 from paddle import nn
 
+from paceline import versions as framework_versions
 from paceline.errors import ConfigError
 from paceline.paddle import internals, versions
 from paceline.paddle.link.arena import shared_places
@@ -249,7 +250,7 @@ def test_importing_the_front_end_imports_no_torch() -> None:
     ],
 )
 def test_the_version_is_checked(version: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "installed", lambda: version)
+    monkeypatch.setattr(framework_versions, "installed", lambda _: version)
     if message:
         with pytest.raises(ImportError, match=message):
             versions.check()
@@ -258,7 +259,9 @@ def test_the_version_is_checked(version: str, message: str, monkeypatch: pytest.
 
 
 def test_the_installed_version_is_found() -> None:
-    assert versions.installed() == importlib.metadata.version("paddlepaddle")
+    assert framework_versions.installed(["nothing", "paddlepaddle"]) == importlib.metadata.version(
+        "paddlepaddle"
+    )
 
 
 @ranks(1, group=None)

@@ -45,6 +45,7 @@ LAYERS = (
         "paceline.launchers",
         "paceline.stacks",
         "paceline.replacing",
+        "paceline.versions",
         "paceline._core",
     ),
 )
@@ -57,7 +58,7 @@ ROOMS = {
         ("ddp",),
         ("passes", "one_model", "backend", "compression", "sync_batch_norm"),
         ("link", "data_parallel", "tensorboard"),
-        ("model",),
+        ("model", "versions"),
     ),
     "paddle": (
         ("__init__", "bench"),

@@ -12,14 +12,10 @@ import warnings
 from collections.abc import Iterator
 from importlib import metadata
 
-from paceline.env import read_rank_environment
 from paceline.errors import ConfigError
+from paceline.versions import UntestedVersionWarning, is_first_rank
 
 _warned: set[str] = set()
-
-
-class UntestedVersionWarning(UserWarning):
-    """A library has a version that Paceline's part for it was not tested with."""
 
 
 @contextlib.contextmanager
@@ -68,7 +64,7 @@ def warn_if_untested(library: str, oldest: str, newest: str) -> None:
     if _minor(oldest) <= _minor(text) <= _minor(newest) or library in _warned:
         return
     _warned.add(library)
-    if not _is_first_rank():
+    if not is_first_rank():
         return
     warnings.warn(
         f"Paceline's integration with {library} was not tested with version {text}.\n"
@@ -88,10 +84,3 @@ def _spell(oldest: str, newest: str) -> str:
 
 def _minor(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])
-
-
-def _is_first_rank() -> bool:
-    """Whether nobody else says it: on rank 0, and where no launcher has given ranks."""
-    with contextlib.suppress(ConfigError):
-        return read_rank_environment(needs_address=False).rank == 0
-    return True

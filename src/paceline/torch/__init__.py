@@ -6,18 +6,22 @@ Importing this package makes `torch.distributed.init_process_group("paceline")` 
 Paceline that imports torch; may import everything below it.
 """
 
-from paceline.reducer.local_sgd import LocalSGD
-from paceline.replacing import replace_if_asked
-from paceline.torch import backend, compression
-from paceline.torch.backend.init_process_group import init_process_group
-from paceline.torch.data_parallel.data_parallel import DataParallel
-from paceline.torch.ddp.distributed import DistributedDataParallel
-from paceline.torch.ddp.replace_ddp import replace_ddp
-from paceline.torch.one_model.memory_plan import plan_memory
-from paceline.torch.one_model.sharded_optimizer import ShardedOptimizer
-from paceline.torch.one_model.share import share
-from paceline.torch.sync_batch_norm import SyncBatchNorm
-from paceline.torch.tensorboard import log_to_tensorboard
+from paceline.torch import versions
+
+versions.check()
+
+from paceline.reducer.local_sgd import LocalSGD  # noqa: E402
+from paceline.replacing import replace_if_asked  # noqa: E402
+from paceline.torch import backend, compression  # noqa: E402
+from paceline.torch.backend.init_process_group import init_process_group  # noqa: E402
+from paceline.torch.data_parallel.data_parallel import DataParallel  # noqa: E402
+from paceline.torch.ddp.distributed import DistributedDataParallel  # noqa: E402
+from paceline.torch.ddp.replace_ddp import replace_ddp  # noqa: E402
+from paceline.torch.one_model.memory_plan import plan_memory  # noqa: E402
+from paceline.torch.one_model.sharded_optimizer import ShardedOptimizer  # noqa: E402
+from paceline.torch.one_model.share import share  # noqa: E402
+from paceline.torch.sync_batch_norm import SyncBatchNorm  # noqa: E402
+from paceline.torch.tensorboard import log_to_tensorboard  # noqa: E402
 
 backend.register()
 replace_if_asked(replace_ddp)

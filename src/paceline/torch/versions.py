@@ -1,0 +1,17 @@
+"""Which versions of torch these files fit; `scripts/try-versions` runs the tests with others."""
+
+from __future__ import annotations
+
+from paceline import versions
+
+OLDEST = (2, 11)  # with torch 2.6, a pass in which a rank uses no parameter ends without an error
+TESTED = (2, 13), (2, 13)
+
+
+def check() -> None:
+    """Raise unless a supported torch is installed; warn of one that was not tested.
+
+    Raises:
+        UnsupportedVersionError: Also an ImportError.
+    """
+    versions.check_version("paceline.torch", "PyTorch", ["torch"], OLDEST, TESTED, extra="torch")

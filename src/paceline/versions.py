@@ -1,0 +1,93 @@
+"""Which versions of a framework these files fit; asked before anything of its inside is touched.
+
+Imports env and errors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import warnings
+from collections.abc import Sequence
+from importlib import metadata
+
+from paceline.env import read_rank_environment
+from paceline.errors import ConfigError
+
+Version = tuple[int, int]
+
+
+class UnsupportedVersionError(ConfigError, ImportError):
+    """A framework is missing, or of a version that Paceline does not work with."""
+
+
+class UntestedVersionWarning(UserWarning):
+    """A framework or a library is of a version that Paceline was not tested with."""
+
+
+def check_version(
+    package: str,
+    framework: str,
+    distributions: Sequence[str],
+    oldest: Version,
+    tested: tuple[Version, Version],
+    *,
+    extra: str,
+    refuses_newer: bool = False,
+) -> None:
+    """Raise unless a framework of a supported version is installed.
+
+    Of one that was not tested, rank 0 is warned.
+
+    Args:
+        package: Who asks: "paceline.torch".
+        framework: In words: "PyTorch".
+        distributions: What it is called for pip, the first that is installed counts.
+        oldest: The first minor version that works.
+        tested: The first and the last minor version that the tests were run with.
+        extra: Paceline's extra that installs one: "torch".
+        refuses_newer: Whether a newer one than was tested is an error.
+
+    Raises:
+        UnsupportedVersionError: Also an ImportError.
+    """
+    text = installed(distributions)
+    found = re.match(r"(\d+)\.(\d+)", text)
+    hint = f"pip install 'paceline[{extra}]' chooses one that fits"
+    first, last = tested
+    spelled = f"{framework} {_spell(first)}" + ("" if first == last else f" to {_spell(last)}")
+    expected = spelled if refuses_newer else f"{framework} {_spell(oldest)} or newer"
+    if not found:
+        raise UnsupportedVersionError(
+            f"{package} needs {framework}, which is not installed.", expected=expected, hint=hint
+        )
+    version = int(found[1]), int(found[2])
+    if version < oldest or (refuses_newer and version > last):
+        raise UnsupportedVersionError(
+            f"{package} does not support {framework} {text}.", expected=expected, got=text, hint=hint
+        )
+    if not first <= version <= last and is_first_rank():
+        warnings.warn(
+            f"{package} was tested with {spelled}, and not with {text}.\n"
+            "  likely   it works; if training fails or differs, this is the first thing to suspect\n"
+            f"  hint     {hint}",
+            UntestedVersionWarning,
+            stacklevel=3,
+        )
+
+
+def installed(distributions: Sequence[str]) -> str:
+    """The version of the first of these distributions that is installed; "" if none is."""
+    found = [each for name in distributions for each in metadata.distributions(name=name)]
+    return found[0].version if found else ""
+
+
+def is_first_rank() -> bool:
+    """Whether nobody else says it: on rank 0, and where no launcher has given ranks."""
+    with contextlib.suppress(ConfigError):
+        return read_rank_environment(needs_address=False).rank == 0
+    return True
+
+
+def _spell(version: Version) -> str:
+    return "{}.{}".format(*version)
