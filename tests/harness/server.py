@@ -12,7 +12,9 @@ import contextlib
 import functools
 import multiprocessing
 import os
+import stat
 import threading
+import warnings
 from collections.abc import Iterator
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext
@@ -59,8 +61,29 @@ class _Server(forkserver.ForkServer):
         self._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)
 
     def ensure_running(self) -> None:
-        resource_tracker.ensure_running()
+        _ensure_tracker()
         vars(self).update(shared_servers.find(self._framework))
+
+
+def _ensure_tracker() -> None:
+    """Have multiprocessing's resource tracker run, which it gives each process, and no test of ours uses.
+
+    If it has been killed, another one is started without a warning, which would fail the test that happens to
+    start a rank. A descriptor that is no pipe any more is another matter: this process has closed one that
+    was not its own.
+    """
+    tracker = resource_tracker._resource_tracker
+    fd: int | None = tracker._fd  # type: ignore[attr-defined]
+    if fd is not None:
+        try:
+            is_pipe = stat.S_ISFIFO(os.fstat(fd).st_mode)
+        except OSError:
+            is_pipe = False
+        if not is_pipe:
+            raise RuntimeError(f"something in this process has closed descriptor {fd}, which was not its own")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "resource_tracker: process died unexpectedly")
+        resource_tracker.ensure_running()
 
 
 _server = functools.cache(_Server)

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn, optim
 
 from paceline.errors import ConfigError
+from paceline.reducer.homes import home_of
 from paceline.torch import DistributedDataParallel, ShardedOptimizer, share
-from paceline.torch.one_model.homes import home_of
 from tests.harness import ranks
 from tests.multiprocess.test_sharded_optimizer import ELEMENTWISE, same_bits
 

@@ -11,6 +11,7 @@ import time
 import uuid
 import warnings
 from functools import partial
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import numpy as np
@@ -423,3 +424,24 @@ def test_a_declared_exception_reaches_the_peers(group):
         raise ValueError("declared")
     with pytest.raises(PeerLostError):
         group.barrier()
+
+
+def test_a_tracker_that_was_killed_fails_no_test():
+    run(rank_itself, 1)
+    pid = resource_tracker._resource_tracker._pid
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert run(rank_itself, 1) == [0]
+    assert resource_tracker._resource_tracker._pid != pid
+
+
+def rank_itself(rank):
+    return rank
+
+
+def test_a_descriptor_that_somebody_else_has_closed_is_told(monkeypatch, tmp_path):
+    run(rank_itself, 1)
+    with (tmp_path / "another").open("w") as file:
+        monkeypatch.setattr(resource_tracker._resource_tracker, "_fd", file.fileno())
+        with pytest.raises(RuntimeError, match=f"has closed descriptor {file.fileno()}"):
+            run(rank_itself, 1)
