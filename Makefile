@@ -49,8 +49,8 @@ test: $(VENV)/.core $(VENV)/.paddle ## Run the tests; ARGS='tests/unit -k bucket
 	@$(PYTEST) $(ARGS)
 
 # Each has a target of its own that runs all of it: model, pairs, fuzz, chaos, incumbents.
-test-long: $(VENV)/.core $(VENV)/.paddle ## Run a fixed part of the long tests: faults, generated programs, the model, torch's own tests
-	@$(PYTEST) tests/model tests/fault tests/differential tests/chaos tests/incumbents $(ARGS)
+test-long: $(VENV)/.core $(VENV)/.paddle ## Run a fixed part of the long tests: benches, faults, generated programs, the model, torch's own tests
+	@$(PYTEST) tests/bench tests/model tests/fault tests/differential tests/chaos tests/incumbents $(ARGS)
 
 integrations: $(VENV)/.integrations ## Train with Lightning and other libraries, in an environment of their own; minutes
 	@$(VENV)/integrations/bin/python -m pytest --quiet tests/integrations $(ARGS)

@@ -1,4 +1,4 @@
-"""Objects for workers of the bench, as test_bench.py needs them."""
+"""Objects for workers of the bench, as test_bench_workers.py needs them."""
 
 from __future__ import annotations
 
