@@ -87,7 +87,7 @@ class Bf16Compression(Compression):
 class EightBitCompression(Compression):
     """Sends a byte per value, and a float32 scale per 256 values: the largest magnitude / 127.
 
-    A gradient that is not finite arrives as NaN, and leaves the others of its block alone.
+    A gradient that is not finite arrives as NaN, and leaves the others of its code block alone.
     """
 
     encoding = EIGHT_BIT
