@@ -35,7 +35,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 CORE := pyproject.toml CMakeLists.txt src/_paceline_import_hook.py src/paceline.pth $(shell find cpp -type f) $(shell find src/paceline -name __init__.py)
 CPP_FILES = $(shell find cpp tests/cpp -name '*.cc' -o -name '*.h')
 
-.PHONY: demo demo-paddle test test-long integrations incumbents pairs fuzz chaos test-hosts hosts schedules model lint format types sanitizers docs bench wheels aarch64 clean help
+.PHONY: demo demo-paddle test test-long gpu-check integrations incumbents pairs fuzz chaos test-hosts hosts schedules model lint format types sanitizers docs bench wheels aarch64 clean help
 
 demo: $(VENV)/.core ## Train a small model on several processes, and compare with one process and with torch's DDP
 	@$(BIN)/python examples/demo.py --output build/demo.png $(ARGS)
@@ -51,6 +51,11 @@ test: $(VENV)/.core $(VENV)/.paddle ## Run the tests; ARGS='tests/unit -k bucket
 # Each has a target of its own that runs all of it: model, pairs, fuzz, chaos, incumbents.
 test-long: $(VENV)/.core $(VENV)/.paddle ## Run a fixed part of the long tests: benches, faults, generated programs, the model, torch's own tests
 	@$(PYTEST) tests/bench tests/model tests/fault tests/differential tests/chaos tests/incumbents $(ARGS)
+
+# No layer of $(VENV) is a prerequisite: without a GPU nothing is built, and another interpreter that has a torch
+# with CUDA, named by PYTHON, needs no network.
+gpu-check: ## Run every test that needs a GPU, and a bench against torch's DDP; PYTHON=python3 is one that has CUDA
+	@VENV=$(VENV) scripts/gpu-check $(if $(filter file,$(origin PYTHON)),-,$(PYTHON)) $(ARGS)
 
 integrations: $(VENV)/.integrations ## Train with Lightning and other libraries, in an environment of their own; minutes
 	@$(VENV)/integrations/bin/python -m pytest --quiet tests/integrations $(ARGS)

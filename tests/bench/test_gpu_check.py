@@ -1,0 +1,32 @@
+"""All programs of `make gpu-check` on a CPU: the first run on a GPU is not to fail for a misspelt name."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+
+import pytest
+
+from tests.harness.command import run_module
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+def test_a_trial_on_a_cpu(tmp_path):
+    told = tmp_path / "found.json"
+    arguments = ("--device", "cpu", "--small", "--no-tests", "--limit-s", "420")
+    status, output = run_module(
+        "tests.gpu", *arguments, "--output", str(tmp_path), "--json", str(told), deadline_s=450.0
+    )
+    assert status == 0, output
+    content = json.loads(told.read_text())
+    assert content["is_complete"] is True
+    assert [part["status"] for part in content["parts"]] == ["ok"] * 5
+    benches = {(each["model"], each["world_size"]): each for each in content["benches"]}
+    assert set(benches) == {("toy", 1), ("cnn", 1), ("gpt", 1), ("toy", 2), ("cnn", 2)}
+    for each in benches.values():
+        assert all(len(times) == each["world_size"] for times in each["steps_s"].values())
+        # On a CPU sums have one order, and two ranks' sums have none to choose.
+        differences = {key: each["differences"][key] for key in each["differences"] if key != "alone"}
+        assert max(differences.values()) < 1e-5
+    (written,) = tmp_path.glob("gpu_cpu_*.md")
+    assert "Paceline, bucket view" in written.read_text()

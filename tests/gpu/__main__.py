@@ -1,0 +1,140 @@
+"""Every test that needs a GPU, and a bench of steps against torch's DDP: `make gpu-check`.
+
+python -m tests.gpu
+python -m tests.gpu --output .             elsewhere than in benchmarks/results
+python -m tests.gpu --device cpu --small   a trial of all programs, on a CPU
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.util
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.gpu.machine import Accelerator, missing
+from tests.gpu.parts import ROOT, Part, run_parts
+
+LIMIT_S = 440.0
+"""Of all parts together: with the build of the core it stays below eight minutes."""
+GPU_TESTS = ("test_ddp_gpu*.py", "test_paddle_gpu*.py")
+
+
+def plan(
+    device: str,
+    count: int,
+    results: Path,
+    *,
+    small: bool = False,
+    models: Sequence[str] = ("toy", "cnn", "gpt"),
+    tests: bool = True,
+) -> list[Part]:
+    """The parts of a check, the most telling ones first.
+
+    Args:
+        device: "cuda" or "cpu".
+        count: How many GPUs there are.
+        results: The folder for what benches find.
+        small: Whether the models are in their small forms, and rounds few.
+        models: Those of the bench.
+        tests: Whether to run the tests.
+    """
+    on_gpu = device == "cuda"
+    single = "nccl" if on_gpu else "gloo"
+    bench = functools.partial(_bench, device=device, results=results, small=small)
+    parts = [_tests(framework) for framework in ("torch", "paddle")] if tests else []
+    deadlines = {"toy": 45.0, "cnn": 75.0, "gpt": 75.0}
+    parts += [bench(model, single, 1, deadline_s=deadlines[model]) for model in models]
+    parts.append(bench("toy", "gloo", 2, deadline_s=60.0))
+    few = "" if count > 1 or not on_gpu else f"{count} GPU here, and NCCL wants one for each rank"
+    parts.append(
+        bench("cnn" if "cnn" in models else "toy", single, max(2, count), deadline_s=90.0, absent=few)
+    )
+    return parts
+
+
+def _tests(framework: str) -> Part:
+    folder = ROOT / "tests" / "multiprocess"
+    pattern = next(each for each in GPU_TESTS if ("paddle" in each) == (framework == "paddle"))
+    files = sorted(str(path.relative_to(ROOT)) for path in folder.glob(pattern))
+    # Warnings of other versions of torch and NCCL about themselves are no failures of ours.
+    options = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default", "-n", "0")
+    has_it = importlib.util.find_spec(framework) is not None
+    absent = "" if has_it else f"{framework} is not installed"
+    return Part(
+        f"tests, {framework}", (*options, *files), 180.0 if framework == "torch" else 60.0, absent=absent
+    )
+
+
+def _bench(
+    model: str,
+    backend: str,
+    ranks: int,
+    *,
+    device: str,
+    results: Path,
+    small: bool,
+    deadline_s: float,
+    absent: str = "",
+) -> Part:
+    result = results / f"{model}-{backend}-{ranks}.json"
+    command = ["-m", "tests.gpu.steps", "--model", model, "--backend", backend, "--device", device]
+    command += ["--result", str(result)]
+    if small:
+        command += ["--small", "--rounds", "2", "--sample-s", "0.001", "--losses", "4"]
+    if ranks > 1:  # there is no other way than all the way
+        command += ["--ways", "alone,torch,torch_view,paceline,paceline_view"]
+    words = "1 rank" if ranks == 1 else f"{ranks} ranks"
+    name = f"bench, {model}, {words} over {backend}"
+    return Part(name, tuple(command), deadline_s, ranks, absent, result)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--models", default="toy,cnn,gpt")
+    parser.add_argument("--small", action="store_true", help="small forms of the models, and few rounds")
+    parser.add_argument("--no-tests", action="store_true", help="only the bench")
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="most seconds of all parts together")
+    parser.add_argument("--json", type=Path, help="a file for all samples")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results", help="a folder")
+    given = parser.parse_args()
+    why = missing(given.device)
+    if why:
+        print(f"gpu-check: {why}", file=sys.stderr)
+        return 1
+    # These import Paceline, which may be absent where only a sentence is wanted.
+    from paceline.bench.machine import Machine
+    from tests.gpu.report import make_report
+
+    gpu, machine = Accelerator.here(given.device), Machine.here()
+    with tempfile.TemporaryDirectory(prefix="gpu-check-") as folder:
+        parts = plan(
+            given.device,
+            gpu.count,
+            Path(folder),
+            small=given.small,
+            models=given.models.split(","),
+            tests=not given.no_tests,
+        )
+        ended = run_parts(parts, given.limit_s, lambda line: print(line, flush=True))
+        found = [
+            json.loads(part.result.read_text()) for part in parts if part.result and part.result.exists()
+        ]
+    report = make_report(gpu, machine, ended, found, "make gpu-check")
+    given.output.mkdir(parents=True, exist_ok=True)
+    name = f"gpu_{gpu.slug}_{machine.date[:10]}"
+    report.write_markdown(given.output / f"{name}.md")
+    if given.json is not None:
+        report.write_json(given.json)
+    report.show()
+    print(f"written: {given.output / name}.md")
+    return 0 if report.is_complete else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

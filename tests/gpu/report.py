@@ -1,0 +1,118 @@
+"""What a check found, as a table for people and for benchmarks/results.
+
+A pure function of what the parts left behind; see `paceline.bench.report` for the forms of a report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.bench.machine import Machine
+from paceline.bench.report import Report
+from paceline.bench.rounds import overhead, slowest_median
+from paceline.bench.step import overhead_cells
+from paceline.bench.units import format_time
+from tests.gpu.machine import Accelerator
+from tests.gpu.parts import Ended
+from tests.gpu.steps import ALONE, INCUMBENT
+
+LABELS = {
+    ALONE: "alone, no DDP",
+    INCUMBENT: "torch DDP",
+    "torch_view": "torch DDP, bucket view",
+    "paceline": "Paceline",
+    "paceline_view": "Paceline, bucket view",
+    "paceline_all_the_way": "Paceline, a single rank averages, too",
+    "paceline_view_all_the_way": "the same, bucket view",
+}
+MOST_DIFFERENT = 1e-3
+"""Of two losses, as a part of them, that count as equal: kernels of a GPU may add in any order."""
+
+
+def make_report(
+    gpu: Accelerator, machine: Machine, ended: Sequence[Ended], found: Sequence[dict[str, Any]], command: str
+) -> Report:
+    """The report of a check.
+
+    Args:
+        gpu: What it ran on.
+        machine: The rest of the machine.
+        ended: What came of each part.
+        found: What the benches wrote; see `steps`.
+        command: What makes it again.
+    """
+    rows: list[list[str]] = []
+    for each in found:
+        rows += [*_rows(each), []]
+    wrong = differing(found)
+    kind = "one GPU" if gpu.count == 1 else f"{gpu.count} GPUs" if gpu.count else "no GPU"
+    return Report(
+        theme="gpu",
+        title=f"training steps on {gpu.name}, {kind}",
+        command=command,
+        machine=machine,
+        columns=[
+            "model",
+            "ranks",
+            "way",
+            "step",
+            "host",
+            "overhead",
+            "95 % interval",
+            "torch's overhead / this",
+            "losses differ by",
+        ],
+        rows=rows,
+        notes=[
+            f"{gpu.name}: {gpu.details}.",
+            "step: until the GPU has finished, the median over rounds of the slowest rank. host: until "
+            "Python has handed the step to the GPU; far below step, nothing waits for it. overhead: step "
+            "minus the step alone in the same round. All ways take turns in one process.",
+            "losses differ by: the largest difference to torch DDP's loss in any step of training with Adam, "
+            "as a part of the loss; 'alone' shows what other batches do on several ranks, and what the GPU's "
+            "own order of sums does on one.",
+            *(f"{each.part.name}: {_status(each)}." for each in ended),
+            *wrong,
+        ],
+        data={"gpu": vars(gpu), "benches": list(found), "parts": [_as_data(each) for each in ended]},
+        is_complete=not wrong and all(each.is_good for each in ended),
+        text_columns=3,
+    )
+
+
+def differing(found: Sequence[dict[str, Any]]) -> list[str]:
+    """Losses that are not torch DDP's, a sentence on each."""
+    return [
+        f"WRONG: {each['model']}, {each['world_size']} ranks over {each['backend']}: the losses of "
+        f"{LABELS[key]} differ from torch DDP's by {difference:.2g}"
+        for each in found
+        for key, difference in each["differences"].items()
+        if key.startswith("paceline") and not difference <= MOST_DIFFERENT
+    ]
+
+
+def _rows(found: dict[str, Any]) -> list[list[str]]:
+    steps, hosts = found["steps_s"], found["hosts_s"]
+    alone = steps[ALONE]
+    added = {key: overhead(each, alone) for key, each in steps.items() if key != ALONE}
+    theirs = [each for key, each in added.items() if not key.startswith("paceline")]
+    reference = min(theirs, key=lambda interval: interval.median) if theirs else None
+    millions = found["parameters"] / 1e6
+    heading = f"{found['model']}, {millions:.3g} M" if millions >= 1 else found["model"]
+    rows = []
+    for key, each in steps.items():
+        cells = [heading, f"{found['world_size']}, {found['backend']}"] if not rows else ["", ""]
+        cells += [LABELS[key], format_time(slowest_median(each)), format_time(slowest_median(hosts[key]))]
+        cells += overhead_cells(key, added.get(key), reference)
+        rows.append([*cells, f"{found['differences'][key]:.1g}" if key != INCUMBENT else "-"])
+    return rows
+
+
+def _status(ended: Ended) -> str:
+    words = ended.part.absent or ended.counts
+    return f"{ended.status}{f', {words}' if words else ''}, {ended.seconds:.0f} s"
+
+
+def _as_data(ended: Ended) -> dict[str, Any]:
+    return {"name": ended.part.name, "status": ended.status, "seconds": ended.seconds, "counts": ended.counts}
