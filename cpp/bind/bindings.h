@@ -25,5 +25,6 @@ void bind_permutation(nanobind::module_& m);
 void bind_recorder(nanobind::module_& m);
 void bind_reducer(nanobind::module_& m);
 void bind_region(nanobind::module_& m);
+void bind_step_ledger(nanobind::module_& m);
 
 }  // namespace paceline

@@ -29,7 +29,15 @@ enum class Point : uint32_t {
   kSend = 13,          ///< point to point: about to write a piece
   kReceive = 14,       ///< point to point: about to read a piece
   kAllocate = 15,      ///< about to reserve memory
-  kNumPoints = 16,
+  kStepMet = 16,       ///< optimizer: has met all ranks, and decides to step
+  kStepBegun = 17,     ///< optimizer: the step is decided, nothing is written
+  kBlockCopied = 18,   ///< optimizer: a block's old values are copied
+  kBlockOpened = 19,   ///< optimizer: the same, and told; about to write it
+  kBlockWritten = 20,  ///< optimizer: the block is written, not yet told
+  kBlockClosed = 21,   ///< optimizer: the block is written, and told
+  kStepWritten = 22,   ///< optimizer: own part is written, not yet told
+  kStepDone = 23,      ///< optimizer: own part is written, and told
+  kNumPoints = 24,
 };
 
 enum class FaultAction : uint32_t {

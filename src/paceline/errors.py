@@ -10,7 +10,8 @@
     │   ├── MismatchError            ranks made different calls; the group stays usable
     │   ├── PeerLostError            a rank died, left or raised; the group is over
     │   ├── DeadlineError            a rank was too late (also a TimeoutError); the group is over
-    │   └── GroupClosedError         the group was closed, or an earlier error ended it
+    │   ├── GroupClosedError         the group was closed, or an earlier error ended it
+    │   └── TornStepError            parameters hold half of an optimizer's step
     ├── ReplicaError                 the replicas of a model do not fit together
     │   ├── ModelMismatchError       names, shapes, dtypes, order or requires_grad differ
     │   ├── UnusedParameterError     a parameter got no gradient on some rank
@@ -49,6 +50,7 @@ __all__ = [
     "ReplicaError",
     "ReplicasDifferError",
     "SkippedPassError",
+    "TornStepError",
     "UnusedParameterError",
 ]
 
@@ -140,7 +142,13 @@ class ForkedError(PacelineError):
 
 
 class CollectiveError(PacelineError):
-    """A call on a group failed."""
+    """A call on a group failed.
+
+    `step_is_complete` is set where a rank was lost in `ShardedOptimizer.step()`: True where all of the step
+    was made nevertheless or none of it was, and False where the parameters hold half of it.
+    """
+
+    step_is_complete: bool | None = None
 
 
 class MismatchError(CollectiveError):
@@ -164,6 +172,13 @@ class DeadlineError(CollectiveError, TimeoutError):
 
 class GroupClosedError(CollectiveError):
     """The group was closed, or an earlier error ended it."""
+
+
+class TornStepError(CollectiveError):
+    """Parameters hold half of an optimizer's step, because a rank was lost in the middle of it.
+
+    Raised by whatever would take them for whole ones: forward, step(), writing(), a state_dict.
+    """
 
 
 class ReplicaError(PacelineError):

@@ -67,13 +67,18 @@ class _Running:
     seen: dict[int, Seen] = field(default_factory=dict)
 
 
-def run_cases(cases: list[Case], at_once: int = 2) -> list[list[Seen]]:
+def run_cases(cases: list[Case], at_once: int = 2, framework: str = "torch") -> list[list[Seen]]:
     """What every rank of every case saw; a rank that was stopped is killed when the others have ended.
+
+    Args:
+        at_once: How many cases run side by side.
+        framework: What the ranks have imported, so that a program needs no time for it.
 
     Raises:
         RanksFailed: A rank hung, or something was left behind.
     """
-    (answers,) = run_ranks(_drive, 1, {"cases": cases, "at_once": at_once}, group=None, deadline_s=300.0)
+    options = {"cases": cases, "at_once": at_once}
+    (answers,) = run_ranks(_drive, 1, options, group=None, framework=framework, deadline_s=300.0)
     return answers
 
 

@@ -23,6 +23,7 @@ PROGRAMS: tuple[type[Program], ...] = (
     pair_programs.PieceCalls,
     pair_programs.Movements,
     pair_programs.Messages,
+    pair_programs.Steps,
     pair_programs.Subgroups,
     pair_programs.WrappedInView,
     pair_programs.WrappedByPointer,

@@ -13,6 +13,7 @@ import numpy as np
 from paceline import _core
 from paceline.collectives.ops import DTYPE_NUMBERS
 from paceline.errors import PacelineError
+from tests.fault import programs
 from tests.fault.faults import Point
 from tests.fault.pairs import WORLD_SIZE, Array, Program
 from tests.multiprocess.reducer_world import World
@@ -319,6 +320,35 @@ class Subgroups(Program):
         return [self._array]
 
 
+# --- an optimizer's steps ---
+
+
+class Steps(Program):
+    """Steps of an optimizer on memory that all ranks share: each writes its part."""
+
+    points = (
+        *_ARRIVAL,
+        Point.STEP_MET,
+        Point.STEP_BEGUN,
+        Point.BLOCK_COPIED,
+        Point.BLOCK_OPENED,
+        Point.BLOCK_WRITTEN,
+        Point.BLOCK_CLOSED,
+        Point.STEP_WRITTEN,
+        Point.STEP_DONE,
+    )
+    most_apart = 1
+
+    def __init__(self, group: Any) -> None:
+        self._step = programs.steps(group)
+
+    def step(self, number: int) -> None:
+        self._step(number)
+
+    def memory(self) -> Iterable[Array]:
+        return []  # all of it is everybody's
+
+
 # --- all of it ---
 
 
@@ -332,6 +362,7 @@ class Training(Program):
         self._world = World(group, _MODEL[:2], _CAP_BYTES)
         self._buffers = np.zeros(_ONE_PIECE)
         self._messages = Messages(group)
+        self._steps = Steps(group)
         self._got: dict[int, Array] = {}
 
     def step(self, number: int) -> None:
@@ -340,6 +371,7 @@ class Training(Program):
         np.testing.assert_array_equal(self._buffers, _value(number, 0))
         _reduce_and_check(self._group, self._group.allocate(_ONE_PIECE), number)
         self._messages.step(number)
+        self._steps.step(number)
         for param in range(2):
             self._got[param] = self._world.mark(param, number, elsewhere=True)
         assert self._world.reducer.finish(1, False) == 0

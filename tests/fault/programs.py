@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+from paceline import _core
 from tests.multiprocess.reducer_world import World
 
 Step = Callable[[int], None]
@@ -69,6 +71,34 @@ def messages(group: Any) -> Step:
 def allocations(group: Any) -> Step:
     """A new array in each step."""
     return lambda step: group.allocate(5000).fill(step)
+
+
+def steps(group: Any) -> Step:
+    """Steps of an optimizer on memory that all ranks share, of which each has a part in two blocks."""
+    world, rank = group.world_size, group.rank
+    array = group.allocate(1024)
+    if rank == 0:
+        array[:] = 0
+    group.barrier(timeout_s=60)
+    offset = array.__array_interface__["data"][0] - group._core.pointer(0, rank)
+    at = group._core.pointer(offset, 0)  # that of rank 0, for all
+    ledger = _core.StepLedger(at, world, rank)
+    shared = np.frombuffer((ctypes.c_double * 1024).from_address(at), np.float64)[512:]
+    kept = np.zeros(2)
+
+    def step(_: int) -> None:
+        group.barrier()
+        assert ledger.decide(True)
+        for block in range(2):
+            own = shared[2 * rank + block :]
+            ledger.open_block(rank, block, [(own.ctypes.data, kept[block:].ctypes.data, 8)])
+            own[0] += 1
+            ledger.close_block(rank, block)
+        ledger.finish(rank)
+        group.barrier()
+        assert ledger.is_whole
+
+    return step
 
 
 def passes(group: Any) -> Step:

@@ -19,6 +19,16 @@ _WAYS = {
     programs.movements: (Point.COPY_OUT, Point.BEFORE_REDUCE),
     programs.messages: (Point.SEND, Point.RECEIVE),
     programs.allocations: (Point.ALLOCATE, Point.BEFORE_ARRIVE),
+    programs.steps: (
+        Point.STEP_MET,
+        Point.STEP_BEGUN,
+        Point.BLOCK_COPIED,
+        Point.BLOCK_OPENED,
+        Point.BLOCK_WRITTEN,
+        Point.BLOCK_CLOSED,
+        Point.STEP_WRITTEN,
+        Point.STEP_DONE,
+    ),
     programs.passes: (
         Point.MARK_READY,
         Point.BEFORE_POST,

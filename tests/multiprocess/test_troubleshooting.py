@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 import paceline
-from paceline import errors
+from paceline import _core, errors
 from paceline.errors import PacelineError
-from paceline.torch import DistributedDataParallel
+from paceline.torch import DistributedDataParallel, ShardedOptimizer
 from tests.harness import ranks
 from tests.launch.programs import train
 
@@ -157,7 +157,7 @@ PROGRAMS: dict[str, Callable[[Any], None]] = {
     "ForkedError": forked_error,
 }
 # These need ranks that come late, die, or were never there, and have a test each.
-ALONE = {"RendezvousError", "PeerLostError", "DeadlineError", "LaunchError"}
+ALONE = {"RendezvousError", "PeerLostError", "TornStepError", "DeadlineError", "LaunchError"}
 
 
 def check(name: str, text: str) -> None:
@@ -199,6 +199,21 @@ def test_a_rank_that_died(group: Any) -> None:
     with pytest.raises(errors.PeerLostError) as caught:
         ddp(X).backward()
     check("PeerLostError", str(caught.value))
+
+
+@ranks(2, dies={1: signal.SIGKILL})
+def test_half_of_a_step(group: Any) -> None:
+    ddp = wrap(group, share_parameters=True)
+    optimizer = ShardedOptimizer(ddp.parameters(), torch.optim.SGD, process_group=group, lr=0.1)
+    ddp(X).backward()
+    if group.rank == 1:
+        _core.arm_fault(_core.fault_points().index("step_begun"), _core.FAULT_ACTIONS["kill"], 1)
+    with pytest.raises(errors.PeerLostError) as lost:
+        optimizer.step()
+    assert lost.value.step_is_complete is False
+    with pytest.raises(errors.TornStepError) as caught:
+        ddp(X)
+    check("TornStepError", str(caught.value))
 
 
 @ranks(2)

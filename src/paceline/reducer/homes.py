@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 from paceline import _core
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, format_ranks
 from paceline.reducer.one_copy import OneCopy, Place
 from paceline.reducer.pass_errors import shorten
+from paceline.reducer.torn import torn, torn_error
 
 Tensor = TypeVar("Tensor", bound=Any)  # of any framework, with data_ptr()
 
@@ -84,6 +85,10 @@ class Placing(Protocol[Tensor]):
         """A hash of the values of each."""
         ...
 
+    def version(self, tensor: Tensor) -> int:
+        """Counts the writes to it."""
+        ...
+
 
 class Home(Generic[Tensor]):
     """One host's copy of a model's parameters.
@@ -97,6 +102,7 @@ class Home(Generic[Tensor]):
     Attributes:
         rank: This rank's number on the host.
         world_size: The number of ranks on the host.
+        ledger: How far each rank of the host is with a step that all of them make together.
     """
 
     def __init__(
@@ -104,6 +110,11 @@ class Home(Generic[Tensor]):
     ) -> None:
         self.copy, self.core, self.placing, self.allows_writing = copy, core, placing, allows_writing
         self.rank, self.world_size = core.rank, core.world_size
+        # Beside the values, in the same memory, which outlives the ranks.
+        memory = copy.memory
+        self.ledger = _core.StepLedger(memory.writable + copy.values_end, core.world_size, core.rank)
+        # A forked child has nothing where this process writes.
+        self._ledger_to_read = _core.StepLedger(memory.values + copy.values_end, core.world_size, core.rank)
         self._parameters: list[tuple[weakref.ref[Tensor], int]] = []
 
     @property
@@ -127,7 +138,10 @@ class Home(Generic[Tensor]):
 
     def move_out(self) -> None:
         """Give this rank a copy of its own of each parameter that is still here."""
-        for parameter in list(self._held()):
+        held = list(self._held())
+        if not self._ledger_to_read.is_whole:
+            torn.mark(held, self.placing.version, self._tell_missing())
+        for parameter in held:
             self.placing.lay(parameter, self.placing.own_copy(parameter))
             _homes.pop(id(parameter), None)
 
@@ -146,13 +160,37 @@ class Home(Generic[Tensor]):
         """The elements have been written to: a backward that needs the old values raises, as always."""
         self.placing.note_writes(list(self._held()))
 
+    def missing_parts(self) -> list[int]:
+        """The ranks of this host that have not written their parts of the last step."""
+        return [rank for rank in range(self.world_size) if not self._ledger_to_read.is_finished(rank)]
+
+    def check_whole(self, owner: str) -> None:
+        """Raise if these are the parameters of half a step.
+
+        Args:
+            owner: What is about to use them.
+
+        Raises:
+            TornStepError: Says whose part is missing.
+        """
+        if not self._ledger_to_read.is_whole:
+            raise torn_error(owner, self._tell_missing())
+
+    def _tell_missing(self) -> str:
+        missing, step = self.missing_parts(), self._ledger_to_read.step
+        return (
+            f"step {step} of the optimizer: {format_ranks(missing)} of this host wrote no part, or half of it"
+        )
+
     def check_in_place(self) -> None:
-        """Raise if a write has strayed, or if a parameter has left this memory.
+        """Raise if a write has strayed, if a parameter has left this memory, or if a step was not completed.
 
         Raises:
             ConfigError: Names the parameters.
+            TornStepError: A rank was lost in the middle of a step.
         """
         self.raise_stray_write()
+        self.check_whole(self.placing.names.wrapper)
         for (reference, address), place in zip(self._parameters, self.copy.places):
             parameter = reference()
             if parameter is not None and parameter.data_ptr() != address:
@@ -251,6 +289,7 @@ def written(home: Home[Tensor] | None) -> Iterator[None]:
 
     Raises:
         ConfigError: A backward is running, or a write has strayed before.
+        TornStepError: A rank was lost in the middle of a step.
         ReplicaError: Another rank has raised; nothing was written.
         ReplicasDifferError: Ranks have written different values; nothing was written.
         DeadlineError: A rank did not come to the end of its block; names it.
@@ -259,6 +298,7 @@ def written(home: Home[Tensor] | None) -> Iterator[None]:
         yield
         return
     home.raise_stray_write()
+    home.check_whole("writing()")
     if home.placing.is_in_backward():
         raise ConfigError(
             "writing(): a backward is running, which may need the old values.",

@@ -7,8 +7,10 @@ Imports its neighbours, and the layers below.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterable, Mapping
 
+from paceline import _core
 from paceline.collectives.whole_exchange import WholeExchange
 from paceline.errors import ConfigError
 from paceline.reducer.homes import Home, Placing, Tensor
@@ -58,8 +60,11 @@ def move(
         )
     places, nbytes = lay_out({name: placing.extent(tensor) for name, tensor in tensors.items()})
     own = next(ranks for ranks in memory.hosts if exchange.rank in ranks)
-    shared = share_model_memory(exchange, own, nbytes, timeout_s=timeout_s)
-    copy = OneCopy(shared, places, exchange, memory.hosts, timeout_s)
+    # On pages of its own: writing() copies and compares those of the parameters.
+    nbytes = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    ledger = _core.StepLedger.nbytes(len(own))
+    shared = share_model_memory(exchange, own, nbytes + ledger, timeout_s=timeout_s)
+    copy = OneCopy(shared, places, nbytes, exchange, memory.hosts, timeout_s)
     home = Home(copy, memory.host_group, placing, allows_writing=allows_writing)
     if exchange.rank == own[0]:
         for tensor, place in zip(tensors.values(), places):

@@ -52,6 +52,7 @@ class OneCopy:
     Args:
         memory: Mapped by all ranks of the host.
         places: Where each parameter lies in it.
+        values_end: Where they end; behind them is room for other things that the ranks share.
         exchange: Connects the ranks of all hosts.
         hosts: The ranks of each host.
         timeout_s: How long this rank waits for the others in `end`.
@@ -64,11 +65,12 @@ class OneCopy:
         self,
         memory: _core.ModelMemory,
         places: Sequence[Place],
+        values_end: int,
         exchange: Exchange,
         hosts: Sequence[Sequence[int]],
         timeout_s: float,
     ) -> None:
-        self.memory, self.places = memory, places
+        self.memory, self.places, self.values_end = memory, places, values_end
         self.host_ranks = next(tuple(ranks) for ranks in hosts if exchange.rank in ranks)
         self._exchange = exchange
         self._hosts = hosts

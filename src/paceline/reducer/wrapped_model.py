@@ -27,6 +27,7 @@ from paceline.reducer.micro_batches import as_weight
 from paceline.reducer.passes import Passes
 from paceline.reducer.plan import BucketLayout, bucket_layout
 from paceline.reducer.statistics import Statistics
+from paceline.reducer.torn import torn
 from paceline.reducer.traced import recorded
 
 _Batch = TypeVar("_Batch")
@@ -56,6 +57,20 @@ class WrappedModel:
     _home: Home[Any] | None = None
     _earlier_steps = 0
     require_backward_grad_sync: bool
+
+    def _check_whole(self, parameters: Iterable[Any]) -> None:
+        """Raise if parameters hold half of an optimizer's step, in which a rank was lost.
+
+        Args:
+            parameters: All of the model.
+
+        Raises:
+            TornStepError: They do.
+        """
+        if self._home is not None:
+            self._home.check_whole(type(self).__name__)
+        if torn:
+            torn.check(type(self).__name__, parameters)
 
     # --- what a front end adds ---
 

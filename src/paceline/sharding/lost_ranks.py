@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from paceline.errors import CollectiveError
+from paceline.errors import CollectiveError, DeadlineError, GroupClosedError, PeerLostError, RendezvousError
+
+NOTHING_WRITTEN = "nothing was written yet"
+COMPLETE = "the step is complete: every rank's part is written"
+HALF = "some parameters may be updated and others not"
+
+
+def is_loss(error: BaseException | None) -> bool:
+    """Whether an error says that ranks did not come to a meeting, and not that they came for other things."""
+    return isinstance(error, (PeerLostError, DeadlineError, GroupClosedError, RendezvousError))
 
 
 class telling:
@@ -11,36 +20,23 @@ class telling:
     Args:
         owner: The class whose step() it is.
         consequence: For the parameters.
+        fields: Facts for programs, which become attributes of the error.
     """
 
     # Not a generator: those take longer to enter than the ranks to meet.
-    def __init__(self, owner: str, consequence: str) -> None:
-        self._owner, self._consequence = owner, consequence
+    def __init__(self, owner: str, consequence: str, **fields: object) -> None:
+        self._owner, self._consequence, self._fields = owner, consequence, fields
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
         if isinstance(error, CollectiveError) and not error.summary.startswith(self._owner):
-            where = ", ".join(filter(None, [f"{self._owner}.step; {self._consequence}", error.where]))
-            rows = {"seen": error.seen, "likely": error.likely, "hint": error.hint}
-            raise type(error)(error.summary, where=where, **rows, **error.fields) from error
+            raise self.told(error) from error
 
-
-def refuse_after(failure: BaseException | None, owner: str) -> None:
-    """Raise if a step was begun and not completed.
-
-    Args:
-        failure: Why it was not; None: none was.
-        owner: The class, for errors.
-
-    Raises:
-        CollectiveError: Quotes it.
-    """
-    if failure is not None:
-        raise CollectiveError(
-            f"{owner}: an earlier step was not completed.",
-            seen=str(failure),
-            likely="a rank was lost in the middle of a step: some parameters are updated and others not",
-            hint="load the parameters and the optimizer's state from a checkpoint, on every rank",
-        ) from failure
+    def told(self, error: CollectiveError) -> CollectiveError:
+        """The same error, with these words."""
+        where = ", ".join(filter(None, [f"{self._owner}.step; {self._consequence}", error.where]))
+        rows = {"seen": error.seen, "likely": error.likely, "hint": error.hint}
+        fields = {**error.fields, **self._fields}
+        return type(error)(error.summary, where=where, **rows, **fields)

@@ -1,8 +1,8 @@
 """What the ranks of a sharded optimizer do together, in the order of a step, and what refuses to be sharded.
 
 A step: the ranks meet and compare (`meet`), each updates its part, and what it has written reaches the others
-(`spread`), within `updating`, so that a step that was begun and not completed is remembered. A front end adds
-what its tensors and optimizers are.
+(`spread`), within `updating`, so that a step that was begun and not completed is remembered, and nobody takes
+its half for a whole (`ledgers`, `reducer.torn`). A front end adds what its tensors and optimizers are.
 """
 
 from __future__ import annotations
@@ -13,9 +13,12 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 from paceline import _core
 from paceline.arguments import Arguments
-from paceline.errors import ConfigError, PacelineError
+from paceline.errors import CollectiveError, ConfigError, PacelineError
+from paceline.reducer.homes import home_of
 from paceline.reducer.link import Link
-from paceline.sharding.lost_ranks import refuse_after, telling
+from paceline.reducer.torn import torn, torn_error
+from paceline.sharding.ledgers import Ledgers
+from paceline.sharding.lost_ranks import COMPLETE, HALF, NOTHING_WRITTEN, is_loss, telling
 from paceline.sharding.meeting import Call, Facts, Meetings, hash_options
 from paceline.sharding.travel import Travel
 
@@ -30,6 +33,10 @@ class Pieces(Protocol):
     names: Any
     generation: int
     homes: Any
+
+    def version(self, parameter: Any) -> int:
+        """Counts the writes to a parameter."""
+        ...
 
     def written(self, has_gradient: Sequence[int]) -> Any:
         """Tensors that a step with gradients of these parameters writes to, by the rank that does."""
@@ -58,6 +65,7 @@ class SharedStep(Generic[State]):
         self._pieces = pieces
         self._travel = travel
         self._look, self._spell = look, spell
+        self._ledgers = Ledgers(lambda: pieces.homes if travel is not None else ())
         self._meetings: Meetings | None = None
         if link is not None and travel is not None:
             self._meetings = Meetings(travel.gather, link.all_gather, OWNER, lambda: pieces.parameters)
@@ -80,14 +88,21 @@ class SharedStep(Generic[State]):
 
         Raises:
             MismatchError, UnusedParameterError, ConfigError: As of `Meetings.meet`. Nothing was written.
+            CollectiveError: A rank is lost, or late. Nothing was written, by any rank of this host.
         """
         if self._meetings is None:
             return ()
         options = self._hash_options()
-        with telling(OWNER, "nothing was written yet"):
-            return self._meetings.meet(
-                call, options, _core.hash_bytes(has_gradient), lambda: self._facts(call, has_gradient)
-            )
+        try:
+            with telling(OWNER, NOTHING_WRITTEN, step_is_complete=True):
+                return self._meetings.meet(
+                    call, options, _core.hash_bytes(has_gradient), lambda: self._facts(call, has_gradient)
+                )
+        except PacelineError as error:
+            # A rank that is lost just after the meeting may let some ranks return from it, and others raise.
+            if is_loss(error) and self._ledgers.refuse():
+                return ()  # one has begun: it has met all, so all came for the same
+            raise
 
     def refuse(self, error: ConfigError) -> None:
         """Let the others know why this rank makes no step; they would wait. Collective."""
@@ -99,8 +114,49 @@ class SharedStep(Generic[State]):
                 return  # this rank's own error says more
 
     def updating(self) -> _Updating:
-        """A context for all that writes to parameters: an exception within it breaks the optimizer."""
-        return _Updating(self._set_failure)
+        """A context for all that writes to parameters.
+
+        An exception within it breaks the optimizer, unless the step is found to be complete.
+
+        Raises:
+            CollectiveError: At its beginning: another rank could not meet all. Nothing was written.
+        """
+        return _Updating(self._begin, self._end)
+
+    def _begin(self) -> None:
+        try:
+            if self._ledgers.begin():
+                return
+        except BaseException as error:
+            self._ledgers.refuse()  # if no other rank has begun, none will
+            self._tell_failure(error)
+            raise
+        assert self._travel is not None
+        with telling(OWNER, NOTHING_WRITTEN, step_is_complete=True):
+            self._travel.meet()  # raises what the others know
+            raise CollectiveError(f"{OWNER}: another rank could not meet all ranks.")
+
+    def _end(self, error: BaseException) -> None:
+        """The step has raised: look what was made of it, and tell."""
+        if not is_loss(error):
+            self._tell_failure(error)
+        is_complete = bool(self._pieces.homes) and self._ledgers.settle(error)
+        told = error
+        if isinstance(error, CollectiveError) and not error.summary.startswith(OWNER):
+            told = telling(OWNER, COMPLETE if is_complete else HALF, step_is_complete=is_complete).told(error)
+        if not is_complete:
+            self._failure = told
+            torn.mark(self._own_parameters(), self._pieces.version, str(told))
+        if told is not error:
+            raise told from error
+
+    def _tell_failure(self, error: BaseException) -> None:
+        if self._meetings is not None:
+            self._ledgers.give_up(f"{OWNER}.step: {type(error).__name__}: {error}")
+
+    def _own_parameters(self) -> list[Any]:
+        """Those that no other rank shares."""
+        return [parameter for parameter in self._pieces.parameters if home_of(parameter) is None]
 
     def spread(self, has_gradient: bytes) -> None:
         """Bring what each rank has written to the others. Collective.
@@ -115,18 +171,19 @@ class SharedStep(Generic[State]):
             self._route = key, self._travel.prepare(self._pieces.written(has_gradient))
         self._travel.spread(self._route[1])
         if self._pieces.homes:  # nobody reads what another rank has not written yet
+            self._ledgers.end_part()
             self._travel.meet()
 
     def check_unbroken(self) -> None:
         """Raise if a step was begun and not completed.
 
         Raises:
-            CollectiveError: Quotes why.
+            TornStepError: Quotes why.
         """
-        refuse_after(self._failure, OWNER)
-
-    def _set_failure(self, error: BaseException) -> None:
-        self._failure = error
+        for home in self._pieces.homes:
+            home.check_whole(OWNER)
+        if self._failure is not None and len(self._own_parameters()) > 0:
+            raise torn_error(OWNER, str(self._failure)) from self._failure
 
     def _facts(self, call: Call, has_gradient: bytes) -> Facts:
         without = [name for name, has in zip(self._pieces.names, has_gradient) if not has]
@@ -186,25 +243,20 @@ class SharedStep(Generic[State]):
     def begin_anew(self) -> None:
         """A state was loaded: earlier failures and the state that was consolidated count no more."""
         self._failure = self._state = None
+        torn.forget(self._pieces.parameters)
 
 
 class _Updating:
     # Not a generator: those take longer to enter than the ranks to meet.
-    def __init__(self, fail: Callable[[BaseException], None]) -> None:
-        self._fail = fail
-        self._telling = telling(OWNER, "some parameters may be updated and others not")
+    def __init__(self, begin: Callable[[], None], end: Callable[[BaseException], None]) -> None:
+        self._begin, self._end = begin, end
 
     def __enter__(self) -> None:
-        pass
+        self._begin()
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        try:
-            self._telling.__exit__(kind, error, trace)
-        except BaseException as told:
-            self._fail(told)
-            raise
         if error is not None:
-            self._fail(error)
+            self._end(error)
 
 
 # --- what is refused ---

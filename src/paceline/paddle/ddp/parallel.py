@@ -43,6 +43,7 @@ from paceline.reducer.homes import written
 from paceline.reducer.local_sgd import LocalSGD
 from paceline.reducer.members import Members, join_member
 from paceline.reducer.micro_batches import as_weight
+from paceline.reducer.torn import torn
 from paceline.reducer.wrapped_model import WrappedModel, checked_norms
 from paceline.rendezvous.exchange import Exchange
 from paceline.tracing.batches import samples_in
@@ -305,6 +306,8 @@ class DataParallel(WrappedModel, PaddleNames):
             recording.note_batch(inputs, kwargs)
         if self._home is not None:
             self._home.check_in_place()
+        if torn:
+            self._check_whole(self._tensors.all_parameters.values())
         if self._passes is None or not paddle.is_grad_enabled():
             return self._run(inputs, kwargs)
         if calls.depth:  # recompute runs the model again, then backward
@@ -519,7 +522,12 @@ class DataParallel(WrappedModel, PaddleNames):
         structured_name_prefix: str = "",
         **options: Any,
     ) -> dict[str, Any]:
-        """The wrapped model's state_dict(): its names have no prefix, whether it is wrapped or not."""
+        """The wrapped model's state_dict(): its names have no prefix, whether it is wrapped or not.
+
+        Raises:
+            TornStepError: The parameters hold half of an optimizer's step, in which a rank was lost.
+        """
+        self._check_whole(self._tensors.all_parameters.values())
         result: dict[str, Any] = self._layers.state_dict(
             destination=destination,
             include_sublayers=include_sublayers,
@@ -553,6 +561,7 @@ class DataParallel(WrappedModel, PaddleNames):
             result: tuple[list[str], list[str]] = self._layers.set_state_dict(
                 state_dict, use_structured_name=use_structured_name
             )
+        torn.forget(self._tensors.all_parameters.values())
         return result
 
     set_dict = set_state_dict

@@ -67,6 +67,9 @@ class PaddlePlacing:
     def note_writes(self, parameters: Sequence[paddle.Tensor]) -> None:
         internals.count_writes(parameters)
 
+    def version(self, tensor: paddle.Tensor) -> int:
+        return int(tensor.inplace_version)
+
     def hashes(self, tensors: Sequence[paddle.Tensor]) -> Sequence[int]:
         whole = [tensor.detach().contiguous() for tensor in tensors]
         return _core.hash_all([each.data_ptr() for each in whole], [nbytes(each) for each in whole])

@@ -74,6 +74,10 @@ class Shards:
             self.tensors.append(internals.make_parameter(values, parameter.name) if is_own else values)
         self._mark()
 
+    def version(self, parameter: paddle.Tensor) -> int:
+        """Counts the writes to a parameter."""
+        return int(parameter.inplace_version)
+
     def follow(self) -> None:
         """Look how the parameters are now: somebody may have moved, frozen or marked one since the last step.
 

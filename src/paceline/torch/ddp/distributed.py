@@ -29,6 +29,7 @@ from paceline.reducer.link import Link
 from paceline.reducer.local_sgd import LocalSGD
 from paceline.reducer.members import Members, join_member
 from paceline.reducer.micro_batches import as_weight
+from paceline.reducer.torn import torn
 from paceline.reducer.wrapped_model import WrappedModel, checked_norms
 from paceline.torch.backend.init_process_group import refuse_latecomers
 from paceline.torch.ddp.logging_data import noting_errors
@@ -354,6 +355,8 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         """The arguments on their device, and whether gradients of our parameters may be needed."""
         if self._home is not None:
             self._home.check_in_place()
+        if torn:
+            self._check_whole(self._tensors.all_parameters.values())
         if self._config.device is not None:
             inputs, kwargs = moved((inputs, kwargs), self._config.device)
         is_alone = self._is_connected and self._passes is None

@@ -31,6 +31,7 @@ from paceline.errors import ConfigError, ReplicaError
 from paceline.reducer.arguments import MIB
 from paceline.reducer.homes import written
 from paceline.reducer.meetings import Meetings, Warmup
+from paceline.reducer.torn import torn
 from paceline.reducer.wrapped_model import hide_inherited
 from paceline.torch.data_parallel.scatter import gather, scatter_call
 from paceline.torch.ddp.join import DDPJoinHook, Joining, NamingJoin
@@ -236,6 +237,15 @@ class TorchNames(TorchDDP):
 
         return call
 
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As torch's.
+
+        Raises:
+            TornStepError: The parameters hold half of an optimizer's step, in which a rank was lost.
+        """
+        self._check_whole(self._tensors.all_parameters.values())
+        return super().state_dict(*args, **kwargs)
+
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
@@ -255,7 +265,9 @@ class TorchNames(TorchDDP):
                 hint="leave assign out; or load before wrapping",
             )
         with written(self._home):
-            return self._load(state_dict, strict, assign)
+            result = self._load(state_dict, strict, assign)
+        torn.forget(self._tensors.all_parameters.values())
+        return result
 
     def _load(self, state_dict: Mapping[str, Any], strict: bool, assign: bool) -> Any:
         own = self.module.state_dict().keys()

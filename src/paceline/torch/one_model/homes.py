@@ -47,6 +47,9 @@ class _TorchPlacing:
     def note_writes(self, parameters: Sequence[torch.Tensor]) -> None:
         torch.autograd.graph.increment_version(parameters)
 
+    def version(self, tensor: torch.Tensor) -> int:
+        return tensor._version
+
     def is_in_backward(self) -> bool:
         return torch._C._current_graph_task_id() != -1
 

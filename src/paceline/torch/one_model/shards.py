@@ -101,6 +101,10 @@ class Shards:
             for parameter, its in zip(self.parameters, ranges)
         )
 
+    def version(self, parameter: torch.Tensor) -> int:
+        """Counts the writes to a parameter."""
+        return parameter._version
+
     def follow(self) -> None:
         """Look where the parameters lie now: somebody may have given one other memory since the last step.
 

@@ -1,0 +1,97 @@
+"""Parameters that hold half of an optimizer's step: a rank was lost in the middle of it.
+
+The one idea: nobody may take them for whole ones, so whatever reads them asks here first. Parameters that the
+ranks of a host share say themselves whether they are whole (`Home.check_whole`); those of one process, and
+those that have left a shared memory half written, are listed here until other values are loaded.
+
+Imports errors.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from paceline.errors import TornStepError
+
+
+class _Mark(NamedTuple):
+    parameter: weakref.ref[Any]
+    version: Callable[[Any], int]
+    was: int
+    seen: str
+
+
+class TornParameters:
+    """All that this process knows of."""
+
+    def __init__(self) -> None:
+        self._marks: dict[int, _Mark] = {}
+
+    def __bool__(self) -> bool:
+        """Whether there are any. Asked in every forward."""
+        return bool(self._marks)
+
+    def mark(self, parameters: Iterable[Any], version: Callable[[Any], int], seen: str) -> None:
+        """These parameters may hold half of a step.
+
+        Args:
+            parameters: Tensors of any framework.
+            version: Counts the writes to one: a parameter that was written to since then was loaded.
+            seen: What has happened.
+        """
+        for parameter in parameters:
+            key = id(parameter)
+            reference = weakref.ref(parameter, functools.partial(self._drop, key))
+            self._marks[key] = _Mark(reference, version, version(parameter), seen)
+
+    def _drop(self, key: int, reference: weakref.ref[Any]) -> None:
+        mark = self._marks.get(key)
+        if mark is not None and mark.parameter is reference:
+            del self._marks[key]
+
+    def forget(self, parameters: Iterable[Any]) -> None:
+        """Other values were loaded into these."""
+        for parameter in parameters:
+            self._marks.pop(id(parameter), None)
+
+    def check(self, owner: str, parameters: Iterable[Any]) -> None:
+        """Raise if some of these hold half of a step.
+
+        Args:
+            owner: What is about to read them.
+            parameters: Tensors of any framework.
+
+        Raises:
+            TornStepError: They do.
+        """
+        for parameter in parameters:
+            mark = self._marks.get(id(parameter))
+            if mark is None or mark.parameter() is not parameter:
+                continue
+            if mark.version(parameter) != mark.was:
+                del self._marks[id(parameter)]
+                continue
+            raise torn_error(owner, mark.seen)
+
+
+torn = TornParameters()
+
+
+def torn_error(owner: str, seen: str) -> TornStepError:
+    """The error for parameters that hold half of a step.
+
+    Args:
+        owner: What was about to use them.
+        seen: What has happened.
+    """
+    return TornStepError(
+        f"{owner}: an earlier step was not completed.",
+        seen=seen,
+        likely="a rank was lost in the middle of a step: some parameters are updated and others not",
+        hint="form a new group and wrap the model anew; then load the parameters and the optimizer's state "
+        "from a checkpoint, on every rank",
+        step_is_complete=False,
+    )

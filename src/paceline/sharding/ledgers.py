@@ -1,0 +1,85 @@
+"""Whether a step on memory that ranks share is made, and whether all of it is.
+
+The one idea: what one rank has written, all see at once. So the ranks of a host write down, in the same
+memory, whether they make a step, and which parts of it are written; this outlives them. A rank that loses
+another one in the middle looks there, and knows whether it has a whole step, none, or half of one.
+
+Imports reducer and errors.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from paceline.errors import DeadlineError
+from paceline.reducer.homes import Home
+
+_LONGEST_PART_S = 30.0
+"""How long a rank that has lost another one waits for those that are still writing."""
+_LOOK_S = 0.0005
+
+
+class Ledgers:
+    """The ledgers of an optimizer's parameters that the ranks of this host share.
+
+    Args:
+        homes: Asked for where they lie; none: no parameter is shared, and nothing is written down.
+    """
+
+    def __init__(self, homes: Callable[[], Sequence[Home[Any]]]) -> None:
+        self._homes = homes
+
+    def begin(self) -> bool:
+        """Say that this rank has met all others and is about to write; False: it must not.
+
+        Then another rank could not meet all, and has told that nothing was written.
+        """
+        # The first decides, and the others follow.
+        return all(home.ledger.decide(True) for home in self._homes())
+
+    def refuse(self) -> bool:
+        """Say that this rank could not meet all others; True: one that could has begun to write.
+
+        Then all ranks have come to the meeting with the same, and this one makes its part.
+        """
+        return any(home.ledger.decide(False) for home in self._homes()[:1])
+
+    def end_part(self) -> None:
+        """This rank's part is written."""
+        for home in self._homes():
+            home.ledger.finish(home.rank)
+
+    def give_up(self, text: str) -> None:
+        """This rank has raised, and will not write the rest of its part; the others need not wait for it.
+
+        Args:
+            text: What it has raised.
+        """
+        for home in self._homes():
+            home.ledger.give_up()
+            home.core.abort(text)
+
+    def settle(self, error: BaseException) -> bool:
+        """When a rank is lost: wait until nobody writes any more. Returns whether all of the step is made.
+
+        Args:
+            error: How this rank knows of it.
+        """
+        until = time.monotonic() + (0 if isinstance(error, DeadlineError) else _LONGEST_PART_S)
+        for home in self._homes():
+            if not home.ledger.is_finished(home.rank):
+                return False
+            while not home.ledger.is_whole:
+                gone = _gone(home)  # before the next look: who is gone has written all that it will
+                missing = home.missing_parts()
+                if set(missing) <= gone or time.monotonic() > until:
+                    return not missing
+                time.sleep(_LOOK_S)
+        return True
+
+
+def _gone(home: Home[Any]) -> set[int]:
+    dead = {each["rank"] for each in home.core.records() if each["state"] in ("dead", "left")}
+    return dead | {rank for rank in range(home.world_size) if home.ledger.has_given_up(rank)}

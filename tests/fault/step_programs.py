@@ -1,0 +1,243 @@
+"""Steps of a sharded optimizer in which a fault strikes, and what a rank that is left finds afterwards.
+
+A step is right if the parameters are those of the whole step or those before it, bit for bit, or if
+everything that would use them raises. What it was is added to the error, for the test: "found: whole", "none"
+or "half". The reference is the framework's own optimizer, on copies that no other rank has.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from paceline import _core
+from paceline.errors import PacelineError, TornStepError
+
+Array = np.ndarray[Any, Any]
+Step = Callable[[int], None]
+_SHAPES = ((37, 41), (300,), (700,))
+
+
+def come_by_a_point() -> None:
+    """In the middle of a part: an optimizer that calls this passes `block_written`."""
+    scratch = np.zeros(_core.StepLedger.nbytes(1) + 128, np.uint8)
+    at = -(-scratch.ctypes.data // 128) * 128
+    _core.StepLedger(at, 1, 0).close_block(0, 0)
+
+
+class Steps(ABC):
+    """Of one rank, in one framework.
+
+    Args:
+        group: All ranks.
+        is_shared: Whether the parameters lie in memory that all ranks share.
+    """
+
+    def __init__(self, group: Any, is_shared: bool) -> None:
+        drawn = np.random.default_rng(0)
+        self._values = [drawn.standard_normal(shape).astype(np.float32) for shape in _SHAPES]
+        self.make(group, is_shared)
+
+    @abstractmethod
+    def make(self, group: Any, is_shared: bool) -> None:
+        """Two models of these values: one wrapped, and one that this rank alone has."""
+
+    @abstractmethod
+    def give(self, gradients: Sequence[Array]) -> None:
+        """To both models."""
+
+    @abstractmethod
+    def step_alone(self) -> None: ...
+
+    @abstractmethod
+    def step_together(self) -> None: ...
+
+    @abstractmethod
+    def found(self) -> list[Array]:
+        """The values of the wrapped model."""
+
+    @abstractmethod
+    def expected(self) -> list[Array]:
+        """Those of the other."""
+
+    @abstractmethod
+    def uses(self) -> Iterator[Callable[[], object]]:
+        """What must raise if the parameters hold half of a step."""
+
+    def step(self, number: int) -> None:
+        drawn = np.random.default_rng(1 + number)
+        self.give([drawn.standard_normal(shape).astype(np.float32) for shape in _SHAPES])
+        before = self.expected()
+        self.step_alone()
+        try:
+            self.step_together()
+        except PacelineError as error:
+            error.add_where(f"found: {self._look(before)}")
+            raise
+        assert _same(self.found(), self.expected())
+
+    def _look(self, before: Sequence[Array]) -> str:
+        raised = [_is_torn(use) for use in self.uses()]
+        if all(raised):
+            return "half"
+        assert not any(raised), raised
+        found = self.found()
+        if _same(found, before):
+            return "none"
+        assert _same(found, self.expected()), "half a step, and nothing says so"
+        return "whole"
+
+
+def _is_torn(use: Callable[[], object]) -> bool:
+    try:
+        use()
+    except PacelineError as error:
+        return isinstance(error, TornStepError)
+    return False
+
+
+def _same(one: Sequence[Array], other: Sequence[Array]) -> bool:
+    return all(a.tobytes() == b.tobytes() for a, b in zip(one, other, strict=True))
+
+
+class TorchSteps(Steps):
+    """torch's AdamW, which comes by a point in the middle of its part."""
+
+    def make(self, group: Any, is_shared: bool) -> None:
+        import torch
+        from torch import nn, optim
+
+        from paceline.torch import DistributedDataParallel, ShardedOptimizer
+
+        class InTwoHalves(optim.AdamW):
+            def step(self, closure: Any = None) -> None:  # type: ignore[override]
+                groups = [(group, group["params"]) for group in self.param_groups]
+                for half in (slice(0, 1), slice(1, None)):
+                    for group, parameters in groups:
+                        group["params"] = parameters[half]
+                    super().step()
+                    come_by_a_point()
+                for group, parameters in groups:
+                    group["params"] = parameters
+
+        class Sum(nn.Module):
+            def __init__(self, values: Sequence[Array]) -> None:
+                super().__init__()
+                self.all = nn.ParameterList([torch.from_numpy(value.copy()) for value in values])
+
+            def forward(self) -> Any:
+                return sum(parameter.sum() for parameter in self.all)
+
+        torch.set_num_threads(1)
+        self._torch = torch
+        self._alone, self._module = Sum(self._values), Sum(self._values)
+        self._reference = optim.AdamW(self._alone.parameters(), lr=0.01)
+        self._wrapped = DistributedDataParallel(self._module, process_group=group, share_parameters=is_shared)
+        self._optimizer = ShardedOptimizer(
+            self._wrapped.parameters(), InTwoHalves, process_group=group, lr=0.01
+        )
+
+    def give(self, gradients: Sequence[Array]) -> None:
+        for module in (self._alone, self._module):
+            for parameter, gradient in zip(module.parameters(), gradients, strict=True):
+                parameter.grad = self._torch.from_numpy(gradient.copy())
+
+    def step_alone(self) -> None:
+        self._reference.step()
+
+    def step_together(self) -> None:
+        self._optimizer.step()
+
+    def found(self) -> list[Array]:
+        return [parameter.detach().numpy().copy() for parameter in self._module.parameters()]
+
+    def expected(self) -> list[Array]:
+        return [parameter.detach().numpy().copy() for parameter in self._alone.parameters()]
+
+    def uses(self) -> Iterator[Callable[[], object]]:
+        def forward() -> None:
+            with self._torch.no_grad():
+                self._wrapped()
+
+        yield from (forward, self._wrapped.state_dict)
+        yield from (self._optimizer.step, self._optimizer.consolidate_state_dict)
+
+
+class PaddleSteps(Steps):
+    """Paddle's AdamW."""
+
+    def make(self, group: Any, is_shared: bool) -> None:
+        import paddle
+        from paddle import nn
+
+        from paceline.paddle import DataParallel, ShardedOptimizer
+
+        class InTwoHalves(paddle.optimizer.AdamW):
+            def step(self) -> None:
+                super().step()
+                come_by_a_point()
+                come_by_a_point()
+
+        class Sum(nn.Layer):
+            def __init__(self, values: Sequence[Array]) -> None:
+                super().__init__()
+                self.all = nn.ParameterList([self.create_parameter(list(value.shape)) for value in values])
+                for parameter, value in zip(self.all, values, strict=True):
+                    parameter.set_value(value)
+
+            def forward(self) -> Any:
+                return sum(parameter.sum() for parameter in self.all)
+
+        self._paddle = paddle
+        self._alone, self._layers = Sum(self._values), Sum(self._values)
+        self._reference = paddle.optimizer.AdamW(0.01, parameters=self._alone.parameters())
+        self._wrapped = DataParallel(self._layers, group=group, share_parameters=is_shared)
+        self._optimizer = ShardedOptimizer(self._wrapped.parameters(), InTwoHalves, group, learning_rate=0.01)
+
+    def give(self, gradients: Sequence[Array]) -> None:
+        for layers in (self._alone, self._layers):
+            for parameter, gradient in zip(layers.parameters(), gradients, strict=True):
+                parameter.grad = self._paddle.to_tensor(gradient)
+
+    def step_alone(self) -> None:
+        self._reference.step()
+
+    def step_together(self) -> None:
+        self._optimizer.step()
+
+    def found(self) -> list[Array]:
+        return [parameter.numpy().copy() for parameter in self._layers.parameters()]
+
+    def expected(self) -> list[Array]:
+        return [parameter.numpy().copy() for parameter in self._alone.parameters()]
+
+    def uses(self) -> Iterator[Callable[[], object]]:
+        def forward() -> None:
+            with self._paddle.no_grad():
+                self._wrapped()
+
+        yield from (forward, self._wrapped.state_dict)
+        yield from (self._optimizer.step, self._optimizer.consolidate_state_dict)
+
+
+def torch_shared(group: Any) -> Step:
+    """Parameters that all ranks share, torch."""
+    return TorchSteps(group, True).step
+
+
+def torch_own(group: Any) -> Step:
+    """Parameters of which each rank has its own, torch."""
+    return TorchSteps(group, False).step
+
+
+def paddle_shared(group: Any) -> Step:
+    """Parameters that all ranks share, Paddle."""
+    return PaddleSteps(group, True).step
+
+
+def paddle_own(group: Any) -> Step:
+    """Parameters of which each rank has its own, Paddle."""
+    return PaddleSteps(group, False).step

@@ -1,0 +1,118 @@
+"""A rank is lost at each point of an optimizer's step that the ranks share.
+
+The others have a whole step, none, or an error wherever they would use half of one. Never half of one that
+nobody tells of.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+
+import pytest
+
+from tests.fault import step_programs as programs
+from tests.fault.cases import Case, run_cases
+from tests.fault.faults import Action, Fault, Point, kill, raise_error, stop
+from tests.fault.test_lost_ranks import check_survivors
+
+# Where a step of shared parameters comes by: the point, at which passage, and what is left then.
+SHARED = [
+    (Point.CALL_BEGIN, 1, "none"),  # the meeting before
+    (Point.BEFORE_ARRIVE, 1, "none"),
+    (Point.STEP_MET, 1, "none or half"),  # as the others come out of the meeting before they know, or after
+    (Point.STEP_BEGUN, 1, "half"),
+    (Point.BLOCK_WRITTEN, 1, "half"),  # in the middle of its part
+    (Point.STEP_WRITTEN, 1, "half"),  # all is written, and nobody knows
+    (Point.STEP_DONE, 1, "whole"),
+    (Point.CALL_BEGIN, 2, "whole"),  # the meeting after
+    (Point.BEFORE_ARRIVE, 2, "whole"),
+]
+OWN = [
+    (Point.CALL_BEGIN, 1, "none"),
+    (Point.BEFORE_ARRIVE, 1, "none"),
+    (Point.BLOCK_WRITTEN, 1, "half"),
+    (Point.BEFORE_ARRIVE, 2, "half"),  # what it has written reaches nobody
+]
+PROGRAMS = {
+    "torch": ((programs.torch_shared, SHARED), (programs.torch_own, OWN)),
+    "paddle": ((programs.paddle_shared, SHARED), (programs.paddle_own, OWN)),
+}
+FRAMEWORKS = pytest.mark.parametrize(
+    "framework",
+    [
+        "torch",
+        pytest.param(
+            "paddle",
+            marks=pytest.mark.skipif(importlib.util.find_spec("paddle") is None, reason="no PaddlePaddle"),
+        ),
+    ],
+)
+
+
+def found(text: str) -> str:
+    return text.rpartition("found: ")[2].split()[0]
+
+
+def check_found(case, seen, left_over, expected):
+    """All that are left have found the same, and what was to be."""
+    (one,) = {found(seen[rank].text) for rank in left_over}
+    assert one in expected.split(" or "), f"{case}: {one}, {seen}"
+
+
+@FRAMEWORKS
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_killed(framework, is_shared):
+    program, ways = PROGRAMS[framework][not is_shared]
+    cases = [Case(program, (kill(rank=1, at=at, nth=nth),)) for at, nth, _ in ways]
+    for (_, _, left), case, seen in zip(ways, cases, run_cases(cases, framework=framework)):
+        assert seen[1].status == -signal.SIGKILL, f"{case}: did not strike, {seen}"
+        check_survivors(case, seen, "PeerLostError", [1])
+        check_found(case, seen, (0, 2), left)
+
+
+@FRAMEWORKS
+def test_raised(framework):
+    """An exception in the middle: the others need not wait for the deadline to hear of it."""
+    program, ways = PROGRAMS[framework][0]
+    cases = [Case(program, (raise_error(rank=1, at=at, nth=nth),)) for at, nth, _ in ways[2:7]]
+    for (_, _, left), case, seen in zip(ways[2:7], cases, run_cases(cases, framework=framework)):
+        check_survivors(case, seen, "PeerLostError", [1])
+        assert "injected fault at" in seen[1].text and "injected fault at" in seen[0].text, f"{case}: {seen}"
+        check_found(case, seen, (0, 1, 2), left)
+
+
+@FRAMEWORKS
+def test_stopped(framework):
+    program, ways = PROGRAMS[framework][0]
+    ways = [ways[number] for number in (1, 4, 6)]
+    cases = [Case(program, (stop(rank=2, at=at, nth=nth),), timeout_s=2.0) for at, nth, _ in ways]
+    for (_, _, left), case, seen in zip(ways, cases, run_cases(cases, at_once=3, framework=framework)):
+        assert seen[2].kind == "stopped", f"{case}: did not strike, {seen}"
+        check_survivors(case, seen, "DeadlineError", [2])
+        check_found(case, seen, (0, 1), left)
+
+
+@FRAMEWORKS
+def test_two_at_once(framework):
+    """Of three ranks one is left, with the whole step or with the knowledge that it has half of one."""
+    program, _ = PROGRAMS[framework][0]
+    cases = [
+        Case(program, (kill(rank=0, at=first), kill(rank=2, at=second)))
+        for first, second in (
+            (Point.STEP_DONE, Point.STEP_DONE),
+            (Point.STEP_DONE, Point.BLOCK_WRITTEN),
+            (Point.STEP_MET, Point.BEFORE_ARRIVE),
+        )
+    ]
+    lefts = ({"whole"}, {"half"}, {"none"})
+    for case, left, seen in zip(cases, lefts, run_cases(cases, framework=framework)):
+        assert seen[1].kind == "PeerLostError" and set(seen[1].ranks) <= {0, 2}, f"{case}: {seen}"
+        assert found(seen[1].text) in left, f"{case}: {seen}"
+
+
+def test_each_point_of_a_step_is_struck():
+    names = [point for point in Point if point.name.startswith(("STEP_", "BLOCK_"))]
+    without_a_journal = {at for at, _, _ in SHARED}
+    assert {point for point in names if not point.name.startswith("BLOCK_")} <= without_a_journal
+    assert str(Fault(1, Action.KILL, Point.STEP_MET)) == "kill rank 1 at step_met"
