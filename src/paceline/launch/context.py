@@ -12,11 +12,13 @@ import signal
 import subprocess
 import threading
 import time
+from dataclasses import replace
 from datetime import timedelta
 
 from paceline.arguments import Arguments
 from paceline.errors import LaunchError
 from paceline.launch import report
+from paceline.launch.cells import with_cell_names
 from paceline.launch.plan import Plan
 from paceline.launch.process import wait_readable
 
@@ -129,7 +131,9 @@ class SpawnContext:
         lines = self._received.splitlines()
         result = json.loads(lines[-1]) if len(lines) > 1 else {}
         if result.get("is_failure"):
-            raise report.launch_error([report.from_json(end) for end in result["ends"]], self._plan.name)
+            ends = [report.from_json(end) for end in result["ends"]]
+            ends = [replace(end, output=with_cell_names(end.output)) for end in ends]
+            raise report.launch_error(ends, self._plan.name)
         if result.get("exit_status") == 0:
             return
         status = result.get("exit_status", self._guardian.returncode)

@@ -20,6 +20,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import Any, ClassVar
 
 from paceline.errors import ConfigError
+from paceline.launch.cells import remember_sources, typed_sources
 
 
 @dataclass
@@ -71,7 +72,8 @@ def pack(function: Callable[..., Any], args: tuple[Any, ...]) -> Payload:
         call = _pickle_call(function, args, is_main_importable=is_main_importable)
     finally:
         set_spawning_popen(None)
-    return Payload(pickle.dumps((preparation, _tracker_fd())) + call, tuple(inheritance.fds) + _tracker_fds())
+    first = pickle.dumps((preparation, _tracker_fd(), typed_sources()))
+    return Payload(first + call, tuple(inheritance.fds) + _tracker_fds())
 
 
 def unpack(data: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -82,7 +84,8 @@ def unpack(data: bytes) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     from multiprocessing import resource_tracker, spawn
 
     stream = io.BytesIO(data)
-    preparation, tracker_fd = pickle.load(stream)
+    preparation, tracker_fd, sources = pickle.load(stream)
+    remember_sources(sources)
     if tracker_fd is not None:
         # As multiprocessing does it: one tracker for the whole family, else ours would unlink what others
         # still use.

@@ -7,6 +7,7 @@ call, and waits for the report.
 
 from __future__ import annotations
 
+import codecs
 import os
 import pickle
 import signal
@@ -19,13 +20,16 @@ from datetime import timedelta
 from typing import Any, TextIO
 
 from paceline.arguments import Arguments
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, LaunchError
 from paceline.launch import payload, spawned
+from paceline.launch.cells import with_cell_names
 from paceline.launch.context import SpawnContext
 from paceline.launch.job_secret import with_secret
 from paceline.launch.memory_file import write_memory_file
 from paceline.launch.plan import Options, launch_seconds, make_plan
 from paceline.launch.process import open_missing_streams, python_command
+
+_MOST_AT_ONCE = 1 << 16  # bytes of output
 
 _arguments = Arguments("spawn")
 
@@ -104,8 +108,13 @@ def spawn(
         return context
     try:
         context.join()
-    except BaseException:  # Ctrl-C, in a notebook too
+    except LaunchError as error:
+        # Without our frames: what matters is the rank's traceback, which the message holds.
+        raise error.with_traceback(None) from None
+    except BaseException as error:  # Ctrl-C, in a notebook too
         context.stop(signal.SIGINT)
+        if isinstance(error, KeyboardInterrupt):
+            raise error.with_traceback(None) from None
         raise
     return None
 
@@ -200,8 +209,19 @@ def _start_guardian(
 
 
 def _relay(pipe: Any, stream: TextIO | None) -> None:
+    """Write what comes, at once and in whole lines; many together where they come fast."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    started = ""
     with pipe:
-        for line in pipe:
-            if stream is not None:
-                stream.write(line.decode(errors="replace"))
-                stream.flush()
+        while data := pipe.read1(_MOST_AT_ONCE):
+            text = started + decoder.decode(data)
+            end = text.rfind("\n") + 1
+            started = text[end:]
+            _show(text[:end], stream)
+        _show(started + decoder.decode(b"", final=True), stream)
+
+
+def _show(text: str, stream: TextIO | None) -> None:
+    if text and stream is not None:
+        stream.write(with_cell_names(text))
+        stream.flush()

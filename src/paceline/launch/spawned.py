@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from types import TracebackType
 
 from paceline.launch import payload
 from paceline.launch.memory_file import read_memory_file
@@ -29,11 +30,22 @@ def _tell_other_ranks(error: BaseException) -> None:
         lifetime.announce(error)
 
 
+def _show_without_our_frames(
+    kind: type[BaseException], error: BaseException, frames: TracebackType | None
+) -> None:
+    """Show what ends a rank (Ctrl-C, for one) as Python does, but the user's own function first."""
+    ours = frames
+    while ours is not None and ours.tb_frame.f_code is not run_rank.__code__:
+        ours = ours.tb_next
+    traceback.print_exception(kind, error, frames if ours is None else ours.tb_next)
+
+
 def run_rank(payload_fd: int) -> None:
     """Make the call, as one rank; write the exception that ends it where the launcher looks for it."""
     global _is_importing_main
     error_fd = int(os.environ.pop("PACELINE_ERROR_FD"))
     answer_requests()
+    sys.excepthook = _show_without_our_frames
     try:
         _is_importing_main = True
         function, args = payload.unpack(read_memory_file(payload_fd))
