@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from collections import UserDict
 from dataclasses import replace
 from pathlib import Path
@@ -231,6 +232,42 @@ def test_the_table_has_a_row_for_each_layout(capsys: pytest.CaptureFixture[str])
     answer.show("title", "samples", table, answer.sentences(verdict, standings, 4))
     shown = capsys.readouterr().out
     assert "samples/s" in shown and "1.50x" in shown and "4 ranks x 1 thread: failed: ValueError." in shown
+
+
+@pytest.mark.parametrize("has_rich", [True, False])
+@pytest.mark.parametrize("width", [60, 80, 90, 100, 120])
+def test_the_table_fits_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int, has_rich: bool
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    if not has_rich:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    standings = [standing(ONE, *[20_000] * 7), standing(TWO, *range(30_000, 37_000, 1_000))]
+    verdict = judge(standings)
+    assert verdict is not None
+    answer.show("title", "samples", answer.rows(verdict, standings), [])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= width
+    shown = "\n".join(lines)
+    assert "33,000" in shown and "1.65x (1.50 to 1.80)" in shown and "…" not in shown
+    assert ("per step" in shown, "from - to" in shown) in {60: [(False, False)], 120: [(True, True)]}.get(
+        width, [(False, False), (False, True), (True, True)]
+    )
+    one, two = (line.count("█") for line in lines if "1.00x" in line or "1.65x" in line)
+    assert 0 < one < two or (width == 60 and one == two == 0)
+
+
+def test_forty_columns_are_enough_for_the_table(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    standings = [standing(ONE, *[20_000] * 7), standing(TWO, *range(30_000, 37_000, 1_000))]
+    verdict = judge(standings)
+    assert verdict is not None
+    answer.show("title", "samples", answer.rows(verdict, standings), [])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 40
+    assert "1.65x" in "".join(lines) and "33,000" in "".join(lines)
 
 
 # --- whose turn it is, and when to stop ---

@@ -6,6 +6,8 @@ and its neighbours; rich, when it is installed, draws the table.
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -15,10 +17,10 @@ from paceline.launch.tuned import Layout, counted
 from paceline.tune.contest import LEAST_ROUNDS, Result, Standing, Verdict
 
 HEADINGS = ("ranks", "threads", "{unit}/s", "of one rank", "from - to", "per step", "rounds", "")
-_NARROW = (0, 1, 2, 3, 7)  # what is shown where a terminal has no room for all columns
-_NARROW_BELOW = 110
-_WIDTH_OF_FILES = 120
-_BAR = 24
+_SPARED = (5, 6, 4, 7)  # columns that are left out, in this order, where there is no room for all of them
+_FOLDED = 3  # its cells may take two lines, on the narrowest terminals
+_WIDTH_OF_FILES = 100
+_BAR, _SHORTEST_BAR = 24, 8
 _BUSY = 0.5  # of the cores
 
 
@@ -176,20 +178,48 @@ def bar(part: float) -> str:
 
 
 def show(title: str, unit: str, table: Sequence[Sequence[str]], told: Sequence[str]) -> None:
-    """Print the table, with rich when it is installed, and the sentences."""
+    """Print the table as wide as the terminal (or COLUMNS) has room for, and the sentences.
+
+    With rich, when it is installed.
+    """
     headings = [heading.format(unit=unit) for heading in HEADINGS]
+    is_terminal = sys.stdout.isatty()
+    width = shutil.get_terminal_size().columns if is_terminal or "COLUMNS" in os.environ else _WIDTH_OF_FILES
     try:
         from rich.console import Console
     except ImportError:
-        lines = [headings, *(list(row) for row in table)]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(headings))]
         print(title)
-        for line in lines:
-            print("  ".join(cell.rjust(width) for cell, width in zip(line, widths)).rstrip())
+        shown, bar_width = fitting([headings, *table], width + 2, between=2)
+        widths = [max(len(line[at]) for line in [headings, *table]) for at in range(len(headings))]
+        for line in [headings, *table]:
+            cells = [line[at].rjust(widths[at]) for at in shown if headings[at]]
+            if shown[-1] == len(HEADINGS) - 1:
+                cells.append(line[-1][: round(len(line[-1]) * bar_width / _BAR)])
+            print("  ".join(cells).rstrip())
         print("", *told, sep="\n")
         return
-    _show_rich(Console() if sys.stdout.isatty() else Console(width=_WIDTH_OF_FILES), title, headings, table)
+    _show_rich(Console(width=width), title, headings, table)
     print(*told, sep="\n")
+
+
+def fitting(lines: Sequence[Sequence[str]], width: int, *, between: int) -> tuple[list[int], int]:
+    """The columns that there is room for, and how wide the last one, the bar, may be.
+
+    Args:
+        lines: The headings and the rows.
+        width: Columns of the terminal that there are for all.
+        between: How many of them each column takes besides its cells.
+    """
+    widths = [between + max(len(line[at]) for line in lines) for at in range(len(HEADINGS))]
+    bar_at = len(HEADINGS) - 1
+    widths[bar_at] = between + _SHORTEST_BAR
+    shown = list(range(len(HEADINGS)))
+    for spared in _SPARED:
+        if sum(widths[at] for at in shown) <= width:
+            break
+        shown.remove(spared)
+    left = width - sum(widths[at] for at in shown)
+    return shown, min(_BAR, _SHORTEST_BAR + max(0, left))
 
 
 def _show_rich(console: Any, title: str, headings: Sequence[str], table: Sequence[Sequence[str]]) -> None:
@@ -197,13 +227,14 @@ def _show_rich(console: Any, title: str, headings: Sequence[str], table: Sequenc
     from rich.table import Table
     from rich.text import Text
 
-    shown = _NARROW if console.width < _NARROW_BELOW else range(len(headings))
+    # A rule and a blank on both sides of each cell, and one rule more.
+    shown, bar_width = fitting([headings, *table], console.width - 1, between=3)
     drawn = Table(title=title, title_justify="left")
     for at in shown:
         if headings[at]:
-            drawn.add_column(headings[at], justify="right")
+            drawn.add_column(headings[at], justify="right", no_wrap=at != _FOLDED)
         else:
-            drawn.add_column(max_width=_BAR)
+            drawn.add_column(width=bar_width)
     for row in table:
         # As wide as the terminal has room for, and all bars of the table alike.
         drawn.add_row(
