@@ -4,25 +4,39 @@
 
 Ray places the workers where there is room, in no order; here they get their ranks by node, in blocks, and the
 variables that torchrun would have set. The job's secret goes to them as an argument of Ray's calls, and
-stands in no environment. Imports errors, arguments, launch and rendezvous, and ray when it is asked for.
+stands in no environment. A worker hands the exception of its rank back as text, so that the ranks that
+failed because of another one can be told from the first. Imports errors, arguments, launch and rendezvous,
+and ray when it is asked for.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from paceline.arguments import Arguments
 from paceline.errors import ConfigError, LaunchError
+from paceline.launch.report import RankEnd, evidence, exception_line, first_failure, is_consequence, others
 from paceline.rendezvous.secret import NO_SECRET, JobSecret, adopt_secret, new_secret, users_secret
 
 __all__ = ["run"]
 
 _arguments = Arguments("paceline.ray.run")
+
+# How long the first failure is waited for, once a rank has failed because of another: Ray learns of the end
+# of a process from its node, later than the other ranks do.
+_CAUSE_WITHIN_S = 10.0
+
+# How a rank ended, in place of the status of its process, which Ray keeps to itself. Only the first is that
+# of a traceback.
+_RAISED, _ENDED, _NOT_SENT = 1, 2, 3
 
 
 def run(
@@ -57,7 +71,8 @@ def run(
     Raises:
         ConfigError: Ray is not installed, an argument is wrong, the cluster has not had room in time, or the
             file of the user's secret cannot be read.
-        LaunchError: A rank raised or died. It names the rank and its node, and quotes the traceback.
+        LaunchError: A rank raised or died. It names the first rank that did and the address of its node, and
+            quotes the traceback; `failures` lists the others that have failed because of it.
 
     Example:
         With two nodes of two free CPUs, `run(train, num_workers=4)` makes ranks 0 and 1 on one node, 2 and 3
@@ -79,26 +94,26 @@ def run(
     workers: list[Any] = []
     try:
         if not group.wait(max(0.0, deadline - time.monotonic())):
+            nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
             raise ConfigError(
-                f"The Ray cluster has no room for {count} workers of {_spell(bundle)} each.",
+                f"The Ray cluster has no room for {count} worker{'s' * (count > 1)} "
+                f"of {_spell(bundle)}{' each' * (count > 1)}.",
                 seen=f"free: {_spell(ray.available_resources())}; in all: {_spell(ray.cluster_resources())}",
-                likely="other jobs hold it, or no node is large enough for one worker",
+                likely=why_no_room(nodes, bundle, count),
                 hint="fewer workers, or less for each; `ray status` shows who holds what; "
                 "forming_timeout_s waits longer",
             )
         workers = _start_workers(ray, group, bundle, count)
-        places = _collect(ray, [worker.place.remote() for worker in workers], range(count), deadline)
+        places = _started(ray, [worker.place.remote() for worker in workers], deadline)
         order = in_blocks([node for node, _ in places])
         ranked = [workers[each] for each in order]
-        port = _collect(ray, [ranked[0].free_port.remote()], [0], deadline)[0]
+        (port,) = _started(ray, [ranked[0].free_port.remote()], deadline)
         variables = rank_variables([places[each] for each in order], port, os.urandom(16).hex())
         calls = [
             worker.call.remote(own, secret, fn, tuple(args))
             for worker, own in zip(ranked, variables, strict=True)
         ]
-        return _collect(
-            ray, calls, range(count), None, [address for _, address in map(places.__getitem__, order)]
-        )
+        return _results(ray, calls, [places[each][1] for each in order], getattr(fn, "__qualname__", "fn"))
     finally:
         for worker in workers:
             ray.kill(worker)
@@ -142,6 +157,30 @@ def rank_variables(places: Sequence[tuple[str, str]], port: int, job_id: str) ->
     ]
 
 
+def why_no_room(nodes: Sequence[Mapping[str, float]], bundle: Mapping[str, float], count: int) -> str:
+    """What keeps the workers from being placed, as far as the sizes of the nodes say it.
+
+    Args:
+        nodes: What each node that is alive has, by Ray's names, whoever holds it.
+        bundle: What one worker takes up.
+        count: Number of workers.
+
+    Example:
+        >>> why_no_room([{"CPU": 4}, {"CPU": 4}], {"CPU": 3}, 3)
+        'the nodes hold 2 of the 3 workers, if nobody else uses them'
+    """
+    for name, amount in bundle.items():
+        most = max((node.get(name, 0.0) for node in nodes), default=0.0)
+        if most < amount:
+            has = f"the largest has {most:g}" if most else "none has any"
+            return f"no node has {amount:g} {name} for one worker: {has}"
+    # A worker of a thousandth of a CPU is allowed, and dividing as floating point would lose one of them.
+    fitting = [min(int(node.get(each, 0.0) / of + 1e-6) for each, of in bundle.items()) for node in nodes]
+    if sum(fitting) < count:
+        return f"the nodes hold {sum(fitting)} of the {count} workers, if nobody else uses them"
+    return "other jobs of the cluster hold it"
+
+
 def secret_for_workers(environ: Mapping[str, str]) -> JobSecret:
     """The user's, or a new one for this job.
 
@@ -168,13 +207,41 @@ class _Worker:
 
     def call(
         self, variables: Mapping[str, str], secret: JobSecret, fn: Callable[..., Any], args: tuple[Any, ...]
-    ) -> Any:
-        """Be a rank, and return what `fn` returns."""
+    ) -> _Outcome:
+        """Be a rank: what `fn` returns or raises. Other ranks that still wait for this one are told."""
         adopt_secret(secret)
         for name in [name for name in os.environ if name.startswith("TORCHELASTIC_")]:
             del os.environ[name]
         os.environ.update(variables)
-        return fn(*args)
+        try:
+            result = fn(*args)
+        except (Exception, SystemExit) as error:
+            _leave(error)
+            if isinstance(error, SystemExit) and error.code in (None, 0):
+                return _Outcome()
+            # Without this frame: the user's own function comes first.
+            frames = error.__traceback__ and error.__traceback__.tb_next
+            return _Outcome(raised="".join(traceback.format_exception(type(error), error, frames)))
+        _leave(None)
+        return _Outcome(result)
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """How the call of one rank ended, in its worker."""
+
+    result: Any = None
+    raised: str = ""  # the traceback
+
+
+def _leave(error: BaseException | None) -> None:
+    """The process lives on, as Ray's: without this the others would wait for a rank that has ended."""
+    if "paceline.rendezvous.lifetime" in sys.modules:  # else this rank is in no group
+        from paceline.rendezvous import lifetime
+
+        if error is not None:
+            lifetime.announce(error)
+        lifetime.close_all()
 
 
 def _ray() -> Any:
@@ -203,40 +270,76 @@ def _start_workers(ray: Any, group: Any, bundle: Mapping[str, float], count: int
     ]
 
 
-def _collect(
-    ray: Any,
-    calls: Sequence[Any],
-    ranks: Iterable[int],
-    deadline: float | None,
-    addresses: Sequence[str] = (),
-) -> list[Any]:
-    """The results of calls, in their order; raises for the first that fails."""
-    rank_of = dict(zip(calls, ranks, strict=True))
+def _started(ray: Any, calls: Sequence[Any], deadline: float) -> list[Any]:
+    """What the workers answer to their first calls.
+
+    Raises:
+        ConfigError: Not all have answered in time.
+        LaunchError: One has failed.
+    """
+    _, waiting = ray.wait(list(calls), num_returns=len(calls), timeout=max(0.0, deadline - time.monotonic()))
+    if waiting:
+        raise ConfigError(
+            f"{len(waiting)} of {len(calls)} workers of Ray did not start in time.",
+            hint="`ray list actors` shows why; forming_timeout_s waits longer",
+        )
+    try:
+        return list(ray.get(list(calls)))
+    except Exception as error:
+        raise LaunchError(
+            "A worker of Ray did not start.",
+            where="before it got its rank",
+            seen=str(error),
+            likely="Paceline is not installed, or not the same version, on one of the nodes",
+            hint="`ray list actors` shows which node it was on",
+        ) from error
+
+
+def _results(ray: Any, calls: Sequence[Any], addresses: Sequence[str], name: str) -> list[Any]:
+    """What the ranks return; raises for the first that fails, as soon as it is known which that is."""
+    exceptions = importlib.import_module("ray.exceptions")
+    began = time.monotonic()
+    outcomes: dict[int, _Outcome] = {}
+    failures: dict[int, RankEnd] = {}
     waiting = list(calls)
+    cause_until: float | None = None
     while waiting:
-        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+        timeout = None if cause_until is None else max(0.0, cause_until - time.monotonic())
         done, waiting = ray.wait(waiting, num_returns=1, timeout=timeout)
         if not done:
-            raise ConfigError(
-                f"{len(waiting)} of {len(calls)} workers of Ray did not start in time.",
-                hint="`ray list actors` shows why; forming_timeout_s waits longer",
-            )
+            break
+        rank = calls.index(done[0])
+        after_s = time.monotonic() - began
         try:
-            ray.get(done[0])
+            outcomes[rank] = ray.get(done[0])
         except Exception as error:
-            rank = rank_of[done[0]]
-            where = f"node {addresses[rank]}" if addresses else "before it got its rank"
-            summary = (
-                f"Rank {rank} of {len(calls)} failed." if addresses else "A worker of Ray did not start."
-            )
-            raise LaunchError(
-                summary,
-                where=where,
-                seen=str(error),
-                hint="its traceback is above; the output of the others may tell more",
-                rank=rank,
-            ) from error
-    return list(ray.get(list(calls)))
+            # Ray's: the process has ended, and nobody has its status; or what fn returned cannot be pickled.
+            is_dead = isinstance(error, exceptions.RayActorError)
+            status = _ENDED if is_dead else _NOT_SENT
+            failures[rank] = RankEnd(rank, 0, status, after_s, output=str(error))
+        else:
+            if outcomes[rank].raised:
+                failures[rank] = RankEnd(rank, 0, _RAISED, after_s, output=outcomes[rank].raised)
+        if any(not is_consequence(end) for end in failures.values()):
+            break
+        if failures and cause_until is None:
+            cause_until = time.monotonic() + _CAUSE_WITHIN_S
+    first = first_failure(list(failures.values()))
+    if first is None:
+        return [outcomes[rank].result for rank in range(len(calls))]
+    how = {_ENDED: "its process has ended", _NOT_SENT: "what it returned could not be sent"}
+    is_raised = first.status == _RAISED
+    raise LaunchError(
+        f"Rank {first.rank} of {len(calls)} failed first: "
+        f"{exception_line(first.output) if is_raised else how[first.status]}",
+        where=f"{name}, node {addresses[first.rank]}",
+        seen="\n".join(others(list(failures.values()), first)),
+        got=evidence(first),
+        hint="the output of the workers is above, and in the logs of Ray",
+        rank=first.rank,
+        traceback=first.output if is_raised else "",
+        failures=tuple(sorted(failures.values(), key=lambda end: (end is not first, end.after_s))),
+    )
 
 
 def _checked_resources(resources: Mapping[str, float]) -> dict[str, float]:

@@ -27,7 +27,7 @@ import paceline.torch
 from tests.harness import ranks
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-# Need a Ray cluster, and TensorBoard: tests/launch/test_ray.py and tests/unit/test_tensorboard.py have them.
+# Need a Ray cluster (tests/integrations/test_ray.py), and TensorBoard (tests/unit/test_tensorboard.py).
 ELSEWHERE = {
     "launching.md": {"import paceline.ray"},
     "live.md": {"from paceline.torch import log_to_tensorboard"},

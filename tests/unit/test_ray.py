@@ -1,4 +1,4 @@
-"""How workers of Ray become ranks; a real cluster: tests/launch/test_ray.py."""
+"""How workers of Ray become ranks; a real cluster: tests/integrations/test_ray.py."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import importlib.util
 import itertools
 import os
 import pickle
+import sys
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -49,11 +51,44 @@ def test_each_job_has_a_secret_that_stands_in_no_environment(monkeypatch: pytest
         return secret.find_secret().key, repr(dict(os.environ))
 
     (own,) = ray.rank_variables([("a", "10.0.0.1")], 29500, "j")
-    key, environment = ray._Worker().call(own, pickle.loads(pickle.dumps(made)), program, ())
+    key, environment = ray._Worker().call(own, pickle.loads(pickle.dumps(made)), program, ()).result
     assert key == made.key
     assert "RANK" in environment and made.key.decode() not in environment
     users = {secret.TEXT_VARIABLE: "correct horse battery staple"}
     assert ray.secret_for_workers(users).key == users[secret.TEXT_VARIABLE].encode()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "bundle", "count", "words"),
+    [
+        ([{"CPU": 4.0}], {"CPU": 8.0}, 1, "no node has 8 CPU for one worker: the largest has 4"),
+        ([{"CPU": 4.0}], {"CPU": 1.0, "GPU": 1.0}, 1, "no node has 1 GPU for one worker: none has any"),
+        ([], {"CPU": 1.0}, 1, "no node has 1 CPU for one worker: none has any"),
+        ([{"CPU": 4.0}, {"CPU": 2.0}], {"CPU": 3.0}, 2, "the nodes hold 1 of the 2 workers"),
+        ([{"CPU": 4.0, "GPU": 1.0}, {"CPU": 8.0}], {"CPU": 1.0, "GPU": 0.5}, 3, "hold 2 of the 3"),
+        ([{"CPU": 1.0}], {"CPU": 0.1}, 10, "other jobs of the cluster hold it"),
+    ],
+)
+def test_it_says_what_keeps_workers_from_being_placed(nodes, bundle, count, words) -> None:  # type: ignore[no-untyped-def]
+    assert words in ray.why_no_room(nodes, bundle, count)
+
+
+def test_an_exception_comes_back_as_the_traceback_of_the_users_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(secret, "_inherited", b"")
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+
+    def call(fn: Callable[[], object]) -> ray._Outcome:
+        return ray._Worker().call({}, ray.secret_for_workers({}), fn, ())
+
+    def failing() -> None:
+        raise ValueError("no such file")
+
+    lines = call(failing).raised.splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert lines[1].endswith("in failing")
+    assert lines[-1] == "ValueError: no such file"
+    assert call(sys.exit) == ray._Outcome()
+    assert call(lambda: sys.exit(3)).raised.endswith("SystemExit: 3\n")
 
 
 @pytest.mark.parametrize(

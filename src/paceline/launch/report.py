@@ -88,11 +88,16 @@ def first_failure(ends: Sequence[RankEnd]) -> RankEnd | None:
     return min(failures, key=lambda end: (_severity(end), end.after_s), default=None)
 
 
+def is_consequence(end: RankEnd) -> bool:
+    """Whether the rank raised because of another one: an error of ours or of torch's that says so."""
+    return not end.signal and _CONSEQUENCE.search(exception_line(traceback_of(end))) is not None
+
+
 def _severity(end: RankEnd) -> int:
     """0: a cause of its own; 1: a consequence of another rank's end; 2: stopped by the launcher."""
     if end.is_stopped_by_launcher:
         return 2
-    return 1 if not end.signal and _CONSEQUENCE.search(exception_line(traceback_of(end))) else 0
+    return 1 if is_consequence(end) else 0
 
 
 def describe_end(end: RankEnd) -> str:
