@@ -1,4 +1,9 @@
-"""Two hosts that were told different things: every rank is refused at once, with names of ranks and hosts."""
+"""Two hosts that were told different things: every rank is refused at once, with names of ranks and hosts.
+
+Before a framework forms its group both front ends do the same, through a ledger of each framework's own. So
+each sees what is told through the ledger, and what it calls the address of rank 0; further cases of the same
+kind are torch's alone.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +19,9 @@ from tests.hosts.test_launchers import OPTIONS, PROGRAM
 
 REASON = why_not()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
+FRAMEWORKS = pytest.mark.parametrize("framework", ["torch", "paddle"])
+ADDRESS = {"torch": "MASTER_ADDR", "paddle": "PADDLE_MASTER"}
+"""The variable that has the address of rank 0, as the framework knows it."""
 WITHIN_S = 60  # the ranks themselves would wait 90
 
 
@@ -23,13 +31,13 @@ def hosts() -> Iterator[Hosts]:
         yield hosts
 
 
-def outputs_of(hosts: Hosts, *variables: dict[str, str]) -> list[str]:
+def outputs_of(hosts: Hosts, *variables: dict[str, str], framework: str = "torch") -> list[str]:
     """Start one rank on each host; what they said, none of them well."""
     common = {"MASTER_ADDR": "node0", "MASTER_PORT": "29511", "OMP_NUM_THREADS": "1", "LOCAL_RANK": "0"}
     ranks = [
         hosts.start(
             host,
-            PROGRAM,
+            [*PROGRAM, framework],
             common | {"RANK": str(host), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"} | own,
             **OPTIONS,
         )
@@ -41,33 +49,47 @@ def outputs_of(hosts: Hosts, *variables: dict[str, str]) -> list[str]:
     return outputs
 
 
-def test_hosts_that_disagree_about_the_world_size(hosts: Hosts) -> None:
-    for output in outputs_of(hosts, {}, {"WORLD_SIZE": "3"}):
+@FRAMEWORKS
+def test_hosts_that_disagree_about_the_world_size(hosts: Hosts, framework: str) -> None:
+    for output in outputs_of(hosts, {}, {"WORLD_SIZE": "3"}, framework=framework):
         assert "Ranks disagree about the world size." in output
         assert "rank 0 on host node0" in output and "rank 1 on host node1" in output
         assert "expects 2" in output and "expects 3" in output
 
 
-def test_one_rank_on_two_hosts(hosts: Hosts) -> None:
-    outputs = outputs_of(hosts, {"WORLD_SIZE": "3"}, {"WORLD_SIZE": "3"}, {"WORLD_SIZE": "3", "RANK": "1"})
-    for output in outputs:
+@FRAMEWORKS
+def test_one_rank_on_two_hosts(hosts: Hosts, framework: str) -> None:
+    three = {"WORLD_SIZE": "3"}
+    for output in outputs_of(hosts, three, three, three | {"RANK": "1"}, framework=framework):
         assert "Two processes claim rank 1 of 3." in output
         assert "rank 1 on host node1" in output and "rank 1 on host node2" in output
 
 
-def test_an_address_that_is_not_rank_0s(hosts: Hosts) -> None:
-    (output,) = outputs_of(hosts, {"MASTER_ADDR": "node1"})
-    assert "Rank 0 of 2 is on host node0, but MASTER_ADDR=node1 is not." in output
+@FRAMEWORKS
+def test_two_jobs_at_one_address(hosts: Hosts, framework: str) -> None:
+    jobs = {"PACELINE_JOB_ID": "one-of-the-jobs"}, {"PACELINE_JOB_ID": "another-job"}
+    for output in outputs_of(hosts, *jobs, framework=framework):
+        assert "Two jobs meet at one address." in output
+        assert "rank 0 on host node0" in output and "rank 1 on host node1" in output
+
+
+@FRAMEWORKS
+def test_an_address_that_is_not_rank_0s(hosts: Hosts, framework: str) -> None:
+    (output,) = outputs_of(hosts, {"MASTER_ADDR": "node1"}, framework=framework)
+    assert f"Rank 0 of 2 is on host node0, but {ADDRESS[framework]}=node1 is not." in output
     assert f"the addresses of node0: {hosts.address(0)} (eth0)" in output
 
 
-def test_localhost(hosts: Hosts) -> None:
-    for output in outputs_of(hosts, {"MASTER_ADDR": "localhost"}, {"MASTER_ADDR": "localhost"}):
-        assert "MASTER_ADDR=localhost means this host on every host" in output
+@FRAMEWORKS
+def test_localhost(hosts: Hosts, framework: str) -> None:
+    wrong = {"MASTER_ADDR": "localhost"}
+    for output in outputs_of(hosts, wrong, wrong, framework=framework):
+        assert f"{ADDRESS[framework]}=localhost means this host on every host" in output
 
 
-def test_a_wrong_interface(hosts: Hosts) -> None:
-    for output in outputs_of(hosts, {}, {"GLOO_SOCKET_IFNAME": "lo"}):
+@FRAMEWORKS
+def test_a_wrong_interface(hosts: Hosts, framework: str) -> None:
+    for output in outputs_of(hosts, {}, {"GLOO_SOCKET_IFNAME": "lo"}, framework=framework):
         assert "Rank 1 of 2 cannot join." in output
         assert "rank 1 on host node1" in output and f"eth0 ({hosts.address(1)})" in output
         assert "GLOO_SOCKET_IFNAME=lo (127.0.0.1) is reached by no other host" in output
@@ -85,36 +107,45 @@ def test_an_interface_that_leads_to_no_other_host(hosts: Hosts, host: int) -> No
         assert "Network is unreachable" in output and "eth0 (10.77.0." in output
 
 
-@pytest.mark.parametrize("other", ["none", "one that others can read"])
-def test_a_secret_that_is_not_the_same(hosts: Hosts, tmp_path: Path, other: str) -> None:
+@pytest.mark.parametrize(
+    "framework, other", [("torch", "none"), ("torch", "one that others can read"), ("paddle", "none")]
+)
+def test_a_secret_that_is_not_the_same(hosts: Hosts, tmp_path: Path, framework: str, other: str) -> None:
     variables: list[dict[str, str]] = [{}, {}]
     for host in range(1 if other == "none" else 2):
         path = tmp_path / f"secret{host}"
         path.write_text(f"{host}" * 32)
         path.chmod(0o644 if host and other == "one that others can read" else 0o600)
         variables[host] = {"PACELINE_SECRET_FILE": str(path)}
-    for rank, output in enumerate(outputs_of(hosts, *variables)):
+    for rank, output in enumerate(outputs_of(hosts, *variables, framework=framework)):
         assert "The ranks of this job do not have the same secret." in output
         assert "rank 0 on host node0" in output and "rank 1 on host node1" in output
         if other == "one that others can read" and rank == 0:
             assert "is not this user's alone" in output and "mode 0644" in output
 
 
-def test_other_versions(hosts: Hosts, tmp_path: Path) -> None:
-    """Of torch, as the second host sees it."""
-    (tmp_path / "sitecustomize.py").write_text("import torch\ntorch.__version__ = '2.12.1+cpu'\n")
-    for output in outputs_of(hosts, {}, {"PYTHONPATH": str(tmp_path)}):
+@FRAMEWORKS
+def test_other_versions(hosts: Hosts, tmp_path: Path, framework: str) -> None:
+    """Of the framework, as the second host sees it."""
+    other = {"torch": "2.12.1+cpu", "paddle": "3.2.9"}[framework]
+    change = f"import {framework}\n{framework}.__version__ = {other!r}\n"
+    (tmp_path / "sitecustomize.py").write_text(change)
+    for output in outputs_of(hosts, {}, {"PYTHONPATH": str(tmp_path)}, framework=framework):
         assert "Ranks have different versions." in output
-        assert "rank 1 on host node1" in output and "has torch 2.12.1" in output
+        assert "rank 1 on host node1" in output and f"has {framework} {other.partition('+')[0]}" in output
 
 
-def test_a_host_that_cannot_be_reached(hosts: Hosts) -> None:
+@FRAMEWORKS
+def test_a_host_that_cannot_be_reached(hosts: Hosts, framework: str) -> None:
     """Both sides say so, long before their deadline."""
     hosts.cut(1)
     common = {"MASTER_ADDR": "node0", "MASTER_PORT": "29511", "OMP_NUM_THREADS": "1", "LOCAL_RANK": "0"}
     ranks = [
         hosts.start(
-            host, PROGRAM, common | {"RANK": str(host), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"}, **OPTIONS
+            host,
+            [*PROGRAM, framework],
+            common | {"RANK": str(host), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1"},
+            **OPTIONS,
         )
         for host in range(2)
     ]

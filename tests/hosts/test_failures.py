@@ -1,4 +1,10 @@
-"""Two hosts, and something happens to a rank: all others know soon, with rank, host and reason."""
+"""Two hosts, and something happens to a rank: all others know soon, with rank, host and reason.
+
+torch and Paddle share all that notices and tells; each has connections of its own, which have to be ended, or
+to survive a pause. So Paddle meets each fault once on the path through the memory of each host, where its
+connections are Paceline's, and a death over its process group alone, where they are Paddle's. That a rank
+without a share is heard too, does not depend on the framework.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -22,10 +29,17 @@ ONE_AND_THREE = (0, 1, 1, 1)
 """The host of each rank. In the second the guilty one has no share: only the channel leads to other hosts."""
 Layout = tuple[int, ...]
 WITHIN_S = 120
-PATHS = pytest.mark.parametrize("path", ["auto", "group"])
-LAYOUTS = pytest.mark.parametrize(
-    "path, layout", [("auto", TWO_AND_TWO), ("auto", ONE_AND_THREE), ("group", TWO_AND_TWO)]
+PATHS = pytest.mark.parametrize(
+    "framework, path", [("torch", "auto"), ("torch", "group"), ("paddle", "auto")]
 )
+EACH = (
+    ("torch", "auto", TWO_AND_TWO),
+    ("torch", "auto", ONE_AND_THREE),
+    ("torch", "group", TWO_AND_TWO),
+    ("paddle", "auto", TWO_AND_TWO),
+)
+LAYOUTS = pytest.mark.parametrize("framework, path, layout", EACH)
+FRAMEWORKS = pytest.mark.parametrize("framework", ["torch", "paddle"])
 SOON_S = 3.0
 """A machine that does nothing else needs 0.3 s (see docs/design/hosts.md); the deadline is 60 s."""
 CUT_S = 6.0
@@ -38,10 +52,12 @@ def hosts() -> Iterator[Hosts]:
         yield hosts
 
 
-def start(hosts: Hosts, what: str, path: str, layout: Layout) -> list[subprocess.Popen[str]]:
+def start(
+    hosts: Hosts, what: str, path: str, layout: Layout = TWO_AND_TWO, framework: str = "torch"
+) -> list[subprocess.Popen[str]]:
     """Ranks that train by now."""
     ranks = hosts.start_ranks(
-        [sys.executable, "-m", "tests.hosts.failing", what, path], layout, {}, **OPTIONS
+        [sys.executable, "-m", "tests.hosts.failing", framework, what, path], layout, {}, **OPTIONS
     )
     for rank in ranks:
         said = []
@@ -67,9 +83,9 @@ def guilty_at(rank: subprocess.Popen[str]) -> float:
     return float(output.partition("guilty ")[2].split()[0])
 
 
-@LAYOUTS
-def test_a_killed_rank(hosts: Hosts, path: str, layout: Layout) -> None:
-    ranks = start(hosts, "kill", path, layout)
+@pytest.mark.parametrize("framework, path, layout", [*EACH, ("paddle", "group", TWO_AND_TWO)])
+def test_a_killed_rank(hosts: Hosts, framework: str, path: str, layout: Layout) -> None:
+    ranks = start(hosts, "kill", path, layout, framework)
     at = guilty_at(ranks[GUILTY])
     for rank, host in zip(ranks[:GUILTY], layout):
         when, error = noticed(rank)
@@ -80,8 +96,8 @@ def test_a_killed_rank(hosts: Hosts, path: str, layout: Layout) -> None:
 
 
 @LAYOUTS
-def test_an_exception(hosts: Hosts, path: str, layout: Layout) -> None:
-    ranks = start(hosts, "raise", path, layout)
+def test_an_exception(hosts: Hosts, framework: str, path: str, layout: Layout) -> None:
+    ranks = start(hosts, "raise", path, layout, framework)
     at = guilty_at(ranks[GUILTY])
     for rank, host in zip(ranks[:GUILTY], layout):
         when, error = noticed(rank)
@@ -92,8 +108,8 @@ def test_an_exception(hosts: Hosts, path: str, layout: Layout) -> None:
 
 
 @PATHS
-def test_a_killed_host(hosts: Hosts, path: str) -> None:
-    ranks = start(hosts, "host", path, TWO_AND_TWO)
+def test_a_killed_host(hosts: Hosts, framework: str, path: str) -> None:
+    ranks = start(hosts, "host", path, TWO_AND_TWO, framework)
     at = time.monotonic()
     for rank in ranks[2:]:
         rank.kill()
@@ -106,8 +122,8 @@ def test_a_killed_host(hosts: Hosts, path: str) -> None:
 
 
 @PATHS
-def test_a_cut_link(hosts: Hosts, path: str) -> None:
-    ranks = start(hosts, "cut", path, TWO_AND_TWO)
+def test_a_cut_link(hosts: Hosts, framework: str, path: str) -> None:
+    ranks = start(hosts, "cut", path, TWO_AND_TWO, framework)
     at = time.monotonic()
     hosts.cut(1)
     for rank, host in zip(ranks, TWO_AND_TWO):
@@ -117,9 +133,9 @@ def test_a_cut_link(hosts: Hosts, path: str) -> None:
 
 
 @LAYOUTS
-def test_a_pause_is_survived(hosts: Hosts, path: str, layout: Layout) -> None:
+def test_a_pause_is_survived(hosts: Hosts, framework: str, path: str, layout: Layout) -> None:
     """Of 4 s: longer than a link may be silent, because the kernel of a stopped process answers."""
-    ranks = start(hosts, "pause", path, layout)
+    ranks = start(hosts, "pause", path, layout, framework)
     for paused in (ranks[0], ranks[3]):
         paused.send_signal(signal.SIGSTOP)
         time.sleep(4.0)
@@ -129,8 +145,9 @@ def test_a_pause_is_survived(hosts: Hosts, path: str, layout: Layout) -> None:
         assert rank.returncode == 0 and "done" in output, output
 
 
-def test_a_wrong_secret(hosts: Hosts, tmp_path) -> None:
-    """Refused at once, on both hosts, when the model is wrapped: torch's own call compares none."""
+@FRAMEWORKS
+def test_a_wrong_secret(hosts: Hosts, framework: str, tmp_path: Path) -> None:
+    """Refused at once, on both hosts, when the model is wrapped: the framework's own call compares none."""
     ranks = []
     for rank, host in enumerate((0, 1)):
         secret = tmp_path / f"secret{rank}"
@@ -145,7 +162,14 @@ def test_a_wrong_secret(hosts: Hosts, tmp_path) -> None:
             "MASTER_PORT": "29511",
             "PACELINE_SECRET_FILE": str(secret),
         }
-        command = [sys.executable, "-m", "tests.hosts.failing", "torch forms the group", "auto"]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.hosts.failing",
+            framework,
+            "the framework forms the group",
+            "auto",
+        ]
         ranks.append(hosts.start(host, command, variables, **OPTIONS))
     for each in ranks:
         output, _ = each.communicate(timeout=WITHIN_S)

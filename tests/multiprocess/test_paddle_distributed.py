@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 import warnings
 
@@ -19,13 +20,13 @@ from numpy.testing import assert_allclose, assert_array_equal
 from paddle import nn
 
 import paceline.paddle
-from paceline.errors import ConfigError, ModelMismatchError, PeerLostError
+from paceline.errors import ConfigError, ModelMismatchError, PeerLostError, RendezvousError
 from paceline.paddle import DataParallel, SyncBatchNorm
-from paceline.paddle.link.peers import connect_environment, needs_paddles_group
+from paceline.paddle.link.peers import connect_environment
+from paceline.paddle.link.start import needs_paddles_group
 from paceline.reducer import agreement
 from tests.multiprocess.paddle_models import (
     Words,
-    await_store,
     batch,
     join_paddle,
     ranks,
@@ -114,16 +115,30 @@ def test_an_address_where_rank_0_cannot_listen_is_told_at_once(rank: int, host: 
         connect_environment()
 
 
+@ranks(1, group=None)
+def test_an_address_where_somebody_else_listens_is_told_at_once(rank: int) -> None:
+    """Paddle's own store would end the process there, with a failed assertion."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        place = {"WORLD_SIZE": "2", "SLURM_STEP_NUM_NODES": "2"}
+        os.environ |= place | {"PADDLE_MASTER": f"127.0.0.1:{other.getsockname()[1]}"}
+        del os.environ["LOCAL_WORLD_SIZE"]
+        with pytest.raises(RendezvousError, match=rf"(?s)could not open.*held by pid {os.getpid()}"):
+            connect_environment()
+
+
 @ranks(2, group=None)
 def test_two_hosts_are_one_model(rank: int) -> None:
     be_on_host(rank)
-    # RANK and so on are set, but none of Paddle's words.
-    os.environ |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}
+    # RANK and so on are set, but none of Paddle's words; nor how many ranks each host has, which could not
+    # meet at 127.0.0.1.
+    del os.environ["LOCAL_WORLD_SIZE"]
+    os.environ |= {"SLURM_STEP_NUM_NODES": "2", "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "none"}
     with pytest.raises(ConfigError, match="torchrun keeps a store"):
         paceline.paddle.init_parallel_env()
     del os.environ["TORCHELASTIC_RUN_ID"]
-    await_store(rank)
+    meeting_place = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
     assert paceline.paddle.init_parallel_env() is None and dist.is_initialized()
+    assert os.environ["PADDLE_MASTER"] == ":".join(meeting_place)
     own = share(batch(), rank)
     for view in (False, True):
         model = Everything(rank)

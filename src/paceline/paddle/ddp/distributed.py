@@ -79,7 +79,8 @@ def init_parallel_env() -> Group | None:
 
     Needs no store of Paddle's. DataParallel does it by itself, so calling it is optional. Collective; blocks
     until all processes that the launcher started have come. Processes of several hosts, and those that train
-    on GPUs, are brought together by paddle.distributed.init_parallel_env().
+    on GPUs, are brought together by paddle.distributed.init_parallel_env(), once it is known that they fit
+    together.
 
     Returns:
         The group, which has collectives on numpy arrays. None in a single process, and None if
@@ -87,7 +88,10 @@ def init_parallel_env() -> Group | None:
         paddle.distributed.init_parallel_env().
 
     Raises:
-        RendezvousError: A process is missing at the deadline.
+        ConfigError: A variable of the launcher is wrong, or the address of rank 0 cannot be.
+        RendezvousError: A process is missing at the deadline. On several hosts also: ranks expect different
+            numbers of ranks, have different versions or secrets, two claim one rank, or one cannot go on; on
+            all ranks, with names and hosts.
 
     Example:
         Rank 0 and rank 1 both call it, under `paceline run -n 2`: both get a group of world_size 2.

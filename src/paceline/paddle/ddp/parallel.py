@@ -26,6 +26,7 @@ from paceline.paddle.link.calls import WARN_AFTER_S
 from paceline.paddle.link.comm_hook import GradBucket
 from paceline.paddle.link.link import Link, MemoryLink
 from paceline.paddle.link.peers import LonePeers, Peers, find_peers, known_exchange
+from paceline.paddle.link.start import attendance_of_default_group
 from paceline.paddle.model.arguments import checked_group, checked_layer
 from paceline.paddle.model.config import DataParallelConfig, make_config
 from paceline.paddle.model.parameters import ManagedTensors
@@ -46,6 +47,7 @@ from paceline.reducer.micro_batches import as_weight
 from paceline.reducer.torn import torn
 from paceline.reducer.wrapped_model import WrappedModel, checked_norms
 from paceline.rendezvous.exchange import Exchange
+from paceline.rendezvous.start import refuse_latecomers
 from paceline.tracing.batches import samples_in
 from paceline.tracing.recording import recording
 
@@ -207,6 +209,7 @@ class DataParallel(WrappedModel, PaddleNames):
             if not _asks_for_one_rank(strategy):
                 times = self._config.timeout_s, self._config.warn_after_s
                 peers = find_peers(self._arguments["group"], *times, device_mesh)
+                refuse_latecomers(attendance_of_default_group())
             self._peers = peers
             if peers is None and not self._tensors.is_trained:  # nothing to average, and nobody to do it with
                 return

@@ -9,31 +9,28 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-import os
-import socket
 import warnings
 import weakref
 from typing import Any, Protocol
 
-import paddle
 import paddle.distributed as dist
 
 from paceline.arguments import Arguments, show
 from paceline.collectives.formation import share_on_each_host
 from paceline.collectives.group import Group
 from paceline.collectives.init import init
-from paceline.env import read_rank_environment, split_address
+from paceline.env import read_rank_environment
 from paceline.errors import ConfigError, RegionError
 from paceline.paddle.internals import GLOO_LIMIT_S
 from paceline.paddle.link.calls import WARN_AFTER_S, GroupCalls, LoneCalls
 from paceline.paddle.link.exchange import PaddleExchange
 from paceline.paddle.link.hosts import MOST_HOSTS, control_of, join_hosts
 from paceline.paddle.link.link import GroupLink, HostsLink, Link, MemoryLink
+from paceline.paddle.link.start import form_paddles_group, needs_paddles_group
 from paceline.paddle.model.arguments import checked_group
 from paceline.reducer.between_hosts import BetweenHosts
 from paceline.reducer.peers import EnvironmentGroup, PatientGroup, Ranks, exchange_of_named
 from paceline.reducer.witness import ChannelWitness, MemoryWitness
-from paceline.rendezvous.addresses import check_meeting_address, find_way
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.shared_memory import HostMemory
 
@@ -316,72 +313,15 @@ def connect_environment(forming_timeout_s: float | None = None) -> Group | None:
     """Bring the processes that the launcher started together: in memory, or by paddle.distributed.
 
     Args:
-        forming_timeout_s: For them to come together in memory; None: the group's own time-out.
+        forming_timeout_s: For them to come together; None: the group's own time-out.
 
     Returns:
         None: this process is the only one, or paddle.distributed did it. Collective on the first call.
     """
     if needs_paddles_group():
-        _export_paddle_variables()
-        _check_meeting_address()
-        dist.init_parallel_env()
+        form_paddles_group(forming_timeout_s or _DEFAULT_TIMEOUT_S)
         return None
     return environment_group(forming_timeout_s)
-
-
-def needs_paddles_group() -> bool:
-    """Whether the launcher's processes are on several hosts, or train on GPUs."""
-    try:
-        place = read_rank_environment(needs_address=False)
-    except ConfigError:
-        return False
-    if place.local_world_size is None:  # an old Slurm does not tell it
-        is_on_one_host = os.environ.get("SLURM_STEP_NUM_NODES", "1") == "1"
-    else:
-        is_on_one_host = place.local_world_size == place.world_size
-    return place.world_size > 1 and not (is_on_one_host and paddle.get_device() == "cpu")
-
-
-def _export_paddle_variables() -> None:
-    """Set the variables that paddle.distributed reads, where another launcher (Slurm, MPI) set its own."""
-    if "PADDLE_TRAINER_ID" in os.environ:
-        return
-    if "PADDLE_MASTER" not in os.environ:
-        if "TORCHELASTIC_RUN_ID" in os.environ:  # Paddle would abort the process
-            raise ConfigError(
-                "paddle.distributed cannot use the port that torchrun gives its ranks.",
-                likely="torchrun keeps a store of its own at MASTER_PORT",
-                hint='set PADDLE_MASTER="host:port", a free port of rank 0\'s host, on every rank',
-            )
-        place = read_rank_environment()
-        os.environ["PADDLE_MASTER"] = f"{place.master_addr}:{place.master_port}"
-    place = read_rank_environment(needs_address=False)
-    os.environ["PADDLE_TRAINER_ID"] = str(place.rank)
-    os.environ["PADDLE_TRAINERS_NUM"] = str(place.world_size)
-    os.environ["PADDLE_CURRENT_ENDPOINT"] = f"{socket.gethostname()}:{place.rank}"  # only has to be there
-    if paddle.get_device() == "cpu":
-        os.environ.setdefault("PADDLE_DISTRI_BACKEND", "gloo")
-
-
-def _check_meeting_address() -> None:
-    """Raise where Paddle would try in vain to reach or to open the address of rank 0.
-
-    Raises:
-        ConfigError: It cannot be resolved, or is not of rank 0's host.
-    """
-    address = os.environ.get("PADDLE_MASTER", "")
-    if not address:
-        return
-    place = read_rank_environment(needs_address=False)
-    way = find_way(split_address(address, "PADDLE_MASTER")[0], "PADDLE_MASTER")
-    check_meeting_address(
-        way,
-        place.rank,
-        place.world_size,
-        what="PADDLE_MASTER",
-        spans_hosts=False,  # launchers of Paddle say 127.0.0.1 for processes of one host, whatever its size
-        serves=place.rank == 0,
-    )
 
 
 def environment_group(forming_timeout_s: float | None = None) -> Group | None:

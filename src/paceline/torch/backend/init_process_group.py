@@ -7,14 +7,10 @@ wait for in silence is told at once. May import what is below the front end.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import os
-import socket
-import warnings
 import weakref
 from datetime import timedelta
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -23,20 +19,10 @@ from torch._C._distributed_c10d import TCPStore
 
 from paceline.arguments import Arguments
 from paceline.env import RankEnvironment, read_rank_environment, split_address
-from paceline.errors import ConfigError, RendezvousError
+from paceline.errors import RendezvousError
 from paceline.launch.ports import who_listens
-from paceline.rendezvous.addresses import (
-    Way,
-    check_meeting_address,
-    find_way,
-    interface_for_gloo,
-    interface_problems,
-    told_interface,
-    wait_for_listener,
-)
-from paceline.rendezvous.attendance import Arrival, Attendance, attend
-from paceline.rendezvous.deadline import Deadline
-from paceline.rendezvous.secret import NO_SECRET, find_secret
+from paceline.rendezvous.attendance import Attendance
+from paceline.rendezvous.start import Start, prepare
 from paceline.torch.link.exchange import StoreBoard
 
 _DEFAULT_TIMEOUT_S = 1800.0  # torch's own for Gloo
@@ -99,80 +85,31 @@ def init_process_group(
     place = read_rank_environment(rank=rank, world_size=world_size, address=address)
     os.environ.update(torch_variables(place))
     timeout_s = options["timeout"].total_seconds() if "timeout" in options else _DEFAULT_TIMEOUT_S
-    deadline = Deadline(timeout_s)
-    way = find_way(place.master_addr, "MASTER_ADDR")
     serves = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    spans_hosts = place.local_world_size not in (None, place.world_size)
-    check_meeting_address(way, place.rank, place.world_size, spans_hosts=spans_hosts, serves=serves)
-    problem, unreachable, secret = "", "", NO_SECRET
-    listens = ("", "")
-    try:
-        secret = find_secret()
-    except ConfigError as error:  # told to all, who would wait for this rank
-        problem = str(error)
-    if spans_hosts and (backend is None or "gloo" in backend):
-        _tell_gloo(way)
-        names = os.environ.get("GLOO_SOCKET_IFNAME", "")
-        wrong, unreachable = interface_problems(names)
-        listens = told_interface(names)
-        problem = problem or wrong
-    who = f"Rank {place.rank} of {place.world_size} on host {socket.gethostname()}"
+    start = prepare(
+        place,
+        "MASTER_ADDR",
+        f"torch {torch.__version__.partition('+')[0]}",  # what stands behind it tells of the hardware
+        timeout_s,
+        serves=serves,
+        spans_hosts=place.local_world_size not in (None, place.world_size),
+        over_gloo=backend is None or "gloo" in backend,
+        owner="paceline.torch",
+    )
     if not serves:
-        wait_for_listener(
-            way,
-            place.master_port,
-            deadline.left_s(),
-            what="MASTER_ADDR",
-            who=who,
-            likely="rank 0 was not started, or has ended",
-            hint="look at rank 0's output; `timeout` gives it longer",
-        )
-    store = _open_store(way, place, timeout_s, serves=serves, who=who)
+        start.wait_for_rank_0()
+    store = _open_store(start, timeout_s, serves=serves)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    prefix = f"paceline/start/{attempt}/{next(_starts)}"
-    arrival = _arrival(place, problem, unreachable, listens)
-    attendance = attend(StoreBoard(store), prefix, arrival, max(deadline.left_s(), 1.0), secret.key)
+    attendance = start.attend(StoreBoard(store), f"paceline/start/{attempt}/{next(_starts)}")
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, **options)
     if dist.group.WORLD is not None:
         _attendances[dist.group.WORLD] = attendance
 
 
-def refuse_latecomers() -> None:
-    """Raise if a process has come since the default group was formed, and claims a place in it.
-
-    For whoever begins to train: until then two jobs that meet at one address may have mixed their ranks.
-
-    Raises:
-        ConfigError: One has; both holders of the place are named.
-    """
+def attendance_of_default_group() -> Attendance | None:
+    """Who has come before the default group was formed; None: it was formed elsewhere, or there is none."""
     group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-    attendance = None if group is None else _attendances.get(group)
-    error = None if attendance is None else attendance.latecomer()
-    if error is not None:
-        raise ConfigError(
-            error.summary,
-            where=f"{error.where.partition(',')[0]}, after the group was formed",
-            seen=error.seen,
-            likely=error.likely,
-            hint=error.hint,
-        )
-
-
-def _arrival(place: RankEnvironment, problem: str, unreachable: str, listens: tuple[str, str]) -> Arrival:
-    """What this rank tells the others of itself."""
-    return Arrival(
-        place.rank,
-        place.world_size,
-        socket.gethostname(),
-        os.getpid(),
-        # What the store is told crosses the network in the clear, and the id may be a secret.
-        hashlib.sha256(place.job_id.encode()).hexdigest()[:8] if place.job_id else "",
-        version("paceline"),
-        f"torch {torch.__version__.partition('+')[0]}",  # what stands behind it tells of the hardware
-        problem,
-        unreachable,
-        *listens,
-    )
+    return None if group is None else _attendances.get(group)
 
 
 def _checked_backend(backend: str) -> str:
@@ -187,22 +124,7 @@ def _checked_backend(backend: str) -> str:
     return text
 
 
-def _tell_gloo(way: Way) -> None:
-    """Set GLOO_SOCKET_IFNAME where Gloo would listen at an address that no other host reaches."""
-    if os.environ.get("GLOO_SOCKET_IFNAME"):
-        return
-    interface, reason = interface_for_gloo(way)
-    if interface:
-        os.environ["GLOO_SOCKET_IFNAME"] = interface
-        warnings.warn(
-            f"paceline.torch: Gloo is told to listen at {interface}, because {reason}. "
-            f"GLOO_SOCKET_IFNAME={interface}, or a line in /etc/hosts for this host, says so beforehand.",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-
-
-def _open_store(way: Way, place: RankEnvironment, timeout_s: float, *, serves: bool, who: str) -> TCPStore:
+def _open_store(start: Start, timeout_s: float, *, serves: bool) -> TCPStore:
     """Torch's store, in the process of rank 0 or of torchrun's agent. Does not wait for the other ranks.
 
     Raises:
@@ -210,18 +132,18 @@ def _open_store(way: Way, place: RankEnvironment, timeout_s: float, *, serves: b
     """
     try:
         return TCPStore(
-            way.address,
-            place.master_port,
+            start.way.address,
+            start.port,
             is_master=serves,
             timeout=timedelta(seconds=timeout_s),
             wait_for_workers=False,
             multi_tenant=True,
         )
     except RuntimeError as error:
-        holder = who_listens(place.master_port) if serves else None
+        holder = who_listens(start.port) if serves else None
         raise RendezvousError(
-            f"{who} could not {'open' if serves else 'reach'} torch's store.",
-            where=f"MASTER_ADDR {way.name}, MASTER_PORT {place.master_port}; {way.describe()}",
+            f"{start.who} could not {'open' if serves else 'reach'} torch's store.",
+            where=f"MASTER_ADDR {start.way.name}, MASTER_PORT {start.port}; {start.way.describe()}",
             seen=f"the port is held by {holder}" if holder else str(error).splitlines()[0],
             likely="another job meets at the same address" if serves else "rank 0 has ended meanwhile",
             hint="give each job a MASTER_PORT of its own; `paceline run` finds a free one"

@@ -31,7 +31,8 @@ from paceline.reducer.members import Members, join_member
 from paceline.reducer.micro_batches import as_weight
 from paceline.reducer.torn import torn
 from paceline.reducer.wrapped_model import WrappedModel, checked_norms
-from paceline.torch.backend.init_process_group import refuse_latecomers
+from paceline.rendezvous.start import refuse_latecomers
+from paceline.torch.backend.init_process_group import attendance_of_default_group
 from paceline.torch.ddp.logging_data import noting_errors
 from paceline.torch.ddp.pickling import refuse_backward
 from paceline.torch.ddp.torch_names import TorchNames, hide_torchs_own, moved
@@ -207,7 +208,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
             self._prepare(module, arguments)
             times = self._config.timeout_s, self._config.warn_after_s
             peers = find_peers(process_group, device_mesh, *times)
-            refuse_latecomers()
+            refuse_latecomers(attendance_of_default_group())
         if device_mesh is not None:
             self.device_mesh = device_mesh
         self._connect(peers)

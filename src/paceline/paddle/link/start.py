@@ -1,0 +1,203 @@
+"""Processes of several hosts, or on GPUs, brought together by paddle.distributed, once all have come.
+
+Paddle's store waits in silence for ranks that do not fit together, and ends the process that opens it where
+somebody else listens. So all ranks meet in a ledger first, at the address that the launcher gave them, and
+see who has come. Paddle's store is then at a port that rank 0 tells them there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import paddle
+import paddle.distributed as dist
+
+from paceline.env import read_rank_environment, split_address
+from paceline.errors import ConfigError, RendezvousError
+from paceline.launch.ports import who_listens
+from paceline.rendezvous.addresses import wait_for_listener
+from paceline.rendezvous.attendance import Attendance
+from paceline.rendezvous.ledger import LedgerClient, LedgerServer
+from paceline.rendezvous.signatures import LOSSLESS, ForeignValueError
+from paceline.rendezvous.start import Start, prepare
+
+_ANSWER_WITHIN_S = 30.0  # one call of the ledger
+_NAP_S = 0.005
+_WHAT = "PADDLE_MASTER"
+_PREFIX = "paceline/start"
+_GLOO = ("", "auto", "gloo")
+_Found = TypeVar("_Found")
+
+_server: LedgerServer | None = None  # lives as long as this process, for whoever comes later
+_attendance: Attendance | None = None
+
+
+def needs_paddles_group() -> bool:
+    """Whether the launcher's processes are on several hosts, or train on GPUs."""
+    try:
+        place = read_rank_environment(needs_address=False)
+    except ConfigError:
+        return False
+    if place.local_world_size is None:  # an old Slurm does not tell it
+        is_on_one_host = os.environ.get("SLURM_STEP_NUM_NODES", "1") == "1"
+    else:
+        is_on_one_host = place.local_world_size == place.world_size
+    return place.world_size > 1 and not (is_on_one_host and paddle.get_device() == "cpu")
+
+
+def form_paddles_group(timeout_s: float) -> None:
+    """Call paddle.distributed.init_parallel_env(), if the ranks fit together.
+
+    Collective; blocks until all have come.
+
+    Args:
+        timeout_s: For the ranks to come together.
+
+    Raises:
+        ConfigError: The address of rank 0 cannot be, or a variable is missing.
+        RendezvousError: The ranks do not fit together, one cannot go on, or not all have come in time. On all
+            ranks, with names and hosts.
+    """
+    global _attendance
+    if dist.is_initialized():
+        return
+    _export_paddle_variables()
+    address = os.environ.get(_WHAT) or os.environ.get("PADDLE_TRAINER_ENDPOINTS", "").split(",")[0].strip()
+    if not address:
+        dist.init_parallel_env()  # which says what is missing
+        return
+    split_address(address, _WHAT)
+    place = read_rank_environment(address=address)
+    serves = place.rank == 0
+    start = prepare(
+        place,
+        _WHAT,
+        f"paddle {paddle.__version__}",
+        timeout_s,
+        serves=serves,
+        spans_hosts=place.local_world_size not in (None, place.world_size),
+        over_gloo=os.environ.get("PADDLE_DISTRI_BACKEND", "") in _GLOO,
+        owner="paceline.paddle",
+    )
+    if not serves:
+        start.wait_for_rank_0()
+    ledger = _open_ledger(start, serves=serves)
+    attendance = start.attend(ledger, _PREFIX)
+    port = _port_of_paddles_store(start, attendance, f"{_PREFIX}/store", serves=serves)
+    with _meeting_at(f"{start.way.address}:{port}"):
+        dist.init_parallel_env()
+    _attendance = attendance
+
+
+def attendance_of_default_group() -> Attendance | None:
+    """Who has come before paddle.distributed formed its group; None: it was formed elsewhere."""
+    return _attendance
+
+
+def _export_paddle_variables() -> None:
+    """Set the variables that paddle.distributed reads, where another launcher (Slurm, MPI) set its own."""
+    if "PADDLE_TRAINER_ID" in os.environ:
+        return
+    if "PADDLE_MASTER" not in os.environ:
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            raise ConfigError(
+                "paddle.distributed cannot use the port that torchrun gives its ranks.",
+                likely="torchrun keeps a store of its own at MASTER_PORT",
+                hint='set PADDLE_MASTER="host:port", a free port of rank 0\'s host, on every rank',
+            )
+        place = read_rank_environment()
+        os.environ["PADDLE_MASTER"] = f"{place.master_addr}:{place.master_port}"
+    place = read_rank_environment(needs_address=False)
+    os.environ["PADDLE_TRAINER_ID"] = str(place.rank)
+    os.environ["PADDLE_TRAINERS_NUM"] = str(place.world_size)
+    os.environ["PADDLE_CURRENT_ENDPOINT"] = f"{socket.gethostname()}:{place.rank}"  # only has to be there
+    if paddle.get_device() == "cpu":
+        os.environ.setdefault("PADDLE_DISTRI_BACKEND", "gloo")
+
+
+def _open_ledger(start: Start, *, serves: bool) -> LedgerClient:
+    """Where all ranks meet, served by rank 0.
+
+    Raises:
+        RendezvousError: Somebody else listens there, or nobody any more.
+    """
+    global _server
+    try:
+        if serves:
+            _server = LedgerServer(start.port)
+        return LedgerClient(start.way.address, start.port, _ANSWER_WITHIN_S)
+    except OSError as error:
+        holder = who_listens(start.port) if serves else None
+        raise RendezvousError(
+            f"{start.who} could not {'open' if serves else 'reach'} the meeting place of this job.",
+            where=f"{_WHAT} {start.way.name}:{start.port}; {start.way.describe()}",
+            seen=f"the port is held by {holder}" if holder else error.strerror or str(error),
+            likely="another job meets at the same address" if serves else "rank 0 has ended meanwhile",
+            hint=f"give each job a {_WHAT} of its own" if serves else "look at rank 0's output",
+        ) from error
+
+
+def _port_of_paddles_store(start: Start, attendance: Attendance, key: str, *, serves: bool) -> int:
+    """A free port of rank 0's host, where Paddle's store is about to be. Collective.
+
+    Rank 0 returns when all others know it: then it calls Paddle, which keeps the interpreter's lock until the
+    group is there, and the ledger answers nobody meanwhile.
+    """
+    ledger, signatures, told = attendance.ledger, attendance.signatures, f"{key}/told"
+    try:
+        if serves:
+            with socket.create_server(("", 0)) as reserved:
+                port: int = reserved.getsockname()[1]
+            ledger.write(key, signatures.sign(key, b"%d" % port).decode())
+            others = len(attendance.arrivals) - 1
+            _wait(lambda: ledger.add(told, 0) == others or None, start, "not all have asked for the port")
+            return port
+        text = _wait(lambda: ledger.read(key), start, "rank 0 has not said where Paddle's store is")
+        port = int(signatures.read(key, text.encode(errors=LOSSLESS)))
+        ledger.add(told, 1)
+    except (RuntimeError, ForeignValueError, ValueError) as error:
+        raise RendezvousError(
+            f"{start.who} lost the meeting place of this job.",
+            where=f"{_WHAT} {start.way.name}:{start.port}; {start.way.describe()}",
+            seen=str(error),
+            likely="rank 0 has ended meanwhile, or a stranger writes there",
+            hint="look at rank 0's output first",
+        ) from error
+    wait_for_listener(
+        start.way,
+        port,
+        start.deadline.left_s(),
+        what="Paddle's store at",
+        who=start.who,
+        likely="rank 0 has ended, or a firewall lets only some ports through",
+        hint="look at rank 0's output",
+    )
+    return port
+
+
+def _wait(find: Callable[[], _Found | None], start: Start, reason: str) -> _Found:
+    """What is found, once it is there. Raises RuntimeError with a reason: it is not, at the deadline."""
+    while (found := find()) is None:
+        if start.deadline.is_over():
+            raise RuntimeError(reason)
+        time.sleep(_NAP_S)
+    return found
+
+
+@contextlib.contextmanager
+def _meeting_at(endpoint: str) -> Iterator[None]:
+    """Let Paddle read another address of rank 0, and the process find the launcher's again."""
+    before = os.environ.get(_WHAT)
+    os.environ[_WHAT] = endpoint
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_WHAT]
+        else:
+            os.environ[_WHAT] = before

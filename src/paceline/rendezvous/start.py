@@ -1,0 +1,173 @@
+"""The start of a job, before the framework forms a group: how a rank reaches rank 0, and what it tells.
+
+What a framework would wait for in silence, or meet as an error without a name, is found here: on this rank,
+or once all have come (`attendance`). Both front ends do the same, each with a ledger of its own.
+
+Imports `env`, `errors` and its neighbours.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import warnings
+from dataclasses import dataclass
+from importlib.metadata import version
+
+from paceline.env import RankEnvironment
+from paceline.errors import ConfigError
+from paceline.rendezvous.addresses import (
+    Way,
+    check_meeting_address,
+    find_way,
+    interface_for_gloo,
+    interface_problems,
+    told_interface,
+    wait_for_listener,
+)
+from paceline.rendezvous.attendance import Arrival, Attendance, Ledger, attend
+from paceline.rendezvous.deadline import Deadline
+from paceline.rendezvous.secret import NO_SECRET, find_secret
+
+_LEAST_S = 1.0  # for whoever has come only just in time
+
+
+@dataclass(frozen=True)
+class Start:
+    """What one rank knows before it has met the others.
+
+    Attributes:
+        who: This rank in words: "Rank 1 of 4 on host node1".
+        what: The variable with the address of rank 0.
+        way: To that address.
+        port: Where rank 0, or its launcher, listens there.
+        deadline: When all have to have come.
+        arrival: What this rank tells the others.
+        secret: The job's; empty: it has none, or this rank could not read it.
+    """
+
+    who: str
+    what: str
+    way: Way
+    port: int
+    deadline: Deadline
+    arrival: Arrival
+    secret: bytes
+
+    def wait_for_rank_0(self) -> None:
+        """Wait until somebody listens at the address of rank 0.
+
+        Raises:
+            RendezvousError: Nobody did in time.
+        """
+        wait_for_listener(
+            self.way,
+            self.port,
+            self.deadline.left_s(),
+            what=self.what,
+            who=self.who,
+            likely="rank 0 was not started, or has ended",
+            hint="look at rank 0's output; `timeout` gives it longer",
+        )
+
+    def attend(self, ledger: Ledger, prefix: str) -> Attendance:
+        """See `paceline.rendezvous.attendance.attend`. Collective."""
+        return attend(ledger, prefix, self.arrival, max(self.deadline.left_s(), _LEAST_S), self.secret)
+
+
+def prepare(
+    place: RankEnvironment,
+    what: str,
+    framework: str,
+    timeout_s: float,
+    *,
+    serves: bool,
+    spans_hosts: bool,
+    over_gloo: bool,
+    owner: str,
+) -> Start:
+    """Find out whether this rank can meet the others, and tell Gloo where to listen.
+
+    Args:
+        place: This rank, and the address of rank 0.
+        what: The variable that has this address, as "MASTER_ADDR".
+        framework: Name and version.
+        timeout_s: For the ranks to come together.
+        serves: Whether this process listens at that address.
+        spans_hosts: Whether some ranks are known to be on other hosts.
+        over_gloo: Whether the framework connects them by Gloo.
+        owner: The package of the front end, for warnings.
+
+    Raises:
+        ConfigError: The address of rank 0 cannot be, or nothing says where Gloo should listen.
+    """
+    deadline = Deadline(timeout_s)
+    way = find_way(place.master_addr, what)
+    check_meeting_address(
+        way, place.rank, place.world_size, spans_hosts=spans_hosts, serves=serves, what=what
+    )
+    problem, unreachable, secret = "", "", NO_SECRET
+    listens = ("", "")
+    try:
+        secret = find_secret()
+    except ConfigError as error:  # told to all, who would wait for this rank
+        problem = str(error)
+    if spans_hosts and over_gloo:
+        _tell_gloo(way, owner)
+        names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+        wrong, unreachable = interface_problems(names)
+        listens = told_interface(names)
+        problem = problem or wrong
+    arrival = Arrival(
+        place.rank,
+        place.world_size,
+        socket.gethostname(),
+        os.getpid(),
+        # What the ledger is told crosses the network in the clear, and the id may be a secret.
+        hashlib.sha256(place.job_id.encode()).hexdigest()[:8] if place.job_id else "",
+        version("paceline"),
+        framework,
+        problem,
+        unreachable,
+        *listens,
+    )
+    who = f"Rank {place.rank} of {place.world_size} on host {arrival.host}"
+    return Start(who, what, way, place.master_port, deadline, arrival, secret.key)
+
+
+def refuse_latecomers(attendance: Attendance | None) -> None:
+    """Raise if a process has come since the group was formed, and claims a place in it.
+
+    For whoever begins to train: until then two jobs that meet at one address may have mixed their ranks.
+
+    Args:
+        attendance: Who has come before; None: nobody has looked.
+
+    Raises:
+        ConfigError: One has; both holders of the place are named.
+    """
+    error = None if attendance is None else attendance.latecomer()
+    if error is not None:
+        raise ConfigError(
+            error.summary,
+            where=f"{error.where.partition(',')[0]}, after the group was formed",
+            seen=error.seen,
+            likely=error.likely,
+            hint=error.hint,
+        )
+
+
+def _tell_gloo(way: Way, owner: str) -> None:
+    """Set GLOO_SOCKET_IFNAME where Gloo would listen at an address that no other host reaches."""
+    if os.environ.get("GLOO_SOCKET_IFNAME"):
+        return
+    interface, reason = interface_for_gloo(way)
+    if interface:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+        warnings.warn(
+            f"{owner}: Gloo is told to listen at {interface}, because {reason}. "
+            f"GLOO_SOCKET_IFNAME={interface}, or a line in /etc/hosts for this host, says so beforehand.",
+            RuntimeWarning,
+            stacklevel=4,
+        )

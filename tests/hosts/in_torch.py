@@ -1,0 +1,62 @@
+"""What `failing` and `launched` do, said in torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from paceline.torch import DistributedDataParallel, init_process_group
+
+
+def join(by_framework: bool) -> int:
+    """Form the group, by torch's own call or by Paceline's; the rank of this process."""
+    torch.set_num_threads(1)
+    form = dist.init_process_group if by_framework else init_process_group
+    form("gloo", timeout=timedelta(seconds=90))
+    return dist.get_rank()
+
+
+def backward_of(path: str) -> Callable[[], None]:
+    """One pass of a small model over this path; "torch": of torch's DDP."""
+    model: nn.Module
+    if path == "torch":
+        model = nn.parallel.DistributedDataParallel(nn.Linear(64, 64))
+    else:
+        model = ours = DistributedDataParallel(nn.Linear(64, 64), reduce_through=path, timeout_s=60)
+        assert ours.gradient_path == ("hosts" if path == "auto" else "group")
+    x = torch.ones(4, 64)
+
+    def backward() -> None:
+        model.zero_grad()
+        model(x).square().mean().backward()
+
+    return backward
+
+
+def gradient_of(rank: int) -> tuple[float, str]:
+    """A gradient of one pass in which that of rank r is 2 (r + 1), and the path."""
+    model = DistributedDataParallel(nn.Linear(4, 1))
+    model(torch.full((2, 4), rank + 1.0)).sum().backward()
+    gradient, *_ = model.module.weight.grad.flatten().tolist()
+    return gradient, model.gradient_path
+
+
+def leave() -> None:
+    """Rank 0, which serves torch's store, ends last."""
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def world_size() -> int:
+    """Number of ranks."""
+    return dist.get_world_size()
+
+
+def end_at_once(status: int) -> None:
+    """Gloo's threads would abort the process at its end."""
+    os._exit(status)

@@ -1,0 +1,158 @@
+"""The ledger in which ranks meet before a framework has a store: what one writes, all read."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from paceline.rendezvous.ledger import LedgerClient, LedgerServer
+
+WITHIN_S = 30.0
+Connect = Callable[[], LedgerClient]
+
+
+@pytest.fixture
+def server() -> Iterator[LedgerServer]:
+    server = LedgerServer(0)
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def connect(server: LedgerServer) -> Iterator[Callable[[], LedgerClient]]:
+    with contextlib.ExitStack() as connections:
+
+        def make() -> LedgerClient:
+            client = LedgerClient("127.0.0.1", server.port, WITHIN_S)
+            connections.callback(client.close)
+            return client
+
+        yield make
+
+
+def test_what_one_writes_all_read(connect: Connect) -> None:
+    one, other = connect(), connect()
+    assert other.read("a") is None
+    one.write("a", 'words "quoted", \u00e9, \udcff\n and a second line')
+    assert other.read("a") == 'words "quoted", \u00e9, \udcff\n and a second line'
+    other.write("a", "later")
+    assert one.read("a") == "later"
+
+
+def test_counters_count_each_once(connect: Connect) -> None:
+    found: list[int] = []
+
+    def count() -> None:
+        client = connect()
+        found.extend(client.add("n", 1) for _ in range(50))
+
+    threads = [threading.Thread(target=count) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WITHIN_S)
+    assert sorted(found) == list(range(1, 401))
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        b"GET / HTTP/1.1\r\n",
+        b'["add", "n"]\n',
+        b'["add", "n", "1"]\n',
+        b'["write", 1, "x"]\n',
+        b"[" * 40_000 + b"\n",
+        b"x" * 200_000,
+        b"\xff\xfe\n",
+    ],
+)
+def test_a_stranger_is_turned_away_and_nobody_else(
+    server: LedgerServer, connect: Connect, words: bytes
+) -> None:
+    client = connect()
+    with socket.create_connection(("127.0.0.1", server.port), WITHIN_S) as stranger:
+        try:
+            stranger.sendall(words)
+            assert stranger.recv(1) == b""
+        except ConnectionError:
+            pass  # it was turned away before it had said all
+    assert client.add("n", 1) == 1
+
+
+def test_memory_has_a_bound(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.rendezvous.ledger._MOST_KEYS", 3)
+    client = connect()
+    for key in "abc":
+        client.write(key, "x")
+    client.write("a", "known")
+    with pytest.raises(RuntimeError, match="closed the connection"):
+        client.write("d", "x")
+    assert connect().read("a") == "known"
+
+
+def test_a_server_that_ends_is_told(server: LedgerServer, connect: Connect) -> None:
+    client = connect()
+    server.close()
+    with pytest.raises(RuntimeError):
+        client.read("a")
+    with pytest.raises(OSError):
+        connect()
+
+
+def test_one_listens_at_a_port(server: LedgerServer) -> None:
+    with pytest.raises(OSError):
+        LedgerServer(server.port)
+
+
+def test_a_server_that_answers_something_else() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = LedgerClient("127.0.0.1", listener.getsockname()[1], WITHIN_S)
+        accepted, _ = listener.accept()
+        with accepted, contextlib.closing(client):
+            accepted.sendall(b"HTTP/1.1 400 Bad Request\n")
+            with pytest.raises(RuntimeError, match="no ledger of Paceline's"):
+                client.read("a")
+
+
+def test_a_server_that_does_not_answer() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        client = LedgerClient("127.0.0.1", listener.getsockname()[1], 0.05)
+        with contextlib.closing(client), pytest.raises(RuntimeError, match="timed out"):
+            client.read("a")
+
+
+def test_a_forked_child_does_not_hold_the_port() -> None:
+    server = LedgerServer(0)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(writing, b"x")
+        time.sleep(WITHIN_S)
+        os._exit(0)
+    try:
+        os.read(reading, 1)  # the child has got past what happens after a fork
+        server.close()
+        LedgerServer(server.port).close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(reading)
+        os.close(writing)
+
+
+def test_a_request_is_one_line_of_json(server: LedgerServer) -> None:
+    """As docs say, and in pieces."""
+    with socket.create_connection(("127.0.0.1", server.port), WITHIN_S) as client:
+        client.sendall(b'["add", "n", 2]\n["re')
+        with client.makefile("rb") as answers:
+            assert json.loads(answers.readline()) == 2
+            client.sendall(b'ad", "n"]\n')
+            assert json.loads(answers.readline()) is None
