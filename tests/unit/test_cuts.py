@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.sharding.cuts import CUT_ELEMENTS, Extent, cut_evenly, deal, deal_whole
+from paceline.sharding.cuts import CUT_ELEMENTS, Extent, Piece, cut_evenly, deal, deal_whole, fit_into_caches
 
 EXTENTS = st.lists(
     st.builds(Extent, st.integers(0, 5000), st.sampled_from([2, 4, 8]), st.booleans()), max_size=12
@@ -77,3 +77,40 @@ def test_frozen_parameters_and_whole_ones_are_dealt_by_themselves() -> None:
     for one, other in [(0, 4), (2, 5), (1, 3)]:
         assert {found[one], found[other]} == {(0, True), (1, True)}
     assert loads == [4096 * 4] * 2
+
+
+@given(EXTENTS, st.integers(1, 4), st.integers(1, 8000), st.data())
+def test_pieces_that_fit_hold_the_same_elements_of_each_rank(
+    extents: list[Extent], world_size: int, cached_bytes: int, data: st.DataObject
+) -> None:
+    is_cut = data.draw(st.lists(st.booleans(), min_size=len(extents), max_size=len(extents)))
+    dealt = cut_evenly(extents, world_size)
+    fitting = fit_into_caches(dealt, extents, is_cut, cached_bytes)
+    rest = iter(fitting)
+    for piece in dealt:
+        extent, parts = extents[piece.parameter], [next(rest)]
+        while parts[-1].end < piece.end:
+            parts.append(next(rest))
+        assert (parts[0].begin, parts[-1].end) == (piece.begin, piece.end)
+        assert [part.end for part in parts[:-1]] == [part.begin for part in parts[1:]]
+        assert {(part.parameter, part.rank) for part in parts} == {(piece.parameter, piece.rank)}
+        if not (is_cut[piece.parameter] and extent.may_be_cut):
+            assert parts == [piece]
+            continue
+        most = 1.5 * cached_bytes + 2 * CUT_ELEMENTS * extent.itemsize
+        assert all((part.end - part.begin) * extent.itemsize <= most for part in parts)
+        if len(parts) == 1:
+            assert parts == [piece]
+            continue
+        for part in parts:
+            assert not part.is_whole and part.end - part.begin >= CUT_ELEMENTS
+            assert (part.begin - piece.begin) % CUT_ELEMENTS == 0
+    assert next(rest, None) is None
+
+
+def test_an_example_of_pieces_that_fit() -> None:
+    whole = Piece(0, 0, 1030, True, 0)
+    found = fit_into_caches([whole], [Extent(1030, 4)], [True], 1024)
+    assert [(piece.begin, piece.end) for piece in found] == [(0, 256), (256, 512), (512, 768), (768, 1030)]
+    assert fit_into_caches([whole], [Extent(1030, 4)], [False], 1024) == [whole]
+    assert fit_into_caches([whole], [Extent(1030, 4)], [True], 2800) == [whole]

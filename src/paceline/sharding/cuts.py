@@ -5,6 +5,7 @@ of each rank end: every rank gets as much as any other, and only one parameter i
 
 Words: a *piece* is a run of elements of one parameter, in the order of its memory, which one rank updates. It
 is *whole* if it is all of its parameter. Parameters that must not be cut are dealt whole, balanced by size.
+What a rank was dealt of a parameter may be several pieces, one after the other, each of which fits a cache.
 
 Imports only the standard library.
 """
@@ -21,6 +22,14 @@ Loops over tensors work on vectors, several at a time, and on what is left over 
 where some round differently: torch's SGD with 16 bits and its fused optimizers do, measured with cuts at 1,
 2, 8 and 13 elements. A rank that begins at a multiple of the largest such group (64 elements of 16 bits)
 leaves the others as they are. And two ranks that write to one array write to different pairs of cache lines.
+"""
+
+CACHED_BYTES = 768 << 10
+"""How many bytes of a parameter a core can update within its caches, with gradient and state.
+
+An optimizer of plain tensor operations goes through all of a tensor a dozen times for one step. AdamW has
+five arrays in use at a time: 3.75 MiB, less than a core's part of the caches of today's servers. With 192 Ki
+elements of 4 bytes it took the least time of 32 Ki to 25 Mi; smaller pieces cost more calls (60 us each).
 """
 
 
@@ -149,3 +158,33 @@ def deal(
             dealt = cut_evenly(some, len(loads)) if cut else deal_whole(some, loads)
             pieces += [replace(piece, parameter=chosen[piece.parameter]) for piece in dealt]
     return pieces
+
+
+def fit_into_caches(
+    pieces: Sequence[Piece], extents: Sequence[Extent], is_cut: Sequence[bool], cached_bytes: int
+) -> list[Piece]:
+    """The same elements for each rank, in pieces of about `cached_bytes` where they are larger.
+
+    Args:
+        pieces: What was dealt.
+        extents: The parameters.
+        is_cut: Those that are updated element by element, in several runs through memory.
+        cached_bytes: How large a piece should be; one of less than 1.5 times as much stays as it is.
+
+    Example:
+        A piece of 1024 elements of 4 bytes becomes four, for `cached_bytes=1024`.
+    """
+    fitting: list[Piece] = []
+    for piece in pieces:
+        extent, count = extents[piece.parameter], 1
+        groups = (piece.end - piece.begin) // CUT_ELEMENTS
+        if is_cut[piece.parameter] and extent.may_be_cut and groups:
+            nbytes = (piece.end - piece.begin) * extent.itemsize
+            count = min(groups, max(1, round(nbytes / cached_bytes)))
+        if count == 1:
+            fitting.append(piece)
+            continue
+        begins = [piece.begin + groups * number // count * CUT_ELEMENTS for number in range(count)]
+        ends = [*begins[1:], piece.end]
+        fitting += [replace(piece, begin=b, end=e, is_whole=False) for b, e in zip(begins, ends, strict=True)]
+    return fitting

@@ -23,7 +23,8 @@ from paceline.reducer.agreement import ModelDescription, check_agreement, tellin
 from paceline.reducer.arguments import REDUCE_THROUGH
 from paceline.reducer.between_hosts import BetweenHosts
 from paceline.reducer.link import Link
-from paceline.sharding.cuts import Piece, deal
+from paceline.rendezvous.messages import gather_objects
+from paceline.sharding.cuts import CACHED_BYTES, deal, fit_into_caches
 from paceline.sharding.kinds import Kind
 from paceline.sharding.meeting import Call, spell_options
 from paceline.sharding.shared_step import OWNER, SharedStep, coupled, refuse_copies
@@ -147,15 +148,16 @@ class ShardedOptimizer(Optimizer, Joinable):
                 "optimizer_class": f"{optimizer_class.__module__}.{optimizer_class.__qualname__}",
                 "reduce_through": reduce_through,
             }
+            self.rank: int = peers.rank
+            self.world_size: int = peers.world_size
             self._kinds: dict[str, Kind] = {}
-            kinds = [] if peers.world_size == 1 else self._kinds_of(self.param_groups)
+            kinds = self._kinds_of(self.param_groups)
         self._peers = peers
         self.process_group = peers.process_group
-        self.rank: int = peers.rank
-        self.world_size: int = peers.world_size
         self._shards = Shards(self.rank, self.world_size)
         self._loads = [0] * self.world_size
         self._agree(self.param_groups, kinds)
+        self._cached_bytes = CACHED_BYTES * self._most_threads()
         self._link = None if self.world_size == 1 else self._connect(reduce_through)
         self._steps: SharedStep[State] = SharedStep(
             self._shards,
@@ -297,7 +299,7 @@ class ShardedOptimizer(Optimizer, Joinable):
                 check_options([filled])
                 check_tensors([parameter for each in self.param_groups for parameter in each["params"]])
                 added = self.param_groups[num_groups:]
-                kinds = [] if self.world_size == 1 else self._kinds_of(added)
+                kinds = self._kinds_of(added)
             self._agree(added, kinds)
         except PacelineError:
             del self.param_groups[num_groups:], self._template.param_groups[num_groups:]
@@ -325,7 +327,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         key = f"{flags} {dtype} {device}"
         if key not in self._kinds:
             kind = kind_of(type(self._template), options, dtype, device)
-            if kind is Kind.COUPLED:
+            if kind is Kind.COUPLED and self.world_size > 1:
                 raise coupled(type(self._template))
             self._kinds[key] = kind
         return self._kinds[key]
@@ -350,6 +352,14 @@ class ShardedOptimizer(Optimizer, Joinable):
         description = ModelDescription(described, (), options, doing=doing)
         check_agreement(description, self._peers.exchange, self._peers.timeout_s)
 
+    def _most_threads(self) -> int:
+        """The most threads of any rank, because all ranks must know of the same pieces. Collective."""
+        threads = torch.get_num_threads()
+        if self.world_size == 1:
+            return threads
+        told = gather_objects(self._peers.exchange, {"threads": threads}, self._peers.timeout_s)
+        return max(int(each["threads"]) for each in told)
+
     def _connect(self, reduce_through: str) -> Link[torch.Tensor]:
         """Connect the ranks. Collective."""
         on_host = all(p.device.type == "cpu" for group in self.param_groups for p in group["params"])
@@ -364,16 +374,18 @@ class ShardedOptimizer(Optimizer, Joinable):
         """Deal the parameters of new groups to the ranks. What was dealt before stays where its state is."""
         first = len(self._shards.parameters)
         parameters = [parameter for group in groups for parameter in group["params"]]
-        pieces: list[Piece] = []
-        if self.world_size == 1:
-            pieces = [Piece(index, 0, p.numel(), True, 0) for index, p in enumerate(parameters)]
-        else:
-            pieces = deal(
-                [extent_of(parameter) for parameter in parameters],
-                [not parameter.requires_grad for parameter in parameters],
-                [kind is Kind.ELEMENTS for kind in kinds],
-                self._loads,
-            )
+        extents = [extent_of(parameter) for parameter in parameters]
+        is_cut = [kind is Kind.ELEMENTS for kind in kinds]
+        is_frozen = [not parameter.requires_grad for parameter in parameters]
+        pieces = deal(extents, is_frozen, is_cut, self._loads)
+        # A fused kernel goes through memory once, and operations on lists through all tensors at a time.
+        gains = [
+            parameter.is_cpu and not group.get("fused") and not group.get("foreach")
+            for group in groups
+            for parameter in group["params"]
+        ]
+        is_cut = [each and gain for each, gain in zip(is_cut, gains, strict=True)]
+        pieces = fit_into_caches(pieces, extents, is_cut, self._cached_bytes)
         pieces = [replace(piece, parameter=first + piece.parameter) for piece in pieces]
         self._shards.add(parameters, self._names_of(groups), pieces)
 

@@ -10,6 +10,7 @@ written.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -47,6 +48,38 @@ def like(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     return copy.copy_(tensor)
 
 
+@dataclass
+class _Run:
+    """Pieces of this rank that lie one after the other in one parameter: what it was dealt of it."""
+
+    pieces: list[Piece]
+    indices: list[int]
+
+    @property
+    def begin(self) -> int:
+        return self.pieces[0].begin
+
+    @property
+    def end(self) -> int:
+        return self.pieces[-1].end
+
+    def is_followed_by(self, piece: Piece) -> bool:
+        return (self.pieces[0].parameter, self.end) == (piece.parameter, piece.begin)
+
+    def parts_of(self, gradient: torch.Tensor, parameter: torch.Tensor) -> Sequence[torch.Tensor]:
+        """What each piece has of the gradient of a parameter, of any layout."""
+        if self.pieces[0].is_whole:
+            return (gradient,)
+        return self.split(flat(_as_laid_out(gradient, parameter))[self.begin : self.end])
+
+    def split(self, part: torch.Tensor) -> Sequence[torch.Tensor]:
+        """What each piece has of what belongs to them together."""
+        if len(self.pieces) == 1:
+            return (part,)
+        # In one call: what is done for each piece counts at each step.
+        return flat(part).split_with_sizes([piece.end - piece.begin for piece in self.pieces])
+
+
 class Shards:
     """All pieces of an optimizer's parameters, on one rank.
 
@@ -75,6 +108,7 @@ class Shards:
         self.homes: list[Home] = []
         self._places: list[int] = []
         self._forms: list[tuple[torch.Size, torch.dtype, tuple[int, ...]]] = []
+        self._runs: list[_Run] = []
 
     def add(self, parameters: Sequence[torch.Tensor], names: Sequence[str], pieces: Sequence[Piece]) -> None:
         """Take more parameters; `pieces` are theirs."""
@@ -85,6 +119,10 @@ class Shards:
         for piece in pieces:
             if piece.rank == self.rank:
                 self.own.append(len(self.pieces))
+                if not self._runs or not self._runs[-1].is_followed_by(piece):
+                    self._runs.append(_Run([], []))
+                self._runs[-1].pieces.append(piece)
+                self._runs[-1].indices.append(len(self.pieces))
             self.pieces.append(piece)
             self.tensors.append(part_of(self._memory_of(self.parameters[piece.parameter]), piece))
         self.generation += 1
@@ -94,8 +132,12 @@ class Shards:
         ranges: list[list[OwnedRange]] = [[] for _ in self.parameters]
         for piece in self.pieces:
             size = self.parameters[piece.parameter].element_size()
-            if piece.end > piece.begin:
-                ranges[piece.parameter].append(OwnedRange(piece.begin * size, piece.end * size, piece.rank))
+            if piece.end == piece.begin:
+                continue
+            known, begin = ranges[piece.parameter], piece.begin * size
+            if known and (known[-1].end, known[-1].rank) == (begin, piece.rank):
+                begin = known.pop().begin
+            known.append(OwnedRange(begin, piece.end * size, piece.rank))
         owners.tell(
             (parameter, Owned(tuple(its), self.rank, self.world_size))
             for parameter, its in zip(self.parameters, ranges)
@@ -163,24 +205,25 @@ class Shards:
                 )
             if type(gradient) is ScatteredGradient:
                 gradient.check()
-        for index in self.own:
-            piece = self.pieces[index]
-            gradient = found[piece.parameter]
+        for run in self._runs:
+            gradient = found[run.pieces[0].parameter]
             if type(gradient) is ScatteredGradient:
-                gradient.of.part(gradient.number, piece.begin, piece.end)
+                gradient.of.part(gradient.number, run.begin, run.end)
         return found
 
     def set_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Give this rank's pieces their parts of the gradients, one for each parameter."""
-        for index in self.own:
-            piece = self.pieces[index]
-            gradient = gradients[piece.parameter]
+        for run in self._runs:
+            index = run.pieces[0].parameter
+            gradient = gradients[index]
+            if gradient is None:
+                continue  # no piece has one since `clear_gradients`
             if type(gradient) is ScatteredGradient:
-                gradient = gradient.of.part(gradient.number, piece.begin, piece.end)
-            elif gradient is not None and not piece.is_whole:
-                parameter = self.parameters[piece.parameter]
-                gradient = part_of(_as_laid_out(gradient, parameter), piece)
-            self.tensors[index].grad = gradient
+                parts = run.split(gradient.of.part(gradient.number, run.begin, run.end))
+            else:
+                parts = run.parts_of(gradient, self.parameters[index])
+            for place, part in zip(run.indices, parts):
+                self.tensors[place].grad = part
 
     def lend_gradients(
         self,
