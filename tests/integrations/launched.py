@@ -26,13 +26,15 @@ def paceline_run() -> list[str]:
     return [sys.executable, "-m", "paceline", "run", "-n", "2"]
 
 
-def ended(command: Sequence[str], **variables: str) -> subprocess.CompletedProcess[str]:
+def ended(
+    command: Sequence[str], within_s: float = WITHIN_S, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """Run a command to its end."""
     return subprocess.run(
         command,
         capture_output=True,
         text=True,
-        timeout=WITHIN_S,
+        timeout=within_s,
         check=False,
         cwd=ROOT,
         env=os.environ | variables,
@@ -46,7 +48,7 @@ def reports(folder: Path, command: Sequence[str], **variables: str) -> list[dict
     return [report_of(folder, rank) for rank in range(2)]
 
 
-def report_of(folder: Path, rank: int) -> dict[str, Any]:
+def report_of(folder: Path, rank: int | str) -> dict[str, Any]:
     """What a rank has written."""
     found: dict[str, Any] = json.loads((folder / f"{rank}.json").read_text())
     return found

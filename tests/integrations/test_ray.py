@@ -9,7 +9,6 @@ import pytest
 
 from tests.integrations.launched import ended
 
-pytest.importorskip("ray")
 PROGRAM = "tests.integrations.ray_program"
 
 

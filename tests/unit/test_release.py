@@ -26,6 +26,7 @@ Provides-Extra: paddle
 Provides-Extra: accelerate
 Provides-Extra: lightning
 Provides-Extra: transformers
+Provides-Extra: ray
 Provides-Extra: live
 
 Words.
