@@ -56,6 +56,9 @@ class Transport(Protocol):
     """Whether nothing may begin before a bucket is done: a hook makes calls of its own."""
     order: CallOrder
     """Shared by all that use one process group."""
+    note_stream: Callable[[], None] | None
+    """Called whenever a gradient has come to its place, by whoever has brought it there, so that a bucket
+    waits for the streams of a device that have brought its gradients; None: nobody needs to know."""
 
     def launch(self, bucket: int, scale: float) -> Pending:
         """Scale this rank's part of the bucket and begin to sum it over ranks, in place.
@@ -174,6 +177,7 @@ class EngineReducer(ReportingReducer):
         self._skip_unused = skip_unused
         self._idle: list[int] = []  # buckets that no rank used in the last pass
         self._transport = transport
+        self._note_stream = transport.note_stream
         self._expected_weight = float(transport.world_size)
         # Which no two reducers have in common, and all ranks of this one.
         self._identity = zlib.crc32(b"".join(transport.begin_all_gather(os.urandom(8))()))
@@ -193,6 +197,8 @@ class EngineReducer(ReportingReducer):
         """Nothing to give back: the transport's memory goes with the last view of it."""
 
     def _hand_over(self, param: int) -> None:
+        if self._note_stream is not None:
+            self._note_stream()
         for number in self._buckets_of[param]:
             self._missing[number] -= 1
         self._launch_complete()

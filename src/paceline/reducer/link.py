@@ -40,12 +40,14 @@ class ReductionOptions:
         skip_unused: Don't send buckets that no rank used in the pass before. In memory nothing is sent.
         owned: Who needs which part of each mean, for each parameter of the plan; empty: all ranks need all.
             In memory only.
+        waits_for_finite: Tell of infinities in the pass that has them, even where that waits for a device.
     """
 
     gradients_in_arena: bool
     checks_finite: bool
     skip_unused: bool
     owned: tuple[Ranges, ...] = ()
+    waits_for_finite: bool = True
 
 
 @dataclass(frozen=True)

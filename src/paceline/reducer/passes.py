@@ -490,7 +490,8 @@ class Passes(Generic[AnyAutograd]):
     def _make_reduction(self, plan: Plan, instead_of: Reduction[Any] | None) -> Reduction[Any]:
         config = self._config
         finite = config.nonfinite != "ignore"
-        options = ReductionOptions(config.gradients_in_arena, finite, config.skip_unused, self._owned)
+        waits = config.nonfinite == "raise"
+        options = ReductionOptions(config.gradients_in_arena, finite, config.skip_unused, self._owned, waits)
         return self.link.make_reduction(plan, self._tensors.trainable, options, instead_of)
 
     def refresh_sharing(self) -> None:

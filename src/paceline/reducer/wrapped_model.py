@@ -250,7 +250,8 @@ class WrappedModel:
     def nonfinite(self) -> dict[int, tuple[str, ...]]:
         """Return which gradients held an infinity or a NaN in the last pass: {rank: (parameter names)}.
 
-        The same on every rank, and known without reading gradients again. Empty if all were finite.
+        The same on every rank, and known without reading gradients again. Empty if all were finite. Over
+        NCCL, without nonfinite="raise", it is told of an earlier pass, of which the GPU has answered.
 
         Raises:
             ConfigError: Infinities were not looked for, because of nonfinite="ignore" over a process group.

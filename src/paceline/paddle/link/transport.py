@@ -40,6 +40,7 @@ class PaddleTransport:
         self.order = call_order_of(calls.group)
         self._hook = hook
         self.is_serial = hook is not None
+        self.note_stream: Callable[[], None] | None = None  # Paddle computes on one stream
         self._waits = calls.waits(arena.plan)
         self._checks_finite = checks_finite
         numbers = range(len(arena.plan.buckets))
@@ -76,7 +77,10 @@ class PaddleTransport:
             self._arena.places[param].zero_()
 
     def take_nonfinite(self) -> list[int]:
-        found = sorted({param for param, is_finite in self._suspects if not bool(is_finite)})
+        found = []
+        if self._suspects:  # one copy from a GPU for all of them
+            flags = paddle.stack([is_finite for _, is_finite in self._suspects]).numpy()
+            found = sorted({param for (param, _), each in zip(self._suspects, flags) if not each})
         self._suspects.clear()
         if self._hook is not None:
             self._hook.forget()

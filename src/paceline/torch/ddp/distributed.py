@@ -103,7 +103,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         weight: The weight of this rank's gradients in the average: a number, or a function of forward's
             arguments that returns one (for example the number of tokens). None: 1, unless weight() is called.
         nonfinite: What to do when a gradient holds an infinity or a NaN: "warn" (once), "raise" (on every
-            rank) or "ignore".
+            rank) or "ignore". Over NCCL "warn" tells a pass later or more; only "raise" waits for the GPU.
         timeout_s: Seconds to wait for the slowest rank, or a timedelta; None: the group's own time-out.
         warn_after_s: Seconds after which a late rank is named in a warning; None: 10.
         reduce_through: Where gradients are averaged: "memory" that the ranks share, the process "group", or

@@ -31,6 +31,11 @@ class BatchedCopies:
         self._places.append(place)
         self._gradients.append(gradient)
 
+    @property
+    def waiting(self) -> list[torch.Tensor]:
+        """Gradients that are still to be copied."""
+        return self._gradients
+
     def make(self) -> None:
         """Copy all that waits."""
         if self._places:

@@ -52,6 +52,16 @@ class GroupCalls:
             witness=witness,
         )
 
+    def runs_on_streams(self, device: torch.device) -> bool:
+        """Whether calls for tensors of this device run on a stream of it, for which others can wait."""
+        if device.type == "cpu":
+            return False
+        try:
+            backend = self.group._get_backend(device)
+        except RuntimeError:  # a group written in Python says nothing
+            return False
+        return str(backend.name()).lower() not in ("gloo", "mpi", "ucc")
+
     def begin(self, start: Callable[[], dist.Work], what: int | str) -> dist.Work:
         """Begin a call.
 

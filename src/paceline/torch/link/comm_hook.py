@@ -56,7 +56,7 @@ class HookTransport(ProcessGroupTransport):
         peers: The process group that the hook, too, will use.
         parameters: Those that the plan lists.
         hook: Replaces the all_reduce. It gets gradients that are not divided by anything.
-        checks_finite, witness: As `ProcessGroupTransport`'s.
+        checks_finite, reports, witness: As `ProcessGroupTransport`'s.
     """
 
     def __init__(
@@ -67,9 +67,10 @@ class HookTransport(ProcessGroupTransport):
         hook: CommHook,
         *,
         checks_finite: bool,
+        reports: Any = None,
         witness: Witness | None = None,
     ) -> None:
-        super().__init__(arena, peers, checks_finite=checks_finite, witness=witness)
+        super().__init__(arena, peers, checks_finite=checks_finite, reports=reports, witness=witness)
         self.is_serial = True
         self._hook = hook
         self._parameters = list(parameters)
@@ -79,8 +80,10 @@ class HookTransport(ProcessGroupTransport):
         """Give a bucket to the hook, which divides by the world size; the rest of `scale` is a weight."""
         if self._latest is not None:
             self._latest.wait()
-        self._arena.copies.make()
         flat = self._buckets[bucket]
+        if self._streams is not None:
+            self._streams.join(flat.device, self._arena.copies.waiting)
+        self._arena.copies.make()
         members = [
             index
             for index in self._arena.plan.buckets[bucket].parameters

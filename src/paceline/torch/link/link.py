@@ -38,6 +38,7 @@ from paceline.torch.link.calls import GroupCalls
 from paceline.torch.link.comm_hook import HookTransport
 from paceline.torch.link.hosts import join_hosts
 from paceline.torch.link.peers import Peers, ProcessGroupPeers, control_of
+from paceline.torch.link.reports import group_for_reports
 from paceline.torch.link.transport import ProcessGroupTransport
 from paceline.torch.model.parameters import dtype_name
 
@@ -74,7 +75,7 @@ def connect(
         between_hosts.refuse(seen if on_host else "parameters on a GPU")
     assert isinstance(peers, ProcessGroupPeers)
     if memory is None:
-        return GroupLink(peers, _find_witness(peers))
+        return GroupLink(peers, _find_witness(peers), reports=_find_reports(peers))
     return GroupLink(peers, ChannelWitness(control_of(peers, memory.hosts)))
 
 
@@ -149,17 +150,19 @@ class GroupLink:
     Args:
         peers: The ranks of the group.
         witness: Names ranks that are lost or late; None: nobody does.
+        reports: The group for reports, where the process group serves no CPU; see `reports`.
     """
 
     path, bits = "group", "engine"
     wants_whole_buckets = False
     most_bucket_bytes: int | None = None
 
-    def __init__(self, peers: ProcessGroupPeers, witness: Witness | None) -> None:
+    def __init__(self, peers: ProcessGroupPeers, witness: Witness | None, reports: Any = None) -> None:
         self.rank, self.world_size = peers.rank, peers.world_size
         self.tell: Callable[[str], None] | None = None if witness is None else witness.tell
         self.witness = witness
         self._peers = peers
+        self.reports = reports
         calls = GroupCalls(peers, witness)
         self._broadcast, self.sum, self.sum_in_order = calls.broadcast, calls.sum, calls.sum_in_order
 
@@ -178,8 +181,14 @@ class GroupLink:
     ) -> Reduction[torch.Tensor]:
         before = None if instead_of is None else (instead_of.plan, instead_of.sections)
         arena = Arena.allocate(plan, parameters, before)
-        finite = options.checks_finite
-        transport = ProcessGroupTransport(arena, self._peers, checks_finite=finite, witness=self.witness)
+        transport = ProcessGroupTransport(
+            arena,
+            self._peers,
+            checks_finite=options.checks_finite,
+            waits_for_finite=options.waits_for_finite,
+            reports=self.reports,
+            witness=self.witness,
+        )
         return _over(arena, EngineReducer(plan, transport, skip_unused=options.skip_unused))
 
     def with_hook(self, hook: CommHook, process_group: Any) -> Link[torch.Tensor]:
@@ -248,6 +257,7 @@ class HookLink:
         self.tell: Callable[[str], None] | None = None if link.witness is None else link.witness.tell
         self.broadcast, self.sum, self.all_gather = link.broadcast, link.sum, link.all_gather
         self.with_hook = link.with_hook
+        self._reports = getattr(link, "reports", None)
         self._peers = peers
         self._hook = hook
 
@@ -264,7 +274,13 @@ class HookLink:
             instead_of.reducer.close()
         arena, finite = Arena.allocate(plan, parameters), options.checks_finite
         transport = HookTransport(
-            arena, self._peers, parameters, self._hook, checks_finite=finite, witness=self.witness
+            arena,
+            self._peers,
+            parameters,
+            self._hook,
+            checks_finite=finite,
+            reports=self._reports,
+            witness=self.witness,
         )
         return _over(arena, EngineReducer(plan, transport))
 
@@ -290,6 +306,11 @@ def _find_witness(peers: ProcessGroupPeers) -> Witness | None:
         return None
     core = memory.of_all_ranks()
     return ChannelWitness(control_of(peers, memory.hosts)) if core is None else MemoryWitness(core)
+
+
+def _find_reports(peers: ProcessGroupPeers) -> Any:
+    """See `group_for_reports`; a single rank needs no other's report, but waits for its own, too."""
+    return None if GroupCalls(peers, None).serves_cpu else group_for_reports(peers)
 
 
 def _check_group(peers: Peers, on_host: bool, reduce_through: str, owner: str) -> None:

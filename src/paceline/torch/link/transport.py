@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,9 @@ from paceline.reducer.plan import pieces_in
 from paceline.reducer.witness import Witness
 from paceline.torch.link.arena import Arena
 from paceline.torch.link.calls import GroupCalls
+from paceline.torch.link.finite import FiniteChecks
 from paceline.torch.link.peers import ProcessGroupPeers
+from paceline.torch.link.streams import Streams
 from paceline.torch.model.parameters import DTYPES
 
 _CODES = {DTYPES[name]: code for name, code in _core.DTYPES.items() if name in DTYPES}
@@ -32,11 +35,23 @@ class ProcessGroupTransport:
         arena: The arena of this rank.
         peers: The process group.
         checks_finite: Look at every gradient before it is reduced, to tell whose holds an infinity or a NaN.
+        waits_for_finite: Tell of those on a device in the same pass, too, which waits for the device.
+        reports: The group of Gloo for reports, where `peers` have no backend for the CPU; see `reports`.
         witness: Names ranks that are lost or late.
+
+    Attributes:
+        note_stream: Called when a gradient has come to its place; None: all are on the CPU.
     """
 
     def __init__(
-        self, arena: Arena, peers: ProcessGroupPeers, *, checks_finite: bool, witness: Witness | None = None
+        self,
+        arena: Arena,
+        peers: ProcessGroupPeers,
+        *,
+        checks_finite: bool,
+        waits_for_finite: bool = True,
+        reports: Any = None,
+        witness: Witness | None = None,
     ) -> None:
         self.rank = peers.rank
         self.world_size = peers.world_size
@@ -49,14 +64,23 @@ class ProcessGroupTransport:
         numbers = range(len(arena.plan.buckets))
         self._buckets = [arena.bucket(number) for number in numbers]
         self._pieces = [pieces_in(arena.plan, arena.sections, number) for number in numbers]
-        self._norms: list[tuple[int, torch.Tensor]] = []
         self._nonfinite: set[int] = set()
-        on_host = self._calls.serves_cpu
+        self._reports = reports
+        on_host = self._calls.serves_cpu or reports is not None
+        devices = {section.device for section in arena.sections}
         self._status_device = torch.device("cpu") if on_host else arena.sections[0].device
+        # A stream waits for these buckets, and the host need not.
+        self._are_on_streams = bool(devices) and all(map(self._calls.runs_on_streams, devices))
+        self._on_device = FiniteChecks(waits=waits_for_finite or not self._are_on_streams)
+        self._is_narrow = any(section.dtype == torch.float16 for section in arena.sections)
+        self._streams = next((made for each in devices if (made := Streams.of(each)) is not None), None)
+        self.note_stream = None if self._streams is None else self._streams.note
 
     def launch(self, bucket: int, scale: float) -> BucketWork:
-        self._arena.copies.make()
         flat = self._buckets[bucket]
+        if self._streams is not None:
+            self._streams.join(flat.device, self._arena.copies.waiting)
+        self._arena.copies.make()
         if self._checks_finite and scale:
             self._note_nonfinite(bucket, flat)
         if scale == 0.0:
@@ -74,13 +98,18 @@ class ProcessGroupTransport:
         self._arena.views[param].zero_()
 
     def take_nonfinite(self) -> list[int]:
-        self._nonfinite.update(param for param, norm in self._norms if not math.isfinite(norm.item()))
+        if self._streams is not None:
+            self._streams.forget()
+        if self._checks_finite and not self._is_captured():
+            self._nonfinite.update(self._on_device.take())
         found = sorted(self._nonfinite)
-        self._norms.clear()
         self._nonfinite.clear()
         return found
 
     def may_have_overflowed(self, scale: float) -> bool:
+        if not self._on_device.waits and not self._is_narrow:
+            # To look would wait for the device. It takes gradients near 3e38.
+            return False
         return self._checks_finite and may_overflow(scale, self.world_size)
 
     def find_overflowed(self) -> list[int]:
@@ -93,7 +122,12 @@ class ProcessGroupTransport:
     def begin_all_gather(self, payload: bytes) -> Callable[[], list[bytes]]:
         own = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self._status_device)
         rows = [torch.empty_like(own) for _ in range(self.world_size)]
-        work = self._calls.begin(lambda: dist.all_gather(rows, own, group=self._group, async_op=True), STATUS)
+        if self._reports is None:
+            work = self._calls.begin(
+                lambda: dist.all_gather(rows, own, group=self._group, async_op=True), STATUS
+            )
+        else:
+            work = self._calls.begin(lambda: self._reports.allgather([rows], [own]), STATUS)
 
         def finish() -> list[bytes]:
             self.wait(work, STATUS)
@@ -111,15 +145,17 @@ class ProcessGroupTransport:
         """
         # The end of a pass needs the reports at once, and nothing has been computed from the means yet: here
         # a rank that is lost can be told, wherever the reports lie.
-        on_host = what == STATUS or self._status_device.type == "cpu"
-        self._calls.wait(work, what, on_host=on_host)
+        self._calls.wait(work, what, on_host=what == STATUS or not self._are_on_streams)
+
+    def _is_captured(self) -> bool:
+        """Whether a CUDA graph is being made, which can hold no question of the host."""
+        return self._are_on_streams and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
     def _note_nonfinite(self, bucket: int, flat: torch.Tensor) -> None:
         pieces = self._pieces[bucket]
         if flat.device.type != "cpu":
-            # To look at the values now would wait for the device; an infinity norm is exact and can wait.
-            norms = torch._foreach_norm([piece for _, piece in pieces], math.inf)
-            self._norms += zip((param for param, _ in pieces), norms)
+            if not self._is_captured():
+                self._on_device.look(pieces)
             return
         # A finite sum proves that all is finite; another may be an overflow, so look at each element then.
         flat = as_real(flat)
