@@ -49,7 +49,7 @@ class HostCopy:
 
 
 class FiniteChecks:
-    """Of one rank's gradients on devices.
+    """Looks at one rank's gradients on devices.
 
     Args:
         waits: Tell of each pass at its end, which waits for the device. Else that is so in the first pass

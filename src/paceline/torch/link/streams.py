@@ -31,7 +31,7 @@ class Streams:
 
     @classmethod
     def of(cls, device: torch.device) -> Streams | None:
-        """Those of a kind of device; None: it has none."""
+        """The streams of a kind of device; None: it has none."""
         if device.type == "cpu":
             return None
         if device.type != "cuda":
@@ -51,7 +51,7 @@ class Streams:
         """Let the current stream of `device` wait for the others.
 
         Args:
-            device: Of a bucket that is to be launched.
+            device: Where the bucket lies that is to be launched.
             waiting: Tensors that those have made, and that the current stream is to read.
         """
         if len(self._seen) < 2:  # the one that has brought the last gradient is the current one

@@ -149,7 +149,9 @@ class ProcessGroupTransport:
 
     def _is_captured(self) -> bool:
         """Whether a CUDA graph is being made, which can hold no question of the host."""
-        return self._are_on_streams and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if not (self._are_on_streams and torch.cuda.is_initialized()):
+            return False
+        return torch.cuda.is_current_stream_capturing()
 
     def _note_nonfinite(self, bucket: int, flat: torch.Tensor) -> None:
         pieces = self._pieces[bucket]
