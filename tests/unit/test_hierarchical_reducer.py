@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from paceline import _core
 from paceline.reducer import hierarchical
 from paceline.reducer.hierarchical import HierarchicalReducer, Hosts
-from paceline.reducer.hosts import Message, Route, num_shares, plan_route
+from paceline.reducer.hosts import Message, Route, num_shares, plan_route, tag_of
 from paceline.reducer.plan import ParameterSpec, Plan, plan_buckets
 from paceline.reducer.protocol import Outcome, PassStatus
 from paceline.rendezvous.control import ControlChannel
@@ -65,6 +65,7 @@ class Links:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._queues: dict[tuple[int, int, int], queue.SimpleQueue[bytes]] = defaultdict(queue.SimpleQueue)
+        self.sent: dict[int, list[tuple[int, int]]] = defaultdict(list)  # receiver and tag, by sender
 
     def between(self, sender: int, receiver: int, tag: int) -> queue.SimpleQueue[bytes]:
         with self._lock:
@@ -79,7 +80,9 @@ class Transport:
         self._links = links
 
     def send(self, host: int, message: Message, tag: int) -> Sent:
-        self._links.between(self.ranks[self.host], self.ranks[host], tag).put(message.tobytes())
+        sender, receiver = self.ranks[self.host], self.ranks[host]
+        self._links.between(sender, receiver, tag).put(message.tobytes())
+        self._links.sent[sender].append((receiver, tag))
         return Sent()
 
     def receive(self, host: int, message: Message, tag: int) -> Coming:
@@ -127,7 +130,7 @@ class World:
     def __init__(self, layout: Layout, cap: int, *, is_exact: bool = False) -> None:
         self.layout, self.plan, self._is_exact = layout, make_plan(cap), is_exact
         self.size = sum(map(len, layout))
-        self._links, self._meeting = Links(), Meeting(self.size)
+        self.links, self._meeting = Links(), Meeting(self.size)
         self._nonces = [secrets.token_bytes(16) for _ in layout]
         self._regions = [_core.create_region(len(host), nonce) for host, nonce in zip(layout, self._nonces)]
 
@@ -162,7 +165,7 @@ class World:
         group.join()
         transport = None
         if place < num_shares(self.layout):
-            transport = Transport(self._links, host, [ranks[place] for ranks in self.layout])
+            transport = Transport(self.links, host, [ranks[place] for ranks in self.layout])
         hosts = Hosts(
             rank=rank,
             world_size=self.size,
@@ -228,6 +231,24 @@ def test_means_on_hosts_of_any_sizes(layout: Layout, is_weighted: bool) -> None:
         ]
         expected = sum(w * row for w, row in zip(weights, rows)) / sum(weights)
         np.testing.assert_allclose(np.frombuffer(packed, np.float32), expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("phase", [0, 1])
+def test_in_each_turn_every_host_is_sent_to_by_one(phase: int) -> None:
+    """Else three links of four are idle while all send to the first host."""
+    world = World([[0], [1], [2], [3]], 1 << 22)
+    assert len(world.plan.buckets) == 1 and len(plan_route(sum(COUNTS), 4, 0, 1, 4).parts) == 4
+
+    def one_pass(rank: int, reducer: HierarchicalReducer) -> None:
+        for param in range(len(COUNTS)):
+            reducer.mark_ready(param)
+        assert reducer.finish(PassStatus(1), False) == Outcome.GOOD
+
+    world.run(one_pass)
+    tag = tag_of(0, phase, 0, 1)
+    turns = [[receiver for receiver, sent in world.links.sent[rank] if sent == tag] for rank in range(4)]
+    for turn in zip(*turns, strict=True):
+        assert sorted(turn) == [0, 1, 2, 3], turns
 
 
 def test_two_ranks_and_one_have_the_bits_of_three_hosts_and_one_and_two_have_not() -> None:

@@ -45,6 +45,7 @@ from paceline.reducer.hosts import (
     Route,
     Transfer,
     tag_of,
+    turns_of,
 )
 from paceline.reducer.sum_formats import SumFormat
 from paceline.rendezvous import lifetime
@@ -165,7 +166,7 @@ class HostExchange:
         self._on_overflow = on_overflow
         self._host, self._num_hosts = transport.host, len(transport.ranks)
         self._rank = transport.ranks[self._host]
-        self._others = [host for host in range(self._num_hosts) if host != self._host]
+        self._others = turns_of(self._host, self._num_hosts)
         self._blocks, self._in_order = blocks.blocks, blocks
         self._blocks_of: list[list[int]] = [[] for _ in range(self._num_hosts)]
         for number, block in enumerate(blocks.blocks):
@@ -310,7 +311,10 @@ class HostExchange:
         for block in self._blocks_of[self._host]:
             flight.weights[block] = core.total_weight(self._blocks[block].local_ranks)
         waiting: list[tuple[int, int, float]] = []  # part, piece and weight of what a report is put behind
-        for part, pieces in enumerate(flight.route.parts):
+        # This rank's own part last: nobody waits for it.
+        order = [0] if flight.route.is_one_round else [*self._others, self._host]
+        for part in order:
+            pieces = flight.route.parts[part]
             going = self._messages_of(self._host, pieces)
             for piece, (block, elements) in enumerate(going):
                 has_report = make_report is not None and piece == len(going) - 1

@@ -386,6 +386,19 @@ def spoken_for(ranks: Sequence[int], local_rank: int, shares: int) -> tuple[int,
     return tuple(ranks[local_rank::shares])
 
 
+def turns_of(host: int, num_hosts: int) -> list[int]:
+    """The other hosts, in the order in which one sends to them.
+
+    In each turn every host is sent to by one other, so that no link has two messages for it while another
+    one has none.
+
+    Example:
+        >>> [turns_of(host, 3) for host in range(3)]
+        [[1, 2], [2, 0], [0, 1]]
+    """
+    return [(host + turn) % num_hosts for turn in range(1, num_hosts)]
+
+
 def has_bits_of_one_host(ranks: Sequence[Sequence[int]]) -> bool:
     """Whether sums in each host, and then over the hosts, are the sums of one host with all the ranks.
 
