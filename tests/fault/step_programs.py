@@ -7,14 +7,16 @@ or "half". The reference is the framework's own optimizer, on copies that no oth
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+import paceline
 from paceline import _core
-from paceline.errors import PacelineError, TornStepError
+from paceline.errors import PacelineError, PeerLostError, TornStepError
 
 Array = np.ndarray[Any, Any]
 Step = Callable[[int], None]
@@ -35,6 +37,8 @@ class Steps(ABC):
         group: All ranks.
         is_shared: Whether the parameters lie in memory that all ranks share.
     """
+
+    keeps_journal = False
 
     def __init__(self, group: Any, is_shared: bool) -> None:
         drawn = np.random.default_rng(0)
@@ -88,7 +92,17 @@ class Steps(ABC):
         if _same(found, before):
             return "none"
         assert _same(found, self.expected()), "half a step, and nothing says so"
+        if self.keeps_journal:
+            assert _same(self.found_state(), self.expected_state()), "the state is another one"
         return "whole"
+
+    def found_state(self) -> list[Array]:
+        """What the optimizer of the wrapped model remembers, of all ranks."""
+        raise NotImplementedError
+
+    def expected_state(self) -> list[Array]:
+        """What the other remembers."""
+        raise NotImplementedError
 
 
 def _is_torn(use: Callable[[], object]) -> bool:
@@ -110,6 +124,7 @@ class TorchSteps(Steps):
         import torch
         from torch import nn, optim
 
+        from paceline.sharding import journal
         from paceline.torch import DistributedDataParallel, ShardedOptimizer
 
         class InTwoHalves(optim.AdamW):
@@ -136,8 +151,10 @@ class TorchSteps(Steps):
         self._alone, self._module = Sum(self._values), Sum(self._values)
         self._reference = optim.AdamW(self._alone.parameters(), lr=0.01)
         self._wrapped = DistributedDataParallel(self._module, process_group=group, share_parameters=is_shared)
+        if self.keeps_journal:
+            journal.BLOCK_BYTES = 1024  # several blocks for each rank
         self._optimizer = ShardedOptimizer(
-            self._wrapped.parameters(), InTwoHalves, process_group=group, lr=0.01
+            self._wrapped.parameters(), InTwoHalves, process_group=group, journal=self.keeps_journal, lr=0.01
         )
 
     def give(self, gradients: Sequence[Array]) -> None:
@@ -164,6 +181,58 @@ class TorchSteps(Steps):
 
         yield from (forward, self._wrapped.state_dict)
         yield from (self._optimizer.step, self._optimizer.consolidate_state_dict)
+
+
+class JournaledSteps(TorchSteps):
+    """The same, with a journal."""
+
+    keeps_journal = True
+
+    def found_state(self) -> list[Array]:
+        self._optimizer.consolidate_state_dict()  # on each rank that is left
+        return _tensors(self._optimizer.state_dict())
+
+    def expected_state(self) -> list[Array]:
+        return _tensors(self._reference.state_dict())
+
+
+def _tensors(state: dict[str, Any]) -> list[Array]:
+    held = state["state"]
+    return [held[number][key].numpy() for number in sorted(held) for key in sorted(held[number])]
+
+
+class SurvivingSteps(JournaledSteps):
+    """Ranks that are left form a group of their own, and train on."""
+
+    def make(self, group: Any, is_shared: bool) -> None:
+        self._group, self._is_shared, self._is_again = group, is_shared, False
+        super().make(group, is_shared)
+
+    def step(self, number: int) -> None:
+        try:
+            super().step(number)
+        except PeerLostError as error:
+            if self._is_again:
+                raise
+            self._go_on(error)
+        if number == 6:
+            assert self._is_again
+            raise RuntimeError("found: well, after all")
+
+    def _go_on(self, error: PeerLostError) -> None:
+        assert error.step_is_complete, error
+        left = [rank for rank in range(self._group.world_size) if rank not in error.lost]
+        self._optimizer.consolidate_state_dict()
+        state, values = self._optimizer.state_dict(), self.found()
+        job = os.environ["PACELINE_JOB_ID"]
+        group = paceline.init(
+            rank=left.index(self._group.rank), world_size=len(left), job_id=f"{job}/again/{error.lost}"
+        )
+        self._values, self._is_again = values, True
+        reference = self._reference.state_dict()
+        super().make(group, self._is_shared)
+        self._reference.load_state_dict(reference)
+        self._optimizer.load_state_dict(state)
 
 
 class PaddleSteps(Steps):
@@ -241,3 +310,13 @@ def paddle_shared(group: Any) -> Step:
 def paddle_own(group: Any) -> Step:
     """Parameters of which each rank has its own, Paddle."""
     return PaddleSteps(group, False).step
+
+
+def torch_journaled(group: Any) -> Step:
+    """Parameters that all ranks share, and a journal, torch."""
+    return JournaledSteps(group, True).step
+
+
+def torch_surviving(group: Any) -> Step:
+    """The same; those that are left train on."""
+    return SurvivingSteps(group, True).step

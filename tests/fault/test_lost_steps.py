@@ -111,8 +111,77 @@ def test_two_at_once(framework):
         assert found(seen[1].text) in left, f"{case}: {seen}"
 
 
+# With a journal, whoever is left makes the rest.
+JOURNALED = [
+    (Point.CALL_BEGIN, 1, "none"),
+    (Point.BEFORE_ARRIVE, 1, "none"),
+    (Point.STEP_MET, 1, "none or whole"),
+    (Point.STEP_BEGUN, 1, "whole"),
+    (Point.BLOCK_COPIED, 1, "whole"),
+    (Point.BLOCK_OPENED, 1, "whole"),
+    (Point.BLOCK_OPENED, 3, "whole"),
+    (Point.BLOCK_WRITTEN, 1, "whole"),  # in the middle of a block
+    (Point.BLOCK_WRITTEN, 3, "whole"),  # at its end
+    (Point.BLOCK_WRITTEN, 5, "whole"),
+    (Point.BLOCK_CLOSED, 3, "whole"),
+    (Point.BLOCK_CLOSED, 6, "whole"),
+    (Point.STEP_WRITTEN, 1, "whole"),
+    (Point.STEP_DONE, 1, "whole"),
+    (Point.BEFORE_ARRIVE, 2, "whole"),
+]
+
+
+@pytest.mark.parametrize("step", [0, 1], ids=["first", "later"])
+def test_killed_with_a_journal(step):
+    """Parameters and state of those that are left have the bits of an undisturbed run. The first step of all
+    makes the state."""
+    ways = [way for way in JOURNALED if step or way[0] not in (Point.CALL_BEGIN, Point.BEFORE_ARRIVE)]
+    # In the first step the optimizer is tried out on small tensors.
+    tried = {} if step else {Point.BLOCK_WRITTEN: 24, Point.BLOCK_CLOSED: 24}
+    cases = [
+        Case(programs.torch_journaled, (kill(number % 3, at, step, nth + tried.get(at, 0)),))
+        for number, (at, nth, _) in enumerate(ways)
+    ]
+    for (_, _, left), case, seen in zip(ways, cases, run_cases(cases, at_once=4)):
+        victim = case.faults[0].rank
+        assert seen[victim].status == -signal.SIGKILL, f"{case}: did not strike, {seen}"
+        check_survivors(case, seen, "PeerLostError", [victim])
+        check_found(case, seen, {0, 1, 2} - {victim}, left)
+
+
+def test_killed_while_it_makes_the_part_of_another():
+    """The second of two survivors goes on where the first was killed."""
+    cases = [
+        Case(programs.torch_journaled, (kill(rank=0, at=Point.BLOCK_OPENED), kill(rank=2, at=at, nth=nth)))
+        for at, nth in ((Point.STEP_WRITTEN, 2), (Point.BLOCK_OPENED, 5), (Point.BLOCK_CLOSED, 14))
+    ]
+    for case, seen in zip(cases, run_cases(cases)):
+        assert seen[1].kind == "PeerLostError" and set(seen[1].ranks) <= {0, 2}, f"{case}: {seen}"
+        assert found(seen[1].text) == "whole", f"{case}: {seen}"
+
+
+def test_raised_with_a_journal():
+    cases = [
+        Case(programs.torch_journaled, (raise_error(rank=1, at=at, nth=nth),))
+        for at, nth in ((Point.STEP_BEGUN, 1), (Point.BLOCK_OPENED, 2), (Point.BLOCK_WRITTEN, 2))
+    ]
+    for case, seen in zip(cases, run_cases(cases)):
+        check_survivors(case, seen, "PeerLostError", [1])
+        check_found(case, seen, (0, 2), "whole")
+
+
+def test_those_that_are_left_train_on():
+    """In a group of their own, with the state of the rank that was killed."""
+    cases = [
+        Case(programs.torch_surviving, (kill(rank=rank, at=at, step=2, nth=2),))
+        for rank, at in ((0, Point.BLOCK_OPENED), (2, Point.BLOCK_WRITTEN))
+    ]
+    for case, seen in zip(cases, run_cases(cases)):
+        for rank in {0, 1, 2} - {case.faults[0].rank}:
+            assert seen[rank].text == "found: well, after all", f"{case}: {seen}"
+
+
 def test_each_point_of_a_step_is_struck():
     names = [point for point in Point if point.name.startswith(("STEP_", "BLOCK_"))]
-    without_a_journal = {at for at, _, _ in SHARED}
-    assert {point for point in names if not point.name.startswith("BLOCK_")} <= without_a_journal
+    assert set(names) <= {at for at, _, _ in (*SHARED, *JOURNALED)}
     assert str(Fault(1, Action.KILL, Point.STEP_MET)) == "kill rank 1 at step_met"

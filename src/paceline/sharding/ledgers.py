@@ -9,6 +9,7 @@ Imports reducer and errors.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +20,11 @@ from paceline.reducer.homes import Home
 _LONGEST_PART_S = 30.0
 """How long a rank that has lost another one waits for those that are still writing."""
 _LOOK_S = 0.0005
+
+
+Complete = Callable[[int, Callable[[], set[int]], float], bool]
+"""Makes the part of a rank that is lost: the rank, who is lost as of now, and until when to wait for another
+rank that does. Returns whether it is made."""
 
 
 class Ledgers:
@@ -61,11 +67,12 @@ class Ledgers:
             home.ledger.give_up()
             home.core.abort(text)
 
-    def settle(self, error: BaseException) -> bool:
+    def settle(self, error: BaseException, complete: Complete | None) -> bool:
         """When a rank is lost: wait until nobody writes any more. Returns whether all of the step is made.
 
         Args:
             error: How this rank knows of it.
+            complete: Makes the part of a rank that is lost.
         """
         until = time.monotonic() + (0 if isinstance(error, DeadlineError) else _LONGEST_PART_S)
         for home in self._homes():
@@ -74,7 +81,11 @@ class Ledgers:
             while not home.ledger.is_whole:
                 gone = _gone(home)  # before the next look: who is gone has written all that it will
                 missing = home.missing_parts()
-                if set(missing) <= gone or time.monotonic() > until:
+                lost = [rank for rank in missing if rank in gone]
+                if complete is not None and lost:
+                    if not complete(lost[0], functools.partial(_gone, home), until):
+                        return not home.missing_parts()
+                elif set(missing) <= gone or time.monotonic() > until:
                     return not missing
                 time.sleep(_LOOK_S)
         return True

@@ -7,6 +7,7 @@ its half for a whole (`ledgers`, `reducer.torn`). A front end adds what its tens
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
@@ -17,7 +18,7 @@ from paceline.errors import CollectiveError, ConfigError, PacelineError
 from paceline.reducer.homes import home_of
 from paceline.reducer.link import Link
 from paceline.reducer.torn import torn, torn_error
-from paceline.sharding.ledgers import Ledgers
+from paceline.sharding.ledgers import Complete, Ledgers
 from paceline.sharding.lost_ranks import COMPLETE, HALF, NOTHING_WRITTEN, is_loss, telling
 from paceline.sharding.meeting import Call, Facts, Meetings, hash_options
 from paceline.sharding.travel import Travel
@@ -113,15 +114,18 @@ class SharedStep(Generic[State]):
             except PacelineError:
                 return  # this rank's own error says more
 
-    def updating(self) -> _Updating:
+    def updating(self, complete: Complete | None = None) -> _Updating:
         """A context for all that writes to parameters.
+
+        Args:
+            complete: Makes the part of a rank that is lost; None: nobody can.
 
         An exception within it breaks the optimizer, unless the step is found to be complete.
 
         Raises:
             CollectiveError: At its beginning: another rank could not meet all. Nothing was written.
         """
-        return _Updating(self._begin, self._end)
+        return _Updating(self._begin, functools.partial(self._end, complete))
 
     def _begin(self) -> None:
         try:
@@ -136,11 +140,11 @@ class SharedStep(Generic[State]):
             self._travel.meet()  # raises what the others know
             raise CollectiveError(f"{OWNER}: another rank could not meet all ranks.")
 
-    def _end(self, error: BaseException) -> None:
+    def _end(self, complete: Complete | None, error: BaseException) -> None:
         """The step has raised: look what was made of it, and tell."""
         if not is_loss(error):
             self._tell_failure(error)
-        is_complete = bool(self._pieces.homes) and self._ledgers.settle(error)
+        is_complete = bool(self._pieces.homes) and self._ledgers.settle(error, complete)
         told = error
         if isinstance(error, CollectiveError) and not error.summary.startswith(OWNER):
             told = telling(OWNER, COMPLETE if is_complete else HALF, step_is_complete=is_complete).told(error)
@@ -197,7 +201,14 @@ class SharedStep(Generic[State]):
 
     # --- the state of all ranks on one ---
 
-    def consolidate(self, to: int, rank: int, world_size: int, gather: Callable[[int], State]) -> None:
+    def consolidate(
+        self,
+        to: int,
+        rank: int,
+        world_size: int,
+        gather: Callable[[int], State],
+        in_reach: Callable[[], State | None] = lambda: None,
+    ) -> None:
         """Bring the state of all ranks together on one. Collective.
 
         Args:
@@ -205,6 +216,7 @@ class SharedStep(Generic[State]):
             rank: This process's.
             world_size: Number of ranks.
             gather: Called with `to`: the whole state there, anything on the others. Collective.
+            in_reach: The state of all ranks, where a lost one has left it; None: it is not all there.
 
         Raises:
             ConfigError: There is no such rank.
@@ -215,7 +227,14 @@ class SharedStep(Generic[State]):
         self._state = None
         if self._meetings is not None:
             call = Call.CONSOLIDATE
-            self._meetings.meet(call, self._hash_options(), to, lambda: self._facts(call, b""))
+            try:
+                self._meetings.meet(call, self._hash_options(), to, lambda: self._facts(call, b""))
+            except PacelineError as error:
+                state = in_reach() if is_loss(error) else None
+                if state is None:
+                    raise
+                self._state = state
+                return
         state = gather(to)
         if to == rank:
             self._state = state

@@ -22,14 +22,18 @@ from paceline.errors import ConfigError, PacelineError
 from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
 from paceline.reducer.arguments import REDUCE_THROUGH
 from paceline.reducer.between_hosts import BetweenHosts
+from paceline.reducer.homes import home_of
 from paceline.reducer.link import Link
 from paceline.rendezvous.messages import gather_objects
 from paceline.sharding.cuts import CACHED_BYTES, deal, fit_into_caches
+from paceline.sharding.journal import Slot, no_journal, split
 from paceline.sharding.kinds import Kind
 from paceline.sharding.meeting import Call, spell_options
 from paceline.sharding.shared_step import OWNER, SharedStep, coupled, refuse_copies
+from paceline.torch.link.arena import is_dense
 from paceline.torch.link.link import connect
 from paceline.torch.link.peers import find_peers, known_exchange
+from paceline.torch.link.scattered import ScatteredGradient
 from paceline.torch.model.parameters import describe_tensor
 from paceline.torch.one_model.elementwise import kind_of
 from paceline.torch.one_model.groups import (
@@ -47,9 +51,10 @@ from paceline.torch.one_model.groups import (
     refuse_overlap,
     with_stand_ins,
 )
+from paceline.torch.one_model.journal import Journal, slots_of
 from paceline.torch.one_model.shards import Shards, extent_of
 from paceline.torch.one_model.travel import travel_over
-from paceline.torch.one_model.whole_state import State, WholeState, cut
+from paceline.torch.one_model.whole_state import State, WholeState, cut, put_together
 
 if TYPE_CHECKING:
     from paceline.collectives.group import Group
@@ -88,6 +93,9 @@ class ShardedOptimizer(Optimizer, Joinable):
         reduce_through: How updated parameters travel: through "memory" that the ranks share, the process
             "group", or "auto", the better one.
         timeout_s: Seconds to wait for the slowest rank, or a timedelta; None: the group's own time-out.
+        journal: Whether a step outlives the ranks that make it: the state lies in memory of all ranks, and
+            survivors complete the part of a rank that is lost. For parameters that the ranks of one host
+            share, and optimizers that update every element by itself.
         defaults: Arguments of the optimizer: `lr=1e-3`.
 
     Raises:
@@ -120,15 +128,19 @@ class ShardedOptimizer(Optimizer, Joinable):
         *,
         reduce_through: str = "auto",
         timeout_s: float | timedelta | None = None,
+        journal: bool = False,
         **defaults: Any,
     ) -> None:
         self._is_ready = False
+        self._journal: Journal | None = None
+        self._arguments = defaults
         with telling_peers(lambda: known_exchange(process_group, None), "make the optimizer"):
             check = Arguments(OWNER)
             limit_s = check.optional_seconds("timeout_s", timeout_s)
             reduce_through = check.choice("reduce_through", reduce_through, REDUCE_THROUGH)
             check.flag("parameters_as_bucket_view", parameters_as_bucket_view)
             refuse_overlap(check.flag("overlap_with_ddp", overlap_with_ddp))
+            self._keeps_journal = check.flag("journal", journal)
             check_class(optimizer_class)
             groups = as_groups(params)
             # As torch's own class fills and checks arguments; of small stand-ins, because some make their
@@ -147,6 +159,7 @@ class ShardedOptimizer(Optimizer, Joinable):
             self._agreed = {
                 "optimizer_class": f"{optimizer_class.__module__}.{optimizer_class.__qualname__}",
                 "reduce_through": reduce_through,
+                "journal": str(journal),
             }
             self.rank: int = peers.rank
             self.world_size: int = peers.world_size
@@ -192,9 +205,9 @@ class ShardedOptimizer(Optimizer, Joinable):
             ConfigError: On some rank a gradient is sparse, or a parameter has been replaced; or the model was
                 wrapped with `local_sgd`, and these ranks are of several hosts that train on their own.
                 Nothing was written.
-            PeerLostError, DeadlineError: A rank died or is late. If that was in the middle of the step, some
-                parameters may be updated and others not, and every further step raises until a state is
-                loaded.
+            PeerLostError, DeadlineError: A rank died or is late. `step_is_complete` says whether all of the
+                step was made, or none of it. If not, parameters are updated in part, and whatever would use
+                them raises TornStepError until others are loaded.
 
         Example:
             Rank 0 updates the first half of all elements and rank 1 the second; afterwards both hold all.
@@ -216,14 +229,23 @@ class ShardedOptimizer(Optimizer, Joinable):
             if has_data:
                 gradients = shards.gradients()
                 has_gradient = bytes([gradient is not None for gradient in gradients])
+            if self._keeps_journal and self.world_size > 1:
+                self._begin_journal(gradients)
         except ConfigError as error:
             steps.refuse(error)
             raise
         joined = steps.meet(Call.STEP if has_data else Call.JOINED_STEP, has_gradient)
         if not has_data and not joined:
             return  # nobody has data
+
+        def complete(rank: int, gone: Callable[[], set[int]], until: float) -> bool:
+            journal = self._journal
+            if journal is None or gradients is None:
+                return False
+            return journal.complete(rank, self._optimizer_of, gradients, kwargs, gone, until)
+
         try:
-            with steps.updating():
+            with steps.updating(complete):
                 if joined:
                     has_gradient = self._lend(joined, gradients, has_gradient)
                 if gradients is not None:
@@ -238,15 +260,63 @@ class ShardedOptimizer(Optimizer, Joinable):
         """The step of this rank's part, with the hyperparameters that users see and change."""
         own = self.optim
         copy_options(self.param_groups, own.param_groups)
-        lent = {name: getattr(self, name) for name in ("grad_scale", "found_inf") if hasattr(self, name)}
-        for name, value in lent.items():  # of a GradScaler, for fused optimizers
-            setattr(own, name, value)
+        lent = self._lend_scale(own)
         try:
-            bare_step(own)(own, **kwargs)
+            if self._journal is not None:
+                self._journal.run(own, self.rank, kwargs)
+            else:
+                bare_step(own)(own, **kwargs)
         finally:
             for name in lent:
                 delattr(own, name)
         copy_options(own.param_groups, self.param_groups)  # some optimizers write to their groups
+
+    def _lend_scale(self, optimizer: Optimizer) -> list[str]:
+        """What a GradScaler has told, for fused optimizers."""
+        lent = [name for name in ("grad_scale", "found_inf") if hasattr(self, name)]
+        for name in lent:
+            setattr(optimizer, name, getattr(self, name))
+        return lent
+
+    # --- the journal ---
+
+    def _begin_journal(self, gradients: Sequence[torch.Tensor | None] | None) -> None:
+        """Make the journal, if it is not there, and bring this rank's state to it. Collective then.
+
+        Raises:
+            ConfigError: It is not possible; on every rank alike.
+        """
+        shards = self._shards
+        if any(type(gradient) is ScatteredGradient for gradient in gradients or ()):
+            raise no_journal("reduce='scatter': no rank has the gradients of another one's part")
+        if self._journal is None:
+            home = home_of(shards.parameters[0])
+            if home is None or any(home_of(parameter) is not home for parameter in shards.parameters):
+                raise no_journal("parameters that are not those of one model with share_parameters=True")
+            if home.world_size != self.world_size:
+                raise no_journal(f"{self.world_size} ranks, of which this host has {home.world_size}")
+            if not all(is_dense(parameter) for parameter in shards.parameters):
+                raise no_journal("parameters with gaps between their elements")
+            slots: list[list[Slot]] = []
+            for group in self.param_groups:
+                options = {key: value for key, value in group.items() if key not in NO_OPTIONS}
+                by_dtype = {
+                    dtype: slots_of(type(self._template), options, dtype)
+                    for dtype in dict.fromkeys(parameter.dtype for parameter in group["params"])
+                }
+                slots += [by_dtype[parameter.dtype] for parameter in group["params"]]
+            self._journal = Journal(
+                shards, home, [slots[piece.parameter] for piece in shards.pieces], self._peers.timeout_s
+            )
+        self._journal.make_ready(self.optim)
+
+    def _optimizer_of(self, rank: int) -> Optimizer:
+        """An optimizer of the pieces of another rank, with today's hyperparameters."""
+        groups = [self._own_group(number, rank) for number in range(len(self.param_groups))]
+        made = make_optimizer(type(self._template), groups, self._arguments)
+        copy_options(self.param_groups, made.param_groups)
+        self._lend_scale(made)
+        return made
 
     def _lend(
         self, joined: Sequence[int], gradients: list[torch.Tensor | None] | None, has_gradient: bytes
@@ -386,6 +456,11 @@ class ShardedOptimizer(Optimizer, Joinable):
         ]
         is_cut = [each and gain for each, gain in zip(is_cut, gains, strict=True)]
         pieces = fit_into_caches(pieces, extents, is_cut, self._cached_bytes)
+        if self._keeps_journal and self.world_size > 1:
+            if not all(kind is Kind.ELEMENTS for kind in kinds):
+                raise no_journal(f"{type(self._template).__name__}, which gets whole parameters")
+            pieces = split(pieces, [parameter.element_size() for parameter in parameters])
+            self._journal = None  # what it has is not all any more
         pieces = [replace(piece, parameter=first + piece.parameter) for piece in pieces]
         self._shards.add(parameters, self._names_of(groups), pieces)
 
@@ -399,19 +474,26 @@ class ShardedOptimizer(Optimizer, Joinable):
             for place in range(len(group["params"]))
         ]
 
-    def _own_group(self, number: int) -> dict[str, Any]:
-        """A group of `param_groups`, with this rank's part of its parameters."""
+    def _own_group(self, number: int, rank: int | None = None) -> dict[str, Any]:
+        """A group of `param_groups`, with one rank's part of its parameters; None: with this rank's."""
         first = sum(len(group["params"]) for group in self.param_groups[:number])
         group = self.param_groups[number]
         indices = range(first, first + len(group["params"]))
         shards = self._shards
-        own = [shards.tensors[index] for index in shards.own if shards.pieces[index].parameter in indices]
+        rank = self.rank if rank is None else rank
+        own = [
+            tensor
+            for tensor, piece in zip(shards.tensors, shards.pieces)
+            if piece.rank == rank and piece.parameter in indices
+        ]
         return {**{key: value for key, value in group.items() if key not in NO_OPTIONS}, "params": own}
 
     # --- state ---
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Bring the state of all ranks together on one. Collective.
+
+        When a rank is lost, and the optimizer keeps a journal, each survivor gets it, and waits for nobody.
 
         Args:
             to: The rank whose `state_dict()` returns it afterwards, as of now.
@@ -428,7 +510,16 @@ class ShardedOptimizer(Optimizer, Joinable):
             self.rank,
             self.world_size,
             lambda to: WholeState(self._shards, self.optim.state, self._link, to).by_parameter,
+            self._state_in_journal,
         )
+
+    def _state_in_journal(self) -> State | None:
+        """The state of all ranks, as far as it lies in memory of all; None: not all of it does."""
+        journal, shards = self._journal, self._shards
+        if journal is None or not all(map(journal.knows, range(self.world_size))):
+            return None
+        states = [(piece, journal.state(number)) for number, piece in enumerate(shards.pieces)]
+        return put_together(shards, states)
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, as an unsharded optimizer's `state_dict()`: on the CPU, as last consolidated.
@@ -476,6 +567,8 @@ class ShardedOptimizer(Optimizer, Joinable):
             for group, own in zip(self.param_groups, packed, strict=True)
         ]
         self.optim.load_state_dict({"state": state, "param_groups": groups})
+        if self._journal is not None:
+            self._journal.note_loaded()
         self._steps.begin_anew()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -119,12 +119,9 @@ class Shards:
         for piece in pieces:
             if piece.rank == self.rank:
                 self.own.append(len(self.pieces))
-                if not self._runs or not self._runs[-1].is_followed_by(piece):
-                    self._runs.append(_Run([], []))
-                self._runs[-1].pieces.append(piece)
-                self._runs[-1].indices.append(len(self.pieces))
             self.pieces.append(piece)
             self.tensors.append(part_of(self._memory_of(self.parameters[piece.parameter]), piece))
+        self._runs = _runs_of(self.pieces, self.own)
         self.generation += 1
 
     def tell_owners(self) -> None:
@@ -211,9 +208,16 @@ class Shards:
                 gradient.of.part(gradient.number, run.begin, run.end)
         return found
 
-    def set_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Give this rank's pieces their parts of the gradients, one for each parameter."""
-        for run in self._runs:
+    def set_gradients(
+        self, gradients: Sequence[torch.Tensor | None], numbers: Sequence[int] | None = None
+    ) -> None:
+        """Give pieces their parts of the gradients, one for each parameter.
+
+        Args:
+            gradients: The whole ones.
+            numbers: Of the pieces; None: this rank's.
+        """
+        for run in self._runs if numbers is None else _runs_of(self.pieces, numbers):
             index = run.pieces[0].parameter
             gradient = gradients[index]
             if gradient is None:
@@ -257,9 +261,9 @@ class Shards:
         if parts:
             link.broadcast(parts, root=root)
 
-    def clear_gradients(self) -> None:
+    def clear_gradients(self, numbers: Sequence[int] | None = None) -> None:
         """Let go of them: their memory belongs to whoever calls zero_grad()."""
-        for index in self.own:
+        for index in self.own if numbers is None else numbers:
             self.tensors[index].grad = None
 
     def written(self, has_gradient: Sequence[int]) -> list[list[torch.Tensor]]:
@@ -282,6 +286,17 @@ class Shards:
         torch.autograd.graph.increment_version(
             [parameter for parameter, has in zip(self.parameters, has_gradient) if has]
         )
+
+
+def _runs_of(pieces: Sequence[Piece], numbers: Sequence[int]) -> list[_Run]:
+    """Some pieces, those that lie one behind the other together."""
+    runs: list[_Run] = []
+    for number in numbers:
+        if not runs or not runs[-1].is_followed_by(pieces[number]):
+            runs.append(_Run([], []))
+        runs[-1].pieces.append(pieces[number])
+        runs[-1].indices.append(number)
+    return runs
 
 
 def _as_laid_out(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

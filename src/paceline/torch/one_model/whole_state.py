@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,12 +76,26 @@ class WholeState:
             if link is not None and tensors:
                 link.broadcast(tensors, root=rank)
             if self._is_target:
-                for index, described in tree:
-                    self._add(shards.pieces[index], _built(described, tensors))
+                states = [(shards.pieces[index], _built(described, tensors)) for index, described in tree]
+                self.by_parameter = put_together(shards, states, self.by_parameter)
 
-    def _add(self, piece: Piece, state: dict[Any, Any]) -> None:
-        parameter = self._shards.parameters[piece.parameter]
-        whole = self.by_parameter.setdefault(parameter, {})
+
+def put_together(
+    shards: Shards, states: Iterable[tuple[Piece, Mapping[Any, Any]]], before: State | None = None
+) -> State:
+    """What an unsharded optimizer would remember.
+
+    Args:
+        shards: The pieces.
+        states: What is remembered of each.
+        before: What has been put together already.
+    """
+    by_parameter: State = {} if before is None else before
+    for piece, state in states:
+        if not state:
+            continue
+        parameter = shards.parameters[piece.parameter]
+        whole = by_parameter.setdefault(parameter, {})
         for key, value in state.items():
             is_part = not piece.is_whole and isinstance(value, torch.Tensor)
             if not is_part or value.shape != (piece.end - piece.begin,):
@@ -90,6 +104,7 @@ class WholeState:
             if key not in whole:
                 whole[key] = torch.empty_like(parameter, dtype=value.dtype, device="cpu", requires_grad=False)
             part_of(whole[key], piece).copy_(value)
+    return by_parameter
 
 
 class _Described:

@@ -1,0 +1,99 @@
+"""What a journal adds to a step of a sharded optimizer, and what the meetings of a step cost.
+
+    paceline run -n 2 scripts/journaled_steps.py [--millions 8] [--rounds 15]
+
+Ways are measured in turns, and each figure is the median over rounds of the slower rank's time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import paceline
+from paceline.sharding import journal
+from paceline.sharding.meeting import Call
+from paceline.torch import DistributedDataParallel, ShardedOptimizer
+
+_MEETINGS = 2000
+
+
+def make(group: Any, millions: int, fused: bool, block_kib: int) -> ShardedOptimizer:
+    """An AdamW of shared parameters with gradients; `block_kib` 0: without a journal."""
+    journal.BLOCK_BYTES = max(block_kib, 1) << 10
+    model = nn.ParameterList([nn.Parameter(torch.zeros(1000, 1000)) for _ in range(millions)])
+    ddp = DistributedDataParallel(model, process_group=group, share_parameters=True)
+    for parameter in ddp.parameters():
+        parameter.grad = torch.full_like(parameter, 0.01)
+    options = {"lr": 1e-3, "fused": fused, "foreach": not fused}
+    optimizer = ShardedOptimizer(
+        ddp.parameters(), torch.optim.AdamW, process_group=group, journal=block_kib > 0, **options
+    )
+    optimizer.ddp = ddp  # keeps the model
+    return optimizer
+
+
+def slower_ms(group: Any, call: Callable[[], object]) -> float:
+    """How long a call takes the slower rank."""
+    group.barrier()
+    begin = time.perf_counter()
+    call()
+    return 1e3 * float(group.all_gather(np.array([time.perf_counter() - begin])).max())
+
+
+def meetings(group: Any, optimizer: ShardedOptimizer) -> tuple[float, float]:
+    """Microseconds of the meeting before a step and of the one after, of idle ranks; least of rounds."""
+    steps, has_gradient = optimizer._steps, b"\1" * len(optimizer._shards.parameters)
+    before, after = [], []
+    for _ in range(15):
+        for calls, times in (
+            (lambda: steps.meet(Call.STEP, has_gradient), before),
+            (steps._travel.meet, after),
+        ):
+            group.barrier()
+            begin = time.perf_counter()
+            for _ in range(_MEETINGS):
+                calls()
+            times.append(1e6 * (time.perf_counter() - begin) / _MEETINGS)
+    return min(before), min(after)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--millions", type=int, default=8, help="of parameters")
+    parser.add_argument("--rounds", type=int, default=15)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    group = paceline.init()
+    for fused in (False, True):
+        blocks = (0, 256, 1024, 4096)
+        ways = {block: make(group, arguments.millions, fused, block) for block in blocks}
+        times: dict[int, list[float]] = {block: [] for block in blocks}
+        for number in range(arguments.rounds + 2):
+            for block, optimizer in ways.items():
+                taken = slower_ms(group, optimizer.step)
+                if number >= 2:  # the first ones make the state
+                    times[block].append(taken)
+        if group.rank == 0:
+            plain = statistics.median(times[0])
+            for block in blocks:
+                median = statistics.median(times[block])
+                name = f"journal, blocks of {block} KiB" if block else "no journal"
+                print(
+                    f"{'fused' if fused else 'foreach'} AdamW, {arguments.millions} M, {name}: "
+                    f"{median:.2f} ms, {median / plain:.2f}"
+                )
+    before, after = meetings(group, ways[0])
+    if group.rank == 0:
+        print(f"meeting before a step {before:.2f} us, after it {after:.2f} us")
+
+
+if __name__ == "__main__":
+    main()
