@@ -1,6 +1,6 @@
 """What a journal adds to a step of a sharded optimizer, and what the meetings of a step cost.
 
-    paceline run -n 2 scripts/journaled_steps.py [--millions 8] [--rounds 15]
+    paceline run -n 2 benchmarks/journaled_steps.py [--millions 8] [--rounds 15]
 
 Ways are measured in turns, and each figure is the median over rounds of the slower rank's time.
 """
