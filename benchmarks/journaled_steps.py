@@ -2,7 +2,8 @@
 
     paceline run -n 2 benchmarks/journaled_steps.py [--millions 8] [--rounds 15]
 
-Ways are measured in turns, and each figure is the median over rounds of the slower rank's time.
+Ways are measured in turns. Each figure is a median over rounds: of the slower rank's time, and of the
+processor's time on rank 0, which other programs on the machine disturb less.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from paceline.sharding import journal
 from paceline.sharding.meeting import Call
 from paceline.torch import DistributedDataParallel, ShardedOptimizer
 
-_MEETINGS = 2000
+_MEETINGS = 500
 
 
 def make(group: Any, millions: int, fused: bool, block_kib: int) -> ShardedOptimizer:
@@ -40,12 +41,13 @@ def make(group: Any, millions: int, fused: bool, block_kib: int) -> ShardedOptim
     return optimizer
 
 
-def slower_ms(group: Any, call: Callable[[], object]) -> float:
-    """How long a call takes the slower rank."""
+def times_ms(group: Any, call: Callable[[], object]) -> tuple[float, float]:
+    """How long a call takes the slower rank, and the processor on this one."""
     group.barrier()
-    begin = time.perf_counter()
+    begin, worked = time.perf_counter(), time.process_time()
     call()
-    return 1e3 * float(group.all_gather(np.array([time.perf_counter() - begin])).max())
+    worked = time.process_time() - worked
+    return 1e3 * float(group.all_gather(np.array([time.perf_counter() - begin])).max()), 1e3 * worked
 
 
 def meetings(group: Any, optimizer: ShardedOptimizer) -> tuple[float, float]:
@@ -75,20 +77,22 @@ def main() -> None:
     for fused in (False, True):
         blocks = (0, 256, 1024, 4096)
         ways = {block: make(group, arguments.millions, fused, block) for block in blocks}
-        times: dict[int, list[float]] = {block: [] for block in blocks}
+        times: dict[int, list[tuple[float, float]]] = {block: [] for block in blocks}
         for number in range(arguments.rounds + 2):
             for block, optimizer in ways.items():
-                taken = slower_ms(group, optimizer.step)
+                taken = times_ms(group, optimizer.step)
                 if number >= 2:  # the first ones make the state
                     times[block].append(taken)
         if group.rank == 0:
-            plain = statistics.median(times[0])
+            plain = [statistics.median(each) for each in zip(*times[0])]
             for block in blocks:
-                median = statistics.median(times[block])
+                median = [statistics.median(each) for each in zip(*times[block])]
                 name = f"journal, blocks of {block} KiB" if block else "no journal"
                 print(
                     f"{'fused' if fused else 'foreach'} AdamW, {arguments.millions} M, {name}: "
-                    f"{median:.2f} ms, {median / plain:.2f}"
+                    f"{median[0]:.2f} ms ({median[0] / plain[0]:.2f}), "
+                    f"processor {median[1]:.2f} ms ({median[1] / plain[1]:.2f})",
+                    flush=True,
                 )
     before, after = meetings(group, ways[0])
     if group.rank == 0:
