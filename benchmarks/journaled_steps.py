@@ -1,6 +1,6 @@
 """What a journal adds to a step of a sharded optimizer, and what the meetings of a step cost.
 
-    paceline run -n 2 benchmarks/journaled_steps.py [--millions 8] [--rounds 15]
+    paceline run -n 2 benchmarks/journaled_steps.py [--millions 8] [--rounds 15] [--meetings-only]
 
 Ways are measured in turns. Each figure is a median over rounds: of the slower rank's time, and of the
 processor's time on rank 0, which other programs on the machine disturb less.
@@ -71,10 +71,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--millions", type=int, default=8, help="of parameters")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--meetings-only", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     group = paceline.init()
-    for fused in (False, True):
+    ways = {0: make(group, 1, fused=False, block_kib=0)}
+    ways[0].step()
+    for fused in () if arguments.meetings_only else (False, True):
         blocks = (0, 256, 1024, 4096)
         ways = {block: make(group, arguments.millions, fused, block) for block in blocks}
         times: dict[int, list[tuple[float, float]]] = {block: [] for block in blocks}

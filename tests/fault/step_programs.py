@@ -31,7 +31,7 @@ def come_by_a_point() -> None:
 
 
 class Steps(ABC):
-    """Of one rank, in one framework.
+    """The steps of one rank, in one framework.
 
     Args:
         group: All ranks.

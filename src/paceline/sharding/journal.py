@@ -4,7 +4,7 @@ The one idea: a block is small, so a copy of its old values is cheap. Before a r
 the block's parameters and state are; so whoever finds it half written puts the copy back, and goes on from
 there. Parameters, state and copies lie in memory of all ranks, and what is done is noted in the ledger.
 
-This file is where everything lies. Imports its neighbours, reducer and the core.
+This file is where everything lies. Imports its neighbours, reducer, arguments, errors and the core.
 """
 
 from __future__ import annotations

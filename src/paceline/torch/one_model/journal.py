@@ -28,7 +28,7 @@ _LOOK_S = 0.0005
 
 
 class Journal:
-    """Of one optimizer, as one rank sees it. Collective to make.
+    """The journal of one optimizer, as one rank sees it. Collective to make.
 
     Args:
         shards: Its pieces, none larger than a block.
