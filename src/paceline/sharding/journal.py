@@ -59,7 +59,7 @@ def split(pieces: Sequence[Piece], itemsizes: Sequence[int], block_bytes: int | 
     """The same pieces, none of them larger than a block.
 
     Args:
-        pieces: Of elements that are updated one by one.
+        pieces: Runs of elements that are updated one by one.
         itemsizes: Bytes of an element of each parameter.
 
     Example:
@@ -84,11 +84,11 @@ class Layout:
     """Where everything lies in the journal's memory, in bytes from its beginning. Pure.
 
     Attributes:
-        blocks: Of each rank: the numbers of the pieces of each of its blocks.
-        has_state: Of each piece: one byte, 1 if its state is here.
-        is_ready: Of each rank: one byte, 1 if all its state is here.
-        state: Of each piece: where each slot is.
-        kept: Of each rank: where the copy of a block is.
+        blocks: The numbers of the pieces of each block, for each rank.
+        has_state: One byte for each piece, 1 if its state is here.
+        is_ready: One byte for each rank, 1 if all its state is here.
+        state: Where each slot is, for each piece.
+        kept: Where the copy of a block is, for each rank.
         nbytes: All of it.
     """
 

@@ -127,7 +127,7 @@ class Journal:
         """Make a rank's part of the step, one block after the other.
 
         Args:
-            optimizer: Of the pieces of that rank, which have their gradients.
+            optimizer: That of the pieces of that rank, which have their gradients.
             of: The rank.
             kwargs: For the optimizer's step().
             first: The first block.
@@ -195,7 +195,7 @@ class Journal:
         Args:
             of: The rank.
             make: An optimizer of the pieces of a rank.
-            gradients: Of each parameter, the mean.
+            gradients: The mean, for each parameter.
             kwargs: For the optimizer's step().
             gone: The ranks that are lost, as of now.
             until: When to give up waiting.
@@ -241,7 +241,7 @@ def slots_of(optimizer_class: type[Optimizer], options: Mapping[str, Any], dtype
     Args:
         optimizer_class: One that updates every element by itself.
         options: All options of one group.
-        dtype: Of the parameters.
+        dtype: The parameters'.
 
     Raises:
         ConfigError: Its step cannot be made in blocks, or it remembers what is no tensor.
