@@ -127,7 +127,7 @@ class Journal:
         """Make a rank's part of the step, one block after the other.
 
         Args:
-            optimizer: That of the pieces of that rank, which have their gradients.
+            optimizer: It has the pieces of that rank, with their gradients.
             of: The rank.
             kwargs: For the optimizer's step().
             first: The first block.

@@ -215,7 +215,7 @@ class Shards:
 
         Args:
             gradients: The whole ones.
-            numbers: Of the pieces; None: this rank's.
+            numbers: Which pieces; None: those of this rank.
         """
         for run in self._runs if numbers is None else _runs_of(self.pieces, numbers):
             index = run.pieces[0].parameter
