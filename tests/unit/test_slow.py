@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import gc
+import io
 import math
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from paceline.launch.trace import JobRecording
-from paceline.tracing import cli, ring_file
+from paceline.tracing import cli, live, ring_file, top, watch
 from paceline.tracing.recording import Recording, batches
 from paceline.tracing.records import Event
 from paceline.tracing.ring_file import RankHeader, RankRecording
-from paceline.tracing.slow import AT_THE_END, WHILE_IT_RUNS, SlowWatch, slow_ranks, whole_spans
+from paceline.tracing.slow import AT_THE_END, WHILE_IT_RUNS, CauseWatch, SlowWatch, slow_ranks, whole_spans
 from paceline.tracing.totals import ModelTotals, Total, Totals, pack_totals, sum_of, unpack_totals
 
 MS = 1_000_000
@@ -210,6 +213,53 @@ def test_what_is_over_is_not_warned_of():
         late[1].last[total] += 1000 * (SLOW[total] - BALANCED[total])
     (sentence,) = watch.look(late)
     assert "100 % of the last 1000 steps, 8.0 ms" in sentence
+
+
+DATA = SLOW | {Total.DATA_NS: 9 * MS}
+QUICK = BALANCED | {Total.DATA_NS: 1 * MS}
+
+
+def test_who_looks_now_learns_the_cause_of_now():
+    causes = CauseWatch()
+    assert causes.of(1) is None  # nobody has looked
+    causes.look(job(QUICK, DATA, steps=100))
+    found = causes.of(1)
+    assert found is not None and found.kind == "data"
+    assert found.text == "its data loading took 9.0 ms per step, that of the others 1.0 ms"
+    assert causes.of(0) is causes.of(7) is None  # quicker than the other; not there
+    # 60 s later it is the processor, for longer than what is looked at.
+    for steps in (1000, 2000, 3000):
+        ranks = job(QUICK, DATA, steps=100)
+        for each, more in zip(ranks, (QUICK, QUICK | {Total.WORKED_NS: 18 * MS, Total.CPU_NS: 17 * MS})):
+            for total, value in more.items():
+                each.last[total] += steps * value
+            each.last[Total.PASSES] += steps
+            each.last[Total.TIME_NS] += steps * STEP_MS * MS
+        causes.look(ranks)
+    found = causes.of(1)
+    assert found is not None and found.kind == "computing"
+
+
+def test_the_cause_needs_another_rank_that_has_come_as_far():
+    causes = CauseWatch()
+    causes.look([rank_that(1, DATA), rank_that(0, {}, steps=0)])
+    assert causes.of(1) is None
+
+
+@pytest.mark.parametrize("width", [40, 100])
+def test_top_says_why_a_rank_is_slow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int):
+    written(tmp_path, job(QUICK, DATA))
+    monkeypatch.setattr(
+        watch, "snapshot", lambda *given: replace(live.snapshot(*given), slow_rank=1, waited_for={1: 0.4})
+    )
+    job_watch = watch.JobWatch(tmp_path)
+    now = job_watch.look()
+    assert now.cause == "its data loading took 9.0 ms per step, that of the others 1.0 ms"
+    assert watch.as_plain(job_watch, now)["cause"] == now.cause
+    console = Console(file=io.StringIO(), width=width)
+    console.print(top.frame(job_watch, now, console))
+    text = " ".join(console.file.getvalue().split())
+    assert f"rank 1 is slow: 40% of all time waits for it {now.cause}" in text
 
 
 # --- totals ---

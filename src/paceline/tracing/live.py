@@ -118,6 +118,7 @@ class JobSnapshot:
         samples_per_s: The sum of all ranks; None: of some it is not known.
         waited_for: For each rank that came last: which part of all ranks' time was lost by waiting for it.
         slow_rank: The rank that most is lost for, if it is 5 % at least.
+        cause: Why it is slow, the rank being "it"; "": that cannot be told.
     """
 
     world_size: int
@@ -127,6 +128,7 @@ class JobSnapshot:
     samples_per_s: float | None
     waited_for: Mapping[int, float]
     slow_rank: int | None
+    cause: str = ""
 
 
 def snapshot(windows: Sequence[RankWindow], now_ns: int) -> JobSnapshot:

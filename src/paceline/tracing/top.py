@@ -136,6 +136,7 @@ def _summary(now: JobSnapshot) -> list[str]:
     if now.slow_rank is not None:
         lost = now.waited_for[now.slow_rank]
         found.append(f"rank {now.slow_rank} is slow: {lost:.0%} of all time waits for it")
+        found += [now.cause]
     return [line for line in found if line]
 
 

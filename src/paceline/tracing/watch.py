@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from paceline.errors import ConfigError
 from paceline.tracing import jobs
 from paceline.tracing.jobs import JobFacts
 from paceline.tracing.live import JobSnapshot, RankWindow, snapshot
-from paceline.tracing.ring_file import paths_in
+from paceline.tracing.ring_file import RankRecording, paths_in, read_start
+from paceline.tracing.slow import CauseWatch
 from paceline.tracing.tail import RingTail
 
 _PSS_EVERY_S = 10.0  # the kernel walks through all pages of the rank
@@ -38,6 +39,7 @@ class JobWatch:
         self.folder = folder
         self.facts: JobFacts | None = jobs.facts_of(folder)
         self._tails: dict[Path, RingTail] = {}
+        self._causes = CauseWatch()
         self._memory: dict[int, tuple[float, int]] = {}  # of each process: when to look again, its PSS
 
     @property
@@ -65,7 +67,19 @@ class JobWatch:
             tail.look()
             if tail.header is not None:
                 windows.append(self._window(tail))
-        return snapshot(sorted(windows, key=lambda each: each.header.rank), time.monotonic_ns())
+        now = snapshot(sorted(windows, key=lambda each: each.header.rank), time.monotonic_ns())
+        self._causes.look(self._totals())
+        cause = None if now.slow_rank is None else self._causes.of(now.slow_rank)
+        return now if cause is None else replace(now, cause=cause.text)
+
+    def _totals(self) -> list[RankRecording]:
+        found = []
+        for path, tail in self._tails.items():
+            with suppress(OSError):
+                start = read_start(path)
+                if start is not None and tail.header is not None and start.header.pid == tail.header.pid:
+                    found.append(start)
+        return found
 
     def _window(self, tail: RingTail) -> RankWindow:
         header = tail.header
