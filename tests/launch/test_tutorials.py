@@ -1,0 +1,52 @@
+"""The tutorials: each script runs as its page says, and prints what the page shows, but for numbers."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests import tutorials
+from tests.tutorials import FOLDER, Step, own_address, steps, words_of
+
+PAGES = sorted(path.stem for path in FOLDER.glob("*.md") if path.stem != "index")
+# Takes a minute, and needs a machine that does nothing else: test_tune.py has shorter ones.
+TUNES = ["paceline", "tune", "gru.py"]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_tutorial_runs_as_it_says(page: str, tmp_path: Path) -> None:
+    if page == "paddle-script" and importlib.util.find_spec("paddle") is None:
+        pytest.skip("PaddlePaddle is not installed")
+    if page == "machines" and own_address() is None:
+        pytest.skip("this machine is in no network")
+    for step in steps(FOLDER / f"{page}.md"):
+        outputs = tutorials.run(shortened(step), tmp_path)
+        if step.command == TUNES:
+            assert outputs == [""]
+            continue
+        assert len(outputs) == len(step.shown), f"{' '.join(step.command)}: the page does not show its output"
+        # Of two hosts, either may be the first.
+        assert sum(map(words_of, outputs), words_of("")) == sum(map(words_of, step.shown), words_of(""))
+
+
+def shortened(step: Step) -> Step:
+    """The script that is tuned, for some steps, in place of the command that tunes."""
+    if step.command != TUNES:
+        return step
+    script = step.files["gru.py"]
+    assert "range(100_000)" in script
+    short = {"gru.py": script.replace("range(100_000)", "range(3)")}
+    return replace(step, command=["paceline", "run", "-n", "2", "gru.py"], files=short)
+
+
+def test_the_tutorials_are_in_an_order() -> None:
+    """Each is in the list of the start page of the tutorials, and leads to the next one."""
+    listed = FOLDER.joinpath("index.md").read_text().partition(":hidden:")[2].split("```")[0].split()
+    assert sorted(listed) == PAGES
+    for page, following in itertools.pairwise(listed):
+        ending = (FOLDER / f"{page}.md").read_text().rpartition("\nNext: [")[2]
+        assert f"({following}.md)" in ending or page == "torch-script"  # which is beside the Paddle script
