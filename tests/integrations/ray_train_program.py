@@ -31,7 +31,7 @@ from paceline.integrations.ray_train import PacelineConfig
 from paceline.rendezvous.secret import find_secret
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "trainers" / "ray_digits.py"
-EPOCHS = 3
+EPOCHS = 4
 
 
 def network() -> nn.Module:
@@ -42,7 +42,7 @@ def network() -> nn.Module:
 def trained(**arguments: Any) -> dict[str, Any]:
     """The losses of this worker, with what `prepare_model` wraps in."""
     model = ray.train.torch.prepare_model(network(), parallel_strategy_kwargs=arguments)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     made = torch.Generator().manual_seed(1)
     inputs = torch.randn(96, 6, generator=made)
     data = TensorDataset(inputs, inputs @ torch.randn(6, 2, generator=made))
