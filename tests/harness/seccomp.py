@@ -9,8 +9,28 @@ import struct
 
 # The system call numbers, and what seccomp calls the machine (linux/audit.h).
 _ARCHITECTURES = {
-    "x86_64": (0xC000003E, {"memfd_create": 319, "set_robust_list": 273}),
-    "aarch64": (0xC00000B7, {"memfd_create": 279, "set_robust_list": 99}),
+    "x86_64": (
+        0xC000003E,
+        {
+            "set_robust_list": 273,
+            "get_robust_list": 274,
+            "process_vm_readv": 310,
+            "memfd_create": 319,
+            "pidfd_open": 434,
+            "futex_waitv": 449,
+        },
+    ),
+    "aarch64": (
+        0xC00000B7,
+        {
+            "set_robust_list": 99,
+            "get_robust_list": 100,
+            "process_vm_readv": 270,
+            "memfd_create": 279,
+            "pidfd_open": 434,
+            "futex_waitv": 449,
+        },
+    ),
 }
 _PR_SET_NO_NEW_PRIVS, _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 38, 22, 2
 _LOAD, _JUMP_IF_EQUAL, _RETURN = 0x20, 0x15, 0x06

@@ -57,7 +57,14 @@ class JobFacts:
 
 def users_folder() -> Path:
     """Where the jobs of this user record; it may not exist."""
-    return Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}"
+    return _temporary() / f"paceline-{os.getuid()}"
+
+
+def _temporary() -> Path:
+    try:
+        return Path(tempfile.gettempdir())
+    except FileNotFoundError:  # the root is read-only: whoever wants to record finds out, and goes on without
+        return Path("/tmp")
 
 
 def new_folder() -> Path:
@@ -138,7 +145,7 @@ def find(name: str) -> Path:
 
 def folders_of_others() -> str:
     """What other users' jobs record in, as errors say it; "": none do."""
-    names = [path.name for path in Path(tempfile.gettempdir()).glob("paceline-*")]
+    names = [path.name for path in _temporary().glob("paceline-*")]
     others = sorted(name for name in names if name[9:].isdigit() and name != users_folder().name)
     return f"folders of other users, which you may not read: {', '.join(others)}" if others else ""
 

@@ -1,0 +1,166 @@
+"""Two ranks train where much is forbidden: containers, sandboxes and kernels that have less.
+
+Each restriction is real: a mount namespace made by bubblewrap, a seccomp filter, a control group. The
+training is compared with gradients by formula, in numpy and float64, over the whole batch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.harness import seccomp
+from tests.launch.conftest import WITHIN_S
+
+STEPS, RATE = 4, 0.1
+INPUTS = np.random.default_rng(5).standard_normal((8, 3))
+TARGETS = INPUTS @ np.array([[1.0], [-2.0], [0.5]])
+
+SCRIPT = f"""
+import json
+import os
+import shutil
+import sys
+
+import torch
+
+import paceline.torch
+from paceline import _core
+
+paceline.torch.init_process_group()
+rank = torch.distributed.get_rank()
+with open(sys.argv[1] + "/data.json") as file:
+    inputs, targets = (torch.tensor(each, dtype=torch.float64) for each in json.load(file))
+layer = torch.nn.Linear(3, 1, bias=False, dtype=torch.float64)
+torch.nn.init.zeros_(layer.weight)
+model = paceline.torch.DistributedDataParallel(layer)
+optimizer = torch.optim.SGD(model.parameters(), lr={RATE})
+for _ in range({STEPS}):
+    loss = torch.nn.functional.mse_loss(model(inputs[rank::2]), targets[rank::2])
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+found = {{
+    "weight": layer.weight.tolist(),
+    "path": model.gradient_path,
+    "futex_waitv": _core.has_futex_waitv(),
+    "robust_list": _core.has_robust_list(),
+    "threads": os.environ["OMP_NUM_THREADS"],
+    "shm": shutil.disk_usage("/dev/shm").total,
+}}
+with open(f"{{sys.argv[1]}}/{{rank}}.json", "w") as file:
+    json.dump(found, file)
+torch.distributed.destroy_process_group()
+"""
+
+
+def weight_of_one_process() -> np.ndarray:
+    weight = np.zeros((1, 3))
+    for _ in range(STEPS):
+        weight -= RATE * 2 * (INPUTS @ weight.T - TARGETS).T @ INPUTS / len(INPUTS)
+    return weight
+
+
+def trained(
+    folder: Path, container: Sequence[str] = (), prepare: Callable[[], object] | None = None
+) -> list[dict[str, object]]:
+    """What both ranks report, of a job in a container or of a launcher that `prepare` has restricted."""
+    (folder / "script.py").write_text(SCRIPT)
+    (folder / "data.json").write_text(json.dumps([INPUTS.tolist(), TARGETS.tolist()]))
+    command = [*container, sys.executable, "-m", "paceline", "run", "-n", "2", str(folder / "script.py")]
+    done = subprocess.run(
+        [*command, str(folder)], preexec_fn=prepare, capture_output=True, text=True, timeout=WITHIN_S, cwd="/"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    reports = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+    for report in reports:
+        np.testing.assert_allclose(report["weight"], weight_of_one_process(), rtol=1e-12)
+        assert report["path"] == "memory"
+    return reports
+
+
+def bubblewrap(folder: Path, *options: str) -> list[str]:
+    """A command that runs another one in namespaces of its own, in which the folder is writable."""
+    if shutil.which("bwrap") is None:
+        pytest.skip("bubblewrap is not installed")
+    command = ["bwrap", *options, "--bind", str(folder), str(folder)]
+    tried = subprocess.run([*command, "true"], capture_output=True, text=True, timeout=60)
+    if tried.returncode:
+        pytest.skip(f"no namespace may be made here: {tried.stderr.strip()}")
+    return command
+
+
+def test_a_container_with_64_kilobytes_of_shared_memory(tmp_path):
+    """The size that Docker gives is 64 MB; what is shared lies in a memory file instead."""
+    container = bubblewrap(tmp_path, "--dev-bind", "/", "/", "--size", "65536", "--tmpfs", "/dev/shm")
+    for report in trained(tmp_path, container):
+        assert report["shm"] == 65536
+
+
+def test_a_container_in_which_nothing_can_be_written(tmp_path):
+    """The job is not recorded, and runs. (With torch it would not: its optimizers want a folder.)"""
+    script = tmp_path / "script.py"
+    script.write_text("import os\nprint('rank', os.environ['RANK'])\n")
+    container = bubblewrap(tmp_path, "--ro-bind", "/", "/", "--proc", "/proc", "--dev", "/dev")
+    container += ["--remount-ro", str(tmp_path)]
+    command = [*container, sys.executable, "-m", "paceline", "run", "-n", "2", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=WITHIN_S, cwd="/")
+    assert done.returncode == 0, done.stderr
+    assert "rank 0" in done.stdout
+    assert "rank 1" in done.stdout
+
+
+def refuse_what_sandboxes_lack() -> None:
+    """As gVisor, and partly as kernels before 5.16 (that of WSL2 for long)."""
+    for call in ("futex_waitv", "set_robust_list", "get_robust_list", "pidfd_open", "process_vm_readv"):
+        seccomp.refuse(call, errno.ENOSYS)
+
+
+@pytest.mark.skipif(not seccomp.is_supported(), reason="the numbers of the system calls are not known")
+def test_a_kernel_without_futex_waitv_and_robust_lists(tmp_path):
+    """Found out at the start, and worked around."""
+    for report in trained(tmp_path, prepare=refuse_what_sandboxes_lack):
+        assert (report["futex_waitv"], report["robust_list"]) == (False, False)
+
+
+@contextlib.contextmanager
+def half_a_processor() -> Iterator[Path]:
+    """A control group that may use half of the time of one CPU."""
+    name = f"paceline-test-{os.getpid()}"
+    first, second = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
+    is_first = (first / "cgroup.procs").exists()
+    group = (first if is_first else second) / name
+    try:
+        group.mkdir()
+    except OSError as error:
+        pytest.skip(f"no control group may be made here: {error}")
+    try:
+        try:
+            if is_first:
+                (group / "cpu.cfs_quota_us").write_text("50000")
+            else:
+                (group / "cpu.max").write_text("50000 100000")
+        except OSError as error:
+            pytest.skip(f"no quota may be set here: {error}")
+        yield group
+    finally:
+        group.rmdir()
+
+
+def test_a_quota_of_half_a_processor(tmp_path):
+    """Ranks that spun would use up the time that the one they wait for needs."""
+    with half_a_processor() as group:
+        for report in trained(
+            tmp_path, prepare=lambda: (group / "cgroup.procs").write_text(str(os.getpid()))
+        ):
+            assert report["threads"] == "1"
