@@ -56,6 +56,7 @@ found = {{
     "futex_waitv": _core.has_futex_waitv(),
     "robust_list": _core.has_robust_list(),
     "threads": os.environ["OMP_NUM_THREADS"],
+    "proc/sys": os.path.exists("/proc/sys/kernel/osrelease"),
     "shm": shutil.disk_usage("/dev/shm").total,
 }}
 with open(f"{{sys.argv[1]}}/{{rank}}.json", "w") as file:
@@ -118,6 +119,12 @@ def test_a_container_in_which_nothing_can_be_written(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "rank 0" in done.stdout
     assert "rank 1" in done.stdout
+
+
+def test_a_container_without_proc_sys(tmp_path):
+    container = bubblewrap(tmp_path, "--dev-bind", "/", "/", "--tmpfs", "/proc/sys", "--tmpfs", "/sys")
+    for report in trained(tmp_path, container):
+        assert not report["proc/sys"]
 
 
 def refuse_what_sandboxes_lack() -> None:

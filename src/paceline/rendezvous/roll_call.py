@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -284,5 +285,11 @@ class RollCall:
 
 def _host() -> str:
     """Equal where a process id means the same process."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except (
+        OSError
+    ):  # a sandbox may not have the file; hosts of one name were hardly started in the same second
+        started = re.search(r"^btime (\d+)$", Path("/proc/stat").read_text(encoding="ascii"), re.MULTILINE)
+        boot_id = f"{os.uname().nodename}/{started[1] if started else ''}"
     return f"{boot_id}/{os.stat('/proc/self/ns/pid').st_ino}"
