@@ -66,6 +66,7 @@ class Links:
         self._lock = threading.Lock()
         self._queues: dict[tuple[int, int, int], queue.SimpleQueue[bytes]] = defaultdict(queue.SimpleQueue)
         self.sent: dict[int, list[tuple[int, int]]] = defaultdict(list)  # receiver and tag, by sender
+        self.begun_by: dict[int, queue.SimpleQueue[str]] = defaultdict(queue.SimpleQueue)  # of receives
 
     def between(self, sender: int, receiver: int, tag: int) -> queue.SimpleQueue[bytes]:
         with self._lock:
@@ -86,6 +87,7 @@ class Transport:
         return Sent()
 
     def receive(self, host: int, message: Message, tag: int) -> Coming:
+        self._links.begun_by[self.ranks[self.host]].put(threading.current_thread().name)
         return Coming(self._links.between(self.ranks[host], self.ranks[self.host], tag), message)
 
     def name(self, host: int) -> str:
@@ -249,6 +251,26 @@ def test_in_each_turn_every_host_is_sent_to_by_one(phase: int) -> None:
     turns = [[receiver for receiver, sent in world.links.sent[rank] if sent == tag] for rank in range(4)]
     for turn in zip(*turns, strict=True):
         assert sorted(turn) == [0, 1, 2, 3], turns
+
+
+def test_the_receives_of_the_next_pass_delay_nobody() -> None:
+    """They are begun when a pass has ended, by the thread that waits and not by the one that ends it."""
+    world = World([[0], [1]], 1 << 22)
+    begun_by = world.links.begun_by
+    begun_by.update({rank: queue.SimpleQueue() for rank in range(world.size)})
+
+    def two_passes(rank: int, reducer: HierarchicalReducer) -> list[str]:
+        own = threading.current_thread().name
+        found = []
+        for step in range(2):
+            for param in range(len(COUNTS)):
+                reducer.mark_ready(param)
+            assert reducer.finish(PassStatus(1), False) == Outcome.GOOD
+            found += [begun_by[rank].get(timeout=TIMEOUT_S) for _ in range(2 - step)]
+        return ["own" if name == own else name for name in found]
+
+    for names in world.run(two_passes):
+        assert names == ["own", "paceline-hosts", "paceline-hosts"]
 
 
 def test_two_ranks_and_one_have_the_bits_of_three_hosts_and_one_and_two_have_not() -> None:

@@ -5,9 +5,9 @@ be a thread, because a transport tells that a message has come only to who waits
 Python's lock go. So messages travel while the backward goes on.
 
 Steps of a bucket, on each rank
-1. `_make_ready`: receives are begun; those of the first buckets of a pass at the end of the one before, as
-   far as there is memory. An engine may ask the receiver for room before it sends, and then it need not wait
-   for the answer.
+1. `_make_ready`: receives are begun; those of the first buckets of a pass at the end of the one before, by
+   the thread, as far as there is memory. An engine may ask the receiver for room before it sends, and then
+   it need not wait for the answer.
 2. `launch`: the share is summed over the host's ranks piece by piece, and sent.
 3. The thread: in one round the pieces of all blocks are published as they come. In two, those of this host's
    part are added up and sent on, the next bucket's come first if there is one, and then the parts of the
@@ -115,6 +115,13 @@ class _Flight:
         return _Piece(memory[begin : begin + nbytes], address + begin + HEADER_BYTES)
 
 
+class _ReceiveNext:
+    """Tells the thread to begin the receives of the next pass."""
+
+
+_RECEIVE_NEXT = _ReceiveNext()
+
+
 class HostExchange:
     """The `ShareExchange` of a rank that has partners. See the head of this file.
 
@@ -186,8 +193,10 @@ class HostExchange:
         self._number = 1  # of the pass under way, or of the next one
         self._ready: deque[_Flight] = deque()  # of that pass, in the plan's order, not launched
         self._next_ready = 0  # its first bucket that has not been among them
+        self._is_due = False  # its first receives are still to be begun, by the thread
+        self._making = threading.Lock()  # of the four above
         self._met: CollectiveError | None = None
-        self._flights: queue.SimpleQueue[_Flight | None] = queue.SimpleQueue()
+        self._flights: queue.SimpleQueue[_Flight | _ReceiveNext | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="paceline-hosts", daemon=True)
         self._thread.start()
         control.at_failure(self._fail)
@@ -196,16 +205,12 @@ class HostExchange:
     # --- the thread that runs the backward ---
 
     def end_pass(self) -> None:
-        """All means are there. Begin to receive what partners send of the next pass.
+        """All means are there. Let the thread begin to receive what partners send of the next pass.
 
-        Where a connection has broken meanwhile the next pass tells, because this one is good. Blocks no
-        longer than the control channel may take to know why.
+        The thread, because nobody waits for it: the user's program goes on meanwhile.
         """
-        self._number, self._next_ready = self._number + 1, 0
-        try:
-            self._make_ready(may_wait=False)
-        except CollectiveError as error:
-            self._met = error
+        self._number, self._next_ready, self._is_due = self._number + 1, 0, True
+        self._flights.put(_RECEIVE_NEXT)
 
     def launch(
         self,
@@ -216,11 +221,13 @@ class HostExchange:
         may_wait: bool,
     ) -> bool:
         """See `ShareExchange.launch`."""
-        if not self._ready:
-            self._make_ready(may_wait=may_wait)
+        with self._making:
+            self._is_due = False
             if not self._ready:
-                return False
-        flight = self._ready.popleft()
+                self._make_ready(may_wait=may_wait)
+                if not self._ready:
+                    return False
+            flight = self._ready.popleft()
         assert flight.bucket == bucket and flight.has_report == (make_report is not None)
         self._send_sums(flight, note_nonfinite, make_report)
         self._flights.put(flight)
@@ -397,11 +404,31 @@ class HostExchange:
 
     def _next(self, halfway: deque[_Flight]) -> _Flight | None:
         """What was launched last comes before the second round of what came before it."""
+        while True:
+            try:
+                flight = self._flights.get(block=not halfway)
+            except queue.Empty:
+                return halfway[0]
+            if not isinstance(flight, _ReceiveNext):
+                return flight
+            self._receive_next()
+
+    def _receive_next(self) -> None:
+        """Begin receives of the pass that comes next, unless it has come.
+
+        Where a connection has broken meanwhile the next pass tells, because the one that has ended is good.
+        """
+        # Whoever holds it makes them itself, and may be waiting for memory that only this thread frees.
+        if not self._making.acquire(blocking=False):
+            return
         try:
-            flight = self._flights.get(block=not halfway)
-        except queue.Empty:
-            return halfway[0]
-        return flight
+            if self._is_due:
+                self._make_ready(may_wait=False)
+        except CollectiveError as error:
+            self._met = error
+        finally:
+            self._is_due = False
+            self._making.release()
 
     def _first_round(self, flight: _Flight) -> None:
         bucket, host, mine = flight.bucket, self._host, flight.route.part_of(self._host)
