@@ -14,6 +14,7 @@ import torch
 from torch.optim import Optimizer
 
 from paceline.arguments import Arguments
+from paceline.sharding.meeting import spell_options
 from paceline.sharding.shared_step import OWNER, refuse_closure, wrong_arguments
 
 NO_OPTIONS = ("params", "param_names")
@@ -183,6 +184,26 @@ def plain_options(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         }
         for group in groups
     ]
+
+
+_UNCHANGING = frozenset({int, float, bool, complex, str, tuple, type(None)})
+
+
+def looked_at(groups: Iterable[Mapping[str, Any]]) -> list[object]:
+    """Hyperparameters as they are now, to be compared with what they are later. Cheap, where they are plain.
+
+    A value that can be changed in place (a tensor, a list) counts as what it holds.
+    """
+    seen: list[object] = []
+    for group in groups:
+        held = {**group}
+        for key in NO_OPTIONS:
+            held.pop(key, None)
+        if _UNCHANGING.issuperset(map(type, held.values())):
+            seen.append(held)
+        else:
+            seen.append(spell_options(plain_options([group])))
+    return seen
 
 
 def copy_options(source: Sequence[Mapping[str, Any]], target: Sequence[dict[str, Any]]) -> None:

@@ -45,6 +45,7 @@ from paceline.torch.one_model.groups import (
     check_tensors,
     copy_options,
     filled_as,
+    looked_at,
     make_optimizer,
     parameters_of,
     plain_options,
@@ -176,7 +177,7 @@ class ShardedOptimizer(Optimizer, Joinable):
             self._shards,
             self._link,
             None if self._link is None else travel_over(self._link),
-            lambda: [tuple(group.values()) for group in plain_options(self.param_groups)],
+            lambda: looked_at(self.param_groups),
             lambda: spell_options(plain_options(self.param_groups)),
         )
         self._add_pieces(self.param_groups, kinds)
