@@ -169,7 +169,7 @@ def _add_optimizer(benches: Any) -> None:
         type=_at_least(1),
         default=50,
         metavar="M",
-        help="millions of them (default 50); each takes some 100 bytes in all, over all contenders",
+        help="millions of them (default 50); each takes some 200 bytes of memory in all",
     )
 
 

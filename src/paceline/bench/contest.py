@@ -6,6 +6,7 @@ on.
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import math
 import subprocess
@@ -284,6 +285,13 @@ class Contest:
     def ours_failed(self) -> bool:
         """Whether something of Paceline failed."""
         return any(c.failure and c.entry.is_ours for c in self.contenders)
+
+    def among(self, keys: Iterable[str]) -> Contest:
+        """A contest of those of these that have such keys; they run on after it."""
+        chosen = set(keys)
+        some = copy.copy(self)
+        some.contenders = [c for c in self.contenders if c.entry.key.removeprefix(BEFORE) in chosen]
+        return some
 
     def prepare(self, during: str, **arguments: Any) -> dict[str, list[Any]]:
         """Have every contender prepare what is measured next; after each start again."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import gc
 import hashlib
 from collections.abc import Callable
 from typing import Any
@@ -43,6 +46,9 @@ class OptimizerStep:
             fused: Use torch's fused kernel.
             with_backward: A step begins with zero_grad() and a backward, whose gradients are averaged.
         """
+        for name in ("_step", "_model"):  # the memory of an earlier part goes first
+            self.__dict__.pop(name, None)
+        _give_back()
         expected, parameters = _parameters(2), _parameters(2)
         whole = torch.optim.AdamW(expected, lr=1e-3, fused=fused)
         optimizer = self._make(parameters, fused, with_backward)
@@ -57,7 +63,7 @@ class OptimizerStep:
             raise ArithmeticError("other parameters than those of torch.optim.AdamW")
         self.__dict__.pop("_model", None)
         del self.__dict__["_step"], optimizer, whole, expected
-        parameters = _parameters(layers)
+        parameters = _parameters(layers, with_gradients=not with_backward)
         self._make(parameters, fused, with_backward)
         self._step()
         digest = hashlib.sha256()
@@ -114,11 +120,22 @@ class _Sum(nn.Module):
         return torch.stack([(part * factor).sum() for part in self.parts]).sum()
 
 
-def _parameters(layers: int) -> list[nn.Parameter]:
+def _parameters(layers: int, with_gradients: bool = True) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(0)
+    values, gradients = (
+        [torch.randn(shape, generator=generator) for shape in _LAYER] for _ in ("values", "gradients")
+    )
     made = []
-    for shape in _LAYER * layers:
-        parameter = nn.Parameter(torch.randn(shape, generator=generator))
-        parameter.grad = torch.randn(shape, generator=generator)
-        made.append(parameter)
+    for layer in range(layers):
+        for value, gradient in zip(values, gradients, strict=True):
+            parameter = nn.Parameter(value + layer)
+            parameter.grad = gradient / (1 + layer) if with_gradients else None
+            made.append(parameter)
     return made
+
+
+def _give_back() -> None:
+    """Let the system have the memory that malloc keeps: other contenders need it."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
