@@ -46,7 +46,7 @@ class GradientHook {
  public:
   GradientHook(nb::object in_python, nb::object state, size_t parameter,
                nb::object reducer, nb::object place, bool gradient_in_arena,
-               const std::string& transformed)
+               const std::string& transformed, nb::object stand_in)
       : state_(std::move(state)),
         is_syncing_(state_, "is_syncing"),
         is_armed_(state_, "is_armed"),
@@ -57,6 +57,7 @@ class GradientHook {
         core_(nb::cast<PyReducer*>(reducer_)),
         place_(std::move(place)),
         type_(nb::borrow<nb::object>(place_.type())),
+        left_(stand_in.is_none() ? place_ : std::move(stand_in)),
         gradient_in_arena_(gradient_in_arena),
         in_python_(std::move(in_python)),
         transformed_name_(
@@ -101,10 +102,10 @@ class GradientHook {
         // The framework copies with all its threads, and without Python's lock.
         if (nbytes_ > kUnlockBytes) return call_python(parameter);
         std::memcpy(place_begin_, tensor.begin(), nbytes_);
-        if (!grad_.set(parameter, place_.ptr())) return nullptr;
+        if (!grad_.set(parameter, left_.ptr())) return nullptr;
       }
     }
-    handed_->put(parameter_, gradient_in_arena_ ? place_ : std::move(gradient));
+    handed_->put(parameter_, gradient_in_arena_ ? left_ : std::move(gradient));
     core_->mark_ready(parameter_, reinterpret_cast<Pointer>(pointer));
     Py_RETURN_NONE;
   }
@@ -129,8 +130,8 @@ class GradientHook {
   enum class Asks : uint8_t { kNever, kOnce, kAlways };
 
   // The reducer holds nothing that leads back here.
-  std::array<nb::object*, 4> held_objects() {
-    return {&in_python_, &state_, &handed_object_, &place_};
+  std::array<nb::object*, 5> held_objects() {
+    return {&in_python_, &state_, &handed_object_, &place_, &left_};
   }
 
   /// Converting a model moves its gradients, and the place with them, which is
@@ -188,6 +189,9 @@ class GradientHook {
   TensorAttribute grad_{"grad"};
   nb::object place_;
   nb::object type_;
+  /// What stands in the parameter's gradient once it lies in the arena: the
+  /// place, or what tells that this rank gets a part of the mean.
+  nb::object left_;
   dlpack::Borrow borrow_ = nullptr;
   std::vector<Axis> axes_;
   dlpack::DType dtype_{};
@@ -227,9 +231,10 @@ void bind_gradient_hook(nb::module_& m) {
   using namespace nb::literals;
   nb::class_<GradientHook>(m, "GradientHook", nb::type_slots(slots))
       .def(nb::init<nb::object, nb::object, size_t, nb::object, nb::object,
-                    bool, const std::string&>(),
+                    bool, const std::string&, nb::object>(),
            "in_python"_a, "state"_a, "param"_a, "reducer"_a, "place"_a,
-           "gradient_in_arena"_a, "transformed"_a = "");
+           "gradient_in_arena"_a, "transformed"_a = "",
+           "stand_in"_a = nb::none());
 }
 
 }  // namespace paceline

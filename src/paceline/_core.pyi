@@ -311,6 +311,7 @@ class GradientHook:
         place: object,
         gradient_in_arena: bool,
         transformed: str = "",
+        stand_in: object | None = None,
     ) -> None: ...
     def __call__(self, parameter: Any) -> None: ...
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn, optim
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
 
 from paceline.errors import ConfigError, NonFiniteGradientError, PacelineError, UnusedParameterError
 from paceline.torch import DistributedDataParallel, LocalSGD, ShardedOptimizer
@@ -174,6 +177,69 @@ def _read_in_all_ways(rank: int, ddp: Any, optimizer: ShardedOptimizer) -> None:
     for step in range(2):
         pass_(step)
         step_and_compare()
+
+
+@ranks(2, group="gloo")
+def test_a_gradient_lives_until_its_hook_has_handed_it_over(rank: int) -> None:
+    """There is memory for one copy of the gradients, and no second one grows in each backward."""
+    torch.manual_seed(0)
+    sizes = (40, 300, 40, 300, 40)  # gradients that the core copies, and that torch copies
+    layers = [nn.Linear(first, second) for first, second in pairwise(sizes)]
+    ddp, optimizer = scattering(nn.Sequential(*layers))
+    parameters = list(ddp.parameters())
+    seen: list[tuple[torch.nn.Parameter, StorageWeakRef]] = []
+
+    def look(parameter: torch.Tensor) -> None:
+        for other, memory in seen:
+            assert memory.expired()
+            assert "own part" in repr(other.grad)
+        assert parameter.grad is not None
+        assert parameter.grad.isfinite().all()  # what came in this backward, of this rank
+        seen.append((parameter, StorageWeakRef(parameter.grad.untyped_storage())))  # type: ignore[arg-type]
+
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(look)
+    for step in range(3):
+        optimizer.zero_grad()
+        seen.clear()
+        ddp(torch.full((2, 40), 1.0 + rank + step)).square().mean().backward()
+        assert len(seen) == len(parameters)
+        optimizer.step()
+
+
+class CheckpointedTwice(nn.Module):
+    """Its layer gets a gradient from each of two recomputations, in one backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(9, 9)
+
+    def forward(self, x: torch.Tensor, reentrant: bool) -> torch.Tensor:
+        for _ in range(2):
+            x = checkpoint(self.layer, x, use_reentrant=reentrant)
+        return x
+
+
+@ranks(2, group="gloo")
+def test_a_second_gradient_in_one_backward(rank: int) -> None:
+    """Refused, where it comes; in a static graph, and without reentrant checkpoints, it counts."""
+    x = torch.full((2, 9), 1.0 + rank, requires_grad=True)
+
+    def train(ddp: Any, optimizer: Any, reentrant: bool) -> list[torch.Tensor]:
+        for _ in range(3):
+            optimizer.zero_grad()
+            ddp(x, reentrant).square().mean().backward()
+            optimizer.step()
+        return [parameter.detach() for parameter in ddp.parameters()]
+
+    expected = DistributedDataParallel(CheckpointedTwice())
+    bits = train(expected, optim.SGD(expected.parameters(), lr=0.1), False)
+    assert all(map(same_bits, train(*scattering(CheckpointedTwice(), static_graph=True), True), bits))
+    ddp, optimizer = scattering(CheckpointedTwice())
+    with pytest.raises(ConfigError, match=r"this rank has a part[^?]*use_reentrant=False"):
+        ddp(x, True).square().mean().backward()
+    assert all(map(same_bits, train(ddp, optimizer, False), bits))  # all ranks have raised, and go on
 
 
 class Branches(nn.Module):

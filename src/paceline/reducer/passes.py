@@ -27,6 +27,7 @@ from paceline import _core
 from paceline.errors import CollectiveError, ConfigError, ForkedError, PacelineError, ReplicaError
 from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.drift import DriftWatch
+from paceline.reducer.freed_memory import keep_freed_memory
 from paceline.reducer.front_end import AnyAutograd, Fingerprint, FrontEnd, Memory, PassOptions
 from paceline.reducer.frozen import digest_of
 from paceline.reducer.graphs import EndOfBackward, Graphs
@@ -525,6 +526,7 @@ class Passes(Generic[AnyAutograd]):
         self._is_obstructed = bool(self._shared)
         if owned != self._owned:
             self._owned = owned
+            keep_freed_memory(self.reduction.plan.arena_bytes)
             self._replace(self._make_plan(list(self.reduction.plan.order)))
 
     def _check_scattering(self, *, is_training: bool) -> None:

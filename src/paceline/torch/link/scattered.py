@@ -116,6 +116,10 @@ class Scattered:
         """The parameter's."""
         return self._names[index]
 
+    def stand_in(self, index: int) -> ScatteredGradient:
+        """What stands in `.grad` of a parameter."""
+        return self._stand_ins[index]
+
     def forget(self) -> None:
         """A pass begins, which will overwrite the means."""
         self.of_pass = 0
@@ -286,7 +290,11 @@ def _refuse(func: Any, args: Iterable[Any]) -> NoReturn:
         expected="ShardedOptimizer.step(), which uses each rank's part; optimizer.zero_grad() before the "
         "next backward; ddp.clip_grad_norm_(), ddp.grad_norm() and ddp.nonfinite(), which know all parts",
         likely="torch.nn.utils.clip_grad_norm_, zero_grad(set_to_none=False), an optimizer that is not "
-        "sharded, or a second backward without zero_grad() (accumulate within ddp.no_sync())",
+        "sharded, or a second backward without zero_grad() (accumulate within ddp.no_sync())"
+        if gradient.of.of_pass
+        else "a parameter that gets a second gradient in the same backward (reentrant checkpointing: "
+        "use_reentrant=False, or static_graph=True); or a hook that reads it there after it was handed over; "
+        "or an earlier backward has raised, and there was no zero_grad()",
         hint='wrap with reduce="mean" where a script needs whole gradients',
         parameter=gradient.of.name(gradient.number),
     )

@@ -1,7 +1,8 @@
 """The hook of each parameter: it hands the finished gradient over, in as few Python steps as possible.
 
-Three kinds. In *pointer* mode the reducer copies the gradient into the arena and, at the end, the mean back.
-In *copy* mode torch does both. In *view* mode the gradient itself moves into the arena and stays there.
+Four kinds. In *pointer* mode the reducer copies the gradient into the arena and, at the end, the mean back.
+In *copy* mode torch does both. In *view* mode the gradient itself moves into the arena and stays there. In
+*taking* mode it goes there, and nothing comes back: the pass scatters.
 
 A hook runs some hundred times in every backward: it is a closure over what it needs, and whatever is rare is
 a call of something else. Where the core itself averages, the usual case is not even Python: see `in_core`.
@@ -37,14 +38,8 @@ def pointer_hook(
     view: torch.Tensor,
     reducer: Reducer,
     dtype: torch.dtype,
-    *,
-    scatters: bool = False,
 ) -> Hook:
-    """For a reducer that takes pointers; only for gradients that lie in memory as their place does.
-
-    Args:
-        scatters: The mean does not come back; see `refusing_stand_ins`.
-    """
+    """For a reducer that takes pointers; only for gradients that lie in memory as their place does."""
     mark_ready, handed = reducer.mark_ready, state.handed
     shape, strides = view.shape, view.stride()
     stage = copy_hook(state, index, name, view, reducer, dtype)
@@ -74,8 +69,7 @@ def pointer_hook(
         handed[index] = gradient
         mark_ready(index, gradient.data_ptr())
 
-    unusual = refusing_stand_ins(hand_over, state, index, name) if scatters else hand_over
-    return in_core(unusual, state, index, view, reducer, gradient_in_arena=False)
+    return in_core(hand_over, state, index, view, reducer, gradient_in_arena=False)
 
 
 def copy_hook(
@@ -86,14 +80,11 @@ def copy_hook(
     reducer: Reducer,
     dtype: torch.dtype,
     put: Callable[[torch.Tensor, torch.Tensor], object] | None = None,
-    *,
-    scatters: bool = False,
 ) -> Hook:
     """For any reducer, any layout of the gradient, and a place of another dtype.
 
     Args:
         put: Copies a gradient (its second argument) to its place, later maybe; None: now.
-        scatters: The mean does not come back; see `refusing_stand_ins`.
     """
     mark_copied, handed, staged, shape = reducer.mark_copied, state.handed, state.staged, view.shape
     copy = view.copy_ if put is None else functools.partial(put, view)
@@ -118,23 +109,52 @@ def copy_hook(
         staged.append(index)
         mark_copied(index, gradient.data_ptr(), extent(gradient))
 
-    return refusing_stand_ins(hand_over, state, index, name) if scatters else hand_over
+    return hand_over
 
 
-def refusing_stand_ins(hook: Hook, state: PassState, index: int, name: str) -> Hook:
-    """A hook that refuses what an earlier pass has left in `.grad`: this rank has a part of it.
+def taking_hook(
+    state: PassState,
+    index: int,
+    name: str,
+    view: torch.Tensor,
+    reducer: Reducer,
+    dtype: torch.dtype,
+    *,
+    stand_in: ScatteredGradient,
+) -> Hook:
+    """For gradients of which each rank gets a part: they are copied to their place, and let go at once.
 
-    Autograd itself cannot add to it. It is found here where a backward brings nothing new.
+    Their memory is still in the processor's caches, and autograd uses it for the next ones. All of them kept
+    until the means are there would be as much memory again, which the allocator gives back to the system
+    after each backward and gets anew, page by page, in the next one.
+
+    Args:
+        stand_in: What stands in `.grad` from then on.
     """
+    mark_ready, handed, copy, shape = reducer.mark_ready, state.handed, view.copy_, view.shape
 
     @untraced
     def hand_over(parameter: torch.Tensor) -> None:
-        if type(parameter.grad) is ScatteredGradient:
+        if not state.is_syncing:
+            state.accumulated.add(index)
+            return
+        if not state.is_armed:
+            state.arm()
+        gradient = parameter.grad
+        if index in handed:
+            state.status.twice = index
+            return
+        if type(gradient) is ScatteredGradient:  # autograd has brought nothing, and cannot add to it
             state.refuse(index, left_over(name, state.where))
-        else:
-            hook(parameter)
+            return
+        if gradient is None or gradient.dtype is not dtype or gradient.is_sparse or gradient.shape != shape:
+            refuse_unsupported(state, index, name, parameter, dtype, shape)
+            return
+        copy(gradient.detach() if gradient.requires_grad else gradient)  # as in copy_hook
+        parameter.grad = handed[index] = stand_in
+        mark_ready(index, 0)
 
-    return hand_over
+    return in_core(hand_over, state, index, view, reducer, gradient_in_arena=True, stand_in=stand_in)
 
 
 def left_over(name: str, where: str) -> ConfigError:
@@ -223,16 +243,23 @@ def sparse_hook(
 
 
 def in_core(
-    hook: Hook, state: PassState, index: int, view: torch.Tensor, reducer: Reducer, *, gradient_in_arena: bool
+    hook: Hook,
+    state: PassState,
+    index: int,
+    view: torch.Tensor,
+    reducer: Reducer,
+    *,
+    gradient_in_arena: bool,
+    stand_in: ScatteredGradient | None = None,
 ) -> Hook:
-    """The same hook, of pointer or view mode, with the core doing what is usual.
+    """The same hook, of pointer, view or taking mode, with the core doing what is usual.
 
     What is not usual goes to the Python hook: the first gradient of a backward, a local one, any that does
     not lie in memory as its place does.
     """
     if not isinstance(reducer, _core.Reducer) or view.is_complex() or not HAS_EXCHANGE_API:
         return hook
-    return _core.GradientHook(hook, state, index, reducer, view, gradient_in_arena, "is_neg")
+    return _core.GradientHook(hook, state, index, reducer, view, gradient_in_arena, "is_neg", stand_in)
 
 
 class SharedGradients:

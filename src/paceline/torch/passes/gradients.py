@@ -1,7 +1,8 @@
 """The gradients of one model, and where they lie: torch's own memory, or the arena.
 
-A gradient is handed over in one of four ways, chosen for each parameter when a plan is adopted: by *pointer*,
-by *copy*, as the *view* of the arena that it is, or *sparse*, which lies elsewhere. See `hooks`.
+A gradient is handed over in one of five ways, chosen for each parameter when a plan is adopted: by *pointer*,
+by *copy*, as the *view* of the arena that it is, *taken*, where each rank gets a part of the mean, or
+*sparse*, which lies elsewhere. See `gradient_hooks`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from paceline.torch.passes.gradient_hooks import (
     pointer_hook,
     reshaped_parameter,
     sparse_hook,
+    taking_hook,
     view_hook,
 )
 
@@ -110,10 +112,11 @@ class Gradients:
             return copy_hook
         if self._config.gradients_in_arena:
             return view_hook
-        # What lies in memory may be the conjugate of a complex gradient.
+        if self.scattered is not None:
+            return functools.partial(taking_hook, stand_in=self.scattered.stand_in(index))
         if self.reduction.takes_pointers:
-            maker = copy_hook if parameter.is_complex() else pointer_hook
-            return maker if self.scattered is None else functools.partial(maker, scatters=True)
+            # What lies in memory may be the conjugate of a complex gradient.
+            return copy_hook if parameter.is_complex() else pointer_hook
         if self._config.batched_copies:
             return functools.partial(copy_hook, put=self.reduction.put)
         return copy_hook
