@@ -15,6 +15,7 @@ PROGRAMS: tuple[type[Program], ...] = (
     pair_programs.Passes,
     pair_programs.AssignedPasses,
     pair_programs.PassesInArena,
+    pair_programs.ScatteringPasses,
     pair_programs.VoidPasses,
     pair_programs.NewReducers,
     pair_programs.HostPasses,

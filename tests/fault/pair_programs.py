@@ -16,7 +16,7 @@ from paceline.errors import PacelineError
 from tests.fault import programs
 from tests.fault.faults import Point
 from tests.fault.pairs import WORLD_SIZE, Array, Program
-from tests.multiprocess.reducer_world import World
+from tests.multiprocess.reducer_world import World, offsets_of
 
 _ARRIVAL = (Point.CALL_BEGIN, Point.BEFORE_ARRIVE, Point.AFTER_ARRIVE)
 _REDUCTION = (Point.BEFORE_REDUCE, Point.AFTER_REDUCE)
@@ -93,6 +93,40 @@ class PassesInArena(Program):
 
     def memory(self) -> Iterable[Array]:
         return self._world.views
+
+
+class ScatteringPasses(Program):
+    """Backward passes in which each rank gets a part of the means: parameters are cut within a segment."""
+
+    points = _PASS
+    _own: ClassVar[tuple[tuple[int, int, int, int], ...]] = (  # parameter, first and last element, rank
+        (0, 0, 12_800, 0),
+        (0, 12_800, 17_000, 1),
+        (1, 0, 17_000, 1),
+        (2, 0, 640, 0),
+        (2, 640, 17_000, 2),
+    )
+
+    def __init__(self, group: Any) -> None:
+        self._rank = group.rank
+        offsets = offsets_of(_MODEL)
+        owned = [
+            (offsets[param] + 4 * begin, offsets[param] + 4 * end, rank)
+            for param, begin, end, rank in self._own
+        ]
+        self._world = World(group, _MODEL, _CAP_BYTES, assigns_chunks=True, owned=owned)
+
+    def step(self, number: int) -> None:
+        got = {param: self._world.mark(param, number) for param in range(len(_MODEL))}
+        assert self._world.reducer.finish(1, False) == 0
+        for param, begin, end, rank in self._own:
+            if rank == self._rank:
+                mean = self._world.mean(param, number)
+                np.testing.assert_allclose(got[param][begin:end], mean[begin:end], rtol=1e-6, atol=1e-6)
+
+    def memory(self) -> Iterable[Array]:
+        """Nothing: after a pass that has failed nobody reads what is left of it."""
+        return ()
 
 
 class VoidPasses(Program):

@@ -60,7 +60,12 @@ class World:
     """One rank's reducer and the views of its arena."""
 
     def __init__(
-        self, group: Any, model: Model = MODEL, cap_bytes: int = 100_000, assigns_chunks: bool = False
+        self,
+        group: Any,
+        model: Model = MODEL,
+        cap_bytes: int = 100_000,
+        assigns_chunks: bool = False,
+        owned: Sequence[tuple[int, int, int]] = (),
     ) -> None:
         *offsets, arena_bytes = offsets_of(model)
         self.group = group
@@ -73,6 +78,7 @@ class World:
             [DTYPE_NUMBERS[dtype] for _, dtype in model],
             cut(model, cap_bytes),
             assigns_chunks,
+            list(owned),
         )
         self._elsewhere: dict[int, Array] = {}
         memory = (ctypes.c_byte * arena_bytes).from_address(self.reducer.arena_pointer)
