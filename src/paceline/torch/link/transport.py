@@ -149,9 +149,8 @@ class ProcessGroupTransport:
 
     def _is_captured(self) -> bool:
         """Whether a CUDA graph is being made, which can hold no question of the host."""
-        if not (self._are_on_streams and torch.cuda.is_initialized()):
-            return False
-        return torch.cuda.is_current_stream_capturing()
+        is_initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        return self._are_on_streams and is_initialized and torch.cuda.is_current_stream_capturing()
 
     def _note_nonfinite(self, bucket: int, flat: torch.Tensor) -> None:
         pieces = self._pieces[bucket]
