@@ -73,12 +73,12 @@ void wait_for_partner() {
 
 const char* point_name(Point point) {
   static constexpr const char* kNames[] = {
-      "call_begin",   "before_arrive", "after_arrive",  "before_reduce",
-      "after_reduce", "copy_out",      "mark_ready",    "before_post",
-      "after_post",   "chunk_claimed", "chunk_reduced", "before_end",
-      "after_end",    "send",          "receive",       "allocate",
-      "step_met",     "step_begun",    "block_copied",  "block_opened",
-      "block_written", "block_closed", "step_written",  "step_done"};
+      "call_begin",    "before_arrive", "after_arrive",  "before_reduce",
+      "after_reduce",  "copy_out",      "mark_ready",    "before_post",
+      "after_post",    "chunk_claimed", "chunk_reduced", "before_end",
+      "after_end",     "send",          "receive",       "allocate",
+      "step_met",      "step_begun",    "block_copied",  "block_opened",
+      "block_written", "block_closed",  "step_written",  "step_done"};
   static_assert(sizeof(kNames) / sizeof(kNames[0]) ==
                 static_cast<size_t>(Point::kNumPoints));
   return kNames[static_cast<uint32_t>(point)];

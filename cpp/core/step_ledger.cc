@@ -25,8 +25,8 @@ bool StepLedger::decide(bool wants) {
   uint64_t seen = head_->decision.load(std::memory_order_acquire);
   while (seen < next << 1) {
     // acq_rel; partner: the other ranks' loads here.
-    if (head_->decision.compare_exchange_weak(
-            seen, next << 1 | uint64_t{wants}, std::memory_order_acq_rel)) {
+    if (head_->decision.compare_exchange_weak(seen, next << 1 | uint64_t{wants},
+                                              std::memory_order_acq_rel)) {
       seen = next << 1 | uint64_t{wants};
       break;
     }

@@ -44,7 +44,7 @@ ENTRIES = (
 
 COMPARED = ("whole", "zero", "zero_view")
 TOGETHER = (("paceline", "paceline_group"), ("paceline_shared", "paceline_scatter"))
-"""Of Paceline's, those whose models exist at a time, beside those of `COMPARED`."""
+"""Paceline's contenders whose models exist at the same time, beside those of `COMPARED`."""
 
 
 def run(plan: Plan, parameters: int) -> Report:
@@ -116,7 +116,7 @@ def _check_ranks(contest: Contest, facts: dict[str, list[dict[str, Any]]]) -> No
 
 
 def _turns(contest: Contest) -> list[list[str]]:
-    """Those of Paceline's contenders here that take turns with the others; at least one turn."""
+    """Paceline's contenders in this run, by the turn in which they are measured; at least one turn."""
     here = {contender.entry.key for contender in contest.contenders}
     turns = [[key for key in keys if key in here] for keys in TOGETHER]
     return [keys for keys in turns if keys] or [[]]
