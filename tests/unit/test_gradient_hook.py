@@ -15,9 +15,20 @@ from paceline import _core  # noqa: E402
 from paceline.errors import PacelineError  # noqa: E402
 from paceline.reducer.passes import PassState  # noqa: E402
 from paceline.torch import DistributedDataParallel  # noqa: E402
+from paceline.torch.passes import gradient_hooks, replica_state  # noqa: E402
 from tests.alive import passes_alive  # noqa: E402
 
 IS_THERE = hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
+
+
+@pytest.fixture(params=[True, False], ids=["", "old-torch"])
+def has_exchange_api(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether the core may read tensors itself; without it, all is as with torch before 2.10."""
+    if request.param and not IS_THERE:
+        pytest.skip("this torch has no DLPack exchange API")
+    monkeypatch.setattr(gradient_hooks, "HAS_EXCHANGE_API", request.param)
+    monkeypatch.setattr(replica_state, "HAS_EXCHANGE_API", request.param)
+    return request.param
 
 
 @pytest.fixture(autouse=True)
@@ -75,10 +86,14 @@ CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("view", [False, True])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_gradients_of_any_layout(change: Callable[[torch.Tensor], torch.Tensor], view: bool) -> None:
+def test_gradients_of_any_layout(
+    change: Callable[[torch.Tensor], torch.Tensor], view: bool, has_exchange_api: bool
+) -> None:
     x = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
     alone, model = Model(change), Model(change)
     ddp = wrapped(model, view=view)
+    is_in_core = {isinstance(hook, _core.GradientHook) for p in model.parameters() for hook in hooks_of(p)}
+    assert is_in_core == {has_exchange_api}
     for _ in range(3):  # without zero_grad(): later gradients are added to what is there
         alone(x).backward()
         ddp(x).backward()
@@ -108,7 +123,7 @@ def test_the_core_takes_what_is_usual(view: bool) -> None:
 
 
 @pytest.mark.parametrize("view", [False, True])
-def test_a_second_gradient_in_one_pass_is_an_error(view: bool) -> None:
+def test_a_second_gradient_in_one_pass_is_an_error(view: bool, has_exchange_api: bool) -> None:
     model = Model(CHANGES["as it is"])
     ddp = wrapped(model, view=view)
     model.first.register_post_accumulate_grad_hook(hooks_of(model.first)[0])

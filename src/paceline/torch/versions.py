@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paceline import versions
 
-OLDEST = (2, 11)  # with torch 2.6, a pass in which a rank uses no parameter ends without an error
+OLDEST = (2, 11)  # with torch 2.6 many tests fail
 TESTED = (2, 13), (2, 13)
 
 

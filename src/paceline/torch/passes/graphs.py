@@ -46,7 +46,8 @@ def running_call() -> RunningCall:
         if frame.f_code is grad:
             return RunningCall.GRAD
         if frame.f_code is backward:
-            of_all = frame.f_locals.get("inputs") is None
+            inputs = frame.f_locals.get("inputs")  # torch 2.6 makes an empty tuple of None
+            of_all = inputs is None or (isinstance(inputs, tuple) and not inputs)
             return RunningCall.BACKWARD if of_all else RunningCall.BACKWARD_OF_SOME
         frame = frame.f_back
     return RunningCall.UNKNOWN
