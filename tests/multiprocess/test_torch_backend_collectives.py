@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -110,6 +112,19 @@ def test_collectives_give_what_gloo_gives(rank, world_size):
                 ours = collective(None, rank, world_size, dtype)
                 theirs = collective(gloo, rank, world_size, dtype)
                 torch.testing.assert_close(ours, theirs, rtol=0, atol=0, msg=f"{collective.__name__} {dtype}")
+
+
+@ranks(2, group=None)
+def test_calls_whose_options_do_not_say_who_waits(rank):
+    """As torch 2.6 makes its options: it waits itself for the work that it is given."""
+    with torch_group(rank) as group:
+        for number in (1.0, 2.0):
+            tensor = torch.full((3,), number)
+            group.allreduce([tensor], SimpleNamespace(reduceOp=ReduceOp.SUM)).wait()
+            assert tensor.tolist() == [2 * number] * 3
+        tensor = torch.full((3,), float(rank))
+        group.broadcast([tensor], SimpleNamespace(rootRank=1)).wait()
+        assert tensor.tolist() == [1, 1, 1]
 
 
 @ranks(2, group=None)

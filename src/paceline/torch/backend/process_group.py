@@ -46,6 +46,7 @@ class _Options:
 
 
 DEFAULTS = _Options()
+ASYNC = "asyncOp"  # not in the options of torch 2.6, which waits itself for what its callers do not
 
 
 class PacelineProcessGroup(NamedProcessGroup):
@@ -81,7 +82,7 @@ class PacelineProcessGroup(NamedProcessGroup):
     def allreduce(self, tensors: Tensors, opts: Any = DEFAULTS) -> Work:
         # The path of most calls, hence the least Python: a synchronous call on a contiguous tensor.
         op = opts.reduceOp
-        if not opts.asyncOp and self._queue.newest is None and len(tensors) == 1:
+        if not getattr(opts, ASYNC, True) and self._queue.newest is None and len(tensors) == 1:
             tensor = tensors[0]
             number, ops = KERNELS.get(tensor.dtype, NO_KERNEL)
             code = ops.get(hash(op))
@@ -211,7 +212,7 @@ class PacelineProcessGroup(NamedProcessGroup):
 
     def _make(self, opts: Any, call: Callable[[], None], results: Tensors) -> Work:
         """Run `call` now, or in the queue where it is asynchronous or others are before it."""
-        if opts.asyncOp or not self._queue.is_empty():
+        if getattr(opts, ASYNC, True) or not self._queue.is_empty():
             return self._queued(call, results)
         call()
         return FINISHED
