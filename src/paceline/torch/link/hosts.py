@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from paceline.errors import RendezvousError
 from paceline.reducer.hierarchical import Hosts
@@ -67,7 +67,7 @@ def _connect(peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]]) -> GlooTr
     keys = f"paceline/hosts/{nonces[0]}/{place}"
     before = connected_sockets()
     try:
-        store = PrefixStore(keys, peers.process_group.get_group_store())
+        store = PrefixStore(keys, _store_of(peers.process_group))
         timeout = timedelta(seconds=peers.timeout_s)
         group = dist.ProcessGroupGloo(store, own, len(partners), timeout=timeout)
     except RuntimeError as error:
@@ -135,6 +135,13 @@ class GlooTransfer:
 
     def wait(self, timeout_s: float) -> None:
         self._work.wait(timedelta(seconds=timeout_s))
+
+
+def _store_of(group: dist.ProcessGroup) -> Store:
+    if hasattr(group, "get_group_store"):
+        return group.get_group_store()
+    store: Store = dist.distributed_c10d._get_process_group_store(group)  # torch 2.6
+    return store
 
 
 def _has_gloo(peers: ProcessGroupPeers) -> bool:
