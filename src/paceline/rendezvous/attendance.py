@@ -295,7 +295,8 @@ def _say_who_is_missing(own: Arrival, arrivals: Sequence[Arrival], waited_s: flo
 def misfit(own: Arrival, arrivals: Sequence[Arrival]) -> RendezvousError | None:
     """Why these can't be the ranks of one job, as an error of `own`; None: nothing speaks against it."""
     by_rank: dict[int, Arrival] = {}
-    arrivals = sorted(arrivals, key=lambda each: each.rank)  # so that the words do not depend on who came first
+    # In the order of ranks, so that the words do not depend on who came first.
+    arrivals = sorted(arrivals, key=lambda each: each.rank)
     for each in arrivals:
         first = arrivals[0]
         if each.job != first.job:
