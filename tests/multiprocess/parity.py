@@ -42,6 +42,7 @@ REMARKS: Mapping[str, str] = {
     "dim": "a batch is not split, because each process drives one device",
     "check_reduction": "the check is always made",
     "batched_grad_copy": "changes no result",
+    "lazy_bucket_allocation": "torch 2.15's; without effect",
     "_register_buffer_comm_hook": "`buffers=` and `sync_buffers()` in both",
     "_register_builtin_comm_hook": "torch's names for its own hooks",
     "_register_fused_optim": "optimizers of torch that step within backward",

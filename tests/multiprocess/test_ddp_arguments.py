@@ -127,6 +127,17 @@ def test_gradients_are_copied_a_bucket_at_a_time(rank: int, monkeypatch: pytest.
 
 
 @ranks(2, group="gloo")
+def test_lazy_allocation_changes_nothing(rank: int) -> None:
+    """An argument of torch 2.15, accepted with any torch."""
+    ddp = DistributedDataParallel(two_layers(), lazy_bucket_allocation=True)
+    assert ddp.lazy_bucket_allocation
+    for _ in range(2):
+        ddp.zero_grad()
+        (ddp(torch.ones(1, 4)).sum() * (1 + rank)).backward()
+        assert_close(ddp.module[2].bias.grad, torch.full((2,), 1.5))
+
+
+@ranks(2, group="gloo")
 def test_wrong_arguments_are_refused(rank: int) -> None:
     net = two_layers()
     stranger = nn.Parameter(torch.zeros(1))

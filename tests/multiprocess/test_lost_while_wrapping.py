@@ -61,7 +61,8 @@ def wrap(rank, who, sign, at, store, deadline_s=DEADLINE_S):
     dist.init_process_group("gloo", init_method=init, rank=rank, world_size=3, timeout=forming)
     dist.barrier()  # none is still connecting to the others
     deadline = timedelta(seconds=deadline_s)  # as if it had been the group's from the start
-    dist.distributed_c10d._set_pg_timeout(deadline)
+    set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)  # torch 2.15
+    set_timeout(deadline)
     dist.distributed_c10d._get_default_store().set_timeout(deadline)
     return raised_by(
         lambda: DistributedDataParallel(torch.nn.Linear(4, 4)), ProcessGroupExchange, rank, who, sign, at

@@ -194,7 +194,7 @@ def test_the_deadline_is_that_of_the_group_or_of_the_barrier(rank):
 
 @ranks(3, group=None)
 def test_a_barrier_with_a_deadline_names_who_is_late(rank):
-    """What torch's monitored_barrier does, which torch allows for Gloo alone."""
+    """What torch's monitored_barrier does, which torch allowed for Gloo alone before 2.15."""
     with torch_group(rank):
         assert dist.get_backend() == "paceline"
         group = dist.new_group([0, 1, 2])
@@ -202,8 +202,12 @@ def test_a_barrier_with_a_deadline_names_who_is_late(rank):
             with pytest.raises(DeadlineError, match="Ranks 1-2 of 3 did not arrive") as caught:
                 group.barrier(timeout=timedelta(seconds=0.3)).wait()
             assert caught.value.late == (1, 2)
-            with pytest.raises(ValueError, match="only implemented for GLOO"):
-                dist.monitored_barrier(group)
+            with pytest.raises(DeadlineError, match="Ranks 1-2 of 3 did not arrive"):
+                group.monitored_barrier(timedelta(seconds=0.3))
+            with pytest.raises(
+                (ValueError, DeadlineError), match=r"only implemented for GLOO|Ranks 1-2 of 3"
+            ):
+                dist.monitored_barrier(group, timedelta(seconds=0.3))
         dist.barrier()
 
 

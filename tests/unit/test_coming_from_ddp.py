@@ -19,6 +19,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "coming-from-ddp.md"
 
 
+LATER = {"DistributedDataParallel": {"lazy_bucket_allocation"}, "DataParallel": set()}  # than torch 2.13
+
+
 class Row(NamedTuple):
     section: str
     name: str
@@ -51,7 +54,7 @@ def test_the_tables_have_every_argument_and_method_of_torch(name: str) -> None:
     arguments = list(inspect.signature(theirs.__init__).parameters)[1:]
     assert set(arguments) <= set(names(f"Arguments of {name}")) <= set(inspect.signature(ours).parameters)
     if torch.__version__.startswith("2.13."):  # whose classes the page goes through
-        assert sorted(names(f"Arguments of {name}")) == sorted(arguments)
+        assert sorted(names(f"Arguments of {name}")) == sorted({*arguments, *LATER[name]})
     methods = next(row.section for row in rows() if re.fullmatch(f"Methods .*of {name}", row.section))
     assert public(theirs) <= set(names(methods))
 

@@ -261,7 +261,7 @@ def test_attributes_and_what_unwraps_models() -> None:
         assert DataParallel(module).device_ids == DataParallel(module, [0, 1]).device_ids == []
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning", "ignore:.torch.jit:FutureWarning")
 def test_torchscript_cannot_be_replicated() -> None:
     traced = nn.Sequential(nn.Linear(2, 2))
     traced[0] = torch.jit.trace(traced[0], torch.zeros(1, 2))

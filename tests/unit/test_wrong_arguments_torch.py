@@ -73,6 +73,7 @@ def _wrapping() -> list[Use]:
         *ddp("init_sync_buffers", "yes"),
         *(use for name in flags for use in ddp(name, "False", 2)),
         *ddp("check_reduction", "no"),
+        *ddp("lazy_bucket_allocation", "yes"),
         *ddp("process_group", "gloo", 0, [0, 1], dist.ReduceOp.SUM, dist.group),
         *ddp("bucket_cap_mb", "big", "25", -1, 0, NAN, INF, True, [25], 1e-9 * -1),
         *ddp("bucket_cap_mb_list", "big", 25, [0], ["1"], [NAN], [None], [True]),

@@ -204,6 +204,10 @@ class PacelineProcessGroup(NamedProcessGroup):
         timeout_s = seconds if seconds > 0 else self._timeout_s
         return self._make(opts, partial(self._core.barrier, timeout_s), [])
 
+    def monitored_barrier(self, timeout: timedelta, wait_all_ranks: bool = False) -> None:
+        """A barrier; each of them names all ranks that are late. torch 2.15 asks this of any group."""
+        self.barrier(timeout=timeout).wait()
+
     def _start_coalescing(self, device: torch.device) -> None:
         """Nothing to do: a call here costs less than gathering several into one would save."""
 

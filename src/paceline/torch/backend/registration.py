@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from paceline.collectives.formation import share
 from paceline.errors import ConfigError, format_ranks
@@ -24,6 +25,10 @@ def register() -> None:
     """Make the name known to torch.distributed. More than once does no harm."""
     if dist.is_available() and NAME.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu"])
+        # torch 2.15 records the calls of every group that does not say that it does so itself, and cannot
+        # record one that is written in Python: it would raise. Paceline's recorder keeps these calls.
+        recorded: set[str] = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+        recorded.add(NAME)
 
 
 def _create(options: Any, _: Any) -> PacelineProcessGroup:

@@ -117,6 +117,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         skip_all_reduce_unused_params: Over a process group, don't send buckets that no rank used in the
             pass before. If they are used again, they are sent at the end of the pass.
         batched_grad_copy: Over a process group, copy gradients a bucket at a time: fewer kernels on a GPU.
+        lazy_bucket_allocation: Accepted, without effect: each pass uses the memory of the buckets again.
         init_sync_buffers: Broadcast rank 0's buffers when wrapping. None: as broadcast_buffers says.
         check_replicas_every: At the end of each n-th synchronised backward, compare the replicas, and raise
             on every rank if they differ; see check_replicas(). None: only if the ranks have written to
@@ -182,6 +183,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         bucket_cap_mb_list: list[int] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
+        lazy_bucket_allocation: bool = False,
         *,
         share_parameters: bool = False,
         reduce: str = "mean",

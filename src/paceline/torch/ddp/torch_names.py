@@ -152,6 +152,11 @@ class TorchNames(TorchDDP):
         return self._config.batched_copies
 
     @property
+    def lazy_bucket_allocation(self) -> bool:
+        """The argument."""
+        return bool(self._arguments["lazy_bucket_allocation"])
+
+    @property
     def mixed_precision(self) -> Any:
         """The argument: torch's `_MixedPrecision`, or None."""
         return self._arguments["mixed_precision"]

@@ -100,6 +100,7 @@ def make_config(
     reduce: str = "mean",
     dim: int = 0,
     check_reduction: bool = False,
+    lazy_bucket_allocation: bool = False,
     **others: Any,  # with those of SHARED_NAMES
 ) -> DDPConfig:
     """Check the constructor's arguments; see `DistributedDataParallel` for what they mean.
@@ -112,6 +113,7 @@ def make_config(
     check = _arguments.check
     check.whole("dim", dim)
     check.flag("check_reduction", check_reduction)
+    check.flag("lazy_bucket_allocation", lazy_bucket_allocation)
     caps_bytes = _arguments.caps(bucket_cap_mb_list)
     cap_mb = DEFAULT_BUCKET_CAP_MB if bucket_cap_mb is None else bucket_cap_mb
     cap_bytes = _arguments.mebibytes("bucket_cap_mb", cap_mb)
