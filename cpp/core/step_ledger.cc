@@ -20,6 +20,7 @@ uint64_t StepLedger::step() const {
 bool StepLedger::decide(bool wants) {
   const uint64_t next =
       line(rank_).done.load(std::memory_order_relaxed) + uint64_t{1};
+  own_step_ = next;
   if (wants) fault_point(Point::kStepMet);
   // Acquire; partner: the exchange below, of another rank.
   uint64_t seen = head_->decision.load(std::memory_order_acquire);
@@ -39,13 +40,13 @@ bool StepLedger::decide(bool wants) {
 void StepLedger::finish(int of) {
   fault_point(Point::kStepWritten);
   // Release: the part is written; partner: is_finished().
-  line(of).done.store(step(), std::memory_order_release);
+  line(of).done.store(own_step(), std::memory_order_release);
   fault_point(Point::kStepDone);
 }
 
 bool StepLedger::is_finished(int of) const {
   // Acquire; partner: finish().
-  return line(of).done.load(std::memory_order_acquire) >= step();
+  return line(of).done.load(std::memory_order_acquire) >= own_step();
 }
 
 bool StepLedger::is_whole() const {
@@ -65,7 +66,7 @@ void StepLedger::open_block(int of, uint32_t block,
   for (const Copy& copy : copies) memcpy(copy.to, copy.from, copy.bytes);
   fault_point(Point::kBlockCopied);
   // Release: the copies are made; partner: progress().
-  line(of).progress.store(step() << 32 | uint64_t{block} << 1 | 1,
+  line(of).progress.store(own_step() << 32 | uint64_t{block} << 1 | 1,
                           std::memory_order_release);
   fault_point(Point::kBlockOpened);
 }
@@ -73,7 +74,7 @@ void StepLedger::open_block(int of, uint32_t block,
 void StepLedger::close_block(int of, uint32_t block) {
   fault_point(Point::kBlockWritten);
   // Release: the block is written; partner: progress().
-  line(of).progress.store(step() << 32 | (uint64_t{block} + 1) << 1,
+  line(of).progress.store(own_step() << 32 | (uint64_t{block} + 1) << 1,
                           std::memory_order_release);
   fault_point(Point::kBlockClosed);
 }
@@ -81,23 +82,23 @@ void StepLedger::close_block(int of, uint32_t block) {
 StepLedger::Progress StepLedger::progress(int of) const {
   // Acquire; partners: open_block() and close_block().
   const uint64_t word = line(of).progress.load(std::memory_order_acquire);
-  if (word >> 32 != (step() & 0xffffffff)) return {0, false};
+  if (word >> 32 != (own_step() & 0xffffffff)) return {0, false};
   const auto low = static_cast<uint32_t>(word);
   return {low >> 1, (low & 1) != 0};
 }
 
 void StepLedger::give_up() {
   // Release: this rank writes no more; partner: has_given_up().
-  line(rank_).gave_up.store(step(), std::memory_order_release);
+  line(rank_).gave_up.store(own_step(), std::memory_order_release);
 }
 
 bool StepLedger::has_given_up(int of) const {
   // Acquire; partner: give_up().
-  return line(of).gave_up.load(std::memory_order_acquire) == step();
+  return line(of).gave_up.load(std::memory_order_acquire) == own_step();
 }
 
 int StepLedger::claim(int of, std::optional<int> instead_of) {
-  const uint64_t step = this->step();
+  const uint64_t step = own_step();
   const uint64_t own = step << 16 | static_cast<uint64_t>(rank_ + 1);
   Atomic<uint64_t>& word = line(of).claim;
   // Acquire; partner: the exchange below, of another rank.

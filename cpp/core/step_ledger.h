@@ -50,6 +50,9 @@ class StepLedger {
   uint64_t step() const;
   /// Says whether this rank wants the next step; returns what was decided.
   bool decide(bool wants);
+  // What follows is of the step that this rank decided on last, and without
+  // one, of the step that is made: another rank may have gone on to the next.
+
   /// The part of `of` is written.
   void finish(int of);
   bool is_finished(int of) const;
@@ -59,7 +62,6 @@ class StepLedger {
   /// The values that block `block` of `of` will replace are copied first.
   void open_block(int of, uint32_t block, const std::vector<Copy>& copies);
   void close_block(int of, uint32_t block);
-  /// In the current step.
   Progress progress(int of) const;
 
   /// This rank's part is not to be awaited: it has raised.
@@ -83,11 +85,13 @@ class StepLedger {
   static_assert(sizeof(Line) == kLinePairBytes);
 
   Line& line(int of) const { return lines_[of]; }
+  uint64_t own_step() const { return own_step_ ? own_step_ : step(); }
 
   Head* const head_;
   Line* const lines_;
   const int world_;
   const int rank_;
+  uint64_t own_step_ = 0;  ///< 0: this rank has decided on none
 };
 
 }  // namespace paceline

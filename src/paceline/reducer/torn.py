@@ -25,14 +25,14 @@ class _Mark(NamedTuple):
 
 
 class TornParameters:
-    """All that this process knows of."""
+    """All that this process knows of.
+
+    Attributes:
+        marks: Empty if there are none: every forward looks here, and calls nothing.
+    """
 
     def __init__(self) -> None:
-        self._marks: dict[int, _Mark] = {}
-
-    def __bool__(self) -> bool:
-        """Whether there are any. Asked in every forward."""
-        return bool(self._marks)
+        self.marks: dict[int, _Mark] = {}
 
     def mark(self, parameters: Iterable[Any], version: Callable[[Any], int], seen: str) -> None:
         """These parameters may hold half of a step.
@@ -45,17 +45,17 @@ class TornParameters:
         for parameter in parameters:
             key = id(parameter)
             reference = weakref.ref(parameter, functools.partial(self._drop, key))
-            self._marks[key] = _Mark(reference, version, version(parameter), seen)
+            self.marks[key] = _Mark(reference, version, version(parameter), seen)
 
     def _drop(self, key: int, reference: weakref.ref[Any]) -> None:
-        mark = self._marks.get(key)
+        mark = self.marks.get(key)
         if mark is not None and mark.parameter is reference:
-            del self._marks[key]
+            del self.marks[key]
 
     def forget(self, parameters: Iterable[Any]) -> None:
         """Other values were loaded into these."""
         for parameter in parameters:
-            self._marks.pop(id(parameter), None)
+            self.marks.pop(id(parameter), None)
 
     def check(self, owner: str, parameters: Iterable[Any]) -> None:
         """Raise if some of these hold half of a step.
@@ -68,11 +68,11 @@ class TornParameters:
             TornStepError: They do.
         """
         for parameter in parameters:
-            mark = self._marks.get(id(parameter))
+            mark = self.marks.get(id(parameter))
             if mark is None or mark.parameter() is not parameter:
                 continue
             if mark.version(parameter) != mark.was:
-                del self._marks[id(parameter)]
+                del self.marks[id(parameter)]
                 continue
             raise torn_error(owner, mark.seen)
 

@@ -69,7 +69,7 @@ class WrappedModel:
         """
         if self._home is not None:
             self._home.check_whole(type(self).__name__)
-        if torn:
+        if torn.marks:
             torn.check(type(self).__name__, parameters)
 
     # --- what a front end adds ---

@@ -78,17 +78,24 @@ class Ledgers:
         for home in self._homes():
             if not home.ledger.is_finished(home.rank):
                 return False
-            while not home.ledger.is_whole:
+            while True:
                 gone = _gone(home)  # before the next look: who is gone has written all that it will
-                missing = home.missing_parts()
+                missing = _missing(home)
+                if not missing:
+                    break
                 lost = [rank for rank in missing if rank in gone]
                 if complete is not None and lost:
                     if not complete(lost[0], functools.partial(_gone, home), until):
-                        return not home.missing_parts()
+                        return not _missing(home)
                 elif set(missing) <= gone or time.monotonic() > until:
-                    return not missing
+                    return False
                 time.sleep(_LOOK_S)
         return True
+
+
+def _missing(home: Home[Any]) -> list[int]:
+    """The ranks whose parts of this rank's step are not written. Another rank may be at the next step."""
+    return [rank for rank in range(home.world_size) if not home.ledger.is_finished(rank)]
 
 
 def _gone(home: Home[Any]) -> set[int]:

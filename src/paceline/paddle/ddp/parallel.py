@@ -309,7 +309,7 @@ class DataParallel(WrappedModel, PaddleNames):
             recording.note_batch(inputs, kwargs)
         if self._home is not None:
             self._home.check_in_place()
-        if torn:
+        if torn.marks:
             self._check_whole(self._tensors.all_parameters.values())
         if self._passes is None or not paddle.is_grad_enabled():
             return self._run(inputs, kwargs)

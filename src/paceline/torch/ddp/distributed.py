@@ -358,7 +358,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         """The arguments on their device, and whether gradients of our parameters may be needed."""
         if self._home is not None:
             self._home.check_in_place()
-        if torn:
+        if torn.marks:
             self._check_whole(self._tensors.all_parameters.values())
         if self._config.device is not None:
             inputs, kwargs = moved((inputs, kwargs), self._config.device)
