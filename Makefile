@@ -49,8 +49,8 @@ test: $(VENV)/.core $(VENV)/.paddle ## Run the tests; ARGS='tests/unit -k bucket
 	@$(PYTEST) $(ARGS)
 
 # Each has a target of its own that runs all of it: model, pairs, fuzz, chaos, incumbents.
-test-long: $(VENV)/.core $(VENV)/.paddle ## Run a fixed part of the long tests: benches, faults, generated programs, the model, torch's own tests
-	@$(PYTEST) tests/bench tests/model tests/fault tests/differential tests/chaos tests/incumbents $(ARGS)
+test-long: $(VENV)/.core $(VENV)/.paddle ## Run a fixed part of the long tests: benches, tutorials, faults, generated programs, the model, torch's own tests
+	@$(PYTEST) tests/bench tests/pages tests/model tests/fault tests/differential tests/chaos tests/incumbents $(ARGS)
 
 # No layer of $(VENV) is a prerequisite: without a GPU nothing is built, and another interpreter that has a torch
 # with CUDA, named by PYTHON, needs no network.

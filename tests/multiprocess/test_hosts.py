@@ -376,11 +376,16 @@ def test_receives_are_begun_before_the_pass(rank, monkeypatch):
     monkeypatch.setattr(GlooTransport, "send", lambda *args: begun.append("send") or send(*args))
     net = network()
     wrapped = DistributedDataParallel(net, timeout_s=10)
-    for step in range(2):  # the plan is made anew after the first
+
+    def make_pass(step: int) -> None:
         backward(wrapped, step, rank, 2)
+        until(lambda: begun[-1:] == ["receive"])  # the thread that waits begins it when the pass is over
+
+    for step in range(2):  # the plan is made anew after the first
+        make_pass(step)
     begun.clear()
     for step in range(2, 5):
-        backward(wrapped, step, rank, 2)
+        make_pass(step)
     assert begun == ["send", "receive"] * 3
     # What has broken by then is met by the next pass: the one that is over has its means, on all ranks.
     monkeypatch.setattr(GlooTransport, "receive", closed)

@@ -87,7 +87,8 @@ def test_the_names_that_hide_those_of_a_model_are_listed() -> None:
 
     assert listed(DOCUMENT) == names_of(paceline.paddle.DataParallel) - names_of(paddle.DataParallel)
     in_torch = names_of(paceline.torch.DistributedDataParallel) - names_of(TorchDDP)
-    assert listed(DOCUMENT.with_name("coming-from-ddp.md")) == in_torch
+    of_later_torchs = {"lazy_bucket_allocation"}
+    assert listed(DOCUMENT.with_name("coming-from-ddp.md")) == in_torch - of_later_torchs
 
 
 def test_every_method_has_a_row_that_is_true() -> None:

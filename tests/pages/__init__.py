@@ -1,0 +1,1 @@
+"""Pages that a reader follows: tutorials, and a notebook."""
