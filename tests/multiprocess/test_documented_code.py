@@ -44,7 +44,7 @@ def blocks(page: str) -> list[str]:
 def pages() -> list[str]:
     """All pages that have such blocks, but for those on the inside, and one that needs a notebook.
 
-    tests/launch/test_notebook.py runs that one in a real kernel.
+    tests/pages/test_notebook.py runs that one in a real kernel.
     """
     return sorted(page.name for page in DOCS.glob("*.md") if blocks(page.name) and page.name != "notebook.md")
 
