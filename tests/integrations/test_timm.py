@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from tests.integrations.launched import OURS, ROOT, TORCHS, assert_same_curve, paceline_run, reports
 
+VISION = {"PYTHONPATH": str(Path(sys.prefix) / "torchvision")}  # scripts/integrations-venv
 CPUS = ["-m", "tests.integrations.torchvision_for_cpus"]
 PROGRAM = str(ROOT / "tests" / "integrations" / "timm_program.py")
 
@@ -14,7 +18,7 @@ PROGRAM = str(ROOT / "tests" / "integrations" / "timm_program.py")
 def trained(tmp_path_factory):
     """What both ranks have found in both ways; one start of processes for all."""
     folder = tmp_path_factory.mktemp("timm")
-    return reports(folder, [*paceline_run(), *CPUS, PROGRAM, str(folder)])
+    return reports(folder, [*paceline_run(), *CPUS, PROGRAM, str(folder)], **VISION)
 
 
 @pytest.mark.parametrize("way", ["script", "task"])
@@ -40,6 +44,6 @@ def test_timms_running_statistics_are_in_step(trained):
 def test_the_example_of_timm_trains(tmp_path):
     example = str(ROOT / "examples" / "trainers" / "timm_digits.py")
     command = [*paceline_run(), "--replace-ddp", *CPUS, example, "--epochs", "1", "--report", str(tmp_path)]
-    for report in reports(tmp_path, command):
+    for report in reports(tmp_path, command, **VISION):
         assert report["wrapper"] == OURS
         assert report["losses"][-1] < 0.7 * report["losses"][0]
