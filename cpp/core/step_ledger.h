@@ -12,6 +12,8 @@
 //   progress   of each rank, how far it is within its part, in blocks: a block
 //              is open when a copy of its old values is made and it may be half
 //              written, and closed when it is written
+//   gave up    of each rank, the last step in which it has raised before its
+//              part was written: the others need not wait for it
 //   claim      of each rank, who does the rest of its part if it is lost
 #pragma once
 
@@ -48,6 +50,8 @@ class StepLedger {
 
   /// The step that is made, or that was made last.
   uint64_t step() const;
+  /// Whether every rank's part of every step that was decided on is written.
+  bool is_whole() const;
   /// Says whether this rank wants the next step; returns what was decided.
   bool decide(bool wants);
   // What follows is of the step that this rank decided on last, and without
@@ -56,8 +60,6 @@ class StepLedger {
   /// The part of `of` is written.
   void finish(int of);
   bool is_finished(int of) const;
-  /// Whether every rank's part of every step that was decided on is written.
-  bool is_whole() const;
 
   /// The values that block `block` of `of` will replace are copied first.
   void open_block(int of, uint32_t block, const std::vector<Copy>& copies);

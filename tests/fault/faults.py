@@ -14,6 +14,12 @@ from paceline import _core
 # Steps of the protocol, as they are called in cpp/core/faults.h: Point.AFTER_POST and so on.
 Point = IntEnum("Point", [name.upper() for name in _core.fault_points()], start=0)
 
+# What comes by together.
+ARRIVAL = (Point.CALL_BEGIN, Point.BEFORE_ARRIVE, Point.AFTER_ARRIVE)
+REDUCTION = (Point.BEFORE_REDUCE, Point.AFTER_REDUCE)
+PASS = tuple(point for point in Point if Point.MARK_READY <= point <= Point.AFTER_END)
+OPTIMIZER_STEP = tuple(point for point in Point if Point.STEP_MET <= point <= Point.STEP_DONE)
+
 
 class Action(IntEnum):
     """What happens there."""

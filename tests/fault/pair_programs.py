@@ -14,21 +14,10 @@ from paceline import _core
 from paceline.collectives.ops import DTYPE_NUMBERS
 from paceline.errors import PacelineError
 from tests.fault import programs
-from tests.fault.faults import Point
+from tests.fault.faults import ARRIVAL, OPTIMIZER_STEP, PASS, REDUCTION, Point
 from tests.fault.pairs import WORLD_SIZE, Array, Program
 from tests.multiprocess.reducer_world import World, offsets_of
 
-_ARRIVAL = (Point.CALL_BEGIN, Point.BEFORE_ARRIVE, Point.AFTER_ARRIVE)
-_REDUCTION = (Point.BEFORE_REDUCE, Point.AFTER_REDUCE)
-_PASS = (
-    Point.MARK_READY,
-    Point.BEFORE_POST,
-    Point.AFTER_POST,
-    Point.CHUNK_CLAIMED,
-    Point.CHUNK_REDUCED,
-    Point.BEFORE_END,
-    Point.AFTER_END,
-)
 _MODEL = [(17_000, "float32")] * 3
 _CAP_BYTES = 51_000  # several buckets, of which the ends lie within parameters
 _SEVERAL_PIECES = 70_000  # float64s
@@ -55,7 +44,7 @@ def _reduce_and_check(group: Any, array: Array, number: int) -> None:
 class Passes(Program):
     """Backward passes whose gradients are each rank's own memory."""
 
-    points = _PASS
+    points = PASS
     assigns_chunks: ClassVar[bool] = False
 
     def __init__(self, group: Any) -> None:
@@ -81,7 +70,7 @@ class AssignedPasses(Passes):
 class PassesInArena(Program):
     """Backward passes whose gradients lie in the memory that the ranks share."""
 
-    points = _PASS
+    points = PASS
 
     def __init__(self, group: Any) -> None:
         self._world = World(group, _MODEL, _CAP_BYTES)
@@ -98,7 +87,7 @@ class PassesInArena(Program):
 class ScatteringPasses(Program):
     """Backward passes in which each rank gets a part of the means: parameters are cut within a segment."""
 
-    points = _PASS
+    points = PASS
     _own: ClassVar[tuple[tuple[int, int, int, int], ...]] = (  # parameter, first and last element, rank
         (0, 0, 12_800, 0),
         (0, 12_800, 17_000, 1),
@@ -132,7 +121,7 @@ class ScatteringPasses(Program):
 class VoidPasses(Program):
     """Passes of which every second one is void: rank 0 leaves a parameter out."""
 
-    points = _PASS
+    points = PASS
 
     def __init__(self, group: Any) -> None:
         self._rank = group.rank
@@ -154,7 +143,7 @@ class VoidPasses(Program):
 class NewReducers(Program):
     """A reducer for each step, with memory of its own: what wrapping a model anew does, and dropping it."""
 
-    points = (*_ARRIVAL, Point.ALLOCATE, *_PASS)
+    points = (*ARRIVAL, Point.ALLOCATE, *PASS)
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -176,7 +165,7 @@ class HostPasses(Program):
     The other host is not there: what it would send is the sum of its ranks, which is known.
     """
 
-    points = tuple(point for point in _PASS if point is not Point.MARK_READY)
+    points = tuple(point for point in PASS if point is not Point.MARK_READY)
     _buckets: ClassVar[tuple[int, ...]] = (20_000, 12_000)  # elements, float32
 
     def __init__(self, group: Any) -> None:
@@ -228,7 +217,7 @@ class HostPasses(Program):
 class SmallCalls(Program):
     """Arrays that are exchanged at the only meeting of a call."""
 
-    points = (*_ARRIVAL, *_REDUCTION)
+    points = (*ARRIVAL, *REDUCTION)
     most_apart = 1
 
     def __init__(self, group: Any) -> None:
@@ -245,7 +234,7 @@ class SmallCalls(Program):
 class RegionCalls(Program):
     """An array in the region, reduced in place. It stays shared, so its own memory is a copy of it."""
 
-    points = (*_ARRIVAL, *_REDUCTION)
+    points = (*ARRIVAL, *REDUCTION)
     most_apart = 1
 
     def __init__(self, group: Any) -> None:
@@ -264,7 +253,7 @@ class RegionCalls(Program):
 class PieceCalls(Program):
     """An array of several pieces, copied through the region."""
 
-    points = (*_ARRIVAL, *_REDUCTION, Point.COPY_OUT)
+    points = (*ARRIVAL, *REDUCTION, Point.COPY_OUT)
     most_apart = 1
 
     def __init__(self, group: Any) -> None:
@@ -281,7 +270,7 @@ class PieceCalls(Program):
 class Movements(Program):
     """The calls that copy."""
 
-    points = (*_ARRIVAL, *_REDUCTION, Point.COPY_OUT)
+    points = (*ARRIVAL, *REDUCTION, Point.COPY_OUT)
     most_apart = 1
 
     def __init__(self, group: Any) -> None:
@@ -337,7 +326,7 @@ class Messages(Program):
 class Subgroups(Program):
     """A group that forms, makes a call and ends, in each step."""
 
-    points = (*_ARRIVAL, *_REDUCTION, Point.SEND, Point.RECEIVE)
+    points = (*ARRIVAL, *REDUCTION, Point.SEND, Point.RECEIVE)
     most_apart = 1
 
     def __init__(self, group: Any) -> None:
@@ -360,17 +349,7 @@ class Subgroups(Program):
 class Steps(Program):
     """Steps of an optimizer on memory that all ranks share: each writes its part."""
 
-    points = (
-        *_ARRIVAL,
-        Point.STEP_MET,
-        Point.STEP_BEGUN,
-        Point.BLOCK_COPIED,
-        Point.BLOCK_OPENED,
-        Point.BLOCK_WRITTEN,
-        Point.BLOCK_CLOSED,
-        Point.STEP_WRITTEN,
-        Point.STEP_DONE,
-    )
+    points = (*ARRIVAL, *OPTIMIZER_STEP)
     most_apart = 1
 
     def __init__(self, group: Any) -> None:
@@ -421,7 +400,7 @@ class Training(Program):
 class WrappedInView(Program):
     """torch's wrapper, with gradients that live in the memory that the ranks share."""
 
-    points = _PASS
+    points = PASS
     in_view: ClassVar[bool] = True
 
     def __init__(self, group: Any) -> None:
@@ -464,7 +443,7 @@ class WrappedByPointer(WrappedInView):
 class WrappedSparse(Program):
     """torch's wrapper around an embedding with sparse gradients, and a dense layer."""
 
-    points = (*_ARRIVAL, Point.COPY_OUT, *_PASS)
+    points = (*ARRIVAL, Point.COPY_OUT, *PASS)
 
     def __init__(self, group: Any) -> None:
         import torch

@@ -8,36 +8,28 @@ import pytest
 
 from tests.fault import programs
 from tests.fault.cases import Case, run_cases
-from tests.fault.faults import Point, kill, raise_error, segfault, stop
+from tests.fault.faults import (
+    ARRIVAL,
+    OPTIMIZER_STEP,
+    PASS,
+    REDUCTION,
+    Point,
+    kill,
+    raise_error,
+    segfault,
+    stop,
+)
 
 # Where each program comes by.
-_ARRIVALS = (Point.CALL_BEGIN, Point.BEFORE_ARRIVE, Point.AFTER_ARRIVE)
 _WAYS = {
-    programs.small: (*_ARRIVALS, Point.BEFORE_REDUCE, Point.AFTER_REDUCE),
-    programs.in_region: (*_ARRIVALS, Point.BEFORE_REDUCE, Point.AFTER_REDUCE),
-    programs.in_pieces: (*_ARRIVALS, Point.BEFORE_REDUCE, Point.AFTER_REDUCE, Point.COPY_OUT),
+    programs.small: (*ARRIVAL, *REDUCTION),
+    programs.in_region: (*ARRIVAL, *REDUCTION),
+    programs.in_pieces: (*ARRIVAL, *REDUCTION, Point.COPY_OUT),
     programs.movements: (Point.COPY_OUT, Point.BEFORE_REDUCE),
     programs.messages: (Point.SEND, Point.RECEIVE),
     programs.allocations: (Point.ALLOCATE, Point.BEFORE_ARRIVE),
-    programs.steps: (
-        Point.STEP_MET,
-        Point.STEP_BEGUN,
-        Point.BLOCK_COPIED,
-        Point.BLOCK_OPENED,
-        Point.BLOCK_WRITTEN,
-        Point.BLOCK_CLOSED,
-        Point.STEP_WRITTEN,
-        Point.STEP_DONE,
-    ),
-    programs.passes: (
-        Point.MARK_READY,
-        Point.BEFORE_POST,
-        Point.AFTER_POST,
-        Point.CHUNK_CLAIMED,
-        Point.CHUNK_REDUCED,
-        Point.BEFORE_END,
-        Point.AFTER_END,
-    ),
+    programs.steps: OPTIMIZER_STEP,
+    programs.passes: PASS,
     programs.void_passes: (Point.BEFORE_END, Point.AFTER_END),
 }
 _PROMISED_S = 0.1  # between a death and the survivors' errors

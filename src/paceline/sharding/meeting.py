@@ -10,12 +10,10 @@ Imports reducer, errors and the core.
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
-from typing import Any
-
-import numpy as np
 
 from paceline import _core
 from paceline.errors import (
@@ -28,8 +26,8 @@ from paceline.errors import (
 from paceline.reducer.pass_errors import shorten
 from paceline.reducer.sharing import registry
 
-Words = np.ndarray[Any, np.dtype[np.uint64]]
-NUM_WORDS = 4
+_NUMBERS = struct.Struct("<4Q")  # arrays of numpy take longer to fill than the ranks to meet
+NUMBERS_BYTES = _NUMBERS.size
 
 
 class Call(IntEnum):
@@ -74,7 +72,7 @@ class Meetings:
     """The meetings of one optimizer, counted.
 
     Args:
-        gather: Everybody's numbers, by rank, on every rank. Collective.
+        gather: Everybody's numbers, one rank's behind the other's, on every rank. Collective.
         gather_bytes: Everybody's bytes, of any lengths. Collective.
         owner: The class, for errors.
         parameters: Asked for the parameters that it updates.
@@ -85,7 +83,7 @@ class Meetings:
 
     def __init__(
         self,
-        gather: Callable[[Words], Words],
+        gather: Callable[[bytes], bytes],
         gather_bytes: Callable[[bytes], list[bytes]],
         owner: str,
         parameters: Callable[[], Sequence[object]],
@@ -97,7 +95,6 @@ class Meetings:
         self._parameters = parameters
         self._member = ""
         self._member_of = (-1, 0)  # the version of the registry, and the number of parameters
-        self._words = np.zeros(NUM_WORDS, np.uint64)
 
     def meet(self, call: Call, options: int, gradients: int, facts: Callable[[], Facts]) -> tuple[int, ...]:
         """Return when all ranks have come for the same. Collective.
@@ -117,21 +114,20 @@ class Meetings:
             ConfigError: Another rank has refused its step; quotes it. Or replicas differ on purpose.
         """
         self.number += 1
-        words = self._words
-        words[0], words[1], words[2], words[3] = call, self.number, options ^ self._hash_member(), gradients
-        rows = self._gather(words)
-        if rows.tobytes() == words.tobytes() * len(rows):
+        own = _NUMBERS.pack(call, self.number, options ^ self._hash_member(), gradients)
+        all_ranks = self._gather(own)
+        if all_ranks == own * (len(all_ranks) // NUMBERS_BYTES):
             return ()
-        calls = rows[:, 0].tolist()
-        joined = tuple(rank for rank, each in enumerate(calls) if each == Call.JOINED_STEP)
-        active = [row for row in rows if int(row[0]) != Call.JOINED_STEP]
-        if joined and all(int(row[0]) == Call.STEP for row in active):
-            same_options = len(set(rows[:, 2].tolist())) == 1
-            if same_options and len({tuple(row[1:].tolist()) for row in active}) <= 1:
+        rows = list(_NUMBERS.iter_unpack(all_ranks))
+        joined = tuple(rank for rank, row in enumerate(rows) if row[0] == Call.JOINED_STEP)
+        active = [row for row in rows if row[0] != Call.JOINED_STEP]
+        if joined and all(row[0] == Call.STEP for row in active):
+            same_options = len({row[2] for row in rows}) == 1
+            if same_options and len({row[1:] for row in active}) <= 1:
                 return joined
         payload = json.dumps(asdict(replace(facts(), member=self._member))).encode()
         told = [Facts(**json.loads(each)) for each in self._gather_bytes(payload)]
-        raise difference(told, rows[:, 1].tolist(), self._owner)
+        raise difference(told, [row[1] for row in rows], self._owner)
 
     def _hash_member(self) -> int:
         """Another number for each of the members that train on their own; 0 where none do."""

@@ -71,6 +71,8 @@ class SharedStep(Generic[State]):
         if link is not None and travel is not None:
             self._meetings = Meetings(travel.gather, link.all_gather, OWNER, lambda: pieces.parameters)
         self._seen: tuple[object, int] = (None, 0)
+        # Made once: this takes as long as the ranks to meet.
+        self._telling_nothing_written = telling(OWNER, NOTHING_WRITTEN, step_is_complete=True)
         self._route: tuple[object, Any] = (None, None)
         self._failure: BaseException | None = None
         self._state: State | None = None
@@ -95,7 +97,7 @@ class SharedStep(Generic[State]):
             return ()
         options = self._hash_options()
         try:
-            with telling(OWNER, NOTHING_WRITTEN, step_is_complete=True):
+            with self._telling_nothing_written:
                 return self._meetings.meet(
                     call, options, _core.hash_bytes(has_gradient), lambda: self._facts(call, has_gradient)
                 )
@@ -136,7 +138,7 @@ class SharedStep(Generic[State]):
             self._tell_failure(error)
             raise
         assert self._travel is not None
-        with telling(OWNER, NOTHING_WRITTEN, step_is_complete=True):
+        with self._telling_nothing_written:
             self._travel.meet()  # raises what the others know
             raise CollectiveError(f"{OWNER}: another rank could not meet all ranks.")
 

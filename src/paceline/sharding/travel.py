@@ -15,7 +15,7 @@ import numpy as np
 
 from paceline import _core
 from paceline.reducer.link import Link
-from paceline.sharding.meeting import NUM_WORDS, Words
+from paceline.sharding.meeting import NUMBERS_BYTES
 
 Tensor = TypeVar("Tensor")
 Spread = TypeVar("Spread", contravariant=True)
@@ -24,8 +24,8 @@ Spread = TypeVar("Spread", contravariant=True)
 class Travel(Protocol[Spread]):
     """Between the ranks of one optimizer. All methods are collective, but for `prepare`."""
 
-    def gather(self, words: Words) -> Words:
-        """Everybody's numbers, one row for each rank."""
+    def gather(self, numbers: bytes) -> bytes:
+        """Everybody's `NUMBERS_BYTES` bytes, one rank's behind the other's."""
         ...
 
     def meet(self) -> None:
@@ -77,15 +77,16 @@ class MemoryTravel(Generic[Tensor]):
     def __init__(self, core: _core.HostGroup, arrays: Arrays[Tensor]) -> None:
         self._core = core
         self._arrays = arrays
-        self._own = np.zeros(NUM_WORDS, np.uint64)
-        self._all = np.zeros((core.world_size, NUM_WORDS), np.uint64)
+        self._own = np.zeros(NUMBERS_BYTES, np.uint8)
+        self._all = np.zeros(core.world_size * NUMBERS_BYTES, np.uint8)
         # Addresses of numpy arrays take longer to find than the ranks to meet.
         self._own_at, self._all_at = self._own.ctypes.data, self._all.ctypes.data
+        self._own_bytes = memoryview(self._own)
 
-    def gather(self, words: Words) -> Words:
-        self._own[:] = words
-        self._core.all_gather(self._own_at, self._all_at, 8 * NUM_WORDS)
-        return self._all
+    def gather(self, numbers: bytes) -> bytes:
+        self._own_bytes[:] = numbers
+        self._core.all_gather(self._own_at, self._all_at, NUMBERS_BYTES)
+        return self._all.tobytes()
 
     def meet(self) -> None:
         self._core.barrier()
@@ -124,9 +125,8 @@ class GroupTravel(Generic[Tensor]):
     def __init__(self, link: Link[Tensor]) -> None:
         self._link = link
 
-    def gather(self, words: Words) -> Words:
-        rows = self._link.all_gather(words.tobytes())
-        return np.frombuffer(b"".join(rows), np.uint64).reshape(-1, NUM_WORDS)
+    def gather(self, numbers: bytes) -> bytes:
+        return b"".join(self._link.all_gather(numbers))
 
     def meet(self) -> None:
         self._link.all_gather(b"")
