@@ -29,7 +29,7 @@ CACHED_BYTES = 768 << 10
 
 An optimizer of plain tensor operations goes through all of a tensor a dozen times for one step. AdamW has
 five arrays in use at a time: 3.75 MiB, less than a core's part of the caches of today's servers. With 192 Ki
-elements of 4 bytes it took the least time of 32 Ki to 25 Mi; smaller pieces cost more calls (60 us each).
+elements of 4 bytes it took the least time of 32 Ki to 25 Mi; smaller pieces cost more calls.
 """
 
 

@@ -14,6 +14,7 @@ import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
+from typing import Any
 
 from paceline import _core
 from paceline.errors import (

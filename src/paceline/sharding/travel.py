@@ -81,7 +81,7 @@ class MemoryTravel(Generic[Tensor]):
         self._all = np.zeros(core.world_size * NUMBERS_BYTES, np.uint8)
         # Addresses of numpy arrays take longer to find than the ranks to meet.
         self._own_at, self._all_at = self._own.ctypes.data, self._all.ctypes.data
-        self._own_bytes = memoryview(self._own)
+        self._own_bytes = self._own.data
 
     def gather(self, numbers: bytes) -> bytes:
         self._own_bytes[:] = numbers
