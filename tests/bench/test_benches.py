@@ -116,6 +116,7 @@ def test_recording_is_measured_in_the_processes_that_go_without(tmp_path):
         ("toy", way) for way in ("off", "flight", "trace")
     ]
     assert all(len(row["samples_s"]) == 2 for row in content["rows"])
+    assert len(content["totals_s"]["toy"]) == 2 and min(content["totals_s"]["toy"]) > 0
 
 
 @needs_torch

@@ -292,16 +292,16 @@ def test_a_process_writes_its_totals_and_keeps_those_of_models_that_are_gone(tmp
     recording.number_model(second.totals)
     recording.start(ring_file.path_of(tmp_path, 1), 1, 2, 64)
     try:
-        recording.sample()
+        recording.sample(time.monotonic_ns())
         before = time.monotonic_ns()
         first.passes, second.passes = 5, 7
         second.totals.weight, second.totals.samples, second.totals.between_ns = 2.5, 64, 9
         recording.forget(number)
         del first
         gc.collect()
-        recording.sample()  # within the same second: nothing
+        recording.sample(time.monotonic_ns())  # within the same second: nothing
         end = recording.enlarge(1, 2, 128)
-        recording.sample()
+        recording.sample(time.monotonic_ns())
         found = ring_file.read_start(ring_file.path_of(tmp_path, 1))
         end()
         recording._sample_last()

@@ -149,15 +149,15 @@ def _add_memory(benches: Any) -> None:
 
 def _add_trace(benches: Any) -> None:
     what = "what recording its passes adds to a training step"
-    parser = _add(benches, "trace", _trace, 20, what, has_starts=False)
+    parser = _add(benches, "trace", _trace, 200, what, has_starts=False)
     what = "of toy,rl,mlp,gpt,cnn (default: all)"
     parser.add_argument("--models", type=_names, default=(), metavar="A,B", help=what)
     parser.add_argument(
         "--sample-s",
         type=_seconds,
-        default=1.0,
+        default=0.03,
         metavar="S",
-        help="length of a sample (default 1: totals are written once in a second)",
+        help="length of a sample (default 0.03: many short ones tell small differences from noise)",
     )
 
 

@@ -269,11 +269,12 @@ class Passes(Generic[AnyAutograd]):
         self._waited_for_before_ns = [0] * link.world_size
         self._arrivals_before = Arrivals.none(link.world_size)
         self._totals = ModelTotals(link.rank, self._arrivals)
-        self._pass_number = 1
         recording.begin_if_asked(link.rank, link.world_size)
         if recording.note is not None:
             lifetime.at_failure(recording.tell_failure)
         self._model_number = recording.number_model(self._totals)
+        self._ids_before = pass_id(self._model_number, 0)
+        self._pass_id = self._ids_before + 1
         self.good_passes = 0
         self.among = self.member = ""
         self.after_good: Callable[[float], None] | None = None
@@ -538,24 +539,21 @@ class Passes(Generic[AnyAutograd]):
 
     # --- what is recorded ---
 
-    def _record(self, event: int, second: int = 0) -> None:
-        """Note an event of the pass under way. Callers look first whether anything is recorded."""
-        if (note := recording.note) is not None:
-            note(event, pass_id(self._model_number, self._pass_number), second)
-
     def end_forward(self) -> None:
         """Note that a forward is over; wrappers call it while something is recorded."""
-        self._record(_FORWARD_ENDED)
+        if (note := recording.note) is not None:
+            note(_FORWARD_ENDED, self._pass_id, 0)
 
     def watch_local(self, output: object) -> None:
         """Note the backward of a forward in no_sync(), too; wrappers call it while all is recorded."""
-        backward = LocalBackward(pass_id(self._model_number, self._pass_number))
+        backward = LocalBackward(self._pass_id)
         self.autograd.watch_local(output, backward)
 
     def _end_recorded(self) -> None:
         """As `_end`, and note when, and how it went."""
-        number = pass_id(self._model_number, self._pass_number)
-        self._record(_BACKWARD_ENDED, self.state.status.finished)
+        number = self._pass_id
+        if (note := recording.note) is not None:
+            note(_BACKWARD_ENDED, number, self.state.status.finished)
         if self.micro_batches.is_used:
             self._totals.weight = (self._totals.weight or 0.0) + self.state.rank_weight
         has_raised = True
@@ -566,17 +564,18 @@ class Passes(Generic[AnyAutograd]):
             recording.tell_failure(error)
             raise
         finally:
+            self._totals.over_ns = now_ns = time.monotonic_ns()
             if (note := recording.note) is not None:
                 note(_PASS_ENDED, number, has_raised)
                 # Elsewhere than in memory the norm would be computed for this.
-                if recording.sample() and not has_raised and self.path == "memory":
+                is_sampled = now_ns >= recording.next_sample_ns and recording.sample(now_ns)
+                if is_sampled and not has_raised and self.path == "memory":
                     note(_NORM, number, float_bits(math.sqrt(self.squared_norm())))
-            self._totals.over_ns = time.monotonic_ns()
 
     def _record_nonfinite(self) -> None:
         """Note how many gradients of this pass were not finite, and of which rank first."""
-        if found := self.reducer.nonfinite():
-            self._record(_NONFINITE, len(found) << 32 | min(rank for rank, _ in found))
+        if (note := recording.note) is not None and (found := self.reducer.nonfinite()):
+            note(_NONFINITE, self._pass_id, len(found) << 32 | min(rank for rank, _ in found))
 
     def _tell_plan(self) -> None:
         """Tell who this rank is, and what its buckets hold: a reader of the recording must know."""
@@ -617,16 +616,17 @@ class Passes(Generic[AnyAutograd]):
         self._begun_forwards += 1
         state.is_syncing = is_syncing
         if self._set_activity is not None:
-            self._set_activity(f"in forward of pass {self._pass_number}")
+            self._set_activity(f"in forward of pass {self._pass_id - self._ids_before}")
         # Forwards in eval mode often have no backward, on some ranks only; such a rank skips nothing.
         if is_syncing and is_training:
             state.status.forwards += 1
-        if recording.note is not None:
-            self._record(_FORWARD_BEGAN, samples << 1 | is_syncing)
-            self._totals.samples += samples
-            if over_ns := self._totals.over_ns:
-                self._totals.between_ns += time.monotonic_ns() - over_ns
-                self._totals.over_ns = 0
+        if (note := recording.note) is not None:
+            note(_FORWARD_BEGAN, self._pass_id, samples << 1 | is_syncing)
+            totals = self._totals
+            totals.samples += samples
+            if over_ns := totals.over_ns:
+                totals.between_ns += time.monotonic_ns() - over_ns
+                totals.over_ns = 0
         autograd.begin_forward(is_syncing=is_syncing, good_passes=self.good_passes)
 
     @contextlib.contextmanager
@@ -669,9 +669,9 @@ class Passes(Generic[AnyAutograd]):
         state.is_armed = True  # first: gradients on another device come from another thread
         self.autograd.at_end(EndOfBackward(self._end_backward, self._interrupt))
         if self._set_activity is not None:
-            self._set_activity(f"in backward of pass {self._pass_number}")
-        if recording.note is not None:
-            self._record(_BACKWARD_BEGAN)
+            self._set_activity(f"in backward of pass {self._pass_id - self._ids_before}")
+        if (note := recording.note) is not None:
+            note(_BACKWARD_BEGAN, self._pass_id, 0)
 
     def _weigh(self, weight: float) -> None:
         self.state.rank_weight = weight
@@ -696,8 +696,8 @@ class Passes(Generic[AnyAutograd]):
         """
         self._is_complete = False
         self.state.interrupt()
-        if recording.note is not None:
-            self._record(_PASS_ENDED, 1)
+        if (note := recording.note) is not None:
+            note(_PASS_ENDED, self._pass_id, 1)
         self.gradients.leave_arena()
 
     def _end(self) -> None:
@@ -722,15 +722,14 @@ class Passes(Generic[AnyAutograd]):
                 outcome = reducer.finish(status, allow_unused, config.allow_nobodys)
                 self.active = self._all_ranks
                 if outcome:
-                    if recording.note is not None:
-                        self._record_nonfinite()
+                    self._record_nonfinite()
                     self._note_active(Outcome(outcome))
                     self._judge.judge(Outcome(outcome), reducer, state.refusal)
                 order = None if self.is_order_final else list(state.handed)
                 if self.active:
                     self._write_back_means()
-                if recording.note is not None:
-                    self._record(_WROTE_BACK)
+                if recording.keeps_all and (note := recording.note) is not None:
+                    note(_WROTE_BACK, self._pass_id, 0)
                 if self.fresh.is_used:
                     self.fresh.note()
             finally:
@@ -739,14 +738,14 @@ class Passes(Generic[AnyAutograd]):
                 if self.micro_batches.is_used:
                     self.micro_batches.end()
                 if self._set_activity is not None:
-                    self._set_activity(f"after backward of pass {self._pass_number}")
-                self._pass_number += 1
+                    self._set_activity(f"after backward of pass {self._pass_id - self._ids_before}")
+                self._pass_id += 1
             if order is not None:
                 self._adopt_order(order)
             if self.active:
                 self.buffers.end_pass(self.active)
-            if recording.note is not None:
-                self._record(_SYNCED_BUFFERS)
+            if recording.keeps_all and (note := recording.note) is not None:
+                note(_SYNCED_BUFFERS, self._pass_id, 0)
             self.good_passes += 1
             if self.after_good is not None and self.active:
                 self.after_good(state.rank_weight)

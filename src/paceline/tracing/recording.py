@@ -10,6 +10,7 @@ Imports its neighbours, the core and the standard library.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import functools
 import math
@@ -18,7 +19,7 @@ import os
 import socket
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast, final
 
@@ -52,6 +53,7 @@ class Recording:
         note: Notes an event and its two numbers; None: nothing is recorded.
         has_batches: Whether wrappers are to call `note_batch` for each batch.
         keeps_all: Whether all is recorded, also what takes hooks in the framework.
+        next_sample_ns: When the totals are to be written next, by CLOCK_MONOTONIC.
         data_ns: How long batches of data loaders have taken; None: nobody looks.
         optimizer_ns: The same for steps of optimizers.
     """
@@ -65,7 +67,6 @@ class Recording:
         "_memory",
         "_models",
         "_names",
-        "_next_sample_ns",
         "_num_models",
         "_num_samples",
         "_path",
@@ -74,6 +75,7 @@ class Recording:
         "data_ns",
         "has_batches",
         "keeps_all",
+        "next_sample_ns",
         "note",
         "optimizer_ns",
     )
@@ -85,7 +87,7 @@ class Recording:
         self._path: Path | None = None
         self._place = (0, 1)
         self._usage: UsageReader | None = None
-        self._next_sample_ns = 0
+        self.next_sample_ns = 0
         self.keeps_all = False
         self.data_ns: int | None = None
         self.optimizer_ns: int | None = None
@@ -162,22 +164,20 @@ class Recording:
             ring_file.add_note(memory, fact)
         for name, number in self._names.items():
             ring_file.add_note(memory, _named(name, number))
-        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        _core.start_recording(address + ring_file.COUNT_AT, address + ring_file.RECORDS_AT, capacity)
+        self._record_into(memory)
         if self._usage is None:
             self._usage = UsageReader()
             atexit.register(self._sample_last)
-        self._next_sample_ns = 0
+        self.next_sample_ns = 0
         if self._first:
             ring_file.write_totals(memory, self._first, 1, is_first=True)
-        self.note = _core.record
         self.has_batches = bool(os.environ.get(BATCHES_VARIABLE))
         self.keeps_all = capacity > FLIGHT_RECORDS or bool(os.environ.get(CAPACITY_VARIABLE))
 
     def enlarge(self, rank: int, world_size: int, capacity: int) -> Callable[[], None]:
         """Record into a larger ring for a while, instead of any that there is; returns what ends that."""
         before = (self._memory, self._path, self._place)
-        capacity_before = None if before[0] is None else (len(before[0]) - ring_file.RECORDS_AT) // 32
+        capacity_before = None if before[0] is None else ring_file.capacity_of(before[0])
         path = self._path
         self.start(path, *(before[2] if capacity_before else (rank, world_size)), capacity)
 
@@ -188,6 +188,24 @@ class Recording:
                 self.start(path, *before[2], capacity_before)
 
         return end
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within it nothing is noted; what was recorded before stays."""
+        memory = self._memory
+        _core.stop_recording()
+        self.note = None
+        try:
+            yield
+        finally:
+            if memory is not None and memory is self._memory:
+                self._record_into(memory)
+
+    def _record_into(self, memory: mmap.mmap) -> None:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        capacity = ring_file.capacity_of(memory)
+        _core.start_recording(address + ring_file.COUNT_AT, address + ring_file.RECORDS_AT, capacity)
+        self.note = _core.record
 
     def snapshot(self) -> bytes:
         """A copy of what was recorded so far; empty: nothing is recorded."""
@@ -234,16 +252,18 @@ class Recording:
                 ring_file.add_note(self._memory, _named(name, number))
         return number
 
-    def sample(self) -> bool:
+    def sample(self, now_ns: int) -> bool:
         """Write the totals of this process, once in a second. Called at the end of passes.
+
+        Args:
+            now_ns: By CLOCK_MONOTONIC.
 
         Returns:
             Whether it has; the caller may note more that is worth no look in each pass.
         """
-        now_ns = time.monotonic_ns()
-        if now_ns < self._next_sample_ns or self._memory is None:
+        if now_ns < self.next_sample_ns or self._memory is None:
             return False
-        self._next_sample_ns = now_ns + _SAMPLE_EVERY_NS
+        self.next_sample_ns = now_ns + _SAMPLE_EVERY_NS
         self._write_totals(now_ns)
         return True
 

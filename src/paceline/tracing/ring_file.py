@@ -130,6 +130,11 @@ def file_bytes(capacity: int) -> int:
     return RECORDS_AT + capacity * RECORD_BYTES
 
 
+def capacity_of(memory: mmap.mmap) -> int:
+    """How many records a file holds that is mapped."""
+    return (len(memory) - RECORDS_AT) // RECORD_BYTES
+
+
 def create(path: Path | None, capacity: int) -> mmap.mmap:
     """A new file in the place of any that is there, its disk space reserved; None: one without a name.
 
@@ -143,7 +148,9 @@ def create(path: Path | None, capacity: int) -> mmap.mmap:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         os.posix_fallocate(fd, 0, file_bytes(capacity))
-        return mmap.mmap(fd, file_bytes(capacity))
+        # A short ring is mapped at once: then no note has to wait for a page.
+        at_once = mmap.MAP_POPULATE if capacity <= FLIGHT_RECORDS else 0
+        return mmap.mmap(fd, file_bytes(capacity), flags=mmap.MAP_SHARED | at_once)
     except OSError:
         if path is not None:
             path.unlink(missing_ok=True)

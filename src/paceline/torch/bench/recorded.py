@@ -6,8 +6,8 @@ Imports its neighbours, bench, `tracing` and torch.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator
-from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -16,7 +16,7 @@ from paceline.torch.bench.step import Step, digest_of
 from paceline.tracing.recording import batches, optimizer_steps, recording
 from paceline.tracing.ring_file import FLIGHT_RECORDS, TRACE_RECORDS
 
-_CAPACITIES = {"flight": FLIGHT_RECORDS, "trace": TRACE_RECORDS}
+_NEVER_NS = 1 << 60
 
 
 class RecordedStep(Step):
@@ -34,7 +34,15 @@ class RecordedStep(Step):
     def time_in(self, way: str, iterations: int) -> float:
         """Seconds for `iterations` steps, after one that brings the ranks together."""
         with self._recorded(way):
-            return time_calls(self._fetch_and_step if way == "trace" else self._step, iterations)
+            step = self._fetch_and_step if way == "trace" else self._step
+            step()  # the first pass of a recording writes totals, which `time_totals` measures
+            recording.next_sample_ns = time.monotonic_ns() + _NEVER_NS
+            return time_calls(step, iterations)
+
+    def time_totals(self, iterations: int) -> float:
+        """Seconds for writing what is written once in a second, in the mean."""
+        with self._recorded("flight"):
+            return time_calls(lambda: recording.sample(recording.next_sample_ns), iterations) / iterations
 
     def _fetch_and_step(self) -> None:
         """A step whose batch is noted, as that of a data loader."""
@@ -44,17 +52,21 @@ class RecordedStep(Step):
 
     @contextlib.contextmanager
     def _recorded(self, way: str) -> Iterator[None]:
+        if recording.note is None:  # there is always one, so that none of the samples has it made
+            recording.start(None, self._rank, self._world_size, FLIGHT_RECORDS)
         if way == "off":
+            with recording.paused():
+                yield
+            return
+        if way == "flight":
             yield
             return
-        end = recording.enlarge(self._rank, self._world_size, _CAPACITIES[way])
-        handles: list[Any] = []
-        if way == "trace":
-            steps, self._batches = optimizer_steps(), batches()
-            handles = [
-                register_optimizer_step_pre_hook(steps.begin),
-                register_optimizer_step_post_hook(steps.end),
-            ]
+        end = recording.enlarge(self._rank, self._world_size, TRACE_RECORDS)
+        steps, self._batches = optimizer_steps(), batches()
+        handles = [
+            register_optimizer_step_pre_hook(steps.begin),
+            register_optimizer_step_post_hook(steps.end),
+        ]
         try:
             yield
         finally:
