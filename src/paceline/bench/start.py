@@ -72,6 +72,13 @@ ENTRIES = (
         "paceline",
         PACELINE_FREEZE_IMPORTS="0",
     ),
+    _entry(
+        "paceline_alone",
+        "the same with PACELINE_FORK_RANKS=0",
+        "paceline",
+        "paceline",
+        PACELINE_FORK_RANKS="0",
+    ),
     _entry("paceline_torch", "paceline run, torch DDP on Gloo", "paceline", "torch"),
     _entry("torch", "torchrun, torch DDP on Gloo", "torchrun", "torch"),
     _entry("import", "one process that imports torch", "none", "import"),

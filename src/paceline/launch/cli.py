@@ -188,6 +188,7 @@ def main(parsed: argparse.Namespace, command: Sequence[str]) -> int:
             dashboard=parsed.dashboard,
         ),
         inherited=environment,
+        script=None if parsed.is_module else command,
     )
     return run_guarded(with_secret(plan, environment))
 

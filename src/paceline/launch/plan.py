@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import Any
 from paceline.arguments import Arguments
 from paceline.errors import ConfigError
 from paceline.launch.dashboard import check_dashboard
+from paceline.launch.forked import Shared, shared_start
 from paceline.launch.placement import Machine, assign_cores, threads_per_rank
 from paceline.launch.ports import check_port_is_free, free_ports
 from paceline.launch.topology import read_machine
@@ -69,6 +70,7 @@ class Plan:
     recording: Path = Path()  # the folder in which ranks record
     owns_recording: bool = False  # else it is the user's
     dashboard: tuple[int, str] | None = None  # port and token of the page
+    shared: Shared | None = None  # what one process does for all ranks; None: each starts by itself
 
     @property
     def nprocs(self) -> int:
@@ -82,6 +84,7 @@ def make_plan(
     *,
     inherited: Mapping[str, str] | None = None,
     machine: Machine | None = None,
+    script: Sequence[str] | None = None,
 ) -> Plan:
     """Check the options and decide everything that they leave open.
 
@@ -91,6 +94,7 @@ def make_plan(
         options: What the user asks.
         inherited: The environment that ranks inherit; None: this process's.
         machine: What the ranks may use; None: read from the machine.
+        script: The script with its arguments, if that is what the command runs.
 
     Raises:
         ConfigError: An option is out of range, or the port is taken.
@@ -107,6 +111,7 @@ def make_plan(
     folder = jobs.new_folder()
     recorded = trace_variables(inherited, folder, is_whole=options.trace is not None)
     meeting = _choose_meeting(options, nprocs)
+    has_gpu = Path("/dev/nvidiactl").exists()
     environments = tuple(
         rank_environment(
             rank,
@@ -115,7 +120,7 @@ def make_plan(
             {**inherited, **recorded},
             num_threads=options.threads or threads_per_rank(machine.num_cores, nprocs),
             is_threads_given=options.threads is not None,
-            has_gpu=Path("/dev/nvidiactl").exists(),
+            has_gpu=has_gpu,
         )
         for rank in range(nprocs)
     )
@@ -128,6 +133,8 @@ def make_plan(
         recording=Path({**inherited, **recorded}[FOLDER_VARIABLE]),
         owns_recording=FOLDER_VARIABLE in recorded,
         dashboard=None if options.dashboard is None else check_dashboard(options.dashboard, inherited),
+        # Drivers of GPUs may not be forked.
+        shared=shared_start(script, nprocs, inherited) if script and not has_gpu else None,
     )
 
 

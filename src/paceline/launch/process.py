@@ -69,50 +69,79 @@ def adopt_orphans() -> None:
 
 @dataclass(frozen=True)
 class Streams:
-    """File descriptors that a rank gets as its standard input, output and error."""
+    """File descriptors that a rank gets as its standard input, output and error; `subprocess.DEVNULL`."""
 
     stdin: int
     stdout: int
     stderr: int
 
+    def take(self) -> None:
+        """Make them those of this process."""
+        stdin = os.open(os.devnull, os.O_RDONLY) if self.stdin == subprocess.DEVNULL else self.stdin
+        for fd, place in ((stdin, 0), (self.stdout, 1), (self.stderr, 2)):
+            if fd != place:
+                os.dup2(fd, place)
+        if self.stdin == subprocess.DEVNULL:
+            os.close(stdin)
 
-def start_rank(
-    command: Iterable[str],
-    environment: Mapping[str, str],
-    streams: Streams,
-    *,
-    cores: frozenset[int] | None,
-    process_group: int,
-    inherited_fds: tuple[int, ...] = (),
-) -> subprocess.Popen[bytes]:
-    """Start one rank; call it from the main thread of a process that has no other.
 
-    Args:
-        command: Program and arguments.
+@dataclass(frozen=True)
+class RankStart:
+    """What one rank gets from the launcher.
+
+    Attributes:
         environment: The whole environment.
         streams: Standard input, output and error.
         cores: CPUs that the rank may use; None: all of ours.
         process_group: The group to join; 0: one of its own, which a Ctrl-C on the terminal does not reach.
         inherited_fds: Further descriptors that the rank gets.
     """
-    parent = os.getpid()
 
-    def prepare_child() -> None:
+    environment: Mapping[str, str]
+    streams: Streams
+    cores: frozenset[int] | None
+    process_group: int
+    inherited_fds: tuple[int, ...] = ()
+
+    def all_fds(self) -> set[int]:
+        """All descriptors that it names, but for those of standard streams of ours."""
+        fds = {self.streams.stdin, self.streams.stdout, self.streams.stderr, *self.inherited_fds}
+        return {fd for fd in fds if fd > 2}
+
+    def prepare(self, parent: int) -> None:
+        """Do what the rank itself has to do before its program runs; `parent` is the launcher's process."""
         die_with_parent(parent, signal.SIGKILL)
-        os.setpgid(0, process_group)
+        os.setpgid(0, self.process_group)
         signal.signal(signal.SIGTTOU, signal.SIG_DFL)
-        if cores is not None:
+        if self.cores is not None:
             with suppress(OSError):  # a core went offline since: slower, not wrong
-                os.sched_setaffinity(0, cores)
+                os.sched_setaffinity(0, self.cores)
 
+
+@dataclass
+class ForkedRank:
+    """A rank that another process has started for us; as much of a `Popen` as is needed."""
+
+    pid: int
+    returncode: int | None = None
+
+
+def start_rank(command: Iterable[str], start: RankStart) -> subprocess.Popen[bytes]:
+    """Start one rank; call it from the main thread of a process that has no other.
+
+    Args:
+        command: Program and arguments.
+        start: What it gets.
+    """
+    parent = os.getpid()
     return subprocess.Popen(
         list(command),
-        env=dict(environment),
-        stdin=streams.stdin,
-        stdout=streams.stdout,
-        stderr=streams.stderr,
-        pass_fds=inherited_fds,
-        preexec_fn=prepare_child,
+        env=dict(start.environment),
+        stdin=start.streams.stdin,
+        stdout=start.streams.stdout,
+        stderr=start.streams.stderr,
+        pass_fds=start.inherited_fds,
+        preexec_fn=lambda: start.prepare(parent),
     )
 
 

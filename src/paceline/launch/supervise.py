@@ -21,10 +21,19 @@ from paceline import stacks
 from paceline.errors import format_ranks
 from paceline.launch import report
 from paceline.launch.dashboard import DashboardProcess
+from paceline.launch.forked import StoppedError, fork_ranks
 from paceline.launch.memory_file import read_memory_file
 from paceline.launch.output import Screen
 from paceline.launch.plan import Plan
-from paceline.launch.process import Streams, end_leftovers, reap_children, send, start_rank
+from paceline.launch.process import (
+    ForkedRank,
+    RankStart,
+    Streams,
+    end_leftovers,
+    reap_children,
+    send,
+    start_rank,
+)
 from paceline.launch.trace import JobRecording
 from paceline.launch.wiring import Channel, Wiring, connect, copy_window_size
 
@@ -37,7 +46,7 @@ class _Rank:
     """One rank while it runs."""
 
     rank: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | ForkedRank
     wiring: Wiring
     started_at: float
     stopped_by: int = 0  # the last signal that we sent it
@@ -92,11 +101,12 @@ class Supervisor:
         if self._dashboard is not None:
             self._dashboard.begin()
         try:
-            for rank in range(self._plan.nprocs):
-                self._start(rank)
+            self._start_ranks()
         except OSError as error:
             self._screen.say(f"paceline: rank {len(self._ranks)} could not be started: {error}")
             self._begin_stop(1, signal.SIGKILL)
+        except StoppedError as stopped:
+            self._on_request_to_stop(stopped.signum)
         self._tell(pids=[rank.process.pid for rank in self._ranks])
         while self._running() and not self._is_given_up:
             for key, _ in self._selector.select(self._seconds_to_sleep()):
@@ -111,22 +121,40 @@ class Supervisor:
 
     # Starting
 
-    def _start(self, rank: int) -> None:
+    def _start_ranks(self) -> None:
         plan = self._plan
-        wiring = connect(self._screen, rank, plan.nprocs, plan.options.prefix, self._open_log(rank))
-        stdin = subprocess.DEVNULL if rank or not plan.passes_stdin else 0
+        if plan.shared is None:
+            for rank in range(plan.nprocs):
+                self._start(rank, self._connect(rank))
+            return
+        wirings = [self._connect(rank) for rank in range(plan.nprocs)]
+        starts = [self._start_of(rank, wiring) for rank, wiring in enumerate(wirings)]
+        forked = fork_ranks(plan.shared, plan.command, starts, self._wakeup)
+        for rank, wiring in enumerate(wirings):
+            self._start(rank, wiring, None if forked is None else forked[rank])
+        self._on_ended()  # a rank that has ended by now has sent its signal before
+
+    def _connect(self, rank: int) -> Wiring:
+        return connect(self._screen, rank, self._plan.nprocs, self._plan.options.prefix, self._open_log(rank))
+
+    def _start_of(self, rank: int, wiring: Wiring) -> RankStart:
+        plan = self._plan
+        return RankStart(
+            plan.environments[rank],
+            Streams(subprocess.DEVNULL if rank or not plan.passes_stdin else 0, wiring.stdout, wiring.stderr),
+            cores=plan.cores[rank],
+            process_group=0 if rank else self._terminal_group,
+            inherited_fds=plan.inherited_fds + plan.error_fds[rank : rank + 1],
+        )
+
+    def _start(self, rank: int, wiring: Wiring, forked: ForkedRank | None = None) -> None:
+        """Start a rank, unless it runs already, and listen to it."""
+        started_at = time.monotonic() if forked is None else self._started_at
         try:
-            process = start_rank(
-                plan.command,
-                plan.environments[rank],
-                Streams(stdin, wiring.stdout, wiring.stderr),
-                cores=plan.cores[rank],
-                process_group=0 if rank else self._terminal_group,
-                inherited_fds=plan.inherited_fds + plan.error_fds[rank : rank + 1],
-            )
+            process = forked or start_rank(self._plan.command, self._start_of(rank, wiring))
         finally:
             wiring.close_rank_ends()
-        self._ranks.append(_Rank(rank, process, wiring, time.monotonic()))
+        self._ranks.append(_Rank(rank, process, wiring, started_at))
         for channel in wiring.channels:
             self._selector.register(
                 channel.fd, selectors.EVENT_READ, lambda channel=channel: self._read(channel)

@@ -1,0 +1,192 @@
+"""Ranks that are forked from one interpreter that has imported torch, instead of importing it one by one.
+
+The one idea: most of a rank's start is torch's own import, some 1.5 s of processor time in each rank. Where a
+script does nothing before it imports torch, nobody can tell who has imported it. So one process does, the
+*template*, becomes all ranks by fork, and ends; the supervisor, a subreaper, inherits them as its children.
+What a rank then sees is what a Python of its own would show it: arguments, environment, streams, `__main__`.
+
+This file is the supervisor's side; `template.py` runs in the other processes. Imports the standard library
+and its neighbours.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.launch.memory_file import write_memory_file
+from paceline.launch.process import (
+    ForkedRank,
+    RankStart,
+    die_with_parent,
+    interpreter,
+    kill_descendants,
+    wait_readable,
+)
+
+VARIABLE = "PACELINE_FORK_RANKS"
+_TEMPLATE = Path(__file__).with_name("template.py")
+_IMPORTED_WITHIN_S = 300.0  # from a slow network disk, say
+_MOST_SOURCE_BYTES = 1 << 20
+SHARED = ("torch", "paceline.torch")
+
+
+class StoppedError(Exception):
+    """The launcher was asked to stop before there were ranks.
+
+    Attributes:
+        signum: By this signal.
+    """
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signum)
+        self.signum = signum
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What one process does for all ranks of a script.
+
+    Attributes:
+        argv: The script's path, and its arguments.
+        modules: What it imports.
+    """
+
+    argv: tuple[str, ...]
+    modules: tuple[str, ...]
+
+
+def shared_start(argv: Sequence[str], nprocs: int, inherited: Mapping[str, str]) -> Shared | None:
+    """What one process can import for all ranks of a script; None: each rank starts by itself.
+
+    Args:
+        argv: The script's path, and its arguments.
+        nprocs: Number of ranks.
+        inherited: The environment of the ranks.
+    """
+    if nprocs < 2 or inherited.get(VARIABLE, "1") in ("", "0"):
+        return None
+    if inherited.get("PACELINE_REPLACE_DDP", "0") not in ("", "0") or sys.flags.interactive:
+        return None  # each rank tells what was replaced; or the user wants to look at it afterwards
+    modules = modules_before_all(Path(argv[0]))
+    if "torch" not in modules or importlib.util.find_spec("torch") is None:
+        return None
+    return Shared(tuple(argv), modules)
+
+
+def modules_before_all(script: Path) -> tuple[str, ...]:
+    """What of `SHARED` a script imports before it does anything but import the standard library.
+
+    Anything else, a variable of the environment above all, may change what these imports do.
+
+    Example:
+        `import os`, then `import torch`: torch. `os.environ["OMP_NUM_THREADS"] = "1"` between them: nothing.
+    """
+    try:
+        if script.stat().st_size > _MOST_SOURCE_BYTES:
+            return ()
+        tree = ast.parse(script.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return ()  # Python will tell
+    found: dict[str, None] = {}
+    for number, statement in enumerate(tree.body):
+        if isinstance(statement, ast.Import):
+            names = [alias.name for alias in statement.names]
+        elif isinstance(statement, ast.ImportFrom) and not statement.level:
+            # A module, or a name in one.
+            names = [f"{statement.module}.{alias.name}" for alias in statement.names]
+        elif number == 0 and isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+            continue  # the docstring
+        else:
+            break
+        for name in names:
+            top = name.partition(".")[0]
+            if top not in sys.stdlib_module_names and top not in ("numpy", "torch", "paceline"):
+                return tuple(found)
+            found |= {each: None for each in SHARED if f"{name}.".startswith(f"{each}.")}
+    return tuple(found)
+
+
+def fork_ranks(
+    shared: Shared, command: Sequence[str], starts: Sequence[RankStart], wakeup: int
+) -> list[ForkedRank] | None:
+    """Start all ranks of a script; call it from the main thread of a subreaper that has no other.
+
+    Args:
+        shared: What is done for all.
+        command: The command line by which a rank would be started alone.
+        starts: What each rank gets.
+        wakeup: A descriptor from which the numbers of signals can be read that have come.
+
+    Returns:
+        None: there is none, because torch could not be imported; each rank will tell why.
+
+    Raises:
+        StoppedError: The launcher was asked to stop.
+    """
+    supervisor = os.getpid()
+    reply, told = os.pipe()
+    spec = write_memory_file(
+        "paceline-ranks", pickle.dumps((shared, list(command), list(starts), supervisor))
+    )
+    streams = starts[0].streams
+    fds = {fd for start in starts for fd in start.all_fds()}
+
+    def prepare_child() -> None:
+        die_with_parent(supervisor, signal.SIGKILL)
+
+    try:
+        template = subprocess.Popen(
+            [*interpreter(), str(_TEMPLATE), *shared.argv],
+            env={**starts[0].environment, "PACELINE_TEMPLATE": f"{spec},{told}"},
+            stdin=streams.stdin,
+            stdout=streams.stdout,
+            stderr=streams.stderr,
+            pass_fds=(spec, told, *fds),
+            preexec_fn=prepare_child,
+        )
+    finally:
+        os.close(spec)
+        os.close(told)
+    try:
+        pids = _read_pids(reply, wakeup)
+    finally:
+        os.close(reply)
+    if len(pids) == len(starts):
+        template.wait()  # it ends at once
+        return [ForkedRank(pid) for pid in pids]
+    kill_descendants()  # a rank that nobody knows of must not run
+    template.returncode = template.returncode or 1  # it was reaped there
+    return None
+
+
+def _read_pids(reply: int, wakeup: int) -> list[int]:
+    """The ranks; fewer, where the template has failed or takes too long."""
+    data = bytearray()
+    ends_at = time.monotonic() + _IMPORTED_WITHIN_S
+    while (left_s := ends_at - time.monotonic()) > 0:
+        ready = wait_readable([reply, wakeup], left_s)
+        if wakeup in ready:
+            for signum in os.read(wakeup, 512):
+                if signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                    kill_descendants()
+                    raise StoppedError(signum)
+        if reply in ready:
+            piece = os.read(reply, 1 << 16)
+            if not piece:
+                break
+            data += piece
+    try:
+        return [int(pid) for pid in json.loads(data)]
+    except ValueError:
+        return []
