@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -21,6 +22,7 @@ from paceline.reducer.engine_waits import EngineWaits, is_of_a_late_peer, is_of_
 from paceline.reducer.hosts import join_in_order
 from paceline.reducer.plan import Plan
 from paceline.reducer.witness import Witness
+from paceline.torch.link.exchange import transport_device
 from paceline.torch.link.peers import ProcessGroupPeers
 from paceline.torch.model.parameters import dtype_name
 
@@ -138,6 +140,15 @@ class GroupCalls:
         source = dist.get_global_rank(self.group, root)
         work = self.begin(lambda: dist.broadcast(tensor, source, group=self.group, async_op=True), what)
         self.wait(work, what, on_host=tensor.is_cpu)
+
+    def gather(self, array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Arrays of all ranks, by rank, of one shape and dtype. Collective."""
+        what = "an exchange of facts"
+        own = torch.from_numpy(array.reshape(-1).view(np.uint8)).to(transport_device(self.group))
+        rows = [torch.empty_like(own) for _ in range(self.group.size())]
+        work = self.begin(lambda: dist.all_gather(rows, own, group=self.group, async_op=True), what)
+        self.wait(work, what, on_host=True)
+        return np.stack([row.cpu().numpy().view(array.dtype).reshape(array.shape) for row in rows])
 
     @contextlib.contextmanager
     def naming(self, what: str) -> Iterator[None]:

@@ -54,7 +54,7 @@ class ProcessGroupExchange:
                 got=f"rank {dist.get_rank()} of the default group",
                 hint="pass a group that this rank belongs to",
             )
-        self._device = _transport_device(self._group)
+        self._device = transport_device(self._group)
         self._roll = _roll_of(self._group, self._rank, self._world_size)
 
     @property
@@ -283,7 +283,7 @@ def _is_store_served_by_rank() -> bool:
     return isinstance(store, TCPStore) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
-def _transport_device(group: dist.ProcessGroup) -> torch.device:
+def transport_device(group: dist.ProcessGroup) -> torch.device:
     """The CPU where the group serves it, else the current device of the kind that it serves."""
     kinds = {device.type for device in group._device_types}
     if "cpu" in kinds or not kinds:

@@ -163,14 +163,14 @@ class GroupLink:
         self.witness = witness
         self._peers = peers
         self.reports = reports
-        calls = GroupCalls(peers, witness)
+        self._calls = calls = GroupCalls(peers, witness)
         self._broadcast, self.sum, self.sum_in_order = calls.broadcast, calls.sum, calls.sum_in_order
 
     def broadcast(self, tensors: Tensors, root: int = 0) -> None:
         broadcast_tensors(tensors, self.rank, functools.partial(self._broadcast, root=root), root=root)
 
     def all_gather(self, payload: bytes) -> list[bytes]:
-        return self._peers.exchange.all_gather(payload, self._peers.timeout_s)
+        return gather_bytes(self._calls.gather, payload)
 
     def make_reduction(
         self,
