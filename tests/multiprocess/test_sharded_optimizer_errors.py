@@ -18,6 +18,7 @@ from paceline.errors import (
     MismatchError,
     ModelMismatchError,
     PeerLostError,
+    TornStepError,
     UnusedParameterError,
 )
 from paceline.torch import DistributedDataParallel, LocalSGD, ShardedOptimizer
@@ -172,6 +173,44 @@ def test_a_rank_that_dies_over_a_process_group(rank: int) -> None:
     with pytest.raises(PeerLostError) as caught:
         optimizer.step()
     assert caught.value.lost == (1,) and caught.value.step_is_complete
+
+
+class Failing(optim.SGD):
+    """Raises in its step once it is told to."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if self.fails:
+            raise MemoryError("no room for the update")
+        super().step()
+
+
+@PATHS
+@pytest.mark.parametrize("is_shared", [False, True])
+@ranks(3, group="gloo")
+def test_a_rank_that_raises_in_its_step_tells_the_others_at_once(
+    rank: int, path: str, is_shared: bool
+) -> None:
+    """It catches its own exception, so its process does not end, and nobody else could tell them."""
+    model = nn.Linear(30, 30)
+    ddp = DistributedDataParallel(model, share_parameters=is_shared, timeout_s=LONG_S)
+    optimizer = ShardedOptimizer(ddp.parameters(), Failing, lr=0.1, reduce_through=path, timeout_s=LONG_S)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.optim.fails = rank == 1
+    with pytest.raises(MemoryError if rank == 1 else PeerLostError) as caught:
+        optimizer.step()
+    if rank != 1:
+        assert caught.value.lost == (1,) and caught.value.step_is_complete is False
+        assert "MemoryError: no room for the update" in str(caught.value)
+    with pytest.raises(TornStepError) as torn:
+        ddp(torch.ones(1, 30))
+    if is_shared and rank != 1:  # it has waited for all that write
+        assert "rank 1 of this host wrote no part" in str(torn.value)
+    tell("seen", rank)
+    until_told("seen", [0, 1, 2])
 
 
 class Coupled(optim.SGD):

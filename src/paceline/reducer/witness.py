@@ -44,6 +44,13 @@ class Witness(Protocol):
         """This rank is about to raise, because of another: whatever it does now, it is none to blame."""
         ...
 
+    def fail(self, error: BaseException) -> None:
+        """This rank has raised, and makes none of the calls that the others wait for: they raise, quoting it.
+
+        Not collective, does not block.
+        """
+        ...
+
     def lost(self) -> CollectiveError | None:
         """The error that names a rank that has died or raised; None: there is none. Does not block."""
         ...
@@ -78,6 +85,9 @@ class ChannelWitness:
 
     def give_up(self) -> None:
         """Who raises first says why, and others do not speak after that."""
+
+    def fail(self, error: BaseException) -> None:
+        self._channel.tell(error)
 
     def lost(self) -> CollectiveError | None:
         return self._channel.failure
@@ -123,6 +133,9 @@ class MemoryWitness:
         """This rank is about to raise, because of another: whatever it does now, it is none to blame."""
         self.tell(_GAVE_UP)
         self._has_given_up = True
+
+    def fail(self, error: BaseException) -> None:
+        self._core.abort(f"{type(error).__name__}: {error}")
 
     def lost(self) -> CollectiveError | None:
         """The error that names a rank that has died or raised; None: there is none. Does not block."""

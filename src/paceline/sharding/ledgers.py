@@ -86,7 +86,7 @@ class Ledgers:
                 lost = [rank for rank in missing if rank in gone]
                 if complete is not None and lost:
                     if not complete(lost[0], functools.partial(_gone, home), until):
-                        return not _missing(home)
+                        complete = None  # nobody can; but some may still be writing
                 elif set(missing) <= gone or time.monotonic() > until:
                     return False
                 time.sleep(_LOOK_S)

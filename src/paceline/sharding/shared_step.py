@@ -157,8 +157,9 @@ class SharedStep(Generic[State]):
             raise told from error
 
     def _tell_failure(self, error: BaseException) -> None:
-        if self._meetings is not None:
+        if self._travel is not None:
             self._ledgers.give_up(f"{OWNER}.step: {type(error).__name__}: {error}")
+            self._travel.fail(error)
 
     def _own_parameters(self) -> list[Any]:
         """Those that no other rank shares."""

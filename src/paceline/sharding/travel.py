@@ -22,7 +22,7 @@ Spread = TypeVar("Spread", contravariant=True)
 
 
 class Travel(Protocol[Spread]):
-    """Between the ranks of one optimizer. All methods are collective, but for `prepare`."""
+    """Between the ranks of one optimizer. All methods are collective, but for `prepare` and `fail`."""
 
     def gather(self, numbers: bytes) -> bytes:
         """Everybody's `NUMBERS_BYTES` bytes, one rank's behind the other's."""
@@ -47,6 +47,10 @@ class Travel(Protocol[Spread]):
             Rank 0 owns `a` and rank 1 owns `b`. Rank 0 holds [1] and [0], rank 1 holds [0] and [2] in them;
             afterwards both hold [1] and [2].
         """
+        ...
+
+    def fail(self, error: BaseException) -> None:
+        """This rank has raised, and will not come: the others raise at once, quoting it. Does not block."""
         ...
 
 
@@ -114,6 +118,9 @@ class MemoryTravel(Generic[Tensor]):
         for tensor, room in copies:
             self._arrays.copy(room, tensor)
 
+    def fail(self, error: BaseException) -> None:
+        self._core.abort(f"{type(error).__name__}: {error}")
+
 
 class GroupTravel(Generic[Tensor]):
     """A `Travel` through a link over a process group.
@@ -138,3 +145,7 @@ class GroupTravel(Generic[Tensor]):
         for rank, tensors in enumerate(prepared):
             if tensors:
                 self._link.broadcast(tensors, root=rank)
+
+    def fail(self, error: BaseException) -> None:
+        if self._link.witness is not None:
+            self._link.witness.fail(error)
