@@ -213,6 +213,41 @@ def test_a_rank_that_raises_in_its_step_tells_the_others_at_once(
     until_told("seen", [0, 1, 2])
 
 
+@ranks(2, group="gloo")
+def test_a_first_step_with_a_journal_that_one_rank_refuses(rank: int) -> None:
+    """The others hear why before they make the journal together, and the next step makes it."""
+    model = nn.Linear(30, 30)
+    ddp = DistributedDataParallel(model, share_parameters=True, timeout_s=LONG_S)
+    optimizer = ShardedOptimizer(
+        ddp.parameters(), optim.AdamW, lr=0.1, journal=True, reduce_through="memory", timeout_s=LONG_S
+    )
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    if rank == 1:
+        model.weight.grad = torch.ones(30, 30).to_sparse()
+    with pytest.raises(ConfigError, match="sparse"):
+        optimizer.step()
+    model.weight.grad = torch.ones(30, 30)
+    before = model.weight.detach().clone()
+    optimizer.step()
+    assert not same_bits(model.weight, before)
+
+
+@ranks(2, group="gloo")
+def test_parameters_of_a_step_that_was_given_up_say_what_to_do(rank: int) -> None:
+    """Nobody writes after a rank has said that nothing was written: another optimizer does not, either."""
+    ddp = DistributedDataParallel(nn.Linear(30, 30), share_parameters=True)
+    for parameter in ddp.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    first, second = (ShardedOptimizer(ddp.parameters(), optim.SGD, lr=0.1) for _ in range(2))
+    first._steps._ledgers.refuse()  # as after a deadline
+    meet("given up", rank)
+    with pytest.raises(CollectiveError, match="could not meet all ranks") as caught:
+        second.step()
+    assert caught.value.step_is_complete and "another optimizer of these parameters" in caught.value.likely
+    assert "wrap the model anew" in caught.value.hint
+
+
 class Coupled(optim.SGD):
     """Clips by the norm of all gradients that it sees."""
 

@@ -116,31 +116,46 @@ class SharedStep(Generic[State]):
             except PacelineError:
                 return  # this rank's own error says more
 
-    def updating(self, complete: Complete | None = None) -> _Updating:
+    def updating(
+        self, complete: Complete | None = None, prepare: Callable[[], None] = lambda: None
+    ) -> _Updating:
         """A context for all that writes to parameters.
 
         Args:
             complete: Makes the part of a rank that is lost; None: nobody can.
+            prepare: What has to be there before anything is written; all ranks have met before it, for the
+                same step. May be collective.
 
         An exception within it breaks the optimizer, unless the step is found to be complete.
 
         Raises:
-            CollectiveError: At its beginning: another rank could not meet all. Nothing was written.
+            CollectiveError: At its beginning: another rank could not meet all, or a rank is lost. Nothing was
+                written, or `step_is_complete` is False.
         """
-        return _Updating(self._begin, functools.partial(self._end, complete))
+        return _Updating(functools.partial(self._begin, prepare), functools.partial(self._end, complete))
 
-    def _begin(self) -> None:
+    def _begin(self, prepare: Callable[[], None]) -> None:
         try:
+            prepare()
             if self._ledgers.begin():
                 return
         except BaseException as error:
-            self._ledgers.refuse()  # if no other rank has begun, none will
+            has_begun = self._ledgers.refuse()  # if no other rank has begun, none will
             self._tell_failure(error)
-            raise
+            if not isinstance(error, CollectiveError):
+                raise
+            consequence = HALF if has_begun else NOTHING_WRITTEN
+            raise telling(OWNER, consequence, step_is_complete=not has_begun).told(error) from error
         assert self._travel is not None
         with self._telling_nothing_written:
             self._travel.meet()  # raises what the others know
-            raise CollectiveError(f"{OWNER}: another rank could not meet all ranks.")
+            raise CollectiveError(
+                "Another rank could not meet all ranks.",
+                likely="it was in this step, or in the last one of another optimizer of these parameters, in "
+                "which a rank was lost or late",
+                hint="wrap the model anew, over a new group, and make the optimizer anew, on every rank; the "
+                "parameters need not be loaded",
+            )
 
     def _end(self, complete: Complete | None, error: BaseException) -> None:
         """The step has raised: look what was made of it, and tell."""

@@ -35,10 +35,13 @@ class Journal:
         home: Where all its parameters lie.
         slots: What the optimizer remembers of each piece.
         timeout_s: How long to wait for the other ranks.
+
+    Attributes:
+        home: The same.
     """
 
     def __init__(self, shards: Shards, home: Home, slots: Sequence[Sequence[Slot]], timeout_s: float) -> None:
-        self._shards, self._home, self._slots = shards, home, slots
+        self._shards, self.home, self._slots = shards, home, slots
         self._ledger = home.ledger
         itemsizes = [parameter.element_size() for parameter in shards.parameters]
         self._layout: Layout = lay_out_journal(shards.pieces, itemsizes, slots, shards.world_size)
@@ -73,11 +76,11 @@ class Journal:
 
     def note_loaded(self) -> None:
         """This rank's state was replaced: until its next step, nobody else knows it."""
-        self._bytes[self._layout.is_ready[self._home.rank]] = 0
+        self._bytes[self._layout.is_ready[self.home.rank]] = 0
 
     def make_ready(self, optimizer: Optimizer) -> None:
         """Bring this rank's state here, if it is not yet."""
-        own = self._home.rank
+        own = self.home.rank
         if self._bytes[self._layout.is_ready[own]]:
             return
         for number in self._shards.own:
@@ -203,7 +206,7 @@ class Journal:
         Returns:
             Whether it is made.
         """
-        ledger, own = self._ledger, self._home.rank
+        ledger, own = self._ledger, self.home.rank
         if not self.knows(of):
             return False
         holder = ledger.claim(of)

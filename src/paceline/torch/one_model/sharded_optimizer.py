@@ -230,8 +230,7 @@ class ShardedOptimizer(Optimizer, Joinable):
             if has_data:
                 gradients = shards.gradients()
                 has_gradient = bytes([gradient is not None for gradient in gradients])
-            if self._keeps_journal and self.world_size > 1:
-                self._begin_journal(gradients)
+            slots = self._slots_of_journal(gradients)
         except ConfigError as error:
             steps.refuse(error)
             raise
@@ -246,7 +245,7 @@ class ShardedOptimizer(Optimizer, Joinable):
             return journal.complete(rank, self._optimizer_of, gradients, kwargs, gone, until)
 
         try:
-            with steps.updating(complete):
+            with steps.updating(complete, lambda: self._begin_journal(slots)):
                 if joined:
                     has_gradient = self._lend(joined, gradients, has_gradient)
                 if gradients is not None:
@@ -281,35 +280,46 @@ class ShardedOptimizer(Optimizer, Joinable):
 
     # --- the journal ---
 
-    def _begin_journal(self, gradients: Sequence[torch.Tensor | None] | None) -> None:
-        """Make the journal, if it is not there, and bring this rank's state to it. Collective then.
+    def _slots_of_journal(self, gradients: Sequence[torch.Tensor | None] | None) -> list[list[Slot]]:
+        """What the optimizer remembers of each piece, for a journal that is to be made; empty: none is.
+
+        A model that was wrapped anew has another one: it lies beside the parameters.
 
         Raises:
             ConfigError: It is not possible; on every rank alike.
         """
         shards = self._shards
+        if not self._keeps_journal or self.world_size == 1:
+            return []
         if any(type(gradient) is ScatteredGradient for gradient in gradients or ()):
             raise no_journal("reduce='scatter': no rank has the gradients of another one's part")
-        if self._journal is None:
-            home = home_of(shards.parameters[0])
-            if home is None or any(home_of(parameter) is not home for parameter in shards.parameters):
-                raise no_journal("parameters that are not those of one model with share_parameters=True")
-            if home.world_size != self.world_size:
-                raise no_journal(f"{self.world_size} ranks, of which this host has {home.world_size}")
-            if not all(is_dense(parameter) for parameter in shards.parameters):
-                raise no_journal("parameters with gaps between their elements")
-            slots: list[list[Slot]] = []
-            for group in self.param_groups:
-                options = {key: value for key, value in group.items() if key not in NO_OPTIONS}
-                by_dtype = {
-                    dtype: slots_of(type(self._template), options, dtype)
-                    for dtype in dict.fromkeys(parameter.dtype for parameter in group["params"])
-                }
-                slots += [by_dtype[parameter.dtype] for parameter in group["params"]]
-            self._journal = Journal(
-                shards, home, [slots[piece.parameter] for piece in shards.pieces], self._peers.timeout_s
-            )
-        self._journal.make_ready(self.optim)
+        home = home_of(shards.parameters[0])
+        if self._journal is not None and self._journal.home is home:
+            return []
+        if home is None or any(home_of(parameter) is not home for parameter in shards.parameters):
+            raise no_journal("parameters that are not those of one model with share_parameters=True")
+        if home.world_size != self.world_size:
+            raise no_journal(f"{self.world_size} ranks, of which this host has {home.world_size}")
+        if not all(is_dense(parameter) for parameter in shards.parameters):
+            raise no_journal("parameters with gaps between their elements")
+        slots: list[list[Slot]] = []
+        for group in self.param_groups:
+            options = {key: value for key, value in group.items() if key not in NO_OPTIONS}
+            by_dtype = {
+                dtype: slots_of(type(self._template), options, dtype)
+                for dtype in dict.fromkeys(parameter.dtype for parameter in group["params"])
+            }
+            slots += [by_dtype[parameter.dtype] for parameter in group["params"]]
+        return [slots[piece.parameter] for piece in shards.pieces]
+
+    def _begin_journal(self, slots: Sequence[Sequence[Slot]]) -> None:
+        """Make the journal, if it is to be made, and bring this rank's state to it. Collective then."""
+        if slots:
+            home = home_of(self._shards.parameters[0])
+            assert home is not None
+            self._journal = Journal(self._shards, home, slots, self._peers.timeout_s)
+        if self._journal is not None:
+            self._journal.make_ready(self.optim)
 
     def _optimizer_of(self, rank: int) -> Optimizer:
         """An optimizer of the pieces of another rank, with today's hyperparameters."""
