@@ -235,6 +235,23 @@ class SurvivingSteps(JournaledSteps):
         self._optimizer.load_state_dict(state)
 
 
+class RewrappedSteps(JournaledSteps):
+    """The model is wrapped anew, and its parameters get other memory, while the optimizer stays."""
+
+    def make(self, group: Any, is_shared: bool) -> None:
+        self._group = group
+        super().make(group, is_shared)
+
+    def step(self, number: int) -> None:
+        if number == 1:
+            from paceline.torch import DistributedDataParallel
+
+            self._wrapped = DistributedDataParallel(
+                self._module, process_group=self._group, share_parameters=True
+            )
+        super().step(number)
+
+
 class PaddleSteps(Steps):
     """Paddle's AdamW."""
 
@@ -320,3 +337,8 @@ def torch_journaled(group: Any) -> Step:
 def torch_surviving(group: Any) -> Step:
     """The same; those that are left train on."""
     return SurvivingSteps(group, True).step
+
+
+def torch_rewrapped(group: Any) -> Step:
+    """The same; the model was wrapped anew."""
+    return RewrappedSteps(group, True).step

@@ -170,6 +170,18 @@ def test_raised_with_a_journal():
         check_found(case, seen, (0, 2), "whole")
 
 
+def test_killed_after_the_model_was_wrapped_anew():
+    """The journal and the notes on the step are where the parameters are now."""
+    cases = [
+        Case(programs.torch_rewrapped, (kill(rank=rank, at=at, step=2),))
+        for rank, at in ((1, Point.STEP_BEGUN), (0, Point.BLOCK_OPENED), (2, Point.STEP_DONE))
+    ]
+    for case, seen in zip(cases, run_cases(cases)):
+        victim = case.faults[0].rank
+        check_survivors(case, seen, "PeerLostError", [victim])
+        check_found(case, seen, {0, 1, 2} - {victim}, "whole")
+
+
 def test_those_that_are_left_train_on():
     """In a group of their own, with the state of the rank that was killed."""
     cases = [

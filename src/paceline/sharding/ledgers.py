@@ -78,13 +78,15 @@ class Ledgers:
         for home in self._homes():
             if not home.ledger.is_finished(home.rank):
                 return False
+            tried: set[int] = set()
             while True:
                 gone = _gone(home)  # before the next look: who is gone has written all that it will
                 missing = _missing(home)
                 if not missing:
                     break
-                lost = [rank for rank in missing if rank in gone]
+                lost = [rank for rank in missing if rank in gone and rank not in tried]
                 if complete is not None and lost:
+                    tried.add(lost[0])
                     if not complete(lost[0], functools.partial(_gone, home), until):
                         complete = None  # nobody can; but some may still be writing
                 elif set(missing) <= gone or time.monotonic() > until:

@@ -109,6 +109,7 @@ class Shards:
                 else:
                     self.tensors[index] = values
         self._places = places
+        self.homes = homes_of(self.parameters)  # without those that they have left
         self.generation += 1
 
     def _memory_of(self, parameter: paddle.Tensor) -> paddle.Tensor:

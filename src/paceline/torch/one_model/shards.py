@@ -172,6 +172,7 @@ class Shards:
                 # The tensor stays the same: what the optimizer remembers is found by it.
                 tensor.data = part_of(self._memory_of(self.parameters[piece.parameter]), piece)
         self._places = places
+        self.homes = homes_of(self.parameters)  # without those that they have left
         self.generation += 1
 
     def _memory_of(self, parameter: torch.Tensor) -> torch.Tensor:
