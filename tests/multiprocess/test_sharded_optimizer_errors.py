@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn, optim
+from torch.distributed.algorithms.join import Join
 
 from paceline import _core
 from paceline.errors import (
@@ -246,6 +247,77 @@ def test_parameters_of_a_step_that_was_given_up_say_what_to_do(rank: int) -> Non
         second.step()
     assert caught.value.step_is_complete and "another optimizer of these parameters" in caught.value.likely
     assert "wrap the model anew" in caught.value.hint
+
+
+def uneven(rank: int, *, journal: bool) -> tuple[DistributedDataParallel, ShardedOptimizer, int]:
+    """A model, an optimizer, and the number of this rank's batches: rank 2 has the fewest."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(nn.Linear(30, 90), share_parameters=True, timeout_s=LONG_S)
+    optimizer = ShardedOptimizer(
+        ddp.parameters(), optim.AdamW, lr=0.1, journal=journal, reduce_through="memory", timeout_s=LONG_S
+    )
+    return ddp, optimizer, 1 if rank == 2 else 3
+
+
+@ranks(3, group="gloo", dies={1: signal.SIGKILL})
+def test_a_rank_without_data_knows_of_a_step_that_another_completes(rank: int) -> None:
+    """It has no gradients to make the part of the lost rank with, and says the same as who has."""
+    ddp, optimizer, batches = uneven(rank, journal=True)
+
+    def train() -> None:
+        with Join([ddp, optimizer]):
+            for number in range(batches):
+                ddp(torch.ones(1, 30)).square().mean().backward()
+                if rank == 1 and number == 2:
+                    opened = _core.fault_points().index("block_opened")
+                    _core.arm_fault(opened, _core.FAULT_ACTIONS["kill"], 1)
+                optimizer.step()
+
+    with pytest.raises(PeerLostError) as caught:
+        train()
+    assert caught.value.lost == (1,) and caught.value.step_is_complete
+    tell("seen", rank)
+    until_told("seen", [0, 2])
+
+
+@ranks(3, group="gloo")
+def test_a_rank_without_data_that_does_not_come_out_of_the_meeting(rank: int) -> None:
+    """Another one has come out of it, and begun: the step is half made, and nobody returns in silence."""
+    ddp, optimizer, batches = uneven(rank, journal=False)
+    meetings = optimizer._steps._meetings
+    assert meetings is not None
+    gather = meetings._gather
+
+    def lost(numbers: bytes) -> bytes:
+        gather(numbers)
+        until_told("begun", [0])
+        raise PeerLostError("Rank 1 of 3 died.", lost=(1,))
+
+    def train() -> None:
+        with Join([ddp, optimizer]):
+            for _ in range(batches):
+                ddp(torch.ones(1, 30)).square().mean().backward()
+                optimizer.step()
+
+    if rank == 2:
+        meetings._gather = lambda numbers: lost(numbers) if meetings.number > 1 else gather(numbers)
+    if rank == 0:
+        begin = optimizer._steps._ledgers.begin
+
+        def begun() -> bool:
+            has_begun = begin()
+            if meetings.number > 1:
+                tell("begun", 0)
+            return has_begun
+
+        optimizer._steps._ledgers.begin = begun  # type: ignore[method-assign]
+    with pytest.raises(PeerLostError) as caught:
+        train()
+    assert caught.value.step_is_complete is False
+    with pytest.raises(TornStepError):
+        ddp.state_dict()
+    tell("seen", rank)
+    until_told("seen", [0, 1, 2])
 
 
 class Coupled(optim.SGD):

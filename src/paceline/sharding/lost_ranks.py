@@ -37,6 +37,6 @@ class telling:
     def told(self, error: CollectiveError) -> CollectiveError:
         """The same error, with these words."""
         where = ", ".join(filter(None, [f"{self._owner}.step; {self._consequence}", error.where]))
-        rows = {"seen": error.seen, "likely": error.likely, "hint": error.hint}
+        rows = {row: getattr(error, row) for row in ("seen", "expected", "got", "likely", "hint")}
         fields = {**error.fields, **self._fields}
         return type(error)(error.summary, where=where, **rows, **fields)

@@ -71,8 +71,6 @@ class SharedStep(Generic[State]):
         if link is not None and travel is not None:
             self._meetings = Meetings(travel.gather, link.all_gather, OWNER, lambda: pieces.parameters)
         self._seen: tuple[object, int] = (None, 0)
-        # Made once: this takes as long as the ranks to meet.
-        self._telling_nothing_written = telling(OWNER, NOTHING_WRITTEN, step_is_complete=True)
         self._route: tuple[object, Any] = (None, None)
         self._failure: BaseException | None = None
         self._state: State | None = None
@@ -97,15 +95,18 @@ class SharedStep(Generic[State]):
             return ()
         options = self._hash_options()
         try:
-            with self._telling_nothing_written:
-                return self._meetings.meet(
-                    call, options, _core.hash_bytes(has_gradient), lambda: self._facts(call, has_gradient)
-                )
+            return self._meetings.meet(
+                call, options, _core.hash_bytes(has_gradient), lambda: self._facts(call, has_gradient)
+            )
         except PacelineError as error:
             # A rank that is lost just after the meeting may let some ranks return from it, and others raise.
-            if is_loss(error) and self._ledgers.refuse():
+            has_begun = is_loss(error) and self._ledgers.refuse()
+            if has_begun and call is Call.STEP:
                 return ()  # one has begun: it has met all, so all came for the same
-            raise
+            if has_begun:  # without gradients of its own this rank cannot make its part
+                self._tell_failure(error)
+            with _telling(has_begun=has_begun):
+                raise
 
     def refuse(self, error: ConfigError) -> None:
         """Let the others know why this rank makes no step; they would wait. Collective."""
@@ -142,12 +143,10 @@ class SharedStep(Generic[State]):
         except BaseException as error:
             has_begun = self._ledgers.refuse()  # if no other rank has begun, none will
             self._tell_failure(error)
-            if not isinstance(error, CollectiveError):
+            with _telling(has_begun=has_begun):
                 raise
-            consequence = HALF if has_begun else NOTHING_WRITTEN
-            raise telling(OWNER, consequence, step_is_complete=not has_begun).told(error) from error
         assert self._travel is not None
-        with self._telling_nothing_written:
+        with _telling(has_begun=False):
             self._travel.meet()  # raises what the others know
             raise CollectiveError(
                 "Another rank could not meet all ranks.",
@@ -281,6 +280,11 @@ class SharedStep(Generic[State]):
         """A state was loaded: earlier failures and the state that was consolidated count no more."""
         self._failure = self._state = None
         torn.forget(self._pieces.parameters)
+
+
+def _telling(*, has_begun: bool) -> telling:
+    """Says what an error before this rank's part means, by whether another rank has begun to write."""
+    return telling(OWNER, HALF if has_begun else NOTHING_WRITTEN, step_is_complete=not has_begun)
 
 
 class _Updating:

@@ -237,6 +237,27 @@ class Journal:
         ledger.finish(of)
         return True
 
+    def await_completion(
+        self, of: int, unable: Sequence[int], gone: Callable[[], set[int]], until: float
+    ) -> bool:
+        """Wait until another rank has made the part of one that is lost.
+
+        Args:
+            of: The rank that is lost.
+            unable: The ranks that cannot, as this one: they have no gradients.
+            gone: The ranks that are lost, as of now.
+            until: When to give up waiting.
+
+        Returns:
+            Whether it is made.
+        """
+        able = set(range(self.home.world_size)) - set(unable)
+        while not self._ledger.is_finished(of):
+            if not self.knows(of) or able <= gone() or time.monotonic() > until:
+                return self._ledger.is_finished(of)
+            time.sleep(_LOOK_S)
+        return True
+
 
 def slots_of(optimizer_class: type[Optimizer], options: Mapping[str, Any], dtype: torch.dtype) -> list[Slot]:
     """What an optimizer remembers of a parameter; found out by steps on small tensors.

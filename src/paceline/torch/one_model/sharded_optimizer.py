@@ -240,8 +240,10 @@ class ShardedOptimizer(Optimizer, Joinable):
 
         def complete(rank: int, gone: Callable[[], set[int]], until: float) -> bool:
             journal = self._journal
-            if journal is None or gradients is None:
+            if journal is None:
                 return False
+            if gradients is None:  # another rank has them
+                return journal.await_completion(rank, joined, gone, until)
             return journal.complete(rank, self._optimizer_of, gradients, kwargs, gone, until)
 
         try:
