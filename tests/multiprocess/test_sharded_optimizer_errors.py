@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 from typing import Any
@@ -212,6 +213,44 @@ def test_a_rank_that_raises_in_its_step_tells_the_others_at_once(
         assert "rank 1 of this host wrote no part" in str(torn.value)
     tell("seen", rank)
     until_told("seen", [0, 1, 2])
+
+
+@ranks(2, group="gloo")
+def test_half_of_a_step_stays_so_until_parameters_are_loaded(rank: int) -> None:
+    """The optimizer's state alone mends nothing: neither with this optimizer nor with another."""
+    parameters, optimizer = make()
+    model = nn.ParameterList(parameters)
+    wrapped = DistributedDataParallel(Sum(model))
+    optimizer.step()
+    parameters_then = copy.deepcopy(model.state_dict())
+    optimizer.consolidate_state_dict()
+    state = optimizer.state_dict() if rank == 0 else optim.SGD(parameters, lr=0.5).state_dict()
+    optimizer._steps._travel.spread = interrupted  # type: ignore[method-assign, union-attr]
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    del optimizer._steps._travel.spread  # type: ignore[union-attr]
+    optimizer.load_state_dict(state)
+    with pytest.raises(TornStepError):
+        wrapped(torch.ones(1))
+    with pytest.raises(TornStepError):
+        wrapped.state_dict()
+    with pytest.raises(TornStepError):
+        optimizer.step()
+    model.load_state_dict(parameters_then)
+    wrapped.state_dict()
+
+
+class Sum(nn.Module):
+    def __init__(self, parameters: nn.ParameterList) -> None:
+        super().__init__()
+        self.all = parameters
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sum() * sum(parameter.sum() for parameter in self.all)
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 @ranks(2, group="gloo")

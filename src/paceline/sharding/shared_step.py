@@ -205,6 +205,8 @@ class SharedStep(Generic[State]):
             home.check_whole(OWNER)
         if self._failure is not None and len(self._own_parameters()) > 0:
             raise torn_error(OWNER, str(self._failure)) from self._failure
+        if torn.marks:
+            torn.check(OWNER, self._pieces.parameters)
 
     def _facts(self, call: Call, has_gradient: bytes) -> Facts:
         without = [name for name, has in zip(self._pieces.names, has_gradient) if not has]
@@ -277,9 +279,11 @@ class SharedStep(Generic[State]):
         return self._state is not None
 
     def begin_anew(self) -> None:
-        """A state was loaded: earlier failures and the state that was consolidated count no more."""
+        """A state was loaded: earlier failures and the state that was consolidated count no more.
+
+        Parameters that hold half of a step still do, until others are loaded.
+        """
         self._failure = self._state = None
-        torn.forget(self._pieces.parameters)
 
 
 def _telling(*, has_begun: bool) -> telling:

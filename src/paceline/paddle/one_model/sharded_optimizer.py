@@ -39,6 +39,7 @@ from paceline.paddle.one_model.whole_state import LoadedState, gather_state
 from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
 from paceline.reducer.arguments import REDUCE_THROUGH
 from paceline.reducer.between_hosts import BetweenHosts
+from paceline.reducer.torn import torn
 from paceline.reducer.wrapped_model import hide_inherited
 from paceline.rendezvous.messages import gather_objects
 from paceline.sharding.cuts import Piece, deal
@@ -392,6 +393,8 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
                     internals.make_state(self.optim, group, [tensor])
                     loaded.give(self.optim, piece, tensor, parameter)
         self._steps.begin_anew()
+        # Paddle does not count the writes of a model's set_state_dict(), which may come before this one.
+        torn.forget(self._shards.parameters)
 
     set_dict = load_state_dict = set_state_dict
 
