@@ -63,7 +63,7 @@ class Shards:
         self.parameters, self.names, self.pieces = list(parameters), list(names), list(pieces)
         self.own = [index for index, piece in enumerate(pieces) if piece.rank == rank]
         self.tensors: list[paddle.Tensor] = []
-        self.homes: list[Home] = []
+        self.homes: list[Home] = homes_of(parameters)
         self.generation = 0
         self._places = [parameter.data_ptr() for parameter in parameters]
         self._forms = [_form(parameter) for parameter in parameters]
@@ -99,7 +99,8 @@ class Shards:
                     likely="layer.to(dtype=...) or another conversion after the optimizer was made",
                     hint="make the optimizer anew, on every rank, when the model has its final form",
                 )
-        for home in homes_of(self.parameters):
+        self.homes = homes_of(self.parameters)
+        for home in self.homes:
             home.check_in_place()
         for index, piece in enumerate(self.pieces):
             if places[piece.parameter] != self._places[piece.parameter]:
@@ -109,7 +110,6 @@ class Shards:
                 else:
                     self.tensors[index] = values
         self._places = places
-        self.homes = homes_of(self.parameters)  # without those that they have left
         self.generation += 1
 
     def _memory_of(self, parameter: paddle.Tensor) -> paddle.Tensor:
@@ -118,8 +118,6 @@ class Shards:
         if home is None:
             return parameter
         check_step_allowed(home, OWNER, self.world_size)
-        if not any(home is known for known in self.homes):
-            self.homes.append(home)
         return home.writable(parameter)
 
     def _mark(self) -> None:

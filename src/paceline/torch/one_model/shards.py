@@ -113,6 +113,7 @@ class Shards:
     def add(self, parameters: Sequence[torch.Tensor], names: Sequence[str], pieces: Sequence[Piece]) -> None:
         """Take more parameters; `pieces` are theirs."""
         self.parameters += parameters
+        self.homes = homes_of(self.parameters)
         self.names += names
         self._places += [parameter.data_ptr() for parameter in parameters]
         self._forms += [(p.shape, p.dtype, p.stride()) for p in parameters]
@@ -165,14 +166,14 @@ class Shards:
                     likely="module.to(), .half() or `parameter.data = ...` after the optimizer was made",
                     hint="make the optimizer anew, on every rank, when the model has its final form",
                 )
-        for home in homes_of(self.parameters):
+        self.homes = homes_of(self.parameters)
+        for home in self.homes:
             home.check_in_place()
         for piece, tensor in zip(self.pieces, self.tensors):
             if places[piece.parameter] != self._places[piece.parameter]:
                 # The tensor stays the same: what the optimizer remembers is found by it.
                 tensor.data = part_of(self._memory_of(self.parameters[piece.parameter]), piece)
         self._places = places
-        self.homes = homes_of(self.parameters)  # without those that they have left
         self.generation += 1
 
     def _memory_of(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -181,8 +182,6 @@ class Shards:
         if home is None:
             return parameter.data
         check_step_allowed(home, OWNER, self.world_size)
-        if not any(home is known for known in self.homes):
-            self.homes.append(home)
         return home.writable(parameter)
 
     def gradients(self) -> list[torch.Tensor | None]:
