@@ -106,7 +106,7 @@ def test_paceline_run_says_at_whom_it_waits_and_gives_up(hosts: Hosts) -> None:
     launcher = run_on(hosts, 1, "--rdzv", "node0:29412", "--rdzv-timeout-s", "1")
     output, _ = launcher.communicate(timeout=WITHIN_S)
     assert launcher.returncode == 2, output
-    assert "Host node1 found nobody at --rdzv node0:29412 within 1 s" in output
+    assert "Host node1 found nobody at --rdzv node0:29412 within 1.0 s" in output
     assert f"node0 stands for {hosts.address(0)} here, reached from {hosts.address(1)} (eth0)" in output
 
 

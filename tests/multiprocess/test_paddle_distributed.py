@@ -23,8 +23,9 @@ import paceline.paddle
 from paceline.errors import ConfigError, ModelMismatchError, PeerLostError, RendezvousError
 from paceline.paddle import DataParallel, SyncBatchNorm
 from paceline.paddle.link.peers import connect_environment
-from paceline.paddle.link.start import needs_paddles_group
+from paceline.paddle.link.start import form_paddles_group, needs_paddles_group
 from paceline.reducer import agreement
+from tests.multiprocess.meeting import meet, tell, until_told
 from tests.multiprocess.paddle_models import (
     Words,
     batch,
@@ -124,6 +125,28 @@ def test_an_address_where_somebody_else_listens_is_told_at_once(rank: int) -> No
         del os.environ["LOCAL_WORLD_SIZE"]
         with pytest.raises(RendezvousError, match=rf"(?s)could not open.*held by pid {os.getpid()}"):
             connect_environment()
+
+
+@ranks(2, group=None)
+def test_a_start_that_failed_may_be_tried_again(rank: int) -> None:
+    """Rank 0 serves the meeting place since its first try, which ended before the other had come."""
+    be_on_host(rank)
+    del os.environ["LOCAL_WORLD_SIZE"]
+    os.environ |= {"SLURM_STEP_NUM_NODES": "2", "LOCAL_RANK": "0"}
+    if rank == 0:
+        with pytest.raises(RendezvousError, match="gave up waiting for rank 1 after"):
+            form_paddles_group(0.5)
+        tell("given up", 0)
+    else:
+        until_told("given up", [0])
+        with pytest.raises(RendezvousError):  # of the try that rank 0 has given up
+            form_paddles_group(0.5)
+    meet("ready", rank)
+    form_paddles_group(60.0)
+    assert dist.get_world_size() == 2
+    dist.destroy_process_group()
+    with pytest.raises(ConfigError, match="once in a process"):
+        form_paddles_group(60.0)
 
 
 @ranks(2, group=None)

@@ -122,7 +122,7 @@ def wait_for_listener(
         now = time.monotonic()
         if now - begun > timeout_s:
             raise RendezvousError(
-                f"{who} found nobody at {what} {way.name}:{port} within {timeout_s:g} s.",
+                f"{who} found nobody at {what} {way.name}:{port} within {timeout_s:.1f} s.",
                 seen=f"{way.describe()}; {reason}",
                 likely=f"{likely}, the name stands for another address there, or a firewall closes the port",
                 hint=f"{hint}; `ip addr` on {way.name} shows its addresses",

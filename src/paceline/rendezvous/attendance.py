@@ -390,7 +390,7 @@ def _late(own: Arrival, arrivals: Sequence[Arrival], timeout_s: float) -> Rendez
     came = "; ".join(each.describe() for each in sorted(arrivals, key=lambda each: each.rank)[:8])
     return RendezvousError(
         f"Rank {own.rank} of {own.world_size} gave up waiting for {format_ranks(missing)} "
-        f"after {timeout_s:g} s.",
+        f"after {timeout_s:.1f} s.",
         where=f"{own.describe()}, before a group is formed",
         seen=f"{len(arrivals)} came: {came}{', ...' if len(arrivals) > 8 else ''}",
         likely="these ranks were not started, died, or cannot reach the address of rank 0",

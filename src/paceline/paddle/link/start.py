@@ -8,6 +8,7 @@ see who has come. Paddle's store is then at a port that rank 0 tells them there.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import socket
 import time
@@ -34,6 +35,8 @@ _GLOO = ("", "auto", "gloo")
 _Found = TypeVar("_Found")
 
 _server: LedgerServer | None = None  # lives as long as this process, for whoever comes later
+_starts = itertools.count()  # every rank of a job starts as often
+_has_formed = False
 _attendance: Attendance | None = None
 
 
@@ -59,13 +62,20 @@ def form_paddles_group(timeout_s: float) -> None:
         timeout_s: For the ranks to come together.
 
     Raises:
-        ConfigError: The address of rank 0 cannot be, or a variable is missing.
+        ConfigError: The address of rank 0 cannot be, or a variable is missing; or the group was formed and
+            destroyed before, and Paddle forms none again.
         RendezvousError: The ranks do not fit together, one cannot go on, or not all have come in time. On all
             ranks, with names and hosts.
     """
-    global _attendance
+    global _attendance, _has_formed
     if dist.is_initialized():
         return
+    if _has_formed:
+        raise ConfigError(
+            "paddle.distributed forms its group once in a process, and this one was destroyed.",
+            likely="paddle.distributed.destroy_process_group(), and then a model is wrapped",
+            hint="destroy the group at the end of the program; or train in a new process",
+        )
     _export_paddle_variables()
     address = os.environ.get(_WHAT) or os.environ.get("PADDLE_TRAINER_ENDPOINTS", "").split(",")[0].strip()
     if not address:
@@ -87,11 +97,16 @@ def form_paddles_group(timeout_s: float) -> None:
     if not serves:
         start.wait_for_rank_0()
     ledger = _open_ledger(start, serves=serves)
-    attendance = start.attend(ledger, _PREFIX)
-    port = _port_of_paddles_store(start, attendance, f"{_PREFIX}/store", serves=serves)
-    with _meeting_at(f"{start.way.address}:{port}"):
-        dist.init_parallel_env()
-    _attendance = attendance
+    prefix = f"{_PREFIX}/{next(_starts)}"
+    try:
+        attendance = start.attend(ledger, prefix)
+        port = _port_of_paddles_store(start, attendance, f"{prefix}/store", serves=serves)
+        with _meeting_at(f"{start.way.address}:{port}"):
+            dist.init_parallel_env()
+    except BaseException:
+        ledger.close()
+        raise
+    _has_formed, _attendance = True, attendance
 
 
 def attendance_of_default_group() -> Attendance | None:
@@ -128,7 +143,7 @@ def _open_ledger(start: Start, *, serves: bool) -> LedgerClient:
     """
     global _server
     try:
-        if serves:
+        if serves and (_server is None or _server.port != start.port):
             _server = LedgerServer(start.port)
         return LedgerClient(start.way.address, start.port, _ANSWER_WITHIN_S)
     except OSError as error:
