@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import paceline
-from paceline.sharding import journal
+from paceline.sharding import journal_layout
 from paceline.sharding.meeting import Call
 from paceline.torch import DistributedDataParallel, ShardedOptimizer
 
@@ -28,7 +28,7 @@ _MEETINGS = 500
 
 def make(group: Any, millions: int, fused: bool, block_kib: int) -> ShardedOptimizer:
     """An AdamW of shared parameters with gradients; `block_kib` 0: without a journal."""
-    journal.BLOCK_BYTES = max(block_kib, 1) << 10
+    journal_layout.BLOCK_BYTES = max(block_kib, 1) << 10
     model = nn.ParameterList([nn.Parameter(torch.zeros(1000, 1000)) for _ in range(millions)])
     ddp = DistributedDataParallel(model, process_group=group, share_parameters=True)
     for parameter in ddp.parameters():

@@ -17,6 +17,7 @@ import numpy as np
 import paceline
 from paceline import _core
 from paceline.errors import PacelineError, PeerLostError, TornStepError
+from paceline.sharding import journal_layout
 
 Array = np.ndarray[Any, Any]
 Step = Callable[[int], None]
@@ -39,15 +40,24 @@ class Steps(ABC):
     """
 
     keeps_journal = False
+    _optimizer: Any
+    _reference: Any
 
     def __init__(self, group: Any, is_shared: bool) -> None:
         drawn = np.random.default_rng(0)
-        self._values = [drawn.standard_normal(shape).astype(np.float32) for shape in _SHAPES]
-        self.make(group, is_shared)
+        values = [drawn.standard_normal(shape).astype(np.float32) for shape in _SHAPES]
+        if self.keeps_journal:
+            journal_layout.BLOCK_BYTES = 1024  # several blocks for each rank
+        self.make_alone(values)
+        self.make(group, is_shared, values)
 
     @abstractmethod
-    def make(self, group: Any, is_shared: bool) -> None:
-        """Two models of these values: one wrapped, and one that this rank alone has."""
+    def make_alone(self, values: Sequence[Array]) -> None:
+        """A model of these values that this rank alone has."""
+
+    @abstractmethod
+    def make(self, group: Any, is_shared: bool, values: Sequence[Array]) -> None:
+        """A model that is wrapped."""
 
     @abstractmethod
     def give(self, gradients: Sequence[Array]) -> None:
@@ -97,12 +107,17 @@ class Steps(ABC):
         return "whole"
 
     def found_state(self) -> list[Array]:
-        """What the optimizer of the wrapped model remembers, of all ranks."""
-        raise NotImplementedError
+        """What the optimizer of the wrapped model remembers, of all ranks; on each rank that is left."""
+        self._optimizer.consolidate_state_dict()
+        return self.tensors(self._optimizer.state_dict())
 
     def expected_state(self) -> list[Array]:
         """What the other remembers."""
-        raise NotImplementedError
+        return self.tensors(self._reference.state_dict())
+
+    @abstractmethod
+    def tensors(self, state: dict[str, Any]) -> list[Array]:
+        """What is in a state."""
 
 
 def _is_torn(use: Callable[[], object]) -> bool:
@@ -120,11 +135,18 @@ def _same(one: Sequence[Array], other: Sequence[Array]) -> bool:
 class TorchSteps(Steps):
     """torch's AdamW, which comes by a point in the middle of its part."""
 
-    def make(self, group: Any, is_shared: bool) -> None:
+    def make_alone(self, values: Sequence[Array]) -> None:
         import torch
-        from torch import nn, optim
+        from torch import optim
 
-        from paceline.sharding import journal
+        torch.set_num_threads(1)
+        self._torch = torch
+        self._alone = self._model(values)
+        self._reference = optim.AdamW(self._alone.parameters(), lr=0.01)
+
+    def make(self, group: Any, is_shared: bool, values: Sequence[Array]) -> None:
+        from torch import optim
+
         from paceline.torch import DistributedDataParallel, ShardedOptimizer
 
         class InTwoHalves(optim.AdamW):
@@ -138,24 +160,24 @@ class TorchSteps(Steps):
                 for group, parameters in groups:
                     group["params"] = parameters
 
+        self._module = self._model(values)
+        self._wrapped = DistributedDataParallel(self._module, process_group=group, share_parameters=is_shared)
+        self._optimizer = ShardedOptimizer(
+            self._wrapped.parameters(), InTwoHalves, process_group=group, journal=self.keeps_journal, lr=0.01
+        )
+
+    def _model(self, values: Sequence[Array]) -> Any:
+        from torch import from_numpy, nn
+
         class Sum(nn.Module):
-            def __init__(self, values: Sequence[Array]) -> None:
+            def __init__(self) -> None:
                 super().__init__()
-                self.all = nn.ParameterList([torch.from_numpy(value.copy()) for value in values])
+                self.all = nn.ParameterList([from_numpy(value.copy()) for value in values])
 
             def forward(self) -> Any:
                 return sum(parameter.sum() for parameter in self.all)
 
-        torch.set_num_threads(1)
-        self._torch = torch
-        self._alone, self._module = Sum(self._values), Sum(self._values)
-        self._reference = optim.AdamW(self._alone.parameters(), lr=0.01)
-        self._wrapped = DistributedDataParallel(self._module, process_group=group, share_parameters=is_shared)
-        if self.keeps_journal:
-            journal.BLOCK_BYTES = 1024  # several blocks for each rank
-        self._optimizer = ShardedOptimizer(
-            self._wrapped.parameters(), InTwoHalves, process_group=group, journal=self.keeps_journal, lr=0.01
-        )
+        return Sum()
 
     def give(self, gradients: Sequence[Array]) -> None:
         for module in (self._alone, self._module):
@@ -182,82 +204,23 @@ class TorchSteps(Steps):
         yield from (forward, self._wrapped.state_dict)
         yield from (self._optimizer.step, self._optimizer.consolidate_state_dict)
 
-
-class JournaledSteps(TorchSteps):
-    """The same, with a journal."""
-
-    keeps_journal = True
-
-    def found_state(self) -> list[Array]:
-        self._optimizer.consolidate_state_dict()  # on each rank that is left
-        return _tensors(self._optimizer.state_dict())
-
-    def expected_state(self) -> list[Array]:
-        return _tensors(self._reference.state_dict())
-
-
-def _tensors(state: dict[str, Any]) -> list[Array]:
-    held = state["state"]
-    return [held[number][key].numpy() for number in sorted(held) for key in sorted(held[number])]
-
-
-class SurvivingSteps(JournaledSteps):
-    """Ranks that are left form a group of their own, and train on."""
-
-    def make(self, group: Any, is_shared: bool) -> None:
-        self._group, self._is_shared, self._is_again = group, is_shared, False
-        super().make(group, is_shared)
-
-    def step(self, number: int) -> None:
-        try:
-            super().step(number)
-        except PeerLostError as error:
-            if self._is_again:
-                raise
-            self._go_on(error)
-        if number == 6:
-            assert self._is_again
-            raise RuntimeError("found: well, after all")
-
-    def _go_on(self, error: PeerLostError) -> None:
-        assert error.step_is_complete, error
-        left = [rank for rank in range(self._group.world_size) if rank not in error.lost]
-        self._optimizer.consolidate_state_dict()
-        state, values = self._optimizer.state_dict(), self.found()
-        job = os.environ["PACELINE_JOB_ID"]
-        group = paceline.init(
-            rank=left.index(self._group.rank), world_size=len(left), job_id=f"{job}/again/{error.lost}"
-        )
-        self._values, self._is_again = values, True
-        reference = self._reference.state_dict()
-        super().make(group, self._is_shared)
-        self._reference.load_state_dict(reference)
-        self._optimizer.load_state_dict(state)
-
-
-class RewrappedSteps(JournaledSteps):
-    """The model is wrapped anew, and its parameters get other memory, while the optimizer stays."""
-
-    def make(self, group: Any, is_shared: bool) -> None:
-        self._group = group
-        super().make(group, is_shared)
-
-    def step(self, number: int) -> None:
-        if number == 1:
-            from paceline.torch import DistributedDataParallel
-
-            self._wrapped = DistributedDataParallel(
-                self._module, process_group=self._group, share_parameters=True
-            )
-        super().step(number)
+    def tensors(self, state: dict[str, Any]) -> list[Array]:
+        held = state["state"]
+        return [held[number][key].numpy() for number in sorted(held) for key in sorted(held[number])]
 
 
 class PaddleSteps(Steps):
     """Paddle's AdamW."""
 
-    def make(self, group: Any, is_shared: bool) -> None:
+    def make_alone(self, values: Sequence[Array]) -> None:
         import paddle
-        from paddle import nn
+
+        self._paddle = paddle
+        self._alone = self._model(values)
+        self._reference = paddle.optimizer.AdamW(0.01, parameters=self._alone.parameters())
+
+    def make(self, group: Any, is_shared: bool, values: Sequence[Array]) -> None:
+        import paddle
 
         from paceline.paddle import DataParallel, ShardedOptimizer
 
@@ -267,8 +230,17 @@ class PaddleSteps(Steps):
                 come_by_a_point()
                 come_by_a_point()
 
+        self._layers = self._model(values)
+        self._wrapped = DataParallel(self._layers, group=group, share_parameters=is_shared)
+        self._optimizer = ShardedOptimizer(
+            self._wrapped.parameters(), InTwoHalves, group, journal=self.keeps_journal, learning_rate=0.01
+        )
+
+    def _model(self, values: Sequence[Array]) -> Any:
+        from paddle import nn, utils
+
         class Sum(nn.Layer):
-            def __init__(self, values: Sequence[Array]) -> None:
+            def __init__(self) -> None:
                 super().__init__()
                 self.all = nn.ParameterList([self.create_parameter(list(value.shape)) for value in values])
                 for parameter, value in zip(self.all, values, strict=True):
@@ -277,11 +249,8 @@ class PaddleSteps(Steps):
             def forward(self) -> Any:
                 return sum(parameter.sum() for parameter in self.all)
 
-        self._paddle = paddle
-        self._alone, self._layers = Sum(self._values), Sum(self._values)
-        self._reference = paddle.optimizer.AdamW(0.01, parameters=self._alone.parameters())
-        self._wrapped = DataParallel(self._layers, group=group, share_parameters=is_shared)
-        self._optimizer = ShardedOptimizer(self._wrapped.parameters(), InTwoHalves, group, learning_rate=0.01)
+        with utils.unique_name.guard():  # state is known by names
+            return Sum()
 
     def give(self, gradients: Sequence[Array]) -> None:
         for layers in (self._alone, self._layers):
@@ -308,6 +277,78 @@ class PaddleSteps(Steps):
         yield from (forward, self._wrapped.state_dict)
         yield from (self._optimizer.step, self._optimizer.consolidate_state_dict)
 
+    def tensors(self, state: dict[str, Any]) -> list[Array]:
+        return [state[name].numpy() for name in sorted(state)]
+
+
+class _Surviving(Steps):
+    """Ranks that are left form a group of their own, and train on, with a journal."""
+
+    keeps_journal = True
+
+    def __init__(self, group: Any, is_shared: bool) -> None:
+        self._group, self._is_shared, self._is_again = group, is_shared, False
+        super().__init__(group, is_shared)
+
+    def step(self, number: int) -> None:
+        try:
+            super().step(number)
+        except PeerLostError as error:
+            if self._is_again:
+                raise
+            self._go_on(error)
+        if number == 6:
+            assert self._is_again
+            for rank in range(self._optimizer.world_size):
+                self._optimizer.consolidate_state_dict(to=rank)
+                if rank == self._optimizer.rank:
+                    assert _same(self.tensors(self._optimizer.state_dict()), self.expected_state())
+            raise RuntimeError("found: well, after all")
+
+    def _go_on(self, error: PeerLostError) -> None:
+        assert error.step_is_complete, error
+        left = [rank for rank in range(self._group.world_size) if rank not in error.lost]
+        self._optimizer.consolidate_state_dict()
+        state = self._optimizer.state_dict()
+        job = os.environ["PACELINE_JOB_ID"]
+        group = paceline.init(
+            rank=left.index(self._group.rank), world_size=len(left), job_id=f"{job}/again/{error.lost}"
+        )
+        self._is_again = True
+        self.make(group, self._is_shared, self.found())
+        self._optimizer.load_state_dict(state)
+
+
+class JournaledTorchSteps(TorchSteps):
+    keeps_journal = True
+
+
+class RewrappedSteps(JournaledTorchSteps):
+    """The model is wrapped anew, and its parameters get other memory, while the optimizer stays."""
+
+    def make(self, group: Any, is_shared: bool) -> None:
+        self._group = group
+        super().make(group, is_shared)
+
+    def step(self, number: int) -> None:
+        if number == 1:
+            from paceline.torch import DistributedDataParallel
+
+            self._wrapped = DistributedDataParallel(
+                self._module, process_group=self._group, share_parameters=True
+            )
+        super().step(number)
+
+
+class SurvivingTorchSteps(_Surviving, TorchSteps): ...
+
+
+class JournaledPaddleSteps(PaddleSteps):
+    keeps_journal = True
+
+
+class SurvivingPaddleSteps(_Surviving, PaddleSteps): ...
+
 
 def torch_shared(group: Any) -> Step:
     """Parameters that all ranks share, torch."""
@@ -331,12 +372,22 @@ def paddle_own(group: Any) -> Step:
 
 def torch_journaled(group: Any) -> Step:
     """Parameters that all ranks share, and a journal, torch."""
-    return JournaledSteps(group, True).step
+    return JournaledTorchSteps(group, True).step
+
+
+def paddle_journaled(group: Any) -> Step:
+    """Parameters that all ranks share, and a journal, Paddle."""
+    return JournaledPaddleSteps(group, True).step
 
 
 def torch_surviving(group: Any) -> Step:
     """The same; those that are left train on."""
-    return SurvivingSteps(group, True).step
+    return SurvivingTorchSteps(group, True).step
+
+
+def paddle_surviving(group: Any) -> Step:
+    """The same; those that are left train on."""
+    return SurvivingPaddleSteps(group, True).step
 
 
 def torch_rewrapped(group: Any) -> Step:

@@ -131,41 +131,51 @@ JOURNALED = [
 ]
 
 
+JOURNALED_PROGRAMS = {"torch": programs.torch_journaled, "paddle": programs.paddle_journaled}
+SURVIVING_PROGRAMS = {"torch": programs.torch_surviving, "paddle": programs.paddle_surviving}
+# In the first step the optimizer is tried out on small tensors, and comes by some points.
+TRIED = {"torch": 24, "paddle": 22}
+
+
+@FRAMEWORKS
 @pytest.mark.parametrize("step", [0, 1], ids=["first", "later"])
-def test_killed_with_a_journal(step):
+def test_killed_with_a_journal(framework, step):
     """Parameters and state of those that are left have the bits of an undisturbed run. The first step of all
     makes the state."""
     ways = [way for way in JOURNALED if step or way[0] not in (Point.CALL_BEGIN, Point.BEFORE_ARRIVE)]
-    # In the first step the optimizer is tried out on small tensors.
-    tried = {} if step else {Point.BLOCK_WRITTEN: 24, Point.BLOCK_CLOSED: 24}
+    tried = {} if step else dict.fromkeys((Point.BLOCK_WRITTEN, Point.BLOCK_CLOSED), TRIED[framework])
     cases = [
-        Case(programs.torch_journaled, (kill(number % 3, at, step, nth + tried.get(at, 0)),))
+        Case(JOURNALED_PROGRAMS[framework], (kill(number % 3, at, step, nth + tried.get(at, 0)),))
         for number, (at, nth, _) in enumerate(ways)
     ]
-    for (_, _, left), case, seen in zip(ways, cases, run_cases(cases, at_once=4)):
+    for (_, _, left), case, seen in zip(ways, cases, run_cases(cases, at_once=4, framework=framework)):
         victim = case.faults[0].rank
         assert seen[victim].status == -signal.SIGKILL, f"{case}: did not strike, {seen}"
         check_survivors(case, seen, "PeerLostError", [victim])
         check_found(case, seen, {0, 1, 2} - {victim}, left)
 
 
-def test_killed_while_it_makes_the_part_of_another():
+@FRAMEWORKS
+def test_killed_while_it_makes_the_part_of_another(framework):
     """The second of two survivors goes on where the first was killed."""
     cases = [
-        Case(programs.torch_journaled, (kill(rank=0, at=Point.BLOCK_OPENED), kill(rank=2, at=at, nth=nth)))
+        Case(
+            JOURNALED_PROGRAMS[framework], (kill(rank=0, at=Point.BLOCK_OPENED), kill(rank=2, at=at, nth=nth))
+        )
         for at, nth in ((Point.STEP_WRITTEN, 2), (Point.BLOCK_OPENED, 5), (Point.BLOCK_CLOSED, 14))
     ]
-    for case, seen in zip(cases, run_cases(cases)):
+    for case, seen in zip(cases, run_cases(cases, framework=framework)):
         assert seen[1].kind == "PeerLostError" and set(seen[1].ranks) <= {0, 2}, f"{case}: {seen}"
         assert found(seen[1].text) == "whole", f"{case}: {seen}"
 
 
-def test_raised_with_a_journal():
+@FRAMEWORKS
+def test_raised_with_a_journal(framework):
     cases = [
-        Case(programs.torch_journaled, (raise_error(rank=1, at=at, nth=nth),))
+        Case(JOURNALED_PROGRAMS[framework], (raise_error(rank=1, at=at, nth=nth),))
         for at, nth in ((Point.STEP_BEGUN, 1), (Point.BLOCK_OPENED, 2), (Point.BLOCK_WRITTEN, 2))
     ]
-    for case, seen in zip(cases, run_cases(cases)):
+    for case, seen in zip(cases, run_cases(cases, framework=framework)):
         check_survivors(case, seen, "PeerLostError", [1])
         check_found(case, seen, (0, 2), "whole")
 
@@ -182,13 +192,14 @@ def test_killed_after_the_model_was_wrapped_anew():
         check_found(case, seen, {0, 1, 2} - {victim}, "whole")
 
 
-def test_those_that_are_left_train_on():
+@FRAMEWORKS
+def test_those_that_are_left_train_on(framework):
     """In a group of their own, with the state of the rank that was killed."""
     cases = [
-        Case(programs.torch_surviving, (kill(rank=rank, at=at, step=2, nth=2),))
+        Case(SURVIVING_PROGRAMS[framework], (kill(rank=rank, at=at, step=2, nth=2),))
         for rank, at in ((0, Point.BLOCK_OPENED), (2, Point.BLOCK_WRITTEN))
     ]
-    for case, seen in zip(cases, run_cases(cases)):
+    for case, seen in zip(cases, run_cases(cases, framework=framework)):
         for rank in {0, 1, 2} - {case.faults[0].rank}:
             assert seen[rank].text == "found: well, after all", f"{case}: {seen}"
 

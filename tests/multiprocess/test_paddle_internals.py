@@ -383,6 +383,8 @@ def test_what_optimizers_keep_to_themselves() -> None:
     internals.make_state(grouped, second, [layers[1].weight])
     found = {(owner, kind): value.shape for owner, kind, value in internals.state_of(grouped)}
     assert found[("linear_1.w_0", "moment1")] == [3, 1] and {owner for owner, _ in found} == {"linear_1.w_0"}
+    assert internals.state_of_one(grouped, "linear_1.w_0").keys() == {kind for _, kind in found}
+    assert internals.state_of_one(grouped, "linear_0.w_0") == {}
     internals.convert(layers[0].weight, "bfloat16")
     wide = paddle.optimizer.SGD(0.1, parameters=[layers[0].weight], multi_precision=True)
     internals.make_state(wide, internals.groups_of(wide)[0], [layers[0].weight])

@@ -7,15 +7,16 @@ import itertools
 import numpy as np
 import pytest
 
-from paceline.sharding.cuts import CUT_ELEMENTS, Extent, Piece, cut_evenly
-from paceline.sharding.journal import Slot, aligned, lay_out_journal, slot_bytes, split
+from paceline.sharding.cuts import CUT_ELEMENTS, Extent, Piece, cut_evenly, split_into_blocks
+from paceline.sharding.journal_layout import Slot, aligned, lay_out_journal, slot_bytes
 
 SIZES = (5000, 1, 0, 130, 2 * CUT_ELEMENTS, 100_003)
 SLOTS = [[Slot("step", "float32", 4, ()), Slot("mean", "float32", 4, None)]]
 
 
 def pieces_of(world_size: int, block_bytes: int) -> list[Piece]:
-    return split(cut_evenly([Extent(size, 4) for size in SIZES], world_size), [4] * len(SIZES), block_bytes)
+    whole = cut_evenly([Extent(size, 4) for size in SIZES], world_size)
+    return split_into_blocks(whole, [4] * len(SIZES), block_bytes)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

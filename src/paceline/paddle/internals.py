@@ -321,6 +321,11 @@ def state_of(optimizer: Any) -> Iterator[tuple[str, str, Tensor]]:
             yield owner, kind, value
 
 
+def state_of_one(optimizer: Any, owner: str) -> dict[str, Tensor]:
+    """What an optimizer remembers of one parameter, or of its master weight, by its own names."""
+    return {kind: by_owner[owner] for kind, by_owner in optimizer._accumulators.items() if owner in by_owner}
+
+
 def master_weights_of(optimizer: Any) -> dict[str, Tensor]:
     """The weights in float32 of parameters of 16 bits, by the names of those."""
     return dict(optimizer._master_weights)

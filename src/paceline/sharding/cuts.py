@@ -177,14 +177,38 @@ def fit_into_caches(
     fitting: list[Piece] = []
     for piece in pieces:
         extent, count = extents[piece.parameter], 1
-        groups = (piece.end - piece.begin) // CUT_ELEMENTS
-        if is_cut[piece.parameter] and extent.may_be_cut and groups:
-            nbytes = (piece.end - piece.begin) * extent.itemsize
-            count = min(groups, max(1, round(nbytes / cached_bytes)))
-        if count == 1:
-            fitting.append(piece)
-            continue
-        begins = [piece.begin + groups * number // count * CUT_ELEMENTS for number in range(count)]
-        ends = [*begins[1:], piece.end]
-        fitting += [replace(piece, begin=b, end=e, is_whole=False) for b, e in zip(begins, ends, strict=True)]
+        if is_cut[piece.parameter] and extent.may_be_cut:
+            count = round((piece.end - piece.begin) * extent.itemsize / cached_bytes)
+        fitting += _in_even_parts(piece, count)
     return fitting
+
+
+def split_into_blocks(pieces: Sequence[Piece], itemsizes: Sequence[int], block_bytes: int) -> list[Piece]:
+    """The same elements for each rank, in pieces none of which is larger than a block.
+
+    Args:
+        pieces: Runs of elements that are updated one by one.
+        itemsizes: Bytes of an element of each parameter.
+        block_bytes: How large a piece may be, from `2 * CUT_ELEMENTS` elements on.
+
+    Example:
+        With blocks of 1 MiB, a piece of 300,000 elements of 4 bytes becomes two, of 149,888 and of 150,112.
+    """
+    parts: list[Piece] = []
+    for piece in pieces:
+        most = max(block_bytes // itemsizes[piece.parameter] // CUT_ELEMENTS, 2)
+        groups, rest = divmod(piece.end - piece.begin, CUT_ELEMENTS)
+        is_larger = groups + (rest > 0) > most
+        parts += _in_even_parts(piece, -(-groups // (most - (rest > 0))) if is_larger else 1)
+    return parts
+
+
+def _in_even_parts(piece: Piece, count: int) -> list[Piece]:
+    """A piece, cut into so many, or as many as `CUT_ELEMENTS` allows. The last one has what is left over."""
+    groups = (piece.end - piece.begin) // CUT_ELEMENTS
+    count = min(groups, count)
+    if count <= 1:
+        return [piece]
+    begins = [piece.begin + groups * number // count * CUT_ELEMENTS for number in range(count)]
+    ends = [*begins[1:], piece.end]
+    return [replace(piece, begin=b, end=e, is_whole=False) for b, e in zip(begins, ends, strict=True)]

@@ -4,178 +4,292 @@ The one idea: a block is small, so a copy of its old values is cheap. Before a r
 the block's parameters and state are; so whoever finds it half written puts the copy back, and goes on from
 there. Parameters, state and copies lie in memory of all ranks, and what is done is noted in the ledger.
 
-This file is where everything lies. Imports its neighbours, reducer, arguments, errors and the core.
+Framework-free: a front end says where its pieces are (`JournaledPieces`), and how its optimizer makes the
+step of a block (`Part`). Imports its neighbours, and what is below.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+import ctypes
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Generic, Protocol, TypeVar
 
-from paceline import _core
-from paceline.arguments import Arguments
-from paceline.errors import ConfigError
-from paceline.sharding.cuts import CUT_ELEMENTS, Piece
-from paceline.sharding.shared_step import OWNER
+from paceline.collectives.whole_exchange import WholeExchange
+from paceline.reducer.homes import Home, home_of
+from paceline.rendezvous.model_memory import share_model_memory
+from paceline.sharding.cuts import Piece
+from paceline.sharding.journal_layout import (
+    Layout,
+    Slot,
+    aligned,
+    lay_out_journal,
+    no_journal,
+    slot_bytes,
+)
 
-BLOCK_BYTES = 1 << 20
-"""Parameters of one block. With what an optimizer remembers of them, and the copies, they stay in the caches
-of a core; and an optimizer of Python needs less time for its calls than for the elements."""
+Tensor = TypeVar("Tensor")
+_Made = TypeVar("_Made", covariant=True)
+_Given = TypeVar("_Given", contravariant=True)
+
+_HERE, _ELSEWHERE = 1, 2
+_STATE_IS = {None: 0, True: _HERE, False: _ELSEWHERE}
+_LOOK_S = 0.0005
 
 
-class Slot(NamedTuple):
-    """One tensor that an optimizer remembers of a parameter.
+class JournaledPieces(Protocol[_Made]):
+    """What a journal asks of the pieces of all ranks, none of which is larger than a block."""
+
+    pieces: list[Piece]
+
+    def itemsizes(self) -> Sequence[int]:
+        """Bytes of an element of each parameter."""
+        ...
+
+    def place_of(self, number: int) -> tuple[int, int]:
+        """Where a piece may be written, and how many bytes it has."""
+        ...
+
+    def view(self, number: int, slot: Slot, memory: Any, at: int) -> _Made:
+        """A tensor for what is remembered of a piece.
+
+        Args:
+            number: The piece.
+            slot: What it is.
+            memory: An array of bytes, which the tensor keeps alive.
+            at: Where it begins there.
+        """
+        ...
+
+
+class Part(Protocol[_Given]):
+    """A rank's part of a step: the pieces of that rank, with their gradients, and their optimizer."""
+
+    def has_gradient(self, number: int) -> bool:
+        """Whether the step changes a piece."""
+        ...
+
+    def step(self, block: int, numbers: Sequence[int]) -> None:
+        """Make the step of one block.
+
+        Args:
+            block: Its number within the part.
+            numbers: Its pieces that have a gradient.
+        """
+        ...
+
+    def lay(self, number: int, views: Mapping[Any, _Given]) -> bool | None:
+        """Let what the optimizer remembers of a piece lie in these tensors, with the values that it has.
+
+        Returns:
+            Whether it lies there; False: it remembers other things; None: it remembers nothing.
+        """
+        ...
+
+    def recall(self, number: int, views: Mapping[Any, _Given]) -> None:
+        """Let the optimizer, which remembers nothing of a piece yet, remember these."""
+        ...
+
+
+def home_of_all(parameters: Sequence[Tensor], world_size: int) -> Home[Tensor]:
+    """Where the parameters of a journaled optimizer lie.
+
+    Raises:
+        ConfigError: Not all of them in one memory that all ranks share.
+    """
+    home = home_of(parameters[0])
+    if home is None or any(home_of(parameter) is not home for parameter in parameters):
+        raise no_journal("parameters that are not those of one model with share_parameters=True")
+    if home.world_size != world_size:
+        raise no_journal(f"{world_size} ranks, of which this host has {home.world_size}")
+    return home
+
+
+class Journal(Generic[Tensor]):
+    """The journal of one optimizer, as one rank sees it. Collective to make.
+
+    Args:
+        tensors: The pieces.
+        home: Where all parameters lie.
+        slots: What the optimizer remembers of each parameter.
+        timeout_s: How long to wait for the other ranks.
 
     Attributes:
-        key: Its name.
-        dtype: The framework's.
-        itemsize: Bytes of an element.
-        shape: None: that of the piece.
+        home: Where all parameters lie. That of a model that was wrapped anew is another one.
     """
 
-    key: Any
-    dtype: Any
-    itemsize: int
-    shape: tuple[int, ...] | None
+    def __init__(
+        self,
+        tensors: JournaledPieces[Tensor],
+        home: Home[Tensor],
+        slots: Sequence[Sequence[Slot]],
+        timeout_s: float,
+    ) -> None:
+        self._pieces, self._tensors = list(tensors.pieces), tensors
+        self.home, self._ledger = home, home.ledger
+        self._slots = [slots[piece.parameter] for piece in self._pieces]
+        itemsizes = tensors.itemsizes()
+        self._layout: Layout = lay_out_journal(self._pieces, itemsizes, self._slots, home.world_size)
+        exchange, ranks = WholeExchange(home.core), range(home.world_size)
+        memory = share_model_memory(exchange, ranks, self._layout.nbytes, timeout_s=timeout_s)
+        self._base = memory.writable
+        self._bytes = (ctypes.c_ubyte * self._layout.nbytes).from_address(self._base)
+        self._bytes.owner = memory  # type: ignore[attr-defined]
+        self._views: dict[int, dict[Any, Tensor]] = {}
 
+    # --- where the state is ---
 
-def no_journal(got: str) -> ConfigError:
-    """The error where a journal cannot be kept.
+    def _views_of(self, number: int) -> dict[Any, Tensor]:
+        """What is remembered of a piece, where all ranks see it."""
+        if number not in self._views:
+            self._views[number] = {
+                slot.key: self._tensors.view(number, slot, self._bytes, at)
+                for slot, at in zip(self._slots[number], self._layout.state[number])
+            }
+        return self._views[number]
 
-    Args:
-        got: Why.
-    """
-    return Arguments(OWNER).refuse(
-        "journal",
-        True,
-        "parameters that the ranks of one host share, and an optimizer that updates every element by itself",
-        "leave journal out: when a rank is lost, an error says whether the step is whole",
-        got=got,
-    )
+    def note_loaded(self) -> None:
+        """This rank's state was replaced: until its next step, nobody else knows it."""
+        self._bytes[self._layout.is_ready[self.home.rank]] = 0
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether this rank's state is here."""
+        return bool(self._bytes[self._layout.is_ready[self.home.rank]])
 
-def split(pieces: Sequence[Piece], itemsizes: Sequence[int], block_bytes: int | None = None) -> list[Piece]:
-    """The same pieces, none of them larger than a block.
+    def make_ready(self, part: Part[Tensor]) -> None:
+        """Bring this rank's state here."""
+        own = self.home.rank
+        for number in self._numbers_of(own):
+            self._adopt(part, number)
+        self._bytes[self._layout.is_ready[own]] = 1
 
-    Args:
-        pieces: Runs of elements that are updated one by one.
-        itemsizes: Bytes of an element of each parameter.
+    def _adopt(self, part: Part[Tensor], number: int) -> None:
+        self._bytes[self._layout.has_state[number]] = _STATE_IS[part.lay(number, self._views_of(number))]
 
-    Example:
-        With blocks of 1 MiB, a piece of 300,000 elements of 4 bytes becomes one of 262,144 and one of 37,856.
-    """
-    parts: list[Piece] = []
-    block_bytes = block_bytes or BLOCK_BYTES
-    for piece in pieces:
-        most = max(block_bytes // itemsizes[piece.parameter] // CUT_ELEMENTS, 2) * CUT_ELEMENTS
-        begin = piece.begin
-        while piece.end - begin > most:
-            # The rest must not be shorter than what loops over vectors need.
-            end = begin + most if piece.end - begin - most >= CUT_ELEMENTS else begin + most - CUT_ELEMENTS
-            parts.append(replace(piece, begin=begin, end=end, is_whole=False))
-            begin = end
-        parts.append(replace(piece, begin=begin, is_whole=piece.is_whole and begin == piece.begin))
-    return parts
+    def knows_all(self) -> bool:
+        """Whether the state of all ranks is here."""
+        return all(map(self._knows, range(self.home.world_size)))
 
+    def _knows(self, rank: int) -> bool:
+        return bool(self._bytes[self._layout.is_ready[rank]]) and all(
+            self._bytes[self._layout.has_state[number]] != _ELSEWHERE for number in self._numbers_of(rank)
+        )
 
-@dataclass(frozen=True)
-class Layout:
-    """Where everything lies in the journal's memory, in bytes from its beginning. Pure.
+    def _numbers_of(self, rank: int) -> list[int]:
+        return [number for number, piece in enumerate(self._pieces) if piece.rank == rank]
 
-    Attributes:
-        blocks: The numbers of the pieces of each block, for each rank.
-        has_state: One byte for each piece, 1 if its state is here.
-        is_ready: One byte for each rank, 1 if all its state is here.
-        state: Where each slot is, for each piece.
-        kept: Where the copy of a block is, for each rank.
-        nbytes: All of it.
-    """
+    def state(self, number: int) -> Mapping[Any, Tensor]:
+        """What is remembered of a piece; empty: nothing yet."""
+        return self._views_of(number) if self._bytes[self._layout.has_state[number]] == _HERE else {}
 
-    blocks: tuple[tuple[tuple[int, ...], ...], ...]
-    has_state: tuple[int, ...]
-    is_ready: tuple[int, ...]
-    state: tuple[tuple[int, ...], ...]
-    kept: tuple[int, ...]
-    nbytes: int
+    # --- steps ---
 
+    def run(self, part: Part[Tensor]) -> None:
+        """Make this rank's part of the step, one block after the other."""
+        self._run(part, self.home.rank, 0)
 
-def lay_out_journal(
-    pieces: Sequence[Piece],
-    itemsizes: Sequence[int],
-    slots: Sequence[Sequence[Slot]],
-    world_size: int,
-    block_bytes: int | None = None,
-) -> Layout:
-    """The layout for these pieces; the same on every rank.
+    def _run(self, part: Part[Tensor], of: int, first: int) -> None:
+        ledger, blocks = self._ledger, self._layout.blocks[of]
+        for number in range(first, len(blocks)):
+            block = [each for each in blocks[number] if part.has_gradient(each)]
+            if not block:
+                continue
+            ledger.open_block(of, number, list(self._copies(of, number)))
+            part.step(number, block)
+            for each in block:
+                self._adopt(part, each)
+            ledger.close_block(of, number)
 
-    Args:
-        pieces: All, none larger than a block.
-        itemsizes: Bytes of an element of each parameter.
-        slots: What the optimizer remembers of each piece.
-        world_size: Number of ranks.
-    """
-    block_bytes = block_bytes or BLOCK_BYTES
-    end = len(pieces)
-    has_state = tuple(range(end))
-    is_ready = tuple(range(end, end + world_size))
-    end += world_size
-    state = []
-    for piece, its in zip(pieces, slots, strict=True):
-        places = []
-        for slot in its:
-            end = aligned(end)
-            places.append(end)
-            end += slot_bytes(slot, piece)
-        state.append(tuple(places))
-    blocks: list[list[list[int]]] = [[] for _ in range(world_size)]
-    filled = [0] * world_size
-    for number, piece in enumerate(pieces):
-        nbytes = _nbytes(piece, itemsizes)
-        if not blocks[piece.rank] or filled[piece.rank] + nbytes > block_bytes:
-            blocks[piece.rank].append([])
-            filled[piece.rank] = 0
-        blocks[piece.rank][-1].append(number)
-        filled[piece.rank] += nbytes
-    kept = []
-    for own in blocks:
-        end = aligned(end)
-        kept.append(end)
-        sizes = [
-            [
-                1,
-                _nbytes(pieces[number], itemsizes),
-                *(slot_bytes(slot, pieces[number]) for slot in slots[number]),
-            ]
-            for block in own
-            for number in block
-        ]
-        rooms = iter([sum(map(aligned, each)) for each in sizes])
-        end += max((sum(next(rooms) for _ in block) for block in own), default=0)
-    return Layout(
-        tuple(tuple(tuple(block) for block in own) for own in blocks),
-        has_state,
-        is_ready,
-        tuple(state),
-        tuple(kept),
-        aligned(end),
-    )
+    def _copies(self, of: int, number: int) -> Iterator[tuple[int, int, int]]:
+        """From where to where a block's old values are copied, and how many bytes."""
+        at = self._base + self._layout.kept[of]
+        for each in self._layout.blocks[of][number]:
+            flag = self._layout.has_state[each]
+            yield self._base + flag, at, 1
+            at += aligned(1)
+            place, nbytes = self._tensors.place_of(each)
+            yield place, at, nbytes
+            at += aligned(nbytes)
+            for slot, offset in zip(self._slots[each], self._layout.state[each]):
+                nbytes = slot_bytes(slot, self._pieces[each])
+                if self._bytes[flag] == _HERE:
+                    yield self._base + offset, at, nbytes
+                at += aligned(nbytes)
 
+    def _put_back(self, of: int, number: int) -> None:
+        """Undo what was written of a block."""
+        at = self._base + self._layout.kept[of]
+        for each in self._layout.blocks[of][number]:  # first whether there was state: it says what was copied
+            self._bytes[self._layout.has_state[each]] = ctypes.c_ubyte.from_address(at).value
+            sizes = [1, self._tensors.place_of(each)[1]]
+            sizes += [slot_bytes(slot, self._pieces[each]) for slot in self._slots[each]]
+            at += sum(map(aligned, sizes))
+        for place, kept, nbytes in self._copies(of, number):
+            ctypes.memmove(place, kept, nbytes)
 
-def slot_bytes(slot: Slot, piece: Piece) -> int:
-    """Bytes of one tensor that is remembered of a piece."""
-    count = piece.end - piece.begin
-    if slot.shape is not None:
-        count = 1
-        for size in slot.shape:
-            count *= size
-    return count * slot.itemsize
+    def complete(
+        self,
+        of: int,
+        part_of: Callable[[int], AbstractContextManager[Part[Tensor]]],
+        gone: Callable[[], set[int]],
+        until: float,
+    ) -> bool:
+        """Make the rest of the part of a rank that is lost; or wait until another rank has.
 
+        Args:
+            of: The rank.
+            part_of: A rank's part, with an optimizer that remembers nothing yet.
+            gone: The ranks that are lost, as of now.
+            until: When to give up waiting.
 
-def _nbytes(piece: Piece, itemsizes: Sequence[int]) -> int:
-    return (piece.end - piece.begin) * itemsizes[piece.parameter]
+        Returns:
+            Whether it is made.
+        """
+        ledger, own = self._ledger, self.home.rank
+        if not self._knows(of):
+            return False
+        holder = ledger.claim(of)
+        while holder != own:
+            if ledger.is_finished(of):
+                return True
+            if holder in gone():
+                holder = ledger.claim(of, holder)
+            elif time.monotonic() > until:
+                return False
+            else:
+                time.sleep(_LOOK_S)
+        if ledger.is_finished(of):
+            return True
+        first, is_open = ledger.progress(of)
+        if is_open:
+            self._put_back(of, first)
+        with part_of(of) as part:
+            for number in self._numbers_of(of):
+                if state := self.state(number):
+                    part.recall(number, state)
+            self._run(part, of, first)
+        ledger.finish(of)
+        return True
 
+    def await_completion(
+        self, of: int, unable: Sequence[int], gone: Callable[[], set[int]], until: float
+    ) -> bool:
+        """Wait until another rank has made the part of one that is lost.
 
-def aligned(at: int) -> int:
-    """The next cache line."""
-    return -(-at // _core.ALIGNMENT_BYTES) * _core.ALIGNMENT_BYTES
+        Args:
+            of: The rank that is lost.
+            unable: The ranks that cannot, as this one: they have no gradients.
+            gone: The ranks that are lost, as of now.
+            until: When to give up waiting.
+
+        Returns:
+            Whether it is made.
+        """
+        able = set(range(self.home.world_size)) - set(unable)
+        while not self._ledger.is_finished(of):
+            if not self._knows(of) or able <= gone() or time.monotonic() > until:
+                return self._ledger.is_finished(of)
+            time.sleep(_LOOK_S)
+        return True

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -21,15 +22,22 @@ def kind_of(make: Callable[[list[paddle.Tensor]], Any], model: paddle.Tensor) ->
         make: Makes one of a list of parameters, with the options of one group.
         model: A parameter of the group. Those of the test have its regularizer, dtype and place.
     """
+    with undisturbed():
+        return kinds.kind_of(PaddleWorkshop(make, model))
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Within it optimizers are tried out: Paddle's random numbers and names stay as they are."""
     before = paddle.get_rng_state()
     try:
         with paddle.utils.unique_name.guard(), paddle.no_grad():
-            return kinds.kind_of(_PaddleWorkshop(make, model))
+            yield
     finally:
         paddle.set_rng_state(before)
 
 
-class _PaddleWorkshop:
+class PaddleWorkshop:
     """See `Workshop`."""
 
     def __init__(self, make: Callable[[list[paddle.Tensor]], Any], model: paddle.Tensor) -> None:

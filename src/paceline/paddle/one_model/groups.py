@@ -159,6 +159,23 @@ def maker_of_trials(
     return make
 
 
+def copy_settings(whole: Any, made: Any) -> None:
+    """Let an optimizer that was made later have the settings that another one has now."""
+    for name, value in vars(whole).items():
+        if name != "_grad_clip" and (_is_plain(value) or _is_spelled(value)):
+            setattr(made, name, value)
+    if (scheduler := internals.scheduler_of(whole)) is not None:
+        made.set_lr_scheduler(scheduler)
+
+
+def copy_options(whole: Any, made: Any) -> None:
+    """Let the groups of an optimizer have the options of those that users see and change."""
+    if internals.has_groups(whole):
+        pairs = zip(internals.groups_of(whole), internals.groups_of(made), strict=True)
+        for theirs, own in pairs:
+            own.update(options_of(theirs))
+
+
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a group that its own optimizer has: not the clip."""
     return {name: value for name, value in group.items() if name not in _NO_OPTIONS}

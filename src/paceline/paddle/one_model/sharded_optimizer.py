@@ -9,9 +9,11 @@ tensors, and `travel` brings them to the other ranks. This file is the optimizer
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import paddle
 
@@ -27,15 +29,18 @@ from paceline.paddle.one_model.groups import (
     as_list,
     check_class,
     check_tensors,
+    copy_options,
+    copy_settings,
     make_own,
     make_whole,
     maker_of_trials,
-    options_of,
     spelled_options,
 )
+from paceline.paddle.one_model.homes import Home
+from paceline.paddle.one_model.journal import PaddlePart, slots_of
 from paceline.paddle.one_model.shards import Shards, extent_of
 from paceline.paddle.one_model.travel import travel_over
-from paceline.paddle.one_model.whole_state import LoadedState, gather_state
+from paceline.paddle.one_model.whole_state import LoadedState, gather_state, make_state, put_together
 from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
 from paceline.reducer.arguments import REDUCE_THROUGH
 from paceline.reducer.between_hosts import BetweenHosts
@@ -43,10 +48,13 @@ from paceline.reducer.torn import torn
 from paceline.reducer.wrapped_model import hide_inherited
 from paceline.rendezvous.messages import gather_objects
 from paceline.sharding.cuts import Piece, deal
+from paceline.sharding.journal import Journal, home_of_all
+from paceline.sharding.journal_layout import Slot, blocks_of, no_journal, split
 from paceline.sharding.kinds import Kind
 from paceline.sharding.meeting import Call
 from paceline.sharding.shared_step import OWNER, SharedStep, coupled, refuse_copies
 
+_Found = TypeVar("_Found")
 _OF_ALL_PARAMETERS = ("_parameter_list", "_param_groups", "_grad_clip", "_default_dict")
 
 
@@ -79,6 +87,9 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
         reduce_through: How updated parameters travel: through "memory" that the ranks share, the "group" of
             paddle.distributed, or "auto", the better one.
         timeout_s: Seconds to wait for the slowest rank, or a timedelta; None: the group's own time-out.
+        journal: Whether a step outlives the ranks that make it: the state lies in memory of all ranks, and
+            survivors complete the part of a rank that is lost. For parameters that the ranks of one host
+            share, and optimizers that update every element by itself.
         defaults: Arguments of the optimizer: `learning_rate=1e-3, grad_clip=...`.
 
     Raises:
@@ -87,6 +98,8 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
 
     Attributes:
         optim: The optimizer of this rank's part. Its parameters are views, and its state is that of the part.
+        optims: All optimizers of this rank's part. With a journal there is one for each block of 1 MiB, and
+            `optim` is the first; without one, there is one.
         rank: The rank of this process.
         world_size: Number of ranks.
 
@@ -107,6 +120,7 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
         *,
         reduce_through: str = "auto",
         timeout_s: float | timedelta | None = None,
+        journal: bool = False,
         **defaults: Any,
     ) -> None:
         # Not Paddle's constructor: what it would set is in two optimizers of the class that was asked for.
@@ -114,6 +128,7 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
             check = Arguments(OWNER)
             limit_s = check.optional_seconds("timeout_s", timeout_s)
             reduce_through = check.choice("reduce_through", reduce_through, REDUCE_THROUGH)
+            is_journaled = check.flag("journal", journal)
             check_class(optimizer_class)
             checked_group(OWNER, group)
             whole = make_whole(optimizer_class, as_list(parameters), defaults)
@@ -122,15 +137,22 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
             check_tensors(everything)
             peers = find_peers(group, limit_s, owner=OWNER)
             kinds = [] if peers is None else _kinds_of(whole, defaults)
+            if is_journaled and Kind.PARAMETERS in kinds:
+                raise no_journal(f"{optimizer_class.__name__}, which gets whole parameters")
         self.rank: int = 0 if peers is None else peers.rank
         self.world_size: int = 1 if peers is None else peers.world_size
         self._link: Link | None = None
+        self._journal: Journal[paddle.Tensor] | None = None
+        self._keeps_journal = is_journaled and peers is not None
+        self._timeout_s = 0.0 if peers is None else peers.timeout_s
+        self._defaults = defaults
         self._clips = internals.clips_gradients(whole)
         names = [parameter.name for parameter in everything]
         if peers is not None:
             agreed = {
                 "optimizer_class": f"{optimizer_class.__module__}.{optimizer_class.__qualname__}",
                 "reduce_through": reduce_through,
+                "journal": str(journal),
                 "parameters": str([len(each["params"]) for each in groups]),
                 "cut": str([kind.value for kind in kinds]),
                 **{name: str(value) for name, value in spelled_options(whole).items()},
@@ -138,8 +160,13 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
             names = _agree(everything, agreed, peers)
             self._link = _connect(peers, everything, reduce_through)
         pieces = _deal(everything, kinds, self.world_size)
-        self._shards = Shards(self.rank, self.world_size, everything, names, pieces)
-        self.optim = make_own(whole, self._own_by_group(groups), defaults)
+        if self._keeps_journal:
+            pieces = split(pieces, [parameter.element_size() for parameter in everything])
+        shards = self._shards = Shards(self.rank, self.world_size, everything, names, pieces)
+        own = {index: shards.tensors[index] for index in shards.own}
+        self._part = self._make_part(whole, own, self._blocks_of(self.rank))
+        self.optims = self._part.optimizers
+        self.optim = self.optims[0]
         self._steps: SharedStep[dict[str, Any]] = SharedStep(
             self._shards,
             self._link,
@@ -149,14 +176,27 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
         )
         self._whole = whole
 
-    def _own_by_group(self, groups: list[dict[str, Any]]) -> list[list[paddle.Tensor]]:
-        shards, by_group, first = self._shards, [], 0
-        for each in groups:
-            last = first + len(each["params"])
-            own = [index for index in shards.own if first <= shards.pieces[index].parameter < last]
-            by_group.append([shards.tensors[index] for index in own])
-            first = last
-        return by_group
+    def _blocks_of(self, rank: int) -> Sequence[Sequence[int]]:
+        """The numbers of the pieces of each optimizer of a rank."""
+        shards = self._shards
+        if not self._keeps_journal:
+            return [shards.own]
+        return blocks_of(shards.pieces, shards.itemsizes(), self.world_size)[rank] or [[]]
+
+    def _make_part(
+        self, whole: Any, tensors: Mapping[int, paddle.Tensor], blocks: Sequence[Sequence[int]]
+    ) -> PaddlePart:
+        """A rank's part, with an optimizer for each block."""
+        ends: list[int] = []
+        for group in internals.groups_of(whole):
+            ends.append((ends[-1] if ends else 0) + len(group["params"]))
+        optimizers = []
+        for block in blocks:
+            by_group: list[list[paddle.Tensor]] = [[] for _ in ends]
+            for index in block:
+                by_group[bisect_right(ends, self._shards.pieces[index].parameter)].append(tensors[index])
+            optimizers.append(make_own(whole, by_group, self._defaults))
+        return PaddlePart(tensors, blocks, optimizers)
 
     # --- a step ---
 
@@ -185,14 +225,23 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
         try:
             shards.follow()
             gradients = shards.gradients()
+            to_make = self._journal_to_make()
         except ConfigError as error:
             steps.refuse(error)
             raise
         has_gradient = bytes([gradient is not None for gradient in gradients])
         steps.meet(Call.STEP, has_gradient)
+
+        def complete(rank: int, gone: Callable[[], set[int]], until: float) -> bool:
+            journal = self._journal
+            if journal is None:
+                return False
+            return journal.complete(rank, lambda of: self._part_of(of, gradients), gone, until)
+
         try:
-            with steps.updating():
-                shards.lend_gradients(self._clipped(gradients) if self._clips else gradients)
+            with steps.updating(complete, lambda: self._begin_journal(to_make)):
+                gradients = self._clipped(gradients) if self._clips else gradients
+                shards.lend_gradients(gradients)
                 self._step_own()
                 steps.spread(has_gradient)
         finally:
@@ -200,11 +249,45 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
 
     def _step_own(self) -> None:
         """The step of this rank's part, with the options of groups that users see and change."""
-        if internals.has_groups(self._whole):
-            pairs = zip(internals.groups_of(self._whole), internals.groups_of(self.optim), strict=True)
-            for theirs, own in pairs:
-                own.update(options_of(theirs))
-        self.optim.step()
+        for own in self.optims:
+            copy_options(self._whole, own)
+        if self._journal is None:
+            self.optim.step()
+        else:
+            self._journal.run(self._part)
+
+    # --- the journal ---
+
+    def _journal_to_make(self) -> tuple[Home, list[list[Slot]]] | None:
+        """Where a journal is to be made, and what the optimizer remembers of each parameter; None: none is.
+
+        Raises:
+            ConfigError: It is not possible; on every rank alike.
+        """
+        if not self._keeps_journal:
+            return None
+        home = home_of_all(self._shards.parameters, self.world_size)
+        if self._journal is not None and self._journal.home is home:
+            return None
+        return home, _found_by_trials(self._whole, self._defaults, slots_of)
+
+    def _begin_journal(self, to_make: tuple[Home, list[list[Slot]]] | None) -> None:
+        """Make the journal, if it is to be made, and bring this rank's state to it. Collective then."""
+        if to_make is not None:
+            self._journal = Journal(self._shards, *to_make, self._timeout_s)
+        if self._journal is not None and not self._journal.is_ready:
+            self._journal.make_ready(self._part)
+
+    @contextmanager
+    def _part_of(self, rank: int, gradients: Sequence[paddle.Tensor | None]) -> Iterator[PaddlePart]:
+        """The part of another rank, with today's hyperparameters."""
+        tensors = self._shards.parameters_of(rank)
+        part = self._make_part(self._whole, tensors, self._blocks_of(rank))
+        for made in part.optimizers:
+            copy_settings(self._whole, made)
+            copy_options(self._whole, made)
+        self._shards.lend_gradients(gradients, tensors)
+        yield part
 
     def _clipped(self, gradients: list[paddle.Tensor | None]) -> list[paddle.Tensor | None]:
         """The gradients as the optimizer's clip changes them: a norm is that of all of them."""
@@ -268,12 +351,14 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
     def set_lr(self, value: float) -> None:
         """Set the learning rate, on every rank to the same. Not with a scheduler, as in Paddle."""
         self._whole.set_lr(value)
-        self.optim.set_lr(value)
+        for own in self.optims:
+            own.set_lr(value)
 
     def set_lr_scheduler(self, scheduler: Any) -> None:
         """Let a scheduler say the learning rate from now on, on every rank."""
         self._whole.set_lr_scheduler(scheduler)
-        self.optim.set_lr_scheduler(scheduler)
+        for own in self.optims:
+            own.set_lr_scheduler(scheduler)
 
     def _set_auxiliary_var(self, key: str, value: Any) -> None:
         """What a GradScaler tells: it skips a step this way."""
@@ -313,7 +398,8 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
             return
         setattr(self._whole, name, value)
         if name not in _OF_ALL_PARAMETERS:
-            setattr(self.optim, name, value)
+            for own in self.optims:
+                setattr(own, name, value)
         self._clips = internals.clips_gradients(self._whole)
 
     def _is_of_whole(self, name: str) -> bool:
@@ -325,6 +411,7 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Bring the state of all ranks together on one. Collective.
 
+        When a rank is lost, and the optimizer keeps a journal, each survivor gets it, and waits for nobody.
         With two ranks both call it, and rank 0 saves `optimizer.state_dict()`, which any rank can load, and
         Paddle's own optimizer too.
 
@@ -339,8 +426,16 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
                 to,
                 self.rank,
                 self.world_size,
-                lambda to: gather_state(self._shards, self.optim, self._link, to),
+                lambda to: gather_state(self._shards, self._part.optimizer_of, self._link, to),
+                self._state_in_journal,
             )
+
+    def _state_in_journal(self) -> dict[str, Any] | None:
+        """The state of all ranks, as far as it lies in memory of all; None: not all of it does."""
+        journal = self._journal
+        if journal is None or not journal.knows_all():
+            return None
+        return put_together(self._shards, [journal.state(index) for index in range(len(self._shards.pieces))])
 
     def state_dict(self) -> dict[str, Any]:
         """The whole state, as last consolidated, as an unsharded optimizer's `state_dict()`.
@@ -384,14 +479,15 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
                 )
         shards = self._shards
         loaded = LoadedState(state_dict, shards.parameters)
-        for group in internals.groups_of(self.optim):
-            held = {id(each) for each in group["params"]}
-            for index in shards.own:
-                piece, tensor = shards.pieces[index], shards.tensors[index]
-                parameter = shards.parameters[piece.parameter]
-                if id(tensor) in held and loaded.holds(parameter):
-                    internals.make_state(self.optim, group, [tensor])
-                    loaded.give(self.optim, piece, tensor, parameter)
+        for index in shards.own:
+            optimizer, tensor = self._part.optimizer_of(index), shards.tensors[index]
+            piece = shards.pieces[index]
+            parameter = shards.parameters[piece.parameter]
+            if loaded.holds(parameter):
+                make_state(optimizer, tensor)
+                loaded.give(optimizer, piece, tensor, parameter)
+        if self._journal is not None:
+            self._journal.note_loaded()
         self._steps.begin_anew()
         # Paddle does not count the writes of a model's set_state_dict(), which may come before this one.
         torn.forget(self._shards.parameters)
@@ -407,17 +503,34 @@ hide_inherited(ShardedOptimizer, paddle.optimizer.Optimizer)
 
 def _kinds_of(whole: Any, defaults: Mapping[str, Any]) -> list[Kind]:
     """How the parameters may be divided, one after the other."""
-    kinds, known = [], {}
+    kinds = _found_by_trials(whole, defaults, kind_of)
+    if Kind.COUPLED in kinds:
+        raise coupled(type(whole))
+    return kinds
+
+
+def _found_by_trials(
+    whole: Any,
+    defaults: Mapping[str, Any],
+    find: Callable[[Callable[[list[paddle.Tensor]], Any], paddle.Tensor], _Found],
+) -> list[_Found]:
+    """What steps of small optimizers tell of each parameter; those of one kind are tried once.
+
+    Args:
+        whole: The optimizer of all parameters.
+        defaults: Its arguments.
+        find: Called with what makes a small one, and the parameter.
+    """
+    found: list[_Found] = []
+    known: dict[object, _Found] = {}
     for group in internals.groups_of(whole):
         for parameter in group["params"]:
             regularizer = getattr(parameter, "regularizer", None)
             key = id(group), str(parameter.dtype), type(regularizer)
             if key not in known:
-                known[key] = kind_of(maker_of_trials(whole, group, defaults, parameter), parameter)
-            kinds.append(known[key])
-    if Kind.COUPLED in kinds:
-        raise coupled(type(whole))
-    return kinds
+                known[key] = find(maker_of_trials(whole, group, defaults, parameter), parameter)
+            found.append(known[key])
+    return found
 
 
 def _connect(peers: Peers, parameters: list[paddle.Tensor], reduce_through: str) -> Link:

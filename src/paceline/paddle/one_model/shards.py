@@ -8,16 +8,20 @@ written.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+import numpy as np
 import paddle
 
 from paceline.errors import ConfigError
 from paceline.paddle import internals
-from paceline.paddle.model.parameters import dtype_name
+from paceline.paddle.model.parameters import dtype_name, nbytes
 from paceline.paddle.one_model.homes import Home
 from paceline.reducer.homes import check_step_allowed, home_of, homes_of
 from paceline.sharding.cuts import Extent, Piece
+from paceline.sharding.journal_layout import Slot
 from paceline.sharding.shared_step import OWNER
 
 
@@ -68,11 +72,19 @@ class Shards:
         self._places = [parameter.data_ptr() for parameter in parameters]
         self._forms = [_form(parameter) for parameter in parameters]
         for piece in pieces:
-            parameter = self.parameters[piece.parameter]
-            values = part_of(self._memory_of(parameter), piece)
-            is_own = piece.rank == rank
-            self.tensors.append(internals.make_parameter(values, parameter.name) if is_own else values)
-        self._mark()
+            self.tensors.append(part_of(self._memory_of(self.parameters[piece.parameter]), piece))
+        for index, tensor in self.parameters_of(rank).items():
+            self.tensors[index] = tensor
+
+    def parameters_of(self, rank: int) -> dict[int, paddle.Tensor]:
+        """The pieces of a rank as parameters of their own, by their numbers."""
+        made = {
+            index: internals.make_parameter(self.tensors[index], self.parameters[piece.parameter].name)
+            for index, piece in enumerate(self.pieces)
+            if piece.rank == rank
+        }
+        self._mark(made)
+        return made
 
     def version(self, parameter: paddle.Tensor) -> int:
         """Counts the writes to a parameter."""
@@ -86,7 +98,7 @@ class Shards:
         """
         for home in self.homes:
             check_step_allowed(home, OWNER, self.world_size)
-        self._mark()
+        self._mark({index: self.tensors[index] for index in self.own})
         places = [parameter.data_ptr() for parameter in self.parameters]
         if places == self._places:
             return
@@ -120,10 +132,10 @@ class Shards:
         check_step_allowed(home, OWNER, self.world_size)
         return home.writable(parameter)
 
-    def _mark(self) -> None:
-        """Let this rank's pieces have the attributes by which optimizers decide about a parameter."""
-        for index in self.own:
-            parameter, tensor = self.parameters[self.pieces[index].parameter], self.tensors[index]
+    def _mark(self, tensors: Mapping[int, paddle.Tensor]) -> None:
+        """Let pieces have the attributes by which optimizers decide about a parameter."""
+        for index, tensor in tensors.items():
+            parameter = self.parameters[self.pieces[index].parameter]
             tensor.stop_gradient = parameter.stop_gradient
             tensor.optimize_attr = getattr(parameter, "optimize_attr", {"learning_rate": 1.0})
             tensor.regularizer = getattr(parameter, "regularizer", None)
@@ -152,16 +164,43 @@ class Shards:
             found.append(gradient)
         return found
 
-    def lend_gradients(self, gradients: Sequence[paddle.Tensor | None]) -> None:
-        """Give this rank's pieces their parts of the gradients, one for each parameter."""
-        for index in self.own:
+    def lend_gradients(
+        self,
+        gradients: Sequence[paddle.Tensor | None],
+        tensors: Mapping[int, paddle.Tensor] | None = None,
+    ) -> None:
+        """Give pieces their parts of the gradients.
+
+        Args:
+            gradients: The whole ones, one for each parameter.
+            tensors: Pieces of `parameters_of()`; None: those of this rank.
+        """
+        for index in self.own if tensors is None else tensors:
             piece = self.pieces[index]
             gradient = gradients[piece.parameter]
             if gradient is None:
                 continue
             if not piece.is_whole and not gradient.is_contiguous():
                 gradient = gradient.contiguous()
-            internals.lend_gradient(self.tensors[index], part_of(gradient, piece))
+            tensor = self.tensors[index] if tensors is None else tensors[index]
+            internals.lend_gradient(tensor, part_of(gradient, piece))
+
+    # --- for a journal: see `JournaledPieces` ---
+
+    def itemsizes(self) -> list[int]:
+        return [int(parameter.element_size()) for parameter in self.parameters]
+
+    def place_of(self, number: int) -> tuple[int, int]:
+        tensor = self.tensors[number]
+        return (tensor.data_ptr(), nbytes(tensor)) if tensor.size else (0, 0)
+
+    def view(self, number: int, slot: Slot, memory: Any, at: int) -> paddle.Tensor:
+        shape = self.tensors[number].shape if slot.shape is None else list(slot.shape)
+        count = math.prod(shape)
+        if not count:
+            return paddle.empty(shape, slot.dtype)
+        array = np.frombuffer(memory, np.uint8, count * slot.itemsize, at)
+        return paddle.view(paddle.view(paddle.from_dlpack(array), slot.dtype), shape)
 
     def end_loans(self) -> None:
         """Let go of gradients: their memory belongs to whoever clears them."""

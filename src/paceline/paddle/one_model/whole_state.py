@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import paddle
@@ -29,24 +29,47 @@ _OF_MASTER = "_fp32_master_0"
 _NO_TENSORS = (MASTERS, "LR_Scheduler")
 
 
+Key = tuple[bool, str]
+"""What a tensor is that an optimizer remembers: whether Paddle keeps it under the name of the master weight,
+and as Paddle calls it ("moment1"); "": it is the master weight."""
+
+
+def remembered(optimizer: Any, name: str) -> dict[Key, paddle.Tensor]:
+    """All that an optimizer remembers of the parameter, or of the piece, that it knows by this name."""
+    found: dict[Key, paddle.Tensor] = {}
+    master = internals.master_weights_of(optimizer).get(name)
+    if master is not None:
+        found[True, ""] = master
+        found |= {(True, kind): each for kind, each in internals.state_of_one(optimizer, master.name).items()}
+    return found | {(False, kind): each for kind, each in internals.state_of_one(optimizer, name).items()}
+
+
+def make_state(optimizer: Any, tensor: paddle.Tensor) -> None:
+    """Let an optimizer remember of one of its parameters what it would make at its first step."""
+    for group in internals.groups_of(optimizer):
+        if any(each is tensor for each in group["params"]):
+            internals.make_state(optimizer, group, [tensor])
+
+
 class _Memory(NamedTuple):
     """One tensor that an optimizer remembers of a piece."""
 
     piece: int
     """The index of the piece."""
     is_of_master: bool
-    """Whether Paddle keeps it under the name of the master weight."""
     kind: str
-    """As Paddle calls it ("moment1"); "": it is the master weight."""
+    """See `Key`."""
     value: paddle.Tensor
 
 
-def gather_state(shards: Shards, optimizer: Any, link: Link | None, to: int) -> dict[str, Any]:
+def gather_state(
+    shards: Shards, optimizer_of: Callable[[int], Any], link: Link | None, to: int
+) -> dict[str, Any]:
     """Everybody's state, brought together on one rank. Collective.
 
     Args:
         shards: The pieces.
-        optimizer: This rank's.
+        optimizer_of: The optimizer of a piece of this rank, by its number.
         link: Between the ranks; None: there is one rank.
         to: The rank that gets it.
 
@@ -54,7 +77,11 @@ def gather_state(shards: Shards, optimizer: Any, link: Link | None, to: int) -> 
         What the unsharded optimizer's state_dict() would hold, without the scheduler, in memory of its own;
         empty on other ranks than `to`.
     """
-    own = list(_memories(shards, optimizer))
+    own = [
+        _Memory(index, *key, value)
+        for index in shards.own
+        for key, value in remembered(optimizer_of(index), shards.tensors[index].name).items()
+    ]
     forms = [[*memory[:3], list(memory.value.shape), dtype_name(memory.value.dtype)] for memory in own]
     payload = json.dumps(forms).encode()
     whole: dict[tuple[str, int, bool], paddle.Tensor] = {}
@@ -72,18 +99,13 @@ def gather_state(shards: Shards, optimizer: Any, link: Link | None, to: int) -> 
     return _named(whole, shards)
 
 
-def _memories(shards: Shards, optimizer: Any) -> Iterator[_Memory]:
-    masters = internals.master_weights_of(optimizer)
-    owners = {}
-    for index in shards.own:
-        name = shards.tensors[index].name
-        owners[name] = index, False
-        if name in masters:
-            owners[masters[name].name] = index, True
-            yield _Memory(index, True, "", masters[name])
-    for owner, kind, value in internals.state_of(optimizer):
-        if owner in owners:
-            yield _Memory(*owners[owner], kind, value)
+def put_together(shards: Shards, states: Sequence[Mapping[Key, paddle.Tensor]]) -> dict[str, Any]:
+    """The same from what is remembered of each piece, of all ranks."""
+    whole: dict[tuple[str, int, bool], paddle.Tensor] = {}
+    for index, state in enumerate(states):
+        for key, value in state.items():
+            _add(whole, shards, _Memory(index, *key, value))
+    return _named(whole, shards)
 
 
 def _add(whole: dict[tuple[str, int, bool], paddle.Tensor], shards: Shards, memory: _Memory) -> None:

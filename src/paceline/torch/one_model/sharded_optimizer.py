@@ -7,7 +7,8 @@ tensors, and `travel` brings them to the other ranks. This file is the optimizer
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -18,15 +19,16 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 
 from paceline.arguments import Arguments
-from paceline.errors import ConfigError, PacelineError
+from paceline.errors import ConfigError
 from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
 from paceline.reducer.arguments import REDUCE_THROUGH
 from paceline.reducer.between_hosts import BetweenHosts
-from paceline.reducer.homes import home_of
+from paceline.reducer.homes import check_step_allowed, homes_of
 from paceline.reducer.link import Link
 from paceline.rendezvous.messages import gather_objects
 from paceline.sharding.cuts import CACHED_BYTES, deal, fit_into_caches
-from paceline.sharding.journal import Slot, no_journal, split
+from paceline.sharding.journal import Journal, home_of_all
+from paceline.sharding.journal_layout import Slot, no_journal, split
 from paceline.sharding.kinds import Kind
 from paceline.sharding.meeting import Call, spell_options
 from paceline.sharding.shared_step import OWNER, SharedStep, coupled, refuse_copies
@@ -52,7 +54,8 @@ from paceline.torch.one_model.groups import (
     refuse_overlap,
     with_stand_ins,
 )
-from paceline.torch.one_model.journal import Journal, slots_of
+from paceline.torch.one_model.homes import Home
+from paceline.torch.one_model.journal import TorchPart, slots_of
 from paceline.torch.one_model.shards import Shards, extent_of
 from paceline.torch.one_model.travel import travel_over
 from paceline.torch.one_model.whole_state import State, WholeState, cut, put_together
@@ -133,7 +136,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         **defaults: Any,
     ) -> None:
         self._is_ready = False
-        self._journal: Journal | None = None
+        self._journal: Journal[torch.Tensor] | None = None
         self._arguments = defaults
         with telling_peers(lambda: known_exchange(process_group, None), "make the optimizer"):
             check = Arguments(OWNER)
@@ -230,7 +233,7 @@ class ShardedOptimizer(Optimizer, Joinable):
             if has_data:
                 gradients = shards.gradients()
                 has_gradient = bytes([gradient is not None for gradient in gradients])
-            slots = self._slots_of_journal(gradients)
+            to_make = self._journal_to_make(gradients)
         except ConfigError as error:
             steps.refuse(error)
             raise
@@ -244,10 +247,10 @@ class ShardedOptimizer(Optimizer, Joinable):
                 return False
             if gradients is None:  # another rank has them
                 return journal.await_completion(rank, joined, gone, until)
-            return journal.complete(rank, self._optimizer_of, gradients, kwargs, gone, until)
+            return journal.complete(rank, lambda of: self._part_of(of, gradients, kwargs), gone, until)
 
         try:
-            with steps.updating(complete, lambda: self._begin_journal(slots)):
+            with steps.updating(complete, lambda: self._begin_journal(to_make)):
                 if joined:
                     has_gradient = self._lend(joined, gradients, has_gradient)
                 if gradients is not None:
@@ -265,7 +268,7 @@ class ShardedOptimizer(Optimizer, Joinable):
         lent = self._lend_scale(own)
         try:
             if self._journal is not None:
-                self._journal.run(own, self.rank, kwargs)
+                self._journal.run(TorchPart(self._shards, own, kwargs))
             else:
                 bare_step(own)(own, **kwargs)
         finally:
@@ -282,27 +285,39 @@ class ShardedOptimizer(Optimizer, Joinable):
 
     # --- the journal ---
 
-    def _slots_of_journal(self, gradients: Sequence[torch.Tensor | None] | None) -> list[list[Slot]]:
-        """What the optimizer remembers of each piece, for a journal that is to be made; empty: none is.
-
-        A model that was wrapped anew has another one: it lies beside the parameters.
+    def _journal_to_make(
+        self, gradients: Sequence[torch.Tensor | None] | None
+    ) -> tuple[Home, list[list[Slot]]] | None:
+        """Where a journal is to be made, and what the optimizer remembers of each parameter; None: none is.
 
         Raises:
             ConfigError: It is not possible; on every rank alike.
         """
-        shards = self._shards
         if not self._keeps_journal or self.world_size == 1:
-            return []
+            return None
         if any(type(gradient) is ScatteredGradient for gradient in gradients or ()):
             raise no_journal("reduce='scatter': no rank has the gradients of another one's part")
-        home = home_of(shards.parameters[0])
+        home = home_of_all(self._shards.parameters, self.world_size)
         if self._journal is not None and self._journal.home is home:
-            return []
-        if home is None or any(home_of(parameter) is not home for parameter in shards.parameters):
-            raise no_journal("parameters that are not those of one model with share_parameters=True")
-        if home.world_size != self.world_size:
-            raise no_journal(f"{self.world_size} ranks, of which this host has {home.world_size}")
-        if not all(is_dense(parameter) for parameter in shards.parameters):
+            return None
+        return self._plan_journal()
+
+    def _begin_journal(self, to_make: tuple[Home, list[list[Slot]]] | None) -> None:
+        """Make the journal, if it is to be made, and bring this rank's state to it. Collective then."""
+        if to_make is not None:
+            self._journal = Journal(self._shards, *to_make, self._peers.timeout_s)
+        if self._journal is not None and not self._journal.is_ready:
+            self._journal.make_ready(TorchPart(self._shards, self.optim, {}))
+
+    def _plan_journal(self) -> tuple[Home, list[list[Slot]]]:
+        """Where all parameters lie, and what is remembered of each.
+
+        Raises:
+            ConfigError: A journal cannot be kept for them.
+        """
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        home = home_of_all(parameters, self.world_size)
+        if not all(map(is_dense, parameters)):
             raise no_journal("parameters with gaps between their elements")
         slots: list[list[Slot]] = []
         for group in self.param_groups:
@@ -312,24 +327,24 @@ class ShardedOptimizer(Optimizer, Joinable):
                 for dtype in dict.fromkeys(parameter.dtype for parameter in group["params"])
             }
             slots += [by_dtype[parameter.dtype] for parameter in group["params"]]
-        return [slots[piece.parameter] for piece in shards.pieces]
+        return home, slots
 
-    def _begin_journal(self, slots: Sequence[Sequence[Slot]]) -> None:
-        """Make the journal, if it is to be made, and bring this rank's state to it. Collective then."""
-        if slots:
-            home = home_of(self._shards.parameters[0])
-            assert home is not None
-            self._journal = Journal(self._shards, home, slots, self._peers.timeout_s)
-        if self._journal is not None:
-            self._journal.make_ready(self.optim)
-
-    def _optimizer_of(self, rank: int) -> Optimizer:
-        """An optimizer of the pieces of another rank, with today's hyperparameters."""
+    @contextmanager
+    def _part_of(
+        self, rank: int, gradients: Sequence[torch.Tensor | None], kwargs: Mapping[str, Any]
+    ) -> Iterator[TorchPart]:
+        """The part of another rank, with today's hyperparameters."""
         groups = [self._own_group(number, rank) for number in range(len(self.param_groups))]
         made = make_optimizer(type(self._template), groups, self._arguments)
         copy_options(self.param_groups, made.param_groups)
         self._lend_scale(made)
-        return made
+        shards = self._shards
+        numbers = [number for number, piece in enumerate(shards.pieces) if piece.rank == rank]
+        shards.set_gradients(gradients, numbers)
+        try:
+            yield TorchPart(shards, made, kwargs)
+        finally:
+            shards.clear_gradients(numbers)
 
     def _lend(
         self, joined: Sequence[int], gradients: list[torch.Tensor | None] | None, has_gradient: bytes
@@ -383,8 +398,13 @@ class ShardedOptimizer(Optimizer, Joinable):
                 check_tensors([parameter for each in self.param_groups for parameter in each["params"]])
                 added = self.param_groups[num_groups:]
                 kinds = self._kinds_of(added)
+                # All that would refuse the parameters later on: then half of the group would be added.
+                for home in homes_of(parameters_of(self)):
+                    check_step_allowed(home, OWNER, self.world_size)
+                if self._journal is not None:
+                    self._plan_journal()
             self._agree(added, kinds)
-        except PacelineError:
+        except BaseException:
             del self.param_groups[num_groups:], self._template.param_groups[num_groups:]
             raise
         self._add_pieces(added, kinds)
@@ -399,6 +419,8 @@ class ShardedOptimizer(Optimizer, Joinable):
             kinds += [
                 self._kind_of(options, parameter.dtype, parameter.device) for parameter in group["params"]
             ]
+        if self._keeps_journal and self.world_size > 1 and Kind.PARAMETERS in kinds:
+            raise no_journal(f"{type(self._template).__name__}, which gets whole parameters")
         return kinds
 
     def _kind_of(self, options: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Kind:
@@ -470,8 +492,6 @@ class ShardedOptimizer(Optimizer, Joinable):
         is_cut = [each and gain for each, gain in zip(is_cut, gains, strict=True)]
         pieces = fit_into_caches(pieces, extents, is_cut, self._cached_bytes)
         if self._keeps_journal and self.world_size > 1:
-            if not all(kind is Kind.ELEMENTS for kind in kinds):
-                raise no_journal(f"{type(self._template).__name__}, which gets whole parameters")
             pieces = split(pieces, [parameter.element_size() for parameter in parameters])
             self._journal = None  # what it has is not all any more
         pieces = [replace(piece, parameter=first + piece.parameter) for piece in pieces]
@@ -529,7 +549,7 @@ class ShardedOptimizer(Optimizer, Joinable):
     def _state_in_journal(self) -> State | None:
         """The state of all ranks, as far as it lies in memory of all; None: not all of it does."""
         journal, shards = self._journal, self._shards
-        if journal is None or not all(map(journal.knows, range(self.world_size))):
+        if journal is None or not journal.knows_all():
             return None
         states = [(piece, journal.state(number)) for number, piece in enumerate(shards.pieces)]
         return put_together(shards, states)

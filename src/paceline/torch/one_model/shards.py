@@ -9,8 +9,10 @@ written.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -19,6 +21,7 @@ from paceline.reducer.homes import check_step_allowed, home_of, homes_of
 from paceline.reducer.link import Link
 from paceline.reducer.owners import Owned, OwnedRange, owners
 from paceline.sharding.cuts import Extent, Piece
+from paceline.sharding.journal_layout import Slot
 from paceline.sharding.shared_step import OWNER
 from paceline.torch.link.arena import is_dense
 from paceline.torch.link.scattered import ScatteredGradient
@@ -280,6 +283,23 @@ class Shards:
             if home is None or home.world_size < self.world_size:
                 by_rank[piece.rank].append(tensor)
         return by_rank
+
+    # --- for a journal: see `JournaledPieces` ---
+
+    def itemsizes(self) -> list[int]:
+        return [parameter.element_size() for parameter in self.parameters]
+
+    def place_of(self, number: int) -> tuple[int, int]:
+        tensor = self.tensors[number]
+        return tensor.data_ptr(), tensor.nbytes
+
+    def view(self, number: int, slot: Slot, memory: Any, at: int) -> torch.Tensor:
+        like = self.tensors[number]
+        shape = like.shape if slot.shape is None else torch.Size(slot.shape)
+        if not math.prod(shape):
+            return torch.empty(shape, dtype=slot.dtype)
+        flat = torch.frombuffer(memory, dtype=slot.dtype, count=math.prod(shape), offset=at)
+        return flat.as_strided(shape, like.stride()) if slot.shape is None else flat.reshape(shape)
 
     def count_writes(self, has_gradient: Sequence[int]) -> None:
         """Let autograd, and Paceline's comparison of the ranks, know of one write to each parameter."""

@@ -1,0 +1,178 @@
+"""Where everything of a journal lies, and in which blocks a step is made. Pure.
+
+See `paceline.sharding.journal` for what a journal is. Imports its neighbours, arguments, errors and the core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from paceline import _core
+from paceline.arguments import Arguments
+from paceline.errors import ConfigError
+from paceline.sharding.cuts import Piece, split_into_blocks
+from paceline.sharding.shared_step import OWNER
+
+BLOCK_BYTES = 1 << 20
+"""Parameters of one block. With what an optimizer remembers of them, and the copies, they stay in the caches
+of a core; and an optimizer of Python needs less time for its calls than for the elements."""
+
+
+class Slot(NamedTuple):
+    """One tensor that an optimizer remembers of a parameter.
+
+    Attributes:
+        key: Its name.
+        dtype: The framework's.
+        itemsize: Bytes of an element.
+        shape: None: that of the piece.
+    """
+
+    key: Any
+    dtype: Any
+    itemsize: int
+    shape: tuple[int, ...] | None
+
+
+def no_journal(got: str) -> ConfigError:
+    """The error where a journal cannot be kept.
+
+    Args:
+        got: Why.
+    """
+    return Arguments(OWNER).refuse(
+        "journal",
+        True,
+        "parameters that the ranks of one host share, and an optimizer that updates every element by itself",
+        "leave journal out: when a rank is lost, an error says whether the step is whole",
+        got=got,
+    )
+
+
+Blocks = tuple[tuple[tuple[int, ...], ...], ...]
+"""The numbers of the pieces of each block, for each rank."""
+
+
+def split(pieces: Sequence[Piece], itemsizes: Sequence[int]) -> list[Piece]:
+    """The same pieces, none of them larger than a block."""
+    return split_into_blocks(pieces, itemsizes, BLOCK_BYTES)
+
+
+def blocks_of(
+    pieces: Sequence[Piece], itemsizes: Sequence[int], world_size: int, block_bytes: int | None = None
+) -> Blocks:
+    """The pieces that are written together, for each rank; no two of one parameter.
+
+    Args:
+        pieces: All, none larger than a block.
+        itemsizes: Bytes of an element of each parameter.
+        world_size: Number of ranks.
+    """
+    block_bytes = block_bytes or BLOCK_BYTES
+    blocks: list[list[list[int]]] = [[] for _ in range(world_size)]
+    filled, last = [0] * world_size, [-1] * world_size
+    for number, piece in enumerate(pieces):
+        rank, nbytes = piece.rank, _nbytes(piece, itemsizes)
+        # A front end may know a piece by its parameter's name alone.
+        if not blocks[rank] or filled[rank] + nbytes > block_bytes or last[rank] == piece.parameter:
+            blocks[rank].append([])
+            filled[rank] = 0
+        blocks[rank][-1].append(number)
+        filled[rank] += nbytes
+        last[rank] = piece.parameter
+    return tuple(tuple(tuple(block) for block in own) for own in blocks)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where everything lies in the journal's memory, in bytes from its beginning. Pure.
+
+    Attributes:
+        blocks: The numbers of the pieces of each block, for each rank.
+        has_state: One byte for each piece, 1 if its state is here.
+        is_ready: One byte for each rank, 1 if all its state is here.
+        state: Where each slot is, for each piece.
+        kept: Where the copy of a block is, for each rank.
+        nbytes: All of it.
+    """
+
+    blocks: Blocks
+    has_state: tuple[int, ...]
+    is_ready: tuple[int, ...]
+    state: tuple[tuple[int, ...], ...]
+    kept: tuple[int, ...]
+    nbytes: int
+
+
+def lay_out_journal(
+    pieces: Sequence[Piece],
+    itemsizes: Sequence[int],
+    slots: Sequence[Sequence[Slot]],
+    world_size: int,
+    block_bytes: int | None = None,
+) -> Layout:
+    """The layout for these pieces; the same on every rank.
+
+    Args:
+        pieces: All, none larger than a block.
+        itemsizes: Bytes of an element of each parameter.
+        slots: What the optimizer remembers of each piece.
+        world_size: Number of ranks.
+    """
+    end = len(pieces)
+    has_state = tuple(range(end))
+    is_ready = tuple(range(end, end + world_size))
+    end += world_size
+    state = []
+    for piece, its in zip(pieces, slots, strict=True):
+        places = []
+        for slot in its:
+            end = aligned(end)
+            places.append(end)
+            end += slot_bytes(slot, piece)
+        state.append(tuple(places))
+    blocks = blocks_of(pieces, itemsizes, world_size, block_bytes)
+    kept = []
+    for own in blocks:
+        end = aligned(end)
+        kept.append(end)
+        sizes = [
+            [
+                1,
+                _nbytes(pieces[number], itemsizes),
+                *(slot_bytes(slot, pieces[number]) for slot in slots[number]),
+            ]
+            for block in own
+            for number in block
+        ]
+        rooms = iter([sum(map(aligned, each)) for each in sizes])
+        end += max((sum(next(rooms) for _ in block) for block in own), default=0)
+    return Layout(
+        blocks,
+        has_state,
+        is_ready,
+        tuple(state),
+        tuple(kept),
+        aligned(end),
+    )
+
+
+def slot_bytes(slot: Slot, piece: Piece) -> int:
+    """Bytes of one tensor that is remembered of a piece."""
+    count = piece.end - piece.begin
+    if slot.shape is not None:
+        count = 1
+        for size in slot.shape:
+            count *= size
+    return count * slot.itemsize
+
+
+def _nbytes(piece: Piece, itemsizes: Sequence[int]) -> int:
+    return (piece.end - piece.begin) * itemsizes[piece.parameter]
+
+
+def aligned(at: int) -> int:
+    """The next cache line."""
+    return -(-at // _core.ALIGNMENT_BYTES) * _core.ALIGNMENT_BYTES
