@@ -201,7 +201,7 @@ class TorchSteps(Steps):
             with self._torch.no_grad():
                 self._wrapped()
 
-        yield from (forward, self._wrapped.state_dict)
+        yield from (forward, self._wrapped.state_dict, self._module.state_dict, self._module.all.state_dict)
         yield from (self._optimizer.step, self._optimizer.consolidate_state_dict)
 
     def tensors(self, state: dict[str, Any]) -> list[Array]:
@@ -274,7 +274,7 @@ class PaddleSteps(Steps):
             with self._paddle.no_grad():
                 self._wrapped()
 
-        yield from (forward, self._wrapped.state_dict)
+        yield from (forward, self._wrapped.state_dict, self._layers.state_dict, self._layers.all.state_dict)
         yield from (self._optimizer.step, self._optimizer.consolidate_state_dict)
 
     def tensors(self, state: dict[str, Any]) -> list[Array]:

@@ -272,6 +272,22 @@ def homes_of(parameters: Iterable[Tensor]) -> list[Home[Tensor]]:
     return list(found.values())
 
 
+def check_whole(owner: str, parameters: Iterable[Any]) -> None:
+    """Raise if parameters hold half of an optimizer's step, in which a rank was lost.
+
+    Args:
+        owner: What is about to read them.
+        parameters: Tensors, of whatever homes, or of this process alone.
+
+    Raises:
+        TornStepError: They do.
+    """
+    held = list(parameters)
+    for home in homes_of(held):
+        home.check_whole(owner)
+    torn.check(owner, held)
+
+
 def _tell_of_stray_write() -> None:
     for home in {id(home): home for _, home in list(_homes.values())}.values():
         home.raise_stray_write()

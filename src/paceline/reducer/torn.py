@@ -4,6 +4,9 @@ The one idea: nobody may take them for whole ones, so whatever reads them asks h
 ranks of a host share say themselves whether they are whole (`Home.check_whole`); those of one process, and
 those that have left a shared memory half written, are listed here until other values are loaded.
 
+A model's own `state_dict()` asks from the moment on at which a step has left half of itself. Before, nothing
+is added to the model: hooks would be pickled with it.
+
 Imports errors.
 """
 
@@ -29,10 +32,12 @@ class TornParameters:
 
     Attributes:
         marks: Empty if there are none: every forward looks here, and calls nothing.
+        guards: Called when a step has left half of itself, of whatever parameters.
     """
 
     def __init__(self) -> None:
         self.marks: dict[int, _Mark] = {}
+        self.guards: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     def mark(self, parameters: Iterable[Any], version: Callable[[Any], int], seen: str) -> None:
         """These parameters may hold half of a step.
@@ -46,6 +51,16 @@ class TornParameters:
             key = id(parameter)
             reference = weakref.ref(parameter, functools.partial(self._drop, key))
             self.marks[key] = _Mark(reference, version, version(parameter), seen)
+
+    def call_guard(self, guard: Callable[[], None]) -> None:
+        """Call a method when a step has left half of itself, as long as its object lives."""
+        self.guards.append(weakref.WeakMethod(guard, self.guards.remove))
+
+    def tell_guards(self) -> None:
+        """A step has left half of itself."""
+        for reference in list(self.guards):
+            if (guard := reference()) is not None:
+                guard()
 
     def _drop(self, key: int, reference: weakref.ref[Any]) -> None:
         mark = self.marks.get(key)

@@ -75,6 +75,10 @@ class WrappedModel:
     # --- what a front end adds ---
 
     @abstractmethod
+    def _guard_model(self) -> None:
+        """Let state_dict() of the model itself, and of its parts, raise as long as a step is torn."""
+
+    @abstractmethod
     def _passes_to_weigh(self) -> Passes[Any]:
         """Its passes; a single rank has none until its micro-batches are to be weighed."""
 

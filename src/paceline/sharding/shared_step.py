@@ -143,6 +143,8 @@ class SharedStep(Generic[State]):
         except BaseException as error:
             has_begun = self._ledgers.refuse()  # if no other rank has begun, none will
             self._tell_failure(error)
+            if has_begun:
+                torn.tell_guards()
             with _telling(has_begun=has_begun):
                 raise
         assert self._travel is not None
@@ -167,6 +169,7 @@ class SharedStep(Generic[State]):
         if not is_complete:
             self._failure = told
             torn.mark(self._own_parameters(), self._pieces.version, str(told))
+            torn.tell_guards()
         if told is not error:
             raise told from error
 

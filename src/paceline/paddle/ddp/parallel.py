@@ -31,6 +31,7 @@ from paceline.paddle.model.arguments import checked_group, checked_layer
 from paceline.paddle.model.config import DataParallelConfig, make_config
 from paceline.paddle.model.parameters import ManagedTensors
 from paceline.paddle.model.precision import MixedPrecision, cast_buffers, check_castable, run_in
+from paceline.paddle.one_model.guards import StateDictGuard
 from paceline.paddle.one_model.homes import move, move_out, refuse_strange
 from paceline.paddle.passes.graphs import calls
 from paceline.paddle.passes.meetings import OuterParameters
@@ -274,9 +275,14 @@ class DataParallel(WrappedModel, PaddleNames):
             )
         passes: GradientPasses = self._passes_over(link)
         passes.shares_parameters = self._home is not None
+        torn.call_guard(self._guard_model)
         # The hooks are the parameters', which may live on and be wrapped again.
         weakref.finalize(self, passes.graphs.drop_wrapper).atexit = False
         return passes
+
+    def _guard_model(self) -> None:
+        for layer in self._layers.sublayers(include_self=True):
+            layer.register_state_dict_hook(StateDictGuard(layer))
 
     def _make_passes(self, link: Any) -> GradientPasses:
         return make_passes(self._tensors, link, self._config)

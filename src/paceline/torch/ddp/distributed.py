@@ -47,6 +47,7 @@ from paceline.torch.model.compiling import untraced, untraced_itself
 from paceline.torch.model.config import DDPConfig, Weight, make_config
 from paceline.torch.model.parameters import ManagedTensors
 from paceline.torch.model.precision import cast_buffers, run_in
+from paceline.torch.one_model.guards import check_before_state_dict
 from paceline.torch.one_model.moving import move, move_out, refuse_strange
 from paceline.torch.passes.meetings import OuterParameters
 from paceline.torch.passes.passes import GradientPasses, make_buffer_sync, make_passes
@@ -292,10 +293,15 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         passes.autograd.errors = self._errors
         if self._sample_rate is not None:
             passes.autograd.times.use_rate(self._sample_rate, passes.good_passes)
+        torn.call_guard(self._guard_model)
         # The hooks are the parameters', which may live on and be wrapped again.
         self._on_drop = weakref.finalize(self, passes.graphs.drop_wrapper)
         self._on_drop.atexit = False
         return passes
+
+    def _guard_model(self) -> None:
+        for module in self.module.modules():
+            module.register_state_dict_pre_hook(check_before_state_dict)  # type: ignore[no-untyped-call]
 
     def _make_passes(self, link: Link[torch.Tensor]) -> GradientPasses:
         return make_passes(self._tensors, link, self._config)

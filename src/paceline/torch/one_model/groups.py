@@ -120,8 +120,12 @@ def refuse_overlap(overlap_with_ddp: bool) -> None:
         raise Arguments(OWNER).refuse(
             "overlap_with_ddp",
             True,
-            "False: the step begins when backward() has returned, and needs no communication hook",
-            "leave it out, and call optimizer.step() after backward()",
+            "False: the step is made in step(), when backward() has returned on all ranks",
+            "leave it out, remove the communication hook of hook_with_zero_step(), and call "
+            "optimizer.step() after backward()",
+            likely="written for ZeroRedundancyOptimizer on GPUs. Within the backward another rank may still "
+            "read the old values, clipping and infinities need all gradients, and a CPU is busy anyway: "
+            "nothing would be gained",
         )
 
 

@@ -1,17 +1,18 @@
-"""Optimizers that would update shared parameters on each rank: an error at their step, before it has begun.
+"""What is looked at before torch does it: steps of optimizers, and the state of a model that is half written.
 
-The one idea: N ranks that step one copy of the parameters would apply the update N times. Imports its
-neighbours, and `reducer`.
+N ranks that step one copy of the parameters would apply the update N times: an error at their step, before it
+has begun. Imports its neighbours, and `reducer`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from paceline.reducer.homes import refuse_step
+from paceline.reducer.homes import check_whole, refuse_step
 
 _is_watching = False
 
@@ -36,3 +37,12 @@ def _check_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         return
     for group in optimizer.param_groups:
         refuse_step(optimizer, group["params"])
+
+
+def check_before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    """See `torch.nn.Module.register_state_dict_pre_hook`.
+
+    Raises:
+        TornStepError: The parameters hold half of an optimizer's step, in which a rank was lost.
+    """
+    check_whole(f"{type(module).__name__}.state_dict", module.parameters())
