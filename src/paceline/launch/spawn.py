@@ -211,14 +211,16 @@ def _start_guardian(
 def _relay(pipe: Any, stream: TextIO | None) -> None:
     """Write what comes, at once and in whole lines; many together where they come fast."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    started = ""
+    started: list[str] = []  # pieces of a line: a long one is joined once
     with pipe:
         while data := pipe.read1(_MOST_AT_ONCE):
-            text = started + decoder.decode(data)
+            text = decoder.decode(data)
             end = text.rfind("\n") + 1
-            started = text[end:]
-            _show(text[:end], stream)
-        _show(started + decoder.decode(b"", final=True), stream)
+            if end:
+                _show("".join([*started, text[:end]]), stream)
+                started = []
+            started.append(text[end:])
+        _show("".join(started) + decoder.decode(b"", final=True), stream)
 
 
 def _show(text: str, stream: TextIO | None) -> None:
