@@ -24,7 +24,7 @@ class Writes(io.StringIO):
 def test_lines_come_whole_however_long_they_are():
     reader, writer = os.pipe()
     shown = Writes()
-    relay = threading.Thread(target=_relay, args=(open(reader, "rb"), shown))
+    relay = threading.Thread(target=_relay, args=(os.fdopen(reader, "rb"), shown))
     relay.start()
     long = "ü" * (1 << 20)  # of two bytes, which pieces of a pipe may cut
     with open(writer, "wb") as file:

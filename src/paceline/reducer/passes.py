@@ -87,6 +87,8 @@ class PassState:
         is_armed: Whether a pass is under way, so that the end of this backward ends it.
         is_interrupted: Whether an exception has ended the backward of the last pass, of which the other ranks
             do not know yet.
+        ends_by_hand: Whether the end of a backward leaves its pass open, for `Passes.end_by_hand`.
+        is_left_open: Whether the pass under way is one whose backward is over, and waits for that.
         handed: Gradients handed over in this pass, by parameter, in that order. Keeps the memory alive that
             the reducer reads and writes by pointer.
         staged: The handed gradients whose mean the front end copies back.
@@ -103,10 +105,12 @@ class PassState:
     __slots__ = (
         "accumulated",
         "arm",
+        "ends_by_hand",
         "graphs",
         "handed",
         "is_armed",
         "is_interrupted",
+        "is_left_open",
         "is_syncing",
         "pid",
         "rank_weight",
@@ -121,6 +125,7 @@ class PassState:
         self.is_syncing = True
         self.is_armed = False
         self.is_interrupted = False
+        self.ends_by_hand = self.is_left_open = False
         self.handed = _core.HandedGradients()
         self.staged: list[int] = []
         self.accumulated: set[int] = set()
@@ -601,6 +606,7 @@ class Passes(Generic[AnyAutograd]):
         Raises:
             ForkedError: This process is a forked child of the one that wrapped the model.
             SkippedPassError: The last backward ended in an exception, on this rank.
+            ConfigError: The last pass has been left open.
         """
         state, autograd = self.state, self.autograd
         if self._sharing_version != registry.version and not autograd.is_in_backward():
@@ -680,6 +686,44 @@ class Passes(Generic[AnyAutograd]):
     # --- a pass ends ---
 
     def _end_backward(self) -> None:
+        if self.state.ends_by_hand:
+            self.state.is_left_open = True
+        else:
+            self._end_now()
+
+    def use_ends_by_hand(self, is_by_hand: bool) -> None:
+        """Whether the passes to come end when `end_by_hand` is called, instead of with their backward.
+
+        Raises:
+            ConfigError: A pass is under way.
+        """
+        if self.state.is_armed and is_by_hand != self.state.ends_by_hand:
+            raise ConfigError(
+                "How a pass ends cannot be changed while one is under way.",
+                where=self.who,
+                hint="set require_manual_backward_finalization before forward, or after finalize_backward()",
+            )
+        self.state.ends_by_hand = is_by_hand
+
+    def end_by_hand(self) -> None:
+        """End the pass that was left open: what the end of a backward does otherwise, with its errors.
+
+        Raises:
+            ConfigError: None was.
+        """
+        if not self.state.is_left_open:
+            is_running = self.state.is_armed
+            raise ConfigError(
+                "finalize_backward(): there is no backward to finalize.",
+                where=self.who,
+                seen="a backward is running" if is_running else "no synchronised backward since the last one",
+                likely="it was called twice; or within a hook; or the backward ran in no_sync()",
+                hint="call it once after each synchronised backward has returned",
+            )
+        self.state.is_left_open = False
+        self._end_now()
+
+    def _end_now(self) -> None:
         try:
             if recording.note is None:
                 self._end()
@@ -869,6 +913,13 @@ class Passes(Generic[AnyAutograd]):
                 state.staged.remove(index)
 
     def _tell_if_interrupted(self) -> None:
+        if self.state.is_left_open:
+            raise ConfigError(
+                "The last backward has not been finalized: its gradients are not averaged yet.",
+                where=self.who,
+                seen="require_manual_backward_finalization is True",
+                hint="call finalize_backward() after each synchronised backward, before the next forward",
+            )
         if self.state.is_armed or self.state.is_interrupted:
             self._give_up_interrupted()
 

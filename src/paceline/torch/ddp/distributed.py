@@ -294,6 +294,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         if self._sample_rate is not None:
             passes.autograd.times.use_rate(self._sample_rate, passes.good_passes)
         torn.call_guard(self._guard_model)
+        passes.use_ends_by_hand(self._ends_by_hand)  # a copy's, or after regrouping
         # The hooks are the parameters', which may live on and be wrapped again.
         self._on_drop = weakref.finalize(self, passes.graphs.drop_wrapper)
         self._on_drop.atexit = False

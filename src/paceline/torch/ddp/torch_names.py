@@ -95,6 +95,7 @@ class TorchNames(TorchDDP):
     _on_drop: weakref.finalize[Any, Any] | None = None  # tells the passes that the wrapper is gone
     _good_passes: int | None = 0  # before the passes of the present group; None: some were not counted
     _are_hooks_removed = False
+    _ends_by_hand = False
     _home: Home | None
     _sample_rate: int | None = None
     _ddp_params_and_buffers_to_ignore = AskedWhenWrapped()
@@ -155,6 +156,50 @@ class TorchNames(TorchDDP):
     def lazy_bucket_allocation(self) -> bool:
         """The argument."""
         return bool(self._arguments["lazy_bucket_allocation"])
+
+    @property
+    def require_manual_backward_finalization(self) -> bool:
+        """Whether the gradients of a synchronised backward are means only after `finalize_backward()`.
+
+        For work that is to run between the two: a sparse exchange of one's own, for example. Until then
+        `.grad` is this rank's own, or, with gradient_as_bucket_view, anything. Set it on every rank, before
+        forward or after the backward before has been finalized; a forward that trains raises while one is
+        not. Such passes are not timed (`_get_ddp_logging_data`). torch's since 2.15.
+        """
+        return self._ends_by_hand
+
+    @require_manual_backward_finalization.setter
+    def require_manual_backward_finalization(self, required: bool) -> None:
+        flag = Arguments("DistributedDataParallel").flag("require_manual_backward_finalization", required)
+        if self._passes is not None:
+            self._passes.use_ends_by_hand(flag)
+        self._ends_by_hand = flag
+
+    @property
+    def should_finalize_after_backward(self) -> bool:
+        """Whether `finalize_backward()` has to wait until backward has returned: always, where it is needed.
+
+        torch's also allows it in a hook of the last gradient, in some passes.
+        """
+        return self._ends_by_hand
+
+    def finalize_backward(self) -> None:
+        """Average the gradients of the backward that has returned, where that is left to the caller.
+
+        Collective: every rank calls it once after each synchronised backward. Raises what that backward would
+        have raised.
+
+        Raises:
+            ConfigError: Passes end by themselves, or no backward is to be finalized.
+        """
+        if not self._ends_by_hand:
+            raise ConfigError(
+                "finalize_backward(): each backward finalizes itself.",
+                expected="require_manual_backward_finalization = True, set before forward",
+                got="False",
+            )
+        if self._passes is not None:  # alone, a rank's own gradients are the means
+            self._passes.end_by_hand()
 
     @property
     def mixed_precision(self) -> Any:

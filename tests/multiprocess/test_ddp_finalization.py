@@ -1,0 +1,172 @@
+"""Backwards that the caller finalizes, as in torch 2.15's DDP: with any torch, compared with it there."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.testing import assert_close
+
+from paceline.errors import ConfigError
+from paceline.torch import DistributedDataParallel
+from tests.harness import ranks
+from tests.multiprocess.ddp_models import two_layers
+
+NAME = "require_manual_backward_finalization"
+paths = pytest.mark.parametrize("reduce_through", ["memory", "group"])
+
+
+def inputs(rank: int, step: int) -> torch.Tensor:
+    return torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def means(model: nn.Module, step: int) -> list[torch.Tensor]:
+    """Of one process that has the batches of both ranks, in float64."""
+    alone = copy.deepcopy(model).double()
+    alone.zero_grad()
+    for rank in range(2):
+        (alone(inputs(rank, step).double()).sum() / 2).backward()
+    return gradients(alone)
+
+
+def by_hand(model: nn.Module, **arguments: object) -> DistributedDataParallel:
+    ddp = DistributedDataParallel(model, **arguments)
+    assert not ddp.require_manual_backward_finalization and not ddp.should_finalize_after_backward
+    ddp.require_manual_backward_finalization = True
+    assert ddp.require_manual_backward_finalization and ddp.should_finalize_after_backward
+    return ddp
+
+
+@ranks(2, group="gloo")
+@paths
+@pytest.mark.parametrize("gradient_as_bucket_view", [False, True])
+def test_gradients_are_means_once_they_are_finalized(rank, reduce_through, gradient_as_bucket_view):
+    model = two_layers()
+    arguments = {"reduce_through": reduce_through, "gradient_as_bucket_view": gradient_as_bucket_view}
+    ddp = by_hand(model, **arguments)
+    for step in range(3):
+        own = copy.deepcopy(model)
+        own.zero_grad()
+        own(inputs(rank, step)).sum().backward()
+        ddp.zero_grad()
+        ddp(inputs(rank, step)).sum().backward()
+        if not gradient_as_bucket_view:  # there they are averaged in place, and that has begun
+            for before, alone in zip(gradients(model), gradients(own), strict=True):
+                assert_close(before, alone)
+        ddp.finalize_backward()
+        for mean, expected in zip(gradients(model), means(model, step), strict=True):
+            assert_close(mean.double(), expected, rtol=1e-5, atol=1e-6)
+    assert ddp.num_good_passes == 3
+
+
+@ranks(2, group="gloo")
+def test_the_mode_may_change_between_passes_and_is_kept_by_copies(rank):
+    ddp = by_hand(two_layers())
+    ddp(inputs(rank, 0)).sum().backward()
+    ddp.finalize_backward()
+    assert copy.deepcopy(ddp).require_manual_backward_finalization
+    ddp.require_manual_backward_finalization = False
+    ddp.zero_grad()
+    ddp(inputs(rank, 1)).sum().backward()
+    for mean, expected in zip(gradients(ddp.module), means(ddp.module, 1), strict=True):
+        assert_close(mean.double(), expected, rtol=1e-5, atol=1e-6)
+    twin = copy.deepcopy(ddp)
+    twin.require_manual_backward_finalization = True
+    twin.zero_grad()
+    twin(inputs(rank, 2)).sum().backward()  # which connects it
+    with pytest.raises(ConfigError, match="has not been finalized"):
+        twin(inputs(rank, 2))
+    twin.finalize_backward()
+    for mean, expected in zip(gradients(twin.module), means(twin.module, 2), strict=True):
+        assert_close(mean.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@ranks(2, group="gloo")
+def test_what_comes_out_of_turn_is_refused_and_training_goes_on(rank):
+    ddp = DistributedDataParallel(two_layers())
+    with pytest.raises(ConfigError, match="each backward finalizes itself"):
+        ddp.finalize_backward()
+    with pytest.raises(TypeError, match=NAME):
+        ddp.require_manual_backward_finalization = "yes"
+    ddp.require_manual_backward_finalization = True
+    with pytest.raises(ConfigError, match="no backward to finalize"):
+        ddp.finalize_backward()
+    with ddp.no_sync():
+        ddp(inputs(rank, 0)).sum().backward()
+    with pytest.raises(ConfigError, match="no backward to finalize"):
+        ddp.finalize_backward()
+    ddp.zero_grad()
+    output = ddp(inputs(rank, 0))
+    within = []
+    output.register_hook(lambda _: within.append(refused(ddp)))
+    output.sum().backward()
+    assert within == [True]
+    with pytest.raises(ConfigError, match="has not been finalized"):
+        ddp(inputs(rank, 1))
+    with pytest.raises(ConfigError, match="while one is under way"):
+        ddp.require_manual_backward_finalization = False
+    with torch.no_grad():
+        ddp(inputs(rank, 1))
+    ddp.finalize_backward()
+    with pytest.raises(ConfigError, match="no backward to finalize"):
+        ddp.finalize_backward()
+    ddp.zero_grad()
+    ddp(inputs(rank, 1)).sum().backward()
+    ddp.finalize_backward()
+    for mean, expected in zip(gradients(ddp.module), means(ddp.module, 1), strict=True):
+        assert_close(mean.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def refused(ddp: DistributedDataParallel) -> bool:
+    try:
+        ddp.finalize_backward()
+    except ConfigError:
+        return True
+    return False
+
+
+@ranks(2, group="gloo")
+def test_finalizing_raises_what_the_backward_would_have_raised(rank):
+    ddp = by_hand(two_layers(), nonfinite="raise")
+    (ddp(inputs(rank, 0)).sum() * (float("inf") if rank else 1.0)).backward()
+    with pytest.raises(RuntimeError, match="finite"):
+        ddp.finalize_backward()
+    ddp.zero_grad()
+    ddp(inputs(rank, 1)).sum().backward()
+    ddp.finalize_backward()
+    for mean, expected in zip(gradients(ddp.module), means(ddp.module, 1), strict=True):
+        assert_close(mean.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+@ranks(2, group="gloo")
+@pytest.mark.skipif(not hasattr(TorchDDP, NAME), reason="torch's DDP has this since 2.15")
+def test_steps_and_refusals_are_those_of_torchs_class(rank):
+    ours, theirs = by_hand(two_layers()), TorchDDP(two_layers())
+    setattr(theirs, NAME, True)
+    for step in range(3):
+        for ddp in (ours, theirs):
+            ddp.zero_grad()
+            ddp(inputs(rank, step)).sum().backward()
+            ddp.finalize_backward()
+            with pytest.raises(RuntimeError):
+                ddp.finalize_backward()
+        for one, other in zip(gradients(ours.module), gradients(theirs.module), strict=True):
+            assert_close(one, other)
+
+
+def test_a_rank_that_is_alone_has_the_means_already(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    ddp = by_hand(two_layers())
+    ddp(inputs(0, 0)).sum().backward()
+    before = [gradient.clone() for gradient in gradients(ddp.module)]
+    ddp.finalize_backward()
+    for gradient, expected in zip(gradients(ddp.module), before, strict=True):
+        assert_close(gradient, expected, rtol=0, atol=0)
