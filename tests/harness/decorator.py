@@ -14,6 +14,9 @@ from tests.harness.report import RanksFailed
 from tests.harness.run import run_ranks
 from tests.harness.verdict import Death
 
+NO_PADDLE = "PaddlePaddle is not installed"
+needs_paddle = pytest.mark.skipif(importlib.util.find_spec("paddle") is None, reason=NO_PADDLE)
+
 
 def ranks(
     world_size: int | str,
@@ -63,7 +66,7 @@ def ranks(
             count = kwargs[world_size] if isinstance(world_size, str) else world_size
             imported = kwargs.get(framework, framework).partition(".")[0]
             if imported == "paddle" and importlib.util.find_spec("paddle") is None:
-                pytest.skip("PaddlePaddle is not installed")
+                pytest.skip(NO_PADDLE)
             options = {"group": group, "framework": imported, "dies": dies, "deadline_s": deadline_s}
             try:
                 run_ranks(test, count, kwargs, **options)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness import needs_paddle
 from tests.launch.conftest import WITHIN_S
 
 TRAINERS = Path(__file__).resolve().parents[2] / "docs" / "trainers.md"
@@ -79,6 +80,7 @@ def test_torchrun_and_a_script_that_never_wraps(launcher):
     assert done.stderr.count("paceline: warning: no model was wrapped") == 1
 
 
+@needs_paddle
 def test_fleet_wraps_in_ours(launcher):
     done = launcher.run("-n", "2", "--replace-ddp", "--prefix", "never", "script.py", script=PADDLE)
     assert done.returncode == 0, done.stderr

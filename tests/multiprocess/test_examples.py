@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.harness import needs_paddle
 from tests.harness.warm import warm_python
 
 torch = pytest.importorskip("torch")
@@ -82,7 +83,7 @@ def test_digits_refuses_a_batch_that_can_not_be_shared():
     assert "--batch 5 can't be shared equally by 2 processes" in ended.stdout + ended.stderr
 
 
-@pytest.mark.skipif(importlib.util.find_spec("paddle") is None, reason="PaddlePaddle is not installed")
+@needs_paddle
 def test_paddle_digits_trains_the_model_of_one_process(tmp_path):
     found = []
     python = warm_python("paddle")

@@ -11,7 +11,7 @@ from types import FrameType
 import pytest
 
 import paceline
-from tests.harness import ranks
+from tests.harness import needs_paddle, ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path(paceline.__file__).parent
@@ -108,7 +108,9 @@ def step_in_paddle(group: object, buffers: str) -> Callable[[], object]:
 
 @ranks(2)
 @pytest.mark.parametrize("buffers", BUFFERS)
-@pytest.mark.parametrize("make_step", [step_in_torch, step_in_paddle], ids=["torch", "Paddle"])
+@pytest.mark.parametrize(
+    "make_step", [step_in_torch, pytest.param(step_in_paddle, marks=needs_paddle)], ids=["torch", "Paddle"]
+)
 def test_a_step_runs_the_files_of_the_page_in_their_order(group, make_step, buffers):
     framework = "torch" if make_step is step_in_torch else "Paddle"
     expected = files_in_table(f"Python, with {framework}", with_buffers=buffers != "none")

@@ -19,7 +19,7 @@ from paceline.tracing import ring_file
 from paceline.tracing.records import Event
 from paceline.tracing.ring_file import BATCHES_VARIABLE, FOLDER_VARIABLE
 from paceline.tracing.watch import JobWatch
-from tests.harness import ranks
+from tests.harness import needs_paddle, ranks
 from tests.traces import passes_of, read_trace, slices_of, until_ended, waited_for
 
 
@@ -72,8 +72,12 @@ def steps_in_paddle(group: object) -> tuple[object, Callable[[Callable[[], None]
     return ddp, step
 
 
+PADDLE = pytest.param(steps_in_paddle, marks=needs_paddle)
+both = pytest.mark.parametrize("make", [steps_in_torch, PADDLE], ids=["torch", "Paddle"])
+
+
 @ranks(2)
-@pytest.mark.parametrize("make", [steps_in_torch, steps_in_paddle], ids=["torch", "Paddle"])
+@both
 def test_the_timeline_shows_passes_and_whom_each_rank_waited_for(group, make):
     folder = Path(os.environ["TMPDIR"])  # of all ranks
     with mock.patch.dict(os.environ, {FOLDER_VARIABLE: str(folder)}):
@@ -143,21 +147,21 @@ def evaluate(ddp):
 
 
 @ranks(2)
-@pytest.mark.parametrize("make", [steps_in_torch, steps_in_paddle], ids=["torch", "Paddle"])
+@both
 def test_the_sizes_of_batches_are_recorded_for_tune(group, make):
     folder = Path(os.environ["TMPDIR"])
     assert batches_recorded(folder, group.rank, make, group) == [(4, 4 * 64)] * 3
 
 
 @ranks(1)
-@pytest.mark.parametrize("make", [steps_in_torch, steps_in_paddle], ids=["torch", "Paddle"])
+@both
 def test_a_rank_that_is_alone_records_the_sizes_of_its_batches_for_tune(group, make):
     folder = Path(os.environ["TMPDIR"])
     assert batches_recorded(folder, 0, make, group) == [(4, 4 * 64)] * 3
 
 
 @ranks(2)
-@pytest.mark.parametrize("make", [steps_in_torch, steps_in_paddle], ids=["torch", "Paddle"])
+@both
 def test_another_process_sees_rates_values_the_norm_and_what_is_not_finite(group, make):
     folder = Path(os.environ["TMPDIR"])
     with mock.patch.dict(os.environ, {FOLDER_VARIABLE: str(folder)}):
@@ -189,7 +193,7 @@ def test_another_process_sees_rates_values_the_norm_and_what_is_not_finite(group
 
 
 @ranks(2)
-@pytest.mark.parametrize("make", [steps_in_torch, steps_in_paddle], ids=["torch", "Paddle"])
+@both
 def test_the_statistics_are_what_the_passes_were(group, make):
     ddp, step = make(group)
     assert (ddp.stats().worked_s, ddp.stats().slow_rank, ddp.stats().passes) == ((), None, 0)
