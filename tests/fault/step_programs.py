@@ -326,9 +326,9 @@ class JournaledTorchSteps(TorchSteps):
 class RewrappedSteps(JournaledTorchSteps):
     """The model is wrapped anew, and its parameters get other memory, while the optimizer stays."""
 
-    def make(self, group: Any, is_shared: bool) -> None:
+    def make(self, group: Any, is_shared: bool, values: Sequence[Array]) -> None:
         self._group = group
-        super().make(group, is_shared)
+        super().make(group, is_shared, values)
 
     def step(self, number: int) -> None:
         if number == 1:
