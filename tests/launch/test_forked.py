@@ -201,6 +201,16 @@ def test_a_rank_that_is_killed_ends_the_job(launcher, fake_torch):
     assert seconds_until_gone(pids) < 30
 
 
+@pytest.mark.parametrize("which", ["launcher", "supervisor"])
+def test_ranks_end_with_those_that_watch_them(launcher, fake_torch, which):
+    script = "import os, time\nimport torch\nprint('pid', os.getpid(), flush=True)\ntime.sleep(1000)"
+    (launcher.folder / "script.py").write_text(script)
+    process = launcher.start("-n", "2", "script.py", env=fake_torch)
+    pids = read_pids(process, 2)
+    os.kill({"launcher": process.pid, "supervisor": child_of(process.pid)}[which], signal.SIGKILL)
+    assert seconds_until_gone(pids) < 30
+
+
 def test_with_torch_itself(launcher):
     script = """
         import torch
