@@ -42,7 +42,7 @@ FINE, NOTE, WRONG = "fine", "note", "wrong"
 _LEAST_MEMORY = 2**30
 _LEAST_FILES = 256
 _LEAST_SHM = 2**26
-_TESTED = {"torch": "2.13", "paddlepaddle": "3.3"}
+_TESTED = {"torch": ("2.13", "2.15"), "paddlepaddle": ("3.3",)}
 _SELF_TEST_S = 60.0
 _ELEMENTS = 1 << 16
 _ISA_WORDS = {"portable": "any processor", "avx2": "AVX2", "avx512": "AVX-512", "neon": "NEON"}
@@ -135,10 +135,10 @@ def _versions(root: Path) -> Iterator[Finding]:
     for package, tested in _TESTED.items():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             version = importlib.metadata.version(package)
-            if f"{version}.".startswith(f"{tested}."):
+            if any(f"{version}.".startswith(f"{each}.") for each in tested):
                 yield Finding(package, FINE, version)
             else:
-                yield Finding(package, NOTE, f"{version}; Paceline is tested with {tested}")
+                yield Finding(package, NOTE, f"{version}; Paceline is tested with {' and '.join(tested)}")
 
 
 def _cores(root: Path) -> Iterator[Finding]:

@@ -30,7 +30,7 @@ def check_version(
     framework: str,
     distributions: Sequence[str],
     oldest: Version,
-    tested: tuple[Version, Version],
+    tested: Sequence[Version],
     *,
     extra: str,
     refuses_newer: bool = False,
@@ -44,7 +44,7 @@ def check_version(
         framework: In words: "PyTorch".
         distributions: What it is called for pip, the first that is installed counts.
         oldest: The first minor version that works.
-        tested: The first and the last minor version that the tests were run with.
+        tested: The minor versions that the tests were run with, in their order.
         extra: Paceline's extra that installs one: "torch".
         refuses_newer: Whether a newer one than was tested is an error.
 
@@ -54,19 +54,18 @@ def check_version(
     text = installed(distributions)
     found = re.match(r"(\d+)\.(\d+)", text)
     hint = f"pip install 'paceline[{extra}]' chooses one that fits"
-    first, last = tested
-    spelled = f"{framework} {_spell(first)}" + ("" if first == last else f" to {_spell(last)}")
+    spelled = f"{framework} {' and '.join(map(_spell, tested))}"
     expected = spelled if refuses_newer else f"{framework} {_spell(oldest)} or newer"
     if not found:
         raise UnsupportedVersionError(
             f"{package} needs {framework}, which is not installed.", expected=expected, hint=hint
         )
     version = int(found[1]), int(found[2])
-    if version < oldest or (refuses_newer and version > last):
+    if version < oldest or (refuses_newer and version > tested[-1]):
         raise UnsupportedVersionError(
             f"{package} does not support {framework} {text}.", expected=expected, got=text, hint=hint
         )
-    if not first <= version <= last and is_first_rank():
+    if version not in tested and is_first_rank():
         warnings.warn(
             f"{package} was tested with {spelled}, and not with {text}.\n"
             "  likely   it works; if training fails or differs, this is the first thing to suspect\n"

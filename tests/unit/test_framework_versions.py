@@ -49,7 +49,7 @@ def test_a_version_that_is_too_old_is_refused_as_an_import_that_fails(monkeypatc
 
 def test_an_untested_version_is_told_once_for_all_ranks(monkeypatch):
     (text,) = check(monkeypatch, "2.11.0")
-    assert "tested with PyTorch 2.12 to 2.13, and not with 2.11.0" in text
+    assert "tested with PyTorch 2.12 and 2.13, and not with 2.11.0" in text
     (text,) = check(monkeypatch, "2.15.0+cu132")
     assert "and not with 2.15.0" in text
     for name, value in {"RANK": "1", "WORLD_SIZE": "2"}.items():
