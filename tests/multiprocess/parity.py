@@ -69,7 +69,7 @@ BEYOND = """
 | models that share parameters, and models that are wrapped again | yes | yes |
 | sparse gradients | yes | on the CPU |
 | one model per host for inference, `share()` | yes | yes |
-| `ShardedOptimizer` | yes | yes |
+| `ShardedOptimizer`, and its journal, with which a step survives a lost rank | yes | yes |
 | communication hooks, compressed gradients | torch's hooks, and ours | ours |
 | SyncBatchNorm | yes | yes |
 | the wrapper can be compiled, pickled and copied | yes | no, as with Paddle's class |
