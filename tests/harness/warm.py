@@ -181,6 +181,8 @@ def _take_over(connection: socket.socket) -> tuple[str, list[str]]:
     os.chdir(said["folder"])
     os.environ.clear()
     os.environ.update(said["environ"])
+    # What `paceline run` forks must be its own child; and here each rank has the framework already.
+    os.environ.setdefault("PACELINE_FORK_RANKS", "0")
     tempfile.tempdir = None
     path, *arguments = said["arguments"]
     sys.executable = path

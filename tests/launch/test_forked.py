@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,35 @@ def test_where_torch_cannot_be_imported_each_rank_tells(launcher, fake_torch):
     done = launch(launcher, "import torch", {**fake_torch, "IMPORT_FAILS": "1"})
     assert done.returncode == 1
     assert "ImportError: libtorch.so is not there" in done.stderr and "template" not in done.stderr
+
+
+def test_where_what_is_called_python_forks_elsewhere_ranks_start_alone(launcher, fake_torch):
+    """As the Python of a test server does: the ranks are nobody's children here."""
+    elsewhere = """
+        import ctypes, subprocess, sys, types
+        import paceline.launch.forked as forked
+        from paceline.cli import main
+
+        def popen(*arguments, **options):
+            ctypes.CDLL(None).prctl(36, 0, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans go elsewhere
+            return subprocess.Popen(*arguments, **options)
+
+        forked.subprocess = types.SimpleNamespace(Popen=popen)
+        sys.exit(main(["run", "-n", "2", "--prefix", "never", "script.py"]))
+    """
+    (launcher.folder / "elsewhere.py").write_text(textwrap.dedent(elsewhere))
+    (launcher.folder / "script.py").write_text(
+        "import os\nimport torch\nprint(torch.IMPORTED_BY == os.getpid())"
+    )
+    done = subprocess.run(
+        [sys.executable, "elsewhere.py"],
+        cwd=launcher.folder,
+        env=fake_torch,
+        capture_output=True,
+        text=True,
+        timeout=WITHIN_S,
+    )
+    assert (done.returncode, done.stdout) == (0, "True\nTrue\n"), done.stderr
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGKILL])

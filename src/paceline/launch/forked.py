@@ -129,7 +129,8 @@ def fork_ranks(
         wakeup: A descriptor from which the numbers of signals can be read that have come.
 
     Returns:
-        None: there is none, because torch could not be imported; each rank will tell why.
+        None: there is none. Torch could not be imported, and each rank will tell why; or this is no place
+        for it.
 
     Raises:
         StoppedError: The launcher was asked to stop.
@@ -164,10 +165,21 @@ def fork_ranks(
         os.close(reply)
     if len(pids) == len(starts):
         template.wait()  # it ends at once
-        return [ForkedRank(pid) for pid in pids]
+        if all(map(_is_child, pids)):
+            return [ForkedRank(pid) for pid in pids]
+    # Or there is no subreaper here, or something stands between that is called Python: ranks that find
+    # another parent than the supervisor have ended by themselves.
     kill_descendants()  # a rank that nobody knows of must not run
     template.returncode = template.returncode or 1  # it was reaped there
     return None
+
+
+def _is_child(pid: int) -> bool:
+    try:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
 
 
 def _read_pids(reply: int, wakeup: int) -> list[int]:
