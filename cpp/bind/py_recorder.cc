@@ -23,12 +23,10 @@ void bind_recorder(nb::module_& m) {
   m.def("stop_recording", [] { Recorder::use(nullptr); });
   // Without names of arguments, which take longer to call: it is called several
   // times in each pass.
-  m.def(
-      "record",
-      [](uint16_t event, int64_t first, int64_t second) {
-        if (Recorder* recorder = Recorder::current(); recorder != nullptr)
-          recorder->record(static_cast<Event>(event), first, second);
-      });
+  m.def("record", [](uint16_t event, int64_t first, int64_t second) {
+    if (Recorder* recorder = Recorder::current(); recorder != nullptr)
+      recorder->record(static_cast<Event>(event), first, second);
+  });
 }
 
 }  // namespace paceline
