@@ -710,3 +710,71 @@ def test_a_longer_silence_can_be_allowed(text):
 def test_a_silence_that_is_none_is_refused(text):
     with pytest.raises(ConfigError, match="PACELINE_SILENCE_S"):
         allowed_silence_s({"PACELINE_SILENCE_S": text})
+
+
+# --- what ranks report ---
+
+
+class Watcher:
+    def __init__(self):
+        self.seen, self.changed = [], threading.Condition()
+
+    def _note(self, *what):
+        with self.changed:
+            self.seen.append(what)
+            self.changed.notify_all()
+
+    def take(self, rank, figures):
+        self._note("told", rank, figures)
+
+    def leave(self, rank):
+        self._note("left", rank)
+
+    def lose(self, rank):
+        self._note("lost", rank)
+
+    def wait_for(self, *what):
+        with self.changed:
+            assert self.changed.wait_for(lambda: what in self.seen, 30), self.seen
+
+
+def test_reports_reach_the_hub_and_nobody_else(channels):
+    watcher = Watcher()
+    channels[0].watch(watcher)
+    channels[1].watch(other := Watcher())
+    channels[3].report(b"three")
+    channels[2].report(b"x" * 5000)  # too long: dropped
+    channels[0].report(b"of the hub itself")
+    watcher.wait_for("told", 3, b"three")
+    channels[2].close()
+    watcher.wait_for("left", 2)
+    kill(channels[3])
+    watcher.wait_for("lost", 3)
+    told = [what for each in (watcher, other) for what in each.seen if what[0] == "told"]
+    assert told == [("told", 3, b"three")]
+
+
+def test_reports_go_through_a_tree(monkeypatch):
+    monkeypatch.setattr("paceline.rendezvous.channel_tree.MOST_IN_A_STAR", 2)
+    channels = form()
+    try:
+        watcher = Watcher()
+        channels[0].watch(watcher)
+        channels[3].report(b"three")
+        watcher.wait_for("told", 3, b"three")
+    finally:
+        end(channels)
+
+
+def test_a_report_is_dropped_where_another_one_waits(channels):
+    watcher = Watcher()
+    channels[0].watch(watcher)
+    with channels[3]._lock:
+        channels[3]._unsent[0] = b"\0"
+        before = bytes(channels[3]._unsent[0])
+        channels[3].report(b"later")
+        assert channels[3]._unsent[0] == before
+        channels[3]._unsent[0] = b""
+    channels[3].report(b"now")
+    watcher.wait_for("told", 3, b"now")
+    assert ("told", 3, b"later") not in watcher.seen

@@ -92,17 +92,25 @@ def test_a_trace_of_a_host_that_cannot_be_written_is_told_before(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("ends", "status"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)])
-def test_the_trace_is_written_when_the_agent_has_ended(tmp_path: Path, ends: str, status: int) -> None:
+def test_what_is_seen_of_the_ranks_is_told_when_the_agent_has_ended(
+    tmp_path: Path, ends: str, status: int
+) -> None:
     """In a process of its own, because it takes the signals of that."""
     program = f"""
 import os, sys
-from paceline.launch.elastic import _run_traced
+from paceline.launch.elastic import _run_watched, _say, _Watch
+from paceline.launch.trace import JobRecording
+from pathlib import Path
 class Trace:
     def end(self, say): say("the trace of " + os.environ["WHO"])
+folder = Path({str(tmp_path / "folder")!r})
+recording = JobRecording(folder, is_own=True, output=None, name="x", nprocs=1, launcher=os.getpid(), say=_say)
 agent = [sys.executable, "-c", {"import os, sys; print(os.environ['WHO']); sys.stdout.flush(); " + ends!r}]
-sys.exit(_run_traced(agent, {{**os.environ, "WHO": "agent"}}, Trace()))
+watch = _Watch(recording, None, Trace(), {{"WHO": "agent"}})
+sys.exit(_run_watched(agent, os.environ, watch))
 """
     done = subprocess.run(
         [sys.executable, "-c", program], env={**os.environ, "WHO": "us"}, capture_output=True, text=True
     )
     assert (done.returncode, done.stdout, done.stderr) == (status, "agent\n", "the trace of us\n")
+    assert not (tmp_path / "folder").exists()  # nobody has recorded anything

@@ -358,7 +358,9 @@ def written(folder: Path, ranks: Sequence[RankRecording]) -> None:
 @pytest.mark.parametrize(("exit_status", "is_said"), [(0, True), (1, False)])
 def test_a_job_that_ended_well_says_who_was_slow(tmp_path: Path, exit_status: int, is_said: bool):
     said: list[str] = []
-    recording = JobRecording(tmp_path, is_own=False, output=None, name="x", nprocs=3, say=said.append)
+    recording = JobRecording(
+        tmp_path, is_own=False, output=None, name="x", nprocs=3, launcher=1, say=said.append
+    )
     written(tmp_path, job(BALANCED, SLOW | {Total.CPU_NS: 17 * MS}, BALANCED))
     recording.end(exit_status)
     found = [line for line in said if WAITED in line]
@@ -369,7 +371,7 @@ def test_what_an_earlier_job_left_in_the_folder_is_not_said(tmp_path: Path):
     said: list[str] = []
     written(tmp_path, job(BALANCED, SLOW))
     time.sleep(0.001)
-    JobRecording(tmp_path, is_own=False, output=None, name="x", nprocs=2, say=said.append).end(0)
+    JobRecording(tmp_path, is_own=False, output=None, name="x", nprocs=2, launcher=1, say=said.append).end(0)
     assert said == []
 
 

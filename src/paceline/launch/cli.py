@@ -97,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const="0",
         metavar="PORT",
         help="serve a page about the running job on this machine, at the address that is printed; "
-        "--dashboard=8080: on that port",
+        "--dashboard=8080: on that port. With --nnodes on each host; that of rank 0 shows all ranks",
     )
     add("--timeout-s", type=float, metavar="S", help="stop the job after S seconds")
     add(
@@ -224,7 +224,7 @@ def _use_answer(parsed: argparse.Namespace, command: Sequence[str]) -> Sequence[
 
 
 def _run_on_hosts(parsed: argparse.Namespace, command: Sequence[str]) -> NoReturn:
-    """Become torch's agent for this host.
+    """Run torch's agent for this host.
 
     Raises:
         ConfigError: An option is missing, or is of a launch on one host only.
@@ -232,7 +232,7 @@ def _run_on_hosts(parsed: argparse.Namespace, command: Sequence[str]) -> NoRetur
     missing = [name for name in ("nnodes", "rdzv") if getattr(parsed, name) is None]
     alone = argparse.ArgumentParser(add_help=False)
     add_arguments(alone)
-    of_one_host = ("master_addr", "master_port", "bind", "prefix", "timeout_s", "grace_s", "dashboard")
+    of_one_host = ("master_addr", "master_port", "bind", "prefix", "timeout_s", "grace_s")
     given = [name for name in of_one_host if getattr(parsed, name) != alone.get_default(name)]
     if parsed.nprocs == _AUTO:
         raise ConfigError(
@@ -259,6 +259,7 @@ def _run_on_hosts(parsed: argparse.Namespace, command: Sequence[str]) -> NoRetur
         log_dir=parsed.log_dir,
         threads=parsed.threads or threads_per_rank(cores, max(nprocs, 1)),
         trace=parsed.trace,
+        dashboard=parsed.dashboard,
     )
     environment = dict(environment_of_ranks(parsed.replace_ddp))
     users_secret(environment)  # which is told here, before the ranks of all hosts are started

@@ -15,14 +15,18 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 from paceline.arguments import Arguments
 from paceline.env import split_address
 from paceline.errors import ConfigError
+from paceline.launch.dashboard import DashboardProcess, check_dashboard
 from paceline.launch.process import die_with_parent, interpreter
-from paceline.launch.trace import HostTrace
+from paceline.launch.trace import HostTrace, JobRecording, trace_variables
 from paceline.rendezvous.addresses import Way, find_way, wait_for_listener
+from paceline.tracing import jobs
+from paceline.tracing.ring_file import FOLDER_VARIABLE
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,7 @@ class Elastic:
         log_dir: A folder that gets the output of each rank, too.
         threads: OMP_NUM_THREADS of each rank.
         trace: A file for the timeline of this host's ranks, which gets its name; None: nothing is written.
+        dashboard: The port of a page on this host; "0": a free one; None: there is none.
     """
 
     nnodes: int
@@ -46,10 +51,11 @@ class Elastic:
     log_dir: str | None
     threads: int
     trace: str | None = None
+    dashboard: str | None = None
 
 
 def run_elastic(elastic: Elastic, command: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
-    """Become torch's agent for this host, once the meeting point can be reached.
+    """Run torch's agent for this host, once the meeting point can be reached.
 
     Args:
         elastic: What was asked.
@@ -91,28 +97,88 @@ def run_elastic(elastic: Elastic, command: Sequence[str], environment: Mapping[s
     told = {**environment, "OMP_NUM_THREADS": threads}
     words = [*interpreter(), *arguments, *command]
     sys.stdout.flush()
-    if checked.trace is not None:
-        trace = HostTrace(checked.trace, socket.gethostname(), checked.nprocs)
-        sys.exit(_run_traced(words, {**told, **trace.begin(told)}, trace))
-    os.execvpe(sys.executable, words, told)
+    sys.exit(_run_watched(words, told, _watch_of(checked, command, told)))
 
 
-def _run_traced(words: Sequence[str], environment: Mapping[str, str], trace: HostTrace) -> int:
-    """Run the agent as a child, and write the trace when it has ended. Returns its exit status.
+@dataclass(frozen=True)
+class _Watch:
+    """Who looks at the ranks of this host, and at those of all hosts where rank 0 is here.
+
+    Attributes:
+        recording: What is recorded.
+        dashboard: The page about it; None: there is none.
+        trace: The timeline; None: nothing is written.
+        variables: What the ranks must be told.
+    """
+
+    recording: JobRecording
+    dashboard: DashboardProcess | None
+    trace: HostTrace | None
+    variables: Mapping[str, str]
+
+
+def _watch_of(elastic: Elastic, command: Sequence[str], inherited: Mapping[str, str]) -> _Watch:
+    """Choose where the ranks record.
+
+    Raises:
+        ConfigError: Nothing can be written there, or the page's port or token is none.
+    """
+    dashboard = None if elastic.dashboard is None else check_dashboard(elastic.dashboard, inherited)
+    trace: HostTrace | None = None
+    if elastic.trace is not None:
+        trace = HostTrace(elastic.trace, socket.gethostname(), elastic.nprocs)
+        variables, is_own = trace.begin(inherited), False
+    else:
+        variables = trace_variables(inherited, jobs.new_folder(), is_whole=False)
+        is_own = FOLDER_VARIABLE in variables
+    folder = Path({**inherited, **variables}[FOLDER_VARIABLE])
+    name = next((word for word in command if word != "-m"), "")
+    recording = JobRecording(
+        folder, is_own=is_own, output=None, name=name, nprocs=elastic.nprocs, launcher=os.getpid(), say=_say
+    )
+    page = None if dashboard is None else DashboardProcess(folder, *dashboard, _say)
+    return _Watch(recording, page, trace, variables)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _run_watched(words: Sequence[str], environment: Mapping[str, str], watch: _Watch) -> int:
+    """Run the agent as a child, and tell what is seen of its ranks. Returns its exit status.
 
     A Ctrl-C reaches the agent from the terminal; other signals are passed on. If this process is killed, the
     agent is asked to stop.
     """
     own_pid = os.getpid()
+    watch.recording.begin()
+    if watch.dashboard is not None:
+        watch.dashboard.begin()
     agent = subprocess.Popen(
-        words, env=dict(environment), preexec_fn=lambda: die_with_parent(own_pid, signal.SIGTERM)
+        words,
+        env={**environment, **watch.variables},
+        preexec_fn=lambda: die_with_parent(own_pid, signal.SIGTERM),
     )
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for signum in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, lambda received, _: agent.send_signal(received))
-    status = agent.wait()
-    trace.end(lambda line: print(line, file=sys.stderr, flush=True))
-    return status if status >= 0 else 128 - status
+    while (ended := _wait(agent, watch.recording.seconds_to_look())) is None:
+        watch.recording.look()
+    status = ended if ended >= 0 else 128 - ended
+    if watch.dashboard is not None:
+        watch.dashboard.end(status)
+    watch.recording.end(status)
+    if watch.trace is not None:
+        watch.trace.end(_say)
+    return status
+
+
+def _wait(agent: subprocess.Popen[bytes], seconds: float) -> int | None:
+    """The exit status of the agent; None: it has not ended in time."""
+    try:
+        return agent.wait(max(seconds, 0.01))
+    except subprocess.TimeoutExpired:
+        return None
 
 
 def check(elastic: Elastic) -> Elastic:

@@ -88,6 +88,7 @@ class Supervisor:
             output=plan.options.trace,
             name=plan.name,
             nprocs=plan.nprocs,
+            launcher=os.getppid(),
             say=screen.say,
         )
         self._dashboard: DashboardProcess | None = None

@@ -7,7 +7,6 @@ neighbours.
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from paceline.errors import ConfigError, PacelineError
 from paceline.tracing import chrome, jobs
+from paceline.tracing.far_ranks import far_ranks
 from paceline.tracing.ring_file import (
     CAPACITY_VARIABLE,
     FOLDER_VARIABLE,
@@ -79,7 +79,8 @@ class JobRecording:
         is_own: Whether the launcher makes the folder, and takes it away.
         output: The file of `--trace`; None: nothing is written.
         name: The script.
-        nprocs: Number of ranks.
+        nprocs: Number of ranks of this host.
+        launcher: The process that the user has started.
         say: Shows a line to the user.
     """
 
@@ -91,11 +92,12 @@ class JobRecording:
         output: str | None,
         name: str,
         nprocs: int,
+        launcher: int,
         say: Callable[[str], None],
     ) -> None:
         self._folder, self._is_own, self._output, self._say = folder, is_own, output, say
         self._watch, self._look_at = SlowWatch(), time.monotonic() + _LOOKS_EVERY_S
-        self._facts = jobs.JobFacts(name, os.getppid(), nprocs, time.time())
+        self._facts, self._began_ns = jobs.JobFacts(name, launcher, nprocs, time.time()), time.monotonic_ns()
 
     def begin(self) -> None:
         """Make the folder."""
@@ -120,13 +122,21 @@ class JobRecording:
             self._say(f"paceline: {sentence}")
 
     def _totals(self) -> list[RankRecording]:
-        """The totals of the ranks, without what an earlier job has left in a folder of the user's."""
-        found = []
+        """The totals of the ranks, without what an earlier job has left in a folder of the user's.
+
+        On the host of rank 0 those of all hosts; on the others none, because they know of no other ranks.
+        """
+        found: dict[int, RankRecording] = {}
         for path in paths_in(self._folder):
             with suppress(OSError):
-                found.append(read_start(path))
-        started_ns = self._facts.started_s * 1e9
-        return [each for each in found if each is not None and each.header.real_ns >= started_ns]
+                start = read_start(path)
+                if start is not None and start.header.real_ns >= self._facts.started_s * 1e9:
+                    found[start.header.rank] = start
+        is_everywhere = all(each.header.world_size <= self._facts.nprocs for each in found.values())
+        if not is_everywhere and 0 not in found:
+            return []
+        far = {each.recording.header.rank: each.recording for each in far_ranks(self._folder, self._began_ns)}
+        return list({**far, **found}.values())
 
     def end(self, exit_status: int) -> None:
         """Say which ranks were slow; write the trace, or say how a failed job can be looked at.
@@ -210,8 +220,6 @@ class HostTrace:
         """Write the timeline of this host's ranks, and say where it is."""
         try:
             recordings = jobs.read([self.folder])
-            for slow in slow_ranks(whole_spans(recordings), AT_THE_END):
-                say(f"paceline: {slow.sentence()}")
             chrome.write(self.output, recordings)
             say(
                 f"paceline: the trace of this host's ranks is in {self.output}; for one of all hosts, "

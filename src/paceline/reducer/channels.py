@@ -1,6 +1,6 @@
 """The control channel of a framework's process group whose ranks are on several hosts: one for each group.
 
-Imports rendezvous, `env`, its neighbours and the standard library.
+Imports rendezvous, tracing, `env`, its neighbours and the standard library.
 """
 
 from __future__ import annotations
@@ -17,12 +17,16 @@ from typing import Any
 
 from paceline.env import job_id_from_environment
 from paceline.reducer.peers import Ranks
+from paceline.rendezvous.channel_tree import HUB
 from paceline.rendezvous.control import ControlChannel, form_channel
 from paceline.rendezvous.handshake import Facts
 from paceline.rendezvous.secret import FILE_VARIABLE, JobSecret, find_secret
+from paceline.tracing.far_ranks import FarRanks
+from paceline.tracing.recording import recording
 
 _log = logging.getLogger("paceline")
 _channels: weakref.WeakKeyDictionary[Any, ControlChannel] = weakref.WeakKeyDictionary()
+_reports_through: weakref.ref[ControlChannel] | None = None
 _is_warned = False
 
 
@@ -42,8 +46,26 @@ def channel_of(group: Any, peers: Ranks, hosts: Sequence[Sequence[int]], framewo
         secret = find_secret()
         _tell_what_is_open(peers.rank, secret)
         facts = _facts(peers, hosts, framework, secret)
-        _channels[group] = form_channel(peers.exchange, facts, hosts, secret.key, peers.timeout_s)
+        channel = form_channel(peers.exchange, facts, hosts, secret.key, peers.timeout_s)
+        _channels[group] = channel
+        _report_to_hub(channel, peers.rank, hosts)
     return _channels[group]
+
+
+def _report_to_hub(channel: ControlChannel, rank: int, hosts: Sequence[Sequence[int]]) -> None:
+    """Let the host of rank 0 know what the ranks of other hosts do; of several groups, through the first."""
+    global _reports_through
+    of_hub = next(ranks for ranks in hosts if HUB in ranks)
+    if rank == HUB:
+        channel.watch(FarRanks(lambda: recording.folder))
+    elif rank not in of_hub and (_reports_through is None or _reports_through() is None):
+        _reports_through = weakref.ref(channel)
+        recording.tell_host = _tell_hub
+
+
+def _tell_hub(figures: bytes) -> None:
+    if _reports_through is not None and (channel := _reports_through()) is not None:
+        channel.report(figures)
 
 
 def _facts(peers: Ranks, hosts: Sequence[Sequence[int]], framework: str, secret: JobSecret) -> Facts:

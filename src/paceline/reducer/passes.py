@@ -573,7 +573,7 @@ class Passes(Generic[AnyAutograd]):
             if (note := recording.note) is not None:
                 note(_PASS_ENDED, number, has_raised)
                 # Elsewhere than in memory the norm would be computed for this.
-                is_sampled = now_ns >= recording.next_sample_ns and recording.sample(now_ns)
+                is_sampled = now_ns >= recording.next_sample_ns and recording.sample(now_ns, number)
                 if is_sampled and not has_raised and self.path == "memory":
                     note(_NORM, number, float_bits(math.sqrt(self.squared_norm())))
 

@@ -116,9 +116,9 @@ class ReportingReducer(ABC):
             raise
         ended = time.monotonic()
         self._waited_s += ended - started
-        self._worked.end_pass(ended, ended - started, [each.worked_us for each in self._reports])
+        last = self._worked.end_pass(ended, ended - started, [each.worked_us for each in self._reports])
         if (note := recording.note) is not None:
-            note(_WAITED, round(started * 1e9), -1)
+            note(_WAITED, round(started * 1e9), last)
         self._overlapping = overlapping(self._copied)
         self._begin_pass()
         self._passes += 1

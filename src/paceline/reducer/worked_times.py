@@ -68,8 +68,8 @@ class WorkedTimes:
         """This rank has all its gradients, at this time in seconds."""
         self.own_us = max(1, round((now - self._over_at) * 1e6)) if self._over_at else 0
 
-    def end_pass(self, now: float, waited_s: float, worked_us: Sequence[int]) -> None:
-        """All ranks have told how long they have worked.
+    def end_pass(self, now: float, waited_s: float, worked_us: Sequence[int]) -> int:
+        """All ranks have told how long they have worked; returns who came last, or -1: that is not known.
 
         Example:
             Of two ranks this one has worked for 3 ms and then waited for 8, and the other one has worked for
@@ -77,7 +77,7 @@ class WorkedTimes:
         """
         self._over_at = now
         if not self.own_us or not all(worked_us):  # in the first pass nobody knows
-            return
+            return -1
         self._rows.append(tuple(worked_us))
         longest = max(range(len(worked_us)), key=worked_us.__getitem__)
         for rank, us in enumerate(worked_us):
@@ -88,6 +88,7 @@ class WorkedTimes:
         self._passes += 1
         behind_ns = (worked_us[longest] - self.own_us) * 1000
         self.waited_for_ns[longest] += max(0, min(behind_ns, round(waited_s * 1e9)))
+        return longest
 
     @property
     def arrivals(self) -> Arrivals:

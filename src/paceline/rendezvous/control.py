@@ -12,6 +12,9 @@ deadline of the pass is there.
     the hub                          tells all others, then ends its own waits; in a tree, whoever is between
     every rank                       keeps the first failure; whoever waits asks for it, or is called
 
+    what a rank has done, for who    goes to the hub once in a second, and is dropped where there is no room
+    watches the job
+
 What a rank owes to a pass it may have sent before it died, so callbacks come a moment after a death; an
 exception has no such moment. After a failure the channel goes on, but keeps to the first.
 
@@ -32,7 +35,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from paceline.errors import CollectiveError, ConfigError, PeerLostError, format_ranks
 from paceline.rendezvous import lifetime
@@ -57,6 +60,7 @@ _RECEIVE_BYTES = 1 << 16
 _MOST_UNSENT_BYTES = 1 << 18
 _UNREACHABLE = frozenset({errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN})
 _RANK_BYTES = 4
+_MOST_FIGURES_BYTES = 4096
 
 _channels: weakref.WeakSet[ControlChannel] = weakref.WeakSet()
 
@@ -132,6 +136,22 @@ class Loss:
         return cls(**read_object(raw, {"ranks": list, "is_silent": bool, "by": int, "said": str}))
 
 
+class RanksWatcher(Protocol):
+    """Who is told at the hub what the ranks do, by their numbers in the channel."""
+
+    def take(self, rank: int, figures: bytes) -> None:
+        """A rank has reported."""
+        ...
+
+    def leave(self, rank: int) -> None:
+        """A rank has ended in good order."""
+        ...
+
+    def lose(self, rank: int) -> None:
+        """A rank has died, or its host cannot be reached."""
+        ...
+
+
 class ControlChannel:
     """One rank's end of the channel; `form_channel` makes it. Ends when nobody holds it any more.
 
@@ -166,6 +186,7 @@ class ControlChannel:
         self._left: set[int] = set()
         self._has_told = self._is_leaving = self._is_closed = False
         self._has_failed = threading.Event()
+        self._watcher: RanksWatcher | None = None
         self._callbacks: list[weakref.WeakMethod[Callable[[BaseException], object]]] = []
         self._calls_at_s: float | None = None
         self._beats_at_s = time.monotonic()
@@ -211,6 +232,27 @@ class ControlChannel:
             has_been = self.failure is not None and self._calls_at_s is None
         if has_been and self.failure is not None:
             call(self.failure)
+
+    def report(self, figures: bytes) -> None:
+        """Tell the hub what this rank has done, for who watches the job. Does not block.
+
+        What cannot be sent at once is dropped: the next figures say more.
+
+        Args:
+            figures: At most 4096 bytes.
+        """
+        if os.getpid() != self._pid or self._parent is None or len(figures) > _MOST_FIGURES_BYTES:
+            return
+        with self._lock:
+            self._pass_on(self._rank.to_bytes(_RANK_BYTES, "little") + figures)
+
+    def watch(self, watcher: RanksWatcher) -> None:
+        """At the hub: tell this one what the ranks report, and which of them are gone.
+
+        In the channel's thread; it must not block.
+        """
+        with self._lock:
+            self._watcher = watcher
 
     @property
     def left(self) -> tuple[Member, ...]:
@@ -330,10 +372,13 @@ class ControlChannel:
 
     def _understand(self, rank: int, kind: Frame, text: bytes) -> None:
         with self._lock:
+            if kind is Frame.FIGURES:
+                self._hear_figures(rank, text)
             if kind is Frame.DIED:
                 loss = Loss.unpack(text)
                 self._check_speaker(rank, loss.ranks)
                 self._send_all(kind, text, but=rank)
+                self._lose_sight(loss.ranks)
                 self._fail(self._lost(loss), _GRACE_S)
             if kind not in (Frame.FAILED, Frame.LEFT):
                 return
@@ -342,8 +387,26 @@ class ControlChannel:
             self._send_all(kind, about.to_bytes(_RANK_BYTES, "little") + words, but=rank)
             if kind is Frame.LEFT:
                 self._left.add(about)
+                if self._watcher is not None:
+                    self._watcher.leave(about)
             else:
                 self._fail(self._told(about, words.decode(errors="replace")), 0.0)
+
+    def _hear_figures(self, rank: int, text: bytes) -> None:
+        """What a rank has done: keep it, or pass it on towards the hub."""
+        about = int.from_bytes(text[:_RANK_BYTES], "little")
+        if rank == self._parent or len(text) > _RANK_BYTES + _MOST_FIGURES_BYTES:
+            raise ValueError("figures that are not for this rank")
+        self._check_speaker(rank, [about])
+        if self._parent is not None:
+            self._pass_on(text)
+        elif self._watcher is not None:
+            self._watcher.take(about, text[_RANK_BYTES:])
+
+    def _lose_sight(self, ranks: Sequence[int]) -> None:
+        if self._watcher is not None:
+            for rank in ranks:
+                self._watcher.lose(rank)
 
     def _check_speaker(self, rank: int, about: Sequence[int]) -> None:
         """Raise ValueError if a neighbour speaks for ranks that do not speak through it."""
@@ -367,6 +430,7 @@ class ControlChannel:
                 lost = next(list(ranks) for ranks in self._hosts if rank in ranks)
             loss = Loss(lost, is_silent, self._rank, "" if error.errno else str(error))
             self._send_all(Frame.DIED, loss.pack())
+            self._lose_sight(lost)
             self._fail(self._lost(loss), _GRACE_S)
 
     def _fail(self, error: CollectiveError, within_s: float) -> None:
@@ -421,6 +485,11 @@ class ControlChannel:
         for rank in list(self._connections):
             if rank != but:
                 self._send(rank, kind, text)
+
+    def _pass_on(self, figures: bytes) -> None:
+        """Towards the hub, unless something waits to be sent there already."""
+        if self._parent is not None and not self._unsent.get(self._parent):
+            self._send(self._parent, Frame.FIGURES, figures)
 
     def _send(self, rank: int, kind: Frame, text: bytes) -> None:
         connection = self._connections.get(rank)

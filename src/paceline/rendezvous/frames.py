@@ -33,6 +33,7 @@ class Frame(IntEnum):
     BEAT = 8
     DIED = 9
     LEFT = 10
+    FIGURES = 11
 
 
 def frame(kind: Frame, payload: bytes) -> bytes:

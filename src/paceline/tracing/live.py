@@ -12,8 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+from paceline.tracing.far_ranks import FarRank, State
 from paceline.tracing.records import Event, Record, bits_float, pass_of
 from paceline.tracing.ring_file import RankHeader
+from paceline.tracing.slow import Span
+from paceline.tracing.totals import Total
 
 PassKey = tuple[int, int]
 
@@ -28,6 +31,7 @@ _BEGUN = {
     Event.DATA_BEGAN: "data",
     Event.DATA_ENDED: "",
 }
+_LATE_NS = 3_000_000_000  # a rank of another host tells its figures once in a second
 _SAMPLES = "samples"  # a value of this name counts instead of batch sizes
 
 
@@ -81,6 +85,7 @@ class RankSnapshot:
         failed: How many passes of the window raised.
         failure: Why the last one did; "": none.
         is_recovered: Whether it has ended a good pass since.
+        is_far: Whether it runs on another host: `doing` and what its passes raised are not known then.
     """
 
     rank: int
@@ -104,6 +109,7 @@ class RankSnapshot:
     failed: int
     failure: str
     is_recovered: bool
+    is_far: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,7 +118,7 @@ class JobSnapshot:
 
     Attributes:
         world_size: Number of ranks; there may be fewer here, if some are on other hosts or have not begun.
-        ranks: Those that record here, in order.
+        ranks: Those that record here, and on the host of rank 0 those of the other hosts, in order.
         step: The least of the ranks' steps.
         steps_per_s: The least of the ranks' rates.
         samples_per_s: The sum of all ranks; None: of some it is not known.
@@ -131,12 +137,19 @@ class JobSnapshot:
     cause: str = ""
 
 
-def snapshot(windows: Sequence[RankWindow], now_ns: int) -> JobSnapshot:
+def snapshot(
+    windows: Sequence[RankWindow],
+    now_ns: int,
+    far: Sequence[FarRank] = (),
+    spans: Mapping[int, Span] | None = None,
+) -> JobSnapshot:
     """What the ranks did in their windows, and do now.
 
     Args:
-        windows: One for each rank; those of several hosts have clocks of their own.
+        windows: One for each rank of this host.
         now_ns: The time by the clock of this host.
+        far: What the ranks of other hosts have told.
+        spans: By how much the totals of each rank have grown, of this host and of others, of late.
 
     Example:
         Rank 0 waits 30 of 100 ms in each pass, because rank 1 works for 90 ms and it for 60: rank 0 has
@@ -145,17 +158,19 @@ def snapshot(windows: Sequence[RankWindow], now_ns: int) -> JobSnapshot:
     model = min((model for each in windows for model, _ in _ends(each)), default=0)
     arrivals = {each.header.rank: _arrivals(each) for each in windows}
     readers = [_RankReader(each, model, arrivals, now_ns) for each in windows]
-    ranks = tuple(reader.read() for reader in readers)
+    away = [_FarReader(each, spans or {}, now_ns) for each in far]
+    every: list[_RankReader | _FarReader] = [*readers, *away]
+    ranks = tuple(sorted((reader.read() for reader in every), key=lambda each: each.rank))
     lost: dict[int, float] = defaultdict(float)
-    for reader in readers:
-        for whom, seconds in reader.waited_for.items():
-            lost[whom] += seconds / len(readers)
+    for reader in every:
+        for whom, part in reader.waited_for.items():
+            lost[whom] += part / len(every)
     waited_for = {whom: part for whom, part in sorted(lost.items()) if part > 0}
     most = max(waited_for, key=waited_for.__getitem__, default=None)
     steps = [each.step for each in ranks if each.step is not None]
     rates = [each.samples_per_s for each in ranks if each.samples_per_s is not None]
     return JobSnapshot(
-        world_size=max((each.header.world_size for each in windows), default=0),
+        world_size=max((reader.world_size for reader in every), default=0),
         ranks=ranks,
         step=min(steps, default=None),
         steps_per_s=min((each.steps_per_s for each in ranks), default=0.0),
@@ -182,6 +197,7 @@ class _RankReader:
         self, window: RankWindow, model: int, arrivals: Mapping[int, Mapping[PassKey, int]], now_ns: int
     ) -> None:
         self._window, self._model, self._arrivals = window, model, arrivals
+        self.world_size = window.header.world_size
         self._records = window.records
         last_ns = self._records[-1].time_ns if self._records else now_ns
         self._now_ns = max(now_ns, last_ns) if window.is_alive else last_ns
@@ -324,9 +340,9 @@ class _RankReader:
 
     def _last_of(self, key: PassKey | None, told: int) -> Sequence[int]:
         """The rank that came last to a pass, if it is another one."""
-        if told < 0 and key is not None:
+        if told < 0 and key is not None:  # nobody has told: the last one of this host, if all are here
             came = {rank: times[key] for rank, times in self._arrivals.items() if key in times}
-            told = max(came, key=came.__getitem__) if len(came) > 1 else -1
+            told = max(came, key=came.__getitem__) if len(came) == self.world_size > 1 else -1
         return (told,) if told >= 0 and told != self._window.header.rank else ()
 
     def _waits_now(self, key: PassKey | None) -> tuple[int, list[int]]:
@@ -341,6 +357,74 @@ class _RankReader:
         if has_waited or not missing:
             return 0, []
         return max(came_ns, self._begin_ns), missing
+
+
+class _FarReader:
+    """Reads what a rank of another host has told: the growth of its totals, and who held all up meanwhile."""
+
+    def __init__(self, far: FarRank, spans: Mapping[int, Span], now_ns: int) -> None:
+        self._far, self._now_ns = far, now_ns
+        self._header = far.recording.header
+        self.world_size = self._header.world_size
+        span = spans.get(self._header.rank)
+        is_known = span is not None and span.passes > 0 and span.grown.get(Total.TIME_NS, 0.0) > 0
+        self._span = span if is_known else None
+        self.waited_for = self._waits(spans)  # parts of the time
+
+    def read(self) -> RankSnapshot:
+        words, header, span = self._far.words, self._header, self._span
+        rate = 0.0 if span is None else self._rate(span)
+        samples = words.values.get(_SAMPLES)
+        if samples is None and span is not None:
+            samples = span.of_step(Total.SAMPLES)
+        worked_ns = None if span is None else span.of_step(Total.WORKED_NS)
+        return RankSnapshot(
+            rank=header.rank,
+            pid=header.pid,
+            host=header.host,
+            is_alive=self._far.state == State.LIVE,
+            doing="",
+            silent_s=self._silent_ns / 1e9,
+            step=words.step,
+            steps_per_s=rate,
+            samples_per_s=None if not samples or span is None else rate * samples,
+            worked_s=None if worked_ns is None else worked_ns / 1e9,
+            waiting=sum(self.waited_for.values()),
+            waits_for=max(self.waited_for, key=self.waited_for.__getitem__, default=None),
+            memory_bytes=words.memory_bytes,
+            is_memory_shared=True,
+            values=words.values,
+            norm=None,
+            nonfinite=0,  # the ranks of this host know of the same ones
+            nonfinite_rank=None,
+            failed=bool(words.failure),
+            failure=words.failure,
+            is_recovered=False,
+            is_far=True,
+        )
+
+    @property
+    def _silent_ns(self) -> int:
+        return max(0, self._now_ns - self._far.received_ns)
+
+    def _rate(self, span: Span) -> float:
+        """Passes in a second; falls when nothing was told for longer than usual."""
+        took_ns = span.grown[Total.TIME_NS]
+        is_late = self._silent_ns > _LATE_NS
+        return span.passes * 1e9 / (took_ns + self._silent_ns if is_late else took_ns)
+
+    def _waits(self, spans: Mapping[int, Span]) -> dict[int, float]:
+        """What part of its time it has waited for whom: by how long each of the others has held all up."""
+        span = self._span
+        if span is None:
+            return {}
+        waiting = min(1.0, max(0.0, 1 - span.grown.get(Total.WORKED_NS, 0.0) / span.grown[Total.TIME_NS]))
+        held_ns = {
+            rank: ns
+            for rank, each in spans.items()
+            if rank != self._header.rank and (ns := each.grown.get(Total.HELD_UP_NS, 0.0)) > 0
+        }
+        return {rank: waiting * ns / sum(held_ns.values()) for rank, ns in held_ns.items()}
 
 
 _OF_PASSES = frozenset(

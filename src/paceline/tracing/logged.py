@@ -41,3 +41,4 @@ def log(name: str, value: SupportsFloat) -> None:
         listener(name, known)
     if note is not None and (number := recording.number_name(name)) is not None:
         note(_LOGGED, number, float_bits(known))
+        recording.logged[name] = known

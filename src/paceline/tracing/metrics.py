@@ -15,19 +15,19 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def metrics_text(now: JobSnapshot, job: str) -> str:
-    """All figures of a snapshot; the label `job_id` tells jobs apart, and `rank` their ranks.
+    """All figures of a snapshot; the label `job_id` tells jobs apart, `rank` their ranks, `host` their hosts.
 
     Example:
         >>> print(metrics_text(now, "9fb9a4"))
         # HELP paceline_up Whether the process of the rank runs.
         # TYPE paceline_up gauge
-        paceline_up{job_id="9fb9a4",rank="0"} 1
+        paceline_up{job_id="9fb9a4",rank="0",host="node0"} 1
         ...
     """
     lines: list[str] = []
     for name, kind, about, find in _FAMILIES:
         samples = [
-            f"paceline_{name}{_labels({'job_id': job, 'rank': str(rank.rank), **labels})} {_number(value)}"
+            f"paceline_{name}{_labels({**_who(job, rank), **labels})} {_number(value)}"
             for rank in now.ranks
             for labels, value in find(now, rank)
             if value is not None
@@ -35,6 +35,10 @@ def metrics_text(now: JobSnapshot, job: str) -> str:
         if samples:
             lines += [f"# HELP paceline_{name} {about}", f"# TYPE paceline_{name} {kind}", *samples]
     return "".join(f"{line}\n" for line in lines)
+
+
+def _who(job: str, rank: RankSnapshot) -> Mapping[str, str]:
+    return {"job_id": job, "rank": str(rank.rank), "host": rank.host}
 
 
 _Found = Iterable[tuple[Mapping[str, str], float | None]]

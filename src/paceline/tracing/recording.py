@@ -26,7 +26,8 @@ from typing import Any, TypeVar, cast, final
 from paceline import _core
 from paceline.tracing import ring_file
 from paceline.tracing.batches import shape_of_batch
-from paceline.tracing.records import Event
+from paceline.tracing.far_ranks import Words, pack_figures
+from paceline.tracing.records import Event, pass_of
 from paceline.tracing.ring_file import (
     BATCHES_VARIABLE,
     CAPACITY_VARIABLE,
@@ -36,7 +37,7 @@ from paceline.tracing.ring_file import (
     RankRecording,
 )
 from paceline.tracing.totals import ModelTotals, Total, Totals, sum_of
-from paceline.tracing.usage import UsageReader
+from paceline.tracing.usage import UsageReader, resident_bytes
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _BATCH = int(Event.BATCH)
@@ -56,6 +57,9 @@ class Recording:
         next_sample_ns: When the totals are to be written next, by CLOCK_MONOTONIC.
         data_ns: How long batches of data loaders have taken; None: nobody looks.
         optimizer_ns: The same for steps of optimizers.
+        tell_host: Tells the host of rank 0 what this rank has done, once in a second, and must not wait for
+            it; None: this is that host, or there is no other one.
+        logged: The last values that the program has logged.
     """
 
     __slots__ = (
@@ -63,6 +67,8 @@ class Recording:
         "_facts",
         "_first",
         "_gone",
+        "_header",
+        "_last",
         "_last_failure",
         "_memory",
         "_models",
@@ -71,13 +77,16 @@ class Recording:
         "_num_samples",
         "_path",
         "_place",
+        "_steps",
         "_usage",
         "data_ns",
         "has_batches",
         "keeps_all",
+        "logged",
         "next_sample_ns",
         "note",
         "optimizer_ns",
+        "tell_host",
     )
 
     def __init__(self) -> None:
@@ -91,7 +100,12 @@ class Recording:
         self.keeps_all = False
         self.data_ns: int | None = None
         self.optimizer_ns: int | None = None
+        self._header: RankHeader | None = None
         self._first: Totals = {}
+        self._last: Totals = {}
+        self._steps: dict[int, int] = {}  # of each model, when this rank was looked at
+        self.tell_host: Callable[[bytes], object] | None = None
+        self.logged: dict[str, float] = {}
         self._num_samples = 0
         self._models: dict[int, ModelTotals] = {}
         self._gone: Totals = {}  # of models that make no passes any more
@@ -122,6 +136,11 @@ class Recording:
                 RuntimeWarning,
                 stacklevel=2,
             )
+
+    @property
+    def folder(self) -> Path | None:
+        """Where this process records; None: nowhere, or where nobody finds it."""
+        return None if self._path is None else self._path.parent
 
     def begin_if_batches_count(self, rank: int, world_size: int) -> None:
         """As `begin_if_asked`, for a rank that is alone and has no passes: only `paceline tune` asks it."""
@@ -160,6 +179,7 @@ class Recording:
         )
         ring_file.write_header(memory, header)
         self._memory, self._path, self._place = memory, path, (rank, world_size)
+        self._header = header
         for fact in self._facts.values():
             ring_file.add_note(memory, fact)
         for name, number in self._names.items():
@@ -242,6 +262,7 @@ class Recording:
             self._last_failure = text
             fact = {"what": "failure", "time_ns": time.monotonic_ns(), "text": text}
             ring_file.add_note(self._memory, fact, is_failure=True)
+            self._tell_host()
 
     def number_name(self, name: str) -> int | None:
         """A number for the name of a logged value; None: there are too many names."""
@@ -252,11 +273,12 @@ class Recording:
                 ring_file.add_note(self._memory, _named(name, number))
         return number
 
-    def sample(self, now_ns: int) -> bool:
+    def sample(self, now_ns: int, number: int = 0) -> bool:
         """Write the totals of this process, once in a second. Called at the end of passes.
 
         Args:
             now_ns: By CLOCK_MONOTONIC.
+            number: The pass that has ended, as records have it (`pass_id`).
 
         Returns:
             Whether it has; the caller may note more that is worth no look in each pass.
@@ -264,8 +286,19 @@ class Recording:
         if now_ns < self.next_sample_ns or self._memory is None:
             return False
         self.next_sample_ns = now_ns + _SAMPLE_EVERY_NS
+        model, step = pass_of(number)
+        self._steps[model] = step
         self._write_totals(now_ns)
+        self._tell_host()
         return True
+
+    def _tell_host(self) -> None:
+        """Tell the host of rank 0, if that is another one."""
+        if self.tell_host is None or self._header is None or not self._last:
+            return
+        step = self._steps.get(min(self._steps, default=0))
+        words = Words(step, self.logged, self._last_failure, resident_bytes())
+        self.tell_host(pack_figures(self._header, self._first, self._last, words))
 
     def _write_totals(self, now_ns: int) -> None:
         memory, usage = self._memory, self._usage
@@ -279,6 +312,7 @@ class Recording:
         if self.optimizer_ns is not None:
             totals[Total.OPTIMIZER_NS] = self.optimizer_ns
         self._num_samples += 1
+        self._last = totals
         if not self._first:
             self._first = totals
             ring_file.write_totals(memory, totals, 1, is_first=True)
@@ -288,6 +322,7 @@ class Recording:
         """The process ends."""
         if self._first:
             self._write_totals(time.monotonic_ns())
+            self._tell_host()
 
     def _stop(self) -> None:
         """Record no more. In a forked child, too: the ring is its parent's."""

@@ -334,6 +334,11 @@ class CauseWatch:
         while len(self._looks) > 1 and newest_ns - _newest_ns(self._looks[1]) >= self._SPAN_NS:
             self._looks.popleft()
 
+    @property
+    def spans(self) -> Mapping[int, Span]:
+        """What each rank has done since then."""
+        return {span.rank: span for span in self._spans}
+
     def of(self, rank: int) -> Cause | None:
         """Why this rank works longer than the others; None: it does not, or that could not be told.
 

@@ -29,6 +29,8 @@ job that runs. The job does not notice.
 """
 _EVERY_S = 1.0
 _WIDE, _WIDER = 64, 92  # columns of a terminal that has room for more figures
+_HOST_WIDTH = 10
+_FAR_SILENT_S = 3  # a rank of another host tells its figures once in a second
 _ROWS_AROUND = 8  # of a terminal, that are not ranks
 
 
@@ -109,9 +111,15 @@ def frame(watch: JobWatch, now: JobSnapshot, console: Console) -> Group:
         return Group(title, Text("No rank has recorded a pass yet: no model is wrapped so far."))
     lines = [title, *(Text(line) for line in _summary(now))]
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
-    columns = _columns(width)
+    columns = _columns(width, has_hosts=any(each.is_far for each in now.ranks))
     for heading in columns:
-        table.add_column(heading, justify="right", no_wrap=True)
+        is_name = heading == "host"
+        table.add_column(
+            heading,
+            justify="left" if is_name else "right",
+            no_wrap=True,
+            max_width=_HOST_WIDTH if is_name and width < _WIDER else None,
+        )
     shown = _most_telling(now, max(4, console.height - _ROWS_AROUND) if console.is_terminal else None)
     for rank in shown:
         cells = _cells(rank)
@@ -150,13 +158,15 @@ def _values(now: JobSnapshot) -> dict[str, float]:
     return dict(list(found.items())[:6])
 
 
-def _columns(width: int) -> list[str]:
-    """What a terminal of this width has room for; 40 columns are enough for the first five."""
+def _columns(width: int, *, has_hosts: bool) -> list[str]:
+    """What a terminal of this width has room for; 40 columns are enough for the first five, and the host."""
     columns = ["rank", "step", "waits", "for", "memory"]
     if width >= _WIDE:
         columns[2:2] = ["doing", "own ms"]
     if width >= _WIDER:
         columns += ["samples/s", "loss", "pid"]
+    if has_hosts:
+        columns.insert(1, "host")
     return columns
 
 
@@ -164,6 +174,7 @@ def _cells(rank: RankSnapshot) -> dict[str, str]:
     loss = rank.values.get("loss")
     return {
         "rank": str(rank.rank),
+        "host": rank.host,
         "step": "-" if rank.step is None else str(rank.step),
         "doing": _doing(rank),
         "own ms": "-" if rank.worked_s is None else f"{rank.worked_s * 1e3:.1f}",
@@ -179,8 +190,11 @@ def _cells(rank: RankSnapshot) -> dict[str, str]:
 def _doing(rank: RankSnapshot) -> str:
     if not rank.is_alive:
         return "ended"
-    words = {"average": "averages", "data": "loads data"}.get(rank.doing, rank.doing) or "between"
-    return f"{words} {rank.silent_s:.0f} s" if rank.silent_s >= 2 else words
+    between = "" if rank.is_far else "between"
+    words = {"average": "averages", "data": "loads data"}.get(rank.doing, rank.doing) or between
+    if rank.silent_s < (_FAR_SILENT_S if rank.is_far else 2):
+        return words or "-"
+    return f"{words or 'silent'} {rank.silent_s:.0f} s"
 
 
 def _most_telling(now: JobSnapshot, most: int | None) -> list[RankSnapshot]:

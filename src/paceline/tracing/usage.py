@@ -48,6 +48,19 @@ class UsageReader:
         return found
 
 
+def resident_bytes(pid: int | None = None) -> int | None:
+    """The memory of a process, with what it shares with others; None: this machine does not tell.
+
+    Args:
+        pid: The process; None: this one.
+    """
+    try:
+        pages = int(Path(f"/proc/{'self' if pid is None else pid}/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return None
+    return pages * os.sysconf("SC_PAGE_SIZE") or None
+
+
 def _steal_of(stat: bytes, cpus: set[int]) -> int:
     """Time that was stolen from some processors, by /proc/stat."""
     total = 0

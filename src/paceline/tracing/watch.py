@@ -16,11 +16,13 @@ from typing import Any
 
 from paceline.errors import ConfigError
 from paceline.tracing import jobs
+from paceline.tracing.far_ranks import far_ranks
 from paceline.tracing.jobs import JobFacts
 from paceline.tracing.live import JobSnapshot, RankWindow, snapshot
 from paceline.tracing.ring_file import RankRecording, paths_in, read_start
 from paceline.tracing.slow import CauseWatch
 from paceline.tracing.tail import RingTail
+from paceline.tracing.usage import resident_bytes
 
 _PSS_EVERY_S = 10.0  # the kernel walks through all pages of the rank
 
@@ -67,8 +69,11 @@ class JobWatch:
             tail.look()
             if tail.header is not None:
                 windows.append(self._window(tail))
-        now = snapshot(sorted(windows, key=lambda each: each.header.rank), time.monotonic_ns())
-        self._causes.look(self._totals())
+        here = {each.header.rank for each in windows}
+        far = [each for each in far_ranks(self.folder) if each.recording.header.rank not in here]
+        self._causes.look([*self._totals(), *(each.recording for each in far)])
+        windows.sort(key=lambda each: each.header.rank)
+        now = snapshot(windows, time.monotonic_ns(), far, self._causes.spans)
         cause = None if now.slow_rank is None else self._causes.of(now.slow_rank)
         return now if cause is None else replace(now, cause=cause.text)
 
@@ -105,11 +110,7 @@ class JobWatch:
             self._memory[pid] = time.monotonic() + _PSS_EVERY_S, pss
         if pss:
             return pss, False
-        try:
-            pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-        except (OSError, ValueError, IndexError):
-            return None, True
-        return pages * os.sysconf("SC_PAGE_SIZE") or None, True
+        return resident_bytes(pid), True
 
 
 def as_plain(watch: JobWatch, now: JobSnapshot) -> dict[str, Any]:

@@ -1,0 +1,240 @@
+"""The ranks of other hosts, as the host of rank 0 knows them: what each tells once in a second.
+
+The one idea: a rank tells the beginning of its own file (who it is, and its totals) and a few words. Rank 0's
+process writes that into a file for each such rank, beside the files of the ranks that record there. So who
+watches a job reads all ranks in one folder, whatever became of the process that has written it. Bytes of the
+file, of which the first 3072 are those of a ring's file (`ring_file`):
+
+    0       header
+    1024    totals at the end of the first pass, and those of the last look
+    3072    the number of the writing, when it was received, the state, words as JSON, the number again
+
+Imports its neighbours and the standard library.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+
+from paceline.tracing import ring_file
+from paceline.tracing.ring_file import NOTES_AT, RankHeader, RankRecording
+from paceline.tracing.totals import TABLE_BYTES, Totals, pack_totals, unpack_totals
+
+MOST_BYTES = 2048
+"""The longest that a rank tells at once."""
+_SUFFIX = ".far"
+_WORDS_AT = 3072
+_HEAD = struct.Struct("<QQII")  # number, received_ns, state, length of the words
+_MOST_WORDS = NOTES_AT - _WORDS_AT - _HEAD.size - 8
+_MOST_VALUES = 8
+_NAME_CHARACTERS, _FAILURE_CHARACTERS = 40, 200
+
+
+class State(IntEnum):
+    """Whether a rank of another host is there."""
+
+    LIVE = 0
+    LEFT = 1
+    """It has ended in good order."""
+    LOST = 2
+    """It has died, or its host cannot be reached."""
+
+
+@dataclass(frozen=True)
+class Words:
+    """What a rank tells besides its totals.
+
+    Attributes:
+        step: How many passes of its first model it has ended; None: none.
+        values: What it has logged last, by name; some of it, if there is much.
+        failure: Why its last pass, or its program, raised; "": none has.
+        memory_bytes: Its memory, with what it shares; None: unknown.
+    """
+
+    step: int | None = None
+    values: Mapping[str, float] = field(default_factory=dict)
+    failure: str = ""
+    memory_bytes: int | None = None
+
+    def pack(self) -> bytes:
+        """As JSON, and never longer than there is room."""
+        values = {name[:_NAME_CHARACTERS]: value for name, value in list(self.values.items())[:_MOST_VALUES]}
+        told = {
+            "step": self.step,
+            "values": values,
+            "failure": self.failure[:_FAILURE_CHARACTERS],
+            "memory": self.memory_bytes,
+        }
+        packed = json.dumps(told).encode()
+        return packed if len(packed) <= _MOST_WORDS else Words(self.step, {}, "", self.memory_bytes).pack()
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> Words:
+        """Raises ValueError: it is none."""
+        told = json.loads(raw)
+        if not isinstance(told, dict) or not isinstance(told.get("values"), dict):
+            raise ValueError("no words of a rank")
+        step, memory = (told.get(name) for name in ("step", "memory"))
+        values = {name: float(value) for name, value in told["values"].items()}
+        return cls(
+            step if isinstance(step, int) else None,
+            values,
+            str(told.get("failure", "")),
+            memory if isinstance(memory, int) else None,
+        )
+
+
+@dataclass(frozen=True)
+class FarRank:
+    """What is known of a rank of another host.
+
+    Attributes:
+        recording: Who it is, and its totals.
+        words: What else it has told.
+        state: Whether it is there.
+        received_ns: When it was heard of last, by CLOCK_MONOTONIC of this host.
+    """
+
+    recording: RankRecording
+    words: Words
+    state: State
+    received_ns: int
+
+
+def pack_figures(header: RankHeader, first: Totals, last: Totals, words: Words) -> bytes:
+    """What a rank tells of itself, for `FarRanks.take`."""
+    packed = header.pack()
+    return b"".join(
+        [len(packed).to_bytes(2, "little"), packed, pack_totals(1, first), pack_totals(1, last), words.pack()]
+    )
+
+
+def _unpack_figures(raw: bytes) -> tuple[RankHeader, Totals, Totals, Words]:
+    """Raises ValueError: they are none."""
+    size = int.from_bytes(raw[:2], "little")
+    tables_at, words_at = 2 + size, 2 + size + 2 * TABLE_BYTES
+    header = ring_file.read_header(raw[2:tables_at])
+    if header is None or len(raw) < words_at or len(raw) > MOST_BYTES:
+        raise ValueError("no figures of a rank")
+    first, last = (unpack_totals(raw[at : at + TABLE_BYTES]) for at in (tables_at, tables_at + TABLE_BYTES))
+    return header, first, last, Words.unpack(raw[words_at:])
+
+
+class FarRanks:
+    """Writes the files; in the process of rank 0. For one thread.
+
+    Args:
+        folder: Tells where the job records on this host; None: nowhere (yet).
+    """
+
+    def __init__(self, folder: Callable[[], Path | None]) -> None:
+        self._folder = folder
+        self._files: dict[int, mmap.mmap] = {}  # by the number by which the channel calls a rank
+        self._written = 0
+
+    def take(self, who: int, raw: bytes) -> None:
+        """A rank has told its figures; what is none, or has no room on the disk, is dropped."""
+        with suppress(ValueError, OSError, struct.error):
+            header, first, last, words = _unpack_figures(raw)
+            memory = self._files.get(who)
+            if memory is None:
+                if (folder := self._folder()) is None:
+                    return
+                if not self._files:
+                    _drop_old(folder)
+                memory = self._files[who] = _create(folder / f"rank{header.rank}{_SUFFIX}")
+            ring_file.write_header(memory, header)
+            self._written += 1
+            if first:
+                ring_file.write_totals(memory, first, self._written, is_first=True)
+            ring_file.write_totals(memory, last, self._written)
+            self._write(memory, State.LIVE, words.pack())
+
+    def leave(self, who: int) -> None:
+        """A rank has ended in good order."""
+        self._end(who, State.LEFT)
+
+    def lose(self, who: int) -> None:
+        """A rank has died, or its host cannot be reached."""
+        self._end(who, State.LOST)
+
+    def _end(self, who: int, state: State) -> None:
+        """The first word about it counts."""
+        memory = self._files.get(who)
+        if memory is not None:
+            _, _, before, length = _HEAD.unpack_from(memory, _WORDS_AT)
+            if before == State.LIVE:
+                words = memory[_WORDS_AT + _HEAD.size : _WORDS_AT + _HEAD.size + length]
+                self._written += 1
+                self._write(memory, state, words)
+
+    def _write(self, memory: mmap.mmap, state: State, words: bytes) -> None:
+        head = _HEAD.pack(self._written, time.monotonic_ns(), state, len(words))
+        memory[_WORDS_AT : _WORDS_AT + len(head)] = head
+        memory[_WORDS_AT + len(head) : _WORDS_AT + len(head) + len(words)] = words
+        struct.pack_into("<Q", memory, NOTES_AT - 8, self._written)
+
+
+def _drop_old(folder: Path) -> None:
+    """What an earlier job has left in a folder of the user's."""
+    for name in os.listdir(folder):
+        if _is_far(name):
+            (folder / name).unlink(missing_ok=True)
+
+
+def _is_far(name: str) -> bool:
+    return name.startswith("rank") and name.endswith(_SUFFIX)
+
+
+def _create(path: Path) -> mmap.mmap:
+    path.unlink(missing_ok=True)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(fd, 0, NOTES_AT)
+        return mmap.mmap(fd, NOTES_AT)
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        os.close(fd)
+
+
+def far_ranks(folder: Path, since_ns: int = 0) -> list[FarRank]:
+    """The ranks of other hosts that have told anything here, by rank; none, if the folder can't be read.
+
+    Args:
+        folder: Where the job records on this host.
+        since_ns: Leave out whom nobody has heard of since then (CLOCK_MONOTONIC): an earlier job's.
+    """
+    found = []
+    with suppress(OSError):
+        for name in os.listdir(folder):
+            if _is_far(name):
+                with suppress(OSError, ValueError, struct.error):
+                    found.append(_read((folder / name).read_bytes()))
+    return sorted(
+        (each for each in found if each is not None and each.received_ns >= since_ns),
+        key=lambda each: each.recording.header.rank,
+    )
+
+
+def _read(data: bytes) -> FarRank | None:
+    """None: it is no such file, or is being written."""
+    header = ring_file.read_header(data) if len(data) == NOTES_AT else None
+    if header is None:
+        return None
+    number, received_ns, state, length = _HEAD.unpack_from(data, _WORDS_AT)
+    if number != struct.unpack_from("<Q", data, NOTES_AT - 8)[0]:
+        return None
+    words = Words.unpack(data[_WORDS_AT + _HEAD.size : _WORDS_AT + _HEAD.size + length])
+    recording = RankRecording(header, [], [], 0, *ring_file.read_totals(data))
+    return FarRank(recording, words, State(state), received_ns)
