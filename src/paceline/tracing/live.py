@@ -397,7 +397,7 @@ class _FarReader:
             norm=None,
             nonfinite=0,  # the ranks of this host know of the same ones
             nonfinite_rank=None,
-            failed=bool(words.failure),
+            failed=int(bool(words.failure)),
             failure=words.failure,
             is_recovered=False,
             is_far=True,

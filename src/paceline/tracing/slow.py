@@ -324,11 +324,14 @@ class CauseWatch:
     def look(self, recordings: Sequence[RankRecording]) -> None:
         """Keep what the ranks have written by now."""
         now = {each.header.rank: each.last for each in recordings if each.last}
-        self._spans = [
-            span_of(each, (self._looks[0] if self._looks else {}).get(each.header.rank) or each.first)
-            for each in recordings
-            if each.last and each.first
-        ]
+        before = self._looks[0] if self._looks else {}
+        self._spans = []
+        for each in recordings:
+            if each.last and each.first:
+                since = before.get(each.header.rank)
+                # Nothing new was written since: a rank writes once in a second, and one may look sooner.
+                is_new = since is not None and since[Total.TIME_NS] < each.last[Total.TIME_NS]
+                self._spans.append(span_of(each, since if since is not None and is_new else each.first))
         self._looks.append(now)
         newest_ns = _newest_ns(now)
         while len(self._looks) > 1 and newest_ns - _newest_ns(self._looks[1]) >= self._SPAN_NS:
