@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
+import paceline.collectives.failures  # noqa: F401  # the core's failures become its exceptions
 from paceline import _core
 from tests.unit.reduction_oracle import (
     FLOATS,
@@ -335,6 +337,16 @@ def test_only_instruction_sets_of_this_processor_are_taken() -> None:
     assert ("avx512" in available) <= ("avx2" in available)
     assert _core.best_isa() == _core.ISAS[available[-1]]
     assert ("neon" in available) == (platform.machine() == "aarch64")
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86-64")
+def test_every_instruction_set_that_the_kernel_names_is_run() -> None:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    flags = set(next(line for line in lines if line.startswith("flags")).split())
+    has_avx2 = {"avx2", "f16c"} <= flags
+    has_avx512 = has_avx2 and {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= flags
+    expected = ["portable"] + ["avx2"] * has_avx2 + ["avx512"] * has_avx512
+    assert list(instruction_sets()) == expected
 
 
 FROM_BEST = ("avx512", "avx2", "neon", "portable")

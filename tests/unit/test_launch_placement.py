@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.launch.placement import Cpu, Machine, assign_cores, threads_per_rank
+from paceline.errors import ConfigError
+from paceline.launch.placement import Cpu, Machine, assign_cores, assign_nodes, threads_per_rank
 from paceline.launch.plan import Options, make_plan
 from paceline.launch.topology import parse_cpu_list, read_machine, read_quota
 
@@ -49,7 +51,8 @@ def test_hyper_threads_of_a_core_stay_together(cpus: list[Cpu], nprocs: int) -> 
     by_number = {cpu.cpu: (cpu.node, cpu.core) for cpu in cpus}
     owned = [{by_number[cpu] for cpu in numbers} for numbers in sets]
     assert sum(len(part) for part in owned) == len(cores)
-    assert max(map(len, owned)) - min(map(len, owned)) <= 1
+    if len({node for node, _ in cores}) == 1:
+        assert max(map(len, owned)) - min(map(len, owned)) <= 1
 
 
 def test_ranks_stay_in_their_numa_node() -> None:
@@ -57,6 +60,38 @@ def test_ranks_stay_in_their_numa_node() -> None:
     cpus = [Cpu(node=cpu % 2, package=cpu % 2, core=cpu // 2, cpu=cpu) for cpu in range(8)]
     assert assign_cores(cpus, 2) == [frozenset({0, 2, 4, 6}), frozenset({1, 3, 5, 7})]
     assert assign_cores(cpus, 4) == [frozenset(pair) for pair in ({0, 2}, {4, 6}, {1, 3}, {5, 7})]
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=3), st.integers(1, 12))
+def test_a_rank_is_on_two_nodes_only_where_another_would_have_less(sizes: list[int], nprocs: int) -> None:
+    cpus = [
+        Cpu(node, node, core, 10 * node + core) for node, size in enumerate(sizes) for core in range(size)
+    ]
+    sets = assign_cores(cpus, nprocs)
+    if sets is None:
+        return
+    least = len(cpus) // nprocs  # what an even cut gives
+    assert min(map(len, sets)) == least or all(len(each) >= least for each in sets)
+    all_seats = itertools.product(range(1, nprocs + 1), repeat=len(sizes))
+    fits = any(
+        sum(seats) == nprocs and all(size // seat >= least for size, seat in zip(sizes, seats, strict=True))
+        for seats in all_seats
+    )
+    assert all(len({cpu // 10 for cpu in each}) == 1 for each in sets) == fits
+
+
+def test_more_ranks_than_cpus_are_bound_to_nodes() -> None:
+    cpus = [Cpu(node=cpu % 2, package=cpu % 2, core=cpu // 2, cpu=cpu) for cpu in range(6)]
+    even, odd = frozenset({0, 2, 4}), frozenset({1, 3, 5})
+    assert assign_cores(cpus, 7) is None
+    assert assign_nodes(cpus, 7) == [even] * 4 + [odd] * 3
+    assert assign_nodes(cpus[:4] + cpus[5:], 128) == [frozenset({0, 2})] * 51 + [odd] * 77
+    assert assign_nodes(cpus[::2], 7) is None
+    machine = Machine(tuple(cpus), quota=None)
+    assert plan_on(machine, nprocs=7)[2] == (even,) * 4 + (odd,) * 3
+    assert plan_on(machine, nprocs=7, bind="none")[2] == (None,) * 7
+    with pytest.raises(ConfigError, match="7 ranks share 6 cores"):
+        plan_on(machine, nprocs=7, bind="cores")
 
 
 @given(st.integers(1, 200), st.integers(1, 128))

@@ -67,7 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--bind",
         choices=("auto", "cores", "none"),
         default="auto",
-        help="cores: each rank keeps to cores of its own; auto (the default): so, if there are enough",
+        help="cores: each rank keeps to cores of its own; auto (the default): so, if there are enough, "
+        "else to a NUMA node, if there are several",
     )
     add(
         "--prefix",

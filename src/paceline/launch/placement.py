@@ -1,7 +1,8 @@
 """Which cores and how many threads each rank gets. Pure; topology.py reads the machine.
 
 Its one idea: cut the list of usable CPUs, ordered so that neighbours share caches and memory, into one run of
-neighbours per rank.
+neighbours per rank. Where it costs no rank a CPU, no run goes beyond a NUMA node: the kernel gives a rank
+memory of the node that it runs on.
 """
 
 from __future__ import annotations
@@ -53,17 +54,60 @@ def threads_per_rank(num_cores: int, nprocs: int) -> int:
 def assign_cores(cpus: Iterable[Cpu], nprocs: int) -> list[frozenset[int]] | None:
     """Disjoint sets of CPUs, one per rank, that cover all CPUs; None when there are more ranks than CPUs.
 
-    Hyper-threads of one core go to one rank where there are enough cores. Sizes differ by one core at most.
+    Hyper-threads of one core go to one rank where there are enough cores. Sizes differ by one core at most,
+    unless ranks of larger sets can each stay in one NUMA node while the smallest set is as large as before.
 
     Example:
-        4 cores, 2 ranks: rank 0 gets {0, 1}, rank 1 gets {2, 3}.
+        4 cores, 2 ranks: rank 0 gets {0, 1}, rank 1 gets {2, 3}. 8 cores on 2 nodes, 3 ranks: 2, 2 and 4
+        cores, and not 2, 3 and 3, of which the second would be on both nodes.
     """
     ordered = sorted(cpus)
     if nprocs > len(ordered):
         return None
     cores = [list(group) for _, group in groupby(ordered, key=lambda cpu: (cpu.node, cpu.package, cpu.core))]
     units = cores if nprocs <= len(cores) else [[cpu] for cpu in ordered]
-    return [frozenset(cpu.cpu for unit in run for cpu in unit) for run in _cut(units, nprocs)]
+    even = _numbers(_cut(units, nprocs))
+    nodes = [list(group) for _, group in groupby(units, key=lambda unit: unit[0].node)]
+    if nprocs < len(nodes):
+        return even
+    runs: list[Sequence[list[Cpu]]] = []
+    for node, seats in zip(nodes, _seats([len(node) for node in nodes], nprocs), strict=True):
+        runs += _cut(node, seats)
+    within = _numbers(runs)
+    return within if min(map(len, within)) >= min(map(len, even)) else even
+
+
+def assign_nodes(cpus: Iterable[Cpu], nprocs: int) -> list[frozenset[int]] | None:
+    """For more ranks than CPUs: all CPUs of one NUMA node for each rank; None where there is one node only.
+
+    Unbound, such a rank would be moved between nodes, away from its memory.
+
+    Example:
+        CPUs 0 and 1 on one node, 2 and 3 on the other, 6 ranks: three get {0, 1}, and three {2, 3}.
+    """
+    nodes = [
+        frozenset(cpu.cpu for cpu in node) for _, node in groupby(sorted(cpus), key=lambda cpu: cpu.node)
+    ]
+    if len(nodes) < 2:
+        return None
+    seats = _seats([len(node) for node in nodes], nprocs)
+    return [node for node, count in zip(nodes, seats, strict=True) for _ in range(count)]
+
+
+def _seats(sizes: Sequence[int], nprocs: int) -> list[int]:
+    """How many ranks each node gets, at least one, so that the rank with the least has as much as it can.
+
+    Source: the method of highest averages, D'Hondt 1882.
+    """
+    seats = [1] * len(sizes)
+    for _ in range(nprocs - len(sizes)):
+        # Of equals the first: ranks are numbered node by node.
+        seats[max(range(len(sizes)), key=lambda node: sizes[node] / (seats[node] + 1))] += 1
+    return seats
+
+
+def _numbers(runs: Iterable[Sequence[list[Cpu]]]) -> list[frozenset[int]]:
+    return [frozenset(cpu.cpu for unit in run for cpu in unit) for run in runs]
 
 
 def _cut(units: Sequence[list[Cpu]], num_runs: int) -> list[Sequence[list[Cpu]]]:

@@ -17,7 +17,7 @@ from paceline.arguments import Arguments
 from paceline.errors import ConfigError
 from paceline.launch.dashboard import check_dashboard
 from paceline.launch.forked import Shared, shared_start
-from paceline.launch.placement import Machine, assign_cores, threads_per_rank
+from paceline.launch.placement import Machine, assign_cores, assign_nodes, threads_per_rank
 from paceline.launch.ports import check_port_is_free, free_ports
 from paceline.launch.topology import read_machine
 from paceline.launch.trace import check_output, trace_variables
@@ -246,4 +246,6 @@ def _choose_cores(
             hint="--bind none, or fewer ranks",
             nprocs=nprocs,
         )
+    if cores is None:
+        cores = assign_nodes(machine.cpus, nprocs)
     return unbound if cores is None else tuple(cores)
