@@ -63,7 +63,7 @@ void bind_model_memory(nb::module_& m) {
       "is "
       "undone, and `listener()` is called, which raises.");
   m.def("create_model_memory", &ModelMemory::create, "nbytes"_a,
-        "Returns the descriptor of a sealed memfd, with memory behind it.");
+        "Returns the descriptor of a sealed memfd, as yet without memory.");
   nb::class_<ModelMemory>(m, "ModelMemory")
       .def(nb::init<int>(), "fd"_a)
       .def_prop_ro("nbytes", &ModelMemory::size)
@@ -75,6 +75,12 @@ void bind_model_memory(nb::module_& m) {
                    [](const ModelMemory& memory) {
                      return reinterpret_cast<Pointer>(memory.writable());
                    })
+      .def(
+          "reserve_share",
+          [](ModelMemory& memory, size_t index, size_t count) {
+            without_lock([&] { memory.reserve_share(index, count); });
+          },
+          "index"_a, "count"_a)
       .def("begin_writing", &ModelMemory::begin_writing)
       .def("changes",
            [](const ModelMemory& memory) {

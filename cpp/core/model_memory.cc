@@ -31,14 +31,7 @@ int ModelMemory::create(size_t bytes) {
   const size_t page = page_bytes();
   const size_t whole = (std::max<size_t>(bytes, 1) + page - 1) / page * page;
   Region::check_memory(whole);  // before there is anything to give back
-  const int fd = Region::create(whole);
-  try {
-    Region::reserve_in(fd, 0, whole);
-  } catch (...) {
-    close(fd);
-    throw;
-  }
-  return fd;
+  return Region::create(whole);
 }
 
 ModelMemory::ModelMemory(int fd) : fork_generation_(fork_generation()) {
@@ -72,6 +65,17 @@ ModelMemory::~ModelMemory() {
   // A forked child has no `writable`: something else may lie there.
   if (fork_generation_ == fork_generation()) munmap(writable_, size_);
   file_.close();
+}
+
+void ModelMemory::reserve_share(size_t index, size_t count) {
+  const size_t page = page_bytes();
+  const auto begin_of = [&](size_t share) {
+    return size_ / page * share / count * page;
+  };
+  if (begin_of(index) == begin_of(index + 1)) return;
+  if (!file_.is_ours()) no_memory("reserving a model's memory", EBADF);
+  Region::reserve_in(file_.number, begin_of(index),
+                     begin_of(index + 1) - begin_of(index));
 }
 
 bool ModelMemory::map_values(Mode mode) noexcept {

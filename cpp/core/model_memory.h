@@ -38,7 +38,7 @@ class ModelMemory {
     size_t bytes;
   };
 
-  /// Makes the file, with memory behind all of it; returns its descriptor.
+  /// Makes the file, if there is memory for it, and returns its descriptor.
   /// Throws Failure{kNoMemory}.
   static int create(size_t bytes);
 
@@ -48,6 +48,10 @@ class ModelMemory {
   ~ModelMemory();
   ModelMemory(const ModelMemory&) = delete;
   ModelMemory& operator=(const ModelMemory&) = delete;
+
+  /// Puts memory behind share `index` of `count` equal ones, of the NUMA node
+  /// that this thread runs on. Throws Failure{kNoMemory}.
+  void reserve_share(size_t index, size_t count);
 
   std::byte* values() const { return values_; }
   std::byte* writable() const { return writable_; }

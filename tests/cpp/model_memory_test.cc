@@ -4,6 +4,7 @@
 #include "core/model_memory.h"
 
 #include <signal.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -25,6 +26,8 @@ struct Pair {
     first = std::make_unique<ModelMemory>(fd);
     second = std::make_unique<ModelMemory>(fd);
     close(fd);
+    first->reserve_share(0, 2);
+    second->reserve_share(1, 2);
   }
   std::unique_ptr<ModelMemory> first, second;
 };
@@ -35,6 +38,38 @@ TEST(writable_and_values_are_the_same_memory_on_all_ranks) {
   pair.first->writable()[page_bytes()] = std::byte{7};
   CHECK(pair.first->values()[page_bytes()] == std::byte{7});
   CHECK(pair.second->values()[page_bytes()] == std::byte{7});
+}
+
+TEST(each_rank_puts_memory_behind_its_share_alone) {
+  constexpr size_t kPages = 11, kRanks = 4;
+  const int fd = ModelMemory::create(kPages * page_bytes());
+  ModelMemory memory(fd);
+  const auto pages_with_memory = [fd] {
+    struct stat status;
+    CHECK_EQ(fstat(fd, &status), 0);
+    return static_cast<size_t>(status.st_blocks) * 512 / page_bytes();
+  };
+  CHECK_EQ(pages_with_memory(), size_t{0});
+  size_t before = 0;
+  for (size_t rank = 0; rank < kRanks; ++rank) {
+    memory.reserve_share(rank, kRanks);
+    const size_t own = pages_with_memory() - before;
+    CHECK(own == kPages / kRanks || own == kPages / kRanks + 1);
+    memory.reserve_share(rank, kRanks);  // no other rank's
+    before = pages_with_memory();
+    memory.writable()[(before - 1) * page_bytes()] = std::byte{1};
+    CHECK_EQ(pages_with_memory(), before);  // they lie one after the other
+  }
+  CHECK_EQ(before, kPages);
+  close(fd);
+
+  const int small = ModelMemory::create(1);  // fewer pages than ranks
+  ModelMemory page(small);
+  for (size_t rank = 0; rank < kRanks; ++rank) page.reserve_share(rank, kRanks);
+  struct stat status;
+  CHECK_EQ(fstat(small, &status), 0);
+  CHECK_EQ(static_cast<size_t>(status.st_blocks) * 512, page_bytes());
+  close(small);
 }
 
 TEST(announced_writes_are_seen_when_they_are_published) {
@@ -77,12 +112,12 @@ int exit_status_of(int (*program)()) {
   return WIFEXITED(status) ? WEXITSTATUS(status) : 128 + WTERMSIG(status);
 }
 
-int told = 0;
+volatile int told = 0;  // set by a signal handler
 
 TEST(stray_write_goes_on_alone_and_is_undone) {
   CHECK_EQ(exit_status_of([] {
              const Pair pair(2 * page_bytes());
-             set_stray_write_listener([] { ++told; });
+             set_stray_write_listener([] { told = told + 1; });
              auto* values =
                  const_cast<volatile std::byte*>(pair.first->values());
              values[page_bytes() + 9] = std::byte{4};

@@ -14,6 +14,7 @@ _ARCHITECTURES = {
         {
             "set_robust_list": 273,
             "get_robust_list": 274,
+            "fallocate": 285,
             "process_vm_readv": 310,
             "memfd_create": 319,
             "pidfd_open": 434,
@@ -23,6 +24,7 @@ _ARCHITECTURES = {
     "aarch64": (
         0xC00000B7,
         {
+            "fallocate": 47,
             "set_robust_list": 99,
             "get_robust_list": 100,
             "process_vm_readv": 270,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import gc
 import io
 import os
@@ -29,7 +30,7 @@ from paceline.errors import (
     ReplicaError,
     ReplicasDifferError,
 )
-from tests.harness import ranks
+from tests.harness import ranks, seccomp
 from tests.several_hosts import be_on_host
 
 
@@ -399,6 +400,18 @@ def test_too_little_memory_is_told_before_any_is_taken(group):
         wrap(group, make_model())
     assert "are needed, and the machine or the container has" in str(caught.value)
     assert caught.value.ranks == (0,)
+
+
+@pytest.mark.skipif(not seccomp.is_supported(), reason="numbers of system calls unknown")
+@ranks(2)
+def test_a_rank_that_cannot_put_memory_behind_its_share_is_named(group):
+    module = make_model()
+    if group.rank == 1:
+        seccomp.refuse("fallocate", errno.ENOSPC)
+    with pytest.raises(RegionError, match=r"Rank 1 could not take the \d+ bytes of the model") as caught:
+        wrap(group, module)
+    assert caught.value.ranks == (1,)
+    assert f"reserving shared memory: {os.strerror(errno.ENOSPC)}" in str(caught.value)
 
 
 @ranks(2)

@@ -1,6 +1,8 @@
 """Memory for the one copy of a model that the ranks of each host share. Imports errors and the core.
 
 A file without a name of its own, beside the region: it is as large as the model, and outlives the group.
+Each rank puts memory behind its share of it, in the order of ranks: so a sharded optimizer, which deals
+parameters in the same order, writes to the NUMA node of its rank.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ def share_model_memory(
                 if exchange.rank != first:
                     fd = take_descriptor(offers[first]["address"], deadline)
                 memory = _core.ModelMemory(fd)
+                memory.reserve_share(host_ranks.index(exchange.rank), len(host_ranks))
             except PacelineError as error:
                 obstacle = Obstacle.of(error)
             except OSError as error:
