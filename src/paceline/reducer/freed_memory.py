@@ -20,7 +20,7 @@ _kept_bytes = 0
 
 
 def keep_freed_memory(nbytes: int) -> bool:
-    """Have the C library keep this much freed memory and as much again, or more if that was asked for before.
+    """Have the C library keep twice this much freed memory and 64 MiB, or more if that was asked for before.
 
     For the whole process, until it ends. Nothing changes if the user has told the C library what to keep
     (MALLOC_TRIM_THRESHOLD_, MALLOC_MMAP_THRESHOLD_, GLIBC_TUNABLES). Another allocator that is preloaded
