@@ -36,7 +36,6 @@ REMARKS: Mapping[str, str] = {
     "group": "another name of `process_group`, which torch has too",
     "module": "`layers` in Paddle",
     "strategy": "deprecated in Paddle",
-    "reduce": "Paddle's hooks let no stand-in take the place of a gradient yet",
     "init_reducer": "torch: wrap `ddp.module` again",
     "mixed_precision": "torch's attribute for code that uses it; an argument of both",
     "dim": "a batch is not split, because each process drives one device",

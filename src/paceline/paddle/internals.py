@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import paddle
@@ -47,15 +47,122 @@ def watch_hooks_of_others(note: Callable[[Tensor], None]) -> None:
     core.eager.Tensor._register_backward_hook = register
 
 
+_find_gradient = core.eager.Tensor._grad_ivar
+_grad, _grad_to_change = core.eager.Tensor.grad, core.eager.Tensor.grad_
+_clear_gradient = core.eager.Tensor.clear_gradient
+
+
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """The gradient itself; `parameter.grad` makes a new tensor over the same memory."""
-    return parameter._grad_ivar()
+    """The gradient itself; `parameter.grad` makes a new tensor over the same memory.
+
+    None for a parameter in whose place for it there is a stand-in.
+    """
+    return _find_gradient(parameter)
 
 
 def find_gradient(parameter: Tensor) -> Callable[[], Tensor | None]:
     """`gradient_of` this parameter, in half the time."""
-    found: Callable[[], Tensor | None] = parameter._grad_ivar
+    found: Callable[[], Tensor | None] = _find_gradient.__get__(parameter)
     return found
+
+
+class GradientStandIn(Protocol):
+    """What is in the place of a gradient that is not there to be read."""
+
+    def refuse(self) -> NoReturn:
+        """Somebody reads it."""
+        ...
+
+
+def put_stand_in(parameter: Tensor, stand_in: GradientStandIn) -> None:
+    """Let every reader of a parameter's gradient in Python find this, until it is cleared or replaced.
+
+    The gradient is dropped, so Paddle's own code in C++ finds none, and the next backward makes a new one. To
+    set another gradient, `parameter.grad = None` or clear_gradient() take the stand-in away.
+    """
+    if type(parameter) is framework.EagerParamBase:
+        _watch_lists_of_gradients()
+        parameter.__class__ = _ParameterWithStandIn
+    drop_gradient(parameter)
+    parameter.__dict__[_STAND_IN] = stand_in
+
+
+def stand_in_of(parameter: Tensor) -> Any | None:
+    """What put_stand_in() has put in the place of a gradient, if it is still there."""
+    return parameter.__dict__.get(_STAND_IN)
+
+
+def drop_stand_in(parameter: Tensor) -> None:
+    """Take it away; the gradient stays as it is."""
+    parameter.__dict__.pop(_STAND_IN, None)
+
+
+_STAND_IN = "_paceline_stand_in"
+
+
+class _ParameterWithStandIn(framework.EagerParamBase):
+    """A parameter whose gradient may be elsewhere. Its class is exchanged, so it stays the same object."""
+
+    def _refuse_if_elsewhere(self) -> None:
+        stand_in = self.__dict__.get(_STAND_IN)
+        if stand_in is not None:
+            stand_in.refuse()
+
+    @property
+    def grad(self) -> Tensor | None:
+        self._refuse_if_elsewhere()
+        return _grad.__get__(self)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        drop_stand_in(self)
+        _grad.__set__(self, value)
+
+    @property
+    def grad_(self) -> Tensor | None:
+        self._refuse_if_elsewhere()
+        return _grad_to_change.__get__(self)
+
+    @grad_.setter
+    def grad_(self, value: Tensor | None) -> None:
+        drop_stand_in(self)
+        _grad_to_change.__set__(self, value)
+
+    def _grad_ivar(self) -> Tensor | None:
+        self._refuse_if_elsewhere()
+        return _find_gradient(self)
+
+    def clear_gradient(self, *args: Any, **kwargs: Any) -> None:
+        drop_stand_in(self)
+        _clear_gradient(self, *args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        stand_in = self.__dict__.pop(_STAND_IN, None)
+        try:
+            return super().__deepcopy__(memo)
+        finally:
+            if stand_in is not None:
+                self.__dict__[_STAND_IN] = stand_in
+
+
+@functools.cache
+def _watch_lists_of_gradients() -> None:
+    """minimize() and a GradScaler read all gradients in one call of C++."""
+    for name in ("get_all_grads", "get_grads_lists"):
+        _refuse_stand_ins_in(name)
+
+
+def _refuse_stand_ins_in(name: str) -> None:
+    read = getattr(core.eager, name)
+
+    @functools.wraps(read)
+    def reading(parameters: Sequence[Tensor]) -> Any:
+        for parameter in parameters:
+            if type(parameter) is _ParameterWithStandIn:
+                parameter._refuse_if_elsewhere()
+        return read(parameters)
+
+    setattr(core.eager, name, reading)
 
 
 def set_gradient(parameter: Tensor, place: Tensor) -> None:
@@ -76,9 +183,9 @@ def drop_gradient(parameter: Tensor) -> None:
 
     Setting `parameter.grad = None` alone would take the memory from the tensor itself.
     """
-    if parameter._grad_ivar() is not None:
+    if _find_gradient(parameter) is not None:
         parameter._copy_gradient_from(empty([1], parameter.dtype))
-        parameter.grad = None
+        _grad.__set__(parameter, None)
 
 
 def count_as_gradient(parameter: Tensor) -> None:

@@ -25,6 +25,7 @@ _Parameter = TypeVar("_Parameter")
 MIB = 1 << 20
 NONFINITE_POLICIES = ("warn", "raise", "ignore")
 REDUCE_THROUGH = ("auto", "memory", "group")
+REDUCE = ("mean", "scatter")
 DETERMINISTIC = ("world",)
 
 
@@ -76,6 +77,7 @@ class WrapperOptions:
         compress_between_hosts: How gradients are encoded between hosts, a key of ENCODINGS; None: not at all.
         deterministic: "world": the bits of one host, wherever the ranks are; None: no such promise.
         local_sgd: How hosts train on their own, and when they meet; None: they average in each step.
+        scatters: Each mean gradient comes to the ranks that own it, and to no others.
     """
 
     bucket_cap_bytes: int
@@ -98,6 +100,7 @@ class WrapperOptions:
     compress_between_hosts: str | None
     deterministic: str | None
     local_sgd: LocalSGD | None
+    scatters: bool
 
     def agreed_shared(self) -> dict[str, str]:
         """Those that must be the same on all ranks, or their collectives would not match."""
@@ -115,6 +118,7 @@ class WrapperOptions:
             "compress_between_hosts": str(self.compress_between_hosts),
             "deterministic": str(self.deterministic),
             "local_sgd": str(self.local_sgd),
+            "reduce": "scatter" if self.scatters else "mean",
         }
 
 
@@ -252,6 +256,30 @@ class WrapperArguments:
             ),
             "local_sgd": self.local_sgd(given.local_sgd, given.deterministic),
         }
+
+    def scatters(self, value: str, arguments: Mapping[str, Any], *, in_other_dtype: bool) -> bool:
+        """reduce: whether each mean comes to the rank that owns it, and to no other.
+
+        Args:
+            value: As it was passed.
+            arguments: The others; some need whole gradients on each rank, or have them elsewhere.
+            in_other_dtype: Whether gradients are averaged in another dtype than theirs.
+        """
+        if self.check.choice("reduce", value, REDUCE) == "mean":
+            return False
+        for holds, other in (
+            (in_other_dtype, "a reduce_dtype in mixed_precision"),
+            (
+                bool(arguments.get("gradient_as_bucket_view")),
+                "gradient_as_bucket_view, which keeps whole gradients",
+            ),
+            (arguments.get("local_sgd") is not None, "local_sgd, whose ranks step on their own"),
+            (arguments.get("reduce_through") == "group", 'reduce_through="group"'),
+            (arguments.get("delay_all_reduce_named_params") is not None, "delay_all_reduce_named_params"),
+        ):
+            expected = f'"mean" with {other}'
+            self.check.require(not holds, "reduce", value, expected, "leave out one of the two")
+        return True
 
     def caps(self, value: Sequence[float] | None) -> tuple[int, ...]:
         """bucket_cap_mb_list: the sizes of single buckets, in bytes; None is none."""

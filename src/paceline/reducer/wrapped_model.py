@@ -377,6 +377,19 @@ class WrappedModel:
                 argument="local_sgd",
             )
 
+    def _refuse_scattering(self, why: str) -> None:
+        """Refuse what needs whole gradients.
+
+        Raises:
+            ConfigError: The wrapper was made with reduce="scatter".
+        """
+        if self._config.scatters:
+            raise ConfigError(
+                f'{type(self).__name__}: {why}, and reduce="scatter" gives each rank a part of each.',
+                hint='reduce="mean"; to train on uneven data: finish(after_pass=step) on each rank',
+                argument="reduce",
+            )
+
     def _passes_over(self, link: Link[Any]) -> Passes[Any]:
         """The passes of all ranks; or those of this rank's member, and its meetings with the others.
 

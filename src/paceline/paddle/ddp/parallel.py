@@ -55,7 +55,7 @@ from paceline.tracing.recording import recording
 _DELAY = ("delay_all_reduce_named_params", "param_to_hook_all_reduce")
 _SHARING = "DataParallel(share_parameters=True)"
 _NORMS = (2.0, 1.0, 0.0, math.inf)
-_NOT_OPTIONS = ("group", "process_group", "device_mesh", "strategy", "__class__", *_DELAY)
+_NOT_OPTIONS = ("group", "process_group", "device_mesh", "strategy", "__class__", _DELAY[1])
 
 
 @hide_paddles_own
@@ -139,6 +139,10 @@ class DataParallel(WrappedModel, PaddleNames):
         share_parameters: Keep one copy of the parameters for all ranks of a host, on the CPU, instead of one
             for each rank. They are only to be read then: changes are made within writing(), and a
             `ShardedOptimizer` makes its step by itself.
+        reduce: "mean": .grad is the mean on every rank. "scatter": each rank gets the part of the mean that
+            its `ShardedOptimizer` needs, and less memory is written. Reading .grad raises then; clip by
+            `model.clip_grad_norm_()`. All that is trained must be in a ShardedOptimizer when the first
+            forward begins. On the CPU, with all ranks on one host.
 
     Raises:
         ConfigError: An argument, or the model, is not supported; the message says which and why.
@@ -196,6 +200,7 @@ class DataParallel(WrappedModel, PaddleNames):
         deterministic: str | None = None,
         local_sgd: LocalSGD | None = None,
         share_parameters: bool = False,
+        reduce: str = "mean",
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name not in ("self", "layers")}
         peers: Peers | None = None
@@ -424,6 +429,7 @@ class DataParallel(WrappedModel, PaddleNames):
                 hint="call model.finish(after_pass=step) on each rank when its data ends, where step() makes "
                 "the optimizer's step as in the loop",
             )
+        self._refuse_scattering("in join() a rank without data needs the gradients of another")
         flag = Arguments("join").flag
         divide = flag("divide_by_initial_world_size", divide_by_initial_world_size)
         throws = flag("throw_on_early_termination", throw_on_early_termination)
@@ -466,6 +472,7 @@ class DataParallel(WrappedModel, PaddleNames):
             check_is_first(self._comm_hook)
             self._refuse_with_local_sgd("a communication hook averages gradients over all ranks")
             refuse_other_bits(type(self).__name__, self._config.deterministic, A_HOOK)
+            self._refuse_scattering("a communication hook gives every rank whole gradients")
         chosen = CommHook(state, hook)
         if peers is not None:
             agree_on_hook(chosen, peers.exchange, peers.timeout_s)
@@ -491,6 +498,9 @@ class DataParallel(WrappedModel, PaddleNames):
         if norm_type not in _NORMS:
             expected, hint = "0, 1, 2 or math.inf, as Paddle has it", "norm_type=2.0"
             raise Arguments("clip_grad_norm_").refuse("norm_type", norm_type, expected, hint)
+        passes = self._passes
+        if passes is not None and (scattered := passes.autograd.scattered_in_place()) is not None:
+            return paddle.to_tensor(scattered.clip(max_norm, norm_type, passes.squared_norm()))
         is_known = self._passes is not None and norm_type == 2.0
         known = self._passes.known_norm() if is_known and self._passes is not None else None
         return _clip(self._tensors.trainable, max_norm, known, norm_type)

@@ -103,7 +103,7 @@ class MemoryLink:
     ) -> Reduction[paddle.Tensor]:
         reducer = make_host_reducer(self.core, plan, options, instead_of)
         places = shared_places(plan, parameters, reducer.arena_pointer, reducer)
-        return Reduction(plan, places, reducer, takes_pointers=True)
+        return Reduction(plan, places, reducer, takes_pointers=True, owned=options.owned)
 
     def with_hook(self, hook: CommHook, process_group: Any) -> Link:
         return HookLink(self, MemoryCalls(self.core), hook, process_group)

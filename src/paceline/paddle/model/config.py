@@ -42,7 +42,6 @@ class DataParallelConfig(WrapperOptions):
     share_parameters: bool
     # Whether parameters that no rank uses are let be. Yes, as in Paddle: nothing can differ.
     allow_nobodys: ClassVar[bool] = True
-    scatters: ClassVar[bool] = False
 
     def agreed_options(self) -> dict[str, str]:
         """The options that must be the same on all ranks, or their collectives would not match."""
@@ -81,6 +80,7 @@ def make_config(
     bucket_cap_mb_list: Sequence[float] | None,
     mixed_precision: Any,
     share_parameters: bool = False,
+    reduce: str = "mean",
     **others: Any,  # those of SHARED_NAMES; `ManagedTensors` looks at any others that are not in HARMLESS
 ) -> DataParallelConfig:
     """Check the constructor's arguments; see `DataParallel` for what they mean.
@@ -97,13 +97,15 @@ def make_config(
     last_bytes = _arguments.mebibytes("last_comm_buffer_size", last_comm_buffer_size)
     caps_bytes = _arguments.caps(bucket_cap_mb_list)
     cap_bytes = max(caps_bytes, default=cap_bytes)
+    precision = as_precision(mixed_precision)
     return DataParallelConfig(
         bucket_cap_bytes=cap_bytes,
         first_bucket_bytes=min(cap_bytes, last_bytes),
         bucket_caps_bytes=caps_bytes,
         devices=_named_devices(device_ids, output_device),
-        precision=as_precision(mixed_precision),
+        precision=precision,
         share_parameters=_checked_sharing(share_parameters, others),
+        scatters=_arguments.scatters(reduce, others, in_other_dtype=precision.reduce_dtype is not None),
         **_arguments.shared(others),
     )
 

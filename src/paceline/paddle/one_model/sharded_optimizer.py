@@ -22,6 +22,7 @@ from paceline.errors import ConfigError
 from paceline.paddle import internals
 from paceline.paddle.link.link import Link
 from paceline.paddle.link.peers import Peers, find_peers, known_exchange
+from paceline.paddle.link.scattered import ScatteredGradient
 from paceline.paddle.model.arguments import checked_group
 from paceline.paddle.model.parameters import describe_tensor
 from paceline.paddle.one_model.elementwise import kind_of
@@ -38,7 +39,7 @@ from paceline.paddle.one_model.groups import (
 )
 from paceline.paddle.one_model.homes import Home
 from paceline.paddle.one_model.journal import PaddlePart, slots_of
-from paceline.paddle.one_model.shards import Shards, extent_of
+from paceline.paddle.one_model.shards import Gradient, Shards, extent_of
 from paceline.paddle.one_model.travel import travel_over
 from paceline.paddle.one_model.whole_state import LoadedState, gather_state, make_state, put_together
 from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
@@ -175,6 +176,7 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
             lambda: {name: repr(value) for name, value in spelled_options(whole).items()},
         )
         self._whole = whole
+        self._shards.tell_owners()
 
     def _blocks_of(self, rank: int) -> Sequence[Sequence[int]]:
         """The numbers of the pieces of each optimizer of a rank."""
@@ -225,6 +227,7 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
         try:
             shards.follow()
             gradients = shards.gradients()
+            self._check_scattered(gradients)
             to_make = self._journal_to_make()
         except ConfigError as error:
             steps.refuse(error)
@@ -256,6 +259,24 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
         else:
             self._journal.run(self._part)
 
+    def _check_scattered(self, gradients: Sequence[Gradient]) -> None:
+        """Refuse what needs whole gradients.
+
+        Raises:
+            ConfigError: This rank has a part of each.
+        """
+        if not (self._keeps_journal or self._clips):
+            return
+        if any(isinstance(gradient, ScatteredGradient) for gradient in gradients):
+            if self._keeps_journal:
+                raise no_journal("reduce='scatter': no rank has the gradients of another one's part")
+            raise ConfigError(
+                f"{OWNER}: grad_clip needs whole gradients, and this rank has a part of each.",
+                seen='reduce="scatter"',
+                hint="model.clip_grad_norm_(max_norm) before the step, which knows the norm of all parts; or "
+                'reduce="mean"',
+            )
+
     # --- the journal ---
 
     def _journal_to_make(self) -> tuple[Home, list[list[Slot]]] | None:
@@ -279,7 +300,7 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
             self._journal.make_ready(self._part)
 
     @contextmanager
-    def _part_of(self, rank: int, gradients: Sequence[paddle.Tensor | None]) -> Iterator[PaddlePart]:
+    def _part_of(self, rank: int, gradients: Sequence[Gradient]) -> Iterator[PaddlePart]:
         """The part of another rank, with today's hyperparameters."""
         tensors = self._shards.parameters_of(rank)
         part = self._make_part(self._whole, tensors, self._blocks_of(rank))
@@ -289,7 +310,7 @@ class ShardedOptimizer(paddle.optimizer.Optimizer):
         self._shards.lend_gradients(gradients, tensors)
         yield part
 
-    def _clipped(self, gradients: list[paddle.Tensor | None]) -> list[paddle.Tensor | None]:
+    def _clipped(self, gradients: list[Gradient]) -> list[Gradient]:
         """The gradients as the optimizer's clip changes them: a norm is that of all of them."""
         clipped, first = list(gradients), 0
         for group in internals.groups_of(self._whole):

@@ -10,19 +10,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import paddle
 
 from paceline.errors import ConfigError
 from paceline.paddle import internals
+from paceline.paddle.link.scattered import ScatteredGradient, held
 from paceline.paddle.model.parameters import dtype_name, nbytes
 from paceline.paddle.one_model.homes import Home
 from paceline.reducer.homes import check_step_allowed, home_of, homes_of
 from paceline.sharding.cuts import Extent, Piece
 from paceline.sharding.journal_layout import Slot
+from paceline.sharding.ownership import tell_owners
 from paceline.sharding.shared_step import OWNER
+
+Gradient: TypeAlias = paddle.Tensor | ScatteredGradient | None
 
 
 def extent_of(parameter: paddle.Tensor) -> Extent:
@@ -140,16 +144,22 @@ class Shards:
             tensor.optimize_attr = getattr(parameter, "optimize_attr", {"learning_rate": 1.0})
             tensor.regularizer = getattr(parameter, "regularizer", None)
 
-    def gradients(self) -> list[paddle.Tensor | None]:
+    def tell_owners(self) -> None:
+        """Tell wrapped models which rank needs which part of each gradient. Collective."""
+        tell_owners(self.parameters, self.itemsizes(), self.pieces, self.rank, self.world_size)
+
+    def gradients(self) -> list[Gradient]:
         """Each parameter's gradient; None where the optimizer would find none.
 
         Raises:
-            ConfigError: One is sparse, or kept elsewhere.
+            ConfigError: One is sparse, or kept elsewhere; or the part of it that this rank needs is not here.
         """
-        found = []
+        found: list[Gradient] = []
         for name, parameter in zip(self.names, self.parameters):
-            gradient = None if parameter.stop_gradient else internals.gradient_of(parameter)
-            if gradient is not None and internals.is_sparse(gradient):
+            gradient = None if parameter.stop_gradient else held(parameter)
+            if isinstance(gradient, ScatteredGradient):
+                gradient.of.check_present(gradient.number)
+            elif gradient is not None and internals.is_sparse(gradient):
                 raise ConfigError(
                     f"{OWNER}: the gradient of parameter '{name}' is sparse.",
                     expected="dense gradients",
@@ -162,11 +172,16 @@ class Shards:
                     hint="use the optimizer unsharded, or paddle.amp.decorate(..., master_grad=True)",
                 )
             found.append(gradient)
+        for index in self.own:
+            piece = self.pieces[index]
+            gradient = found[piece.parameter]
+            if isinstance(gradient, ScatteredGradient):
+                gradient.of.part(gradient.number, piece.begin, piece.end)
         return found
 
     def lend_gradients(
         self,
-        gradients: Sequence[paddle.Tensor | None],
+        gradients: Sequence[Gradient],
         tensors: Mapping[int, paddle.Tensor] | None = None,
     ) -> None:
         """Give pieces their parts of the gradients.
@@ -180,9 +195,13 @@ class Shards:
             gradient = gradients[piece.parameter]
             if gradient is None:
                 continue
+            tensor = self.tensors[index] if tensors is None else tensors[index]
+            if isinstance(gradient, ScatteredGradient):
+                part = gradient.of.part(gradient.number, piece.begin, piece.end)
+                internals.lend_gradient(tensor, part)
+                continue
             if not piece.is_whole and not gradient.is_contiguous():
                 gradient = gradient.contiguous()
-            tensor = self.tensors[index] if tensors is None else tensors[index]
             internals.lend_gradient(tensor, part_of(gradient, piece))
 
     # --- for a journal: see `JournaledPieces` ---

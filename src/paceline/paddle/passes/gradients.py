@@ -1,9 +1,10 @@
 """The gradients of one model, and where they lie: Paddle's own memory, or the arena.
 
-The one idea: a gradient is handed over in one of three ways. By *pointer* the reducer reads it where Paddle
+The one idea: a gradient is handed over in one of four ways. By *pointer* the reducer reads it where Paddle
 keeps it and writes the mean there. A *copy* goes to the arena, and the mean comes back from there: where the
 reducer takes no pointers, for parameters that other wrapped models have, too, and where gradients are
-averaged in another dtype. Or the gradient *lives* in the arena.
+averaged in another dtype. The gradient *lives* in the arena. Or it is
+*taken* there, and each rank gets its part of the mean.
 
 A gradient is handed over some hundred times in every backward, by a closure over what it needs; whatever is
 rare is a call of something else.
@@ -18,10 +19,12 @@ import paddle
 
 from paceline.errors import ConfigError
 from paceline.paddle import internals
+from paceline.paddle.link.scattered import PaddleHands, Scattered, ScatteredGradient, held
 from paceline.paddle.model.parameters import ManagedTensors, dtype_name, nbytes
 from paceline.reducer.link import Reduction
 from paceline.reducer.passes import PassState
 from paceline.reducer.plan import ParameterSpec
+from paceline.reducer.scattered import left_over, scatter
 
 
 class Gradients:
@@ -30,10 +33,12 @@ class Gradients:
     Args:
         tensors: The model's.
         state: The state of its passes.
+        rank: This rank.
         live_in_arena: Keep gradients in the arena, but for those of shared parameters.
         reduce_dtype: In which gradients are averaged; None: in that of each parameter.
 
     Attributes:
+        scattered: What each rank has a part of; None: every rank gets all means.
         hand_over: For each parameter, in the plan or not, a function that gives its gradient to the reducer;
             this list stays.
     """
@@ -42,12 +47,15 @@ class Gradients:
         self,
         tensors: ManagedTensors,
         state: PassState,
+        rank: int,
         *,
         live_in_arena: bool,
         reduce_dtype: paddle.dtype | None = None,
     ) -> None:
         # Rows of sparse gradients are averaged at the end of a pass.
         self.hand_over: list[Callable[[], None]] = [_nothing] * len(tensors.all_trainable)
+        self.scattered: Scattered | None = None
+        self._rank = rank
         self._tensors = tensors
         self._names = tensors.names
         self._parameters = tensors.trainable
@@ -66,7 +74,20 @@ class Gradients:
         self._pointers = [place.data_ptr() for place in self._places]
         for index, gradient in moved.items():
             self._move_home(index, gradient)
+        self._scatter(reduction)
         self._choose_hand_overs()
+
+    def _scatter(self, reduction: Reduction[paddle.Tensor]) -> None:
+        names = self._names
+        self.scattered = scatter(
+            names,
+            PaddleHands(self._parameters, self._places),
+            lambda index: ScatteredGradient(names[index], index),
+            [int(place.element_size()) for place in self._places],
+            reduction,
+            self._rank,
+            self.scattered,
+        )
 
     def specs(self, *, whole: bool) -> list[ParameterSpec]:
         return self._tensors.specs(self._reduce_dtype)
@@ -95,6 +116,8 @@ class Gradients:
             return self._by_copy
         if self._live_in_arena:
             return self._in_place
+        if self.scattered is not None:
+            return self._taking
         return self._by_pointer if self._reduction.takes_pointers else self._by_copy
 
     @property
@@ -113,7 +136,16 @@ class Gradients:
         }
 
     def exists(self, index: int) -> bool:
-        return internals.gradient_of(self._parameters[index]) is not None
+        return held(self._parameters[index]) is not None
+
+    def check_cleared(self, index: int) -> None:
+        """Raise if a backward has added to what only stands for a gradient: that sum would lack it.
+
+        Raises:
+            ConfigError: The gradient of an earlier backward was not cleared.
+        """
+        if self.scattered is not None and internals.stand_in_of(self._parameters[index]) is not None:
+            raise left_over(self._names[index], self._state.where, PaddleHands.words)
 
     def count(self, index: int) -> None:
         """Let the gradient count even if it was cleared: Paddle would replace it in the next backward."""
@@ -211,6 +243,30 @@ class Gradients:
 
         return hand_over
 
+    def _taking(self, index: int) -> Callable[[], None]:
+        """Copies a gradient to its place and lets go of it: its memory is for the next one."""
+        assert self.scattered is not None
+        take, copy, state, parameter = (
+            self._take,
+            self._places[index].copy_,
+            self._state,
+            self._parameters[index],
+        )
+        mark_ready, stand_in = self._reduction.reducer.mark_ready, self.scattered.stand_in(index)
+
+        def hand_over() -> None:
+            if internals.stand_in_of(parameter) is not None and index not in state.handed:
+                state.refuse(index, left_over(self._names[index], state.where, PaddleHands.words))
+                return
+            gradient = take(index)
+            if gradient is not None:
+                copy(gradient, True)
+                state.handed[index] = stand_in
+                internals.put_stand_in(parameter, stand_in)
+                mark_ready(index, 0)
+
+        return hand_over
+
     def _take(self, index: int) -> paddle.Tensor | None:
         """The gradient, contiguous; None: it was refused."""
         parameter = self._parameters[index]
@@ -255,6 +311,9 @@ class Gradients:
         return home
 
     def write_back(self, missing: Sequence[int]) -> None:
+        if self.scattered is not None:
+            self.scattered.put([*self._state.handed, *missing])
+            return
         with paddle.no_grad():
             for index in self._state.staged:
                 self._state.handed[index].copy_(self._in_own_dtype(index), True)
@@ -286,6 +345,7 @@ class Gradients:
     def restore(self, kept: dict[int, Any]) -> None:
         """Make what keep() has returned the only gradients that there are."""
         for index, parameter in enumerate(self._parameters):
+            internals.drop_stand_in(parameter)
             if index not in kept:
                 internals.drop_gradient(parameter)
             elif kept[index][1]:
@@ -306,6 +366,8 @@ class Gradients:
         return [(g.data_ptr(), g.inplace_version) for g in gradients if g is not None]
 
     def memory(self) -> tuple[list[int], list[int]] | None:
+        if self.scattered is not None:
+            return None
         gradients = [g for g in map(internals.gradient_of, self._parameters) if g is not None]
         if not all(g.place.is_cpu_place() and g.is_contiguous() for g in gradients):
             return None

@@ -18,7 +18,9 @@ import paddle
 
 from paceline import _core
 from paceline.errors import ConfigError, PacelineError
+from paceline.paddle import internals
 from paceline.paddle.link.link import Link, average_buffers
+from paceline.paddle.link.scattered import PaddleHands, Scattered
 from paceline.paddle.model.config import DataParallelConfig
 from paceline.paddle.model.parameters import ManagedTensors
 from paceline.paddle.passes import graphs
@@ -33,6 +35,7 @@ from paceline.reducer.front_end import FrontEnd
 from paceline.reducer.graphs import EndOfBackward, Graph
 from paceline.reducer.local_backward import LocalBackward
 from paceline.reducer.passes import Passes, PassState
+from paceline.reducer.scattered import refuse_sparse
 from paceline.tracing.recording import recording
 
 
@@ -77,6 +80,13 @@ class PaddleAutograd:
 
     def share(self, indices: set[int]) -> None:
         self._shared = indices
+
+    def scattered_in_place(self) -> Scattered | None:
+        """The gradients of which each rank has a part, if something stands for any of them now."""
+        scattered = self._gradients.scattered
+        if scattered is None or all(internals.stand_in_of(p) is None for p in self._tensors.trainable):
+            return None
+        return scattered
 
     def use_static_graph(self, is_static: bool) -> None:
         """What comes several times waits for the end of backward anyway."""
@@ -174,6 +184,7 @@ class PaddleAutograd:
         state = self._state
         if not state.is_syncing:
             state.accumulated.add(index)
+            self._gradients.check_cleared(index)
             return
         if not state.is_armed:
             if self.is_foreign(index):
@@ -209,7 +220,8 @@ class PaddleAutograd:
         return 0
 
     def prepare(self) -> None:
-        """Nothing."""
+        if (scattered := self._gradients.scattered) is not None:
+            scattered.forget()
 
     def at_end(self, end: Callable[[], None]) -> None:
         graphs.at_end(end, before=self._hand_over_postponed)
@@ -230,7 +242,8 @@ class PaddleAutograd:
     complete = None  # `_hand_over_postponed` has done it
 
     def note_error(self, error: PacelineError) -> None:
-        """Nobody asks for it later."""
+        if (scattered := self._gradients.scattered) is not None:
+            scattered.give_up()
 
     def after_means(self) -> None:
         """Nothing."""
@@ -250,8 +263,14 @@ def make_passes(tensors: ManagedTensors, link: Link, config: DataParallelConfig)
     """What averages the gradients of `tensors` over the ranks of `link` in each backward. Collective."""
     state = PassState(link.rank, link.world_size)
     gradients = Gradients(
-        tensors, state, live_in_arena=config.gradients_in_arena, reduce_dtype=config.precision.reduce_dtype
+        tensors,
+        state,
+        link.rank,
+        live_in_arena=config.gradients_in_arena,
+        reduce_dtype=config.precision.reduce_dtype,
     )
+    if config.scatters:
+        refuse_sparse(PaddleHands.words, list(tensors.sparse))
     autograd = PaddleAutograd(tensors, state, gradients)
     autograd.weights = PaddleWeights(tensors.all_trainable, state, autograd.keep_error, autograd.is_foreign)
     front_end = FrontEnd(

@@ -41,7 +41,6 @@ from paceline.torch.link.comm_hook import check_hook
 from paceline.torch.link.link import MemoryLink, connect
 from paceline.torch.link.members import MemberPeers
 from paceline.torch.link.peers import Peers, find_peers, known_exchange
-from paceline.torch.link.scattered import only_two_norm
 from paceline.torch.model.arguments import check_materialised, checked_module
 from paceline.torch.model.compiling import untraced, untraced_itself
 from paceline.torch.model.config import DDPConfig, Weight, make_config
@@ -494,18 +493,13 @@ class DistributedDataParallel(WrappedModel, TorchNames):
             hint = "the GradScaler that scaled the loss, or None"
             raise Arguments("clip_grad_norm_").refuse("scaler", scaler, "a GradScaler", hint, is_type=True)
         scale = 1.0 if scaler is None else scaler.get_scale()
-        if self._passes is not None and self._passes.autograd.are_gradients_scattered():
-            return self._clip_scattered(self._passes, max_norm * scale, norm_type) / scale
+        passes = self._passes
+        if passes is not None and (scattered := passes.autograd.scattered_in_place()) is not None:
+            norm = scattered.clip(max_norm * scale, norm_type, passes.squared_norm())
+            return torch.tensor(norm) / scale
         is_known = self._passes is not None and norm_type == 2.0
         known = self._passes.known_norm() if is_known and self._passes is not None else None
         return _clip(self._tensors.trainable, max_norm * scale, known, norm_type) / scale
-
-    def _clip_scattered(self, passes: GradientPasses, max_norm: float, norm_type: float) -> torch.Tensor:
-        scattered = passes.autograd.scattered
-        assert scattered is not None
-        if norm_type != 2.0:
-            raise only_two_norm(norm_type)
-        return torch.tensor(scattered.clip(max_norm, passes.squared_norm()))
 
     def _own_squared_norm(self) -> float:
         squares = [p.grad.double().square().sum() for p in self._tensors.trainable if p.grad is not None]

@@ -560,19 +560,6 @@ class TorchNames(TorchDDP):
         self._joining = Joining(self._passes, peers, self.join_device)
         return DDPJoinHook(self._joining, divide, self._leave_join)
 
-    def _refuse_scattering(self, why: str) -> None:
-        """Refuse what needs whole gradients.
-
-        Raises:
-            ConfigError: The wrapper was made with reduce="scatter".
-        """
-        if self._config.scatters:
-            raise ConfigError(
-                f'DistributedDataParallel: {why}, and reduce="scatter" gives each rank a part of each.',
-                hint='reduce="mean"; to train on uneven data: ddp.finish(after_pass=step) on each rank',
-                argument="reduce",
-            )
-
     def _leave_join(self) -> None:
         self._joining = self._join_config = None
 

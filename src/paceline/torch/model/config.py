@@ -27,7 +27,6 @@ _arguments = WrapperArguments("DistributedDataParallel")
 DEFAULT_BUCKET_CAP_MB = 25.0  # torch's defaults, so that ranks of either overlap alike
 DEFAULT_FIRST_BUCKET_BYTES = MIB
 
-REDUCE = ("mean", "scatter")
 
 _NOT_OPTIONS = (
     "delay_all_reduce_named_params",  # `ManagedTensors` looks at these two
@@ -61,14 +60,12 @@ class DDPConfig(WrapperOptions):
         precision: The dtypes of parameters in forward, of reduced gradients, of buffers.
         batched_copies: Copy gradients into the arena a bucket at a time.
         share_parameters: The ranks of each host have one copy of the parameters.
-        scatters: Each mean gradient comes to the ranks that own it, and to no others.
     """
 
     device: torch.device | None
     precision: Precision
     batched_copies: bool
     share_parameters: bool
-    scatters: bool
     # Whether parameters that no rank uses are let be. No: they raise, as in torch.
     allow_nobodys: ClassVar[bool] = False
 
@@ -83,7 +80,6 @@ class DDPConfig(WrapperOptions):
             "bucket_cap_mb": str(self.bucket_cap_bytes / MIB),
             "mixed_precision": str(self.precision),
             "share_parameters": str(self.share_parameters),
-            "reduce": "scatter" if self.scatters else "mean",
             **self.agreed_shared(),
         }
 
@@ -124,9 +120,6 @@ def make_config(
         expected = "None with share_parameters=True: at a meeting each rank writes to its own parameters"
         check.require(others.get("local_sgd") is None, "local_sgd", others.get("local_sgd"), expected, hint)
     precision = as_precision(mixed_precision)
-    scatters = check.choice("reduce", reduce, REDUCE) == "scatter"
-    if scatters:
-        _check_scatters(precision, others)
     return DDPConfig(
         device=_single_device(device_ids, output_device),
         bucket_cap_bytes=cap_bytes,
@@ -135,25 +128,9 @@ def make_config(
         precision=precision,
         batched_copies=check.flag("batched_grad_copy", batched_grad_copy),
         share_parameters=shares,
-        scatters=scatters,
+        scatters=_arguments.scatters(reduce, others, in_other_dtype=precision.reduce_dtype is not None),
         **_arguments.shared(others),
     )
-
-
-def _check_scatters(precision: Precision, arguments: Mapping[str, Any]) -> None:
-    """Refuse reduce="scatter" with what needs whole gradients on each rank, or has them elsewhere."""
-    for holds, other in (
-        (precision.reduce_dtype is not None, "a reduce_dtype in mixed_precision"),
-        (
-            bool(arguments.get("gradient_as_bucket_view")),
-            "gradient_as_bucket_view, which keeps whole gradients",
-        ),
-        (arguments.get("local_sgd") is not None, "local_sgd, whose ranks step on their own"),
-        (arguments.get("reduce_through") == "group", 'reduce_through="group"'),
-        (arguments.get("delay_all_reduce_named_params") is not None, "delay_all_reduce_named_params"),
-    ):
-        expected = f'"mean" with {other}'
-        _arguments.check.require(not holds, "reduce", "scatter", expected, "leave out one of the two")
 
 
 def _single_device(

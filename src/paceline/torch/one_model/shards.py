@@ -19,9 +19,9 @@ import torch
 from paceline.errors import ConfigError
 from paceline.reducer.homes import check_step_allowed, home_of, homes_of
 from paceline.reducer.link import Link
-from paceline.reducer.owners import Owned, OwnedRange, owners
 from paceline.sharding.cuts import Extent, Piece
 from paceline.sharding.journal_layout import Slot
+from paceline.sharding.ownership import tell_owners
 from paceline.sharding.shared_step import OWNER
 from paceline.torch.link.arena import is_dense
 from paceline.torch.link.scattered import ScatteredGradient
@@ -130,19 +130,7 @@ class Shards:
 
     def tell_owners(self) -> None:
         """Tell wrapped models which rank needs which part of each gradient. Collective."""
-        ranges: list[list[OwnedRange]] = [[] for _ in self.parameters]
-        for piece in self.pieces:
-            size = self.parameters[piece.parameter].element_size()
-            if piece.end == piece.begin:
-                continue
-            known, begin = ranges[piece.parameter], piece.begin * size
-            if known and (known[-1].end, known[-1].rank) == (begin, piece.rank):
-                begin = known.pop().begin
-            known.append(OwnedRange(begin, piece.end * size, piece.rank))
-        owners.tell(
-            (parameter, Owned(tuple(its), self.rank, self.world_size))
-            for parameter, its in zip(self.parameters, ranges)
-        )
+        tell_owners(self.parameters, self.itemsizes(), self.pieces, self.rank, self.world_size)
 
     def version(self, parameter: torch.Tensor) -> int:
         """Counts the writes to a parameter."""
@@ -204,7 +192,7 @@ class Shards:
                     "such as torch.optim.SparseAdam, on every rank",
                 )
             if type(gradient) is ScatteredGradient:
-                gradient.check()
+                gradient.of.check_present(gradient.number)
         for run in self._runs:
             gradient = found[run.pieces[0].parameter]
             if type(gradient) is ScatteredGradient:

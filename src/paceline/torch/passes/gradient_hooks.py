@@ -20,8 +20,9 @@ from paceline import _core
 from paceline.errors import ConfigError
 from paceline.reducer.passes import PassState
 from paceline.reducer.protocol import Reducer
+from paceline.reducer.scattered import left_over
 from paceline.torch.link.arena import extent
-from paceline.torch.link.scattered import ScatteredGradient
+from paceline.torch.link.scattered import ScatteredGradient, TorchHands
 from paceline.torch.model.compiling import untraced
 
 Hook = Callable[[torch.Tensor], None]
@@ -145,7 +146,7 @@ def taking_hook(
             state.status.twice = index
             return
         if type(gradient) is ScatteredGradient:  # autograd has brought nothing, and cannot add to it
-            state.refuse(index, left_over(name, state.where))
+            state.refuse(index, left_over(name, state.where, TorchHands.words))
             return
         if gradient is None or gradient.dtype is not dtype or gradient.is_sparse or gradient.shape != shape:
             refuse_unsupported(state, index, name, parameter, dtype, shape)
@@ -155,15 +156,6 @@ def taking_hook(
         mark_ready(index, 0)
 
     return in_core(hand_over, state, index, view, reducer, gradient_in_arena=True, stand_in=stand_in)
-
-
-def left_over(name: str, where: str) -> ConfigError:
-    return ConfigError(
-        f"DistributedDataParallel cannot average the gradient of '{name}' once more.",
-        where=where,
-        seen='reduce="scatter": .grad stands for the mean of an earlier backward, of which a rank has a part',
-        hint="optimizer.zero_grad() before each backward; accumulate within ddp.no_sync()",
-    )
 
 
 def view_hook(

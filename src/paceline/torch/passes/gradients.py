@@ -16,8 +16,9 @@ import torch
 from paceline.reducer.link import Reduction
 from paceline.reducer.passes import PassState
 from paceline.reducer.plan import ParameterSpec
+from paceline.reducer.scattered import scatter
 from paceline.torch.link.arena import extent
-from paceline.torch.link.scattered import Scattered, ScatteredGradient
+from paceline.torch.link.scattered import Scattered, ScatteredGradient, TorchHands
 from paceline.torch.model.config import DDPConfig
 from paceline.torch.model.parameters import ManagedTensors
 from paceline.torch.passes.gradient_hooks import (
@@ -76,20 +77,13 @@ class Gradients:
         self._make_hooks()
 
     def _scatter(self, reduction: Reduction[torch.Tensor]) -> None:
-        before, self.scattered = self.scattered, None
-        if not reduction.owned:
-            return
-        reducer = reduction.reducer
-        self.scattered = Scattered(
-            self._names,
-            self._parameters,
-            reduction.places,
-            reduction.owned,
-            self._rank,
-            lambda: {*(index for _, index in reducer.nonfinite()), *reducer.overflowed()},
-        )
-        if before is not None:
-            self.scattered.move_from(before)
+        names, parameters, places = self._names, self._parameters, reduction.places
+        hands, sizes = TorchHands(parameters, places), [place.itemsize for place in places]
+
+        def stand_in(index: int) -> ScatteredGradient:
+            return ScatteredGradient(names[index], index, parameters[index])
+
+        self.scattered = scatter(names, hands, stand_in, sizes, reduction, self._rank, self.scattered)
 
     def share(self, indices: set[int]) -> None:
         self._shared = indices

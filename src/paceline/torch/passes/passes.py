@@ -14,16 +14,16 @@ from typing import TypeAlias
 import torch
 from torch.autograd import Variable, profiler
 
-from paceline.errors import ConfigError, PacelineError
+from paceline.errors import PacelineError
 from paceline.reducer.buffers import BufferSync
 from paceline.reducer.front_end import FrontEnd
 from paceline.reducer.graphs import Graph
 from paceline.reducer.link import Link
 from paceline.reducer.local_backward import LocalBackward
-from paceline.reducer.pass_errors import shorten
 from paceline.reducer.passes import Passes, PassState
+from paceline.reducer.scattered import refuse_sparse
 from paceline.torch.link.link import average_buffers
-from paceline.torch.link.scattered import Scattered
+from paceline.torch.link.scattered import Scattered, ScatteredGradient, TorchHands
 from paceline.torch.model.compiling import untraced
 from paceline.torch.model.config import DDPConfig
 from paceline.torch.model.parameters import ManagedTensors
@@ -104,10 +104,10 @@ class TorchAutograd:
         """The gradients of which each rank has a part; None: every rank gets all means."""
         return self._gradients.scattered
 
-    def are_gradients_scattered(self) -> bool:
-        """Whether `.grad` stands for any of these now."""
-        scattered = self._gradients.scattered
-        return scattered is not None and scattered.are_in_place()
+    def scattered_in_place(self) -> Scattered | None:
+        """The gradients of which each rank has a part, if `.grad` stands for any of them now."""
+        is_there = any(type(parameter.grad) is ScatteredGradient for parameter in self._tensors.trainable)
+        return self._gradients.scattered if is_there else None
 
     def use_static_graph(self, is_static: bool) -> None:
         self._make_late(is_static)
@@ -259,7 +259,7 @@ def make_passes(tensors: ManagedTensors, link: Link[torch.Tensor], config: DDPCo
     state = PassState(link.rank, link.world_size)
     gradients = Gradients(tensors, state, config, link.rank)
     if config.scatters:
-        refuse_sparse(tensors)
+        refuse_sparse(TorchHands.words, [tensors.names[index] for index in sorted(tensors.sparse)])
     weights = TorchWeights(tensors.trainable, state)
     sparse = [(index, tensors.trainable[index]) for index in sorted(tensors.sparse)]
     buffers = make_buffer_sync(tensors, link, config)
@@ -278,17 +278,6 @@ def make_passes(tensors: ManagedTensors, link: Link[torch.Tensor], config: DDPCo
     if recording.keeps_all:
         note_steps()
     return passes
-
-
-def refuse_sparse(tensors: ManagedTensors) -> None:
-    """Raise if some gradients are sparse, which no rank gets a part of."""
-    if tensors.sparse:
-        raise ConfigError(
-            'DistributedDataParallel: reduce="scatter" is for dense gradients.',
-            got="sparse gradients of " + shorten([tensors.names[index] for index in sorted(tensors.sparse)]),
-            hint='nn.Embedding(..., sparse=False); or reduce="mean"',
-            argument="reduce",
-        )
 
 
 def make_buffer_sync(tensors: ManagedTensors, link: Link[torch.Tensor], config: DDPConfig) -> BufferSync:

@@ -1,0 +1,349 @@
+"""Mean gradients of which each rank has the part that it owns, and what stands for them meanwhile.
+
+The one idea: a gradient that is there in part must not be taken for a whole one. A norm of it, or a step
+with it, would differ from rank to rank, and nobody would see. So each parameter has a *stand-in*, which a
+front end puts where a gradient is looked for, and which raises on every rank. `ShardedOptimizer` asks for the
+part that is here.
+
+Imports errors and its neighbours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+from paceline.errors import ConfigError
+from paceline.reducer.link import Reduction
+from paceline.reducer.owners import Ranges
+from paceline.reducer.pass_errors import shorten
+
+NO_PASS = -1
+"""The pass of a stand-in that none has put in place yet."""
+
+Tensor = TypeVar("Tensor")
+
+
+class StandIn(Protocol):
+    """What stands for the gradient of one parameter.
+
+    Attributes:
+        of: The means that it is one of.
+        of_pass: The pass that has put it there.
+    """
+
+    of: Any
+    of_pass: int
+
+
+AnyStandIn = TypeVar("AnyStandIn", bound=StandIn)
+
+
+@dataclass(frozen=True)
+class Words:
+    """What a framework's users call things.
+
+    Attributes:
+        wrapper: The class that wraps a model.
+        variable: A wrapped model.
+        clear: The call that clears gradients.
+    """
+
+    wrapper: str
+    variable: str
+    clear: str
+
+
+class Hands(Protocol[Tensor]):
+    """What a framework does with the gradients of the parameters that a plan lists."""
+
+    words: Words
+
+    def put(self, index: int, stand_in: Any) -> None:
+        """Let the parameter's stand-in be in the place of its gradient."""
+        ...
+
+    def found(self, index: int) -> object | None:
+        """What is in the place of a gradient: a stand-in, of whatever plan, or a tensor."""
+        ...
+
+    def cut(self, index: int, begin: int, end: int) -> Tensor:
+        """The mean of these elements where it lies; all of them in the parameter's shape."""
+        ...
+
+    def copy(self, source: Tensor, to: Tensor) -> None:
+        """Copy one part to another."""
+        ...
+
+    def multiply(self, parts: Sequence[Tensor], factor: float) -> None:
+        """Multiply these parts, in place."""
+        ...
+
+
+class Scattered(Generic[Tensor, AnyStandIn]):
+    """The means of one model, as a pass that scatters leaves them on this rank.
+
+    Args:
+        names: The parameters' names.
+        hands: What the framework does.
+        stand_ins: What stands for each gradient.
+        itemsizes: Bytes of an element of each mean.
+        ranges: Who owns what of each.
+        rank: This rank.
+        find_nonfinite: Parameters of the last pass that had a gradient, or a mean, that was not finite.
+
+    Attributes:
+        of_pass: The number of the last pass that has left its means here; 0: they are of no use now.
+        rank: This rank.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        hands: Hands[Tensor],
+        stand_ins: Sequence[AnyStandIn],
+        itemsizes: Sequence[int],
+        ranges: Sequence[Ranges],
+        rank: int,
+        find_nonfinite: Callable[[], set[int]],
+    ) -> None:
+        self.of_pass = 0
+        self.rank = rank
+        self.find_nonfinite = find_nonfinite
+        self._factors: dict[int, float] = {}  # with which means have been multiplied since the pass
+        self._names, self._hands, self._stand_ins = names, hands, stand_ins
+        for stand_in in stand_ins:
+            stand_in.of = self
+        self._passes = 0
+        self._own = [
+            [(each.begin // itemsize, each.end // itemsize) for each in its if each.rank == rank]
+            for its, itemsize in zip(ranges, itemsizes, strict=True)
+        ]
+        self._parts = {
+            (index, begin, end): hands.cut(index, begin, end)
+            for index, its in enumerate(self._own)
+            for begin, end in its
+        }
+        self._here: list[int] = []
+
+    def name(self, index: int) -> str:
+        """The parameter's."""
+        return self._names[index]
+
+    def stand_in(self, index: int) -> AnyStandIn:
+        """What stands for the gradient of a parameter."""
+        return self._stand_ins[index]
+
+    def forget(self) -> None:
+        """A pass begins, which will overwrite the means."""
+        self.of_pass = 0
+
+    def put(self, indices: Iterable[int]) -> None:
+        """A pass has made the means of these parameters: let their stand-ins be found."""
+        self._passes += 1
+        self.of_pass = self._passes
+        self._factors.clear()
+        self._here = list(indices)
+        for index in self._here:
+            self._stand_ins[index].of_pass = self.of_pass
+            self._hands.put(index, self._stand_ins[index])
+
+    def give_up(self) -> None:
+        """A pass has raised: what gradients are now, is of no use to anybody."""
+        self.of_pass = 0
+        for index in range(len(self._names)):
+            if self._hands.found(index) is not None:
+                self._hands.put(index, self._stand_ins[index])
+
+    def move_from(self, before: Scattered[Tensor, AnyStandIn]) -> None:
+        """Take over the means of another plan for the same parts, and what stands for them."""
+        if before._own != self._own or not before.of_pass:
+            before.of_pass = 0
+            return
+        for key, part in self._parts.items():
+            self._hands.copy(before._parts[key], part)
+        here = [i for i in before._here if self._hands.found(i) is before._stand_ins[i]]
+        self.put(here)
+        self._factors.update(before._factors)
+        before.of_pass = 0
+
+    def check_present(self, index: int) -> None:
+        """Raise if what a stand-in stands for is not there any more.
+
+        Raises:
+            ConfigError: It is not of the last pass.
+        """
+        if self._stand_ins[index].of_pass == self.of_pass:
+            return
+        raise ConfigError(
+            f"The gradient of '{self._names[index]}' is not there any more.",
+            seen='reduce="scatter": it is that of an earlier backward, or of one that has raised',
+            hint=f"{self._hands.words.clear} before each backward, and a step only after a backward that has "
+            "not raised",
+        )
+
+    def part(self, index: int, begin: int, end: int) -> Tensor:
+        """The mean of these elements of a parameter, in the order of its memory.
+
+        All of them in the parameter's shape, if this rank owns all.
+
+        Raises:
+            ConfigError: It does not own them.
+        """
+        part = self._parts.get((index, begin, end))
+        if part is None:
+            is_own = any(first <= begin and end <= last for first, last in self._own[index])
+            if not is_own and begin < end:
+                raise self._not_owned(index)
+            part = self._parts[index, begin, end] = self._hands.cut(index, begin, end)
+        return part
+
+    def _not_owned(self, index: int) -> ConfigError:
+        return ConfigError(
+            f"The gradient of '{self._names[index]}' was brought to the ranks of another optimizer.",
+            seen='reduce="scatter", and two optimizers with the same parameters: the last one counts',
+            hint="make one ShardedOptimizer for each parameter, and drop it before the next one is made",
+        )
+
+    def own_parts(self, index: int) -> list[Tensor]:
+        """The parts of a parameter's mean that are here."""
+        return [self._parts[index, begin, end] for begin, end in self._own[index]]
+
+    # --- the norm ---
+
+    def check_complete(self, doing: str) -> None:
+        """Raise unless all gradients are those that the last pass has left.
+
+        Raises:
+            ConfigError: One was left, or replaced.
+        """
+        for index in range(len(self._names)):
+            found = self._hands.found(index)
+            if found is None and index not in self._here:
+                continue
+            if found is not self._stand_ins[index]:
+                raise ConfigError(
+                    f"{doing}: the gradient of '{self._names[index]}' was changed since backward.",
+                    seen='reduce="scatter": each rank has a part of each gradient',
+                    expected="the gradients of the last backward, all of them",
+                    got="None" if found is None else "another tensor in .grad",
+                    hint='clip first; or wrap with reduce="mean", which gives every rank whole gradients',
+                )
+            self.check_present(index)
+
+    def note_factor(self, indices: Iterable[int], factor: float) -> None:
+        """These means have been multiplied with it, on all ranks."""
+        for index in indices:
+            self._factors[index] = self._factors.get(index, 1.0) * factor
+
+    def clip(self, max_norm: float, norm_type: float, squared_norm: float) -> float:
+        """Scale all means so that their norm is at most `max_norm`.
+
+        Args:
+            max_norm: The largest norm allowed.
+            norm_type: The p of the p-norm: the passes have found the one of 2 on their way, and no other.
+            squared_norm: What the pass has found.
+
+        Returns:
+            The norm before.
+
+        Raises:
+            ConfigError: Another norm, or gradients that are not those of the last pass.
+        """
+        if norm_type != 2.0:
+            raise _only_two_norm(norm_type)
+        self.check_complete("clip_grad_norm_")
+        factors = {self._factors.get(index, 1.0) for index in self._here} or {1.0}
+        if len(factors) > 1:
+            raise ConfigError(
+                "clip_grad_norm_: some gradients were divided by a GradScaler's scale and others not.",
+                seen=f'reduce="scatter"; factors since backward: {sorted(factors)}',
+                hint="scaler.unscale_() for all optimizers of the model before, or for none",
+            )
+        norm = math.sqrt(squared_norm) * abs(factors.pop())
+        factor = max_norm / (norm + 1e-6)  # as frameworks do: a NaN stays one, a small norm changes nothing
+        if not factor >= 1.0:
+            parts = [part for index in self._here for part in self.own_parts(index)]
+            if parts:
+                self._hands.multiply(parts, factor)
+            self.note_factor(self._here, factor)
+        return norm
+
+
+def _only_two_norm(norm_type: float) -> ConfigError:
+    """The error of a norm that the passes have not found on their way."""
+    return ConfigError(
+        'clip_grad_norm_: with reduce="scatter" there is the 2-norm.',
+        expected="norm_type=2.0, which the ranks have found in backward",
+        got=f"norm_type={norm_type}",
+        hint='reduce="mean" gives every rank whole gradients, for any norm',
+        argument="norm_type",
+    )
+
+
+def scatter(
+    names: Sequence[str],
+    hands: Hands[Tensor],
+    make_stand_in: Callable[[int], AnyStandIn],
+    itemsizes: Sequence[int],
+    reduction: Reduction[Tensor],
+    rank: int,
+    before: Scattered[Tensor, AnyStandIn] | None,
+) -> Scattered[Tensor, AnyStandIn] | None:
+    """What a reduction leaves on this rank, if it scatters; else None.
+
+    Args:
+        names: The parameters' names.
+        hands: What the framework does.
+        make_stand_in: Makes what stands for the gradient of a parameter.
+        itemsizes: Bytes of an element of each mean.
+        reduction: A new one.
+        rank: This rank.
+        before: The means of the reduction that it replaces, which move.
+    """
+    if not reduction.owned:
+        return None
+    reducer = reduction.reducer
+    means = Scattered(
+        names,
+        hands,
+        [make_stand_in(index) for index in range(len(names))],
+        itemsizes,
+        reduction.owned,
+        rank,
+        lambda: {*(index for _, index in reducer.nonfinite()), *reducer.overflowed()},
+    )
+    if before is not None:
+        means.move_from(before)
+    return means
+
+
+def left_over(name: str, where: str, words: Words) -> ConfigError:
+    """The error of a gradient that is to be averaged although its stand-in is still there."""
+    return ConfigError(
+        f"{words.wrapper} cannot average the gradient of '{name}' once more.",
+        where=where,
+        seen='reduce="scatter": .grad stands for the mean of an earlier backward, of which a rank has a part',
+        hint=f"{words.clear} before each backward; accumulate within {words.variable}.no_sync()",
+    )
+
+
+def refuse_sparse(words: Words, names: Sequence[str]) -> None:
+    """Raise if parameters have sparse gradients, which no rank gets a part of.
+
+    Args:
+        words: The framework's.
+        names: Their names; none: all gradients are dense.
+
+    Raises:
+        ConfigError: There are some.
+    """
+    if names:
+        raise ConfigError(
+            f'{words.wrapper}: reduce="scatter" is for dense gradients.',
+            got=f"sparse gradients of {shorten(names)}",
+            hint='nn.Embedding(..., sparse=False); or reduce="mean"',
+            argument="reduce",
+        )
