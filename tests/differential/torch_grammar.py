@@ -8,7 +8,7 @@ meet: whatever went wrong before must have been told by then.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tests.differential.programs import Op, Program
@@ -19,6 +19,7 @@ ALWAYS_MODES = ("default", "tiny", "view", "tiny view", "gloo", "backend", "gloo
 UNUSED_MODES = ("unused", "unused view", "gloo unused", "static")
 HOSTS_MODES = ("hosts", "hosts tiny", "hosts tiny view")
 HOSTS_UNUSED_MODES = ("hosts unused", "hosts static")
+SCATTER_MODES = ("scatter", "scatter unused")
 UNEVEN_MODES = ("uneven tiny", "uneven view", "uneven exact")
 UNEVEN_UNUSED_MODES = ("uneven unused",)
 
@@ -29,6 +30,7 @@ def generate(seed: int) -> Program:
     program = writer.program(seed)
     _add_hosts(program, random.Random(f"hosts {seed}"), needs_unused=writer.needs_unused)
     _make_uneven(program, random.Random(f"uneven {seed}"))
+    _make_scattering(program, random.Random(f"scatter {seed}"), needs_unused=writer.needs_unused)
     return program
 
 
@@ -41,7 +43,7 @@ def can_run_in(program: Program, mode: str) -> bool:
 def modes_of(program: Program) -> list[str]:
     """Every mode in which it can run."""
     over_hosts = (*HOSTS_MODES, *HOSTS_UNUSED_MODES, *UNEVEN_MODES, *UNEVEN_UNUSED_MODES)
-    modes = (*ALWAYS_MODES, *UNUSED_MODES, *over_hosts)
+    modes = (*ALWAYS_MODES, *UNUSED_MODES, *SCATTER_MODES, *over_hosts)
     return [mode for mode in modes if can_run_in(program, mode)]
 
 
@@ -67,6 +69,40 @@ def _make_uneven(program: Program, rng: random.Random) -> None:
     if program["ranks"] > 2 and mode in HOSTS_MODES + HOSTS_UNUSED_MODES and rng.random() < 0.5:
         others = UNEVEN_MODES if mode in HOSTS_MODES else UNEVEN_UNUSED_MODES
         program["modes"][-1] = rng.choice(others)
+
+
+def _make_scattering(program: Program, rng: random.Random, *, needs_unused: bool) -> None:
+    """Let every sixth program run with a sharded optimizer and gradients in parts, and in no other mode.
+
+    Most of these clear what stands for gradients after each step, and have dense gradients; what the others
+    do with a part is mostly refused.
+    """
+    if rng.random() < 1 / 6:
+        program["modes"] = [SCATTER_MODES[needs_unused or rng.random() < 0.3]]
+        if rng.random() < 0.8:
+            program["ops"] = list(_clearing(program["ops"]))
+            for model in program["models"]:
+                _make_dense(model["layers"])
+
+
+def _clearing(ops: list[Op]) -> Iterator[Op]:
+    """The ops, without those that read gradients, and with gradients cleared after each step."""
+    for op in ops:
+        if op["op"] == "scale_grads":
+            continue
+        op = {key: value for key, value in op.items() if key != "none"}
+        for part in ("body", "otherwise"):
+            if part in op:
+                op[part] = list(_clearing(op[part]))
+        yield op
+        if op["op"] == "step":
+            yield {"op": "zero_grad"}
+
+
+def _make_dense(layers: list[dict[str, Any]]) -> None:
+    for layer in layers:
+        layer.pop("sparse", None)
+        _make_dense(layer.get("layers", []))
 
 
 class _Writer:

@@ -15,15 +15,15 @@ import torch
 from torch import nn
 
 from tests.differential.programs import Op, Program, numbered
-from tests.differential.records import Value
+from tests.differential.records import Event, Value
 from tests.differential.torch_models import WIDTH, Batch, Net, Table, make_layer, parameter_of
 from tests.differential.walk import Meeting, Run, Walker, of_rank
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
-OPTIMIZERS = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
-    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.5),
-    "adam": lambda p: torch.optim.Adam(p, lr=0.01, eps=0.05),
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, float]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.05}),
+    "momentum": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.5}),
+    "adam": (torch.optim.Adam, {"lr": 0.01, "eps": 0.05}),
 }
 
 
@@ -48,6 +48,9 @@ class Subject(Protocol):
     def join(self, wrapper: nn.Module) -> contextlib.AbstractContextManager[Any]: ...
     def iterate(self, wrapper: nn.Module, batches: Sequence[int], step: Any) -> Iterator[int]: ...
     def clip(self, wrapper: nn.Module, trainable: list[nn.Parameter], max_norm: float) -> torch.Tensor: ...
+    def sharded(
+        self, params: list[nn.Parameter], kind: type[torch.optim.Optimizer], options: dict[str, float]
+    ) -> Any: ...
 
 
 @dataclass
@@ -121,8 +124,12 @@ class Machine(Walker):
 
     def _op_optimizer(self, op: Op, label: str) -> None:
         model = op.get("model", 0) % len(self.nets)
-        make = OPTIMIZERS[op.get("kind", "sgd")]
-        self.optimizers[model] = make([p for p in self.nets[model].parameters() if p.requires_grad])
+        kind, options = OPTIMIZERS[op.get("kind", "sgd")]
+        trained = [p for p in self.nets[model].parameters() if p.requires_grad]
+        if self.options.get("reduce") == "scatter":
+            self.optimizers[model] = self.subject.sharded(trained, kind, options)
+        else:
+            self.optimizers[model] = kind(trained, **options)  # type: ignore[call-arg]
 
     def _op_hook(self, op: Op, label: str) -> None:
         p = parameter_of(self._net(op), op.get("param", 0))
@@ -352,8 +359,11 @@ class Machine(Walker):
         trainable = self.trainable[model]
         if any(p.grad is not None and p.grad.is_sparse for p in trainable):
             return
-        true = _norm(trainable)
+        is_elsewhere = any(map(_is_elsewhere, trainable))
+        true = 0.0 if is_elsewhere else _norm(trainable)
         told = self.subject.clip(self.wrappers[model], trainable, op.get("max", 1.0))
+        if is_elsewhere:  # what is left of the gradients is told by the next step
+            return
         resolutions = [torch.finfo(p.grad.dtype).eps for p in trainable if p.grad is not None]
         self._note_norm(float(told), true, max(resolutions, default=0.0))
 
@@ -384,8 +394,13 @@ class Machine(Walker):
 
     def _note_gradients(self, model: int, *, is_shared: bool) -> None:
         named = self.nets[model].named_parameters()
-        values = {f"{model}:{name}": _value(p.grad) for name, p in named}
-        self._note(model, "gradients", values, is_shared)
+        if any(map(_is_elsewhere, self.nets[model].parameters())):
+            # Each rank has a part: the parameters after the next step tell whether it is right.
+            at = f"{self.at} model {model}"
+            self.record.events.append(Event(at, "gradients", {}, model, shared=is_shared, tainted=True))
+        else:
+            values = {f"{model}:{name}": _value(p.grad) for name, p in named}
+            self._note(model, "gradients", values, is_shared)
         buffers = {f"{model}:{name}": _value(b) for name, b in self.nets[model].named_buffers()}
         if is_shared and buffers:
             self._note(model, "buffers", buffers, True)
@@ -425,6 +440,11 @@ def _value(tensor: torch.Tensor | None) -> Value | None:
     if dense.dtype == torch.bfloat16:
         dense = dense.float()
     return Value.of(dense.resolve_conj().resolve_neg().cpu().numpy())
+
+
+def _is_elsewhere(p: torch.Tensor) -> bool:
+    """Whether each rank has a part of the gradient, and `.grad` stands for it."""
+    return type(p.grad).__name__ == "ScatteredGradient"
 
 
 def _give_own_memory(p: torch.Tensor) -> None:

@@ -26,6 +26,7 @@ EXPECTED: list[tuple[str, tuple[str, ...], str]] = [
     ("op skipped", ("SkippedPassError",), "forwards without a backward, not on all ranks"),
     ("nonfinite", ("NonFiniteGradientError",), 'nonfinite="raise"'),
     ("nest", ("ConfigError", "RuntimeError"), "wrappers within wrappers"),
+    ("mode scatter", ("ConfigError", "MismatchError"), "docs/sharded-optimizer.md: what reads a part raises"),
     ("op iterate join", ("ConfigError",), "join() needs a process group of torch"),
 ]
 
@@ -58,6 +59,8 @@ def features_of(program: Program, mode: str) -> set[str]:
             found.add("nest")
     if mode.startswith("static"):
         found.add("mode static")
+    if mode.startswith("scatter"):
+        found.add("mode scatter")
     if program.get("options", {}).get("nonfinite") == "raise":
         found.add("nonfinite")
     for model in program["models"]:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import paceline
-from paceline.torch import DistributedDataParallel, backend
+from paceline.torch import DistributedDataParallel, ShardedOptimizer, backend
 from tests.differential import torch_mutations
 from tests.differential.pool import Run
 from tests.differential.programs import Program
@@ -52,6 +52,8 @@ MODES: dict[str, dict[str, Any]] = {
     "uneven tiny": {"group": "uneven hosts", **_TINY},
     "uneven view": {"group": "uneven hosts", "gradient_as_bucket_view": True},
     "uneven unused": {"group": "uneven hosts", **_TINY, "find_unused_parameters": True},
+    "scatter": {**_TINY, "reduce": "scatter"},
+    "scatter unused": {"find_unused_parameters": True, "reduce": "scatter"},
     "uneven exact": {"group": "uneven hosts", **_TINY, "deterministic": "world"},
 }
 """What is passed to the wrapper, and over which group. "hosts": over Gloo, by ranks of several hosts;
@@ -153,6 +155,11 @@ class Ours:
         if not hasattr(wrapper, "clip_grad_norm_"):
             return nn.utils.clip_grad_norm_(trainable, max_norm)
         return wrapper.clip_grad_norm_(max_norm)  # type: ignore[no-any-return]
+
+    def sharded(
+        self, params: list[nn.Parameter], kind: type[torch.optim.Optimizer], options: dict[str, float]
+    ) -> ShardedOptimizer:
+        return ShardedOptimizer(params, kind, process_group=self._groups.paceline(), **options)
 
 
 class Torchs(Ours):

@@ -158,6 +158,7 @@ def _read_in_all_ways(rank: int, ddp: Any, optimizer: ShardedOptimizer) -> None:
         lambda: optimizer.zero_grad(set_to_none=False),
         lambda: ddp.zero_grad(set_to_none=False),
         lambda: ddp.clip_grad_norm_(1.0, norm_type=1.0),
+        lambda: parameters[0].grad.numpy(),  # type: ignore[union-attr]
         plain.step,
     ]
     for step, read in enumerate(ways):
@@ -392,6 +393,9 @@ def test_uneven_data_infinities_and_scaled_losses(rank: int) -> None:
             loss(ddp, rank, step).backward()
             optimizer.step()
         ddp.finish(optimizer.step)
+        if reduce == "scatter":  # what was left of a rank's last pass is still there
+            with pytest.raises(ConfigError, match="this rank has a part"):
+                loss(ddp, rank).backward()
         optimizer.zero_grad()
         loss(ddp, rank).backward()
         optimizer.step()

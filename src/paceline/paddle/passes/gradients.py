@@ -333,8 +333,10 @@ class Gradients:
         in_arena: dict[int, paddle.Tensor] = self._in_arena()
         kept: dict[int, Any] = {}
         for index, parameter in enumerate(self._parameters):
-            gradient = internals.gradient_of(parameter)
-            if gradient is not None:
+            gradient = held(parameter)
+            if isinstance(gradient, ScatteredGradient):
+                kept[index] = (gradient, False)
+            elif gradient is not None:
                 is_home = index in in_arena
                 with paddle.no_grad():
                     kept[index] = (gradient.clone() if is_home else gradient, is_home)
@@ -350,6 +352,8 @@ class Gradients:
                 internals.drop_gradient(parameter)
             elif kept[index][1]:
                 self._move_home(index, kept[index][0])
+            elif isinstance(kept[index][0], ScatteredGradient):
+                internals.put_stand_in(parameter, kept[index][0])
             else:
                 internals.set_gradient(parameter, kept[index][0])
         for index, parameter in self._sparse():

@@ -52,6 +52,9 @@ class ScatteredGradient(torch.Tensor):
             return unscale(*args)
         _refuse(func, (*args, *(kwargs or {}).values()))
 
+    def numpy(self, **_options: Any) -> NoReturn:
+        _refuse(torch.Tensor.numpy, (self,))
+
     def __repr__(self, **_options: Any) -> str:  # type: ignore[override]
         return f"<the gradient of '{self.name_of}', of which this rank has its own part>"
 

@@ -179,7 +179,7 @@ class Gradients:
         in_arena, kept = set(self._in_arena()), {}
         for index, parameter in enumerate(self._parameters):
             gradient = parameter.grad
-            if gradient is not None and type(gradient) is not ScatteredGradient:
+            if gradient is not None:  # a stand-in, too: a backward that adds to it must raise
                 is_at_home = index in in_arena
                 kept[index] = (gradient.clone() if is_at_home else gradient, is_at_home)
         return kept
