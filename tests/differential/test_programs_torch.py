@@ -16,7 +16,7 @@ _MODES = (
     *("default", "tiny", "view", "tiny view", "unused", "unused view", "static", "backend", "gloo memory"),
     *("gloo", "gloo tiny view", "gloo unused"),
     *("hosts", "hosts tiny", "hosts tiny view", "hosts unused", "hosts static"),
-    *("uneven tiny", "uneven view", "uneven unused", "uneven exact"),
+    *("uneven tiny", "uneven view", "uneven unused", "uneven exact", "scatter", "scatter unused"),
 )
 _PLAIN = {
     "ranks": 2,

@@ -370,6 +370,10 @@ def test_what_it_does_not_go_together_with_is_refused_on_every_rank(rank: int) -
         ddp.register_comm_hook(None, allreduce_hook)
     with pytest.raises(ConfigError, match="Join"), ddp.join():
         pass
+    converted, _ = scattering()
+    converted.module.bfloat16()
+    with pytest.raises(ConfigError, match="after it had been wrapped"):
+        converted(torch.ones(2, 9).bfloat16()).sum().backward()
     loss(ddp, rank).backward()
     other = DistributedDataParallel(ddp.module)
     with pytest.raises(ConfigError, match="another wrapped model"):

@@ -76,7 +76,10 @@ class TorchHands:
         self._parameters, self._places = parameters, places
 
     def put(self, index: int, stand_in: ScatteredGradient) -> None:
-        self._parameters[index].grad = stand_in
+        parameter = self._parameters[index]
+        # torch lets no gradient of another dtype or shape be set; the pass has refused such a parameter.
+        is_as_wrapped = (parameter.dtype, parameter.shape) == (stand_in.dtype, stand_in.shape)
+        parameter.grad = stand_in if is_as_wrapped else None
 
     def found(self, index: int) -> object | None:
         return self._parameters[index].grad
