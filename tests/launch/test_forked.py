@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from paceline.launch.forked import modules_before_all
+from paceline.launch.forked import BY_OPTIMIZERS, makes_optimizers, modules_before_all, shared_start
 from tests.launch.conftest import WITHIN_S, Launcher, read_pids, seconds_until_gone
 
 # Stands for torch where a test needs none: it tells who has imported it.
@@ -110,6 +110,29 @@ def test_only_what_nothing_comes_before_is_imported_for_all(tmp_path, script, fo
     path.write_text(script)
     assert modules_before_all(path) == found
     assert modules_before_all(tmp_path / "missing.py") == ()
+
+
+@pytest.mark.parametrize(
+    ("script", "found"),
+    [
+        ("import torch\ntorch.optim.SGD(p, 0.1)", True),
+        ("import torch\nfrom torch.optim import Adam", True),
+        ("import torch\nimport torch.optim as o", True),
+        ("import torch\nstep = build_optimizer()", True),
+        ("import torch\nprint('optim')", False),
+        ("import os, torch\nos.environ['TORCH_LOGS'] = 'dynamo'\ntorch.optim.SGD(p, 0.1)", False),
+        ("import os, torch\nos.environ.setdefault('TORCHDYNAMO_DISABLE', '1')\ntorch.optim.SGD(p)", False),
+        ("import torch\n(", False),
+    ],
+)
+def test_what_optimizers_import_is_imported_for_all_where_ranks_share_cores(tmp_path, script, found):
+    path = tmp_path / "script.py"
+    path.write_text(script)
+    assert makes_optimizers(path) == found
+    for num_cores, is_shared in ((4, found), (5, False)):
+        shared = shared_start([str(path)], 5, num_cores, {})
+        assert shared is None or (BY_OPTIMIZERS in shared.modules) == is_shared
+    assert (shared is None) == script.endswith("\n(")
 
 
 def test_a_rank_sees_what_it_would_see_alone(launcher, fake_torch):

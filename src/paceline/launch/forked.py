@@ -39,6 +39,8 @@ _TEMPLATE = Path(__file__).with_name("template.py")
 _IMPORTED_WITHIN_S = 300.0  # from a slow network disk, say
 _MOST_SOURCE_BYTES = 1 << 20
 SHARED = ("torch", "paceline.torch")
+BY_OPTIMIZERS = "torch._dynamo"
+"""What torch imports when the first optimizer is made: as long as torch itself, and 100 MB in each rank."""
 
 
 class StoppedError(Exception):
@@ -66,12 +68,15 @@ class Shared:
     modules: tuple[str, ...]
 
 
-def shared_start(argv: Sequence[str], nprocs: int, inherited: Mapping[str, str]) -> Shared | None:
+def shared_start(
+    argv: Sequence[str], nprocs: int, num_cores: int, inherited: Mapping[str, str]
+) -> Shared | None:
     """What one process can import for all ranks of a script; None: each rank starts by itself.
 
     Args:
         argv: The script's path, and its arguments.
         nprocs: Number of ranks.
+        num_cores: Cores that they share.
         inherited: The environment of the ranks.
     """
     if nprocs < 2 or inherited.get(VARIABLE, "1") in ("", "0"):
@@ -81,6 +86,9 @@ def shared_start(argv: Sequence[str], nprocs: int, inherited: Mapping[str, str])
     modules = modules_before_all(Path(argv[0]))
     if "torch" not in modules or importlib.util.find_spec("torch") is None:
         return None
+    # Ranks that have a core each import it at the same time, and are no later by it.
+    if nprocs > num_cores and makes_optimizers(Path(argv[0])):
+        modules += (BY_OPTIMIZERS,)
     return Shared(tuple(argv), modules)
 
 
@@ -92,14 +100,8 @@ def modules_before_all(script: Path) -> tuple[str, ...]:
     Example:
         `import os`, then `import torch`: torch. `os.environ["OMP_NUM_THREADS"] = "1"` between them: nothing.
     """
-    try:
-        if script.stat().st_size > _MOST_SOURCE_BYTES:
-            return ()
-        tree = ast.parse(script.read_bytes())
-    except (OSError, SyntaxError, ValueError, RecursionError):
-        return ()  # Python will tell
     found: dict[str, None] = {}
-    for number, statement in enumerate(tree.body):
+    for number, statement in enumerate(_parsed(script).body):
         if isinstance(statement, ast.Import):
             names = [alias.name for alias in statement.names]
         elif isinstance(statement, ast.ImportFrom) and not statement.level:
@@ -115,6 +117,31 @@ def modules_before_all(script: Path) -> tuple[str, ...]:
                 return tuple(found)
             found |= {each: None for each in SHARED if f"{name}.".startswith(f"{each}.")}
     return tuple(found)
+
+
+def makes_optimizers(script: Path) -> bool:
+    """Whether a script names optimizers, and none of the variables that torch reads when it makes the first.
+
+    Example:
+        `torch.optim.SGD(...)`: True. `os.environ["TORCH_LOGS"] = "dynamo"` besides: False.
+    """
+    named = False
+    for node in ast.walk(_parsed(script)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("TORCH"):
+            return False
+        for name in (getattr(node, field, None) for field in ("id", "attr", "name", "module")):
+            named = named or (isinstance(name, str) and "optim" in name)
+    return named
+
+
+def _parsed(script: Path) -> ast.Module:
+    """An empty one where the script can't be read: Python will tell."""
+    try:
+        if script.stat().st_size <= _MOST_SOURCE_BYTES:
+            return ast.parse(script.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        pass
+    return ast.Module([], [])
 
 
 def fork_ranks(

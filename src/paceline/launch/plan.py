@@ -134,7 +134,7 @@ def make_plan(
         owns_recording=FOLDER_VARIABLE in recorded,
         dashboard=None if options.dashboard is None else check_dashboard(options.dashboard, inherited),
         # Drivers of GPUs may not be forked.
-        shared=shared_start(script, nprocs, inherited) if script and not has_gpu else None,
+        shared=shared_start(script, nprocs, machine.num_cores, inherited) if script and not has_gpu else None,
     )
 
 

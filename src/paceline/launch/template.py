@@ -7,6 +7,7 @@ after the fork: what it has imported itself stays, and does no harm.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import io
 import json
@@ -35,15 +36,20 @@ def main() -> None:
     shared, command, starts, supervisor = pickle.loads(read_memory_file(spec))
     try:
         for name in shared.modules:
-            importlib.import_module(name)  # PACELINE_FREEZE_IMPORTS freezes it for the garbage collector
+            importlib.import_module(name)
     except Exception:
         os._exit(1)  # each rank will try itself, and tell
+    if os.environ.get("PACELINE_FREEZE_IMPORTS", "0") not in ("", "0"):
+        gc.freeze()  # a collection in a rank would write to what it shares with the others
     template, pids = os.getpid(), []
+    gate, held = os.pipe()  # shut until the template ends: then nobody holds the other end
     for number in range(len(starts)):
         pid = os.fork()
         if pid == 0:
-            for fd in (spec, told):
+            for fd in (spec, told, held):
                 os.close(fd)
+            os.read(gate, 1)  # and no core is busy with the looks of many ranks at whether it has forked all
+            os.close(gate)
             _become(starts, number, template, supervisor)
             _run(shared.argv, command)
             return
@@ -55,7 +61,7 @@ def main() -> None:
 def _become(starts: Sequence[Any], number: int, template: int, supervisor: int) -> None:
     """Be the rank that a start describes."""
     own = starts[number]
-    while (parent := os.getppid()) == template:  # until it has forked all
+    while (parent := os.getppid()) == template:  # it ends, but the kernel has not moved its children yet
         time.sleep(_LOOK_S)
     if parent != supervisor:
         os.kill(os.getpid(), signal.SIGKILL)
