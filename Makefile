@@ -35,7 +35,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 CORE := pyproject.toml CMakeLists.txt src/_paceline_import_hook.py src/paceline.pth $(shell find cpp -type f) $(shell find src/paceline -name __init__.py)
 CPP_FILES = $(shell find cpp tests/cpp -name '*.cc' -o -name '*.h')
 
-.PHONY: demo demo-paddle test test-long gpu-check integrations incumbents pairs fuzz chaos test-hosts hosts schedules model lint format types sanitizers docs bench wheels aarch64 numa clean help
+.PHONY: demo demo-paddle test test-long gpu-check integrations incumbents pairs fuzz chaos test-hosts hosts schedules model lint format types sanitizers docs bench wheels aarch64 aarch64-python numa clean help
 
 demo: $(VENV)/.core ## Train a small model on several processes, and compare with one process and with torch's DDP
 	@$(BIN)/python examples/demo.py --output build/demo.png $(ARGS)
@@ -96,6 +96,9 @@ sanitizers: $(VENV)/.tools ## Run the C++ tests under ASan with UBSan, and under
 aarch64: $(VENV)/.tools ## Run the C++ tests for 64-bit Arm under QEMU, where Debian's cross compiler and QEMU are
 	@scripts/aarch64 $(BIN)
 
+aarch64-python: $(VENV)/.tools ## Build the wheel for 64-bit Arm and run it with numpy in an emulated Python; 10 minutes
+	@scripts/aarch64-python $(BIN)
+
 numa: $(VENV)/.core ## Look where memory lies on a machine of two NUMA nodes, which QEMU simulates
 	@scripts/two-nodes $(BIN)
 
@@ -121,7 +124,7 @@ clean: ## Remove everything that make made
 	@rm -rf $(VENV) build docs/_build .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 help: ## Show this
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # Each stamp stands for one installed layer. A second call finds them all in place and starts at once.
 
