@@ -271,7 +271,7 @@ def test_parameters_are_found_where_a_layer_keeps_them(rank: int) -> None:
     slots["weight"] = weight.cast("float64")
     slots["bias"] = layer.bias.cast("float64")
     layer(paddle.ones([1, 2], "float64")).sum().backward()
-    assert layer.weight is not weight and weight.grad.dtype is paddle.float32
+    assert layer.weight is not weight and weight.grad.dtype == paddle.float32
     assert_array_equal(weight.grad.numpy(), np.ones((2, 2)))
 
 
@@ -283,9 +283,9 @@ def test_a_converted_tensor_stays_the_same_object(rank: int) -> None:
     for tensor in (mean, layer.halves):
         before = tensor.numpy()
         internals.convert(tensor, paddle.float64)
-        assert tensor.dtype is paddle.float64
+        assert tensor.dtype == paddle.float64
         assert_array_equal(tensor.numpy(), before)
-    assert layer._mean is mean and layer.state_dict()["_mean"].dtype is paddle.float64
+    assert layer._mean is mean and layer.state_dict()["_mean"].dtype == paddle.float64
 
 
 @ranks(2, group=None)
