@@ -55,7 +55,8 @@ def test_a_torch_script_and_a_library_wrap_in_ours(launcher, option, sampler):
     launcher.write(LIBRARY, "library.py")
     done = launcher.run("-n", "2", f"--replace-ddp{option}", "--prefix", "never", "script.py", script=TORCH)
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == sorted(
+    printed = [line for line in done.stdout.splitlines() if not line.startswith("[Gloo]")]  # torch 2.9's
+    assert sorted(printed) == sorted(
         2 * ["paceline.torch.ddp.distributed 1.5", "paceline.torch.ddp.distributed 1.5", sampler]
     )
     assert done.stderr.count("paceline: replaced torch.nn.parallel.DistributedDataParallel") == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,7 +161,9 @@ def test_distributed_checkpoints(rank: int, tmp_path: Path) -> None:
     train(ddp, x)
     state: dict[str, Any] = get_model_state_dict(ddp)
     assert set(state) == set(ddp.module.state_dict())  # without the wrapper's prefix
-    dcp.save(state, checkpoint_id=tmp_path)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="TypedStorage is deprecated")  # torch 2.9's own
+        dcp.save(state, checkpoint_id=tmp_path)
     other = DistributedDataParallel(two_layers())
     loaded = {name: torch.zeros_like(value) for name, value in state.items()}
     dcp.load(loaded, checkpoint_id=tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import re
 import time
 import warnings
@@ -27,11 +28,15 @@ from tests.multiprocess.ddp_models import Branches, train, two_layers
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "coming-from-ddp.md"
 PATHS = ["memory", "group"]
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"bucket_cap_mb": 2, "find_unused_parameters": True, "gradient_as_bucket_view": True},
-    {"bucket_cap_mb_list": [1, 4, 2], "batched_grad_copy": True, "forward_sync_buffers": False},
-    {"skip_all_reduce_unused_params": True, "static_graph": True, "dim": 1},
+OPTIONS: list[dict[str, Any]] = [  # those that torch's class of the installed version has
+    options
+    for options in (
+        {},
+        {"bucket_cap_mb": 2, "find_unused_parameters": True, "gradient_as_bucket_view": True},
+        {"bucket_cap_mb_list": [1, 4, 2], "batched_grad_copy": True, "forward_sync_buffers": False},
+        {"skip_all_reduce_unused_params": True, "static_graph": True, "dim": 1},
+    )
+    if options.keys() <= inspect.signature(TorchDDP).parameters.keys()
 ]
 # Objects of the class itself, that answer to the same calls; and what tells how torch copies inputs.
 OF_ITS_OWN = {"logger", "reducer", "process_group", "use_side_stream_for_tensor_copies"}

@@ -17,6 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path(paceline.__file__).parent
 PAGE = ROOT / "docs" / "design" / "gradient.md"
 TIMED_PASSES = 10  # as torch's DDP does, a wrapper times its first passes, in one file more
+# Where torch has no DLPack exchange table (before 2.10), the core cannot read gradients by itself.
+WITHOUT_EXCHANGE = ("torch/passes/gradient_hooks.py", "torch/passes/replica_state.py")
 BUFFERS = ("none", "broadcast", "average")
 
 
@@ -114,4 +116,14 @@ def step_in_paddle(group: object, buffers: str) -> Callable[[], object]:
 def test_a_step_runs_the_files_of_the_page_in_their_order(group, make_step, buffers):
     framework = "torch" if make_step is step_in_torch else "Paddle"
     expected = files_in_table(f"Python, with {framework}", with_buffers=buffers != "none")
-    assert files_of(make_step(group, buffers)) == expected
+    found = files_of(make_step(group, buffers))
+    if framework == "torch" and not has_exchange_table():
+        assert set(WITHOUT_EXCHANGE) < set(found)
+        found = [name for name in found if name not in WITHOUT_EXCHANGE]
+    assert found == expected
+
+
+def has_exchange_table() -> bool:
+    import torch
+
+    return hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
