@@ -778,3 +778,18 @@ def test_a_report_is_dropped_where_another_one_waits(channels):
     channels[3].report(b"now")
     watcher.wait_for("told", 3, b"now")
     assert ("told", 3, b"later") not in watcher.seen
+
+
+def test_a_rank_that_another_one_has_lost_is_gone_for_who_watches(channels):
+    """Whoever hears of a death first tells it; the hub may end before it sees the connection end."""
+    watcher = Watcher()
+    channels[0].watch(watcher)
+    channels[2].tell(PeerLostError("Rank 3 died.", lost=(3,)))
+    watcher.wait_for("lost", 3)
+
+
+def test_what_the_hub_itself_has_lost_is_gone_for_who_watches(channels):
+    watcher = Watcher()
+    channels[0].watch(watcher)
+    channels[0].tell(PeerLostError("Rank 1 died.", lost=(1,)))
+    watcher.wait_for("lost", 1)

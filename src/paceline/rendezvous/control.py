@@ -37,7 +37,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from paceline.errors import CollectiveError, ConfigError, PeerLostError, format_ranks
+from paceline.errors import CollectiveError, ConfigError, PacelineError, PeerLostError, format_ranks
 from paceline.rendezvous import lifetime
 from paceline.rendezvous.channel_tree import HUB, neighbours_of
 from paceline.rendezvous.exchange import Exchange
@@ -212,6 +212,7 @@ class ControlChannel:
             if self._has_told or self._is_closed or self.failure is not None:
                 return
             self._has_told = True
+            self._lose_sight(_lost_by(error))
             text = pack_failure(error, self._rank).encode()
             self._send_all(Frame.FAILED, self._rank.to_bytes(_RANK_BYTES, "little") + text)
 
@@ -378,7 +379,7 @@ class ControlChannel:
                 loss = Loss.unpack(text)
                 self._check_speaker(rank, loss.ranks)
                 self._send_all(kind, text, but=rank)
-                self._lose_sight(loss.ranks)
+                self._lose_sight(loss.ranks)  # also where this is not the first failure
                 self._fail(self._lost(loss), _GRACE_S)
             if kind not in (Frame.FAILED, Frame.LEFT):
                 return
@@ -404,6 +405,7 @@ class ControlChannel:
             self._watcher.take(about, text[_RANK_BYTES:])
 
     def _lose_sight(self, ranks: Sequence[int]) -> None:
+        """Ranks are lost, whoever has seen it first."""
         if self._watcher is not None:
             for rank in ranks:
                 self._watcher.lose(rank)
@@ -436,6 +438,7 @@ class ControlChannel:
     def _fail(self, error: CollectiveError, within_s: float) -> None:
         if self.failure is None and not self._has_told:
             self.failure = error
+            self._lose_sight(_lost_by(error))
             self._calls_at_s = time.monotonic() + within_s
             self._has_failed.set()
 
@@ -507,6 +510,12 @@ class ControlChannel:
         """A forked child must not keep the connections open: they end with the process of the rank."""
         self._release()
         self._connections = {}
+
+
+def _lost_by(error: BaseException) -> Sequence[int]:
+    """The ranks that a failure names as lost."""
+    found: Sequence[int] = error.fields.get("lost", ()) if isinstance(error, PacelineError) else ()
+    return found
 
 
 def _serve(channel: weakref.ref[ControlChannel]) -> None:
