@@ -18,14 +18,15 @@ from paceline.tracing.far_ranks import MOST_BYTES, FarRanks, State, Words, far_r
 from paceline.tracing.live import JobSnapshot, RankWindow, snapshot
 from paceline.tracing.metrics import metrics_text
 from paceline.tracing.recording import Recording
-from paceline.tracing.records import pass_id
+from paceline.tracing.records import Event, pass_id
 from paceline.tracing.ring_file import RankHeader, RankRecording
 from paceline.tracing.slow import CauseWatch
 from paceline.tracing.totals import Total
 from paceline.tracing.watch import JobWatch
-from tests.unit.test_live import MS, passes
+from tests.unit.test_live import MS, passes, record
 
 S = 1000 * MS
+KEY = pass_id(0, 11)
 # Since the first pass, in 10 s: 100 steps of 100 ms, of which the far rank works 90 and the others 60.
 BEFORE = dict.fromkeys(
     (Total.TIME_NS, Total.PASSES, Total.WORKED_NS, Total.SAMPLES, Total.TIMES_LAST, Total.HELD_UP_NS), 0.0
@@ -171,6 +172,15 @@ def test_a_wait_whose_last_rank_is_elsewhere_is_nobodys_here(tmp_path: Path):
     """Nobody has told who came last, and two of four ranks are seen: the later one need not be it."""
     windows = [RankWindow(header(rank, "node0"), passes(10, 60 + 20 * rank, 100)) for rank in range(2)]
     assert snapshot(windows, S).waited_for == {}
+
+
+def test_a_wait_for_ranks_of_other_hosts_counts_though_nobody_knows_for_whom():
+    """All ranks of this host have come to the end of a pass that has not ended."""
+    begun = [record(1000, Event.BACKWARD_BEGAN, KEY), record(1050, Event.BACKWARD_ENDED, KEY)]
+    windows = [RankWindow(header(rank, "node0"), [*passes(10, 60, 100), *begun]) for rank in range(2)]
+    now = snapshot(windows, 2050 * MS)
+    assert all(each.waiting == pytest.approx((10 * 40 + 1000) / 2050) for each in now.ranks)
+    assert now.waited_for == {} and now.ranks[0].waits_for is None
 
 
 def test_a_lost_rank_is_shown_as_ended_and_hosts_have_a_column(tmp_path: Path):

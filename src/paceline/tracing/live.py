@@ -328,7 +328,7 @@ class _RankReader:
             elif each.event == Event.PASS_ENDED:
                 key = None
         since_ns, missing = self._waits_now(key)
-        if missing:
+        if since_ns:
             waits.append((since_ns, self._now_ns, missing))
         total_ns = sum(end_ns - begin_ns for begin_ns, end_ns, _ in waits)
         lost: Counter[int] = Counter()
@@ -346,7 +346,10 @@ class _RankReader:
         return (told,) if told >= 0 and told != self._window.header.rank else ()
 
     def _waits_now(self, key: PassKey | None) -> tuple[int, list[int]]:
-        """Since when it waits in a pass that has not ended, and for which ranks, which have not come."""
+        """Since when it waits in a pass that has not ended, and for which ranks, which have not come.
+
+        0: it does not. No ranks: all of this host have come, and of those of other hosts nobody knows.
+        """
         if key is None or not self._window.is_alive:
             return 0, []
         came_ns = self._arrivals[self._window.header.rank][key]
@@ -354,7 +357,7 @@ class _RankReader:
             e.event == Event.WAITED and e.time_ns >= came_ns for e in reversed(self._passes[-8:])
         )
         missing = [rank for rank, times in self._arrivals.items() if key not in times]
-        if has_waited or not missing:
+        if has_waited or (not missing and len(self._arrivals) >= self.world_size):
             return 0, []
         return max(came_ns, self._begin_ns), missing
 

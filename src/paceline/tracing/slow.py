@@ -318,7 +318,8 @@ class CauseWatch:
     _SPAN_NS = 10_000_000_000
 
     def __init__(self) -> None:
-        self._looks: deque[dict[int, Totals]] = deque()
+        # Bounded, in case the rank whose clock decides what is old writes no more.
+        self._looks: deque[dict[int, Totals]] = deque(maxlen=64)
         self._spans: list[Span] = []
 
     def look(self, recordings: Sequence[RankRecording]) -> None:
