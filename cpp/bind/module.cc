@@ -20,6 +20,7 @@ NB_MODULE(_core, m) {
   bind_model_memory(m);
   bind_step_ledger(m);
   bind_host_group(m);
+  bind_pass_records(m);
   bind_pass_status(m);
   bind_recorder(m);
   bind_reducer(m);

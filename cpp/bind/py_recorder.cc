@@ -3,12 +3,47 @@
 
 #include "bind/bindings.h"
 #include "bind/pointer.h"
+#include "core/clock.h"
 #include "core/recorder.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
 
 namespace paceline {
+namespace {
+
+/// Something that a program does now and then: its begin and end are recorded,
+/// and its time is added up. Not within itself.
+class TimedRecords {
+ public:
+  TimedRecords(uint16_t began, uint16_t ended)
+      : began_(static_cast<Event>(began)), ended_(static_cast<Event>(ended)) {}
+
+  void begin() { began_ns_ = note(began_); }
+  void end() {
+    const int64_t now = note(ended_);
+    if (began_ns_ != 0 && now != 0) total_ns += now - began_ns_;
+    began_ns_ = 0;
+  }
+
+  int64_t total_ns = 0;
+
+ private:
+  /// When that was; 0: nothing is recorded.
+  static int64_t note(Event event) {
+    Recorder* const recorder = Recorder::current();
+    if (recorder == nullptr) return 0;
+    const int64_t now = now_ns();
+    recorder->record_at(now, event, 0, 0);
+    return now;
+  }
+
+  Event began_;
+  Event ended_;
+  int64_t began_ns_ = 0;
+};
+
+}  // namespace
 
 void bind_recorder(nb::module_& m) {
   m.def(
@@ -27,6 +62,12 @@ void bind_recorder(nb::module_& m) {
     if (Recorder* recorder = Recorder::current(); recorder != nullptr)
       recorder->record(static_cast<Event>(event), first, second);
   });
+  // As hooks that get arguments, of which they need none.
+  nb::class_<TimedRecords>(m, "TimedRecords")
+      .def(nb::init<uint16_t, uint16_t>())
+      .def("begin", [](TimedRecords& self, const nb::args&) { self.begin(); })
+      .def("end", [](TimedRecords& self, const nb::args&) { self.end(); })
+      .def_ro("total_ns", &TimedRecords::total_ns);
 }
 
 }  // namespace paceline

@@ -58,8 +58,10 @@ void bind_reducer(nb::module_& m) {
           "weight"_a)
       .def(
           "set_note",
-          [](PyReducer& r, uint32_t note) { r.reducer().set_note(note); },
-          "note"_a)
+          [](PyReducer& r, uint32_t note, int64_t recorded_pass) {
+            r.reducer().set_note(note, recorded_pass);
+          },
+          "note"_a, "recorded_pass"_a = -1)
       .def("mark_ready", &PyReducer::mark_ready, "param"_a, "grad_pointer"_a)
       .def("mark_copied", &PyReducer::mark_copied, "param"_a, "grad_pointer"_a,
            "nbytes"_a)

@@ -30,6 +30,10 @@ uint32_t Reducer::finish(const PassStatus& status, bool allow_unused,
 
 uint32_t Reducer::complete_pass(const PassStatus& status, bool allow_unused,
                                 bool allow_nobodys) {
+  if (Recorder* recorder = Recorder::current();
+      recorder != nullptr && recorded_pass_ >= 0)
+    recorder->record(Event::kBackwardEnded, recorded_pass_, status.finished);
+  recorded_pass_ = -1;
   fault_point(Point::kBeforeEnd);
   uint64_t* bits = unused_bits(session_.rank(), pass_);
   std::fill_n(bits, unused_words_, 0);

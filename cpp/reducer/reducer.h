@@ -153,8 +153,13 @@ class Reducer {
   /// Sets the weight of this rank in the mean of the next pass.
   void set_weight(double weight) { weight_ = weight; }
   /// What this rank tells the others of itself with the end of this pass; 0:
-  /// nothing, which agrees with everything.
-  void set_note(uint32_t note) { note_ = note; }
+  /// nothing, which agrees with everything. `recorded_pass`: the pass's number
+  /// in a recording, which is told when this rank has all its gradients;
+  /// negative: nobody is told.
+  void set_note(uint32_t note, int64_t recorded_pass = -1) {
+    note_ = note;
+    recorded_pass_ = recorded_pass;
+  }
   /// The gradient of a parameter is final, and was copied into the arena from
   /// `bytes` of memory at `gradient`, where its mean will be copied back.
   void mark_copied(size_t index, void* gradient, size_t bytes);
@@ -466,6 +471,7 @@ class Reducer {
   bool in_pass_ = false;
   double weight_ = 1;
   uint32_t note_ = 0;
+  int64_t recorded_pass_ = -1;
   std::vector<Parameter> parameters_;
   /// For each segment, the last pass in which this rank reduced it.
   std::vector<uint64_t> reduced_in_pass_;

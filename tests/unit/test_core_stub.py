@@ -24,8 +24,9 @@ CLASSES = {node.name: node for node in STUB.body if isinstance(node, ast.ClassDe
 
 @dataclass(frozen=True)
 class Signature:
-    """What a caller has to know: names in their order, and how many may be left out."""
+    """What a caller has to know: how many have no names, the names in order, how many may be left out."""
 
+    num_unnamed: int
     names: tuple[str, ...]
     num_defaults: int
 
@@ -33,16 +34,20 @@ class Signature:
 def signature_of(node: ast.FunctionDef) -> Signature:
     arguments = node.args
     names = [arg.arg for arg in (*arguments.args, *arguments.kwonlyargs)]
-    return Signature(tuple(names), len(arguments.defaults) + len(arguments.kw_defaults))
+    return Signature(
+        len(arguments.posonlyargs), tuple(names), len(arguments.defaults) + len(arguments.kw_defaults)
+    )
 
 
 def signatures_in(function: Any) -> list[Signature]:
     """Those that nanobind has bound, one per overload."""
     found = []
-    for text, _, _ in function.__nb_signature__:
+    overloads = function.__nb_signature__
+    for text, _, _ in overloads:
         text = re.sub(r"\\\d+", "None", text)  # a default is told apart
         node = ast.parse(f"{text}: ...").body[0]
-        is_conversion = len(node.args.posonlyargs) == 2  # from another type, when that is given instead
+        # From another type, when that is given instead.
+        is_conversion = len(overloads) > 1 and len(node.args.posonlyargs) == 2
         found += [] if is_conversion else [signature_of(node)]
     return found
 

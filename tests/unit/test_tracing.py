@@ -12,13 +12,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline import _core
 from paceline.cli import main as paceline_main
 from paceline.errors import ConfigError
 from paceline.tracing import chrome, cli, jobs, ring_file
+from paceline.tracing.batches import samples_in
 from paceline.tracing.clocks import ahead_ns, on_one_clock
 from paceline.tracing.last_passes import render
 from paceline.tracing.recording import Recording
@@ -91,6 +94,87 @@ def test_what_a_process_records_is_in_the_file_at_once(tmp_path: Path):
     assert found.notes[1]["text"] == "ValueError: boom"
     times = [record.time_ns for record in found.records]
     assert times == sorted(times)
+
+
+def test_a_pass_notes_its_moments_and_sums_up_what_lies_between_passes():
+    passes = _core.PassRecords(samples_in)
+    recording = Recording()
+    recording.start(None, 0, 1, 64)
+    try:
+        for number in (7, 8):
+            passes.begin_forward(number, True, True, (np.zeros((5, 3)),), {})
+            passes.end_forward(number)
+            passes.begin_backward(number)
+            over_ns = passes.end_pass(number, number == 8)
+        found = recording.read()
+    finally:
+        recording._stop()
+    assert found is not None
+    begins, ends, backwards, overs = (found.records[index::4] for index in range(4))
+    assert [each[1:2] + each[3:] for each in begins] == [
+        (Event.FORWARD_BEGAN, 7, 5 << 1 | 1),
+        (Event.FORWARD_BEGAN, 8, 5 << 1 | 1),
+    ]
+    assert [(each.event, each.first) for each in ends] == [(Event.FORWARD_ENDED, 7), (Event.FORWARD_ENDED, 8)]
+    assert [each.event for each in backwards] == [Event.BACKWARD_BEGAN] * 2
+    assert [each[3:] for each in overs] == [(7, False), (8, True)]
+    assert passes.between_ns == begins[1].time_ns - overs[0].time_ns
+    assert over_ns == overs[1].time_ns
+    # Two forwards of one pass: what lies between them is no time between passes.
+    before = passes.between_ns
+    passes.begin_forward(9, True, True, (), {})
+    once = passes.between_ns
+    passes.begin_forward(9, True, True, (), {})
+    assert before < once == passes.between_ns
+    assert len(found.records) == 8  # of those after the end of the recording there is none
+
+
+class Shaped:
+    def __init__(self, shape: object) -> None:
+        self.shape = shape
+
+
+@pytest.mark.parametrize(
+    ("inputs", "kwargs", "samples"),
+    [
+        ((np.zeros((5, 3)),), {}, 5),
+        ((Shaped([6, 2]), np.zeros(9)), {}, 6),  # as Paddle tells shapes
+        ((Shaped(()), np.zeros(9)), {}, 9),  # a single number is no batch
+        ((Shaped("text"),), {"images": np.zeros((4, 2))}, 4),
+        (({"ids": np.zeros((3, 8))}, 1), {}, 3),
+        ((), {"ids": np.zeros((2, 8))}, 2),
+        (("text",), {}, 0),
+        ((), {}, 0),
+    ],
+)
+def test_samples_are_counted_by_the_first_tensor(inputs, kwargs, samples):
+    passes = _core.PassRecords(samples_in)
+    for is_training in (True, False, True):
+        passes.begin_forward(1, True, is_training, inputs, kwargs)
+    assert passes.samples == 2 * samples
+
+
+def test_what_takes_the_time_of_a_program_is_added_up_while_something_is_recorded():
+    timed = _core.TimedRecords(Event.OPTIMIZER_BEGAN, Event.OPTIMIZER_ENDED)
+    timed.begin("as a hook", "gets them")
+    recording = Recording()
+    recording.start(None, 0, 1, 64)
+    try:
+        timed.end()  # began before it: its time is not known
+        assert timed.total_ns == 0
+        timed.begin()
+        timed.end("any", 1)
+        timed.begin()
+        timed.end()
+        found = recording.read()
+    finally:
+        recording._stop()
+    assert found is not None
+    times = [record.time_ns for record in found.records]
+    assert timed.total_ns == times[2] - times[1] + times[4] - times[3] > 0
+    timed.begin()
+    timed.end()
+    assert timed.total_ns == times[2] - times[1] + times[4] - times[3]
 
 
 def test_notes_leave_room_for_failures(tmp_path: Path):

@@ -18,7 +18,6 @@ import contextlib
 import math
 import os
 import statistics
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, final
@@ -72,8 +71,6 @@ from paceline.tracing.records import Event, float_bits, pass_id
 from paceline.tracing.totals import ModelTotals
 
 _NOTES_DIFFER = int(Outcome.NOTES_DIFFER)  # as an enumeration's member it would cost more than the question
-_FORWARD_BEGAN, _FORWARD_ENDED = int(Event.FORWARD_BEGAN), int(Event.FORWARD_ENDED)
-_BACKWARD_BEGAN, _BACKWARD_ENDED = int(Event.BACKWARD_BEGAN), int(Event.BACKWARD_ENDED)
 _WROTE_BACK, _SYNCED_BUFFERS = int(Event.WROTE_BACK), int(Event.SYNCED_BUFFERS)
 _PASS_ENDED, _NORM, _NONFINITE = int(Event.PASS_ENDED), int(Event.NORM), int(Event.NONFINITE)
 
@@ -274,6 +271,7 @@ class Passes(Generic[AnyAutograd]):
         self._waited_for_before_ns = [0] * link.world_size
         self._arrivals_before = Arrivals.none(link.world_size)
         self._totals = ModelTotals(link.rank, self._arrivals)
+        self._records = self._totals.records
         recording.begin_if_asked(link.rank, link.world_size)
         if recording.note is not None:
             lifetime.at_failure(recording.tell_failure)
@@ -545,37 +543,20 @@ class Passes(Generic[AnyAutograd]):
     # --- what is recorded ---
 
     def end_forward(self) -> None:
-        """Note that a forward is over; wrappers call it while something is recorded."""
-        if (note := recording.note) is not None:
-            note(_FORWARD_ENDED, self._pass_id, 0)
+        """Note that a forward is over that `watch` was not told of; while something is recorded."""
+        self._records.end_forward(self._pass_id)
 
     def watch_local(self, output: object) -> None:
         """Note the backward of a forward in no_sync(), too; wrappers call it while all is recorded."""
         backward = LocalBackward(self._pass_id)
         self.autograd.watch_local(output, backward)
 
-    def _end_recorded(self) -> None:
-        """As `_end`, and note when, and how it went."""
-        number = self._pass_id
-        if (note := recording.note) is not None:
-            note(_BACKWARD_ENDED, number, self.state.status.finished)
-        if self.micro_batches.is_used:
-            self._totals.weight = (self._totals.weight or 0.0) + self.state.rank_weight
-        has_raised = True
-        try:
-            self._end()
-            has_raised = False
-        except BaseException as error:
-            recording.tell_failure(error)
-            raise
-        finally:
-            self._totals.over_ns = now_ns = time.monotonic_ns()
-            if (note := recording.note) is not None:
-                note(_PASS_ENDED, number, has_raised)
-                # Elsewhere than in memory the norm would be computed for this.
-                is_sampled = now_ns >= recording.next_sample_ns and recording.sample(now_ns, number)
-                if is_sampled and not has_raised and self.path == "memory":
-                    note(_NORM, number, float_bits(math.sqrt(self.squared_norm())))
+    def _sample(self, now_ns: int, number: int, *, has_raised: bool) -> None:
+        """Write what is written once in a second, at the end of the pass of this number."""
+        # Elsewhere than in memory the norm would be computed for this.
+        has_norm = recording.sample(now_ns, number) and not has_raised and self.path == "memory"
+        if has_norm and (note := recording.note) is not None:
+            note(_NORM, number, float_bits(math.sqrt(self.squared_norm())))
 
     def _record_nonfinite(self) -> None:
         """Note how many gradients of this pass were not finite, and of which rank first."""
@@ -595,13 +576,16 @@ class Passes(Generic[AnyAutograd]):
 
     # --- a pass begins ---
 
-    def begin_forward(self, *, is_syncing: bool, is_training: bool, samples: int = 0) -> None:
+    def begin_forward(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any], *, is_syncing: bool, is_training: bool
+    ) -> None:
         """Note a forward whose gradients will be needed.
 
         Args:
+            inputs: What the model is called with, to count samples by where something is recorded.
+            kwargs: The same, by name.
             is_syncing: Whether its backward is averaged.
             is_training: Whether the model is in training mode.
-            samples: How many samples it computes, for what is recorded; 0: nobody knows.
 
         Raises:
             ForkedError: This process is a forked child of the one that wrapped the model.
@@ -626,13 +610,8 @@ class Passes(Generic[AnyAutograd]):
         # Forwards in eval mode often have no backward, on some ranks only; such a rank skips nothing.
         if is_syncing and is_training:
             state.status.forwards += 1
-        if (note := recording.note) is not None:
-            note(_FORWARD_BEGAN, self._pass_id, samples << 1 | is_syncing)
-            totals = self._totals
-            totals.samples += samples
-            if over_ns := totals.over_ns:
-                totals.between_ns += time.monotonic_ns() - over_ns
-                totals.over_ns = 0
+        if recording.note is not None:
+            self._records.begin_forward(self._pass_id, is_syncing, is_training, inputs, kwargs)
         autograd.begin_forward(is_syncing=is_syncing, good_passes=self.good_passes)
 
     @contextlib.contextmanager
@@ -676,8 +655,8 @@ class Passes(Generic[AnyAutograd]):
         self.autograd.at_end(EndOfBackward(self._end_backward, self._interrupt))
         if self._set_activity is not None:
             self._set_activity(f"in backward of pass {self._pass_id - self._ids_before}")
-        if (note := recording.note) is not None:
-            note(_BACKWARD_BEGAN, self._pass_id, 0)
+        if recording.note is not None:
+            self._records.begin_backward(self._pass_id)
 
     def _weigh(self, weight: float) -> None:
         self.state.rank_weight = weight
@@ -724,12 +703,20 @@ class Passes(Generic[AnyAutograd]):
         self._end_now()
 
     def _end_now(self) -> None:
+        number, has_raised = self._pass_id, True
         try:
-            if recording.note is None:
-                self._end()
-            else:
-                self._end_recorded()
+            if self.micro_batches.is_used and recording.note is not None:
+                self._totals.weight = (self._totals.weight or 0.0) + self.state.rank_weight
+            self._end()
+            has_raised = False
+        except BaseException as error:
+            recording.tell_failure(error)
+            raise
         finally:
+            if recording.note is not None:
+                now_ns = self._records.end_pass(number, has_raised)
+                if now_ns >= recording.next_sample_ns:
+                    self._sample(now_ns, number, has_raised=has_raised)
             if self.state.is_armed:  # it raised before the pass was ended
                 self._interrupt()
 
@@ -761,7 +748,8 @@ class Passes(Generic[AnyAutograd]):
                 elif not state.status.finished:
                     self._hand_over_rest()
                 status = state.status
-                reducer.set_note(self.notes.take(self._begun_forwards, bool(state.accumulated)))
+                told = self.notes.take(self._begun_forwards, bool(state.accumulated))
+                reducer.set_note(told, self._pass_id)
                 allow_unused = config.allow_unused or status.frozen is not None
                 outcome = reducer.finish(status, allow_unused, config.allow_nobodys)
                 self.active = self._all_ranks
@@ -1020,10 +1008,7 @@ class Passes(Generic[AnyAutograd]):
                 self._mark_zeros(index)
         self.state.status.finished = True
         try:
-            if recording.note is None:
-                self._end()
-            else:
-                self._end_recorded()
+            self._end_now()
         finally:  # what it raises may be caught, and training go on
             self._weigh(1.0)
         return bool(self.active)

@@ -90,8 +90,14 @@ class Reducer(Protocol):
         """Weigh this rank's gradients in the next pass's mean, sum(w_r * g_r) / sum(w_r)."""
         ...
 
-    def set_note(self, note: int) -> None:
-        """What this rank tells of itself with the end of this pass, in 32 bits; 0: nothing."""
+    def set_note(self, note: int, recorded_pass: int = -1) -> None:
+        """What this rank tells of itself with the end of this pass, in 32 bits; 0: nothing.
+
+        Args:
+            note: These bits.
+            recorded_pass: The pass as a recording numbers it (`pass_id`): `finish` notes that this rank has
+                all its gradients, and begins to wait. Negative: it is no pass that is recorded.
+        """
         ...
 
     def mark_ready(self, param: int, grad_pointer: int) -> None:

@@ -25,6 +25,7 @@ from paceline.tracing.recording import recording
 from paceline.tracing.records import Event
 
 _POSTED, _WAITED = int(Event.POSTED), int(Event.WAITED)
+_BACKWARD_ENDED = int(Event.BACKWARD_ENDED)
 
 
 class ReportingReducer(ABC):
@@ -44,7 +45,7 @@ class ReportingReducer(ABC):
                 self._buckets_of[index].append(number)
         # Several threads of the framework may make gradients of one backward.
         self._lock = threading.Lock()
-        self._weight, self._note = 1.0, 0
+        self._weight, self._note, self._recorded_pass = 1.0, 0, -1
         self._notes_first_bucket, self._first_bucket_ns = False, 0
         self._waited_s = 0.0
         self._worked = WorkedTimes(world_size)
@@ -87,8 +88,8 @@ class ReportingReducer(ABC):
     def set_weight(self, weight: float) -> None:
         self._weight = weight
 
-    def set_note(self, note: int) -> None:
-        self._note = note
+    def set_note(self, note: int, recorded_pass: int = -1) -> None:
+        self._note, self._recorded_pass = note, recorded_pass
 
     def mark_ready(self, param: int, grad_pointer: int = 0) -> None:
         if grad_pointer:
@@ -106,6 +107,9 @@ class ReportingReducer(ABC):
 
     def finish(self, status: PassStatus, allow_unused: bool, allow_nobodys: bool = False) -> int:
         self._check_usable()
+        if (note := recording.note) is not None and self._recorded_pass >= 0:
+            note(_BACKWARD_ENDED, self._recorded_pass, status.finished)
+        self._recorded_pass = -1
         started = time.monotonic()
         self._worked.end_backward(started)
         self._has_no_means = True  # until it has

@@ -22,9 +22,6 @@ def shape_of_batch(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int,
 
 def samples_in(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     """How many samples a model is called with: the first dimension of the first tensor; 0: there is none."""
-    shape = getattr(args[0], "shape", None) if args else None
-    if isinstance(shape, (tuple, list)) and shape and type(shape[0]) is int:
-        return shape[0]  # the usual case
     shape = _first_shape((*args, *kwargs.values()), _DEPTH)
     return shape[0] if shape else 0
 

@@ -55,8 +55,6 @@ class Recording:
         has_batches: Whether wrappers are to call `note_batch` for each batch.
         keeps_all: Whether all is recorded, also what takes hooks in the framework.
         next_sample_ns: When the totals are to be written next, by CLOCK_MONOTONIC.
-        data_ns: How long batches of data loaders have taken; None: nobody looks.
-        optimizer_ns: The same for steps of optimizers.
         tell_host: Tells the host of rank 0 what this rank has done, once in a second, and must not wait for
             it; None: this is that host, or there is no other one.
         logged: The last values that the program has logged.
@@ -78,14 +76,13 @@ class Recording:
         "_path",
         "_place",
         "_steps",
+        "_timed",
         "_usage",
-        "data_ns",
         "has_batches",
         "keeps_all",
         "logged",
         "next_sample_ns",
         "note",
-        "optimizer_ns",
         "tell_host",
     )
 
@@ -98,8 +95,7 @@ class Recording:
         self._usage: UsageReader | None = None
         self.next_sample_ns = 0
         self.keeps_all = False
-        self.data_ns: int | None = None
-        self.optimizer_ns: int | None = None
+        self._timed: dict[Total, _core.TimedRecords] = {}  # what the program does, where anybody looks
         self._header: RankHeader | None = None
         self._first: Totals = {}
         self._last: Totals = {}
@@ -264,6 +260,12 @@ class Recording:
             ring_file.add_note(self._memory, fact, is_failure=True)
             self._tell_host()
 
+    def timed(self, total: Total, began: Event, ended: Event) -> Timed:
+        """What notes these events from now on, whenever something is recorded, and adds up their times."""
+        if total not in self._timed:
+            self._timed[total] = _core.TimedRecords(began, ended)
+        return Timed(self._timed[total])
+
     def number_name(self, name: str) -> int | None:
         """A number for the name of a logged value; None: there are too many names."""
         number = self._names.get(name)
@@ -307,10 +309,7 @@ class Recording:
         totals = sum_of((self._gone, *(model.read() for model in self._models.values())))
         totals |= usage.read()
         totals[Total.TIME_NS] = now_ns
-        if self.data_ns is not None:
-            totals[Total.DATA_NS] = self.data_ns
-        if self.optimizer_ns is not None:
-            totals[Total.OPTIMIZER_NS] = self.optimizer_ns
+        totals |= {total: records.total_ns for total, records in self._timed.items()}
         self._num_samples += 1
         self._last = totals
         if not self._first:
@@ -339,31 +338,15 @@ class Timed:
     """Something that a program does now and then: its begin and end are noted, and its time is added up.
 
     Args:
-        began: The event when it begins.
-        ended: The event when it ends.
-        total: The attribute of the recording that adds it up.
+        records: Notes and adds up, while anything is recorded.
+
+    Attributes:
+        begin: It begins; takes any arguments, so that it can be a hook. Not within itself.
+        end: It has ended; the same.
     """
 
-    def __init__(self, began: Event, ended: Event, total: str) -> None:
-        self._began, self._ended, self._total = began, ended, total
-        self._began_ns = 0
-        if getattr(recording, total) is None:
-            setattr(recording, total, 0)
-
-    def begin(self, *_: object) -> None:
-        """It begins, if anything is recorded. Not within itself."""
-        if (note := recording.note) is not None:
-            note(self._began, 0, 0)
-            self._began_ns = time.monotonic_ns()
-
-    def end(self, *_: object) -> None:
-        """It has ended."""
-        if (note := recording.note) is not None:
-            note(self._ended, 0, 0)
-        if self._began_ns:
-            took_ns = time.monotonic_ns() - self._began_ns
-            setattr(recording, self._total, getattr(recording, self._total) + took_ns)
-            self._began_ns = 0
+    def __init__(self, records: _core.TimedRecords) -> None:
+        self.begin, self.end = records.begin, records.end
 
     def around(self, call: _Function) -> _Function:
         """The function, whose calls are noted whenever something is recorded."""
@@ -381,12 +364,12 @@ class Timed:
 
 def optimizer_steps() -> Timed:
     """The steps of optimizers."""
-    return Timed(Event.OPTIMIZER_BEGAN, Event.OPTIMIZER_ENDED, "optimizer_ns")
+    return recording.timed(Total.OPTIMIZER_NS, Event.OPTIMIZER_BEGAN, Event.OPTIMIZER_ENDED)
 
 
 def batches() -> Timed:
     """What data loaders are asked for."""
-    return Timed(Event.DATA_BEGAN, Event.DATA_ENDED, "data_ns")
+    return recording.timed(Total.DATA_NS, Event.DATA_BEGAN, Event.DATA_ENDED)
 
 
 def _named(name: str, number: int) -> dict[str, Any]:

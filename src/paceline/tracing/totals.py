@@ -2,7 +2,7 @@
 
 The one idea: a rank writes its totals once in a second, so whoever watches a job reads some hundred bytes for
 each rank, whatever the length of its ring and of the job. What a machine or a program does not tell is NaN.
-Imports the standard library.
+Imports its neighbours, the core and the standard library.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, TypeAlias
+
+from paceline import _core
+from paceline.tracing.batches import samples_in
 
 
 class Total(IntEnum):
@@ -91,18 +94,16 @@ class ModelTotals:
             last and how long it held the others up.
 
     Attributes:
-        between_ns: As the totals of these names.
-        samples: The same.
-        weight: The same; None: no weight was ever given.
-        over_ns: When the last pass was over; 0: a forward has begun since.
+        records: Notes the moments of its passes, and sums up what is between passes, and samples.
+        weight: As the total of this name; None: no weight was ever given.
     """
 
-    __slots__ = ("_arrivals", "_last", "_rank", "between_ns", "over_ns", "samples", "weight")
+    __slots__ = ("_arrivals", "_last", "_rank", "records", "weight")
 
     def __init__(
         self, rank: int, arrivals: Callable[[], tuple[int, Sequence[int], Sequence[int], Sequence[int]]]
     ) -> None:
-        self.between_ns = self.samples = self.over_ns = 0
+        self.records = _core.PassRecords(samples_in)
         self.weight: float | None = None
         self._rank = rank
         # Weak: a model that nobody holds any more need not wait for the recording to forget it.
@@ -121,10 +122,10 @@ class ModelTotals:
             Total.WORKED_NS: worked_ns,
             Total.TIMES_LAST: times_last,
             Total.HELD_UP_NS: held_up_ns,
-            Total.BETWEEN_NS: self.between_ns,
+            Total.BETWEEN_NS: self.records.between_ns,
         }
-        if self.samples:
-            found[Total.SAMPLES] = self.samples
+        if self.records.samples:
+            found[Total.SAMPLES] = self.records.samples
         if self.weight is not None:
             found[Total.WEIGHT] = self.weight
         self._last = found

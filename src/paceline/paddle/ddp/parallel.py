@@ -49,7 +49,6 @@ from paceline.reducer.torn import torn
 from paceline.reducer.wrapped_model import WrappedModel, checked_norms
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.start import refuse_latecomers
-from paceline.tracing.batches import samples_in
 from paceline.tracing.recording import recording
 
 _DELAY = ("delay_all_reduce_named_params", "param_to_hook_all_reduce")
@@ -336,8 +335,7 @@ class DataParallel(WrappedModel, PaddleNames):
             self._begin_local_forward(self._passes, is_training=self._layers.training)
         is_syncing = self.require_backward_grad_sync
         is_training = self._layers.training
-        samples = samples_in(inputs, kwargs) if is_training and recording.note is not None else 0
-        self._passes.begin_forward(is_syncing=is_syncing, is_training=is_training, samples=samples)
+        self._passes.begin_forward(inputs, kwargs, is_syncing=is_syncing, is_training=is_training)
         if self._config.weight is not None:
             weight = self._config.weight
             self._passes.micro_batches.add_forward(

@@ -51,7 +51,6 @@ from paceline.torch.one_model.moving import move, move_out, refuse_strange
 from paceline.torch.passes.meetings import OuterParameters
 from paceline.torch.passes.passes import GradientPasses, make_buffer_sync, make_passes
 from paceline.torch.passes.recorded_steps import note_steps
-from paceline.tracing.batches import samples_in
 from paceline.tracing.recording import recording
 
 if TYPE_CHECKING:
@@ -388,8 +387,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
             is_syncing = self.require_backward_grad_sync
             if self._join_config is not None and self._join_config.enable and self._joining is not None:
                 self._joining.notify(self, is_syncing)
-            samples = samples_in(inputs, kwargs) if is_training and recording.note is not None else 0
-            passes.begin_forward(is_syncing=is_syncing, is_training=is_training, samples=samples)
+            passes.begin_forward(inputs, kwargs, is_syncing=is_syncing, is_training=is_training)
             if self._config.weight is not None:
                 weight = self._config.weight
                 given = weight(*inputs, **kwargs) if callable(weight) else weight

@@ -281,7 +281,7 @@ class TorchNames(TorchDDP):
             if torch.autograd._get_sequence_nr() == graph_before:  # type: ignore[attr-defined]
                 return output  # it computed nothing that has a backward
             # Not counted as a forward: it may be any method, called on some ranks only.
-            passes.begin_forward(is_syncing=self.require_backward_grad_sync, is_training=False)
+            passes.begin_forward((), {}, is_syncing=self.require_backward_grad_sync, is_training=False)
             passes.watch(output)
             return output
 
