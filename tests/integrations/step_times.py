@@ -107,11 +107,11 @@ def network(depth: int) -> nn.Module:
     return nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), *further, nn.Linear(32, 10))
 
 
-def gpt(kind: type[GPT2LMHeadModel] = GPT2LMHeadModel) -> GPT2LMHeadModel:
+def gpt() -> GPT2LMHeadModel:
     config = GPT2Config(
         vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
     )
-    return kind(config)
+    return GPT2LMHeadModel(config)
 
 
 def digits_by_hand(steps: int) -> Turn:
@@ -224,33 +224,43 @@ class StepEnds(TrainerCallback):
         self.ends.append(time.perf_counter())
 
 
-def with_transformers(steps: int) -> Turn:
+class Classifier(nn.Module):
+    """The network of the examples, with the arguments and the result that Transformers' Trainer asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = network(0)
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.network(inputs)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def with_transformers(
+    steps: int, make_model: Callable[[], nn.Module], make_data: Callable[[int], Any], **options: Any
+) -> Turn:
     set_seed(0)
-    ends, losses = StepEnds(), []
-
-    class Model(GPT2LMHeadModel):
-        """Remembers the loss of each step: the Trainer's own log of it asks the other ranks for theirs."""
-
-        def forward(self, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
-            out = super().forward(input_ids=input_ids, labels=labels, **kwargs)
-            losses.append(out.loss.item())
-            return out
-
+    ends, losses, model = StepEnds(), [], make_model()
+    # The Trainer's own log of losses asks the other ranks for theirs.
+    model.register_forward_hook(lambda *told: losses.append(told[-1]["loss"].item()))
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,
             use_cpu=True,
             max_steps=steps,
-            per_device_train_batch_size=8,
-            learning_rate=3e-3,
             logging_strategy="no",
             save_strategy="no",
             report_to=[],
             disable_tqdm=True,
             remove_unused_columns=False,
+            **options,
         )
-        HubTrainer(model=gpt(Model), args=arguments, train_dataset=Counting(), callbacks=[ends]).train()
+        HubTrainer(model=model, args=arguments, train_dataset=make_data(steps), callbacks=[ends]).train()
     return losses, ends.ends
+
+
+def digits_by_name(steps: int) -> list[dict[str, torch.Tensor]]:
+    return [{"inputs": image, "labels": label} for image, label in digits(steps).dataset]
 
 
 LIBRARIES = ("accelerate", "lightning", "transformers")
@@ -259,7 +269,20 @@ TASKS: dict[str, Callable[[int], Turn]] = {
     "Lightning, digits": with_lightning,
     "Accelerate, digits, 8 layers more": partial(with_accelerate, depth=8),
     "Lightning, digits, 8 layers more": partial(with_lightning, depth=8),
-    "Transformers, GPT-2 of 2 layers": with_transformers,
+    "Transformers, digits": partial(
+        with_transformers,
+        make_model=Classifier,
+        make_data=digits_by_name,
+        per_device_train_batch_size=32,
+        learning_rate=3e-3,
+    ),
+    "Transformers, GPT-2 of 2 layers": partial(
+        with_transformers,
+        make_model=gpt,
+        make_data=lambda steps: Counting(),
+        per_device_train_batch_size=8,
+        learning_rate=3e-3,
+    ),
     "no trainer, digits": digits_by_hand,
     "no trainer, GPT-2 of 2 layers": gpt_by_hand,
 }

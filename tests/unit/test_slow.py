@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from paceline import _core
 from paceline.launch.trace import JobRecording
 from paceline.tracing import cli, live, ring_file, top, watch
+from paceline.tracing.batches import samples_in
 from paceline.tracing.recording import Recording, batches
 from paceline.tracing.records import Event
 from paceline.tracing.ring_file import RankHeader, RankRecording
@@ -279,7 +281,8 @@ class Model:
 
     def __init__(self) -> None:
         self.passes = 0
-        self.totals = ModelTotals(1, self.arrivals)
+        self.records = _core.PassRecords(samples_in)
+        self.totals = ModelTotals(1, self.arrivals, self.records)
 
     def arrivals(self) -> tuple[int, list[int], list[int], list[int]]:
         return self.passes, [1, 10 * self.passes], [2, self.passes], [3, 100 * self.passes]
@@ -296,7 +299,7 @@ def test_a_process_writes_its_totals_and_keeps_those_of_models_that_are_gone(tmp
         before = time.monotonic_ns()
         first.passes, second.passes = 5, 7
         second.totals.weight = 2.5
-        second.totals.records.begin_forward(0, True, True, (np.zeros((64, 3)),), {})
+        second.records.begin_forward(0, True, True, (np.zeros((64, 3)),), {})
         recording.forget(number)
         del first
         gc.collect()

@@ -66,6 +66,7 @@ from paceline.reducer.sharing import registry
 from paceline.reducer.statistics import Statistics
 from paceline.reducer.worked_times import Arrivals
 from paceline.rendezvous import lifetime
+from paceline.tracing.batches import samples_in
 from paceline.tracing.recording import recording
 from paceline.tracing.records import Event, float_bits, pass_id
 from paceline.tracing.totals import ModelTotals
@@ -270,8 +271,8 @@ class Passes(Generic[AnyAutograd]):
         self._waited_before_s = 0.0
         self._waited_for_before_ns = [0] * link.world_size
         self._arrivals_before = Arrivals.none(link.world_size)
-        self._totals = ModelTotals(link.rank, self._arrivals)
-        self._records = self._totals.records
+        self._records = _core.PassRecords(samples_in)
+        self._totals = ModelTotals(link.rank, self._arrivals, self._records)
         recording.begin_if_asked(link.rank, link.world_size)
         if recording.note is not None:
             lifetime.at_failure(recording.tell_failure)

@@ -2,7 +2,7 @@
 
 The one idea: a rank writes its totals once in a second, so whoever watches a job reads some hundred bytes for
 each rank, whatever the length of its ring and of the job. What a machine or a program does not tell is NaN.
-Imports its neighbours, the core and the standard library.
+Imports the standard library: launchers read totals, and start without the core.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import struct
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from paceline import _core
-from paceline.tracing.batches import samples_in
+if TYPE_CHECKING:
+    from paceline._core import PassRecords
 
 
 class Total(IntEnum):
@@ -92,18 +92,21 @@ class ModelTotals:
         rank: This rank among those of the model.
         arrivals: Returns how many passes there were, and for each rank how long it worked, how often it was
             last and how long it held the others up.
+        records: Notes the moments of its passes, and sums up what is between passes, and samples.
 
     Attributes:
-        records: Notes the moments of its passes, and sums up what is between passes, and samples.
         weight: As the total of this name; None: no weight was ever given.
     """
 
-    __slots__ = ("_arrivals", "_last", "_rank", "records", "weight")
+    __slots__ = ("_arrivals", "_last", "_rank", "_records", "weight")
 
     def __init__(
-        self, rank: int, arrivals: Callable[[], tuple[int, Sequence[int], Sequence[int], Sequence[int]]]
+        self,
+        rank: int,
+        arrivals: Callable[[], tuple[int, Sequence[int], Sequence[int], Sequence[int]]],
+        records: PassRecords,
     ) -> None:
-        self.records = _core.PassRecords(samples_in)
+        self._records = records
         self.weight: float | None = None
         self._rank = rank
         # Weak: a model that nobody holds any more need not wait for the recording to forget it.
@@ -122,10 +125,10 @@ class ModelTotals:
             Total.WORKED_NS: worked_ns,
             Total.TIMES_LAST: times_last,
             Total.HELD_UP_NS: held_up_ns,
-            Total.BETWEEN_NS: self.records.between_ns,
+            Total.BETWEEN_NS: self._records.between_ns,
         }
-        if self.records.samples:
-            found[Total.SAMPLES] = self.records.samples
+        if self._records.samples:
+            found[Total.SAMPLES] = self._records.samples
         if self.weight is not None:
             found[Total.WEIGHT] = self.weight
         self._last = found
