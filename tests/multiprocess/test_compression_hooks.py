@@ -24,7 +24,7 @@ from paceline.torch.compression import (
     fp16_hook,
 )
 from tests.harness import ranks
-from tests.multiprocess.torch_groups import torch_group
+from tests.multiprocess.torch_groups import needs_backend, torch_group
 
 KINDS = [(Fp16Compression, fp16_hook), (Bf16Compression, bf16_hook), (EightBitCompression, eight_bit_hook)]
 # Of a value, or of the largest in its block: what rounding may take from it.
@@ -100,6 +100,7 @@ def test_what_is_received_and_what_is_kept_add_up_to_the_true_means(rank: int) -
         check_sum_of_means(make, hook, rank, [1.0, 1.0])
 
 
+@needs_backend
 @ranks(3, group=None)
 def test_weighted_means_over_our_backend(rank: int) -> None:
     with torch_group(rank):
@@ -129,6 +130,7 @@ def gradients_of(ddp: Any, state: Any, hook: Any, rank: int) -> torch.Tensor:
     return flat(p.grad for p in ddp.module.parameters())
 
 
+@needs_backend
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @ranks(2, group=None)
 def test_16_bits_are_torchs_hooks_to_a_rounding(rank: int) -> None:

@@ -30,6 +30,7 @@ def test_models_whose_parameters_come_in_another_order_are_refused(rank: int) ->
         DistributedDataParallel(named)
 
 
+@pytest.mark.filterwarnings("ignore:DTensor random operators")  # torch 2.6 says so on a CPU
 @ranks(2, group="gloo")
 def test_models_that_cannot_be_wrapped(rank: int) -> None:
     with pytest.raises(ConfigError, match="doesn't have any parameter"):

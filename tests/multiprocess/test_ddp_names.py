@@ -262,7 +262,10 @@ def test_buckets_and_order_as_torch_tells_them(rank: int, path: str) -> None:
         for _ in range(3):
             ddp(torch.ones(1, 700)).sum().backward()
     same = ("prev_iteration_grad_ready_order_indices", "unused_parameter_size", "has_rebuilt_buckets")
-    assert facts_of(ours, *same) == facts_of(theirs, *same)
+    # torch before 2.8 leaves out what is 0.
+    assert facts_of(ours, *same) == [
+        fact or 0 if name == same[1] else fact for name, fact in zip(same, facts_of(theirs, *same))
+    ]
     # Paceline fills its buckets in another way.
     sizes, indices, count = facts_of(
         ours, "rebuilt_bucket_sizes", "rebuilt_per_bucket_param_indices", "num_buckets_reduced"

@@ -24,7 +24,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import paceline.torch
+from paceline.torch.backend.registration import OLDEST
 from tests.harness import ranks
+from tests.multiprocess.torch_groups import needs_backend
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 # Need a Ray cluster (tests/integrations/test_ray.py), and TensorBoard (tests/unit/test_tensorboard.py).
@@ -32,6 +34,8 @@ ELSEWHERE = {
     "launching.md": {"import paceline.ray"},
     "live.md": {"from paceline.torch import log_to_tensorboard"},
 }
+
+ON_OUR_BACKEND = {"getting_started.md"}
 
 Names = dict[str, Any]
 
@@ -181,12 +185,15 @@ def test_every_page_with_code_is_prepared() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")  # four, on any machine
-@pytest.mark.parametrize("page", sorted(PREPARED))
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=needs_backend if page in ON_OUR_BACKEND else ()) for page in sorted(PREPARED)],
+)
 @ranks(2, group=None)
 def test_the_code_of_a_page_runs(rank: int, page: str) -> None:
     names: Names = {"__name__": "__main__"}
     if page in OF_A_GROUP:  # the others make theirs
-        dist.init_process_group("paceline")
+        dist.init_process_group("paceline" if torch.__version__ >= OLDEST else "gloo")
     for number, block in enumerate(blocks(page)):
         if not any(block.startswith(begin) for begin in ELSEWHERE.get(page, ())):
             PREPARED[page](names, number)

@@ -26,6 +26,7 @@ from tests.multiprocess.other_ranks import (
     until_calling,
 )
 from tests.multiprocess.reducer_world import World
+from tests.multiprocess.torch_groups import needs_backend
 
 
 def on_usr1(handler):
@@ -169,6 +170,7 @@ def test_a_handler_in_the_wait_for_an_asynchronous_call_makes_its_own_behind_it(
     group.barrier()
 
 
+@needs_backend
 @ranks(2, group=None)
 def test_handlers_in_waits_of_the_torch_backend(rank):
     import torch

@@ -183,6 +183,7 @@ def test_other_optimizers_get_whole_parameters_and_have_the_same_bits(rank: int,
         assert {piece.rank for piece in ours._shards.pieces} == {0, 1, 2}
 
 
+@pytest.mark.skipif(not hasattr(optim, "Muon"), reason="torch has Muon since 2.9")
 @ranks(2, group="gloo")
 def test_matrices_alone_for_an_optimizer_that_takes_nothing_else(rank: int) -> None:
     def model() -> nn.Module:

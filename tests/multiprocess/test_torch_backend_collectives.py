@@ -11,7 +11,14 @@ from torch.distributed import ReduceOp
 
 from paceline.errors import MismatchError
 from tests.harness import ranks
-from tests.multiprocess.torch_groups import all_gather_single, reduce_scatter_single, torch_group
+from tests.multiprocess.torch_groups import (
+    all_gather_single,
+    needs_backend,
+    reduce_scatter_single,
+    torch_group,
+)
+
+pytestmark = needs_backend
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 DTYPES += [torch.int8, torch.int32, torch.int64, torch.uint8]

@@ -12,8 +12,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.harness import ranks
-from tests.multiprocess.torch_groups import torch_group
+from tests.multiprocess.torch_groups import needs_backend, torch_group
 from tests.multiprocess.torch_training import model, reference, train
+
+pytestmark = needs_backend
 
 
 @ranks(2, group=None)

@@ -12,8 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.errors import ConfigError
 from tests.harness import ranks
-from tests.multiprocess.torch_groups import torch_group
+from tests.multiprocess.torch_groups import needs_backend, torch_group
 from tests.multiprocess.torch_training import model, reference, train
+
+pytestmark = needs_backend
 
 # Renamed in torch 2.13.
 _all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor

@@ -12,7 +12,9 @@ import torch.distributed as dist
 
 from paceline.errors import ConfigError, DeadlineError, GroupClosedError, MismatchError, PeerLostError
 from tests.harness import ranks
-from tests.multiprocess.torch_groups import torch_group
+from tests.multiprocess.torch_groups import needs_backend, torch_group
+
+pytestmark = needs_backend
 
 
 @ranks(3, group=None)

@@ -8,10 +8,10 @@ import torch.distributed as dist
 from paceline.errors import RendezvousError
 from paceline.torch.link.exchange import ProcessGroupExchange
 from tests.harness import ranks
-from tests.multiprocess.torch_groups import torch_group
+from tests.multiprocess.torch_groups import needs_backend, torch_group
 
 
-@pytest.mark.parametrize("backend", ["gloo", "paceline"])
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("paceline", marks=needs_backend)])
 @ranks(3, group=None)
 def test_every_rank_gets_everybodys_bytes(rank, backend):
     with torch_group(rank, backend):

@@ -9,6 +9,7 @@ import textwrap
 import pytest
 
 from tests.harness.warm import warm_python
+from tests.multiprocess.torch_groups import needs_backend
 
 
 def torchrun(folder, script, **environment):
@@ -24,6 +25,7 @@ def torchrun(folder, script, **environment):
     )
 
 
+@needs_backend
 def test_a_rank_that_died_before_it_joined_costs_one_restart(tmp_path):
     """The agent's store lives on, and with it what the ranks of the first attempt wrote there."""
     script = tmp_path / "script.py"

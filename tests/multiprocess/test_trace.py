@@ -20,6 +20,7 @@ from paceline.tracing.records import Event
 from paceline.tracing.ring_file import BATCHES_VARIABLE, FOLDER_VARIABLE
 from paceline.tracing.watch import JobWatch
 from tests.harness import needs_paddle, ranks
+from tests.multiprocess.torch_groups import needs_backend
 from tests.traces import passes_of, read_trace, slices_of, until_ended, waited_for
 
 
@@ -215,6 +216,7 @@ def test_the_statistics_are_what_the_passes_were(group, make):
     assert all(late_s > 0 for late_s, times in zip(stats.held_up_s, stats.times_last) if times)
 
 
+@needs_backend
 @ranks(2, group=None)
 def test_ranks_of_a_process_group_tell_each_other_how_long_they_worked(rank):
     import torch

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 
+import pytest
+import torch
 import torch.distributed as dist
 
 from paceline.torch import backend
+from paceline.torch.backend.registration import OLDEST
 from tests.multiprocess.meeting import meet
 
 # Both are deprecated under the old name in torch 2.13, and torch 2.11 has only that.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+needs_backend = pytest.mark.skipif(torch.__version__ < OLDEST, reason=f"the backend needs torch {OLDEST}")
 
 
 @contextlib.contextmanager
@@ -33,4 +39,6 @@ def torch_group(rank: int, name: str = "paceline", *, timeout_s: float = 60) -> 
     try:
         yield dist.group.WORLD
     finally:
+        if torch.__version__ < "2.8":  # see paceline/torch/link/kept.py, of tensors of the tests
+            time.sleep(0.1)
         dist.destroy_process_group()

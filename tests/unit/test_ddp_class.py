@@ -30,6 +30,10 @@ def config(**arguments: Any) -> Any:
     return make_config(**{**defaults, **arguments})
 
 
+@pytest.mark.skipif(
+    not hasattr(torch._C._dynamo.eval_frame, "_FrameExecStrategy"),
+    reason="torch before 2.7 can be told what not to trace by its compiler alone",
+)
 def test_a_step_does_not_import_the_compiler() -> None:
     """It takes seconds, on every rank. One rank averages, and so has passes, if it is to raise on a NaN."""
     code = """

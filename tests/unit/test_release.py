@@ -21,7 +21,7 @@ Name: paceline
 Version: 0.1.0
 Requires-Dist: numpy>=1.24
 Provides-Extra: torch
-Requires-Dist: torch>=2.9; extra == "torch"
+Requires-Dist: torch>=2.6; extra == "torch"
 Provides-Extra: paddle
 Provides-Extra: accelerate
 Provides-Extra: lightning

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import RendezvousError
-from paceline.torch.link import hosts
 from paceline.torch.link.exchange import StoreExchange
+from paceline.torch.link.stores import store_of
 
 
 def on_ranks(program, world_size):
@@ -121,4 +121,5 @@ def test_the_store_of_a_group_is_found_without_its_own_method(monkeypatch):
     """Groups of torch 2.6 do not tell their store; a private function of torch does."""
     stores = {"a group": object()}
     monkeypatch.setattr(dist.distributed_c10d, "_get_process_group_store", stores.__getitem__)
-    assert hosts._store_of("a group") is stores["a group"]
+    assert store_of("a group") is stores["a group"]
+    assert store_of("another one") is None

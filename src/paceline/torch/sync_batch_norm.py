@@ -16,6 +16,7 @@ from torch import nn
 from paceline.arguments import Arguments
 from paceline.collectives.group import Group
 from paceline.errors import ConfigError
+from paceline.torch.link.kept import keep
 from paceline.torch.link.peers import formed_group
 from paceline.torch.model.arguments import checked_group, checked_module
 
@@ -36,7 +37,9 @@ class GatherRows(torch.autograd.Function):
         if isinstance(group, Group):
             return torch.from_numpy(group.all_gather(row.detach().cpu().numpy())).to(row.device)
         rows = [torch.empty_like(row) for _ in range(group.size())]
-        dist.all_gather(rows, row.contiguous(), group=group)
+        own = row.contiguous()
+        keep(own, *rows)
+        dist.all_gather(rows, own, group=group)
         return torch.stack(rows)
 
     @staticmethod
@@ -56,6 +59,7 @@ class _SumOverRanks(torch.autograd.Function):
             group.all_reduce(on_host.numpy())
             return on_host.to(value.device)
         total = value.detach().contiguous().clone()
+        keep(total)
         dist.all_reduce(total, group=group)
         return total
 

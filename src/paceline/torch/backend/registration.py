@@ -1,7 +1,7 @@
 """Makes `torch.distributed.init_process_group("paceline")` work.
 
 `register()` tells torch the name; torch then calls `_create` on every rank of each group that is to be
-formed. May import torch, collectives, rendezvous, errors and its neighbours in this folder.
+formed. May import torch, collectives, rendezvous, errors, versions and its neighbours.
 """
 
 from __future__ import annotations
@@ -17,8 +17,11 @@ from paceline.errors import ConfigError, format_ranks
 from paceline.torch.backend.other_devices import MixedProcessGroup
 from paceline.torch.backend.process_group import PacelineProcessGroup
 from paceline.torch.link.exchange import StoreExchange
+from paceline.versions import UnsupportedVersionError
 
 NAME = "paceline"
+OLDEST = "2.7"
+"""The first torch whose own code, as its DDP, runs on a group that is written in Python."""
 
 
 def register() -> None:
@@ -33,6 +36,13 @@ def register() -> None:
 
 def _create(options: Any, _: Any) -> PacelineProcessGroup:
     """Form one group. `options` is torch's _DistributedBackendOptions."""
+    if torch.__version__ < OLDEST:
+        raise UnsupportedVersionError(
+            "The paceline backend does not work with this torch: its processes are killed by SIGSEGV.",
+            expected=f"torch {OLDEST} or newer",
+            got=f"torch {torch.__version__}",
+            hint='use init_process_group("gloo"), and paceline.torch.DistributedDataParallel for the model',
+        )
     timeout_s = options.timeout.total_seconds()
     scope = str(options.group_id)
     name = f"torch group {scope}"

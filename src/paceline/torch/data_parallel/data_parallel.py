@@ -16,7 +16,7 @@ from paceline.arguments import Arguments
 from paceline.errors import ConfigError
 from paceline.torch.data_parallel import replicas as _replicas
 from paceline.torch.data_parallel import scatter as _scatter
-from paceline.torch.model.arguments import as_device, check_devices, checked_module
+from paceline.torch.model.arguments import as_device, check_devices, checked_module, current_accelerator
 
 Device = int | str | torch.device
 
@@ -210,7 +210,9 @@ def _batch_size(value: Any, dim: int) -> int:
 def _devices(device_ids: Sequence[Device] | None) -> list[torch.device]:
     """As torch: numbers mean accelerators, and where there is none, no device at all."""
     if device_ids is None:
-        return [_device(number) for number in range(torch.accelerator.device_count())]
+        # torch 2.7 raises where it is asked for their number, and there is none.
+        count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+        return [_device(number) for number in range(count)]
     check_devices(device_ids, "DataParallel")
     if not torch.accelerator.is_available() and all(isinstance(device, int) for device in device_ids):
         return []
@@ -221,7 +223,7 @@ def _device(device: Device, name: str = "device_ids") -> torch.device:
     if isinstance(device, int) and not isinstance(device, bool):
         if device == -1:  # torch's word for the CPU
             return torch.device("cpu")
-        accelerator = torch.accelerator.current_accelerator()
+        accelerator = current_accelerator()
         if accelerator is None:
             raise ConfigError(
                 f"DataParallel: there is no accelerator, so no device {device}.",

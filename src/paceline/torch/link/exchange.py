@@ -21,6 +21,8 @@ from paceline.errors import RendezvousError, format_ranks
 from paceline.rendezvous.roll_call import Roll
 from paceline.rendezvous.secret import find_secret
 from paceline.rendezvous.signatures import LOSSLESS, ForeignValueError, Signatures, SignedBoard
+from paceline.torch.link.kept import keep
+from paceline.torch.link.stores import store_of
 
 _HOLDER = 0  # the rank of the default group that serves torch's store, where no agent does
 _HEADER_BYTES = 4
@@ -82,6 +84,7 @@ class ProcessGroupExchange:
 
     def _gather_tensors(self, own: torch.Tensor, deadline: float, timeout_s: float) -> list[torch.Tensor]:
         rows = [torch.empty_like(own) for _ in range(self._world_size)]
+        keep(own, *rows)
         self._roll.complete(
             lambda: dist.all_gather(rows, own, group=self._group, async_op=True),
             "all_gather",
@@ -240,7 +243,7 @@ _rolls: weakref.WeakKeyDictionary[dist.ProcessGroup, Roll] = weakref.WeakKeyDict
 def _roll_of(group: dist.ProcessGroup, rank: int, world_size: int) -> Roll:
     """One for each group, so that all ranks count its calls alike."""
     if group not in _rolls:
-        store = _store_of(group)
+        store = store_of(group)
         secret, scope = find_secret().key, str(group.group_name)
         board = None if store is None else SignedBoard(StoreBoard(store), Signatures(secret, scope))
         ranks = dist.get_process_group_ranks(group)
@@ -267,17 +270,9 @@ class StoreBoard:
         return bytes(self._store.get(key)).decode(errors=LOSSLESS) if self._store.check([key]) else None
 
 
-def _store_of(group: dist.ProcessGroup) -> Store | None:
-    try:
-        store: Store = dist.distributed_c10d._get_process_group_store(group)
-    except (AttributeError, KeyError):  # another torch, or a group that was made by hand
-        return None
-    return store
-
-
 def _is_store_served_by_rank() -> bool:
     """Whether the default group's store lives in the process of its rank 0."""
-    store = _store_of(dist.group.WORLD) if dist.group.WORLD is not None else None
+    store = store_of(dist.group.WORLD) if dist.group.WORLD is not None else None
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return isinstance(store, TCPStore) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore
 
 from paceline.errors import RendezvousError
 from paceline.reducer.hierarchical import Hosts
@@ -25,6 +25,7 @@ from paceline.reducer.hosts import Message, num_shares
 from paceline.rendezvous.connections import connected_sockets, shut_down, sockets_to
 from paceline.rendezvous.shared_memory import HostMemory
 from paceline.torch.link.peers import Peers, ProcessGroupPeers, control_of
+from paceline.torch.link.stores import store_of
 
 
 def join_hosts(peers: Peers, memory: HostMemory) -> Hosts | None:
@@ -67,9 +68,11 @@ def _connect(peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]]) -> GlooTr
     keys = f"paceline/hosts/{nonces[0]}/{place}"
     before = connected_sockets()
     try:
-        store = PrefixStore(keys, _store_of(peers.process_group))
+        store = store_of(peers.process_group)
+        if store is None:
+            raise RuntimeError("the process group was made without a store")
         timeout = timedelta(seconds=peers.timeout_s)
-        group = dist.ProcessGroupGloo(store, own, len(partners), timeout=timeout)
+        group = dist.ProcessGroupGloo(PrefixStore(keys, store), own, len(partners), timeout=timeout)
     except RuntimeError as error:
         others = ", ".join(f"rank {partner} ({names[partner]})" for partner in partners if partner != rank)
         raise RendezvousError(
@@ -135,13 +138,6 @@ class GlooTransfer:
 
     def wait(self, timeout_s: float) -> None:
         self._work.wait(timedelta(seconds=timeout_s))
-
-
-def _store_of(group: dist.ProcessGroup) -> Store:
-    if hasattr(group, "get_group_store"):
-        return group.get_group_store()
-    store: Store = dist.distributed_c10d._get_process_group_store(group)  # torch 2.6
-    return store
 
 
 def _has_gloo(peers: ProcessGroupPeers) -> bool:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from paceline.torch.link.peers import ProcessGroupPeers
+from paceline.torch.link.stores import store_of
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKeyDictionary()
 
@@ -41,9 +42,11 @@ def _connect(peers: ProcessGroupPeers) -> Any:
     nonces = peers.exchange.all_gather(secrets.token_hex(8).encode(), peers.timeout_s)
     made = None
     try:
-        store = PrefixStore(f"paceline/reports/{nonces[0].decode()}", peers.process_group.get_group_store())
-        timeout = timedelta(seconds=peers.timeout_s)
-        made = dist.ProcessGroupGloo(store, peers.rank, peers.world_size, timeout=timeout)
+        store = store_of(peers.process_group)
+        if store is not None:
+            keys = PrefixStore(f"paceline/reports/{nonces[0].decode()}", store)
+            timeout = timedelta(seconds=peers.timeout_s)
+            made = dist.ProcessGroupGloo(keys, peers.rank, peers.world_size, timeout=timeout)
     except (AttributeError, RuntimeError):  # a torch without Gloo; an interface that others cannot reach
         pass
     told = peers.exchange.all_gather(b"0" if made is None else b"1", peers.timeout_s)

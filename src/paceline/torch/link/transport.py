@@ -21,6 +21,7 @@ from paceline.reducer.witness import Witness
 from paceline.torch.link.arena import Arena
 from paceline.torch.link.calls import GroupCalls
 from paceline.torch.link.finite import FiniteChecks
+from paceline.torch.link.kept import keep
 from paceline.torch.link.peers import ProcessGroupPeers
 from paceline.torch.link.streams import Streams
 from paceline.torch.model.parameters import DTYPES
@@ -122,6 +123,7 @@ class ProcessGroupTransport:
     def begin_all_gather(self, payload: bytes) -> Callable[[], list[bytes]]:
         own = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(self._status_device)
         rows = [torch.empty_like(own) for _ in range(self.world_size)]
+        keep(own, *rows)
         if self._reports is None:
             work = self._calls.begin(
                 lambda: dist.all_gather(rows, own, group=self._group, async_op=True), STATUS

@@ -53,6 +53,11 @@ def check_materialised(owner: str, module: nn.Module) -> None:
             )
 
 
+def current_accelerator() -> torch.device | None:
+    """The accelerator of this machine; None: it has none, of which torch 2.6 would not speak, but raise."""
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+
+
 def as_device(device: Any, name: str = "device", owner: str = "DistributedDataParallel") -> torch.device:
     """A device as users name it; a number is that of an accelerator.
 
@@ -62,7 +67,7 @@ def as_device(device: Any, name: str = "device", owner: str = "DistributedDataPa
     if isinstance(device, torch.device):
         return device
     if isinstance(device, int) and not isinstance(device, bool):
-        accelerator = torch.accelerator.current_accelerator()
+        accelerator = current_accelerator()
         with contextlib.suppress(RuntimeError):  # a negative number
             return torch.device("cuda" if accelerator is None else accelerator.type, device)
     if isinstance(device, str):
