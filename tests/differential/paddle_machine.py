@@ -372,7 +372,7 @@ def put(p: paddle.Tensor, gradient: paddle.Tensor | None) -> None:
         p._unset_fake_empty()  # as clear_gradient() leaves it, the next backward would replace it
     elif p.grad is not None:
         p._copy_gradient_from(paddle.empty([1], p.dtype))  # else `None` takes the memory from the others, too
-        p.grad = None
+        p.clear_gradient(False)
 
 
 def dense(gradient: paddle.Tensor, shape: Sequence[int]) -> np.ndarray[Any, Any]:

@@ -10,6 +10,7 @@ from paddle import nn
 
 from paceline.paddle import DataParallel
 from tests.multiprocess.conformance_numpy import WIDTH, initial
+from tests.multiprocess.paddle_models import drop_grad
 
 STATISTIC = "*._mean"
 DTYPES = ("bfloat16", "float64")  # Paddle has no kernels for float16 on the CPU
@@ -19,7 +20,7 @@ CLEARS = (
     nn.Layer.clear_gradients,
     lambda model: model.clear_gradients(set_to_zero=False),
     lambda model: [p.clear_grad() for p in model.parameters()],
-    lambda model: [setattr(p, "grad", None) for p in model.parameters()],
+    lambda model: [drop_grad(p) for p in model.parameters()],
 )
 
 

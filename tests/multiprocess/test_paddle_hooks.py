@@ -13,6 +13,7 @@ from numpy.testing import assert_array_equal
 from paceline.paddle import DataParallel
 from tests.multiprocess.paddle_models import (
     assert_same_on_all_ranks,
+    drop_grad,
     join_paddle,
     paths,
     ranks,
@@ -40,7 +41,7 @@ def replace(parameter: paddle.Tensor) -> Callable[[], None]:
 def renew(parameter: paddle.Tensor) -> Callable[[], None]:
     def hook() -> None:
         half = parameter.grad * 0.5
-        parameter.grad = None
+        drop_grad(parameter)
         parameter.grad = half
 
     return hook

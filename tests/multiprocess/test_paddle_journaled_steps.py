@@ -17,7 +17,7 @@ from paddle.utils import unique_name
 from paceline.errors import ConfigError, PeerLostError
 from paceline.paddle import DataParallel, ShardedOptimizer
 from paceline.sharding import journal_layout
-from tests.multiprocess.paddle_models import ranks
+from tests.multiprocess.paddle_models import drop_grad, ranks
 from tests.multiprocess.test_paddle_hosts import place
 from tests.multiprocess.test_paddle_sharded_optimizer import ELEMENTWISE, same_bits
 from tests.multiprocess.test_paddle_sharded_state import assert_same_state
@@ -52,7 +52,10 @@ def give(models: list[nn.Layer], number: int, has_all: bool = False) -> None:
             if parameter.stop_gradient:
                 continue
             has = has_all or index != 1 or number % 2
-            parameter.grad = paddle.to_tensor(gradient).astype(parameter.dtype) if has else None
+            if has:
+                parameter.grad = paddle.to_tensor(gradient).astype(parameter.dtype)
+            else:
+                drop_grad(parameter)
 
 
 def make(

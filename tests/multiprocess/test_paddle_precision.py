@@ -59,12 +59,13 @@ def test_gradients_are_averaged_in_reduce_dtype(rank: int, path: str, view: bool
         for _ in range(2):
             wrapped.clear_gradients()
             output = wrapped(paddle.to_tensor(X[rank], "float32"))
-            assert output.dtype is paddle.float32
+            assert output.dtype == paddle.float32
             output.sum().backward()
             mean = sum(rounded(rounded(x, "float32"), name) for x in X) / 2
-            assert layer.scale.dtype is layer.scale.grad.dtype is paddle.float32
+            assert layer.scale.dtype == layer.scale.grad.dtype == paddle.float32
             # A group adds in this dtype, and then divides.
-            assert_allclose(layer.scale.grad.numpy(), mean, rtol=2 * UNIT[name] + UNIT["float32"], atol=0)
+            units = 4 if paddle.__version__ < "3.2" else 2  # its cast to float16 cuts off
+            assert_allclose(layer.scale.grad.numpy(), mean, rtol=units * UNIT[name] + UNIT["float32"], atol=0)
             if name != "float64":  # it was rounded at all
                 assert_array_equal(rounded(layer.scale.grad.numpy(), name), layer.scale.grad.numpy())
 
@@ -77,28 +78,28 @@ def test_forward_runs_in_param_dtype(group: Any) -> None:
     table.register_buffer("shift", paddle.ones([4]))
     layer = nn.Sequential(table, table, head)  # shared: both uses count
     wrapped = DataParallel(layer, group=group, mixed_precision=MixedPrecision("float64", None, "float16"))
-    assert table.shift.dtype is paddle.float16
+    assert table.shift.dtype == paddle.float16
     w, v = (p.numpy().astype(np.float64) for p in (table.weight, head.weight))
     b = head.bias.numpy().astype(np.float64)
     for _ in range(2):
         wrapped.clear_gradients()
         output = wrapped(paddle.to_tensor(X[group.rank : group.rank + 1], "float32"))
-        assert output.dtype is paddle.float64
+        assert output.dtype == paddle.float64
         x = X.astype(np.float32).astype(np.float64)
         assert_allclose(output.numpy(), x[group.rank : group.rank + 1] @ w @ w @ v + b, rtol=1e-13)
         output.sum().backward()
         parts = [np.outer(r, (w @ v)[:, 0]) + np.outer(r @ w, v[:, 0]) for r in x]
         mean = sum(rounded(part, "float32") for part in parts) / 2  # backward rounds once, at its end
         assert_array_equal(table.weight.grad.numpy(), mean.astype(np.float32))
-        assert table.weight.dtype is table.weight.grad.dtype is paddle.float32
+        assert table.weight.dtype == table.weight.grad.dtype == paddle.float32
     # Nothing of the casts is left: what is saved, and what optimizers get.
-    assert all(value.dtype is not paddle.float64 for value in wrapped.state_dict().values())
+    assert all(value.dtype != paddle.float64 for value in wrapped.state_dict().values())
     assert wrapped.parameters()[0] is table.weight and not table.weight.stop_gradient
     with paddle.no_grad():
-        assert wrapped(paddle.ones([1, 4])).dtype is paddle.float64
+        assert wrapped(paddle.ones([1, 4])).dtype == paddle.float64
     with pytest.raises(ValueError):  # an exception in forward leaves the parameters where they were
         wrapped(paddle.ones([1, 7]))
-    assert layer.state_dict()["0.weight"].dtype is paddle.float32
+    assert layer.state_dict()["0.weight"].dtype == paddle.float32
 
 
 @ranks(2)
@@ -112,7 +113,7 @@ def test_a_model_stored_in_16_bits_trains_in_32(group: Any) -> None:
     wrapped = DataParallel(layer, group=group, mixed_precision=MixedPrecision("float32"))
     wrapped(x).sum().backward()
     gradient = layer.weight.grad
-    assert gradient.dtype is paddle.bfloat16
+    assert gradient.dtype == paddle.bfloat16
     each = sum(rounded(row, "bfloat16") for row in X) / 2  # autograd casts to the parameter's dtype
     expected = np.repeat(rounded(each, "bfloat16")[:, None], 3, 1)
     assert_allclose(gradient.cast("float64").numpy(), expected, rtol=2 * UNIT["bfloat16"])
@@ -126,7 +127,7 @@ def test_running_statistics_have_the_dtype_of_forward(group: Any) -> None:
     )
     batch = np.random.default_rng(group.rank).standard_normal((8, 4)).astype(np.float32)
     wrapped(paddle.to_tensor(batch)).sum().backward()
-    assert norm._mean.dtype is paddle.float64
+    assert norm._mean.dtype == paddle.float64
     first = np.random.default_rng(0).standard_normal((8, 4)).astype(np.float32).astype(np.float64)
     momentum = float(np.float32(0.9))  # Paddle keeps it in float32
     assert_allclose(norm._mean.numpy(), (1 - momentum) * first.mean(0), rtol=1e-12)  # rank 0's, in float64

@@ -18,7 +18,7 @@ from paddle.utils import unique_name
 
 from paceline.errors import ConfigError, NonFiniteGradientError, PacelineError, UnusedParameterError
 from paceline.paddle import DataParallel, LocalSGD, MixedPrecision, ShardedOptimizer, internals
-from tests.multiprocess.paddle_models import ranks
+from tests.multiprocess.paddle_models import drop_grad, ranks
 
 Gradients = list[paddle.Tensor]
 
@@ -66,7 +66,7 @@ def loop(
     norms = []
     for step in range(steps):
         for parameter in model.parameters():  # clear_grad() leaves zeros, by which AdamW moves what is unused
-            parameter.grad = None
+            drop_grad(parameter)
         for micro in range(1 + step % 2):
             batch = paddle.to_tensor(drawn.standard_normal((4, 9)).astype("float32"))
             with model.no_sync() if micro < step % 2 else contextlib.nullcontext():
@@ -186,7 +186,7 @@ def _read_in_all_ways(group: Any, model: Any, optimizer: ShardedOptimizer) -> No
         loss(model, group.rank).backward()
     with pytest.raises(ConfigError, match="not there any more"):
         optimizer.step()
-    for clear in (model.clear_gradients, lambda: [setattr(p, "grad", None) for p in parameters]):
+    for clear in (model.clear_gradients, lambda: [drop_grad(p) for p in parameters]):
         clear()
         theirs.clear_grad()
         for each in (model, expected):
@@ -236,7 +236,7 @@ def train_cleared(group: Any, **options: Any) -> Gradients:
     optimizer = ShardedOptimizer(model.parameters(), optim.AdamW, group, learning_rate=0.1)
     for step in range(6):
         for parameter in model.parameters():
-            parameter.grad = None
+            drop_grad(parameter)
         model(0.5 + group.rank, step == 3 or (step < 4 and step % 2 == group.rank)).backward()
         optimizer.step()
     return [parameter.detach() for parameter in model.parameters()]
@@ -249,7 +249,7 @@ def test_unused_and_left_over_parameters(group: Any) -> None:
     model, optimizer = scattering(group, Branches(), find_unused_parameters=True)
     model(1.0).backward()
     optimizer.step()
-    model.module.always.grad = None
+    drop_grad(model.module.always)
     with pytest.raises(ConfigError, match="gradient of 'sometimes' once more"):
         model(1.0, uses_all=False).backward()
     with pytest.raises(ConfigError, match="not there any more"):

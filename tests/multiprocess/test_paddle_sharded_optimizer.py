@@ -13,7 +13,7 @@ from paddle import optimizer as optim
 from paddle.utils import unique_name
 
 from paceline.paddle import DataParallel, ShardedOptimizer, internals
-from tests.multiprocess.paddle_models import batch, join_paddle, ranks, share, squares, two_layers
+from tests.multiprocess.paddle_models import batch, drop_grad, join_paddle, ranks, share, squares, two_layers
 
 Gradients = list[list["np.ndarray | None"]]
 
@@ -95,7 +95,10 @@ def train(
     gradients = make_gradients(parameters, gap)
     for step in range(steps):
         for parameter, values in zip(parameters, gradients[step % len(gradients)], strict=True):
-            parameter.grad = None if values is None else paddle.to_tensor(values).astype(parameter.dtype)
+            if values is None:
+                drop_grad(parameter)
+            else:
+                parameter.grad = paddle.to_tensor(values).astype(parameter.dtype)
         optimizer.step()
 
 

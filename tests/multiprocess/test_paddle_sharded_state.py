@@ -25,7 +25,7 @@ from paceline.errors import (
     UnusedParameterError,
 )
 from paceline.paddle import DataParallel, LocalSGD, ShardedOptimizer
-from tests.multiprocess.paddle_models import batch, ranks, share, squares, two_layers
+from tests.multiprocess.paddle_models import batch, drop_grad, ranks, share, squares, two_layers
 from tests.multiprocess.test_paddle_hosts import place
 from tests.multiprocess.test_paddle_sharded_optimizer import make_parameters, same_bits, train
 
@@ -128,7 +128,7 @@ def test_different_steps_are_told_before_anything_is_written(group: Any) -> None
     optimizer.set_lr(0.5)
 
     if rank == 2:
-        parameters[1].grad = None
+        drop_grad(parameters[1])
     with pytest.raises(UnusedParameterError, match=r"create_parameter_1\.w_0") as unused:
         optimizer.step()
     assert unused.value.unused == {parameters[1].name: (2,)}

@@ -36,6 +36,10 @@ def test_arguments_over_a_group(group: Group) -> None:
     model(paddle.ones([1, 2])).sum().backward()
 
 
+@pytest.mark.skipif(
+    paddle.__version__ < "3.2",
+    reason="Paddle 3.1 makes a group on all ranks whenever a mesh is asked for its own",
+)
 @ranks(2, group=None)
 def test_a_mesh_is_known_to_those_that_refuse_something_else(rank: int) -> None:
     join_paddle(rank)

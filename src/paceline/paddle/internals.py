@@ -1,4 +1,4 @@
-"""Everything private that Paceline calls in Paddle, in one file. Written for Paddle 3.3.
+"""Everything private that Paceline calls in Paddle, in one file. Written for Paddle 3.1 to 3.3.
 
 Each function has a test in tests/multiprocess/test_paddle_internals.py that fails when Paddle changes what
 it stands on. Nothing else in `paceline.paddle` touches a name of Paddle's that is not documented.
@@ -185,12 +185,13 @@ def drop_gradient(parameter: Tensor) -> None:
     """
     if _find_gradient(parameter) is not None:
         parameter._copy_gradient_from(empty([1], parameter.dtype))
-        _grad.__set__(parameter, None)
+        _clear_gradient(parameter, False)
 
 
 def count_as_gradient(parameter: Tensor) -> None:
     """Let the next backward add to the gradient even after clear_grad(), which makes it replace it."""
-    parameter._unset_fake_empty()
+    if _find_gradient(parameter) is not None:
+        parameter._unset_fake_empty()
 
 
 def is_sparse(gradient: Tensor) -> bool:
@@ -377,7 +378,18 @@ def lend_gradient(parameter: Tensor, gradient: Tensor) -> None:
 
 def end_loan(parameter: Tensor) -> None:
     """Take back what lend_gradient() gave; `gradient` keeps its values."""
-    parameter.grad = None
+    _clear_gradient(parameter, False)
+
+
+def same_dtype(one: paddle.dtype, other: paddle.dtype) -> bool:
+    """Whether they are one; Paddle before 3.3 has several objects for one."""
+    return one is other or bool(one == other)
+
+
+def empty_on(place: Any, shape: Sequence[int], dtype: Any) -> Tensor:
+    """A tensor on this place; before Paddle 3.2, paddle.empty() could not be told where."""
+    made = empty(shape, dtype)
+    return made if made.place == place else made._copy_to(place, True)
 
 
 def has_main_gradient(parameter: Tensor) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import paddle
 
+from paceline.paddle import internals
 from paceline.paddle.model.parameters import DTYPES
 from paceline.reducer.plan import Plan, bucket_in
 
@@ -49,11 +50,11 @@ class Arena:
     def __init__(self, plan: Plan, parameters: Sequence[paddle.Tensor]) -> None:
         self.plan = plan
         self.sections = [
-            paddle.zeros(
+            internals.empty_on(
+                parameters[0].place,
                 [(section.end_byte - section.begin_byte) // section.itemsize],
                 DTYPES[section.dtype],
-                device=parameters[0].place,
-            )
+            ).zero_()
             for section in plan.sections
         ]
         self.places = [self._place(index, parameter) for index, parameter in enumerate(parameters)]
@@ -73,4 +74,4 @@ class Arena:
 
 
 def _nothing(parameter: paddle.Tensor) -> paddle.Tensor:
-    return paddle.zeros(parameter.shape, parameter.dtype, device=parameter.place)
+    return internals.empty_on(parameter.place, parameter.shape, parameter.dtype).zero_()

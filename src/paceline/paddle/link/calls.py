@@ -22,6 +22,7 @@ import paddle.distributed as dist
 from paceline import _core
 from paceline.collectives.ops import DTYPE_NUMBERS, ReduceOp
 from paceline.errors import CollectiveError, ConfigError
+from paceline.paddle import internals
 from paceline.paddle.internals import GLOO_LIMIT_S
 from paceline.paddle.model.parameters import dtype_name, nbytes
 from paceline.reducer.engine_waits import EngineWaits
@@ -93,7 +94,7 @@ class GroupCalls:
 
     def all_reduce(self, tensor: paddle.Tensor) -> Call:
         """Begin to replace `tensor` by its sum over the ranks."""
-        if self.on_host and tensor.dtype is paddle.float16:
+        if self.on_host and tensor.dtype == paddle.float16:
             return self._begin(lambda: _WideSum(tensor, self.group))
         return self._begin(lambda: dist.all_reduce(tensor, group=self.group, sync_op=False))
 
@@ -156,7 +157,7 @@ class GroupCalls:
         self, array: np.ndarray[Any, Any], what: str, timeout_s: float | None
     ) -> Callable[[], np.ndarray[Any, Any]]:
         own = self.to_wire(paddle.to_tensor(array.reshape(-1)))
-        out = paddle.empty([self.world_size * array.size], own.dtype, device=own.place)
+        out = internals.empty_on(own.place, [self.world_size * array.size], own.dtype)
         wait = self.start(lambda: self.all_gather(out, own), what, timeout_s) if array.size else None
 
         def finish() -> np.ndarray[Any, Any]:

@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 import paddle
 
 from paceline.errors import ConfigTypeError
+from paceline.paddle import internals
 from paceline.paddle.link.arena import Arena
 from paceline.paddle.link.calls import GroupCalls
 from paceline.reducer.comm_hooks import CommHook, HookedBucket, wrong_result
@@ -93,7 +94,7 @@ class GradBucket(HookedBucket[paddle.Tensor]):
         Example:
             Rank 0 passes [1, 2] and rank 1 [3, 4]; both get the future of [[1, 2], [3, 4]].
         """
-        whole = paddle.empty([self.world_size * int(tensor.size)], tensor.dtype, device=tensor.place)
+        whole = internals.empty_on(tensor.place, [self.world_size * int(tensor.size)], tensor.dtype)
         flat = tensor.reshape([-1])
         what = "gathering in a communication hook"
         finish = self._calls.start(lambda: self._calls.all_gather(whole, flat), what)

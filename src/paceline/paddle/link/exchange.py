@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import paddle
 
+from paceline.paddle import internals
 from paceline.paddle.link.calls import GroupCalls
 from paceline.rendezvous.roll_call import Roll
 from paceline.rendezvous.secret import find_secret
@@ -54,7 +55,7 @@ class PaddleExchange:
         """Payloads of one length."""
         wide = np.frombuffer(payload, np.uint8).astype(np.int32)  # not every engine moves bytes
         own = self._calls.to_wire(paddle.to_tensor(wide))
-        out = paddle.empty([self.world_size * wide.size], own.dtype, device=own.place)
+        out = internals.empty_on(own.place, [self.world_size * wide.size], own.dtype)
         self._roll.complete(lambda: self._calls.all_gather(out, own), "all_gather", timeout_s, deadline)
         return [row.astype(np.uint8).tobytes() for row in out.numpy().reshape(self.world_size, wide.size)]
 

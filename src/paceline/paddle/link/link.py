@@ -139,8 +139,11 @@ class GroupLink:
         packed = piece[0] if len(piece) == 1 else paddle.concat(piece)
         self._calls.complete(lambda: self._calls.broadcast(packed, root), "a broadcast of values")
         if packed is not piece[0]:
-            for each, part in zip(piece, paddle.split(packed, [int(each.size) for each in piece])):
-                paddle.assign(part, each)
+            begin = 0
+            for each in piece:  # paddle.split() of Paddle 3.2 warns of torch's function of this name
+                end = begin + int(each.size)
+                paddle.assign(packed[begin:end], each)
+                begin = end
 
     def sum(self, tensor: paddle.Tensor) -> None:
         wire = self._calls.to_wire(tensor)

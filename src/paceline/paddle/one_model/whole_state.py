@@ -90,7 +90,7 @@ def gather_state(
         values = [memory.value for memory in own]
         if rank != shards.rank:
             place = shards.parameters[0].place
-            values = [paddle.empty(shape, dtype, device=place) for *_, shape, dtype in told]
+            values = [internals.empty_on(place, shape, dtype) for *_, shape, dtype in told]
         if link is not None and values:
             link.broadcast(values, root=rank)
         if to == shards.rank:
@@ -116,7 +116,7 @@ def _add(whole: dict[tuple[str, int, bool], paddle.Tensor], shards: Shards, memo
         whole[key] = memory.value.clone()
         return
     if key not in whole:
-        whole[key] = paddle.empty(parameter.shape, memory.value.dtype, device=parameter.place)
+        whole[key] = internals.empty_on(parameter.place, parameter.shape, memory.value.dtype)
     paddle.assign(memory.value, part_of(whole[key], piece))
 
 

@@ -110,7 +110,7 @@ class Gradients:
 
     def _choose_copy_or_view(self, index: int) -> Callable[[int], Callable[[], None]]:
         """What copies a gradient, hands its pointer over, or keeps the gradient in the arena as a view."""
-        if self._places[index].dtype is not self._dtypes[index]:
+        if not internals.same_dtype(self._places[index].dtype, self._dtypes[index]):
             return self._by_cast
         if index in self._shared:
             return self._by_copy
@@ -182,7 +182,7 @@ class Gradients:
             gradient = find()
             if (
                 gradient is None
-                or gradient.dtype is not dtype
+                or ((found := gradient.dtype) is not dtype and found != dtype)
                 or gradient.shape != shape
                 or not gradient.is_contiguous()
                 or index in handed
@@ -291,7 +291,7 @@ class Gradients:
         elif gradient is None:
             return False
         elif (
-            gradient.dtype is not self._dtypes[index]
+            not internals.same_dtype(gradient.dtype, self._dtypes[index])
             or gradient.shape != self._shapes[index]
             or internals.is_sparse(gradient)
         ):
@@ -326,7 +326,11 @@ class Gradients:
     def _in_own_dtype(self, index: int) -> paddle.Tensor:
         """The mean as the parameter's gradient has it: its place, or a cast of that."""
         place = self._places[index]
-        return place if place.dtype is self._dtypes[index] else place.cast(self._dtypes[index])
+        return (
+            place
+            if internals.same_dtype(place.dtype, self._dtypes[index])
+            else place.cast(self._dtypes[index])
+        )
 
     def keep(self) -> dict[int, Any]:
         """All gradients where no pass changes them, and whether they live in the arena."""
@@ -396,7 +400,7 @@ class Gradients:
         if internals.is_sparse(gradient):
             got = "a sparse gradient"
             likely = "embedding(..., sparse=True) as a function: use the layer nn.Embedding(sparse=True)"
-        elif gradient.dtype is not self._dtypes[index]:
+        elif not internals.same_dtype(gradient.dtype, self._dtypes[index]):
             got, likely = _described(gradient, "a gradient"), _CONVERTED
         else:
             got, likely = _described(gradient, "a gradient"), _CHANGED
