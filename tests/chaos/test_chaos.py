@@ -209,6 +209,22 @@ def test_a_death_that_is_not_told_is_found(ranks, found):
     assert any(found in each for each in wrong), wrong
 
 
+def test_torchs_own_words_count_only_while_its_group_may_be_forming():
+    """A rank in torch's init_process_group() hears of a death from torch, which names nobody."""
+    by_torch = said(kind="RuntimeError", text="Connection closed by peer", is_ours=False, ranks=(), steps=0)
+    killed = result("SIGKILL", by_torch, _KILLED, _LOST)
+    fault = replace(killed.plan.fault, place="wrapping")
+
+    def verdict(way: str, fault: Fault) -> tuple[str, ...]:
+        survivor = replace(by_torch.report, weights=[each.astype(np.float32) for each in first_weights(16)])
+        told = replace(killed, ranks=(replace(by_torch, report=survivor), _KILLED, _LOST))
+        return judge(replace(told, plan=replace(killed.plan, job=replace(_JOB, way=way), fault=fault))).wrong
+
+    assert not verdict("gloo", fault)
+    assert any("1 of 2 survivors do not name" in each for each in verdict("memory", fault))
+    assert any("1 of 2 survivors do not name" in each for each in verdict("gloo", killed.plan.fault))
+
+
 def test_a_fault_that_must_do_no_harm():
     assert not judge(result("slow", _DONE, _DONE, _DONE)).wrong
     other = Ended(0, Report("done", 9.0, steps=6, weights=_THIRD))
