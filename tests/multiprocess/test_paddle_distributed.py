@@ -127,12 +127,16 @@ def test_an_address_where_somebody_else_listens_is_told_at_once(rank: int) -> No
             connect_environment()
 
 
-@ranks(2, group=None)
-def test_a_start_that_failed_may_be_tried_again(rank: int) -> None:
-    """Rank 0 serves the meeting place since its first try, which ended before the other had come."""
+def be_on_two_hosts(rank: int) -> None:
     be_on_host(rank)
     del os.environ["LOCAL_WORLD_SIZE"]
     os.environ |= {"SLURM_STEP_NUM_NODES": "2", "LOCAL_RANK": "0"}
+
+
+@ranks(2, group=None)
+def test_a_start_that_failed_may_be_tried_again(rank: int) -> None:
+    """Rank 0 serves the meeting place since its first try, which ended before the other had come."""
+    be_on_two_hosts(rank)
     if rank == 0:
         with pytest.raises(RendezvousError, match="gave up waiting for rank 1 after"):
             form_paddles_group(0.5)
@@ -145,6 +149,42 @@ def test_a_start_that_failed_may_be_tried_again(rank: int) -> None:
     form_paddles_group(60.0)
     assert dist.get_world_size() == 2
     dist.destroy_process_group()
+    with pytest.raises(ConfigError, match="once in a process"):
+        form_paddles_group(60.0)
+
+
+@ranks(2, group=None)
+def test_a_rank_may_leave_as_soon_as_it_has_the_group(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one has not looked at its connections by then: Gloo would tell it of a time-out."""
+    be_on_two_hosts(rank)
+    formed = dist.init_parallel_env
+    started = time.monotonic()
+    monkeypatch.setattr(dist, "init_parallel_env", lambda: (formed(), time.sleep(1.5 * rank)))
+    form_paddles_group(60.0)
+    assert time.monotonic() > started + 1.5
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@ranks(2, group=None)
+def test_a_group_that_one_rank_could_not_form_is_told_to_all(
+    rank: int, failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    be_on_two_hosts(rank)
+    formed = dist.init_parallel_env
+
+    def fail() -> None:
+        formed()
+        raise RuntimeError("no route")
+
+    if rank == failing:
+        monkeypatch.setattr(dist, "init_parallel_env", fail)
+        with pytest.raises(RuntimeError, match="no route"):
+            form_paddles_group(60.0)
+    else:
+        with pytest.raises(RendezvousError, match=rf"(?s)another rank could not.*rank {failing}: no route"):
+            form_paddles_group(60.0)
+    assert not dist.is_initialized()
     with pytest.raises(ConfigError, match="once in a process"):
         form_paddles_group(60.0)
 

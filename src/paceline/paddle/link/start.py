@@ -23,12 +23,15 @@ from paceline.errors import ConfigError, RendezvousError
 from paceline.launch.ports import who_listens
 from paceline.rendezvous.addresses import wait_for_listener
 from paceline.rendezvous.attendance import Attendance
+from paceline.rendezvous.deadline import Deadline
 from paceline.rendezvous.ledger import LedgerClient, LedgerServer
 from paceline.rendezvous.signatures import LOSSLESS, ForeignValueError
 from paceline.rendezvous.start import Start, prepare
 
 _ANSWER_WITHIN_S = 30.0  # one call of the ledger
 _NAP_S = 0.005
+_LINGER_S = 2.0  # for those who read why the job cannot start
+_LONGEST_PROBLEM = 500  # characters
 _WHAT = "PADDLE_MASTER"
 _PREFIX = "paceline/start"
 _GLOO = ("", "auto", "gloo")
@@ -102,8 +105,11 @@ def form_paddles_group(timeout_s: float) -> None:
         attendance = start.attend(ledger, prefix)
         port = _port_of_paddles_store(start, attendance, f"{prefix}/store", serves=serves)
         with _meeting_at(f"{start.way.address}:{port}"):
-            dist.init_parallel_env()
+            _form_with_all(start, attendance, f"{prefix}/formed", serves=serves)
     except BaseException:
+        _has_formed = _has_formed or dist.is_initialized()
+        if dist.is_initialized():
+            dist.destroy_process_group()
         ledger.close()
         raise
     _has_formed, _attendance = True, attendance
@@ -163,26 +169,13 @@ def _port_of_paddles_store(start: Start, attendance: Attendance, key: str, *, se
     Rank 0 returns when all others know it: then it calls Paddle, which keeps the interpreter's lock until the
     group is there, and the ledger answers nobody meanwhile.
     """
-    ledger, signatures, told = attendance.ledger, attendance.signatures, f"{key}/told"
-    try:
+    with _reaching_the_ledger(start):
         if serves:
             with socket.create_server(("", 0)) as reserved:
                 port: int = reserved.getsockname()[1]
-            ledger.write(key, signatures.sign(key, b"%d" % port).decode())
-            others = len(attendance.arrivals) - 1
-            _wait(lambda: ledger.add(told, 0) == others or None, start, "not all have asked for the port")
+            _tell_all(attendance, key, str(port), start.deadline)
             return port
-        text = _wait(lambda: ledger.read(key), start, "rank 0 has not said where Paddle's store is")
-        port = int(signatures.read(key, text.encode(errors=LOSSLESS)))
-        ledger.add(told, 1)
-    except (RuntimeError, ForeignValueError, ValueError) as error:
-        raise RendezvousError(
-            f"{start.who} lost the meeting place of this job.",
-            where=f"{_WHAT} {start.way.name}:{start.port}; {start.way.describe()}",
-            seen=str(error),
-            likely="rank 0 has ended meanwhile, or a stranger writes there",
-            hint="look at rank 0's output first",
-        ) from error
+        port = int(_told_by_rank_0(start, attendance, key, "where Paddle's store is"))
     wait_for_listener(
         start.way,
         port,
@@ -195,10 +188,95 @@ def _port_of_paddles_store(start: Start, attendance: Attendance, key: str, *, se
     return port
 
 
-def _wait(find: Callable[[], _Found | None], start: Start, reason: str) -> _Found:
+def _form_with_all(start: Start, attendance: Attendance, key: str, *, serves: bool) -> None:
+    """Call paddle.distributed.init_parallel_env(), and return when all ranks have. Collective.
+
+    Gloo has formed its group on one rank while another one still reads addresses from the store. If the first
+    one ended then, the second one would find closed connections, and call that a time-out.
+
+    Raises:
+        RendezvousError: Another rank could not form the group, or has not in time.
+        Exception: What Paddle raised on this rank.
+    """
+    own = attendance.own.rank
+    try:
+        dist.init_parallel_env()
+    except Exception as error:  # Paddle raises several kinds
+        with contextlib.suppress(RuntimeError, RendezvousError):  # it is told to whoever listens
+            problem = f"rank {own}: {str(error)[:_LONGEST_PROBLEM]}"
+            if serves:
+                _tell_all(attendance, key, problem, Deadline(_LINGER_S))
+            else:
+                _write(attendance, f"{key}/{own}", problem)
+        raise
+    with _reaching_the_ledger(start):
+        if serves:
+            what = "has not formed Paddle's group"
+            others = range(1, len(attendance.arrivals))
+            problems = (_await(start, attendance, f"{key}/{rank}", f"rank {rank} {what}") for rank in others)
+            if problem := next(filter(None, problems), ""):
+                with contextlib.suppress(RuntimeError):  # whoever has failed does not read it
+                    _tell_all(attendance, key, problem, Deadline(_LINGER_S))
+            else:
+                _tell_all(attendance, key, "", start.deadline)
+        else:
+            _write(attendance, f"{key}/{own}", "")
+            problem = _told_by_rank_0(start, attendance, key, "that all have formed Paddle's group")
+    if problem:
+        raise RendezvousError(
+            f"{start.who} has formed Paddle's group, and another rank could not.",
+            where=f"{_WHAT} {start.way.name}:{start.port}; {start.way.describe()}",
+            seen=problem,
+            likely="that rank cannot reach the others, or one of them has died",
+            hint="look at the output of that rank first",
+        )
+
+
+def _tell_all(attendance: Attendance, key: str, text: str, deadline: Deadline) -> None:
+    """Let rank 0 tell a text, and return when all others have read it. Raises as `_wait`."""
+    ledger, others = attendance.ledger, len(attendance.arrivals) - 1
+    _write(attendance, key, text)
+    reason = "not all have read what rank 0 wrote"
+    _wait(lambda: ledger.add(f"{key}/told", 0) == others or None, deadline, reason)
+
+
+def _told_by_rank_0(start: Start, attendance: Attendance, key: str, what: str) -> str:
+    """What `_tell_all` tells on rank 0."""
+    text = _await(start, attendance, key, f"rank 0 has not said {what}")
+    attendance.ledger.add(f"{key}/told", 1)
+    return text
+
+
+def _write(attendance: Attendance, key: str, text: str) -> None:
+    signed = attendance.signatures.sign(key, text.encode(errors=LOSSLESS))
+    attendance.ledger.write(key, signed.decode(errors=LOSSLESS))
+
+
+def _await(start: Start, attendance: Attendance, key: str, reason: str) -> str:
+    """What a rank has written, once it is there. Raises as `_wait`; ForeignValueError: no rank wrote it."""
+    text = _wait(lambda: attendance.ledger.read(key), start.deadline, reason)
+    return attendance.signatures.read(key, text.encode(errors=LOSSLESS)).decode(errors=LOSSLESS)
+
+
+@contextlib.contextmanager
+def _reaching_the_ledger(start: Start) -> Iterator[None]:
+    """Raise RendezvousError where the ledger does not answer in time, or holds what no rank wrote."""
+    try:
+        yield
+    except (RuntimeError, ForeignValueError, ValueError) as error:
+        raise RendezvousError(
+            f"{start.who} lost the meeting place of this job.",
+            where=f"{_WHAT} {start.way.name}:{start.port}; {start.way.describe()}",
+            seen=str(error),
+            likely="rank 0 has ended meanwhile, or a stranger writes there",
+            hint="look at rank 0's output first",
+        ) from error
+
+
+def _wait(find: Callable[[], _Found | None], deadline: Deadline, reason: str) -> _Found:
     """What is found, once it is there. Raises RuntimeError with a reason: it is not, at the deadline."""
     while (found := find()) is None:
-        if start.deadline.is_over():
+        if deadline.is_over():
             raise RuntimeError(reason)
         time.sleep(_NAP_S)
     return found
