@@ -209,6 +209,16 @@ def test_a_death_that_is_not_told_is_found(ranks, found):
     assert any(found in each for each in wrong), wrong
 
 
+def test_a_signal_from_outside_may_come_after_the_end():
+    """And one at a point of the loop may not: whoever passes it has steps to make."""
+    killed = result("SIGKILL", _DONE, _DONE, _DONE)
+    assert any("ended well" in each for each in judge(killed).wrong)
+    fault = replace(killed.plan.fault, place="outside")
+    assert not judge(replace(killed, plan=replace(killed.plan, fault=fault))).wrong
+    lost = replace(killed, ranks=(_DONE, _KILLED, _DONE), plan=replace(killed.plan, fault=fault))
+    assert any("ended well" in each for each in judge(lost).wrong)
+
+
 def test_torchs_own_words_count_only_while_its_group_may_be_forming():
     """A rank in torch's init_process_group() hears of a death from torch, which names nobody."""
     by_torch = said(kind="RuntimeError", text="Connection closed by peer", is_ours=False, ranks=(), steps=0)

@@ -415,6 +415,23 @@ def test_a_job_that_ended_well_leaves_nothing(own_jobs: Path):
     assert jobs.jobs()[0][1].state == "running"
     jobs.end(folder, facts, 0)
     assert jobs.jobs() == []
+    assert not list(own_jobs.iterdir())
+
+
+def test_jobs_that_begin_and_end_side_by_side(own_jobs: Path, monkeypatch):
+    """The last job takes the folder of all jobs with it, at the moment at which another one wants to be there."""
+    facts, made = jobs.JobFacts("train.py", 1, 2, 0.0), Path.mkdir
+    folders = [jobs.new_folder(), jobs.new_folder()]
+    jobs.begin(folders[0], facts)
+
+    def late(path: Path, *args, **kwargs) -> None:
+        if path == folders[1] and folders[0].exists():
+            jobs.end(folders[0], facts, 0)
+        made(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "mkdir", late)
+    jobs.begin(folders[1], facts)
+    assert [folder for folder, _ in jobs.jobs()] == folders[1:]
 
 
 def test_a_folder_of_somebody_else_is_not_used(own_jobs: Path):

@@ -79,13 +79,17 @@ def begin(folder: Path, facts: JobFacts) -> None:
         OSError: It can't be made, or another user has made the folder above it.
     """
     above = folder.parent
-    above.mkdir(mode=0o700, exist_ok=True)
-    found = above.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise FileExistsError(f"{above} belongs to somebody else")
+    is_made = False
+    while not is_made:
+        above.mkdir(mode=0o700, exist_ok=True)
+        with suppress(FileNotFoundError):  # the job of another launcher has ended meanwhile, the last one there
+            found = above.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+                raise FileExistsError(f"{above} belongs to somebody else")
+            folder.mkdir(mode=0o700)
+            is_made = True
     for old, _ in jobs()[_MOST_KEPT - 1 :]:
         shutil.rmtree(old, ignore_errors=True)
-    folder.mkdir(mode=0o700)
     _write(folder, facts)
 
 
@@ -94,6 +98,7 @@ def end(folder: Path, facts: JobFacts, exit_status: int) -> None:
     with suppress(OSError):
         if exit_status == 0:
             shutil.rmtree(folder, ignore_errors=True)
+            folder.parent.rmdir()  # if it holds no other job
         else:
             _write(folder, JobFacts(**{**asdict(facts), "exit_status": exit_status}))
 
