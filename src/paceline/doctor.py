@@ -44,7 +44,7 @@ _LEAST_FILES = 256
 _LEAST_SHM = 2**26
 _TESTED = {
     "torch": ("2.6", "2.7", "2.8", "2.9", "2.13", "2.15"),
-    "paddlepaddle": ("3.1", "3.2", "3.3"),
+    "paddlepaddle": ("3.0", "3.1", "3.2", "3.3"),
 }
 _SELF_TEST_S = 60.0
 _ELEMENTS = 1 << 16

@@ -33,6 +33,7 @@ from tests.multiprocess.paddle_models import (
     batch,
     gradients,
     join_paddle,
+    keeps_empty_gradients,
     ranks,
     share,
     squares,
@@ -177,6 +178,7 @@ def test_a_lost_rank_is_named_beside_a_hook(group: Any) -> None:
             loss.backward()
 
 
+@keeps_empty_gradients
 @ranks(2)
 def test_an_empty_parameter_beside_a_hook(group: Any) -> None:
     class Holds(nn.Layer):

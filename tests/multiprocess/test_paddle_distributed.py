@@ -27,6 +27,7 @@ from paceline.paddle.link.start import form_paddles_group, needs_paddles_group
 from paceline.reducer import agreement
 from tests.multiprocess.meeting import meet, tell, until_told
 from tests.multiprocess.paddle_models import (
+    KEEPS_EMPTY_GRADIENTS,
     Words,
     batch,
     join_paddle,
@@ -52,7 +53,7 @@ class Everything(nn.Layer):
         self.head = nn.Linear(4, 3)
         self.wide = nn.Linear(3, 2).to(dtype="float64")
         self.factor = self.create_parameter([3], dtype="bfloat16")
-        self.nothing = self.create_parameter([0, 3])
+        self.nothing = self.create_parameter([0, 3], attr=paddle.ParamAttr(trainable=KEEPS_EMPTY_GRADIENTS))
         self.register_buffer("flag", paddle.full([3], bool(rank)))
         self.register_buffer("count", paddle.full([], rank, "int64"))
         self.register_buffer("turned", paddle.full([2, 3], float(rank)).t())
@@ -173,12 +174,14 @@ def test_a_group_that_one_rank_could_not_form_is_told_to_all(
     be_on_two_hosts(rank)
     formed = dist.init_parallel_env
 
-    def fail() -> None:
+    def form() -> None:
         formed()
-        raise RuntimeError("no route")
+        meet("formed", rank)
+        if rank == failing:
+            raise RuntimeError("no route")
 
+    monkeypatch.setattr(dist, "init_parallel_env", form)
     if rank == failing:
-        monkeypatch.setattr(dist, "init_parallel_env", fail)
         with pytest.raises(RuntimeError, match="no route"):
             form_paddles_group(60.0)
     else:

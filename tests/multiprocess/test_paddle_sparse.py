@@ -12,6 +12,7 @@ from paceline.paddle import DataParallel
 from tests.multiprocess.paddle_models import (
     Words,
     assert_same_on_all_ranks,
+    keeps_empty_gradients,
     ranks,
     squares,
 )
@@ -80,6 +81,7 @@ def test_a_sparse_gradient_that_is_not_finite_is_named(group: object) -> None:
         assert wrapped.nonfinite() == {1: ("weight",)}
 
 
+@keeps_empty_gradients
 @ranks(2)
 def test_no_rows_on_one_rank_and_no_gradient_on_the_other(group: object) -> None:
     """Adam moves a parameter with a gradient of no rows, and leaves one without a gradient."""

@@ -419,7 +419,7 @@ def test_a_job_that_ended_well_leaves_nothing(own_jobs: Path):
 
 
 def test_jobs_that_begin_and_end_side_by_side(own_jobs: Path, monkeypatch):
-    """The last job takes the folder of all jobs with it, at the moment at which another one wants to be there."""
+    """The last job takes the folder of all jobs with it, just when another one begins."""
     facts, made = jobs.JobFacts("train.py", 1, 2, 0.0), Path.mkdir
     folders = [jobs.new_folder(), jobs.new_folder()]
     jobs.begin(folders[0], facts)

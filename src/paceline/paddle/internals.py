@@ -1,4 +1,4 @@
-"""Everything private that Paceline calls in Paddle, in one file. Written for Paddle 3.1 to 3.3.
+"""Everything private that Paceline calls in Paddle, in one file. Written for Paddle 3.0 to 3.3.
 
 Each function has a test in tests/multiprocess/test_paddle_internals.py that fails when Paddle changes what
 it stands on. Nothing else in `paceline.paddle` touches a name of Paddle's that is not documented.
@@ -322,6 +322,24 @@ def wrap_run_backward(wrapper: Callable[[Callable[..., Any]], Callable[..., Any]
     core.eager.run_backward = wrapper(core.eager.run_backward)
 
 
+def over(array: np.ndarray[Any, np.dtype[np.uint8]], dtype: Any) -> Tensor:
+    """A flat tensor in the memory of a flat array of bytes, which it keeps alive.
+
+    The elements are as wide as they have to be before Paddle sees them: view() of Paddle 3.0 ends the process
+    (it divides by zero) where it makes them wider.
+    """
+    width = int(empty([1], dtype).element_size())
+    return view(from_dlpack(array.view(_OF_WIDTH[width])), dtype)
+
+
+_OF_WIDTH = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64, 16: np.complex128}
+
+
+def from_bytes(tensor: Tensor, dtype: Any) -> Tensor:
+    """A copy of a flat tensor of bytes, in memory of the host, as elements of this dtype."""
+    return over(tensor.cpu().numpy(), dtype)
+
+
 GLOO_LIMIT_S = 30.0
 """After so long a call of Paddle's Gloo gives up; it cannot be set."""
 
@@ -389,7 +407,12 @@ def same_dtype(one: paddle.dtype, other: paddle.dtype) -> bool:
 def empty_on(place: Any, shape: Sequence[int], dtype: Any) -> Tensor:
     """A tensor on this place; before Paddle 3.2, paddle.empty() could not be told where."""
     made = empty(shape, dtype)
-    return made if made.place == place else made._copy_to(place, True)
+    return made if same_place(made.place, place) else made._copy_to(place, True)
+
+
+def same_place(one: Any, other: Any) -> bool:
+    """Whether two tensors' places are one; in Paddle 3.0 no two of those objects are equal."""
+    return str(one) == str(other)
 
 
 def has_main_gradient(parameter: Tensor) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from paceline import versions
 
-OLDEST = (3, 1)
-TESTED = (3, 1), (3, 2), (3, 3)  # a new minor version may rename the private calls: see internals.py
+OLDEST = (3, 0)
+TESTED = (3, 0), (3, 1), (3, 2), (3, 3)  # a new minor version may rename the private calls: see internals.py
 
 
 def check() -> None:

@@ -82,7 +82,7 @@ def begin(folder: Path, facts: JobFacts) -> None:
     is_made = False
     while not is_made:
         above.mkdir(mode=0o700, exist_ok=True)
-        with suppress(FileNotFoundError):  # the job of another launcher has ended meanwhile, the last one there
+        with suppress(FileNotFoundError):  # another job, the last one there, has ended meanwhile
             found = above.lstat()
             if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
                 raise FileExistsError(f"{above} belongs to somebody else")

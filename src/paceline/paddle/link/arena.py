@@ -34,8 +34,8 @@ def shared_places(
             found.append(_nothing(parameter))
             continue
         # Cut in numpy: paddle.view(tensor[a:b], dtype) counts `a` in elements of the new type.
-        flat = paddle.from_dlpack(array[offset : offset + spec.nbytes])
-        found.append(paddle.view(flat, DTYPES[spec.dtype]).reshape(parameter.shape))
+        flat = internals.over(array[offset : offset + spec.nbytes], DTYPES[spec.dtype])
+        found.append(flat.reshape(parameter.shape))
     return found
 
 

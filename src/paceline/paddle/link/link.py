@@ -15,6 +15,7 @@ import paddle
 
 from paceline import _core
 from paceline.collectives.ops import ReduceOp
+from paceline.paddle import internals
 from paceline.paddle.link.arena import Arena, shared_places
 from paceline.paddle.link.calls import GroupCalls, MemoryCalls
 from paceline.paddle.link.comm_hook import BucketHook
@@ -133,7 +134,7 @@ class GroupLink:
                 self._broadcast_piece([wires[index][1] for index in run], root)
             for tensor, wire in wires:
                 if wire.data_ptr() != tensor.data_ptr():
-                    _copy(paddle.view(wire, tensor.dtype).reshape(tensor.shape), tensor)
+                    _copy(internals.from_bytes(wire, tensor.dtype).reshape(tensor.shape), tensor)
 
     def _broadcast_piece(self, piece: list[paddle.Tensor], root: int) -> None:
         packed = piece[0] if len(piece) == 1 else paddle.concat(piece)
@@ -274,7 +275,7 @@ def _over(
 
 
 def _copy(source: paddle.Tensor, target: paddle.Tensor) -> None:
-    if source.place == target.place:
+    if internals.same_place(source.place, target.place):
         paddle.assign(source, target)
     else:
         target.copy_(source, True)

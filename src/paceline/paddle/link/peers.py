@@ -13,6 +13,7 @@ import warnings
 import weakref
 from typing import Any, Protocol
 
+import paddle
 import paddle.distributed as dist
 
 from paceline.arguments import Arguments, show
@@ -288,6 +289,13 @@ def _group_of_mesh(mesh: Any, group: Any) -> Any:
         raise ConfigError(
             "DataParallel: a device_mesh needs paddle.distributed.",
             hint="call paddle.distributed.init_parallel_env() before wrapping the model",
+        )
+    if not hasattr(mesh, "get_group"):
+        raise ConfigError(
+            f"DataParallel: PaddlePaddle {paddle.__version__} does not tell the group of a device_mesh.",
+            expected="PaddlePaddle 3.1 or newer",
+            hint="pass group=paddle.distributed.new_group(ranks)",
+            argument="device_mesh",
         )
     return mesh.get_group()
 

@@ -158,7 +158,7 @@ class ManagedTensors:
         places = {name: p.place for name, p in [*zip(self.names, self.trainable), *self.sparse.items()]}
         (first, place), *others = places.items()
         for name, other in others:
-            if other != place:
+            if not internals.same_place(other, place):
                 raise ConfigError(
                     "DataParallel: the parameters are on several devices.",
                     expected="all on one device: each process drives one",

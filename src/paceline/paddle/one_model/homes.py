@@ -52,7 +52,7 @@ class PaddlePlacing:
         memory = (ctypes.c_char * nbytes).from_address(pointer)
         memory.owner = owner  # type: ignore[attr-defined]
         array: np.ndarray[Any, Any] = np.frombuffer(memory, np.uint8)  # type: ignore[call-overload]
-        return paddle.view(paddle.from_dlpack(array), like.dtype).reshape(like.shape)
+        return internals.over(array, like.dtype).reshape(like.shape)
 
     def own_copy(self, tensor: paddle.Tensor) -> paddle.Tensor:
         return tensor.detach().clone()

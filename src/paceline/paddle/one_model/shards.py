@@ -219,7 +219,7 @@ class Shards:
         if not count:
             return paddle.empty(shape, slot.dtype)
         array = np.frombuffer(memory, np.uint8, count * slot.itemsize, at)
-        return paddle.view(paddle.view(paddle.from_dlpack(array), slot.dtype), shape)
+        return paddle.view(internals.over(array, slot.dtype), shape)
 
     def end_loans(self) -> None:
         """Let go of gradients: their memory belongs to whoever clears them."""
