@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import pickle
 import subprocess
 import sys
 import threading
@@ -128,6 +129,16 @@ def test_ctrl_c_stops_the_ranks(python: Run) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "interrupted"
+
+
+def test_what_is_sent_by_value_keeps_the_name_of_its_file() -> None:
+    """Tracebacks of a rank show the lines of a notebook's cell by it. cloudpickle forgets it since 3.1.3."""
+    space: dict[str, Any] = {"__name__": "__main__"}
+    cell = "def outer():\n    def inner():\n        raise ValueError\n    return inner\n"
+    exec(compile(cell, "/tmp/cell 7.py", "exec"), space)
+    function, arguments = pickle.loads(payload._cloudpickle_call(space["outer"], (3,)))
+    assert arguments == (3,)
+    assert {each.__code__.co_filename for each in (function, function())} == {"/tmp/cell 7.py"}
 
 
 def test_what_cannot_be_sent_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

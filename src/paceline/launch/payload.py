@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import pickle
 import sys
+import types
 from collections import ChainMap
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -129,9 +130,14 @@ def _pickle_call(function: Callable[..., Any], args: tuple[Any, ...], *, is_main
 def _cloudpickle_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     import cloudpickle
 
+    def reduce_code(code: types.CodeType) -> tuple[Any, ...]:
+        make, parts = cloudpickle.Pickler.dispatch_table[types.CodeType](code)
+        return _code_from, (make, parts, code.co_filename)
+
     # The table must be the class's: the pickler reads it when it is made, and no later.
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         dispatch_table: ClassVar = ChainMap(
+            {types.CodeType: reduce_code},
             ForkingPickler._extra_reducers,  # type: ignore[attr-defined]
             cloudpickle.Pickler.dispatch_table,
         )
@@ -147,6 +153,11 @@ def _cloudpickle_call(function: Callable[..., Any], args: tuple[Any, ...]) -> by
             'queues and locks come from multiprocessing.get_context("spawn")',
         ) from error
     return buffer.getvalue()
+
+
+def _code_from(make: Callable[..., types.CodeType], parts: tuple[Any, ...], filename: str) -> types.CodeType:
+    """Code as cloudpickle makes it, which since 3.1.3 forgets its file: tracebacks show the cell by that."""
+    return make(*parts).replace(co_filename=filename)
 
 
 def _has_cloudpickle() -> bool:
