@@ -22,6 +22,7 @@ from paddle import nn
 import paceline.paddle
 from paceline.errors import ConfigError, ModelMismatchError, PeerLostError, RendezvousError
 from paceline.paddle import DataParallel, SyncBatchNorm
+from paceline.paddle.link import start
 from paceline.paddle.link.peers import connect_environment
 from paceline.paddle.link.start import form_paddles_group, needs_paddles_group
 from paceline.reducer import agreement
@@ -190,6 +191,39 @@ def test_a_group_that_one_rank_could_not_form_is_told_to_all(
     assert not dist.is_initialized()
     with pytest.raises(ConfigError, match="once in a process"):
         form_paddles_group(60.0)
+
+
+@ranks(2, group=None)
+def test_a_rank_that_does_not_form_the_group_in_time_is_named_on_all(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    be_on_two_hosts(rank)
+    monkeypatch.setattr(start, "GLOO_LIMIT_S", 1.0)
+    formed = dist.init_parallel_env
+
+    def form() -> None:
+        formed()
+        if rank == 1:
+            until_told("given up", [0])
+
+    monkeypatch.setattr(dist, "init_parallel_env", form)
+    try:
+        with pytest.raises(RendezvousError, match="another rank could not") as raised:
+            form_paddles_group(5.0)
+    finally:
+        tell("given up", rank)
+    assert "rank 1 has not formed Paddle's group" in raised.value.seen
+    meet("told", rank)  # rank 0 keeps the ledger
+
+
+@ranks(2, group=None)
+def test_the_time_to_come_is_not_that_to_form_the_group(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last rank may come just in time, and all form the group after it."""
+    be_on_two_hosts(rank)
+    formed = dist.init_parallel_env
+    monkeypatch.setattr(dist, "init_parallel_env", lambda: (formed(), time.sleep(5.5 + rank)))
+    form_paddles_group(5.0)
+    dist.destroy_process_group()
 
 
 @ranks(2, group=None)

@@ -64,6 +64,29 @@ def test_a_gradient_without_elements(rank: int) -> None:
     assert nothing.grad.shape == [0, 2]
 
 
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "bfloat16", "float32", "int64", "float64", "complex128"])
+@ranks(1, group=None)
+def test_bytes_are_seen_as_any_dtype(rank: int, dtype: str) -> None:
+    wanted = paddle.ones([3]).cast(dtype)
+    array = np.array(paddle.view(wanted, "uint8").numpy())
+    found = internals.over(array, wanted.dtype)
+    assert found.dtype == wanted.dtype and list(found.shape) == [3]
+    assert found.data_ptr() == array.ctypes.data
+    copied = internals.from_bytes(paddle.view(wanted, "uint8"), wanted.dtype)
+    assert copied.data_ptr() != wanted.data_ptr()
+    for each in (found, copied):
+        assert_array_equal(each.cast("float32").numpy(), np.ones(3))
+    array[:] = 0
+    assert_array_equal(found.cast("float32").numpy(), np.zeros(3))
+
+
+@ranks(1, group=None)
+def test_places_are_compared(rank: int) -> None:
+    one, other = paddle.ones([1]).place, paddle.ones([2]).place
+    assert internals.same_place(one, other)
+    assert not internals.same_place("Place(gpu:0)", "Place(gpu:1)")  # without a GPU there are no others
+
+
 class Doubled(paddle.autograd.PyLayer):
     """The sum of two tensors, whose backward returns one tensor for both."""
 

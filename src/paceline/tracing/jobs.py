@@ -79,15 +79,14 @@ def begin(folder: Path, facts: JobFacts) -> None:
         OSError: It can't be made, or another user has made the folder above it.
     """
     above = folder.parent
-    is_made = False
-    while not is_made:
+    while True:
         above.mkdir(mode=0o700, exist_ok=True)
         with suppress(FileNotFoundError):  # another job, the last one there, has ended meanwhile
             found = above.lstat()
             if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
                 raise FileExistsError(f"{above} belongs to somebody else")
             folder.mkdir(mode=0o700)
-            is_made = True
+            break
     for old, _ in jobs()[_MOST_KEPT - 1 :]:
         shutil.rmtree(old, ignore_errors=True)
     _write(folder, facts)

@@ -21,6 +21,7 @@ import paddle.distributed as dist
 from paceline.env import read_rank_environment, split_address
 from paceline.errors import ConfigError, RendezvousError
 from paceline.launch.ports import who_listens
+from paceline.paddle.internals import GLOO_LIMIT_S
 from paceline.rendezvous.addresses import wait_for_listener
 from paceline.rendezvous.attendance import Attendance
 from paceline.rendezvous.deadline import Deadline
@@ -107,8 +108,8 @@ def form_paddles_group(timeout_s: float) -> None:
         with _meeting_at(f"{start.way.address}:{port}"):
             _form_with_all(start, attendance, f"{prefix}/formed", serves=serves)
     except BaseException:
-        _has_formed = _has_formed or dist.is_initialized()
         if dist.is_initialized():
+            _has_formed = True
             dist.destroy_process_group()
         ledger.close()
         raise
@@ -175,7 +176,7 @@ def _port_of_paddles_store(start: Start, attendance: Attendance, key: str, *, se
                 port: int = reserved.getsockname()[1]
             _tell_all(attendance, key, str(port), start.deadline)
             return port
-        port = int(_told_by_rank_0(start, attendance, key, "where Paddle's store is"))
+        port = int(_told_by_rank_0(attendance, key, "where Paddle's store is", start.deadline))
     wait_for_listener(
         start.way,
         port,
@@ -202,34 +203,48 @@ def _form_with_all(start: Start, attendance: Attendance, key: str, *, serves: bo
     try:
         dist.init_parallel_env()
     except Exception as error:  # Paddle raises several kinds
-        with contextlib.suppress(RuntimeError, RendezvousError):  # it is told to whoever listens
+        with contextlib.suppress(RuntimeError):  # it is told to whoever listens
             problem = f"rank {own}: {str(error)[:_LONGEST_PROBLEM]}"
             if serves:
                 _tell_all(attendance, key, problem, Deadline(_LINGER_S))
             else:
                 _write(attendance, f"{key}/{own}", problem)
         raise
+    # All have come in time, and the last of them maybe only just: Gloo gives them as long as this.
+    deadline = Deadline(max(start.deadline.left_s(), GLOO_LIMIT_S))
     with _reaching_the_ledger(start):
         if serves:
-            what = "has not formed Paddle's group"
-            others = range(1, len(attendance.arrivals))
-            problems = (_await(start, attendance, f"{key}/{rank}", f"rank {rank} {what}") for rank in others)
-            if problem := next(filter(None, problems), ""):
+            if problem := _problem_of_others(attendance, key, deadline):
                 with contextlib.suppress(RuntimeError):  # whoever has failed does not read it
                     _tell_all(attendance, key, problem, Deadline(_LINGER_S))
             else:
-                _tell_all(attendance, key, "", start.deadline)
+                _tell_all(attendance, key, "", deadline)
         else:
             _write(attendance, f"{key}/{own}", "")
-            problem = _told_by_rank_0(start, attendance, key, "that all have formed Paddle's group")
+            # Rank 0 says at the deadline for whom it has waited, which may be a moment later than here.
+            told_by = Deadline(deadline.left_s() + _LINGER_S)
+            problem = _told_by_rank_0(attendance, key, "that all have formed Paddle's group", told_by)
     if problem:
         raise RendezvousError(
             f"{start.who} has formed Paddle's group, and another rank could not.",
             where=f"{_WHAT} {start.way.name}:{start.port}; {start.way.describe()}",
             seen=problem,
-            likely="that rank cannot reach the others, or one of them has died",
+            likely="that rank cannot reach the others, or has died or was stopped",
             hint="look at the output of that rank first",
         )
+
+
+def _problem_of_others(attendance: Attendance, key: str, deadline: Deadline) -> str:
+    """Why a rank could not form the group, or that it has not by the deadline; "": all others have."""
+    for rank in range(1, len(attendance.arrivals)):
+        reason = f"rank {rank} has not formed Paddle's group {deadline.timeout_s:.1f} s after rank 0"
+        try:
+            problem = _await(attendance, f"{key}/{rank}", reason, deadline)
+        except RuntimeError as late:
+            return str(late)
+        if problem:
+            return problem
+    return ""
 
 
 def _tell_all(attendance: Attendance, key: str, text: str, deadline: Deadline) -> None:
@@ -240,9 +255,9 @@ def _tell_all(attendance: Attendance, key: str, text: str, deadline: Deadline) -
     _wait(lambda: ledger.add(f"{key}/told", 0) == others or None, deadline, reason)
 
 
-def _told_by_rank_0(start: Start, attendance: Attendance, key: str, what: str) -> str:
-    """What `_tell_all` tells on rank 0."""
-    text = _await(start, attendance, key, f"rank 0 has not said {what}")
+def _told_by_rank_0(attendance: Attendance, key: str, what: str, deadline: Deadline) -> str:
+    """What `_tell_all` tells on rank 0. Raises as `_await`."""
+    text = _await(attendance, key, f"rank 0 has not said {what}", deadline)
     attendance.ledger.add(f"{key}/told", 1)
     return text
 
@@ -252,9 +267,9 @@ def _write(attendance: Attendance, key: str, text: str) -> None:
     attendance.ledger.write(key, signed.decode(errors=LOSSLESS))
 
 
-def _await(start: Start, attendance: Attendance, key: str, reason: str) -> str:
+def _await(attendance: Attendance, key: str, reason: str, deadline: Deadline) -> str:
     """What a rank has written, once it is there. Raises as `_wait`; ForeignValueError: no rank wrote it."""
-    text = _wait(lambda: attendance.ledger.read(key), start.deadline, reason)
+    text = _wait(lambda: attendance.ledger.read(key), deadline, reason)
     return attendance.signatures.read(key, text.encode(errors=LOSSLESS)).decode(errors=LOSSLESS)
 
 
