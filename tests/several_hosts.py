@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
+from paceline.reducer.hosts import Begin, Message, Transfer
 from paceline.rendezvous import shared_memory
 
 
@@ -22,3 +24,21 @@ def on_host(number: int) -> Iterator[None]:
         yield
     finally:
         shared_memory._host_hint = before
+
+
+def noting(
+    prepare: Callable[..., Begin], note: Callable[[Message, Transfer], object]
+) -> Callable[..., Begin]:
+    """What stands for a transport's `sending` or `receiving`, and tells of each message that is begun."""
+
+    def prepared(transport: Any, host: int, message: Message, tag: int) -> Begin:
+        begin = prepare(transport, host, message, tag)
+
+        def noted() -> Transfer:
+            transfer = begin()
+            note(message, transfer)
+            return transfer
+
+        return noted
+
+    return prepared

@@ -22,12 +22,11 @@ import torch
 from torch import nn
 
 from paceline.errors import NonFiniteGradientError
-from paceline.reducer.hosts import Message
 from paceline.torch import DistributedDataParallel, LocalSGD
-from paceline.torch.link.hosts import GlooTransfer, GlooTransport
+from paceline.torch.link.hosts import GlooTransport
 from tests.harness import run_ranks
 from tests.hosts.measured import COMPRESSED
-from tests.several_hosts import be_on_host
+from tests.several_hosts import be_on_host, noting
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from digits import build_model, evaluate, load_data
@@ -93,13 +92,8 @@ def train_or_diverge(*arguments: Any) -> tuple[list[float], float, int]:
 
 def run(rank: int, what: str, optimizer: str, seeds: int, epochs: int) -> dict[str, Any]:
     """Every way with every seed."""
-    send = GlooTransport.send
-
-    def counted(self: GlooTransport, host: int, message: Message, tag: int) -> GlooTransfer:
-        _sent.append(message.nbytes)
-        return send(self, host, message, tag)
-
-    GlooTransport.send = counted  # type: ignore[method-assign]
+    sending = noting(GlooTransport.sending, lambda message, _: _sent.append(message.nbytes))
+    GlooTransport.sending = sending  # type: ignore[assignment,method-assign]
     be_on_host(rank)
     return {
         way: [train_or_diverge(rank, arguments, optimizer, seed, epochs) for seed in range(seeds)]

@@ -12,7 +12,6 @@ import os
 import sys
 import threading
 import time
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -32,14 +31,14 @@ from paceline.errors import (
     UnusedParameterError,
 )
 from paceline.reducer.hierarchical import HierarchicalReducer
-from paceline.reducer.hosts import Header, plan_route
+from paceline.reducer.hosts import Envelope, Message, Transfer, plan_route
 from paceline.rendezvous import lifetime
 from paceline.torch import DistributedDataParallel
 from paceline.torch.compression import EightBitCompression, eight_bit_hook
 from paceline.torch.link.hosts import GlooTransfer, GlooTransport
 from tests.harness import ranks, run_ranks
 from tests.multiprocess.other_ranks import until
-from tests.several_hosts import be_on_host
+from tests.several_hosts import be_on_host, noting
 
 BLOCKS = "block"
 ROUND_ROBIN = "round robin"
@@ -355,9 +354,9 @@ def test_a_message_of_another_pass_is_refused(rank, monkeypatch):
     wrapped = DistributedDataParallel(net, timeout_s=10)
     for step in range(2):
         backward(wrapped, step, rank, 2)
-    write = Header.write  # each as if it were in the pass after this one
+    write = Envelope.write  # each as if it were in the pass after this one
     monkeypatch.setattr(
-        Header, "write", lambda header, message: write(replace(header, number=header.number + 1), message)
+        Envelope, "write", lambda envelope, number, weight: write(envelope, number + 1, weight)
     )
     with pytest.raises(MismatchError, match="got another message from rank") as caught:
         backward(wrapped, 2, rank, 2)
@@ -371,9 +370,16 @@ def test_a_message_of_another_pass_is_refused(rank, monkeypatch):
 def test_receives_are_begun_before_the_pass(rank, monkeypatch):
     place(rank, ALONE)
     begun: list[str] = []
-    receive, send = GlooTransport.receive, GlooTransport.send
-    monkeypatch.setattr(GlooTransport, "receive", lambda *args: begun.append("receive") or receive(*args))
-    monkeypatch.setattr(GlooTransport, "send", lambda *args: begun.append("send") or send(*args))
+    is_broken = threading.Event()
+
+    def note_receive(message: Message, transfer: Transfer) -> None:
+        if is_broken.is_set():
+            raise RuntimeError("Connection closed by peer")
+        begun.append("receive")
+
+    sending, receiving = GlooTransport.sending, GlooTransport.receiving
+    monkeypatch.setattr(GlooTransport, "sending", noting(sending, lambda *_: begun.append("send")))
+    monkeypatch.setattr(GlooTransport, "receiving", noting(receiving, note_receive))
     net = network()
     wrapped = DistributedDataParallel(net, timeout_s=10)
 
@@ -388,17 +394,13 @@ def test_receives_are_begun_before_the_pass(rank, monkeypatch):
         make_pass(step)
     assert begun == ["send", "receive"] * 3
     # What has broken by then is met by the next pass: the one that is over has its means, on all ranks.
-    monkeypatch.setattr(GlooTransport, "receive", closed)
+    is_broken.set()
     backward(wrapped, 5, rank, 2)
     for parameter, expected in zip(net.parameters(), in_one_process(5, 2), strict=True):
         assert_allclose(parameter.grad, expected, rtol=1e-4, atol=1e-6)
     torch.distributed.barrier()  # whoever is first in the next pass tells, and ends the connections
     with pytest.raises(PeerLostError, match=r"lost rank [01] "):
         backward(wrapped, 6, rank, 2)
-
-
-def closed(*_: object) -> GlooTransfer:
-    raise RuntimeError("Connection closed by peer")
 
 
 @ranks(4, group="gloo")
@@ -490,6 +492,9 @@ def test_an_interrupted_hook_is_told_to_all_hosts_at_once(rank, at, monkeypatch)
 @ranks(2, group="gloo")
 def test_a_rank_leaves_only_once_what_it_has_sent_is_gone(rank, monkeypatch):
     place(rank, ALONE)
+    sent: list[Transfer] = []
+    sending = noting(GlooTransport.sending, lambda _, transfer: sent.append(transfer))
+    monkeypatch.setattr(GlooTransport, "sending", sending)
     net = network()
     wrapped = DistributedDataParallel(net, timeout_s=30)
     backward(wrapped, 0, rank, 2)
@@ -502,9 +507,7 @@ def test_a_rank_leaves_only_once_what_it_has_sent_is_gone(rank, monkeypatch):
             is_through.wait(timeout_s)
             gone.append(transfer)
 
-    sent: list[GlooTransfer] = []
-    send = GlooTransport.send
-    monkeypatch.setattr(GlooTransport, "send", lambda *a: sent.append(send(*a)) or sent[-1])
+    sent.clear()
     monkeypatch.setattr(GlooTransfer, "wait", wait_for_a_slow_link)
     backward(wrapped, 1, rank, 2)
     assert sent and not gone

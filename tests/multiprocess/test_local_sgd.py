@@ -29,7 +29,7 @@ from paceline.torch import DistributedDataParallel, LocalSGD
 from paceline.torch.link.hosts import GlooTransport
 from paceline.torch.passes.meetings import OuterParameters
 from tests.harness import ranks
-from tests.several_hosts import be_on_host
+from tests.several_hosts import be_on_host, noting
 
 WIDTH = 6
 LR = 0.2
@@ -508,13 +508,8 @@ def test_what_does_not_go_with_it_is_refused(rank):
 def test_bytes_between_hosts_are_those_of_one_step_in_every(rank, every):
     place(rank, 2)
     sent: list[int] = []
-    send = GlooTransport.send
-
-    def counted(self: GlooTransport, host: int, message: np.ndarray, tag: int) -> Any:
-        sent.append(message.nbytes)
-        return send(self, host, message, tag)
-
-    GlooTransport.send = counted
+    sending = noting(GlooTransport.sending, lambda message, _: sent.append(message.nbytes))
+    GlooTransport.sending = sending
     ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(every) if every > 1 else None)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
     train(ddp, optimizer, range(4), rank, 2)

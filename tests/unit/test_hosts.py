@@ -15,6 +15,7 @@ from paceline.reducer.hosts import (
     HEADER_BYTES,
     ONE_ROUND_BYTES,
     PLANS,
+    Envelope,
     Header,
     add_in_order,
     exact_blocks,
@@ -92,18 +93,26 @@ def test_weights_are_added_in_the_order_of_sums(weights: list[float]) -> None:
 
 def test_a_header_tells_what_a_message_is() -> None:
     message = np.zeros(HEADER_BYTES + 8, np.uint8)
-    header = Header(generation=2, number=1 << 40, bucket=7, round=1, host=3, piece=4, weight=2.5, nbytes=8)
-    assert Header.read(message) is None
-    header.write(message)
-    assert Header.read(message) == header
-    fields = ("generation", "number", "bucket", "round", "host", "piece", "nbytes")
+    fields = {"generation": 2, "bucket": 7, "phase": 1, "host": 3, "piece": 4}
+    envelope, number = Envelope(message, **fields), 1 << 40
+    assert Header.read(message) is None and not envelope.has_begun_to_come(0)
+    envelope.write(number, 2.5)
+    assert Header.read(message) == envelope.header(number, 2.5)
+    assert Header.read(message) == Header(2, number, bucket=7, round=1, host=3, piece=4, weight=2.5, nbytes=8)
+    assert envelope.weight_in(number) == 2.5 and envelope.has_begun_to_come(number)
+    assert envelope.weight_in(number - 1) is None and not envelope.has_begun_to_come(number - 1)
     for name in fields:
-        other = {each: getattr(header, each) + (each == name) for each in fields}
-        assert Header.weight_in(message, *other.values()) is None, name
-    assert Header.weight_in(message, *(getattr(header, name) for name in fields)) == 2.5
+        came = message.copy()
+        other = Envelope(came, **{**fields, name: fields[name] + 1})
+        came[:] = message
+        assert other.weight_in(number) is None, name
+    longer = np.zeros(HEADER_BYTES + 9, np.uint8)
+    other = Envelope(longer, **fields)
+    longer[: len(message)] = message
+    assert other.weight_in(number) is None
     message[0] += 1
-    assert Header.weight_in(message, *(getattr(header, name) for name in fields)) is None
-    assert "pass 1099511627776, bucket 7, round 1, piece 4 of host 3" in str(header)
+    assert envelope.weight_in(number) is None and not envelope.has_begun_to_come(number)
+    assert "pass 1099511627776, bucket 7, round 1, piece 4 of host 3" in str(envelope.header(number))
 
 
 def test_tags_are_all_different() -> None:

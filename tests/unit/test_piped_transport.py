@@ -13,7 +13,7 @@ import pytest
 
 from paceline.reducer import piped_transport
 from paceline.reducer.engine_waits import is_of_a_late_peer, is_of_a_lost_peer
-from paceline.reducer.hosts import HEADER_BYTES, PLANS, Header, Message, tag_of
+from paceline.reducer.hosts import HEADER_BYTES, PLANS, Envelope, Message, tag_of
 from paceline.reducer.piped_transport import FRAME_BYTES, PipedTransport, Pipes
 
 PATIENT_S = 30.0
@@ -82,7 +82,7 @@ def pair():
 
 def message(bucket: int, payload: bytes, model: int = 0, phase: int = 0) -> Message:
     found = np.empty(HEADER_BYTES + len(payload), np.uint8)
-    Header(model * PLANS, 1, bucket, phase, 0, 0, 1.0, len(payload)).write(found)
+    Envelope(found, model * PLANS, bucket, phase, 0, 0).write(1, 1.0)
     found[HEADER_BYTES:] = np.frombuffer(payload, np.uint8)
     return found
 
@@ -97,7 +97,7 @@ def test_each_message_finds_its_receive_whatever_the_order(pair):
     # What comes before it is asked for waits: bucket 2 and the other model's bucket 0.
     for bucket, text, model in ((2, b"two", 0), (0, b"other", 1), (1, b"one", 0), (0, b"zero", 0)):
         pair_message = message(bucket, text, model)
-        PipedTransport(pair.ends[0], model).send(1, pair_message, tag_of(bucket, 0, 0)).wait(PATIENT_S)
+        PipedTransport(pair.ends[0], model).sending(1, pair_message, tag_of(bucket, 0, 0))().wait(PATIENT_S)
     for transport, bucket, text in (
         (theirs, 0, b"zero"),
         (theirs, 1, b"one"),
@@ -105,13 +105,13 @@ def test_each_message_finds_its_receive_whatever_the_order(pair):
         (theirs, 2, b"two"),
     ):
         room = np.zeros(HEADER_BYTES + len(text), np.uint8)
-        transport.receive(0, room, tag_of(bucket, 0, 0)).wait(PATIENT_S)
+        transport.receiving(0, room, tag_of(bucket, 0, 0))().wait(PATIENT_S)
         assert payload_of(room) == text
     # And the other way round: it is asked for before it comes; both directions at once.
     rooms = [np.zeros(HEADER_BYTES + 4, np.uint8) for _ in range(2)]
-    waits = [theirs.receive(0, rooms[0], tag_of(5, 1, 0)), ours.receive(1, rooms[1], tag_of(5, 1, 0))]
-    ours.send(1, message(5, b"ours", phase=1), tag_of(5, 1, 0))
-    theirs.send(0, message(5, b"them", phase=1), tag_of(5, 1, 0))
+    waits = [theirs.receiving(0, rooms[0], tag_of(5, 1, 0))(), ours.receiving(1, rooms[1], tag_of(5, 1, 0))()]
+    ours.sending(1, message(5, b"ours", phase=1), tag_of(5, 1, 0))()
+    theirs.sending(0, message(5, b"them", phase=1), tag_of(5, 1, 0))()
     for wait in waits:
         wait.wait(PATIENT_S)
     assert [payload_of(room) for room in rooms] == [b"ours", b"them"]
@@ -121,8 +121,8 @@ def test_a_message_of_several_frames(pair):
     ours, theirs = (PipedTransport(end, 0) for end in pair.ends)
     text = np.random.default_rng(0).bytes(2 * FRAME_BYTES + 100)
     room = np.zeros(HEADER_BYTES + len(text), np.uint8)
-    wait = theirs.receive(0, room, tag_of(0, 0, 0))
-    ours.send(1, message(0, text), tag_of(0, 0, 0)).wait(PATIENT_S)
+    wait = theirs.receiving(0, room, tag_of(0, 0, 0))()
+    ours.sending(1, message(0, text), tag_of(0, 0, 0))().wait(PATIENT_S)
     wait.wait(PATIENT_S)
     assert payload_of(room) == text
 
@@ -143,15 +143,15 @@ def test_an_idle_connection_shows_signs_of_life(monkeypatch):
         time.sleep(0.01)
     assert set(frames[:3]) == {b"idle"}
     room = np.zeros(HEADER_BYTES + 1, np.uint8)
-    wait = PipedTransport(pair.ends[1], 0).receive(0, room, tag_of(0, 0, 0))
-    PipedTransport(pair.ends[0], 0).send(1, message(0, b"x"), tag_of(0, 0, 0))
+    wait = PipedTransport(pair.ends[1], 0).receiving(0, room, tag_of(0, 0, 0))()
+    PipedTransport(pair.ends[0], 0).sending(1, message(0, b"x"), tag_of(0, 0, 0))()
     wait.wait(PATIENT_S)
     assert payload_of(room) == b"x"
     pair.close()
 
 
 def test_nothing_comes_in_time(pair):
-    wait = PipedTransport(pair.ends[1], 0).receive(0, np.zeros(100, np.uint8), 0)
+    wait = PipedTransport(pair.ends[1], 0).receiving(0, np.zeros(100, np.uint8), 0)()
     with pytest.raises(RuntimeError) as caught:
         wait.wait(0.01)
     assert is_of_a_late_peer(str(caught.value))
@@ -161,39 +161,39 @@ def test_nothing_comes_in_time(pair):
 def test_a_connection_that_ends_is_lost_and_one_that_the_engine_gives_up_is_late(limit_s, is_late):
     pair = Pair(limit_s)
     receiver, sender = PipedTransport(pair.ends[1], 0), PipedTransport(pair.ends[0], 0)
-    waits = [receiver.receive(0, np.zeros(100, np.uint8), 0)]
+    waits = [receiver.receiving(0, np.zeros(100, np.uint8), 0)()]
     pair.cut()
     with pytest.raises(RuntimeError) as caught:
         waits[0].wait(PATIENT_S)
     assert is_of_a_late_peer(str(caught.value)) == is_late
     assert is_of_a_lost_peer(str(caught.value)) != is_late
     with pytest.raises(RuntimeError):  # and so does all that comes after it
-        receiver.receive(0, np.zeros(100, np.uint8), 0)
+        receiver.receiving(0, np.zeros(100, np.uint8), 0)()
     with pytest.raises(RuntimeError):
-        sender.send(1, message(0, b"x"), 0).wait(PATIENT_S)
+        sender.sending(1, message(0, b"x"), 0)().wait(PATIENT_S)
     pair.close()
 
 
 def test_a_message_of_another_size_does_not_fit(pair):
     room = np.zeros(HEADER_BYTES + 2, np.uint8)
-    wait = PipedTransport(pair.ends[1], 0).receive(0, room, tag_of(0, 0, 0))
-    PipedTransport(pair.ends[0], 0).send(1, message(0, b"xyz"), tag_of(0, 0, 0))
+    wait = PipedTransport(pair.ends[1], 0).receiving(0, room, tag_of(0, 0, 0))()
+    PipedTransport(pair.ends[0], 0).sending(1, message(0, b"xyz"), tag_of(0, 0, 0))()
     with pytest.raises(RuntimeError, match="a message of 67 bytes came where 66 are awaited"):
         wait.wait(PATIENT_S)
 
 
 def test_who_leaves_has_sent_everything_and_says_so(pair):
     leaving, staying = pair.ends
-    sent = PipedTransport(leaving, 0).send(1, message(0, b"last"), tag_of(0, 0, 0))
+    sent = PipedTransport(leaving, 0).sending(1, message(0, b"last"), tag_of(0, 0, 0))()
     threading.Timer(0.05, pair.lines[1].is_cut.set).start()  # as if it shut its sockets down
     leaving.close()
     sent.wait(PATIENT_S)
     room = np.zeros(HEADER_BYTES + 4, np.uint8)
-    PipedTransport(staying, 0).receive(0, room, tag_of(0, 0, 0)).wait(PATIENT_S)
+    PipedTransport(staying, 0).receiving(0, room, tag_of(0, 0, 0))().wait(PATIENT_S)
     assert payload_of(room) == b"last"
     staying.incoming[0][0].thread.join(PATIENT_S)
     with pytest.raises(RuntimeError, match="it has left"):
-        PipedTransport(staying, 0).receive(0, room, tag_of(1, 0, 0))
+        PipedTransport(staying, 0).receiving(0, room, tag_of(1, 0, 0))()
 
 
 class Watched:

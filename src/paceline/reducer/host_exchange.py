@@ -16,9 +16,12 @@ Steps of a bucket, on each rank
    others are published.
 4. The thread waits for what was sent: until then its memory is not free. Then the next bucket may have it.
 
-Memory: a few buckets are under way at a time (WINDOW), each in memory of its own for what is sent and what is
-received: together about WINDOW * 2 to 3 shares of the largest bucket, whatever the size of the model. There
-are two at least, so that a model of one bucket can receive that of the next pass.
+Memory: a few buckets are under way at a time (WINDOW), each in a *room* of its own for what is sent and what
+is received: together about WINDOW * 2 to 3 shares of the largest bucket, whatever the size of the model.
+There are two at least, so that a model of one bucket can receive that of the next pass. A bucket has the same
+room in every pass (that of a model of one bucket takes turns), so its messages are laid out once, when it
+first comes, and a pass only writes their headers and begins them. Python is slow there: it runs between
+megabytes that leave nothing of it in the caches.
 
 Imports numpy, the core, rendezvous, `errors` and its neighbours.
 """
@@ -30,8 +33,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import product
-from typing import NamedTuple
+from itertools import chain, product
+from typing import TypeAlias
 
 import numpy as np
 
@@ -40,7 +43,9 @@ from paceline.errors import CollectiveError, DeadlineError, MismatchError, PeerL
 from paceline.reducer.engine_waits import is_of_a_late_peer, is_of_a_lost_peer
 from paceline.reducer.hosts import (
     HEADER_BYTES,
+    Begin,
     Blocks,
+    Envelope,
     Header,
     HostsTransport,
     Message,
@@ -70,52 +75,120 @@ def patience_s(timeout_s: float) -> float:
     return timeout_s + min(2.0, timeout_s / 2)
 
 
-class _Room(NamedTuple):
-    """Memory, and its address, which numpy takes long to tell."""
+class _Sent:
+    """A message that this rank makes, in every pass anew.
 
-    memory: Message
-    address: int
+    Attributes:
+        block: Whose sums it holds.
+        elements: Which ones.
+        payload: The address behind the header.
+        envelope: The header.
+        reports: Where reports stand in it; None: it has none.
+        memory: The whole of it.
+        ways: The hosts that it goes to, and what sends it there.
+    """
+
+    __slots__ = ("block", "elements", "envelope", "memory", "payload", "reports", "ways")
+
+    def __init__(
+        self, block: int, elements: range, memory: Message, payload: int, envelope: Envelope
+    ) -> None:
+        self.block, self.elements = block, elements
+        self.memory, self.payload, self.envelope = memory, payload, envelope
+        self.reports: Message | None = None
+        self.ways: list[tuple[int, Begin]] = []
 
 
-class _Piece(NamedTuple):
-    """A message, and the address of what stands behind its header."""
+class _Received:
+    """A message that another host makes, in every pass anew.
 
-    message: Message
-    payload: int
+    Attributes:
+        host: That sends it.
+        begin: Begins to receive it.
+        transfer: In this pass.
+        block, elements, payload, envelope, reports, memory: As of what this rank sends.
+    """
+
+    __slots__ = (
+        "begin",
+        "block",
+        "elements",
+        "envelope",
+        "host",
+        "memory",
+        "payload",
+        "reports",
+        "transfer",
+    )
+
+    def __init__(
+        self,
+        host: int,
+        block: int,
+        elements: range,
+        memory: Message,
+        payload: int,
+        envelope: Envelope,
+        begin: Begin,
+    ) -> None:
+        self.host, self.block, self.elements = host, block, elements
+        self.memory, self.payload, self.envelope = memory, payload, envelope
+        self.begin = begin
+        self.reports: Message | None = None
+        self.transfer: Transfer | None = None
+
+
+_Either: TypeAlias = "_Sent | _Received"
 
 
 class _Flight:
-    """A bucket under way.
+    """A bucket under way: its messages, in one room.
 
     Attributes:
-        own: What this rank has summed, by part, block and piece.
-        arriving: What comes in the first round, by host, block and piece.
-        later: What comes in the second round, by host and piece.
-        added: Sums over all hosts, of this host's part.
-        sends: Transfers whose memory is not free yet, with the host that they go to.
-        weights: The weight of each block, as far as it is known.
+        number: The pass in which it is under way.
+        bucket: In the plan.
+        room: The number of the room.
+        is_one_round: See `Route`.
+        has_report: Whether the reports of a pass travel beside it.
+        own: What this rank has summed, in the order in which it is sent.
+        pieces: Of this host's part, for each piece the messages of all blocks, in their order.
+        arriving: What comes in the first round.
+        added: Sums over all hosts, of this host's part, which are sent in the second round.
+        later: What comes in the second round.
+        sends: Transfers of this pass whose memory is not free yet, with the host that they go to.
+        weights: The weight of each block in this pass, as far as it is known.
     """
 
-    def __init__(
-        self, number: int, bucket: int, route: Route, room: _Room, num_hosts: int, num_blocks: int
-    ) -> None:
-        self.number, self.bucket, self.route = number, bucket, route
-        self.own: list[list[_Piece]] = [[] for _ in route.parts]
-        self.arriving: list[list[tuple[_Piece, Transfer]]] = [[] for _ in range(num_hosts)]
-        self.later: list[list[tuple[_Piece, Transfer]]] = [[] for _ in range(num_hosts)]
-        self.added: list[_Piece] = []
+    def __init__(self, bucket: int, room: int, route: Route, *, has_report: bool, num_blocks: int) -> None:
+        self.number, self.bucket, self.room = 0, bucket, room
+        self.is_one_round, self.has_report = route.is_one_round, has_report
+        self.own: list[_Sent] = []
+        self.pieces: list[list[_Either]] = []
+        self.arriving: list[_Received] = []
+        self.added: list[_Sent] = []
+        self.later: list[_Received] = []
         self.sends: list[tuple[int, Transfer]] = []
         self.weights = [0.0] * num_blocks
-        self.has_report = False
-        self.room = room
+
+    def begin(self, number: int) -> None:
+        """Forget the pass before, whose messages have all ended."""
+        self.number = number
+        self.sends.clear()
+        self.weights[:] = [0.0] * len(self.weights)
+
+
+class _Layout:
+    """Cuts a room into messages."""
+
+    def __init__(self, memory: Message) -> None:
+        self._memory, self._address = memory, int(memory.ctypes.data)
         self._used = 0
 
-    def take(self, nbytes: int) -> _Piece:
-        """Memory for a message, at a multiple of a cache line."""
+    def take(self, nbytes: int) -> tuple[Message, int]:
+        """Memory for a message, at a multiple of a cache line, and the address behind its header."""
         begin = self._used
         self._used += _aligned(nbytes)
-        memory, address = self.room
-        return _Piece(memory[begin : begin + nbytes], address + begin + HEADER_BYTES)
+        return self._memory[begin : begin + nbytes], self._address + begin + HEADER_BYTES
 
 
 class _ReceiveNext:
@@ -182,8 +255,9 @@ class HostExchange:
         for number, block in enumerate(blocks.blocks):
             self._blocks_of[block.host].append(number)
         nbytes = max(self._bytes_of(bucket) for bucket in range(len(routes)))
-        memories = [np.empty(nbytes, np.uint8) for _ in range(min(WINDOW, max(2, len(routes))))]
-        self._free = [_Room(memory, int(memory.ctypes.data)) for memory in memories]
+        self._rooms = [np.empty(nbytes, np.uint8) for _ in range(min(WINDOW, max(2, len(routes))))]
+        self._is_taken = [False] * len(self._rooms)
+        self._laid_out: dict[tuple[int, int], _Flight] = {}  # by bucket and room
         # Of all steps but the last, whose result has its own place.
         most = max(
             sums.nbytes(bucket, len(piece))
@@ -269,49 +343,35 @@ class HostExchange:
         if self._met is not None:
             raise self._met
         while self._next_ready < len(self._routes):
-            bucket = self._next_ready
-            room = self._take_room(bucket, may_wait=may_wait and not self._ready)
-            if room is None:
+            flight = self._take_flight(self._next_ready, may_wait=may_wait and not self._ready)
+            if flight is None:
                 return
-            route = self._routes[bucket]
-            flight = _Flight(self._number, bucket, route, room, self._num_hosts, len(self._blocks))
-            flight.has_report = bucket == len(self._routes) - 1
-            self._begin_receives(flight)
+            for message in chain(flight.arriving, flight.later):
+                message.transfer = self._begin(message.begin, message.host, flight.bucket)
             self._next_ready += 1
             self._ready.append(flight)
 
-    def _take_room(self, bucket: int, *, may_wait: bool) -> _Room | None:
+    def _take_flight(self, bucket: int, *, may_wait: bool) -> _Flight | None:
+        """The messages of a bucket, once its room is free."""
+        num_rooms, num_buckets = len(self._rooms), len(self._routes)
+        room = (self._number if num_buckets < num_rooms else bucket) % num_rooms
         with self._is_free:
             self.check()
-            if not self._free and not may_wait:
+            if self._is_taken[room] and not may_wait:
                 return None
             ends_s = time.monotonic() + self._patience_s + 1.0  # the thread's own deadline comes first
-            while not self._free:
+            while self._is_taken[room]:
                 self._is_free.wait(_LOOK_S)
                 self.check()
                 self._group.check_usable()  # a rank of this host may have died meanwhile
                 if time.monotonic() > ends_s:
                     raise self._late(self._others, "take earlier buckets", bucket)
-            return self._free.pop()
-
-    def _begin_receives(self, flight: _Flight) -> None:
-        """First, so that nothing that comes has to wait for its memory."""
-        route = flight.route
-        for other in self._others:
-            coming = self._messages_of(other, route.part_of(self._host))
-            for piece, (_, elements) in enumerate(coming):
-                has_report = flight.has_report and piece == len(coming) - 1
-                flight.arriving[other].append(self._receive(flight, other, 0, piece, elements, has_report))
-            if not route.is_one_round:
-                theirs = enumerate(route.parts[other])
-                flight.later[other] = [self._receive(flight, other, 1, *each, False) for each in theirs]
-
-    def _receive(
-        self, flight: _Flight, host: int, phase: int, piece: int, elements: range, has_report: bool
-    ) -> tuple[_Piece, Transfer]:
-        place = flight.take(self._message_bytes(flight.bucket, elements, host if has_report else None))
-        Header.clear(place.message)
-        return place, self._begin(self._transport.receive, flight, host, phase, piece, place.message)
+            self._is_taken[room] = True
+        flight = self._laid_out.get((bucket, room))
+        if flight is None:
+            flight = self._laid_out[bucket, room] = self._lay_out(bucket, room)
+        flight.begin(self._number)
+        return flight
 
     def _send_sums(
         self,
@@ -319,66 +379,38 @@ class HostExchange:
         note_nonfinite: Callable[[int, range], None],
         make_report: Callable[[], bytes] | None,
     ) -> None:
-        bucket, core = flight.bucket, self._core
+        bucket, core, sums = flight.bucket, self._core, self._sums
         for block in self._blocks_of[self._host]:
             flight.weights[block] = core.total_weight(self._blocks[block].local_ranks)
-        waiting: list[tuple[int, int, float]] = []  # part, piece and weight of what a report is put behind
-        # This rank's own part last: nobody waits for it.
-        order = [0] if flight.route.is_one_round else [*self._others, self._host]
-        for part in order:
-            pieces = flight.route.parts[part]
-            going = self._messages_of(self._host, pieces)
-            for piece, (block, elements) in enumerate(going):
-                has_report = make_report is not None and piece == len(going) - 1
-                place = flight.take(self._message_bytes(bucket, elements, self._host if has_report else None))
-                flight.own[part].append(place)
-                message, payload = place
-                room = self._sums.room(0, bucket, payload)
-                local_ranks = self._blocks[block].local_ranks
-                if elements and not core.sum(bucket, elements.start, len(elements), local_ranks, room):
-                    note_nonfinite(bucket, elements)
-                self._sums.write(0, bucket, elements, payload, flight.weights[block])
-                if has_report:
-                    waiting.append((part, piece, flight.weights[block]))
-                else:
-                    self._send(flight, part, 0, piece, message, flight.weights[block])
+        waiting: list[_Sent] = []  # for a report to be put behind
+        for message in flight.own:
+            weight, elements, payload = flight.weights[message.block], message.elements, message.payload
+            local_ranks = self._blocks[message.block].local_ranks
+            room = sums.room(0, bucket, payload)
+            if elements and not core.sum(bucket, elements.start, len(elements), local_ranks, room):
+                note_nonfinite(bucket, elements)
+            sums.write(0, bucket, elements, payload, weight)
+            if message.reports is not None:
+                waiting.append(message)
+            else:
+                self._send(flight, message, weight)
         if make_report is not None:
             report = np.frombuffer(make_report(), np.uint8)
-            for part, piece, weight in waiting:
-                message = flight.own[part][piece].message
-                message[-len(report) :] = report
-                self._send(flight, part, 0, piece, message, weight)
+            for message in waiting:
+                assert message.reports is not None
+                message.reports[:] = report
+                self._send(flight, message, flight.weights[message.block])
 
-    def _send(
-        self, flight: _Flight, part: int, phase: int, piece: int, message: Message, weight: float
-    ) -> None:
-        """To the owner of a part; to everybody, if there is one round or they are the sums of all."""
-        self._header(flight, phase, self._host, piece, len(message), weight).write(message)
-        to_all = phase or flight.route.is_one_round
-        for host in self._others if to_all else [part]:
-            if host != self._host:
-                send = self._begin(self._transport.send, flight, host, phase, piece, message)
-                flight.sends.append((host, send))
+    def _send(self, flight: _Flight, message: _Sent, weight: float) -> None:
+        message.envelope.write(flight.number, weight)
+        for host, begin in message.ways:
+            flight.sends.append((host, self._begin(begin, host, flight.bucket)))
 
-    def _begin(
-        self,
-        start: Callable[[int, Message, int], Transfer],
-        flight: _Flight,
-        host: int,
-        phase: int,
-        piece: int,
-        message: Message,
-    ) -> Transfer:
+    def _begin(self, begin: Begin, host: int, bucket: int) -> Transfer:
         try:
-            return start(host, message, tag_of(flight.bucket, phase, piece, self._generation))
+            return begin()
         except RuntimeError as error:  # the connection has broken before
-            raise self._lost(error, host, flight.bucket) from error
-
-    def _header(
-        self, flight: _Flight, phase: int, host: int, piece: int, nbytes: int, weight: float = 0.0
-    ) -> Header:
-        rest = nbytes - HEADER_BYTES
-        return Header(self._generation, flight.number, flight.bucket, phase, host, piece, weight, rest)
+            raise self._lost(error, host, bucket) from error
 
     # --- the thread that waits ---
 
@@ -402,7 +434,7 @@ class HostExchange:
                     self._open_next_pass()
                     self._receive_next()
                 self._first_round(flight)
-                if not flight.route.is_one_round:
+                if not flight.is_one_round:
                     halfway.append(flight)
                     continue
             self._core.count_share()
@@ -443,39 +475,35 @@ class HostExchange:
             self._making.release()
 
     def _first_round(self, flight: _Flight) -> None:
-        bucket, host, mine = flight.bucket, self._host, flight.route.part_of(self._host)
-        own = flight.own[0 if flight.route.is_one_round else host]
+        bucket, sums = flight.bucket, self._sums
         total = 0.0
-        for piece, elements in enumerate(mine):
-            sums = []
-            for number, block in enumerate(self._blocks):
-                other = block.host
-                index = self._blocks_of[other].index(number) * len(mine) + piece
-                if other == host:
-                    sums.append(self._read(flight, own[index], elements, number))
-                    continue
-                place, transfer = flight.arriving[other][index]
-                weight = self._arrived(flight, other, 0, index, place.message, transfer)
-                if piece == 0:
-                    flight.weights[number] = weight
-                elif weight != flight.weights[number]:
-                    raise self._mismatch(other, place.message, f"weight {flight.weights[number]}")
-                if flight.has_report and index == len(flight.arriving[other]) - 1:
-                    self._take_reports(other, place.message)
-                sums.append(self._read(flight, place, elements, number))
+        for piece, messages in enumerate(flight.pieces):
+            elements = messages[0].elements
+            found = []
+            for message in messages:
+                block = message.block
+                if isinstance(message, _Received):
+                    weight = self._arrived(flight, message)
+                    if piece == 0:
+                        flight.weights[block] = weight
+                    elif weight != flight.weights[block]:
+                        raise self._mismatch(message, f"weight {flight.weights[block]}")
+                    if message.reports is not None:
+                        self._take_reports(message.host, message.reports)
+                weight = flight.weights[block]
+                found.append(sums.read(bucket, len(elements), message.payload, weight, block))
             if piece == 0:
                 total = self._in_order.add(flight.weights)
-            sums = self._join(bucket, sums, len(elements)) if elements else sums
-            if flight.route.is_one_round:
-                self._publish(bucket, elements, sums, total)
+            found = self._join(bucket, found, len(elements)) if elements else found
+            if flight.is_one_round:
+                self._publish(bucket, elements, found, total)
             else:
-                added = flight.take(self._message_bytes(bucket, elements))
-                payload = added.payload
+                added = flight.added[piece]
                 if elements:
-                    self._core.add_sums(bucket, sums, len(elements), self._sums.room(1, bucket, payload))
-                self._sums.write(1, bucket, elements, payload, total)
-                flight.added.append(added)
-                self._send(flight, host, 1, piece, added.message, total)
+                    room = sums.room(1, bucket, added.payload)
+                    self._core.add_sums(bucket, found, len(elements), room)
+                sums.write(1, bucket, elements, added.payload, total)
+                self._send(flight, added, total)
 
     def _join(self, bucket: int, sums: list[int], count: int) -> list[int]:
         """Add in steps, up to the two of the last one; with no steps, nothing has to be done."""
@@ -490,42 +518,29 @@ class HostExchange:
         left, right = steps[-1]
         return [found[left], found[right]]
 
-    def _take_reports(self, host: int, message: Message) -> None:
+    def _take_reports(self, host: int, reports: Message) -> None:
         """Lay what the ranks of a host tell of their pass where all ranks of this one read it."""
-        reports = message[-self._reports_bytes(host) :].reshape(-1, self._report_bytes)
-        for rank, report in zip(self._reporting[host], reports, strict=True):
+        rows = reports.reshape(-1, self._report_bytes)
+        for rank, report in zip(self._reporting[host], rows, strict=True):
             self._core.write_slot(rank, report.tobytes())
 
     def _second_round(self, flight: _Flight) -> None:
         bucket, total = flight.bucket, self._in_order.add(flight.weights)
-        for piece, elements in enumerate(flight.route.parts[self._host]):
-            # As the others read it.
-            sums = self._sums.read(bucket, len(elements), flight.added[piece].payload, total, 0)
+        for message in chain[_Either](flight.added, flight.later):
+            if isinstance(message, _Received):
+                self._arrived(flight, message)
+            elements = message.elements
+            # This host's own part, too, as the others read it.
+            sums = self._sums.read(bucket, len(elements), message.payload, total, 0)
             self._publish(bucket, elements, [sums], total)
-        for other in self._others:
-            for piece, elements in enumerate(flight.route.parts[other]):
-                place, transfer = flight.later[other][piece]
-                self._arrived(flight, other, 1, piece, place.message, transfer)
-                sums = self._sums.read(bucket, len(elements), place.payload, total, 0)
-                self._publish(bucket, elements, [sums], total)
 
-    def _read(self, flight: _Flight, place: _Piece, elements: range, block: int) -> int:
-        """The address of a block's sums."""
-        weight = flight.weights[block]
-        return self._sums.read(flight.bucket, len(elements), place.payload, weight, block)
-
-    def _arrived(
-        self, flight: _Flight, host: int, phase: int, piece: int, message: Message, transfer: Transfer
-    ) -> float:
+    def _arrived(self, flight: _Flight, message: _Received) -> float:
         """Wait for a message, and see that it is the right one; its weight."""
-        self._wait(transfer, host, flight)
-        nbytes = len(message) - HEADER_BYTES
-        weight = Header.weight_in(
-            message, self._generation, flight.number, flight.bucket, phase, host, piece, nbytes
-        )
+        assert message.transfer is not None
+        self._wait(message.transfer, message.host, flight)
+        weight = message.envelope.weight_in(flight.number)
         if weight is None:
-            expected = self._header(flight, phase, host, piece, len(message))
-            raise self._mismatch(host, message, str(expected))
+            raise self._mismatch(message, str(message.envelope.header(flight.number)))
         return weight
 
     def _wait(self, transfer: Transfer, host: int, flight: _Flight) -> None:
@@ -540,7 +555,7 @@ class HostExchange:
 
     def _give_back(self, flight: _Flight) -> None:
         with self._is_free:
-            self._free.append(flight.room)
+            self._is_taken[flight.room] = False
             self._is_free.notify()
 
     # --- failures ---
@@ -563,10 +578,9 @@ class HostExchange:
     def _silent(self, flight: _Flight) -> list[int]:
         """Hosts from which some message of this bucket has not begun to come."""
         return [
-            host
-            for host in self._others
-            for rows in (flight.arriving, flight.later)
-            if any(Header.read(place.message) is None for place, _ in rows[host])
+            message.host
+            for message in chain(flight.arriving, flight.later)
+            if not message.envelope.has_begun_to_come(flight.number)
         ]
 
     def _lost(
@@ -603,11 +617,11 @@ class HostExchange:
             late=tuple(self._transport.ranks[host] for host in hosts),
         )
 
-    def _mismatch(self, host: int, message: Message, expected: str) -> MismatchError:
-        header = Header.read(message)
+    def _mismatch(self, message: _Received, expected: str) -> MismatchError:
+        header = Header.read(message.memory)
         return MismatchError(
-            f"{self._who.capitalize()} got another message from {self._transport.name(host)} than it waits "
-            "for.",
+            f"{self._who.capitalize()} got another message from {self._transport.name(message.host)} than it "
+            "waits for.",
             expected=expected,
             got="no header of a message" if header is None else f"{header}, weight {header.weight}",
             likely="the ranks of these hosts are not in the same pass of the same model",
@@ -615,6 +629,86 @@ class HostExchange:
         )
 
     # --- messages, and their sizes ---
+
+    def _lay_out(self, bucket: int, room: int) -> _Flight:
+        """All messages of a bucket in a room."""
+        route, host, last = self._routes[bucket], self._host, bucket == len(self._routes) - 1
+        flight = _Flight(bucket, room, route, has_report=last, num_blocks=len(self._blocks))
+        layout = _Layout(self._rooms[room])
+        one_round, mine = route.is_one_round, route.part_of(host)
+        own: dict[int, list[_Sent]] = {}
+        # This rank's own part last: nobody waits for it.
+        for part in [0] if one_round else [*self._others, host]:
+            to = self._others if one_round else [part] if part != host else []
+            own[part] = self._lay_out_sent(bucket, layout, 0, self._messages_of(host, route.parts[part]), to)
+            flight.own += own[part]
+        arriving: dict[int, list[_Received]] = {}
+        for other in self._others:
+            coming = self._messages_of(other, mine)
+            arriving[other] = self._lay_out_received(bucket, layout, other, 0, coming, has_report=last)
+            flight.arriving += arriving[other]
+            if not one_round:
+                theirs = [(0, elements) for elements in route.parts[other]]
+                flight.later += self._lay_out_received(bucket, layout, other, 1, theirs, has_report=False)
+        if not one_round:
+            added = [(0, elements) for elements in mine]
+            flight.added = self._lay_out_sent(bucket, layout, 1, added, self._others)
+        for piece in range(len(mine)):
+            row: list[_Either] = []
+            for number, block in enumerate(self._blocks):
+                index = self._blocks_of[block.host].index(number) * len(mine) + piece
+                from_own = own[0 if one_round else host]
+                row.append(from_own[index] if block.host == host else arriving[block.host][index])
+            flight.pieces.append(row)
+        return flight
+
+    def _lay_out_sent(
+        self,
+        bucket: int,
+        layout: _Layout,
+        phase: int,
+        going: Sequence[tuple[int, range]],
+        to: Sequence[int],
+    ) -> list[_Sent]:
+        """What this rank sends in a round, (block, elements) each, to some hosts."""
+        found = []
+        for piece, (block, elements) in enumerate(going):
+            is_last = piece == len(going) - 1 and bucket == len(self._routes) - 1
+            reporting = self._host if is_last and not phase else None
+            memory, payload = layout.take(self._message_bytes(bucket, elements, reporting))
+            envelope = Envelope(memory, self._generation, bucket, phase, self._host, piece)
+            message = _Sent(block, elements, memory, payload, envelope)
+            message.reports = self._reports_in(memory, reporting)
+            tag = tag_of(bucket, phase, piece, self._generation)
+            message.ways = [(host, self._transport.sending(host, memory, tag)) for host in to]
+            found.append(message)
+        return found
+
+    def _lay_out_received(
+        self,
+        bucket: int,
+        layout: _Layout,
+        host: int,
+        phase: int,
+        coming: Sequence[tuple[int, range]],
+        *,
+        has_report: bool,
+    ) -> list[_Received]:
+        """What another host sends in a round, (block, elements) each."""
+        found = []
+        for piece, (block, elements) in enumerate(coming):
+            reporting = host if has_report and piece == len(coming) - 1 else None
+            memory, payload = layout.take(self._message_bytes(bucket, elements, reporting))
+            envelope = Envelope(memory, self._generation, bucket, phase, host, piece)
+            tag = tag_of(bucket, phase, piece, self._generation)
+            begin = self._transport.receiving(host, memory, tag)
+            message = _Received(host, block, elements, memory, payload, envelope, begin)
+            message.reports = self._reports_in(memory, reporting)
+            found.append(message)
+        return found
+
+    def _reports_in(self, message: Message, host: int | None) -> Message | None:
+        return None if host is None else message[len(message) - self._reports_bytes(host) :]
 
     def _messages_of(self, host: int, pieces: Sequence[range]) -> list[tuple[int, range]]:
         """What a host sends of a part in the first round: blocks, and their elements."""

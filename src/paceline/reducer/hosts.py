@@ -72,8 +72,15 @@ class Transfer(Protocol):
         ...
 
 
+Begin: TypeAlias = Callable[[], Transfer]
+"""Begins to send or to receive a message. Raises RuntimeError if the connection is over."""
+
+
 class HostsTransport(Protocol):
     """One rank's connections to its partners.
+
+    A message has the same memory, tag and partner in every pass. So it is prepared once, and each call of
+    what `sending` and `receiving` return begins it anew, once the one before has ended.
 
     Attributes:
         host: Number of this rank's host, in the order of the hosts' lowest ranks.
@@ -83,16 +90,16 @@ class HostsTransport(Protocol):
     host: int
     ranks: Sequence[int]
 
-    def send(self, host: int, message: Message, tag: int) -> Transfer:
-        """Begin to send to the partner on a host. The message must not change before its `wait` returns."""
+    def sending(self, host: int, message: Message, tag: int) -> Begin:
+        """What sends a message to the partner on a host. It must not change before the `wait` returns."""
         ...
 
-    def receive(self, host: int, message: Message, tag: int) -> Transfer:
-        """Begin to receive, from the partner on a host, the message of this tag and size.
+    def receiving(self, host: int, message: Message, tag: int) -> Begin:
+        """What receives, from the partner on a host, the message of this tag and size.
 
         Example:
-            Host 0 calls send(1, message, 7), host 1 receive(0, buffer, 7); both wait; then the buffer of
-            host 1 holds the message.
+            Host 0 calls sending(1, message, 7)(), host 1 receiving(0, buffer, 7)(); both wait; then the
+            buffer of host 1 holds the message.
         """
         ...
 
@@ -129,15 +136,6 @@ class Header:
     weight: float
     nbytes: int
 
-    def write(self, message: Message) -> None:
-        fields = (self.round, self.host, self.generation, self.bucket, self.piece)
-        _HEADER.pack_into(message.data, 0, _MAGIC, *fields, self.number, self.weight, self.nbytes)
-
-    @staticmethod
-    def clear(message: Message) -> None:
-        """Make `read` answer None until a message has come."""
-        message[: len(_MAGIC)] = 0
-
     @classmethod
     def read(cls, message: Message) -> Header | None:
         """None: it is no header."""
@@ -147,33 +145,50 @@ class Header:
             cls(generation, number, bucket, phase, host, piece, weight, nbytes) if magic == _MAGIC else None
         )
 
-    @staticmethod
-    def weight_in(
-        message: Message,
-        generation: int,
-        number: int,
-        bucket: int,
-        phase: int,
-        host: int,
-        piece: int,
-        nbytes: int,
-    ) -> float | None:
-        """The weight in the header of a message that is waited for; None: it is another one.
-
-        Without making a header, because most messages are as expected.
-
-        Args:
-            phase: The round. All arguments are those of a `Header`.
-        """
-        found = _HEADER.unpack_from(message.data)
-        expected = (_MAGIC, phase, host, generation, bucket, piece, number)
-        return float(found[7]) if found[:7] == expected and found[8] == nbytes else None
-
     def __str__(self) -> str:
         return (
             f"pass {self.number}, bucket {self.bucket}, round {self.round}, piece {self.piece} of host "
             f"{self.host} ({self.nbytes} bytes), plan {self.generation}"
         )
+
+
+class Envelope:
+    """The header of a message that goes in every pass from the same memory, or comes there.
+
+    Args:
+        message: Its memory.
+        generation, bucket, phase, host, piece: The fields of its `Header`; `phase` is the round.
+    """
+
+    __slots__ = ("_expected", "_nbytes", "_view")
+
+    def __init__(
+        self, message: Message, generation: int, bucket: int, phase: int, host: int, piece: int
+    ) -> None:
+        self._view = message.data
+        self._expected = (_MAGIC, phase, host, generation, bucket, piece)
+        self._nbytes = len(message) - HEADER_BYTES
+        message[: len(_MAGIC)] = 0
+
+    def write(self, number: int, weight: float) -> None:
+        """Put the header of a pass in front."""
+        _HEADER.pack_into(self._view, 0, *self._expected, number, weight, self._nbytes)
+
+    def weight_in(self, number: int) -> float | None:
+        """The weight of a message that has come in a pass; None: it is another one than is waited for."""
+        found = _HEADER.unpack_from(self._view)
+        is_expected = found[:6] == self._expected and found[6] == number and found[8] == self._nbytes
+        return float(found[7]) if is_expected else None
+
+    def has_begun_to_come(self, number: int) -> bool:
+        """Whether the header of this pass is there; what follows may not be."""
+        found = _HEADER.unpack_from(self._view)
+        return bool(found[0] == _MAGIC and found[6] == number)
+
+    def header(self, number: int, weight: float = 0.0) -> Header:
+        """What `write` puts in front."""
+        _, phase, host, generation, bucket, piece = self._expected
+        return Header(generation, number, bucket, phase, host, piece, weight, self._nbytes)
 
 
 def tag_of(bucket: int, phase: int, piece: int, generation: int = 0) -> int:

@@ -31,6 +31,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -169,13 +170,13 @@ class PipedTransport:
         self.host, self.ranks = pipes.host, pipes.ranks
         self._pipes, self._model = pipes, model
 
-    def send(self, host: int, message: Message, tag: int) -> PipedTransfer:
+    def sending(self, host: int, message: Message, tag: int) -> Callable[[], PipedTransfer]:
         lanes = self._pipes.outgoing[host]
-        return lanes[lane_of(tag, len(lanes))].send(message)
+        return partial(lanes[lane_of(tag, len(lanes))].send, message)
 
-    def receive(self, host: int, message: Message, tag: int) -> PipedTransfer:
+    def receiving(self, host: int, message: Message, tag: int) -> Callable[[], PipedTransfer]:
         lanes = self._pipes.incoming[host]
-        return lanes[lane_of(tag, len(lanes))].receive(message, (self._model, tag))
+        return partial(lanes[lane_of(tag, len(lanes))].receive, message, (self._model, tag))
 
     def name(self, host: int) -> str:
         return self._pipes.names[host]

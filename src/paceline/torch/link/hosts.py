@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -111,13 +111,11 @@ class GlooTransport:
         self._names = names
         self._sockets = sockets
 
-    def send(self, host: int, message: Message, tag: int) -> GlooTransfer:
-        tensor = torch.from_numpy(message)
-        return GlooTransfer(self._group.send([tensor], host, tag), tensor)
+    def sending(self, host: int, message: Message, tag: int) -> Callable[[], GlooTransfer]:
+        return _beginning(self._group.send, host, message, tag)
 
-    def receive(self, host: int, message: Message, tag: int) -> GlooTransfer:
-        tensor = torch.from_numpy(message)
-        return GlooTransfer(self._group.recv([tensor], host, tag), tensor)
+    def receiving(self, host: int, message: Message, tag: int) -> Callable[[], GlooTransfer]:
+        return _beginning(self._group.recv, host, message, tag)
 
     def name(self, host: int) -> str:
         return f"rank {self.ranks[host]} (host {host}, {self._names[self.ranks[host]]})"
@@ -129,15 +127,23 @@ class GlooTransport:
 
 
 class GlooTransfer:
-    """A message on its way. `tensor` keeps its memory."""
+    """A message on its way. `tensors` keep its memory."""
 
-    __slots__ = ("_tensor", "_work")
+    __slots__ = ("_tensors", "_work")
 
-    def __init__(self, work: dist.Work, tensor: torch.Tensor) -> None:
-        self._work, self._tensor = work, tensor
+    def __init__(self, work: dist.Work, tensors: Sequence[torch.Tensor]) -> None:
+        self._work, self._tensors = work, tensors
 
     def wait(self, timeout_s: float) -> None:
         self._work.wait(timedelta(seconds=timeout_s))
+
+
+def _beginning(
+    call: Callable[..., dist.Work], host: int, message: Message, tag: int
+) -> Callable[[], GlooTransfer]:
+    """Calls with what is the same in every pass."""
+    tensors = [torch.from_numpy(message)]
+    return lambda: GlooTransfer(call(tensors, host, tag), tensors)
 
 
 def _has_gloo(peers: ProcessGroupPeers) -> bool:
