@@ -40,8 +40,11 @@ enum class ReduceOp : uint8_t {
 
 /// What one reduction saw on its way, free of a further pass.
 struct ReduceStats {
-  /// of the result; summed in fixed 16 lanes, independent of Isa
+  /// of the result of reduce(); summed in fixed 16 lanes, independent of Isa
   double squared_norm = 0;
+  /// Whether the result of sum_weighted() or mean_of_sums() holds an infinity
+  /// or a NaN.
+  bool has_nonfinite = false;
   /// bit r: rank r's input held an infinity or a NaN (and its weight was not 0)
   uint64_t nonfinite_ranks[2] = {0, 0};
 };
@@ -80,14 +83,14 @@ DType sum_type(DType dtype);
 
 /// Writes the sum of w_r * x_r over `num_inputs` arrays, undivided, to `sum`,
 /// which is of sum_type(dtype). `weights`: one per input, or null for all 1.
-/// `stats`: as in reduce(), the norm is that of the sum.
+/// `stats`: may be null; without the norm.
 void sum_weighted(DType dtype, const void* const* inputs, int num_inputs,
                   void* sum, size_t count, const double* weights,
                   ReduceStats* stats);
 
 /// Writes the sum over `num_sums` arrays of sum_type(dtype), divided by
 /// `total_weight`, to each of `num_outputs` arrays of `dtype`. A total of 0
-/// divides by 1: the sums are zeros. `stats`: of the mean.
+/// divides by 1: the sums are zeros. `stats`: may be null; without the norm.
 void mean_of_sums(DType dtype, const void* const* sums, int num_sums,
                   void* const* outputs, int num_outputs, size_t count,
                   double total_weight, ReduceStats* stats);

@@ -102,12 +102,12 @@ void note_nonfinite(const Stretch<Format>& stretch, ReduceStats* stats) {
   }
 }
 
-// What ReduceStats wants to know; does nothing when nobody asked. Inputs are of
-// the format In, the result of Out.
+// What ReduceStats tells of reduce(); does nothing when nobody asked. Inputs are
+// of the format In, the result of Out.
 template <class Op, class In, class Out>
-class Observer {
+class NormObserver {
  public:
-  explicit Observer(ReduceStats* stats) : stats_(stats) {}
+  explicit NormObserver(ReduceStats* stats) : stats_(stats) {}
 
   // Call before the stretch's inputs are overwritten.
   void see(const Stretch<In>& stretch, const typename Out::Stored* result) {
@@ -139,7 +139,30 @@ class Observer {
   alignas(64) double lanes_[kLanes] = {};
 };
 
-template <class Op, class In, class Out, class Finish>
+// What ReduceStats tells of sums between hosts. Squares in float64 take longer
+// than the sum itself, and nobody needs them there.
+template <class Op, class In, class Out>
+class FiniteObserver {
+ public:
+  explicit FiniteObserver(ReduceStats* stats) : stats_(stats) {}
+
+  // Call before the stretch's inputs are overwritten.
+  void see(const Stretch<In>& stretch, const typename Out::Stored* result) {
+    if (stats_ == nullptr || !has_nonfinite<Out>(result, stretch.count)) return;
+    stats_->has_nonfinite = true;
+    // An infinity or a NaN of an input stays one in a sum.
+    note_nonfinite(stretch, stats_);
+  }
+
+  void finish() {}
+
+ private:
+  ReduceStats* stats_;
+};
+
+template <class Op, class In, class Out,
+          template <class, class, class> class Observer = NormObserver,
+          class Finish>
 void reduce_stretches(const Request& request, Finish finish) {
   using Stored = typename Out::Stored;
   using Compute = typename Out::Compute;
@@ -187,15 +210,15 @@ bool is_power_of_two(double x) {
 }
 
 // The sum over the inputs, divided by the total weight; 1 in place of a 0.
-template <class In, class Out>
+template <class In, class Out, template <class, class, class> class Observer>
 void divide_sum(const Request& request, bool has_input) {
   using Compute = typename Out::Compute;
   const auto total = static_cast<Compute>(request.total_weight);
   if (!has_input || is_power_of_two(request.total_weight)) {
-    reduce_stretches<Sum, In, Out>(
+    reduce_stretches<Sum, In, Out, Observer>(
         request, Multiply<Compute>{has_input ? 1 / total : 1});
   } else {
-    reduce_stretches<Sum, In, Out>(request, Divide<Compute>{total});
+    reduce_stretches<Sum, In, Out, Observer>(request, Divide<Compute>{total});
   }
 }
 
@@ -207,7 +230,7 @@ void reduce_mean(const Request& request) {
     has_input = static_cast<Compute>(request.weights[rank]) != 0;
   }
   // When every weight is 0 the sum is 0, and so shall be the mean.
-  divide_sum<Format, Format>(request, has_input);
+  divide_sum<Format, Format, NormObserver>(request, has_input);
 }
 
 /// The format of sums of a type: see sum_type().
@@ -224,14 +247,14 @@ using SumOf = typename SumFormat<typename Format::Compute>::Type;
 
 template <class Format>
 void sum_weighted(const Request& request) {
-  reduce_stretches<Sum, Format, SumOf<Format>>(
+  reduce_stretches<Sum, Format, SumOf<Format>, FiniteObserver>(
       request, Canonical<typename Format::Compute>());
 }
 
 template <class Format>
 void mean_of_sums(const Request& request) {
   using Compute = typename Format::Compute;
-  divide_sum<SumOf<Format>, Format>(
+  divide_sum<SumOf<Format>, Format, FiniteObserver>(
       request, static_cast<Compute>(request.total_weight) != 0);
 }
 

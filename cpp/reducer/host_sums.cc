@@ -1,7 +1,5 @@
 #include "reducer/host_sums.h"
 
-#include <math.h>
-
 #include <algorithm>
 #include <utility>
 
@@ -219,7 +217,7 @@ bool HostSums::publish(size_t index, size_t first, size_t count,
   mean_of_sums(buckets_[index].dtype, sums.data(),
                static_cast<int>(sums.size()), copies, session_.world(), count,
                total_weight, &seen);
-  return isfinite(seen.squared_norm);
+  return !seen.has_nonfinite;
 }
 
 bool HostSums::is_nonfinite(size_t index, size_t first, size_t count) const {

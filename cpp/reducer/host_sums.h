@@ -103,7 +103,7 @@ class HostSums {
   void add_sums(size_t bucket, const std::vector<const void*>& sums,
                 size_t count, void* out) const;
   /// Writes the mean of a part into the copies of all ranks of the host.
-  /// Returns whether its norm is finite.
+  /// Returns whether all of it is finite.
   bool publish(size_t bucket, size_t first, size_t count,
                const std::vector<const void*>& sums, double total_weight);
   /// Whether a part of a published bucket holds an infinity or a NaN.

@@ -294,7 +294,7 @@ class HierarchicalReducer(ReportingReducer):
                 self._found.add((self._own_ranks[local_rank], index))
 
     def _note_overflow(self, bucket: int, elements: range) -> None:
-        """A mean's norm is not finite; its squares alone may have overflowed. Called by another thread."""
+        """Some mean there is not finite. Called by another thread."""
         found = {
             index
             for index, part in self._pieces(bucket, elements)
