@@ -151,7 +151,7 @@ def _open_ledger(start: Start, *, serves: bool) -> LedgerClient:
     global _server
     try:
         if serves and (_server is None or _server.port != start.port):
-            _server = LedgerServer(start.port)
+            _server = LedgerServer(start.port, start.arrival.world_size)
         return LedgerClient(start.way.address, start.port, _ANSWER_WITHIN_S)
     except OSError as error:
         holder = who_listens(start.port) if serves else None
