@@ -8,6 +8,7 @@ arguments and launchers.
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -97,6 +98,43 @@ def read_rank_environment(
         master_port=master_port,
         job_id=job_id_from_environment(environ) if job_id is None else job_id,
     )
+
+
+def may_span_hosts(place: RankEnvironment, environ: Mapping[str, str] | None = None) -> bool:
+    """Whether the ranks may be on several hosts: the same answer on every rank.
+
+    Where the launcher does not say how many ranks this host has, they may, unless rank 0 is looked for at
+    localhost. In a pod they may even then: Kubeflow tells the pod of rank 0 that it is localhost, and the
+    others its name.
+
+    Example:
+        >>> may_span_hosts(RankEnvironment(0, 2, None, None, "node0", 29500, ""), {})
+        True
+    """
+    environ = environment_of_process() if environ is None else environ
+    if place.world_size == 1:
+        return False
+    if place.local_world_size is not None:
+        return place.local_world_size != place.world_size
+    if nodes := environ.get("SLURM_STEP_NUM_NODES", ""):  # an old Slurm tells no more
+        return nodes != "1"
+    if endpoints := environ.get("PADDLE_TRAINER_ENDPOINTS", ""):
+        return len({each.strip().rpartition(":")[0] for each in endpoints.split(",")}) > 1
+    return is_in_pod(environ) or not (
+        place.master_addr in ("", "localhost") or _is_loopback(place.master_addr)
+    )
+
+
+def is_in_pod(environ: Mapping[str, str]) -> bool:
+    """Whether Kubernetes has started this process, or what has."""
+    return bool(environ.get("KUBERNETES_SERVICE_HOST"))
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:  # a name, which may stand for a loopback address on its own host alone
+        return False
 
 
 def job_id_from_environment(environ: Mapping[str, str] | None = None) -> str:

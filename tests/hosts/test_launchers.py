@@ -78,6 +78,40 @@ def test_mpirun(hosts: Hosts, kind: str, tmp_path: Path) -> None:
     check(hosts.start(0, [starter, *arguments, *PROGRAM], {"OMP_NUM_THREADS": "1"}, **OPTIONS))
 
 
+@pytest.mark.parametrize("framework", ["torch", "paddle"])
+@pytest.mark.parametrize("host", ["node0", "localhost"])
+def test_pods_of_a_pytorchjob(hosts: Hosts, framework: str, host: str) -> None:
+    """Kubeflow sets four variables, and says nothing of ranks that share a host.
+
+    The pod of rank 0 is told its name, or by many releases that it is localhost.
+    """
+    common = {"WORLD_SIZE": "2", "MASTER_PORT": "23456", "OMP_NUM_THREADS": "1"}
+    common["KUBERNETES_SERVICE_HOST"] = "10.96.0.1"
+    own = {"RANK": "0", "MASTER_ADDR": host}, {"RANK": "1", "MASTER_ADDR": "node0"}
+    ranks = [
+        hosts.start(number, [*PROGRAM, framework], common | variables, **OPTIONS)
+        for number, variables in enumerate(own)
+    ]
+    outputs = [rank.communicate(timeout=WITHIN_S)[0] for rank in ranks]
+    place = "place 0 of 1" if framework == "torch" else "place"
+    for number, (rank, output) in enumerate(zip(ranks, outputs, strict=True)):
+        assert rank.returncode == 0, output
+        assert f"rank {number} of 2 on node{number}, {place}" in output and "3 by hosts" in output, output
+
+
+def test_four_variables_by_hand(hosts: Hosts) -> None:
+    """Which ranks share a host is seen by its name, although nobody has told it."""
+    ranks = []
+    for rank, host in enumerate(HOST_OF["in turn"]):
+        variables = {"RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29501"}
+        ranks.append(hosts.start(host, PROGRAM, variables | {"OMP_NUM_THREADS": "1"}, **OPTIONS))
+    outputs = [rank.communicate(timeout=WITHIN_S)[0] for rank in ranks]
+    found = sorted(
+        line[line.index("rank") :] for o in outputs for line in o.splitlines() if "by hosts" in line
+    )
+    assert found == expected_lines("in turn"), outputs
+
+
 def run_on(hosts: Hosts, host: int, *options: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "paceline", "run", "--nnodes", "2", "-n", "2", *options]
     return hosts.start(host, [*command, "-m", PROGRAM[-1]], {"OMP_NUM_THREADS": "1"}, **OPTIONS)

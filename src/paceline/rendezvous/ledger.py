@@ -23,7 +23,7 @@ from paceline.rendezvous.deadline import Deadline
 
 _LONGEST_LINE = 1 << 16
 _MOST_BYTES = 1 << 26
-"""Of keys and words, so that a stranger cannot fill the memory; a rank takes some 10 kB."""
+"""Keys and words, so that a stranger cannot fill the memory; a rank takes some 10 kB."""
 _MOST_STRANGERS = 64
 """Connections beyond one of each rank, so that a stranger cannot take all descriptors of this process."""
 _BACKLOG = 1024
