@@ -73,9 +73,15 @@ def test_mpirun(hosts: Hosts, kind: str, tmp_path: Path) -> None:
     if kind == MPICH:
         arguments += ["-launcher", "ssh", "-launcher-exec", shell, "-hosts", "node0:2,node1:2"]
     else:
+        # Which hands on no other variable to the second host.
+        arguments += ["-x", "PACELINE_SECRET_FILE", "-x", "OMP_NUM_THREADS"]
         arguments += ["--mca", "plm_rsh_agent", shell, "--host", "node0:2,node1:2"]
+    secret = tmp_path / "secret"
+    secret.write_text("0123456789abcdef")
+    secret.chmod(0o600)
+    variables = {"OMP_NUM_THREADS": "1", "PACELINE_SECRET_FILE": str(secret)}
     # The option that places ranks comes last: what follows it is the program.
-    check(hosts.start(0, [starter, *arguments, *PROGRAM], {"OMP_NUM_THREADS": "1"}, **OPTIONS))
+    check(hosts.start(0, [starter, *arguments, *PROGRAM], variables, **OPTIONS))
 
 
 @pytest.mark.parametrize("framework", ["torch", "paddle"])

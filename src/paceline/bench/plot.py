@@ -78,7 +78,7 @@ def draw_step(report: Report, path: Path) -> None:
 
 
 def draw_predict(report: Report, path: Path) -> None:
-    """One panel per rate, all of one scale: the time of an average by the number of hosts, both logarithmic."""
+    """One panel per rate, all of one scale: an average's time by the number of hosts, both logarithmic."""
     rates = list(dict.fromkeys(row["gbits_per_s"] for row in report.data["rows"]))
     figure, panels = _figure(max(6.0, 3.4 * len(rates)), 4.2, len(rates))
     for rate, axes in zip(rates, panels if len(rates) > 1 else [panels], strict=True):
