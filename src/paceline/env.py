@@ -168,21 +168,28 @@ def _unknown_rank(environ: Mapping[str, str]) -> ConfigError:
             seen = f"found {', '.join(launcher.found(environ))}"
             seen += f"; {launcher.start} is missing" if launcher.start else ""
         command = "paceline run -n 2 script.py" if launcher is None else launcher.command
+        summary = (
+            "No launcher's variables are set" if launcher is None else "No launcher has started this process"
+        )
         return ConfigError(
-            "No launcher's variables are set, so this process does not know its rank.",
+            f"{summary}, so it does not know its rank.",
             seen=seen,
             expected="RANK and WORLD_SIZE, or those of Paddle, Open MPI, MPICH, srun or Kubernetes",
             likely="the script was started with plain python",
-            hint=f"`{command}` starts two ranks; for one: rank=0, world_size=1",
+            hint=f"start ranks with {_as_code(command)}; for a single one: rank=0, world_size=1",
         )
     return ConfigError(
         f"The variables of {launcher.name} are half set: {launcher.rank} is not set.",
         **_inventory(environ, launcher, (launcher.rank,)),
         likely="the script was started with plain python where a launcher's variables were left over, or are "
         "given for another launcher",
-        hint=f"start the ranks with `{launcher.command}`; or set {launcher.rank} for every rank",
+        hint=f"start the ranks with {_as_code(launcher.command)}; or set {launcher.rank} for every rank",
         variable=launcher.rank,
     )
+
+
+def _as_code(command: str) -> str:
+    return command if command.startswith("a pod ") else f"`{command}`"
 
 
 def _inventory(

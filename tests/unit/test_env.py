@@ -186,6 +186,28 @@ def test_half_set_variables_are_listed_with_what_is_missing(
     assert variable in missing
 
 
+@pytest.mark.parametrize(
+    ("environ", "summary", "hint"),
+    [
+        ({}, "No launcher's variables are set", "`paceline run -n 2 script.py`"),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, "No launcher has started this process", "`srun -n 2"),
+        (
+            {"JOB_COMPLETION_INDEX": "1"},
+            "No launcher has started this process",
+            "with a pod of an indexed Job",
+        ),
+        ({"LWS_GROUP_SIZE": "2"}, "LeaderWorkerSet are half set", "with a pod of a LeaderWorkerSet"),
+    ],
+)
+def test_what_is_said_to_a_process_without_a_rank(environ: dict[str, str], summary: str, hint: str) -> None:
+    """Not that nothing is set, above a list of what is; nor a pod in the place of a command."""
+    with pytest.raises(ConfigError) as caught:
+        read_rank_environment(environ)
+    assert summary in caught.value.summary
+    assert hint in caught.value.hint
+    assert all(f"{name}={value}" in caught.value.seen for name, value in environ.items())
+
+
 SLURM = {
     "SLURM_PROCID": "5",
     "SLURM_NTASKS": "8",

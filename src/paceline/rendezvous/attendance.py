@@ -280,8 +280,8 @@ def _read(own: Arrival, signatures: Signatures, key: str, text: str) -> Arrival:
             + (f"\n{came.describe()}: {came.problem}" if came.problem else ""),
             likely="PACELINE_SECRET_FILE or PACELINE_SECRET is set on some hosts only, or the files differ; "
             "or a stranger claims to be this rank",
-            hint="PACELINE_SECRET_FILE names a file of mode 0600 with the same content on all hosts; Open MPI "
-            "hands the variable on to other hosts with `mpirun -x PACELINE_SECRET_FILE`",
+            hint="PACELINE_SECRET_FILE names a file of mode 0600 with the same content on all hosts; Open "
+            "MPI hands the variable on to other hosts with `mpirun -x PACELINE_SECRET_FILE`",
             ranks=(own, came),
         )
     return came
