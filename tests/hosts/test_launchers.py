@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -140,6 +143,31 @@ def test_paceline_run_on_two_hosts_that_do_not_know_their_own_names(hosts: Hosts
     folders = [str(tmp_path / f"out.nobody{host}.rings") for host in range(2)]
     assert main(["trace", *folders, "--output", str(tmp_path / "all.json")]) == 0
     assert sorted(read_trace(tmp_path / "all.json")) == [f"rank {rank}" for rank in range(4)]
+
+
+def test_ranks_end_with_an_agent_that_is_killed(hosts: Hosts, tmp_path: Path) -> None:
+    """They would train on, on all hosts, and nobody would know."""
+    (tmp_path / "script.py").write_text(
+        "import os, pathlib, time\n"
+        "path = pathlib.Path(__file__).with_name('pid' + os.environ['RANK'])\n"
+        "path.write_text(str(os.getpid()))\n"
+        "time.sleep(600)\n"
+    )
+    command = [sys.executable, "-m", "paceline", "run", "--nnodes", "1", "-n", "2"]
+    command += ["--rdzv", f"{hosts.address(0)}:29413", str(tmp_path / "script.py")]
+    launcher = hosts.start(0, command, {}, **OPTIONS)
+    deadline = time.monotonic() + WITHIN_S
+    pids: list[str] = []
+    while len(pids) < 2:
+        assert launcher.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+        pids = [text for path in tmp_path.glob("pid?") if (text := path.read_text())]
+    (agent,) = {int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in pids}
+    os.kill(agent, signal.SIGKILL)
+    output, _ = launcher.communicate(timeout=WITHIN_S)
+    assert launcher.returncode == 128 + signal.SIGKILL, output
+    assert "torch's agent on host node0 was ended by SIGKILL, and its ranks are ended with it" in output
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
 def test_paceline_run_says_at_whom_it_waits_and_gives_up(hosts: Hosts) -> None:
