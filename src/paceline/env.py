@@ -8,6 +8,7 @@ arguments and launchers.
 from __future__ import annotations
 
 import hashlib
+import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -99,6 +100,43 @@ def read_rank_environment(
     )
 
 
+def may_span_hosts(place: RankEnvironment, environ: Mapping[str, str] | None = None) -> bool:
+    """Whether the ranks may be on several hosts: the same answer on every rank.
+
+    Where the launcher does not say how many ranks this host has, they may, unless rank 0 is looked for at
+    localhost. In a pod they may even then: Kubeflow tells the pod of rank 0 that it is localhost, and the
+    others its name.
+
+    Example:
+        >>> may_span_hosts(RankEnvironment(0, 2, None, None, "node0", 29500, ""), {})
+        True
+    """
+    environ = environment_of_process() if environ is None else environ
+    if place.world_size == 1:
+        return False
+    if place.local_world_size is not None:
+        return place.local_world_size != place.world_size
+    if nodes := environ.get("SLURM_STEP_NUM_NODES", ""):  # an old Slurm tells no more
+        return nodes != "1"
+    if endpoints := environ.get("PADDLE_TRAINER_ENDPOINTS", ""):
+        return len({each.strip().rpartition(":")[0] for each in endpoints.split(",")}) > 1
+    return is_in_pod(environ) or not (
+        place.master_addr in ("", "localhost") or _is_loopback(place.master_addr)
+    )
+
+
+def is_in_pod(environ: Mapping[str, str]) -> bool:
+    """Whether Kubernetes has started this process, or what has."""
+    return bool(environ.get("KUBERNETES_SERVICE_HOST"))
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:  # a name, which may stand for a loopback address on its own host alone
+        return False
+
+
 def job_id_from_environment(environ: Mapping[str, str] | None = None) -> str:
     """The text that all ranks of this launch share and no other job has; "" if the launcher gives none."""
     environ = environment_of_process() if environ is None else environ
@@ -130,21 +168,28 @@ def _unknown_rank(environ: Mapping[str, str]) -> ConfigError:
             seen = f"found {', '.join(launcher.found(environ))}"
             seen += f"; {launcher.start} is missing" if launcher.start else ""
         command = "paceline run -n 2 script.py" if launcher is None else launcher.command
+        summary = (
+            "No launcher's variables are set" if launcher is None else "No launcher has started this process"
+        )
         return ConfigError(
-            "No launcher's variables are set, so this process does not know its rank.",
+            f"{summary}, so it does not know its rank.",
             seen=seen,
             expected="RANK and WORLD_SIZE, or those of Paddle, Open MPI, MPICH, srun or Kubernetes",
             likely="the script was started with plain python",
-            hint=f"`{command}` starts two ranks; for one: rank=0, world_size=1",
+            hint=f"start ranks with {_as_code(command)}; for a single one: rank=0, world_size=1",
         )
     return ConfigError(
         f"The variables of {launcher.name} are half set: {launcher.rank} is not set.",
         **_inventory(environ, launcher, (launcher.rank,)),
         likely="the script was started with plain python where a launcher's variables were left over, or are "
         "given for another launcher",
-        hint=f"start the ranks with `{launcher.command}`; or set {launcher.rank} for every rank",
+        hint=f"start the ranks with {_as_code(launcher.command)}; or set {launcher.rank} for every rank",
         variable=launcher.rank,
     )
+
+
+def _as_code(command: str) -> str:
+    return command if command.startswith("a pod ") else f"`{command}`"
 
 
 def _inventory(

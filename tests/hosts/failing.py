@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 
 from paceline.errors import PacelineError
 
@@ -50,6 +51,8 @@ def main() -> None:
                     raise ValueError("the cause")
     except failure as error:
         say("noticed", f"{error}\n")
+        shown = "".join(traceback.format_exception(error))
+        assert path == "torch" or '{"kind"' not in shown, shown  # what ranks tell each other, packed
         if path == "torch":
             program.end_at_once(NOTICED)
         sys.exit(NOTICED)

@@ -15,7 +15,8 @@ def main() -> None:
     program = importlib.import_module(f"tests.hosts.in_{framework}")
     rank = program.join(False)
     gradient, path = program.gradient_of(rank)
-    place = [os.environ[name] for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+    # Of torch alone all are set by now; Paddle reads none of these.
+    place = [os.environ.get(name, "?") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")]
     # One write, so that lines of two ranks do not mix.
     print(
         f"rank {rank} of {program.world_size()} on {os.uname().nodename}, place {' of '.join(place)}: "

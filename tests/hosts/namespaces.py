@@ -175,13 +175,17 @@ class Hosts:
         return process
 
     def write_remote_shell(self, path: Path) -> Path:
-        """Write what stands for ssh between these hosts: `path [options] node1 command ...`."""
+        """Write what stands for ssh between these hosts: `path [options] node1 command ...`.
+
+        As with ssh, the command finds none of the caller's variables.
+        """
         prefix = self._names[0].removesuffix("0")
         path.write_text(
             "#!/bin/sh\n"
             'while case "$1" in -*) true;; *) false;; esac; do shift; done\n'
             'host="$1"; shift\n'
-            f'exec ip netns exec "{prefix}${{host#node}}" unshare --uts sh -c "hostname $host; $*"\n'
+            f'exec ip netns exec "{prefix}${{host#node}}" env -i HOME="$HOME" PATH="$PATH" '
+            'unshare --uts sh -c "hostname $host; $*"\n'
         )
         path.chmod(0o755)
         return path

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -73,9 +76,49 @@ def test_mpirun(hosts: Hosts, kind: str, tmp_path: Path) -> None:
     if kind == MPICH:
         arguments += ["-launcher", "ssh", "-launcher-exec", shell, "-hosts", "node0:2,node1:2"]
     else:
+        # Which hands on no other variable to the second host.
+        arguments += ["-x", "PACELINE_SECRET_FILE", "-x", "OMP_NUM_THREADS"]
         arguments += ["--mca", "plm_rsh_agent", shell, "--host", "node0:2,node1:2"]
+    secret = tmp_path / "secret"
+    secret.write_text("0123456789abcdef")
+    secret.chmod(0o600)
+    variables = {"OMP_NUM_THREADS": "1", "PACELINE_SECRET_FILE": str(secret)}
     # The option that places ranks comes last: what follows it is the program.
-    check(hosts.start(0, [starter, *arguments, *PROGRAM], {"OMP_NUM_THREADS": "1"}, **OPTIONS))
+    check(hosts.start(0, [starter, *arguments, *PROGRAM], variables, **OPTIONS))
+
+
+@pytest.mark.parametrize("framework", ["torch", "paddle"])
+@pytest.mark.parametrize("host", ["node0", "localhost"])
+def test_pods_of_a_pytorchjob(hosts: Hosts, framework: str, host: str) -> None:
+    """Kubeflow sets four variables, and says nothing of ranks that share a host.
+
+    The pod of rank 0 is told its name, or by many releases that it is localhost.
+    """
+    common = {"WORLD_SIZE": "2", "MASTER_PORT": "23456", "OMP_NUM_THREADS": "1"}
+    common["KUBERNETES_SERVICE_HOST"] = "10.96.0.1"
+    own = {"RANK": "0", "MASTER_ADDR": host}, {"RANK": "1", "MASTER_ADDR": "node0"}
+    ranks = [
+        hosts.start(number, [*PROGRAM, framework], common | variables, **OPTIONS)
+        for number, variables in enumerate(own)
+    ]
+    outputs = [rank.communicate(timeout=WITHIN_S)[0] for rank in ranks]
+    place = "place 0 of 1" if framework == "torch" else "place"
+    for number, (rank, output) in enumerate(zip(ranks, outputs, strict=True)):
+        assert rank.returncode == 0, output
+        assert f"rank {number} of 2 on node{number}, {place}" in output and "3 by hosts" in output, output
+
+
+def test_four_variables_by_hand(hosts: Hosts) -> None:
+    """Which ranks share a host is seen by its name, although nobody has told it."""
+    ranks = []
+    for rank, host in enumerate(HOST_OF["in turn"]):
+        variables = {"RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29501"}
+        ranks.append(hosts.start(host, PROGRAM, variables | {"OMP_NUM_THREADS": "1"}, **OPTIONS))
+    outputs = [rank.communicate(timeout=WITHIN_S)[0] for rank in ranks]
+    found = sorted(
+        line[line.index("rank") :] for o in outputs for line in o.splitlines() if "by hosts" in line
+    )
+    assert found == expected_lines("in turn"), outputs
 
 
 def run_on(hosts: Hosts, host: int, *options: str) -> subprocess.Popen[str]:
@@ -100,6 +143,31 @@ def test_paceline_run_on_two_hosts_that_do_not_know_their_own_names(hosts: Hosts
     folders = [str(tmp_path / f"out.nobody{host}.rings") for host in range(2)]
     assert main(["trace", *folders, "--output", str(tmp_path / "all.json")]) == 0
     assert sorted(read_trace(tmp_path / "all.json")) == [f"rank {rank}" for rank in range(4)]
+
+
+def test_ranks_end_with_an_agent_that_is_killed(hosts: Hosts, tmp_path: Path) -> None:
+    """They would train on, on all hosts, and nobody would know."""
+    (tmp_path / "script.py").write_text(
+        "import os, pathlib, time\n"
+        "path = pathlib.Path(__file__).with_name('pid' + os.environ['RANK'])\n"
+        "path.write_text(str(os.getpid()))\n"
+        "time.sleep(600)\n"
+    )
+    command = [sys.executable, "-m", "paceline", "run", "--nnodes", "1", "-n", "2"]
+    command += ["--rdzv", f"{hosts.address(0)}:29413", str(tmp_path / "script.py")]
+    launcher = hosts.start(0, command, {}, **OPTIONS)
+    deadline = time.monotonic() + WITHIN_S
+    pids: list[str] = []
+    while len(pids) < 2:
+        assert launcher.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+        pids = [text for path in tmp_path.glob("pid?") if (text := path.read_text())]
+    (agent,) = {int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]) for pid in pids}
+    os.kill(agent, signal.SIGKILL)
+    output, _ = launcher.communicate(timeout=WITHIN_S)
+    assert launcher.returncode == 128 + signal.SIGKILL, output
+    assert "torch's agent on host node0 was ended by SIGKILL, and its ranks are ended with it" in output
+    assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
 def test_paceline_run_says_at_whom_it_waits_and_gives_up(hosts: Hosts) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import threading
 import time
@@ -97,6 +99,26 @@ def test_a_missing_rank_is_named_on_every_other(absent):
         assert waited_s < 20
         if 0 in (rank, absent):  # others learn it from rank 0, which may have begun before them
             assert waited_s > 0.8
+
+
+@ranks(2, group=None)
+def test_who_waits_says_for_whom(rank, monkeypatch):
+    monkeypatch.setattr("paceline.rendezvous.hub._SAY_EVERY_S", 0.05)
+    with contextlib.redirect_stderr(io.StringIO()) as said, pytest.raises(RendezvousError):
+        init(rank, 2, name=f"of rank {rank} alone", timeout_s=0.5)
+    whom = ("rank 1", "rank 0 to come on this host")[rank]
+    assert f"paceline: rank {rank} of 2 on host " in said.getvalue()
+    assert f"has waited 0 s for {whom}\n" in said.getvalue()
+
+
+@ranks(1, group=None)
+def test_ranks_of_several_hosts_are_refused_at_once(rank, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    with pytest.raises(ConfigError, match="started these on several") as caught:
+        paceline.init()
+    assert "rank 0 of 2 is one of 1 on host" in caught.value.seen
+    paceline.init(rank=0, world_size=1).close()  # a group of this host alone
 
 
 @ranks(3)

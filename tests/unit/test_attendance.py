@@ -106,8 +106,8 @@ def test_ranks_with_one_secret_go_on():
 @pytest.mark.parametrize(
     ("odd", "words", "own_words"),
     [
-        (b"another secret!!", "has another secret than this rank", "has another secret than this rank"),
-        (b"", "has no secret, and this rank has one", "has a secret, and this rank has none"),
+        (b"another secret!!", "has another secret than rank {}", "has another secret than rank 2"),
+        (b"", "has no secret, and rank {} on host node0 (pid 10{}) has one", "has a secret, and rank 2"),
     ],
 )
 def test_ranks_with_different_secrets_are_told_at_once_who_they_are(odd, words, own_words):
@@ -115,8 +115,8 @@ def test_ranks_with_different_secrets_are_told_at_once_who_they_are(odd, words, 
     arrivals = [arrival(0), arrival(1), arrival(2, host="node1")]
     first, second, third = attend_all(arrivals, secrets=[SECRET, SECRET, odd])
     assert time.monotonic() - begun < 20  # and not after the 30 s
-    for error in (first, second):
-        assert "rank 2 on host node1" in error.seen and words in error.seen, error.seen
+    for rank, error in enumerate((first, second)):
+        assert f"rank 2 on host node1 (pid 102) {words.format(rank, rank)}" in error.seen, error.seen
         assert error.hosts == ("node0", "node1") and "PACELINE_SECRET_FILE" in error.hint
     assert own_words in third.seen and "on host node0" in third.seen
 

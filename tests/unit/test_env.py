@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from paceline.env import (
     RankEnvironment,
     job_id_from_environment,
+    may_span_hosts,
     read_rank_environment,
     split_address,
 )
@@ -185,6 +186,28 @@ def test_half_set_variables_are_listed_with_what_is_missing(
     assert variable in missing
 
 
+@pytest.mark.parametrize(
+    ("environ", "summary", "hint"),
+    [
+        ({}, "No launcher's variables are set", "`paceline run -n 2 script.py`"),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, "No launcher has started this process", "`srun -n 2"),
+        (
+            {"JOB_COMPLETION_INDEX": "1"},
+            "No launcher has started this process",
+            "with a pod of an indexed Job",
+        ),
+        ({"LWS_GROUP_SIZE": "2"}, "LeaderWorkerSet are half set", "with a pod of a LeaderWorkerSet"),
+    ],
+)
+def test_what_is_said_to_a_process_without_a_rank(environ: dict[str, str], summary: str, hint: str) -> None:
+    """Not that nothing is set, above a list of what is; nor a pod in the place of a command."""
+    with pytest.raises(ConfigError) as caught:
+        read_rank_environment(environ)
+    assert summary in caught.value.summary
+    assert hint in caught.value.hint
+    assert all(f"{name}={value}" in caught.value.seen for name, value in environ.items())
+
+
 SLURM = {
     "SLURM_PROCID": "5",
     "SLURM_NTASKS": "8",
@@ -286,6 +309,29 @@ def test_any_environment_is_read_or_refused(environ: dict[str, str]) -> None:
     assert 0 <= env.rank < env.world_size
     assert env.master_addr
     assert 0 <= env.master_port < 65536
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"LOCAL_WORLD_SIZE": "4"}, False),
+        ({"LOCAL_WORLD_SIZE": "2"}, True),
+        ({"MASTER_ADDR": "node0"}, True),
+        ({"MASTER_ADDR": "10.0.0.1"}, True),
+        ({"MASTER_ADDR": "localhost"}, False),
+        ({"MASTER_ADDR": "127.0.0.1"}, False),
+        ({"MASTER_ADDR": "::1"}, False),
+        # Kubeflow's pod of rank 0, which the others know by a name.
+        ({"MASTER_ADDR": "localhost", "KUBERNETES_SERVICE_HOST": "10.96.0.1"}, True),
+        ({"MASTER_ADDR": "localhost", "SLURM_STEP_NUM_NODES": "2"}, True),
+        ({"MASTER_ADDR": "node0", "SLURM_STEP_NUM_NODES": "1"}, False),
+        ({"MASTER_ADDR": "node0", "PADDLE_TRAINER_ENDPOINTS": "node0:1,node0:2,node0:3,node0:4"}, False),
+        ({"MASTER_ADDR": "node0", "PADDLE_TRAINER_ENDPOINTS": "node0:1,node0:2,node1:1,node1:2"}, True),
+    ],
+)
+def test_whether_ranks_may_be_on_several_hosts(environ: dict[str, str], expected: bool) -> None:
+    environ = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"} | environ
+    assert may_span_hosts(read_rank_environment(environ), environ) == expected
 
 
 def test_job_ids() -> None:

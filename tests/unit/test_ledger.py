@@ -16,12 +16,13 @@ import pytest
 from paceline.rendezvous.ledger import LedgerClient, LedgerServer
 
 WITHIN_S = 30.0
+WORLD_SIZE = 2
 Connect = Callable[[], LedgerClient]
 
 
 @pytest.fixture
 def server() -> Iterator[LedgerServer]:
-    server = LedgerServer(0)
+    server = LedgerServer(0, WORLD_SIZE)
     yield server
     server.close()
 
@@ -88,14 +89,49 @@ def test_a_stranger_is_turned_away_and_nobody_else(
 
 
 def test_memory_has_a_bound(connect: Connect, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.rendezvous.ledger._MOST_KEYS", 3)
+    monkeypatch.setattr("paceline.rendezvous.ledger._MOST_BYTES", 10_000)
     client = connect()
-    for key in "abc":
-        client.write(key, "x")
-    client.write("a", "known")
-    with pytest.raises(RuntimeError, match="closed the connection"):
-        client.write("d", "x")
+    client.write("a", "x" * 8_000)
+    client.write("a", "known")  # in place of it
+    client.write("b", "x" * 8_000)
+    for fill in (lambda each: each.write("c", "x" * 2_000), lambda each: each.add("c" * 2_000, 1)):
+        with pytest.raises(RuntimeError, match="closed the connection"):
+            fill(connect())
     assert connect().read("a") == "known"
+
+
+def test_an_emoji_counts_for_the_memory_that_its_text_takes(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four bytes for each character, the others too."""
+    monkeypatch.setattr("paceline.rendezvous.ledger._MOST_BYTES", 10_000)
+    with pytest.raises(RuntimeError, match="closed the connection"):
+        connect().write("a", "x" * 4_000 + "\U0001f6a8")
+
+
+def test_strangers_take_no_descriptors_that_the_process_needs(server: LedgerServer, connect: Connect) -> None:
+    """However many connect: those that say nothing make room, the oldest first, and no rank does."""
+    ranks = [connect() for _ in range(WORLD_SIZE)]
+    for rank in ranks:
+        rank.add("n", 1)
+    before = len(os.listdir("/proc/self/fd"))
+    with contextlib.ExitStack() as strangers:
+        for _ in range(300):
+            address = ("127.0.0.1", server.port)
+            strangers.enter_context(socket.create_connection(address, WITHIN_S))
+        assert ranks[0].add("n", 1) == WORLD_SIZE + 1
+        assert connect().add("n", 1) == WORLD_SIZE + 2  # all before this one have been let in
+        assert len(os.listdir("/proc/self/fd")) - before <= 300 + WORLD_SIZE + 64
+        assert ranks[1].read("n") is None
+
+
+def test_strangers_that_ask_leave_no_room_for_more(server: LedgerServer, connect: Connect) -> None:
+    strangers = [connect() for _ in range(WORLD_SIZE + 64)]
+    for stranger in strangers:
+        stranger.read("a")
+    with pytest.raises(RuntimeError):
+        connect().read("a")
+    assert strangers[0].read("a") is None
 
 
 def test_a_server_that_ends_is_told(server: LedgerServer, connect: Connect) -> None:
@@ -109,7 +145,7 @@ def test_a_server_that_ends_is_told(server: LedgerServer, connect: Connect) -> N
 
 def test_one_listens_at_a_port(server: LedgerServer) -> None:
     with pytest.raises(OSError):
-        LedgerServer(server.port)
+        LedgerServer(server.port, WORLD_SIZE)
 
 
 def test_a_server_that_answers_something_else() -> None:
@@ -130,7 +166,7 @@ def test_a_server_that_does_not_answer() -> None:
 
 
 def test_a_forked_child_does_not_hold_the_port() -> None:
-    server = LedgerServer(0)
+    server = LedgerServer(0, WORLD_SIZE)
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
@@ -140,7 +176,7 @@ def test_a_forked_child_does_not_hold_the_port() -> None:
     try:
         os.read(reading, 1)  # the child has got past what happens after a fork
         server.close()
-        LedgerServer(server.port).close()
+        LedgerServer(server.port, WORLD_SIZE).close()
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)

@@ -15,6 +15,7 @@ from tests.harness.command import ROOT
 
 PAGE = (ROOT / "docs" / "scaling.md").read_text()
 MEASURED = ROOT / "benchmarks" / "results" / "hosts_epyc-2c_2026-11-22.md"
+FASTEST = ROOT / "benchmarks" / "results" / "one-rank-per-host_epyc-2c_2026-11-23.md"
 # Two cores, of which a copy of memory in one process takes a part.
 HERE = Machines(100e6, memory_bytes_per_s=20e9)
 
@@ -40,6 +41,22 @@ def compared():
     return found
 
 
+def compared_at_10_gbits():
+    """The same at 10 Gbit/s: {(layout, MB): (torch's, ours)}."""
+    found = {}
+    for line in FASTEST.read_text().partition("## At 10 Gbit/s")[2].splitlines():
+        if match := re.match(r"\| ((\d)x(\d)) \| (\S+) MB \| (\S+) \| [^|]+ \| \**([\d.]+)", line):
+            layout, hosts, ranks, megabytes, theirs, ratio = match.groups()
+            sizes = int(float(megabytes) * 1e6) // 4 * 4, int(hosts), int(ranks)
+            machines = Machines(9.05e9, memory_bytes_per_s=HERE.memory_bytes_per_s)  # what the link carried
+            seconds = float(theirs) / 1e3
+            found[layout, float(megabytes)] = (
+                seconds / predict_torch(*sizes, machines).seconds,
+                seconds * float(ratio) / predict(*sizes, machines).seconds,
+            )
+    return found
+
+
 def tables(text):
     """The tables of a page, each as its lines."""
     return re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE)
@@ -50,6 +67,38 @@ def test_measured_times_are_near_those_of_the_model():
     for (layout, megabytes), ratios in compared().items():
         for ratio in (number for pair in ratios for number in pair):
             assert 0.97 < ratio < (1.25 if megabytes > 1 else 2.5), (layout, megabytes, ratios)
+
+
+def test_at_10_gbits_the_page_says_how_far_off_the_model_is():
+    """There two cores do the work of all hosts, and are slower than the link."""
+    lines = ["| hosts x ranks | gradients | torch's DDP | Paceline |", "|---|---|--:|--:|"]
+    for (layout, megabytes), ratios in compared_at_10_gbits().items():
+        assert all(1.9 < ratio < 5.0 for ratio in ratios)
+        lines.append(f"| {layout} | {megabytes:g} MB | {ratios[0]:.1f} | {ratios[1]:.1f} |")
+    assert len(lines) == 6
+    assert "\n".join(lines) + "\n" in tables(PAGE), "docs/scaling.md should have:\n" + "\n".join(lines)
+
+
+def test_paddle_goes_over_its_group_alone_with_more_hosts_than_it_has_connections_for():
+    hosts = (ROOT / "src/paceline/paddle/link/hosts.py").read_text()
+    (most,) = re.findall(r"^MOST_HOSTS = (\d+)$", hosts, flags=re.MULTILINE)
+    words = f"Paddle on more than {most} hosts"
+    assert any(words in note for note in run(1 << 20, [2, int(most) + 1], 8, [1.0], "").notes)
+    assert not any(words in note for note in run(1 << 20, [2, int(most)], 8, [1.0], "").notes)
+
+
+def test_the_panels_of_the_picture_have_one_scale_with_more_than_one_mark(monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    from paceline.bench import plot
+
+    drawn = []
+    monkeypatch.setattr(plot, "_save", lambda figure, *_, **__: drawn.append(figure))
+    for nbytes, rates in ((100 << 20, [1.0, 10.0, 100.0]), (4 << 20, [1.0])):
+        plot.draw_predict(run(nbytes, [2, 8], 8, rates, ""), tmp_path / "x.png")
+        panels = drawn[-1].axes
+        assert len({panel.get_ylim() for panel in panels}) == 1
+        marks = [text.get_text() for text in panels[0].get_yticklabels()]
+        assert len(marks) >= 2 and all(mark.endswith("s") for mark in marks), marks
 
 
 def test_the_page_has_the_comparison():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from pathlib import Path
 from typing import Any
 
 from paceline.bench import all_reduce, step
 from paceline.bench.report import Report
-from paceline.bench.units import format_size
+from paceline.bench.units import format_size, format_time
 
 # Ours in one hue from dark to light, theirs in others; told apart without colour by the markers.
 _STYLES = {
@@ -77,7 +78,7 @@ def draw_step(report: Report, path: Path) -> None:
 
 
 def draw_predict(report: Report, path: Path) -> None:
-    """One panel per rate: the time of an average against the number of hosts, both logarithmic."""
+    """One panel per rate, all of one scale: an average's time by the number of hosts, both logarithmic."""
     rates = list(dict.fromkeys(row["gbits_per_s"] for row in report.data["rows"]))
     figure, panels = _figure(max(6.0, 3.4 * len(rates)), 4.2, len(rates))
     for rate, axes in zip(rates, panels if len(rates) > 1 else [panels], strict=True):
@@ -92,10 +93,15 @@ def draw_predict(report: Report, path: Path) -> None:
             axes.plot(hosts, seconds, marker=_STYLES[style][1], color=color, label=label)
         axes.set(xscale="log", yscale="log", title=f"{rate:g} Gbit/s", xlabel="hosts")
         axes.set_xticks(hosts, [str(number) for number in hosts], minor=False)
-        axes.minorticks_off()
         axes.grid(alpha=0.3)
+    times = [row["seconds"][name] for row in report.data["rows"] for name in ("torch", "paceline", "int8")]
+    ticks = _round_times(min(times), max(times))
+    for axes in panels if len(rates) > 1 else [panels]:
+        axes.set_ylim(min(*times, *ticks) / 1.3, max(*times, *ticks) * 1.3)
+        axes.set_yticks(ticks, [format_time(tick) for tick in ticks])
+        axes.minorticks_off()
     first = panels[0] if len(rates) > 1 else panels
-    first.set(ylabel="seconds of one average")
+    first.set(ylabel="time of one average")
     figure.legend(*first.get_legend_handles_labels(), **_BELOW, ncols=3)
     figure.suptitle(report.title)
     _save(figure, report, path, bottom=0.12)
@@ -115,6 +121,14 @@ def _save(figure: Any, report: Report, path: Path, bottom: float) -> None:
     figure.text(0.01, 0.01, machine, fontsize=6, color="gray", va="bottom")
     figure.tight_layout(rect=(0, bottom, 1, 1))
     figure.savefig(path, dpi=150)
+
+
+def _round_times(low: float, high: float) -> list[float]:
+    """Ticks of a logarithmic axis: powers of ten; for a short one also twice and five times these."""
+    factors = (1,) if high > 100 * low else (1, 2, 5)
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks = [factor * 10.0**power for power in powers for factor in factors]
+    return [tick for tick in ticks if low <= tick <= high] or [low, high]
 
 
 def _quartiles(samples: list[list[float]]) -> tuple[float, float]:

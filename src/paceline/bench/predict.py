@@ -28,6 +28,7 @@ from paceline.reducer.sum_formats import ENCODINGS
 
 _TORCH_BUCKETS = (1 << 20, 25 << 20)  # torch's first bucket, and the others
 _ITEM_BYTES = 4  # sums travel as float32
+_MOST_HOSTS_OF_PADDLE = 16  # `MOST_HOSTS` of paceline.paddle.link.hosts
 _ON_THE_WIRE = 1538 / 1448  # Ethernet, IP and TCP around 1448 bytes of a message
 
 
@@ -201,9 +202,15 @@ def run(
         f"{Machines.latency_s * 1e6:g} us from process to process, {Machines.message_s * 1e6:g} us of a core "
         f"for each message, {Machines.connection_bits_per_s / 1e9:g} Gbit/s in one connection, "
         f"{Machines.memory_bytes_per_s / 1e9:g} GB/s of memory. docs/scaling.md compares it with "
-        "measurements at 100 Mbit/s and 1 Gbit/s; nothing was measured above that.",
+        "measurements at 100 Mbit/s to 10 Gbit/s, where two cores did the work of all hosts and took 2 to 5 "
+        "times as long as the model; nothing was measured above that.",
         "limit: what decides Paceline's time without compression.",
     ]
+    if max(hosts) > _MOST_HOSTS_OF_PADDLE:
+        notes.append(
+            f"Paddle on more than {_MOST_HOSTS_OF_PADDLE} hosts: gradients go over its process group alone, "
+            "as with paddle.DataParallel."
+        )
     if step_s is not None:
         notes.append(
             f"throughput: of a step of {format_time(step_s)}, when averaging hides behind two thirds of it."

@@ -1,10 +1,11 @@
 """`paceline.init`: from arguments or the environment to a Group.
 
-Imports rendezvous, arguments, env, the core, and of this folder group.
+Imports rendezvous, arguments, env, errors, the core, and of this folder group.
 """
 
 from __future__ import annotations
 
+import socket
 from datetime import timedelta
 
 from paceline import _core
@@ -12,6 +13,7 @@ from paceline.arguments import Arguments
 from paceline.collectives.formation import form_core
 from paceline.collectives.group import Group
 from paceline.env import job_secret_from_environment, read_rank_environment, split_address
+from paceline.errors import ConfigError
 from paceline.rendezvous.deadline import Deadline
 from paceline.rendezvous.hub import HubExchange
 from paceline.rendezvous.secret import find_secret
@@ -77,6 +79,14 @@ def init(
         needs_address=job_id is None and world_size != 1,  # a job id is a meeting place too
     )
     _place(place.rank, place.world_size)
+    if place.local_world_size not in (None, place.world_size):
+        raise ConfigError(
+            "paceline.init: it connects ranks of one host, and the launcher has started these on several.",
+            seen=f"rank {place.rank} of {place.world_size} is one of {place.local_world_size} on host "
+            f"{socket.gethostname()}",
+            hint="paceline.torch.init_process_group() or paceline.paddle.init_parallel_env() connect hosts; "
+            "or give rank= and world_size= of a group of this host",
+        )
     key = place.job_id if address is None and place.job_id else f"{place.master_addr}:{place.master_port}"
     deadline = Deadline(forming_timeout_s)
     with HubExchange(

@@ -22,7 +22,12 @@ from paceline.arguments import Arguments
 from paceline.env import split_address
 from paceline.errors import ConfigError
 from paceline.launch.dashboard import DashboardProcess, check_dashboard
-from paceline.launch.process import die_with_parent, interpreter
+from paceline.launch.process import (
+    adopt_orphans,
+    die_with_parent,
+    interpreter,
+    kill_descendants,
+)
 from paceline.launch.trace import HostTrace, JobRecording, trace_variables
 from paceline.rendezvous.addresses import Way, find_way, wait_for_listener
 from paceline.tracing import jobs
@@ -148,9 +153,11 @@ def _run_watched(words: Sequence[str], environment: Mapping[str, str], watch: _W
     """Run the agent as a child, and tell what is seen of its ranks. Returns its exit status.
 
     A Ctrl-C reaches the agent from the terminal; other signals are passed on. If this process is killed, the
-    agent is asked to stop.
+    agent is asked to stop. If the agent is killed, its ranks become children of this process, which kills
+    them.
     """
     own_pid = os.getpid()
+    adopt_orphans()
     watch.recording.begin()
     if watch.dashboard is not None:
         watch.dashboard.begin()
@@ -167,6 +174,12 @@ def _run_watched(words: Sequence[str], environment: Mapping[str, str], watch: _W
     status = ended if ended >= 0 else 128 - ended
     if watch.dashboard is not None:
         watch.dashboard.end(status)
+    if ended < 0:
+        _say(
+            f"paceline: torch's agent on host {socket.gethostname()} was ended by "
+            f"{signal.Signals(-ended).name}, and its ranks are ended with it"
+        )
+        kill_descendants()
     watch.recording.end(status)
     if watch.trace is not None:
         watch.trace.end(_say)

@@ -54,7 +54,7 @@ from paceline.reducer.reporting_reducer import ReportingReducer
 from paceline.reducer.share_exchange import ShareExchange
 from paceline.reducer.sum_formats import CodedSums, PlainSums, SumFormat
 from paceline.rendezvous.control import ControlChannel
-from paceline.rendezvous.told_failures import unpack_failure
+from paceline.rendezvous.told_failures import is_packed, unpack_failure
 
 _DTYPES = _core.DTYPES
 _GRACE_S = 2.0  # whoever waits for another host knows its name, so its deadline comes first
@@ -373,7 +373,7 @@ class HierarchicalReducer(ReportingReducer):
             self._fail(reason)
             if reason is error:
                 raise
-            raise reason from error
+            raise reason from (None if is_packed(error) else error)
         except BaseException as error:  # a signal handler's: what was done by then, nobody knows
             self._fail(error)
             raise

@@ -130,9 +130,10 @@ def wait_for_listener(
             )
         if now - said >= _SAY_EVERY_S:
             said = now
+            elsewhere = f"; if that is on another host, {what} has to be its address" * way.is_loopback
             print(
                 f"paceline: {who} waits for {what} {way.name}:{port} since {now - begun:.0f} s: "
-                f"{way.describe()}; {reason}",
+                f"{way.describe()}; {reason}{elsewhere}",
                 file=sys.stderr,
                 flush=True,
             )

@@ -126,6 +126,11 @@ class Attendance:
     arrivals: tuple[Arrival, ...]
     signatures: Signatures
 
+    @property
+    def local_ranks(self) -> list[int]:
+        """The ranks of hosts that have this one's name, in order."""
+        return sorted(each.rank for each in self.arrivals if each.host == self.own.host)
+
     def latecomer(self) -> RendezvousError | None:
         """Why somebody who has come since does not fit; None: nobody has. Blocks 5 s at most.
 
@@ -271,11 +276,12 @@ def _read(own: Arrival, signatures: Signatures, key: str, text: str) -> Arrival:
         raise _refusal(
             own,
             "The ranks of this job do not have the same secret.",
-            seen=f"{came.describe()} {foreign}, {own.describe()}"
+            seen=f"{came.describe()} {foreign.replace('this rank', own.describe())}"
             + (f"\n{came.describe()}: {came.problem}" if came.problem else ""),
             likely="PACELINE_SECRET_FILE or PACELINE_SECRET is set on some hosts only, or the files differ; "
             "or a stranger claims to be this rank",
-            hint="PACELINE_SECRET_FILE names a file of mode 0600 with the same content on all hosts",
+            hint="PACELINE_SECRET_FILE names a file of mode 0600 with the same content on all hosts; Open "
+            "MPI hands the variable on to other hosts with `mpirun -x PACELINE_SECRET_FILE`",
             ranks=(own, came),
         )
     return came

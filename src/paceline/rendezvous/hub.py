@@ -12,6 +12,7 @@ import contextlib
 import os
 import selectors
 import socket
+import sys
 import time
 from dataclasses import asdict
 from typing import NoReturn
@@ -45,7 +46,7 @@ from paceline.rendezvous.messages import (
 _RETRY_S = 0.01
 # Rank 0 knows who is missing: the others give it this long to say so after their own deadline.
 _GRACE_S = 5.0
-_LONGEST_SLEEP_S = 3600.0  # of select(), which counts in an int of milliseconds
+_SAY_EVERY_S = 10.0
 # Strangers may connect and say nothing. When there are more than this beyond the ranks, the oldest goes.
 _MOST_SILENT = 64
 
@@ -84,6 +85,7 @@ class HubExchange:
         self._key = key
         self._peers: dict[int, socket.socket] = {}
         self._num_strangers = 0
+        self._begun_s = self._said_s = time.monotonic()
         self._no_room: OSError | None = None  # why the last connection could not be taken
         deadline = Deadline(timeout_s)
         address = hub_address(key, name, secret)
@@ -160,7 +162,9 @@ class HubExchange:
         while len(self._peers) < self.world_size - 1:
             if deadline.is_over():
                 self._fail_missing(deadline)
-            for key, _ in waiting.select(min(deadline.left_s(), _LONGEST_SLEEP_S)):
+            missing = sorted(set(range(1, self.world_size)) - set(self._peers))
+            self._say_for_whom_it_waits(format_ranks(missing))
+            for key, _ in waiting.select(min(deadline.left_s(), _SAY_EVERY_S)):
                 if key.fileobj is listener:
                     self._let_in(listener, waiting)
                 elif key.fileobj.fileno() >= 0:  # type: ignore[union-attr]  # else closed, to make room
@@ -353,7 +357,19 @@ class HubExchange:
                         hint="look at rank 0's output; `timeout_s` gives slow starters longer",
                         missing=(0,),
                     ) from error
+            self._say_for_whom_it_waits("rank 0 to come on this host")
             time.sleep(_RETRY_S)  # an abstract address can't be watched for
+
+    def _say_for_whom_it_waits(self, whom: str) -> None:
+        now = time.monotonic()
+        if now - self._said_s >= _SAY_EVERY_S:
+            self._said_s = now
+            print(
+                f"paceline: rank {self.rank} of {self.world_size} on host {socket.gethostname()} "
+                f"(pid {os.getpid()}) has waited {now - self._begun_s:.0f} s for {whom}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _raise_if_limit(self, error: OSError) -> None:
         """This rank can have no further socket: it says so, and tells those who have come."""

@@ -13,6 +13,7 @@ import json
 import os
 import selectors
 import socket
+import sys
 import threading
 import time
 from collections import Counter
@@ -21,9 +22,12 @@ from typing import Any
 from paceline.rendezvous.deadline import Deadline
 
 _LONGEST_LINE = 1 << 16
-_MOST_KEYS = 1 << 16
-"""So that a stranger cannot fill the memory: 4 GiB at the very worst, some kilobytes in truth."""
+_MOST_BYTES = 1 << 26
+"""Keys and words, so that a stranger cannot fill the memory; a rank takes some 10 kB."""
+_MOST_STRANGERS = 64
+"""Connections beyond one of each rank, so that a stranger cannot take all descriptors of this process."""
 _BACKLOG = 1024
+_LARGEST_AMOUNT = 1 << 31
 _RETRY_S = 0.05
 
 
@@ -32,20 +36,26 @@ class LedgerServer:
 
     Args:
         port: Where; on all addresses of this host.
+        world_size: Number of ranks, each of which has a connection.
 
     Raises:
         OSError: Somebody else listens there.
     """
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, world_size: int) -> None:
         self._listener = socket.create_server(("", port), backlog=_BACKLOG)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
+        self._most_connections = world_size + _MOST_STRANGERS
         self._unread: dict[socket.socket, bytes] = {}
+        self._silent: dict[
+            socket.socket, None
+        ] = {}  # those that have asked for nothing yet, the oldest first
         self._words: dict[str, str] = {}
         self._counters: Counter[str] = Counter()
+        self._bytes = 0  # of both
         self._wake, self._woken = socket.socketpair()
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._pid = os.getpid()
@@ -80,11 +90,23 @@ class LedgerServer:
         except OSError:  # it has gone; or there are no descriptors left, and then it is still there
             time.sleep(_RETRY_S)
             return
+        if len(self._unread) >= self._most_connections:
+            if not self._silent:
+                connection.close()
+                return
+            self._drop(next(iter(self._silent)))
         connection.settimeout(0.0)
         with contextlib.suppress(OSError):  # it has gone, as its first words will tell
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._unread[connection] = b""
+        self._silent[connection] = None
         self._selector.register(connection, selectors.EVENT_READ)
+
+    def _drop(self, connection: socket.socket) -> None:
+        self._selector.unregister(connection)
+        del self._unread[connection]
+        self._silent.pop(connection, None)
+        connection.close()
 
     def _hear(self, connection: socket.socket) -> None:
         try:
@@ -99,26 +121,32 @@ class LedgerServer:
                 # Small, to somebody who waits for it: it fits into the socket, or whoever is there is none
                 # of ours.
                 connection.sendall(json.dumps(self._answer(json.loads(line))).encode() + b"\n")
+                self._silent.pop(connection, None)
         except (OSError, ValueError, TypeError, RecursionError):
-            self._selector.unregister(connection)
-            del self._unread[connection]
-            connection.close()
+            self._drop(connection)
 
     def _answer(self, request: Any) -> Any:
         """Raises ValueError or TypeError: it is no request."""
         match request:
-            case ["add", str(key), int(amount)] if key in self._counters or self._has_room():
+            case ["add", str(key), int(amount)] if abs(amount) <= _LARGEST_AMOUNT:
+                if key not in self._counters:
+                    self._take(key)
                 self._counters[key] += amount
                 return self._counters[key]
-            case ["write", str(key), str(value)] if key in self._words or self._has_room():
+            case ["write", str(key), str(value)]:
+                self._take(value, *(() if key in self._words else (key,)), instead=self._words.get(key, ""))
                 self._words[key] = value
                 return None
             case ["read", str(key)]:
                 return self._words.get(key)
         raise ValueError("no request")
 
-    def _has_room(self) -> bool:
-        return len(self._words) + len(self._counters) < _MOST_KEYS
+    def _take(self, *texts: str, instead: str = "") -> None:
+        """Count the memory of texts that are kept from now on. Raises ValueError: there is no room."""
+        taken = self._bytes + sum(map(sys.getsizeof, texts)) - (sys.getsizeof(instead) if instead else 0)
+        if taken > _MOST_BYTES:
+            raise ValueError("no room")
+        self._bytes = taken
 
 
 class LedgerClient:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -111,7 +112,9 @@ def share_memory(
             fd,
             host_ranks.index(exchange.rank),
             bytes.fromhex(offers[leader]["nonce"]),
-            name if len(hosts) == 1 else name_on_host(name, host_ranks, exchange.world_size),
+            name
+            if len(hosts) == 1
+            else name_on_host(name, host_ranks, exchange.world_size, socket.gethostname()),
             group_timeout_s if group_timeout_s is not None else timeout_s,
             warn_after_s,
             slow=slow,
@@ -126,14 +129,14 @@ def share_memory(
     return HostMemory(host_group, tuple(tuple(ranks) for ranks in hosts.values()))
 
 
-def name_on_host(name: str, ranks: Sequence[int], world_size: int) -> str:
+def name_on_host(name: str, ranks: Sequence[int], world_size: int, host: str) -> str:
     """The name of the group of one host's ranks, where there are several hosts.
 
     Example:
-        >>> name_on_host("DDP", [2, 3], 4)
-        'DDP, ranks 2-3 of 4'
+        >>> name_on_host("DDP", [2, 3], 4, "node1")
+        'DDP, ranks 2-3 of 4 on host node1'
     """
-    return f"{name}, {format_ranks(ranks)} of {world_size}"
+    return f"{name}, {format_ranks(ranks)} of {world_size} on host {host}"
 
 
 def _words_for(name: str) -> str:

@@ -15,7 +15,7 @@ import warnings
 from dataclasses import dataclass
 from importlib.metadata import version
 
-from paceline.env import RankEnvironment
+from paceline.env import RankEnvironment, is_in_pod, may_span_hosts
 from paceline.errors import ConfigError
 from paceline.rendezvous.addresses import (
     Way,
@@ -83,7 +83,6 @@ def prepare(
     timeout_s: float,
     *,
     serves: bool,
-    spans_hosts: bool,
     over_gloo: bool,
     owner: str,
 ) -> Start:
@@ -95,7 +94,6 @@ def prepare(
         framework: Name and version.
         timeout_s: For the ranks to come together.
         serves: Whether this process listens at that address.
-        spans_hosts: Whether some ranks are known to be on other hosts.
         over_gloo: Whether the framework connects them by Gloo.
         owner: The package of the front end, for warnings.
 
@@ -104,8 +102,16 @@ def prepare(
     """
     deadline = Deadline(timeout_s)
     way = find_way(place.master_addr, what)
+    spans_hosts = place.local_world_size not in (None, place.world_size)
+    # Kubeflow tells the pod of rank 0 that it is localhost, and the others its name.
+    is_right_here = is_in_pod(os.environ) and place.rank < (place.local_world_size or 1)
     check_meeting_address(
-        way, place.rank, place.world_size, spans_hosts=spans_hosts, serves=serves, what=what
+        way,
+        place.rank,
+        place.world_size,
+        spans_hosts=spans_hosts and not is_right_here,
+        serves=serves,
+        what=what,
     )
     problem, unreachable, secret = "", "", NO_SECRET
     listens = ("", "")
@@ -113,7 +119,7 @@ def prepare(
         secret = find_secret()
     except ConfigError as error:  # told to all, who would wait for this rank
         problem = str(error)
-    if spans_hosts and over_gloo:
+    if over_gloo and (spans_hosts or (may_span_hosts(place) and not way.is_loopback)):
         _tell_gloo(way, owner)
         names = os.environ.get("GLOO_SOCKET_IFNAME", "")
         wrong, unreachable = interface_problems(names)

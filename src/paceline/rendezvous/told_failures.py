@@ -46,13 +46,17 @@ def pack_failure(error: BaseException, rank: int) -> str:
         rows[longest] = f"{rows[longest][: len(rows[longest]) * 3 // 4]} ..."
 
 
+def is_packed(error: CollectiveError) -> bool:
+    """Whether its words are those of `pack_failure`, which nobody should have to read."""
+    return error.seen.startswith(_PREFIX)
+
+
 def unpack_failure(told: CollectiveError, by: str = "") -> CollectiveError:
     """The failure that another rank has met, of this host or, where `by` tells, of another; else as it is."""
-    text = told.seen
-    if not text.startswith(_PREFIX):
+    if not is_packed(told):
         return told
     try:
-        facts = json.loads(text[len(_PREFIX) :])
+        facts = json.loads(told.seen[len(_PREFIX) :])
         kind, told_fields = _KINDS[facts["kind"]], facts["fields"].items()
         summary = facts["summary"]
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError):

@@ -13,12 +13,13 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TypeVar
 
 import paddle
 import paddle.distributed as dist
 
-from paceline.env import read_rank_environment, split_address
+from paceline.env import may_span_hosts, read_rank_environment, split_address
 from paceline.errors import ConfigError, RendezvousError
 from paceline.launch.ports import who_listens
 from paceline.paddle.internals import GLOO_LIMIT_S
@@ -50,11 +51,10 @@ def needs_paddles_group() -> bool:
         place = read_rank_environment(needs_address=False)
     except ConfigError:
         return False
-    if place.local_world_size is None:  # an old Slurm does not tell it
-        is_on_one_host = os.environ.get("SLURM_STEP_NUM_NODES", "1") == "1"
-    else:
-        is_on_one_host = place.local_world_size == place.world_size
-    return place.world_size > 1 and not (is_on_one_host and paddle.get_device() == "cpu")
+    address = _paddles_address() or os.environ.get("MASTER_ADDR", "")
+    host = address.rpartition(":")[0].strip("[]") if address.count(":") == 1 or "]" in address else address
+    spans_hosts = may_span_hosts(replace(place, master_addr=host))
+    return place.world_size > 1 and (spans_hosts or paddle.get_device() != "cpu")
 
 
 def form_paddles_group(timeout_s: float) -> None:
@@ -81,7 +81,7 @@ def form_paddles_group(timeout_s: float) -> None:
             hint="destroy the group at the end of the program; or train in a new process",
         )
     _export_paddle_variables()
-    address = os.environ.get(_WHAT) or os.environ.get("PADDLE_TRAINER_ENDPOINTS", "").split(",")[0].strip()
+    address = _paddles_address()
     if not address:
         dist.init_parallel_env()  # which says what is missing
         return
@@ -94,7 +94,6 @@ def form_paddles_group(timeout_s: float) -> None:
         f"paddle {paddle.__version__}",
         timeout_s,
         serves=serves,
-        spans_hosts=place.local_world_size not in (None, place.world_size),
         over_gloo=os.environ.get("PADDLE_DISTRI_BACKEND", "") in _GLOO,
         owner="paceline.paddle",
     )
@@ -114,6 +113,11 @@ def form_paddles_group(timeout_s: float) -> None:
         ledger.close()
         raise
     _has_formed, _attendance = True, attendance
+
+
+def _paddles_address() -> str:
+    """Where rank 0 is, in Paddle's own words; "": nothing says it."""
+    return os.environ.get(_WHAT) or os.environ.get("PADDLE_TRAINER_ENDPOINTS", "").split(",")[0].strip()
 
 
 def attendance_of_default_group() -> Attendance | None:
@@ -151,7 +155,7 @@ def _open_ledger(start: Start, *, serves: bool) -> LedgerClient:
     global _server
     try:
         if serves and (_server is None or _server.port != start.port):
-            _server = LedgerServer(start.port)
+            _server = LedgerServer(start.port, start.arrival.world_size)
         return LedgerClient(start.way.address, start.port, _ANSWER_WITHIN_S)
     except OSError as error:
         holder = who_listens(start.port) if serves else None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import weakref
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -45,8 +46,8 @@ def init_process_group(
 
     Knows `paceline run`, torchrun, Slurm's srun, Open MPI, MPICH, Paddle's launch, and the pods of a
     LeaderWorkerSet or an indexed Job of Kubernetes. Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE,
-    MASTER_ADDR and MASTER_PORT of this process, as far as they are known, because scripts and libraries read
-    them. Collective; blocks until all ranks came.
+    MASTER_ADDR and MASTER_PORT of this process, because scripts and libraries read them. Where the launcher
+    does not say which ranks share a host, their host's name does. Collective; blocks until all ranks came.
 
     Args:
         backend: As torch's: "gloo", "nccl", "paceline" (one host), ...; None: Gloo for tensors on the CPU,
@@ -92,7 +93,6 @@ def init_process_group(
         f"torch {torch.__version__.partition('+')[0]}",  # what stands behind it tells of the hardware
         timeout_s,
         serves=serves,
-        spans_hosts=place.local_world_size not in (None, place.world_size),
         over_gloo=backend is None or "gloo" in backend,
         owner="paceline.torch",
     )
@@ -101,6 +101,7 @@ def init_process_group(
     store = _open_store(start, timeout_s, serves=serves)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     attendance = start.attend(StoreBoard(store), f"paceline/start/{attempt}/{next(_starts)}")
+    os.environ.update(torch_variables(_place_by_names(place, attendance)))
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size, **options)
     if dist.group.WORLD is not None:
         _attendances[dist.group.WORLD] = attendance
@@ -150,6 +151,16 @@ def _open_store(start: Start, timeout_s: float, *, serves: bool) -> TCPStore:
             if serves
             else "look at rank 0's output",
         ) from error
+
+
+def _place_by_names(place: RankEnvironment, attendance: Attendance) -> RankEnvironment:
+    """The place, with what the launcher did not say of this host: its ranks are those of the same name."""
+    local_ranks = attendance.local_ranks
+    return replace(
+        place,
+        local_rank=local_ranks.index(place.rank) if place.local_rank is None else place.local_rank,
+        local_world_size=place.local_world_size or len(local_ranks),
+    )
 
 
 def torch_variables(place: RankEnvironment) -> dict[str, str]:
