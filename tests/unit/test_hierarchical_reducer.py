@@ -125,6 +125,9 @@ class NoFailures:
     def wait(self, timeout_s: float) -> None:
         """Nobody has told anything."""
 
+    def late(self, *, is_silent: bool) -> None:
+        """Everybody answers."""
+
 
 class World:
     """Threads as the ranks of a layout; `run` calls a function with each rank's reducer."""
