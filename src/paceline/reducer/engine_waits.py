@@ -31,7 +31,7 @@ _SIGNS_OF_A_LOST_PEER = (
     "onnection closed",
     "onnection refused",
 )
-_SIGNS_OF_A_LATE_PEER = ("TIMEOUT", "Timed out")
+_SIGNS_OF_A_LATE_PEER = ("TIMEOUT", "Timed out", "Application timeout")
 
 STATUS = "the status of all ranks at the end of backward"
 
