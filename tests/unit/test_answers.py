@@ -171,6 +171,17 @@ def test_a_connection_that_an_engine_has_closed_names_the_silent_rank_and_no_bus
     assert isinstance(error, DeadlineError) and error.late == (0,)
 
 
+def test_a_failure_that_is_told_meanwhile_says_more(channels):
+    wait_all(channels)
+    found = []
+    with stopped(channels[1]):
+        asking = threading.Thread(target=lambda: found.append(channels[2].late()))
+        asking.start()
+        channels[3].tell(ValueError("the cause"))
+        asking.join(60)
+    assert found == [None] and channels[2].failure is not None
+
+
 def test_a_rank_cannot_answer_for_another_one():
     found = form(hosts=TREE)
     with found[4]._lock:

@@ -116,6 +116,8 @@ class Coming:
 class NoFailures:
     """A control channel that has nothing to tell."""
 
+    failure = None
+
     def at_failure(self, call: Callable[[BaseException], object]) -> None:
         """Nothing fails."""
 

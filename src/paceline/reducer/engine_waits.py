@@ -142,6 +142,8 @@ class EngineWaits:
         elif is_late:
             if (late := self._late_by_name(what, text)) is not None:
                 return late
+            if self.witness is not None and (lost := self.witness.lost()) is not None:
+                return self._named(lost, what)
             kind, likely = DeadlineError, "a rank is later than the engine's own time-out"
         return kind(
             f"{self._who.capitalize()} could not {_doing(what)}.",

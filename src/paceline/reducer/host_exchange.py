@@ -580,6 +580,8 @@ class HostExchange:
             return told
         if (stopped := self._not_answering("average gradients", bucket, text)) is not None:
             return stopped  # the partner has given up on it, and nobody could be told
+        if (told := self._control.failure) is not None:
+            return told
         is_lost = is_of_a_lost_peer(text)
         return (PeerLostError if is_lost else CollectiveError)(
             f"{self._who.capitalize()} lost {partner}."

@@ -277,14 +277,18 @@ class ControlChannel:
     def late(self, *, is_silent: bool = False) -> LateRanks | None:
         """Ranks for which the others wait: those that do not answer, else those that wait for nobody.
 
-        For a rank whose deadline has passed. Not collective; blocks at most half a second.
+        For a rank whose deadline has passed. Not collective; blocks at most half a second. None also if there
+        is a `failure` meanwhile, which says more.
 
         Args:
             is_silent: Only ranks that do not answer.
         """
-        if os.getpid() != self._pid or self._is_closed or self.failure is not None:
+        if os.getpid() != self._pid or self._is_closed:
             return None
+        before = self.failure
         seen = self._answers.ask(lambda: frozenset(self._left))
+        if self.failure is not before:
+            return None
         own = next(ranks for ranks in self._hosts if self._rank in ranks)
         return late_ranks(Seen(seen.silent) if is_silent else seen, self.members, own)
 
