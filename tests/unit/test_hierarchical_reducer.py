@@ -5,6 +5,7 @@ Hosts of any sizes: which ranks have a share, whose report travels beside whose,
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -126,6 +127,9 @@ class NoFailures:
 
     def wait(self, timeout_s: float) -> None:
         """Nobody has told anything."""
+
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def late(self, *, is_silent: bool) -> None:
         """Everybody answers."""

@@ -171,25 +171,27 @@ class EngineWaits:
         late = self.witness.silent() if is_silent else self.witness.late()
         if late is None:
             return None
+        whom = f"for {format_ranks(late.ranks)} " if late.ranks else ""
         return DeadlineError(
-            f"{self._who.capitalize()} gave up waiting for {format_ranks(late.ranks)} to "
-            f"{_doing(what)}{after}.",
+            f"{self._who.capitalize()} gave up waiting {whom}to {_doing(what)}{after}.",
             where=self._where(what),
             seen="\n".join(filter(None, [late.seen, text])),
             likely=late.likely,
             hint=late.hint,
-            late=late.ranks,
+            **({"late": late.ranks} if late.ranks else {}),
         )
 
     def _late(self, what: int | str) -> CollectiveError:
         if self.witness is not None:
             self.witness.give_up()
         named = self._late_by_name(what, after=f" after {self._timeout_s:.1f} s")
-        if named is not None:
+        if named is not None and named.fields.get("late"):
             return named
         # A rank may have left; or another one has given up meanwhile, and told.
         if self.witness is not None and (lost := self.witness.find_lost(0.0)) is not None:
             return self._named(lost, what)
+        if named is not None:
+            return named
         return DeadlineError(
             f"{self._who.capitalize()} gave up waiting to {_doing(what)} after {self._timeout_s:.1f} s.",
             where=self._where(what),

@@ -84,26 +84,27 @@ class Seen:
 
     Attributes:
         silent: The ranks that have not answered.
-        busy: What those have said that answered, and do not wait for others.
+        answers: What the others have said.
     """
 
     silent: tuple[int, ...] = ()
-    busy: Mapping[int, Answer] = field(default_factory=dict)
+    answers: Mapping[int, Answer] = field(default_factory=dict)
 
     def pack(self) -> bytes:
-        busy = [vars(each) for each in list(self.busy.values())[:_MOST_RANKS]]
-        return write_object({"silent": list(self.silent[:_MOST_RANKS]), "busy": busy})
+        by_interest = sorted(self.answers.values(), key=lambda answer: (answer.is_waiting, answer.rank))
+        answers = [vars(each) for each in by_interest[:_MOST_RANKS]]
+        return write_object({"silent": list(self.silent[:_MOST_RANKS]), "answers": answers})
 
     @classmethod
     def unpack(cls, raw: bytes) -> Seen:
         """Raises MessageError: it is none."""
-        told = read_object(raw, {"silent": list, "busy": list})
+        told = read_object(raw, {"silent": list, "answers": list})
         if not all(type(rank) is int for rank in told["silent"]):
             raise MessageError("silent holds something else than ranks")
-        if not all(type(each) is dict for each in told["busy"]):
-            raise MessageError("busy holds something else than answers")
-        busy = [Answer.unpack(write_object(each)) for each in told["busy"]]
-        return cls(tuple(told["silent"]), {each.rank: each for each in busy})
+        if not all(type(each) is dict for each in told["answers"]):
+            raise MessageError("answers holds something else than answers")
+        answers = [Answer.unpack(write_object(each)) for each in told["answers"]]
+        return cls(tuple(told["silent"]), {each.rank: each for each in answers})
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class LateRanks:
     """Ranks that others wait for, for an error.
 
     Attributes:
-        ranks: Which.
+        ranks: Which; empty: all wait.
         seen, likely, hint: The rows of the error.
     """
 
@@ -243,8 +244,7 @@ class Answers:
         # Who speaks through a silent rank may have answered.
         hidden = {rank for child in missing for rank in self._below.get(child, ()) if rank != child}
         self._answers[self._rank] = self._own(self._round)
-        busy = {rank: each for rank, each in sorted(self._answers.items()) if not each.is_waiting}
-        seen = Seen(tuple(rank for rank in missing if rank not in hidden), busy)
+        seen = Seen(tuple(rank for rank in missing if rank not in hidden), dict(self._answers))
         self._tell(seen, seen.pack())
         return seen
 
@@ -269,7 +269,7 @@ class Answers:
     def _without_own(self, seen: Seen) -> Seen:
         """A rank that asks is there, and does not wait for itself."""
         silent = tuple(rank for rank in seen.silent if rank != self._rank)
-        return Seen(silent, {rank: each for rank, each in seen.busy.items() if rank != self._rank})
+        return Seen(silent, {rank: each for rank, each in seen.answers.items() if rank != self._rank})
 
 
 def _place_of_main_thread() -> str:
@@ -281,7 +281,7 @@ def _place_of_main_thread() -> str:
 
 
 def late_ranks(seen: Seen, members: Sequence[Member], on_host: Sequence[int]) -> LateRanks | None:
-    """Whom to name after a round; None: nobody is known to be late.
+    """Whom to name after a round; None: nothing is known.
 
     Who does not answer is named alone: the others that compute may be waiting for it in a way of their own.
 
@@ -291,11 +291,12 @@ def late_ranks(seen: Seen, members: Sequence[Member], on_host: Sequence[int]) ->
         on_host: The ranks of this host, whose processes this one can see.
     """
     silent = [members[rank] for rank in seen.silent if 0 <= rank < len(members)]
-    busy = [(members[rank], answer) for rank, answer in seen.busy.items() if 0 <= rank < len(members)]
-    if not silent and not busy:
+    there = [(members[rank], answer) for rank, answer in seen.answers.items() if 0 <= rank < len(members)]
+    busy = [(member, answer) for member, answer in there if not answer.is_waiting]
+    if not silent and not there:
         return None
     rows = [_silent_row(each, is_near=each.rank in on_host) for each in silent]
-    rows += [f"{member.describe()} {_busy_words(answer)}" for member, answer in busy]
+    rows += [f"{member.describe()} {_words(answer)}" for member, answer in busy]
     if HUB in seen.silent:
         rows.append("all ranks are asked through rank 0, so what the others do is not known")
     if silent:
@@ -307,6 +308,14 @@ def late_ranks(seen: Seen, members: Sequence[Member], on_host: Sequence[int]) ->
             "in a long call",
             f"look at pid {', '.join(str(each.pid) for each in silent)} on host "
             f"{', '.join(sorted({each.host for each in silent}))}; `kill -CONT PID` lets a stopped one go on",
+        )
+    if not busy:
+        return LateRanks(
+            (),
+            "all others answer, and wait:\n"
+            + "\n".join(f"{each.describe()} {_words(said)}" for each, said in there),
+            "a rank skipped a forward or a backward, or made one too many, so that ranks wait in different calls",
+            "make the same calls in the same order on every rank; `timeout_s` gives them longer",
         )
     return LateRanks(
         tuple(member.rank for member, _ in busy),
@@ -322,8 +331,10 @@ def _silent_row(member: Member, *, is_near: bool) -> str:
     return f"{member.describe()} does not answer on the control channel (asked for {ASK_WITHIN_S:g} s)"
 
 
-def _busy_words(answer: Answer) -> str:
+def _words(answer: Answer) -> str:
     last = f"; last {answer.doing}" if answer.doing else ""
+    if answer.is_waiting:
+        return f"waits for others{last}"
     return f"answers, and is not in this call{last}" + (
         f"; its main thread: {answer.at}" if answer.at else ""
     )

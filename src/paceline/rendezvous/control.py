@@ -34,7 +34,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -274,8 +274,16 @@ class ControlChannel:
         """What this rank is in, for others that find it late. Nothing is sent. See `Activity`."""
         self._answers.activity = Activity(activity, is_waiting)
 
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Within it, this rank waits for others in what it is in; and after it, where it raises."""
+        before = self._answers.activity
+        self._answers.activity = Activity(before.text, is_waiting=True)
+        yield
+        self._answers.activity = before
+
     def late(self, *, is_silent: bool = False) -> LateRanks | None:
-        """Ranks for which the others wait: those that do not answer, else those that wait for nobody.
+        """Ranks for which the others wait: those that do not answer, else those that wait for nobody; or none.
 
         For a rank whose deadline has passed. Not collective; blocks at most half a second. None also if there
         is a `failure` meanwhile, which says more.
@@ -290,7 +298,9 @@ class ControlChannel:
         if self.failure is not before:
             return None
         own = next(ranks for ranks in self._hosts if self._rank in ranks)
-        return late_ranks(Seen(seen.silent) if is_silent else seen, self.members, own)
+        if is_silent:
+            return late_ranks(Seen(seen.silent), self.members, own) if seen.silent else None
+        return late_ranks(seen, self.members, own)
 
     def close(self) -> None:
         """Leave in good order: the others are told, and go on. Not collective.
