@@ -17,6 +17,7 @@ void bind_host_group(nanobind::module_& m);
 void bind_host_sums(nanobind::module_& m);
 void bind_iteration_notes(nanobind::module_& m);
 void bind_kernels(nanobind::module_& m);
+void bind_late_threads(nanobind::module_& m);
 void bind_machine(nanobind::module_& m);
 void bind_model_memory(nanobind::module_& m);
 void bind_module_snapshot(nanobind::module_& m);

@@ -5,6 +5,7 @@ Hosts of any sizes: which ranks have a share, whose report travels beside whose,
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -116,6 +117,8 @@ class Coming:
 class NoFailures:
     """A control channel that has nothing to tell."""
 
+    failure = None
+
     def at_failure(self, call: Callable[[BaseException], object]) -> None:
         """Nothing fails."""
 
@@ -124,6 +127,12 @@ class NoFailures:
 
     def wait(self, timeout_s: float) -> None:
         """Nobody has told anything."""
+
+    def waiting(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def late(self, *, is_silent: bool) -> None:
+        """Everybody answers."""
 
 
 class World:

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from paceline.errors import DeadlineError, PeerLostError
-from paceline.reducer.engine_waits import EngineWaits
+from paceline.reducer.engine_waits import EngineWaits, is_of_a_late_peer
 from paceline.reducer.witness import MemoryWitness
 
 
@@ -167,3 +167,14 @@ def test_what_is_told_of_a_death_is_waited_for(core):
 
     core.check_usable = check_usable
     assert MemoryWitness(core).find_lost(30.0) is told
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Timed out waiting 3000ms for recv operation to complete",
+        "Application timeout caused pair closure",  # by an earlier one of this rank's
+    ],
+)
+def test_the_words_of_gloos_deadline(text):
+    assert is_of_a_late_peer(text)

@@ -52,6 +52,11 @@ def channel_of(group: Any, peers: Ranks, hosts: Sequence[Sequence[int]], framewo
     return _channels[group]
 
 
+def known_channel(group: Any) -> ControlChannel | None:
+    """The channel of this group, if it has been formed. Not collective."""
+    return _channels.get(group)
+
+
 def _report_to_hub(channel: ControlChannel, rank: int, hosts: Sequence[Sequence[int]]) -> None:
     """Let the host of rank 0 know what the ranks of other hosts do; of several groups, through the first."""
     global _reports_through

@@ -31,7 +31,7 @@ _SIGNS_OF_A_LOST_PEER = (
     "onnection closed",
     "onnection refused",
 )
-_SIGNS_OF_A_LATE_PEER = ("TIMEOUT", "Timed out")
+_SIGNS_OF_A_LATE_PEER = ("TIMEOUT", "Timed out", "Application timeout")
 
 STATUS = "the status of all ranks at the end of backward"
 
@@ -57,6 +57,9 @@ class EngineWaits:
         warn_after_s: Seconds after which a wait is reported.
         plan: The plan of the buckets, if there are any.
         witness: Knows more of the other ranks; None: nobody does.
+
+    Attributes:
+        witness: The same.
     """
 
     def __init__(
@@ -75,7 +78,7 @@ class EngineWaits:
         self._timeout_s = timeout_s
         self._warn_after_s = warn_after_s
         self._plan = plan
-        self._witness = witness
+        self.witness = witness
 
     def poll(self, is_completed: Callable[[], bool], what: int | str) -> None:
         """Sleep until some work is done, at most until the deadline.
@@ -104,38 +107,43 @@ class EngineWaits:
                     stacklevel=2,
                 )
                 warns_at_s = math.inf
-            if self._witness is not None and naps >= _USUAL_NAPS:
+            if self.witness is not None and naps >= _USUAL_NAPS:
                 if not is_told:
                     is_told = True
-                    self._witness.tell_waiting()
-                if (lost := self._witness.lost()) is not None:
+                    self.witness.tell_waiting()
+                if (lost := self.witness.lost()) is not None:
                     # A rank that ends after this pass has sent all that it owes to this call.
                     if _comes_late(is_completed):
                         break
-                    self._witness.give_up()
+                    self.witness.give_up()
                     raise self._named(lost, what)
             time.sleep(nap_s)
             naps += 1
-        if is_told and self._witness is not None:
-            self._witness.tell_done()
+        if is_told and self.witness is not None:
+            self.witness.tell_done()
 
     def failed(self, error: RuntimeError, what: int | str) -> CollectiveError:
         """The engine's own error, with where it happened. Which rank it lost, an engine does not tell."""
         text = str(error)
         kind, likely = CollectiveError, ""
-        if self._witness is not None:
-            self._witness.give_up()
+        if self.witness is not None:
+            self.witness.give_up()
         is_lost, is_late = is_of_a_lost_peer(text), is_of_a_late_peer(text)
-        if self._witness is not None and (is_lost or is_late):
+        if self.witness is not None and (is_lost or is_late):
             # Paddle's Gloo calls a connection that broke a time-out; in a real one there is nobody to find.
-            lost = self._witness.find_lost(_FINDING_S if is_lost else _FINDING_LATE_S)
+            lost = self.witness.find_lost(_FINDING_S if is_lost else _FINDING_LATE_S)
             if lost is not None:
                 return self._named(lost, what)
+        # An engine that has waited for a rank in vain closes its connections, which others see first.
+        if is_lost and (late := self._late_by_name(what, text, is_silent=True)) is not None:
+            return late
         if is_lost:
             kind, likely = PeerLostError, "another rank died or raised"
         elif is_late:
             if (late := self._late_by_name(what, text)) is not None:
                 return late
+            if self.witness is not None and (lost := self.witness.lost()) is not None:
+                return self._named(lost, what)
             kind, likely = DeadlineError, "a rank is later than the engine's own time-out"
         return kind(
             f"{self._who.capitalize()} could not {_doing(what)}.",
@@ -147,29 +155,41 @@ class EngineWaits:
 
     def _named(self, lost: CollectiveError, what: int | str) -> CollectiveError:
         """What a witness knows, and where it happened."""
-        if "DeadlineError" in lost.summary + lost.seen and (late := self._late_by_name(what)) is not None:
+        is_of_a_late_rank = isinstance(lost, DeadlineError) and not lost.fields.get("late")
+        is_of_a_late_rank |= "DeadlineError" in lost.summary + lost.seen
+        if is_of_a_late_rank and (late := self._late_by_name(what)) is not None:
             return late  # another rank has given up before this one, for the same reason
         fields = {**lost.fields}
         rows = {"seen": lost.seen, "likely": lost.likely, "hint": lost.hint}
         return type(lost)(lost.summary, where=f"{self._who}, {self._where(what)}", **rows, **fields)
 
-    def _late_by_name(self, what: int | str, text: str = "", after: str = "") -> DeadlineError | None:
-        late, seen = self._witness.late() if self._witness is not None else ((), "")
-        if not late:
+    def _late_by_name(
+        self, what: int | str, text: str = "", after: str = "", *, is_silent: bool = False
+    ) -> DeadlineError | None:
+        if self.witness is None:
             return None
+        late = self.witness.silent() if is_silent else self.witness.late()
+        if late is None:
+            return None
+        whom = f"for {format_ranks(late.ranks)} " if late.ranks else ""
         return DeadlineError(
-            f"{self._who.capitalize()} gave up waiting for {format_ranks(late)} to {_doing(what)}{after}.",
+            f"{self._who.capitalize()} gave up waiting {whom}to {_doing(what)}{after}.",
             where=self._where(what),
-            seen="\n".join(filter(None, [seen, text])),
-            likely="a rank skipped this backward, is stuck in its data loader, or was stopped",
-            hint="`paceline stacks PID` shows where a rank is; `timeout_s` gives it longer",
-            late=late,
+            seen="\n".join(filter(None, [late.seen, text])),
+            likely=late.likely,
+            hint=late.hint,
+            **({"late": late.ranks} if late.ranks else {}),
         )
 
-    def _late(self, what: int | str) -> DeadlineError:
-        if self._witness is not None:
-            self._witness.give_up()
+    def _late(self, what: int | str) -> CollectiveError:
+        if self.witness is not None:
+            self.witness.give_up()
         named = self._late_by_name(what, after=f" after {self._timeout_s:.1f} s")
+        if named is not None and named.fields.get("late"):
+            return named
+        # A rank may have left; or another one has given up meanwhile, and told.
+        if self.witness is not None and (lost := self.witness.find_lost(0.0)) is not None:
+            return self._named(lost, what)
         if named is not None:
             return named
         return DeadlineError(

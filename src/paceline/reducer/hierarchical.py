@@ -226,7 +226,7 @@ class HierarchicalReducer(ReportingReducer):
         return self._exchange.launch(bucket, self._note_nonfinite, make_report, may_wait=may_wait)
 
     def _complete(self, status: PassStatus, allow_unused: bool) -> None:
-        with self._host_errors():
+        with self._host_errors(), self._hosts.control.waiting():
             self._launch_rest(status, allow_unused)
             self._core.wait_published(patience_s(self._hosts.timeout_s) + _GRACE_S)
             self._read_reports()

@@ -39,7 +39,7 @@ from typing import TypeAlias
 import numpy as np
 
 from paceline import _core
-from paceline.errors import CollectiveError, DeadlineError, MismatchError, PeerLostError
+from paceline.errors import CollectiveError, DeadlineError, MismatchError, PeerLostError, format_ranks
 from paceline.reducer.engine_waits import is_of_a_late_peer, is_of_a_lost_peer
 from paceline.reducer.hosts import (
     HEADER_BYTES,
@@ -592,6 +592,10 @@ class HostExchange:
             return self._late(dict.fromkeys([host, *silent]), "average gradients", bucket, text)
         if (told := self._control.wait(_TOLD_WITHIN_S)) is not None:
             return told
+        if (stopped := self._not_answering("average gradients", bucket, text)) is not None:
+            return stopped  # the partner has given up on it, and nobody could be told
+        if (told := self._control.failure) is not None:
+            return told
         is_lost = is_of_a_lost_peer(text)
         return (PeerLostError if is_lost else CollectiveError)(
             f"{self._who.capitalize()} lost {partner}."
@@ -605,6 +609,8 @@ class HostExchange:
         )
 
     def _late(self, hosts: Iterable[int], doing: str, bucket: int, text: str = "") -> DeadlineError:
+        if (stopped := self._not_answering(doing, bucket, text)) is not None:
+            return stopped  # partners may be waiting for it, too
         names = " and ".join(map(self._transport.name, hosts))
         return DeadlineError(
             f"{self._who.capitalize()} gave up waiting for {names} to {doing} after "
@@ -615,6 +621,20 @@ class HostExchange:
             "cannot be reached any more",
             hint="look at that rank's own output; `timeout_s` gives it longer",
             late=tuple(self._transport.ranks[host] for host in hosts),
+        )
+
+    def _not_answering(self, doing: str, bucket: int, text: str) -> DeadlineError | None:
+        """The error for ranks whose processes do not run, if there are any."""
+        late = self._control.late(is_silent=True)
+        if late is None:
+            return None
+        return DeadlineError(
+            f"{self._who.capitalize()} gave up waiting for {format_ranks(late.ranks)} to {doing}.",
+            where=self._where(bucket),
+            seen="\n".join(filter(None, [late.seen, text])),
+            likely=late.likely,
+            hint=late.hint,
+            late=late.ranks,
         )
 
     def _mismatch(self, message: _Received, expected: str) -> MismatchError:

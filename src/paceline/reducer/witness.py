@@ -11,11 +11,12 @@ Imports the core, rendezvous, `errors`, `stacks` and the standard library.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from paceline import _core
 from paceline.errors import CollectiveError, GroupClosedError, PeerLostError, format_ranks
+from paceline.rendezvous.answers import LateRanks
 from paceline.rendezvous.control import ControlChannel
 from paceline.stacks import STOPPED, process_state
 
@@ -59,13 +60,17 @@ class Witness(Protocol):
         """As `lost`, or a rank that left, once a connection has broken. Blocks at most `within_s`."""
         ...
 
-    def late(self) -> tuple[tuple[int, ...], str]:
-        """Ranks that are not waiting, as this one is; and what is known of them in words."""
+    def late(self) -> LateRanks | None:
+        """Ranks that are not waiting, as this one is; None: nobody knows of any. Blocks 0.5 s at most."""
+        ...
+
+    def silent(self) -> LateRanks | None:
+        """As `late`, but only ranks whose processes do not run."""
         ...
 
 
 class ChannelWitness:
-    """A `Witness` for ranks on several hosts: it knows failures, and not what a rank does.
+    """A `Witness` for ranks on several hosts. What they do is asked for when somebody is late; see `answers`.
 
     Args:
         channel: The channel of all ranks that train the model, in the same order.
@@ -73,18 +78,25 @@ class ChannelWitness:
 
     def __init__(self, channel: ControlChannel) -> None:
         self._channel = channel
+        self._activity = ""
+        self._has_given_up = False
 
     def tell(self, activity: str) -> None:
-        """Nobody would hear it."""
+        self._activity = activity
+        if not self._has_given_up:
+            self._channel.say(activity)
 
     def tell_waiting(self) -> None:
-        """Nobody would hear it."""
+        if not self._has_given_up:
+            self._channel.say(self._activity, is_waiting=True)
 
     def tell_done(self) -> None:
-        """Nobody would hear it."""
+        self.tell(self._activity)
 
     def give_up(self) -> None:
         """Who raises first says why, and others do not speak after that."""
+        self._has_given_up = True
+        self._channel.say(_GAVE_UP, is_waiting=True)
 
     def fail(self, error: BaseException) -> None:
         self._channel.tell(error)
@@ -101,8 +113,24 @@ class ChannelWitness:
         ranks = tuple(each.rank for each in left)
         return _left(ranks, len(self._channel.members), ", ".join(each.describe() for each in left))
 
-    def late(self) -> tuple[tuple[int, ...], str]:
-        return (), ""
+    def late(self) -> LateRanks | None:
+        return self._channel.late()
+
+    def silent(self) -> LateRanks | None:
+        return self._channel.late(is_silent=True)
+
+
+def tell_on_host_too(core: _core.HostGroup, witness: Witness | None) -> Callable[[str], None] | None:
+    """What tells the ranks of this host, in their memory, and those of other hosts what this rank does."""
+    if witness is None:
+        return core.set_activity
+    tell_others = witness.tell
+
+    def tell(activity: str) -> None:
+        core.set_activity(activity)
+        tell_others(activity)
+
+    return tell
 
 
 class MemoryWitness:
@@ -170,12 +198,13 @@ class MemoryWitness:
                 return _died(_ranks_of(died), self._core.world_size, _rows(died)) if died else None
             time.sleep(_NAP_S)
 
-    def late(self) -> tuple[tuple[int, ...], str]:
-        """Ranks that are not waiting, as this one is, or are stopped; and what is known of them in words."""
-        suspects = self._suspects() or [
-            each for each in self._core.records() if process_state(each["pid"]) in STOPPED
-        ]
-        return _ranks_of(suspects), _rows(suspects)
+    def late(self) -> LateRanks | None:
+        suspects = self._suspects()
+        return _late(suspects) if suspects else self.silent()
+
+    def silent(self) -> LateRanks | None:
+        stopped = [each for each in self._core.records() if process_state(each["pid"]) in STOPPED]
+        return _late(stopped) if stopped else None
 
     def _suspects(self) -> list[dict[str, Any]]:
         """What is known of all ranks that neither wait nor have given up, as this one does."""
@@ -186,6 +215,16 @@ class MemoryWitness:
 
 def _ranks_of(records: Sequence[dict[str, Any]]) -> tuple[int, ...]:
     return tuple(int(facts["rank"]) for facts in records)
+
+
+def _late(records: Sequence[dict[str, Any]]) -> LateRanks:
+    """Ranks for which others wait."""
+    return LateRanks(
+        _ranks_of(records),
+        _rows(records),
+        "a rank skipped this backward, is stuck in its data loader, or was stopped",
+        "`paceline stacks PID` shows where a rank is; `timeout_s` gives it longer",
+    )
 
 
 def _died(ranks: Sequence[int], world_size: int, seen: str) -> PeerLostError:

@@ -14,6 +14,7 @@ deadline of the pass is there.
 
     what a rank has done, for who    goes to the hub once in a second, and is dropped where there is no room
     watches the job
+    who is late                      is asked of all at a deadline (`answers`)
 
 What a rank owes to a pass it may have sent before it died, so callbacks come a moment after a death; an
 exception has no such moment. After a failure the channel goes on, but keeps to the first.
@@ -33,12 +34,13 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 from paceline.errors import CollectiveError, ConfigError, PacelineError, PeerLostError, format_ranks
 from paceline.rendezvous import lifetime
+from paceline.rendezvous.answers import Activity, Answers, LateRanks, Seen, late_ranks
 from paceline.rendezvous.channel_tree import HUB, neighbours_of
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.frames import Frame
@@ -192,6 +194,14 @@ class ControlChannel:
         self._beats_at_s = time.monotonic()
         # A signal handler that raises may tell, while its thread is here.
         self._lock = threading.RLock()
+        everybody = [each for ranks in hosts for each in ranks]
+        send = weakref.WeakMethod(self._send)  # it must not keep the channel
+
+        def send_answers(to: int, kind: Frame, text: bytes) -> None:
+            if (method := send()) is not None:
+                method(to, kind, text)
+
+        self._answers = Answers(rank, neighbours, everybody, send_answers, self._lock)
         self._selector = selectors.DefaultSelector()
         for other, connection in self._connections.items():
             _watch_by_kernel(connection.socket, silence_s)
@@ -260,6 +270,38 @@ class ControlChannel:
         """The ranks that have left in good order."""
         return tuple(self.members[rank] for rank in sorted(self._left))
 
+    def say(self, activity: str, *, is_waiting: bool = False) -> None:
+        """What this rank is in, for others that find it late. Nothing is sent. See `Activity`."""
+        self._answers.activity = Activity(activity, is_waiting)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Within it, this rank waits for others in what it is in; and after it, where it raises."""
+        before = self._answers.activity
+        self._answers.activity = Activity(before.text, is_waiting=True)
+        yield
+        self._answers.activity = before
+
+    def late(self, *, is_silent: bool = False) -> LateRanks | None:
+        """Ranks for which the others wait: those that do not answer, else those that wait for nobody; or none.
+
+        For a rank whose deadline has passed. Not collective; blocks at most half a second. None also if there
+        is a `failure` meanwhile, which says more.
+
+        Args:
+            is_silent: Only ranks that do not answer.
+        """
+        if os.getpid() != self._pid or self._is_closed:
+            return None
+        before = self.failure
+        seen = self._answers.ask(lambda: frozenset(self._left))
+        if self.failure is not before:
+            return None
+        own = next(ranks for ranks in self._hosts if self._rank in ranks)
+        if is_silent:
+            return late_ranks(Seen(seen.silent), self.members, own) if seen.silent else None
+        return late_ranks(seen, self.members, own)
+
     def close(self) -> None:
         """Leave in good order: the others are told, and go on. Not collective.
 
@@ -302,6 +344,7 @@ class ControlChannel:
         now = time.monotonic()
         with self._lock:
             self._beat(now)
+            self._answers.end_round(now)
             calls = self._due_calls(now)
             self._is_closed |= not self._connections and self._calls_at_s is None
         failure = self.failure
@@ -323,7 +366,8 @@ class ControlChannel:
             return self._is_closed or all(each.is_open for each in self._connections.values())
 
     def _nap_s(self) -> float:
-        until_s = min(self._beats_at_s, math.inf if self._calls_at_s is None else self._calls_at_s)
+        calls_at_s = math.inf if self._calls_at_s is None else self._calls_at_s
+        until_s = min(self._beats_at_s, calls_at_s, self._answers.ends_at_s)
         return max(0.0, until_s - time.monotonic())
 
     def _release(self) -> None:
@@ -375,6 +419,8 @@ class ControlChannel:
         with self._lock:
             if kind is Frame.FIGURES:
                 self._hear_figures(rank, text)
+            if kind in (Frame.ASK, Frame.ANSWER, Frame.SEEN):
+                self._answers.hear(rank, kind, text, lambda: frozenset(self._left))
             if kind is Frame.DIED:
                 loss = Loss.unpack(text)
                 self._check_speaker(rank, loss.ranks)

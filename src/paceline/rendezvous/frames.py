@@ -34,6 +34,9 @@ class Frame(IntEnum):
     DIED = 9
     LEFT = 10
     FIGURES = 11
+    ASK = 12
+    ANSWER = 13
+    SEEN = 14
 
 
 def frame(kind: Frame, payload: bytes) -> bytes:

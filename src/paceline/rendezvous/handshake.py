@@ -33,7 +33,7 @@ from paceline.rendezvous.messages import (
     split_payloads,
 )
 
-PROTOCOL = 2
+PROTOCOL = 3
 NONCE_BYTES = 16
 MOST_CLOCK_OFFSET_S = 600.0
 """Logs and time stamps of checkpoints are of no use any more; training would not mind."""

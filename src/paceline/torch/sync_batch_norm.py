@@ -16,9 +16,12 @@ from torch import nn
 from paceline.arguments import Arguments
 from paceline.collectives.group import Group
 from paceline.errors import ConfigError
+from paceline.torch.link.calls import naming_over
 from paceline.torch.link.kept import keep
 from paceline.torch.link.peers import formed_group
 from paceline.torch.model.arguments import checked_group, checked_module
+
+_WHAT = "the statistics of SyncBatchNorm"
 
 
 class GatherRows(torch.autograd.Function):
@@ -39,7 +42,8 @@ class GatherRows(torch.autograd.Function):
         rows = [torch.empty_like(row) for _ in range(group.size())]
         own = row.contiguous()
         keep(own, *rows)
-        dist.all_gather(rows, own, group=group)
+        with naming_over(group, _WHAT):
+            dist.all_gather(rows, own, group=group)
         return torch.stack(rows)
 
     @staticmethod
@@ -60,7 +64,8 @@ class _SumOverRanks(torch.autograd.Function):
             return on_host.to(value.device)
         total = value.detach().contiguous().clone()
         keep(total)
-        dist.all_reduce(total, group=group)
+        with naming_over(group, _WHAT):
+            dist.all_reduce(total, group=group)
         return total
 
     @staticmethod

@@ -298,7 +298,9 @@ class _CallThread:
 
     def __init__(self) -> None:
         self._calls: SimpleQueue[_ThreadCall | None] = SimpleQueue()
-        # A daemon: one that Gloo holds, for a rank that is gone, must not hold the end of this process.
+        # A daemon: one that Gloo holds, for a rank that is gone, must not hold the end of this process. Nor
+        # abort it, when Gloo lets it go in that very moment, because the other ranks end as well.
+        _core.hold_late_threads()
         threading.Thread(target=_make_calls, args=(self._calls,), name="paceline-paddle", daemon=True).start()
         weakref.finalize(self, self._calls.put, None).atexit = False
 

@@ -39,7 +39,7 @@ from paceline.reducer.link import (
     sum_rows,
 )
 from paceline.reducer.plan import Plan
-from paceline.reducer.witness import MemoryWitness, Witness
+from paceline.reducer.witness import MemoryWitness, Witness, tell_on_host_too
 
 
 class Link(link.Link[paddle.Tensor], Protocol):
@@ -193,7 +193,7 @@ class HostsLink:
         self._reducers = HostReducers(hosts, between_hosts)
         self.path, self.bits = "hosts", self._reducers.bits
         self.rank, self.world_size, self.witness = link.rank, link.world_size, link.witness
-        self.tell: Callable[[str], None] | None = hosts.group.set_activity
+        self.tell = tell_on_host_too(hosts.group, link.witness)
         self.broadcast, self.all_gather, self.gather = link.broadcast, link.all_gather, link.gather
         self.sum = link.sum if between_hosts.deterministic is None else link.sum_in_order
         self._link, self._calls, self._between_hosts = link, calls, between_hosts

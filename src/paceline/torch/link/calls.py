@@ -8,6 +8,7 @@ rank that is lost wherever that can be known.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,10 +19,11 @@ import torch.distributed as dist
 
 from paceline import _core
 from paceline.errors import CollectiveError
+from paceline.reducer.channels import known_channel
 from paceline.reducer.engine_waits import EngineWaits, is_of_a_late_peer, is_of_a_lost_peer
 from paceline.reducer.hosts import join_in_order
 from paceline.reducer.plan import Plan
-from paceline.reducer.witness import Witness
+from paceline.reducer.witness import ChannelWitness, Witness
 from paceline.torch.link.exchange import transport_device
 from paceline.torch.link.peers import ProcessGroupPeers
 from paceline.torch.model.parameters import dtype_name
@@ -150,22 +152,53 @@ class GroupCalls:
         self.wait(work, what, on_host=True)
         return np.stack([row.cpu().numpy().view(array.dtype).reshape(array.shape) for row in rows])
 
-    @contextlib.contextmanager
-    def naming(self, what: str) -> Iterator[None]:
+    def naming(self, what: str) -> contextlib.AbstractContextManager[None]:
         """Name the lost rank in what a call of somebody else's raises, where it has lost one.
 
         Args:
             what: The call, in words.
         """
-        try:
-            yield
-        except CollectiveError:
-            raise
-        except RuntimeError as error:
-            text = str(error)
-            if is_of_a_lost_peer(text) or is_of_a_late_peer(text):
-                raise self.waits.failed(error, what) from error
-            raise
+        return _naming(self.waits, what)
+
+
+@contextlib.contextmanager
+def naming_over(group: dist.ProcessGroup, what: str) -> Iterator[None]:
+    """As `GroupCalls.naming`, for calls of the user's layers over a group over which a model is wrapped, too.
+
+    Where no model is, or the ranks are on one host, such a call raises what torch does.
+    """
+    channel = known_channel(group)
+    if channel is None:
+        yield
+        return
+    waits = EngineWaits(
+        group.rank(),
+        group.size(),
+        engine=f"torch's {dist.get_backend(group)} process group",
+        timeout_s=math.inf,
+        warn_after_s=math.inf,
+        witness=ChannelWitness(channel),
+    )
+    with _naming(waits, what):
+        yield
+
+
+@contextlib.contextmanager
+def _naming(waits: EngineWaits, what: str) -> Iterator[None]:
+    witness = waits.witness
+    try:
+        if witness is not None:
+            witness.tell_waiting()
+        yield
+        if witness is not None:
+            witness.tell_done()
+    except CollectiveError:
+        raise
+    except RuntimeError as error:
+        text = str(error)
+        if is_of_a_lost_peer(text) or is_of_a_late_peer(text):
+            raise waits.failed(error, what) from error
+        raise
 
 
 def abort_on_devices(group: dist.ProcessGroup) -> None:

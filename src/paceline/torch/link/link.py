@@ -31,7 +31,7 @@ from paceline.reducer.link import (
     make_host_reducer,
 )
 from paceline.reducer.plan import Plan
-from paceline.reducer.witness import ChannelWitness, MemoryWitness, Witness
+from paceline.reducer.witness import ChannelWitness, MemoryWitness, Witness, tell_on_host_too
 from paceline.torch.link.arena import Arena
 from paceline.torch.link.broadcast import broadcast_tensors
 from paceline.torch.link.calls import GroupCalls
@@ -214,7 +214,7 @@ class HostsLink:
         self._reducers = HostReducers(hosts, between_hosts)
         self.path, self.bits = "hosts", self._reducers.bits
         self.rank, self.world_size = link.rank, link.world_size
-        self.tell: Callable[[str], None] | None = hosts.group.set_activity
+        self.tell = tell_on_host_too(hosts.group, link.witness)
         self.witness = link.witness
         self.broadcast, self.all_gather = link.broadcast, link.all_gather
         self.sum = link.sum if between_hosts.deterministic is None else link.sum_in_order

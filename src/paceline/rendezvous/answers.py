@@ -1,0 +1,340 @@
+"""Which ranks of a control channel answer, and what those that do are in: asked when a call of all is late.
+
+The one idea: the thread of the channel answers for its rank, whatever the rank's program does. So a rank that
+computes is told from one that does not answer, because its process is stopped or holds Python's lock. The hub
+asks for everybody: one round serves all who ask meanwhile. Nothing is sent unless somebody asks.
+
+    who asks      ASK to its parent, which says at once that it is there itself (ANSWER), and asks its own
+    the hub       ASK to all, with the number of the round
+    every rank    ANSWER to the hub: what it is in
+    the hub       SEEN to all: who has not answered in time, and who is not waiting
+
+So a rank without SEEN knows that the hub does not answer, or in a tree its parent. May import errors, stacks
+and the rest of this folder.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from paceline.errors import format_ranks
+from paceline.rendezvous.channel_tree import HUB, Neighbours
+from paceline.rendezvous.frames import Frame
+from paceline.rendezvous.handshake import Member
+from paceline.rendezvous.messages import MessageError, read_object, write_object
+from paceline.stacks import STOPPED, process_state
+
+ASK_WITHIN_S = 0.5
+"""Most seconds that a rank waits for what the hub has seen."""
+_ANSWER_WITHIN_S = 0.35  # of which the hub waits so long
+_MOST_RANKS = 32
+_LONGEST_WORDS = 160
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What a rank is in.
+
+    Attributes:
+        text: In words: "in backward of pass 3".
+        is_waiting: Whether it waits for others, or has given up on them: it is none to blame.
+    """
+
+    text: str = ""
+    is_waiting: bool = False
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a rank says of itself.
+
+    Attributes:
+        rank: Which.
+        round: The number of the hub's round that it belongs to.
+        doing: The text of its activity.
+        is_waiting: See `Activity`.
+        at: Where its main thread is: "load in train.py:12".
+    """
+
+    rank: int
+    round: int
+    doing: str
+    is_waiting: bool
+    at: str
+
+    def pack(self) -> bytes:
+        return write_object(vars(self))
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> Answer:
+        """Raises MessageError: it is none."""
+        fields = {"rank": int, "round": int, "doing": str, "is_waiting": bool, "at": str}
+        return cls(**read_object(raw, fields))
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a round has shown.
+
+    Attributes:
+        silent: The ranks that have not answered.
+        answers: What the others have said.
+    """
+
+    silent: tuple[int, ...] = ()
+    answers: Mapping[int, Answer] = field(default_factory=dict)
+
+    def pack(self) -> bytes:
+        by_interest = sorted(self.answers.values(), key=lambda answer: (answer.is_waiting, answer.rank))
+        answers = [vars(each) for each in by_interest[:_MOST_RANKS]]
+        return write_object({"silent": list(self.silent[:_MOST_RANKS]), "answers": answers})
+
+    @classmethod
+    def unpack(cls, raw: bytes) -> Seen:
+        """Raises MessageError: it is none."""
+        told = read_object(raw, {"silent": list, "answers": list})
+        if not all(type(rank) is int for rank in told["silent"]):
+            raise MessageError("silent holds something else than ranks")
+        if not all(type(each) is dict for each in told["answers"]):
+            raise MessageError("answers holds something else than answers")
+        answers = [Answer.unpack(write_object(each)) for each in told["answers"]]
+        return cls(tuple(told["silent"]), {each.rank: each for each in answers})
+
+
+@dataclass(frozen=True)
+class LateRanks:
+    """Ranks that others wait for, for an error.
+
+    Attributes:
+        ranks: Which; empty: all wait.
+        seen, likely, hint: The rows of the error.
+    """
+
+    ranks: tuple[int, ...]
+    seen: str
+    likely: str
+    hint: str
+
+
+class Answers:
+    """One rank's part in asking and answering. All but `ask` is called under the channel's lock.
+
+    Args:
+        rank: The number of this process.
+        neighbours: Its neighbours in the channel.
+        ranks: All ranks.
+        send: Sends a frame to a neighbour, if there still is a connection; does not block.
+        lock: The channel's.
+
+    Attributes:
+        activity: What this rank is in, for others.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        neighbours: Neighbours,
+        ranks: Sequence[int],
+        send: Callable[[int, Frame, bytes], None],
+        lock: threading.RLock,
+    ) -> None:
+        self.activity = Activity()
+        self.ends_at_s = math.inf  # of the hub's round
+        self._rank, self._parent, self._below = rank, neighbours.parent, neighbours.below
+        self._ranks, self._send = ranks, send
+        self._news = threading.Condition(lock)
+        self._seen, self._num_seen = Seen(), 0
+        self._is_parent_there = False
+        self._round = 0
+        self._answers: dict[int, Answer] = {}
+        self._gone: frozenset[int] = frozenset()
+
+    def ask(self, gone: Callable[[], frozenset[int]]) -> Seen:
+        """What all ranks are in. Blocks `ASK_WITHIN_S` at most.
+
+        Args:
+            gone: The ranks that have left, and owe no answer.
+        """
+        with self._news:
+            before = self._num_seen
+            self._is_parent_there = False
+            if self._parent is None:
+                self.begin_round(gone())
+            else:
+                self._send(self._parent, Frame.ASK, b"")
+            self._news.wait_for(lambda: self._num_seen != before, ASK_WITHIN_S)
+            if self._num_seen != before:
+                return self._without_own(self._seen)
+            if self._parent is None:  # the thread of the channel has not come to it
+                return self._without_own(self._close())
+            if not self._is_parent_there:
+                return Seen((self._parent,))
+            return Seen() if self._parent == HUB else Seen((HUB,))
+
+    def hear(self, rank: int, kind: Frame, text: bytes, gone: Callable[[], frozenset[int]]) -> None:
+        """Take what a neighbour has said, of which the channel knows that it may.
+
+        Raises:
+            MessageError: It makes no sense.
+        """
+        is_from_parent = rank == self._parent
+        if kind is Frame.ASK and is_from_parent:
+            self._answer(int.from_bytes(text, "little"))
+            for child in self._below:
+                self._send(child, kind, text)
+        elif kind is Frame.ASK:
+            self._send(rank, Frame.ANSWER, self._own(0).pack())
+            if self._parent is None:
+                self.begin_round(gone())
+            else:
+                self._send(self._parent, kind, b"")
+        elif kind is Frame.ANSWER and is_from_parent:
+            self._is_parent_there = True
+        elif kind is Frame.ANSWER:
+            self._take(rank, text)
+        elif kind is Frame.SEEN and is_from_parent:
+            self._tell(Seen.unpack(text), text)
+        else:
+            raise MessageError("it tells what only the hub may")
+
+    def begin_round(self, gone: frozenset[int]) -> None:
+        """At the hub: ask all, unless that is under way."""
+        if self.ends_at_s < math.inf:
+            return
+        self.ends_at_s = time.monotonic() + _ANSWER_WITHIN_S
+        self._round = (self._round + 1) % (1 << 31)
+        self._answers, self._gone = {}, gone
+        for child in self._below:
+            self._send(child, Frame.ASK, self._round.to_bytes(4, "little"))
+        self._end_if_all_are_there()
+
+    def end_round(self, now: float) -> None:
+        """At the hub: tell what was seen, if it is time."""
+        if now >= self.ends_at_s:
+            self._close()
+
+    # --- the hub ---
+
+    def _take(self, child: int, text: bytes) -> None:
+        answer = Answer.unpack(text)
+        if answer.rank not in self._below[child]:
+            raise MessageError(f"it answers for rank {answer.rank}")
+        if self._parent is not None:
+            self._send(self._parent, Frame.ANSWER, text)
+        elif self.ends_at_s < math.inf and answer.round == self._round:
+            self._answers[answer.rank] = answer
+            self._end_if_all_are_there()
+
+    def _awaited(self) -> list[int]:
+        return [rank for rank in self._ranks if rank != self._rank and rank not in self._gone]
+
+    def _end_if_all_are_there(self) -> None:
+        if all(rank in self._answers for rank in self._awaited()):
+            self._close()
+
+    def _close(self) -> Seen:
+        self.ends_at_s = math.inf
+        missing = [rank for rank in self._awaited() if rank not in self._answers]
+        # Who speaks through a silent rank may have answered.
+        hidden = {rank for child in missing for rank in self._below.get(child, ()) if rank != child}
+        self._answers[self._rank] = self._own(self._round)
+        seen = Seen(tuple(rank for rank in missing if rank not in hidden), dict(self._answers))
+        self._tell(seen, seen.pack())
+        return seen
+
+    # --- every rank ---
+
+    def _answer(self, number: int) -> None:
+        assert self._parent is not None
+        self._send(self._parent, Frame.ANSWER, self._own(number).pack())
+
+    def _tell(self, seen: Seen, text: bytes) -> None:
+        self._seen = seen
+        self._num_seen += 1
+        self._news.notify_all()
+        for child in self._below:
+            self._send(child, Frame.SEEN, text)
+
+    def _own(self, number: int) -> Answer:
+        activity = self.activity
+        text = activity.text[:_LONGEST_WORDS]
+        return Answer(self._rank, number, text, activity.is_waiting, _place_of_main_thread())
+
+    def _without_own(self, seen: Seen) -> Seen:
+        """A rank that asks is there, and does not wait for itself."""
+        silent = tuple(rank for rank in seen.silent if rank != self._rank)
+        return Seen(silent, {rank: each for rank, each in seen.answers.items() if rank != self._rank})
+
+
+def _place_of_main_thread() -> str:
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if frame is None:
+        return ""
+    place = f"{frame.f_code.co_name} in {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    return place[:_LONGEST_WORDS]
+
+
+def late_ranks(seen: Seen, members: Sequence[Member], on_host: Sequence[int]) -> LateRanks | None:
+    """Whom to name after a round; None: nothing is known.
+
+    Who does not answer is named alone: the others that compute may be waiting for it in a way of their own.
+
+    Args:
+        seen: By the round.
+        members: All ranks.
+        on_host: The ranks of this host, whose processes this one can see.
+    """
+    silent = [members[rank] for rank in seen.silent if 0 <= rank < len(members)]
+    there = [(members[rank], answer) for rank, answer in seen.answers.items() if 0 <= rank < len(members)]
+    busy = [(member, answer) for member, answer in there if not answer.is_waiting]
+    if not silent and not there:
+        return None
+    rows = [_silent_row(each, is_near=each.rank in on_host) for each in silent]
+    rows += [f"{member.describe()} {_words(answer)}" for member, answer in busy]
+    if HUB in seen.silent:
+        rows.append("all ranks are asked through rank 0, so what the others do is not known")
+    if silent:
+        ranks = tuple(each.rank for each in silent)
+        return LateRanks(
+            ranks,
+            "\n".join(rows),
+            f"the process of {format_ranks(ranks)} is stopped (SIGSTOP, a debugger), or holds Python's lock "
+            "in a long call",
+            f"look at pid {', '.join(str(each.pid) for each in silent)} on host "
+            f"{', '.join(sorted({each.host for each in silent}))}; `kill -CONT PID` lets a stopped one go on",
+        )
+    if not busy:
+        return LateRanks(
+            (),
+            "all others answer, and wait:\n"
+            + "\n".join(f"{each.describe()} {_words(said)}" for each, said in there),
+            "a rank skipped a forward or a backward, or made one too many, so that ranks wait in different calls",
+            "make the same calls in the same order on every rank; `timeout_s` gives them longer",
+        )
+    return LateRanks(
+        tuple(member.rank for member, _ in busy),
+        "\n".join(rows),
+        "a rank skipped this backward, is stuck in its data loader, or in another call",
+        "`paceline stacks PID` on its host shows where a rank is; `timeout_s` gives it longer",
+    )
+
+
+def _silent_row(member: Member, *, is_near: bool) -> str:
+    if is_near and process_state(member.pid) in STOPPED:
+        return f"{member.describe()} is stopped"
+    return f"{member.describe()} does not answer on the control channel (asked for {ASK_WITHIN_S:g} s)"
+
+
+def _words(answer: Answer) -> str:
+    last = f"; last {answer.doing}" if answer.doing else ""
+    if answer.is_waiting:
+        return f"waits for others{last}"
+    return f"answers, and is not in this call{last}" + (
+        f"; its main thread: {answer.at}" if answer.at else ""
+    )

@@ -1,0 +1,132 @@
+"""Ranks on several hosts in a call over the process group: who does not come is named at the deadline.
+
+The rank that keeps the control channel is stopped, or computes; neither tells the others anything.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import DeadlineError
+from tests.harness import run_ranks
+from tests.multiprocess.meeting import meet, tell, until_told
+from tests.several_hosts import be_on_host
+
+ASKED_S = 3.0  # the passes before the one that a rank does not come to are made within it too
+
+both = pytest.mark.parametrize("framework", ["torch", "paddle"])
+
+
+def wrapped(rank, framework, hosts, **options):
+    """A wrapped network that has made a pass, and what makes another one."""
+    world_size = int(os.environ["WORLD_SIZE"])
+    if framework == "torch":
+        import torch
+
+        import paceline.torch
+
+        store = torch.distributed.FileStore(f"{os.environ['TMPDIR']}/store", world_size)
+        torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        wrap = paceline.torch.DistributedDataParallel
+    else:
+        from paceline.paddle import DataParallel as wrap
+        from tests.multiprocess.paddle_models import join_paddle
+
+        join_paddle(rank)
+    be_on_host(rank * hosts // world_size)
+    do = importlib.import_module(f"tests.multiprocess.conformance_{framework}")
+    model = wrap(do.network(), timeout_s=ASKED_S, **options)
+    assert model.gradient_path == ("group" if "reduce_through" in options else "hosts")
+    Path(os.environ["TMPDIR"], f"pid-{rank}").write_text(str(os.getpid()))
+
+    def one_pass():
+        from tests.multiprocess.conformance_numpy import batch
+
+        do.backward(do.loss(model, batch()))
+
+    one_pass()
+    meet("through", rank)
+    return model, one_pass
+
+
+def be_late(how, others):
+    """Until the others have raised; then it is killed, for Paddle's threads would wait 30 s more."""
+    if how == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)  # a survivor ends it
+    until_told("raised", others)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def check(error, how, late, seconds):
+    assert isinstance(error, DeadlineError), error
+    assert error.late == (late,), error
+    assert f"rank {late} on host " in error.seen
+    if how == "stopped":
+        assert "does not answer" in error.seen or "is stopped" in error.seen
+        assert "stopped" in error.likely and "kill -CONT" in error.hint
+    else:
+        assert "after backward of pass" in error.seen and "until_told" in error.seen, error
+    # 0.5 s by the documents; what the machine takes to run us comes on top.
+    assert seconds < ASKED_S + 0.5 + 10
+
+
+def end(late, survivors, rank):
+    tell("raised", rank)
+    if rank == survivors[0]:
+        until_told("raised", survivors)
+        os.kill(int(Path(os.environ["TMPDIR"], f"pid-{late}").read_text()), signal.SIGKILL)
+
+
+@both
+@pytest.mark.parametrize("how", ["stopped", "computing"])
+@pytest.mark.parametrize("late", [0, 2])
+def test_gradients_over_the_process_group(framework, how, late):
+    arguments = {"framework": framework, "how": how, "late": late}
+    run_ranks(late_pass, 3, arguments, group=None, framework=framework, dies={late: signal.SIGKILL})
+
+
+def late_pass(rank, framework, how, late):
+    _, one_pass = wrapped(rank, framework, 3, reduce_through="group")
+    others = [each for each in range(3) if each != late]
+    if rank == late:
+        be_late(how, others)
+    begun = time.monotonic()
+    with pytest.raises(DeadlineError) as caught:
+        one_pass()
+    check(caught.value, how, late, time.monotonic() - begun)
+    end(late, others, rank)
+
+
+@pytest.mark.parametrize("call", ["Join", "SyncBatchNorm"])
+def test_calls_of_torch(call):
+    """The channel's own rank is stopped, and with it whoever could tell the others."""
+    run_ranks(late_call, 3, {"call": call}, group=None, dies={0: signal.SIGKILL})
+
+
+def late_call(rank, call):
+    import torch
+    from torch.distributed.algorithms.join import Join
+    from torch.distributed.distributed_c10d import _set_pg_timeout
+
+    from paceline.torch import SyncBatchNorm
+
+    model, one_pass = wrapped(rank, "torch", 3)
+    if rank == 0:
+        be_late("stopped", (1, 2))
+    _set_pg_timeout(timedelta(seconds=ASKED_S), torch.distributed.group.WORLD)
+    begun = time.monotonic()
+    with pytest.raises(DeadlineError) as caught:
+        if call == "Join":
+            with Join([model]):
+                one_pass()
+        else:
+            SyncBatchNorm(3)(torch.randn(4, 3))
+    check(caught.value, "stopped", 0, time.monotonic() - begun)
+    end(0, (1, 2), rank)

@@ -1,0 +1,227 @@
+"""Who answers on the control channel when a call of all is late: ranks are threads of this process."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+
+import pytest
+
+from paceline.errors import DeadlineError, PeerLostError
+from paceline.reducer.engine_waits import EngineWaits
+from paceline.reducer.witness import ChannelWitness
+from paceline.rendezvous import answers, channel_tree
+from paceline.rendezvous.answers import Answer, Seen
+from paceline.rendezvous.frames import Frame
+from paceline.rendezvous.messages import MessageError
+from tests.unit.test_control import HOSTS, end, form
+
+TREE = ((0, 1), (2, 3, 6), (4, 5))
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch):
+    """As long as a busy machine may take: each rank that is silent here takes all of it."""
+    monkeypatch.setattr(channel_tree, "MOST_IN_A_STAR", 4)
+    monkeypatch.setattr(answers, "ASK_WITHIN_S", 3.0)
+    monkeypatch.setattr(answers, "_ANSWER_WITHIN_S", 2.0)
+
+
+@pytest.fixture(params=[HOSTS, TREE], ids=["star", "tree"])
+def channels(request):
+    found = form(hosts=request.param)
+    assert not [each for each in found if isinstance(each, Exception)], found
+    yield found
+    end(found)
+
+
+@contextlib.contextmanager
+def stopped(channel):
+    """Its thread does nothing more, as if the process were stopped."""
+    goes_on, receive = threading.Event(), channel._receive
+
+    def wait(rank):
+        goes_on.wait()
+        receive(rank)
+
+    channel._receive = wait
+    try:
+        yield
+    finally:
+        goes_on.set()
+
+
+def all_late(channels, but):
+    """What each rank is told that asks; they ask at once."""
+    found = {}
+
+    def ask(rank):
+        found[rank] = channels[rank].late()
+
+    threads = [threading.Thread(target=ask, args=(rank,)) for rank in range(len(channels)) if rank != but]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(60)
+    return found
+
+
+def wait_all(channels, but=()):
+    for rank, each in enumerate(channels):
+        if rank not in but:
+            each.say("in forward of pass 3", is_waiting=True)
+
+
+def test_nobody_is_named_where_all_wait(channels):
+    wait_all(channels)
+    for each in channels:
+        late = each.late()
+        assert late is not None and late.ranks == ()
+        assert late.seen.count("waits for others; last in forward of pass 3") == len(channels) - 1
+
+
+def test_a_rank_that_waits_elsewhere_is_not_to_blame(channels):
+    """In its backward, for the gradients of one that has skipped its own and waits in its next forward."""
+    wait_all(channels, but=[0])
+    channels[0].say("in backward of pass 2")
+    with channels[0].waiting(), pytest.raises(DeadlineError, match="gave up waiting to exchange") as raised:
+        waits_of(channels[1]).poll(lambda: False, "a sum of values")
+    assert "late" not in raised.value.fields
+    assert "rank 0 on host node0 (pid 100) waits for others; last in backward of pass 2" in raised.value.seen
+    assert "different calls" in raised.value.likely
+
+
+@pytest.mark.parametrize("busy", [0, 1, 3])
+def test_a_rank_that_computes_is_named_with_what_it_is_in(channels, busy):
+    wait_all(channels, but=[busy])
+    channels[busy].say("after backward of pass 2")
+    for rank, each in enumerate(channels):
+        late = each.late()
+        if rank == busy:
+            assert late is not None and late.ranks == ()
+            continue
+        assert late is not None and late.ranks == (busy,)
+        assert f"rank {busy} on host node" in late.seen and "last after backward of pass 2" in late.seen
+        assert "its main thread: " in late.seen
+        assert each.late(is_silent=True) is None
+
+
+@pytest.mark.parametrize("silent", [0, 1, 2, 3])
+def test_a_rank_that_does_not_answer_is_named_by_all_others(channels, silent):
+    wait_all(channels, but=[silent])
+    with stopped(channels[silent]):
+        found = all_late(channels, but=silent)
+    assert len(found) == len(channels) - 1
+    for rank, late in found.items():
+        assert late is not None and late.ranks == (silent,), (rank, late)
+        assert "does not answer" in late.seen and "stopped" in late.likely
+
+
+def test_who_does_not_answer_is_named_and_not_who_computes(channels):
+    wait_all(channels, but=[1, 3])
+    with stopped(channels[3]):
+        late = channels[2].late()
+        assert late is not None and late.ranks == (3,)
+        assert "rank 1 on host node0" in late.seen
+
+
+def test_ranks_that_ask_at_once_share_a_round(channels):
+    wait_all(channels, but=[1])
+    with stopped(channels[1]):
+        begun = channels[0]._answers._round
+        found = all_late(channels, but=1)
+    assert all(late.ranks == (1,) for late in found.values()), found
+    assert channels[0]._answers._round == begun + 1
+
+
+def test_a_rank_that_goes_on_answers_again(channels):
+    wait_all(channels)
+    with stopped(channels[0]):
+        assert channels[1].late().ranks == (0,)
+    until = time.monotonic() + 60
+    while channels[1].late().ranks:
+        assert time.monotonic() < until
+
+
+def test_who_has_left_owes_no_answer_and_is_named_as_one_that_has_left(channels):
+    wait_all(channels)
+    channels[3].close()
+    while any(
+        3 not in {each.rank for each in channel.left} for channel in channels if channel is not channels[3]
+    ):
+        time.sleep(0.01)
+    assert channels[1].late().ranks == ()
+    waits = waits_of(channels[1])
+    with pytest.raises(PeerLostError, match="has left"):
+        waits.poll(lambda: False, "a sum of values")
+
+
+def waits_of(channel):
+    count = len(channel.members)
+    return EngineWaits(
+        1, count, engine="a group", timeout_s=0.2, warn_after_s=60, witness=ChannelWitness(channel)
+    )
+
+
+def test_the_deadline_of_a_call_names_the_rank(channels):
+    wait_all(channels)
+    with (
+        stopped(channels[0]),
+        pytest.raises(DeadlineError, match="gave up waiting for rank 0 to exchange") as raised,
+    ):
+        waits_of(channels[1]).poll(lambda: False, "a sum of values")
+    assert raised.value.late == (0,)
+
+
+def test_a_connection_that_an_engine_has_closed_names_the_silent_rank_and_no_busy_one(channels):
+    waits = waits_of(channels[1])
+    wait_all(channels, but=[2])
+    broken = RuntimeError("Connection closed by peer [10.0.0.1]:12")
+    assert isinstance(waits.failed(broken, "a sum of values"), PeerLostError)
+    with stopped(channels[0]):
+        error = waits.failed(broken, "a sum of values")
+    assert isinstance(error, DeadlineError) and error.late == (0,)
+
+
+def test_a_failure_that_is_told_meanwhile_says_more(channels):
+    wait_all(channels)
+    found = []
+    with stopped(channels[1]):
+        asking = threading.Thread(target=lambda: found.append(channels[2].late()))
+        asking.start()
+        channels[3].tell(ValueError("the cause"))
+        asking.join(60)
+    assert found == [None] and channels[2].failure is not None
+
+
+def test_a_rank_cannot_answer_for_another_one():
+    found = form(hosts=TREE)
+    with found[4]._lock:
+        found[4]._send(0, Frame.ANSWER, Answer(3, 1, "", True, "").pack())
+    error = found[1].wait(60)
+    assert error.lost == (4,) and "it answers for rank 3" in error.seen
+    end(found)
+
+
+def test_only_the_hub_tells_what_was_seen():
+    found = form()
+    with found[3]._lock:
+        found[3]._send(0, Frame.SEEN, Seen((1,)).pack())
+    assert found[1].wait(60).lost == (3,)
+    end(found)
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"{}", b'{"silent": [true], "answers": []}', b'{"silent": [], "answers": [1]}']
+)
+def test_bytes_that_are_nothing_seen(raw):
+    with pytest.raises(MessageError):
+        Seen.unpack(raw)
+
+
+def test_many_ranks_fit_into_a_frame():
+    many = {rank: Answer(rank, 1, "\u4e2d" * 160, False, "\u4e2d" * 160) for rank in range(4096)}
+    packed = Seen(tuple(range(4096)), many).pack()
+    assert len(packed) < 1 << 16
+    assert len(Seen.unpack(packed).answers) == 32
