@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tests.chaos.rank import Array, Trainer
 from tests.chaos.reference import LEARNING_RATE, MOMENTUM, batch, first_weights
 from tests.chaos.strikes import Striker
 from tests.differential.paddle_subjects import Groups
+from tests.several_hosts import be_on_host
 
 
 class Model(nn.Layer):
@@ -68,7 +70,12 @@ class PaddleTrainer(Trainer):
         if self.plan.job.way == "memory":
             self._group = self.group_in_memory()
         else:
-            Groups(self.rank, self.plan.job.world_size, self.job, self.folder).paddle()
+            world_size = self.plan.job.world_size
+            Groups(self.rank, world_size, self.job, self.folder).paddle()
+            # Paddle waits for ever for a rank that dies while others still form the group.
+            (self.folder / f"formed-{self.rank}").touch()
+            while not all((self.folder / f"formed-{rank}").exists() for rank in range(world_size)):
+                time.sleep(0.005)
 
     def wrap(self) -> None:
         job = self.plan.job
@@ -77,8 +84,10 @@ class PaddleTrainer(Trainer):
             options["bucket_cap_mb"] = 1e-6
         if job.way == "memory":
             options["group"] = self._group
-        else:
+        elif job.way != "hosts":
             options["reduce_through"] = "group"
+        if (number := job.host_of(self.rank)) is not None:
+            be_on_host(number)
         self.wrapped = DataParallel(self._model, timeout_s=self.plan.timeout_s, nonfinite="raise", **options)
         self._optimizer = paddle.optimizer.Momentum(
             LEARNING_RATE, MOMENTUM, parameters=self._model.parameters()

@@ -156,7 +156,8 @@ class Job:
         way: Over what gradients go: "memory", a `paceline.Group`; "environment", the same formed from
             variables; "gloo", a process group, through it; "gloo memory", a process group, in memory;
             "backend", the backend "paceline"; "torch", torch's own DDP over Gloo; "hosts", in the memory of
-            hosts and between them, two hosts of two ranks or some of one.
+            hosts and between them, two hosts of two ranks or some of one; "hosts alone", the same hosts,
+            over the process group.
         style: "copy"; "view", gradients live in the shared memory; "tiny", a bucket for each parameter;
             "accumulate", two micro-batches, the first in no_sync(); "finished", ranks with fewer batches;
             "join", the same through torch's Join.
@@ -182,6 +183,12 @@ class Job:
     @property
     def is_in_memory(self) -> bool:
         return self.way in ("memory", "environment", "gloo memory")
+
+    def host_of(self, rank: int) -> int | None:
+        """The number of a rank's host; None: all are on this one."""
+        if not self.way.startswith("hosts"):
+            return None
+        return rank * (2 if self.world_size == 4 else self.world_size) // self.world_size
 
     def __str__(self) -> str:
         under = f", {self.launcher}" if self.launcher else ""
@@ -280,11 +287,12 @@ def plan_of(seed: int, framework: str = "torch", *, launched: bool = False) -> P
     chance = random.Random(f"{framework} {launched} {seed}")
     if framework == "torch":
         job = _job(chance, framework, _TORCH_WAYS, _TORCH_STYLES)
-        # By another generator, so that a seed makes the plan that it made before there were hosts.
-        if job.way == "gloo" and random.Random(f"hosts {seed}").random() < 0.5:
-            job = replace(job, way="hosts")
     else:
         job = _job(chance, framework, _PADDLE_WAYS, _PADDLE_STYLES)
+    # By another generator, so that a seed makes the plan that it made before there were hosts.
+    if job.way in ("gloo", "group") and not launched:
+        on_hosts = random.Random(f"hosts {seed}").random()
+        job = replace(job, way="hosts" if on_hosts < 0.5 else "hosts alone" if on_hosts < 0.75 else job.way)
     if launched:
         launcher = chance.choice(LAUNCHERS)
         job = Job(

@@ -104,9 +104,9 @@ class TorchTrainer(Trainer):
         if job.way == "torch":
             self.wrapped = TorchDDP(self._model, **options)
         else:
-            through = "group" if job.way in ("gloo", "backend") and not job.launcher else "auto"
-            if job.way == "hosts":
-                number = self.rank * (2 if job.world_size == 4 else job.world_size) // job.world_size
+            is_alone = job.way in ("gloo", "backend", "hosts alone") and not job.launcher
+            through = "group" if is_alone else "auto"
+            if (number := job.host_of(self.rank)) is not None:
                 be_on_host(number)
             self.wrapped = DistributedDataParallel(
                 self._model,

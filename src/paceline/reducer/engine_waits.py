@@ -11,6 +11,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 from paceline.errors import CollectiveError, DeadlineError, PeerLostError, format_ranks
 from paceline.reducer.pass_errors import shorten
@@ -171,6 +172,7 @@ class EngineWaits:
         late = self.witness.silent() if is_silent else self.witness.late()
         if late is None:
             return None
+        fields: dict[str, Any] = {"late": late.ranks} if late.ranks else {}
         whom = f"for {format_ranks(late.ranks)} " if late.ranks else ""
         return DeadlineError(
             f"{self._who.capitalize()} gave up waiting {whom}to {_doing(what)}{after}.",
@@ -178,7 +180,7 @@ class EngineWaits:
             seen="\n".join(filter(None, [late.seen, text])),
             likely=late.likely,
             hint=late.hint,
-            **({"late": late.ranks} if late.ranks else {}),
+            **fields,
         )
 
     def _late(self, what: int | str) -> CollectiveError:

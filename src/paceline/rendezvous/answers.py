@@ -314,7 +314,7 @@ def late_ranks(seen: Seen, members: Sequence[Member], on_host: Sequence[int]) ->
             (),
             "all others answer, and wait:\n"
             + "\n".join(f"{each.describe()} {_words(said)}" for each, said in there),
-            "a rank skipped a forward or a backward, or made one too many, so that ranks wait in different calls",
+            "a rank skipped a forward or a backward, or made one too many, and ranks wait in different calls",
             "make the same calls in the same order on every rank; `timeout_s` gives them longer",
         )
     return LateRanks(

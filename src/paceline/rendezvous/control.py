@@ -283,7 +283,7 @@ class ControlChannel:
         self._answers.activity = before
 
     def late(self, *, is_silent: bool = False) -> LateRanks | None:
-        """Ranks for which the others wait: those that do not answer, else those that wait for nobody; or none.
+        """Ranks for which the others wait: those that do not answer, else those that wait for nobody.
 
         For a rank whose deadline has passed. Not collective; blocks at most half a second. None also if there
         is a `failure` meanwhile, which says more.
