@@ -110,10 +110,12 @@ class MemoryWitness:
 
     Args:
         core: A group of all ranks that train the model, in the same order. Nothing is sent over it.
+        ranks: The numbers of its ranks, where others know them by others; None: they are those of the group.
     """
 
-    def __init__(self, core: _core.HostGroup) -> None:
+    def __init__(self, core: _core.HostGroup, ranks: Sequence[int] | None = None) -> None:
         self._core = core
+        self._ranks = range(core.world_size) if ranks is None else ranks
         self._has_given_up = False
 
     def tell(self, activity: str) -> None:
@@ -173,15 +175,34 @@ class MemoryWitness:
     def late(self) -> tuple[tuple[int, ...], str]:
         """Ranks that are not waiting, as this one is, or are stopped; and what is known of them in words."""
         suspects = self._suspects() or [
-            each for each in self._core.records() if process_state(each["pid"]) in STOPPED
+            each for each in self._records() if process_state(each["pid"]) in STOPPED
         ]
         return _ranks_of(suspects), _rows(suspects)
 
     def _suspects(self) -> list[dict[str, Any]]:
         """What is known of all ranks that neither wait nor have given up, as this one does."""
-        records: list[dict[str, Any]] = self._core.records()
-        own = self._core.rank
-        return [each for each in records if each["rank"] != own and each["activity"] not in _INNOCENT]
+        own = self._ranks[self._core.rank]
+        return [each for each in self._records() if each["rank"] != own and each["activity"] not in _INNOCENT]
+
+    def _records(self) -> list[dict[str, Any]]:
+        return [{**each, "rank": self._ranks[each["rank"]]} for each in self._core.records()]
+
+
+class HostWitness:
+    """A `Witness` for calls that the ranks of one of several hosts make: failures, and who of them is late.
+
+    Args:
+        channel: The channel of all ranks that train the model.
+        core: The memory of this host. Nothing is sent over it.
+        ranks: The ranks of this host, as the channel numbers them.
+    """
+
+    def __init__(self, channel: ControlChannel, core: _core.HostGroup, ranks: Sequence[int]) -> None:
+        # Of a failure the channel says more: the host, and what other hosts have met.
+        told, memory = ChannelWitness(channel), MemoryWitness(core, ranks)
+        self.fail, self.lost, self.find_lost = told.fail, told.lost, told.find_lost
+        self.tell, self.tell_waiting, self.tell_done = memory.tell, memory.tell_waiting, memory.tell_done
+        self.give_up, self.late = memory.give_up, memory.late
 
 
 def _ranks_of(records: Sequence[dict[str, Any]]) -> tuple[int, ...]:
