@@ -36,6 +36,7 @@ class GroupCalls:
         plan: The plan of the buckets that are summed over the group, if there are any.
         within: A group of some of these ranks that makes the calls, and what it is in words; None: the group
             of all makes them.
+        timeout_s: Most seconds of one wait; None: as the peers say.
 
     Attributes:
         group: The process group.
@@ -49,6 +50,7 @@ class GroupCalls:
         witness: Witness | None,
         plan: Plan | None = None,
         within: tuple[dist.ProcessGroup, str] | None = None,
+        timeout_s: float | None = None,
     ) -> None:
         self.group, engine = within or (
             peers.process_group,
@@ -59,7 +61,7 @@ class GroupCalls:
             peers.rank,
             peers.world_size,
             engine=engine,
-            timeout_s=peers.timeout_s,
+            timeout_s=timeout_s or peers.timeout_s,
             warn_after_s=peers.warn_after_s,
             plan=plan,
             witness=witness,
