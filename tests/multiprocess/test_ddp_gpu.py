@@ -1,6 +1,7 @@
-"""DistributedDataParallel on a GPU: one rank over NCCL, and two ranks that share a GPU over Gloo.
+"""DistributedDataParallel on a GPU: one rank over NCCL, and ranks that share a GPU over Gloo.
 
-NCCL refuses two ranks on one device; Gloo takes tensors of a GPU. Skipped where there is no GPU.
+NCCL refuses two ranks on one device; Gloo takes tensors of a GPU. Skipped where there is no GPU. Hosts are
+simulated: ranks that say that they are on different ones share no memory.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from paceline.errors import NonFiniteGradientError, UnusedParameterError
 from paceline.torch import DistributedDataParallel
 from tests.harness import ranks
 from tests.multiprocess.ddp_models import Branches, gradients, share, train, two_layers
+from tests.several_hosts import be_on_host
 
 DEVICE = "cuda"
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -92,3 +94,70 @@ def test_errors_on_a_gpu(rank: int) -> None:
         ddp(torch.full((1, 4), value, device=DEVICE)).sum().backward()
     assert any("infinity or a NaN on rank 1 of 2" in str(warning.message) for warning in caught)
     assert set(ddp.nonfinite()) == {1}
+
+
+def wide() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 1))
+
+
+def check_means_through_hosts(
+    rank: int, world_size: int, num_hosts: int, device: torch.device, **options: object
+) -> None:
+    """Some backwards over simulated hosts, beside one process with the whole batch in float64."""
+    be_on_host(rank * num_hosts // world_size)
+    torch.cuda.set_device(device)
+    for view in (False, True):
+        model = wide().to(device)
+        ddp = DistributedDataParallel(
+            model,
+            reduce_through="hosts",
+            bucket_cap_mb=0.005,
+            gradient_as_bucket_view=view,
+            timeout_s=60,
+            **options,
+        )
+        assert ddp.gradient_path == "hosts" and ddp.bits == "engine"
+        for step in range(4):
+            x = torch.randn(4 * world_size, 40, generator=torch.Generator().manual_seed(step))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # a GPU that computes with TF32, say
+                model.zero_grad()
+                ddp(x[rank::world_size].to(device)).square().mean().backward()
+            alone = wide().double()
+            alone(x.double()).square().mean().backward()
+            for ours, expected in zip(model.parameters(), alone.parameters(), strict=True):
+                assert_close(ours.grad.double().cpu(), expected.grad, rtol=1e-3, atol=1e-5)
+        own = torch.cat([p.grad.flatten() for p in model.parameters()]).cpu()
+        told: list[object] = [None] * world_size
+        torch.distributed.all_gather_object(told, own.numpy().tobytes())
+        assert len(set(told)) == 1
+
+
+@pytest.mark.parametrize("compression", [None, "bf16"])
+@ranks(4, group="gloo", deadline_s=240)
+def test_two_hosts_of_two_ranks_that_share_a_gpu_over_gloo(rank: int, compression: str | None) -> None:
+    if compression is None:
+        check_means_through_hosts(rank, 4, 2, torch.device(DEVICE, 0))
+        return
+    be_on_host(rank // 2)
+    ddp = DistributedDataParallel(
+        wide().to(DEVICE), reduce_through="hosts", compress_between_hosts=compression, timeout_s=60
+    )
+    for _ in range(3):
+        ddp.zero_grad()
+        ddp(torch.full((1, 40), float(rank), device=DEVICE)).sum().backward()
+    assert_close(ddp.module[4].bias.grad, torch.ones(1, device=DEVICE), rtol=1e-2, atol=1e-2)
+
+
+@ranks(2, group="cpu:gloo,cuda:nccl", deadline_s=240)
+def test_two_hosts_of_one_rank_share_a_gpu_over_nccl(rank: int) -> None:
+    """NCCL within hosts of one rank each: its streams and the copies, on a single GPU."""
+    # What goes over the group of all would need NCCL between two ranks of one GPU.
+    check_means_through_hosts(rank, 2, 2, torch.device(DEVICE, 0), init_sync=False, broadcast_buffers=False)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
+@ranks(4, group="nccl", deadline_s=240)
+def test_two_hosts_of_two_gpus_over_nccl(rank: int) -> None:
+    check_means_through_hosts(rank, 4, 2, torch.device(DEVICE, rank))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
+import secrets
 from collections.abc import Mapping
 from typing import Any
 
 from paceline import _core
 from paceline.collectives.failures import describe_slow, number_ranks
 from paceline.errors import RendezvousError, format_ranks
+from paceline.rendezvous import lifetime
 from paceline.rendezvous.exchange import Exchange
-from paceline.rendezvous.shared_memory import HostMemory, share_memory
+from paceline.rendezvous.shared_memory import NONCE_BYTES, HostMemory, share_memory
 
 _log = logging.getLogger("paceline")
 
@@ -40,6 +43,32 @@ def share_on_each_host(exchange: Exchange, *, name: str, timeout_s: float, warn_
         own = next(ranks for ranks in memory.hosts if exchange.rank in ranks)
         number_ranks(memory.host_group.name, own, exchange.world_size)
     return memory
+
+
+def share_alone(
+    name: str, rank: int, world_size: int, timeout_s: float, warn_after_s: float
+) -> _core.HostGroup:
+    """Memory of one rank, for what is made for the ranks of a host. Not collective.
+
+    Args:
+        name: That no other group of this process has.
+        rank: The number by which errors call it.
+        world_size: Out of so many.
+        timeout_s, warn_after_s: As in `share`.
+
+    Raises:
+        RegionError: There is not enough memory.
+    """
+    number_ranks(name, [rank], world_size)
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    fd = _core.create_region(1, nonce)
+    try:
+        core = _core.HostGroup(fd, 0, nonce, name, timeout_s, warn_after_s)
+    finally:
+        os.close(fd)
+    core.join()
+    lifetime.watch(core)
+    return core
 
 
 def form_core(

@@ -25,6 +25,8 @@ _Parameter = TypeVar("_Parameter")
 MIB = 1 << 20
 NONFINITE_POLICIES = ("warn", "raise", "ignore")
 REDUCE_THROUGH = ("auto", "memory", "group")
+HOSTS = "hosts"
+"""What `reduce_through` may be besides, in a front end that has such a link."""
 REDUCE = ("mean", "scatter")
 DETERMINISTIC = ("world",)
 
@@ -70,7 +72,8 @@ class WrapperOptions:
         static_graph: The same parameters are unused in every pass, or it raises.
         weight: The weight of this rank's gradients; a function computes it from forward's arguments.
         nonfinite: What to do about infinities and NaNs: "warn" once, "raise", or "ignore".
-        reduce_through: "memory" that the ranks share, the process "group", or the better one ("auto").
+        reduce_through: "memory" that the ranks share, the process "group", within each of the "hosts" and
+            then between them, or the best of what needs no such wish ("auto").
         timeout_s: Seconds to wait for the slowest rank; None: the group's own time-out.
         warn_after_s: Seconds after which a late rank is named in a warning; None: the default.
         check_replicas_every: Compare replicas after so many passes; None: where there is a reason; 0: never.
@@ -127,10 +130,11 @@ class WrapperArguments:
 
     Args:
         owner: The class whose constructor got them.
+        through: What `reduce_through` may be.
     """
 
-    def __init__(self, owner: str) -> None:
-        self._owner = owner
+    def __init__(self, owner: str, through: tuple[str, ...] = REDUCE_THROUGH) -> None:
+        self._owner, self._through = owner, through
         self.check = Arguments(owner)
 
     def mebibytes(self, name: str, value: float) -> int:
@@ -142,9 +146,16 @@ class WrapperArguments:
         """What to do about infinities."""
         return self.check.choice("nonfinite", value, NONFINITE_POLICIES)
 
-    def reduce_through(self, value: str) -> str:
+    def reduce_through(self, value: str, *, skip_unused: bool) -> str:
         """Where gradients are averaged."""
-        return self.check.choice("reduce_through", value, REDUCE_THROUGH)
+        name = "reduce_through"
+        value = self.check.choice(name, value, self._through)
+        expected = (
+            "another way with skip_all_reduce_unused_params, which sends gradients over the process group"
+        )
+        hint = f"leave out {name}, or the other argument"
+        self.check.require(value != HOSTS or not skip_unused, name, value, expected, hint)
+        return value
 
     def compression(self, value: str | None, reduce_through: str, *, skip_unused: bool) -> str | None:
         """compress_between_hosts: how gradients are encoded between hosts; None: not at all."""
@@ -241,7 +252,7 @@ class WrapperArguments:
             "static_graph": static_graph,
             "weight": self.weight(given.weight),
             "nonfinite": self.nonfinite(given.nonfinite),
-            "reduce_through": self.reduce_through(given.reduce_through),
+            "reduce_through": self.reduce_through(given.reduce_through, skip_unused=skip_unused),
             "timeout_s": check.optional_seconds("timeout_s", given.timeout_s),
             "warn_after_s": check.optional_seconds("warn_after_s", given.warn_after_s),
             "check_replicas_every": self.passes("check_replicas_every", given.check_replicas_every),

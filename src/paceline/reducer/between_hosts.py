@@ -40,7 +40,8 @@ class BetweenHosts:
         if self.compression is not None:
             raise ConfigError(
                 f"{self.owner}: compress_between_hosts={show(self.compression)} is not possible here.",
-                expected="parameters on the CPU, and hosts that a Gloo group connects",
+                expected="parameters on the CPU, and hosts that a Gloo group connects; or, with torch, "
+                'reduce_through="hosts"',
                 seen=seen,
                 hint="leave it out; a hook of paceline's `compression` module compresses between all ranks",
                 argument="compress_between_hosts",

@@ -106,6 +106,22 @@ class Transport(Protocol):
         ...
 
 
+class Beside(Protocol):
+    """What moves parts of the buckets beside the transport's own calls."""
+
+    def give_up(self, error: BaseException) -> None:
+        """This rank has failed: tell all others, and end what is under way. Does not block."""
+        ...
+
+    def stop(self) -> None:
+        """Nobody uses the reducer any more; end once there is nothing more to do. Does not block."""
+        ...
+
+    def close(self) -> None:
+        """Give the memory back."""
+        ...
+
+
 def may_overflow(scale: float, world_size: int) -> bool:
     """Whether a sum of finite gradients may, of which each rank has multiplied its own by about this."""
     return scale * world_size > 1 + ROUNDING
@@ -166,13 +182,16 @@ class EngineReducer(ReportingReducer):
         transport: Owns the arena that the plan describes.
         skip_unused: Don't launch a bucket that no rank used in the pass before, until the end of a pass
             shows that some rank has used it. The same on all ranks.
+        beside: What the transport uses besides its own calls; it ends with the reducer. None: nothing.
 
     Example:
         With two ranks, rank 0 marks a gradient of [2.0] and rank 1 one of [4.0]; after `finish` the
         place of that parameter holds [3.0] on both.
     """
 
-    def __init__(self, plan: Plan, transport: Transport, *, skip_unused: bool = False) -> None:
+    def __init__(
+        self, plan: Plan, transport: Transport, *, skip_unused: bool = False, beside: Beside | None = None
+    ) -> None:
         super().__init__(plan, transport.world_size, f"rank {transport.rank} of {transport.world_size}")
         self._skip_unused = skip_unused
         self._idle: list[int] = []  # buckets that no rank used in the last pass
@@ -183,6 +202,9 @@ class EngineReducer(ReportingReducer):
         self._identity = zlib.crc32(b"".join(transport.begin_all_gather(os.urandom(8))()))
         self._called = 0  # what this rank has told of its calls at the end of the last pass
         self._num_launched = len(plan.buckets)
+        self._beside = beside
+        if beside is not None:
+            weakref.finalize(self, beside.stop)
         self._begin_pass()
 
     @property
@@ -194,14 +216,27 @@ class EngineReducer(ReportingReducer):
         return []  # an engine below does not tell
 
     def close(self) -> None:
-        """Nothing to give back: the transport's memory goes with the last view of it."""
+        """The transport's memory goes with the last view of it."""
+        if self._beside is not None:
+            self._beside.close()
 
     def _hand_over(self, param: int) -> None:
         if self._note_stream is not None:
             self._note_stream()
         for number in self._buckets_of[param]:
             self._missing[number] -= 1
-        self._launch_complete()
+        try:
+            self._launch_complete()
+        except BaseException as error:
+            if self._beside is not None:  # others wait for it
+                self._fail(error)
+            raise
+
+    def _fail(self, error: BaseException) -> None:
+        if self._failure is None:
+            super()._fail(error)
+            if self._beside is not None:
+                self._beside.give_up(error)
 
     def _squared_norm(self) -> float:
         return self._transport.squared_norm()

@@ -72,9 +72,11 @@ class Hosts:
         group: The memory of this host.
         transport: To the partners of this rank; None: it has no share.
         control: Tells all ranks of a failure of one.
-        gather: Payloads of all ranks, by rank, of any lengths. Collective; only for what is unusual.
+        gather: Payloads of all ranks, by rank, of any lengths. Collective; only for what is unusual. None:
+            nobody asks whose gradients are not finite.
         timeout_s: Most seconds of one wait.
         model: Number of the model, among those that use the same connections.
+        known_as: This rank in words, where these numbers are not those that its user knows; empty: they are.
     """
 
     rank: int
@@ -83,14 +85,15 @@ class Hosts:
     group: _core.HostGroup
     transport: HostsTransport | None
     control: ControlChannel
-    gather: Callable[[bytes], list[bytes]]
+    gather: Callable[[bytes], list[bytes]] | None
     timeout_s: float
     model: int = 0
+    known_as: str = ""
 
     @property
     def who(self) -> str:
         """This rank in words."""
-        return f"rank {self.rank} of {self.world_size}"
+        return self.known_as or f"rank {self.rank} of {self.world_size}"
 
     @property
     def own_ranks(self) -> tuple[int, ...]:
@@ -112,6 +115,7 @@ class HierarchicalReducer(ReportingReducer):
 
     Attributes:
         codes: What keeps the errors of encoding; None: nothing is encoded.
+        saw_nonfinite: Whether the last pass had a gradient or a mean that is not finite; all ranks agree.
 
     Example:
         Two hosts of one rank: rank 0 writes [2.0] to the place of a parameter in its arena and rank 1 [4.0];
@@ -143,6 +147,7 @@ class HierarchicalReducer(ReportingReducer):
         self._found: set[tuple[int, int]] = set()  # (rank, parameter), not finite in this rank's shares
         self._not_finite: set[int] = set()  # parameters whose mean is not, in this rank's shares
         self.codes: CodedSums | None = None
+        self.saw_nonfinite = False
         self._own_ranks = hosts.own_ranks
         local_rank, shares = self._own_ranks.index(hosts.rank), num_shares(hosts.ranks)
         self._has_share = local_rank < shares
@@ -184,6 +189,10 @@ class HierarchicalReducer(ReportingReducer):
     def close(self) -> None:
         self._exchange.join()
         self._core.close()
+
+    def give_up(self, error: BaseException) -> None:
+        """This rank has failed elsewhere: tell all others, and end what is under way. Does not block."""
+        self._fail(error)
 
     # --- a pass ---
 
@@ -260,8 +269,9 @@ class HierarchicalReducer(ReportingReducer):
         self._unused = [unpack_bits(slot[RankReport.NBYTES :]) for slot in slots]
         self._nonfinite, self._overflowed = [], []
         # All ranks see the same reports, and the same means.
-        if any(report.nonfinite for report in self._reports) or self._core.has_overflow:
-            self._gather_nonfinite()
+        self.saw_nonfinite = any(each.nonfinite for each in self._reports) or self._core.has_overflow
+        if self.saw_nonfinite and self._hosts.gather is not None:
+            self._gather_nonfinite(self._hosts.gather)
             if self.codes is not None:
                 self._clear_gaps()
 
@@ -272,7 +282,7 @@ class HierarchicalReducer(ReportingReducer):
             gap = min(-end % ALIGNMENT_BYTES, self._plan.arena_bytes - end)
             ctypes.memset(self.arena_pointer + end, 0, gap)
 
-    def _gather_nonfinite(self) -> None:
+    def _gather_nonfinite(self, gather: Callable[[bytes], list[bytes]]) -> None:
         """Learn which gradients are not finite, on which ranks. Collective."""
         own = [len(self._found), len(self._not_finite)]
         pairs = sorted(self._found)
@@ -280,7 +290,7 @@ class HierarchicalReducer(ReportingReducer):
         payload += b"".join(_PAIR.pack(index, 0) for index in sorted(self._not_finite))
         found: set[tuple[int, int]] = set()
         sums: set[int] = set()
-        for row in self._hosts.gather(payload):
+        for row in gather(payload):
             (num_pairs, _), *rest = _PAIR.iter_unpack(row)
             found.update(rest[:num_pairs])
             sums.update(index for index, _ in rest[num_pairs:])

@@ -51,10 +51,19 @@ class HostReducers:
             instead_of.reducer.close()
         if options.skip_unused or not plan.buckets:
             return None
+        return self.make_next(plan, self._codes)
+
+    def make_next(self, plan: Plan, before: CodedSums | None) -> HierarchicalReducer:
+        """The reducer of a plan that follows on the one before, if there was one. Collective, as above.
+
+        Args:
+            plan: The same on all ranks.
+            before: The codes whose errors are taken over; None: there are none, or nobody does.
+        """
         self._num_plans += 1
         generation = self._hosts.model * PLANS + self._num_plans % PLANS
         reducer = HierarchicalReducer(
-            plan, self._hosts, generation, self._encoding, self._codes, is_exact=self._is_exact
+            plan, self._hosts, generation, self._encoding, before, is_exact=self._is_exact
         )
         self._codes = reducer.codes
         return reducer

@@ -376,6 +376,17 @@ def plan_route(
     return Route(share, tuple(_pieces(part, most) for part in parts))
 
 
+def place_of(hosts: Sequence[Sequence[int]], rank: int) -> tuple[int, int]:
+    """The number of a rank's host, and its local rank there.
+
+    Example:
+        >>> place_of([[0, 1], [2, 3]], 3)
+        (1, 1)
+    """
+    host = next(number for number, ranks in enumerate(hosts) if rank in ranks)
+    return host, list(hosts[host]).index(rank)
+
+
 def num_shares(ranks: Sequence[Sequence[int]]) -> int:
     """How many ranks of each host have a share, where these are the ranks of the hosts.
 

@@ -80,8 +80,8 @@ class Link(Protocol[_Tensor]):
     """Between all ranks that train a model. Its methods are collective, but for `tell` and `with_hook`.
 
     Attributes:
-        path: Where gradients are averaged: "memory", "hosts" (in the memory of each, and between them) or
-            "group"; a hook counts as a group.
+        path: Where gradients are averaged: "memory", "hosts" (within each, and then between them) or "group";
+            a hook counts as a group.
         witness: Names ranks that are lost or late, where calls go over a process group; None: nobody does.
         bits: Which runs give gradients of the same bits; see `WrappedModel.bits`.
         wants_whole_buckets: Whether a bucket must hold whole parameters, for a hook to look at.

@@ -144,6 +144,21 @@ class CodedSums:
             for elements, error in self._pieces.get(index, ()):
                 error[:] = whole[elements]
 
+    def kept(self) -> list[Floats]:
+        """The errors of each parameter, with those of sums over all hosts, which become this host's.
+
+        Example:
+            A rank that sends all of a parameter of 3 elements, as it does of its shares: [array of 3 errors].
+        """
+        self._fold()
+        return [self.error_of(index) for index in range(len(self._plan.parameters))]
+
+    def keep(self, errors: Sequence[Floats]) -> None:
+        """Begin with these errors, one array for each parameter; what others send is passed over."""
+        for index, whole in enumerate(errors):
+            for elements, error in self._pieces.get(index, ()):
+                error[:] = whole[elements]
+
     def error_of(self, index: int) -> Floats:
         """What this rank has not delivered yet of a parameter's sums; zeros where another rank sends them.
 

@@ -138,10 +138,12 @@ class MemoryWitness:
 
     Args:
         core: A group of all ranks that train the model, in the same order. Nothing is sent over it.
+        ranks: The numbers of its ranks, where others know them by others; None: they are those of the group.
     """
 
-    def __init__(self, core: _core.HostGroup) -> None:
+    def __init__(self, core: _core.HostGroup, ranks: Sequence[int] | None = None) -> None:
         self._core = core
+        self._ranks = range(core.world_size) if ranks is None else ranks
         self._has_given_up = False
 
     def tell(self, activity: str) -> None:
@@ -203,14 +205,53 @@ class MemoryWitness:
         return _late(suspects) if suspects else self.silent()
 
     def silent(self) -> LateRanks | None:
-        stopped = [each for each in self._core.records() if process_state(each["pid"]) in STOPPED]
+        stopped = [each for each in self._records() if process_state(each["pid"]) in STOPPED]
         return _late(stopped) if stopped else None
 
     def _suspects(self) -> list[dict[str, Any]]:
         """What is known of all ranks that neither wait nor have given up, as this one does."""
-        records: list[dict[str, Any]] = self._core.records()
-        own = self._core.rank
-        return [each for each in records if each["rank"] != own and each["activity"] not in _INNOCENT]
+        own = self._ranks[self._core.rank]
+        return [each for each in self._records() if each["rank"] != own and each["activity"] not in _INNOCENT]
+
+    def _records(self) -> list[dict[str, Any]]:
+        return [{**each, "rank": self._ranks[each["rank"]]} for each in self._core.records()]
+
+
+class HostWitness:
+    """A `Witness` for calls that the ranks of one of several hosts make: failures, and who of them is late.
+
+    Args:
+        of_all: That of all ranks that train the model. Of a failure it says more: the host, and what other
+            hosts have met.
+        core: The memory of this host. Nothing is sent over it.
+        ranks: The ranks of this host, as the other witness numbers them.
+    """
+
+    def __init__(self, of_all: Witness, core: _core.HostGroup, ranks: Sequence[int]) -> None:
+        self._both = of_all, MemoryWitness(core, ranks)
+        self.fail, self.lost, self.find_lost = of_all.fail, of_all.lost, of_all.find_lost
+        self.silent = of_all.silent
+
+    def tell(self, activity: str) -> None:
+        for each in self._both:
+            each.tell(activity)
+
+    def tell_waiting(self) -> None:
+        for each in self._both:
+            each.tell_waiting()
+
+    def tell_done(self) -> None:
+        for each in self._both:
+            each.tell_done()
+
+    def give_up(self) -> None:
+        for each in self._both:
+            each.give_up()
+
+    def late(self) -> LateRanks | None:
+        """Of this host, whose ranks make the calls; else whoever keeps all from it."""
+        of_all, on_host = self._both
+        return on_host.late() or of_all.silent()
 
 
 def _ranks_of(records: Sequence[dict[str, Any]]) -> tuple[int, ...]:

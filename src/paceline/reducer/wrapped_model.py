@@ -640,7 +640,7 @@ class WrappedModel:
     def gradient_path(self) -> str:
         """Where gradients are averaged: "memory", "hosts", "group", or "nothing" for a single rank.
 
-        "hosts": in the memory of each host, and then between the hosts.
+        "hosts": within each host, in its memory or, for GPUs, over a process group; then between the hosts.
         """
         return "nothing" if self._passes is None else self._passes.path
 

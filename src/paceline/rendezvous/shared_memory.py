@@ -26,7 +26,7 @@ from paceline.rendezvous.obstacles import Obstacle as _Obstacle
 from paceline.rendezvous.obstacles import raise_limits as _raise_limits
 from paceline.stacks import answer_requests
 
-_NONCE_BYTES = 16
+NONCE_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def share_memory(
     what = _words_for(name)
     while True:
         with DescriptorServer(exchange.world_size) as server:
-            nonce = secrets.token_hex(_NONCE_BYTES)
+            nonce = secrets.token_hex(NONCE_BYTES)
             own = {"place": place, "address": server.address, "nonce": nonce}
             obstacle = obstacle if obstacle.problem else server.obstacle
             offers = _all_gather(exchange, own | obstacle.facts(), deadline)

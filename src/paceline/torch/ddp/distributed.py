@@ -107,7 +107,9 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         warn_after_s: Seconds after which a late rank is named in a warning; None: 10.
         reduce_through: Where gradients are averaged: "memory" that the ranks share, the process "group", or
             "auto", the best of what is possible. On several hosts "auto" averages in the memory of each host
-            first, and then between the hosts.
+            first, and then between the hosts. "hosts" does so for parameters on GPUs, too, over a process
+            group of the ranks of each host; all hosts need as many. Not yet run on a GPU. On one host it
+            changes nothing.
         dim, check_reduction: Accepted for compatibility; they have no effect.
         delay_all_reduce_named_params: (name, parameter) pairs whose gradients are averaged after the gradient
             of `param_to_hook_all_reduce` is ready. Until then they may be computed several times, or not at
@@ -273,6 +275,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
             on_host=on_host,
             reduce_through=self._config.reduce_through,
             between_hosts=self._between_hosts(),
+            devices={parameter.device for parameter in self._tensors.trainable},
         )
         is_sharing = self._config.share_parameters and peers.world_size > 1
         if is_sharing:

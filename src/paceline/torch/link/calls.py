@@ -36,6 +36,9 @@ class GroupCalls:
         peers: The ranks of the group.
         witness: Names ranks that are lost or late; None: nobody does.
         plan: The plan of the buckets that are summed over the group, if there are any.
+        within: A group of some of these ranks that makes the calls, and what it is in words; None: the group
+            of all makes them.
+        timeout_s: Most seconds of one wait; None: as the peers say.
 
     Attributes:
         group: The process group.
@@ -43,14 +46,24 @@ class GroupCalls:
         waits: How this rank waits for these calls, and words their failures.
     """
 
-    def __init__(self, peers: ProcessGroupPeers, witness: Witness | None, plan: Plan | None = None) -> None:
-        self.group = peers.process_group
+    def __init__(
+        self,
+        peers: ProcessGroupPeers,
+        witness: Witness | None,
+        plan: Plan | None = None,
+        within: tuple[dist.ProcessGroup, str] | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        self.group, engine = within or (
+            peers.process_group,
+            f"torch's {dist.get_backend(peers.process_group)} process group",
+        )
         self.serves_cpu = "cpu" in {device.type for device in self.group._device_types}
         self.waits = EngineWaits(
             peers.rank,
             peers.world_size,
-            engine=f"torch's {dist.get_backend(self.group)} process group",
-            timeout_s=peers.timeout_s,
+            engine=engine,
+            timeout_s=timeout_s or peers.timeout_s,
             warn_after_s=peers.warn_after_s,
             plan=plan,
             witness=witness,

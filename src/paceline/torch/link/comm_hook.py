@@ -76,7 +76,7 @@ class HookTransport(ProcessGroupTransport):
         self._parameters = list(parameters)
         self._latest: _HookWork | None = None
 
-    def launch(self, bucket: int, scale: float) -> _HookWork:  # type: ignore[override]
+    def launch(self, bucket: int, scale: float) -> _HookWork:
         """Give a bucket to the hook, which divides by the world size; the rest of `scale` is a weight."""
         if self._latest is not None:
             self._latest.wait()

@@ -19,10 +19,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from paceline.collectives.formation import share_alone
 from paceline.errors import RendezvousError
 from paceline.reducer.hierarchical import Hosts
-from paceline.reducer.hosts import Message, num_shares
+from paceline.reducer.hosts import Message, num_shares, place_of
 from paceline.rendezvous.connections import connected_sockets, shut_down, sockets_to
+from paceline.rendezvous.control import ControlChannel
 from paceline.rendezvous.shared_memory import HostMemory
 from paceline.torch.link.peers import Peers, ProcessGroupPeers, control_of
 from paceline.torch.link.stores import store_of
@@ -40,7 +42,7 @@ def join_hosts(peers: Peers, memory: HostMemory) -> Hosts | None:
     """
     if not isinstance(peers, ProcessGroupPeers) or len(memory.hosts) == 1 or not _has_gloo(peers):
         return None
-    transport = _connect(peers, memory.hosts)
+    transport = connect_partners(peers, memory.hosts)
     return Hosts(
         rank=peers.rank,
         world_size=peers.world_size,
@@ -53,11 +55,37 @@ def join_hosts(peers: Peers, memory: HostMemory) -> Hosts | None:
     )
 
 
-def _connect(peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]]) -> GlooTransport | None:
+def join_partners(peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]], control: ControlChannel) -> Hosts:
+    """Connect this rank to its partners, as hosts of one rank each. Collective, over all ranks.
+
+    Args:
+        peers: All ranks.
+        hosts: The ranks of each host; all have as many.
+        control: The channel of all ranks: the partners alone would tell the others of a host nothing.
+
+    Raises:
+        RendezvousError: A partner could not be reached in time.
+    """
+    transport = connect_partners(peers, hosts)
+    assert transport is not None  # every rank has a share
+    name = f"shares of rank {peers.rank} of {peers.world_size} {secrets.token_hex(4)}"
+    return Hosts(
+        rank=transport.host,
+        world_size=len(hosts),
+        ranks=tuple((host,) for host in range(len(hosts))),
+        group=share_alone(name, peers.rank, peers.world_size, peers.timeout_s, peers.warn_after_s),
+        transport=transport,
+        control=control,
+        gather=None,
+        timeout_s=peers.timeout_s,
+        known_as=f"rank {peers.rank} of {peers.world_size}",
+    )
+
+
+def connect_partners(peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]]) -> GlooTransport | None:
     """The connections to this rank's partners; None: it has no share. Collective, over all ranks."""
     rank = peers.rank
-    own = next(host for host, ranks in enumerate(hosts) if rank in ranks)
-    place = hosts[own].index(rank)
+    own, place = place_of(hosts, rank)
     told = [each.decode() for each in peers.exchange.all_gather(_own_name(), peers.timeout_s)]
     if place >= num_shares(hosts):
         sockets_to(peers.exchange, [], connected_sockets(), peers.timeout_s)

@@ -6,7 +6,7 @@ See `paceline.reducer.link`. The hooks see no difference between the kinds.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -15,12 +15,12 @@ import torch.distributed as dist
 from paceline import _core
 from paceline.collectives.ops import ReduceOp
 from paceline.errors import ConfigError, RegionError
-from paceline.reducer.between_hosts import A_HOOK, BetweenHosts
+from paceline.reducer.between_hosts import A_HOOK, BetweenHosts, refuse_other_bits
 from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.engine import EngineReducer
 from paceline.reducer.hierarchical import Hosts
 from paceline.reducer.host_reducers import HostReducers
-from paceline.reducer.hosts import BUCKET_BYTES
+from paceline.reducer.hosts import BUCKET_BYTES, place_of
 from paceline.reducer.link import (
     CORE_DTYPES,
     Link,
@@ -31,14 +31,25 @@ from paceline.reducer.link import (
     make_host_reducer,
 )
 from paceline.reducer.plan import Plan
-from paceline.reducer.witness import ChannelWitness, MemoryWitness, Witness, tell_on_host_too
+from paceline.reducer.shares import Place, Shares, plan_of_shares, take_over
+from paceline.reducer.sum_formats import CodedSums
+from paceline.reducer.witness import (
+    ChannelWitness,
+    HostWitness,
+    MemoryWitness,
+    Witness,
+    tell_on_host_too,
+)
 from paceline.torch.link.arena import Arena
 from paceline.torch.link.broadcast import broadcast_tensors
 from paceline.torch.link.calls import GroupCalls
 from paceline.torch.link.comm_hook import HookTransport
-from paceline.torch.link.hosts import join_hosts
+from paceline.torch.link.device_copies import DeviceCopies
+from paceline.torch.link.hosts import join_hosts, join_partners
+from paceline.torch.link.local_group import LocalCalls, LocalGroup, check_devices, local_group_of
 from paceline.torch.link.peers import Peers, ProcessGroupPeers, control_of
 from paceline.torch.link.reports import group_for_reports
+from paceline.torch.link.share_transport import ShareTransport
 from paceline.torch.link.transport import ProcessGroupTransport
 from paceline.torch.model.parameters import dtype_name
 
@@ -46,24 +57,33 @@ Tensors = Sequence[torch.Tensor]
 
 
 def connect(
-    peers: Peers, *, on_host: bool, reduce_through: str, between_hosts: BetweenHosts
+    peers: Peers,
+    *,
+    on_host: bool,
+    reduce_through: str,
+    between_hosts: BetweenHosts,
+    devices: Collection[torch.device] = (),
 ) -> Link[torch.Tensor]:
     """The best link between these ranks. Collective.
 
     Args:
         peers: The ranks that train the model.
         on_host: Whether all trainable parameters are on the CPU; the same on all ranks.
-        reduce_through: "memory", "group", or the better one ("auto"); the same on all ranks.
+        reduce_through: "memory", "group", "hosts", or the best of what needs no such wish ("auto"); the same
+            on all ranks.
         between_hosts: What is asked of the way between hosts; the same on all ranks.
+        devices: Where this rank's gradients lie, if they can go through "hosts".
 
     Raises:
         ConfigError: That is not possible here.
     """
+    if reduce_through == "hosts" and not on_host:
+        return _connect_devices(peers, devices, between_hosts)
     tries_memory = on_host and reduce_through != "group"
     memory = peers.share_hosts() if tries_memory else None
     if memory is not None and len(memory.hosts) == 1:
         return MemoryLink(memory.host_group, peers)
-    hosts = join_hosts(peers, memory) if memory is not None and reduce_through == "auto" else None
+    hosts = join_hosts(peers, memory) if memory is not None and reduce_through in ("auto", "hosts") else None
     if hosts is not None:
         assert isinstance(peers, ProcessGroupPeers)
         return HostsLink(GroupLink(peers, ChannelWitness(hosts.control)), peers, hosts, between_hosts)
@@ -239,6 +259,91 @@ class HostsLink:
         return HookLink(self, self._peers, hook)
 
 
+class DevicesLink:
+    """A `Link` between several hosts for gradients on devices; all else goes over the group.
+
+    The process group of each host leaves its ranks a share of each bucket, which they exchange.
+
+    Args:
+        link: For all else.
+        peers: The ranks.
+        partners: Who exchanges this rank's shares, as hosts of one rank each.
+        group: The process group of this rank's host.
+        memory: The memory of this rank's host, in which no gradient lies.
+        witness: Names ranks of this host that are lost or late.
+        between_hosts: What is asked of the way between hosts.
+    """
+
+    path, bits = "hosts", "engine"
+    wants_whole_buckets = False
+    most_bucket_bytes: int | None = BUCKET_BYTES
+
+    def __init__(
+        self,
+        link: GroupLink,
+        peers: ProcessGroupPeers,
+        partners: Hosts,
+        group: LocalGroup,
+        memory: _core.HostGroup,
+        witness: Witness,
+        between_hosts: BetweenHosts,
+    ) -> None:
+        self._reducers = HostReducers(partners, between_hosts)
+        self.rank, self.world_size = link.rank, link.world_size
+        self.tell: Callable[[str], None] | None = witness.tell
+        self.witness = link.witness
+        self.broadcast, self.sum, self.all_gather = link.broadcast, link.sum, link.all_gather
+        self._link, self._peers, self._between_hosts = link, peers, between_hosts
+        self._partners, self._group, self._of_host = partners, group, witness
+        self._memory = memory
+        self._coded: tuple[CodedSums, Plan] | None = None  # those of the latest plan
+
+    def make_reduction(
+        self,
+        plan: Plan,
+        parameters: Tensors,
+        options: ReductionOptions,
+        instead_of: Reduction[torch.Tensor] | None = None,
+    ) -> Reduction[torch.Tensor]:
+        if instead_of is not None:
+            instead_of.reducer.close()
+        if not plan.buckets:
+            self.path = self._link.path
+            return self._link.make_reduction(plan, parameters, options)
+        before = None if instead_of is None else (instead_of.plan, instead_of.sections)
+        arena = Arena.allocate(plan, parameters, before)
+        device = arena.sections[0].device
+        calls = LocalCalls(self._group, self._peers, self._of_host, device, plan)
+        of_shares = plan_of_shares(plan, self._group.size)
+        reducer = self._reducers.make_next(of_shares, None)
+        if reducer.codes is not None:
+            if self._coded is not None:
+                place = Place(self._group.place, self._group.size)
+                take_over(*self._coded, reducer.codes, plan, place, self._memory)
+            self._coded = reducer.codes, plan
+        memory = Arena.on_memory(of_shares, (), reducer.arena_pointer, owner=reducer.memory)
+        who, num_shares = self._partners.who, len(plan.buckets)
+        shares = Shares(reducer, num_shares, who, self._peers.timeout_s, calls.abort, self._of_host)
+        transport = ShareTransport(
+            arena,
+            self._peers,
+            calls,
+            shares,
+            [memory.bucket(number) for number in range(num_shares)],
+            len(self._partners.ranks),
+            DeviceCopies(device),
+            checks_finite=options.checks_finite,
+            waits_for_finite=options.waits_for_finite,
+            reports=self._link.reports,
+            witness=self.witness,
+        )
+        return _over(arena, EngineReducer(plan, transport, beside=shares))
+
+    def with_hook(self, hook: CommHook, process_group: Any) -> Link[torch.Tensor]:
+        self._between_hosts.refuse(A_HOOK)
+        return HookLink(self._link, self._peers, hook)
+
+
 class HookLink:
     """A `Link` that gives buckets to a user's hook, and leaves all else to another link.
 
@@ -298,6 +403,32 @@ def _over(arena: Arena, reducer: EngineReducer) -> Reduction[torch.Tensor]:
     )
 
 
+def _connect_devices(
+    peers: Peers, devices: Collection[torch.device], between_hosts: BetweenHosts
+) -> Link[torch.Tensor]:
+    """The link for reduce_through="hosts" and parameters on devices. Collective; see `connect`."""
+    owner = between_hosts.owner
+    _check_group(peers, False, "hosts", owner)
+    assert isinstance(peers, ProcessGroupPeers)
+    refuse_other_bits(
+        owner, between_hosts.deterministic, "parameters on a GPU, which its process group adds up"
+    )
+    if peers.world_size == 1:
+        return GroupLink(peers, _find_witness(peers), reports=_find_reports(peers))
+    memory = peers.share_hosts()
+    if len(memory.hosts) == 1:
+        return GroupLink(peers, MemoryWitness(memory.host_group), reports=_find_reports(peers))
+    check_devices(peers, memory.hosts, devices, owner)
+    control = control_of(peers, memory.hosts)
+    (device,) = devices
+    of_all = ChannelWitness(control)
+    of_host = HostWitness(of_all, memory.host_group, memory.hosts[place_of(memory.hosts, peers.rank)[0]])
+    group = local_group_of(peers, memory.hosts, device, of_host)
+    partners = join_partners(peers, memory.hosts, control)
+    link = GroupLink(peers, of_all, reports=_find_reports(peers))
+    return DevicesLink(link, peers, partners, group, memory.host_group, of_host, between_hosts)
+
+
 def _find_witness(peers: ProcessGroupPeers) -> Witness | None:
     """Memory of all ranks in which no gradient lies, or the channel of several hosts. Collective."""
     try:
@@ -319,6 +450,13 @@ def _check_group(peers: Peers, on_host: bool, reduce_through: str, owner: str) -
         raise ConfigError(
             f'{owner}: reduce_through="memory" is not possible here.',
             seen="parameters on a GPU" if not on_host else "ranks on several hosts",
+            hint='leave reduce_through at "auto"',
+        )
+    if reduce_through == "hosts" and on_host:
+        raise ConfigError(
+            f'{owner}: reduce_through="hosts" is not possible here.',
+            seen="ranks on several hosts, and a process group without a Gloo backend for the CPU",
+            expected='a process group of "gloo", or of "cpu:gloo" and others',
             hint='leave reduce_through at "auto"',
         )
     if not isinstance(peers, ProcessGroupPeers):

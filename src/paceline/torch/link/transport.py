@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from paceline import _core
-from paceline.reducer.engine import call_order_of, may_overflow, overflowed_in
+from paceline.reducer.engine import Pending, call_order_of, may_overflow, overflowed_in
 from paceline.reducer.engine_waits import STATUS
 from paceline.reducer.plan import pieces_in
 from paceline.reducer.witness import Witness
@@ -77,7 +77,13 @@ class ProcessGroupTransport:
         self._streams = next((made for each in devices if (made := Streams.of(each)) is not None), None)
         self.note_stream = None if self._streams is None else self._streams.note
 
-    def launch(self, bucket: int, scale: float) -> BucketWork:
+    def launch(self, bucket: int, scale: float) -> Pending:
+        flat = self._prepare(bucket, scale)
+        work = self._calls.begin(lambda: dist.all_reduce(flat, group=self._group, async_op=True), bucket)
+        return BucketWork(self, work, bucket)
+
+    def _prepare(self, bucket: int, scale: float) -> torch.Tensor:
+        """This rank's part of a bucket, complete on the current stream, looked at, and scaled."""
         flat = self._buckets[bucket]
         if self._streams is not None:
             self._streams.join(flat.device, self._arena.copies.waiting)
@@ -88,8 +94,7 @@ class ProcessGroupTransport:
             flat.zero_()
         elif scale != 1.0:
             flat.mul_(scale)
-        work = self._calls.begin(lambda: dist.all_reduce(flat, group=self._group, async_op=True), bucket)
-        return BucketWork(self, work, bucket)
+        return flat
 
     def rescale(self, factor: float) -> None:
         for section in self._arena.sections:

@@ -16,14 +16,21 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from paceline.arguments import show
 from paceline.errors import ConfigError, ConfigTypeError
-from paceline.reducer.arguments import MIB, SHARED_NAMES, WrapperArguments, WrapperOptions
+from paceline.reducer.arguments import (
+    HOSTS,
+    MIB,
+    REDUCE_THROUGH,
+    SHARED_NAMES,
+    WrapperArguments,
+    WrapperOptions,
+)
 from paceline.torch.model.arguments import as_device, check_devices
 from paceline.torch.model.precision import Precision, as_precision
 
 Weight = float | int | torch.Tensor
 """A finite number that is not negative: of samples, of tokens."""
 
-_arguments = WrapperArguments("DistributedDataParallel")
+_arguments = WrapperArguments("DistributedDataParallel", (*REDUCE_THROUGH, HOSTS))
 DEFAULT_BUCKET_CAP_MB = 25.0  # torch's defaults, so that ranks of either overlap alike
 DEFAULT_FIRST_BUCKET_BYTES = MIB
 

@@ -1,0 +1,266 @@
+"""Shares of buckets that lie on devices, between hosts: what a transport needs beside its process group.
+
+The one idea: the process group of a host leaves each of its ranks a share of each bucket, and then it is as
+if this rank were a host of its own. So a `HierarchicalReducer` over hosts of one rank each, whose plan has
+one parameter for each share, exchanges it with the partners, and gives back the mean over the hosts.
+
+Steps of a pass, on each rank
+1. `bring`: a bucket has been launched. What fetches the share of it (which waits for the process group, and
+   for the device) goes to a thread, so that no hook waits. The thread takes the shares in the order of the
+   plan, and makes no call on any group.
+2. The thread fetches the share into memory of the host and marks it ready, and the exchange sends it while
+   the backward goes on.
+3. `finish`: all shares have been marked; the exchange is finished, and they hold means. The last share is
+   sent only now, so nothing that needs means can be begun before.
+
+Imports numpy, the core, `collectives`, `rendezvous`, `errors`, its neighbours and the standard library.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from paceline import _core
+from paceline.collectives.ops import ReduceOp
+from paceline.errors import CollectiveError, DeadlineError
+from paceline.reducer.compression import Floats
+from paceline.reducer.hierarchical import HierarchicalReducer
+from paceline.reducer.host_exchange import patience_s
+from paceline.reducer.pass_errors import shorten
+from paceline.reducer.plan import ParameterSpec, Plan, pieces_of, plan_whole_buckets
+from paceline.reducer.protocol import PassStatus
+from paceline.reducer.sum_formats import CodedSums
+from paceline.reducer.witness import Witness
+from paceline.rendezvous.told_failures import unpack_failure
+
+_GRACE_S = 2.0  # whoever fetches a share knows whom it waits for, so its deadline comes first
+_LOOK_S = 0.05  # how often whoever waits looks for signals, and for a failure that nobody has told it
+
+
+def share_elements(plan: Plan, bucket: int, num_ranks: int) -> int:
+    """How many elements of a bucket each of so many ranks gets; the last ones may be no gradient's."""
+    span = plan.buckets[bucket]
+    return -(-span.nbytes // plan.sections[span.section].itemsize // num_ranks)
+
+
+def plan_of_shares(plan: Plan, num_ranks: int) -> Plan:
+    """One parameter, and one bucket, for one rank's share of each bucket; the same for all places in a host.
+
+    Args:
+        plan: The plan of the whole buckets.
+        num_ranks: How many ranks each host has.
+
+    Example:
+        A plan of one bucket of 48 float32 elements, for 5 ranks: one bucket of 10 elements.
+    """
+    specs = []
+    for number, bucket in enumerate(plan.buckets):
+        section = plan.sections[bucket.section]
+        name = f"a share of {shorten([plan.parameters[index].name for index in bucket.parameters])}"
+        count = share_elements(plan, number, num_ranks)
+        specs.append(ParameterSpec(name, count, section.dtype, section.itemsize, "cpu"))
+    return plan_whole_buckets(specs, caps_bytes=(1,), order=range(len(specs)))
+
+
+@dataclass(frozen=True)
+class Place:
+    """Whose shares they are.
+
+    Attributes:
+        number: The rank's place in its host.
+        num_ranks: How many ranks each host has.
+    """
+
+    number: int
+    num_ranks: int
+
+
+def pieces_in_share(plan: Plan, bucket: int, place: Place) -> list[tuple[int, slice, slice]]:
+    """What lies in a share of a bucket, in order: (parameter, its elements, where they are in the share).
+
+    Args:
+        plan: The plan of the whole buckets.
+        bucket: Its number.
+        place: Whose share.
+
+    Example:
+        A plan of float32 parameters of 10 and 16 elements in one bucket, in which the second begins at
+        element 16: the first of two ranks has [(0, slice(0, 10), slice(0, 10))], the other
+        [(1, slice(0, 16), slice(0, 16))].
+    """
+    count = share_elements(plan, bucket, place.num_ranks)
+    span = plan.buckets[bucket]
+    section = plan.sections[span.section]
+    begin = (span.begin_byte - section.begin_byte) // section.itemsize + place.number * count
+    found = []
+    for index, first, last in sorted(pieces_of(plan, bucket), key=lambda piece: piece[1]):
+        start, stop = max(first, begin), min(last, begin + count)
+        if start < stop:
+            own = (plan.offsets[index] - section.begin_byte) // section.itemsize
+            found.append((index, slice(start - own, stop - own), slice(start - begin, stop - begin)))
+    return found
+
+
+def gaps_in_share(plan: Plan, bucket: int, place: Place) -> list[slice]:
+    """Elements of one rank's share that no gradient has; see `pieces_in_share`."""
+    at, gaps = 0, []
+    for _, _, elements in pieces_in_share(plan, bucket, place):
+        if elements.start > at:
+            gaps.append(slice(at, elements.start))
+        at = elements.stop
+    count = share_elements(plan, bucket, place.num_ranks)
+    return gaps if at == count else [*gaps, slice(at, count)]
+
+
+def take_over(
+    before: CodedSums, plan_before: Plan, codes: CodedSums, plan: Plan, place: Place, host: _core.HostGroup
+) -> None:
+    """Begin with the errors of encoding of another plan of the same parameters. Collective over the host.
+
+    Which rank of the host sends a value has changed, as in `CodedSums.take_over`.
+
+    Args:
+        before: The codes of the shares of `plan_before`.
+        plan_before: The plan of whole buckets before.
+        codes: The codes of the shares of `plan`.
+        plan: The plan of whole buckets now.
+        place: This rank's.
+        host: The memory of the host.
+    """
+    kept = before.kept()
+    errors: list[Floats] = [
+        np.zeros(share_elements(plan, bucket, place.num_ranks), np.float32)
+        for bucket in range(len(plan.buckets))
+    ]
+    wholes: list[Floats] = [np.zeros(spec.numel, np.float32) for spec in plan.parameters]
+    for bucket, error in enumerate(kept):
+        for index, elements, of_share in pieces_in_share(plan_before, bucket, place):
+            wholes[index][elements] = error[of_share]
+    for spec, whole in zip(plan.parameters, wholes):
+        if spec.itemsize <= 4 and spec.numel:  # float64 is not encoded
+            host.all_reduce(whole.ctypes.data, spec.numel, _core.DTYPES["float32"], ReduceOp.SUM)
+    for bucket, error in enumerate(errors):
+        for index, elements, of_share in pieces_in_share(plan, bucket, place):
+            error[of_share] = wholes[index][elements]
+    codes.keep(errors)
+
+
+class Shares:
+    """One rank's shares on their way to the partners and back, pass after pass.
+
+    Args:
+        reducer: Exchanges them; its plan is a `plan_of_shares`.
+        num_shares: How many there are in a pass.
+        who: This rank in words: "rank 1 of 4".
+        timeout_s: Most seconds of one wait.
+        abort: Ends what this rank has under way within its host. Must not block.
+        witness: Learns whether this rank waits for another host.
+    """
+
+    def __init__(
+        self,
+        reducer: HierarchicalReducer,
+        num_shares: int,
+        who: str,
+        timeout_s: float,
+        abort: Callable[[], None],
+        witness: Witness,
+    ) -> None:
+        self.reducer = reducer
+        self._num_shares, self._num_ready = num_shares, 0
+        self._who, self._timeout_s = who, timeout_s
+        self._abort, self._witness = abort, witness
+        self._failure: BaseException | None = None
+        self._changed = threading.Condition()
+        self._coming: queue.SimpleQueue[tuple[int, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="paceline-shares", daemon=True)
+        self._thread.start()
+
+    def bring(self, bucket: int, fetch: Callable[[], None]) -> None:
+        """A bucket has been launched, in the order of the plan. Does not block.
+
+        Args:
+            bucket: Its number.
+            fetch: Puts this rank's share of it into its place in the arena of `reducer`, up to a deadline.
+                Called by another thread.
+
+        Raises:
+            CollectiveError: An earlier share has failed.
+        """
+        self.check()
+        self._coming.put((bucket, fetch))
+
+    def finish(self) -> None:
+        """Wait until the arena of `reducer` holds the means over the hosts.
+
+        Raises:
+            CollectiveError: A share has failed, or did not come in time.
+        """
+        ends_s = time.monotonic() + patience_s(self._timeout_s) + _GRACE_S
+        num_ready = 0
+        with self._changed:
+            while self._num_ready < self._num_shares:
+                self.check()
+                if self._num_ready > num_ready:  # each share has a deadline of its own
+                    num_ready = self._num_ready
+                    ends_s = time.monotonic() + patience_s(self._timeout_s) + _GRACE_S
+                if time.monotonic() > ends_s:
+                    raise self._late()
+                self._changed.wait(_LOOK_S)
+            self._num_ready = 0
+        self._witness.tell_waiting()  # for another host: those of this one have none to blame here
+        self.reducer.finish(PassStatus(1), False)
+        self._witness.tell_done()
+
+    def check(self) -> None:
+        """Raise what has ended the exchange, if anything has."""
+        if self._failure is not None:
+            raise self._failure
+
+    def give_up(self, error: BaseException) -> None:
+        """This rank has failed: tell all others, and end what is under way. Does not block."""
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
+        self.reducer.give_up(self._failure)
+        self._abort()
+        self.stop()
+
+    def stop(self) -> None:
+        """End the thread, once it has nothing more to do. Does not block."""
+        self._coming.put(None)
+
+    def close(self) -> None:
+        """Give the memory back. The arena of `reducer` must not be used any more."""
+        self.stop()
+        self._thread.join(self._timeout_s)
+        self.reducer.close()
+
+    def _run(self) -> None:
+        try:
+            while (share := self._coming.get()) is not None:
+                bucket, fetch = share
+                fetch()
+                self.reducer.mark_ready(bucket)
+                del share, fetch  # they keep the transport, which may be dropped
+                with self._changed:
+                    self._num_ready += 1
+                    self._changed.notify_all()
+        except CollectiveError as error:
+            self.give_up(unpack_failure(error))
+        except BaseException as error:
+            self.give_up(error)
+
+    def _late(self) -> DeadlineError:
+        return DeadlineError(
+            f"{self._who.capitalize()} gave up waiting for its shares of the gradients.",
+            seen=f"{self._num_ready} of {self._num_shares} have come",
+            likely="a device of this host is stuck",
+            hint="look at the other ranks' output; `timeout_s` gives them longer",
+        )

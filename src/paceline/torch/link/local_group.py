@@ -1,0 +1,297 @@
+"""A process group of torch for the ranks of one host, made by us, and the calls on it.
+
+The one idea: the process group of all ranks cannot average within a host, so the ranks of each host get one
+of their own, with the same engine below. It is not registered with torch as `new_group` would: names of those
+depend on how many groups a rank is in, and making one splits NCCL's communicator of all ranks where that is
+bound to a device. All models over one process group share it, because NCCL pairs calls by their order, and so
+their calls have the order that their reports check.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import socket
+import threading
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from paceline.errors import ConfigError, RendezvousError, format_ranks
+from paceline.reducer.host_exchange import patience_s
+from paceline.reducer.hosts import place_of
+from paceline.reducer.plan import Plan
+from paceline.reducer.witness import Witness
+from paceline.rendezvous import lifetime
+from paceline.torch.link.calls import GroupCalls, abort_on_devices
+from paceline.torch.link.peers import ProcessGroupPeers
+from paceline.torch.link.stores import store_of
+
+ENGINES = ("nccl", "gloo")
+"""Backends that a host's group can have: that of the process group of all ranks for their device."""
+
+_ENGINE_LATER_S = 10.0
+_GRACE_S = 2.0  # as that of the pass of the shares
+_LEAVES_WITHIN_S = 10.0
+
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, LocalGroup]] = weakref.WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class LocalGroup:
+    """The process group of the ranks of one host.
+
+    Attributes:
+        process_group: A group of torch that is not registered with it.
+        engine: Its backend.
+        place: This rank's number in it.
+        size: Number of its ranks.
+        words: What it is, for errors.
+    """
+
+    process_group: dist.ProcessGroup
+    engine: str
+    place: int
+    size: int
+    words: str
+
+    def leave(self) -> None:
+        """Let NCCL know that this process ends in good order, as torch's destroy_process_group does."""
+        for device in self.process_group._device_types:
+            backend = self.process_group._get_backend(device)
+            end = getattr(backend, "shutdown", None) or getattr(backend, "_shutdown", None)
+            if self.engine == "nccl" and end is not None:
+                # It waits for the device.
+                thread = threading.Thread(target=_try, args=(end,), name="paceline-leave", daemon=True)
+                thread.start()
+                thread.join(_LEAVES_WITHIN_S)
+
+
+def _try(end: Callable[[], object]) -> None:
+    with contextlib.suppress(Exception):  # it has ended before
+        end()
+
+
+def engine_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The backend that a process group has for a device, as "nccl"; empty: none that is known."""
+    try:
+        return str(group._get_backend(device).name()).lower()
+    except (RuntimeError, AttributeError):  # not for such a device; one that is written in Python
+        return ""
+
+
+def check_devices(
+    peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]], devices: Collection[torch.device], owner: str
+) -> None:
+    """Refuse what cannot be averaged within each host first. Collective, over all ranks: the same on all.
+
+    Args:
+        peers: All ranks.
+        hosts: The ranks of each host.
+        devices: Where this rank's gradients lie.
+        owner: The class whose constructor got the argument.
+
+    Raises:
+        ConfigError: The hosts have different numbers of ranks; or the gradients of a rank lie on several
+            devices, or on one for which no known backend calls.
+    """
+    kinds = sorted({(device.type, engine_of(peers.process_group, device)) for device in devices})
+    facts = {"host": socket.gethostname(), "devices": sorted(map(str, devices)), "kinds": kinds}
+    told = [json.loads(row) for row in peers.exchange.all_gather(json.dumps(facts).encode(), peers.timeout_s)]
+    if len({len(ranks) for ranks in hosts}) > 1:
+        raise _refusal(
+            owner,
+            expected="as many ranks on each host",
+            seen="\n".join(
+                f"host {number} ({told[ranks[0]]['host']}) has {len(ranks)}: {format_ranks(ranks)}"
+                for number, ranks in enumerate(hosts)
+            ),
+        )
+    for rank, each in enumerate(told):
+        if len(each["devices"]) != 1:
+            where = ", ".join(each["devices"])
+            expected = "all parameters of a rank on one device"
+            raise _refusal(owner, expected=expected, seen=f"rank {rank} has some on {where}")
+        ((kind, engine),) = each["kinds"]
+        if [kind, engine] != told[0]["kinds"][0] or engine not in ENGINES:
+            raise _refusal(
+                owner,
+                expected="one kind of device, for which the process group has a backend of NCCL or Gloo",
+                seen=f"rank {rank} has parameters on {kind}, and for it {engine or 'a backend unknown here'}",
+            )
+
+
+def _refusal(owner: str, *, expected: str, seen: str) -> ConfigError:
+    return ConfigError(
+        f'{owner}: reduce_through="hosts" is not possible here.',
+        expected=expected,
+        seen=seen,
+        hint='leave reduce_through at "auto": gradients on devices go over the process group',
+        argument="reduce_through",
+    )
+
+
+def local_group_of(
+    peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]], device: torch.device, witness: Witness
+) -> LocalGroup:
+    """The group of this rank's host for a kind of device; made at the first call. Collective, over all ranks.
+
+    Args:
+        peers: All ranks.
+        hosts: The ranks of each host.
+        device: Where this rank's gradients lie; its process group has one of `ENGINES` for it.
+        witness: Names ranks of this host that are lost or late.
+
+    Raises:
+        RendezvousError: The ranks of the host could not connect.
+    """
+    made = _groups.setdefault(peers.process_group, {})
+    if device.type not in made:
+        made[device.type] = _make(peers, hosts, device)
+        lifetime.before_leaving(made[device.type].leave, is_last=True)
+        LocalCalls(made[device.type], peers, witness, device).meet()
+    return made[device.type]
+
+
+def _make(peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]], device: torch.device) -> LocalGroup:
+    host, place = place_of(hosts, peers.rank)
+    ranks, engine = hosts[host], engine_of(peers.process_group, device)
+    # Keys that no other group of these ranks, and no earlier life of theirs, has used in the user's store.
+    nonces = peers.exchange.all_gather(secrets.token_hex(8).encode(), peers.timeout_s)
+    keys = f"paceline/within/{nonces[0].decode()}/{host}"
+    # Whoever waits here gives up before the engine does, which names nobody, and NCCL's ends the process.
+    timeout = timedelta(seconds=_patience_s(peers) + _ENGINE_LATER_S)
+    try:
+        store = store_of(peers.process_group)
+        if store is None:
+            raise RuntimeError("the process group was made without a store")
+        own = PrefixStore(keys, store)
+        group = dist.ProcessGroup(own, place, len(ranks))
+        kind = dist.ProcessGroup.BackendType
+        if engine == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            options.group_name = keys  # type: ignore[assignment]
+            world = dist.get_process_group_ranks(peers.process_group)
+            options.global_ranks_in_group = [world[rank] for rank in ranks]
+            backend: Any = dist.ProcessGroupNCCL(own, place, len(ranks), options)
+            kind_of_backend = kind.NCCL
+        else:
+            backend = dist.ProcessGroupGloo(own, place, len(ranks), timeout=timeout)
+            kind_of_backend = kind.GLOO
+        group._set_default_backend(kind_of_backend)
+        backend._set_sequence_number_for_group()
+        group._register_backend(torch.device(device.type), kind_of_backend, backend)
+    except RuntimeError as error:
+        raise RendezvousError(
+            f"Rank {peers.rank} of {peers.world_size} could not connect to the other ranks of its host.",
+            seen=f"{format_ranks(ranks)}\n{str(error).splitlines()[0]}",
+            hint='reduce_through="group" averages over the process group alone',
+        ) from error
+    words = f"torch's {engine} process group of the ranks of host {host} ({format_ranks(ranks)})"
+    return LocalGroup(group, engine, place, len(ranks), words)
+
+
+def _patience_s(peers: ProcessGroupPeers) -> float:
+    """How long to wait for the last calls of a pass.
+
+    Another rank may wait for its partner, and alone knows which: by then it has given up, and told.
+    """
+    return patience_s(peers.timeout_s) + _GRACE_S
+
+
+class LocalCalls:
+    """One rank's calls over the process group of its host.
+
+    Args:
+        group: The group.
+        peers: All ranks.
+        witness: Names ranks of this host that are lost or late.
+        device: Where the tensors lie.
+        plan: The plan of the buckets that go through it, if there are any.
+
+    Attributes:
+        place: This rank's number in the group.
+        size: Number of its ranks.
+        is_on_streams: Whether calls run on streams of the device, for which others can wait.
+        waits: How this rank waits, and words failures.
+    """
+
+    def __init__(
+        self,
+        group: LocalGroup,
+        peers: ProcessGroupPeers,
+        witness: Witness | None,
+        device: torch.device,
+        plan: Plan | None = None,
+    ) -> None:
+        self.place, self.size = group.place, group.size
+        within = group.process_group, group.words
+        self._calls = GroupCalls(peers, witness, plan, within)
+        self._last_calls = GroupCalls(peers, witness, plan, within, _patience_s(peers))
+        self._group = group.process_group
+        self._is_gloo = group.engine == "gloo"
+        self._device = device
+        self.is_on_streams = self._calls.runs_on_streams(device)
+        self.waits = self._calls.waits
+
+    def meet(self) -> None:
+        """Make the first call, which connects the ranks: what fails is to fail now. Collective."""
+        what = "the first call within the host"
+        own = torch.zeros(1, device=self._device)
+        work = self._calls.begin(lambda: self._group.allreduce([own]), what)
+        self._calls.wait(work, what, on_host=True)
+
+    def part_of(self, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's share of a bucket, whose elements the ranks can divide evenly."""
+        count = flat.numel() // self.size
+        return flat[self.place * count : (self.place + 1) * count]
+
+    def reduce_scatter(self, flat: torch.Tensor, bucket: int) -> dist.Work:
+        """Begin to sum a bucket over the ranks of the host. Collective.
+
+        In place: afterwards `part_of(flat)` holds sums, and what the rest holds nobody knows.
+
+        Args:
+            flat: Contiguous, with a number of elements that the ranks can divide evenly.
+            bucket: Its number in the plan.
+        """
+        if self._is_gloo:
+            # Gloo's own reduce_scatter makes this call, too, on a copy, and never says that it is completed.
+            return self._calls.begin(lambda: self._group.allreduce([flat]), bucket)
+        # Not torch's reduce_scatter_tensor, which is deprecated from 2.13 on.
+        own, options = self.part_of(flat), dist.ReduceScatterOptions()
+        return self._calls.begin(lambda: self._group._reduce_scatter_base(own, flat, options), bucket)
+
+    def all_gather(self, flat: torch.Tensor, bucket: int) -> dist.Work:
+        """Begin to give every rank of the host the shares of all. Collective, in place."""
+        own = self.part_of(flat)
+        if self._is_gloo:
+            rows = list(flat.view(self.size, -1).unbind())
+            return self._last_calls.begin(lambda: self._group.allgather([rows], [own]), bucket)
+        return self._last_calls.begin(lambda: self._group._allgather_base(flat, own), bucket)
+
+    def wait(self, work: dist.Work, bucket: int, *, is_last: bool = False) -> None:
+        """Let what comes next on the current stream wait for a call; this thread, where there is no stream.
+
+        Args:
+            work: The call.
+            bucket: The number of the bucket.
+            is_last: Whether it is an all_gather.
+
+        Raises:
+            CollectiveError: See `GroupCalls.wait`.
+        """
+        calls = self._last_calls if is_last else self._calls
+        calls.wait(work, bucket, on_host=not self.is_on_streams)
+
+    def abort(self) -> None:
+        """End what is under way on devices. Does not block, not collective."""
+        abort_on_devices(self._group)

@@ -1,0 +1,153 @@
+"""Buckets on devices through the process group of each host, and their shares between the hosts.
+
+A `paceline.reducer.engine.Transport`: within the host a reduce_scatter leaves this rank its share of a
+bucket, which goes through pinned memory to the partners on the other hosts (`paceline.reducer.shares`); an
+all_gather within the host ends the pass. See docs/design/hosts.md.
+
+Order of calls: reduce_scatters are begun by whoever launches the buckets, in the order of the plan, and
+all_gathers by whoever ends the pass, in the same order. NCCL pairs calls by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.errors import ConfigError
+from paceline.reducer.plan import Plan
+from paceline.reducer.shares import Place, Shares, gaps_in_share
+from paceline.reducer.witness import Witness
+from paceline.torch.link.arena import Arena
+from paceline.torch.link.device_copies import DeviceCopies
+from paceline.torch.link.local_group import LocalCalls
+from paceline.torch.link.peers import ProcessGroupPeers
+from paceline.torch.link.transport import ProcessGroupTransport
+
+
+class ShareTransport(ProcessGroupTransport):
+    """One rank's arena, the process group of its host, and its shares.
+
+    Args:
+        arena: The arena of this rank, on one device.
+        peers: All ranks; reports go over their process group.
+        calls: Over the process group of this host.
+        shares: Exchanges shares with the partners.
+        places: Where the share of each bucket lies in memory, for `shares`.
+        num_hosts: How many hosts there are.
+        copies: Between the device and memory.
+        checks_finite, waits_for_finite, reports, witness: See `ProcessGroupTransport`.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        peers: ProcessGroupPeers,
+        calls: LocalCalls,
+        shares: Shares,
+        places: list[torch.Tensor],
+        num_hosts: int,
+        copies: DeviceCopies,
+        *,
+        checks_finite: bool,
+        waits_for_finite: bool,
+        reports: Any,
+        witness: Witness | None,
+    ) -> None:
+        super().__init__(
+            arena,
+            peers,
+            checks_finite=checks_finite,
+            waits_for_finite=waits_for_finite,
+            reports=reports,
+            witness=witness,
+        )
+        self._shares = shares
+        self._local, self._copies, self._num_hosts = calls, copies, num_hosts
+        self._places = places
+        self._padded = [self._pad(flat, place) for flat, place in zip(self._buckets, places)]
+        self._parts = [calls.part_of(flat) for flat in self._padded]
+        self._pinned = [copies.memory(part.numel(), part.dtype) for part in self._parts]
+        self._gaps = _gaps(arena.plan, places, calls)
+        self._gathers: list[dist.Work] = []
+
+    def launch(self, bucket: int, scale: float) -> ShareWork:
+        if self._is_captured():
+            raise ConfigError(
+                "A backward that goes through other hosts cannot be recorded in a CUDA graph.",
+                likely='reduce_through="hosts": shares of the gradients leave the device in each backward',
+                hint='reduce_through="group", whose calls a graph can hold',
+            )
+        if bucket == 0:
+            self._gathers = []
+        # The exchange gives the mean over the hosts, and an engine owes the sum.
+        flat = self._prepare(bucket, scale * self._num_hosts)
+        padded = self._padded[bucket]
+        if padded is not flat:
+            padded[: flat.numel()].copy_(flat)
+        work = self._local.reduce_scatter(padded, bucket)
+
+        def begin() -> Callable[[], bool]:
+            with self._copies.stream():
+                self._local.wait(work, bucket)
+                return self._copies.begin(self._pinned[bucket], self._parts[bucket])
+
+        # Where streams wait, this can be asked for now, behind the call and nothing else.
+        begun = begin() if self._local.is_on_streams else None
+
+        def fetch() -> None:
+            is_there = begin() if begun is None else begun
+            # Asked now and then, because to wait for an event has no deadline.
+            self._local.waits.poll(is_there, bucket)
+            self._places[bucket].copy_(self._pinned[bucket])
+
+        self._shares.bring(bucket, fetch)
+        return ShareWork(self, bucket)
+
+    def gathered(self, bucket: int) -> None:
+        """Wait until a bucket holds the sum over all ranks; the device waits, if it can."""
+        if not self._gathers:
+            self._gather_all()
+        self._local.wait(self._gathers[bucket], bucket, is_last=True)
+        flat, padded = self._buckets[bucket], self._padded[bucket]
+        if padded is not flat:
+            flat.copy_(padded[: flat.numel()])
+
+    def _gather_all(self) -> None:
+        """Finish the exchange, and begin to bring its means to all ranks of the host."""
+        self._shares.finish()
+        reducer = self._shares.reducer
+        if reducer.codes is not None and reducer.saw_nonfinite:
+            # Codes spread a NaN to where nothing would ever overwrite it.
+            for gap in self._gaps:
+                gap.zero_()
+        with self._copies.stream():
+            for bucket, (pinned, place) in enumerate(zip(self._pinned, self._places)):
+                pinned.copy_(place)
+                self._copies.begin(self._parts[bucket], pinned)
+                self._gathers.append(self._local.all_gather(self._padded[bucket], bucket))
+
+    def _pad(self, flat: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
+        """The bucket, or memory for it with as many elements as the ranks of the host can divide evenly."""
+        count = place.numel() * self._local.size
+        return flat if count == flat.numel() else flat.new_zeros(count)
+
+
+class ShareWork:
+    """A bucket on its way."""
+
+    def __init__(self, transport: ShareTransport, bucket: int) -> None:
+        self._transport, self._bucket = transport, bucket
+
+    def wait(self) -> None:
+        self._transport.gathered(self._bucket)
+
+
+def _gaps(plan: Plan, places: list[torch.Tensor], calls: LocalCalls) -> list[torch.Tensor]:
+    return [
+        memory[gap]
+        for bucket, memory in enumerate(places)
+        for gap in gaps_in_share(plan, bucket, Place(calls.place, calls.size))
+    ]
