@@ -198,7 +198,8 @@ def naming_over(group: dist.ProcessGroup, what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _naming(waits: EngineWaits, what: str) -> Iterator[None]:
-    witness = waits.witness
+    # In the memory of one host the errors of others show what a rank is in, which is to stay.
+    witness = waits.witness if isinstance(waits.witness, ChannelWitness) else None
     try:
         if witness is not None:
             witness.tell_waiting()
