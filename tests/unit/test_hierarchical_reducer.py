@@ -81,15 +81,22 @@ class Transport:
         self.host, self.ranks = host, ranks
         self._links = links
 
-    def send(self, host: int, message: Message, tag: int) -> Sent:
+    def sending(self, host: int, message: Message, tag: int) -> Callable[[], Sent]:
         sender, receiver = self.ranks[self.host], self.ranks[host]
-        self._links.between(sender, receiver, tag).put(message.tobytes())
-        self._links.sent[sender].append((receiver, tag))
-        return Sent()
 
-    def receive(self, host: int, message: Message, tag: int) -> Coming:
-        self._links.begun_by[self.ranks[self.host]].put(threading.current_thread().name)
-        return Coming(self._links.between(self.ranks[host], self.ranks[self.host], tag), message)
+        def send() -> Sent:
+            self._links.between(sender, receiver, tag).put(message.tobytes())
+            self._links.sent[sender].append((receiver, tag))
+            return Sent()
+
+        return send
+
+    def receiving(self, host: int, message: Message, tag: int) -> Callable[[], Coming]:
+        def receive() -> Coming:
+            self._links.begun_by[self.ranks[self.host]].put(threading.current_thread().name)
+            return Coming(self._links.between(self.ranks[host], self.ranks[self.host], tag), message)
+
+        return receive
 
     def name(self, host: int) -> str:
         return f"rank {self.ranks[host]} (host {host})"

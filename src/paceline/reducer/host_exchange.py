@@ -151,7 +151,7 @@ class _Flight:
         is_one_round: See `Route`.
         has_report: Whether the reports of a pass travel beside it.
         own: What this rank has summed, in the order in which it is sent.
-        pieces: Of this host's part, for each piece the messages of all blocks, in their order.
+        pieces: For each piece of this host's part, the messages of all blocks, in their order.
         arriving: What comes in the first round.
         added: Sums over all hosts, of this host's part, which are sent in the second round.
         later: What comes in the second round.

@@ -221,8 +221,8 @@ class HostWitness:
     """A `Witness` for calls that the ranks of one of several hosts make: failures, and who of them is late.
 
     Args:
-        of_all: That of all ranks that train the model. Of a failure it says more: the host, and what other
-            hosts have met.
+        of_all: The one for all ranks that train the model. It says more about a failure: the host, and what
+            other hosts have met.
         core: The memory of this host. Nothing is sent over it.
         ranks: The ranks of this host, as the other witness numbers them.
     """
@@ -249,7 +249,7 @@ class HostWitness:
             each.give_up()
 
     def late(self) -> LateRanks | None:
-        """Of this host, whose ranks make the calls; else whoever keeps all from it."""
+        """Ranks of this host, which make the calls; else one anywhere whose process does not run."""
         of_all, on_host = self._both
         return on_host.late() or of_all.silent()
 
