@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -91,9 +92,21 @@ def test_a_trace_of_a_host_that_cannot_be_written_is_told_before(tmp_path: Path)
         HostTrace(str(tmp_path / "out.json"), "node1", 2).begin({})
 
 
-@pytest.mark.parametrize(("ends", "status"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 137)])
+@pytest.mark.parametrize(
+    ("ends", "status", "told"),
+    [
+        ("sys.exit(3)", 3, ""),
+        (
+            "os.kill(os.getpid(), 9)",
+            137,
+            f"paceline: torch's agent on host {socket.gethostname()} was ended by SIGKILL, and its ranks are ended "
+            "with it\n",
+        ),
+    ],
+    ids=["exit", "SIGKILL"],
+)
 def test_what_is_seen_of_the_ranks_is_told_when_the_agent_has_ended(
-    tmp_path: Path, ends: str, status: int
+    tmp_path: Path, ends: str, status: int, told: str
 ) -> None:
     """In a process of its own, because it takes the signals of that."""
     program = f"""
@@ -112,5 +125,5 @@ sys.exit(_run_watched(agent, os.environ, watch))
     done = subprocess.run(
         [sys.executable, "-c", program], env={**os.environ, "WHO": "us"}, capture_output=True, text=True
     )
-    assert (done.returncode, done.stdout, done.stderr) == (status, "agent\n", "the trace of us\n")
+    assert (done.returncode, done.stdout, done.stderr) == (status, "agent\n", f"{told}the trace of us\n")
     assert not (tmp_path / "folder").exists()  # nobody has recorded anything
