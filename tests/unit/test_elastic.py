@@ -99,8 +99,8 @@ def test_a_trace_of_a_host_that_cannot_be_written_is_told_before(tmp_path: Path)
         (
             "os.kill(os.getpid(), 9)",
             137,
-            f"paceline: torch's agent on host {socket.gethostname()} was ended by SIGKILL, and its ranks are ended "
-            "with it\n",
+            f"paceline: torch's agent on host {socket.gethostname()} was ended by SIGKILL, and its ranks are "
+            "ended with it\n",
         ),
     ],
     ids=["exit", "SIGKILL"],
