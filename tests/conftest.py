@@ -40,6 +40,8 @@ LONGEST_FILES = (
     "fault/test_pairs.py",
     "differential/test_programs_torch.py",
     "differential/test_programs_paddle.py",
+    "multiprocess/test_hosts_devices.py",
+    "multiprocess/test_silent_rank.py",
     "multiprocess/test_lost_while_wrapping.py",
     "model/test_model.py",
     "multiprocess/test_examples.py",
