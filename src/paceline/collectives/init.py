@@ -1,19 +1,22 @@
 """`paceline.init`: from arguments or the environment to a Group.
 
-Imports rendezvous, arguments, env, errors, the core, and of this folder group.
+Imports rendezvous, arguments, env, the core, and of this folder group.
 """
 
 from __future__ import annotations
 
-import socket
 from datetime import timedelta
 
 from paceline import _core
 from paceline.arguments import Arguments
 from paceline.collectives.formation import form_core
 from paceline.collectives.group import Group
-from paceline.env import job_secret_from_environment, read_rank_environment, split_address
-from paceline.errors import ConfigError
+from paceline.env import (
+    RankEnvironment,
+    job_secret_from_environment,
+    read_rank_environment,
+    split_address,
+)
 from paceline.rendezvous.deadline import Deadline
 from paceline.rendezvous.hub import HubExchange
 from paceline.rendezvous.secret import find_secret
@@ -79,14 +82,6 @@ def init(
         needs_address=job_id is None and world_size != 1,  # a job id is a meeting place too
     )
     _place(place.rank, place.world_size)
-    if place.local_world_size not in (None, place.world_size):
-        raise ConfigError(
-            "paceline.init: it connects ranks of one host, and the launcher has started these on several.",
-            seen=f"rank {place.rank} of {place.world_size} is one of {place.local_world_size} on host "
-            f"{socket.gethostname()}",
-            hint="paceline.torch.init_process_group() or paceline.paddle.init_parallel_env() connect hosts; "
-            "or give rank= and world_size= of a group of this host",
-        )
     key = place.job_id if address is None and place.job_id else f"{place.master_addr}:{place.master_port}"
     deadline = Deadline(forming_timeout_s)
     with HubExchange(
@@ -98,6 +93,7 @@ def init(
         timeout_s=forming_timeout_s,
         # An id in the arguments may be wrong on one rank, which is told at once only where all meet.
         secret=_secret() if job_id is None else "",
+        note=_note_on_hosts(place),
     ) as exchange:
         core = form_core(
             exchange,
@@ -107,6 +103,20 @@ def init(
             group_timeout_s=timeout_s,
         )
     return Group(core)
+
+
+def _note_on_hosts(place: RankEnvironment) -> str:
+    """What whoever waits for others should know, where the launcher speaks of several hosts.
+
+    That is not refused at once: two nodes of a launcher may be one machine.
+    """
+    if place.local_world_size in (None, place.world_size):
+        return ""
+    return (
+        f"; the launcher has started {place.local_world_size} of {place.world_size} ranks on this host, and "
+        "paceline.init() connects ranks of one host: paceline.torch.init_process_group() and "
+        "paceline.paddle.init_parallel_env() connect hosts"
+    )
 
 
 def _secret() -> str:

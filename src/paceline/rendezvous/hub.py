@@ -62,6 +62,7 @@ class HubExchange:
         name: The name of the group that is being formed.
         timeout_s: For everybody to have connected.
         secret: What the launcher has told this job's ranks alone: nobody else can compute where they meet.
+        note: What this rank says behind those for whom it waits.
 
     Raises:
         RendezvousError: The address is in use, a rank is missing at the deadline (it is named), or this
@@ -78,6 +79,7 @@ class HubExchange:
         name: str,
         timeout_s: float,
         secret: str = "",
+        note: str = "",
     ) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -85,6 +87,7 @@ class HubExchange:
         self._key = key
         self._peers: dict[int, socket.socket] = {}
         self._num_strangers = 0
+        self._note = note
         self._begun_s = self._said_s = time.monotonic()
         self._no_room: OSError | None = None  # why the last connection could not be taken
         deadline = Deadline(timeout_s)
@@ -366,7 +369,7 @@ class HubExchange:
             self._said_s = now
             print(
                 f"paceline: rank {self.rank} of {self.world_size} on host {socket.gethostname()} "
-                f"(pid {os.getpid()}) has waited {now - self._begun_s:.0f} s for {whom}",
+                f"(pid {os.getpid()}) has waited {now - self._begun_s:.0f} s for {whom}{self._note}",
                 file=sys.stderr,
                 flush=True,
             )
