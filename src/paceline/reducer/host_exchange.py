@@ -84,17 +84,14 @@ class _Sent:
         payload: The address behind the header.
         envelope: The header.
         reports: Where reports stand in it; None: it has none.
-        memory: The whole of it.
         ways: The hosts that it goes to, and what sends it there.
     """
 
-    __slots__ = ("block", "elements", "envelope", "memory", "payload", "reports", "ways")
+    __slots__ = ("block", "elements", "envelope", "payload", "reports", "ways")
 
-    def __init__(
-        self, block: int, elements: range, memory: Message, payload: int, envelope: Envelope
-    ) -> None:
+    def __init__(self, block: int, elements: range, payload: int, envelope: Envelope) -> None:
         self.block, self.elements = block, elements
-        self.memory, self.payload, self.envelope = memory, payload, envelope
+        self.payload, self.envelope = payload, envelope
         self.reports: Message | None = None
         self.ways: list[tuple[int, Begin]] = []
 
@@ -103,10 +100,11 @@ class _Received:
     """A message that another host makes, in every pass anew.
 
     Attributes:
-        host: That sends it.
+        host: The number of the host that sends it.
+        memory: The whole message.
         begin: Begins to receive it.
-        transfer: In this pass.
-        block, elements, payload, envelope, reports, memory: As of what this rank sends.
+        transfer: The one that is under way in this pass.
+        block, elements, payload, envelope, reports: As in `_Sent`.
     """
 
     __slots__ = (
@@ -697,7 +695,7 @@ class HostExchange:
             reporting = self._host if is_last and not phase else None
             memory, payload = layout.take(self._message_bytes(bucket, elements, reporting))
             envelope = Envelope(memory, self._generation, bucket, phase, self._host, piece)
-            message = _Sent(block, elements, memory, payload, envelope)
+            message = _Sent(block, elements, payload, envelope)
             message.reports = self._reports_in(memory, reporting)
             tag = tag_of(bucket, phase, piece, self._generation)
             message.ways = [(host, self._transport.sending(host, memory, tag)) for host in to]
