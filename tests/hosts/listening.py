@@ -47,9 +47,9 @@ def say(event: str, text: str = "") -> None:
     print(f"{event} {time.monotonic():.3f}\n{text}", end="", flush=True)
 
 
-def form(folder: Path, layout: tuple[int, ...]) -> ControlChannel:
-    """The channel of this rank; `layout` is the host of each."""
-    rank, secret = int(os.environ["RANK"]), find_secret()
+def facts_of(layout: tuple[int, ...], secret: bytes) -> tuple[list[list[int]], Facts]:
+    """The ranks of each host, and what this rank tells of itself; `layout` is the host of each rank."""
+    rank = int(os.environ["RANK"])
     hosts = [[r for r, host in enumerate(layout) if host == each] for each in sorted(set(layout))]
     facts = Facts(
         rank=rank,
@@ -62,9 +62,17 @@ def form(folder: Path, layout: tuple[int, ...]) -> ControlChannel:
         job="",
         generation="0",
         clock_s=time.time(),
-        has_secret=bool(secret.key),
+        has_secret=bool(secret),
     )
-    return form_channel(FolderExchange(folder, rank, len(layout)), facts, hosts, secret.key, 60.0)
+    return hosts, facts
+
+
+def form(folder: Path, layout: tuple[int, ...]) -> ControlChannel:
+    """The channel of this rank; `layout` is the host of each."""
+    secret = find_secret()
+    hosts, facts = facts_of(layout, secret.key)
+    exchange = FolderExchange(folder, facts.rank, facts.world_size)
+    return form_channel(exchange, facts, hosts, secret.key, 60.0)
 
 
 def main() -> None:

@@ -16,7 +16,6 @@ import json
 import logging
 import os
 import resource
-import socket
 import statistics
 import subprocess
 import sys
@@ -27,8 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.rendezvous import control, tls
-from paceline.rendezvous.handshake import Facts
-from tests.hosts.listening import FolderExchange
+from tests.hosts.listening import FolderExchange, facts_of
 from tests.hosts.namespaces import Hosts, why_not
 
 WAYS = ("no secret", "secret, without TLS", "secret and TLS 1.3")
@@ -102,22 +100,9 @@ def in_torch(folder: Path, turn: int, name: str, hold_s: float) -> dict[str, flo
 def alone(folder: Path, turn: int, name: str, hold_s: float) -> dict[str, float]:
     """The channel alone."""
     layout = LAYOUTS[f"channel-{os.environ['WORLD_SIZE']}"]
-    rank, secret = int(os.environ["RANK"]), os.environ.get("PACELINE_SECRET", "").encode()
-    hosts = [[r for r, host in enumerate(layout) if host == each] for each in sorted(set(layout))]
-    facts = Facts(
-        rank=rank,
-        world_size=len(layout),
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        local_ranks=hosts[layout[rank]],
-        paceline="0",
-        framework="none",
-        job="",
-        generation="0",
-        clock_s=time.time(),
-        has_secret=bool(secret),
-    )
-    exchange = FolderExchange(folder / str(turn), rank, len(layout))
+    secret = os.environ.get("PACELINE_SECRET", "").encode()
+    hosts, facts = facts_of(layout, secret)
+    exchange = FolderExchange(folder / str(turn), facts.rank, facts.world_size)
     exchange.all_gather(b"", WITHIN_S)
     begun, used = time.monotonic(), processor_s()
     channel = control.form_channel(exchange, facts, hosts, secret, WITHIN_S)
