@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from paceline.reducer import hosts
 from paceline.reducer.hosts import Begin, Message, Transfer
 from paceline.rendezvous import shared_memory
 
@@ -24,6 +25,17 @@ def on_host(number: int) -> Iterator[None]:
         yield
     finally:
         shared_memory._host_hint = before
+
+
+def send_values(*, of_small_models: bool) -> None:
+    """Let gradients of hosts of one rank travel as they are, however few they are; or as usual.
+
+    For models that are wrapped from now on; the same on all ranks.
+    """
+    hosts.VALUES_BYTES = 1 if of_small_models else _USUAL_VALUES_BYTES
+
+
+_USUAL_VALUES_BYTES = hosts.VALUES_BYTES
 
 
 def noting(

@@ -16,9 +16,9 @@ namespace {
 
 using namespace nb::literals;
 
-std::vector<const void*> as_pointers(const std::vector<Pointer>& sums) {
+std::vector<const void*> as_pointers(const std::vector<Pointer>& arrays) {
   std::vector<const void*> found;
-  for (const Pointer each : sums) found.push_back(as_pointer(each));
+  for (const Pointer each : arrays) found.push_back(as_pointer(each));
   return found;
 }
 
@@ -144,6 +144,21 @@ void bind_host_sums(nb::module_& m) {
             return is_finite;
           },
           "bucket"_a, "first"_a, "count"_a, "sums"_a, "total_weight"_a)
+      .def(
+          "average",
+          [](PyHostSums& s, size_t bucket, size_t first, size_t count,
+             const std::vector<Pointer>& values,
+             const std::vector<double>& weights, double total_weight,
+             bool stops_at_nonfinite) {
+            HostSums::Averaged found{};
+            s.work(s.bytes(bucket, count), [&](HostSums& core) {
+              found = core.average(bucket, first, count, as_pointers(values),
+                                   weights, total_weight, stops_at_nonfinite);
+            });
+            return std::pair(found.count, found.is_finite);
+          },
+          "bucket"_a, "first"_a, "count"_a, "values"_a, "weights"_a,
+          "total_weight"_a, "stops_at_nonfinite"_a)
       .def(
           "is_nonfinite",
           [](PyHostSums& s, size_t bucket, size_t first, size_t count) {

@@ -25,6 +25,9 @@
 //                    everywhere, and so are the slots that came with it)
 //   6. wait_published(): published reaches p times the number of shares of the
 //                    host (acquire), and all means are in place
+// Where a host has one rank, its gradients may travel instead of sums. Then
+// nothing is summed before, and average() takes the place of step 4.
+//
 // Nothing is reset: counters only grow. `published` is a settled count
 // (settled_count.h), so a pass is good for all ranks of the host or for none.
 //
@@ -106,6 +109,21 @@ class HostSums {
   /// Returns whether all of it is finite.
   bool publish(size_t bucket, size_t first, size_t count,
                const std::vector<const void*>& sums, double total_weight);
+  struct Averaged {
+    /// How many elements hold the mean now; those before the first stretch
+    /// whose sum holds an infinity or a NaN, if it was to stop there.
+    size_t count;
+    /// Whether the mean of these is finite.
+    bool is_finite;
+  };
+  /// Writes the weighted mean of arrays of the bucket's own type, one for each
+  /// host, into the copies of all ranks of this host. One of the arrays may be
+  /// such a copy; it is written only once it has been read. The bits are those
+  /// of sum() and publish().
+  Averaged average(size_t bucket, size_t first, size_t count,
+                   const std::vector<const void*>& values,
+                   const std::vector<double>& weights, double total_weight,
+                   bool stops_at_nonfinite);
   /// Whether a part of a published bucket holds an infinity or a NaN.
   bool is_nonfinite(size_t bucket, size_t first, size_t count) const;
   /// Counts this rank's share of a bucket as published.

@@ -20,7 +20,7 @@ from tests.chaos.plans import Plan
 from tests.chaos.rank import FORMING_S, Array, Trainer
 from tests.chaos.reference import LEARNING_RATE, MOMENTUM, batch, first_weights
 from tests.chaos.strikes import Striker
-from tests.several_hosts import be_on_host
+from tests.several_hosts import be_on_host, send_values
 
 
 class Model(nn.Module):
@@ -108,6 +108,7 @@ class TorchTrainer(Trainer):
             through = "group" if is_alone else "auto"
             if (number := job.host_of(self.rank)) is not None:
                 be_on_host(number)
+                send_values(of_small_models=job.style == "view")
             self.wrapped = DistributedDataParallel(
                 self._model,
                 process_group=self._group,

@@ -265,6 +265,64 @@ TEST(wrong_uses_are_refused) {
   });
 }
 
+TEST(gradients_of_hosts_of_one_rank_have_the_mean_of_reduce) {
+  constexpr size_t kMany = 20000;  // several stretches, the last one short
+  constexpr size_t kSkipped = 5;
+  const std::vector<double> weights = {1.0, 2.5, 0.0};
+  std::mt19937 random(7);
+  std::normal_distribution<float> normal;
+  std::vector<std::vector<float>> inputs(weights.size());
+  for (auto& input : inputs) {
+    for (size_t i = 0; i < kMany; ++i) input.push_back(normal(random));
+  }
+  inputs[2][17] = INFINITY;  // of a host that does not count
+  run_group(1, [&](HostGroup& group) {
+    HostSums core(group.heap, (kMany + kSkipped) * sizeof(float),
+                  {{0, (kMany + kSkipped) * sizeof(float), DType::kFloat32}}, 1,
+                  1);
+    float* const own = reinterpret_cast<float*>(core.arena()) + kSkipped;
+    const auto average = [&](bool stops) {
+      return core.average(0, kSkipped, kMany,
+                          {inputs[0].data(), own, inputs[2].data()}, weights,
+                          3.5, stops);
+    };
+    std::vector<float> expected(kMany);
+    const void* in[] = {inputs[0].data(), inputs[1].data(), inputs[2].data()};
+    void* const out[] = {expected.data()};
+    reduce(DType::kFloat32, ReduceOp::kMean, in, 3, out, 1, kMany,
+           weights.data(), nullptr);
+    std::copy(inputs[1].begin(), inputs[1].end(), own);
+    HostSums::Averaged found = average(true);
+    CHECK_EQ(found.count, kMany);
+    CHECK(found.is_finite);
+    CHECK(std::equal(expected.begin(), expected.end(), own));
+
+    constexpr size_t kBad = 11000;
+    inputs[0][kBad] = NAN;
+    std::copy(inputs[1].begin(), inputs[1].end(), own);
+    found = average(true);
+    CHECK(found.is_finite);
+    CHECK(found.count > 0 && found.count <= kBad);
+    const auto done = static_cast<ptrdiff_t>(found.count);
+    CHECK(std::equal(expected.begin(), expected.begin() + done, own));
+    CHECK(std::equal(inputs[1].begin() + done, inputs[1].end(), own + done));
+    std::copy(inputs[1].begin(), inputs[1].end(), own);
+    found = average(false);
+    CHECK_EQ(found.count, kMany);
+    CHECK(!found.is_finite);
+    CHECK(isnan(own[kBad]));
+    own[kBad] = expected[kBad];
+    CHECK(std::equal(expected.begin(), expected.end(), own));
+
+    const auto refused = [](const auto& call) {
+      CHECK_EQ(failure_of(call).reason, Reason::kMisuse);
+    };
+    refused([&] { core.average(0, 0, 1, {}, {}, 1, true); });
+    refused([&] { core.average(0, 0, 1, {own}, {1.0, 1.0}, 1, true); });
+    refused([&] { core.average(0, 0, kMany + 6, {own}, {1.0}, 1, true); });
+  });
+}
+
 TEST(sums_of_16_bit_types_are_made_in_float32) {
   for (const DType dtype : {DType::kBFloat16, DType::kFloat16}) {
     CHECK_EQ(static_cast<int>(sum_type(dtype)),

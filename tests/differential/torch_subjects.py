@@ -21,7 +21,7 @@ from tests.differential.pool import Run
 from tests.differential.programs import Program
 from tests.differential.records import Record
 from tests.differential.torch_machine import Machine
-from tests.several_hosts import on_host
+from tests.several_hosts import on_host, send_values
 
 TIMEOUT_S = 12.0
 
@@ -44,9 +44,9 @@ MODES: dict[str, dict[str, Any]] = {
     "gloo unused": {"group": "gloo", "reduce_through": "group", **_TINY, "find_unused_parameters": True},
     "backend": {"group": "paceline", "reduce_through": "group"},
     "gloo memory": {"group": "gloo", **_TINY},
-    "hosts": {"group": "hosts"},
+    "hosts": {"group": "values"},
     "hosts tiny": {"group": "hosts", **_TINY},
-    "hosts tiny view": {"group": "hosts", **_TINY, "gradient_as_bucket_view": True},
+    "hosts tiny view": {"group": "values", **_TINY, "gradient_as_bucket_view": True},
     "hosts unused": {"group": "hosts", **_TINY, "find_unused_parameters": True},
     "hosts static": {"group": "hosts", **_TINY, "static_graph": True},
     "uneven tiny": {"group": "uneven hosts", **_TINY},
@@ -57,6 +57,7 @@ MODES: dict[str, dict[str, Any]] = {
     "uneven exact": {"group": "uneven hosts", **_TINY, "deterministic": "world"},
 }
 """What is passed to the wrapper, and over which group. "hosts": over Gloo, by ranks of several hosts;
+"values": the same, where hosts of one rank send gradients as they are, however few they are;
 "uneven hosts": of two, of which the second has one rank."""
 
 TORCH = "torch"
@@ -82,12 +83,13 @@ class Groups:
     @contextlib.contextmanager
     def placed(self, name: str | None) -> Iterator[paceline.Group | dist.ProcessGroup]:
         """The group of a mode, by whose ranks a model is wrapped within."""
-        if name not in ("hosts", "uneven hosts"):
+        if name not in ("hosts", "values", "uneven hosts"):
             yield self.paceline() if name is None else self.torch(name)
             return
         number = self._rank * _hosts(self._world_size) // self._world_size
         if name == "uneven hosts":
             number = int(self._rank == self._world_size - 1)
+        send_values(of_small_models=name == "values")
         with on_host(number):
             yield self.torch("gloo")
 

@@ -38,7 +38,7 @@ from paceline.torch.compression import EightBitCompression, eight_bit_hook
 from paceline.torch.link.hosts import GlooTransfer, GlooTransport
 from tests.harness import ranks, run_ranks
 from tests.multiprocess.other_ranks import until
-from tests.several_hosts import be_on_host, noting
+from tests.several_hosts import be_on_host, noting, send_values
 
 BLOCKS = "block"
 ROUND_ROBIN = "round robin"
@@ -144,14 +144,17 @@ def train_some(
     dtype: str,
     bucket_cap_mb: float = 0.02,
     bits: str = "world",
+    *,
+    sends_values: bool = False,
     **options: Any,
 ) -> list[str]:
     """Digests of the gradients of some passes, and of a buffer if sums are exact.
 
-    `layout` None: all ranks share one host.
+    `layout` None: all ranks share one host. `sends_values`: hosts of one rank do, of this small model too.
     """
     if layout is not None:
         place(rank, layout, num_hosts)
+    send_values(of_small_models=sends_values)
     world_size = int(os.environ["WORLD_SIZE"])
     net = network().to(getattr(torch, dtype))
     net.register_buffer("seen", torch.zeros(1000))
@@ -190,6 +193,46 @@ def test_four_hosts_of_one_rank_give_the_bits_of_one_host():
     one = run_ranks(train_some, 4, {**options, "layout": None}, group="gloo")
     four = run_ranks(train_some, 4, {**options, "layout": ALONE}, group="gloo")
     assert len(set(map(tuple, one + four))) == 1
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+@pytest.mark.parametrize("num_hosts", [2, 3])
+def test_gradients_that_travel_as_they_are_give_the_bits_of_one_host(num_hosts, dtype):
+    options = {"num_hosts": num_hosts, "dtype": dtype, "weight": some_weight}
+    one = run_ranks(train_some, num_hosts, {**options, "layout": None}, group="gloo")
+    with_values = {**options, "layout": ALONE, "sends_values": True}
+    alone = run_ranks(train_some, num_hosts, with_values, group="gloo")
+    assert len(set(map(tuple, one + alone))) == 1
+
+
+@ranks(2, group="gloo")
+def test_gradients_of_16_bits_take_16_bits_between_hosts_of_one_rank(rank, monkeypatch):
+    place(rank, ALONE)
+    sent: list[int] = []
+    sending = noting(GlooTransport.sending, lambda message, _: sent.append(len(message)))
+    monkeypatch.setattr(GlooTransport, "sending", sending)
+    net = nn.Linear(1000, 1000, bias=False, dtype=torch.bfloat16)  # 2 MB
+    wrapped = DistributedDataParallel(net)
+    for _ in range(3):
+        sent.clear()
+        net.zero_grad()
+        wrapped(torch.ones(1, 1000, dtype=torch.bfloat16)).sum().backward()
+    assert 2_000_000 <= sum(sent) < 2_010_000  # torch's DDP sends as much
+
+
+@ranks(2, group="gloo")
+def test_a_weight_of_zero_keeps_values_out_that_are_not_finite(rank):
+    place(rank, ALONE)
+    net = nn.Linear(400, 400, bias=False)  # 0.6 MB
+    wrapped = DistributedDataParallel(net, nonfinite="raise")
+    for step in range(2):
+        net.zero_grad()
+        with wrapped.weight(1.0 - rank):
+            (wrapped(torch.ones(1, 400)).sum() * (math.nan if rank else 3.0 + step)).backward()
+        assert_allclose(net.weight.grad, np.full((400, 400), 3.0 + step))
+    with pytest.raises(NonFiniteGradientError) as caught:
+        (wrapped(torch.ones(1, 400)).sum() * (math.nan if rank else 1.0)).backward()
+    assert caught.value.nonfinite == {1: ("weight",)}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -298,10 +341,11 @@ def test_unused_parameters(rank, layout):
         assert net.right.bias.grad is None
 
 
-@pytest.mark.parametrize("layout", [BLOCKS, ONE_AND_THREE])
+@pytest.mark.parametrize("layout", [BLOCKS, ONE_AND_THREE, ALONE])
 @ranks(4, group="gloo")
 def test_a_gradient_that_is_not_finite_is_named_on_all_ranks(rank, layout):
     place(rank, layout)
+    send_values(of_small_models=layout == ALONE)
     net = network()
     wrapped = DistributedDataParallel(net, nonfinite="raise", bucket_cap_mb=0.01)
     backward(wrapped, 0, rank, 4)
@@ -315,10 +359,11 @@ def test_a_gradient_that_is_not_finite_is_named_on_all_ranks(rank, layout):
     assert caught.value.overflowed == ("3.bias",) and not caught.value.nonfinite
 
 
-@pytest.mark.parametrize("layout", [BLOCKS, ONE_AND_THREE])
+@pytest.mark.parametrize("layout", [BLOCKS, ONE_AND_THREE, ALONE])
 @ranks(4, group="gloo")
 def test_a_skipped_backward_is_told_to_all_hosts(rank, layout):
     place(rank, layout)
+    send_values(of_small_models=layout == ALONE)
     net = network()
     wrapped = DistributedDataParallel(net)
     backward(wrapped, 0, rank, 4)
@@ -347,9 +392,11 @@ def test_two_models_and_ranks_that_run_out_of_data(rank):
     first.finish()
 
 
+@pytest.mark.parametrize("sends_values", [False, True])
 @ranks(2, group="gloo")
-def test_a_message_of_another_pass_is_refused(rank, monkeypatch):
+def test_a_message_of_another_pass_is_refused(rank, sends_values, monkeypatch):
     place(rank, ALONE)
+    send_values(of_small_models=sends_values)
     net = network()
     wrapped = DistributedDataParallel(net, timeout_s=10)
     for step in range(2):

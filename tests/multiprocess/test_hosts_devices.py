@@ -30,7 +30,7 @@ from paceline.errors import (
     SkippedPassError,
     UnusedParameterError,
 )
-from paceline.reducer.host_exchange import HostExchange
+from paceline.reducer.host_messages import Flight
 from paceline.torch import DistributedDataParallel, LocalSGD
 from paceline.torch.compression import EightBitCompression, eight_bit_hook
 from paceline.torch.link.local_group import LocalCalls
@@ -541,13 +541,13 @@ def test_a_message_that_does_not_come_is_named_by_all_ranks(rank, monkeypatch):
     """Rank 1 alone waits for it, and rank 0 waits for rank 1, which is not to blame."""
     _, wrapped = lose(rank, monkeypatch, timeout_s=3)
     if rank == 3:
-        send = HostExchange._send
+        send = Flight._send
 
         def send_late(*arguments: Any) -> None:
             time.sleep(9)
             send(*arguments)
 
-        monkeypatch.setattr(HostExchange, "_send", send_late)
+        monkeypatch.setattr(Flight, "_send", send_late)
     with pytest.raises(DeadlineError) as caught:
         backward(wrapped, 2, rank, 4)
     # Whoever gives up first: rank 3, whose shares are stuck, or one of those that wait for it.

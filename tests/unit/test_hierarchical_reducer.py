@@ -12,9 +12,10 @@ import os
 import queue
 import secrets
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, cast
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -23,10 +24,12 @@ from hypothesis import strategies as st
 
 from paceline import _core
 from paceline.reducer import hierarchical
+from paceline.reducer import hosts as hosts_module
 from paceline.reducer.hierarchical import HierarchicalReducer, Hosts
 from paceline.reducer.hosts import Message, Route, num_shares, plan_route, tag_of
 from paceline.reducer.plan import ParameterSpec, Plan, plan_buckets
 from paceline.reducer.protocol import Outcome, PassStatus
+from paceline.reducer.value_messages import ValuesFlight
 from paceline.rendezvous.control import ControlChannel
 
 TIMEOUT_S = 60.0
@@ -60,41 +63,79 @@ class Meeting:
         return rows
 
 
+class Crossing:
+    """A message, once both ends have begun it. It is read as late as may be: when one of them waits."""
+
+    def __init__(self) -> None:
+        self.sent: Message | None = None
+        self.coming: Message | None = None
+        self._lock, self._has_both, self._is_over = threading.Lock(), threading.Event(), False
+
+    def begin(self) -> None:
+        if self.sent is not None and self.coming is not None:
+            self._has_both.set()
+
+    def wait(self, timeout_s: float) -> None:
+        if not self._has_both.wait(timeout_s):
+            raise RuntimeError("timed out")
+        with self._lock:
+            if not self._is_over:
+                assert self.coming is not None
+                self.coming[:] = self.sent
+                self._is_over = True
+
+
 class Links:
-    """A queue for each sender, receiver and tag."""
+    """Messages by sender, receiver and tag, in order."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._queues: dict[tuple[int, int, int], queue.SimpleQueue[bytes]] = defaultdict(queue.SimpleQueue)
+        self._to_receive: dict[tuple[int, int, int], deque[Crossing]] = defaultdict(deque)
+        self._to_send: dict[tuple[int, int, int], deque[Crossing]] = defaultdict(deque)
         self.sent: dict[int, list[tuple[int, int]]] = defaultdict(list)  # receiver and tag, by sender
         self.begun_by: dict[int, queue.SimpleQueue[str]] = defaultdict(queue.SimpleQueue)  # of receives
 
-    def between(self, sender: int, receiver: int, tag: int) -> queue.SimpleQueue[bytes]:
+    def send(self, sender: int, receiver: int, tag: int, message: Message) -> Crossing:
         with self._lock:
-            return self._queues[sender, receiver, tag]
+            key = sender, receiver, tag
+            self.sent[sender].append((receiver, tag))
+            crossing = self._next(self._to_send[key], self._to_receive[key])
+            crossing.sent = message
+            crossing.begin()
+        return crossing
+
+    def receive(self, sender: int, receiver: int, tag: int, message: Message) -> Crossing:
+        with self._lock:
+            key = sender, receiver, tag
+            crossing = self._next(self._to_receive[key], self._to_send[key])
+            crossing.coming = message
+            crossing.begin()
+        return crossing
+
+    def _next(self, own: deque[Crossing], others: deque[Crossing]) -> Crossing:
+        if own:
+            return own.popleft()
+        others.append(Crossing())
+        return others[-1]
 
 
 class Transport:
     """One rank's end of the links."""
 
+    needs_headers = False
+
     def __init__(self, links: Links, host: int, ranks: Sequence[int]) -> None:
         self.host, self.ranks = host, ranks
         self._links = links
 
-    def sending(self, host: int, message: Message, tag: int) -> Callable[[], Sent]:
+    def sending(self, host: int, message: Message, tag: int) -> Callable[[], Crossing]:
         sender, receiver = self.ranks[self.host], self.ranks[host]
+        return lambda: self._links.send(sender, receiver, tag, message)
 
-        def send() -> Sent:
-            self._links.between(sender, receiver, tag).put(message.tobytes())
-            self._links.sent[sender].append((receiver, tag))
-            return Sent()
-
-        return send
-
-    def receiving(self, host: int, message: Message, tag: int) -> Callable[[], Coming]:
-        def receive() -> Coming:
+    def receiving(self, host: int, message: Message, tag: int) -> Callable[[], Crossing]:
+        def receive() -> Crossing:
             self._links.begun_by[self.ranks[self.host]].put(threading.current_thread().name)
-            return Coming(self._links.between(self.ranks[host], self.ranks[self.host], tag), message)
+            return self._links.receive(self.ranks[host], self.ranks[self.host], tag, message)
 
         return receive
 
@@ -103,22 +144,6 @@ class Transport:
 
     def abort(self) -> None:
         """Whoever waits gives up at the deadline."""
-
-
-class Sent:
-    def wait(self, timeout_s: float) -> None:
-        """It was copied."""
-
-
-class Coming:
-    def __init__(self, link: queue.SimpleQueue[bytes], message: Message) -> None:
-        self._link, self._message = link, message
-
-    def wait(self, timeout_s: float) -> None:
-        try:
-            self._message[:] = np.frombuffer(self._link.get(timeout=timeout_s), np.uint8)
-        except queue.Empty:
-            raise RuntimeError("timed out") from None
 
 
 class NoFailures:
@@ -328,12 +353,63 @@ def test_exact_sums_have_the_same_bits_if_parts_differ_in_size(
         assert all(not each[layout.index(min(layout, key=len))] for each in parts)
 
 
+@pytest.mark.parametrize("num_hosts", [2, 3, 5])
+@pytest.mark.parametrize("cap", [1 << 14, 1 << 18])  # several buckets, and one
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_gradients_that_travel_as_they_are_have_the_bits_of_sums(
+    num_hosts: int, cap: int, is_weighted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = [[rank] for rank in range(num_hosts)]
+    weights = [2.5, 0.0, 1.0, 3.1, 1e-3][:num_hosts] if is_weighted else [1.0] * num_hosts
+    monkeypatch.setattr(hierarchical, "plan_route", functools.partial(plan_route, piece_bytes=1 << 14))
+    monkeypatch.setattr(Transport, "needs_headers", True)
+    sums = means(layout, cap, weights, steps=4)
+    monkeypatch.setattr(Transport, "needs_headers", False)
+    monkeypatch.setattr("paceline.reducer.hosts.VALUES_BYTES", 1)
+    made = []
+    room_bytes = ValuesFlight.room_bytes
+    monkeypatch.setattr(ValuesFlight, "room_bytes", lambda *given: made.append(given) or room_bytes(*given))
+    assert means(layout, cap, weights, steps=4) == sums and made
+
+
+def test_gradients_that_travel_as_they_are_take_no_memory_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither what is sent nor the means that come have another place than the arena."""
+    monkeypatch.setattr("paceline.reducer.hosts.VALUES_BYTES", 1)
+    world = World([[0], [1]], 1 << 22)
+    arenas: dict[int, tuple[int, int]] = {}
+    begun: list[tuple[int, int, int, bool]] = []  # rank, address, bytes
+
+    def noted(prepare: Any, of_means: int) -> Any:
+        def prepared(transport: Transport, host: int, message: Message, tag: int) -> Any:
+            rank, is_mean = transport.ranks[transport.host], tag // (1 << 12) % 2 == 1
+            begun.append((rank, int(message.ctypes.data), len(message), is_mean or bool(of_means)))
+            return prepare(transport, host, message, tag)
+
+        return prepared
+
+    monkeypatch.setattr(Transport, "sending", noted(Transport.sending, 1))
+    monkeypatch.setattr(Transport, "receiving", noted(Transport.receiving, 0))
+
+    def one_pass(rank: int, reducer: HierarchicalReducer) -> None:
+        arenas[rank] = reducer.arena_pointer, world.plan.arena_bytes
+        for param in range(len(COUNTS)):
+            reducer.mark_ready(param)
+        assert reducer.finish(PassStatus(1), False) == Outcome.GOOD
+
+    world.run(one_pass)
+    large = [each for each in begun if each[2] > 1000]
+    assert large
+    for rank, address, nbytes, is_in_arena in large:
+        first, arena_bytes = arenas[rank]
+        assert is_in_arena == (first <= address and address + nbytes <= first + arena_bytes)
+
+
 @given(
-    st.lists(st.integers(1, 3), min_size=2, max_size=3),
+    st.lists(st.integers(1, 3), min_size=2, max_size=3) | st.sampled_from([[1, 1], [1, 1, 1]]),
     st.randoms(use_true_random=False),
     st.booleans(),
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_all_ranks_learn_what_each_one_tells(sizes: list[int], random: Any, is_exact: bool) -> None:
     """Unused parameters and gradients that are not finite, of ranks with and without a share."""
     order = list(range(sum(sizes)))
@@ -355,6 +431,8 @@ def test_all_ranks_learn_what_each_one_tells(sizes: list[int], random: Any, is_e
         reducer.finish(PassStatus(1), True)
         return [reducer.unused(each) for each in range(world.size)], reducer.nonfinite()
 
-    for found, nonfinite in world.run(train):
+    with mock.patch.object(hosts_module, "VALUES_BYTES", random.choice([1, 1 << 20])):
+        results = world.run(train)
+    for found, nonfinite in results:
         assert found == [unused[rank] for rank in range(world.size)]
         assert nonfinite == [(guilty, 1)]

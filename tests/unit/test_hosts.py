@@ -54,8 +54,10 @@ def test_routes_cover_a_bucket_once(
         assert [i for piece in pieces for i in piece] == list(route.share)
         assert all(len(piece) * itemsize <= max(piece_bytes, 16 * itemsize) for piece in pieces)
         assert all(part for part in route.parts)  # a message says more than it carries
-        is_small = len(route.share) * itemsize * sum(num_blocks) < ONE_ROUND_BYTES * num_hosts
-        assert route.is_one_round == (num_blocks == [1, 1] or is_small)
+        # What the host with the most blocks sends, to all others: everything, or parts and its own sums.
+        nbytes, most = len(route.share) * itemsize * (num_hosts - 1), max(num_blocks)
+        is_small = nbytes * most * num_hosts - nbytes * (most + 1) <= ONE_ROUND_BYTES * num_hosts
+        assert route.is_one_round == is_small
         assert len(route.parts) == (1 if route.is_one_round else num_hosts)
         for before, after in pairwise(pieces):
             assert before.stop == after.start

@@ -112,8 +112,12 @@ def predict(
     for size, count in ((BUCKET_BYTES, whole), (rest, 1)):
         if not size * count:
             continue
-        route = plan_route(size // _ITEM_BYTES, _ITEM_BYTES, 0, ranks_per_host, hosts)
-        pieces = len(route.part_of(0))
+        sends_values = ranks_per_host == 1 and not compression
+        value_bytes = _ITEM_BYTES if sends_values else None
+        route = plan_route(
+            size // _ITEM_BYTES, _ITEM_BYTES, 0, ranks_per_host, hosts, value_bytes=value_bytes
+        )
+        pieces = len(route.part_of(0)) + route.is_of_values  # values have their header in another message
         way = 1 if route.is_one_round else 2
         # A part goes to its owner and its sum back to all, so each round sends to all others, and hears them.
         each = way * (hosts - 1) * pieces
@@ -123,7 +127,8 @@ def predict(
         )
         crossing = payload * (hosts - 1) if way == 1 else payload * 2 * (hosts - 1) / hosts
         messages += 2 * each * count
-        sent += (crossing + each * HEADER_BYTES) * count
+        headers = way * (hosts - 1) if route.is_of_values else each
+        sent += (crossing + headers * HEADER_BYTES) * count
         rounds = max(rounds, way)
     sent *= ranks_per_host
     carried = min(machines.bits_per_s, ranks_per_host * machines.connection_bits_per_s)

@@ -30,14 +30,15 @@ from __future__ import annotations
 import ctypes
 import struct
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from paceline import _core
 from paceline.errors import CollectiveError
 from paceline.reducer.bystander import Bystander
-from paceline.reducer.host_exchange import HostExchange, patience_s
+from paceline.reducer.host_exchange import HostExchange
+from paceline.reducer.host_messages import Terms
 from paceline.reducer.hosts import (
     HostsTransport,
     exact_blocks,
@@ -46,6 +47,7 @@ from paceline.reducer.hosts import (
     spoken_for,
     whole_hosts,
 )
+from paceline.reducer.partner_waits import PartnerWaits, patience_s
 from paceline.reducer.pass_errors import shorten
 from paceline.reducer.pass_reports import RankReport, pack_bits, unpack_bits
 from paceline.reducer.plan import ALIGNMENT_BYTES, SEGMENT_ELEMENTS, Plan, pieces_of
@@ -303,6 +305,30 @@ class HierarchicalReducer(ReportingReducer):
             for local_rank in self._core.find_nonfinite(bucket, part.start, len(part)):
                 self._found.add((self._own_ranks[local_rank], index))
 
+    def _note_values(
+        self, bucket: int, elements: range, values: Sequence[int], weights: Sequence[float]
+    ) -> None:
+        """As `_note_nonfinite`, where gradients of all hosts have come. Called by another thread.
+
+        Args:
+            bucket: In the plan.
+            elements: Some of the bucket's.
+            values: Where the first of these elements of each host's only rank is.
+            weights: What these ranks weigh.
+        """
+        section = self._plan.sections[self._plan.buckets[bucket].section]
+        for index, part in self._pieces(bucket, elements):
+            offset = (part.start - elements.start) * section.itemsize
+            places = [address + offset for address in values]
+            # Written nowhere: they are looked at all the same, but for those that do not count.
+            _, low, high = _core.reduce_arrays(
+                _DTYPES[section.dtype], _core.REDUCE_OPS["mean"], places, [], len(part), list(weights)
+            )
+            whose = low | high << 64
+            self._found.update(
+                (rank, index) for host, (rank,) in enumerate(self._hosts.ranks) if whose >> host & 1
+            )
+
     def _note_overflow(self, bucket: int, elements: range) -> None:
         """Some mean there is not finite. Called by another thread."""
         found = {
@@ -330,14 +356,23 @@ class HierarchicalReducer(ReportingReducer):
         self, local_rank: int, shares: int, generation: int, encoding: int | None, before: CodedSums | None
     ) -> ShareExchange:
         hosts, plan = self._hosts, self._plan
-        itemsizes = [max(4, plan.sections[bucket.section].itemsize) for bucket in plan.buckets]
-        counts = [bucket.nbytes // plan.sections[bucket.section].itemsize for bucket in plan.buckets]
+        spans = [(b.begin_byte, b.end_byte, plan.sections[b.section].itemsize) for b in plan.buckets]
+        itemsizes = [max(4, itemsize) for _, _, itemsize in spans]  # of sums
         num_blocks = [0] * len(hosts.ranks)
         for block in self._blocks.blocks:
             num_blocks[block.host] += 1
+        may_send_values = encoding is None and self._may_send_values()
         routes = [
-            plan_route(count, itemsize, local_rank, shares, len(hosts.ranks), num_blocks=num_blocks)
-            for count, itemsize in zip(counts, itemsizes)
+            plan_route(
+                (end - begin) // itemsize,
+                max(4, itemsize),
+                local_rank,
+                shares,
+                len(hosts.ranks),
+                num_blocks=num_blocks,
+                value_bytes=itemsize if may_send_values else None,
+            )
+            for begin, end, itemsize in spans
             if self._has_share
         ]
         sums: SumFormat = PlainSums(itemsizes)
@@ -356,22 +391,38 @@ class HierarchicalReducer(ReportingReducer):
             if reducer is not None:
                 reducer._note_overflow(bucket, elements)
 
-        return HostExchange(
-            self._core,
-            hosts.group,
-            hosts.transport,
-            hosts.control,
-            blocks=self._blocks,
+        def note_values(
+            bucket: int, elements: range, values: Sequence[int], weights: Sequence[float]
+        ) -> None:
+            reducer = me()
+            if reducer is not None:
+                reducer._note_values(bucket, elements, values, weights)
+
+        waits = PartnerWaits(
+            hosts.transport, hosts.control, hosts.who, bucket_in_words(plan), hosts.timeout_s
+        )
+        terms = Terms(
+            core=self._core,
+            transport=hosts.transport,
+            waits=waits,
+            spans=spans,
             routes=routes,
             sums=sums,
+            blocks=self._blocks,
             reporting=[spoken_for(ranks, local_rank, shares) for ranks in hosts.ranks],
             report_bytes=RankReport.NBYTES + self._bits_bytes,
             generation=generation,
-            who=hosts.who,
-            where=bucket_in_words(plan),
-            timeout_s=hosts.timeout_s,
             on_overflow=note_overflow,
+            on_nonfinite=note_values,
         )
+        return HostExchange(terms, hosts.group, hosts.control, hosts.timeout_s)
+
+    def _may_send_values(self) -> bool:
+        """Whether gradients may travel as they are: hosts have one rank, and the core adds all at once."""
+        hosts = self._hosts
+        is_of_one_each = all(len(ranks) == 1 for ranks in hosts.ranks) and not self._blocks.steps
+        has_bare_messages = hosts.transport is not None and not hosts.transport.needs_headers
+        return is_of_one_each and has_bare_messages and len(hosts.ranks) <= _core.MAX_RANKS
 
     @contextmanager
     def _host_errors(self) -> Iterator[None]:

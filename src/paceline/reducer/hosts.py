@@ -11,7 +11,7 @@ Words
   round    one step of an exchange; every host sends to every other in each
 
 Routes of a share of S bytes between H hosts of B blocks each
-  one round   for two hosts of one block, and for small shares: everybody's whole share to everybody.
+  one round   for two hosts of one block, and where it sends little more: everybody's share to everybody.
               B * (H - 1) * S sent, one latency.
   two rounds  otherwise: each part to its owner, who adds the sums up, then the sum to everybody.
               (B + 1) * (H - 1) / H * S sent, for one block the least that there is, and two latencies.
@@ -19,8 +19,12 @@ Routes of a share of S bytes between H hosts of B blocks each
               (B + C - 2) * S.
 Both add up in the same order, so both give the same bits.
 
-Every message begins with a header. Whoever gets one that is not what it waits for raises; a wrong pairing is
-never a wrong mean. Messages pair by tags, so buckets need no order.
+What travels is sums, each behind a header in a message of its own (`sum_messages`). Between hosts of one rank
+each it is that rank's gradients as they are, from the memory in which they lie, where there are many of them
+(`value_messages`): always in two rounds, and one header for each bucket.
+
+Whoever gets a header that is not what it waits for raises; a wrong pairing is never a wrong mean. Messages
+pair by tags, so buckets need no order.
 
 Imports numpy and the standard library.
 """
@@ -45,8 +49,12 @@ HEADER_BYTES = 64
 MESSAGE_BYTES = 512 << 10
 """Most of one message. One connection of Gloo moves one large message after the other, not both ways at once;
 pieces let it use both directions of a link."""
-ONE_ROUND_BYTES = 64 << 10
-"""Shares below this take one round: there the latency costs more than the bytes."""
+ONE_ROUND_BYTES = 12 << 10
+"""So much more may a host send in one round than in two. At 100 Mbit/s these bytes take 1 ms, and a second
+round about as long."""
+VALUES_BYTES = 256 << 10
+"""Shares of gradients below this travel as sums: further messages cost more than they save. Gradients of 16
+bits travel as they are in any number, because their sums have 32."""
 BUCKET_BYTES = 4 << 20
 """Most of a bucket between hosts: while one is exchanged the next is computed, and the last has nothing
 behind which it could hide."""
@@ -85,10 +93,12 @@ class HostsTransport(Protocol):
     Attributes:
         host: Number of this rank's host, in the order of the hosts' lowest ranks.
         ranks: The partner on each host, and this rank itself.
+        needs_headers: Whether every message has to begin with a header, by which this tells them apart.
     """
 
     host: int
     ranks: Sequence[int]
+    needs_headers: bool
 
     def sending(self, host: int, message: Message, tag: int) -> Begin:
         """What sends a message to the partner on a host. It must not change before the `wait` returns."""
@@ -219,10 +229,12 @@ class Route:
     Attributes:
         share: The elements.
         parts: In one round: one, the whole share. Else that of each host. Each in pieces.
+        is_of_values: Whether gradients travel as they are, and not their sums.
     """
 
     share: range
     parts: tuple[tuple[range, ...], ...]
+    is_of_values: bool = False
 
     @property
     def is_one_round(self) -> bool:
@@ -346,6 +358,7 @@ def plan_route(
     num_hosts: int,
     piece_bytes: int = MESSAGE_BYTES,
     num_blocks: Sequence[int] | None = None,
+    value_bytes: int | None = None,
 ) -> Route:
     """The route of one rank's share; a pure function, the same for all its partners.
 
@@ -357,16 +370,21 @@ def plan_route(
         num_hosts: At least 2.
         piece_bytes: Most of one message.
         num_blocks: How many blocks each host has; None: one.
+        value_bytes: Bytes of an element of a gradient, where gradients may travel as they are; None: they
+            may not.
 
     Example:
         >>> plan_route(64, 4, 1, 2, 2)
-        Route(share=range(32, 64), parts=((range(32, 64),),))
+        Route(share=range(32, 64), parts=((range(32, 64),),), is_of_values=False)
     """
     share = _cut_evenly(range(count), num_ranks)[local_rank]
+    if value_bytes is not None and (value_bytes < itemsize or len(share) * value_bytes >= VALUES_BYTES):
+        most = piece_bytes // value_bytes // _BLOCK_ELEMENTS * _BLOCK_ELEMENTS
+        parts = _cut_evenly(share, num_hosts)
+        return Route(share, tuple(_pieces(part, most) for part in parts), is_of_values=True)
     num_blocks = [1] * num_hosts if num_blocks is None else num_blocks
     nbytes = len(share) * itemsize
-    is_small = nbytes * sum(num_blocks) < ONE_ROUND_BYTES * num_hosts
-    if is_small or list(num_blocks) == [1, 1]:
+    if _more_in_one_round(nbytes, num_blocks) <= ONE_ROUND_BYTES:
         parts = [share]
     elif num_hosts == 2 and nbytes > 2 * piece_bytes:
         parts = _cut_by_blocks(share, *num_blocks)
@@ -374,6 +392,17 @@ def plan_route(
         parts = _cut_evenly(share, num_hosts)
     most = max(_BLOCK_ELEMENTS, piece_bytes // itemsize // _BLOCK_ELEMENTS * _BLOCK_ELEMENTS)
     return Route(share, tuple(_pieces(part, most) for part in parts))
+
+
+def _more_in_one_round(nbytes: int, num_blocks: Sequence[int]) -> float:
+    """How many bytes more than in two rounds the host with the most blocks sends in one.
+
+    Example:
+        >>> [_more_in_one_round(96, num_blocks) for num_blocks in ([1, 1], [1, 1, 1], [1, 2])]
+        [0.0, 64.0, 48.0]
+    """
+    hosts, blocks = len(num_blocks), max(num_blocks)
+    return (blocks * hosts - blocks - 1) * (hosts - 1) * nbytes / hosts
 
 
 def place_of(hosts: Sequence[Sequence[int]], rank: int) -> tuple[int, int]:

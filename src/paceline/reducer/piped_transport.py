@@ -167,7 +167,7 @@ class PipedTransport:
     """
 
     def __init__(self, pipes: Pipes, model: int) -> None:
-        self.host, self.ranks = pipes.host, pipes.ranks
+        self.host, self.ranks, self.needs_headers = pipes.host, pipes.ranks, True
         self._pipes, self._model = pipes, model
 
     def sending(self, host: int, message: Message, tag: int) -> Callable[[], PipedTransfer]:

@@ -31,7 +31,7 @@ from paceline.collectives.ops import ReduceOp
 from paceline.errors import CollectiveError, DeadlineError
 from paceline.reducer.compression import Floats
 from paceline.reducer.hierarchical import HierarchicalReducer
-from paceline.reducer.host_exchange import patience_s
+from paceline.reducer.partner_waits import patience_s
 from paceline.reducer.pass_errors import shorten
 from paceline.reducer.plan import ParameterSpec, Plan, pieces_of, plan_whole_buckets
 from paceline.reducer.protocol import PassStatus

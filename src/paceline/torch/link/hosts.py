@@ -134,7 +134,7 @@ class GlooTransport:
         names: Sequence[str],
         sockets: Sequence[socket.socket],
     ) -> None:
-        self.host, self.ranks = host, ranks
+        self.host, self.ranks, self.needs_headers = host, ranks, False
         self._group = group
         self._names = names
         self._sockets = sockets

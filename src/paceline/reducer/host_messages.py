@@ -1,0 +1,258 @@
+"""Messages of a bucket between hosts: laid out once, written and begun anew in every pass.
+
+The one idea: a bucket has the same memory, partners and tags in every pass, so all that Python has to work
+out is worked out when it first comes. A pass only writes headers and begins transfers: Python is slow there,
+because it runs between megabytes that leave nothing of it in the caches.
+
+What the two kinds of buckets share is here; `sum_messages` and `value_messages` have the kinds.
+
+Imports numpy, the core and its neighbours.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from paceline import _core
+from paceline.reducer.hosts import (
+    HEADER_BYTES,
+    Begin,
+    Blocks,
+    Envelope,
+    HostsTransport,
+    Message,
+    Route,
+    Transfer,
+    turns_of,
+)
+from paceline.reducer.partner_waits import PartnerWaits
+from paceline.reducer.sum_formats import SumFormat
+
+
+@dataclass(frozen=True)
+class Terms:
+    """What all buckets of one rank have in common.
+
+    Attributes:
+        core: The part of this host.
+        transport: To the partners.
+        waits: For messages.
+        spans: Where each bucket is in the arena: its first byte, the one behind its last, and the bytes of
+            an element.
+        routes: The way of this rank's share of each bucket.
+        sums: How sums stand in messages.
+        blocks: Whose sums go from host to host, and how they are added.
+        reporting: The ranks whose reports travel beside the last bucket, of each host.
+        report_bytes: Size of one report.
+        generation: Number of the plan.
+        on_overflow: Called by the thread that waits with (bucket, elements), if their mean may not be finite.
+        on_nonfinite: Called by the thread that waits with (bucket, elements, values, weights) if some
+            gradient may not be finite there, before anything is overwritten. `values`: where the first of
+            these elements of each host is; `weights`: what the hosts weigh.
+    """
+
+    core: _core.HostSums
+    transport: HostsTransport
+    waits: PartnerWaits
+    spans: Sequence[tuple[int, int, int]]
+    routes: Sequence[Route]
+    sums: SumFormat
+    blocks: Blocks
+    reporting: Sequence[Sequence[int]]
+    report_bytes: int
+    generation: int
+    on_overflow: Callable[[int, range], None]
+    on_nonfinite: Callable[[int, range, Sequence[int], Sequence[float]], None]
+
+    @property
+    def host(self) -> int:
+        """The number of this rank's host."""
+        return self.transport.host
+
+    @property
+    def num_hosts(self) -> int:
+        """How many hosts there are."""
+        return len(self.transport.ranks)
+
+    @property
+    def others(self) -> list[int]:
+        """The other hosts, in the order in which this one sends to them."""
+        return turns_of(self.host, self.num_hosts)
+
+    def is_last(self, bucket: int) -> bool:
+        """Whether the reports of a pass travel beside this bucket."""
+        return bucket == len(self.routes) - 1
+
+    def bytes_of_reports(self, host: int) -> int:
+        """The size of the reports that come from a host."""
+        return len(self.reporting[host]) * self.report_bytes
+
+    def take_reports(self, host: int, reports: Message) -> None:
+        """Lay what the ranks of a host tell of their pass where all ranks of this one read it."""
+        rows = reports.reshape(-1, self.report_bytes)
+        for rank, report in zip(self.reporting[host], rows, strict=True):
+            self.core.write_slot(rank, report.tobytes())
+
+
+class Layout:
+    """Cuts a room into messages.
+
+    Args:
+        memory: The room.
+    """
+
+    def __init__(self, memory: Message) -> None:
+        self._memory = memory
+        self._address = int(memory.ctypes.data)
+        self._used = 0
+
+    def take(self, nbytes: int) -> tuple[Message, int]:
+        """Memory for a message, at a multiple of a cache line, and its address."""
+        begin = self._used
+        self._used += aligned(nbytes)
+        return self._memory[begin : begin + nbytes], self._address + begin
+
+
+def aligned(nbytes: int) -> int:
+    """The memory that a message takes in a room."""
+    return -(-nbytes // HEADER_BYTES) * HEADER_BYTES
+
+
+class Sent:
+    """A message with a header that this rank makes, in every pass anew.
+
+    Attributes:
+        block: Whose sums it holds.
+        elements: Which ones.
+        memory: The whole message.
+        payload: The address behind the header.
+        envelope: The header.
+        reports: Where reports stand in it; None: it has none.
+        ways: The hosts that it goes to, and what sends it there.
+    """
+
+    __slots__ = ("block", "elements", "envelope", "memory", "payload", "reports", "ways")
+
+    def __init__(
+        self, block: int, elements: range, memory: Message, payload: int, envelope: Envelope
+    ) -> None:
+        self.block, self.elements = block, elements
+        self.memory, self.payload, self.envelope = memory, payload, envelope
+        self.reports: Message | None = None
+        self.ways: list[tuple[int, Begin]] = []
+
+
+class Received:
+    """A message with a header that another host makes, in every pass anew.
+
+    Attributes:
+        host: The number of the host that sends it.
+        begin: Begins to receive it.
+        transfer: The one that is under way in this pass.
+        block, elements, memory, payload, envelope, reports: As in `Sent`.
+    """
+
+    __slots__ = (
+        "begin",
+        "block",
+        "elements",
+        "envelope",
+        "host",
+        "memory",
+        "payload",
+        "reports",
+        "transfer",
+    )
+
+    def __init__(
+        self,
+        host: int,
+        block: int,
+        elements: range,
+        memory: Message,
+        payload: int,
+        envelope: Envelope,
+        begin: Begin,
+    ) -> None:
+        self.host, self.block, self.elements = host, block, elements
+        self.memory, self.payload, self.envelope = memory, payload, envelope
+        self.begin = begin
+        self.reports: Message | None = None
+        self.transfer: Transfer | None = None
+
+
+class Flight(ABC):
+    """A bucket under way, in one room.
+
+    Args:
+        terms: What all buckets of this rank have in common.
+        bucket: In the plan.
+
+    Attributes:
+        bucket: The same.
+        number: The pass in which it is under way.
+        is_one_round: See `paceline.reducer.hosts.Route`.
+        has_report: Whether the reports of a pass travel beside it.
+    """
+
+    def __init__(self, terms: Terms, bucket: int) -> None:
+        self._terms = terms
+        self.bucket, self.number = bucket, 0
+        self.is_one_round = terms.routes[bucket].is_one_round
+        self.has_report = terms.is_last(bucket)
+        # Of this pass, with the host that they go to: their memory is not free yet.
+        self._sends: list[tuple[int, Transfer]] = []
+
+    def begin(self, number: int) -> None:
+        """A pass begins. The messages of the one before have all ended."""
+        self.number = number
+
+    @abstractmethod
+    def receive(self) -> None:
+        """Begin to receive all that comes of this bucket in this pass."""
+
+    @abstractmethod
+    def send(
+        self, note_nonfinite: Callable[[int, range], None], make_report: Callable[[], bytes] | None
+    ) -> None:
+        """Begin to send this rank's share; see `ShareExchange.launch`."""
+
+    @abstractmethod
+    def first_round(self) -> None:
+        """Wait for what comes first; then means are there (one round), or are sent to the others."""
+
+    @abstractmethod
+    def second_round(self) -> None:
+        """Wait for the means that others send."""
+
+    @abstractmethod
+    def silent(self) -> Iterable[int]:
+        """Hosts from which some message of this bucket has not begun to come."""
+
+    def wait_sent(self) -> None:
+        """Wait until nothing reads this rank's messages any more."""
+        for host, send in self._sends:
+            self._wait(send, host)
+        self._sends.clear()
+
+    def _send(self, message: Sent, weight: float) -> None:
+        message.envelope.write(self.number, weight)
+        for host, begin in message.ways:
+            self._sends.append((host, self._terms.waits.begin(begin, host, self.bucket)))
+
+    def _wait(self, transfer: Transfer, host: int) -> None:
+        self._terms.waits.wait(transfer, host, self.bucket, self.silent)
+
+    def _arrived(self, message: Received) -> float:
+        """Wait for a message, see that it is the right one, and take the reports beside it; its weight."""
+        assert message.transfer is not None
+        self._wait(message.transfer, message.host)
+        weight = message.envelope.weight_in(self.number)
+        if weight is None:
+            expected = str(message.envelope.header(self.number))
+            raise self._terms.waits.mismatch(message.host, message.memory, expected)
+        if message.reports is not None:
+            self._terms.take_reports(message.host, message.reports)
+        return weight

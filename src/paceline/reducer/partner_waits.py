@@ -1,0 +1,154 @@
+"""A rank's messages to and from its partners: begun, waited for up to a deadline, and told of if they fail.
+
+The one idea: a transport knows no more than that a connection broke or that nothing came. Who is behind it
+the control channel knows, so each failure is first held against what that has heard.
+
+Imports rendezvous, `errors` and its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from paceline.errors import CollectiveError, DeadlineError, MismatchError, PeerLostError, format_ranks
+from paceline.reducer.engine_waits import is_of_a_late_peer, is_of_a_lost_peer
+from paceline.reducer.hosts import Begin, Header, HostsTransport, Message, Transfer
+from paceline.rendezvous.control import ControlChannel
+
+_SHOWN = 300  # characters of a transport's own words
+_TOLD_WITHIN_S = 0.5  # after a connection broke: by then the control channel knows why
+
+
+def patience_s(timeout_s: float) -> float:
+    """How long to wait for a message, where ranks of one host wait `timeout_s` for each other.
+
+    A little longer: a partner may be waiting for a rank of its own host, and it alone knows which. It has
+    given up by then, and told.
+    """
+    return timeout_s + min(2.0, timeout_s / 2)
+
+
+class PartnerWaits:
+    """See the head of this file. Hosts are given by their numbers, buckets by theirs in the plan.
+
+    Args:
+        transport: To the partners.
+        control: Knows whose failure it is.
+        who: This rank in words: "rank 1 of 4".
+        where: A bucket in words.
+        timeout_s: Most seconds that ranks of one host wait for each other.
+
+    Attributes:
+        patience_s: Most seconds of one wait for a message.
+    """
+
+    def __init__(
+        self,
+        transport: HostsTransport,
+        control: ControlChannel,
+        who: str,
+        where: Callable[[int], str],
+        timeout_s: float,
+    ) -> None:
+        self._transport, self._control = transport, control
+        self._who, self._where = who, where
+        self.patience_s = patience_s(timeout_s)
+
+    def begin(self, begin: Begin, host: int, bucket: int) -> Transfer:
+        """Begin a message of a bucket, to or from a host.
+
+        Raises:
+            CollectiveError: The connection has broken before.
+        """
+        try:
+            return begin()
+        except RuntimeError as error:
+            raise self._lost(error, host, bucket, ()) from error
+
+    def wait(self, transfer: Transfer, host: int, bucket: int, silent: Callable[[], Iterable[int]]) -> None:
+        """Block until a message of a bucket has been sent to a host, or has come from there.
+
+        Args:
+            transfer: The message.
+            host: The partner.
+            bucket: For the error.
+            silent: The hosts from which something of the bucket has not begun to come; asked when it failed.
+
+        Raises:
+            CollectiveError: It did not, in time; with the ranks that are to blame, as far as they are known.
+        """
+        try:
+            transfer.wait(self.patience_s)
+        except RuntimeError as error:
+            raise self._lost(error, host, bucket, silent()) from error
+
+    def late(self, hosts: Iterable[int], doing: str, bucket: int, text: str = "") -> DeadlineError:
+        """The error for partners from which nothing has come in time.
+
+        Args:
+            hosts: Where they are.
+            doing: What this rank waits for, in words: "average gradients".
+            bucket: Which one.
+            text: The transport's own words.
+        """
+        if (stopped := self._not_answering(doing, bucket, text)) is not None:
+            return stopped  # partners may be waiting for it, too
+        names = " and ".join(map(self._transport.name, hosts))
+        return DeadlineError(
+            f"{self._who.capitalize()} gave up waiting for {names} to {doing} after {self.patience_s:.1f} s.",
+            where=self._where(bucket),
+            seen=text,
+            likely="that rank skipped this backward, is stuck in its data loader, was stopped, or its host "
+            "cannot be reached any more",
+            hint="look at that rank's own output; `timeout_s` gives it longer",
+            late=tuple(self._transport.ranks[host] for host in hosts),
+        )
+
+    def mismatch(self, host: int, message: Message, expected: str) -> MismatchError:
+        """The error for a message from a host which is another one than is waited for."""
+        header = Header.read(message)
+        return MismatchError(
+            f"{self._who.capitalize()} got another message from {self._transport.name(host)} than it "
+            "waits for.",
+            expected=expected,
+            got="no header of a message" if header is None else f"{header}, weight {header.weight}",
+            likely="the ranks of these hosts are not in the same pass of the same model",
+            hint="run the same backwards in the same order on every rank; nothing was averaged",
+        )
+
+    def _lost(self, error: RuntimeError, host: int, bucket: int, silent: Iterable[int]) -> CollectiveError:
+        text, partner = str(error)[:_SHOWN], self._transport.name(host)
+        if is_of_a_late_peer(text):
+            # Who is waited for may itself be waiting for another one that is silent.
+            return self.late(dict.fromkeys([host, *silent]), "average gradients", bucket, text)
+        if (told := self._control.wait(_TOLD_WITHIN_S)) is not None:
+            return told
+        if (stopped := self._not_answering("average gradients", bucket, text)) is not None:
+            return stopped  # the partner has given up on it, and nobody could be told
+        if (told := self._control.failure) is not None:
+            return told
+        is_lost = is_of_a_lost_peer(text)
+        return (PeerLostError if is_lost else CollectiveError)(
+            f"{self._who.capitalize()} lost {partner}."
+            if is_lost
+            else f"{self._who.capitalize()} could not exchange gradients with {partner}.",
+            where=self._where(bucket),
+            seen=text,
+            likely="it died or raised, or the network between the hosts broke" if is_lost else "",
+            hint="look at that rank's own output, which tells the reason",
+            lost=(self._transport.ranks[host],) if is_lost else (),
+        )
+
+    def _not_answering(self, doing: str, bucket: int, text: str) -> DeadlineError | None:
+        """The error for ranks whose processes do not run, if there are any."""
+        late = self._control.late(is_silent=True)
+        if late is None:
+            return None
+        return DeadlineError(
+            f"{self._who.capitalize()} gave up waiting for {format_ranks(late.ranks)} to {doing}.",
+            where=self._where(bucket),
+            seen="\n".join(filter(None, [late.seen, text])),
+            likely=late.likely,
+            hint=late.hint,
+            late=late.ranks,
+        )

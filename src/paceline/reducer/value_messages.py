@@ -1,0 +1,268 @@
+"""A bucket whose gradients travel as they are, between hosts of one rank each: from the arena, to the arena.
+
+The one idea: with one rank on each host nothing is to be summed before gradients travel, so nothing is copied
+to be sent. Each host owns a part of the bucket:
+
+    first round   the gradients of each part go from the arena to its owner, and into a room there
+    the owner     averages what has come with its own gradients, in place: its arena holds the mean
+    second round  the mean goes from the owner's arena to everybody's
+
+So a bucket of S bytes is read and written once for S / H of it, and the memory for what comes has S bytes at
+most. The mean is that of the core over these ranks, of the gradients' own type, so 16 bits stay 16 bits on
+the way and the bits are those of one host.
+
+What comes in the second round may be received at any time. It is made of what this rank has sent in the
+first, so it cannot come before that has left the memory which it overwrites. What this rank sends in the
+second has to have left before the pass ends, because gradients belong to the user then.
+
+Gradients have no room for a header in front. One message for each bucket and round has it: in the first round
+the weight, and the reports behind that of the last bucket; in the second, which is sent when all means are
+made, whether they are finite.
+
+Imports numpy, the core and its neighbours.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable
+from itertools import chain
+
+import numpy as np
+
+from paceline import _core
+from paceline.reducer.host_messages import Flight, Layout, Received, Sent, Terms, aligned
+from paceline.reducer.hosts import HEADER_BYTES, Begin, Envelope, Message, Transfer, tag_of
+
+_FINITE, _NOT_FINITE = 0, 1  # the byte behind the header of the second round
+
+
+class _Piece:
+    """Gradients or means of one piece that come from a host, in every pass anew.
+
+    Attributes:
+        host: Its number.
+        begin: Begins to receive them.
+        transfer: The one that is under way in this pass.
+    """
+
+    __slots__ = ("begin", "host", "transfer")
+
+    def __init__(self, host: int, begin: Begin) -> None:
+        self.host, self.begin = host, begin
+        self.transfer: Transfer | None = None
+
+
+class _OwnPiece:
+    """A piece of the part that this host owns.
+
+    Attributes:
+        elements: Which ones.
+        values: Where the gradients of each host are, by its number.
+        coming: Those that come.
+        ways: The hosts that its mean goes to, and what sends it there.
+    """
+
+    __slots__ = ("coming", "elements", "values", "ways")
+
+    def __init__(self, elements: range, values: list[int]) -> None:
+        self.elements, self.values = elements, values
+        self.coming: list[_Piece] = []
+        self.ways: list[tuple[int, Begin]] = []
+
+
+class ValuesFlight(Flight):
+    """See the head of this file, and `Flight`.
+
+    Args:
+        terms: What all buckets of this rank have in common; every host is one block.
+        bucket: In the plan.
+        room: Memory for what comes in the first round, and for headers; at least `room_bytes`.
+    """
+
+    def __init__(self, terms: Terms, bucket: int, room: Message) -> None:
+        super().__init__(terms, bucket)
+        begin, end, self._itemsize = terms.spans[bucket]
+        self._arena = _arena_bytes(terms.core, begin, end)
+        self._weights = [0.0] * terms.num_hosts
+        self._going: list[tuple[int, Begin]] = []  # gradients of the parts of other hosts
+        self._pieces: list[_OwnPiece] = []
+        self._later: list[_Piece] = []  # means of the parts of other hosts
+        layout = _Laying(terms, bucket, Layout(room))
+        self._header, self._headers = layout.headers(0, terms.bytes_of_reports if self.has_report else _none)
+        self._verdict, self._verdicts = layout.headers(1, lambda host: 1)
+        self._lay_out(layout)
+
+    @staticmethod
+    def room_bytes(terms: Terms, bucket: int) -> int:
+        """Memory for what comes of a bucket in the first round, and for all headers."""
+        most = max(1, *map(terms.bytes_of_reports, range(terms.num_hosts)))
+        _, _, itemsize = terms.spans[bucket]
+        mine = sum(aligned(len(piece) * itemsize) for piece in terms.routes[bucket].part_of(terms.host))
+        return 2 * terms.num_hosts * aligned(HEADER_BYTES + most) + (terms.num_hosts - 1) * mine
+
+    @staticmethod
+    def num_coming(terms: Terms, bucket: int) -> int:
+        """How many messages come in a pass, headers too."""
+        route = terms.routes[bucket]
+        mine = len(route.part_of(terms.host))
+        return sum(2 + mine + len(route.parts[other]) for other in terms.others)
+
+    def receive(self) -> None:
+        waits, bucket = self._terms.waits, self.bucket
+        for message in chain(self._headers, self._verdicts):
+            message.transfer = waits.begin(message.begin, message.host, bucket)
+        for piece in chain(*(each.coming for each in self._pieces), self._later):
+            piece.transfer = waits.begin(piece.begin, piece.host, bucket)
+
+    def send(
+        self, note_nonfinite: Callable[[int, range], None], make_report: Callable[[], bytes] | None
+    ) -> None:
+        host, core, blocks = self._terms.host, self._terms.core, self._terms.blocks.blocks
+        weight = self._weights[host] = core.total_weight(blocks[host].local_ranks)
+        if make_report is not None:
+            assert self._header.reports is not None
+            self._header.reports[:] = np.frombuffer(make_report(), np.uint8)
+        self._send(self._header, weight)
+        self._begin_all(self._going)
+
+    def first_round(self) -> None:
+        for header in self._headers:
+            self._weights[header.host] = self._arrived(header)
+        total = self._terms.blocks.add(self._weights)
+        verdict = _FINITE
+        for piece in self._pieces:
+            for coming in piece.coming:
+                self._wait_for(coming)
+            if not self._average(piece, total):
+                verdict = _NOT_FINITE
+            self._begin_all(piece.ways)
+        self._verdict.memory[HEADER_BYTES] = verdict
+        self._send(self._verdict, total)
+
+    def second_round(self) -> None:
+        for piece in self._later:
+            self._wait_for(piece)
+        route = self._terms.routes[self.bucket]
+        for verdict in self._verdicts:
+            self._arrived(verdict)
+            if verdict.memory[HEADER_BYTES] != _FINITE:
+                for elements in route.parts[verdict.host]:
+                    self._terms.on_overflow(self.bucket, elements)
+        self.wait_sent()  # the user may write to the arena from now on
+
+    def silent(self) -> Iterable[int]:
+        return [
+            header.host
+            for header in chain(self._headers, self._verdicts)
+            if not header.envelope.has_begun_to_come(self.number)
+        ]
+
+    def _average(self, piece: _OwnPiece, total: float) -> bool:
+        """Make the mean of a piece; whether all of it is finite."""
+        bucket, terms, elements = self.bucket, self._terms, piece.elements
+        weights, count = self._weights, len(elements)
+        done, is_finite = terms.core.average(
+            bucket, elements.start, count, piece.values, weights, total, stops_at_nonfinite=True
+        )
+        if done < count:
+            rest, offset = elements[done:], done * self._itemsize
+            values = [address + offset for address in piece.values]
+            terms.on_nonfinite(bucket, rest, values, weights)
+            terms.core.average(
+                bucket, rest.start, len(rest), values, weights, total, stops_at_nonfinite=False
+            )
+            is_finite = False
+        if not is_finite:
+            terms.on_overflow(bucket, elements)
+        return is_finite
+
+    def _wait_for(self, piece: _Piece) -> None:
+        assert piece.transfer is not None
+        self._wait(piece.transfer, piece.host)
+
+    def _begin_all(self, ways: Iterable[tuple[int, Begin]]) -> None:
+        waits, bucket, sends = self._terms.waits, self.bucket, self._sends
+        for host, begin in ways:
+            sends.append((host, waits.begin(begin, host, bucket)))
+
+    def _lay_out(self, layout: _Laying) -> None:
+        terms, transport, parts = self._terms, self._terms.transport, self._terms.routes[self.bucket].parts
+        for number, elements in enumerate(parts[terms.host]):
+            if not elements:
+                continue
+            own = self._in_arena(elements)
+            piece = _OwnPiece(elements, [int(own.ctypes.data)] * terms.num_hosts)
+            for other in terms.others:
+                room, piece.values[other] = layout.layout.take(len(own))
+                piece.coming.append(_Piece(other, transport.receiving(other, room, layout.tag(0, number))))
+                piece.ways.append((other, transport.sending(other, own, layout.tag(1, number))))
+            self._pieces.append(piece)
+        for other in terms.others:
+            for number, elements in enumerate(parts[other]):
+                if elements:
+                    place = self._in_arena(elements)
+                    self._going.append((other, transport.sending(other, place, layout.tag(0, number))))
+                    self._later.append(
+                        _Piece(other, transport.receiving(other, place, layout.tag(1, number)))
+                    )
+
+    def _in_arena(self, elements: range) -> Message:
+        return self._arena[elements.start * self._itemsize : elements.stop * self._itemsize]
+
+
+class _Laying:
+    """Lays out headers, and names messages."""
+
+    def __init__(self, terms: Terms, bucket: int, layout: Layout) -> None:
+        self._terms, self._bucket, self.layout = terms, bucket, layout
+
+    def headers(self, phase: int, payload_bytes: Callable[[int], int]) -> tuple[Sent, list[Received]]:
+        """This rank's header of a round, which goes to all other hosts, and theirs.
+
+        Args:
+            phase: The round.
+            payload_bytes: How much is behind the header of a host.
+        """
+        terms, transport = self._terms, self._terms.transport
+        tag = tag_of(self._bucket, phase, 0, terms.generation)
+        memory, payload, envelope = self._header(phase, terms.host, payload_bytes)
+        sent = Sent(terms.host, range(0), memory, payload, envelope)
+        sent.reports = _behind(memory)
+        sent.ways = [(other, transport.sending(other, memory, tag)) for other in terms.others]
+        received = []
+        for other in terms.others:
+            memory, payload, envelope = self._header(phase, other, payload_bytes)
+            begin = transport.receiving(other, memory, tag)
+            received.append(Received(other, other, range(0), memory, payload, envelope, begin))
+            if phase == 0:
+                received[-1].reports = _behind(memory)
+        return sent, received
+
+    def tag(self, phase: int, piece: int) -> int:
+        """The tag of the piece with this number in its part; headers have number 0."""
+        return tag_of(self._bucket, phase, piece + 1, self._terms.generation)
+
+    def _header(
+        self, phase: int, host: int, payload_bytes: Callable[[int], int]
+    ) -> tuple[Message, int, Envelope]:
+        memory, address = self.layout.take(HEADER_BYTES + payload_bytes(host))
+        envelope = Envelope(memory, self._terms.generation, self._bucket, phase, host, 0)
+        return memory, address + HEADER_BYTES, envelope
+
+
+def _arena_bytes(core: _core.HostSums, begin: int, end: int) -> Message:
+    """A part of this rank's arena, which stays mapped as long as this lives."""
+    memory = (ctypes.c_ubyte * (end - begin)).from_address(core.arena_pointer + begin)
+    memory.owner = core  # type: ignore[attr-defined]
+    found: Message = np.frombuffer(memory, np.uint8)  # type: ignore[call-overload]
+    return found
+
+
+def _behind(memory: Message) -> Message | None:
+    """What is behind a header; None: nothing."""
+    return memory[HEADER_BYTES:] if len(memory) > HEADER_BYTES else None
+
+
+def _none(host: int) -> int:
+    return 0
