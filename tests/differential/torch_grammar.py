@@ -28,6 +28,7 @@ def generate(seed: int) -> Program:
     """The program of this seed."""
     writer = _Writer(random.Random(seed))
     program = writer.program(seed)
+    program["modes"] = program["modes"] or ["default"]  # of those that were drawn it can run in none
     _add_hosts(program, random.Random(f"hosts {seed}"), needs_unused=writer.needs_unused)
     _make_uneven(program, random.Random(f"uneven {seed}"))
     _make_scattering(program, random.Random(f"scatter {seed}"), needs_unused=writer.needs_unused)

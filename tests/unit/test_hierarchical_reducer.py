@@ -5,7 +5,6 @@ Hosts of any sizes: which ranks have a share, whose report travels beside whose,
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import os
@@ -160,8 +159,11 @@ class NoFailures:
     def wait(self, timeout_s: float) -> None:
         """Nobody has told anything."""
 
-    def waiting(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    def tell_waiting(self) -> None:
+        """Nobody asks."""
+
+    def tell_again(self, activity: object) -> None:
+        """Nobody asks."""
 
     def late(self, *, is_silent: bool) -> None:
         """Everybody answers."""

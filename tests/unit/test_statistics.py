@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.reducer.pass_reports import RankReport
+from paceline.reducer.pass_reports import REPORT_BYTES, RankReport
 from paceline.reducer.statistics import Statistics
 from paceline.reducer.worked_times import Arrivals, WorkedTimes
 
@@ -59,6 +59,6 @@ def test_how_late_the_last_rank_is_counts_against_the_mean_of_the_others():
 def test_times_travel_with_the_report():
     report = RankReport(1.0, 2, 3, 4, 5, 6, 7, True, 8)
     assert RankReport.unpack(report.pack()) == report
-    assert len(report.pack()) == RankReport.NBYTES
-    hours = replace(report, worked_us=10**12)  # a rank that was stopped for days
+    assert len(report.pack()) == REPORT_BYTES
+    hours = report._replace(worked_us=10**12)  # a rank that was stopped for days
     assert RankReport.unpack(hours.pack()).worked_us == 2**32 - 1

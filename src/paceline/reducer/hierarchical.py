@@ -31,8 +31,8 @@ import ctypes
 import struct
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NoReturn
 
 from paceline import _core
 from paceline.errors import CollectiveError
@@ -49,7 +49,7 @@ from paceline.reducer.hosts import (
 )
 from paceline.reducer.partner_waits import PartnerWaits, patience_s
 from paceline.reducer.pass_errors import shorten
-from paceline.reducer.pass_reports import RankReport, pack_bits, unpack_bits
+from paceline.reducer.pass_reports import REPORT_BYTES, RankReport, pack_bits, unpack_bits
 from paceline.reducer.plan import ALIGNMENT_BYTES, SEGMENT_ELEMENTS, Plan, pieces_of
 from paceline.reducer.protocol import PassStatus
 from paceline.reducer.reporting_reducer import ReportingReducer
@@ -137,14 +137,16 @@ class HierarchicalReducer(ReportingReducer):
         super().__init__(plan, hosts.world_size, hosts.who)
         self._hosts = hosts
         count = len(plan.parameters)
-        self._bits_bytes = len(pack_bits((), count))
+        self._no_bits = pack_bits((), count)
+        self._last = len(plan.buckets) - 1
+        self._longest_wait_s = patience_s(hosts.timeout_s) + _GRACE_S
         dtypes = [_DTYPES[plan.sections[bucket.section].dtype] for bucket in plan.buckets]
         self._core = _core.HostSums(
             hosts.group,
             plan.arena_bytes,
             [(b.begin_byte, b.end_byte, dtype) for b, dtype in zip(plan.buckets, dtypes)],
             hosts.world_size,
-            RankReport.NBYTES + self._bits_bytes,
+            REPORT_BYTES + len(self._no_bits),
         )
         self._found: set[tuple[int, int]] = set()  # (rank, parameter), not finite in this rank's shares
         self._not_finite: set[int] = set()  # parameters whose mean is not, in this rank's shares
@@ -204,9 +206,12 @@ class HierarchicalReducer(ReportingReducer):
         self._is_begun = False
 
     def _hand_over(self, param: int) -> None:
-        with self._host_errors():
+        try:
             self._count_down(param)
-            self._launch_complete()
+            if self._next < self._last:
+                self._launch_complete()
+        except BaseException as error:
+            self._raise_reason(error)
 
     def _count_down(self, param: int) -> None:
         """One gradient more is final; post the buckets in which it was the last."""
@@ -220,13 +225,14 @@ class HierarchicalReducer(ReportingReducer):
             if not self._missing[number]:
                 self._note_complete_bucket(number)
                 # Whoever sends the report of a rank without a share finds it once the last one is complete.
-                if self._has_share or number < len(self._missing) - 1:
+                if self._has_share or number < self._last:
                     self._core.post(number)
 
     def _launch_complete(self) -> None:
         """Launch buckets in order, but for the last one, which carries what the end of the pass tells."""
-        last = len(self._missing) - 1
-        while self._next < last and not self._missing[self._next] and self._core.is_complete(self._next):
+        while (
+            self._next < self._last and not self._missing[self._next] and self._core.is_complete(self._next)
+        ):
             if not self._launch(self._next, may_wait=False):
                 return
             self._next += 1
@@ -237,15 +243,21 @@ class HierarchicalReducer(ReportingReducer):
         return self._exchange.launch(bucket, self._note_nonfinite, make_report, may_wait=may_wait)
 
     def _complete(self, status: PassStatus, allow_unused: bool) -> None:
-        with self._host_errors(), self._hosts.control.waiting():
+        control = self._hosts.control
+        before = control.tell_waiting()
+        try:
             self._launch_rest(status, allow_unused)
-            self._core.wait_published(patience_s(self._hosts.timeout_s) + _GRACE_S)
+            self._core.wait_published(self._longest_wait_s)
             self._read_reports()
             self._exchange.end_pass()
+        except BaseException as error:
+            self._raise_reason(error)
+        control.tell_again(before)
 
     def _launch_rest(self, status: PassStatus, allow_unused: bool) -> None:
         """Post and launch what is missing."""
-        unused = [index for index, marked in enumerate(self._marked) if not marked]
+        marked = self._marked
+        unused = [index for index, is_marked in enumerate(marked) if not is_marked] if not all(marked) else []
         for index in unused:
             nbytes = self._plan.parameters[index].nbytes
             ctypes.memset(self.arena_pointer + self._plan.offsets[index], 0, nbytes)
@@ -253,22 +265,25 @@ class HierarchicalReducer(ReportingReducer):
 
         def make_report() -> bytes:
             report = self._report(status, unused, allow_unused, nonfinite=len(self._found))
-            packed = report.pack() + pack_bits(unused, len(self._marked))
+            bits = pack_bits(unused, len(marked)) if unused else self._no_bits
+            packed = report.pack() + bits
             self._core.write_slot(self._hosts.rank, packed)
             return b"".join([packed, *map(self._core.read_slot, self._spoken_for)])
 
-        last = len(self._missing) - 1
         if not self._has_share:
             make_report()
-            self._core.post(last)
-        for bucket in range(self._next, last + 1):
+            self._core.post(self._last)
+        for bucket in range(self._next, self._last + 1):
             self._core.wait_complete(bucket)
-            self._launch(bucket, make_report if bucket == last else None)
+            self._launch(bucket, make_report if bucket == self._last else None)
 
     def _read_reports(self) -> None:
         slots = [self._core.read_slot(rank) for rank in range(self._hosts.world_size)]
         self._reports = [RankReport.unpack(slot) for slot in slots]
-        self._unused = [unpack_bits(slot[RankReport.NBYTES :]) for slot in slots]
+        self._unused = [
+            unpack_bits(slot[REPORT_BYTES:]) if report.unused else []
+            for slot, report in zip(slots, self._reports)
+        ]
         self._nonfinite, self._overflowed = [], []
         # All ranks see the same reports, and the same means.
         self.saw_nonfinite = any(each.nonfinite for each in self._reports) or self._core.has_overflow
@@ -410,7 +425,7 @@ class HierarchicalReducer(ReportingReducer):
             sums=sums,
             blocks=self._blocks,
             reporting=[spoken_for(ranks, local_rank, shares) for ranks in hosts.ranks],
-            report_bytes=RankReport.NBYTES + self._bits_bytes,
+            report_bytes=REPORT_BYTES + len(self._no_bits),
             generation=generation,
             on_overflow=note_overflow,
             on_nonfinite=note_values,
@@ -424,20 +439,16 @@ class HierarchicalReducer(ReportingReducer):
         has_bare_messages = hosts.transport is not None and not hosts.transport.needs_headers
         return is_of_one_each and has_bare_messages and len(hosts.ranks) <= _core.MAX_RANKS
 
-    @contextmanager
-    def _host_errors(self) -> Iterator[None]:
-        """What this rank's other thread, or another rank of this host, has met between hosts comes first."""
-        try:
-            yield
-        except CollectiveError as error:
-            reason = self._exchange.failure or unpack_failure(error)
-            self._fail(reason)
-            if reason is error:
-                raise
-            raise reason from (None if is_packed(error) else error)
-        except BaseException as error:  # a signal handler's: what was done by then, nobody knows
+    def _raise_reason(self, error: BaseException) -> NoReturn:
+        """End the passes; what this rank's other thread or another rank has met comes before `error`."""
+        if not isinstance(error, CollectiveError):  # a signal handler's: what was done by then, nobody knows
             self._fail(error)
-            raise
+            raise error
+        reason = self._exchange.failure or unpack_failure(error)
+        self._fail(reason)
+        if reason is error:
+            raise error
+        raise reason from (None if is_packed(error) else error)
 
     def _fail(self, error: BaseException) -> None:
         """Messages do not pair any more. The others are told, if they do not know."""

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 from paceline.reducer.protocol import Outcome, PassStatus
 
 _REPORT = struct.Struct("<dIIIIII?I")
 _MOST_WORKED_US = 2**32 - 1
+REPORT_BYTES = _REPORT.size
+"""The size of one report, packed."""
 
 
-@dataclass(frozen=True)
-class RankReport:
-    """What one rank says of its pass.
+class RankReport(NamedTuple):
+    """What one rank says of its pass. A tuple, because Python makes one for every rank in every pass.
 
     Attributes:
         weight: What its gradients weigh.
@@ -44,8 +46,6 @@ class RankReport:
     refuses_unused: bool
     worked_us: int = 0
 
-    NBYTES = _REPORT.size
-
     def pack(self) -> bytes:
         counts = (self.word, self.unused, self.nonfinite, self.overflowed)
         worked_us = min(self.worked_us, _MOST_WORKED_US)
@@ -53,7 +53,7 @@ class RankReport:
 
     @classmethod
     def unpack(cls, payload: bytes) -> RankReport:
-        return cls(*_REPORT.unpack(payload[: cls.NBYTES]))
+        return cls(*_REPORT.unpack(payload[:REPORT_BYTES]))
 
     @property
     def status(self) -> PassStatus:
@@ -77,7 +77,11 @@ def judge(
         nonfinite: Whether some rank's gradient was not finite.
         overflowed: Whether a sum of finite ones was not.
     """
-    outcome = _outcome(reports)
+    outcome = _told_by(frozenset(report.word for report in reports))
+    if any(report.unused for report in reports):
+        outcome |= Outcome.UNUSED
+    if len({report.note for report in reports} - {0}) > 1:
+        outcome |= Outcome.NOTES_DIFFER
     if nonfinite:
         outcome |= Outcome.NONFINITE
     if overflowed:
@@ -87,7 +91,7 @@ def judge(
     if is_refused and allow_nobodys and _is_unused_alike(reports, unused):
         outcome ^= Outcome.UNUSED | Outcome.NOBODYS
         is_refused = False
-    return outcome, Outcome.SKIPPED in outcome or is_refused
+    return outcome, is_refused or bool(outcome & Outcome.SKIPPED)
 
 
 def unused_by_all(reports: Sequence[RankReport], unused: Sequence[Sequence[int]], count: int) -> list[int]:
@@ -114,9 +118,11 @@ def unpack_bits(bits: bytes) -> list[int]:
     return [8 * place + bit for place, byte in enumerate(bits) if byte for bit in range(8) if byte >> bit & 1]
 
 
-def _outcome(reports: Sequence[RankReport]) -> Outcome:
+@lru_cache(maxsize=8)
+def _told_by(words: frozenset[int]) -> Outcome:
+    """What follows from the statuses of the ranks, packed; they are the same in nearly every pass."""
     outcome = Outcome.GOOD
-    told = [PassStatus.unpack(word) for word in {report.word for report in reports}]
+    told = [PassStatus.unpack(word) for word in words]
     active = [status for status in told if not status.finished]
     if len(active) < len(told):
         outcome |= Outcome.FINISHED
@@ -124,10 +130,6 @@ def _outcome(reports: Sequence[RankReport]) -> Outcome:
         outcome |= Outcome.SKIPPED
     if not all(status.is_plain for status in active):
         outcome |= Outcome.TOLD
-    if any(report.unused for report in reports):
-        outcome |= Outcome.UNUSED
-    if len({report.note for report in reports} - {0}) > 1:
-        outcome |= Outcome.NOTES_DIFFER
     return outcome
 
 

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from paceline.errors import format_ranks
 from paceline.rendezvous.channel_tree import HUB, Neighbours
@@ -37,8 +38,7 @@ _MOST_RANKS = 32
 _LONGEST_WORDS = 160
 
 
-@dataclass(frozen=True)
-class Activity:
+class Activity(NamedTuple):
     """What a rank is in.
 
     Attributes:

@@ -34,7 +34,7 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -274,13 +274,15 @@ class ControlChannel:
         """What this rank is in, for others that find it late. Nothing is sent. See `Activity`."""
         self._answers.activity = Activity(activity, is_waiting)
 
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Within it, this rank waits for others in what it is in; and after it, where it raises."""
+    def tell_waiting(self) -> Activity:
+        """This rank waits for others in what it is in, which is returned for `tell_again`."""
         before = self._answers.activity
         self._answers.activity = Activity(before.text, is_waiting=True)
-        yield
-        self._answers.activity = before
+        return before
+
+    def tell_again(self, activity: Activity) -> None:
+        """This rank goes on with what it was in. One that raises does not, and is none to blame."""
+        self._answers.activity = activity
 
     def late(self, *, is_silent: bool = False) -> LateRanks | None:
         """Ranks for which the others wait: those that do not answer, else those that wait for nobody.
