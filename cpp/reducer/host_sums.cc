@@ -16,6 +16,12 @@ constexpr int kWordBits = 64;
 // cache, beside what they are made of.
 constexpr size_t kStretchBytes = size_t{16} << 10;
 
+/// The kernels take so many at once.
+void check_arrays(const std::vector<const void*>& arrays) {
+  if (arrays.empty() || arrays.size() > static_cast<size_t>(kMaxRanks))
+    misuse(std::to_string(arrays.size()) + " arrays");
+}
+
 bool has_bit(const uint64_t* bits, int index) {
   return (bits[index / kWordBits] >> (index % kWordBits) & 1) != 0;
 }
@@ -201,6 +207,7 @@ void HostSums::find_nonfinite(size_t index, size_t first, size_t count,
 
 void HostSums::add_sums(size_t index, const std::vector<const void*>& sums,
                         size_t count, void* out) const {
+  check_arrays(sums);
   void* const outputs[] = {out};
   reduce(sum_type(bucket(index).dtype), ReduceOp::kSum, sums.data(),
          static_cast<int>(sums.size()), outputs, 1, count, nullptr, nullptr);
@@ -212,8 +219,7 @@ bool HostSums::publish(size_t index, size_t first, size_t count,
   check_usable();
   check_part(index, first, count);
   fault_point(Point::kChunkClaimed);
-  if (sums.empty() || sums.size() > static_cast<size_t>(kMaxRanks))
-    misuse(std::to_string(sums.size()) + " sums");
+  check_arrays(sums);
   void* copies[kMaxRanks];
   for (int r = 0; r < session_.world(); ++r) copies[r] = at(r, index, first);
   ReduceStats seen;
@@ -231,11 +237,9 @@ HostSums::Averaged HostSums::average(size_t index, size_t first, size_t count,
   check_usable();
   check_part(index, first, count);
   fault_point(Point::kChunkClaimed);
-  if (values.empty() || values.size() > static_cast<size_t>(kMaxRanks) ||
-      weights.size() != values.size()) {
-    misuse(std::to_string(values.size()) + " arrays with " +
-           std::to_string(weights.size()) + " weights");
-  }
+  check_arrays(values);
+  if (weights.size() != values.size())
+    misuse(std::to_string(weights.size()) + " weights");
   const DType dtype = buckets_[index].dtype;
   const bool all_one =
       std::ranges::all_of(weights, [](double w) { return w == 1; });

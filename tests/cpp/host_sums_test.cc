@@ -261,6 +261,9 @@ TEST(wrong_uses_are_refused) {
       refused([&] { core.total_weight(wrong); });
     }
     refused([&] { core.publish(0, 0, 16, {}, 1); });
+    const std::vector<const void*> too_many(kMaxRanks + 1, sum);
+    refused([&] { core.publish(0, 0, 16, too_many, 1); });
+    refused([&] { core.add_sums(0, too_many, 16, sum); });
     refused([&] { core.slot(1); });
   });
 }

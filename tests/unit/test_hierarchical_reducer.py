@@ -374,6 +374,17 @@ def test_gradients_that_travel_as_they_are_have_the_bits_of_sums(
     assert means(layout, cap, weights, steps=4) == sums and made
 
 
+@pytest.mark.parametrize("cap", [1 << 14, 1 << 18])
+def test_more_hosts_than_the_core_adds_at_once(cap: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are added in steps, with the same bits."""
+    layout = [[rank] for rank in range(5)]
+    weights = [2.5, 0.0, 1.0, 3.1, 1e-3]
+    at_once = means(layout, cap, weights)
+    monkeypatch.setattr(_core, "MAX_RANKS", 2)
+    monkeypatch.setattr("paceline.reducer.hosts.VALUES_BYTES", 1)
+    assert means(layout, cap, weights) == at_once
+
+
 def test_gradients_that_travel_as_they_are_take_no_memory_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither what is sent nor the means that come have another place than the arena."""
     monkeypatch.setattr("paceline.reducer.hosts.VALUES_BYTES", 1)

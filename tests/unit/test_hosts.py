@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline import _core
 from paceline.collectives.failures import Reason, make_error, number_ranks
 from paceline.errors import DeadlineError, MismatchError, PeerLostError
 from paceline.reducer.hosts import (
@@ -182,7 +183,7 @@ def test_exact_blocks_give_the_sums_of_one_host_in_every_layout(
         row = list(map(float, rng.standard_normal(len(placed))))
         assert found.add([add_in_order([row[rank] for rank in ranks]) for ranks in told]) == add_in_order(row)
     if has_bits_of_one_host(hosts) and len(hosts) <= most:
-        assert found == whole_hosts(hosts)
+        assert found == whole_hosts(hosts, _core.MAX_RANKS)
 
 
 def test_sizes_of_exact_blocks() -> None:

@@ -156,7 +156,7 @@ class HierarchicalReducer(ReportingReducer):
         local_rank, shares = self._own_ranks.index(hosts.rank), num_shares(hosts.ranks)
         self._has_share = local_rank < shares
         self._spoken_for = spoken_for(self._own_ranks, local_rank, shares)[1:]
-        self._blocks = exact_blocks(hosts.ranks, _core.MAX_RANKS) if is_exact else whole_hosts(hosts.ranks)
+        self._blocks = (exact_blocks if is_exact else whole_hosts)(hosts.ranks, _core.MAX_RANKS)
         self._exchange = self._make_exchange(local_rank, shares, generation, encoding, before)
         weakref.finalize(self, self._exchange.stop)
         self._begin_pass()

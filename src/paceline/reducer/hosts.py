@@ -281,13 +281,19 @@ class Blocks:
         return found[-1]
 
 
-def whole_hosts(ranks: Sequence[Sequence[int]]) -> Blocks:
+def whole_hosts(ranks: Sequence[Sequence[int]], most_at_once: int) -> Blocks:
     """Each host as one block: the fewest bytes.
 
     Args:
         ranks: The ranks of each host, in order; hosts in the order of their lowest ranks.
+        most_at_once: How many sums can be added without steps.
+
+    Example:
+        >>> whole_hosts([[0], [1], [2]], 128).steps, whole_hosts([[0], [1], [2]], 2).steps
+        ((), ((0, 1), (3, 2)))
     """
-    return Blocks(tuple(Block(host, (0, len(each))) for host, each in enumerate(ranks)))
+    leaves: list[_Tree] = [Block(host, (0, len(each))) for host, each in enumerate(ranks)]
+    return _in_steps(join_in_order(leaves, _Pair), most_at_once)
 
 
 def exact_blocks(ranks: Sequence[Sequence[int]], most_at_once: int) -> Blocks:
@@ -300,7 +306,7 @@ def exact_blocks(ranks: Sequence[Sequence[int]], most_at_once: int) -> Blocks:
         most_at_once: How many sums can be added without steps.
 
     Example:
-        >>> exact_blocks([[0, 1], [2, 3]], 128) == whole_hosts([[0, 1], [2, 3]])
+        >>> exact_blocks([[0, 1], [2, 3]], 128) == whole_hosts([[0, 1], [2, 3]], 128)
         True
         >>> found = exact_blocks([[0, 1, 2], [3, 4, 5]], 128)  # ((0 + 1) + (2 + 3)) + (4 + 5)
         >>> [(block.host, block.local_ranks) for block in found.blocks], found.steps
@@ -312,7 +318,11 @@ def exact_blocks(ranks: Sequence[Sequence[int]], most_at_once: int) -> Blocks:
         for local_rank, rank in enumerate(each)
     }
     every: list[_Tree] = [leaves[rank] for rank in sorted(leaves)]
-    tree = join_in_order(every, _join_on_one_host)
+    return _in_steps(join_in_order(every, _join_on_one_host), most_at_once)
+
+
+def _in_steps(tree: _Tree, most_at_once: int) -> Blocks:
+    """How a tree is added up: without steps, if it is the one in which all its leaves are added at once."""
     blocks: list[Block] = []
     pairs: list[_Pair] = []
     _flatten(tree, blocks, pairs)
