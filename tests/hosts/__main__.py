@@ -4,6 +4,8 @@ python -m tests.hosts --layouts 2x2,2x1 --rates 100mbit,1gbit --sizes 100000,262
 python -m tests.hosts --layouts 2x2 --sizes 26214400 --ways torch,hosts,bf16,int8,topk
 python -m tests.hosts --rates 10gbit --rounds 15
 python -m tests.hosts --framework paddle --layouts 2x2 --rates 1gbit
+python -m tests.hosts --layouts 2x1 --dtype bfloat16
+python -m tests.hosts --layouts 2x2 --ways torch,alone,hosts
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.hosts.link_speed import carried_bits_per_s
-from tests.hosts.measured import COMPRESSED
+from tests.hosts.measured import ALONE, COMPRESSED, ITEM_BYTES
 from tests.hosts.namespaces import RATES, Hosts, why_not
 from tests.hosts.rank import EXACT, WAYS
 
@@ -50,6 +52,7 @@ def measure(
     ways: tuple[str, ...] = WAYS,
     congestion: str = CONGESTION,
     framework: str = "torch",
+    dtype: str = "float32",
 ) -> dict[str, Any]:
     """What the ranks of one job have found; see `rank` and `paddle_rank`.
 
@@ -70,6 +73,7 @@ def measure(
             str(rounds),
             str(steps),
             ",".join(ways),
+            dtype,
         ]
         with open(outputs[0], "wb") as output:
             ranks = hosts.start_ranks(
@@ -98,8 +102,18 @@ def row(layout: str, rate: str, found: dict[str, Any]) -> str:
         ratios = sorted(a / b for a, b in zip(seconds[way], incumbent, strict=True))
         cells.append(f"{statistics.median(ratios):.2f} ({ratios[0]:.2f}-{ratios[-1]:.2f})")
     least = floor_bytes(layout, nbytes)
-    cells += [f"{statistics.median(sent[way]) / least:.2f}" for way in ways if way != "group"]
+    if ALONE in ways:
+        link_s = least * 8 / RATES[rate].bits_per_s
+        for way in _averaging(ways):
+            nets = [a - b for a, b in zip(seconds[way], seconds[ALONE], strict=True)]
+            cells.append(f"{statistics.median(nets) / link_s:.2f}")
+    cells += [f"{statistics.median(sent[way]) / least:.2f}" for way in _averaging(ways)]
     return f"| {' | '.join(cells)} |"
+
+
+def _averaging(ways: Sequence[str]) -> list[str]:
+    """Those whose bytes are told: over the group they are the framework's."""
+    return [way for way in ways if way not in ("group", ALONE)]
 
 
 def header(ways: Sequence[str]) -> str:
@@ -109,11 +123,14 @@ def header(ways: Sequence[str]) -> str:
         "paddle": "paddle.DataParallel, ms",
         "group": f"Paceline over the group / {ways[0]}",
         "hosts": f"Paceline in each host first / {ways[0]}",
+        ALONE: f"the model alone / {ways[0]}",
         **{way: f"the same, {way} / {ways[0]}" for way in (*COMPRESSED, EXACT)},
     }
     short = {"hosts": "Paceline"}
     cells = ["hosts x ranks", "link", "gradients", *(titles[way] for way in ways)]
-    cells += [f"{short.get(way, way)} sends, x floor" for way in ways if way != "group"]
+    if ALONE in ways:
+        cells += [f"{short.get(way, way)} net of the model, x the link" for way in _averaging(ways)]
+    cells += [f"{short.get(way, way)} sends, x floor" for way in _averaging(ways)]
     return f"| {' | '.join(cells)} |\n|{'---|' * len(cells)}"
 
 
@@ -126,13 +143,18 @@ def main() -> int:
     parser.add_argument("--sizes", help=f"bytes of gradients; default: {', '.join(SIZES)}")
     parser.add_argument("--congestion", default=CONGESTION, help="of TCP; '': what this machine has")
     parser.add_argument("--rounds", type=int, default=7)
-    every = (*WAYS[1:], *COMPRESSED, EXACT)
+    parser.add_argument(
+        "--dtype", default="float32", choices=ITEM_BYTES, help="of the parameters; with torch"
+    )
+    every = (*WAYS[1:], *COMPRESSED, EXACT, ALONE)
     parser.add_argument("--framework", default="torch", choices=("torch", "paddle"))
     parser.add_argument("--ways", help=f"the framework first, then of {', '.join(every)}")
     options = parser.parse_args()
     ways = tuple(options.ways.split(",")) if options.ways else (options.framework, *WAYS[1:])
     if ways[0] != options.framework or not set(ways[1:]) <= set(every):
         parser.error(f"--ways: {options.framework} first, then of {', '.join(every)}")
+    if options.framework == "paddle" and (options.dtype != "float32" or {ALONE, EXACT} & set(ways)):
+        parser.error(f"--framework paddle: neither another dtype nor {ALONE} or {EXACT}")
     if reason := why_not():
         print(f"python -m tests.hosts: {reason}", file=sys.stderr)
         return 2
@@ -143,9 +165,8 @@ def main() -> int:
         layouts, sizes = MEASURED_AT.get(rate, (MEASURED, SIZES))
         for layout in options.layouts.split(",") if options.layouts else layouts:
             for size in options.sizes.split(",") if options.sizes else sizes:
-                found = measure(
-                    layout, rate, int(size), options.rounds, ways, options.congestion, options.framework
-                )
+                how = options.congestion, options.framework, options.dtype
+                found = measure(layout, rate, int(size), options.rounds, ways, *how)
                 print(row(layout, rate, found), flush=True)
     return 0
 

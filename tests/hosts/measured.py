@@ -12,6 +12,10 @@ from typing import Any
 
 COMPRESSED = ("bf16", "fp16", "int8", "topk")
 """As hosts, with compress_between_hosts."""
+ALONE = "alone"
+"""The model without any wrapper: what a step takes where nothing is averaged."""
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+"""Of an element of the parameters, by their dtype."""
 NUM_LAYERS = 4
 
 
@@ -24,22 +28,24 @@ class Arguments:
         rounds: So many times each way is measured.
         steps: So many backward passes one measurement takes.
         ways: How gradients are averaged, by name.
+        dtype: Of the parameters.
     """
 
     nbytes: int
     rounds: int
     steps: int
     ways: list[str]
+    dtype: str
 
     @classmethod
     def given(cls) -> Arguments:
-        nbytes, rounds, steps, ways = sys.argv[1:5]
-        return cls(int(nbytes), int(rounds), int(steps), ways.split(","))
+        nbytes, rounds, steps, ways, dtype = sys.argv[1:6]
+        return cls(int(nbytes), int(rounds), int(steps), ways.split(","), dtype)
 
 
-def width_of(nbytes: int) -> int:
+def width_of(nbytes: int, dtype: str = "float32") -> int:
     """Of each square layer of a model of about so many bytes."""
-    return max(4, round((nbytes / 4 / NUM_LAYERS) ** 0.5))
+    return max(4, round((nbytes / ITEM_BYTES[dtype] / NUM_LAYERS) ** 0.5))
 
 
 def measure(

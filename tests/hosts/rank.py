@@ -14,7 +14,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from paceline.torch import DistributedDataParallel
-from tests.hosts.measured import COMPRESSED, NUM_LAYERS, Arguments, measure, report, width_of
+from tests.hosts.measured import (
+    ALONE,
+    COMPRESSED,
+    ITEM_BYTES,
+    NUM_LAYERS,
+    Arguments,
+    measure,
+    report,
+    width_of,
+)
 
 WAYS = ("torch", "group", "hosts")
 """torch's DDP over Gloo; Paceline's over Gloo alone; Paceline's in the memory of each host first."""
@@ -22,20 +31,22 @@ EXACT = "exact"
 """As hosts, with deterministic="world"."""
 
 
-def model_of(nbytes: int) -> nn.Module:
+def model_of(nbytes: int, dtype: str = "float32") -> nn.Module:
     """Layers whose parameters have together about so many bytes."""
     torch.manual_seed(0)
-    width = width_of(nbytes)
-    return nn.Sequential(*[nn.Linear(width, width) for _ in range(NUM_LAYERS)])
+    width = width_of(nbytes, dtype)
+    return nn.Sequential(*[nn.Linear(width, width, dtype=getattr(torch, dtype)) for _ in range(NUM_LAYERS)])
 
 
-def wrapped(way: str, nbytes: int) -> nn.Module:
+def wrapped(way: str, nbytes: int, dtype: str = "float32") -> nn.Module:
     """The model as this way wraps it."""
+    if way == ALONE:
+        return model_of(nbytes, dtype)
     if way == "torch":
-        return TorchDDP(model_of(nbytes))
+        return TorchDDP(model_of(nbytes, dtype))
     compression = way if way in COMPRESSED else None
     model = DistributedDataParallel(
-        model_of(nbytes),
+        model_of(nbytes, dtype),
         reduce_through="group" if way == "group" else "auto",
         compress_between_hosts=compression,
         deterministic="world" if way == EXACT else None,
@@ -46,8 +57,9 @@ def wrapped(way: str, nbytes: int) -> nn.Module:
 
 def batch(rank: int, model: nn.Module) -> torch.Tensor:
     """Of a rank, the same wherever it is made."""
-    width = next(model.parameters()).shape[1]
-    return torch.randn(4, width, generator=torch.Generator().manual_seed(1 + rank))
+    weight = next(model.parameters())
+    found = torch.randn(4, weight.shape[1], generator=torch.Generator().manual_seed(1 + rank))
+    return found.to(weight.dtype)
 
 
 def backward(model: nn.Module, x: torch.Tensor) -> None:
@@ -56,9 +68,12 @@ def backward(model: nn.Module, x: torch.Tensor) -> None:
     model(x).square().mean().backward()
 
 
-def check(way: str, model: nn.Module, rank: int, world_size: int, nbytes: int) -> str:
+def check(way: str, model: nn.Module, rank: int, world_size: int, nbytes: int, dtype: str) -> str:
     """Compare gradients with those of one process in float64; their digest."""
-    plain = model_of(nbytes).double()
+    if way == ALONE:
+        return ""
+    plain = model_of(nbytes, dtype).double()
+    is_rough = way in COMPRESSED or dtype != "float32"
     losses = [plain(batch(each, plain).double()).square().mean() for each in range(world_size)]
     torch.stack(losses).mean().backward()
     # The plan is made anew after the first. Codes are right on average, of topk after many.
@@ -70,12 +85,14 @@ def check(way: str, model: nn.Module, rank: int, world_size: int, nbytes: int) -
             each += p.grad
     for each, found, expected in zip(sums, model.parameters(), plain.parameters()):
         assert found.grad is not None and expected.grad is not None
-        if way in COMPRESSED:
+        if is_rough:
             lost = (each / num_steps - expected.grad).norm() / expected.grad.norm()
             assert lost < (0.6 if way == "topk" else 0.05), (way, lost)
         else:
             torch.testing.assert_close(found.grad.double(), expected.grad, rtol=1e-4, atol=1e-6)
-    grads = b"".join(p.grad.numpy().tobytes() for p in model.parameters() if p.grad is not None)
+    grads = b"".join(
+        p.grad.view(torch.uint8).numpy().tobytes() for p in model.parameters() if p.grad is not None
+    )
     digests: list[object] = [None] * world_size
     dist.all_gather_object(digests, hashlib.sha256(grads).hexdigest()[:12])
     assert len(set(digests)) == 1, digests
@@ -94,13 +111,15 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.set_num_threads(1)
-    models = {way: wrapped(way, arguments.nbytes) for way in arguments.ways}
-    digests = {way: check(way, model, rank, world_size, arguments.nbytes) for way, model in models.items()}
+    size = arguments.nbytes, arguments.dtype
+    models = {way: wrapped(way, *size) for way in arguments.ways}
+    digests = {way: check(way, model, rank, world_size, *size) for way, model in models.items()}
     first = models[arguments.ways[0]]
     x = batch(rank, first)
     facts = measure(arguments, models, lambda model: backward(model, x), dist.barrier, slowest)
     if rank == 0:
-        report({**facts, "digests": digests, "nbytes": sum(p.numel() for p in first.parameters()) * 4})
+        nbytes = sum(p.numel() for p in first.parameters()) * ITEM_BYTES[arguments.dtype]
+        report({**facts, "digests": digests, "nbytes": nbytes})
     dist.barrier()
     dist.destroy_process_group()
 
