@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -38,8 +39,11 @@ def dtype_name(dtype: paddle.dtype) -> str:
 
 
 def nbytes(tensor: paddle.Tensor) -> int:
-    """The size of a tensor, for which Paddle has no attribute."""
-    return int(tensor.size) * int(tensor.element_size())
+    """The size of a tensor, for which Paddle has no attribute.
+
+    Not from Paddle's `size`, which asks numpy and takes 12 us, because every gradient hook comes here.
+    """
+    return math.prod(tensor.shape) * int(tensor.element_size())
 
 
 class ManagedTensors:
