@@ -94,9 +94,9 @@ class ReportingReducer(ABC):
     def mark_ready(self, param: int, grad_pointer: int = 0) -> None:
         if grad_pointer:
             raise ValueError(f"{type(self).__name__} reads gradients from the arena only")
-        self._check_usable()
         with self._lock:
-            if self._marked[param]:
+            if self._failure is not None or self._marked[param]:
+                self._check_usable()
                 raise RuntimeError(f"parameter {param} was marked ready twice in one pass")
             self._marked[param] = True
             self._hand_over(param)
