@@ -404,7 +404,7 @@ CORPUS: dict[str, Program] = {
     },
     "one rank has no gradient of a layer that two models in one backward have": {
         "ranks": 2,
-        "modes": ["unused", "unused view", "static", "hosts unused", "hosts static"],
+        "modes": ["unused", "unused view", "static", "hosts unused", "hosts static", "gloo unused"],
         "models": [
             {"layers": [{"kind": "gate", "ranks": [1], "layers": [_LINEAR]}]},
             {"layers": [{"kind": "borrow"}]},

@@ -98,3 +98,46 @@ def test_two_models_with_one_encoder(group: Any, framework: str, view: bool, unu
         if number == 1:  # the others accumulate
             for each in (*pair, *alone):
                 do.clear(each)
+
+
+@both
+@views
+@pytest.mark.parametrize("is_shared", [False, True])
+@on_two_ranks
+def test_two_models_of_which_ranks_use_other_parameters(
+    group: Any, framework: str, view: bool, is_shared: bool
+) -> None:
+    do, x = adapter(framework), batch()
+    own = np.split(x, 2)[group.rank]
+    pair = do.Branches(), do.Branches()
+    if is_shared:
+        pair[1].left = pair[0].left
+    wrapped = [
+        do.wrap(each, group, gradient_as_bucket_view=view, find_unused_parameters=True, bucket_cap_mb=1e-6)
+        for each in pair
+    ]
+    branches = ("left", "both"), ("right", "left")  # of each model, by rank
+    expected = [_means(do.parameters(each), of, x) for each, of in zip(pair, zip(*branches))]
+    if is_shared:
+        both = [sum(grads) for grads in zip(expected[0][:2], expected[1][:2])]
+        expected = [[*both, *each[2:]] for each in expected]
+    for _ in range(3):
+        for each in pair:
+            do.clear(each)
+        losses = [do.loss(each, own, branch) for each, branch in zip(wrapped, branches[group.rank])]
+        do.backward(losses[0] + losses[1])
+        for each, wanted in zip(pair, expected):
+            close(do.gradients(each), wanted)
+            same_on_all_ranks(do.gradients(each), group)
+
+
+def _means(parameters: Any, branches: Any, x: np.ndarray) -> list[np.ndarray]:
+    """The mean gradients of one model of two linear layers, of which each rank uses these branches."""
+    sums = [np.zeros_like(parameter, np.float64) for parameter in parameters]
+    for part, branch in zip(np.split(x.astype(np.float64), 2), branches):
+        used = [number for number, name in enumerate(("left", "right")) if branch in (name, "both")]
+        y = sum(part @ parameters[2 * number] + parameters[2 * number + 1] for number in used)
+        for number in used:
+            sums[2 * number] += part.T @ y * 2 / y.size
+            sums[2 * number + 1] += y.sum(0) * 2 / y.size
+    return [each / 2 for each in sums]

@@ -10,7 +10,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.errors import ConfigError
+import paceline.torch as ours
+from paceline.errors import ConfigError, PeerLostError
 from tests.harness import ranks
 from tests.multiprocess.torch_groups import needs_backend, torch_group
 from tests.multiprocess.torch_training import model, reference, train
@@ -27,9 +28,9 @@ def test_stock_ddp_trains_as_one_process_does(rank):
     with torch_group(rank):
         net = model().double()
         train(DistributedDataParallel(net, bucket_cap_mb=0.002), rank, 2)
-        ours = [parameter.detach() for parameter in net.parameters()]
-        torch.testing.assert_close(ours, reference(2))
-        dist.all_gather_object(everybodys := [None, None], ours)
+        found = [parameter.detach() for parameter in net.parameters()]
+        torch.testing.assert_close(found, reference(2))
+        dist.all_gather_object(everybodys := [None, None], found)
         assert all(torch.equal(a, b) for a, b in zip(*everybodys, strict=True))
 
 
@@ -43,6 +44,20 @@ def test_stock_ddp_raises_when_a_rank_is_killed(rank):
             signal.raise_signal(signal.SIGKILL)
         with pytest.raises(RuntimeError, match="Rank 1 of 2 died"):
             loss.backward()
+
+
+@ranks(3, group=None, dies={1: signal.SIGKILL})
+def test_ours_over_the_backend_names_a_rank_that_is_killed(rank):
+    with torch_group(rank):
+        net = ours.DistributedDataParallel(model(), reduce_through="group")
+        net(torch.ones(1, 10)).sum().backward()
+        loss = net(torch.ones(1, 10)).sum()
+        if rank == 1:
+            signal.raise_signal(signal.SIGKILL)
+        with pytest.raises(PeerLostError, match="Rank 1 of 3 died") as caught:
+            loss.backward()
+        assert caught.value.lost == (1,)
+        assert f"rank {rank} of 3, " in caught.value.where and "paceline process group" in caught.value.where
 
 
 @ranks(3, group=None)

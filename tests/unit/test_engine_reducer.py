@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import CollectiveError, GroupClosedError, MismatchError
-from paceline.reducer.engine import CallOrder, EngineReducer
+from paceline.reducer.call_order import CallOrder
+from paceline.reducer.engine import EngineReducer
 from paceline.reducer.plan import ParameterSpec, Plan, plan_buckets
 from paceline.reducer.protocol import Outcome, PassStatus
 

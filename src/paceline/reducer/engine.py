@@ -5,7 +5,8 @@ own pass, a few bytes that all ranks gather at its end.
 
 Steps of a pass:
 1. A parameter is marked ready. The buckets that became complete are launched, strictly in the plan's order,
-   because the engine below pairs calls of different ranks by their order.
+   because the engine below pairs calls of different ranks by their order; for the same reason not before the
+   passes of other models over the same engine that began earlier are over (`call_order.py`).
 2. At the end, places of unmarked parameters are cleared and the remaining buckets launched. So every rank
    launches the same buckets in every pass, whatever its own backward did, and ranks cannot get out of step.
 3. The status is gathered: whose model it is, number of forwards, weight, how many parameters were unused or
@@ -21,21 +22,20 @@ Imports only the standard library, `errors`, the core and its neighbours.
 from __future__ import annotations
 
 import os
-import struct
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from paceline import _core
 from paceline.errors import MismatchError, format_ranks
+from paceline.reducer.call_order import CallOrder
 from paceline.reducer.pass_reports import RankReport, pack_bits, unpack_bits
 from paceline.reducer.plan import Plan
 from paceline.reducer.protocol import PassStatus
 from paceline.reducer.reporting_reducer import ReportingReducer
 
 _Flat = TypeVar("_Flat")  # a flat tensor of any framework
-_CALL = struct.Struct("<II")
 ROUNDING = 1e-9  # of weights over their sum
 
 
@@ -146,34 +146,6 @@ def overflowed_in(
     return sorted(found)
 
 
-class CallOrder:
-    """In which order this rank has made the calls of all models that one process group averages.
-
-    The engine below pairs the calls of different ranks by their order, and cannot tell whose buckets it adds
-    up. So each rank tells at the end of a pass what it has called since the last one.
-    """
-
-    def __init__(self) -> None:
-        self._digest = 0
-
-    def note(self, reducer: int, bucket: int) -> None:
-        """A reducer has begun to average one of its buckets."""
-        self._digest = zlib.crc32(_CALL.pack(reducer, bucket), self._digest)
-
-    def take(self, reducer: int) -> int:
-        """A number that ranks have in common if their calls were the same, up to this reducer's status."""
-        digest, self._digest = zlib.crc32(_CALL.pack(reducer, 0), self._digest), 0
-        return digest
-
-
-_call_orders: weakref.WeakKeyDictionary[Any, CallOrder] = weakref.WeakKeyDictionary()
-
-
-def call_order_of(group: Any) -> CallOrder:
-    """One for each process group of a framework; None is a group of one reducer's own."""
-    return CallOrder() if group is None else _call_orders.setdefault(group, CallOrder())
-
-
 class EngineReducer(ReportingReducer):
     """A `Reducer` whose bytes are moved by a `Transport`. Making one is collective.
 
@@ -206,6 +178,11 @@ class EngineReducer(ReportingReducer):
         if beside is not None:
             weakref.finalize(self, beside.stop)
         self._begin_pass()
+
+    @property
+    def order(self) -> CallOrder:
+        """In which order all that use the transport's process group make their calls."""
+        return self._transport.order
 
     @property
     def num_launched(self) -> int:
@@ -265,7 +242,7 @@ class EngineReducer(ReportingReducer):
             self._transport.clear(index)
             for number in self._buckets_of[index]:
                 self._missing[number] -= 1
-        self._launch_complete()
+        self._launch_complete(is_last=True)
         self._num_launched = len(self._pending)
         is_serial = self._transport.is_serial
         if is_serial:
@@ -308,8 +285,7 @@ class EngineReducer(ReportingReducer):
             where="the end of backward; the gradients of this pass are of no use, on any rank",
             seen=f"{format_ranks(strangers)} averaged buckets of several wrapped models in another order",
             likely="a rank skipped a model's backward after an exception that it caught, or in a branch, or "
-            "ran the backwards of several models in another order; or one backward runs through several "
-            "models, and ranks use other parameters of them",
+            "ran the backwards of several models in another order",
             hint="run the same backwards in the same order on every rank; where one backward runs through "
             "several models, wrap the module that holds them",
         )
@@ -319,12 +295,16 @@ class EngineReducer(ReportingReducer):
         self._sequence = [n for n in range(len(self._plan.buckets)) if n not in self._idle]
         self._pending: list[Pending] = []
 
-    def _launch_complete(self) -> None:
-        """Launch buckets in order, up to the first one that still misses a gradient."""
-        scale = self._weight / self._expected_weight
+    def _launch_complete(self, *, is_last: bool = False) -> None:
+        """Launch buckets in order, up to the first one that still misses a gradient.
+
+        Args:
+            is_last: The pass ends, so nobody launches later what waits for its turn.
+        """
+        order, scale = self._transport.order, self._weight / self._expected_weight
         while len(self._pending) < len(self._sequence):
             number = self._sequence[len(self._pending)]
-            if self._missing[number]:
+            if self._missing[number] or not (is_last or order.is_turn_of(self)):
                 return
             self._note_complete_bucket(number)
             self._pending.append(self._launch(number, scale))

@@ -124,11 +124,13 @@ class EngineWaits:
             self.witness.tell_done()
 
     def failed(self, error: RuntimeError, what: int | str) -> CollectiveError:
-        """The engine's own error, with where it happened. Which rank it lost, an engine does not tell."""
-        text = str(error)
-        kind, likely = CollectiveError, ""
+        """The engine's own error, with where it happened. Which rank it lost, only Paceline's own tells."""
         if self.witness is not None:
             self.witness.give_up()
+        if isinstance(error, CollectiveError):  # the engine is Paceline's own, and knows the rank
+            return self._named(error, what)
+        text = str(error)
+        kind, likely = CollectiveError, ""
         is_lost, is_late = is_of_a_lost_peer(text), is_of_a_late_peer(text)
         if self.witness is not None and (is_lost or is_late):
             # Paddle's Gloo calls a connection that broke a time-out; in a real one there is nobody to find.
@@ -161,7 +163,7 @@ class EngineWaits:
         if is_of_a_late_rank and (late := self._late_by_name(what)) is not None:
             return late  # another rank has given up before this one, for the same reason
         fields = {**lost.fields}
-        rows = {"seen": lost.seen, "likely": lost.likely, "hint": lost.hint}
+        rows = {row: getattr(lost, row) for row in ("seen", "expected", "got", "likely", "hint")}
         return type(lost)(lost.summary, where=f"{self._who}, {self._where(what)}", **rows, **fields)
 
     def _late_by_name(

@@ -17,6 +17,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from paceline import _core
+from paceline.reducer.call_order import CallOrder
 from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.hosts import join_in_order
 from paceline.reducer.owners import Ranges
@@ -61,8 +62,8 @@ class Reduction(Generic[_Tensor]):
         takes_pointers: Whether the reducer copies a gradient to its place, and the mean back, itself.
         sections: Memory of the arena that another plan of the same parameters may use again.
         put: Copies a gradient (its second argument) to its place, a bucket at a time; None: nobody does.
-        is_ordered: Whether all ranks must launch the buckets of all models in one order: an engine pairs the
-            calls of different ranks by it.
+        order: In which passes of all models make their calls over an engine that pairs the calls of different
+            ranks by it; None: nobody pairs them so.
         owned: Who gets which part of each mean; empty: all ranks get all.
     """
 
@@ -72,7 +73,7 @@ class Reduction(Generic[_Tensor]):
     takes_pointers: bool
     sections: Sequence[_Tensor] = ()
     put: Callable[[_Tensor, _Tensor], None] | None = None
-    is_ordered: bool = False
+    order: CallOrder | None = None
     owned: tuple[Ranges, ...] = ()
 
 

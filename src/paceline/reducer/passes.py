@@ -300,6 +300,7 @@ class Passes(Generic[AnyAutograd]):
         self.is_order_final = has_one_order(self.reduction.plan)
         self._shared: set[int] = set()
         self._is_complete = False
+        self._untold: Exception | None = None
         self._backward = 0
         self._tell_plan()
         registry.join(self)
@@ -335,6 +336,8 @@ class Passes(Generic[AnyAutograd]):
     def end(self) -> None:
         """Average no more. Gradients keep their values, and get memory of their own."""
         self.close()
+        if self.reduction.order is not None:
+            self.reduction.order.end(self)
         self.gradients.leave_arena()
         self.reducer.close()
 
@@ -645,6 +648,8 @@ class Passes(Generic[AnyAutograd]):
             state.check_process()
             if state.is_interrupted:
                 self._give_up_interrupted()
+            if (order := self.reduction.order) is not None:
+                order.begin(self)
             if self.micro_batches.is_used:
                 self._weigh(self.micro_batches.begin())
         except PacelineError as error:
@@ -744,7 +749,7 @@ class Passes(Generic[AnyAutograd]):
         try:
             self.autograd.raise_kept()
             try:
-                if self._shared and state.is_armed and not self.reduction.is_ordered:
+                if self._shared and state.is_armed:
                     registry.complete_all(self._backward)
                 elif not state.status.finished:
                     self._hand_over_rest()
@@ -752,13 +757,15 @@ class Passes(Generic[AnyAutograd]):
                 told = self.notes.take(self._begun_forwards, bool(state.accumulated))
                 reducer.set_note(told, self._pass_id)
                 allow_unused = config.allow_unused or status.frozen is not None
+                if (order := self.reduction.order) is not None:
+                    order.give_up_before(self)
                 outcome = reducer.finish(status, allow_unused, config.allow_nobodys)
                 self.active = self._all_ranks
                 if outcome:
                     self._record_nonfinite()
                     self._note_active(Outcome(outcome))
                     self._judge.judge(Outcome(outcome), reducer, state.refusal)
-                order = None if self.is_order_final else list(state.handed)
+                seen_order = None if self.is_order_final else list(state.handed)
                 if self.active:
                     self._write_back_means()
                 if recording.keeps_all and (note := recording.note) is not None:
@@ -767,14 +774,16 @@ class Passes(Generic[AnyAutograd]):
                     self.fresh.note()
             finally:
                 self._is_complete = False
+                if self.reduction.order is not None:
+                    self.reduction.order.end(self)
                 state.begin_next()
                 if self.micro_batches.is_used:
                     self.micro_batches.end()
                 if self._set_activity is not None:
                     self._set_activity(f"after backward of pass {self._pass_id - self._ids_before}")
                 self._pass_id += 1
-            if order is not None:
-                self._adopt_order(order)
+            if seen_order is not None:
+                self._adopt_order(seen_order)
             if self.active:
                 self.buffers.end_pass(self.active)
             if recording.keeps_all and (note := recording.note) is not None:
@@ -801,13 +810,9 @@ class Passes(Generic[AnyAutograd]):
             self.graphs.end_pass()
 
     def complete(self, backward: int) -> None:
-        """Hand over what this backward has left, if a pass of this model is in it, once.
-
-        Not over a process group: that pairs calls of different ranks by their order, and the buckets that are
-        left of several models would be launched in orders that differ where ranks leave others unused.
-        """
+        """Hand over what this backward has left, if a pass of this model is in it, once."""
         is_in_it = self.state.is_armed and self._shared and self._backward == backward
-        if is_in_it and not self.reduction.is_ordered and not self._is_complete:
+        if is_in_it and not self._is_complete:
             self._is_complete = True
             self._hand_over_rest()
 
@@ -912,17 +917,42 @@ class Passes(Generic[AnyAutograd]):
         if self.state.is_armed or self.state.is_interrupted:
             self._give_up_interrupted()
 
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether an exception has ended the backward of a pass that nobody has given up yet."""
+        return self.state.is_interrupted and self._untold is None
+
+    def give_up_for_others(self) -> None:
+        """End the pass that an exception broke off: other models are to make their calls after its own.
+
+        What it comes to is raised when this model goes on, as where the models need not wait for each other.
+        """
+        self._untold = self._end_interrupted()
+        self.state.is_interrupted = self._untold is not None
+
     def _give_up_interrupted(self) -> None:
         """End the pass that an exception broke off, so that all ranks learn of it and can go on."""
+        error, self._untold = self._untold, None
+        if error is None:
+            error = self._end_interrupted()
+        else:
+            self.state.is_interrupted = False
+        if error is not None:
+            raise error
+
+    def _end_interrupted(self) -> Exception | None:
+        if (order := self.reduction.order) is not None:
+            order.give_up_before(self)
         self.autograd.forget()
         self.graphs.end_pass()
         self._of_first = None
         self.fresh.forget()
         error = give_up_interrupted(self.reducer, self._config.allow_unused, self._config.allow_nobodys)
+        if order is not None:
+            order.end(self)
         self.state.begin_next()
         self.micro_batches.end()
-        if error is not None:
-            raise error
+        return error
 
     # --- ranks without data ---
 

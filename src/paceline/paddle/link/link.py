@@ -271,7 +271,7 @@ def _over(
 ) -> Reduction[paddle.Tensor]:
     transport = PaddleTransport(arena, calls, checks_finite=options.checks_finite, hook=hook)
     reducer = EngineReducer(arena.plan, transport, skip_unused=options.skip_unused)
-    return Reduction(arena.plan, arena.places, reducer, takes_pointers=False, is_ordered=True)
+    return Reduction(arena.plan, arena.places, reducer, takes_pointers=False, order=reducer.order)
 
 
 def _copy(source: paddle.Tensor, target: paddle.Tensor) -> None:

@@ -15,7 +15,8 @@ from paceline.errors import CollectiveError
 from paceline.paddle.link.arena import Arena
 from paceline.paddle.link.calls import Call, GroupCalls
 from paceline.paddle.link.comm_hook import BucketHook, HookedCall
-from paceline.reducer.engine import ROUNDING, call_order_of, may_overflow, overflowed_in
+from paceline.reducer.call_order import call_order_of
+from paceline.reducer.engine import ROUNDING, may_overflow, overflowed_in
 from paceline.reducer.engine_waits import STATUS, EngineWaits
 from paceline.reducer.plan import pieces_in
 

@@ -399,7 +399,7 @@ def _over(arena: Arena, reducer: EngineReducer) -> Reduction[torch.Tensor]:
         takes_pointers=False,
         sections=sections,
         put=put,
-        is_ordered=True,
+        order=reducer.order,
     )
 
 

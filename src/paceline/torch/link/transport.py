@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from paceline import _core
-from paceline.reducer.engine import Pending, call_order_of, may_overflow, overflowed_in
+from paceline.reducer.call_order import call_order_of
+from paceline.reducer.engine import Pending, may_overflow, overflowed_in
 from paceline.reducer.engine_waits import STATUS
 from paceline.reducer.plan import pieces_in
 from paceline.reducer.witness import Witness
