@@ -128,5 +128,8 @@ class NamingJoin(Join):
         self._joining: Joining = ddp._joining  # made by join_hook(), which has just been called
 
     def __exit__(self, *error: Any) -> None:
+        if error and error[0] is not None:  # torch's makes no call then, and this rank is not back from any
+            super().__exit__(*error)
+            return
         with self._joining.naming_the_lost():
             super().__exit__(*error)
