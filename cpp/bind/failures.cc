@@ -3,6 +3,7 @@
 #include <nanobind/stl/string.h>
 #include <string.h>
 
+#include <array>
 #include <exception>
 #include <string>
 #include <utility>
@@ -39,6 +40,14 @@ nb::object as_text(const std::string& bytes) {
       bytes.data(), static_cast<Py_ssize_t>(bytes.size()), "replace"));
 }
 
+nb::list ranks_in(const std::array<uint64_t, 2>& set) {
+  nb::list ranks;
+  for (size_t r = 0; r < kMaxRanks; ++r) {
+    if ((set[r / 64] >> (r % 64) & 1) != 0) ranks.append(r);
+  }
+  return ranks;
+}
+
 const char* state_of(const RankLine& line) {
   // Acquire: as has_died(); partners: Keeper::hold() and let_go().
   const uint32_t life = line.life.load(std::memory_order_acquire);
@@ -71,6 +80,13 @@ nb::list describe_ranks(const HostGroup& group) {
     facts["same_call"] =
         describe_call(line.call[group.calls.current().number & 1]);
     facts["activity"] = as_text(read_text(line.activity));
+    facts["forwards"] = line.forwards.load(std::memory_order_relaxed);
+    const uint64_t place = line.waits_at.load(std::memory_order_relaxed);
+    facts["waits_at"] = place;
+    facts["waits_in"] = name_of(kind_of(place));
+    facts["waits_for"] =
+        ranks_in({line.waits_for[0].load(std::memory_order_relaxed),
+                  line.waits_for[1].load(std::memory_order_relaxed)});
     ranks.append(facts);
   }
   return ranks;
@@ -84,11 +100,8 @@ nb::dict describe_failure(const Failure& failure, HostGroup* group) {
   facts["message"] = as_text(failure.message);
   facts["thread"] = failure.thread;
   facts["errno"] = failure.error_number;
-  nb::list late;
-  for (int r = 0; r < kMaxRanks; ++r) {
-    if ((failure.late[r / 64] >> (r % 64) & 1) != 0) late.append(r);
-  }
-  facts["late"] = late;
+  facts["late"] = ranks_in({failure.late[0], failure.late[1]});
+  facts["waiting"] = ranks_in({failure.waiting[0], failure.waiting[1]});
   // A forked child does not map the region.
   if (group != nullptr && failure.reason != Reason::kForked) {
     facts["group"] = group->session.options().name;

@@ -371,10 +371,10 @@ void bind_host_group(nb::module_& m) {
           "message"_a)
       .def(
           "set_activity",
-          [](PyHostGroup& g, const std::string& text) {
-            g.group().session.set_activity(text.c_str());
+          [](PyHostGroup& g, const std::string& text, uint32_t forwards) {
+            g.group().session.set_activity(text.c_str(), forwards);
           },
-          "text"_a)
+          "text"_a, "forwards"_a = 0)
       .def("close",
            [](PyHostGroup& g) {
              nb::gil_scoped_release unlocked;

@@ -80,7 +80,8 @@ Places Calls::meet(uint64_t place) {
   // Acquire in ready(): everybody's data; partner: the store of `phase` by the
   // last to arrive.
   session_.wait_until(
-      gate.phase, gate.sleepers, call_timeout_ns_,
+      wait_place(WaitKind::kCall, phase), gate.phase, gate.sleepers,
+      call_timeout_ns_,
       [&] { return gate.phase.load(std::memory_order_acquire) != phase; },
       [&](int r) {
         return mapping_.line(r).arrivals.load(std::memory_order_relaxed) !=

@@ -43,7 +43,8 @@ void Messages::wait(TransferId id, double timeout_s) {
     const int peer = transfers_.peer_of(id);
     try {
       session_.wait_until(
-          own.bell, own.bell_sleepers, session_.timeout_ns(timeout_s),
+          place_of_wait(), own.bell, own.bell_sleepers,
+          session_.timeout_ns(timeout_s),
           [&] {
             transfers_.advance_all();
             return transfers_.is_finished(id);
@@ -74,7 +75,8 @@ int Messages::wait_for_source(uint64_t tag, double timeout_s) {
   };
   int source = -1;
   session_.wait_until(
-      own.bell, own.bell_sleepers, session_.timeout_ns(timeout_s),
+      place_of_wait(), own.bell, own.bell_sleepers,
+      session_.timeout_ns(timeout_s),
       [&] {
         source = transfers_.source_of_waiting(tag);
         return source >= 0;

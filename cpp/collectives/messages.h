@@ -37,6 +37,13 @@ class Messages {
   bool forget(TransferId id);
 
  private:
+  /// Like no other rank's: a message is of two, and each end waits for the
+  /// other.
+  uint64_t place_of_wait() const {
+    return wait_place(WaitKind::kMessage,
+                      static_cast<uint64_t>(session_.rank()));
+  }
+
   Session& session_;
   Transfers& transfers_;
 };

@@ -25,7 +25,7 @@ namespace paceline {
 inline constexpr uint64_t kMagic = 0x31656e696c656361;  // "aceline1"
 /// One more whenever something lies elsewhere in the region, or a word there
 /// means something else: ranks of two versions refuse each other.
-inline constexpr uint32_t kAbiVersion = 4;
+inline constexpr uint32_t kAbiVersion = 5;
 inline constexpr size_t kMaxAllocations = 4096 / kSmaller;
 
 /// Payloads up to this are exchanged with one synchronisation instead of two.
@@ -215,6 +215,16 @@ struct alignas(kLinePairBytes) RankLine {
   /// Whom this rank gave up on, when `abort` names it.
   alignas(kLinePairBytes) uint64_t late[2];
   double waited_s;
+  /// The ranks that were waiting then, if it gave up at a deadline.
+  uint64_t waiting[2];
+  /// Where this rank waits, by wait_place(), and for whom; 0: nowhere. Stays
+  /// when the group ends meanwhile: it is evidence for all.
+  Atomic<uint64_t> waits_at;
+  Atomic<uint64_t> waits_for[2];
+  /// When this rank last looked whether its wait was over, by now_ns().
+  Atomic<int64_t> looked_ns;
+  /// Forwards since the last pass, told with `activity`.
+  Atomic<uint32_t> forwards;
   /// Has raised because of `abort`.
   Atomic<uint32_t> is_informed;
   /// Why this rank could not reserve its share of the last allocation: an
@@ -226,6 +236,46 @@ struct alignas(kLinePairBytes) RankLine {
   /// them; see shared_text.h.
   char activity[128];
 };
+
+/// In what a rank waits for others.
+enum class WaitKind : uint32_t {
+  kNowhere = 0,
+  kForming = 1,   ///< for the others to take their places
+  kCall = 2,      ///< at the gate
+  kPass = 3,      ///< at the end of a pass, or for its chunks
+  kHostSums = 4,  ///< for gradients of its host, one of several
+  kMessage = 5,   ///< for a message between two ranks
+};
+
+/// As Python knows it; null: no such kind.
+constexpr const char* name_of(WaitKind kind) {
+  switch (kind) {
+    case WaitKind::kNowhere:
+      return "";
+    case WaitKind::kForming:
+      return "forming";
+    case WaitKind::kCall:
+      return "call";
+    case WaitKind::kPass:
+      return "pass";
+    case WaitKind::kHostSums:
+      return "host_sums";
+    case WaitKind::kMessage:
+      return "message";
+  }
+  return nullptr;
+}
+
+/// Where a rank waits, as one word that is not 0. Ranks that wait for the same
+/// have the same word.
+inline constexpr uint64_t wait_place(WaitKind kind, uint64_t number) {
+  return static_cast<uint64_t>(kind) << 56 |
+         (number & ((uint64_t{1} << 56) - 1));
+}
+
+inline constexpr WaitKind kind_of(uint64_t place) {
+  return static_cast<WaitKind>(place >> 56);
+}
 
 /// One direction between two ranks: a ring of bytes in the sender's outbox.
 /// Positions only grow.

@@ -83,6 +83,8 @@ struct Failure {
   int culprit = -1;
   /// Bit r: rank r had not arrived.
   uint64_t late[2] = {};
+  /// kDeadline, bit r: rank r was waiting itself, in this call or another one.
+  uint64_t waiting[2] = {};
   /// How long this rank had waited.
   double waited_s = 0;
   /// What the rank that raised has said, or what the failed system call did.

@@ -60,7 +60,8 @@ void Session::join() {
   Atomic<uint32_t> no_sleepers{0};  // whoever attaches always wakes
   // Acquire in ready(): what each rank wrote of itself; partner: take_place().
   wait_until(
-      mapping_.header().attached, no_sleepers, timeout_ns(-1),
+      wait_place(WaitKind::kForming, 0), mapping_.header().attached,
+      no_sleepers, timeout_ns(-1),
       [&] {
         return mapping_.header().attached.load(std::memory_order_acquire) ==
                mapping_.header().world;
@@ -122,8 +123,9 @@ void Session::abort(const char* message) {
   abort_group(mapping_.header(), Reason::kRaised, rank(), rank());
 }
 
-void Session::set_activity(const char* text) {
+void Session::set_activity(const char* text, uint32_t forwards) {
   if (closed_ || is_forked()) return;
+  mapping_.own_line().forwards.store(forwards, std::memory_order_relaxed);
   write_text(mapping_.own_line().activity, text);
 }
 
@@ -147,6 +149,8 @@ void Session::fail_from_abort(double waited_s) const {
     const RankLine& noticed = line(by);
     failure.late[0] = noticed.late[0];
     failure.late[1] = noticed.late[1];
+    failure.waiting[0] = noticed.waiting[0];
+    failure.waiting[1] = noticed.waiting[1];
     failure.waited_s = noticed.waited_s;
   } else {
     for (int r = 0; r < world(); ++r) {
@@ -167,13 +171,61 @@ void Session::fail_from_abort(double waited_s) const {
   throw failure;
 }
 
-void Session::fail_deadline(const Failure& so_far) {
+// Who is late may wait itself: for a rank that is late there, or, if the ranks
+// are in different calls, for this very rank. Only who waits for nobody keeps
+// the others waiting; if all wait, the error says so and shows where.
+void Session::fail_deadline(Failure so_far) {
   RankLine& own = mapping_.own_line();
+  const auto has = [](const uint64_t (&set)[2], int r) {
+    return (set[r / 64] >> (r % 64) & 1) != 0;
+  };
+  for (int r = 0; r < world(); ++r) {
+    if (is_waiting(r)) so_far.waiting[r / 64] |= uint64_t{1} << (r % 64);
+  }
+  // All for whom this rank waits in the end, through others.
+  uint64_t reached[2] = {so_far.late[0], so_far.late[1]};
+  for (bool grows = true; grows;) {
+    const uint64_t before[2] = {reached[0], reached[1]};
+    for (int r = 0; r < world(); ++r) {
+      if (!has(reached, r) || !has(so_far.waiting, r)) continue;
+      reached[0] |= line(r).waits_for[0].load(std::memory_order_relaxed);
+      reached[1] |= line(r).waits_for[1].load(std::memory_order_relaxed);
+    }
+    grows = reached[0] != before[0] || reached[1] != before[1];
+  }
+  const uint64_t absent[2] = {reached[0] & ~so_far.waiting[0],
+                              reached[1] & ~so_far.waiting[1]};
+  if ((absent[0] | absent[1]) != 0) {
+    so_far.late[0] = absent[0];
+    so_far.late[1] = absent[1];
+    so_far.culprit = 0;
+    while (!has(absent, so_far.culprit)) ++so_far.culprit;
+  }
+  own.waiting[0] = so_far.waiting[0];
+  own.waiting[1] = so_far.waiting[1];
   own.late[0] = so_far.late[0];
   own.late[1] = so_far.late[1];
   own.waited_s = so_far.waited_s;
   abort_group(mapping_.header(), Reason::kDeadline, rank(), so_far.culprit);
   fail_from_abort(so_far.waited_s);
+}
+
+// Relaxed, all of it: evidence for an error, and no data is read because of it.
+bool Session::is_waiting(int rank) const {
+  const RankLine& theirs = line(rank);
+  const uint64_t place = theirs.waits_at.load(std::memory_order_relaxed);
+  if (place == 0 ||
+      now_ns() - theirs.looked_ns.load(std::memory_order_relaxed) > kStoppedNs)
+    return false;
+  const uint32_t phase =
+      mapping_.header().gate.phase.load(std::memory_order_relaxed);
+  return kind_of(place) != WaitKind::kCall ||
+         place == wait_place(WaitKind::kCall, phase);
+}
+
+void Session::end_waiting() {
+  if (!is_over())
+    mapping_.own_line().waits_at.store(0, std::memory_order_relaxed);
 }
 
 }  // namespace paceline

@@ -36,6 +36,9 @@ struct GroupOptions {
 };
 
 inline constexpr int64_t kSignalRecheckNs = 500'000'000;
+/// Who waits looks again every kSignalRecheckNs; who has not looked for so long
+/// is stopped, in a wait that may be over.
+inline constexpr int64_t kStoppedNs = kSignalRecheckNs + 1'000'000'000;
 
 /// How long this thread has slept in waits of all sessions, with what it did
 /// between one sleep and the next.
@@ -73,7 +76,8 @@ class Session {
   /// Whether this process is a child forked from the one that joined; it does
   /// not map the region.
   bool is_forked() const { return fork_generation_ != fork_generation(); }
-  void set_activity(const char* text);
+  /// `forwards`: how many this rank has begun since its last pass.
+  void set_activity(const char* text, uint32_t forwards = 0);
   /// Throws unless this process may use the group: not closed, not forked, not
   /// aborted.
   void check_usable() const;
@@ -92,11 +96,13 @@ class Session {
 
   // --- waiting ---
   /// Blocks until `ready()`. Sleeps on `word` (whoever makes ready() true
-  /// changes it, then wakes it if `sleepers` is not 0). `is_late(r)` tells whom
-  /// to blame. Point-to-point traffic goes on meanwhile.
+  /// changes it, then wakes it if `sleepers` is not 0). `place`, of
+  /// wait_place(), tells the others where this rank is; `is_late(r)` tells for
+  /// whom it waits. Point-to-point traffic goes on meanwhile.
   template <class Ready, class IsLate>
-  void wait_until(Atomic<uint32_t>& word, Atomic<uint32_t>& sleepers,
-                  int64_t timeout_ns, Ready ready, IsLate is_late);
+  void wait_until(uint64_t place, Atomic<uint32_t>& word,
+                  Atomic<uint32_t>& sleepers, int64_t timeout_ns, Ready ready,
+                  IsLate is_late);
   /// Negative: that of whoever makes this thread's call, or else the group's.
   int64_t timeout_ns(double timeout_s) const {
     return seconds_to_ns(timeout_s < 0 ? patience().timeout_s : timeout_s);
@@ -111,7 +117,11 @@ class Session {
   void take_place();
   void decide_spinning();
   [[noreturn]] void fail_from_abort(double waited_s) const;
-  [[noreturn]] void fail_deadline(const Failure& so_far);
+  [[noreturn]] void fail_deadline(Failure so_far);
+  /// Whether a rank waits for others, and is not on its way back from there.
+  bool is_waiting(int rank) const;
+  /// Takes back that this rank waits, unless the group has ended meanwhile.
+  void end_waiting();
 
   const GroupOptions options_;
   const uint32_t fork_generation_;
@@ -126,8 +136,9 @@ class Session {
 };
 
 template <class Ready, class IsLate>
-void Session::wait_until(Atomic<uint32_t>& word, Atomic<uint32_t>& sleepers,
-                         int64_t timeout_ns, Ready ready, IsLate is_late) {
+void Session::wait_until(uint64_t place, Atomic<uint32_t>& word,
+                         Atomic<uint32_t>& sleepers, int64_t timeout_ns,
+                         Ready ready, IsLate is_late) {
   if (ready()) return;
   const int64_t start_ns = now_ns();
   if (spin_ns_ > 0) {
@@ -166,6 +177,10 @@ void Session::wait_until(Atomic<uint32_t>& word, Atomic<uint32_t>& sleepers,
     const int64_t start_ns;
     ~Slept() { slept_ns += now_ns() - start_ns; }
   } const slept{start_ns};
+  struct Waiting {
+    Session& session;
+    ~Waiting() { session.end_waiting(); }
+  } const waiting{*this};
 
   while (true) {
     const uint32_t seen = word.load(std::memory_order_seq_cst);
@@ -196,7 +211,13 @@ void Session::wait_until(Atomic<uint32_t>& word, Atomic<uint32_t>& sleepers,
         fail_from_abort(so_far.waited_s);
       }
     }
+    // Each time: another thread of this rank may have waited, too, and be done.
+    // Relaxed: read where a deadline has passed, by people in the end.
+    own.waits_for[0].store(so_far.late[0], std::memory_order_relaxed);
+    own.waits_for[1].store(so_far.late[1], std::memory_order_relaxed);
+    own.waits_at.store(place, std::memory_order_relaxed);
     const int64_t now = now_ns();
+    own.looked_ns.store(now, std::memory_order_relaxed);
     if (now >= deadline_ns) {
       if (ready()) return;  // it came while we looked whom to blame
       fail_deadline(so_far);

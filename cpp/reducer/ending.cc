@@ -254,7 +254,8 @@ void Reducer::wait_until(Stage awaited, Ready ready) {
   const int64_t reducing_before_ns = reducing_ns_;
   PassControl& shared = control();
   session_.wait_until(
-      shared.bell, shared.sleepers, session_.timeout_ns(-1), ready, [&](int r) {
+      wait_place(WaitKind::kPass, (control_at_ << 20) + pass_), shared.bell,
+      shared.sleepers, session_.timeout_ns(-1), ready, [&](int r) {
         const PassHeader& theirs = header(r, pass_);
         // What a rank owes is its own fault only once all gradients are there.
         const bool can_reduce = has_reached(

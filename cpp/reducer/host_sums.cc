@@ -348,8 +348,9 @@ template <class Ready, class IsLate>
 void HostSums::wait_until(double timeout_s, Ready ready, IsLate is_late) {
   if (ready()) return;
   const int64_t start_ns = now_ns();
-  session_.wait_until(bell().bell, bell().sleepers,
-                      session_.timeout_ns(timeout_s), ready, is_late);
+  session_.wait_until(
+      wait_place(WaitKind::kHostSums, (control_at_ << 20) + pass_), bell().bell,
+      bell().sleepers, session_.timeout_ns(timeout_s), ready, is_late);
   waited_ns_ += now_ns() - start_ns;
 }
 

@@ -214,6 +214,95 @@ TEST(a_rank_that_is_late_is_named_everywhere) {
             {.timeout_s = 60});
 }
 
+bool is_waiting(const Failure& failure, int rank) {
+  return (failure.waiting[0] >> rank & 1) != 0;
+}
+
+TEST(who_waits_for_a_late_rank_is_not_late_itself) {
+  run_group(3,
+            [](HostGroup& group) {
+              static std::atomic<int> raised{0};
+              if (group.rank() == 2) {
+                while (raised.load() < 2) sched_yield();
+                raised = 0;
+                return;
+              }
+              // Rank 0 waits for rank 1 alone, which waits for rank 2.
+              const Failure failure = failure_of([&] {
+                uint8_t byte = 0;
+                const int other = group.rank() == 0 ? 1 : 2;
+                const double timeout_s = group.rank() == 0 ? 0.3 : 60;
+                group.messages.wait(
+                    group.messages.start_receive(&byte, 1, other, 0),
+                    timeout_s);
+              });
+              CHECK_EQ(failure.reason, Reason::kDeadline);
+              CHECK_EQ(failure.culprit, 2);
+              CHECK(is_late(failure, 2) && !is_late(failure, 1));
+              CHECK(is_waiting(failure, 1) && !is_waiting(failure, 2));
+              raised.fetch_add(1);
+            },
+            {.timeout_s = 60});
+}
+
+TEST(ranks_that_wait_for_each_other_see_where) {
+  run_group(2,
+            [](HostGroup& group) {
+              const Failure failure = failure_of([&] {
+                if (group.rank() == 0) return barrier(group.calls, 60);
+                uint8_t byte = 0;
+                group.messages.wait(
+                    group.messages.start_receive(&byte, 1, 0, 0), 0.3);
+              });
+              CHECK_EQ(failure.reason, Reason::kDeadline);
+              for (int r = 0; r < 2; ++r) {
+                CHECK(is_waiting(failure, r));
+                // It stays when the wait is over: others have yet to read it.
+                const RankLine& line = group.session.line(r);
+                CHECK(kind_of(line.waits_at.load()) ==
+                      (r == 0 ? WaitKind::kCall : WaitKind::kMessage));
+              }
+            },
+            {.timeout_s = 60});
+}
+
+// A rank that is stopped in a wait still says that it waits, when the wait is
+// long over.
+TEST(who_is_stopped_in_a_wait_is_late) {
+  for (const bool is_of_a_call : {false, true}) {
+    run_group(2,
+              [&](HostGroup& group) {
+                static std::atomic<bool> has_raised{false};
+                barrier(group.calls, -1);  // phase 0
+                if (group.rank() == 1) {
+                  RankLine& own = group.session.mapping().own_line();
+                  own.looked_ns = is_of_a_call ? now_ns() : 1;
+                  own.waits_for[0] = 1;
+                  own.waits_at = is_of_a_call ? wait_place(WaitKind::kCall, 0)
+                                              : wait_place(WaitKind::kPass, 1);
+                  while (!has_raised.load()) sched_yield();
+                  has_raised = false;
+                  return;
+                }
+                const Failure failure =
+                    failure_of([&] { barrier(group.calls, 0.3); });
+                CHECK_EQ(failure.reason, Reason::kDeadline);
+                CHECK(is_late(failure, 1) && !is_waiting(failure, 1));
+                has_raised = true;
+              },
+              {.timeout_s = 60});
+  }
+}
+
+TEST(a_wait_that_is_over_leaves_nothing) {
+  run_group(2, [](HostGroup& group) {
+    barrier(group.calls, -1);
+    barrier(group.calls, -1);
+    CHECK_EQ(group.session.line(group.rank()).waits_at.load(), uint64_t{0});
+    barrier(group.calls, -1);
+  });
+}
+
 TEST(a_wait_is_reported_once_after_the_warning_time) {
   struct Counting : Hooks {
     void slow(const Failure& so_far) override {

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.testing import assert_close
 
-from paceline.errors import ConfigError, PeerLostError
+from paceline.errors import ConfigError, DeadlineError, PeerLostError
 from paceline.torch import DistributedDataParallel
 from tests.harness import ranks
 from tests.multiprocess.ddp_models import Branches, bits, gradients, mixed, two_layers
@@ -287,3 +287,31 @@ def test_a_group_of_ours_can_finish_but_not_join(rank: int) -> None:
     began = time.monotonic()
     ddp.finish()
     assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize("fault", ["forward too many", "backward skipped"])
+@pytest.mark.parametrize("first", [0, 1])
+@ranks(2, group="gloo")
+def test_a_rank_out_of_step_in_join_is_named_whoever_gives_up_first(
+    rank: int, fault: str, first: int
+) -> None:
+    """It waits in its next forward for the other, which waits for it at the end of its backward."""
+    model = two_layers()
+    ddp = DistributedDataParallel(model, timeout_s=1.0 if rank == first else 60.0)
+    assert ddp.gradient_path == "memory"
+    with pytest.raises(DeadlineError) as caught, ddp.join():
+        for number, x in enumerate(batches(3, rank)):
+            loss = ddp(x).sum()
+            if (rank, number) == (1, 1):
+                if fault == "backward skipped":
+                    continue
+                loss = ddp(x).sum()
+            loss.backward()
+    error = caught.value
+    assert error.late == (1,)
+    assert "Rank 1 of 2 did not arrive" in error.summary
+    at_end, in_forward = error.seen.splitlines()
+    assert at_end.startswith("rank 0 ")
+    assert at_end.endswith("waits at the end of a backward; in backward of pass 2")
+    assert in_forward.startswith("rank 1 ") and "waits in all_reduce(" in in_forward
+    assert in_forward.endswith("in forward 2 of pass 2")

@@ -84,6 +84,47 @@ def test_a_rank_that_does_not_come_for_the_buffers(group, framework):
 
 
 @both
+@pytest.mark.parametrize("first", [0, 1])
+@ranks(3, framework="framework")
+def test_a_rank_in_another_call_than_the_others_is_named_whoever_gives_up_first(group, framework, first):
+    """It waits for the buffers of all, and they wait for it at the end of backward."""
+    do, x = adapter(framework), batch()
+    patience_s = 1.0 if group.rank == first else 60.0
+    model = do.wrap(do.normalised(), group, timeout_s=patience_s, buffers={"*": "average"})
+    do.backward(do.loss(model, x))
+    with pytest.raises(DeadlineError) as caught:
+        loss = do.loss(model, x)
+        if group.rank == 1:
+            model.sync_buffers()
+        do.backward(loss)
+    assert caught.value.late == (1,)
+    assert "Rank 1 of 3 did not arrive" in str(caught.value)
+    assert "it waits in another call than the others" in str(caught.value)
+    for rank in (0, 2):
+        assert f"rank {rank} (pid " in caught.value.seen
+
+
+@both
+@pytest.mark.parametrize("first", [0, 1])
+@on_two_ranks
+def test_of_two_ranks_in_different_calls_none_is_blamed(group, framework, first):
+    do, x = adapter(framework), batch()
+    patience_s = 1.0 if group.rank == first else 60.0
+    model = do.wrap(do.normalised(), group, timeout_s=patience_s, buffers={"*": "average"})
+    do.backward(do.loss(model, x))
+    crossed = "Ranks 0-1 of 2 wait for each other in different calls"
+    with pytest.raises(DeadlineError, match=crossed) as caught:
+        loss = do.loss(model, x)
+        if group.rank == 1:
+            model.sync_buffers()
+        do.backward(loss)
+    assert caught.value.late == ()
+    at_end, in_call = caught.value.seen.splitlines()
+    assert at_end.startswith("rank 0 ") and "waits at the end of a backward" in at_end
+    assert in_call.startswith("rank 1 ") and "; in forward of pass 2" in in_call
+
+
+@both
 @ranks(2, group=None, framework="framework")
 def test_a_rank_that_never_comes_while_the_group_forms(rank, framework):
     if rank == 1:

@@ -9,7 +9,14 @@ import threading
 import pytest
 
 from paceline import errors
-from paceline.collectives.failures import Reason, describe_call, describe_late, describe_slow, make_error
+from paceline.collectives.failures import (
+    Reason,
+    describe_call,
+    describe_late,
+    describe_slow,
+    make_error,
+    number_ranks,
+)
 
 
 def call(kind, number=7, **details):
@@ -25,7 +32,15 @@ def rank_facts(rank, state="alive", activity="", **details):
         "activity": activity,
         "call": call(1, count=10),
         "same_call": same,
+        "forwards": 0,
+        "waits_at": 0,
+        "waits_in": "",
+        "waits_for": [],
     } | details
+
+
+def waiting(rank, waits_in, waits_at, **details):
+    return rank_facts(rank, waits_in=waits_in, waits_at=waits_at, **details)
 
 
 def facts(reason, **details):
@@ -34,6 +49,7 @@ def facts(reason, **details):
         "reason": int(reason),
         "culprit": 2,
         "late": [2],
+        "waiting": [],
         "waited_s": 1.25,
         "message": "",
         "errno": 0,
@@ -169,6 +185,79 @@ def test_late_ranks_are_told_by_what_they_do():
         "rank 2 (pid 1002) is dead; last call: all_reduce(float32 x 10, sum), call #7",
         "rank 3 (pid 1003) has left; last call: all_reduce(float32 x 10, sum), call #7",
     ]
+
+
+def crossed(*ranks, **details):
+    """The last rank has given up on rank 0; all wait."""
+    everybody = range(len(ranks))
+    told = {"ranks": list(ranks), "waiting": list(everybody), "late": [0], "world_size": len(ranks)}
+    return make_error(facts(Reason.DEADLINE, **(told | details)))
+
+
+def test_most_of_the_ranks_that_wait_are_right():
+    at_end = {"activity": "in backward of pass 2", "forwards": 1}
+    error = crossed(
+        waiting(0, "pass", 2, **at_end),
+        waiting(1, "call", 7, activity="in forward 2 of pass 2", forwards=2),
+        waiting(2, "pass", 2, **at_end),
+    )
+    assert type(error) is errors.DeadlineError
+    assert error.late == (1,)
+    assert error.summary == (
+        "Rank 1 of 3 did not arrive within 1.2 s: it waits in another call than the others."
+    )
+    assert error.seen.splitlines() == [
+        "rank 0 (pid 1000) waits at the end of a backward; in backward of pass 2",
+        "rank 1 (pid 1001) waits in all_reduce(float32 x 10, sum), call #7; in forward 2 of pass 2",
+        "rank 2 (pid 1002) waits at the end of a backward; in backward of pass 2",
+    ]
+    assert error.expected == "the same calls in the same order on every rank"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_of_two_ranks_the_one_with_more_forwards_is_out_of_step(rank):
+    at_end, too_many = waiting(0, "pass", 2, forwards=1), waiting(1, "call", 7, forwards=2)
+    error = crossed(at_end, too_many, rank=rank, late=[1 - rank])
+    assert (error.late, error.rank) == ((1,), rank)
+    assert error.summary.endswith("it waits in another call than rank 0.")
+    # Who has no more data makes no forwards.
+    assert crossed(waiting(0, "pass", 2), waiting(1, "call", 7, forwards=2)).late == (1,)
+
+
+def test_where_nothing_tells_who_is_right_nobody_is_blamed():
+    for forwards in ((0, 0), (1, 1), (0, 1)):
+        of_each = [{"forwards": number} for number in forwards]
+        error = crossed(waiting(0, "pass", 2, **of_each[0]), waiting(1, "call", 7, **of_each[1]))
+        assert error.late == ()
+        assert error.summary == (
+            "Ranks 0-1 of 2 wait for each other in different calls, and did not meet within 1.2 s."
+        )
+        assert "rank 0" in error.seen and "rank 1" in error.seen
+    sides = [waiting(rank, "call", 7 + rank // 2) for rank in range(4)]
+    assert crossed(*sides).late == ()
+
+
+@pytest.mark.parametrize(("rank", "late"), [(0, (1,)), (1, (0,)), (2, (1,))])
+def test_each_end_of_a_message_is_told_of_the_other(rank, late):
+    to_0 = waiting(1, "message", 9, waits_for=[0])
+    error = crossed(waiting(0, "call", 7), to_0, waiting(2, "call", 7), rank=rank)
+    assert error.late == late
+    assert "rank 1 (pid 1001) waits for a message from or to rank 0" in error.seen
+
+
+def test_a_rank_that_does_not_wait_is_late_by_itself():
+    ranks = [waiting(0, "pass", 2), waiting(1, "call", 7), rank_facts(2)]
+    error = make_error(facts(Reason.DEADLINE, ranks=ranks, waiting=[0, 1], world_size=3))
+    assert error.late == (2,)
+    assert error.summary == "Rank 2 of 3 did not arrive within 1.2 s."
+
+
+def test_ranks_of_a_host_that_wait_have_the_numbers_of_all():
+    number_ranks("host 1", (4, 6), 8)
+    ranks = [waiting(0, "host_sums", 2, forwards=1), waiting(1, "message", 9, waits_for=[0])]
+    error = crossed(*ranks, group="host 1", rank=0, culprit=1)
+    assert (error.rank, error.late) == (4, (6,))
+    assert "rank 6 (pid 1001) waits for a message from or to rank 4" in error.seen
 
 
 def test_a_slow_wait_is_told_in_one_line_and_what_was_seen():

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from paceline.errors import CollectiveError, DeadlineError, PeerLostError
 from paceline.reducer.engine_waits import STATUS
+from paceline.torch.ddp.join import NamingJoin
 from paceline.torch.link.calls import GroupCalls
 from paceline.torch.link.transport import ProcessGroupTransport
 
@@ -136,3 +137,17 @@ def test_a_good_pass_and_groups_of_the_cpu_are_left_alone(calls):
         with pytest.raises(PeerLostError):
             calls(Group(**dict.fromkeys(devices, backend)), lost).wait(Work(backend), STATUS, on_host=True)
     assert not backend.is_aborted.is_set()
+
+
+def test_a_rank_that_raised_in_join_is_not_back_from_waiting() -> None:
+    """Others would take it for one that computes, and blame it."""
+
+    class Joining:
+        def naming_the_lost(self):
+            raise AssertionError("torch's Join makes no call after an error")
+
+    join = NamingJoin.__new__(NamingJoin)
+    join._enable = True
+    join._joining = Joining()  # type: ignore[assignment]
+    error = DeadlineError("late")
+    join.__exit__(type(error), error, None)

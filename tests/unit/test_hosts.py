@@ -262,7 +262,8 @@ def test_ranks_of_a_hosts_group_have_the_numbers_of_all() -> None:
     def line(rank: int) -> dict[str, object]:
         call = {"kind": 0, "count": 0, "number": 0, "dtype": 0, "op": 0, "root": 0}
         state = {"pid": 70 + rank, "state": "alive", "crash_signal": 0, "activity": f"in place {rank}"}
-        return {"rank": rank, "call": call, "same_call": call, **state}
+        wait = {"waits_in": "", "waits_at": 0, "waits_for": [], "forwards": 0}
+        return {"rank": rank, "call": call, "same_call": call, **state, **wait}
 
     facts = {
         "reason": int(Reason.DEADLINE),
@@ -271,6 +272,7 @@ def test_ranks_of_a_hosts_group_have_the_numbers_of_all() -> None:
         "world_size": 2,
         "culprit": 1,
         "late": [1],
+        "waiting": [],
         "waited_s": 1.0,
         "message": "",
         "call": line(0)["call"],

@@ -22,7 +22,7 @@ class Core:
         self.told: list[str] = []
         self.error: Exception | None = None
 
-    def set_activity(self, text: str) -> None:
+    def set_activity(self, text: str, forwards: int = 0) -> None:
         self.activities[0] = text
         self.told.append(text)
 

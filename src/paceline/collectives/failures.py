@@ -85,10 +85,33 @@ def describe_late(facts: Facts) -> str:
         if seen["state"] == "missing":
             lines.append(f"rank {rank} has not joined the group")
             continue
+        if rank in facts["waiting"] and seen["waits_in"]:
+            lines.append(f"rank {rank} (pid {seen['pid']}) {_describe_wait(seen)}")
+            continue
         doing = seen["activity"] or f"last call: {describe_call(seen['call'])}"
         lines.append(f"rank {rank} (pid {seen['pid']}) {_STATES[seen['state']]}; {doing}")
     return "\n".join(lines)
 
+
+def _describe_wait(seen: Facts) -> str:
+    """In what a rank waits.
+
+    Example:
+        "waits in all_reduce(float32 x 1, sum), call #7; in forward 2 of pass 2"
+    """
+    kind = seen["waits_in"]
+    place = f"in {describe_call(seen['call'])}" if kind == "call" else _PLACES[kind]
+    if kind == "message":
+        place += format_ranks(seen["waits_for"])
+    return f"waits {place}" + (f"; {seen['activity']}" if seen["activity"] else "")
+
+
+_PLACES = {
+    "forming": "for the others to join the group",
+    "pass": "at the end of a backward",
+    "host_sums": "for gradients of the ranks of its host",
+    "message": "for a message from or to ",
+}
 
 _numbers: dict[str, tuple[tuple[int, ...], int]] = {}  # by name of the group
 
@@ -113,10 +136,17 @@ def renumbered(facts: Facts) -> Facts:
         "rank": ranks[facts["rank"]],
         "culprit": ranks[culprit] if culprit >= 0 else culprit,
         "late": [ranks[rank] for rank in facts["late"]],
-        "ranks": _ByNumber(
-            {ranks[each["rank"]]: {**each, "rank": ranks[each["rank"]]} for each in facts["ranks"]}
-        ),
+        "waiting": [ranks[rank] for rank in facts["waiting"]],
+        "ranks": _ByNumber({ranks[each["rank"]]: _renumbered_rank(each, ranks) for each in facts["ranks"]}),
         "world_size": world_size,
+    }
+
+
+def _renumbered_rank(each: Facts, ranks: Sequence[int]) -> Facts:
+    return {
+        **each,
+        "rank": ranks[each["rank"]],
+        "waits_for": [ranks[rank] for rank in each["waits_for"]],
     }
 
 
@@ -207,6 +237,8 @@ def _left(facts: Facts) -> PacelineError:
 
 
 def _deadline(facts: Facts) -> PacelineError:
+    if facts["late"] and set(facts["late"]) <= set(facts["waiting"]):
+        return _crossed(facts)
     return DeadlineError(
         f"{_who(facts)} did not arrive within {facts['waited_s']:.1f} s.",
         where=_where(facts),
@@ -216,6 +248,63 @@ def _deadline(facts: Facts) -> PacelineError:
         late=tuple(facts["late"]),
         rank=facts["rank"],
     )
+
+
+def _crossed(facts: Facts) -> PacelineError:
+    """All wait, in different calls: who is late by the clock may be waiting for the rank that has noticed."""
+    odd = _out_of_step(facts)
+    rest = sorted(set(facts["waiting"]) - set(odd))
+    world_size, waited_s = facts["world_size"], facts["waited_s"]
+    if odd:
+        others = f"{'the others' if len(rest) > 1 else format_ranks(rest)}"
+        summary = (
+            f"{format_ranks(odd).capitalize()} of {world_size} did not arrive within {waited_s:.1f} s: "
+            f"{'it waits' if len(odd) == 1 else 'they wait'} in another call than {others}."
+        )
+    else:
+        summary = (
+            f"{format_ranks(rest).capitalize()} of {world_size} wait for each other in different calls, "
+            f"and did not meet within {waited_s:.1f} s."
+        )
+    return DeadlineError(
+        summary,
+        where=_where(facts),
+        seen=describe_late({**facts, "late": sorted(facts["waiting"])}),
+        expected="the same calls in the same order on every rank",
+        likely="a rank skipped a forward, a backward or a call that others made, or made one too many",
+        hint="look at the code around the two calls for a branch that depends on the rank or on its data",
+        late=odd,
+        rank=facts["rank"],
+    )
+
+
+def _out_of_step(facts: Facts) -> tuple[int, ...]:
+    """Those that wait elsewhere than they ought to, where all ranks wait; empty: nothing tells.
+
+    A message is of two ranks, so each of its ends is told of the other. Else most ranks are right. Where no
+    place has a majority, a rank that has begun more forwards than others since the last pass has made one too
+    many, or skipped a backward.
+    """
+    own = facts["ranks"][facts["rank"]]
+    if own["waits_in"] == "message":
+        return tuple(own["waits_for"])
+    waiting = [facts["ranks"][rank] for rank in sorted(facts["waiting"])]
+    in_messages = tuple(each["rank"] for each in waiting if each["waits_in"] == "message")
+    if in_messages:
+        return in_messages
+    sides: dict[int, list[Facts]] = {}
+    for each in waiting:
+        sides.setdefault(each["waits_at"], []).append(each)
+    most = max(map(len, sides.values()))
+    largest = [side for side in sides.values() if len(side) == most]
+    right = largest[0]
+    if len(largest) > 1:
+        forwards = [max(each["forwards"] for each in side) for side in largest]
+        fewest = max(1, min(forwards))  # of a rank that has no more data there are none
+        right = [each for side, number in zip(largest, forwards) if number <= fewest for each in side]
+        if len(right) == most * len(largest):
+            return ()
+    return tuple(each["rank"] for each in waiting if each not in right)
 
 
 def _mismatch(facts: Facts) -> PacelineError:

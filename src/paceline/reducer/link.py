@@ -23,7 +23,7 @@ from paceline.reducer.hosts import join_in_order
 from paceline.reducer.owners import Ranges
 from paceline.reducer.plan import Plan
 from paceline.reducer.protocol import Reducer
-from paceline.reducer.witness import Witness
+from paceline.reducer.witness import Tell, Witness
 
 _Tensor = TypeVar("_Tensor")
 
@@ -98,7 +98,7 @@ class Link(Protocol[_Tensor]):
     most_bucket_bytes: int | None
 
     @property
-    def tell(self) -> Callable[[str], None] | None:
+    def tell(self) -> Tell | None:
         """Lets the errors of other ranks tell what this one was doing; None: they can't."""
         ...
 

@@ -609,14 +609,21 @@ class Passes(Generic[AnyAutograd]):
             self._check_scattering(is_training=is_training)
         self._begun_forwards += 1
         state.is_syncing = is_syncing
-        if self._set_activity is not None:
-            self._set_activity(f"in forward of pass {self._pass_id - self._ids_before}")
+        self.tell_forward(is_syncing=is_syncing, is_training=is_training)
         # Forwards in eval mode often have no backward, on some ranks only; such a rank skips nothing.
         if is_syncing and is_training:
             state.status.forwards += 1
         if recording.note is not None:
             self._records.begin_forward(self._pass_id, is_syncing, is_training, inputs, kwargs)
         autograd.begin_forward(is_syncing=is_syncing, good_passes=self.good_passes)
+
+    def tell_forward(self, *, is_syncing: bool, is_training: bool) -> None:
+        """Let the errors of other ranks tell that this one begins a forward. See `begin_forward`."""
+        if self._set_activity is None:
+            return
+        number = self.state.status.forwards + (is_syncing and is_training)
+        which = f"{number} " if number > 1 else ""
+        self._set_activity(f"in forward {which}of pass {self._pass_id - self._ids_before}", number)
 
     @contextlib.contextmanager
     def local(self) -> Iterator[None]:
@@ -660,7 +667,8 @@ class Passes(Generic[AnyAutograd]):
         state.is_armed = True  # first: gradients on another device come from another thread
         self.autograd.at_end(EndOfBackward(self._end_backward, self._interrupt))
         if self._set_activity is not None:
-            self._set_activity(f"in backward of pass {self._pass_id - self._ids_before}")
+            forwards = state.status.forwards
+            self._set_activity(f"in backward of pass {self._pass_id - self._ids_before}", forwards)
         if recording.note is not None:
             self._records.begin_backward(self._pass_id)
 
@@ -746,6 +754,7 @@ class Passes(Generic[AnyAutograd]):
         state, reducer, config = self.state, self.reduction.reducer, self._config
         self._of_first = None
         self.fresh.forget()
+        is_lost = False
         try:
             self.autograd.raise_kept()
             try:
@@ -772,6 +781,9 @@ class Passes(Generic[AnyAutograd]):
                     note(_WROTE_BACK, self._pass_id, 0)
                 if self.fresh.is_used:
                     self.fresh.note()
+            except CollectiveError:
+                is_lost = True  # what this rank was in is evidence for the errors of the others
+                raise
             finally:
                 self._is_complete = False
                 if self.reduction.order is not None:
@@ -779,7 +791,7 @@ class Passes(Generic[AnyAutograd]):
                 state.begin_next()
                 if self.micro_batches.is_used:
                     self.micro_batches.end()
-                if self._set_activity is not None:
+                if self._set_activity is not None and not is_lost:
                     self._set_activity(f"after backward of pass {self._pass_id - self._ids_before}")
                 self._pass_id += 1
             if seen_order is not None:

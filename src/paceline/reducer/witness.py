@@ -11,7 +11,7 @@ Imports the core, rendezvous, `errors`, `stacks` and the standard library.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from paceline import _core
@@ -26,11 +26,17 @@ _INNOCENT = (_WAITING, _GAVE_UP)
 _NAP_S = 0.002
 
 
+class Tell(Protocol):
+    """Lets the others know what this rank does, and how many forwards it has begun since its last pass."""
+
+    def __call__(self, activity: str, forwards: int = 0, /) -> None: ...
+
+
 class Witness(Protocol):
     """What one rank can learn of the others, and tells them, beside the process group."""
 
-    def tell(self, activity: str) -> None:
-        """Let the others know what this rank does. Not collective, does not block."""
+    def tell(self, activity: str, forwards: int = 0, /) -> None:
+        """Let the others know what this rank does; see `Tell`. Not collective, does not block."""
         ...
 
     def tell_waiting(self) -> None:
@@ -81,7 +87,7 @@ class ChannelWitness:
         self._activity = ""
         self._has_given_up = False
 
-    def tell(self, activity: str) -> None:
+    def tell(self, activity: str, forwards: int = 0, /) -> None:
         self._activity = activity
         if not self._has_given_up:
             self._channel.say(activity)
@@ -120,15 +126,15 @@ class ChannelWitness:
         return self._channel.late(is_silent=True)
 
 
-def tell_on_host_too(core: _core.HostGroup, witness: Witness | None) -> Callable[[str], None] | None:
+def tell_on_host_too(core: _core.HostGroup, witness: Witness | None) -> Tell:
     """What tells the ranks of this host, in their memory, and those of other hosts what this rank does."""
     if witness is None:
         return core.set_activity
     tell_others = witness.tell
 
-    def tell(activity: str) -> None:
-        core.set_activity(activity)
-        tell_others(activity)
+    def tell(activity: str, forwards: int = 0, /) -> None:
+        core.set_activity(activity, forwards)
+        tell_others(activity, forwards)
 
     return tell
 
@@ -146,10 +152,10 @@ class MemoryWitness:
         self._ranks = range(core.world_size) if ranks is None else ranks
         self._has_given_up = False
 
-    def tell(self, activity: str) -> None:
+    def tell(self, activity: str, forwards: int = 0, /) -> None:
         """Let the others know what this rank does. Not collective, does not block."""
         if not self._has_given_up:
-            self._core.set_activity(activity)
+            self._core.set_activity(activity, forwards)
 
     def tell_waiting(self) -> None:
         """This rank has done its part and waits for the process group."""
@@ -232,9 +238,9 @@ class HostWitness:
         self.fail, self.lost, self.find_lost = of_all.fail, of_all.lost, of_all.find_lost
         self.silent = of_all.silent
 
-    def tell(self, activity: str) -> None:
+    def tell(self, activity: str, forwards: int = 0, /) -> None:
         for each in self._both:
-            each.tell(activity)
+            each.tell(activity, forwards)
 
     def tell_waiting(self) -> None:
         for each in self._both:

@@ -7,7 +7,7 @@ the same few things, so that nothing above knows which it is.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -39,7 +39,7 @@ from paceline.reducer.link import (
     sum_rows,
 )
 from paceline.reducer.plan import Plan
-from paceline.reducer.witness import MemoryWitness, Witness, tell_on_host_too
+from paceline.reducer.witness import MemoryWitness, Tell, Witness, tell_on_host_too
 
 
 class Link(link.Link[paddle.Tensor], Protocol):
@@ -71,7 +71,7 @@ class MemoryLink:
 
     def __init__(self, core: _core.HostGroup, owner: object) -> None:
         self.rank, self.world_size = core.rank, core.world_size
-        self.tell: Callable[[str], None] | None = core.set_activity
+        self.tell: Tell | None = core.set_activity
         self.witness: Witness | None = MemoryWitness(core)
         self.gather = functools.partial(gather_in_memory, core)
         self.core = core
@@ -124,7 +124,7 @@ class GroupLink:
     def __init__(self, calls: GroupCalls) -> None:
         self.rank, self.world_size = calls.rank, calls.world_size
         self.witness = witness = calls.witness
-        self.tell: Callable[[str], None] | None = None if witness is None else witness.tell
+        self.tell: Tell | None = None if witness is None else witness.tell
         self._calls = calls
 
     def broadcast(self, tensors: Sequence[paddle.Tensor], root: int = 0) -> None:

@@ -389,7 +389,7 @@ class DistributedDataParallel(WrappedModel, TorchNames):
                 passes = self._begin_local_forward(passes, is_training=is_training)
             is_syncing = self.require_backward_grad_sync
             if self._join_config is not None and self._join_config.enable and self._joining is not None:
-                self._joining.notify(self, is_syncing)
+                self._joining.notify(self, is_syncing, is_training=is_training)
             passes.begin_forward(inputs, kwargs, is_syncing=is_syncing, is_training=is_training)
             if self._config.weight is not None:
                 weight = self._config.weight

@@ -48,8 +48,10 @@ class Joining:
         self._is_shadowing = False
         self._work: dist.Work | None = None  # kept: dropping one that is under way may end it
 
-    def notify(self, joinable: Any, is_syncing: bool) -> None:
+    def notify(self, joinable: Any, is_syncing: bool, *, is_training: bool) -> None:
         """Tell those who have run out that this rank begins a forward, and whether it will synchronise."""
+        if self._passes is not None:  # first: a forward too many waits here for the others
+            self._passes.tell_forward(is_syncing=is_syncing, is_training=is_training)
         with self.naming_the_lost():
             self._work = Join.notify_join_context(joinable)
         self._any(is_syncing)
@@ -128,5 +130,8 @@ class NamingJoin(Join):
         self._joining: Joining = ddp._joining  # made by join_hook(), which has just been called
 
     def __exit__(self, *error: Any) -> None:
+        if error and error[0] is not None:  # torch's makes no call then, and this rank is not back from any
+            super().__exit__(*error)
+            return
         with self._joining.naming_the_lost():
             super().__exit__(*error)

@@ -6,7 +6,7 @@ See `paceline.reducer.link`. The hooks see no difference between the kinds.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from paceline.reducer.witness import (
     ChannelWitness,
     HostWitness,
     MemoryWitness,
+    Tell,
     Witness,
     tell_on_host_too,
 )
@@ -116,7 +117,7 @@ class MemoryLink:
 
     def __init__(self, core: _core.HostGroup, peers: Peers) -> None:
         self.rank, self.world_size = peers.rank, peers.world_size
-        self.tell: Callable[[str], None] | None = core.set_activity
+        self.tell: Tell | None = core.set_activity
         self.witness: Witness | None = MemoryWitness(core)
         self.core = core
         self._peers = peers
@@ -179,7 +180,7 @@ class GroupLink:
 
     def __init__(self, peers: ProcessGroupPeers, witness: Witness | None, reports: Any = None) -> None:
         self.rank, self.world_size = peers.rank, peers.world_size
-        self.tell: Callable[[str], None] | None = None if witness is None else witness.tell
+        self.tell: Tell | None = None if witness is None else witness.tell
         self.witness = witness
         self._peers = peers
         self.reports = reports
@@ -290,7 +291,7 @@ class DevicesLink:
     ) -> None:
         self._reducers = HostReducers(partners, between_hosts)
         self.rank, self.world_size = link.rank, link.world_size
-        self.tell: Callable[[str], None] | None = witness.tell
+        self.tell: Tell | None = witness.tell
         self.witness = link.witness
         self.broadcast, self.sum, self.all_gather = link.broadcast, link.sum, link.all_gather
         self._link, self._peers, self._between_hosts = link, peers, between_hosts
@@ -359,7 +360,7 @@ class HookLink:
 
     def __init__(self, link: Link[torch.Tensor], peers: Peers, hook: CommHook) -> None:
         self.rank, self.world_size, self.witness = link.rank, link.world_size, link.witness
-        self.tell: Callable[[str], None] | None = None if link.witness is None else link.witness.tell
+        self.tell: Tell | None = None if link.witness is None else link.witness.tell
         self.broadcast, self.sum, self.all_gather = link.broadcast, link.sum, link.all_gather
         self.with_hook = link.with_hook
         self._reports = getattr(link, "reports", None)
