@@ -9,6 +9,8 @@ import gc
 import hashlib
 import math
 import os
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -31,6 +33,7 @@ from paceline.errors import (
     UnusedParameterError,
 )
 from paceline.reducer.hierarchical import HierarchicalReducer
+from paceline.reducer.host_exchange import HostExchange
 from paceline.reducer.hosts import Envelope, Message, Transfer, plan_route
 from paceline.rendezvous import lifetime
 from paceline.torch import DistributedDataParallel
@@ -534,6 +537,26 @@ def test_an_interrupted_hook_is_told_to_all_hosts_at_once(rank, at, monkeypatch)
         assert caught.value.lost == (3,) and "KeyboardInterrupt" in str(caught.value)
     with pytest.raises((GroupClosedError, PeerLostError)):
         backward(wrapped, 3, rank, 4)
+
+
+@ranks(2, group="gloo")
+def test_a_rank_may_leave_before_its_partner_has_got_everything(rank, monkeypatch):
+    """Rank 1 stops between sending and receiving; meanwhile rank 0 ends its last pass, and leaves."""
+    place(rank, ALONE)
+    receive_next = HostExchange._receive_next
+
+    def stop(exchange: HostExchange) -> None:
+        subprocess.Popen(["sh", "-c", f"sleep 1; kill -CONT {os.getpid()}"])
+        time.sleep(0.1)  # all is sent
+        os.kill(os.getpid(), signal.SIGSTOP)
+        receive_next(exchange)
+
+    net = nn.Linear(512, 512, bias=False)
+    wrapped = DistributedDataParallel(net, compress_between_hosts="bf16")  # few messages, 0.5 MB
+    if rank == 1:
+        monkeypatch.setattr(HostExchange, "_receive_next", stop)
+    wrapped(torch.ones(1, 512)).sum().backward()
+    assert_allclose(net.weight.grad, np.ones((512, 512)))
 
 
 @ranks(2, group="gloo")

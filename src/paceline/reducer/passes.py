@@ -939,7 +939,10 @@ class Passes(Generic[AnyAutograd]):
 
         What it comes to is raised when this model goes on, as where the models need not wait for each other.
         """
-        self._untold = self._end_interrupted()
+        try:
+            self._untold = self._end_interrupted()
+        except Exception as error:  # this model's; what of it concerns the others they meet themselves
+            self._untold = error
         self.state.is_interrupted = self._untold is not None
 
     def _give_up_interrupted(self) -> None:
@@ -959,12 +962,13 @@ class Passes(Generic[AnyAutograd]):
         self.graphs.end_pass()
         self._of_first = None
         self.fresh.forget()
-        error = give_up_interrupted(self.reducer, self._config.allow_unused, self._config.allow_nobodys)
-        if order is not None:
-            order.end(self)
-        self.state.begin_next()
-        self.micro_batches.end()
-        return error
+        try:
+            return give_up_interrupted(self.reducer, self._config.allow_unused, self._config.allow_nobodys)
+        finally:
+            if order is not None:
+                order.end(self)
+            self.state.begin_next()
+            self.micro_batches.end()
 
     # --- ranks without data ---
 

@@ -1,7 +1,8 @@
 """The TCP connections that an engine has made between ranks, as sockets of our own: to end them.
 
 The one idea: an engine whose calls block may have no way to end them, but what it waits for comes over
-connections of this process, and those can be shut down.
+connections of this process, and those can be shut down. And what an engine calls sent is only on its way: a
+connection that is closed is reset by whatever comes afterwards, and forgets what the other side has not got.
 
 May import the rest of this folder.
 """
@@ -9,14 +10,23 @@ May import the rest of this folder.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
+import select
 import socket
+import struct
+import termios
+import threading
+import time
 from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
+from paceline.rendezvous import lifetime
 from paceline.rendezvous.exchange import Exchange
 
+_ARRIVES_WITHIN_S = 10.0  # what is in this machine's buffers, over a slow link
+_LOOK_S = 0.001
 Ends = tuple[Any, Any]
 """The addresses of both ends of a connection."""
 
@@ -95,6 +105,73 @@ def stop_receiving(sockets: Sequence[socket.socket]) -> None:
 def shut_down(sockets: Sequence[socket.socket]) -> None:
     """End connections for both sides. What was written before still arrives."""
     _shut_down(sockets, socket.SHUT_RDWR)
+
+
+def close_once_arrived(sockets: Sequence[socket.socket]) -> None:
+    """Close connections when the other machines have all that was written to them. Does not block.
+
+    The end of the process waits for it, for ten seconds at most.
+    """
+    if not any(map(_bytes_on_their_way, sockets)):
+        _close(sockets)
+        return
+    _partings.begin(sockets)
+
+
+def wait_until_arrived(sockets: Sequence[socket.socket]) -> None:
+    """Block until the other machines have all that was written to connections; for ten seconds at most."""
+    until_s = time.monotonic() + _ARRIVES_WITHIN_S
+    for each in sockets:
+        while _bytes_on_their_way(each) and time.monotonic() < until_s:
+            time.sleep(_LOOK_S)
+
+
+class _Partings:
+    """Connections that are closed once all has arrived, each by a thread."""
+
+    def __init__(self) -> None:
+        self._threads: list[threading.Thread] = []
+        self._pid = 0
+
+    def begin(self, sockets: Sequence[socket.socket]) -> None:
+        if self._pid != os.getpid():  # a forked child has none of these threads
+            self._pid, self._threads = os.getpid(), []
+            lifetime.before_leaving(self.wait, is_last=True)
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        thread = threading.Thread(target=self._part, args=(sockets,), name="paceline-parting", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def wait(self) -> None:
+        """Block until they are closed; each has its deadline."""
+        if self._pid == os.getpid():
+            for thread in self._threads:
+                thread.join(_ARRIVES_WITHIN_S)
+
+    def _part(self, sockets: Sequence[socket.socket]) -> None:
+        wait_until_arrived(sockets)
+        _close(sockets)
+
+
+_partings = _Partings()
+
+
+def _bytes_on_their_way(connection: socket.socket) -> int:
+    """What was written to a connection and the other machine has not confirmed; 0 also if it has ended."""
+    watched = select.poll()
+    try:
+        watched.register(connection, 0)
+        if watched.poll(0):  # an error, or both sides have ended it
+            return 0
+        (found,) = struct.unpack("i", fcntl.ioctl(connection, termios.TIOCOUTQ, bytes(4)))
+    except (OSError, ValueError):  # it is closed
+        return 0
+    return int(found)
+
+
+def _close(sockets: Sequence[socket.socket]) -> None:
+    for each in sockets:
+        each.close()
 
 
 def _shut_down(sockets: Sequence[socket.socket], how: int) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -23,7 +24,14 @@ from paceline.collectives.formation import share_alone
 from paceline.errors import RendezvousError
 from paceline.reducer.hierarchical import Hosts
 from paceline.reducer.hosts import Message, num_shares, place_of
-from paceline.rendezvous.connections import connected_sockets, shut_down, sockets_to
+from paceline.rendezvous import lifetime
+from paceline.rendezvous.connections import (
+    close_once_arrived,
+    connected_sockets,
+    shut_down,
+    sockets_to,
+    wait_until_arrived,
+)
 from paceline.rendezvous.control import ControlChannel
 from paceline.rendezvous.shared_memory import HostMemory
 from paceline.torch.link.peers import Peers, ProcessGroupPeers, control_of
@@ -138,12 +146,20 @@ class GlooTransport:
         self._group = group
         self._names = names
         self._sockets = sockets
+        # What Gloo calls sent is in this machine's buffers. A partner that has not got it yet may ask for the
+        # next pass over the same connection, which would be reset if it were closed.
+        weakref.finalize(self, close_once_arrived, sockets).atexit = False
+        lifetime.before_leaving(self.leave, is_last=True)
 
     def sending(self, host: int, message: Message, tag: int) -> Callable[[], GlooTransfer]:
         return _beginning(self._group.send, host, message, tag)
 
     def receiving(self, host: int, message: Message, tag: int) -> Callable[[], GlooTransfer]:
         return _beginning(self._group.recv, host, message, tag)
+
+    def leave(self) -> None:
+        """The process ends: wait until the partners' machines have what was sent; for ten seconds at most."""
+        wait_until_arrived(self._sockets)
 
     def name(self, host: int) -> str:
         return f"rank {self.ranks[host]} (host {host}, {self._names[self.ranks[host]]})"
