@@ -10,6 +10,7 @@ import hashlib
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -551,6 +552,16 @@ def test_a_rank_may_leave_before_its_partner_has_got_everything(rank, monkeypatc
         os.kill(os.getpid(), signal.SIGSTOP)
         receive_next(exchange)
 
+    start = GlooTransport.__init__
+
+    def start_with_buffers(transport: GlooTransport, *arguments: Any) -> None:
+        """Rank 0's machine takes all that is sent at once, that of rank 1 little before it is read."""
+        start(transport, *arguments)
+        for each in transport._sockets:
+            buffer, nbytes = ((socket.SO_SNDBUF, 1 << 22), (socket.SO_RCVBUF, 1 << 12))[rank]
+            each.setsockopt(socket.SOL_SOCKET, buffer, nbytes)
+
+    monkeypatch.setattr(GlooTransport, "__init__", start_with_buffers)
     net = nn.Linear(512, 512, bias=False)
     wrapped = DistributedDataParallel(net, compress_between_hosts="bf16")  # few messages, 0.5 MB
     if rank == 1:
