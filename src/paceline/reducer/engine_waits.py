@@ -2,7 +2,7 @@
 
 The one idea: what a process group knows of a failure is little (no rank, no name), so the error says which
 bucket it was and which parameters lie in it, and asks a witness for the rank where there is one. Imports only
-what is in this folder, `errors` and the standard library.
+what is in this folder, rendezvous, `errors` and the standard library.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from paceline.errors import CollectiveError, DeadlineError, PeerLostError, forma
 from paceline.reducer.pass_errors import shorten
 from paceline.reducer.plan import Plan
 from paceline.reducer.witness import Witness
+from paceline.rendezvous.answers import LateRanks
 
 _SHORTEST_NAP_S = 0.00002
 _LONGEST_NAP_S = 0.001
@@ -45,6 +46,31 @@ def is_of_a_lost_peer(text: str) -> bool:
 def is_of_a_late_peer(text: str) -> bool:
     """Whether an engine's own words tell of its deadline."""
     return any(sign in text for sign in _SIGNS_OF_A_LATE_PEER)
+
+
+def late_error(
+    who: str, late: LateRanks, doing: str, where: str, text: str = "", after: str = ""
+) -> DeadlineError:
+    """The error for ranks of which somebody knows that they are late.
+
+    Args:
+        who: This rank in words.
+        late: What is known.
+        doing: What it has waited for: "average gradients".
+        where: In which bucket or call, in words.
+        text: The engine's own words.
+        after: How long it has waited: " after 2.0 s".
+    """
+    fields: dict[str, Any] = {"late": late.ranks} if late.ranks else {}
+    whom = f"for {format_ranks(late.ranks)} " if late.ranks else ""
+    return DeadlineError(
+        f"{who.capitalize()} gave up waiting {whom}to {doing}{after}.",
+        where=where,
+        seen="\n".join(filter(None, [late.seen, text])),
+        likely=late.likely,
+        hint=late.hint,
+        **fields,
+    )
 
 
 class EngineWaits:
@@ -174,16 +200,7 @@ class EngineWaits:
         late = self.witness.silent() if is_silent else self.witness.late()
         if late is None:
             return None
-        fields: dict[str, Any] = {"late": late.ranks} if late.ranks else {}
-        whom = f"for {format_ranks(late.ranks)} " if late.ranks else ""
-        return DeadlineError(
-            f"{self._who.capitalize()} gave up waiting {whom}to {_doing(what)}{after}.",
-            where=self._where(what),
-            seen="\n".join(filter(None, [late.seen, text])),
-            likely=late.likely,
-            hint=late.hint,
-            **fields,
-        )
+        return late_error(self._who, late, _doing(what), self._where(what), text, after)
 
     def _late(self, what: int | str) -> CollectiveError:
         if self.witness is not None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from paceline.errors import CollectiveError, DeadlineError, MismatchError, PeerLostError, format_ranks
-from paceline.reducer.engine_waits import is_of_a_late_peer, is_of_a_lost_peer
+from paceline.errors import CollectiveError, DeadlineError, MismatchError, PeerLostError
+from paceline.reducer.engine_waits import is_of_a_late_peer, is_of_a_lost_peer, late_error
 from paceline.reducer.hosts import Begin, Header, HostsTransport, Message, Transfer
 from paceline.rendezvous.control import ControlChannel
 
@@ -142,13 +142,4 @@ class PartnerWaits:
     def _not_answering(self, doing: str, bucket: int, text: str) -> DeadlineError | None:
         """The error for ranks whose processes do not run, if there are any."""
         late = self._control.late(is_silent=True)
-        if late is None:
-            return None
-        return DeadlineError(
-            f"{self._who.capitalize()} gave up waiting for {format_ranks(late.ranks)} to {doing}.",
-            where=self._where(bucket),
-            seen="\n".join(filter(None, [late.seen, text])),
-            likely=late.likely,
-            hint=late.hint,
-            late=late.ranks,
-        )
+        return None if late is None else late_error(self._who, late, doing, self._where(bucket), text)
