@@ -21,6 +21,7 @@ void bind_late_threads(nanobind::module_& m);
 void bind_machine(nanobind::module_& m);
 void bind_model_memory(nanobind::module_& m);
 void bind_module_snapshot(nanobind::module_& m);
+void bind_pass_marks(nanobind::module_& m);
 void bind_pass_records(nanobind::module_& m);
 void bind_pass_status(nanobind::module_& m);
 void bind_permutation(nanobind::module_& m);

@@ -9,7 +9,9 @@
 #include "bind/bindings.h"
 #include "bind/dlpack.h"
 #include "bind/garbage_collected.h"
+#include "bind/gradient_taker.h"
 #include "bind/handed_gradients.h"
+#include "bind/py_pass_marks.h"
 #include "bind/py_reducer.h"
 #include "bind/tensor_attribute.h"
 
@@ -45,7 +47,7 @@ class Slot {
 class GradientHook {
  public:
   GradientHook(nb::object in_python, nb::object state, size_t parameter,
-               nb::object reducer, nb::object place, bool gradient_in_arena,
+               nb::object taker, nb::object place, bool gradient_in_arena,
                const std::string& transformed, nb::object stand_in)
       : state_(std::move(state)),
         is_syncing_(state_, "is_syncing"),
@@ -53,8 +55,8 @@ class GradientHook {
         parameter_(parameter),
         handed_object_(state_.attr("handed")),
         handed_(nb::cast<HandedGradients*>(handed_object_)),
-        reducer_(std::move(reducer)),
-        core_(nb::cast<PyReducer*>(reducer_)),
+        taker_object_(std::move(taker)),
+        taker_(gradient_taker(taker_object_)),
         place_(std::move(place)),
         type_(nb::borrow<nb::object>(place_.type())),
         left_(stand_in.is_none() ? place_ : std::move(stand_in)),
@@ -86,7 +88,8 @@ class GradientHook {
     if (!state_.is_valid()) Py_RETURN_NONE;  // the garbage collector was here
     const bool is_usual =
         is_syncing_.is_true(state_) && is_armed_.is_true(state_) &&
-        handed_->find(parameter_) == nullptr;  // else it came twice
+        handed_->find(parameter_) == nullptr &&  // else it came twice
+        taker_->is_open();
     if (!is_usual) return call_python(parameter);
     nb::object gradient = nb::steal(grad_.get(parameter));
     if (!gradient.is_valid()) return nullptr;
@@ -106,7 +109,7 @@ class GradientHook {
       }
     }
     handed_->put(parameter_, gradient_in_arena_ ? left_ : std::move(gradient));
-    core_->mark_ready(parameter_, reinterpret_cast<Pointer>(pointer));
+    taker_->mark_ready(parameter_, reinterpret_cast<Pointer>(pointer));
     Py_RETURN_NONE;
   }
 
@@ -129,7 +132,7 @@ class GradientHook {
   /// So it is enough to ask once, in case that the model does it by hand.
   enum class Asks : uint8_t { kNever, kOnce, kAlways };
 
-  // The reducer holds nothing that leads back here.
+  // Whoever takes gradients holds nothing that leads back here.
   std::array<nb::object*, 5> held_objects() {
     return {&in_python_, &state_, &handed_object_, &place_, &left_};
   }
@@ -184,8 +187,8 @@ class GradientHook {
   size_t parameter_;
   nb::object handed_object_;
   HandedGradients* handed_;
-  nb::object reducer_;
-  PyReducer* core_;
+  nb::object taker_object_;
+  GradientTaker* taker_;
   TensorAttribute grad_{"grad"};
   nb::object place_;
   nb::object type_;
@@ -227,12 +230,18 @@ PyType_Slot slots[] = {
 
 }  // namespace
 
+GradientTaker* gradient_taker(nb::handle object) {
+  if (nb::isinstance<PyPassMarks>(object))
+    return nb::cast<PyPassMarks*>(object);
+  return nb::cast<PyReducer*>(object);
+}
+
 void bind_gradient_hook(nb::module_& m) {
   using namespace nb::literals;
   nb::class_<GradientHook>(m, "GradientHook", nb::type_slots(slots))
       .def(nb::init<nb::object, nb::object, size_t, nb::object, nb::object,
                     bool, const std::string&, nb::object>(),
-           "in_python"_a, "state"_a, "param"_a, "reducer"_a, "place"_a,
+           "in_python"_a, "state"_a, "param"_a, "taker"_a, "place"_a,
            "gradient_in_arena"_a, "transformed"_a = "",
            "stand_in"_a = nb::none());
 }

@@ -21,6 +21,7 @@ NB_MODULE(_core, m) {
   bind_model_memory(m);
   bind_step_ledger(m);
   bind_host_group(m);
+  bind_pass_marks(m);
   bind_pass_records(m);
   bind_pass_status(m);
   bind_recorder(m);

@@ -6,13 +6,14 @@
 #include <utility>
 #include <vector>
 
+#include "bind/gradient_taker.h"
 #include "bind/py_host_group.h"
 #include "reducer/reducer.h"
 
 namespace paceline {
 
 /// A Reducer, with the group kept alive behind it.
-class PyReducer {
+class PyReducer final : public GradientTaker {
  public:
   PyReducer(nb::object group, size_t arena_bytes,
             const std::vector<size_t>& offsets,
@@ -40,7 +41,8 @@ class PyReducer {
     });
   }
 
-  void mark_ready(size_t parameter, Pointer gradient) {
+  bool is_open() const override { return true; }  // it raises by itself
+  void mark_ready(size_t parameter, Pointer gradient) override {
     check_not_nested();
     group_->call_without_waiting([&](HostGroup&) {
       reducer_->mark_ready(parameter, as_pointer(gradient));

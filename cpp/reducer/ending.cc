@@ -22,7 +22,7 @@ uint32_t Reducer::finish(const PassStatus& status, bool allow_unused,
     slept_before_ns_ = slept_ns;
     return outcome;
   } catch (...) {
-    leave_pass();
+    leave();
     keep_arena();
     throw;
   }
@@ -54,7 +54,7 @@ uint32_t Reducer::complete_pass(const PassStatus& status, bool allow_unused,
   uint32_t verdict = end_backward(status, flags);
   fault_point(Point::kAfterEnd);
   in_pass_ = false;
-  leave_pass();
+  leave();
   finished_passes_ = pass_;
   // Not by what this rank allows: one without data has nothing to allow.
   if ((verdict & kPassUnusedRefused) != 0 && allow_nobodys && is_unused_alike())
@@ -89,6 +89,39 @@ uint32_t Reducer::complete_pass(const PassStatus& status, bool allow_unused,
 void Reducer::forget_outside() {
   overlapping_.clear();
   for (Parameter& parameter : parameters_) parameter.copy_back = nullptr;
+}
+
+void Reducer::collect_written(std::vector<Extent>& found) const {
+  for (size_t p = 0; p < parameters_.size(); ++p) {
+    const Parameter& parameter = parameters_[p];
+    if (parameter.ready_in_pass != pass_ || parameter.copy_back == nullptr ||
+        parameter.span.count == 0)
+      continue;
+    const size_t bytes =
+        parameter.span.count * dtype_bytes(parameter.span.dtype);
+    found.push_back({parameter.copy_back, parameter.copy_back + bytes, p});
+  }
+}
+
+void Reducer::part_overlapping() {
+  overlapping_.clear();
+  if (scatters_) return;  // nothing is written there
+  overlapping_ = find_overlapping();
+  for (const size_t index : overlapping_) {
+    Parameter& parameter = parameters_[index];
+    if (parameter.copy_back != nullptr) move_into_arena(parameter);
+  }
+}
+
+// Only chunks that are assigned to this rank are not there already, and none of
+// them is reduced yet.
+void Reducer::move_into_arena(Parameter& parameter) {
+  for (uint32_t i = parameter.first_segment; i < parameter.end_segment; ++i) {
+    const Segment& segment = segments_[segments_in_order_[i]];
+    if (segment.owner != session_.rank()) continue;
+    memcpy(arena() + segment.offset, own_place_of(segment), segment.bytes());
+  }
+  parameter.copy_back = nullptr;
 }
 
 // A parameter without a gradient counts as zeros; its buckets can be posted

@@ -1,27 +1,20 @@
-// Gradients that share memory; see reducer.h.
-//
-// Two parameters behind views of one sum may get one memory for both gradients,
-// on one rank and not on the others. Written in place, the mean of one would be
-// read as the gradient of the other, and only one of two means would remain. So
-// each of them is moved into the arena, and the front end gives it memory of
-// its own. This holds between all passes that one thread runs at a time:
-// several models may get their gradients in one backward.
-#include <string.h>
+#include "reducer/overlaps.h"
 
 #include <algorithm>
 #include <memory>
 #include <mutex>
 
-#include "reducer/reducer.h"
+#include "core/atomics.h"
+#include "core/region.h"
 
 namespace paceline {
 namespace {
 
-/// The reducers of this process that are in a pass. A thread looks into its own
-/// alone, so the lock is held for the list.
+/// The passes of this process. A thread looks into its own alone, so the lock
+/// is held for the list.
 struct OpenPasses {
   std::mutex mutex;
-  std::vector<Reducer*> reducers;
+  std::vector<OpenPass*> passes;
   uint32_t fork_generation;
 };
 
@@ -38,45 +31,54 @@ OpenPasses& open_passes() {
     // partners: each other, and the load above.
     if (current.compare_exchange_strong(seen, fresh.get(),
                                         std::memory_order_acq_rel))
-      seen = fresh.release();  // outlives every reducer
+      seen = fresh.release();  // outlives every pass
   }
   return *seen;
 }
 
 }  // namespace
 
-void Reducer::enter_pass() {
+void OpenPass::enter() {
+  copied_.clear();
   OpenPasses& open = open_passes();
   const std::lock_guard lock(open.mutex);
   thread_ = std::this_thread::get_id();
-  if (std::find(open.reducers.begin(), open.reducers.end(), this) ==
-      open.reducers.end())
-    open.reducers.push_back(this);
+  if (std::find(open.passes.begin(), open.passes.end(), this) ==
+      open.passes.end())
+    open.passes.push_back(this);
 }
 
-void Reducer::leave_pass() {
-  if (session_.is_forked()) return;
+void OpenPass::leave() {
   OpenPasses& open = open_passes();
   const std::lock_guard lock(open.mutex);
-  std::erase(open.reducers, this);
+  std::erase(open.passes, this);
 }
 
-void Reducer::part_overlapping() {
-  overlapping_.clear();
-  if (scatters_) return;  // nothing is written there
+void OpenPass::add_copied(size_t parameter, const void* gradient,
+                          size_t bytes) {
+  const auto* begin = static_cast<const std::byte*>(gradient);
+  if (bytes > 0) copied_.push_back({begin, begin + bytes, parameter});
+}
+
+std::vector<size_t> OpenPass::find_overlapping() {
+  std::vector<size_t> found;
   extents_.clear();
-  collect_extents(*this, true);
-  if (extents_.empty()) return;
+  collect(*this);
+  if (extents_.empty()) return found;
   {
     OpenPasses& open = open_passes();
     const std::lock_guard lock(open.mutex);
-    for (Reducer* other : open.reducers) {
-      if (other != this && other->thread_ == thread_)
-        collect_extents(*other, false);
+    for (const OpenPass* other : open.passes) {
+      if (other != this && other->thread_ == thread_) collect(*other);
     }
   }
   std::sort(extents_.begin(), extents_.end(),
             [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
+  const auto add = [&](const Extent& extent) {
+    if (extent.parameter != kForeign &&
+        std::find(found.begin(), found.end(), extent.parameter) == found.end())
+      found.push_back(extent.parameter);
+  };
   // The one that reaches furthest of those that begin before. Whoever overlaps
   // with any of them overlaps with it; and those that it overlaps with, it does
   // when they come.
@@ -84,55 +86,31 @@ void Reducer::part_overlapping() {
   for (size_t i = 1; i < extents_.size(); ++i) {
     const Extent& extent = extents_[i];
     if (extent.begin < furthest->end) {
-      if (extent.parameter != nullptr) part(*extent.parameter);
-      if (furthest->parameter != nullptr) part(*furthest->parameter);
+      add(extent);
+      add(*furthest);
     }
     if (extent.end > furthest->end) furthest = &extent;
   }
+  return found;
 }
 
-void Reducer::collect_extents(Reducer& from, bool is_own) {
-  for (Parameter& parameter : from.parameters_) {
-    if (parameter.ready_in_pass != from.pass_ ||
-        parameter.copy_back == nullptr || parameter.span.count == 0)
-      continue;
-    const size_t bytes =
-        parameter.span.count * dtype_bytes(parameter.span.dtype);
-    extents_.push_back({parameter.copy_back, parameter.copy_back + bytes,
-                        is_own ? &parameter : nullptr});
+void OpenPass::collect(const OpenPass& from) {
+  const size_t own = extents_.size();
+  from.collect_written(extents_);
+  if (&from == this) {
+    extents_.insert(extents_.end(), copied_.begin(), copied_.end());
+    return;
   }
+  for (size_t i = own; i < extents_.size(); ++i) extents_[i].parameter = kForeign;
   for (const Extent& extent : from.copied_) {
     // A gradient that two wrapped models have copied, of a parameter that both
     // hold, gets the same mean from both.
-    const auto is_same = [&](const Extent& own) {
-      return own.is_same_memory(extent);
-    };
-    if (is_own) {
-      extents_.push_back(extent);
-    } else if (std::none_of(copied_.begin(), copied_.end(), is_same)) {
-      extents_.push_back({extent.begin, extent.end, nullptr});
-    }
+    const bool is_same =
+        std::any_of(copied_.begin(), copied_.end(), [&](const Extent& each) {
+          return each.is_same_memory(extent);
+        });
+    if (!is_same) extents_.push_back({extent.begin, extent.end, kForeign});
   }
-}
-
-void Reducer::part(Parameter& parameter) {
-  const auto index = static_cast<size_t>(&parameter - parameters_.data());
-  if (std::find(overlapping_.begin(), overlapping_.end(), index) !=
-      overlapping_.end())
-    return;
-  if (parameter.copy_back != nullptr) move_into_arena(parameter);
-  overlapping_.push_back(index);
-}
-
-// Only chunks that are assigned to this rank are not there already, and none of
-// them is reduced yet.
-void Reducer::move_into_arena(Parameter& parameter) {
-  for (uint32_t i = parameter.first_segment; i < parameter.end_segment; ++i) {
-    const Segment& segment = segments_[segments_in_order_[i]];
-    if (segment.owner != session_.rank()) continue;
-    memcpy(arena() + segment.offset, own_place_of(segment), segment.bytes());
-  }
-  parameter.copy_back = nullptr;
 }
 
 }  // namespace paceline

@@ -44,7 +44,7 @@ void Reducer::close() {
   if (closed_) return;
   closed_ = true;
   in_pass_ = false;
-  leave_pass();
+  leave();
   heap_.free(arena_at_);
   // The counters are in rank 0's share: others may still be reading how the
   // last pass ended.
@@ -73,10 +73,9 @@ void Reducer::keep_arena() {
 void Reducer::begin_pass() {
   ++pass_;
   in_pass_ = true;
-  enter_pass();
+  enter();
   weights_known_ = false;
   first_open_bucket_ = 0;
-  copied_.clear();
   for (Bucket& bucket : buckets_) {
     bucket.pending = bucket.parameters;
     bucket.posted = false;
@@ -112,8 +111,7 @@ void Reducer::mark_ready(size_t index, void* gradient) {
 
 void Reducer::mark_copied(size_t index, void* gradient, size_t bytes) {
   mark_ready(index, nullptr);
-  const auto* begin = static_cast<const std::byte*>(gradient);
-  if (bytes > 0) copied_.push_back({begin, begin + bytes, &parameters_[index]});
+  add_copied(index, gradient, bytes);
 }
 
 bool Reducer::post_complete(const Parameter& parameter) {

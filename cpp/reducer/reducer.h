@@ -84,7 +84,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
-#include <thread>
 #include <utility>
 #include <vector>
 
@@ -94,6 +93,7 @@
 #include "core/session.h"
 #include "core/sizes.h"
 #include "kernels/kernels.h"
+#include "reducer/overlaps.h"
 #include "reducer/pass_status.h"
 #include "reducer/settled_count.h"
 
@@ -135,7 +135,7 @@ inline constexpr uint32_t kPassUnusedRefused = 128;
 /// Some rank tells more than its number of forwards; see PassStatus.
 inline constexpr uint32_t kPassTold = 256;
 
-class Reducer {
+class Reducer final : OpenPass {
  public:
   /// Collective: allocates the arena and the counters.
   /// `assigns_chunks`: gradients will lie outside of the arena; see the words.
@@ -387,26 +387,10 @@ class Reducer {
   /// After the end of the group; see the head.
   void keep_arena();
 
-  // overlaps.cc
-
-  /// The memory of a gradient that was handed over.
-  struct Extent {
-    const std::byte* begin;
-    const std::byte* end;
-    /// Null: the gradient belongs to another reducer.
-    Parameter* parameter;
-    bool is_same_memory(const Extent& other) const {
-      return begin == other.begin && end == other.end;
-    }
-  };
-  /// Remembers that this thread runs a pass of this reducer.
-  void enter_pass();
-  void leave_pass();
+  void collect_written(std::vector<Extent>& found) const override;
   /// Moves gradients into the arena that share memory with any other gradient
   /// handed over in this thread's passes.
   void part_overlapping();
-  void collect_extents(Reducer& from, bool is_own);
-  void part(Parameter& parameter);
   void move_into_arena(Parameter& parameter);
 
   std::byte* arena_of(int rank) const {
@@ -475,12 +459,7 @@ class Reducer {
   std::vector<Parameter> parameters_;
   /// For each segment, the last pass in which this rank reduced it.
   std::vector<uint64_t> reduced_in_pass_;
-  /// Where the gradients lie that were copied into the arena in this pass.
-  std::vector<Extent> copied_;
   std::vector<size_t> overlapping_;
-  /// The thread that runs the pass under way.
-  std::thread::id thread_;
-  std::vector<Extent> extents_;
   bool weights_known_ = false;
   bool weights_all_one_ = true;
   std::vector<double> weights_;

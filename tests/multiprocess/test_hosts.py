@@ -515,7 +515,7 @@ def test_a_forked_child_that_raises_is_no_rank(rank):
             assert_allclose(parameter.grad, expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("at", ["_count_down", "_launch"])
+@pytest.mark.parametrize("at", ["_post_complete", "_launch"])
 @ranks(4, group="gloo")
 def test_an_interrupted_hook_is_told_to_all_hosts_at_once(rank, at, monkeypatch):
     place(rank)

@@ -197,17 +197,25 @@ class EngineReducer(ReportingReducer):
         if self._beside is not None:
             self._beside.close()
 
-    def _hand_over(self, param: int) -> None:
+    def mark_ready(self, param: int, grad_pointer: int = 0) -> None:
         if self._note_stream is not None:
             self._note_stream()
-        for number in self._buckets_of[param]:
-            self._missing[number] -= 1
+        super().mark_ready(param, grad_pointer)
+
+    def mark_copied(self, param: int, grad_pointer: int, nbytes: int) -> None:
+        if self._note_stream is not None:
+            self._note_stream()
+        super().mark_copied(param, grad_pointer, nbytes)
+
+    def _take_complete(self) -> bool:
         try:
             self._launch_complete()
         except BaseException as error:
             if self._beside is not None:  # others wait for it
                 self._fail(error)
             raise
+        is_some_left = len(self._pending) < len(self._sequence)
+        return is_some_left and self.marks.is_complete(self._sequence[len(self._pending)])
 
     def _fail(self, error: BaseException) -> None:
         if self._failure is None:
@@ -237,11 +245,10 @@ class EngineReducer(ReportingReducer):
 
     def _complete(self, status: PassStatus, allow_unused: bool) -> None:
         """Launch what is missing, and wait for all buckets and everybody's status."""
-        unused = [index for index, marked in enumerate(self._marked) if not marked]
+        unused = self.marks.unmarked()
         for index in unused:
             self._transport.clear(index)
-            for number in self._buckets_of[index]:
-                self._missing[number] -= 1
+            self.marks.leave_out(index)
         self._launch_complete(is_last=True)
         self._num_launched = len(self._pending)
         is_serial = self._transport.is_serial
@@ -304,7 +311,7 @@ class EngineReducer(ReportingReducer):
         order, scale = self._transport.order, self._weight / self._expected_weight
         while len(self._pending) < len(self._sequence):
             number = self._sequence[len(self._pending)]
-            if self._missing[number] or not (is_last or order.is_turn_of(self)):
+            if not self.marks.is_complete(number) or not (is_last or order.is_turn_of(self)):
                 return
             self._note_complete_bucket(number)
             self._pending.append(self._launch(number, scale))

@@ -61,6 +61,9 @@ from paceline.rendezvous.told_failures import is_packed, unpack_failure
 _DTYPES = _core.DTYPES
 _GRACE_S = 2.0  # whoever waits for another host knows its name, so its deadline comes first
 _PAIR = struct.Struct("<II")
+MOST_POINTER_BYTES = 256 << 10
+"""The largest gradient that this reducer copies to the arena, and the mean back; larger ones the framework
+copies with all its threads."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,6 @@ class HierarchicalReducer(ReportingReducer):
         *,
         is_exact: bool = False,
     ) -> None:
-        super().__init__(plan, hosts.world_size, hosts.who)
         self._hosts = hosts
         count = len(plan.parameters)
         self._no_bits = pack_bits((), count)
@@ -148,6 +150,7 @@ class HierarchicalReducer(ReportingReducer):
             hosts.world_size,
             REPORT_BYTES + len(self._no_bits),
         )
+        super().__init__(plan, hosts.world_size, hosts.who, self._core.arena_pointer)
         self._found: set[tuple[int, int]] = set()  # (rank, parameter), not finite in this rank's shares
         self._not_finite: set[int] = set()  # parameters whose mean is not, in this rank's shares
         self.codes: CodedSums | None = None
@@ -205,34 +208,32 @@ class HierarchicalReducer(ReportingReducer):
         self._next = 0  # the first bucket that is not launched
         self._is_begun = False
 
-    def _hand_over(self, param: int) -> None:
+    def _take_complete(self) -> bool:
         try:
-            self._count_down(param)
+            self._post_complete()
             if self._next < self._last:
                 self._launch_complete()
         except BaseException as error:
             self._raise_reason(error)
+        return self._next < self._last and self.marks.is_complete(self._next)
 
-    def _count_down(self, param: int) -> None:
-        """One gradient more is final; post the buckets in which it was the last."""
+    def _post_complete(self) -> None:
+        """Post the buckets in which a gradient was the last."""
         if not self._is_begun:
             self._is_begun = True
             self._found.clear()
             self._not_finite.clear()
             self._core.begin_pass(self._weight)
-        for number in self._buckets_of[param]:
-            self._missing[number] -= 1
-            if not self._missing[number]:
-                self._note_complete_bucket(number)
-                # Whoever sends the report of a rank without a share finds it once the last one is complete.
-                if self._has_share or number < self._last:
-                    self._core.post(number)
+        for number in self.marks.take_complete():
+            self._note_complete_bucket(number)
+            # Whoever sends the report of a rank without a share finds it once the last one is complete.
+            if self._has_share or number < self._last:
+                self._core.post(number)
 
     def _launch_complete(self) -> None:
         """Launch buckets in order, but for the last one, which carries what the end of the pass tells."""
-        while (
-            self._next < self._last and not self._missing[self._next] and self._core.is_complete(self._next)
-        ):
+        marks, core = self.marks, self._core
+        while self._next < self._last and marks.is_complete(self._next) and core.is_complete(self._next):
             if not self._launch(self._next, may_wait=False):
                 return
             self._next += 1
@@ -256,16 +257,16 @@ class HierarchicalReducer(ReportingReducer):
 
     def _launch_rest(self, status: PassStatus, allow_unused: bool) -> None:
         """Post and launch what is missing."""
-        marked = self._marked
-        unused = [index for index, is_marked in enumerate(marked) if not is_marked] if not all(marked) else []
+        plan, unused = self._plan, self.marks.unmarked()
         for index in unused:
-            nbytes = self._plan.parameters[index].nbytes
-            ctypes.memset(self.arena_pointer + self._plan.offsets[index], 0, nbytes)
-            self._count_down(index)
+            ctypes.memset(self.arena_pointer + plan.offsets[index], 0, plan.parameters[index].nbytes)
+            self.marks.leave_out(index)
+        if unused:
+            self._post_complete()
 
         def make_report() -> bytes:
             report = self._report(status, unused, allow_unused, nonfinite=len(self._found))
-            bits = pack_bits(unused, len(marked)) if unused else self._no_bits
+            bits = pack_bits(unused, len(plan.parameters)) if unused else self._no_bits
             packed = report.pack() + bits
             self._core.write_slot(self._hosts.rank, packed)
             return b"".join([packed, *map(self._core.read_slot, self._spoken_for)])

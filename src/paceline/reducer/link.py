@@ -59,7 +59,8 @@ class Reduction(Generic[_Tensor]):
         plan: The plan of the arena.
         places: Each parameter's place in the arena, by index.
         reducer: Averages the places over the ranks.
-        takes_pointers: Whether the reducer copies a gradient to its place, and the mean back, itself.
+        most_pointer_bytes: The largest gradient that the reducer copies to its place, and the mean back,
+            itself. Others the framework copies, with all its threads.
         sections: Memory of the arena that another plan of the same parameters may use again.
         put: Copies a gradient (its second argument) to its place, a bucket at a time; None: nobody does.
         order: In which passes of all models make their calls over an engine that pairs the calls of different
@@ -70,7 +71,7 @@ class Reduction(Generic[_Tensor]):
     plan: Plan
     places: Sequence[_Tensor]
     reducer: Reducer
-    takes_pointers: bool
+    most_pointer_bytes: int
     sections: Sequence[_Tensor] = ()
     put: Callable[[_Tensor, _Tensor], None] | None = None
     order: CallOrder | None = None

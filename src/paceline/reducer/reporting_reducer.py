@@ -4,7 +4,7 @@ The one idea: who moves the bytes decides how a pass is completed, and nothing e
 and noted, how the reports are judged, what is asked about the pass afterwards, and that nothing goes on after
 a failure, is here.
 
-Imports only the standard library, `errors`, `tracing` and its neighbours.
+Imports only the standard library, the core, `errors`, `tracing` and its neighbours.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from __future__ import annotations
 import math
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
+from paceline import _core
 from paceline.errors import GroupClosedError
-from paceline.reducer.overlaps import overlapping
 from paceline.reducer.pass_reports import RankReport, judge, unused_by_all
 from paceline.reducer.plan import Plan
 from paceline.reducer.protocol import PassStatus
@@ -35,14 +36,16 @@ class ReportingReducer(ABC):
         plan: The same on all ranks.
         world_size: Number of ranks.
         who: This rank in words: "rank 1 of 4".
+        arena_pointer: Address of this rank's arena, for gradients that the reducer copies there itself; 0: it
+            takes none from elsewhere.
+
+    Attributes:
+        marks: Takes gradients; a hook in C++ hands them over there.
     """
 
-    def __init__(self, plan: Plan, world_size: int, who: str) -> None:
+    def __init__(self, plan: Plan, world_size: int, who: str, arena_pointer: int = 0) -> None:
         self._plan, self._world_size, self._who = plan, world_size, who
-        self._buckets_of: list[list[int]] = [[] for _ in plan.parameters]
-        for number, bucket in enumerate(plan.buckets):
-            for index in bucket.parameters:
-                self._buckets_of[index].append(number)
+        self.marks = self._make_marks(arena_pointer)
         # Several threads of the framework may make gradients of one backward.
         self._lock = threading.Lock()
         self._weight, self._note, self._recorded_pass = 1.0, 0, -1
@@ -56,7 +59,7 @@ class ReportingReducer(ABC):
         self._overflowed: list[int] = []
         self._has_no_means = False
         self._failure: BaseException | None = None
-        self._overlapping: set[int] = set()
+        self._overlapping: list[int] = []
 
     @property
     def waited_s(self) -> float:
@@ -92,18 +95,12 @@ class ReportingReducer(ABC):
         self._note, self._recorded_pass = note, recorded_pass
 
     def mark_ready(self, param: int, grad_pointer: int = 0) -> None:
-        if grad_pointer:
-            raise ValueError(f"{type(self).__name__} reads gradients from the arena only")
-        with self._lock:
-            if self._failure is not None or self._marked[param]:
-                self._check_usable()
-                raise RuntimeError(f"parameter {param} was marked ready twice in one pass")
-            self._marked[param] = True
-            self._hand_over(param)
+        self._check_usable()
+        self.marks.mark_ready(param, grad_pointer)
 
     def mark_copied(self, param: int, grad_pointer: int, nbytes: int) -> None:
-        self._copied.append((grad_pointer, nbytes, param))
-        self.mark_ready(param)
+        self._check_usable()
+        self.marks.mark_copied(param, grad_pointer, nbytes)
 
     def finish(self, status: PassStatus, allow_unused: bool, allow_nobodys: bool = False) -> int:
         self._check_usable()
@@ -123,7 +120,8 @@ class ReportingReducer(ABC):
         last = self._worked.end_pass(ended, ended - started, [each.worked_us for each in self._reports])
         if (note := recording.note) is not None:
             note(_WAITED, round(started * 1e9), last)
-        self._overlapping = overlapping(self._copied)
+        # Whoever caught what has interrupted a backward may have cleared the gradients since.
+        self._overlapping = self.marks.end_pass(status.interrupted)
         self._begin_pass()
         self._passes += 1
         self._check_reports()
@@ -137,6 +135,7 @@ class ReportingReducer(ABC):
         if not is_void:
             self._finish_means()
             self._has_no_means = False
+            self.marks.copy_back()
         return int(outcome)
 
     def unused(self, rank: int) -> list[int]:
@@ -146,7 +145,7 @@ class ReportingReducer(ABC):
         return unused_by_all(self._reports, self._unused, len(self._plan.parameters))
 
     def overlapping(self) -> list[int]:
-        return sorted(self._overlapping)
+        return self._overlapping
 
     def statuses(self) -> list[PassStatus]:
         return [report.status for report in self._reports]
@@ -166,8 +165,12 @@ class ReportingReducer(ABC):
     # --- what a subclass does ---
 
     @abstractmethod
-    def _hand_over(self, param: int) -> None:
-        """This parameter's gradient is final in the arena; buckets may be complete now."""
+    def _take_complete(self) -> bool:
+        """Buckets have become complete: `marks.take_complete()` tells which. Called under a lock.
+
+        Returns:
+            Whether some complete bucket waits for others: then this is called again at the next gradient.
+        """
 
     @abstractmethod
     def _complete(self, status: PassStatus, allow_unused: bool) -> None:
@@ -186,11 +189,8 @@ class ReportingReducer(ABC):
     def _squared_norm(self) -> float:
         """The squared norm of the means that the arena holds."""
 
-    def _begin_pass(self) -> None:
-        """Forget what was marked; called when the reducer is made, and at the end of each pass."""
-        self._marked = [False] * len(self._plan.parameters)
-        self._missing = [len(bucket.parameters) for bucket in self._plan.buckets]
-        self._copied: list[tuple[int, int, int]] = []  # address, bytes and index of gradients
+    def _begin_pass(self) -> None:  # noqa: B027
+        """Forget the pass before; called when the reducer is made, and at the end of each pass."""
 
     def _note_complete_bucket(self, number: int) -> None:
         """This rank has all gradients of a bucket."""
@@ -223,11 +223,29 @@ class ReportingReducer(ABC):
             **told,
         )
 
+    def _make_marks(self, arena_pointer: int) -> _core.PassMarks:
+        plan, me = self._plan, weakref.ref(self)
+        buckets_of: list[list[int]] = [[] for _ in plan.parameters]
+        for number, bucket in enumerate(plan.buckets):
+            for index in bucket.parameters:
+                buckets_of[index].append(number)
+
+        def take_complete() -> bool:
+            reducer = me()
+            if reducer is None:
+                return False
+            with reducer._lock:
+                return reducer._take_complete()
+
+        sizes = [spec.nbytes for spec in plan.parameters]
+        return _core.PassMarks(arena_pointer, list(zip(plan.offsets, sizes, buckets_of)), take_complete)
+
     # --- failures ---
 
     def _fail(self, error: BaseException) -> None:
         """The ranks do not pair any more, and later passes raise."""
         self._failure = self._failure or error
+        self.marks.close()
 
     def _check_usable(self) -> None:
         if self._failure is not None:

@@ -7,6 +7,7 @@ the same few things, so that nothing above knows which it is.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -25,7 +26,7 @@ from paceline.reducer import link
 from paceline.reducer.between_hosts import A_HOOK, BetweenHosts
 from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.engine import EngineReducer
-from paceline.reducer.hierarchical import Hosts
+from paceline.reducer.hierarchical import MOST_POINTER_BYTES, Hosts
 from paceline.reducer.host_reducers import HostReducers
 from paceline.reducer.hosts import BUCKET_BYTES
 from paceline.reducer.link import (
@@ -104,7 +105,7 @@ class MemoryLink:
     ) -> Reduction[paddle.Tensor]:
         reducer = make_host_reducer(self.core, plan, options, instead_of)
         places = shared_places(plan, parameters, reducer.arena_pointer, reducer)
-        return Reduction(plan, places, reducer, takes_pointers=True, owned=options.owned)
+        return Reduction(plan, places, reducer, most_pointer_bytes=sys.maxsize, owned=options.owned)
 
     def with_hook(self, hook: CommHook, process_group: Any) -> Link:
         return HookLink(self, MemoryCalls(self.core), hook, process_group)
@@ -208,7 +209,7 @@ class HostsLink:
         reducer = self._reducers.make(plan, options, instead_of)
         if reducer is not None:
             places = shared_places(plan, parameters, reducer.arena_pointer, reducer.memory)
-            return Reduction(plan, places, reducer, takes_pointers=False)
+            return Reduction(plan, places, reducer, most_pointer_bytes=MOST_POINTER_BYTES)
         self.path, self.bits = self._link.path, self._link.bits
         return self._link.make_reduction(plan, parameters, options)
 
@@ -271,7 +272,7 @@ def _over(
 ) -> Reduction[paddle.Tensor]:
     transport = PaddleTransport(arena, calls, checks_finite=options.checks_finite, hook=hook)
     reducer = EngineReducer(arena.plan, transport, skip_unused=options.skip_unused)
-    return Reduction(arena.plan, arena.places, reducer, takes_pointers=False, order=reducer.order)
+    return Reduction(arena.plan, arena.places, reducer, most_pointer_bytes=0, order=reducer.order)
 
 
 def _copy(source: paddle.Tensor, target: paddle.Tensor) -> None:

@@ -118,7 +118,8 @@ class Gradients:
             return self._in_place
         if self.scattered is not None:
             return self._taking
-        return self._by_pointer if self._reduction.takes_pointers else self._by_copy
+        is_taken = nbytes(self._places[index]) <= self._reduction.most_pointer_bytes
+        return self._by_pointer if is_taken else self._by_copy
 
     @property
     def any_in_arena(self) -> bool:

@@ -6,6 +6,7 @@ See `paceline.reducer.link`. The hooks see no difference between the kinds.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from paceline.errors import ConfigError, RegionError
 from paceline.reducer.between_hosts import A_HOOK, BetweenHosts, refuse_other_bits
 from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.engine import EngineReducer
-from paceline.reducer.hierarchical import Hosts
+from paceline.reducer.hierarchical import MOST_POINTER_BYTES, Hosts
 from paceline.reducer.host_reducers import HostReducers
 from paceline.reducer.hosts import BUCKET_BYTES, place_of
 from paceline.reducer.link import (
@@ -159,7 +160,7 @@ class MemoryLink:
     ) -> Reduction[torch.Tensor]:
         reducer = make_host_reducer(self.core, plan, options, instead_of)
         arena = Arena.on_memory(plan, parameters, reducer.arena_pointer, owner=reducer)
-        return Reduction(plan, arena.views, reducer, takes_pointers=True, owned=options.owned)
+        return Reduction(plan, arena.views, reducer, most_pointer_bytes=sys.maxsize, owned=options.owned)
 
     def with_hook(self, hook: CommHook, process_group: Any) -> Link[torch.Tensor]:
         return HookLink(self, self._peers, hook)
@@ -253,7 +254,7 @@ class HostsLink:
             self.path, self.bits = self._link.path, self._link.bits
             return self._link.make_reduction(plan, parameters, options)
         arena = Arena.on_memory(plan, parameters, reducer.arena_pointer, owner=reducer.memory)
-        return Reduction(plan, arena.views, reducer, takes_pointers=False)
+        return Reduction(plan, arena.views, reducer, most_pointer_bytes=MOST_POINTER_BYTES)
 
     def with_hook(self, hook: CommHook, process_group: Any) -> Link[torch.Tensor]:
         self._between_hosts.refuse(A_HOOK)
@@ -397,7 +398,7 @@ def _over(arena: Arena, reducer: EngineReducer) -> Reduction[torch.Tensor]:
         arena.plan,
         arena.views,
         reducer,
-        takes_pointers=False,
+        most_pointer_bytes=0,
         sections=sections,
         put=put,
         order=reducer.order,

@@ -20,6 +20,7 @@ from paceline import _core
 from paceline.errors import ConfigError
 from paceline.reducer.passes import PassState
 from paceline.reducer.protocol import Reducer
+from paceline.reducer.reporting_reducer import ReportingReducer
 from paceline.reducer.scattered import left_over
 from paceline.torch.link.arena import extent
 from paceline.torch.link.scattered import ScatteredGradient, TorchHands
@@ -249,9 +250,11 @@ def in_core(
     What is not usual goes to the Python hook: the first gradient of a backward, a local one, any that does
     not lie in memory as its place does.
     """
-    if not isinstance(reducer, _core.Reducer) or view.is_complex() or not HAS_EXCHANGE_API:
+    taker = reducer.marks if isinstance(reducer, ReportingReducer) else reducer
+    is_of_core = isinstance(taker, (_core.Reducer, _core.PassMarks)) and view.is_cpu
+    if not is_of_core or view.is_complex() or not HAS_EXCHANGE_API:
         return hook
-    return _core.GradientHook(hook, state, index, reducer, view, gradient_in_arena, "is_neg", stand_in)
+    return _core.GradientHook(hook, state, index, taker, view, gradient_in_arena, "is_neg", stand_in)
 
 
 class SharedGradients:

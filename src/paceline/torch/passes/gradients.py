@@ -108,7 +108,7 @@ class Gradients:
             return view_hook
         if self.scattered is not None:
             return functools.partial(taking_hook, stand_in=self.scattered.stand_in(index))
-        if self.reduction.takes_pointers:
+        if view.nbytes <= self.reduction.most_pointer_bytes:
             # What lies in memory may be the conjugate of a complex gradient.
             return copy_hook if parameter.is_complex() else pointer_hook
         if self._config.batched_copies:

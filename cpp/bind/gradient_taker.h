@@ -1,0 +1,27 @@
+// Whom a hook in C++ hands gradients over to.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstddef>
+
+#include "bind/pointer.h"
+
+namespace paceline {
+
+class GradientTaker {
+ public:
+  /// Whether gradients are taken; else whoever hands one over in Python is told
+  /// why they are not.
+  virtual bool is_open() const = 0;
+  /// The gradient of a parameter is final there; null: in the arena already.
+  virtual void mark_ready(size_t parameter, Pointer gradient) = 0;
+
+ protected:
+  ~GradientTaker() = default;
+};
+
+/// The one behind a Python object, which lives as long as that.
+GradientTaker* gradient_taker(nanobind::handle object);
+
+}  // namespace paceline

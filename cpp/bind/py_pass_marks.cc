@@ -1,0 +1,84 @@
+#include "bind/py_pass_marks.h"
+
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <optional>
+
+#include "bind/bindings.h"
+#include "bind/py_host_group.h"
+
+namespace paceline {
+namespace {
+
+std::vector<PassMarks::Place> as_places(const MarkedPlaces& places) {
+  std::vector<PassMarks::Place> found;
+  for (const auto& [offset, bytes, buckets] : places)
+    found.push_back({offset, bytes, buckets});
+  return found;
+}
+
+}  // namespace
+
+PyPassMarks::PyPassMarks(Pointer arena, const MarkedPlaces& places,
+                         nb::object on_complete)
+    : marks_(static_cast<std::byte*>(as_pointer(arena)), as_places(places)),
+      on_complete_(std::move(on_complete)) {
+  for (const auto& [offset, bytes, buckets] : places) bytes_.push_back(bytes);
+}
+
+void PyPassMarks::mark_ready(size_t parameter, Pointer gradient) {
+  if (gradient != 0) {
+    std::optional<nb::gil_scoped_release> unlocked;
+    if (parameter < bytes_.size() && bytes_[parameter] > kUnlockBytes)
+      unlocked.emplace();
+    marks_.copy_in(parameter, as_pointer(gradient));
+  }
+  if (marks_.mark(parameter, as_pointer(gradient)) || asks_again_) call_back();
+}
+
+void PyPassMarks::mark_copied(size_t parameter, Pointer gradient,
+                              size_t bytes) {
+  if (marks_.mark_copied(parameter, as_pointer(gradient), bytes) || asks_again_)
+    call_back();
+}
+
+void PyPassMarks::call_back() { asks_again_ = nb::cast<bool>(on_complete_()); }
+
+std::vector<size_t> PyPassMarks::end_pass(bool keeps_means) {
+  asks_again_ = false;
+  return marks_.end_pass(keeps_means);
+}
+
+void PyPassMarks::close() {
+  is_open_ = false;
+  end_pass(true);
+}
+
+void bind_pass_marks(nb::module_& m) {
+  using namespace nb::literals;
+  nb::class_<PyPassMarks>(m, "PassMarks")
+      .def(nb::init<Pointer, const MarkedPlaces&, nb::object>(), "arena"_a,
+           "places"_a, "on_complete"_a)
+      .def("mark_ready", &PyPassMarks::mark_ready, "param"_a, "grad_pointer"_a)
+      .def("mark_copied", &PyPassMarks::mark_copied, "param"_a,
+           "grad_pointer"_a, "nbytes"_a)
+      .def(
+          "leave_out",
+          [](PyPassMarks& p, size_t index) { p.marks().leave_out(index); },
+          "param"_a)
+      .def("unmarked", [](PyPassMarks& p) { return p.marks().unmarked(); })
+      .def(
+          "is_complete",
+          [](PyPassMarks& p, size_t bucket) {
+            return p.marks().is_complete(bucket);
+          },
+          "bucket"_a)
+      .def("take_complete",
+           [](PyPassMarks& p) { return p.marks().take_complete(); })
+      .def("end_pass", &PyPassMarks::end_pass, "keeps_means"_a)
+      .def("copy_back", [](PyPassMarks& p) { p.marks().copy_back(); })
+      .def("close", &PyPassMarks::close);
+}
+
+}  // namespace paceline

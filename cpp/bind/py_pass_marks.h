@@ -1,0 +1,48 @@
+// PassMarks as Python calls it.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bind/gradient_taker.h"
+#include "bind/pointer.h"
+#include "reducer/pass_marks.h"
+
+namespace paceline {
+
+namespace nb = nanobind;
+
+using MarkedPlaces =
+    std::vector<std::tuple<size_t, size_t, std::vector<size_t>>>;
+
+/// PassMarks, and what Python does once a bucket is complete.
+class PyPassMarks final : public GradientTaker {
+ public:
+  /// `places`: (offset, bytes, buckets) of each parameter. `on_complete` is
+  /// called when a bucket is complete, and again at each gradient after that if
+  /// it says so: some bucket still waits, for others. It must not lead back
+  /// here, because the garbage collector does not look into this.
+  PyPassMarks(Pointer arena, const MarkedPlaces& places,
+              nb::object on_complete);
+
+  bool is_open() const override { return is_open_; }
+  void mark_ready(size_t parameter, Pointer gradient) override;
+  void mark_copied(size_t parameter, Pointer gradient, size_t bytes);
+  std::vector<size_t> end_pass(bool keeps_means);
+  void close();
+  PassMarks& marks() { return marks_; }
+
+ private:
+  void call_back();
+
+  PassMarks marks_;
+  nb::object on_complete_;
+  std::vector<size_t> bytes_;
+  bool is_open_ = true;
+  bool asks_again_ = false;
+};
+
+}  // namespace paceline

@@ -1,0 +1,62 @@
+// Gradients that share memory.
+//
+// Two parameters behind views of one sum may get one memory for both gradients,
+// on one rank and not on the others. If the means were written there, only one
+// of the two would remain; and one that is written before the other was read is
+// read as that other's gradient. So such means stay in the arena, and the front
+// end gives each of these gradients memory of its own. This holds between all
+// passes that one thread runs at a time: several models may get their gradients
+// in one backward.
+#pragma once
+
+#include <cstddef>
+#include <thread>
+#include <vector>
+
+namespace paceline {
+
+/// The memory of a gradient that was handed over.
+struct Extent {
+  const std::byte* begin;
+  const std::byte* end;
+  /// kForeign: of another pass than the one that asks.
+  size_t parameter;
+  bool is_same_memory(const Extent& other) const {
+    return begin == other.begin && end == other.end;
+  }
+};
+
+inline constexpr size_t kForeign = ~size_t{0};
+
+/// What a thread may be in, one for each model: it knows where its gradients
+/// are, and finds out which of them share memory with any others. A subclass
+/// leaves it in its destructor.
+class OpenPass {
+ public:
+  OpenPass(const OpenPass&) = delete;
+  OpenPass& operator=(const OpenPass&) = delete;
+
+ protected:
+  OpenPass() = default;
+  ~OpenPass() = default;
+  /// This thread begins a pass.
+  void enter();
+  void leave();
+  /// The caller has copied a gradient from there, and will copy its mean back.
+  void add_copied(size_t parameter, const void* gradient, size_t bytes);
+  /// Parameters whose gradients share memory with any other one that was handed
+  /// over in this thread's passes; in no order.
+  std::vector<size_t> find_overlapping();
+
+ private:
+  /// Adds the gradients that will be written to where they lie, with their
+  /// parameters.
+  virtual void collect_written(std::vector<Extent>& found) const = 0;
+  void collect(const OpenPass& from);
+
+  std::thread::id thread_;
+  std::vector<Extent> copied_;
+  std::vector<Extent> extents_;
+};
+
+}  // namespace paceline
