@@ -37,10 +37,11 @@ void PyPassMarks::mark_ready(size_t parameter, Pointer gradient) {
   if (marks_.mark(parameter, as_pointer(gradient)) || asks_again_) call_back();
 }
 
-void PyPassMarks::mark_copied(size_t parameter, Pointer gradient,
-                              size_t bytes) {
-  if (marks_.mark_copied(parameter, as_pointer(gradient), bytes) || asks_again_)
-    call_back();
+void PyPassMarks::mark_copied(size_t parameter, Pointer gradient, size_t bytes,
+                              bool is_shared) {
+  const bool is_any_complete =
+      marks_.mark_copied(parameter, as_pointer(gradient), bytes, is_shared);
+  if (is_any_complete || asks_again_) call_back();
 }
 
 void PyPassMarks::call_back() { asks_again_ = nb::cast<bool>(on_complete_()); }
@@ -62,7 +63,7 @@ void bind_pass_marks(nb::module_& m) {
            "places"_a, "on_complete"_a)
       .def("mark_ready", &PyPassMarks::mark_ready, "param"_a, "grad_pointer"_a)
       .def("mark_copied", &PyPassMarks::mark_copied, "param"_a,
-           "grad_pointer"_a, "nbytes"_a)
+           "grad_pointer"_a, "nbytes"_a, "is_shared"_a = false)
       .def(
           "leave_out",
           [](PyPassMarks& p, size_t index) { p.marks().leave_out(index); },

@@ -30,7 +30,8 @@ class PyPassMarks final : public GradientTaker {
 
   bool is_open() const override { return is_open_; }
   void mark_ready(size_t parameter, Pointer gradient) override;
-  void mark_copied(size_t parameter, Pointer gradient, size_t bytes);
+  void mark_copied(size_t parameter, Pointer gradient, size_t bytes,
+                   bool is_shared);
   std::vector<size_t> end_pass(bool keeps_means);
   void close();
   PassMarks& marks() { return marks_; }

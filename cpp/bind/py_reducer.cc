@@ -64,7 +64,7 @@ void bind_reducer(nb::module_& m) {
           "note"_a, "recorded_pass"_a = -1)
       .def("mark_ready", &PyReducer::mark_ready, "param"_a, "grad_pointer"_a)
       .def("mark_copied", &PyReducer::mark_copied, "param"_a, "grad_pointer"_a,
-           "nbytes"_a)
+           "nbytes"_a, "is_shared"_a = false)
       .def("finish", &PyReducer::finish, "status"_a, "allow_unused"_a,
            "allow_nobodys"_a = false)
       .def(

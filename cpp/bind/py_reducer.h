@@ -48,10 +48,11 @@ class PyReducer final : public GradientTaker {
       reducer_->mark_ready(parameter, as_pointer(gradient));
     });
   }
-  void mark_copied(size_t parameter, Pointer gradient, size_t bytes) {
+  void mark_copied(size_t parameter, Pointer gradient, size_t bytes,
+                   bool is_shared) {
     check_not_nested();
     group_->call_without_waiting([&](HostGroup&) {
-      reducer_->mark_copied(parameter, as_pointer(gradient), bytes);
+      reducer_->mark_copied(parameter, as_pointer(gradient), bytes, is_shared);
     });
   }
   uint32_t finish(const PassStatus& status, bool allow_unused,

@@ -54,10 +54,11 @@ void OpenPass::leave() {
   std::erase(open.passes, this);
 }
 
-void OpenPass::add_copied(size_t parameter, const void* gradient,
-                          size_t bytes) {
+void OpenPass::add_copied(size_t parameter, const void* gradient, size_t bytes,
+                          bool is_shared) {
   const auto* begin = static_cast<const std::byte*>(gradient);
-  if (bytes > 0) copied_.push_back({begin, begin + bytes, parameter});
+  if (bytes > 0)
+    copied_.push_back({begin, begin + bytes, parameter, is_shared});
 }
 
 std::vector<size_t> OpenPass::find_overlapping() {
@@ -103,11 +104,10 @@ void OpenPass::collect(const OpenPass& from) {
   }
   for (size_t i = own; i < extents_.size(); ++i) extents_[i].parameter = kForeign;
   for (const Extent& extent : from.copied_) {
-    // A gradient that two wrapped models have copied, of a parameter that both
-    // hold, gets the same mean from both.
     const bool is_same =
-        std::any_of(copied_.begin(), copied_.end(), [&](const Extent& each) {
-          return each.is_same_memory(extent);
+        extent.is_shared &&
+        std::any_of(copied_.begin(), copied_.end(), [&](const Extent& own) {
+          return own.is_shared && own.is_same_memory(extent);
         });
     if (!is_same) extents_.push_back({extent.begin, extent.end, kForeign});
   }

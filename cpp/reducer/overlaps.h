@@ -21,6 +21,8 @@ struct Extent {
   const std::byte* end;
   /// kForeign: of another pass than the one that asks.
   size_t parameter;
+  /// Whether other models have the parameter, too.
+  bool is_shared = false;
   bool is_same_memory(const Extent& other) const {
     return begin == other.begin && end == other.end;
   }
@@ -43,7 +45,10 @@ class OpenPass {
   void enter();
   void leave();
   /// The caller has copied a gradient from there, and will copy its mean back.
-  void add_copied(size_t parameter, const void* gradient, size_t bytes);
+  /// `is_shared`: other models have the parameter, too. If they get its gradient
+  /// from the same memory, they get the same mean, and may all write it.
+  void add_copied(size_t parameter, const void* gradient, size_t bytes,
+                  bool is_shared);
   /// Parameters whose gradients share memory with any other one that was handed
   /// over in this thread's passes; in no order.
   std::vector<size_t> find_overlapping();

@@ -60,9 +60,10 @@ bool PassMarks::mark(size_t index, void* gradient) {
   return count_down(marked);
 }
 
-bool PassMarks::mark_copied(size_t index, void* gradient, size_t bytes) {
+bool PassMarks::mark_copied(size_t index, void* gradient, size_t bytes,
+                            bool is_shared) {
   const bool is_any_complete = mark(index, nullptr);
-  add_copied(index, gradient, bytes);
+  add_copied(index, gradient, bytes, is_shared);
   return is_any_complete;
 }
 

@@ -36,8 +36,8 @@ class PassMarks final : OpenPass {
   /// complete.
   bool mark(size_t index, void* gradient);
   /// The same, where the caller has copied `bytes` from `gradient` and will
-  /// copy the mean back.
-  bool mark_copied(size_t index, void* gradient, size_t bytes);
+  /// copy the mean back. `is_shared`: see OpenPass::add_copied().
+  bool mark_copied(size_t index, void* gradient, size_t bytes, bool is_shared);
   /// The place holds what counts for a parameter without a gradient. Completes
   /// buckets, but the parameter stays unmarked.
   void leave_out(size_t index);

@@ -109,9 +109,10 @@ void Reducer::mark_ready(size_t index, void* gradient) {
   if (post_complete(parameter)) progress(ChunkLimit::kOwnShare);
 }
 
-void Reducer::mark_copied(size_t index, void* gradient, size_t bytes) {
+void Reducer::mark_copied(size_t index, void* gradient, size_t bytes,
+                   bool is_shared) {
   mark_ready(index, nullptr);
-  add_copied(index, gradient, bytes);
+  add_copied(index, gradient, bytes, is_shared);
 }
 
 bool Reducer::post_complete(const Parameter& parameter) {

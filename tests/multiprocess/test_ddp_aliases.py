@@ -17,6 +17,7 @@ from torch.testing import assert_close
 
 from paceline.torch import DistributedDataParallel
 from tests.harness import ranks
+from tests.several_hosts import be_on_host
 
 WAYS = {
     "unsqueeze": ((1,), lambda p, like: p.unsqueeze(0)),
@@ -95,14 +96,28 @@ def check(model: nn.Module, expected: list[torch.Tensor]) -> None:
         assert error < 1e-5, f"{name}: {error}"
 
 
-# Of 512 x 512 elements the chunks are assigned to ranks, where each has a core.
-@pytest.mark.parametrize("size", [8, 512])
+def places_of_gradients(rank: int, num_hosts: int) -> list[dict[str, object]]:
+    """Arguments of the wrapper that let gradients lie in different places, on so many hosts."""
+    if num_hosts > 1:
+        be_on_host(rank)
+        return [{}, {"gradient_as_bucket_view": True}]
+    return [{}, {"gradient_as_bucket_view": True}, {"reduce_through": "group"}]
+
+
+# Of 512 x 512 elements the chunks are assigned to ranks, where each has a core; between hosts torch copies
+# them, and smaller ones the core.
+each_size = pytest.mark.parametrize("size", [8, 512])
+each_number_of_hosts = pytest.mark.parametrize("num_hosts", [1, 2])
+
+
+@each_number_of_hosts
+@each_size
 @pytest.mark.parametrize("way", WAYS)
 @ranks(2, group="gloo")
-def test_no_gradient_flows_on_from_a_mean(rank: int, way: str, size: int) -> None:
+def test_no_gradient_flows_on_from_a_mean(rank: int, way: str, size: int, num_hosts: int) -> None:
     model = Positions(way, size)
     expected = expected_gradients(model, size, (), ())
-    for options in ({}, {"gradient_as_bucket_view": True}, {"reduce_through": "group"}):
+    for options in places_of_gradients(rank, num_hosts):
         ddp = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=1e-6, **options)
         for step in range(3):
             ddp.zero_grad()
@@ -110,16 +125,20 @@ def test_no_gradient_flows_on_from_a_mean(rank: int, way: str, size: int) -> Non
             check(ddp.module, expected)
 
 
-@pytest.mark.parametrize("size", [8, 512])
+@each_number_of_hosts
+@each_size
 @pytest.mark.parametrize("way", WAYS)
 @ranks(2, group="gloo")
-def test_gradients_that_share_memory_get_their_own_means(rank: int, way: str, size: int) -> None:
+def test_gradients_that_share_memory_get_their_own_means(
+    rank: int, way: str, size: int, num_hosts: int
+) -> None:
     """On one rank two gradients are the same memory; on the other they differ."""
     model = Positions(way, size, num_added=2)
     scales = ((), (2.0, 0.5))
     expected = expected_gradients(model, size, *((own,) for own in scales))
+    places = places_of_gradients(rank, num_hosts)
     for cap in (1e-6, 25):
-        for options in ({}, {"gradient_as_bucket_view": True}, {"reduce_through": "group"}):
+        for options in places:
             ddp = DistributedDataParallel(copy.deepcopy(model), bucket_cap_mb=cap, **options)
             for step in range(3):
                 ddp.zero_grad()
@@ -132,10 +151,13 @@ def test_gradients_that_share_memory_get_their_own_means(rank: int, way: str, si
             check(ddp.module, [2 * mean for mean in expected])
 
 
-@pytest.mark.parametrize("size", [8, 512])
+@each_number_of_hosts
+@each_size
 @ranks(2, group="gloo")
-def test_models_whose_gradients_share_memory(rank: int, size: int) -> None:
+def test_models_whose_gradients_share_memory(rank: int, size: int, num_hosts: int) -> None:
     """Two wrapped models in one backward: the pass of one ends before that of the other."""
+    if num_hosts > 1:
+        be_on_host(rank)
     encoder, decoder = Positions("unsqueeze", size), Positions("view", size)
     del encoder.last, decoder.first
     encoder.last, decoder.first = nn.Identity(), nn.Identity()

@@ -202,10 +202,10 @@ class EngineReducer(ReportingReducer):
             self._note_stream()
         super().mark_ready(param, grad_pointer)
 
-    def mark_copied(self, param: int, grad_pointer: int, nbytes: int) -> None:
+    def mark_copied(self, param: int, grad_pointer: int, nbytes: int, is_shared: bool = False) -> None:
         if self._note_stream is not None:
             self._note_stream()
-        super().mark_copied(param, grad_pointer, nbytes)
+        super().mark_copied(param, grad_pointer, nbytes, is_shared)
 
     def _take_complete(self) -> bool:
         try:

@@ -108,10 +108,17 @@ class Reducer(Protocol):
         """
         ...
 
-    def mark_copied(self, param: int, grad_pointer: int, nbytes: int) -> None:
+    def mark_copied(self, param: int, grad_pointer: int, nbytes: int, is_shared: bool = False) -> None:
         """This rank's gradient of `param` is final, and was copied into the arena from this memory.
 
         The caller copies the mean back there, unless `overlapping` says that others share the memory.
+
+        Args:
+            param: Index of the parameter.
+            grad_pointer: Where the gradient is.
+            nbytes: From its first element to its last.
+            is_shared: Whether other wrapped models have the parameter, too. They may get its gradient from
+                the same memory, and all of them the same mean.
 
         Raises:
             RuntimeError: Marked before in this pass.

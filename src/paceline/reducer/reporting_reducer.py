@@ -98,9 +98,9 @@ class ReportingReducer(ABC):
         self._check_usable()
         self.marks.mark_ready(param, grad_pointer)
 
-    def mark_copied(self, param: int, grad_pointer: int, nbytes: int) -> None:
+    def mark_copied(self, param: int, grad_pointer: int, nbytes: int, is_shared: bool = False) -> None:
         self._check_usable()
-        self.marks.mark_copied(param, grad_pointer, nbytes)
+        self.marks.mark_copied(param, grad_pointer, nbytes, is_shared)
 
     def finish(self, status: PassStatus, allow_unused: bool, allow_nobodys: bool = False) -> int:
         self._check_usable()

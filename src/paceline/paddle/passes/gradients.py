@@ -200,7 +200,7 @@ class Gradients:
 
     def _by_copy(self, index: int) -> Callable[[], None]:
         take, copy, state = self._take, self._places[index].copy_, self._state
-        mark_copied = self._reduction.reducer.mark_copied
+        mark_copied, is_shared = self._reduction.reducer.mark_copied, index in self._shared
 
         def hand_over() -> None:
             gradient = take(index)
@@ -208,13 +208,14 @@ class Gradients:
                 copy(gradient, True)  # a sixth of what paddle.assign() costs
                 state.handed[index] = gradient
                 state.staged.append(index)
-                mark_copied(index, gradient.data_ptr() or 0, nbytes(gradient))
+                mark_copied(index, gradient.data_ptr() or 0, nbytes(gradient), is_shared)
 
         return hand_over
 
     def _by_cast(self, index: int) -> Callable[[], None]:
         take, copy, state = self._take, self._places[index].copy_, self._state
         mark_copied, dtype = self._reduction.reducer.mark_copied, self._places[index].dtype
+        is_shared = index in self._shared
 
         def hand_over() -> None:
             gradient = take(index)
@@ -223,7 +224,7 @@ class Gradients:
                     copy(gradient.cast(dtype), True)
                 state.handed[index] = gradient
                 state.staged.append(index)
-                mark_copied(index, gradient.data_ptr() or 0, nbytes(gradient))
+                mark_copied(index, gradient.data_ptr() or 0, nbytes(gradient), is_shared)
 
         return hand_over
 

@@ -82,10 +82,12 @@ def copy_hook(
     reducer: Reducer,
     dtype: torch.dtype,
     put: Callable[[torch.Tensor, torch.Tensor], object] | None = None,
+    is_shared: bool = False,
 ) -> Hook:
     """For any reducer, any layout of the gradient, and a place of another dtype.
 
     Args:
+        is_shared: Whether other wrapped models have the parameter, too.
         put: Copies a gradient (its second argument) to its place, later maybe; None: now.
     """
     mark_copied, handed, staged, shape = reducer.mark_copied, state.handed, state.staged, view.shape
@@ -109,7 +111,7 @@ def copy_hook(
         copy(gradient.detach() if gradient.requires_grad else gradient)
         handed[index] = gradient
         staged.append(index)
-        mark_copied(index, gradient.data_ptr(), extent(gradient))
+        mark_copied(index, gradient.data_ptr(), extent(gradient), is_shared)
 
     return hand_over
 

@@ -103,7 +103,7 @@ class Gradients:
         if index in self._tensors.sparse:
             return functools.partial(sparse_hook, shape=self._shapes[index])
         if view.dtype is not parameter.dtype or index in self._shared:
-            return copy_hook
+            return functools.partial(copy_hook, is_shared=index in self._shared)
         if self._config.gradients_in_arena:
             return view_hook
         if self.scattered is not None:
