@@ -102,7 +102,8 @@ void OpenPass::collect(const OpenPass& from) {
     extents_.insert(extents_.end(), copied_.begin(), copied_.end());
     return;
   }
-  for (size_t i = own; i < extents_.size(); ++i) extents_[i].parameter = kForeign;
+  for (size_t i = own; i < extents_.size(); ++i)
+    extents_[i].parameter = kForeign;
   for (const Extent& extent : from.copied_) {
     const bool is_same =
         extent.is_shared &&

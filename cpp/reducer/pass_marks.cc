@@ -18,11 +18,11 @@ PassMarks::PassMarks(std::byte* arena, const std::vector<Place>& places)
       if (bucket >= parts_.size()) parts_.resize(bucket + 1);
       ++parts_[bucket];
     }
-    parameters_.push_back({.offset = place.offset,
-                           .bytes = place.bytes,
-                           .first_part = first,
-                           .end_part =
-                               static_cast<uint32_t>(bucket_of_part_.size())});
+    parameters_.push_back(
+        {.offset = place.offset,
+         .bytes = place.bytes,
+         .first_part = first,
+         .end_part = static_cast<uint32_t>(bucket_of_part_.size())});
   }
   missing_ = parts_;
 }

@@ -110,7 +110,7 @@ void Reducer::mark_ready(size_t index, void* gradient) {
 }
 
 void Reducer::mark_copied(size_t index, void* gradient, size_t bytes,
-                   bool is_shared) {
+                          bool is_shared) {
   mark_ready(index, nullptr);
   add_copied(index, gradient, bytes, is_shared);
 }

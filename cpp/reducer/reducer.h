@@ -163,8 +163,7 @@ class Reducer final : OpenPass {
   /// The gradient of a parameter is final, and was copied into the arena from
   /// `bytes` of memory at `gradient`, where its mean will be copied back.
   /// `is_shared`: see OpenPass::add_copied().
-  void mark_copied(size_t index, void* gradient, size_t bytes,
-                   bool is_shared);
+  void mark_copied(size_t index, void* gradient, size_t bytes, bool is_shared);
   /// The gradient of a parameter is final at `gradient` (null: in the arena
   /// already). Its memory is read until finish() returns, and written only
   /// within finish(); if passes scatter, it is never written.

@@ -166,8 +166,8 @@ TEST(memory_is_shared_with_other_passes_of_the_thread_too) {
 TEST(without_an_arena_every_gradient_is_brought_by_the_caller) {
   PassMarks marks(nullptr, places(1));
   Floats outside{{1, 2}};
-  CHECK(throws<std::invalid_argument>(
-      [&] { marks.copy_in(0, outside.data()); }));
+  CHECK(
+      throws<std::invalid_argument>([&] { marks.copy_in(0, outside.data()); }));
 }
 
 }  // namespace

@@ -35,11 +35,11 @@ from paceline.errors import (
 )
 from paceline.reducer.hierarchical import HierarchicalReducer
 from paceline.reducer.host_exchange import HostExchange
-from paceline.reducer.hosts import Envelope, Message, Transfer, plan_route
+from paceline.reducer.hosts import Begin, Envelope, Message, Transfer, plan_route
 from paceline.rendezvous import lifetime
 from paceline.torch import DistributedDataParallel
 from paceline.torch.compression import EightBitCompression, eight_bit_hook
-from paceline.torch.link.hosts import GlooTransfer, GlooTransport
+from paceline.torch.link.hosts import GlooTransport
 from tests.harness import ranks, run_ranks
 from tests.multiprocess.other_ranks import until
 from tests.several_hosts import be_on_host, noting, send_values
@@ -573,23 +573,33 @@ def test_a_rank_may_leave_before_its_partner_has_got_everything(rank, monkeypatc
 @ranks(2, group="gloo")
 def test_a_rank_leaves_only_once_what_it_has_sent_is_gone(rank, monkeypatch):
     place(rank, ALONE)
-    sent: list[Transfer] = []
-    sending = noting(GlooTransport.sending, lambda _, transfer: sent.append(transfer))
-    monkeypatch.setattr(GlooTransport, "sending", sending)
+    is_through, sent, gone = threading.Event(), [], []
+    is_through.set()
+
+    class OverASlowLink:
+        def __init__(self, transfer: Transfer) -> None:
+            self._transfer = transfer
+            sent.append(self)
+
+        def wait(self, timeout: Any) -> None:
+            self._transfer.wait(timeout)
+            is_through.wait(30)
+            gone.append(self)
+
+    sending = GlooTransport.sending
+
+    def sending_slowly(transport: GlooTransport, host: int, message: Message, tag: int) -> Begin:
+        begin = sending(transport, host, message, tag)
+        return lambda: OverASlowLink(begin())
+
+    monkeypatch.setattr(GlooTransport, "sending", sending_slowly)
     net = network()
     wrapped = DistributedDataParallel(net, timeout_s=30)
     backward(wrapped, 0, rank, 2)
-    is_through, gone = threading.Event(), []
-    wait = GlooTransfer.wait
-
-    def wait_for_a_slow_link(transfer: GlooTransfer, timeout_s: float) -> None:
-        wait(transfer, timeout_s)
-        if transfer in sent:
-            is_through.wait(timeout_s)
-            gone.append(transfer)
-
+    until(lambda: gone == sent)  # the thread may be behind
+    is_through.clear()
     sent.clear()
-    monkeypatch.setattr(GlooTransfer, "wait", wait_for_a_slow_link)
+    gone.clear()
     backward(wrapped, 1, rank, 2)
     assert sent and not gone
     threading.Timer(0.5, is_through.set).start()

@@ -138,6 +138,9 @@ class Transport:
 
         return receive
 
+    def timeout_of(self, timeout_s: float) -> float:
+        return timeout_s
+
     def name(self, host: int) -> str:
         return f"rank {self.ranks[host]} (host {host})"
 

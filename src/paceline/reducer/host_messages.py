@@ -6,7 +6,7 @@ because it runs between megabytes that leave nothing of it in the caches.
 
 What the two kinds of buckets share is here; `sum_messages` and `value_messages` have the kinds.
 
-Imports numpy, the core and its neighbours.
+Imports numpy, the core, `errors` and its neighbours.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from paceline import _core
+from paceline.errors import CollectiveError
 from paceline.reducer.hosts import (
     HEADER_BYTES,
     Begin,
@@ -120,6 +122,20 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // HEADER_BYTES) * HEADER_BYTES
 
 
+class Coming(Protocol):
+    """What comes in every pass anew.
+
+    Attributes:
+        host: The number of the host that sends it.
+        begin: Begins to receive it.
+        transfer: The one that is under way in this pass.
+    """
+
+    host: int
+    begin: Begin
+    transfer: Transfer | None
+
+
 class Sent:
     """A message with a header that this rank makes, in every pass anew.
 
@@ -198,7 +214,7 @@ class Flight(ABC):
     """
 
     def __init__(self, terms: Terms, bucket: int) -> None:
-        self._terms = terms
+        self._terms, self._timeout = terms, terms.waits.timeout
         self.bucket, self.number = bucket, 0
         self.is_one_round = terms.routes[bucket].is_one_round
         self.has_report = terms.is_last(bucket)
@@ -233,22 +249,50 @@ class Flight(ABC):
 
     def wait_sent(self) -> None:
         """Wait until nothing reads this rank's messages any more."""
-        for host, send in self._sends:
-            self._wait(send, host)
+        host, timeout = -1, self._timeout
+        try:
+            for host, send in self._sends:  # noqa: B007  # the error names it
+                send.wait(timeout)
+        except RuntimeError as error:
+            raise self._lost(error, host) from error
         self._sends.clear()
+
+    # Between megabytes each call of a function in Python takes about a microsecond, so these have loops.
 
     def _send(self, message: Sent, weight: float) -> None:
         message.envelope.write(self.number, weight)
-        for host, begin in message.ways:
-            self._sends.append((host, self._terms.waits.begin(begin, host, self.bucket)))
+        self._send_all(message.ways)
 
-    def _wait(self, transfer: Transfer, host: int) -> None:
-        self._terms.waits.wait(transfer, host, self.bucket, self.silent)
+    def _send_all(self, ways: Iterable[tuple[int, Begin]]) -> None:
+        host, sends = -1, self._sends
+        try:
+            for host, begin in ways:
+                sends.append((host, begin()))
+        except RuntimeError as error:  # the connection has broken before
+            raise self._lost(error, host) from error
+
+    def _receive_all(self, messages: Iterable[Coming]) -> None:
+        host = -1
+        try:
+            for message in messages:
+                host = message.host
+                message.transfer = message.begin()
+        except RuntimeError as error:
+            raise self._lost(error, host) from error
+
+    def _wait(self, message: Coming) -> None:
+        assert message.transfer is not None
+        try:
+            message.transfer.wait(self._timeout)
+        except RuntimeError as error:
+            raise self._lost(error, message.host) from error
+
+    def _lost(self, error: RuntimeError, host: int) -> CollectiveError:
+        return self._terms.waits.lost(error, host, self.bucket, self.silent())
 
     def _arrived(self, message: Received) -> float:
         """Wait for a message, see that it is the right one, and take the reports beside it; its weight."""
-        assert message.transfer is not None
-        self._wait(message.transfer, message.host)
+        self._wait(message)
         weight = message.envelope.weight_in(self.number)
         if weight is None:
             expected = str(message.envelope.header(self.number))

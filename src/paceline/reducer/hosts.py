@@ -71,8 +71,11 @@ _HEADER = struct.Struct("<4sHHIIIQdQ")
 class Transfer(Protocol):
     """A message on its way. Its memory must stay as it is until `wait` has returned."""
 
-    def wait(self, timeout_s: float) -> None:
+    def wait(self, timeout: Any, /) -> object:
         """Block until the message has been sent, or has come.
+
+        Args:
+            timeout: For how long at most: what `HostsTransport.timeout_of` has made.
 
         Raises:
             RuntimeError: It was not in time, or the connection broke. The transport is over.
@@ -111,6 +114,10 @@ class HostsTransport(Protocol):
             Host 0 calls sending(1, message, 7)(), host 1 receiving(0, buffer, 7)(); both wait; then the
             buffer of host 1 holds the message.
         """
+        ...
+
+    def timeout_of(self, timeout_s: float) -> Any:
+        """What the transfers' `wait` takes for so many seconds: made once, because they are many."""
         ...
 
     def name(self, host: int) -> str:

@@ -1,4 +1,4 @@
-"""A rank's messages to and from its partners: begun, waited for up to a deadline, and told of if they fail.
+"""A rank's messages to and from its partners: how long it waits for them, and what it says if they fail.
 
 The one idea: a transport knows no more than that a connection broke or that nothing came. Who is behind it
 the control channel knows, so each failure is first held against what that has heard.
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 
 from paceline.errors import CollectiveError, DeadlineError, MismatchError, PeerLostError
 from paceline.reducer.engine_waits import is_of_a_late_peer, is_of_a_lost_peer, late_error
-from paceline.reducer.hosts import Begin, Header, HostsTransport, Message, Transfer
+from paceline.reducer.hosts import Header, HostsTransport, Message
 from paceline.rendezvous.control import ControlChannel
 
 _SHOWN = 300  # characters of a transport's own words
@@ -40,6 +40,7 @@ class PartnerWaits:
 
     Attributes:
         patience_s: Most seconds of one wait for a message.
+        timeout: The same, as transfers take it.
     """
 
     def __init__(
@@ -53,34 +54,7 @@ class PartnerWaits:
         self._transport, self._control = transport, control
         self._who, self._where = who, where
         self.patience_s = patience_s(timeout_s)
-
-    def begin(self, begin: Begin, host: int, bucket: int) -> Transfer:
-        """Begin a message of a bucket, to or from a host.
-
-        Raises:
-            CollectiveError: The connection has broken before.
-        """
-        try:
-            return begin()
-        except RuntimeError as error:
-            raise self._lost(error, host, bucket, ()) from error
-
-    def wait(self, transfer: Transfer, host: int, bucket: int, silent: Callable[[], Iterable[int]]) -> None:
-        """Block until a message of a bucket has been sent to a host, or has come from there.
-
-        Args:
-            transfer: The message.
-            host: The partner.
-            bucket: For the error.
-            silent: The hosts from which something of the bucket has not begun to come; asked when it failed.
-
-        Raises:
-            CollectiveError: It did not, in time; with the ranks that are to blame, as far as they are known.
-        """
-        try:
-            transfer.wait(self.patience_s)
-        except RuntimeError as error:
-            raise self._lost(error, host, bucket, silent()) from error
+        self.timeout = transport.timeout_of(self.patience_s)
 
     def late(self, hosts: Iterable[int], doing: str, bucket: int, text: str = "") -> DeadlineError:
         """The error for partners from which nothing has come in time.
@@ -116,7 +90,18 @@ class PartnerWaits:
             hint="run the same backwards in the same order on every rank; nothing was averaged",
         )
 
-    def _lost(self, error: RuntimeError, host: int, bucket: int, silent: Iterable[int]) -> CollectiveError:
+    def lost(self, error: RuntimeError, host: int, bucket: int, silent: Iterable[int]) -> CollectiveError:
+        """The error for a message that a transport could not begin, or whose wait has failed.
+
+        Args:
+            error: What it has raised.
+            host: Where the message was to go, or to come from.
+            bucket: Whose message it is.
+            silent: The hosts from which something of the bucket has not begun to come.
+
+        Returns:
+            An error with the ranks that are to blame, as far as they are known.
+        """
         text, partner = str(error)[:_SHOWN], self._transport.name(host)
         if is_of_a_late_peer(text):
             # Who is waited for may itself be waiting for another one that is silent.

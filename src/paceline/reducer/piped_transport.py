@@ -178,6 +178,9 @@ class PipedTransport:
         lanes = self._pipes.incoming[host]
         return partial(lanes[lane_of(tag, len(lanes))].receive, message, (self._model, tag))
 
+    def timeout_of(self, timeout_s: float) -> float:
+        return timeout_s
+
     def name(self, host: int) -> str:
         return self._pipes.names[host]
 

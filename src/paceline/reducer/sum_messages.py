@@ -74,8 +74,7 @@ class SumsFlight(Flight):
         self._weights[:] = [0.0] * len(self._weights)
 
     def receive(self) -> None:
-        for message in chain(self._arriving, self._later):
-            message.transfer = self._terms.waits.begin(message.begin, message.host, self.bucket)
+        self._receive_all(chain(self._arriving, self._later))
 
     def send(
         self, note_nonfinite: Callable[[int, range], None], make_report: Callable[[], bytes] | None

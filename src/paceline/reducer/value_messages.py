@@ -92,6 +92,7 @@ class ValuesFlight(Flight):
         self._header, self._headers = layout.headers(0, terms.bytes_of_reports if self.has_report else _none)
         self._verdict, self._verdicts = layout.headers(1, lambda host: 1)
         self._lay_out(layout)
+        self._coming = [*chain(*(piece.coming for piece in self._pieces)), *self._later]
 
     @staticmethod
     def room_bytes(terms: Terms, bucket: int) -> int:
@@ -109,11 +110,9 @@ class ValuesFlight(Flight):
         return sum(2 + mine + len(route.parts[other]) for other in terms.others)
 
     def receive(self) -> None:
-        waits, bucket = self._terms.waits, self.bucket
-        for message in chain(self._headers, self._verdicts):
-            message.transfer = waits.begin(message.begin, message.host, bucket)
-        for piece in chain(*(each.coming for each in self._pieces), self._later):
-            piece.transfer = waits.begin(piece.begin, piece.host, bucket)
+        self._receive_all(self._headers)
+        self._receive_all(self._verdicts)
+        self._receive_all(self._coming)
 
     def send(
         self, note_nonfinite: Callable[[int, range], None], make_report: Callable[[], bytes] | None
@@ -124,7 +123,7 @@ class ValuesFlight(Flight):
             assert self._header.reports is not None
             self._header.reports[:] = np.frombuffer(make_report(), np.uint8)
         self._send(self._header, weight)
-        self._begin_all(self._going)
+        self._send_all(self._going)
 
     def first_round(self) -> None:
         for header in self._headers:
@@ -133,16 +132,16 @@ class ValuesFlight(Flight):
         verdict = _FINITE
         for piece in self._pieces:
             for coming in piece.coming:
-                self._wait_for(coming)
+                self._wait(coming)
             if not self._average(piece, total):
                 verdict = _NOT_FINITE
-            self._begin_all(piece.ways)
+            self._send_all(piece.ways)
         self._verdict.memory[HEADER_BYTES] = verdict
         self._send(self._verdict, total)
 
     def second_round(self) -> None:
         for piece in self._later:
-            self._wait_for(piece)
+            self._wait(piece)
         route = self._terms.routes[self.bucket]
         for verdict in self._verdicts:
             self._arrived(verdict)
@@ -176,15 +175,6 @@ class ValuesFlight(Flight):
         if not is_finite:
             terms.on_overflow(bucket, elements)
         return is_finite
-
-    def _wait_for(self, piece: _Piece) -> None:
-        assert piece.transfer is not None
-        self._wait(piece.transfer, piece.host)
-
-    def _begin_all(self, ways: Iterable[tuple[int, Begin]]) -> None:
-        waits, bucket, sends = self._terms.waits, self.bucket, self._sends
-        for host, begin in ways:
-            sends.append((host, waits.begin(begin, host, bucket)))
 
     def _lay_out(self, layout: _Laying) -> None:
         terms, transport, parts = self._terms, self._terms.transport, self._terms.routes[self.bucket].parts

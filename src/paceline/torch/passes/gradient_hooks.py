@@ -253,8 +253,9 @@ def in_core(
     not lie in memory as its place does.
     """
     taker = reducer.marks if isinstance(reducer, ReportingReducer) else reducer
-    is_of_core = isinstance(taker, (_core.Reducer, _core.PassMarks)) and view.is_cpu
-    if not is_of_core or view.is_complex() or not HAS_EXCHANGE_API:
+    if not isinstance(taker, (_core.Reducer, _core.PassMarks)) or not view.is_cpu:
+        return hook
+    if view.is_complex() or not HAS_EXCHANGE_API:
         return hook
     return _core.GradientHook(hook, state, index, taker, view, gradient_in_arena, "is_neg", stand_in)
 
