@@ -44,6 +44,12 @@ nb::bytes PyHostSums::read_slot(size_t index) {
                    from.slot_bytes());
 }
 
+nb::list PyHostSums::read_slots() {
+  nb::list found;
+  for (size_t i = 0; i < sums().num_slots(); ++i) found.append(read_slot(i));
+  return found;
+}
+
 void PyHostSums::write_slot(size_t index, nb::bytes payload) {
   work(0, [&](HostSums& to) {
     if (payload.size() != to.slot_bytes()) {
@@ -180,6 +186,7 @@ void bind_host_sums(nb::module_& m) {
                    [](PyHostSums& s) { return s.sums().has_overflow(); })
       .def("write_slot", &PyHostSums::write_slot, "index"_a, "payload"_a)
       .def("read_slot", &PyHostSums::read_slot, "index"_a)
+      .def("read_slots", &PyHostSums::read_slots)
       .def("waiting_ranks",
            [](PyHostSums& s) { return s.sums().waiting_ranks(); })
       .def("keep_arena", [](PyHostSums& s) { s.sums().keep_arena(); })

@@ -43,6 +43,7 @@ class PyHostSums {
   }
 
   nb::bytes read_slot(size_t index);
+  nb::list read_slots();
   void write_slot(size_t index, nb::bytes payload);
 
  private:

@@ -204,9 +204,10 @@ def test_four_hosts_of_one_rank_give_the_bits_of_one_host():
 def test_gradients_that_travel_as_they_are_give_the_bits_of_one_host(num_hosts, dtype):
     options = {"num_hosts": num_hosts, "dtype": dtype, "weight": some_weight}
     one = run_ranks(train_some, num_hosts, {**options, "layout": None}, group="gloo")
-    with_values = {**options, "layout": ALONE, "sends_values": True}
-    alone = run_ranks(train_some, num_hosts, with_values, group="gloo")
-    assert len(set(map(tuple, one + alone))) == 1
+    for sends_values in (False, True):  # a small model: in one message each, if they have 16 bits; in two rounds
+        with_values = {**options, "layout": ALONE, "sends_values": sends_values}
+        alone = run_ranks(train_some, num_hosts, with_values, group="gloo")
+        assert len(set(map(tuple, one + alone))) == 1
 
 
 @ranks(2, group="gloo")
@@ -215,27 +216,33 @@ def test_gradients_of_16_bits_take_16_bits_between_hosts_of_one_rank(rank, monke
     sent: list[int] = []
     sending = noting(GlooTransport.sending, lambda message, _: sent.append(len(message)))
     monkeypatch.setattr(GlooTransport, "sending", sending)
-    net = nn.Linear(1000, 1000, bias=False, dtype=torch.bfloat16)  # 2 MB
-    wrapped = DistributedDataParallel(net)
-    for _ in range(3):
-        sent.clear()
-        net.zero_grad()
-        wrapped(torch.ones(1, 1000, dtype=torch.bfloat16)).sum().backward()
-    assert 2_000_000 <= sum(sent) < 2_010_000  # torch's DDP sends as much
+    for width, most in ((1000, 2_010_000), (100, 20_500)):
+        net = nn.Linear(width, width, bias=False, dtype=torch.bfloat16)
+        wrapped = DistributedDataParallel(net)
+        for _ in range(3):
+            sent.clear()
+            net.zero_grad()
+            wrapped(torch.ones(1, width, dtype=torch.bfloat16)).sum().backward()
+        assert 2 * width**2 <= sum(sent) < most  # torch's DDP sends as much
+        assert (len(sent) == 1) == (width == 100)
 
 
+# 0.6 MB go from arena to arena, 20 kB of 16 bits in one message.
+@pytest.mark.parametrize("width, dtype", [(400, torch.float32), (100, torch.bfloat16)])
 @ranks(2, group="gloo")
-def test_a_weight_of_zero_keeps_values_out_that_are_not_finite(rank):
+def test_a_weight_of_zero_keeps_values_out_that_are_not_finite(rank, width, dtype):
     place(rank, ALONE)
-    net = nn.Linear(400, 400, bias=False)  # 0.6 MB
+    net = nn.Linear(width, width, bias=False, dtype=dtype)
     wrapped = DistributedDataParallel(net, nonfinite="raise")
+    x = torch.ones(1, width, dtype=dtype)
     for step in range(2):
         net.zero_grad()
         with wrapped.weight(1.0 - rank):
-            (wrapped(torch.ones(1, 400)).sum() * (math.nan if rank else 3.0 + step)).backward()
-        assert_allclose(net.weight.grad, np.full((400, 400), 3.0 + step))
+            (wrapped(x).sum() * (math.nan if rank else 3.0 + step)).backward()
+        assert_allclose(net.weight.grad.float(), np.full((width, width), 3.0 + step))
+    net.zero_grad()
     with pytest.raises(NonFiniteGradientError) as caught:
-        (wrapped(torch.ones(1, 400)).sum() * (math.nan if rank else 1.0)).backward()
+        (wrapped(x).sum() * (math.nan if rank else 1.0)).backward()
     assert caught.value.nonfinite == {1: ("weight",)}
 
 

@@ -279,15 +279,17 @@ class HierarchicalReducer(ReportingReducer):
             self._launch(bucket, make_report if bucket == self._last else None)
 
     def _read_reports(self) -> None:
-        slots = [self._core.read_slot(rank) for rank in range(self._hosts.world_size)]
-        self._reports = [RankReport.unpack(slot) for slot in slots]
-        self._unused = [
-            unpack_bits(slot[REPORT_BYTES:]) if report.unused else []
-            for slot, report in zip(slots, self._reports)
-        ]
+        slots, any_nonfinite = self._core.read_slots(), 0
+        self._reports = []
+        for rank, slot in enumerate(slots):
+            report = RankReport.unpack(slot)
+            self._reports.append(report)
+            if report.unused or self._unused[rank]:
+                self._unused[rank] = unpack_bits(slot[REPORT_BYTES:]) if report.unused else []
+            any_nonfinite |= report.nonfinite
         self._nonfinite, self._overflowed = [], []
         # All ranks see the same reports, and the same means.
-        self.saw_nonfinite = any(each.nonfinite for each in self._reports) or self._core.has_overflow
+        self.saw_nonfinite = any_nonfinite > 0 or self._core.has_overflow
         if self.saw_nonfinite and self._hosts.gather is not None:
             self._gather_nonfinite(self._hosts.gather)
             if self.codes is not None:

@@ -40,7 +40,7 @@ from paceline import _core
 from paceline.errors import CollectiveError
 from paceline.reducer.host_messages import Flight, Terms
 from paceline.reducer.sum_messages import SumsFlight
-from paceline.reducer.value_messages import ValuesFlight
+from paceline.reducer.value_messages import FewValuesFlight, ValuesFlight
 from paceline.rendezvous import lifetime
 from paceline.rendezvous.control import ControlChannel
 from paceline.rendezvous.told_failures import pack_failure, unpack_failure
@@ -197,14 +197,19 @@ class HostExchange:
     # --- messages ---
 
     def _lay_out(self, bucket: int, room: int) -> Flight:
-        terms, memory = self._terms, self._rooms[room]
-        if terms.routes[bucket].is_of_values:
-            return ValuesFlight(terms, bucket, memory)
-        return SumsFlight(terms, bucket, memory, self._joined)
+        kind, memory = self._kind_of(bucket), self._rooms[room]
+        if issubclass(kind, SumsFlight):
+            return kind(self._terms, bucket, memory, self._joined)
+        return kind(self._terms, bucket, memory)
+
+    def _kind_of(self, bucket: int) -> type[SumsFlight | ValuesFlight | FewValuesFlight]:
+        route = self._terms.routes[bucket]
+        if not route.is_of_values:
+            return SumsFlight
+        return FewValuesFlight if route.is_one_round else ValuesFlight
 
     def _room_bytes(self, bucket: int) -> int:
-        kind = ValuesFlight if self._terms.routes[bucket].is_of_values else SumsFlight
-        return kind.room_bytes(self._terms, bucket)
+        return self._kind_of(bucket).room_bytes(self._terms, bucket)
 
     def _piece_bytes(self) -> int:
         """The size of the largest piece of any bucket, as sums."""
@@ -218,8 +223,7 @@ class HostExchange:
 
     def _has_few(self) -> bool:
         """Whether few messages come in a pass of a plan of one bucket."""
-        kind = ValuesFlight if self._terms.routes[0].is_of_values else SumsFlight
-        return kind.num_coming(self._terms, 0) <= _FEW_MESSAGES
+        return self._kind_of(0).num_coming(self._terms, 0) <= _FEW_MESSAGES
 
     # --- the thread that waits ---
 

@@ -397,7 +397,11 @@ def plan_route(
     share = _cut_evenly(range(count), num_ranks)[local_rank]
     if value_bytes is not None and (value_bytes < itemsize or len(share) * value_bytes >= VALUES_BYTES):
         most = piece_bytes // value_bytes // _BLOCK_ELEMENTS * _BLOCK_ELEMENTS
-        parts = _cut_evenly(share, num_hosts)
+        nbytes = len(share) * value_bytes
+        is_one_round = (
+            nbytes < VALUES_BYTES and _more_in_one_round(nbytes, [1] * num_hosts) <= ONE_ROUND_BYTES
+        )
+        parts = [share] if is_one_round else _cut_evenly(share, num_hosts)
         return Route(share, tuple(_pieces(part, most) for part in parts), is_of_values=True)
     num_blocks = [1] * num_hosts if num_blocks is None else num_blocks
     nbytes = len(share) * itemsize

@@ -53,7 +53,7 @@ class RankReport(NamedTuple):
 
     @classmethod
     def unpack(cls, payload: bytes) -> RankReport:
-        return cls(*_REPORT.unpack(payload[:REPORT_BYTES]))
+        return cls._make(_REPORT.unpack_from(payload))
 
     @property
     def status(self) -> PassStatus:
@@ -77,17 +77,22 @@ def judge(
         nonfinite: Whether some rank's gradient was not finite.
         overflowed: Whether a sum of finite ones was not.
     """
-    outcome = _told_by(frozenset(report.word for report in reports))
-    if any(report.unused for report in reports):
+    words, notes, any_unused, is_refused = set(), {0}, 0, False
+    for _, _, word, num_unused, _, _, note, refuses_unused, _ in reports:  # in every pass, so only once
+        words.add(word)
+        notes.add(note)
+        any_unused |= num_unused
+        # Not by what this rank allows: one without data has nothing to allow.
+        is_refused |= refuses_unused
+    outcome = _told_by(frozenset(words))
+    if any_unused:
         outcome |= Outcome.UNUSED
-    if len({report.note for report in reports} - {0}) > 1:
+    if len(notes) > 2:
         outcome |= Outcome.NOTES_DIFFER
     if nonfinite:
         outcome |= Outcome.NONFINITE
     if overflowed:
         outcome |= Outcome.OVERFLOWED
-    # Not by what this rank allows: one without data has nothing to allow.
-    is_refused = any(report.refuses_unused for report in reports)
     if is_refused and allow_nobodys and _is_unused_alike(reports, unused):
         outcome ^= Outcome.UNUSED | Outcome.NOBODYS
         is_refused = False

@@ -1,15 +1,18 @@
-"""A bucket whose gradients travel as they are, between hosts of one rank each: from the arena, to the arena.
+"""A bucket whose gradients travel as they are, between hosts of one rank each.
 
-The one idea: with one rank on each host nothing is to be summed before gradients travel, so nothing is copied
-to be sent. Each host owns a part of the bucket:
+The one idea: with one rank on each host nothing is to be summed before gradients travel. So they have their
+own type on the way, and the mean is that of the core over these ranks: 16 bits stay 16 bits, and the bits are
+those of one host.
+
+A large bucket goes from the arena to the arena, and nothing is copied to be sent (`ValuesFlight`). Each host
+owns a part of it:
 
     first round   the gradients of each part go from the arena to its owner, and into a room there
     the owner     averages what has come with its own gradients, in place: its arena holds the mean
     second round  the mean goes from the owner's arena to everybody's
 
 So a bucket of S bytes is read and written once for S / H of it, and the memory for what comes has S bytes at
-most. The mean is that of the core over these ranks, of the gradients' own type, so 16 bits stay 16 bits on
-the way and the bits are those of one host.
+most.
 
 What comes in the second round may be received at any time. It is made of what this rank has sent in the
 first, so it cannot come before that has left the memory which it overwrites. What this rank sends in the
@@ -19,12 +22,16 @@ Gradients have no room for a header in front. One message for each bucket and ro
 the weight, and the reports behind that of the last bucket; in the second, which is sent when all means are
 made, whether they are finite.
 
+A small bucket costs less as one message, behind a header, that everybody sends to everybody
+(`FewValuesFlight`). Each host then makes the whole mean, and sees by itself what is not finite.
+
 Imports numpy, the core and its neighbours.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable, Iterable
 from itertools import chain
 
@@ -128,12 +135,13 @@ class ValuesFlight(Flight):
     def first_round(self) -> None:
         for header in self._headers:
             self._weights[header.host] = self._arrived(header)
-        total = self._terms.blocks.add(self._weights)
+        terms = self._terms
+        total = terms.blocks.add(self._weights)
         verdict = _FINITE
         for piece in self._pieces:
             for coming in piece.coming:
                 self._wait(coming)
-            if not self._average(piece, total):
+            if not _average(terms, self.bucket, piece.elements, piece.values, self._weights, total):
                 verdict = _NOT_FINITE
             self._send_all(piece.ways)
         self._verdict.memory[HEADER_BYTES] = verdict
@@ -156,25 +164,6 @@ class ValuesFlight(Flight):
             for header in chain(self._headers, self._verdicts)
             if not header.envelope.has_begun_to_come(self.number)
         ]
-
-    def _average(self, piece: _OwnPiece, total: float) -> bool:
-        """Make the mean of a piece; whether all of it is finite."""
-        bucket, terms, elements = self.bucket, self._terms, piece.elements
-        weights, count = self._weights, len(elements)
-        done, is_finite = terms.core.average(
-            bucket, elements.start, count, piece.values, weights, total, stops_at_nonfinite=True
-        )
-        if done < count:
-            rest, offset = elements[done:], done * self._itemsize
-            values = [address + offset for address in piece.values]
-            terms.on_nonfinite(bucket, rest, values, weights)
-            terms.core.average(
-                bucket, rest.start, len(rest), values, weights, total, stops_at_nonfinite=False
-            )
-            is_finite = False
-        if not is_finite:
-            terms.on_overflow(bucket, elements)
-        return is_finite
 
     def _lay_out(self, layout: _Laying) -> None:
         terms, transport, parts = self._terms, self._terms.transport, self._terms.routes[self.bucket].parts
@@ -199,6 +188,108 @@ class ValuesFlight(Flight):
 
     def _in_arena(self, elements: range) -> Message:
         return self._arena[elements.start * self._itemsize : elements.stop * self._itemsize]
+
+
+class FewValuesFlight(Flight):
+    """A small bucket, in one message from everybody to everybody. See the head of this file, and `Flight`.
+
+    Args:
+        terms: What all buckets of this rank have in common; every host is one block.
+        bucket: In the plan; its route has one round.
+        room: Memory for its messages; at least `room_bytes`.
+    """
+
+    def __init__(self, terms: Terms, bucket: int, room: Message) -> None:
+        super().__init__(terms, bucket)
+        begin, end, _ = terms.spans[bucket]
+        self._elements = terms.routes[bucket].share
+        self._arena = _arena_bytes(terms.core, begin, end)
+        self._weights = [0.0] * terms.num_hosts
+        payload_bytes = functools.partial(self._payload_bytes, terms, bucket)
+        self._sent, self._coming = _Laying(terms, bucket, Layout(room)).headers(0, payload_bytes)
+        self._values = [self._sent.payload] * terms.num_hosts
+        self._sent.reports = _behind(self._sent.memory, end - begin)
+        for message in self._coming:
+            message.reports = _behind(message.memory, end - begin)
+            self._values[message.host] = message.payload
+        self._own = self._sent.memory[HEADER_BYTES : HEADER_BYTES + end - begin]
+
+    @staticmethod
+    def room_bytes(terms: Terms, bucket: int) -> int:
+        """Memory for all messages of a bucket."""
+        hosts = range(terms.num_hosts)
+        return sum(
+            aligned(HEADER_BYTES + FewValuesFlight._payload_bytes(terms, bucket, host)) for host in hosts
+        )
+
+    @staticmethod
+    def num_coming(terms: Terms, bucket: int) -> int:
+        """How many messages come in a pass."""
+        return len(terms.others)
+
+    @staticmethod
+    def _payload_bytes(terms: Terms, bucket: int, host: int) -> int:
+        begin, end, _ = terms.spans[bucket]
+        return end - begin + (terms.bytes_of_reports(host) if terms.is_last(bucket) else 0)
+
+    def receive(self) -> None:
+        self._receive_all(self._coming)
+
+    def send(
+        self, note_nonfinite: Callable[[int, range], None], make_report: Callable[[], bytes] | None
+    ) -> None:
+        host, core, blocks = self._terms.host, self._terms.core, self._terms.blocks.blocks
+        weight = self._weights[host] = core.total_weight(blocks[host].local_ranks)
+        self._own[:] = self._arena
+        if make_report is not None:
+            assert self._sent.reports is not None
+            self._sent.reports[:] = np.frombuffer(make_report(), np.uint8)
+        self._send(self._sent, weight)
+
+    def first_round(self) -> None:
+        for message in self._coming:
+            self._weights[message.host] = self._arrived(message)
+        total = self._terms.blocks.add(self._weights)
+        _average(self._terms, self.bucket, self._elements, self._values, self._weights, total)
+
+    def second_round(self) -> None:
+        """There is none."""
+
+    def silent(self) -> Iterable[int]:
+        return [each.host for each in self._coming if not each.envelope.has_begun_to_come(self.number)]
+
+
+def _average(
+    terms: Terms,
+    bucket: int,
+    elements: range,
+    values: list[int],
+    weights: list[float],
+    total: float,
+) -> bool:
+    """Make the mean of some elements of a bucket; whether all of it is finite.
+
+    Args:
+        terms: What all buckets of this rank have in common.
+        bucket: In the plan.
+        elements: Some of the bucket's.
+        values: Where the first of these elements of each host is.
+        weights: What the hosts weigh.
+        total: All of that.
+    """
+    core, count, (_, _, itemsize) = terms.core, len(elements), terms.spans[bucket]
+    done, is_finite = core.average(
+        bucket, elements.start, count, values, weights, total, stops_at_nonfinite=True
+    )
+    if done < count:
+        rest = elements[done:]
+        values = [address + done * itemsize for address in values]
+        terms.on_nonfinite(bucket, rest, values, weights)
+        core.average(bucket, rest.start, len(rest), values, weights, total, stops_at_nonfinite=False)
+        is_finite = False
+    if not is_finite:
+        terms.on_overflow(bucket, elements)
+    return is_finite
 
 
 class _Laying:
@@ -249,9 +340,10 @@ def _arena_bytes(core: _core.HostSums, begin: int, end: int) -> Message:
     return found
 
 
-def _behind(memory: Message) -> Message | None:
-    """What is behind a header; None: nothing."""
-    return memory[HEADER_BYTES:] if len(memory) > HEADER_BYTES else None
+def _behind(memory: Message, payload_bytes: int = 0) -> Message | None:
+    """What is behind a header and so many bytes; None: nothing."""
+    begin = HEADER_BYTES + payload_bytes
+    return memory[begin:] if len(memory) > begin else None
 
 
 def _none(host: int) -> int:
