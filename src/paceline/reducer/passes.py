@@ -23,11 +23,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, final
 
 from paceline import _core
-from paceline.errors import CollectiveError, ConfigError, ForkedError, PacelineError, ReplicaError
+from paceline.errors import CollectiveError, ConfigError, PacelineError, ReplicaError
 from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.drift import DriftWatch
 from paceline.reducer.freed_memory import keep_freed_memory
-from paceline.reducer.front_end import AnyAutograd, Fingerprint, FrontEnd, Memory, PassOptions
+from paceline.reducer.fresh_gradients import FreshGradients
+from paceline.reducer.front_end import AnyAutograd, FrontEnd, PassOptions
 from paceline.reducer.frozen import digest_of
 from paceline.reducer.graphs import EndOfBackward, Graphs
 from paceline.reducer.link import Link, Reduction, ReductionOptions, agree
@@ -53,6 +54,7 @@ from paceline.reducer.pass_errors import (
     shorten,
     uneven_error,
 )
+from paceline.reducer.pass_state import PassState
 from paceline.reducer.plan import (
     CappedBuckets,
     Plan,
@@ -60,7 +62,7 @@ from paceline.reducer.plan import (
     has_one_order,
     plan_gradients,
 )
-from paceline.reducer.protocol import Outcome, PassStatus, Reducer
+from paceline.reducer.protocol import Outcome, Reducer
 from paceline.reducer.replica_check import Entry
 from paceline.reducer.sharing import registry
 from paceline.reducer.statistics import Statistics
@@ -74,147 +76,6 @@ from paceline.tracing.totals import ModelTotals
 _NOTES_DIFFER = int(Outcome.NOTES_DIFFER)  # as an enumeration's member it would cost more than the question
 _WROTE_BACK, _SYNCED_BUFFERS = int(Event.WROTE_BACK), int(Event.SYNCED_BUFFERS)
 _PASS_ENDED, _NORM, _NONFINITE = int(Event.PASS_ENDED), int(Event.NORM), int(Event.NONFINITE)
-
-
-class PassState:
-    """Where one model is in its passes; hooks and the front end share it.
-
-    Attributes:
-        is_syncing: Whether the pass under way is averaged. Only `Passes` writes it: a forward sets it as the
-            wrapper asks (`require_backward_grad_sync`), and `Passes.local` clears it within no_sync().
-        is_armed: Whether a pass is under way, so that the end of this backward ends it.
-        is_interrupted: Whether an exception has ended the backward of the last pass, of which the other ranks
-            do not know yet.
-        ends_by_hand: Whether the end of a backward leaves its pass open, for `Passes.end_by_hand`.
-        is_left_open: Whether the pass under way is one whose backward is over, and waits for that.
-        handed: Gradients handed over in this pass, by parameter, in that order. Keeps the memory alive that
-            the reducer reads and writes by pointer.
-        staged: The handed gradients whose mean the front end copies back.
-        accumulated: Parameters that got local gradients, in no_sync(), since the last synchronised pass.
-        rank_weight: The weight of this rank in the pass under way, or the last one.
-        arm: Begins a pass; hooks call it at the first gradient of a backward.
-        graphs: The graphs of forwards whose backward is still to come.
-        status: What the end of the pass tells all ranks: the forwards since the last one, and what is wrong.
-            A hook that raised instead would leave the others waiting.
-        refusal: Why the gradient of the parameter `status.refused` cannot be averaged.
-        where: "rank 1 of 2", for errors.
-    """
-
-    __slots__ = (
-        "accumulated",
-        "arm",
-        "ends_by_hand",
-        "graphs",
-        "handed",
-        "is_armed",
-        "is_interrupted",
-        "is_left_open",
-        "is_syncing",
-        "pid",
-        "rank_weight",
-        "refusal",
-        "staged",
-        "status",
-        "where",
-    )
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.where = f"rank {rank} of {world_size}"
-        self.is_syncing = True
-        self.is_armed = False
-        self.is_interrupted = False
-        self.ends_by_hand = self.is_left_open = False
-        self.handed = _core.HandedGradients()
-        self.staged: list[int] = []
-        self.accumulated: set[int] = set()
-        self.status = PassStatus()
-        self.rank_weight = 1.0
-        self.refusal: ConfigError | None = None
-        self.pid = os.getpid()
-        self.arm: Callable[[], None]
-        self.graphs: Graphs
-
-    def begin_next(self) -> None:
-        """Forget the pass that is over."""
-        self.is_armed = self.is_interrupted = False
-        self.handed.clear()
-        self.staged.clear()
-        self.accumulated.clear()
-        self.status.begin_next()
-        self.refusal = None
-
-    def interrupt(self) -> None:
-        """The backward has ended in an exception; whatever begins next tells the other ranks."""
-        self.is_armed = False
-        self.is_interrupted = True
-
-    def refuse(self, index: int, error: ConfigError) -> None:
-        """The gradient of a parameter cannot be averaged; raises at once where no pass will end.
-
-        Raises:
-            ConfigError: The one given.
-        """
-        if not self.is_syncing:
-            raise error
-        if self.refusal is None:
-            self.status.refused, self.refusal = index, error
-
-    def check_process(self) -> None:
-        """Raise ForkedError in a forked child, which has the model but not the memory."""
-        if os.getpid() != self.pid:
-            raise ForkedError(
-                "A model wrapped for data-parallel training was used in a forked child.",
-                seen=f"wrapped in process {self.pid}, used in process {os.getpid()}",
-                likely="a data loader's worker, or multiprocessing with the start method 'fork'",
-                hint="use `.module` in the child; or start it with the method 'spawn' and wrap there",
-            )
-
-
-class FreshGradients:
-    """Whether gradients are still what the last pass made them, so that its norm is theirs.
-
-    A gradient that was replaced is another object, and one that was changed by its framework has another
-    version; writes past the framework (through `.data`, numpy or a kernel) are seen in a few lines of memory
-    of each gradient. Such a write that changes a few elements only may go unseen. The same lines on every
-    rank, so that ranks with the same gradients find the same.
-
-    Args:
-        fingerprint: A fingerprint of all gradients.
-        memory: Where all gradients are; None: not all where the processor can read them, and then nobody
-            knows.
-
-    Attributes:
-        is_used: Whether anybody has asked. Until then nothing is noted, and the answer is no.
-    """
-
-    def __init__(self, fingerprint: Callable[[], Fingerprint], memory: Callable[[], Memory | None]) -> None:
-        self.is_used = False
-        self._fingerprint = fingerprint
-        self._memory = memory
-        self._seen: Fingerprint | None = None
-        self._sample: int | None = None
-
-    def note(self) -> None:
-        """A pass has just made them the means."""
-        self._sample = self._take_sample()
-        self._seen = None if self._sample is None else self._fingerprint()
-
-    def forget(self) -> None:
-        """A pass was void, or raised: what the gradients are now, nobody knows."""
-        self._seen = None
-
-    def are_unchanged(self) -> bool:
-        """Whether nobody has changed a gradient since note(), as far as that is seen."""
-        self.is_used = True
-        return (
-            self._seen is not None
-            and self._seen == self._fingerprint()
-            and self._sample == self._take_sample()
-        )
-
-    def _take_sample(self) -> int | None:
-        memory = self._memory()
-        return None if memory is None else _core.sample_all(*memory)
 
 
 @final
@@ -753,7 +614,8 @@ class Passes(Generic[AnyAutograd]):
         """
         state, reducer, config = self.state, self.reduction.reducer, self._config
         self._of_first = None
-        self.fresh.forget()
+        if self.fresh.is_used:
+            self.fresh.forget()
         is_lost = False
         try:
             self.autograd.raise_kept()
