@@ -4,10 +4,6 @@
 framework gives it its parts (`FrontEnd`): the gradients and where they lie, its autograd, weights, buffers.
 A `Link` joins the ranks. `Passes._end` is the end of a pass from top to bottom.
 
-A rank that runs out of data before the others takes part in their passes with no gradients and a weight of 0,
-until every rank has none left; each rank says so in the status that ends a pass, so nobody asks. Then it gets
-the model of the rank that went on longest, and its own gradients are again what they were.
-
 Imports only what is in this folder, `rendezvous.lifetime`, `tracing`, `errors`, the core and the standard
 library.
 """
@@ -95,7 +91,7 @@ class Passes(Generic[AnyAutograd]):
         fresh: Whether gradients are still those of the last pass.
         shares_parameters: Whether the ranks of each host have one copy of the parameters.
         drift: Whether the replicas are still the same, where there is a reason to look, or now and then.
-        active: Ranks that had data in the last pass. Others shadow it.
+        active: Ranks that had data in the last pass. Others shadow it; see `uneven`.
         is_order_final: Whether the plan will not change any more.
         good_passes: How many passes have made the gradients means, and all else that a pass does.
         among: Who these ranks are, in words, where they have other numbers elsewhere; empty: they have not.
@@ -146,8 +142,6 @@ class Passes(Generic[AnyAutograd]):
         self.refuses_uneven = False
         self.shares_parameters = False
         self._of_first: tuple[float, list[tuple[int, int]]] | None = None
-        self._gradients_aside: dict[int, Any] = {}
-        self._accumulated_aside: set[int] = set()
         self.fresh = FreshGradients(self.gradients.fingerprint, self.gradients.memory)
         self.drift = DriftWatch(config.check_replicas_every, self._hash_replica, link.all_gather)
         self._variety = GraphVariety(len(tensors.names) - len(tensors.delayed))
@@ -832,76 +826,10 @@ class Passes(Generic[AnyAutograd]):
             self.state.begin_next()
             self.micro_batches.end()
 
-    # --- ranks without data ---
-
-    def take_part_until_all_finished(self, after_pass: Callable[[], object] | None) -> None:
-        """Shadow the others' passes, then take over the model of those who went on longest. Collective."""
-        self._take_part(after_pass, weight=0.0, keep_accumulated=False)
-
-    @contextlib.contextmanager
-    def joining(self, *, divide_by_all: bool, throws: bool) -> Iterator[None]:
-        """Within it, ranks may make different numbers of passes. Its end is collective.
-
-        Args:
-            divide_by_all: Ranks without data count in the mean, with zeros.
-            throws: All ranks raise at the end of the first pass for which one had no data.
-        """
-        before, self.refuses_uneven = self.refuses_uneven, throws
-        try:
-            yield
-            self._take_part(None, weight=1.0 if divide_by_all else 0.0, keep_accumulated=True)
-        finally:
-            self.refuses_uneven = before
-
-    def _take_part(
-        self, after_pass: Callable[[], object] | None, *, weight: float, keep_accumulated: bool
-    ) -> None:
-        last_active = self.active
-        self.begin_shadowing(keep_accumulated=keep_accumulated)
-        try:
-            while self.shadow(weight=weight):
-                last_active = self.active
-                if after_pass is not None:
-                    after_pass()
-                elif self.shares_parameters:
-                    raise self._cannot_step_along()
-        finally:
-            self.end_shadowing()
-        if 0 < len(last_active) < self.world_size:  # 0: all have finished before, and made no pass since
-            self.broadcast_model(last_active[0])
-
-    def _cannot_step_along(self) -> ConfigError:
-        return ConfigError(
-            "finish: this rank is out of data, and would not take part in the steps of the others.",
-            where=self.who,
-            seen="share_parameters=True: all ranks of a host step together",
-            expected="finish(after_pass=...), or iterate(batches, after_pass), with what makes a step",
-            hint="pass a function that makes the optimizer's step as in the loop",
-        )
-
-    def begin_shadowing(self, *, keep_accumulated: bool) -> None:
-        """Put this rank's gradients aside: from here to `end_shadowing` it has those of the others.
-
-        Args:
-            keep_accumulated: Give back what no_sync() has accumulated too; else it is dropped.
-        """
-        state = self.state
-        self._gradients_aside = self.gradients.keep()
-        self._accumulated_aside = set(state.accumulated)
-        if not keep_accumulated:
-            for index in self._accumulated_aside:
-                self._gradients_aside.pop(index, None)
-            self._accumulated_aside.clear()
-        self.gradients.restore({})
-
-    def end_shadowing(self) -> None:
-        """Give this rank its own gradients back: the next backward adds to them."""
-        gradients, self._gradients_aside = self._gradients_aside, {}
-        self.gradients.restore(gradients)
-        self.state.accumulated |= self._accumulated_aside
+    # --- a pass without data ---
 
     def shadow(self, *, weight: float) -> bool:
-        """Take part in a pass of the others without gradients; within `begin_shadowing`. Collective.
+        """Take part in a pass of the others without gradients; within a `Shadow`. Collective.
 
         The rank gets the means as its gradients as well, for those who step along.
 

@@ -29,6 +29,7 @@ from paceline.reducer.plan import BucketLayout, bucket_layout
 from paceline.reducer.statistics import Statistics
 from paceline.reducer.torn import torn
 from paceline.reducer.traced import recorded
+from paceline.reducer.uneven import take_part_until_all_finished
 
 _Batch = TypeVar("_Batch")
 _Passes = TypeVar("_Passes", bound=Passes[Any])
@@ -197,10 +198,10 @@ class WrappedModel:
                     after_pass()
                 meetings.meet_if_due()
 
-            self._passes.take_part_until_all_finished(step_and_meet)
+            take_part_until_all_finished(self._passes, step_and_meet)
             meetings.finish()
         elif self._passes is not None:
-            self._passes.take_part_until_all_finished(after_pass)
+            take_part_until_all_finished(self._passes, after_pass)
 
     def finished(self, after_pass: Callable[[], object] | None = None) -> None:
         """The earlier name of `finish`. Deprecated."""
