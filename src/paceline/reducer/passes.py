@@ -30,13 +30,10 @@ from paceline.reducer.graphs import EndOfBackward, Graphs
 from paceline.reducer.link import Link, Reduction, ReductionOptions, agree
 from paceline.reducer.local_backward import LocalBackward
 from paceline.reducer.owners import (
-    OTHER_RANKS,
     Ranges,
-    check_agree,
-    digest_of_owners,
+    agreed_owners,
     needs_memory,
     nobodys,
-    other_ranks,
     owners,
     several_models,
 )
@@ -380,12 +377,7 @@ class Passes(Generic[AnyAutograd]):
         if len(told) < len(known):
             return
         self._tell_if_interrupted()
-        owned = tuple(each.ranges for each in told)
-        error = other_ranks(told, self.link.rank, self.world_size)
-        digests = self.link.all_gather(OTHER_RANKS if error is not None else digest_of_owners(owned))
-        if error is not None:
-            raise error
-        check_agree(digests)
+        owned = agreed_owners(told, self.link.rank, self.world_size, self.link.all_gather)
         self._is_obstructed = bool(self._shared)
         if owned != self._owned:
             self._owned = owned
