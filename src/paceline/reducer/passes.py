@@ -25,8 +25,8 @@ from paceline.reducer.drift import DriftWatch
 from paceline.reducer.freed_memory import keep_freed_memory
 from paceline.reducer.fresh_gradients import FreshGradients
 from paceline.reducer.front_end import AnyAutograd, FrontEnd, PassOptions
-from paceline.reducer.frozen import digest_of
 from paceline.reducer.graphs import EndOfBackward, Graphs
+from paceline.reducer.left_over import LeftOver
 from paceline.reducer.link import Link, Reduction, ReductionOptions, agree
 from paceline.reducer.local_backward import LocalBackward
 from paceline.reducer.owners import (
@@ -143,6 +143,7 @@ class Passes(Generic[AnyAutograd]):
         self.drift = DriftWatch(config.check_replicas_every, self._hash_replica, link.all_gather)
         self._variety = GraphVariety(len(tensors.names) - len(tensors.delayed))
         self.graphs = state.graphs = Graphs(self.close)
+        self._front_end = front_end
         self._set_config(config)
         self._owned: tuple[Ranges, ...] = ()
         self._scatters = config.scatters and link.world_size > 1
@@ -177,6 +178,9 @@ class Passes(Generic[AnyAutograd]):
             allow_unused=config.allow_unused,
             nonfinite=config.nonfinite,
             static_graph=self._static_graph,
+        )
+        self._left_over = LeftOver(
+            self._front_end, self.state, self._variety, self._static_graph, allow_unused=config.allow_unused
         )
 
     def close(self) -> None:
@@ -609,7 +613,7 @@ class Passes(Generic[AnyAutograd]):
                 if self._shared and state.is_armed:
                     registry.complete_all(self._backward)
                 elif not state.status.finished:
-                    self._hand_over_rest()
+                    self._left_over.hand_over(reducer)
                 status = state.status
                 told = self.notes.take(self._begun_forwards, bool(state.accumulated))
                 reducer.set_note(told, self._pass_id)
@@ -674,61 +678,7 @@ class Passes(Generic[AnyAutograd]):
         is_in_it = self.state.is_armed and self._shared and self._backward == backward
         if is_in_it and not self._is_complete:
             self._is_complete = True
-            self._hand_over_rest()
-
-    def _hand_over_rest(self) -> None:
-        """Hand over what has waited, and what this backward did not touch; look at all of it again."""
-        state = self.state
-        if (complete := self.autograd.complete) is not None:
-            complete()
-        count = len(self._names)
-        if self._static_graph is not None:
-            state.status.graph_changed = self._static_graph.has_changed(self._used())
-        elif len(state.handed) < count:
-            self._variety.note(self._used)
-        if len(state.handed) < count:
-            self._hand_over_accumulated()
-        if len(state.handed) < count:
-            self._leave_out([index for index in range(count) if index not in state.handed])
-        self.gradients.check()
-
-    def _used(self) -> set[int]:
-        """Parameters that have got gradients since the last pass, and wait for no others'."""
-        used = self.state.accumulated.union(self.state.handed).difference(self._tensors.delayed)
-        return used.intersection(range(len(self._names)))
-
-    def _hand_over_accumulated(self) -> None:
-        """Hand over gradients that this backward did not touch but that count all the same.
-
-        Those of no_sync() passes; and, where unused parameters are allowed, any gradient that is left
-        from before: the others add to theirs, so it must take part in the mean. Not that of a frozen
-        parameter, which stays as it is: a rank without data would take its share of the mean away.
-        """
-        state, frozen = self.state, self.autograd.frozen
-        for index in range(len(self._names)):
-            counts = index in state.accumulated or (self._config.allow_unused and index not in frozen)
-            if index not in state.handed and counts and self.gradients.exists(index):
-                self.gradients.hand_over_rest(index)
-
-    def _leave_out(self, missing: Sequence[int]) -> None:
-        """These have no gradient; delayed ones have one of zeros, as in torch."""
-        delayed = [index for index in missing if index in self._tensors.delayed]
-        if delayed:
-            self.gradients.leave_out(delayed)
-        for index in delayed:
-            self._mark_zeros(index)
-        unused = [index for index in missing if index not in self._tensors.delayed]
-        self.gradients.leave_out(unused)
-        idle = self.autograd.frozen.intersection(unused)
-        if idle:
-            if not self._config.allow_unused:
-                self.state.status.frozen = digest_of(sorted(idle))
-            # What is left there stays as it is, while their places become zeros.
-            self.gradients.leave_arena(idle)
-
-    def _mark_zeros(self, index: int) -> None:
-        self.gradients.clear(index)
-        self.reducer.mark_ready(index, 0)
+            self._left_over.hand_over(self.reducer)
 
     def _note_active(self, outcome: Outcome) -> None:
         if Outcome.FINISHED in outcome:
@@ -832,9 +782,7 @@ class Passes(Generic[AnyAutograd]):
         self._tell_if_interrupted()
         self.gradients.restore({})  # those of the last such pass
         self._weigh(weight)
-        if not self._config.allow_unused:  # nothing is unused because this rank has no data
-            for index in range(len(self._names)):
-                self._mark_zeros(index)
+        self._left_over.hand_over_nothing(self.reducer)
         self.state.status.finished = True
         try:
             self._end_now()
