@@ -18,7 +18,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, final
 
-from paceline import _core
 from paceline.errors import CollectiveError, ConfigError, PacelineError, ReplicaError
 from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.drift import DriftWatch
@@ -47,6 +46,7 @@ from paceline.reducer.pass_errors import (
     shorten,
     uneven_error,
 )
+from paceline.reducer.pass_log import PassLog
 from paceline.reducer.pass_state import PassState
 from paceline.reducer.plan import (
     CappedBuckets,
@@ -61,14 +61,12 @@ from paceline.reducer.sharing import registry
 from paceline.reducer.statistics import Statistics
 from paceline.reducer.worked_times import Arrivals
 from paceline.rendezvous import lifetime
-from paceline.tracing.batches import samples_in
 from paceline.tracing.recording import recording
-from paceline.tracing.records import Event, float_bits, pass_id
-from paceline.tracing.totals import ModelTotals
+from paceline.tracing.records import Event
 
 _NOTES_DIFFER = int(Outcome.NOTES_DIFFER)  # as an enumeration's member it would cost more than the question
 _WROTE_BACK, _SYNCED_BUFFERS = int(Event.WROTE_BACK), int(Event.SYNCED_BUFFERS)
-_PASS_ENDED, _NORM, _NONFINITE = int(Event.PASS_ENDED), int(Event.NORM), int(Event.NONFINITE)
+_PASS_ENDED = int(Event.PASS_ENDED)
 
 
 @final
@@ -125,14 +123,8 @@ class Passes(Generic[AnyAutograd]):
         self._waited_before_s = 0.0
         self._waited_for_before_ns = [0] * link.world_size
         self._arrivals_before = Arrivals.none(link.world_size)
-        self._records = _core.PassRecords(samples_in)
-        self._totals = ModelTotals(link.rank, self._arrivals, self._records)
-        recording.begin_if_asked(link.rank, link.world_size)
-        if recording.note is not None:
-            lifetime.at_failure(recording.tell_failure)
-        self._model_number = recording.number_model(self._totals)
-        self._ids_before = pass_id(self._model_number, 0)
-        self._pass_id = self._ids_before + 1
+        self._log = PassLog(link.rank, link.world_size, tensors.names, self._arrivals)
+        self._pass_id = self._log.before_first + 1
         self.good_passes = 0
         self.among = self.member = ""
         self.after_good: Callable[[float], None] | None = None
@@ -155,7 +147,7 @@ class Passes(Generic[AnyAutograd]):
         self._is_complete = False
         self._untold: Exception | None = None
         self._backward = 0
-        self._tell_plan()
+        self._log.tell_plan(self.link, self.reduction.plan)
         registry.join(self)
         self.refresh_sharing()
         self.autograd.install()
@@ -186,7 +178,7 @@ class Passes(Generic[AnyAutograd]):
     def close(self) -> None:
         """Hear of no gradient any more. The memory goes with the last gradient that lies in it."""
         registry.leave(self)
-        recording.forget(self._model_number)
+        self._log.close()
         self.autograd.close()
 
     def end(self) -> None:
@@ -342,7 +334,7 @@ class Passes(Generic[AnyAutograd]):
         # Where the arena is free there need never be two.
         self.reduction = self._make_reduction(plan, None if must_move else before)
         self.gradients.adopt(self.reduction)
-        self._tell_plan()
+        self._log.tell_plan(self.link, self.reduction.plan)
         if must_move:
             before.reducer.close()
         self.autograd.install()
@@ -399,35 +391,12 @@ class Passes(Generic[AnyAutograd]):
 
     def end_forward(self) -> None:
         """Note that a forward is over that `watch` was not told of; while something is recorded."""
-        self._records.end_forward(self._pass_id)
+        self._log.records.end_forward(self._pass_id)
 
     def watch_local(self, output: object) -> None:
         """Note the backward of a forward in no_sync(), too; wrappers call it while all is recorded."""
         backward = LocalBackward(self._pass_id)
         self.autograd.watch_local(output, backward)
-
-    def _sample(self, now_ns: int, number: int, *, has_raised: bool) -> None:
-        """Write what is written once in a second, at the end of the pass of this number."""
-        # Elsewhere than in memory the norm would be computed for this.
-        has_norm = recording.sample(now_ns, number) and not has_raised and self.path == "memory"
-        if has_norm and (note := recording.note) is not None:
-            note(_NORM, number, float_bits(math.sqrt(self.squared_norm())))
-
-    def _record_nonfinite(self) -> None:
-        """Note how many gradients of this pass were not finite, and of which rank first."""
-        if (note := recording.note) is not None and (found := self.reducer.nonfinite()):
-            note(_NONFINITE, self._pass_id, len(found) << 32 | min(rank for rank, _ in found))
-
-    def _tell_plan(self) -> None:
-        """Tell who this rank is, and what its buckets hold: a reader of the recording must know."""
-        recording.tell(
-            "model", self._model_number, rank=self.link.rank, world_size=self.world_size, path=self.link.path
-        )
-        buckets = []
-        for bucket in self.reduction.plan.buckets:
-            first, last = (self._names[bucket.parameters[place]] for place in (0, -1))
-            buckets.append([bucket.nbytes, first if first == last else f"{first} ... {last}"])
-        recording.tell("buckets", self._model_number, buckets=buckets)
 
     # --- a pass begins ---
 
@@ -465,7 +434,7 @@ class Passes(Generic[AnyAutograd]):
         if is_syncing and is_training:
             state.status.forwards += 1
         if recording.note is not None:
-            self._records.begin_forward(self._pass_id, is_syncing, is_training, inputs, kwargs)
+            self._log.records.begin_forward(self._pass_id, is_syncing, is_training, inputs, kwargs)
         autograd.begin_forward(is_syncing=is_syncing, good_passes=self.good_passes)
 
     def tell_forward(self, *, is_syncing: bool, is_training: bool) -> None:
@@ -474,7 +443,7 @@ class Passes(Generic[AnyAutograd]):
             return
         number = self.state.status.forwards + (is_syncing and is_training)
         which = f"{number} " if number > 1 else ""
-        self._set_activity(f"in forward {which}of pass {self._pass_id - self._ids_before}", number)
+        self._set_activity(f"in forward {which}of pass {self._pass_id - self._log.before_first}", number)
 
     @contextlib.contextmanager
     def local(self) -> Iterator[None]:
@@ -519,9 +488,9 @@ class Passes(Generic[AnyAutograd]):
         self.autograd.at_end(EndOfBackward(self._end_backward, self._interrupt))
         if self._set_activity is not None:
             forwards = state.status.forwards
-            self._set_activity(f"in backward of pass {self._pass_id - self._ids_before}", forwards)
+            self._set_activity(f"in backward of pass {self._pass_id - self._log.before_first}", forwards)
         if recording.note is not None:
-            self._records.begin_backward(self._pass_id)
+            self._log.records.begin_backward(self._pass_id)
 
     def _weigh(self, weight: float) -> None:
         self.state.rank_weight = weight
@@ -571,7 +540,8 @@ class Passes(Generic[AnyAutograd]):
         number, has_raised = self._pass_id, True
         try:
             if self.micro_batches.is_used and recording.note is not None:
-                self._totals.weight = (self._totals.weight or 0.0) + self.state.rank_weight
+                totals = self._log.totals
+                totals.weight = (totals.weight or 0.0) + self.state.rank_weight
             self._end()
             has_raised = False
         except BaseException as error:
@@ -579,9 +549,11 @@ class Passes(Generic[AnyAutograd]):
             raise
         finally:
             if recording.note is not None:
-                now_ns = self._records.end_pass(number, has_raised)
+                now_ns = self._log.records.end_pass(number, has_raised)
                 if now_ns >= recording.next_sample_ns:
-                    self._sample(now_ns, number, has_raised=has_raised)
+                    # Elsewhere than in memory the norm would be computed for this.
+                    is_known = not has_raised and self.path == "memory"
+                    self._log.sample(now_ns, number, self.squared_norm if is_known else None)
             if self.state.is_armed:  # it raised before the pass was ended
                 self._interrupt()
 
@@ -623,7 +595,7 @@ class Passes(Generic[AnyAutograd]):
                 outcome = reducer.finish(status, allow_unused, config.allow_nobodys)
                 self.active = self._all_ranks
                 if outcome:
-                    self._record_nonfinite()
+                    self._log.note_nonfinite(self._pass_id, reducer.nonfinite)
                     self._note_active(Outcome(outcome))
                     self._judge.judge(Outcome(outcome), reducer, state.refusal)
                 seen_order = None if self.is_order_final else list(state.handed)
@@ -644,7 +616,7 @@ class Passes(Generic[AnyAutograd]):
                 if self.micro_batches.is_used:
                     self.micro_batches.end()
                 if self._set_activity is not None and not is_lost:
-                    self._set_activity(f"after backward of pass {self._pass_id - self._ids_before}")
+                    self._set_activity(f"after backward of pass {self._pass_id - self._log.before_first}")
                 self._pass_id += 1
             if seen_order is not None:
                 self._adopt_order(seen_order)
