@@ -1,19 +1,18 @@
 """One backward pass after the other, for every framework.
 
-`Passes` plans where gradients lie, begins and ends each pass, judges it, and brings the means home. A
-framework gives it its parts (`FrontEnd`): the gradients and where they lie, its autograd, weights, buffers.
-A `Link` joins the ranks. `Passes._end` is the end of a pass from top to bottom.
+`Passes` begins and ends each pass, judges it, and brings the means home; it gives up those that an exception
+broke off. A framework gives it its parts (`FrontEnd`): the gradients and where they lie, its autograd,
+weights, buffers. It has objects for where gradients are averaged (`Planning`), for what hooks leave
+(`LeftOver`), for what is known afterwards (`Figures`) and recorded (`PassLog`), none of which knows of it.
+`Passes._end` is the end of a pass from top to bottom.
 
-Imports only what is in this folder, `rendezvous.lifetime`, `tracing`, `errors`, the core and the standard
-library.
+Imports only what is in this folder, `rendezvous.lifetime`, `tracing`, `errors` and the standard library.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
-import statistics
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, final
@@ -21,44 +20,29 @@ from typing import Any, Generic, final
 from paceline.errors import CollectiveError, ConfigError, PacelineError, ReplicaError
 from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.drift import DriftWatch
-from paceline.reducer.freed_memory import keep_freed_memory
+from paceline.reducer.figures import Figures
 from paceline.reducer.fresh_gradients import FreshGradients
 from paceline.reducer.front_end import AnyAutograd, FrontEnd, PassOptions
 from paceline.reducer.graphs import EndOfBackward, Graphs
 from paceline.reducer.left_over import LeftOver
-from paceline.reducer.link import Link, Reduction, ReductionOptions, agree
+from paceline.reducer.link import Link
 from paceline.reducer.local_backward import LocalBackward
-from paceline.reducer.owners import (
-    Ranges,
-    agreed_owners,
-    needs_memory,
-    nobodys,
-    owners,
-    several_models,
-)
+from paceline.reducer.owners import agreed_owners, needs_memory, nobodys, owners, several_models
 from paceline.reducer.pass_errors import (
     GraphVariety,
     Judge,
     StaticGraph,
     farewell,
     give_up_interrupted,
-    names_by_rank,
     shorten,
     uneven_error,
 )
 from paceline.reducer.pass_log import PassLog
 from paceline.reducer.pass_state import PassState
-from paceline.reducer.plan import (
-    CappedBuckets,
-    Plan,
-    complete_order,
-    has_one_order,
-    plan_gradients,
-)
+from paceline.reducer.planning import Planning
 from paceline.reducer.protocol import Outcome, Reducer
 from paceline.reducer.replica_check import Entry
 from paceline.reducer.sharing import registry
-from paceline.reducer.statistics import Statistics
 from paceline.reducer.worked_times import Arrivals
 from paceline.rendezvous import lifetime
 from paceline.tracing.recording import recording
@@ -80,14 +64,13 @@ class Passes(Generic[AnyAutograd]):
         config: The configuration of the wrapped model.
 
     Attributes:
-        link: Between the ranks that train the model; a communication hook replaces it.
-        reduction: The reduction of the plan in use.
+        planning: Where gradients are averaged, and by whom.
+        figures: What is known of the passes so far.
         graphs: The graphs of forwards whose backward is still to come.
         fresh: Whether gradients are still those of the last pass.
         shares_parameters: Whether the ranks of each host have one copy of the parameters.
         drift: Whether the replicas are still the same, where there is a reason to look, or now and then.
         active: Ranks that had data in the last pass. Others shadow it; see `uneven`.
-        is_order_final: Whether the plan will not change any more.
         good_passes: How many passes have made the gradients means, and all else that a pass does.
         among: Who these ranks are, in words, where they have other numbers elsewhere; empty: they have not.
         member: See `sharing.Holder`.
@@ -118,11 +101,8 @@ class Passes(Generic[AnyAutograd]):
         self._tensors = tensors
         self._names = tensors.names
         self._hash_model = front_end.hash_model
-        self.link, self._set_activity = link, link.tell
+        self._set_activity = link.tell
         self._begun_forwards = 0
-        self._waited_before_s = 0.0
-        self._waited_for_before_ns = [0] * link.world_size
-        self._arrivals_before = Arrivals.none(link.world_size)
         self._log = PassLog(link.rank, link.world_size, tensors.names, self._arrivals)
         self._pass_id = self._log.before_first + 1
         self.good_passes = 0
@@ -130,24 +110,21 @@ class Passes(Generic[AnyAutograd]):
         self.after_good: Callable[[float], None] | None = None
         self.refuses_uneven = False
         self.shares_parameters = False
-        self._of_first: tuple[float, list[tuple[int, int]]] | None = None
         self.fresh = FreshGradients(self.gradients.fingerprint, self.gradients.memory)
         self.drift = DriftWatch(config.check_replicas_every, self._hash_replica, link.all_gather)
         self._variety = GraphVariety(len(tensors.names) - len(tensors.delayed))
         self.graphs = state.graphs = Graphs(self.close)
-        self._front_end = front_end
-        self._set_config(config)
-        self._owned: tuple[Ranges, ...] = ()
         self._scatters = config.scatters and link.world_size > 1
         self._is_obstructed = self._scatters
-        self.reduction = self._make_reduction(self._make_plan(None), None)
-        self.gradients.adopt(self.reduction)
-        self.is_order_final = has_one_order(self.reduction.plan)
+        self.planning = Planning(front_end, link, config, self._log.tell_plan)
+        asks_for_nonfinite = config.nonfinite != "ignore"
+        self.figures = Figures(front_end, self.planning, self.fresh, asks_for_nonfinite=asks_for_nonfinite)
+        self._front_end = front_end
+        self._set_config(config)
         self._shared: set[int] = set()
         self._is_complete = False
         self._untold: Exception | None = None
         self._backward = 0
-        self._log.tell_plan(self.link, self.reduction.plan)
         registry.join(self)
         self.refresh_sharing()
         self.autograd.install()
@@ -156,7 +133,11 @@ class Passes(Generic[AnyAutograd]):
             self.follow_owners()
 
     def use_config(self, config: PassOptions) -> None:
-        """Judge passes by other options than before. Not within a pass; on every rank."""
+        """Judge passes by other options than before. Not within a pass; on every rank.
+
+        Args:
+            config: Its `PlanOptions` are those from before.
+        """
         self._set_config(config)
         self.autograd.use_static_graph(config.static_graph)
 
@@ -184,10 +165,11 @@ class Passes(Generic[AnyAutograd]):
     def end(self) -> None:
         """Average no more. Gradients keep their values, and get memory of their own."""
         self.close()
-        if self.reduction.order is not None:
-            self.reduction.order.end(self)
+        reduction = self.planning.reduction
+        if reduction.order is not None:
+            reduction.order.end(self)
         self.gradients.leave_arena()
-        self.reducer.close()
+        reduction.reducer.close()
 
     # --- what others ask ---
 
@@ -199,7 +181,12 @@ class Passes(Generic[AnyAutograd]):
     @property
     def reducer(self) -> Reducer:
         """The reducer of the plan in use."""
-        return self.reduction.reducer
+        return self.planning.reduction.reducer
+
+    @property
+    def link(self) -> Link[Any]:
+        """Between the ranks that train the model."""
+        return self.planning.link
 
     @property
     def path(self) -> str:
@@ -226,6 +213,9 @@ class Passes(Generic[AnyAutograd]):
         """Whether this rank has used the same parameters in all passes so far."""
         return self._static_graph is not None or self._variety.is_static(self.good_passes)
 
+    def _arrivals(self) -> Arrivals:
+        return self.figures.arrivals()
+
     def _take_leave(self) -> None:
         """A rank that leaves while others wait for it says so, too, and not only those who wait.
 
@@ -235,64 +225,6 @@ class Passes(Generic[AnyAutograd]):
         waiting = self.reducer.waiting_ranks() if os.getpid() == self.state.pid else []
         if waiting:
             warnings.warn(farewell(self.who, waiting, self.among), RuntimeWarning, stacklevel=2)
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds that this rank has spent waiting for the others at the end of backward, in all passes."""
-        return self._waited_before_s + self.reducer.waited_s
-
-    def _waited_for_ns(self, reducer: Reducer) -> list[int]:
-        return [sum(pair) for pair in zip(self._waited_for_before_ns, reducer.waited_for_ns, strict=True)]
-
-    def _arrivals(self) -> Arrivals:
-        return self._arrivals_before.plus(self.reducer.arrivals)
-
-    def statistics(self) -> Statistics:
-        """All that is known of the passes so far; see `Statistics`. Not collective."""
-        plan, reducer, rank = self.reduction.plan, self.reducer, self.link.rank
-        arrivals = self._arrivals()
-        worked = [statistics.median(times) / 1e9 for times in reducer.worked_ns if times]
-        return Statistics(
-            rank=rank,
-            world_size=self.world_size,
-            passes=self.good_passes,
-            path=self.path,
-            bits=self.bits,
-            waited_s=self.waited_s,
-            waited_for_s=tuple(ns / 1e9 for ns in self._waited_for_ns(reducer)),
-            worked_s=tuple(worked),
-            times_last=tuple(arrivals.times_last),
-            held_up_s=tuple(ns / 1e9 for ns in arrivals.held_up_ns),
-            num_buckets=len(plan.buckets),
-            pass_bytes=sum(bucket.nbytes for bucket in plan.buckets),
-            nonfinite=self.nonfinite() if self.looks_for_nonfinite else {},
-            num_unused=len(reducer.unused(rank)) if self.good_passes else 0,
-        )
-
-    def squared_norm(self) -> float:
-        """The squared norm of the last pass's mean gradient; NaN if that pass was void, or raised."""
-        of_plan = self.reducer.squared_norm() if self._of_first is None else self._of_first[0]
-        return of_plan + self.sparse.squared_norm
-
-    def known_norm(self) -> float | None:
-        """The 2-norm of all gradients that the plan lists, if it is that of the last pass's means."""
-        if not self.fresh.are_unchanged() or self.reducer.globally_unused():
-            return None
-        norm = math.sqrt(self.squared_norm())
-        return None if math.isnan(norm) else norm  # of a void pass, too
-
-    @property
-    def looks_for_nonfinite(self) -> bool:
-        """Whether anybody looks at the gradients: in memory that costs nothing."""
-        return self.path != "group" or self._config.nonfinite != "ignore"
-
-    def nonfinite(self) -> dict[int, tuple[str, ...]]:
-        """Names of parameters whose gradient was not finite in the last pass, by rank."""
-        pairs = self.reducer.nonfinite() if self._of_first is None else self._of_first[1]
-        found = names_by_rank(pairs, self._names)
-        for rank, names in names_by_rank(self.sparse.nonfinite, self._tensors.all_names).items():
-            found[rank] = (*found.get(rank, ()), *names)
-        return found
 
     def broadcast_model(self, root: int) -> None:
         """Give every rank the parameters and buffers of the rank `root`. Collective.
@@ -307,49 +239,12 @@ class Passes(Generic[AnyAutograd]):
         buffers = {name: buffer for name, buffer in now.items() if name in in_step}
         return self._hash_model(self._tensors.all_parameters, buffers, optimizer)
 
-    # --- plans, and where gradients lie ---
+    # --- who else has a say: hooks, other models, owners ---
 
     def use_hook(self, hook: CommHook, process_group: Any) -> None:
         """Give every bucket to a hook from now on. Not within a pass; collective."""
-        self.link = self.link.with_hook(hook, process_group)
+        self.planning.use_hook(hook, process_group)
         self._set_activity = self.link.tell
-        self._replace(self._make_plan(list(self.reduction.plan.order)))
-        self.is_order_final = self.is_order_final or has_one_order(self.reduction.plan)
-
-    def _adopt_order(self, order: list[int]) -> None:
-        """Plan anew, in the order that rank 0 saw; once, after the first good pass. Collective."""
-        self.is_order_final = True
-        agreed = agree(self.link, complete_order(order, len(self._names)))
-        plan = self._make_plan(agreed)
-        if plan != self.reduction.plan:
-            self._replace(plan)
-
-    def _replace(self, plan: Plan) -> None:
-        before = self.reduction
-        self._of_first = (before.reducer.squared_norm(), before.reducer.nonfinite())
-        self._waited_before_s += before.reducer.waited_s
-        self._waited_for_before_ns = self._waited_for_ns(before.reducer)
-        self._arrivals_before = self._arrivals_before.plus(before.reducer.arrivals)
-        must_move = self.gradients.any_in_arena or bool(before.owned)
-        # Where the arena is free there need never be two.
-        self.reduction = self._make_reduction(plan, None if must_move else before)
-        self.gradients.adopt(self.reduction)
-        self._log.tell_plan(self.link, self.reduction.plan)
-        if must_move:
-            before.reducer.close()
-        self.autograd.install()
-
-    def _make_plan(self, order: list[int] | None) -> Plan:
-        whole, most = self.link.wants_whole_buckets, self.link.most_bucket_bytes
-        caps = self._config if most is None else CappedBuckets(self._config, most)
-        return plan_gradients(self.gradients.specs(whole=whole), caps, order, whole=whole)
-
-    def _make_reduction(self, plan: Plan, instead_of: Reduction[Any] | None) -> Reduction[Any]:
-        config = self._config
-        finite = config.nonfinite != "ignore"
-        waits = config.nonfinite == "raise"
-        options = ReductionOptions(config.gradients_in_arena, finite, config.skip_unused, self._owned, waits)
-        return self.link.make_reduction(plan, self._tensors.trainable, options, instead_of)
 
     def refresh_sharing(self) -> None:
         """Find out which parameters other wrapped models have, too."""
@@ -358,9 +253,7 @@ class Passes(Generic[AnyAutograd]):
         if self._shared != before:
             self.gradients.share(self._shared)
             self.autograd.share(self._shared)
-            self._is_obstructed = self._scatters and (bool(self._shared) or not self._owned)
-
-    # --- who owns what, of passes that scatter ---
+            self._is_obstructed = self._scatters and (bool(self._shared) or not self.planning.owned)
 
     def follow_owners(self) -> None:
         """From now on, bring each mean to the ranks that own it, once all parameters are owned. Collective.
@@ -375,10 +268,7 @@ class Passes(Generic[AnyAutograd]):
         self._tell_if_interrupted()
         owned = agreed_owners(told, self.link.rank, self.world_size, self.link.all_gather)
         self._is_obstructed = bool(self._shared)
-        if owned != self._owned:
-            self._owned = owned
-            keep_freed_memory(self.reduction.plan.arena_bytes)
-            self._replace(self._make_plan(list(self.reduction.plan.order)))
+        self.planning.use_owners(owned)
 
     def _check_scattering(self, *, is_training: bool) -> None:
         if self._shared:
@@ -475,7 +365,7 @@ class Passes(Generic[AnyAutograd]):
             state.check_process()
             if state.is_interrupted:
                 self._give_up_interrupted()
-            if (order := self.reduction.order) is not None:
+            if (order := self.planning.reduction.order) is not None:
                 order.begin(self)
             if self.micro_batches.is_used:
                 self._weigh(self.micro_batches.begin())
@@ -553,7 +443,7 @@ class Passes(Generic[AnyAutograd]):
                 if now_ns >= recording.next_sample_ns:
                     # Elsewhere than in memory the norm would be computed for this.
                     is_known = not has_raised and self.path == "memory"
-                    self._log.sample(now_ns, number, self.squared_norm if is_known else None)
+                    self._log.sample(now_ns, number, self.figures.squared_norm if is_known else None)
             if self.state.is_armed:  # it raised before the pass was ended
                 self._interrupt()
 
@@ -574,8 +464,9 @@ class Passes(Generic[AnyAutograd]):
         Between two large computations little of this is in the processor's caches: each call of a function
         in Python costs a small model about a microsecond.
         """
-        state, reducer, config = self.state, self.reduction.reducer, self._config
-        self._of_first = None
+        state, planning, config = self.state, self.planning, self._config
+        reducer = planning.reduction.reducer
+        planning.earlier.last_pass = None
         if self.fresh.is_used:
             self.fresh.forget()
         is_lost = False
@@ -590,7 +481,7 @@ class Passes(Generic[AnyAutograd]):
                 told = self.notes.take(self._begun_forwards, bool(state.accumulated))
                 reducer.set_note(told, self._pass_id)
                 allow_unused = config.allow_unused or status.frozen is not None
-                if (order := self.reduction.order) is not None:
+                if (order := planning.reduction.order) is not None:
                     order.give_up_before(self)
                 outcome = reducer.finish(status, allow_unused, config.allow_nobodys)
                 self.active = self._all_ranks
@@ -598,7 +489,7 @@ class Passes(Generic[AnyAutograd]):
                     self._log.note_nonfinite(self._pass_id, reducer.nonfinite)
                     self._note_active(Outcome(outcome))
                     self._judge.judge(Outcome(outcome), reducer, state.refusal)
-                seen_order = None if self.is_order_final else list(state.handed)
+                seen_order = None if planning.is_order_final else list(state.handed)
                 if self.active:
                     self._write_back_means()
                 if recording.keeps_all and (note := recording.note) is not None:
@@ -610,8 +501,8 @@ class Passes(Generic[AnyAutograd]):
                 raise
             finally:
                 self._is_complete = False
-                if self.reduction.order is not None:
-                    self.reduction.order.end(self)
+                if planning.reduction.order is not None:
+                    planning.reduction.order.end(self)
                 state.begin_next()
                 if self.micro_batches.is_used:
                     self.micro_batches.end()
@@ -619,7 +510,7 @@ class Passes(Generic[AnyAutograd]):
                     self._set_activity(f"after backward of pass {self._pass_id - self._log.before_first}")
                 self._pass_id += 1
             if seen_order is not None:
-                self._adopt_order(seen_order)
+                planning.adopt_order(seen_order)
             if self.active:
                 self.buffers.end_pass(self.active)
             if recording.keeps_all and (note := recording.note) is not None:
@@ -661,7 +552,8 @@ class Passes(Generic[AnyAutograd]):
 
     def _write_back_means(self) -> None:
         """Make every parameter's gradient the mean."""
-        state, reducer = self.state, self.reduction.reducer
+        state, planning = self.state, self.planning
+        reducer = planning.reduction.reducer
         if overlapping := reducer.overlapping():
             self._part_overlapping(overlapping)
         if self._static_graph is not None:
@@ -670,7 +562,7 @@ class Passes(Generic[AnyAutograd]):
         if len(state.handed) < len(self._names):
             nobodys = set(reducer.globally_unused())
             missing = [i for i in range(len(self._names)) if i not in state.handed and i not in nobodys]
-        if missing or state.staged or self._owned:
+        if missing or state.staged or planning.owned:
             self.gradients.write_back(missing)
         if self._has_sparse:
             self.sparse.average(state.rank_weight, has_data=not state.status.finished)
@@ -726,11 +618,11 @@ class Passes(Generic[AnyAutograd]):
             raise error
 
     def _end_interrupted(self) -> Exception | None:
-        if (order := self.reduction.order) is not None:
+        if (order := self.planning.reduction.order) is not None:
             order.give_up_before(self)
         self.autograd.forget()
         self.graphs.end_pass()
-        self._of_first = None
+        self.planning.earlier.last_pass = None
         self.fresh.forget()
         try:
             return give_up_interrupted(self.reducer, self._config.allow_unused, self._config.allow_nobodys)

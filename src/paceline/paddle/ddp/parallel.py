@@ -499,9 +499,9 @@ class DataParallel(WrappedModel, PaddleNames):
             raise Arguments("clip_grad_norm_").refuse("norm_type", norm_type, expected, hint)
         passes = self._passes
         if passes is not None and (scattered := passes.autograd.scattered_in_place()) is not None:
-            return paddle.to_tensor(scattered.clip(max_norm, norm_type, passes.squared_norm()))
+            return paddle.to_tensor(scattered.clip(max_norm, norm_type, passes.figures.squared_norm()))
         is_known = self._passes is not None and norm_type == 2.0
-        known = self._passes.known_norm() if is_known and self._passes is not None else None
+        known = self._passes.figures.known_norm() if is_known and self._passes is not None else None
         return _clip(self._tensors.trainable, max_norm, known, norm_type)
 
     def _own_squared_norm(self) -> float:
