@@ -11,6 +11,7 @@ from typing import Any
 
 import paddle
 
+from paceline.paddle.ddp import parallel
 from paceline.paddle.link.transport import PaddleTransport
 from paceline.paddle.passes.gradients import Gradients
 from paceline.reducer.passes import Passes
@@ -69,12 +70,12 @@ def _wrong_cast(rank: int) -> None:
 
 def _join_counts_who_has_data(rank: int) -> None:
     """Within join(), the mean is that of the ranks with data, as after finish()."""
-    real = Passes.joining
+    real = parallel.joining
 
-    def joining(self: Any, *, divide_by_all: bool, throws: bool) -> contextlib.AbstractContextManager[None]:
-        return real(self, divide_by_all=False, throws=throws)
+    def joining(passes: Any, *, divide_by_all: bool, throws: bool) -> contextlib.AbstractContextManager[None]:
+        return real(passes, divide_by_all=False, throws=throws)
 
-    Passes.joining = joining  # type: ignore[method-assign]
+    parallel.joining = joining
 
 
 def _after_pass(change: Callable[[Any], Any]) -> None:

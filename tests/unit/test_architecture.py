@@ -423,7 +423,7 @@ def test_only_passes_say_whether_the_pass_under_way_is_averaged():
         for path in python_files()
         if re.search(r"\.is_syncing\s*=[^=]", path.read_text())
     }
-    assert writers == {"reducer/passes.py"}
+    assert writers == {"reducer/pass_state.py", "reducer/passes.py"}  # the first says where it begins
 
 
 ORDERS = re.compile(r"memory_order_(acquire|release|acq_rel)")

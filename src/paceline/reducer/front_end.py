@@ -26,7 +26,18 @@ Memory = tuple[list[int], list[int]]
 """Addresses and sizes in bytes."""
 
 
-class PassOptions(BucketCaps, Protocol):
+class PlanOptions(BucketCaps, Protocol):
+    """How the gradients of a wrapped model are averaged; it stays so as long as the model has its passes."""
+
+    @property
+    def nonfinite(self) -> str: ...
+    @property
+    def gradients_in_arena(self) -> bool: ...
+    @property
+    def skip_unused(self) -> bool: ...
+
+
+class PassOptions(PlanOptions, Protocol):
     """What a wrapped model was asked to do, as far as passes need it."""
 
     @property
@@ -34,13 +45,7 @@ class PassOptions(BucketCaps, Protocol):
     @property
     def allow_nobodys(self) -> bool: ...
     @property
-    def nonfinite(self) -> str: ...
-    @property
     def static_graph(self) -> bool: ...
-    @property
-    def gradients_in_arena(self) -> bool: ...
-    @property
-    def skip_unused(self) -> bool: ...
     @property
     def check_replicas_every(self) -> int | None: ...
     @property

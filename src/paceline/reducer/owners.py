@@ -10,7 +10,7 @@ Imports errors, the core and the standard library.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -100,17 +100,39 @@ class _Owners:
 owners = _Owners()
 
 
-def digest_of_owners(owned: Sequence[Ranges]) -> bytes:
+def agreed_owners(
+    known: Sequence[Owned], rank: int, world_size: int, all_gather: Callable[[bytes], list[bytes]]
+) -> tuple[Ranges, ...]:
+    """Who needs which part of each mean, if all ranks know of the same owners. Collective.
+
+    Args:
+        known: What this rank knows of each parameter.
+        rank, world_size: This rank, among those that train the model.
+        all_gather: Payloads of all of them, by rank.
+
+    Raises:
+        ConfigError: The owners are other ranks than those that train the model, or ranks know of others.
+    """
+    owned = tuple(each.ranges for each in known)
+    error = _other_ranks(known, rank, world_size)
+    digests = all_gather(_OTHER_RANKS if error is not None else _digest_of(owned))
+    if error is not None:
+        raise error
+    _check_agree(digests)
+    return owned
+
+
+def _digest_of(owned: Sequence[Ranges]) -> bytes:
     """The same bytes on all ranks that know of the same owners."""
     ranges = [[(each.begin, each.end, each.rank) for each in its] for its in owned]
     return _core.hash_bytes(repr(ranges).encode()).to_bytes(8, "little")
 
 
-OTHER_RANKS = b"other ranks"
+_OTHER_RANKS = b"other ranks"
 """In place of a digest: on this rank, owners count other ranks."""
 
 
-def other_ranks(owned: Sequence[Owned], rank: int, world_size: int) -> ConfigError | None:
+def _other_ranks(owned: Sequence[Owned], rank: int, world_size: int) -> ConfigError | None:
     """An error if owners count other ranks than these; None: they don't, as far as this rank sees."""
     for each in owned:
         if (each.rank, each.world_size) != (rank, world_size):
@@ -124,7 +146,7 @@ def other_ranks(owned: Sequence[Owned], rank: int, world_size: int) -> ConfigErr
     return None
 
 
-def check_agree(digests: Sequence[bytes]) -> None:
+def _check_agree(digests: Sequence[bytes]) -> None:
     """Raise if ranks know of different owners.
 
     Args:
@@ -132,7 +154,7 @@ def check_agree(digests: Sequence[bytes]) -> None:
     """
     if len(set(digests)) == 1:
         return
-    others = [rank for rank, digest in enumerate(digests) if digest == OTHER_RANKS]
+    others = [rank for rank, digest in enumerate(digests) if digest == _OTHER_RANKS]
     differing = others or [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     raise ConfigError(
         'reduce="scatter": the ranks do not agree on who gets which gradient.',

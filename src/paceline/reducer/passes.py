@@ -1,220 +1,56 @@
 """One backward pass after the other, for every framework.
 
-`Passes` plans where gradients lie, begins and ends each pass, judges it, and brings the means home. A
-framework gives it its parts (`FrontEnd`): the gradients and where they lie, its autograd, weights, buffers.
-A `Link` joins the ranks. `Passes._end` is the end of a pass from top to bottom.
+`Passes` begins and ends each pass, judges it, and brings the means home; it gives up those that an exception
+broke off. A framework gives it its parts (`FrontEnd`): the gradients and where they lie, its autograd,
+weights, buffers. It has objects for where gradients are averaged (`Planning`), for what hooks leave
+(`LeftOver`), for what is known afterwards (`Figures`) and recorded (`PassLog`), none of which knows of it.
+`Passes._end` is the end of a pass from top to bottom.
 
-A rank that runs out of data before the others takes part in their passes with no gradients and a weight of 0,
-until every rank has none left; each rank says so in the status that ends a pass, so nobody asks. Then it gets
-the model of the rank that went on longest, and its own gradients are again what they were.
-
-Imports only what is in this folder, `rendezvous.lifetime`, `tracing`, `errors`, the core and the standard
-library.
+Imports only what is in this folder, `rendezvous.lifetime`, `tracing`, `errors` and the standard library.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
-import statistics
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, final
 
-from paceline import _core
-from paceline.errors import CollectiveError, ConfigError, ForkedError, PacelineError, ReplicaError
+from paceline.errors import CollectiveError, ConfigError, PacelineError, ReplicaError
 from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.drift import DriftWatch
-from paceline.reducer.freed_memory import keep_freed_memory
-from paceline.reducer.front_end import AnyAutograd, Fingerprint, FrontEnd, Memory, PassOptions
-from paceline.reducer.frozen import digest_of
+from paceline.reducer.figures import Figures
+from paceline.reducer.fresh_gradients import FreshGradients
+from paceline.reducer.front_end import AnyAutograd, FrontEnd, PassOptions
 from paceline.reducer.graphs import EndOfBackward, Graphs
-from paceline.reducer.link import Link, Reduction, ReductionOptions, agree
+from paceline.reducer.left_over import LeftOver
+from paceline.reducer.link import Link
 from paceline.reducer.local_backward import LocalBackward
-from paceline.reducer.owners import (
-    OTHER_RANKS,
-    Ranges,
-    check_agree,
-    digest_of_owners,
-    needs_memory,
-    nobodys,
-    other_ranks,
-    owners,
-    several_models,
-)
+from paceline.reducer.owners import agreed_owners, needs_memory, nobodys, owners, several_models
 from paceline.reducer.pass_errors import (
     GraphVariety,
     Judge,
     StaticGraph,
     farewell,
     give_up_interrupted,
-    names_by_rank,
     shorten,
     uneven_error,
 )
-from paceline.reducer.plan import (
-    CappedBuckets,
-    Plan,
-    complete_order,
-    has_one_order,
-    plan_gradients,
-)
-from paceline.reducer.protocol import Outcome, PassStatus, Reducer
+from paceline.reducer.pass_log import PassLog
+from paceline.reducer.pass_state import PassState
+from paceline.reducer.planning import Planning
+from paceline.reducer.protocol import Outcome, Reducer
 from paceline.reducer.replica_check import Entry
 from paceline.reducer.sharing import registry
-from paceline.reducer.statistics import Statistics
 from paceline.reducer.worked_times import Arrivals
 from paceline.rendezvous import lifetime
-from paceline.tracing.batches import samples_in
 from paceline.tracing.recording import recording
-from paceline.tracing.records import Event, float_bits, pass_id
-from paceline.tracing.totals import ModelTotals
+from paceline.tracing.records import Event
 
 _NOTES_DIFFER = int(Outcome.NOTES_DIFFER)  # as an enumeration's member it would cost more than the question
 _WROTE_BACK, _SYNCED_BUFFERS = int(Event.WROTE_BACK), int(Event.SYNCED_BUFFERS)
-_PASS_ENDED, _NORM, _NONFINITE = int(Event.PASS_ENDED), int(Event.NORM), int(Event.NONFINITE)
-
-
-class PassState:
-    """Where one model is in its passes; hooks and the front end share it.
-
-    Attributes:
-        is_syncing: Whether the pass under way is averaged. Only `Passes` writes it: a forward sets it as the
-            wrapper asks (`require_backward_grad_sync`), and `Passes.local` clears it within no_sync().
-        is_armed: Whether a pass is under way, so that the end of this backward ends it.
-        is_interrupted: Whether an exception has ended the backward of the last pass, of which the other ranks
-            do not know yet.
-        ends_by_hand: Whether the end of a backward leaves its pass open, for `Passes.end_by_hand`.
-        is_left_open: Whether the pass under way is one whose backward is over, and waits for that.
-        handed: Gradients handed over in this pass, by parameter, in that order. Keeps the memory alive that
-            the reducer reads and writes by pointer.
-        staged: The handed gradients whose mean the front end copies back.
-        accumulated: Parameters that got local gradients, in no_sync(), since the last synchronised pass.
-        rank_weight: The weight of this rank in the pass under way, or the last one.
-        arm: Begins a pass; hooks call it at the first gradient of a backward.
-        graphs: The graphs of forwards whose backward is still to come.
-        status: What the end of the pass tells all ranks: the forwards since the last one, and what is wrong.
-            A hook that raised instead would leave the others waiting.
-        refusal: Why the gradient of the parameter `status.refused` cannot be averaged.
-        where: "rank 1 of 2", for errors.
-    """
-
-    __slots__ = (
-        "accumulated",
-        "arm",
-        "ends_by_hand",
-        "graphs",
-        "handed",
-        "is_armed",
-        "is_interrupted",
-        "is_left_open",
-        "is_syncing",
-        "pid",
-        "rank_weight",
-        "refusal",
-        "staged",
-        "status",
-        "where",
-    )
-
-    def __init__(self, rank: int, world_size: int) -> None:
-        self.where = f"rank {rank} of {world_size}"
-        self.is_syncing = True
-        self.is_armed = False
-        self.is_interrupted = False
-        self.ends_by_hand = self.is_left_open = False
-        self.handed = _core.HandedGradients()
-        self.staged: list[int] = []
-        self.accumulated: set[int] = set()
-        self.status = PassStatus()
-        self.rank_weight = 1.0
-        self.refusal: ConfigError | None = None
-        self.pid = os.getpid()
-        self.arm: Callable[[], None]
-        self.graphs: Graphs
-
-    def begin_next(self) -> None:
-        """Forget the pass that is over."""
-        self.is_armed = self.is_interrupted = False
-        self.handed.clear()
-        self.staged.clear()
-        self.accumulated.clear()
-        self.status.begin_next()
-        self.refusal = None
-
-    def interrupt(self) -> None:
-        """The backward has ended in an exception; whatever begins next tells the other ranks."""
-        self.is_armed = False
-        self.is_interrupted = True
-
-    def refuse(self, index: int, error: ConfigError) -> None:
-        """The gradient of a parameter cannot be averaged; raises at once where no pass will end.
-
-        Raises:
-            ConfigError: The one given.
-        """
-        if not self.is_syncing:
-            raise error
-        if self.refusal is None:
-            self.status.refused, self.refusal = index, error
-
-    def check_process(self) -> None:
-        """Raise ForkedError in a forked child, which has the model but not the memory."""
-        if os.getpid() != self.pid:
-            raise ForkedError(
-                "A model wrapped for data-parallel training was used in a forked child.",
-                seen=f"wrapped in process {self.pid}, used in process {os.getpid()}",
-                likely="a data loader's worker, or multiprocessing with the start method 'fork'",
-                hint="use `.module` in the child; or start it with the method 'spawn' and wrap there",
-            )
-
-
-class FreshGradients:
-    """Whether gradients are still what the last pass made them, so that its norm is theirs.
-
-    A gradient that was replaced is another object, and one that was changed by its framework has another
-    version; writes past the framework (through `.data`, numpy or a kernel) are seen in a few lines of memory
-    of each gradient. Such a write that changes a few elements only may go unseen. The same lines on every
-    rank, so that ranks with the same gradients find the same.
-
-    Args:
-        fingerprint: A fingerprint of all gradients.
-        memory: Where all gradients are; None: not all where the processor can read them, and then nobody
-            knows.
-
-    Attributes:
-        is_used: Whether anybody has asked. Until then nothing is noted, and the answer is no.
-    """
-
-    def __init__(self, fingerprint: Callable[[], Fingerprint], memory: Callable[[], Memory | None]) -> None:
-        self.is_used = False
-        self._fingerprint = fingerprint
-        self._memory = memory
-        self._seen: Fingerprint | None = None
-        self._sample: int | None = None
-
-    def note(self) -> None:
-        """A pass has just made them the means."""
-        self._sample = self._take_sample()
-        self._seen = None if self._sample is None else self._fingerprint()
-
-    def forget(self) -> None:
-        """A pass was void, or raised: what the gradients are now, nobody knows."""
-        self._seen = None
-
-    def are_unchanged(self) -> bool:
-        """Whether nobody has changed a gradient since note(), as far as that is seen."""
-        self.is_used = True
-        return (
-            self._seen is not None
-            and self._seen == self._fingerprint()
-            and self._sample == self._take_sample()
-        )
-
-    def _take_sample(self) -> int | None:
-        memory = self._memory()
-        return None if memory is None else _core.sample_all(*memory)
+_PASS_ENDED = int(Event.PASS_ENDED)
 
 
 @final
@@ -228,14 +64,13 @@ class Passes(Generic[AnyAutograd]):
         config: The configuration of the wrapped model.
 
     Attributes:
-        link: Between the ranks that train the model; a communication hook replaces it.
-        reduction: The reduction of the plan in use.
+        planning: Where gradients are averaged, and by whom.
+        figures: What is known of the passes so far.
         graphs: The graphs of forwards whose backward is still to come.
         fresh: Whether gradients are still those of the last pass.
         shares_parameters: Whether the ranks of each host have one copy of the parameters.
         drift: Whether the replicas are still the same, where there is a reason to look, or now and then.
-        active: Ranks that had data in the last pass. Others shadow it.
-        is_order_final: Whether the plan will not change any more.
+        active: Ranks that had data in the last pass. Others shadow it; see `uneven`.
         good_passes: How many passes have made the gradients means, and all else that a pass does.
         among: Who these ranks are, in words, where they have other numbers elsewhere; empty: they have not.
         member: See `sharing.Holder`.
@@ -266,43 +101,30 @@ class Passes(Generic[AnyAutograd]):
         self._tensors = tensors
         self._names = tensors.names
         self._hash_model = front_end.hash_model
-        self.link, self._set_activity = link, link.tell
+        self._set_activity = link.tell
         self._begun_forwards = 0
-        self._waited_before_s = 0.0
-        self._waited_for_before_ns = [0] * link.world_size
-        self._arrivals_before = Arrivals.none(link.world_size)
-        self._records = _core.PassRecords(samples_in)
-        self._totals = ModelTotals(link.rank, self._arrivals, self._records)
-        recording.begin_if_asked(link.rank, link.world_size)
-        if recording.note is not None:
-            lifetime.at_failure(recording.tell_failure)
-        self._model_number = recording.number_model(self._totals)
-        self._ids_before = pass_id(self._model_number, 0)
-        self._pass_id = self._ids_before + 1
+        self._log = PassLog(link.rank, link.world_size, tensors.names, self._arrivals)
+        self._pass_id = self._log.before_first + 1
         self.good_passes = 0
         self.among = self.member = ""
         self.after_good: Callable[[float], None] | None = None
         self.refuses_uneven = False
         self.shares_parameters = False
-        self._of_first: tuple[float, list[tuple[int, int]]] | None = None
-        self._gradients_aside: dict[int, Any] = {}
-        self._accumulated_aside: set[int] = set()
         self.fresh = FreshGradients(self.gradients.fingerprint, self.gradients.memory)
         self.drift = DriftWatch(config.check_replicas_every, self._hash_replica, link.all_gather)
         self._variety = GraphVariety(len(tensors.names) - len(tensors.delayed))
         self.graphs = state.graphs = Graphs(self.close)
-        self._set_config(config)
-        self._owned: tuple[Ranges, ...] = ()
         self._scatters = config.scatters and link.world_size > 1
         self._is_obstructed = self._scatters
-        self.reduction = self._make_reduction(self._make_plan(None), None)
-        self.gradients.adopt(self.reduction)
-        self.is_order_final = has_one_order(self.reduction.plan)
+        self.planning = Planning(front_end, link, config, self._log.tell_plan)
+        asks_for_nonfinite = config.nonfinite != "ignore"
+        self.figures = Figures(front_end, self.planning, self.fresh, asks_for_nonfinite=asks_for_nonfinite)
+        self._front_end = front_end
+        self._set_config(config)
         self._shared: set[int] = set()
         self._is_complete = False
         self._untold: Exception | None = None
         self._backward = 0
-        self._tell_plan()
         registry.join(self)
         self.refresh_sharing()
         self.autograd.install()
@@ -311,7 +133,11 @@ class Passes(Generic[AnyAutograd]):
             self.follow_owners()
 
     def use_config(self, config: PassOptions) -> None:
-        """Judge passes by other options than before. Not within a pass; on every rank."""
+        """Judge passes by other options than before. Not within a pass; on every rank.
+
+        Args:
+            config: Its `PlanOptions` are those from before.
+        """
         self._set_config(config)
         self.autograd.use_static_graph(config.static_graph)
 
@@ -326,20 +152,24 @@ class Passes(Generic[AnyAutograd]):
             nonfinite=config.nonfinite,
             static_graph=self._static_graph,
         )
+        self._left_over = LeftOver(
+            self._front_end, self.state, self._variety, self._static_graph, allow_unused=config.allow_unused
+        )
 
     def close(self) -> None:
         """Hear of no gradient any more. The memory goes with the last gradient that lies in it."""
         registry.leave(self)
-        recording.forget(self._model_number)
+        self._log.close()
         self.autograd.close()
 
     def end(self) -> None:
         """Average no more. Gradients keep their values, and get memory of their own."""
         self.close()
-        if self.reduction.order is not None:
-            self.reduction.order.end(self)
+        reduction = self.planning.reduction
+        if reduction.order is not None:
+            reduction.order.end(self)
         self.gradients.leave_arena()
-        self.reducer.close()
+        reduction.reducer.close()
 
     # --- what others ask ---
 
@@ -351,7 +181,12 @@ class Passes(Generic[AnyAutograd]):
     @property
     def reducer(self) -> Reducer:
         """The reducer of the plan in use."""
-        return self.reduction.reducer
+        return self.planning.reduction.reducer
+
+    @property
+    def link(self) -> Link[Any]:
+        """Between the ranks that train the model."""
+        return self.planning.link
 
     @property
     def path(self) -> str:
@@ -378,6 +213,9 @@ class Passes(Generic[AnyAutograd]):
         """Whether this rank has used the same parameters in all passes so far."""
         return self._static_graph is not None or self._variety.is_static(self.good_passes)
 
+    def _arrivals(self) -> Arrivals:
+        return self.figures.arrivals()
+
     def _take_leave(self) -> None:
         """A rank that leaves while others wait for it says so, too, and not only those who wait.
 
@@ -387,64 +225,6 @@ class Passes(Generic[AnyAutograd]):
         waiting = self.reducer.waiting_ranks() if os.getpid() == self.state.pid else []
         if waiting:
             warnings.warn(farewell(self.who, waiting, self.among), RuntimeWarning, stacklevel=2)
-
-    @property
-    def waited_s(self) -> float:
-        """Seconds that this rank has spent waiting for the others at the end of backward, in all passes."""
-        return self._waited_before_s + self.reducer.waited_s
-
-    def _waited_for_ns(self, reducer: Reducer) -> list[int]:
-        return [sum(pair) for pair in zip(self._waited_for_before_ns, reducer.waited_for_ns, strict=True)]
-
-    def _arrivals(self) -> Arrivals:
-        return self._arrivals_before.plus(self.reducer.arrivals)
-
-    def statistics(self) -> Statistics:
-        """All that is known of the passes so far; see `Statistics`. Not collective."""
-        plan, reducer, rank = self.reduction.plan, self.reducer, self.link.rank
-        arrivals = self._arrivals()
-        worked = [statistics.median(times) / 1e9 for times in reducer.worked_ns if times]
-        return Statistics(
-            rank=rank,
-            world_size=self.world_size,
-            passes=self.good_passes,
-            path=self.path,
-            bits=self.bits,
-            waited_s=self.waited_s,
-            waited_for_s=tuple(ns / 1e9 for ns in self._waited_for_ns(reducer)),
-            worked_s=tuple(worked),
-            times_last=tuple(arrivals.times_last),
-            held_up_s=tuple(ns / 1e9 for ns in arrivals.held_up_ns),
-            num_buckets=len(plan.buckets),
-            pass_bytes=sum(bucket.nbytes for bucket in plan.buckets),
-            nonfinite=self.nonfinite() if self.looks_for_nonfinite else {},
-            num_unused=len(reducer.unused(rank)) if self.good_passes else 0,
-        )
-
-    def squared_norm(self) -> float:
-        """The squared norm of the last pass's mean gradient; NaN if that pass was void, or raised."""
-        of_plan = self.reducer.squared_norm() if self._of_first is None else self._of_first[0]
-        return of_plan + self.sparse.squared_norm
-
-    def known_norm(self) -> float | None:
-        """The 2-norm of all gradients that the plan lists, if it is that of the last pass's means."""
-        if not self.fresh.are_unchanged() or self.reducer.globally_unused():
-            return None
-        norm = math.sqrt(self.squared_norm())
-        return None if math.isnan(norm) else norm  # of a void pass, too
-
-    @property
-    def looks_for_nonfinite(self) -> bool:
-        """Whether anybody looks at the gradients: in memory that costs nothing."""
-        return self.path != "group" or self._config.nonfinite != "ignore"
-
-    def nonfinite(self) -> dict[int, tuple[str, ...]]:
-        """Names of parameters whose gradient was not finite in the last pass, by rank."""
-        pairs = self.reducer.nonfinite() if self._of_first is None else self._of_first[1]
-        found = names_by_rank(pairs, self._names)
-        for rank, names in names_by_rank(self.sparse.nonfinite, self._tensors.all_names).items():
-            found[rank] = (*found.get(rank, ()), *names)
-        return found
 
     def broadcast_model(self, root: int) -> None:
         """Give every rank the parameters and buffers of the rank `root`. Collective.
@@ -459,49 +239,12 @@ class Passes(Generic[AnyAutograd]):
         buffers = {name: buffer for name, buffer in now.items() if name in in_step}
         return self._hash_model(self._tensors.all_parameters, buffers, optimizer)
 
-    # --- plans, and where gradients lie ---
+    # --- who else has a say: hooks, other models, owners ---
 
     def use_hook(self, hook: CommHook, process_group: Any) -> None:
         """Give every bucket to a hook from now on. Not within a pass; collective."""
-        self.link = self.link.with_hook(hook, process_group)
+        self.planning.use_hook(hook, process_group)
         self._set_activity = self.link.tell
-        self._replace(self._make_plan(list(self.reduction.plan.order)))
-        self.is_order_final = self.is_order_final or has_one_order(self.reduction.plan)
-
-    def _adopt_order(self, order: list[int]) -> None:
-        """Plan anew, in the order that rank 0 saw; once, after the first good pass. Collective."""
-        self.is_order_final = True
-        agreed = agree(self.link, complete_order(order, len(self._names)))
-        plan = self._make_plan(agreed)
-        if plan != self.reduction.plan:
-            self._replace(plan)
-
-    def _replace(self, plan: Plan) -> None:
-        before = self.reduction
-        self._of_first = (before.reducer.squared_norm(), before.reducer.nonfinite())
-        self._waited_before_s += before.reducer.waited_s
-        self._waited_for_before_ns = self._waited_for_ns(before.reducer)
-        self._arrivals_before = self._arrivals_before.plus(before.reducer.arrivals)
-        must_move = self.gradients.any_in_arena or bool(before.owned)
-        # Where the arena is free there need never be two.
-        self.reduction = self._make_reduction(plan, None if must_move else before)
-        self.gradients.adopt(self.reduction)
-        self._tell_plan()
-        if must_move:
-            before.reducer.close()
-        self.autograd.install()
-
-    def _make_plan(self, order: list[int] | None) -> Plan:
-        whole, most = self.link.wants_whole_buckets, self.link.most_bucket_bytes
-        caps = self._config if most is None else CappedBuckets(self._config, most)
-        return plan_gradients(self.gradients.specs(whole=whole), caps, order, whole=whole)
-
-    def _make_reduction(self, plan: Plan, instead_of: Reduction[Any] | None) -> Reduction[Any]:
-        config = self._config
-        finite = config.nonfinite != "ignore"
-        waits = config.nonfinite == "raise"
-        options = ReductionOptions(config.gradients_in_arena, finite, config.skip_unused, self._owned, waits)
-        return self.link.make_reduction(plan, self._tensors.trainable, options, instead_of)
 
     def refresh_sharing(self) -> None:
         """Find out which parameters other wrapped models have, too."""
@@ -510,9 +253,7 @@ class Passes(Generic[AnyAutograd]):
         if self._shared != before:
             self.gradients.share(self._shared)
             self.autograd.share(self._shared)
-            self._is_obstructed = self._scatters and (bool(self._shared) or not self._owned)
-
-    # --- who owns what, of passes that scatter ---
+            self._is_obstructed = self._scatters and (bool(self._shared) or not self.planning.owned)
 
     def follow_owners(self) -> None:
         """From now on, bring each mean to the ranks that own it, once all parameters are owned. Collective.
@@ -525,17 +266,9 @@ class Passes(Generic[AnyAutograd]):
         if len(told) < len(known):
             return
         self._tell_if_interrupted()
-        owned = tuple(each.ranges for each in told)
-        error = other_ranks(told, self.link.rank, self.world_size)
-        digests = self.link.all_gather(OTHER_RANKS if error is not None else digest_of_owners(owned))
-        if error is not None:
-            raise error
-        check_agree(digests)
+        owned = agreed_owners(told, self.link.rank, self.world_size, self.link.all_gather)
         self._is_obstructed = bool(self._shared)
-        if owned != self._owned:
-            self._owned = owned
-            keep_freed_memory(self.reduction.plan.arena_bytes)
-            self._replace(self._make_plan(list(self.reduction.plan.order)))
+        self.planning.use_owners(owned)
 
     def _check_scattering(self, *, is_training: bool) -> None:
         if self._shared:
@@ -548,35 +281,12 @@ class Passes(Generic[AnyAutograd]):
 
     def end_forward(self) -> None:
         """Note that a forward is over that `watch` was not told of; while something is recorded."""
-        self._records.end_forward(self._pass_id)
+        self._log.records.end_forward(self._pass_id)
 
     def watch_local(self, output: object) -> None:
         """Note the backward of a forward in no_sync(), too; wrappers call it while all is recorded."""
         backward = LocalBackward(self._pass_id)
         self.autograd.watch_local(output, backward)
-
-    def _sample(self, now_ns: int, number: int, *, has_raised: bool) -> None:
-        """Write what is written once in a second, at the end of the pass of this number."""
-        # Elsewhere than in memory the norm would be computed for this.
-        has_norm = recording.sample(now_ns, number) and not has_raised and self.path == "memory"
-        if has_norm and (note := recording.note) is not None:
-            note(_NORM, number, float_bits(math.sqrt(self.squared_norm())))
-
-    def _record_nonfinite(self) -> None:
-        """Note how many gradients of this pass were not finite, and of which rank first."""
-        if (note := recording.note) is not None and (found := self.reducer.nonfinite()):
-            note(_NONFINITE, self._pass_id, len(found) << 32 | min(rank for rank, _ in found))
-
-    def _tell_plan(self) -> None:
-        """Tell who this rank is, and what its buckets hold: a reader of the recording must know."""
-        recording.tell(
-            "model", self._model_number, rank=self.link.rank, world_size=self.world_size, path=self.link.path
-        )
-        buckets = []
-        for bucket in self.reduction.plan.buckets:
-            first, last = (self._names[bucket.parameters[place]] for place in (0, -1))
-            buckets.append([bucket.nbytes, first if first == last else f"{first} ... {last}"])
-        recording.tell("buckets", self._model_number, buckets=buckets)
 
     # --- a pass begins ---
 
@@ -614,7 +324,7 @@ class Passes(Generic[AnyAutograd]):
         if is_syncing and is_training:
             state.status.forwards += 1
         if recording.note is not None:
-            self._records.begin_forward(self._pass_id, is_syncing, is_training, inputs, kwargs)
+            self._log.records.begin_forward(self._pass_id, is_syncing, is_training, inputs, kwargs)
         autograd.begin_forward(is_syncing=is_syncing, good_passes=self.good_passes)
 
     def tell_forward(self, *, is_syncing: bool, is_training: bool) -> None:
@@ -623,7 +333,7 @@ class Passes(Generic[AnyAutograd]):
             return
         number = self.state.status.forwards + (is_syncing and is_training)
         which = f"{number} " if number > 1 else ""
-        self._set_activity(f"in forward {which}of pass {self._pass_id - self._ids_before}", number)
+        self._set_activity(f"in forward {which}of pass {self._pass_id - self._log.before_first}", number)
 
     @contextlib.contextmanager
     def local(self) -> Iterator[None]:
@@ -655,7 +365,7 @@ class Passes(Generic[AnyAutograd]):
             state.check_process()
             if state.is_interrupted:
                 self._give_up_interrupted()
-            if (order := self.reduction.order) is not None:
+            if (order := self.planning.reduction.order) is not None:
                 order.begin(self)
             if self.micro_batches.is_used:
                 self._weigh(self.micro_batches.begin())
@@ -668,9 +378,9 @@ class Passes(Generic[AnyAutograd]):
         self.autograd.at_end(EndOfBackward(self._end_backward, self._interrupt))
         if self._set_activity is not None:
             forwards = state.status.forwards
-            self._set_activity(f"in backward of pass {self._pass_id - self._ids_before}", forwards)
+            self._set_activity(f"in backward of pass {self._pass_id - self._log.before_first}", forwards)
         if recording.note is not None:
-            self._records.begin_backward(self._pass_id)
+            self._log.records.begin_backward(self._pass_id)
 
     def _weigh(self, weight: float) -> None:
         self.state.rank_weight = weight
@@ -720,7 +430,8 @@ class Passes(Generic[AnyAutograd]):
         number, has_raised = self._pass_id, True
         try:
             if self.micro_batches.is_used and recording.note is not None:
-                self._totals.weight = (self._totals.weight or 0.0) + self.state.rank_weight
+                totals = self._log.totals
+                totals.weight = (totals.weight or 0.0) + self.state.rank_weight
             self._end()
             has_raised = False
         except BaseException as error:
@@ -728,9 +439,11 @@ class Passes(Generic[AnyAutograd]):
             raise
         finally:
             if recording.note is not None:
-                now_ns = self._records.end_pass(number, has_raised)
+                now_ns = self._log.records.end_pass(number, has_raised)
                 if now_ns >= recording.next_sample_ns:
-                    self._sample(now_ns, number, has_raised=has_raised)
+                    # Elsewhere than in memory the norm would be computed for this.
+                    is_known = not has_raised and self.path == "memory"
+                    self._log.sample(now_ns, number, self.figures.squared_norm if is_known else None)
             if self.state.is_armed:  # it raised before the pass was ended
                 self._interrupt()
 
@@ -751,9 +464,11 @@ class Passes(Generic[AnyAutograd]):
         Between two large computations little of this is in the processor's caches: each call of a function
         in Python costs a small model about a microsecond.
         """
-        state, reducer, config = self.state, self.reduction.reducer, self._config
-        self._of_first = None
-        self.fresh.forget()
+        state, planning, config = self.state, self.planning, self._config
+        reducer = planning.reduction.reducer
+        planning.earlier.last_pass = None
+        if self.fresh.is_used:
+            self.fresh.forget()
         is_lost = False
         try:
             self.autograd.raise_kept()
@@ -761,20 +476,20 @@ class Passes(Generic[AnyAutograd]):
                 if self._shared and state.is_armed:
                     registry.complete_all(self._backward)
                 elif not state.status.finished:
-                    self._hand_over_rest()
+                    self._left_over.hand_over(reducer)
                 status = state.status
                 told = self.notes.take(self._begun_forwards, bool(state.accumulated))
                 reducer.set_note(told, self._pass_id)
                 allow_unused = config.allow_unused or status.frozen is not None
-                if (order := self.reduction.order) is not None:
+                if (order := planning.reduction.order) is not None:
                     order.give_up_before(self)
                 outcome = reducer.finish(status, allow_unused, config.allow_nobodys)
                 self.active = self._all_ranks
                 if outcome:
-                    self._record_nonfinite()
+                    self._log.note_nonfinite(self._pass_id, reducer.nonfinite)
                     self._note_active(Outcome(outcome))
                     self._judge.judge(Outcome(outcome), reducer, state.refusal)
-                seen_order = None if self.is_order_final else list(state.handed)
+                seen_order = None if planning.is_order_final else list(state.handed)
                 if self.active:
                     self._write_back_means()
                 if recording.keeps_all and (note := recording.note) is not None:
@@ -786,16 +501,16 @@ class Passes(Generic[AnyAutograd]):
                 raise
             finally:
                 self._is_complete = False
-                if self.reduction.order is not None:
-                    self.reduction.order.end(self)
+                if planning.reduction.order is not None:
+                    planning.reduction.order.end(self)
                 state.begin_next()
                 if self.micro_batches.is_used:
                     self.micro_batches.end()
                 if self._set_activity is not None and not is_lost:
-                    self._set_activity(f"after backward of pass {self._pass_id - self._ids_before}")
+                    self._set_activity(f"after backward of pass {self._pass_id - self._log.before_first}")
                 self._pass_id += 1
             if seen_order is not None:
-                self._adopt_order(seen_order)
+                planning.adopt_order(seen_order)
             if self.active:
                 self.buffers.end_pass(self.active)
             if recording.keeps_all and (note := recording.note) is not None:
@@ -826,61 +541,7 @@ class Passes(Generic[AnyAutograd]):
         is_in_it = self.state.is_armed and self._shared and self._backward == backward
         if is_in_it and not self._is_complete:
             self._is_complete = True
-            self._hand_over_rest()
-
-    def _hand_over_rest(self) -> None:
-        """Hand over what has waited, and what this backward did not touch; look at all of it again."""
-        state = self.state
-        if (complete := self.autograd.complete) is not None:
-            complete()
-        count = len(self._names)
-        if self._static_graph is not None:
-            state.status.graph_changed = self._static_graph.has_changed(self._used())
-        elif len(state.handed) < count:
-            self._variety.note(self._used)
-        if len(state.handed) < count:
-            self._hand_over_accumulated()
-        if len(state.handed) < count:
-            self._leave_out([index for index in range(count) if index not in state.handed])
-        self.gradients.check()
-
-    def _used(self) -> set[int]:
-        """Parameters that have got gradients since the last pass, and wait for no others'."""
-        used = self.state.accumulated.union(self.state.handed).difference(self._tensors.delayed)
-        return used.intersection(range(len(self._names)))
-
-    def _hand_over_accumulated(self) -> None:
-        """Hand over gradients that this backward did not touch but that count all the same.
-
-        Those of no_sync() passes; and, where unused parameters are allowed, any gradient that is left
-        from before: the others add to theirs, so it must take part in the mean. Not that of a frozen
-        parameter, which stays as it is: a rank without data would take its share of the mean away.
-        """
-        state, frozen = self.state, self.autograd.frozen
-        for index in range(len(self._names)):
-            counts = index in state.accumulated or (self._config.allow_unused and index not in frozen)
-            if index not in state.handed and counts and self.gradients.exists(index):
-                self.gradients.hand_over_rest(index)
-
-    def _leave_out(self, missing: Sequence[int]) -> None:
-        """These have no gradient; delayed ones have one of zeros, as in torch."""
-        delayed = [index for index in missing if index in self._tensors.delayed]
-        if delayed:
-            self.gradients.leave_out(delayed)
-        for index in delayed:
-            self._mark_zeros(index)
-        unused = [index for index in missing if index not in self._tensors.delayed]
-        self.gradients.leave_out(unused)
-        idle = self.autograd.frozen.intersection(unused)
-        if idle:
-            if not self._config.allow_unused:
-                self.state.status.frozen = digest_of(sorted(idle))
-            # What is left there stays as it is, while their places become zeros.
-            self.gradients.leave_arena(idle)
-
-    def _mark_zeros(self, index: int) -> None:
-        self.gradients.clear(index)
-        self.reducer.mark_ready(index, 0)
+            self._left_over.hand_over(self.reducer)
 
     def _note_active(self, outcome: Outcome) -> None:
         if Outcome.FINISHED in outcome:
@@ -891,7 +552,8 @@ class Passes(Generic[AnyAutograd]):
 
     def _write_back_means(self) -> None:
         """Make every parameter's gradient the mean."""
-        state, reducer = self.state, self.reduction.reducer
+        state, planning = self.state, self.planning
+        reducer = planning.reduction.reducer
         if overlapping := reducer.overlapping():
             self._part_overlapping(overlapping)
         if self._static_graph is not None:
@@ -900,7 +562,7 @@ class Passes(Generic[AnyAutograd]):
         if len(state.handed) < len(self._names):
             nobodys = set(reducer.globally_unused())
             missing = [i for i in range(len(self._names)) if i not in state.handed and i not in nobodys]
-        if missing or state.staged or self._owned:
+        if missing or state.staged or planning.owned:
             self.gradients.write_back(missing)
         if self._has_sparse:
             self.sparse.average(state.rank_weight, has_data=not state.status.finished)
@@ -956,11 +618,11 @@ class Passes(Generic[AnyAutograd]):
             raise error
 
     def _end_interrupted(self) -> Exception | None:
-        if (order := self.reduction.order) is not None:
+        if (order := self.planning.reduction.order) is not None:
             order.give_up_before(self)
         self.autograd.forget()
         self.graphs.end_pass()
-        self._of_first = None
+        self.planning.earlier.last_pass = None
         self.fresh.forget()
         try:
             return give_up_interrupted(self.reducer, self._config.allow_unused, self._config.allow_nobodys)
@@ -970,76 +632,10 @@ class Passes(Generic[AnyAutograd]):
             self.state.begin_next()
             self.micro_batches.end()
 
-    # --- ranks without data ---
-
-    def take_part_until_all_finished(self, after_pass: Callable[[], object] | None) -> None:
-        """Shadow the others' passes, then take over the model of those who went on longest. Collective."""
-        self._take_part(after_pass, weight=0.0, keep_accumulated=False)
-
-    @contextlib.contextmanager
-    def joining(self, *, divide_by_all: bool, throws: bool) -> Iterator[None]:
-        """Within it, ranks may make different numbers of passes. Its end is collective.
-
-        Args:
-            divide_by_all: Ranks without data count in the mean, with zeros.
-            throws: All ranks raise at the end of the first pass for which one had no data.
-        """
-        before, self.refuses_uneven = self.refuses_uneven, throws
-        try:
-            yield
-            self._take_part(None, weight=1.0 if divide_by_all else 0.0, keep_accumulated=True)
-        finally:
-            self.refuses_uneven = before
-
-    def _take_part(
-        self, after_pass: Callable[[], object] | None, *, weight: float, keep_accumulated: bool
-    ) -> None:
-        last_active = self.active
-        self.begin_shadowing(keep_accumulated=keep_accumulated)
-        try:
-            while self.shadow(weight=weight):
-                last_active = self.active
-                if after_pass is not None:
-                    after_pass()
-                elif self.shares_parameters:
-                    raise self._cannot_step_along()
-        finally:
-            self.end_shadowing()
-        if 0 < len(last_active) < self.world_size:  # 0: all have finished before, and made no pass since
-            self.broadcast_model(last_active[0])
-
-    def _cannot_step_along(self) -> ConfigError:
-        return ConfigError(
-            "finish: this rank is out of data, and would not take part in the steps of the others.",
-            where=self.who,
-            seen="share_parameters=True: all ranks of a host step together",
-            expected="finish(after_pass=...), or iterate(batches, after_pass), with what makes a step",
-            hint="pass a function that makes the optimizer's step as in the loop",
-        )
-
-    def begin_shadowing(self, *, keep_accumulated: bool) -> None:
-        """Put this rank's gradients aside: from here to `end_shadowing` it has those of the others.
-
-        Args:
-            keep_accumulated: Give back what no_sync() has accumulated too; else it is dropped.
-        """
-        state = self.state
-        self._gradients_aside = self.gradients.keep()
-        self._accumulated_aside = set(state.accumulated)
-        if not keep_accumulated:
-            for index in self._accumulated_aside:
-                self._gradients_aside.pop(index, None)
-            self._accumulated_aside.clear()
-        self.gradients.restore({})
-
-    def end_shadowing(self) -> None:
-        """Give this rank its own gradients back: the next backward adds to them."""
-        gradients, self._gradients_aside = self._gradients_aside, {}
-        self.gradients.restore(gradients)
-        self.state.accumulated |= self._accumulated_aside
+    # --- a pass without data ---
 
     def shadow(self, *, weight: float) -> bool:
-        """Take part in a pass of the others without gradients; within `begin_shadowing`. Collective.
+        """Take part in a pass of the others without gradients; within a `Shadow`. Collective.
 
         The rank gets the means as its gradients as well, for those who step along.
 
@@ -1050,9 +646,7 @@ class Passes(Generic[AnyAutograd]):
         self._tell_if_interrupted()
         self.gradients.restore({})  # those of the last such pass
         self._weigh(weight)
-        if not self._config.allow_unused:  # nothing is unused because this rank has no data
-            for index in range(len(self._names)):
-                self._mark_zeros(index)
+        self._left_over.hand_over_nothing(self.reducer)
         self.state.status.finished = True
         try:
             self._end_now()

@@ -29,6 +29,7 @@ from paceline.reducer.plan import BucketLayout, bucket_layout
 from paceline.reducer.statistics import Statistics
 from paceline.reducer.torn import torn
 from paceline.reducer.traced import recorded
+from paceline.reducer.uneven import take_part_until_all_finished
 
 _Batch = TypeVar("_Batch")
 _Passes = TypeVar("_Passes", bound=Passes[Any])
@@ -197,10 +198,10 @@ class WrappedModel:
                     after_pass()
                 meetings.meet_if_due()
 
-            self._passes.take_part_until_all_finished(step_and_meet)
+            take_part_until_all_finished(self._passes, step_and_meet)
             meetings.finish()
         elif self._passes is not None:
-            self._passes.take_part_until_all_finished(after_pass)
+            take_part_until_all_finished(self._passes, after_pass)
 
     def finished(self, after_pass: Callable[[], object] | None = None) -> None:
         """The earlier name of `finish`. Deprecated."""
@@ -248,7 +249,7 @@ class WrappedModel:
         Costs nothing where gradients are averaged in shared memory. Call it before changing gradients.
         """
         if self._passes is not None:
-            return math.sqrt(self._passes.squared_norm())
+            return math.sqrt(self._passes.figures.squared_norm())
         return math.sqrt(self._own_squared_norm())
 
     def nonfinite(self) -> dict[int, tuple[str, ...]]:
@@ -269,13 +270,13 @@ class WrappedModel:
             return {0: names} if names else {}
         if self._meetings is not None:
             member = self._meetings.member
-            return {member[rank]: names for rank, names in passes.nonfinite().items()}
-        if not passes.looks_for_nonfinite:
+            return {member[rank]: names for rank, names in passes.figures.nonfinite().items()}
+        if not passes.figures.looks_for_nonfinite:
             raise ConfigError(
                 f'{type(self).__name__}: with nonfinite="ignore" a process group looks for none.',
                 hint='pass nonfinite="warn" or "raise"',
             )
-        return passes.nonfinite()
+        return passes.figures.nonfinite()
 
     def sync_buffers(self) -> None:
         """Synchronise buffers and running statistics now, by the policies in `buffers`. Collective.
@@ -492,7 +493,7 @@ class WrappedModel:
             ('0.bias',) (16,) 64 float32
             ('0.weight',) (64,) 64 float32
         """
-        return () if self._passes is None else bucket_layout(self._passes.reduction.plan)
+        return () if self._passes is None else bucket_layout(self._passes.planning.reduction.plan)
 
     def writing(self) -> contextlib.AbstractContextManager[None]:
         """Inside this context, parameters that are shared may be changed in place.
@@ -628,13 +629,13 @@ class WrappedModel:
             ((0.020, 0.031), 1)
         """
         if self._passes is not None:
-            return replace(self._passes.statistics(), bits=self.bits)
+            return replace(self._passes.figures.statistics(self._passes.good_passes), bits=self.bits)
         return Statistics(0, 1, 0, "nothing", self.bits, 0.0, (0.0,), (), (), (), 0, 0, {}, 0)
 
     @property
     def waited_s(self) -> float:
         """Seconds that this rank has spent waiting for the others at the end of backward, in all passes."""
-        return 0.0 if self._passes is None else self._passes.waited_s
+        return 0.0 if self._passes is None else self._passes.figures.waited_s
 
     @property
     def gradient_path(self) -> str:

@@ -46,6 +46,7 @@ from paceline.reducer.local_sgd import LocalSGD
 from paceline.reducer.members import Members, join_member
 from paceline.reducer.micro_batches import as_weight
 from paceline.reducer.torn import torn
+from paceline.reducer.uneven import joining
 from paceline.reducer.wrapped_model import WrappedModel, checked_norms
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.start import refuse_latecomers
@@ -434,7 +435,7 @@ class DataParallel(WrappedModel, PaddleNames):
         if not flag("enable", enable) or self._passes is None:
             return contextlib.nullcontext()
         self._refuse_with_local_sgd("join() counts the passes of all ranks; finish() and iterate() don't")
-        return self._passes.joining(divide_by_all=divide, throws=throws)
+        return joining(self._passes, divide_by_all=divide, throws=throws)
 
     def register_comm_hook(self, state: object, hook: Callable[[Any, GradBucket], Any]) -> None:
         """Let `hook` average each bucket of gradients.
@@ -498,9 +499,9 @@ class DataParallel(WrappedModel, PaddleNames):
             raise Arguments("clip_grad_norm_").refuse("norm_type", norm_type, expected, hint)
         passes = self._passes
         if passes is not None and (scattered := passes.autograd.scattered_in_place()) is not None:
-            return paddle.to_tensor(scattered.clip(max_norm, norm_type, passes.squared_norm()))
+            return paddle.to_tensor(scattered.clip(max_norm, norm_type, passes.figures.squared_norm()))
         is_known = self._passes is not None and norm_type == 2.0
-        known = self._passes.known_norm() if is_known and self._passes is not None else None
+        known = self._passes.figures.known_norm() if is_known and self._passes is not None else None
         return _clip(self._tensors.trainable, max_norm, known, norm_type)
 
     def _own_squared_norm(self) -> float:

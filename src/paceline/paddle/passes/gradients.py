@@ -22,7 +22,7 @@ from paceline.paddle import internals
 from paceline.paddle.link.scattered import PaddleHands, Scattered, ScatteredGradient, held
 from paceline.paddle.model.parameters import ManagedTensors, dtype_name, nbytes
 from paceline.reducer.link import Reduction
-from paceline.reducer.passes import PassState
+from paceline.reducer.pass_state import PassState
 from paceline.reducer.plan import ParameterSpec
 from paceline.reducer.scattered import left_over, scatter
 

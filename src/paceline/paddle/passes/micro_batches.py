@@ -10,7 +10,7 @@ import paddle
 from paceline.paddle import internals
 from paceline.paddle.passes import graphs
 from paceline.reducer.micro_batches import MicroBatchWeights
-from paceline.reducer.passes import PassState
+from paceline.reducer.pass_state import PassState
 
 
 class PaddleWeights(MicroBatchWeights):

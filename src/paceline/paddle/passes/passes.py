@@ -34,7 +34,8 @@ from paceline.reducer.buffers import BufferSync
 from paceline.reducer.front_end import FrontEnd
 from paceline.reducer.graphs import EndOfBackward, Graph
 from paceline.reducer.local_backward import LocalBackward
-from paceline.reducer.passes import Passes, PassState
+from paceline.reducer.pass_state import PassState
+from paceline.reducer.passes import Passes
 from paceline.reducer.scattered import refuse_sparse
 from paceline.tracing.recording import recording
 

@@ -496,10 +496,10 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         scale = 1.0 if scaler is None else scaler.get_scale()
         passes = self._passes
         if passes is not None and (scattered := passes.autograd.scattered_in_place()) is not None:
-            norm = scattered.clip(max_norm * scale, norm_type, passes.squared_norm())
+            norm = scattered.clip(max_norm * scale, norm_type, passes.figures.squared_norm())
             return torch.tensor(norm) / scale
         is_known = self._passes is not None and norm_type == 2.0
-        known = self._passes.known_norm() if is_known and self._passes is not None else None
+        known = self._passes.figures.known_norm() if is_known and self._passes is not None else None
         return _clip(self._tensors.trainable, max_norm * scale, known, norm_type) / scale
 
     def _own_squared_norm(self) -> float:

@@ -1,4 +1,4 @@
-"""Ranks that run out of data before the others, in torch's `Join`; see also `reducer.passes`.
+"""Ranks that run out of data before the others, in torch's `Join`; see also `reducer.uneven`.
 
 The one idea: such a rank takes part in the others' passes without gradients, and asks before each of them, as
 torch's `Join` does, whether there will be one.
@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, JoinHook
 
 from paceline.errors import ConfigError
+from paceline.reducer.uneven import Shadow
 from paceline.torch.link.calls import GroupCalls
 from paceline.torch.link.peers import Peers, ProcessGroupPeers
 
@@ -45,7 +46,7 @@ class Joining:
         self._device = torch.device("cpu") if calls.serves_cpu else device
         self._calls = calls
         self._passes = passes
-        self._is_shadowing = False
+        self._shadow: Shadow | None = None  # of this rank, since it has run out
         self._work: dist.Work | None = None  # kept: dropping one that is under way may end it
 
     def notify(self, joinable: Any, is_syncing: bool, *, is_training: bool) -> None:
@@ -62,9 +63,8 @@ class Joining:
 
     def shadow(self, divide_by_initial_world_size: bool) -> None:
         """Take part in the backward that the others are about to make, if it synchronises."""
-        if self._passes is not None and not self._is_shadowing:
-            self._is_shadowing = True
-            self._passes.begin_shadowing(keep_accumulated=True)
+        if self._passes is not None and self._shadow is None:
+            self._shadow = Shadow(self._passes, keep_accumulated=True)
         if self._any(False) and self._passes is not None:
             # With a weight of 1 the zeros count, so the others' sum is divided by the whole world size.
             self._passes.shadow(weight=1.0 if divide_by_initial_world_size else 0.0)
@@ -73,9 +73,9 @@ class Joining:
         """Everybody gets the model of a rank that has not run out before the others."""
         if self._passes is None:
             return
-        if self._is_shadowing:
-            self._is_shadowing = False
-            self._passes.end_shadowing()
+        if self._shadow is not None:
+            shadow, self._shadow = self._shadow, None
+            shadow.end()
         votes = self._passes.link.all_gather(bytes([is_last]))
         self._passes.broadcast_model(votes.index(bytes([True])))
 

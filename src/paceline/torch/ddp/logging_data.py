@@ -121,11 +121,11 @@ def _of_buckets(ddp: TorchNames) -> dict[str, Any]:
     passes = ddp._passes
     if passes is None or not passes.good_passes:
         return facts
-    now = passes.reduction.plan
+    now = passes.planning.reduction.plan
     reducer = passes.reducer
     unused = reducer.unused(ddp._peers.rank) if ddp._peers is not None else []
     return facts | {
-        "has_rebuilt_buckets": int(passes.is_order_final),
+        "has_rebuilt_buckets": int(passes.planning.is_order_final),
         "rebuilt_bucket_sizes": _sizes(now),
         "rebuilt_per_bucket_param_indices": _joined(
             " ".join(map(str, bucket.parameters)) for bucket in now.buckets

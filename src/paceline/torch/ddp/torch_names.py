@@ -510,7 +510,7 @@ class TorchNames(TorchDDP):
     @property
     def _has_rebuilt_buckets(self) -> bool:
         """Whether buckets have their final order: after the first pass."""
-        return self._passes is not None and self._passes.is_order_final
+        return self._passes is not None and self._passes.planning.is_order_final
 
     # --- torch's Join ---
 

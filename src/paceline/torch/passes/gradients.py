@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from paceline.reducer.link import Reduction
-from paceline.reducer.passes import PassState
+from paceline.reducer.pass_state import PassState
 from paceline.reducer.plan import ParameterSpec
 from paceline.reducer.scattered import scatter
 from paceline.torch.link.arena import extent

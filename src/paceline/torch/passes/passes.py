@@ -20,7 +20,8 @@ from paceline.reducer.front_end import FrontEnd
 from paceline.reducer.graphs import Graph
 from paceline.reducer.link import Link
 from paceline.reducer.local_backward import LocalBackward
-from paceline.reducer.passes import Passes, PassState
+from paceline.reducer.pass_state import PassState
+from paceline.reducer.passes import Passes
 from paceline.reducer.scattered import refuse_sparse
 from paceline.torch.link.link import average_buffers
 from paceline.torch.link.scattered import Scattered, ScatteredGradient, TorchHands

@@ -1,0 +1,111 @@
+"""What a backward has left when it is over: gradients that no hook handed over, or that there are none of.
+
+The one idea: before a rank tells how its pass went, each parameter of the plan has been handed over or left
+out. Hooks have done it for those that this backward reached. Here are the others: gradients that waited for
+the end, that came before in no_sync(), or that stayed from an earlier step; and parameters without any.
+
+Imports its neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+from paceline.reducer.front_end import FrontEnd
+from paceline.reducer.frozen import digest_of
+from paceline.reducer.pass_errors import GraphVariety, StaticGraph
+from paceline.reducer.pass_state import PassState
+from paceline.reducer.protocol import Reducer
+
+
+@final
+class LeftOver:
+    """Completes the passes of one model.
+
+    Args:
+        front_end: What the framework gives.
+        state: Where the model is in its passes.
+        variety: Is told of passes in which something was unused.
+        static_graph: Where that is promised; it is told what each pass has used.
+        allow_unused: Whether a parameter may be without a gradient, and contribute 0.
+    """
+
+    def __init__(
+        self,
+        front_end: FrontEnd[Any],
+        state: PassState,
+        variety: GraphVariety,
+        static_graph: StaticGraph | None,
+        *,
+        allow_unused: bool,
+    ) -> None:
+        self._tensors, self._names = front_end.tensors, front_end.tensors.names
+        self._gradients, self._autograd = front_end.gradients, front_end.autograd
+        self._state = state
+        self._variety, self._static_graph = variety, static_graph
+        self._allow_unused = allow_unused
+
+    def hand_over(self, reducer: Reducer) -> None:
+        """Hand over what has waited, and what this backward did not touch; look at all of it again.
+
+        Args:
+            reducer: Whose pass it is.
+        """
+        state = self._state
+        if (complete := self._autograd.complete) is not None:
+            complete()
+        count = len(self._names)
+        if self._static_graph is not None:
+            state.status.graph_changed = self._static_graph.has_changed(self._used())
+        elif len(state.handed) < count:
+            self._variety.note(self._used)
+        if len(state.handed) < count:
+            self._hand_over_accumulated()
+        if len(state.handed) < count:
+            self._leave_out([index for index in range(count) if index not in state.handed], reducer)
+        self._gradients.check()
+
+    def hand_over_nothing(self, reducer: Reducer) -> None:
+        """In place of `hand_over`, on a rank without data: nothing is unused because of it."""
+        if not self._allow_unused:
+            for index in range(len(self._names)):
+                self._mark_zeros(index, reducer)
+
+    def _used(self) -> set[int]:
+        """Parameters that have got gradients since the last pass, and wait for no others'."""
+        used = self._state.accumulated.union(self._state.handed).difference(self._tensors.delayed)
+        return used.intersection(range(len(self._names)))
+
+    def _hand_over_accumulated(self) -> None:
+        """Hand over gradients that this backward did not touch but that count all the same.
+
+        Those of no_sync() passes; and, where unused parameters are allowed, any gradient that is left
+        from before: the others add to theirs, so it must take part in the mean. Not that of a frozen
+        parameter, which stays as it is: a rank without data would take its share of the mean away.
+        """
+        state, frozen = self._state, self._autograd.frozen
+        for index in range(len(self._names)):
+            counts = index in state.accumulated or (self._allow_unused and index not in frozen)
+            if index not in state.handed and counts and self._gradients.exists(index):
+                self._gradients.hand_over_rest(index)
+
+    def _leave_out(self, missing: Sequence[int], reducer: Reducer) -> None:
+        """These have no gradient; delayed ones have one of zeros, as in torch."""
+        delayed = [index for index in missing if index in self._tensors.delayed]
+        if delayed:
+            self._gradients.leave_out(delayed)
+        for index in delayed:
+            self._mark_zeros(index, reducer)
+        unused = [index for index in missing if index not in self._tensors.delayed]
+        self._gradients.leave_out(unused)
+        idle = self._autograd.frozen.intersection(unused)
+        if idle:
+            if not self._allow_unused:
+                self._state.status.frozen = digest_of(sorted(idle))
+            # What is left there stays as it is, while their places become zeros.
+            self._gradients.leave_arena(idle)
+
+    def _mark_zeros(self, index: int, reducer: Reducer) -> None:
+        self._gradients.clear(index)
+        reducer.mark_ready(index, 0)

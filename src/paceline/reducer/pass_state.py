@@ -1,0 +1,112 @@
+"""Where one model is in its passes, in one object that all who take part in a pass look at.
+
+The one idea: hooks ask at each gradient whether it is to be averaged, in C++ too, so the answers are plain
+attributes that are read where they lie. `PassState` decides nothing: `Passes` moves it from pass to pass, and
+hooks and the front end note in it what they have handed over, and what is wrong.
+
+Imports its neighbours, `errors`, the core and the standard library.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from paceline import _core
+from paceline.errors import ConfigError, ForkedError
+from paceline.reducer.graphs import Graphs
+from paceline.reducer.protocol import PassStatus
+
+
+class PassState:
+    """Where one model is in its passes; hooks and the front end share it.
+
+    Attributes:
+        is_syncing: Whether the pass under way is averaged. Only `Passes` writes it: a forward sets it as the
+            wrapper asks (`require_backward_grad_sync`), and `Passes.local` clears it within no_sync().
+        is_armed: Whether a pass is under way, so that the end of this backward ends it.
+        is_interrupted: Whether an exception has ended the backward of the last pass, of which the other ranks
+            do not know yet.
+        ends_by_hand: Whether the end of a backward leaves its pass open, for `Passes.end_by_hand`.
+        is_left_open: Whether the pass under way is one whose backward is over, and waits for that.
+        handed: Gradients handed over in this pass, by parameter, in that order. Keeps the memory alive that
+            the reducer reads and writes by pointer.
+        staged: The handed gradients whose mean the front end copies back.
+        accumulated: Parameters that got local gradients, in no_sync(), since the last synchronised pass.
+        rank_weight: The weight of this rank in the pass under way, or the last one.
+        arm: Begins a pass; hooks call it at the first gradient of a backward.
+        graphs: The graphs of forwards whose backward is still to come.
+        status: What the end of the pass tells all ranks: the forwards since the last one, and what is wrong.
+            A hook that raised instead would leave the others waiting.
+        refusal: Why the gradient of the parameter `status.refused` cannot be averaged.
+        where: "rank 1 of 2", for errors.
+    """
+
+    __slots__ = (
+        "accumulated",
+        "arm",
+        "ends_by_hand",
+        "graphs",
+        "handed",
+        "is_armed",
+        "is_interrupted",
+        "is_left_open",
+        "is_syncing",
+        "pid",
+        "rank_weight",
+        "refusal",
+        "staged",
+        "status",
+        "where",
+    )
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.where = f"rank {rank} of {world_size}"
+        self.is_syncing = True
+        self.is_armed = False
+        self.is_interrupted = False
+        self.ends_by_hand = self.is_left_open = False
+        self.handed = _core.HandedGradients()
+        self.staged: list[int] = []
+        self.accumulated: set[int] = set()
+        self.status = PassStatus()
+        self.rank_weight = 1.0
+        self.refusal: ConfigError | None = None
+        self.pid = os.getpid()
+        self.arm: Callable[[], None]
+        self.graphs: Graphs
+
+    def begin_next(self) -> None:
+        """Forget the pass that is over."""
+        self.is_armed = self.is_interrupted = False
+        self.handed.clear()
+        self.staged.clear()
+        self.accumulated.clear()
+        self.status.begin_next()
+        self.refusal = None
+
+    def interrupt(self) -> None:
+        """The backward has ended in an exception; whatever begins next tells the other ranks."""
+        self.is_armed = False
+        self.is_interrupted = True
+
+    def refuse(self, index: int, error: ConfigError) -> None:
+        """The gradient of a parameter cannot be averaged; raises at once where no pass will end.
+
+        Raises:
+            ConfigError: The one given.
+        """
+        if not self.is_syncing:
+            raise error
+        if self.refusal is None:
+            self.status.refused, self.refusal = index, error
+
+    def check_process(self) -> None:
+        """Raise ForkedError in a forked child, which has the model but not the memory."""
+        if os.getpid() != self.pid:
+            raise ForkedError(
+                "A model wrapped for data-parallel training was used in a forked child.",
+                seen=f"wrapped in process {self.pid}, used in process {os.getpid()}",
+                likely="a data loader's worker, or multiprocessing with the start method 'fork'",
+                hint="use `.module` in the child; or start it with the method 'spawn' and wrap there",
+            )

@@ -1,0 +1,168 @@
+"""When a model's gradients get another plan, and in which order all concerned learn of it."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from paceline.reducer.link import Reduction
+from paceline.reducer.owners import OwnedRange
+from paceline.reducer.plan import ParameterSpec
+from paceline.reducer.planning import Planning
+
+NAMES, NUMEL = ["a", "b", "c"], 16384  # one segment each, so that each may be a bucket
+COUNT = len(NAMES)
+
+
+@dataclass
+class Options:
+    """Options of a wrapped model: each parameter has a bucket of its own."""
+
+    first_bucket_bytes: int = 1
+    bucket_cap_bytes: int = 1
+    bucket_caps_bytes: tuple[int, ...] = ()
+    nonfinite: str = "warn"
+    gradients_in_arena: bool = False
+    skip_unused: bool = False
+
+
+@dataclass
+class World:
+    """All that planning meets; what it does there is told in `events`."""
+
+    any_in_arena: bool = False
+    order_of_rank_0: tuple[int, ...] = tuple(range(COUNT))
+    events: list[str] = field(default_factory=list)
+    asked: list[Any] = field(default_factory=list)
+    """Options and `instead_of` of each reduction."""
+
+    def planning(self, options: Options | None = None) -> Planning:
+        front_end = SimpleNamespace(
+            tensors=SimpleNamespace(names=NAMES, trainable=[object()] * COUNT),
+            gradients=SimpleNamespace(
+                specs=lambda *, whole: [ParameterSpec(name, NUMEL, "float32", 4, "cpu") for name in NAMES],
+                adopt=lambda reduction: self.events.append("gradients move"),
+                any_in_arena=self.any_in_arena,
+            ),
+            autograd=SimpleNamespace(install=lambda: self.events.append("hooks")),
+        )
+        return Planning(
+            front_end, self.link(), options or Options(), lambda link, plan: self.events.append("told")
+        )
+
+    def link(self) -> Any:
+        return SimpleNamespace(
+            world_size=2,
+            wants_whole_buckets=False,
+            most_bucket_bytes=None,
+            make_reduction=self._make_reduction,
+            all_gather=lambda payload: [struct.pack(f"{COUNT}i", *self.order_of_rank_0), payload],
+            with_hook=lambda hook, process_group: self.link(),
+        )
+
+    def _make_reduction(self, plan: Any, parameters: Any, options: Any, instead_of: Any) -> Any:
+        self.asked.append((options, instead_of))
+        number = len(self.asked)
+        reducer = SimpleNamespace(
+            waited_s=1.0,
+            waited_for_ns=[0, 0],
+            arrivals=(0, (0, 0), (0, 0), (0, 0)),
+            squared_norm=lambda: float(number),
+            nonfinite=list,
+            close=lambda: self.events.append(f"reducer {number} ends"),
+        )
+        return Reduction(plan, [], reducer, most_pointer_bytes=0, owned=options.owned)
+
+
+@pytest.fixture
+def world():
+    return World()
+
+
+def test_it_begins_with_the_reverse_of_registration(world):
+    planning = world.planning()
+    assert planning.reduction.plan.order == (2, 1, 0)
+    assert not planning.is_order_final
+    assert world.events == ["gradients move", "told"]
+
+
+def test_the_order_of_rank_0_becomes_the_plan_of_all(world):
+    world.order_of_rank_0 = (1, 2, 0)
+    planning = world.planning()
+    world.events.clear()
+    planning.adopt_order([0, 1])
+    assert planning.reduction.plan.order == (1, 2, 0)
+    assert planning.is_order_final
+    assert world.events == ["gradients move", "told", "hooks"]
+
+
+def test_an_order_that_was_expected_changes_nothing(world):
+    world.order_of_rank_0 = (2, 1, 0)
+    planning = world.planning()
+    before = planning.reduction
+    planning.adopt_order([2, 1, 0])
+    assert planning.is_order_final and planning.reduction is before
+
+
+def test_with_one_bucket_no_order_is_worth_a_question(world):
+    assert world.planning(Options(first_bucket_bytes=1 << 30, bucket_cap_bytes=1 << 30)).is_order_final
+
+
+def test_an_arena_that_is_free_may_be_used_again(world):
+    planning = world.planning()
+    before = planning.reduction
+    planning.adopt_order([0, 1, 2])
+    assert [instead_of for _, instead_of in world.asked] == [None, before]
+    assert "reducer 1 ends" not in world.events  # whoever makes the next one decides
+
+
+def test_gradients_that_live_in_an_arena_move_before_it_goes(world):
+    world.any_in_arena = True
+    planning = world.planning()
+    world.events.clear()
+    planning.adopt_order([0, 1, 2])
+    assert [instead_of for _, instead_of in world.asked] == [None, None]
+    assert world.events == ["gradients move", "told", "reducer 1 ends", "hooks"]
+
+
+def test_figures_outlive_their_reducer(world):
+    planning = world.planning()
+    planning.adopt_order([0, 1, 2])
+    now = planning.reduction.reducer
+    assert planning.earlier.waited_s(now) == 2.0
+    assert planning.earlier.squared_norm(now) == 1.0
+
+
+def test_a_hook_gets_the_buckets_in_the_order_that_is_known(world):
+    world.order_of_rank_0 = (1, 2, 0)
+    planning = world.planning()
+    planning.adopt_order([1, 2, 0])
+    before = planning.link
+    planning.use_hook(object(), None)
+    assert planning.link is not before
+    assert planning.reduction.plan.order == (1, 2, 0)
+    assert planning.is_order_final
+
+
+def test_owners_make_a_plan_once(world):
+    owned = ((OwnedRange(0, 4 * NUMEL, 0),),) * COUNT
+    planning = world.planning()
+    planning.use_owners(owned)
+    planning.use_owners(tuple(owned))
+    assert [options.owned for options, _ in world.asked] == [(), owned]
+    planning.adopt_order([0, 1, 2])  # what was scattered stays so, in memory of its own
+    assert [options.owned for options, _ in world.asked] == [(), owned, owned]
+    assert world.asked[-1][1] is None
+
+
+@pytest.mark.parametrize(
+    ("nonfinite", "checks", "waits"), [("ignore", False, False), ("warn", True, False), ("raise", True, True)]
+)
+def test_infinities_are_looked_for_as_asked(world, nonfinite, checks, waits):
+    world.planning(replace(Options(), nonfinite=nonfinite))
+    options, _ = world.asked[0]
+    assert (options.checks_finite, options.waits_for_finite) == (checks, waits)

@@ -1,0 +1,132 @@
+"""A rank without data in the passes of others: what becomes of its gradients, and whose model it gets."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.errors import ConfigError
+from paceline.reducer.pass_state import PassState
+from paceline.reducer.uneven import Shadow, joining, take_part_until_all_finished
+
+
+class Gradients:
+    """Gradients by parameter."""
+
+    def __init__(self, now: dict[int, str]) -> None:
+        self.now = now
+
+    def keep(self) -> dict[int, str]:
+        return dict(self.now)
+
+    def restore(self, kept: dict[int, str]) -> None:
+        self.now = dict(kept)
+
+
+class Passes:
+    """The passes of a model, in which this rank is rank 1 of 3.
+
+    Args:
+        actives: The ranks that have data in each of the passes to come.
+    """
+
+    who = "rank 1 of 3"
+    world_size = 3
+
+    def __init__(self, *actives: list[int]) -> None:
+        self.state = PassState(1, 3)
+        self.gradients = Gradients({0: "own", 1: "own"})
+        self.active = [0, 1, 2]
+        self.shares_parameters = False
+        self.refuses_uneven = False
+        self.weights: list[float] = []
+        self.roots: list[int] = []
+        self.refused: list[bool] = []
+        self._actives = list(actives)
+
+    def shadow(self, *, weight: float) -> bool:
+        self.weights.append(weight)
+        self.refused.append(self.refuses_uneven)
+        self.gradients.restore({0: "mean"})
+        self.active = self._actives.pop(0)
+        return bool(self.active)
+
+    def broadcast_model(self, root: int) -> None:
+        self.roots.append(root)
+
+
+def test_the_model_comes_from_a_rank_that_went_on_longest():
+    passes = Passes([0, 2], [2], [])
+    take_part_until_all_finished(passes, None)
+    assert passes.weights == [0.0, 0.0, 0.0]
+    assert passes.roots == [2]
+    assert passes.gradients.now == {0: "own", 1: "own"}
+
+
+@pytest.mark.parametrize("before", [[0, 1, 2], []], ids=["all had data", "all had finished before"])
+def test_ranks_that_end_together_exchange_no_model(before):
+    passes = Passes([])
+    passes.active = before
+    take_part_until_all_finished(passes, None)
+    assert passes.roots == []
+
+
+def test_what_follows_a_pass_of_the_others_finds_their_means():
+    passes = Passes([0, 2], [2], [])
+    found = []
+    take_part_until_all_finished(passes, lambda: found.append(passes.gradients.now))
+    assert found == [{0: "mean"}] * 2
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_what_no_sync_has_accumulated_comes_back_if_asked(keeps):
+    passes = Passes()
+    passes.state.accumulated.add(1)
+    shadow = Shadow(passes, keep_accumulated=keeps)
+    assert passes.gradients.now == {}
+    passes.state.begin_next()
+    shadow.end()
+    assert passes.gradients.now == ({0: "own", 1: "own"} if keeps else {0: "own"})
+    assert passes.state.accumulated == ({1} if keeps else set())
+
+
+def test_gradients_come_back_though_a_step_raises():
+    passes = Passes([0, 2])
+
+    def fail() -> None:
+        raise OSError
+
+    with pytest.raises(OSError):
+        take_part_until_all_finished(passes, fail)
+    assert passes.gradients.now == {0: "own", 1: "own"} and passes.roots == []
+
+
+def test_ranks_that_share_parameters_must_step_along():
+    passes = Passes([0, 2])
+    passes.shares_parameters = True
+    with pytest.raises(ConfigError, match="would not take part in the steps") as raised:
+        take_part_until_all_finished(passes, None)
+    assert "rank 1 of 3" in str(raised.value)
+
+
+@pytest.mark.parametrize(("divide_by_all", "weight"), [(True, 1.0), (False, 0.0)])
+def test_join_takes_part_at_its_end(divide_by_all, weight):
+    passes = Passes([0], [])
+    with joining(passes, divide_by_all=divide_by_all, throws=False):
+        assert passes.weights == []
+    assert passes.weights == [weight, weight]
+    assert passes.roots == [0]
+
+
+def test_join_refuses_uneven_ranks_only_within_it():
+    passes = Passes([])
+    with joining(passes, divide_by_all=True, throws=True):
+        assert passes.refuses_uneven
+    assert passes.refused == [True]
+    assert not passes.refuses_uneven
+
+
+def test_an_exception_leaves_join_without_a_call_to_the_others():
+    passes = Passes()
+    with pytest.raises(OSError), joining(passes, divide_by_all=True, throws=True):
+        raise OSError
+    assert not passes.refuses_uneven and passes.weights == []
