@@ -204,7 +204,7 @@ def test_four_hosts_of_one_rank_give_the_bits_of_one_host():
 def test_gradients_that_travel_as_they_are_give_the_bits_of_one_host(num_hosts, dtype):
     options = {"num_hosts": num_hosts, "dtype": dtype, "weight": some_weight}
     one = run_ranks(train_some, num_hosts, {**options, "layout": None}, group="gloo")
-    for sends_values in (False, True):  # a small model: in one message each, if they have 16 bits; in two rounds
+    for sends_values in (False, True):  # in one message each, if they have 16 bits; or in two rounds
         with_values = {**options, "layout": ALONE, "sends_values": sends_values}
         alone = run_ranks(train_some, num_hosts, with_values, group="gloo")
         assert len(set(map(tuple, one + alone))) == 1
