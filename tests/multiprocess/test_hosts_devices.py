@@ -61,9 +61,15 @@ def wrap(net: nn.Module, **options: Any) -> DistributedDataParallel:
 
 
 def assert_same_on_all_ranks(net: nn.Module) -> None:
-    told: list[object] = [None] * int(os.environ["WORLD_SIZE"])
-    torch.distributed.all_gather_object(told, digest(net))
-    assert len(set(told)) == 1
+    assert_same_digests([digest(net)])
+
+
+def assert_same_digests(digests: list[str]) -> None:
+    """Of the gradients after each of many passes: one exchange for all costs less than the passes."""
+    told: list[list[str]] = [[]] * int(os.environ["WORLD_SIZE"])
+    torch.distributed.all_gather_object(told, digests)
+    differ = [number for number, each in enumerate(zip(*told, strict=True)) if len(set(each)) != 1]
+    assert not differ
 
 
 def assert_means(net: nn.Module, step: int, world_size: int, weights: list[float] | None = None) -> None:
@@ -297,17 +303,19 @@ def test_compression_between_hosts(rank, world_size, layout, num_hosts, kind, mo
     wrapped = wrap(net, bucket_cap_mb=0.01, compress_between_hosts=kind, nonfinite="ignore")
     backward(wrapped, 0, rank, world_size)
     total = [torch.zeros_like(p) for p in net.parameters()]
-    most = 200 if kind == "topk" else 10
+    most = 60 if kind == "topk" else 10
+    digests = []
     for _ in range(most):  # the same gradient again and again: with error feedback the mean comes close to it
         backward(wrapped, 1, rank, world_size)
-        assert_same_on_all_ranks(net)
+        digests.append(digest(net))
         for sum_, parameter in zip(total, net.parameters()):
             sum_ += parameter.grad / most
+    assert_same_digests(digests)
     exact = in_one_process(1, world_size)
     scale = max(float(abs(expected).max()) for expected in exact)
     is_rounded = False
     for sum_, parameter, expected in zip(total, net.parameters(), exact, strict=True):
-        assert_allclose(sum_, expected, atol=scale * (0.2 if kind == "topk" else 2e-3))
+        assert_allclose(sum_, expected, atol=scale * (0.06 if kind == "topk" else 2e-3))
         is_rounded |= float((parameter.grad - torch.from_numpy(expected)).abs().max()) > 1e-6 * scale
     assert is_rounded
     # Codes spread a NaN over neighbours, between which nothing would overwrite it.
