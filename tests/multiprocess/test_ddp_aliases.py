@@ -104,15 +104,16 @@ def places_of_gradients(rank: int, num_hosts: int) -> list[dict[str, object]]:
     return [{}, {"gradient_as_bucket_view": True}, {"reduce_through": "group"}]
 
 
-# Of 512 x 512 elements the chunks are assigned to ranks, where each has a core; between hosts torch copies
-# them, and smaller ones the core.
-each_size = pytest.mark.parametrize("size", [8, 512])
-each_number_of_hosts = pytest.mark.parametrize("num_hosts", [1, 2])
+# Of 384 x 384 elements, which are five chunks, the chunks are assigned to ranks, where each has a core; between
+# hosts torch copies them, and smaller ones the core.
+each_size = pytest.mark.parametrize("size", [8, 384])
+each_way = pytest.mark.parametrize(
+    "way, num_hosts", [*((way, 1) for way in WAYS), ("unsqueeze", 2), ("as_it_is", 2)]
+)
 
 
-@each_number_of_hosts
 @each_size
-@pytest.mark.parametrize("way", WAYS)
+@each_way
 @ranks(2, group="gloo")
 def test_no_gradient_flows_on_from_a_mean(rank: int, way: str, size: int, num_hosts: int) -> None:
     model = Positions(way, size)
@@ -125,9 +126,8 @@ def test_no_gradient_flows_on_from_a_mean(rank: int, way: str, size: int, num_ho
             check(ddp.module, expected)
 
 
-@each_number_of_hosts
 @each_size
-@pytest.mark.parametrize("way", WAYS)
+@each_way
 @ranks(2, group="gloo")
 def test_gradients_that_share_memory_get_their_own_means(
     rank: int, way: str, size: int, num_hosts: int
@@ -151,8 +151,8 @@ def test_gradients_that_share_memory_get_their_own_means(
             check(ddp.module, [2 * mean for mean in expected])
 
 
-@each_number_of_hosts
 @each_size
+@pytest.mark.parametrize("num_hosts", [1, 2])
 @ranks(2, group="gloo")
 def test_models_whose_gradients_share_memory(rank: int, size: int, num_hosts: int) -> None:
     """Two wrapped models in one backward: the pass of one ends before that of the other."""
