@@ -57,6 +57,7 @@ test-long: $(VENV)/.core $(VENV)/.paddle ## Run a fixed part of the long tests: 
 gpu-check: ## Run every test that needs a GPU, and a bench against torch's DDP; PYTHON=python3 is one that has CUDA
 	@VENV=$(VENV) scripts/gpu-check $(if $(filter file,$(origin PYTHON)),-,$(PYTHON)) $(ARGS)
 
+# One after the other: two clusters of Ray that start at once get in each other's way.
 integrations: $(VENV)/.integrations ## Train with Lightning and other libraries, in an environment of their own; minutes
 	@$(VENV)/integrations/bin/python -m pytest --quiet tests/integrations $(ARGS)
 
@@ -72,8 +73,9 @@ fuzz: $(VENV)/.core $(VENV)/.paddle ## Compare generated programs with reference
 chaos: $(VENV)/.core $(VENV)/.paddle ## Make random faults in training jobs; FAULTS=1000, SEED=0, TORCHS=60 gives some to torch's DDP too
 	@$(BIN)/python -m tests.chaos --faults $(FAULTS) --seed $(SEED) --torchs $(TORCHS) $(ARGS)
 
+# Two at a time: a test waits for much of its time, and its hosts do not see those of another test.
 test-hosts: $(VENV)/.core ## Run the tests of several hosts (network namespaces; needs root); minutes
-	@$(BIN)/python -m pytest --quiet tests/hosts $(ARGS)
+	@$(BIN)/python -m pytest --quiet --numprocesses 2 tests/hosts $(ARGS)
 
 hosts: $(VENV)/.core ## Measure steps on several hosts (network namespaces; needs root) beside torch's DDP
 	@$(BIN)/python -m tests.hosts $(ARGS)
