@@ -43,7 +43,7 @@ def paceline_run(python: str = sys.executable) -> list[str]:
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
-    """All as a user has it; other tests begin with torch imported."""
+    """All as a user has it, as with torch's DDP below; other tests begin with torch imported."""
     return digits(paceline_run(), tmp_path_factory.mktemp("two_ranks"))
 
 
@@ -63,7 +63,7 @@ def test_several_processes_train_the_model_of_one(two_ranks, tmp_path):
 
 
 def test_digits_runs_with_torchs_ddp_and_gets_the_same_model(two_ranks, tmp_path):
-    _, theirs = digits(paceline_run(warm_python("torch")), tmp_path, "--ddp", "torch")
+    _, theirs = digits(paceline_run(), tmp_path, "--ddp", "torch")
     assert_same_weights(two_ranks[1], theirs)
 
 
