@@ -43,7 +43,7 @@ demo: $(VENV)/.core ## Train a small model on several processes, and compare wit
 demo-paddle: $(VENV)/.core $(VENV)/.paddle ## The same with PaddlePaddle, and with paddle.DataParallel
 	@$(BIN)/python examples/demo.py --framework paddle --output build/demo-paddle.png $(ARGS)
 
-PYTEST := $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest --numprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.core $(VENV)/.paddle ## Run the tests; ARGS='tests/unit -k bucket' runs some
 	@$(PYTEST) $(ARGS)
