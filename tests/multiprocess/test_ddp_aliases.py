@@ -104,8 +104,8 @@ def places_of_gradients(rank: int, num_hosts: int) -> list[dict[str, object]]:
     return [{}, {"gradient_as_bucket_view": True}, {"reduce_through": "group"}]
 
 
-# Of 384 x 384 elements, which are five chunks, the chunks are assigned to ranks, where each has a core; between
-# hosts torch copies them, and smaller ones the core.
+# Of 384 x 384 elements, which are five chunks, the chunks are assigned to ranks, where each has a core;
+# between hosts torch copies them, and smaller ones the core.
 each_size = pytest.mark.parametrize("size", [8, 384])
 each_way = pytest.mark.parametrize(
     "way, num_hosts", [*((way, 1) for way in WAYS), ("unsqueeze", 2), ("as_it_is", 2)]
