@@ -23,15 +23,12 @@ std::vector<PassMarks::Place> as_places(const MarkedPlaces& places) {
 PyPassMarks::PyPassMarks(Pointer arena, const MarkedPlaces& places,
                          nb::object on_complete)
     : marks_(static_cast<std::byte*>(as_pointer(arena)), as_places(places)),
-      on_complete_(std::move(on_complete)) {
-  for (const auto& [offset, bytes, buckets] : places) bytes_.push_back(bytes);
-}
+      on_complete_(std::move(on_complete)) {}
 
 void PyPassMarks::mark_ready(size_t parameter, Pointer gradient) {
   if (gradient != 0) {
     std::optional<nb::gil_scoped_release> unlocked;
-    if (parameter < bytes_.size() && bytes_[parameter] > kUnlockBytes)
-      unlocked.emplace();
+    if (marks_.bytes_of(parameter) > kUnlockBytes) unlocked.emplace();
     marks_.copy_in(parameter, as_pointer(gradient));
   }
   if (marks_.mark(parameter, as_pointer(gradient)) || asks_again_) call_back();
@@ -49,11 +46,6 @@ void PyPassMarks::call_back() { asks_again_ = nb::cast<bool>(on_complete_()); }
 std::vector<size_t> PyPassMarks::end_pass(bool keeps_means) {
   asks_again_ = false;
   return marks_.end_pass(keeps_means);
-}
-
-void PyPassMarks::close() {
-  is_open_ = false;
-  end_pass(true);
 }
 
 void bind_pass_marks(nb::module_& m) {

@@ -33,7 +33,9 @@ class PyPassMarks final : public GradientTaker {
   void mark_copied(size_t parameter, Pointer gradient, size_t bytes,
                    bool is_shared);
   std::vector<size_t> end_pass(bool keeps_means);
-  void close();
+  /// No gradient is taken any more. May come from another thread than the
+  /// pass, which goes on: if it ends well, its means are still copied back.
+  void close() { is_open_ = false; }
   PassMarks& marks() { return marks_; }
 
  private:
@@ -41,7 +43,6 @@ class PyPassMarks final : public GradientTaker {
 
   PassMarks marks_;
   nb::object on_complete_;
-  std::vector<size_t> bytes_;
   bool is_open_ = true;
   bool asks_again_ = false;
 };

@@ -34,6 +34,11 @@ void PassMarks::check(size_t index) const {
     throw std::out_of_range("no parameter " + std::to_string(index));
 }
 
+size_t PassMarks::bytes_of(size_t index) const {
+  check(index);
+  return parameters_[index].bytes;
+}
+
 void PassMarks::copy_in(size_t index, const void* gradient) const {
   check(index);
   if (arena_ == nullptr)

@@ -28,6 +28,7 @@ class PassMarks final : OpenPass {
   PassMarks(std::byte* arena, const std::vector<Place>& places);
   ~PassMarks();
 
+  size_t bytes_of(size_t index) const;
   /// Copies a gradient to its place. Waits for nobody and changes nothing here,
   /// so the caller may let others in meanwhile.
   void copy_in(size_t index, const void* gradient) const;

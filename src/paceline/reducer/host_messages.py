@@ -4,7 +4,7 @@ The one idea: a bucket has the same memory, partners and tags in every pass, so 
 out is worked out when it first comes. A pass only writes headers and begins transfers: Python is slow there,
 because it runs between megabytes that leave nothing of it in the caches.
 
-What the two kinds of buckets share is here; `sum_messages` and `value_messages` have the kinds.
+What all kinds of buckets share is here; `sum_messages` and `value_messages` have the kinds.
 
 Imports numpy, the core, `errors` and its neighbours.
 """
@@ -15,6 +15,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
+
+import numpy as np
 
 from paceline import _core
 from paceline.errors import CollectiveError
@@ -158,6 +160,11 @@ class Sent:
         self.memory, self.payload, self.envelope = memory, payload, envelope
         self.reports: Message | None = None
         self.ways: list[tuple[int, Begin]] = []
+
+    def put_reports(self, packed: bytes) -> None:
+        """Lay what the ranks of this host tell of their pass behind the message, which has room for it."""
+        assert self.reports is not None
+        self.reports[:] = np.frombuffer(packed, np.uint8)
 
 
 class Received:

@@ -54,7 +54,8 @@ ONE_ROUND_BYTES = 12 << 10
 round about as long."""
 VALUES_BYTES = 256 << 10
 """Shares of gradients below this travel as sums: further messages cost more than they save. Gradients of 16
-bits travel as they are in any number, because their sums have 32."""
+bits travel as they are in any number, because their sums have 32; below this in one round, where sums
+would."""
 BUCKET_BYTES = 4 << 20
 """Most of a bucket between hosts: while one is exchanged the next is computed, and the last has nothing
 behind which it could hide."""

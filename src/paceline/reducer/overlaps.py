@@ -1,8 +1,7 @@
-"""Gradients that share memory, for a reducer that gets copies of all of them. A pure function.
+"""Gradients that share memory, outside of a pass. A pure function.
 
-Two parameters behind views of one sum may get one memory for both gradients. What is copied back into it
-would be the mean of one of them. The core finds them by itself (cpp/reducer/overlaps.cc). Imports only the
-standard library.
+Two parameters behind views of one sum may get one memory for both gradients. In a pass the core finds them
+(cpp/reducer/overlaps.h); here are those that no pass has seen. Imports only the standard library.
 """
 
 from __future__ import annotations

@@ -114,6 +114,7 @@ class ReportingReducer(ABC):
             self._complete(status, allow_unused)
         except BaseException as error:
             self._fail(error)
+            self.marks.end_pass(keeps_means=True)
             raise
         ended = time.monotonic()
         self._waited_s += ended - started

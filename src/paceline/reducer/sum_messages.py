@@ -4,7 +4,7 @@ In one round everybody sends the whole share to everybody. In two, the parts go 
 and send the sums to everybody; see `hosts`. Each message has a header in front, and the last ones of the last
 bucket have reports behind.
 
-Imports numpy, the core and its neighbours.
+Imports the core and its neighbours.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, product
 from typing import TypeAlias
-
-import numpy as np
 
 from paceline.reducer.host_messages import Flight, Layout, Received, Sent, Terms, aligned
 from paceline.reducer.hosts import HEADER_BYTES, Envelope, Message, tag_of
@@ -96,10 +94,9 @@ class SumsFlight(Flight):
             else:
                 self._send(message, weight)
         if make_report is not None:
-            report = np.frombuffer(make_report(), np.uint8)
+            reports = make_report()
             for message in waiting:
-                assert message.reports is not None
-                message.reports[:] = report
+                message.put_reports(reports)
                 self._send(message, self._weights[message.block])
 
     def first_round(self) -> None:

@@ -127,8 +127,7 @@ class ValuesFlight(Flight):
         host, core, blocks = self._terms.host, self._terms.core, self._terms.blocks.blocks
         weight = self._weights[host] = core.total_weight(blocks[host].local_ranks)
         if make_report is not None:
-            assert self._header.reports is not None
-            self._header.reports[:] = np.frombuffer(make_report(), np.uint8)
+            self._header.put_reports(make_report())
         self._send(self._header, weight)
         self._send_all(self._going)
 
@@ -242,8 +241,7 @@ class FewValuesFlight(Flight):
         weight = self._weights[host] = core.total_weight(blocks[host].local_ranks)
         self._own[:] = self._arena
         if make_report is not None:
-            assert self._sent.reports is not None
-            self._sent.reports[:] = np.frombuffer(make_report(), np.uint8)
+            self._sent.put_reports(make_report())
         self._send(self._sent, weight)
 
     def first_round(self) -> None:

@@ -152,7 +152,7 @@ class GlooTransport:
         weakref.finalize(self, close_once_arrived, sockets).atexit = False
         lifetime.before_leaving(self.leave, is_last=True)
 
-    # Without a function or a class of Python around torch's: at 10 Gbit/s they took longer than the link.
+    # Without a function or a class of Python around torch's, for which every message would pay.
 
     def sending(self, host: int, message: Message, tag: int) -> Callable[[], dist.Work]:
         return functools.partial(self._group.send, [torch.from_numpy(message)], host, tag)
