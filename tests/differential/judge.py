@@ -9,6 +9,7 @@ anything else is a finding: a silent difference, a rank that raised or went on a
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -114,8 +115,12 @@ def raised_everywhere(records: Sequence[Record | Lost]) -> dict[str, bool]:
     return caught[0] if caught and all(each.keys() == caught[0].keys() for each in caught) else {}
 
 
-def agreed(first: Sequence[Record], second: Sequence[Record]) -> list[Record]:
-    """The first reference's records without the values that the second one contradicts."""
+def agreed(first: list[Record], *others: Sequence[Record]) -> list[Record]:
+    """The first reference's records without the values that another one contradicts."""
+    return functools.reduce(_without_contradicted, others, first)
+
+
+def _without_contradicted(first: Sequence[Record], second: Sequence[Record]) -> list[Record]:
     return [
         replace(
             record,

@@ -18,7 +18,7 @@ from paddle import nn
 from tests.differential.paddle_models import WIDTH, Batch, Net, Table, make_layer, parameter_of
 from tests.differential.programs import Op, Program
 from tests.differential.records import Value
-from tests.differential.walk import Meeting, Run, Walker, of_rank
+from tests.differential.walk import Meeting, Parting, Run, Walker, of_rank
 
 OPTIMIZERS = {
     "sgd": lambda p: paddle.optimizer.SGD(0.05, parameters=p),
@@ -230,7 +230,7 @@ class Machine(Walker):
         # Paddle runs no backward, and says nothing, where all that a loss depends on is frozen.
         passes = [loss for loss in losses if loss.is_syncing and not loss.value.stop_gradient]
         synced = [] if op.get("no_sync") else sorted({loss.model for loss in passes})
-        if self.parts:
+        if self.parting is not Parting.NEVER:
             for p in (p for net in self.nets for p in net.parameters() if p.grad is not None):
                 put(p, p.grad.clone())
         if synced:

@@ -14,15 +14,15 @@ from tests.differential.lockstep import Lockstep, Parted, ReferenceRun, Simulate
 from tests.differential.paddle_machine import Machine, buffers_of, held, put
 from tests.differential.pool import Run
 from tests.differential.programs import Program
-from tests.differential.walk import Meeting
+from tests.differential.walk import Meeting, Parting
 
 
 class Ranks(Lockstep):
     """All ranks of a program."""
 
-    def __init__(self, program: Program, refused: dict[str, bool], parts: bool) -> None:
+    def __init__(self, program: Program, refused: dict[str, bool], parting: Parting) -> None:
         ranks = range(program.get("ranks", 2))
-        super().__init__([Machine(program, rank, Simulated(), {}, refused, parts) for rank in ranks])
+        super().__init__([Machine(program, rank, Simulated(), {}, refused, parting) for rank in ranks])
 
     def average(self, model: int, active: list[int], waiting: Sequence[Meeting]) -> None:
         rows = [machine.trainable[model] for machine in self.machines]
@@ -76,6 +76,6 @@ def make_reference(rank: int, world_size: int, job: str, folder: Path) -> Run:
     warnings.simplefilter("ignore")
 
     def run(program: Program, options: dict[str, Any]) -> Any:
-        return ReferenceRun(Ranks(program, options["refused"], options["parts"]).run())
+        return ReferenceRun(Ranks(program, options["refused"], options["parting"]).run())
 
     return run

@@ -25,6 +25,7 @@ from tests.differential.pool import DEADLINE_S, World
 from tests.differential.programs import Program, show
 from tests.differential.records import Lost, Record
 from tests.differential.shrink import shrink
+from tests.differential.walk import Parting
 
 UNEXPECTED = "refused, though the framework's own wrapper trains"
 
@@ -113,8 +114,8 @@ class Session:
         records = drop(records)
         refused = raised_everywhere(records)
         readings: list[list[Record]] = []
-        for parts in (False, True):  # the second is for what the framework itself gets wrong
-            expected = self._expect(program, refused, parts)
+        for parting in Parting:  # the further ones are for what the framework itself gets wrong
+            expected = self._expect(program, refused, parting)
             if isinstance(expected, Lost):
                 return Verdict("the reference failed", text=str(expected)), records
             expected = drop(expected)
@@ -167,14 +168,14 @@ class Session:
             is_engine_crash=lambda lost: self._frontend.is_engine_crash(program, lost),
         )
 
-    def _expect(self, program: Program, refused: dict[str, bool], parts: bool) -> list[Record] | Lost:
+    def _expect(self, program: Program, refused: dict[str, bool], parting: Parting) -> list[Record] | Lost:
         """The reference's records. It knows nothing of modes: one run serves all that were refused alike."""
         if self._expected[0] is not program:
             self._expected = (program, {})
         answers = self._expected[1]
-        key = frozenset(refused.items()), parts
+        key = frozenset(refused.items()), parting
         if key not in answers:
-            (answer,) = self._reference.run(program, {"refused": refused, "parts": parts})
+            (answer,) = self._reference.run(program, {"refused": refused, "parting": parting})
             answers[key] = answer if isinstance(answer, Lost) else answer.records
         return answers[key]
 

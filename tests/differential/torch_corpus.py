@@ -432,6 +432,33 @@ CORPUS: dict[str, Program] = {
             _op("backward", of=["m0", "m1"]),
         ],
     },
+    "a sparse mean in which no rank counts becomes dense, and the optimizer refuses it": _program(
+        ["tiny", "gloo", "gloo memory"],
+        [{"kind": "embedding", "sparse": True}],
+        _op("optimizer", kind="momentum"),
+        _op("wrap"),
+        _op("forward"),
+        _op("backward"),
+        _op("step"),
+        _op(
+            "iterate",
+            counts=[3, 0],
+            body=[_op("forward"), _op("weight", values=[0.0, 3.0]), _op("backward")],
+        ),
+    ),
+    # torch adds to that memory twice in one backward, and Paceline parts it before the next one
+    "gradients that share memory come in two parts, and no_sync() leaves them": _program(
+        ["tiny", "view", "hosts tiny"],
+        [
+            {"kind": "add", "view": "stack"},
+            {"kind": "checkpoint", "reentrant": True, "layers": [{"kind": "again"}]},
+        ],
+        _op("wrap"),
+        _op("forward"),
+        _op("backward", no_sync=True),
+        _op("forward"),
+        _op("backward", no_sync=True),
+    ),
     # Gloo's, which ends a process that gets more bytes than it expects; all other ranks raise.
     "ranks are in backwards of two models of different sizes": {
         "ranks": 2,

@@ -17,7 +17,7 @@ from torch import nn
 from tests.differential.programs import Op, Program, numbered
 from tests.differential.records import Event, Value
 from tests.differential.torch_models import WIDTH, Batch, Net, Table, make_layer, parameter_of
-from tests.differential.walk import Meeting, Run, Walker, of_rank
+from tests.differential.walk import Meeting, Parting, Run, Walker, of_rank
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, float]]] = {
@@ -66,9 +66,9 @@ class Loss:
 class Machine(Walker):
     """One rank's run; see `Walker`.
 
-    With `parts`, each gradient gets memory of its own before any hook of the program sees it. Autograd may
-    give two parameters one memory as their gradients: a hook that writes to one changes both, and the next
-    backward adds to that memory twice.
+    With `Parting.AT_ONCE`, each gradient gets memory of its own before any hook of the program sees it.
+    Autograd may give two parameters one memory as their gradients: a hook that writes to one changes both,
+    and the next backward, or the next part of a gradient, adds to that memory twice.
     """
 
     subject: Subject
@@ -98,7 +98,7 @@ class Machine(Walker):
         self.specs.append(spec)
 
     def _part_gradients(self, module: nn.Module) -> None:
-        for p in module.parameters() if self.parts else ():
+        for p in module.parameters() if self.parting is Parting.AT_ONCE else ():
             if p.requires_grad:
                 p.register_post_accumulate_grad_hook(_give_own_memory)  # type: ignore[no-untyped-call]
 
@@ -302,7 +302,7 @@ class Machine(Walker):
                     self.losses.pop(name, None)
             with self._weighed(models), self._watching(losses, models):
                 total.backward(retain_graph=bool(op.get("retain")))
-        if self.parts:  # those that were frozen when the model was built, too
+        if self.parting is not Parting.NEVER:  # those that were frozen when the model was built, too
             for p in (p for net in self.nets for p in net.parameters()):
                 _give_own_memory(p)
         synced = [] if op.get("no_sync") else [m for loss in losses if loss.is_syncing for m in loss.models]

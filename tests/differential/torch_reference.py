@@ -19,7 +19,7 @@ from tests.differential.lockstep import Lockstep, Parted, ReferenceRun
 from tests.differential.pool import Run
 from tests.differential.programs import Program
 from tests.differential.torch_machine import Machine
-from tests.differential.walk import Meeting
+from tests.differential.walk import Meeting, Parting
 
 
 class Simulated(lockstep.Simulated):
@@ -35,9 +35,9 @@ class Simulated(lockstep.Simulated):
 class Ranks(Lockstep):
     """All ranks of a program."""
 
-    def __init__(self, program: Program, refused: dict[str, bool], parts: bool) -> None:
+    def __init__(self, program: Program, refused: dict[str, bool], parting: Parting) -> None:
         ranks = range(program.get("ranks", 2))
-        super().__init__([Machine(program, rank, Simulated(), {}, refused, parts) for rank in ranks])
+        super().__init__([Machine(program, rank, Simulated(), {}, refused, parting) for rank in ranks])
 
     def average(self, model: int, active: list[int], waiting: Sequence[Meeting]) -> None:
         rows = [machine.trainable[model] for machine in self.machines]
@@ -112,6 +112,6 @@ def make_reference(rank: int, world_size: int, job: str, folder: Path) -> Run:
     warnings.simplefilter("ignore")
 
     def run(program: Program, options: dict[str, Any]) -> Any:
-        return ReferenceRun(Ranks(program, options["refused"], options["parts"]).run())
+        return ReferenceRun(Ranks(program, options["refused"], options["parting"]).run())
 
     return run

@@ -57,7 +57,7 @@ def features_of(program: Program, mode: str) -> set[str]:
                 found.add("two forwards")
         if "nest" in op:
             found.add("nest")
-    if mode.startswith("static"):
+    if "static" in mode.split():
         found.add("mode static")
     if mode.startswith("scatter"):
         found.add("mode scatter")

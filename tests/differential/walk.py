@@ -8,6 +8,7 @@ generator for each rank and averages between them. A subclass has a method `_op_
 from __future__ import annotations
 
 import contextlib
+import enum
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,6 +62,18 @@ def of_rank(value: Any, rank: int) -> Any:
     return value[rank % len(value)] if isinstance(value, list) else value
 
 
+class Parting(enum.Enum):
+    """When the reference gives gradients that share memory a copy each, which frameworks do not.
+
+    The framework alone adds to that memory once for each of them, which is its own mistake. Ours may be there
+    with it, or better than that: a run is right if it is equal to one of these.
+    """
+
+    NEVER = enum.auto()
+    AFTER_BACKWARD = enum.auto()
+    AT_ONCE = enum.auto()  # in the middle of backward, too: a gradient may come in two parts
+
+
 class Walker:
     """One rank's run.
 
@@ -71,7 +84,7 @@ class Walker:
         options: Of the wrapper, besides the program's own.
         refused: For the reference: labels at which all ranks of the subject raised, and whether a backward
             had run layers again by then.
-        parts: For the reference: gradients that share memory are parted after each backward.
+        parting: For the reference: when gradients that share memory are parted.
     """
 
     def __init__(
@@ -81,14 +94,14 @@ class Walker:
         subject: Any,
         options: dict[str, Any],
         refused: dict[str, bool] | None = None,
-        parts: bool = False,
+        parting: Parting = Parting.NEVER,
     ) -> None:
         self.program = program
         self.rank = rank
         self.subject = subject
         self.options = {**options, **program.get("options", {})}
         self.refused = refused or {}
-        self.parts = parts
+        self.parting = parting
         self.record = Record()
         self.traps = Traps()
         self.nets: list[Any] = []

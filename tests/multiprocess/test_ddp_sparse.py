@@ -118,3 +118,19 @@ def test_a_mean_without_rows_is_added_to(rank: int, path: str) -> None:
         ddp(torch.tensor(ids, dtype=torch.int64)).sum().backward()
     expected = torch.tensor([0.0, 2.0, 1.0, 0.0])[:, None].expand(4, 2)
     assert_close(net.weight.grad.to_dense(), expected)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@ranks(2, group="gloo")
+def test_a_mean_in_which_no_rank_counts_stays_sparse(rank: int, path: str) -> None:
+    """SparseAdam takes no dense gradient, and SGD with momentum none where a sparse one was."""
+    net = nn.Embedding(4, 2, sparse=True)
+    before = net.weight.detach().clone()
+    ddp = DistributedDataParallel(net, reduce_through=path)
+    with ddp.weight(0):
+        ddp(torch.tensor([rank])).sum().backward()
+    assert net.weight.grad.is_sparse and net.weight.grad._values().shape == (0, 2)
+    torch.optim.SparseAdam(net.parameters()).step()
+    assert torch.equal(net.weight, before)
+    ddp(torch.tensor([rank])).sum().backward()  # added to it, with the usual weight
+    assert_close(net.weight.grad.to_dense()[:, 0], torch.tensor([0.5, 0.5, 0.0, 0.0]))

@@ -110,19 +110,27 @@ def _unpack(payload: bytes, parameter: torch.Tensor) -> _Rows:
 
 
 def _mean(rows: Sequence[_Rows], parameter: torch.Tensor) -> torch.Tensor:
+    is_dense = any(part.is_dense for part in rows)
+    mean = _sparse_mean([part for part in rows if part.weight], parameter)  # 0 * NaN would be NaN
+    return (mean.to_dense() if is_dense else mean).to(parameter.device)
+
+
+def _sparse_mean(counting: Sequence[_Rows], parameter: torch.Tensor) -> torch.Tensor:
+    """The weighted mean; without rows where no rank counts."""
     wide = torch.promote_types(parameter.dtype, torch.float32)
-    counting = [part for part in rows if part.weight]  # 0 * NaN would be NaN
-    total = sum(part.weight for part in counting)
-    shape, dtype = parameter.shape, parameter.dtype
-    if not counting:
-        return torch.zeros_like(parameter)
-    indices = torch.cat([part.indices for part in counting])
+    none = torch.empty(0, *parameter.shape[1:], dtype=wide)
+    indices = torch.cat([torch.empty(0, dtype=torch.int64), *(part.indices for part in counting)])
     # By numpy: torch's own threads, which share the work on large tensors, round as each of them is told.
     values = torch.from_numpy(
-        np.concatenate([part.values.to(wide).numpy() * part.weight for part in counting])
+        np.concatenate([none.numpy(), *(part.values.to(wide).numpy() * part.weight for part in counting)])
     )
-    added = torch.sparse_coo_tensor(indices[None], values, shape, check_invariants=False).coalesce()
-    # A copy, in memory of torch's: a backward that adds to this mean makes it longer where it is empty.
-    means = torch.from_numpy(added.values().numpy() / total).to(dtype, copy=True)
-    mean = torch.sparse_coo_tensor(added.indices(), means, shape, check_invariants=False, is_coalesced=True)
-    return (mean.to_dense() if any(part.is_dense for part in rows) else mean).to(parameter.device)
+    added = torch.sparse_coo_tensor(indices[None], values, parameter.shape, check_invariants=False).coalesce()
+    means = added.values().numpy() / (sum(part.weight for part in counting) or 1)
+    return torch.sparse_coo_tensor(
+        added.indices(),
+        # A copy, in memory of torch's: a backward that adds to this mean makes it longer where it is empty.
+        torch.from_numpy(means).to(parameter.dtype, copy=True),
+        parameter.shape,
+        check_invariants=False,
+        is_coalesced=True,
+    )
