@@ -16,8 +16,8 @@ inline constexpr int kNumDTypes = 10;
 inline constexpr int kNumOps = 5;
 inline constexpr int kNumFloats = 4;  ///< the first of the types
 
-/// The arguments of reduce(), sum_weighted() and mean_of_sums(), checked and
-/// never null where a loop reads them.
+/// The arguments of reduce(), sum_weighted(), mean_of_sums() and
+/// weighted_mean(), checked and never null where a loop reads them.
 struct Request {
   const void* const* inputs;
   int num_inputs;
@@ -27,15 +27,18 @@ struct Request {
   const double* weights;  ///< null: all 1
   double total_weight;    ///< of a mean; num_inputs when `weights` is null
   ReduceStats* stats;     ///< null, or already zero
+  bool stops_at_nonfinite = false;  ///< only with `stats`
 };
 
-using ReduceFunction = void (*)(const Request& request);
+/// Returns how many elements are written.
+using ReduceFunction = size_t (*)(const Request& request);
 
 /// One instruction set's loops; null where the type has no such op.
 struct KernelTable {
   ReduceFunction reduce[kNumDTypes][kNumOps];
   ReduceFunction sum_weighted[kNumFloats];
   ReduceFunction mean_of_sums[kNumFloats];
+  ReduceFunction weighted_mean[kNumFloats];
 };
 
 namespace portable {

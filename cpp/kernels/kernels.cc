@@ -26,9 +26,9 @@ constexpr PerIsa<const KernelTable> kTables = {PACELINE_VERSIONS_OF(kKernels)};
       request);
 }
 
-[[gnu::noinline]] void run_with_default_floats(ReduceFunction loops,
-                                               const Request& request) {
-  loops(request);
+[[gnu::noinline]] size_t run_with_default_floats(ReduceFunction loops,
+                                                 const Request& request) {
+  return loops(request);
 }
 
 }  // namespace
@@ -165,6 +165,21 @@ void mean_of_sums(DType dtype, const void* const* sums, int num_sums,
       kTables.current().mean_of_sums[static_cast<int>(dtype)],
       {sums, num_sums, outputs, num_outputs, count, nullptr, total_weight,
        stats});
+}
+
+size_t weighted_mean(DType dtype, const void* const* inputs, int num_inputs,
+                     void* const* outputs, int num_outputs, size_t count,
+                     const double* weights, double total_weight,
+                     bool stops_at_nonfinite, ReduceStats* stats) {
+  assert(is_supported(dtype, ReduceOp::kMean));
+  assert(num_inputs >= 1 && num_inputs <= kMaxRanks);
+  assert(stats != nullptr || !stops_at_nonfinite);
+  if (stats != nullptr) *stats = ReduceStats{};
+  const DefaultFloats default_floats;
+  return run_with_default_floats(
+      kTables.current().weighted_mean[static_cast<int>(dtype)],
+      {inputs, num_inputs, outputs, num_outputs, count, weights, total_weight,
+       stats, stops_at_nonfinite});
 }
 
 }  // namespace paceline

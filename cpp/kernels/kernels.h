@@ -95,6 +95,17 @@ void mean_of_sums(DType dtype, const void* const* sums, int num_sums,
                   void* const* outputs, int num_outputs, size_t count,
                   double total_weight, ReduceStats* stats);
 
+/// The same in one step, for hosts of one rank: writes the sum of w_r * x_r,
+/// divided by `total_weight`, to each of `num_outputs` arrays, one of which may
+/// be an input. `weights`: as in sum_weighted(); `total_weight`, and `stats`:
+/// as in mean_of_sums(). `stops_at_nonfinite`: write nothing from the first
+/// stretch on whose mean holds an infinity or a NaN; with `stats`. Returns how
+/// many elements are written.
+size_t weighted_mean(DType dtype, const void* const* inputs, int num_inputs,
+                     void* const* outputs, int num_outputs, size_t count,
+                     const double* weights, double total_weight,
+                     bool stops_at_nonfinite, ReduceStats* stats);
+
 /// Adds weights in the same order in which reduce() adds elements, so that the
 /// total over hosts has the bits of the total over all their ranks.
 double sum_of_weights(const double* weights, int num_weights);

@@ -109,10 +109,11 @@ class NormObserver {
  public:
   explicit NormObserver(ReduceStats* stats) : stats_(stats) {}
 
-  // Call before the stretch's inputs are overwritten.
-  void see(const Stretch<In>& stretch, const typename Out::Stored* result) {
+  // Call before the stretch's inputs are overwritten. Returns whether they may
+  // be.
+  bool see(const Stretch<In>& stretch, const typename Out::Stored* result) {
     using Compute = typename Out::Compute;
-    if (stats_ == nullptr) return;
+    if (stats_ == nullptr) return true;
     if constexpr (Converted<Out>) {
       Compute widened[kStretch<Compute>];
       Out::widen(result, stretch.count, widened);
@@ -126,6 +127,7 @@ class NormObserver {
     if (!kShows || !(squared_norm_ <= __DBL_MAX__)) {
       note_nonfinite(stretch, stats_);
     }
+    return true;
   }
 
   void finish() {
@@ -146,12 +148,14 @@ class FiniteObserver {
  public:
   explicit FiniteObserver(ReduceStats* stats) : stats_(stats) {}
 
-  // Call before the stretch's inputs are overwritten.
-  void see(const Stretch<In>& stretch, const typename Out::Stored* result) {
-    if (stats_ == nullptr || !has_nonfinite<Out>(result, stretch.count)) return;
+  // As in NormObserver.
+  bool see(const Stretch<In>& stretch, const typename Out::Stored* result) {
+    if (stats_ == nullptr || !has_nonfinite<Out>(result, stretch.count))
+      return true;
     stats_->has_nonfinite = true;
     // An infinity or a NaN of an input stays one in a sum.
     note_nonfinite(stretch, stats_);
+    return !stretch.request.stops_at_nonfinite;
   }
 
   void finish() {}
@@ -163,7 +167,7 @@ class FiniteObserver {
 template <class Op, class In, class Out,
           template <class, class, class> class Observer = NormObserver,
           class Finish>
-void reduce_stretches(const Request& request, Finish finish) {
+size_t reduce_stretches(const Request& request, Finish finish) {
   using Stored = typename Out::Stored;
   using Compute = typename Out::Compute;
   static_assert(__is_same(Compute, typename In::Compute));
@@ -182,22 +186,25 @@ void reduce_stretches(const Request& request, Finish finish) {
     } else {
       stored = result;
     }
-    if constexpr (Floating<Out>) observer.see(stretch, stored);
+    if constexpr (Floating<Out>) {
+      if (!observer.see(stretch, stored)) return offset;
+    }
     for (int i = 0; i < request.num_outputs; ++i) {
       copy(stored, stretch.count,
            static_cast<Stored*>(request.outputs[i]) + offset);
     }
   }
   if constexpr (Floating<Out>) observer.finish();
+  return request.count;
 }
 
 template <class Op, class Format>
-void reduce_array(const Request& request) {
+size_t reduce_array(const Request& request) {
   if constexpr (Floating<Format>) {
-    reduce_stretches<Op, Format, Format>(request,
-                                         Canonical<typename Format::Compute>());
+    return reduce_stretches<Op, Format, Format>(
+        request, Canonical<typename Format::Compute>());
   } else {
-    reduce_stretches<Op, Format, Format>(request, Keep());
+    return reduce_stretches<Op, Format, Format>(request, Keep());
   }
 }
 
@@ -211,26 +218,26 @@ bool is_power_of_two(double x) {
 
 // The sum over the inputs, divided by the total weight; 1 in place of a 0.
 template <class In, class Out, template <class, class, class> class Observer>
-void divide_sum(const Request& request, bool has_input) {
+size_t divide_sum(const Request& request, bool has_input) {
   using Compute = typename Out::Compute;
   const auto total = static_cast<Compute>(request.total_weight);
   if (!has_input || is_power_of_two(request.total_weight)) {
-    reduce_stretches<Sum, In, Out, Observer>(
+    return reduce_stretches<Sum, In, Out, Observer>(
         request, Multiply<Compute>{has_input ? 1 / total : 1});
-  } else {
-    reduce_stretches<Sum, In, Out, Observer>(request, Divide<Compute>{total});
   }
+  return reduce_stretches<Sum, In, Out, Observer>(request,
+                                                  Divide<Compute>{total});
 }
 
 template <class Format>
-void reduce_mean(const Request& request) {
+size_t reduce_mean(const Request& request) {
   using Compute = typename Format::Compute;
   bool has_input = request.weights == nullptr;
   for (int rank = 0; rank < request.num_inputs && !has_input; ++rank) {
     has_input = static_cast<Compute>(request.weights[rank]) != 0;
   }
   // When every weight is 0 the sum is 0, and so shall be the mean.
-  divide_sum<Format, Format, NormObserver>(request, has_input);
+  return divide_sum<Format, Format, NormObserver>(request, has_input);
 }
 
 /// The format of sums of a type: see sum_type().
@@ -246,15 +253,23 @@ template <class Format>
 using SumOf = typename SumFormat<typename Format::Compute>::Type;
 
 template <class Format>
-void sum_weighted(const Request& request) {
-  reduce_stretches<Sum, Format, SumOf<Format>, FiniteObserver>(
+size_t sum_weighted(const Request& request) {
+  return reduce_stretches<Sum, Format, SumOf<Format>, FiniteObserver>(
       request, Canonical<typename Format::Compute>());
 }
 
 template <class Format>
-void mean_of_sums(const Request& request) {
+size_t mean_of_sums(const Request& request) {
   using Compute = typename Format::Compute;
-  divide_sum<SumOf<Format>, Format, FiniteObserver>(
+  return divide_sum<SumOf<Format>, Format, FiniteObserver>(
+      request, static_cast<Compute>(request.total_weight) != 0);
+}
+
+// The bits of sum_weighted() and mean_of_sums() of that sum.
+template <class Format>
+size_t weighted_mean(const Request& request) {
+  using Compute = typename Format::Compute;
+  return divide_sum<Format, Format, FiniteObserver>(
       request, static_cast<Compute>(request.total_weight) != 0);
 }
 
@@ -297,6 +312,8 @@ constinit const KernelTable kKernels = {
      sum_weighted<BFloat16>},
     {mean_of_sums<Float32>, mean_of_sums<Float64>, mean_of_sums<Float16>,
      mean_of_sums<BFloat16>},
+    {weighted_mean<Float32>, weighted_mean<Float64>, weighted_mean<Float16>,
+     weighted_mean<BFloat16>},
 };
 
 }  // namespace paceline::PACELINE_ISA

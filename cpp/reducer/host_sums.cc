@@ -12,9 +12,6 @@ namespace paceline {
 namespace {
 
 constexpr int kWordBits = 64;
-// Of sums that are not written anywhere yet: small enough for the nearest
-// cache, beside what they are made of.
-constexpr size_t kStretchBytes = size_t{16} << 10;
 
 /// The kernels take so many at once.
 void check_arrays(const std::vector<const void*>& arrays) {
@@ -243,29 +240,15 @@ HostSums::Averaged HostSums::average(size_t index, size_t first, size_t count,
   const DType dtype = buckets_[index].dtype;
   const bool all_one =
       std::ranges::all_of(weights, [](double w) { return w == 1; });
-  alignas(kLinePairBytes) std::byte sums[kStretchBytes];
-  const void* const sum = sums;
-  const size_t most = kStretchBytes / dtype_bytes(sum_type(dtype));
-  Averaged averaged{.count = 0, .is_finite = true};
-  while (averaged.count < count) {
-    const size_t length = std::min(most, count - averaged.count);
-    const size_t offset = averaged.count * dtype_bytes(dtype);
-    const void* inputs[kMaxRanks];
-    for (size_t i = 0; i < values.size(); ++i)
-      inputs[i] = static_cast<const std::byte*>(values[i]) + offset;
-    void* copies[kMaxRanks];
-    for (int r = 0; r < session_.world(); ++r)
-      copies[r] = at(r, index, first + averaged.count);
-    ReduceStats seen;
-    sum_weighted(dtype, inputs, static_cast<int>(values.size()), sums, length,
-                 all_one ? nullptr : weights.data(), &seen);
-    if (seen.has_nonfinite && stops_at_nonfinite) break;
-    mean_of_sums(dtype, &sum, 1, copies, session_.world(), length, total_weight,
-                 &seen);
-    averaged.is_finite &= !seen.has_nonfinite;
-    averaged.count += length;
-  }
-  return averaged;
+  void* copies[kMaxRanks];
+  for (int r = 0; r < session_.world(); ++r) copies[r] = at(r, index, first);
+  ReduceStats seen;
+  const size_t done = weighted_mean(
+      dtype, values.data(), static_cast<int>(values.size()), copies,
+      session_.world(), count, all_one ? nullptr : weights.data(), total_weight,
+      stops_at_nonfinite, &seen);
+  // Where it has stopped, what it has seen last is not written.
+  return {.count = done, .is_finite = !seen.has_nonfinite || done < count};
 }
 
 bool HostSums::is_nonfinite(size_t index, size_t first, size_t count) const {

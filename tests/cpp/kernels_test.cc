@@ -4,6 +4,7 @@
 
 #include "kernels/kernels.h"
 
+#include <random>
 #include <utility>
 #include <vector>
 
@@ -120,6 +121,44 @@ TEST(the_callers_floating_point_environment_changes_no_bit_and_stays) {
     }
   }
   set_isa(best_isa());
+}
+
+TEST(a_weighted_mean_in_one_step_has_the_bits_of_two) {
+  constexpr size_t kCount = 1003;
+  constexpr int kRanks = 5;
+  for (const DType dtype :
+       {DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16}) {
+    const size_t nbytes = kCount * dtype_bytes(dtype);
+    std::mt19937 random(3);  // infinities, NaNs and subnormals, too
+    std::vector<std::vector<unsigned char>> arrays(kRanks);
+    std::vector<const void*> inputs;
+    for (auto& array : arrays) {
+      for (size_t i = 0; i < nbytes; ++i)
+        array.push_back(static_cast<unsigned char>(random()));
+      inputs.push_back(array.data());
+    }
+    const double some[kRanks] = {0.1, 0, 3, 0x1p-60, 17};
+    const double none[kRanks] = {};
+    const std::pair<const double*, double> weighed[] = {
+        {nullptr, kRanks}, {some, 20.1}, {none, 0}};
+    for (const auto& [weights, total] : weighed) {
+      std::vector<unsigned char> sums(kCount * dtype_bytes(sum_type(dtype)));
+      std::vector<unsigned char> expected(nbytes);
+      std::vector<unsigned char> got(nbytes);
+      ReduceStats seen[2];
+      sum_weighted(dtype, inputs.data(), kRanks, sums.data(), kCount, weights,
+                   nullptr);
+      const void* sum = sums.data();
+      void* outputs[] = {expected.data()};
+      mean_of_sums(dtype, &sum, 1, outputs, 1, kCount, total, &seen[0]);
+      outputs[0] = got.data();
+      CHECK_EQ(weighted_mean(dtype, inputs.data(), kRanks, outputs, 1, kCount,
+                             weights, total, false, &seen[1]),
+               kCount);
+      CHECK(got == expected);
+      CHECK_EQ(seen[1].has_nonfinite, seen[0].has_nonfinite);
+    }
+  }
 }
 
 /// A hash of all results of one type: every op, over 1 to 9 ranks, weighted and

@@ -420,6 +420,49 @@ def test_gradients_that_travel_as_they_are_take_no_memory_twice(monkeypatch: pyt
         assert is_in_arena == (first <= address and address + nbytes <= first + arena_bytes)
 
 
+def test_a_pass_of_gradients_that_travel_as_they_are_has_three_headers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("paceline.reducer.hosts.VALUES_BYTES", 1)
+    world = World([[0], [1], [2]], 1 << 14)
+    assert len(world.plan.buckets) > 3
+
+    def one_pass(rank: int, reducer: HierarchicalReducer) -> None:
+        for param in range(len(COUNTS)):
+            reducer.mark_ready(param)
+        assert reducer.finish(PassStatus(1), False) == Outcome.GOOD
+
+    world.run(one_pass)
+    for rank in range(world.size):
+        headers = [tag for _, tag in world.links.sent[rank] if tag % (1 << 12) == 0]
+        assert len(headers) == 3 * (world.size - 1)
+
+
+@pytest.mark.parametrize("element", [0, 2000, 20_000, -1])  # of several buckets and owners
+def test_an_overflow_in_any_bucket_is_told_at_the_end_of_the_pass(
+    element: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever gets a mean from its owner has not seen the sum."""
+    monkeypatch.setattr("paceline.reducer.hosts.VALUES_BYTES", 1)
+    world = World([[0], [1]], 1 << 14)
+    assert len(world.plan.buckets) > 3
+
+    def train(rank: int, reducer: HierarchicalReducer) -> Any:
+        told = []
+        for value in (3e38, 1.0):  # finite on each rank
+            for param in (2, 1, 0):
+                place = place_of(reducer, world.plan, param)
+                place[:] = 1.0
+                if param == 1:
+                    place[element] = value
+                reducer.mark_ready(param)
+            reducer.finish(PassStatus(1), False)
+            told.append((reducer.nonfinite(), reducer.overflowed()))
+        return told
+
+    assert world.run(train) == [[([], [1]), ([], [])]] * 2
+
+
 @given(
     st.lists(st.integers(1, 3), min_size=2, max_size=3) | st.sampled_from([[1, 1], [1, 1, 1]]),
     st.randoms(use_true_random=False),

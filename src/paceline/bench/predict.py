@@ -117,7 +117,7 @@ def predict(
         route = plan_route(
             size // _ITEM_BYTES, _ITEM_BYTES, 0, ranks_per_host, hosts, value_bytes=value_bytes
         )
-        pieces = len(route.part_of(0)) + route.is_of_values  # values have their header in another message
+        pieces = len(route.part_of(0))
         way = 1 if route.is_one_round else 2
         # A part goes to its owner and its sum back to all, so each round sends to all others, and hears them.
         each = way * (hosts - 1) * pieces
@@ -127,7 +127,7 @@ def predict(
         )
         crossing = payload * (hosts - 1) if way == 1 else payload * 2 * (hosts - 1) / hosts
         messages += 2 * each * count
-        headers = way * (hosts - 1) if route.is_of_values else each
+        headers = 0 if route.is_of_values else each  # a pass has three then, which is nothing
         sent += (crossing + headers * HEADER_BYTES) * count
         rounds = max(rounds, way)
     sent *= ranks_per_host

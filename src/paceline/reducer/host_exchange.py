@@ -40,7 +40,7 @@ from paceline import _core
 from paceline.errors import CollectiveError
 from paceline.reducer.host_messages import Flight, Terms
 from paceline.reducer.sum_messages import SumsFlight
-from paceline.reducer.value_messages import FewValuesFlight, ValuesFlight
+from paceline.reducer.value_messages import FewValuesFlight, ValuesFlight, ValuesPass
 from paceline.rendezvous import lifetime
 from paceline.rendezvous.control import ControlChannel
 from paceline.rendezvous.told_failures import pack_failure, unpack_failure
@@ -84,6 +84,7 @@ class HostExchange:
         self._laid_out: dict[tuple[int, int], Flight] = {}  # by bucket and room
         # Of all steps but the last, whose result has its own place.
         self._joined = [np.empty(self._piece_bytes(), np.uint8) for _ in terms.blocks.steps[:-1]]
+        self._values = ValuesPass(terms)
         self._is_free = threading.Condition()
         self._number = 1  # of the pass under way, or of the next one
         self._ready: deque[Flight] = deque()  # of that pass, in the plan's order, not launched
@@ -200,6 +201,8 @@ class HostExchange:
         kind, memory = self._kind_of(bucket), self._rooms[room]
         if issubclass(kind, SumsFlight):
             return kind(self._terms, bucket, memory, self._joined)
+        if issubclass(kind, ValuesFlight):
+            return kind(self._terms, bucket, memory, self._values)
         return kind(self._terms, bucket, memory)
 
     def _kind_of(self, bucket: int) -> type[SumsFlight | ValuesFlight | FewValuesFlight]:

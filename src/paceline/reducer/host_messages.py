@@ -130,7 +130,7 @@ class Coming(Protocol):
     Attributes:
         host: The number of the host that sends it.
         begin: Begins to receive it.
-        transfer: The one that is under way in this pass.
+        transfer: The one that is under way in this pass; None: it has come.
     """
 
     host: int
@@ -173,7 +173,7 @@ class Received:
     Attributes:
         host: The number of the host that sends it.
         begin: Begins to receive it.
-        transfer: The one that is under way in this pass.
+        transfer: The one that is under way in this pass; None: it has come.
         block, elements, memory, payload, envelope, reports: As in `Sent`.
     """
 
@@ -293,6 +293,7 @@ class Flight(ABC):
             message.transfer.wait(self._timeout)
         except RuntimeError as error:
             raise self._lost(error, message.host) from error
+        message.transfer = None
 
     def _lost(self, error: RuntimeError, host: int) -> CollectiveError:
         return self._terms.waits.lost(error, host, self.bucket, self.silent())

@@ -21,7 +21,7 @@ Both add up in the same order, so both give the same bits.
 
 What travels is sums, each behind a header in a message of its own (`sum_messages`). Between hosts of one rank
 each it is that rank's gradients as they are, from the memory in which they lie, where there are many of them
-(`value_messages`): always in two rounds, and one header for each bucket.
+(`value_messages`): in two rounds, with few headers.
 
 Whoever gets a header that is not what it waits for raises; a wrong pairing is never a wrong mean. Messages
 pair by tags, so buckets need no order.
@@ -47,8 +47,12 @@ Message = np.ndarray[Any, np.dtype[np.uint8]]
 HEADER_BYTES = 64
 """A cache line, so that the payload behind it is aligned."""
 MESSAGE_BYTES = 512 << 10
-"""Most of one message. One connection of Gloo moves one large message after the other, not both ways at once;
-pieces let it use both directions of a link."""
+"""Most of one message, but for the next case. One connection of Gloo moves one large message after the
+other, not both ways at once; pieces let it use both directions of a link."""
+PAIR_MESSAGE_BYTES = 2 << 20
+"""Most of one message of gradients that travel as they are between two hosts. Nothing has to be made before
+they are sent, and each message takes a rank tens of microseconds, with what Gloo says to the partner's. With
+more hosts connections share links unevenly, and a large piece that comes late keeps the other links idle."""
 ONE_ROUND_BYTES = 12 << 10
 """So much more may a host send in one round than in two. At 100 Mbit/s these bytes take 1 ms, and a second
 round about as long."""
@@ -374,7 +378,7 @@ def plan_route(
     local_rank: int,
     num_ranks: int,
     num_hosts: int,
-    piece_bytes: int = MESSAGE_BYTES,
+    piece_bytes: int | None = None,
     num_blocks: Sequence[int] | None = None,
     value_bytes: int | None = None,
 ) -> Route:
@@ -386,7 +390,7 @@ def plan_route(
         local_rank: Number of the rank in its host.
         num_ranks: How many have a share, on each host.
         num_hosts: At least 2.
-        piece_bytes: Most of one message.
+        piece_bytes: Most of one message; None: what suits it.
         num_blocks: How many blocks each host has; None: one.
         value_bytes: Bytes of an element of a gradient, where gradients may travel as they are; None: they
             may not.
@@ -397,6 +401,7 @@ def plan_route(
     """
     share = _cut_evenly(range(count), num_ranks)[local_rank]
     if value_bytes is not None and (value_bytes < itemsize or len(share) * value_bytes >= VALUES_BYTES):
+        piece_bytes = piece_bytes or (PAIR_MESSAGE_BYTES if num_hosts == 2 else MESSAGE_BYTES)
         most = piece_bytes // value_bytes // _BLOCK_ELEMENTS * _BLOCK_ELEMENTS
         nbytes = len(share) * value_bytes
         is_one_round = (
@@ -404,6 +409,7 @@ def plan_route(
         )
         parts = [share] if is_one_round else _cut_evenly(share, num_hosts)
         return Route(share, tuple(_pieces(part, most) for part in parts), is_of_values=True)
+    piece_bytes = piece_bytes or MESSAGE_BYTES
     num_blocks = [1] * num_hosts if num_blocks is None else num_blocks
     nbytes = len(share) * itemsize
     if _more_in_one_round(nbytes, num_blocks) <= ONE_ROUND_BYTES:

@@ -18,9 +18,11 @@ What comes in the second round may be received at any time. It is made of what t
 first, so it cannot come before that has left the memory which it overwrites. What this rank sends in the
 second has to have left before the pass ends, because gradients belong to the user then.
 
-Gradients have no room for a header in front. One message for each bucket and round has it: in the first round
-the weight, and the reports behind that of the last bucket; in the second, which is sent when all means are
-made, whether they are finite.
+Gradients have no room for a header in front, and each message takes a rank tens of microseconds, with what
+its engine says to the partner's. So a pass has few headers, each a message of its own (`ValuesPass`): beside
+the first such bucket that of the weight; beside the last one of the plan the reports; and when all means of a
+pass are made, whether they are finite. Messages with one tag come in the order in which they were sent, and
+every pass sends each of them once: where a pass begins with the right header, the rest of it pairs.
 
 A small bucket costs less as one message, behind a header, that everybody sends to everybody
 (`FewValuesFlight`). Each host then makes the whole mean, and sees by itself what is not finite.
@@ -44,13 +46,36 @@ from paceline.reducer.hosts import HEADER_BYTES, Begin, Envelope, Message, Trans
 _FINITE, _NOT_FINITE = 0, 1  # the byte behind the header of the second round
 
 
+class ValuesPass:
+    """What the buckets that go from arena to arena share in a pass, one after the other.
+
+    Args:
+        terms: What all buckets of this rank have in common; every host is one block.
+
+    Attributes:
+        buckets: Their numbers. The first one has the header of the weight beside it, and the last one that
+            tells whether means are finite.
+        weights: Of each host, once the header of the first one has come.
+        is_finite: Whether the means are that this host has made until now.
+    """
+
+    def __init__(self, terms: Terms) -> None:
+        self.buckets = [
+            number
+            for number, route in enumerate(terms.routes)
+            if route.is_of_values and not route.is_one_round
+        ]
+        self.weights = [0.0] * terms.num_hosts
+        self.is_finite = True
+
+
 class _Piece:
     """Gradients or means of one piece that come from a host, in every pass anew.
 
     Attributes:
         host: Its number.
         begin: Begins to receive them.
-        transfer: The one that is under way in this pass.
+        transfer: The one that is under way in this pass; None: it has come.
     """
 
     __slots__ = ("begin", "host", "transfer")
@@ -85,19 +110,28 @@ class ValuesFlight(Flight):
         terms: What all buckets of this rank have in common; every host is one block.
         bucket: In the plan.
         room: Memory for what comes in the first round, and for headers; at least `room_bytes`.
+        shared: What it shares with the other buckets of its kind.
     """
 
-    def __init__(self, terms: Terms, bucket: int, room: Message) -> None:
+    def __init__(self, terms: Terms, bucket: int, room: Message, shared: ValuesPass) -> None:
         super().__init__(terms, bucket)
         begin, end, self._itemsize = terms.spans[bucket]
         self._arena = _arena_bytes(terms.core, begin, end)
-        self._weights = [0.0] * terms.num_hosts
+        self._shared, self._weights = shared, shared.weights
+        self._is_first = bucket == shared.buckets[0]
         self._going: list[tuple[int, Begin]] = []  # gradients of the parts of other hosts
         self._pieces: list[_OwnPiece] = []
         self._later: list[_Piece] = []  # means of the parts of other hosts
         layout = _Laying(terms, bucket, Layout(room))
-        self._header, self._headers = layout.headers(0, terms.bytes_of_reports if self.has_report else _none)
-        self._verdict, self._verdicts = layout.headers(1, lambda host: 1)
+        self._header: Sent | None = None
+        self._headers: list[Received] = []
+        if self._is_first or self.has_report:
+            reports = terms.bytes_of_reports if self.has_report else _none
+            self._header, self._headers = layout.headers(0, reports)
+        self._verdict: Sent | None = None
+        self._verdicts: list[Received] = []
+        if bucket == shared.buckets[-1]:
+            self._verdict, self._verdicts = layout.headers(1, lambda host: 1)
         self._lay_out(layout)
         self._coming = [*chain(*(piece.coming for piece in self._pieces)), *self._later]
 
@@ -111,7 +145,7 @@ class ValuesFlight(Flight):
 
     @staticmethod
     def num_coming(terms: Terms, bucket: int) -> int:
-        """How many messages come in a pass, headers too."""
+        """How many messages come in a pass at most, headers too."""
         route = terms.routes[bucket]
         mine = len(route.part_of(terms.host))
         return sum(2 + mine + len(route.parts[other]) for other in terms.others)
@@ -126,42 +160,57 @@ class ValuesFlight(Flight):
     ) -> None:
         host, core, blocks = self._terms.host, self._terms.core, self._terms.blocks.blocks
         weight = self._weights[host] = core.total_weight(blocks[host].local_ranks)
-        if make_report is not None:
-            self._header.put_reports(make_report())
-        self._send(self._header, weight)
+        if self._header is not None:
+            if make_report is not None:
+                self._header.put_reports(make_report())
+            self._send(self._header, weight)
         self._send_all(self._going)
 
     def first_round(self) -> None:
+        terms, shared = self._terms, self._shared
+        if self._is_first:
+            shared.is_finite = True
         for header in self._headers:
-            self._weights[header.host] = self._arrived(header)
-        terms = self._terms
+            weight = self._arrived(header)
+            if self._is_first:
+                self._weights[header.host] = weight
+            elif weight != self._weights[header.host]:
+                expected = f"weight {self._weights[header.host]}"
+                raise terms.waits.mismatch(header.host, header.memory, expected)
         total = terms.blocks.add(self._weights)
-        verdict = _FINITE
         for piece in self._pieces:
             for coming in piece.coming:
                 self._wait(coming)
             if not _average(terms, self.bucket, piece.elements, piece.values, self._weights, total):
-                verdict = _NOT_FINITE
+                shared.is_finite = False
             self._send_all(piece.ways)
-        self._verdict.memory[HEADER_BYTES] = verdict
-        self._send(self._verdict, total)
+        if self._verdict is not None:
+            self._verdict.memory[HEADER_BYTES] = _FINITE if shared.is_finite else _NOT_FINITE
+            self._send(self._verdict, total)
 
     def second_round(self) -> None:
         for piece in self._later:
             self._wait(piece)
-        route = self._terms.routes[self.bucket]
         for verdict in self._verdicts:
             self._arrived(verdict)
             if verdict.memory[HEADER_BYTES] != _FINITE:
-                for elements in route.parts[verdict.host]:
-                    self._terms.on_overflow(self.bucket, elements)
+                self._look_at_means_of(verdict.host)
         self.wait_sent()  # the user may write to the arena from now on
+
+    def _look_at_means_of(self, host: int) -> None:
+        """Some of them is not finite. Those of earlier buckets are still there: the pass has not ended."""
+        for bucket in self._shared.buckets:
+            for elements in self._terms.routes[bucket].parts[host]:
+                self._terms.on_overflow(bucket, elements)
 
     def silent(self) -> Iterable[int]:
         return [
-            header.host
-            for header in chain(self._headers, self._verdicts)
-            if not header.envelope.has_begun_to_come(self.number)
+            *(
+                header.host
+                for header in chain(self._headers, self._verdicts)
+                if not header.envelope.has_begun_to_come(self.number)
+            ),
+            *(piece.host for piece in self._coming if piece.transfer is not None),
         ]
 
     def _lay_out(self, layout: _Laying) -> None:

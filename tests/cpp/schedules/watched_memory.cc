@@ -166,4 +166,25 @@ void watched_mean(paceline::DType dtype, const void* const* sums, int num_sums,
             stats);
 }
 
+#define WEIGHTED_MEAN                                                   \
+  "_ZN8paceline13weighted_meanENS_5DTypeEPKPKviPKPvimPKddbPNS_11Reduce" \
+  "StatsE"
+size_t real_weighted(paceline::DType, const void* const*, int, void* const*,
+                     int, size_t, const double*, double, bool,
+                     paceline::ReduceStats*) asm("__real_" WEIGHTED_MEAN);
+size_t watched_weighted(paceline::DType, const void* const*, int, void* const*,
+                        int, size_t, const double*, double, bool,
+                        paceline::ReduceStats*) asm("__wrap_" WEIGHTED_MEAN);
+size_t watched_weighted(paceline::DType dtype, const void* const* inputs,
+                        int num_inputs, void* const* outputs, int num_outputs,
+                        size_t count, const double* weights,
+                        double total_weight, bool stops_at_nonfinite,
+                        paceline::ReduceStats* stats) {
+  const size_t bytes = count * paceline::dtype_bytes(dtype);
+  for (int i = 0; i < num_inputs; ++i) note_read(inputs[i], bytes);
+  for (int i = 0; i < num_outputs; ++i) note_write(outputs[i], bytes);
+  return real_weighted(dtype, inputs, num_inputs, outputs, num_outputs, count,
+                       weights, total_weight, stops_at_nonfinite, stats);
+}
+
 }  // namespace paceline::schedules
