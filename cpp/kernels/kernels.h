@@ -42,8 +42,8 @@ enum class ReduceOp : uint8_t {
 struct ReduceStats {
   /// of the result of reduce(); summed in fixed 16 lanes, independent of Isa
   double squared_norm = 0;
-  /// Whether the result of sum_weighted() or mean_of_sums() holds an infinity
-  /// or a NaN.
+  /// Whether the result of sum_weighted(), mean_of_sums() or weighted_mean()
+  /// holds an infinity or a NaN.
   bool has_nonfinite = false;
   /// bit r: rank r's input held an infinity or a NaN (and its weight was not 0)
   uint64_t nonfinite_ranks[2] = {0, 0};

@@ -111,7 +111,7 @@ class HostSums {
                const std::vector<const void*>& sums, double total_weight);
   struct Averaged {
     /// How many elements hold the mean now; those before the first stretch
-    /// whose sum holds an infinity or a NaN, if it was to stop there.
+    /// whose mean holds an infinity or a NaN, if it was to stop there.
     size_t count;
     /// Whether the mean of these is finite.
     bool is_finite;

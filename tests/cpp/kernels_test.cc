@@ -4,6 +4,7 @@
 
 #include "kernels/kernels.h"
 
+#include <algorithm>
 #include <random>
 #include <utility>
 #include <vector>
@@ -140,7 +141,7 @@ TEST(a_weighted_mean_in_one_step_has_the_bits_of_two) {
     const double some[kRanks] = {0.1, 0, 3, 0x1p-60, 17};
     const double none[kRanks] = {};
     const std::pair<const double*, double> weighed[] = {
-        {nullptr, kRanks}, {some, 20.1}, {none, 0}};
+        {nullptr, kRanks}, {some, 20.1}, {some, 8}, {none, 0}};
     for (const auto& [weights, total] : weighed) {
       std::vector<unsigned char> sums(kCount * dtype_bytes(sum_type(dtype)));
       std::vector<unsigned char> expected(nbytes);
@@ -158,6 +159,39 @@ TEST(a_weighted_mean_in_one_step_has_the_bits_of_two) {
       CHECK(got == expected);
       CHECK_EQ(seen[1].has_nonfinite, seen[0].has_nonfinite);
     }
+  }
+}
+
+TEST(a_weighted_mean_in_place_stops_before_the_stretch_that_is_not_finite) {
+  constexpr size_t kCount = 9000;  // several stretches
+  constexpr size_t kBad = 5000;
+  for (const DType dtype :
+       {DType::kFloat32, DType::kFloat64, DType::kFloat16, DType::kBFloat16}) {
+    const size_t width = dtype_bytes(dtype);
+    // Near 1 in each type; its highest byte alone as 0x7f, and the next one as
+    // 0xff, are a NaN.
+    std::vector<unsigned char> own(kCount * width);
+    for (size_t i = 0; i < own.size(); ++i)
+      own[i] = i % width == width - 1 ? 0x3c : static_cast<unsigned char>(i);
+    std::vector<unsigned char> other = own;
+    other[(kBad + 1) * width - 1] = 0x7f;
+    other[(kBad + 1) * width - 2] = 0xff;
+    const std::vector<unsigned char> before = own;
+    const void* inputs[] = {own.data(), other.data()};
+    std::vector<unsigned char> expected(own.size());
+    void* outputs[] = {expected.data()};
+    ReduceStats seen;
+    reduce(dtype, ReduceOp::kMean, inputs, 2, outputs, 1, kCount, nullptr,
+           nullptr);
+    outputs[0] = own.data();
+    const size_t done = weighted_mean(dtype, inputs, 2, outputs, 1, kCount,
+                                      nullptr, 2, true, &seen);
+    CHECK(done > 0 && done <= kBad);
+    CHECK(seen.has_nonfinite);
+    CHECK_EQ(seen.nonfinite_ranks[0], 2u);
+    const auto end = static_cast<ptrdiff_t>(done * width);
+    CHECK(std::equal(own.begin(), own.begin() + end, expected.begin()));
+    CHECK(std::equal(own.begin() + end, own.end(), before.begin() + end));
   }
 }
 

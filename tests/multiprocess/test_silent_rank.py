@@ -5,6 +5,7 @@ The rank that keeps the control channel is stopped, or computes; neither tells t
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import signal
@@ -81,7 +82,8 @@ def end(late, survivors, rank):
     tell("raised", rank)
     if rank == survivors[0]:
         until_told("raised", survivors)
-        os.kill(int(Path(os.environ["TMPDIR"], f"pid-{late}").read_text()), signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # unless it was stopped, it ends itself
+            os.kill(int(Path(os.environ["TMPDIR"], f"pid-{late}").read_text()), signal.SIGKILL)
 
 
 @both

@@ -22,6 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline import _core
+from paceline.errors import MismatchError
 from paceline.reducer import hierarchical
 from paceline.reducer import hosts as hosts_module
 from paceline.reducer.hierarchical import HierarchicalReducer, Hosts
@@ -40,6 +41,10 @@ LAYOUTS: list[Layout] = [
     [[0, 2], [1, 3]],
     [[0, 1, 2], [3], [4, 5]],
 ]
+
+
+VALUES_BYTES = [1, 1 << 14]
+"""So large a share travels as gradients: any, or that of full buckets of 16 KiB, between small ones."""
 
 
 def make_plan(cap: int) -> Plan:
@@ -172,11 +177,27 @@ class NoFailures:
         """Everybody answers."""
 
 
+class Failures(NoFailures):
+    """A control channel to nobody."""
+
+    def tell(self, error: BaseException) -> None:
+        """All others come to it by themselves."""
+
+
 class World:
     """Threads as the ranks of a layout; `run` calls a function with each rank's reducer."""
 
-    def __init__(self, layout: Layout, cap: int, *, is_exact: bool = False) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        cap: int,
+        *,
+        is_exact: bool = False,
+        control: type = NoFailures,
+        generations: Sequence[int] = (),
+    ) -> None:
         self.layout, self.plan, self._is_exact = layout, make_plan(cap), is_exact
+        self._control, self._generations = control, generations
         self.size = sum(map(len, layout))
         self.links, self._meeting = Links(), Meeting(self.size)
         self._nonces = [secrets.token_bytes(16) for _ in layout]
@@ -220,11 +241,12 @@ class World:
             ranks=tuple(map(tuple, self.layout)),
             group=group,
             transport=transport,
-            control=cast(ControlChannel, NoFailures()),
+            control=cast(ControlChannel, self._control()),
             gather=lambda payload: self._meeting.gather(rank, payload),
             timeout_s=TIMEOUT_S,
         )
-        reducer = HierarchicalReducer(self.plan, hosts, 1, is_exact=self._is_exact)
+        generation = self._generations[rank] if self._generations else 1
+        reducer = HierarchicalReducer(self.plan, hosts, generation, is_exact=self._is_exact)
         try:
             return body(rank, reducer)
         finally:
@@ -361,8 +383,9 @@ def test_exact_sums_have_the_same_bits_if_parts_differ_in_size(
 @pytest.mark.parametrize("num_hosts", [2, 3, 5])
 @pytest.mark.parametrize("cap", [1 << 14, 1 << 18])  # several buckets, and one
 @pytest.mark.parametrize("is_weighted", [False, True])
+@pytest.mark.parametrize("values_bytes", VALUES_BYTES)
 def test_gradients_that_travel_as_they_are_have_the_bits_of_sums(
-    num_hosts: int, cap: int, is_weighted: bool, monkeypatch: pytest.MonkeyPatch
+    num_hosts: int, cap: int, is_weighted: bool, values_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layout = [[rank] for rank in range(num_hosts)]
     weights = [2.5, 0.0, 1.0, 3.1, 1e-3][:num_hosts] if is_weighted else [1.0] * num_hosts
@@ -370,7 +393,7 @@ def test_gradients_that_travel_as_they_are_have_the_bits_of_sums(
     monkeypatch.setattr(Transport, "needs_headers", True)
     sums = means(layout, cap, weights, steps=4)
     monkeypatch.setattr(Transport, "needs_headers", False)
-    monkeypatch.setattr("paceline.reducer.hosts.VALUES_BYTES", 1)
+    monkeypatch.setattr("paceline.reducer.hosts.VALUES_BYTES", values_bytes)
     made = []
     room_bytes = ValuesFlight.room_bytes
     monkeypatch.setattr(ValuesFlight, "room_bytes", lambda *given: made.append(given) or room_bytes(*given))
@@ -438,12 +461,34 @@ def test_a_pass_of_gradients_that_travel_as_they_are_has_three_headers(
         assert len(headers) == 3 * (world.size - 1)
 
 
+@pytest.mark.parametrize("layout", [[[0], [1]], [[0, 1], [2, 3]]], ids=["gradients as they are", "sums"])
+def test_ranks_of_different_plans_average_nothing(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tags come again after some plans, and pair then; the first header tells."""
+    monkeypatch.setattr("paceline.reducer.hosts.VALUES_BYTES", 1)
+    assert hosts_module.tag_of(0, 0, 0, 1) == hosts_module.tag_of(0, 0, 0, 9)
+    generations = [1 if rank in layout[0] else 9 for rank in range(sum(map(len, layout)))]
+    world = World(layout, 1 << 14, control=Failures, generations=generations)
+
+    def one_pass(rank: int, reducer: HierarchicalReducer) -> None:
+        for param in (2, 1, 0):
+            place_of(reducer, world.plan, param)[:] = gradient(rank, 0, param)
+        with pytest.raises(MismatchError, match=f"plan {generations[rank]}"):
+            for param in (2, 1, 0):
+                reducer.mark_ready(param)
+            reducer.finish(PassStatus(1), False)
+        # What it has given is its own: the largest bucket holds no mean.
+        assert (place_of(reducer, world.plan, 1) == gradient(rank, 0, 1)).all()
+
+    world.run(one_pass)
+
+
 @pytest.mark.parametrize("element", [0, 2000, 20_000, -1])  # of several buckets and owners
+@pytest.mark.parametrize("values_bytes", VALUES_BYTES)
 def test_an_overflow_in_any_bucket_is_told_at_the_end_of_the_pass(
-    element: int, monkeypatch: pytest.MonkeyPatch
+    element: int, values_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever gets a mean from its owner has not seen the sum."""
-    monkeypatch.setattr("paceline.reducer.hosts.VALUES_BYTES", 1)
+    monkeypatch.setattr("paceline.reducer.hosts.VALUES_BYTES", values_bytes)
     world = World([[0], [1]], 1 << 14)
     assert len(world.plan.buckets) > 3
 

@@ -252,7 +252,7 @@ class Flight(ABC):
 
     @abstractmethod
     def silent(self) -> Iterable[int]:
-        """Hosts from which some message of this bucket has not begun to come."""
+        """Hosts from which some message of this bucket may not have come."""
 
     def wait_sent(self) -> None:
         """Wait until nothing reads this rank's messages any more."""

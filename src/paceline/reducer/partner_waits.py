@@ -97,7 +97,7 @@ class PartnerWaits:
             error: What it has raised.
             host: Where the message was to go, or to come from.
             bucket: Whose message it is.
-            silent: The hosts from which something of the bucket has not begun to come.
+            silent: The hosts from which something of the bucket may not have come.
 
         Returns:
             An error with the ranks that are to blame, as far as they are known.

@@ -101,8 +101,8 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
 def _unpack(payload: bytes, parameter: torch.Tensor) -> _Rows:
     weight, is_given, is_dense, count, numel = _HEADER.unpack_from(payload)
     if not count:
-        empty = torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype)
-        return _Rows(weight, is_given, is_dense, torch.empty(0, dtype=torch.int64), empty)
+        empty = torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype, device="cpu")
+        return _Rows(weight, is_given, is_dense, torch.empty(0, dtype=torch.int64, device="cpu"), empty)
     memory = bytearray(payload[_HEADER.size :])
     indices = torch.frombuffer(memory, dtype=torch.int64, count=count)
     values = torch.frombuffer(memory, dtype=parameter.dtype, count=numel, offset=8 * count)
@@ -118,19 +118,23 @@ def _mean(rows: Sequence[_Rows], parameter: torch.Tensor) -> torch.Tensor:
 def _sparse_mean(counting: Sequence[_Rows], parameter: torch.Tensor) -> torch.Tensor:
     """The weighted mean; without rows where no rank counts."""
     wide = torch.promote_types(parameter.dtype, torch.float32)
-    none = torch.empty(0, *parameter.shape[1:], dtype=wide)
-    indices = torch.cat([torch.empty(0, dtype=torch.int64), *(part.indices for part in counting)])
+    none = torch.empty(0, *parameter.shape[1:], dtype=wide, device="cpu")  # whatever the default device is
+    no_rows = torch.empty(0, dtype=torch.int64, device="cpu")
+    indices = torch.cat([no_rows, *(part.indices for part in counting)])
     # By numpy: torch's own threads, which share the work on large tensors, round as each of them is told.
     values = torch.from_numpy(
         np.concatenate([none.numpy(), *(part.values.to(wide).numpy() * part.weight for part in counting)])
     )
-    added = torch.sparse_coo_tensor(indices[None], values, parameter.shape, check_invariants=False).coalesce()
+    added = torch.sparse_coo_tensor(
+        indices[None], values, parameter.shape, device="cpu", check_invariants=False
+    ).coalesce()
     means = added.values().numpy() / (sum(part.weight for part in counting) or 1)
     return torch.sparse_coo_tensor(
         added.indices(),
         # A copy, in memory of torch's: a backward that adds to this mean makes it longer where it is empty.
         torch.from_numpy(means).to(parameter.dtype, copy=True),
         parameter.shape,
+        device="cpu",
         check_invariants=False,
         is_coalesced=True,
     )
