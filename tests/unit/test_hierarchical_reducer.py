@@ -21,6 +21,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import paceline.collectives.failures  # noqa: F401  # lets the core raise errors of ours
 from paceline import _core
 from paceline.errors import MismatchError
 from paceline.reducer import hierarchical
@@ -472,7 +473,7 @@ def test_ranks_of_different_plans_average_nothing(layout: Layout, monkeypatch: p
     def one_pass(rank: int, reducer: HierarchicalReducer) -> None:
         for param in (2, 1, 0):
             place_of(reducer, world.plan, param)[:] = gradient(rank, 0, param)
-        with pytest.raises(MismatchError, match=f"plan {generations[rank]}"):
+        with pytest.raises(MismatchError, match="got another message from rank"):
             for param in (2, 1, 0):
                 reducer.mark_ready(param)
             reducer.finish(PassStatus(1), False)
