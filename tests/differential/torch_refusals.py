@@ -17,6 +17,7 @@ EXPECTED: list[tuple[str, tuple[str, ...], str]] = [
     ("op swap shrunk", ("ConfigError",), "the same"),
     ("op swap dtype", ("ConfigError", "RuntimeError"), "conversions after wrapping"),
     ("op convert", ("ConfigError",), "conversions after wrapping"),
+    ("a layer of a converted model in another one", ("RuntimeError",), "torch multiplies no two dtypes"),
     ("op freeze", ("ConfigError", "UnusedParameterError"), "unfrozen after wrapping; frozen on some ranks"),
     ("op replace", ("ConfigError", "UnusedParameterError"), "parameters must not be replaced afterwards"),
     ("layer gate", ("UnusedParameterError", "GraphChangedError"), "unused parameters without the option"),
@@ -65,6 +66,8 @@ def features_of(program: Program, mode: str) -> set[str]:
         found.add("nonfinite")
     for model in program["models"]:
         found.update(_layers(model["layers"]))
+    if {"op convert", "layer borrow"} <= found:
+        found.add("a layer of a converted model in another one")
     return found
 
 
