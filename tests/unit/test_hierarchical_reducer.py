@@ -483,6 +483,33 @@ def test_ranks_of_different_plans_average_nothing(layout: Layout, monkeypatch: p
     world.run(one_pass)
 
 
+@pytest.mark.parametrize("layout", [[[0], [1]], [[0, 1], [2, 3]]], ids=["gradients as they are", "sums"])
+def test_a_host_that_tells_another_weight_within_a_pass_is_noticed(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.reducer.hosts.VALUES_BYTES", 1)
+    # Two buckets, each of several pieces of sums: the last header beside gradients is not the first one.
+    monkeypatch.setattr(hierarchical, "plan_route", functools.partial(plan_route, piece_bytes=1 << 12))
+    world = World(layout, 1 << 17, control=Failures)
+    write, last = hosts_module.Envelope.write, len(world.plan.buckets) - 1
+    assert last > 0
+
+    def write_another_weight(self: hosts_module.Envelope, number: int, weight: float) -> None:
+        header = self.header(number)
+        is_later = header.round == 0 and (header.bucket == last or header.piece > 0)
+        write(self, number, weight + is_later)
+
+    monkeypatch.setattr(hosts_module.Envelope, "write", write_another_weight)
+
+    def one_pass(rank: int, reducer: HierarchicalReducer) -> None:
+        with pytest.raises(MismatchError, match="got another message from rank"):
+            for param in (2, 1, 0):
+                reducer.mark_ready(param)
+            reducer.finish(PassStatus(1), False)
+
+    world.run(one_pass)
+
+
 @pytest.mark.parametrize("element", [0, 2000, 20_000, -1])  # of several buckets and owners
 @pytest.mark.parametrize("values_bytes", VALUES_BYTES)
 def test_an_overflow_in_any_bucket_is_told_at_the_end_of_the_pass(

@@ -298,6 +298,11 @@ class Flight(ABC):
     def _lost(self, error: RuntimeError, host: int) -> CollectiveError:
         return self._terms.waits.lost(error, host, self.bucket, self.silent())
 
+    def _arrived_later(self, message: Received, weight: float) -> None:
+        """As `_arrived`, for a further message of a host that has told its weight before."""
+        if self._arrived(message) != weight:
+            raise self._terms.waits.mismatch(message.host, message.memory, f"weight {weight}")
+
     def _arrived(self, message: Received) -> float:
         """Wait for a message, see that it is the right one, and take the reports beside it; its weight."""
         self._wait(message)

@@ -108,12 +108,10 @@ class SumsFlight(Flight):
             for message in messages:
                 block = message.block
                 if isinstance(message, Received):
-                    weight = self._arrived(message)
                     if piece == 0:
-                        self._weights[block] = weight
-                    elif weight != self._weights[block]:
-                        expected = f"weight {self._weights[block]}"
-                        raise terms.waits.mismatch(message.host, message.memory, expected)
+                        self._weights[block] = self._arrived(message)
+                    else:
+                        self._arrived_later(message, self._weights[block])
                 weight = self._weights[block]
                 found.append(terms.sums.read(bucket, len(elements), message.payload, weight, block))
             if piece == 0:

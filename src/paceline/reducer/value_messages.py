@@ -172,12 +172,10 @@ class ValuesFlight(Flight):
         if self._is_first:
             shared.is_finite = True
         for header in self._headers:
-            weight = self._arrived(header)
             if self._is_first:
-                self._weights[header.host] = weight
-            elif weight != self._weights[header.host]:
-                expected = f"weight {self._weights[header.host]}"
-                raise terms.waits.mismatch(header.host, header.memory, expected)
+                self._weights[header.host] = self._arrived(header)
+            else:
+                self._arrived_later(header, self._weights[header.host])
         total = terms.blocks.add(self._weights)
         for piece in self._pieces:
             for coming in piece.coming:
