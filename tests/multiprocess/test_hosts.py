@@ -11,6 +11,7 @@ import math
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -575,6 +576,38 @@ def test_a_rank_may_leave_before_its_partner_has_got_everything(rank, monkeypatc
         monkeypatch.setattr(HostExchange, "_receive_next", stop)
     wrapped(torch.ones(1, 512)).sum().backward()
     assert_allclose(net.weight.grad, np.ones((512, 512)))
+
+
+def bytes_through(connection: socket.socket) -> tuple[int, int]:
+    """What the other end has confirmed, and what has come from it: of Linux's struct tcp_info."""
+    told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+    acknowledged, received = struct.unpack_from("=QQ", told, 120)
+    return acknowledged, received
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@ranks("world_size", group="gloo")
+def test_a_connection_carries_gradients_in_one_direction(rank, world_size, monkeypatch):
+    """Gloo's thread can't read from a connection while another one writes to it, and asks in a loop."""
+    place(rank, ALONE, world_size)
+    started: list[GlooTransport] = []
+    start = GlooTransport.__init__
+
+    def note(transport: GlooTransport, *arguments: Any) -> None:
+        start(transport, *arguments)
+        started.append(transport)
+
+    monkeypatch.setattr(GlooTransport, "__init__", note)
+    net = nn.Linear(512, 512, bias=False)
+    wrapped = DistributedDataParallel(net)
+    for _ in range(3):
+        wrapped(torch.ones(1, 512)).sum().backward()
+    torch.distributed.barrier()
+    moved = [bytes_through(each) for each in started[0]._sockets]
+    assert len(moved) == 2 * (world_size - 1)
+    for sent, received in moved:
+        assert min(sent, received) < 0.05 * max(sent, received), moved
+    assert sum(sent > received for sent, received in moved) == world_size - 1
 
 
 @ranks(2, group="gloo")

@@ -4,6 +4,10 @@ A `paceline.reducer.hosts.HostsTransport`. Gloo is in every wheel of torch, its 
 own thread moves them, so that they travel while Python computes. A group of our own, and not the user's: its
 calls and tags are ours alone, and when it has to be ended the user's goes on. It is not registered with torch
 as `new_group` would: names of those depend on how many groups a rank is in, and they never end.
+
+Two groups, so that each connection carries one direction. Gloo's thread can't read from a connection while
+another thread writes to it: it asks the kernel in a loop until that thread has done. docs/design/hosts.md has
+what this cost.
 """
 
 from __future__ import annotations
@@ -109,7 +113,10 @@ def connect_partners(peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]]) -
         if store is None:
             raise RuntimeError("the process group was made without a store")
         timeout = timedelta(seconds=peers.timeout_s)
-        group = dist.ProcessGroupGloo(PrefixStore(keys, store), own, len(partners), timeout=timeout)
+        upwards, downwards = (
+            dist.ProcessGroupGloo(PrefixStore(f"{keys}/{way}", store), own, len(partners), timeout=timeout)
+            for way in ("upwards", "downwards")
+        )
     except RuntimeError as error:
         others = ", ".join(f"rank {partner} ({names[partner]})" for partner in partners if partner != rank)
         raise RendezvousError(
@@ -120,31 +127,33 @@ def connect_partners(peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]]) -
             'reduce_through="group" averages over the process group alone',
         ) from error
     sockets = sockets_to(peers.exchange, partners, before, peers.timeout_s)
-    return GlooTransport(group, own, partners, names, sockets)
+    return GlooTransport(upwards, downwards, own, partners, names, sockets)
 
 
 class GlooTransport:
     """See `paceline.reducer.hosts.HostsTransport`.
 
     Args:
-        group: A ProcessGroupGloo of this rank and its partners, by number of their host. torch's stubs lack
-            its `send` and `recv`.
+        upwards: A ProcessGroupGloo of this rank and its partners, by number of their host, for messages to a
+            host with a higher number. torch's stubs lack its `send` and `recv`.
+        downwards: Another one, for messages to a host with a lower number.
         host: Number of this rank's host.
         ranks: The partner on each host, and this rank.
         names: Host and process of each rank, in words.
-        sockets: The connections of `group`, as far as they are known.
+        sockets: The connections of both, as far as they are known.
     """
 
     def __init__(
         self,
-        group: Any,
+        upwards: Any,
+        downwards: Any,
         host: int,
         ranks: Sequence[int],
         names: Sequence[str],
         sockets: Sequence[socket.socket],
     ) -> None:
         self.host, self.ranks, self.needs_headers = host, ranks, False
-        self._group = group
+        self._upwards, self._downwards = upwards, downwards
         self._names = names
         self._sockets = sockets
         # What Gloo calls sent is in this machine's buffers. A partner that has not got it yet may ask for the
@@ -155,10 +164,12 @@ class GlooTransport:
     # Without a function or a class of Python around torch's, for which every message would pay.
 
     def sending(self, host: int, message: Message, tag: int) -> Callable[[], dist.Work]:
-        return functools.partial(self._group.send, [torch.from_numpy(message)], host, tag)
+        group = self._upwards if host > self.host else self._downwards
+        return functools.partial(group.send, [torch.from_numpy(message)], host, tag)
 
     def receiving(self, host: int, message: Message, tag: int) -> Callable[[], dist.Work]:
-        return functools.partial(self._group.recv, [torch.from_numpy(message)], host, tag)
+        group = self._upwards if host < self.host else self._downwards
+        return functools.partial(group.recv, [torch.from_numpy(message)], host, tag)
 
     def timeout_of(self, timeout_s: float) -> timedelta:
         return timedelta(seconds=timeout_s)
