@@ -33,9 +33,9 @@ INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --co
 # What the core is built from, or is copied when it is installed; a change rebuilds it. New packages too: an
 # editable install keeps a list of files.
 CORE := pyproject.toml CMakeLists.txt src/_paceline_import_hook.py src/paceline.pth $(shell find cpp -type f) $(shell find src/paceline -name __init__.py)
-CPP_FILES = $(shell find cpp tests/cpp -name '*.cc' -o -name '*.h')
+CPP_FILES = $(shell find cpp tests/cpp tests/device -name '*.cc' -o -name '*.h')
 
-.PHONY: demo demo-paddle test test-long gpu-check integrations incumbents pairs fuzz chaos test-hosts hosts schedules model lint format types sanitizers docs bench wheels aarch64 aarch64-python numa clean help
+.PHONY: demo demo-paddle test test-long test-device gpu-check integrations incumbents pairs fuzz chaos test-hosts hosts schedules model lint format types sanitizers docs bench wheels aarch64 aarch64-python numa clean help
 
 demo: $(VENV)/.core ## Train a small model on several processes, and compare with one process and with torch's DDP
 	@$(BIN)/python examples/demo.py --output build/demo.png $(ARGS)
@@ -51,6 +51,10 @@ test: $(VENV)/.core $(VENV)/.paddle ## Run the tests; ARGS='tests/unit -k bucket
 # Each has a target of its own that runs all of it: model, pairs, fuzz, chaos, incumbents.
 test-long: $(VENV)/.core $(VENV)/.paddle ## Run a fixed part of the long tests: benches, tutorials, faults, generated programs, the model, torch's own tests
 	@$(PYTEST) tests/bench tests/pages tests/model tests/fault tests/differential tests/chaos tests/incumbents $(ARGS)
+
+test-device: $(VENV)/.core ## Run the tests of GPUs on a device that needs none: its streams are threads; two minutes
+	@scripts/step 'Building a device for tests' $(BIN)/python -c 'from tests import device; device.build()'
+	@PACELINE_TEST_DEVICE=1 $(BIN)/python -m pytest --quiet --numprocesses 3 tests/device tests/multiprocess/test_ddp_gpu.py tests/multiprocess/test_ddp_gpu_streams.py $(ARGS)
 
 # No layer of $(VENV) is a prerequisite: without a GPU nothing is built, and another interpreter that has a torch
 # with CUDA, named by PYTHON, needs no network.

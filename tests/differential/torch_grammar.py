@@ -11,7 +11,8 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tests.differential.programs import Op, Program
+from tests import accelerator
+from tests.differential.programs import Op, Program, numbered
 
 VIEWS = ("plain", "unsqueeze", "view", "reshape", "t", "expand", "cat", "stack", "chunk", "select", "cut")
 HOOKS = ("post clamp_", "post replace", "post scale", "post look", "tensor scale", "tensor clamp")
@@ -22,6 +23,8 @@ HOSTS_UNUSED_MODES = ("hosts unused", "hosts static")
 SCATTER_MODES = ("scatter", "scatter unused")
 UNEVEN_MODES = ("uneven tiny", "uneven view", "uneven exact")
 UNEVEN_UNUSED_MODES = ("uneven unused",)
+DEVICE_MODES = ("device", "device view", "device batched", "device blocking", "device hosts")
+DEVICE_UNUSED_MODES = ("device unused", "device static", "device hosts unused")
 
 
 def generate(seed: int) -> Program:
@@ -32,6 +35,8 @@ def generate(seed: int) -> Program:
     _add_hosts(program, random.Random(f"hosts {seed}"), needs_unused=writer.needs_unused)
     _make_uneven(program, random.Random(f"uneven {seed}"))
     _make_scattering(program, random.Random(f"scatter {seed}"), needs_unused=writer.needs_unused)
+    if accelerator.IS_THERE:
+        _put_on_device(program, random.Random(f"device {seed}"), needs_unused=writer.needs_unused)
     return program
 
 
@@ -98,6 +103,31 @@ def _clearing(ops: list[Op]) -> Iterator[Op]:
         yield op
         if op["op"] == "step":
             yield {"op": "zero_grad"}
+
+
+def _put_on_device(program: Program, rng: random.Random, *, needs_unused: bool) -> None:
+    """Let a program run on a device, in two modes and in no other, without what a device of tests has not.
+
+    That is sparse and complex tensors; and nobody sets how it treats small floats. Nor is a norm asked for
+    of what an exception has left: buckets under way still come into gradients that are views of them.
+    """
+    modes = DEVICE_UNUSED_MODES if needs_unused or rng.random() < 0.3 else DEVICE_MODES
+    program["modes"] = rng.sample(modes, 2)
+    program["ops"] = [op for op in program["ops"] if op["op"] != "ftz"]
+    for _, op in numbered(program["ops"]):
+        op.pop("nest", None)  # in torch's own wrapper, over another group
+        if "otherwise" in op:
+            op["otherwise"] = [each for each in op["otherwise"] if each["op"] != "clip"]
+    for model in program["models"]:
+        _make_dense(model["layers"])
+        _make_real(model["layers"])
+
+
+def _make_real(layers: list[dict[str, Any]]) -> None:
+    for layer in layers:
+        if layer["kind"] == "complex":
+            layer.update(kind="scale", view="plain")
+        _make_real(layer.get("layers", []))
 
 
 def _make_dense(layers: list[dict[str, Any]]) -> None:

@@ -73,8 +73,11 @@ class Machine(Walker):
 
     subject: Subject
 
-    def __init__(self, program: Program, rank: int, subject: Subject, *more: Any) -> None:
+    def __init__(
+        self, program: Program, rank: int, subject: Subject, *more: Any, device: str = "cpu"
+    ) -> None:
         super().__init__(program, rank, subject, *more)
+        self.device = device
         self.specs: list[dict[str, Any]] = []
         self.kept: list[nn.Module] = []
         self.losses: dict[str, Loss] = {}
@@ -93,6 +96,7 @@ class Machine(Walker):
                 net.last.mul_(1 + self.rank)
         if self.subject.simulates and not self.uses_amp:
             net.double()
+        net.to(self.device)
         self._part_gradients(net)
         self.nets.append(net)
         self.specs.append(spec)
@@ -213,6 +217,7 @@ class Machine(Walker):
         net.layers[number] = None  # type: ignore[assignment]
         net.layers[number] = make_layer(layers[number], net)
         _convert(net, self._dtype())
+        net.to(self.device)
         self._part_gradients(net.layers[number])
 
     def _op_convert(self, op: Op, label: str) -> None:
@@ -239,16 +244,16 @@ class Machine(Walker):
         size = of_rank(op.get("batch", 2), self.rank)
         made = torch.Generator().manual_seed(1000 * op.get("data", 0) + self.rank)
         dtype = self._dtype()
-        x = torch.randn(size, WIDTH, generator=made).to(dtype)
-        factors = torch.randn(size, WIDTH, generator=made).to(dtype)
-        rows = torch.randint(0, 3, (size,), generator=made)
+        x = torch.randn(size, WIDTH, generator=made).to(self.device, dtype)
+        factors = torch.randn(size, WIDTH, generator=made).to(self.device, dtype)
+        rows = torch.randint(0, 3, (size,), generator=made).to(self.device)
         if self.rank in op.get("nan", []):
             x = x * float("nan")
         if self._has_reentrant(model):
             x.requires_grad_()
         number = self.numbers.get(model, 0)
         self.numbers[model] = number + 1
-        amp = torch.autocast("cpu", torch.bfloat16) if op.get("amp") else contextlib.nullcontext()
+        amp = torch.autocast(self.device, torch.bfloat16) if op.get("amp") else contextlib.nullcontext()
         batch = Batch(self.rank, number, rows)
         with amp:
             y = wrapper(x, batch)
@@ -264,8 +269,8 @@ class Machine(Walker):
         if op.get("how") != "train":
             wrapper.eval()
         with torch.no_grad():
-            x = torch.ones(2, WIDTH, dtype=self._dtype())
-            wrapper(x, Batch(self.rank, 0, torch.zeros(2, dtype=torch.int64)))
+            x = torch.ones(2, WIDTH, dtype=self._dtype(), device=self.device)
+            wrapper(x, Batch(self.rank, 0, torch.zeros(2, dtype=torch.int64, device=self.device)))
         wrapper.train()
 
     def _op_penalty(self, op: Op, label: str) -> None:
@@ -373,7 +378,7 @@ class Machine(Walker):
         for p in self._net(op).parameters():
             if p.grad is None or p.grad.is_sparse:
                 continue
-            if how == "numpy" and not p.is_complex() and p.dtype != torch.bfloat16:
+            if how == "numpy" and p.is_cpu and not p.is_complex() and p.dtype != torch.bfloat16:
                 p.grad.numpy()[...] *= by
             elif how == "detach":
                 p.grad.detach().mul_(by)
@@ -431,7 +436,7 @@ class Machine(Walker):
 def _value(tensor: torch.Tensor | None) -> Value | None:
     if tensor is None:
         return None
-    dense = tensor.detach()
+    dense = tensor.detach().cpu()
     if dense.is_sparse:
         rows = dense.coalesce()
         # Copied, not added to zeros as by to_dense(): a rank may flush what is added.
@@ -439,7 +444,7 @@ def _value(tensor: torch.Tensor | None) -> Value | None:
         dense[rows.indices()[0]] = rows.values()
     if dense.dtype == torch.bfloat16:
         dense = dense.float()
-    return Value.of(dense.resolve_conj().resolve_neg().cpu().numpy())
+    return Value.of(dense.resolve_conj().resolve_neg().numpy())
 
 
 def _is_elsewhere(p: torch.Tensor) -> bool:

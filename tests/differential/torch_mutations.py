@@ -9,6 +9,7 @@ from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.reducer.passes import Passes
+from paceline.torch.link.calls import GroupCalls
 from paceline.torch.passes import gradients
 
 _is_in = False
@@ -102,7 +103,19 @@ def _after_pass(change: Any) -> None:
     Passes._write_back_means = write_back_means  # type: ignore[method-assign]
 
 
+def _streams_do_not_wait(rank: int) -> None:
+    """What comes after a collective on a device does not wait for it."""
+    real = GroupCalls.wait
+
+    def wait(calls: GroupCalls, work: Any, what: Any, *, on_host: bool) -> None:
+        if on_host:
+            real(calls, work, what, on_host=True)
+
+    GroupCalls.wait = wait  # type: ignore[method-assign]
+
+
 MUTATIONS = {
+    "streams do not wait": _streams_do_not_wait,
     "skip a parameter": _skip_parameter,
     "wrong mean on one rank": _wrong_mean_on_one,
     "wrong mean everywhere": _wrong_mean_everywhere,

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import paceline
 from paceline.torch import DistributedDataParallel, ShardedOptimizer, backend
+from tests import accelerator
 from tests.differential import torch_mutations
 from tests.differential.pool import Run
 from tests.differential.programs import Program
@@ -55,14 +56,34 @@ MODES: dict[str, dict[str, Any]] = {
     "scatter": {**_TINY, "reduce": "scatter"},
     "scatter unused": {"find_unused_parameters": True, "reduce": "scatter"},
     "uneven exact": {"group": "uneven hosts", **_TINY, "deterministic": "world"},
+    "device": {"group": "device", **_TINY},
+    "device view": {"group": "device", "gradient_as_bucket_view": True},
+    "device batched": {"group": "device", "batched_grad_copy": True},
+    "device unused": {"group": "device", **_TINY, "find_unused_parameters": True},
+    "device static": {"group": "device", **_TINY, "static_graph": True},
+    "device blocking": {"group": "device blocking", **_TINY, "gradient_as_bucket_view": True},
+    "device hosts": {"group": "device hosts", **_TINY, "reduce_through": "hosts"},
+    "device hosts unused": {
+        "group": "device hosts",
+        "gradient_as_bucket_view": True,
+        "find_unused_parameters": True,
+        "reduce_through": "hosts",
+    },
 }
 """What is passed to the wrapper, and over which group. "hosts": over Gloo, by ranks of several hosts;
 "values": the same, where hosts of one rank send gradients as they are, however few they are;
-"uneven hosts": of two, of which the second has one rank."""
+"uneven hosts": of two, of which the second has one rank; "device": over streams of a device
+(`tests.accelerator`); "device blocking": over an engine that makes the host wait; "device hosts": by ranks of
+several hosts."""
 
 TORCH = "torch"
-TORCHS: dict[str, dict[str, Any]] = {TORCH: {}, "torch unused": {"find_unused_parameters": True}}
-"""The same for torch's own DDP, over Gloo."""
+TORCHS: dict[str, dict[str, Any]] = {
+    TORCH: {},
+    "torch unused": {"find_unused_parameters": True},
+    "torch device": {"group": "device"},
+    "torch device unused": {"group": "device", "find_unused_parameters": True},
+}
+"""The same for torch's own DDP, over Gloo if no group is named."""
 
 
 class Groups:
@@ -83,7 +104,7 @@ class Groups:
     @contextlib.contextmanager
     def placed(self, name: str | None) -> Iterator[paceline.Group | dist.ProcessGroup]:
         """The group of a mode, by whose ranks a model is wrapped within."""
-        if name not in ("hosts", "values", "uneven hosts"):
+        if name not in ("hosts", "values", "uneven hosts", "device hosts"):
             yield self.paceline() if name is None else self.torch(name)
             return
         number = self._rank * _hosts(self._world_size) // self._world_size
@@ -91,7 +112,7 @@ class Groups:
             number = int(self._rank == self._world_size - 1)
         send_values(of_small_models=name == "values")
         with on_host(number):
-            yield self.torch("gloo")
+            yield self.torch("gloo" if name != "device hosts" else "device")
 
     def torch(self, name: str) -> dist.ProcessGroup:
         from datetime import timedelta
@@ -106,7 +127,8 @@ class Groups:
             return dist.group.WORLD
         if name not in self._torch:
             backend.register()
-            self._torch[name] = dist.new_group(backend=name, timeout=timeout)
+            engines = {"device": accelerator.GLOO_AND_NCCL, "device blocking": accelerator.GLOO}
+            self._torch[name] = dist.new_group(backend=engines.get(name, name), timeout=timeout)
         return self._torch[name]
 
 
@@ -170,7 +192,7 @@ class Torchs(Ours):
     def wrap(self, net: nn.Module, options: dict[str, Any], nest: str | None) -> nn.Module:
         known = ("find_unused_parameters", "static_graph", "gradient_as_bucket_view", "bucket_cap_mb")
         kept = {key: value for key, value in options.items() if key in known}
-        return TorchDDP(net, process_group=self._groups.torch("gloo"), **kept)
+        return TorchDDP(net, process_group=self._groups.torch(options.get("group", "gloo")), **kept)
 
 
 def make_rank(rank: int, world_size: int, job: str, folder: Path) -> Run:
@@ -186,7 +208,8 @@ def make_rank(rank: int, world_size: int, job: str, folder: Path) -> Run:
         passed = {**MODES, **TORCHS}.get(mode, {})
         if mutation := options.get("mutation"):
             torch_mutations.put_in(mutation, rank)
-        machine = Machine(program, rank, subject, passed)
+        device = accelerator.KIND if "device" in mode else "cpu"
+        machine = Machine(program, rank, subject, passed, device=device)
         try:
             for _ in machine.run():
                 pass

@@ -1,7 +1,8 @@
 """DistributedDataParallel on a GPU: one rank over NCCL, and ranks that share a GPU over Gloo.
 
-NCCL refuses two ranks on one device; Gloo takes tensors of a GPU. Skipped where there is no GPU. Hosts are
-simulated: ranks that say that they are on different ones share no memory.
+NCCL refuses two ranks on one device; Gloo takes tensors of a GPU. Skipped where there is no GPU, or runs on a
+device that stands for one (`tests.accelerator`). Hosts are simulated: ranks that say that they are on
+different ones share no memory.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from torch.testing import assert_close
 
 from paceline.errors import NonFiniteGradientError, UnusedParameterError
 from paceline.torch import DistributedDataParallel
+from tests import accelerator
+from tests.accelerator import GLOO, GLOO_AND_NCCL, NCCL
 from tests.harness import ranks
 from tests.multiprocess.ddp_models import Branches, gradients, share, train, two_layers
 from tests.several_hosts import be_on_host
 
-DEVICE = "cuda"
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+DEVICE = accelerator.KIND
+pytestmark = accelerator.needed
 
 
 def batch() -> torch.Tensor:
@@ -35,7 +38,7 @@ def assert_trained_as(model: nn.Module, expected: nn.Module) -> None:
         assert_close(ours.grad.double().cpu(), theirs.grad, rtol=1e-5, atol=1e-6)
 
 
-@ranks(1, group="nccl", deadline_s=240)
+@ranks(1, group=NCCL, deadline_s=240)
 def test_one_rank_over_nccl(rank: int) -> None:
     alone = two_layers().double()
     train(alone, batch().double())
@@ -52,7 +55,7 @@ def test_one_rank_over_nccl(rank: int) -> None:
             ddp(torch.full((1, 4), float("nan"))).sum().backward()
 
 
-@ranks(2, group="gloo", deadline_s=240)
+@ranks(2, group=GLOO, deadline_s=240)
 def test_two_ranks_share_a_gpu_over_gloo(rank: int) -> None:
     x = batch()
     own = share(x, rank, 2).to(DEVICE)
@@ -79,7 +82,7 @@ def test_two_ranks_share_a_gpu_over_gloo(rank: int) -> None:
             assert not torch.equal(found, local[name])
 
 
-@ranks(2, group="gloo", deadline_s=240)
+@ranks(2, group=GLOO, deadline_s=240)
 def test_errors_on_a_gpu(rank: int) -> None:
     x = torch.ones(1, 3, device=DEVICE)
     model = Branches().to(DEVICE)
@@ -106,7 +109,7 @@ def check_means_through_hosts(
 ) -> None:
     """Some backwards over simulated hosts, beside one process with the whole batch in float64."""
     be_on_host(rank * num_hosts // world_size)
-    torch.cuda.set_device(device)
+    accelerator.module().set_device(device)
     for view in (False, True):
         model = wide().to(device)
         ddp = DistributedDataParallel(
@@ -135,7 +138,7 @@ def check_means_through_hosts(
 
 
 @pytest.mark.parametrize("compression", [None, "bf16"])
-@ranks(4, group="gloo", deadline_s=240)
+@ranks(4, group=GLOO, deadline_s=240)
 def test_two_hosts_of_two_ranks_that_share_a_gpu_over_gloo(rank: int, compression: str | None) -> None:
     if compression is None:
         check_means_through_hosts(rank, 4, 2, torch.device(DEVICE, 0))
@@ -150,14 +153,14 @@ def test_two_hosts_of_two_ranks_that_share_a_gpu_over_gloo(rank: int, compressio
     assert_close(ddp.module[4].bias.grad, torch.ones(1, device=DEVICE), rtol=1e-2, atol=1e-2)
 
 
-@ranks(2, group="cpu:gloo,cuda:nccl", deadline_s=240)
+@ranks(2, group=GLOO_AND_NCCL, deadline_s=240)
 def test_two_hosts_of_one_rank_share_a_gpu_over_nccl(rank: int) -> None:
     """NCCL within hosts of one rank each: its streams and the copies, on a single GPU."""
     # What goes over the group of all would need NCCL between two ranks of one GPU.
     check_means_through_hosts(rank, 2, 2, torch.device(DEVICE, 0), init_sync=False, broadcast_buffers=False)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four GPUs")
-@ranks(4, group="nccl", deadline_s=240)
+@pytest.mark.skipif(accelerator.count() < 4, reason="needs four GPUs")
+@ranks(4, group=NCCL, deadline_s=240)
 def test_two_hosts_of_two_gpus_over_nccl(rank: int) -> None:
     check_means_through_hosts(rank, 4, 2, torch.device(DEVICE, rank))

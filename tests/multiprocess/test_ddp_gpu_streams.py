@@ -1,14 +1,14 @@
 """DistributedDataParallel on a GPU: streams, CUDA graphs, mixed precision, torch.compile, and what waits.
 
 One rank over NCCL, which averages with itself because it has a weight: without one, a single rank averages
-nothing. Skipped where there is no GPU. References are the module alone.
+nothing. Skipped where there is no GPU, or runs on a device that stands for one (`tests.accelerator`).
+References are the module alone.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,12 +17,14 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.testing import assert_close
 
 from paceline.torch import DistributedDataParallel
+from tests import accelerator
+from tests.accelerator import KIND, NCCL, busy, needs_cuda, no_waiting
 from tests.gpu.models import TASKS
 from tests.harness import ranks
 from tests.multiprocess.ddp_models import two_layers
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-DEVICE = torch.device("cuda", 0)
+pytestmark = accelerator.needed
+DEVICE = torch.device(KIND, 0)
 VIEWS = (False, True)
 
 
@@ -51,23 +53,7 @@ def assert_same(model: nn.Module, expected: nn.Module) -> None:
         assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
-@contextlib.contextmanager
-def no_waiting() -> Iterator[None]:
-    """Within it, whatever waits for the device raises."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-def busy(milliseconds: int = 200) -> None:
-    """Give the current stream something to do, for as long as a test needs to be ahead of it."""
-    torch.cuda._sleep(int(milliseconds * 1.5e6))
-
-
-@ranks(1, group="nccl", deadline_s=240)
+@ranks(1, group=NCCL, deadline_s=240)
 def test_a_usual_pass_does_not_wait_for_the_device(rank: int) -> None:
     for nonfinite in ("warn", "ignore"):
         for view in VIEWS:
@@ -78,31 +64,32 @@ def test_a_usual_pass_does_not_wait_for_the_device(rank: int) -> None:
             steps(ddp, batches[:2])  # the first passes settle buckets, and look at once
             with no_waiting():
                 steps(ddp, batches[2:])
-            torch.cuda.synchronize()
+            accelerator.module().synchronize()
             assert_same(model, alone)
 
 
-@ranks(1, group="nccl", deadline_s=240)
+@ranks(1, group=NCCL, deadline_s=240)
 def test_the_host_is_done_before_the_device(rank: int) -> None:
     ddp = wrapped(two_layers().to(DEVICE))
-    steps(ddp, some_batches(3))
-    torch.cuda.synchronize()
+    *first, last = some_batches(4)  # now, as to bring one to the device waits for its stream
+    steps(ddp, first)
+    accelerator.module().synchronize()
     busy(2000)
-    behind = torch.cuda.Event()
+    behind = accelerator.module().Event()
     behind.record()
-    steps(ddp, some_batches(1))
+    steps(ddp, [last])
     assert not behind.query()  # the pass ended while its stream had not even begun it
-    torch.cuda.synchronize()
+    accelerator.module().synchronize()
 
 
-@ranks(1, group="nccl", deadline_s=240)
+@ranks(1, group=NCCL, deadline_s=240)
 def test_infinities_are_told_a_pass_later_and_at_once_where_that_is_asked_for(rank: int) -> None:
     ddp = wrapped(two_layers().to(DEVICE))
     steps(ddp, some_batches(3))
     ddp.zero_grad()
     with pytest.warns(RuntimeWarning, match="infinity or a NaN"):
         ddp(torch.full((1, 4), float("nan"), device=DEVICE)).sum().backward()
-        torch.cuda.synchronize()
+        accelerator.module().synchronize()
         ddp.zero_grad()
         ddp(torch.ones(1, 4, device=DEVICE)).sum().backward()
 
@@ -113,18 +100,19 @@ class TwoStreams(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.left, self.right = two_layers(64), two_layers(64)
-        self.side: torch.cuda.Stream | None = None
+        self.side: torch.Stream | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         left = self.left(x)
         if self.side is None:
             return left + self.right(x)
-        main = torch.cuda.current_stream()
+        main = accelerator.module().current_stream()
         self.side.wait_stream(main)
-        with torch.cuda.stream(self.side):
+        with accelerator.module().stream(self.side):
             busy(20)
             right = Slowly.apply(self.right(x))
         main.wait_stream(self.side)
+        right.record_stream(main)
         return left + right
 
 
@@ -141,45 +129,45 @@ class Slowly(torch.autograd.Function):
         return gradient
 
 
-@ranks(1, group="nccl", deadline_s=240)
+@ranks(1, group=NCCL, deadline_s=240)
 def test_gradients_of_several_streams(rank: int) -> None:
     for options in ({}, {"gradient_as_bucket_view": True}, {"batched_grad_copy": True}):
         torch.manual_seed(3)
         model = TwoStreams().to(DEVICE)
         alone = copy.deepcopy(model)
-        model.side = torch.cuda.Stream()
+        model.side = accelerator.module().Stream()
         batches = some_batches(4)
         steps(alone, batches)
         steps(wrapped(model, **options), batches)
-        torch.cuda.synchronize()
+        accelerator.module().synchronize()
         assert_same(model, alone)
 
 
-@ranks(1, group="nccl", deadline_s=240)
+@ranks(1, group=NCCL, deadline_s=240)
 def test_training_on_a_stream_that_is_not_the_default(rank: int) -> None:
     for view in VIEWS:
         alone, model = two_layers(64).to(DEVICE), two_layers(64).to(DEVICE)
         batches = some_batches()
         steps(alone, batches)
-        torch.cuda.synchronize()
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
+        accelerator.module().synchronize()
+        stream = accelerator.module().Stream()
+        with accelerator.module().stream(stream):
             ddp = wrapped(model, gradient_as_bucket_view=view)
             for batch in batches:
                 busy(20)
                 steps(ddp, [batch])
-        torch.cuda.synchronize()
+        accelerator.module().synchronize()
         assert_same(model, alone)
 
 
 def train_scaled(model: nn.Module, batches: list[torch.Tensor], dtype: torch.dtype) -> list[float]:
     """Mixed precision as people write it; the scale after each step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10, enabled=dtype is torch.float16)
+    scaler = torch.amp.GradScaler(KIND, init_scale=2.0**10, enabled=dtype is torch.float16)
     scales = []
     for number, batch in enumerate(batches):
         optimizer.zero_grad()
-        with torch.autocast("cuda", dtype):
+        with torch.autocast(KIND, dtype):
             loss = model(batch).square().mean()
         if number == 2:
             loss = loss * float("inf")
@@ -194,7 +182,7 @@ def train_scaled(model: nn.Module, batches: list[torch.Tensor], dtype: torch.dty
 
 
 @pytest.mark.filterwarnings("ignore:.*infinity or a NaN:RuntimeWarning")
-@ranks(1, group="nccl", deadline_s=240)
+@ranks(1, group=NCCL, deadline_s=240)
 def test_mixed_precision_and_a_gradient_scaler(rank: int) -> None:
     for dtype in (torch.float16, torch.bfloat16):
         for view in VIEWS:
@@ -206,7 +194,7 @@ def test_mixed_precision_and_a_gradient_scaler(rank: int) -> None:
             assert dtype is torch.bfloat16 or expected[2] < expected[1]
 
 
-@ranks(1, group="nccl", deadline_s=240)
+@ranks(1, group=NCCL, deadline_s=240)
 def test_gradients_that_are_reduced_in_16_bits(rank: int) -> None:
     alone, model = two_layers(64).to(DEVICE), two_layers(64).to(DEVICE)
     batches = some_batches()
@@ -233,7 +221,8 @@ def capture(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-@ranks(1, group="nccl", deadline_s=240)
+@needs_cuda
+@ranks(1, group=NCCL, deadline_s=240)
 def test_a_cuda_graph_of_a_whole_step(rank: int) -> None:
     batches = some_batches(4)
     for wrap in (wrapped, DistributedDataParallel):
@@ -259,7 +248,7 @@ def test_a_cuda_graph_of_a_whole_step(rank: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # of the compiler
-@ranks(1, group="nccl", deadline_s=300)
+@ranks(1, group=NCCL, deadline_s=300)
 def test_compiled_around_and_inside(rank: int) -> None:
     batches = some_batches()
     alone = two_layers(64).to(DEVICE)
@@ -271,17 +260,17 @@ def test_compiled_around_and_inside(rank: int) -> None:
     assert_same(around, alone)
 
 
-@ranks(1, group="nccl", deadline_s=240)
+@ranks(1, group=NCCL, deadline_s=240)
 def test_losses_are_those_of_torchs_ddp(rank: int) -> None:
     for name in ("cnn", "gpt"):
         task = TASKS[name]
 
         def losses(wrap: Callable[[nn.Module], nn.Module], task=task) -> list[float]:
-            model = wrap(task.seeded("cuda", True))
+            model = wrap(task.seeded(KIND, True))
             optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
             found = []
             for step in range(8):
-                inputs, targets = task.batch_of(0, step, "cuda", True)
+                inputs, targets = task.batch_of(0, step, KIND, True)
                 optimizer.zero_grad()
                 loss = task.loss(model(inputs), targets)
                 loss.backward()
@@ -292,7 +281,7 @@ def test_losses_are_those_of_torchs_ddp(rank: int) -> None:
         assert losses(wrapped) == pytest.approx(losses(TorchDDP), rel=1e-4)
 
 
-@ranks(1, group="nccl", deadline_s=240)
+@ranks(1, group=NCCL, deadline_s=240)
 def test_unused_parameters_and_accumulation(rank: int) -> None:
     class Halves(nn.Module):
         def __init__(self) -> None:

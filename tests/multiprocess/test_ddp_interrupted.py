@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from paceline.errors import SkippedPassError
+from paceline.reducer.graphs import EndOfBackward
 from paceline.torch import DistributedDataParallel
 from tests.harness import ranks
 from tests.multiprocess.ddp_models import two_layers
@@ -142,3 +144,42 @@ def test_a_broken_pass_is_told_by_a_rank_that_has_no_more_data(rank: int) -> Non
     with pytest.raises(SkippedPassError, match="rank 0 of 2 ended in an exception"):
         ddp.finish() if rank == 0 else loss.backward()
     ddp.finish()
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@ranks(2, group="gloo")
+def test_an_end_that_is_dropped_late_concerns_no_later_pass(
+    rank: int, weighted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by autograd's thread on a device, when the user's goes on with the next pass already."""
+    kept: list[EndOfBackward] = []
+
+    def keep(*arguments: Any) -> EndOfBackward:
+        kept.append(EndOfBackward(*arguments))
+        return kept[-1]
+
+    for module in ("passes", "micro_batches"):
+        monkeypatch.setattr(f"paceline.reducer.{module}.EndOfBackward", keep)
+    model = Model(hides=False)
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    x = torch.full((1, 4), 1.0 + rank)
+
+    def loss() -> torch.Tensor:
+        if weighted:
+            ddp.weight(1.0 + 2.0 * rank)
+        return ddp(x).sum()
+
+    for is_local in (False, True) if weighted else (False,):
+        mend = break_backward(model, "function")
+        with ddp.no_sync() if is_local else contextlib.nullcontext(), pytest.raises(MemoryError):
+            loss().backward()
+        mend()
+        ddp.zero_grad()
+        began = loss()
+        drop = model.second.bias.register_hook(lambda _: kept.pop(0) and None)
+        began.backward()
+        drop.remove()
+        assert_close(model.second.bias.grad, torch.ones(2))
+        mean = (1.0 + 3.0 * 2.0) / 4.0 if weighted else 1.5
+        assert_close(model.first.weight.grad[0], mean * model.second.weight.detach().sum(0)[0].expand(4))
+        kept.clear()

@@ -138,7 +138,22 @@ class Gradients(Protocol):
     def leave_arena(self, indices: Collection[int] | None = None) -> None:
         """Give these gradients (None: all) memory of their own, with the values that they have.
 
-        Not collective. Called also when the framework drops the end of a backward that raised.
+        Not collective.
+        """
+        ...
+
+    def interrupt(self) -> None:
+        """An exception has ended a backward: no gradient is to lie where ranks may still write.
+
+        Called when the framework drops the end of the backward, so perhaps while the user's thread goes on.
+        Then it leaves the gradients as they are, to `settle`.
+        """
+        ...
+
+    def settle(self) -> None:
+        """What `interrupt` has left to do, before the pass is given up.
+
+        Called in the user's thread, or while that waits for a backward.
         """
         ...
 
@@ -215,6 +230,14 @@ class Autograd(Protocol):
 
     def backward(self) -> int:
         """Which backward this thread runs: passes that begin in the same one end together."""
+        ...
+
+    def await_drop(self, is_dropped: Callable[[], bool]) -> None:
+        """Wait, for seconds at most, until another thread has dropped the end of a backward that raised.
+
+        Args:
+            is_dropped: Whether it has. Not asked where backwards run in the thread of their caller.
+        """
         ...
 
     def prepare(self) -> None:

@@ -105,12 +105,13 @@ class EndOfBackward:
 
     To be given to the framework, and not kept: it alone holds the call, together with what else it knows of
     that backward. An exception drops it all, and that the call goes unmade is how anybody learns that the
-    backward is over.
+    backward is over. Where a framework runs a backward in a thread of its own, as torch does on devices, this
+    thread may drop it while the user's has the exception already, and goes on.
 
     Args:
         end: Called when the backward is over.
-        interrupted: Called instead when an exception has ended it, before the user has the exception, and
-            within the framework: it must neither wait nor raise.
+        interrupted: Called instead when an exception has ended it, within the framework: it must neither wait
+            nor raise. Before the user has the exception, where no other thread runs the backward.
     """
 
     __slots__ = ("_end", "_interrupted", "_is_made")

@@ -13,6 +13,7 @@ standard library, `arguments`, `errors` and its neighbours.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -52,6 +53,7 @@ class MicroBatchWeights(ABC):
         self._once: float | None = None
         self._of_forwards: float | None = None
         self._is_open = False  # a backward is under way that has begun to weigh
+        self._opened = 0  # how many in no_sync() have
         self._weight = 0.0
         self._share = 1.0
         self._total = 0.0
@@ -68,6 +70,11 @@ class MicroBatchWeights(ABC):
     @abstractmethod
     def _call_at_end(self, end: Callable[[], None]) -> None:
         """Call `end` when the backward that runs is over."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a backward has begun that is weighed, and has not ended."""
+        return self._is_open
 
     def use(self) -> None:
         """Have the hooks that weighing needs."""
@@ -113,13 +120,15 @@ class MicroBatchWeights(ABC):
                 hint="give every micro-batch its weight, those in no_sync() too",
             )
         self._is_open = True
-        self._weight = given
+        self._weight, self._once = given, None  # one that is given from now on is of the next backward
         total = self._total + given
         self._share = 1.0 if self._count == 0 else (given / total if total else 0.0)
         if 0 < self._total < total:
             self._shrink(self._total / total)
         if not self._state.is_syncing:
-            self._call_at_end(EndOfBackward(self._end_local, self._forget))
+            self._opened += 1
+            dropped = functools.partial(self._forget_if_current, self._opened)
+            self._call_at_end(EndOfBackward(self._end_local, dropped))
         return total
 
     def end(self) -> None:
@@ -130,6 +139,11 @@ class MicroBatchWeights(ABC):
     def give_up_interrupted(self) -> None:
         """Forget a backward that ended in an exception, and with it what has accumulated."""
         if self._is_open:
+            self._forget()
+
+    def _forget_if_current(self, opened: int) -> None:
+        """The end of a backward was dropped, perhaps late: another one may have begun since."""
+        if opened == self._opened and self._is_open:
             self._forget()
 
     def _forget(self) -> None:
@@ -154,7 +168,7 @@ class MicroBatchWeights(ABC):
 
     def _close_backward(self) -> None:
         self._is_open = False
-        self._once = self._of_forwards = None
+        self._of_forwards = None
 
 
 def as_weight(weight: object, owner: str = "weight") -> float:

@@ -12,6 +12,7 @@ Imports only what is in this folder, `rendezvous.lifetime`, `tracing`, `errors` 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -124,6 +125,7 @@ class Passes(Generic[AnyAutograd]):
         self._shared: set[int] = set()
         self._is_complete = False
         self._untold: Exception | None = None
+        self._armed = 0  # backwards that have armed a pass, and passes that were given up
         self._backward = 0
         registry.join(self)
         self.refresh_sharing()
@@ -314,6 +316,8 @@ class Passes(Generic[AnyAutograd]):
         if (state.is_armed or state.is_interrupted or has_weights) and not autograd.is_in_backward():
             self._tell_if_interrupted()
             if has_weights:
+                if self.micro_batches.is_open:  # by a backward in no_sync()
+                    autograd.await_drop(lambda: not self.micro_batches.is_open)
                 self.micro_batches.give_up_interrupted()
         if self._is_obstructed and is_syncing:
             self._check_scattering(is_training=is_training)
@@ -375,7 +379,9 @@ class Passes(Generic[AnyAutograd]):
         if self._shared:
             self._backward = self.autograd.backward()
         state.is_armed = True  # first: gradients on another device come from another thread
-        self.autograd.at_end(EndOfBackward(self._end_backward, self._interrupt))
+        self._armed += 1
+        interrupted = functools.partial(self._interrupt_if_current, self._armed)
+        self.autograd.at_end(EndOfBackward(self._end_backward, interrupted))
         if self._set_activity is not None:
             forwards = state.status.forwards
             self._set_activity(f"in backward of pass {self._pass_id - self._log.before_first}", forwards)
@@ -447,6 +453,11 @@ class Passes(Generic[AnyAutograd]):
             if self.state.is_armed:  # it raised before the pass was ended
                 self._interrupt()
 
+    def _interrupt_if_current(self, armed: int) -> None:
+        """The end of a backward was dropped; perhaps late, when its pass has been given up already."""
+        if armed == self._armed and self.state.is_armed:
+            self._interrupt()
+
     def _interrupt(self) -> None:
         """An exception has ended the backward, and goes on to the user, who may clear gradients and go on.
 
@@ -456,7 +467,7 @@ class Passes(Generic[AnyAutograd]):
         self.state.interrupt()
         if (note := recording.note) is not None:
             note(_PASS_ENDED, self._pass_id, 1)
-        self.gradients.leave_arena()
+        self.gradients.interrupt()
 
     def _end(self) -> None:
         """The end of this rank's backward: wait for the others, judge, and bring the means home.
@@ -588,6 +599,8 @@ class Passes(Generic[AnyAutograd]):
                 seen="require_manual_backward_finalization is True",
                 hint="call finalize_backward() after each synchronised backward, before the next forward",
             )
+        if self.state.is_armed:
+            self.autograd.await_drop(lambda: not self.state.is_armed)
         if self.state.is_armed or self.state.is_interrupted:
             self._give_up_interrupted()
 
@@ -618,6 +631,8 @@ class Passes(Generic[AnyAutograd]):
             raise error
 
     def _end_interrupted(self) -> Exception | None:
+        self._armed += 1  # what is dropped from now on is of no pass
+        self.gradients.settle()
         if (order := self.planning.reduction.order) is not None:
             order.give_up_before(self)
         self.autograd.forget()

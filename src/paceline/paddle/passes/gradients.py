@@ -104,6 +104,13 @@ class Gradients:
                 with paddle.no_grad():
                     internals.set_gradient(self._parameters[index], gradient.clone())
 
+    def interrupt(self) -> None:
+        """Paddle runs a backward in the thread of its caller."""
+        self.leave_arena()
+
+    def settle(self) -> None:
+        """Nothing is left to do."""
+
     def _choose_hand_overs(self) -> None:
         count = len(self._parameters)
         self.hand_over[:count] = [self._choose_copy_or_view(index)(index) for index in range(count)]

@@ -220,6 +220,9 @@ class PaddleAutograd:
         """Passes of a recomputed block's backward end with those of the one around it, too."""
         return 0
 
+    def await_drop(self, is_dropped: Callable[[], bool]) -> None:
+        """The thread that has the exception has dropped it."""
+
     def prepare(self) -> None:
         if (scattered := self._gradients.scattered) is not None:
             scattered.forget()

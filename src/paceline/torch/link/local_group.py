@@ -174,18 +174,10 @@ def _make(peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]], device: torc
             raise RuntimeError("the process group was made without a store")
         own = PrefixStore(keys, store)
         group = dist.ProcessGroup(own, place, len(ranks))
-        kind = dist.ProcessGroup.BackendType
-        if engine == "nccl":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timeout
-            options.group_name = keys  # type: ignore[assignment]
-            world = dist.get_process_group_ranks(peers.process_group)
-            options.global_ranks_in_group = [world[rank] for rank in ranks]
-            backend: Any = dist.ProcessGroupNCCL(own, place, len(ranks), options)
-            kind_of_backend = kind.NCCL
-        else:
-            backend = dist.ProcessGroupGloo(own, place, len(ranks), timeout=timeout)
-            kind_of_backend = kind.GLOO
+        world = dist.get_process_group_ranks(peers.process_group)
+        backend = _backend(engine, own, keys, place, [world[rank] for rank in ranks], timeout)
+        kinds = dist.ProcessGroup.BackendType
+        kind_of_backend = kinds.NCCL if engine == "nccl" else kinds.GLOO
         group._set_default_backend(kind_of_backend)
         backend._set_sequence_number_for_group()
         group._register_backend(torch.device(device.type), kind_of_backend, backend)
@@ -197,6 +189,19 @@ def _make(peers: ProcessGroupPeers, hosts: Sequence[Sequence[int]], device: torc
         ) from error
     words = f"torch's {engine} process group of the ranks of host {host} ({format_ranks(ranks)})"
     return LocalGroup(group, engine, place, len(ranks), words)
+
+
+def _backend(
+    engine: str, store: PrefixStore, name: str, place: int, world_ranks: list[int], timeout: timedelta
+) -> Any:
+    """The engine of a group of these ranks, in which this one has the number `place`. Collective."""
+    if engine == "gloo":
+        return dist.ProcessGroupGloo(store, place, len(world_ranks), timeout=timeout)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    options.group_name = name  # type: ignore[assignment]
+    options.global_ranks_in_group = world_ranks
+    return dist.ProcessGroupNCCL(store, place, len(world_ranks), options)
 
 
 def _patience_s(peers: ProcessGroupPeers) -> float:

@@ -41,7 +41,7 @@ class Streams:
     def note(self) -> None:
         """A gradient has been brought to its place on the current stream."""
         number = self._number()
-        if number != self._last:
+        if self._last is None or number != self._last:  # torch's streams call themselves equal to None
             self._last = number
             stream = self._current(None)
             if stream not in self._seen:

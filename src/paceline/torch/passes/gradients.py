@@ -60,6 +60,7 @@ class Gradients:
         self._rank = rank
         self._shared: set[int] = set()
         self._shapes = [parameter.shape for parameter in tensors.trainable]
+        self._is_on_host = all(parameter.is_cpu for parameter in tensors.trainable)
 
     @property
     def any_in_arena(self) -> bool:
@@ -196,6 +197,19 @@ class Gradients:
         for index in self._in_arena():
             if indices is None or index in indices:
                 self._parameters[index].grad = self.reduction.places[index].clone()
+
+    def interrupt(self) -> None:
+        if self._is_on_host:  # else in autograd's own thread, while the user's clears gradients, perhaps
+            self.leave_arena()
+
+    def settle(self) -> None:
+        """On a device, drop the gradients in the arena.
+
+        Buckets that were under way have overwritten some, before or after the user wrote to them.
+        """
+        if not self._is_on_host:
+            for index in self._in_arena():
+                self._parameters[index].grad = None
 
     def _in_arena(self) -> list[int]:
         if not hasattr(self, "reduction"):

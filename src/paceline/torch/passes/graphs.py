@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -29,7 +30,7 @@ def tensors_in(output: object) -> Iterator[torch.Tensor]:
 class RunningCall(Enum):
     """Which call of autograd runs the hook that asks. Autograd itself does not tell.
 
-    On a GPU hooks run in a thread of their own, where it cannot be seen: UNKNOWN.
+    UNKNOWN: on a device, whose hooks run in a thread of their own, while several threads are in such a call.
     """
 
     BACKWARD = "backward()"
@@ -39,9 +40,18 @@ class RunningCall(Enum):
 
 
 def running_call() -> RunningCall:
-    """The innermost call of autograd on this thread's stack."""
+    """The innermost call of autograd on this thread's stack; or the one that waits for this thread."""
+    found = _innermost_call(sys._getframe(1))
+    if found is not None:
+        return found
+    threads = sys._current_frames()
+    threads.pop(threading.get_ident(), None)
+    waiting = [call for frame in threads.values() if (call := _innermost_call(frame)) is not None]
+    return waiting[0] if len(waiting) == 1 else RunningCall.UNKNOWN
+
+
+def _innermost_call(frame: FrameType | None) -> RunningCall | None:
     grad, backward = torch.autograd.grad.__code__, torch.autograd.backward.__code__
-    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is grad:
             return RunningCall.GRAD
@@ -50,4 +60,4 @@ def running_call() -> RunningCall:
             of_all = inputs is None or (isinstance(inputs, tuple) and not inputs)
             return RunningCall.BACKWARD if of_all else RunningCall.BACKWARD_OF_SOME
         frame = frame.f_back
-    return RunningCall.UNKNOWN
+    return None

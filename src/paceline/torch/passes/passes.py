@@ -8,6 +8,7 @@ autograd's engine, which calls it when the backward is over. What happens there 
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -41,6 +42,9 @@ from paceline.torch.passes.recorded_steps import note_steps
 from paceline.torch.passes.replica_state import hash_model, make_notes
 from paceline.torch.passes.sparse import SparseMeans
 from paceline.tracing.recording import recording
+
+_DROPPED_WITHIN_S = 5.0  # by autograd's thread, which needs the interpreter's lock for it
+_LOOK_S = 0.0005
 
 
 class ErrorNote:
@@ -211,6 +215,13 @@ class TorchAutograd:
 
     def backward(self) -> int:
         return torch._C._current_graph_task_id()
+
+    def await_drop(self, is_dropped: Callable[[], bool]) -> None:
+        if all(parameter.is_cpu for parameter in self._tensors.trainable):
+            return
+        until_s = time.monotonic() + _DROPPED_WITHIN_S
+        while not is_dropped() and time.monotonic() < until_s:
+            time.sleep(_LOOK_S)
 
     @untraced
     def prepare(self) -> None:

@@ -1,0 +1,73 @@
+"""What tests of GPUs run on: a GPU, or the device of `tests/device` where PACELINE_TEST_DEVICE is set.
+
+The latter runs what it is given later, as a GPU does, and needs none: `make test-device`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.torch.link import local_group
+from tests import device
+
+IS_CUDA = torch.cuda.is_available()
+IS_THERE = IS_CUDA or bool(os.environ.get("PACELINE_TEST_DEVICE"))
+KIND = device.NAME if IS_THERE and not IS_CUDA else "cuda"
+NCCL = "nccl" if IS_CUDA else device.NCCL
+"""A process group whose collectives run on a stream of the device."""
+GLOO = "gloo" if IS_CUDA else device.GLOO
+"""One for whose collectives the caller has to wait."""
+GLOO_AND_NCCL = "cpu:gloo,cuda:nccl" if IS_CUDA else device.NCCL
+needed = pytest.mark.skipif(not IS_THERE, reason="needs a GPU")
+needs_cuda = pytest.mark.skipif(not IS_CUDA, reason="needs a GPU")
+
+_library: Any = None
+if IS_THERE and not IS_CUDA:
+    _library = device.begin()
+
+    def _backend(engine: str, store: Any, _: str, place: int, ranks: list[int], timeout: timedelta) -> Any:
+        return device.group(engine, store, place, len(ranks), timeout)
+
+    local_group._backend = _backend
+
+
+def module() -> Any:
+    """torch.cuda, or what stands for it."""
+    return torch.get_device_module(KIND)
+
+
+def count() -> int:
+    """How many of them there are."""
+    return int(module().device_count()) if IS_THERE else 0
+
+
+def busy(milliseconds: int) -> None:
+    """Give the current stream something to do, for as long as a test needs to be ahead of it."""
+    if IS_CUDA:
+        torch.cuda._sleep(int(milliseconds * 1.5e6))
+    else:
+        _library.sleep(milliseconds)
+
+
+@contextlib.contextmanager
+def no_waiting() -> Iterator[None]:
+    """Within it, whatever waits for the device raises."""
+    module().synchronize()
+    if IS_CUDA:
+        torch.cuda.set_sync_debug_mode("error")
+    else:
+        _library.forbid_waiting(True)
+    try:
+        yield
+    finally:
+        if IS_CUDA:
+            torch.cuda.set_sync_debug_mode("default")
+        else:
+            _library.forbid_waiting(False)

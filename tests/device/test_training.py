@@ -1,0 +1,332 @@
+"""DistributedDataParallel with parameters on a device whose streams run later what they are given.
+
+References are one process with the whole batch, in float64 on the CPU. What is special here: autograd runs a
+backward in a thread of its own, collectives in a stream of theirs, and the host is ahead of both.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+from paceline.errors import DeadlineError, GraphChangedError, SkippedPassError, UnusedParameterError
+from paceline.torch import DataParallel, DistributedDataParallel, ShardedOptimizer, SyncBatchNorm
+from tests import accelerator
+from tests.accelerator import GLOO, KIND, NCCL, busy, no_waiting
+from tests.harness import ranks, run_ranks
+
+pytestmark = accelerator.needed
+STEPS = 4
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 2))
+
+
+def batch(step: int, world_size: int) -> torch.Tensor:
+    return torch.randn(4 * world_size, 6, generator=torch.Generator().manual_seed(step))
+
+
+def train(model: nn.Module, rank: int, world_size: int, device: str | None = KIND, **options: Any) -> None:
+    optimizer = options.get("optimizer") or torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    for step in range(options.get("steps", STEPS)):
+        optimizer.zero_grad()
+        x = batch(step, world_size)[rank::world_size]
+        model(x.double() if device is None else x.to(device)).square().mean().backward()
+        optimizer.step()
+
+
+def assert_trained(model: nn.Module, world_size: int, rtol: float = 1e-4, make: Any = network) -> None:
+    alone = make().double()
+    train(alone, 0, 1, None) if world_size == 1 else _train_whole(alone, world_size)
+    for ours, expected in zip(model.parameters(), alone.parameters(), strict=True):
+        assert_close(ours.detach().double().cpu(), expected.detach(), rtol=rtol, atol=rtol / 10)
+    for ours, expected in zip(model.buffers(), alone.buffers(), strict=True):
+        assert_close(ours.double().cpu(), expected.double(), rtol=rtol, atol=rtol / 10)
+
+
+def _train_whole(alone: nn.Module, world_size: int) -> None:
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.5)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        alone(batch(step, world_size).double()).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_as_bucket_view": True},
+        {"batched_grad_copy": True},
+        {"bucket_cap_mb": 1e-4},
+        {"static_graph": True},
+        {"find_unused_parameters": True, "bucket_cap_mb": 1e-4},
+        {"nonfinite": "raise"},
+    ],
+    ids=lambda options: ", ".join(options) or "default",
+)
+@pytest.mark.parametrize("group", [NCCL, GLOO], ids=["streams", "blocking"])
+def test_two_ranks_train_as_one_process(group: str, options: dict[str, Any]) -> None:
+    run_ranks(_train_as_one, 2, {"options": options}, group=group)
+
+
+def _train_as_one(rank: int, options: dict[str, Any]) -> None:
+    model = network().to(KIND)
+    train(DistributedDataParallel(model, **options), rank, 2)
+    assert_trained(model, 2)
+
+
+@ranks(2, group=NCCL)
+def test_communication_hooks(rank: int) -> None:
+    def mean(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        work = dist.all_reduce(bucket.buffer().div_(2), async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+    hooks = ((default_hooks.allreduce_hook, 1e-4), (default_hooks.bf16_compress_hook, 3e-2), (mean, 1e-4))
+    for hook, rtol in hooks:
+        model = network().to(KIND)
+        ddp = DistributedDataParallel(model, bucket_cap_mb=1e-4)
+        ddp.register_comm_hook(None, hook)
+        train(ddp, rank, 2)
+        assert_trained(model, 2, rtol)
+
+
+class Halves(nn.Module):
+    """Its layers lie on two devices."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__()
+        whole = network()
+        self.first, self.second = whole[:2].to(first), whole[2:].to(second)
+        self.devices = first, second
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x.to(self.devices[0])).to(self.devices[1]))
+
+
+@pytest.mark.skipif(accelerator.count() < 4, reason="needs four GPUs")
+@ranks(2, group=NCCL)
+def test_a_model_on_two_devices(rank: int) -> None:
+    for view in (False, True):
+        model = Halves(f"{KIND}:{2 * rank}", f"{KIND}:{2 * rank + 1}")
+        train(DistributedDataParallel(model, gradient_as_bucket_view=view), rank, 2)
+        assert_trained(model, 2)
+
+
+@ranks(2, group=NCCL)
+def test_the_host_is_ahead_of_the_device(rank: int) -> None:
+    ddp = DistributedDataParallel(network().to(KIND))
+    batches = [batch(step, 2)[rank::2].to(KIND) for step in range(4)]
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        ddp(x).square().mean().backward()
+        optimizer.step()
+
+    for x in batches:
+        step(x)
+    with no_waiting():
+        for x in batches:
+            step(x)
+    accelerator.module().synchronize()
+    busy(2000)
+    behind = accelerator.module().Event()
+    behind.record()
+    step(batches[0])
+    assert not behind.query()
+
+
+def with_batch_norm() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
+
+
+@ranks(2, group=NCCL)
+def test_batch_normalisation_over_all_ranks(rank: int) -> None:
+    model = SyncBatchNorm.convert_sync_batchnorm(with_batch_norm()).to(KIND)
+    train(DistributedDataParallel(model), rank, 2)
+    assert_trained(model, 2, make=with_batch_norm)
+
+
+@ranks(2, group=NCCL)
+def test_norms(rank: int) -> None:
+    model = network().to(KIND)
+    ddp = DistributedDataParallel(model)
+    ddp(batch(0, 2)[rank::2].to(KIND)).square().mean().backward()
+
+    def norm() -> float:
+        return torch.cat([p.grad.flatten() for p in model.parameters()]).norm().item()
+
+    whole = norm()
+    assert ddp.grad_norm() == pytest.approx(whole, rel=1e-4)
+    assert float(ddp.clip_grad_norm_(whole / 2)) == pytest.approx(whole, rel=1e-4)
+    assert norm() == pytest.approx(whole / 2, rel=1e-3)
+
+
+@ranks(2, group=NCCL)
+def test_a_rank_with_more_data(rank: int) -> None:
+    ddp = DistributedDataParallel(network().to(KIND))
+    with ddp.join():
+        for step in range(2 + 2 * rank):
+            ddp.zero_grad()
+            ddp(batch(step, 1).to(KIND)).square().mean().backward()
+    found = [p.detach().cpu() for p in ddp.parameters()]
+    told: list[object] = [None, None]
+    dist.all_gather_object(told, b"".join(each.numpy().tobytes() for each in found))
+    assert told[0] == told[1]
+
+
+@ranks(2, group=NCCL)
+def test_a_sharded_optimizer(rank: int) -> None:
+    model = network().to(KIND)
+    ddp = DistributedDataParallel(model)
+    optimizer = ShardedOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, momentum=0.5)
+    train(ddp, rank, 2, optimizer=optimizer)
+    assert_trained(model, 2)
+
+
+@pytest.mark.parametrize("group", [NCCL, GLOO], ids=["streams", "blocking"])
+def test_a_late_rank_is_named(group: str) -> None:
+    run_ranks(_be_late, 2, {}, group=group)
+
+
+def _be_late(rank: int) -> None:
+    ddp = DistributedDataParallel(network().to(KIND), timeout_s=3)
+    train(ddp, rank, 2, steps=2)
+    if rank == 1:
+        time.sleep(8)
+        return
+    with pytest.raises(DeadlineError, match="rank 1") as caught:
+        train(ddp, rank, 2, steps=2)
+    assert caught.value.late == (1,)
+
+
+class Recomputed(nn.Module):
+    """All of it is recomputed in backward, by a backward within the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = network()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in (self.layers[:2], self.layers[2:]):
+            x = checkpoint(part, x, use_reentrant=True)
+        return x
+
+
+@ranks(2, group=NCCL)
+def test_reentrant_checkpoints_around_all_layers(rank: int) -> None:
+    """The first gradient comes in an inner backward, and the pass is to end with the outer one."""
+    for view in (False, True):
+        model = Recomputed().to(KIND)
+        ddp = DistributedDataParallel(model, gradient_as_bucket_view=view)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.5)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            x = batch(step, 2)[rank::2].to(KIND).requires_grad_()
+            ddp(x).square().mean().backward()
+            optimizer.step()
+        assert_trained(model.layers, 2)
+
+
+@ranks(2, group=NCCL)
+def test_a_gradient_that_comes_twice_is_refused(rank: int) -> None:
+    ddp = DistributedDataParallel(Recomputed().to(KIND), find_unused_parameters=True)
+    x = batch(0, 2)[rank::2].to(KIND).requires_grad_()
+    with pytest.raises(GraphChangedError, match="came twice in one backward"):
+        (ddp(x).sum() + ddp(x).sum()).backward()
+
+
+@ranks(2, group=NCCL)
+def test_a_rank_on_which_no_parameter_gets_a_gradient(rank: int) -> None:
+    class Maybe(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(6, 2)
+
+        def forward(self, x: torch.Tensor, uses_it: bool) -> torch.Tensor:
+            return self.layer(x) if uses_it else 2 * x
+
+    for options in ({}, {"find_unused_parameters": True}):
+        ddp = DistributedDataParallel(Maybe().to(KIND), **options)
+        x = batch(0, 2)[rank::2].to(KIND).requires_grad_()
+        loss = ddp(x, uses_it=rank == 0).sum()
+        if not options:
+            with pytest.raises(UnusedParameterError, match="got no gradient"):
+                loss.backward()
+        else:
+            loss.backward()
+            assert all(p.grad is not None for p in ddp.parameters())
+
+
+@ranks(2, group=NCCL)
+def test_a_gradient_by_autograd_grad_is_no_pass(rank: int) -> None:
+    model = network().to(KIND)
+    ddp = DistributedDataParallel(model)
+    x = batch(0, 2)[rank::2].to(KIND).requires_grad_()
+    (found,) = torch.autograd.grad(ddp(x).square().mean(), x)
+    own = x.detach().cpu().double().requires_grad_()
+    (expected,) = torch.autograd.grad(network().double()(own).square().mean(), own)
+    assert_close(found.double().cpu(), expected, rtol=1e-4, atol=1e-6)
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("view", [False, True])
+@ranks(2, group=NCCL)
+def test_a_backward_that_raises(rank: int, view: bool, waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd's thread learns of the exception when the user has it already, and may have gone on."""
+    if not waits:  # as if that took longer than anybody waits for it
+        monkeypatch.setattr("paceline.torch.passes.passes._DROPPED_WITHIN_S", 0.0)
+    model = network().to(KIND)
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=view, bucket_cap_mb=1e-4)
+    x = batch(0, 2)[rank::2].to(KIND)
+
+    def raise_stop(gradient: torch.Tensor) -> None:
+        raise Stop
+
+    expected = copy.deepcopy(model)
+    expected(batch(0, 2).to(KIND)).square().mean().backward()
+    for number in range(30):
+        everywhere = number % 2 == 0
+        if everywhere or rank == 1:
+            hook = model[2].weight.register_hook(raise_stop)
+            with pytest.raises(Stop):
+                ddp(x).square().mean().backward()
+            hook.remove()
+        elif rank == 0:
+            with pytest.raises(SkippedPassError):
+                ddp(x).square().mean().backward()
+        ddp.zero_grad(set_to_none=number % 3 != 0)
+        if not everywhere and rank == 1:  # its next call tells the others, and it is told too
+            with pytest.raises(SkippedPassError):
+                ddp(x)
+        ddp.zero_grad(set_to_none=number % 3 != 0)
+        ddp(x).square().mean().backward()
+        for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+            assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+        ddp.zero_grad()
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_replicas_on_several_devices(count: int) -> None:
+    if accelerator.count() < count:
+        pytest.skip(f"needs {count} GPUs")
+    model = network().to(f"{KIND}:0")
+    train(DataParallel(model, device_ids=list(range(count))), 0, 1)
+    assert_trained(model, 1)
