@@ -907,8 +907,7 @@ class Group final : public c10d::Backend {
     auto device = inputs[0].device();
     auto own = stream(device);
     auto& queue = queue_of(
-        streams_.begin()
-            ->second);  // one for all devices, as ranks make calls in one order
+        first_stream());  // one for all devices, as ranks make calls in one order
     auto work = c10::make_intrusive<Call>(kind, device, name_ == "gloo");
     work->future = c10::make_intrusive<c10::ivalue::Future>(
         c10::ListType::create(c10::TensorType::get()),
@@ -937,7 +936,14 @@ class Group final : public c10d::Backend {
     return work;
   }
 
+  c10::Stream first_stream() {
+    std::lock_guard lock(streams_mutex_);
+    return streams_.front().second;
+  }
+
   c10::Stream stream(c10::Device device) {
+    std::lock_guard lock(
+        streams_mutex_);  // autograd has a thread for each device
     for (const auto& [index, stream] : streams_) {
       if (index == device.index()) return stream;
     }
@@ -948,6 +954,7 @@ class Group final : public c10d::Backend {
 
   c10::intrusive_ptr<c10d::Backend> gloo_;
   std::string name_;
+  std::mutex streams_mutex_;
   std::vector<std::pair<c10::DeviceIndex, c10::Stream>>
       streams_;  // one of each device that has made a call
   std::atomic<bool> is_aborted_{false};

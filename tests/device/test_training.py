@@ -323,6 +323,60 @@ def test_a_backward_that_raises(rank: int, view: bool, waits: bool, monkeypatch:
         ddp.zero_grad()
 
 
+@ranks(2, group=NCCL)
+def test_no_more_data_after_a_backward_that_raised(rank: int) -> None:
+    """Its gradients are views of buckets that are under way, and finish() puts gradients aside."""
+    model = network().to(KIND)
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=1e-4)
+    x = batch(0, 2)[rank::2].to(KIND)
+    expected = copy.deepcopy(model)
+    expected(batch(0, 2).to(KIND)).square().mean().backward()
+
+    def raise_stop(gradient: torch.Tensor) -> None:
+        raise Stop
+
+    for _ in range(5):
+        hook = model[0].weight.register_hook(raise_stop)
+        with pytest.raises(Stop):
+            ddp(x).square().mean().backward()
+        hook.remove()
+        ddp.zero_grad(set_to_none=False)
+        ddp.finish()
+        ddp(x).square().mean().backward()
+        for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+            assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+        ddp.zero_grad(set_to_none=False)
+
+
+@ranks(2, group=NCCL)
+def test_weights_after_a_backward_in_no_sync_that_raised(rank: int) -> None:
+    model = network().to(KIND)
+    ddp = DistributedDataParallel(model)
+    expected = network().to(KIND)
+    whole = batch(0, 2).to(KIND)
+    weights = (1.0, 3.0)
+    losses = [w * expected(whole[r::2]).square().mean() for r, w in enumerate(weights)]
+    (sum(losses) / sum(weights)).backward()
+
+    def raise_stop(gradient: torch.Tensor) -> None:
+        raise Stop
+
+    for _ in range(10):
+        hook = model[2].weight.register_hook(raise_stop)
+        ddp.weight(5.0)
+        began = time.monotonic()
+        with pytest.raises(Stop), ddp.no_sync():
+            ddp(whole[rank::2]).square().mean().backward()
+        hook.remove()
+        ddp.zero_grad()
+        ddp.weight(weights[rank])
+        ddp(whole[rank::2]).square().mean().backward()
+        assert time.monotonic() - began < 4.0  # nobody waits for what does not come
+        for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+            assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+        ddp.zero_grad()
+
+
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_replicas_on_several_devices(count: int) -> None:
     if accelerator.count() < count:

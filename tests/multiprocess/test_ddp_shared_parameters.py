@@ -76,7 +76,7 @@ def check(net: nn.Module, alone: nn.Module) -> None:
 @pytest.mark.parametrize("is_seen", [True, False])
 @ranks(2, group="gloo")
 def test_wrapped_twice_but_used_once(rank: int, is_seen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when a wrapper is made anew while the old one is still there; on a GPU, nobody sees who calls."""
+    """As when a wrapper is made anew while the old one is still there; nobody may see who calls."""
     if not is_seen:
         monkeypatch.setattr("paceline.torch.passes.passes.running_call", lambda: RunningCall.UNKNOWN)
     net = nn.Linear(4, 2)

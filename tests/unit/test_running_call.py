@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from queue import Queue
+from threading import Event, Thread
 
 import pytest
 import torch
@@ -44,3 +47,47 @@ def test_a_torch_that_makes_a_tuple_of_its_inputs_is_understood(leaf, monkeypatc
     backward()
     backward(inputs=[leaf])
     assert told == [RunningCall.BACKWARD, RunningCall.BACKWARD_OF_SOME]
+
+
+def test_a_thread_that_only_runs_hooks_sees_the_call_that_waits_for_it(leaf):
+    """As autograd's own, on a device. Where threads wait in calls that differ, nobody can tell."""
+    told: list[RunningCall] = []
+    asking = Queue[Event]()
+
+    def answer() -> None:
+        while (done := asking.get()) is not None:
+            told.append(running_call())
+            done.set()
+
+    def ask(_: object) -> None:
+        done = Event()
+        asking.put(done)
+        assert done.wait(60)
+
+    def back(call: Callable[[torch.Tensor], object], meanwhile: Callable[[object], None]) -> None:
+        made = leaf * 2
+        made.register_hook(meanwhile)
+        call(made.sum())
+
+    def run_beside(call: Callable[[torch.Tensor], object], _: object) -> None:
+        beside = Thread(target=back, args=(call, ask))
+        beside.start()
+        beside.join(60)
+
+    def backward(loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def grad(loss: torch.Tensor) -> None:
+        torch.autograd.grad(loss, leaf)
+
+    thread = Thread(target=answer)
+    thread.start()
+    try:
+        back(backward, ask)
+        back(grad, ask)
+        for other in (backward, grad):
+            back(backward, functools.partial(run_beside, other))
+    finally:
+        asking.put(None)
+        thread.join(60)
+    assert told == [RunningCall.BACKWARD, RunningCall.GRAD, RunningCall.BACKWARD, RunningCall.UNKNOWN]

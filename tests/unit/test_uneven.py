@@ -43,6 +43,9 @@ class Passes:
         self.refused: list[bool] = []
         self._actives = list(actives)
 
+    def settle_interrupted(self) -> None:
+        """No backward ends in an exception here."""
+
     def shadow(self, *, weight: float) -> bool:
         self.weights.append(weight)
         self.refused.append(self.refuses_uneven)

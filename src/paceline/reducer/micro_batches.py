@@ -29,10 +29,12 @@ class Accumulating(Protocol):
 
     Attributes:
         is_syncing: Whether the pass under way is averaged.
+        is_armed: Whether a pass is under way.
         accumulated: Parameters that got local gradients since the last synchronised pass.
     """
 
     is_syncing: bool
+    is_armed: bool
     accumulated: set[int]
 
 
@@ -53,7 +55,7 @@ class MicroBatchWeights(ABC):
         self._once: float | None = None
         self._of_forwards: float | None = None
         self._is_open = False  # a backward is under way that has begun to weigh
-        self._opened = 0  # how many in no_sync() have
+        self._opened, self._awaits_end = 0, False  # of those in no_sync()
         self._weight = 0.0
         self._share = 1.0
         self._total = 0.0
@@ -72,9 +74,13 @@ class MicroBatchWeights(ABC):
         """Call `end` when the backward that runs is over."""
 
     @property
-    def is_open(self) -> bool:
-        """Whether a backward has begun that is weighed, and has not ended."""
-        return self._is_open
+    def awaits_end(self) -> bool:
+        """Whether a backward in no_sync() has begun to weigh, and the framework has not dropped its end."""
+        return self._awaits_end
+
+    def forget_given(self) -> None:
+        """What was given was for a backward that does not come: this rank has no more data."""
+        self._once = None
 
     def use(self) -> None:
         """Have the hooks that weighing needs."""
@@ -127,6 +133,7 @@ class MicroBatchWeights(ABC):
             self._shrink(self._total / total)
         if not self._state.is_syncing:
             self._opened += 1
+            self._awaits_end = True
             dropped = functools.partial(self._forget_if_current, self._opened)
             self._call_at_end(EndOfBackward(self._end_local, dropped))
         return total
@@ -138,13 +145,17 @@ class MicroBatchWeights(ABC):
 
     def give_up_interrupted(self) -> None:
         """Forget a backward that ended in an exception, and with it what has accumulated."""
+        self._opened += 1  # what is dropped from now on is of no backward
+        self._awaits_end = False
         if self._is_open:
             self._forget()
 
     def _forget_if_current(self, opened: int) -> None:
         """The end of a backward was dropped, perhaps late: another one may have begun since."""
-        if opened == self._opened and self._is_open:
-            self._forget()
+        if opened == self._opened:
+            self._awaits_end = False
+            if self._is_open:
+                self._forget()
 
     def _forget(self) -> None:
         self.end()
@@ -162,6 +173,7 @@ class MicroBatchWeights(ABC):
         return self._scopes[-1] if self._scopes else self._of_forwards
 
     def _end_local(self) -> None:
+        self._awaits_end = False
         self._total += self._weight
         self._count += 1
         self._close_backward()

@@ -170,6 +170,7 @@ class Passes(Generic[AnyAutograd]):
         reduction = self.planning.reduction
         if reduction.order is not None:
             reduction.order.end(self)
+        self.settle_interrupted()
         self.gradients.leave_arena()
         reduction.reducer.close()
 
@@ -316,8 +317,8 @@ class Passes(Generic[AnyAutograd]):
         if (state.is_armed or state.is_interrupted or has_weights) and not autograd.is_in_backward():
             self._tell_if_interrupted()
             if has_weights:
-                if self.micro_batches.is_open:  # by a backward in no_sync()
-                    autograd.await_drop(lambda: not self.micro_batches.is_open)
+                if self.micro_batches.awaits_end:  # of a backward in no_sync()
+                    autograd.await_drop(lambda: not self.micro_batches.awaits_end)
                 self.micro_batches.give_up_interrupted()
         if self._is_obstructed and is_syncing:
             self._check_scattering(is_training=is_training)
@@ -599,8 +600,7 @@ class Passes(Generic[AnyAutograd]):
                 seen="require_manual_backward_finalization is True",
                 hint="call finalize_backward() after each synchronised backward, before the next forward",
             )
-        if self.state.is_armed:
-            self.autograd.await_drop(lambda: not self.state.is_armed)
+        self.settle_interrupted()
         if self.state.is_armed or self.state.is_interrupted:
             self._give_up_interrupted()
 
@@ -608,6 +608,19 @@ class Passes(Generic[AnyAutograd]):
     def is_interrupted(self) -> bool:
         """Whether an exception has ended the backward of a pass that nobody has given up yet."""
         return self.state.is_interrupted and self._untold is None
+
+    def settle_interrupted(self) -> None:
+        """Where an exception has ended the last backward, let no gradient lie where ranks may still write.
+
+        The pass is still to be given up.
+        """
+        state = self.state
+        if state.is_left_open:
+            return
+        if state.is_armed:
+            self.autograd.await_drop(lambda: not state.is_armed)
+        if state.is_armed or state.is_interrupted:
+            self.gradients.settle()
 
     def give_up_for_others(self) -> None:
         """End the pass that an exception broke off: other models are to make their calls after its own.
@@ -660,6 +673,7 @@ class Passes(Generic[AnyAutograd]):
         self.state.check_process()
         self._tell_if_interrupted()
         self.gradients.restore({})  # those of the last such pass
+        self.micro_batches.forget_given()
         self._weigh(weight)
         self._left_over.hand_over_nothing(self.reducer)
         self.state.status.finished = True

@@ -43,6 +43,10 @@ class UnevenPasses(Protocol):
         """This rank in words."""
         ...
 
+    def settle_interrupted(self) -> None:
+        """Where an exception has ended the last backward, let no gradient lie where ranks may still write."""
+        ...
+
     def shadow(self, *, weight: float) -> bool:
         """Take part in a pass of the others without gradients; whether any rank had data. Collective."""
         ...
@@ -65,6 +69,7 @@ class Shadow:
 
     def __init__(self, passes: UnevenPasses, *, keep_accumulated: bool) -> None:
         self._passes = passes
+        passes.settle_interrupted()
         self._gradients = passes.gradients.keep()
         self._accumulated = set(passes.state.accumulated)
         if not keep_accumulated:

@@ -32,6 +32,7 @@ def regroup(ddp: TorchNames, new_process_group: Any) -> None:
         ddp._good_passes = before.good_passes
         before.graphs.close()
         # A rank that was stopped, and whom this one has given up, may still write into the arena.
+        before.settle_interrupted()
         before.gradients.leave_arena()
     elif ddp._is_connected:  # alone: nobody has counted
         ddp._good_passes = None

@@ -1,11 +1,11 @@
-"""The connections between hosts through Gloo groups of torch: one for each place in a host.
+"""The connections between hosts through Gloo groups of torch: two for each place in a host.
 
 A `paceline.reducer.hosts.HostsTransport`. Gloo is in every wheel of torch, its messages pair by tags, and its
 own thread moves them, so that they travel while Python computes. A group of our own, and not the user's: its
 calls and tags are ours alone, and when it has to be ended the user's goes on. It is not registered with torch
 as `new_group` would: names of those depend on how many groups a rank is in, and they never end.
 
-Two groups, so that each connection carries one direction. Gloo's thread can't read from a connection while
+Two, so that each connection carries one direction. Gloo's thread can't read from a connection while
 another thread writes to it: it asks the kernel in a loop until that thread has done. docs/design/hosts.md has
 what this cost.
 """

@@ -71,4 +71,5 @@ class Streams:
 
 
 def _number_on_cuda() -> object:
-    return torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+    device = torch._C._cuda_getDevice()
+    return torch._C._cuda_getCurrentRawStream(device) + device  # the default streams of all devices are 0

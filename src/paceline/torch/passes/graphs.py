@@ -30,7 +30,8 @@ def tensors_in(output: object) -> Iterator[torch.Tensor]:
 class RunningCall(Enum):
     """Which call of autograd runs the hook that asks. Autograd itself does not tell.
 
-    UNKNOWN: on a device, whose hooks run in a thread of their own, while several threads are in such a call.
+    UNKNOWN: on a device, whose hooks run in a thread of their own, while several threads are in such calls,
+    and not in the same.
     """
 
     BACKWARD = "backward()"
@@ -46,8 +47,8 @@ def running_call() -> RunningCall:
         return found
     threads = sys._current_frames()
     threads.pop(threading.get_ident(), None)
-    waiting = [call for frame in threads.values() if (call := _innermost_call(frame)) is not None]
-    return waiting[0] if len(waiting) == 1 else RunningCall.UNKNOWN
+    waiting = {call for frame in threads.values() if (call := _innermost_call(frame)) is not None}
+    return waiting.pop() if len(waiting) == 1 else RunningCall.UNKNOWN
 
 
 def _innermost_call(frame: FrameType | None) -> RunningCall | None:

@@ -56,7 +56,7 @@ class TorchWeights(MicroBatchWeights):
 
         None: backward leaves this parameter's gradient undefined. What it has is weighed all the same.
         """
-        if not self._is_open and running_call() is RunningCall.GRAD:
+        if not (self._is_open or self._state.is_armed) and running_call() is RunningCall.GRAD:
             return None
         share = self._share_of_incoming()
         if share == 1.0 or gradient is None:
