@@ -349,6 +349,32 @@ def test_no_more_data_after_a_backward_that_raised(rank: int) -> None:
 
 
 @ranks(2, group=NCCL)
+def test_another_model_after_a_backward_that_raised(rank: int) -> None:
+    """What the first has begun over the group is given up before the other makes a call, on all ranks."""
+    models = [network().to(KIND) for _ in range(2)]
+    first, second = (DistributedDataParallel(each, bucket_cap_mb=1e-4) for each in models)
+    x = batch(0, 2)[rank::2].to(KIND)
+    expected = network().to(KIND)
+    expected(batch(0, 2).to(KIND)).square().mean().backward()
+
+    def raise_stop(gradient: torch.Tensor) -> None:
+        raise Stop
+
+    for _ in range(20):
+        hook = models[0][0].weight.register_hook(raise_stop)
+        with pytest.raises(Stop):
+            first(x).square().mean().backward()
+        hook.remove()
+        second.finish()
+        for ddp in (second, first):
+            ddp.zero_grad()
+            ddp(x).square().mean().backward()
+            for ours, theirs in zip(ddp.parameters(), expected.parameters(), strict=True):
+                assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+            ddp.zero_grad()
+
+
+@ranks(2, group=NCCL)
 def test_weights_after_a_backward_in_no_sync_that_raised(rank: int) -> None:
     model = network().to(KIND)
     ddp = DistributedDataParallel(model)

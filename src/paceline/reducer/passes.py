@@ -607,7 +607,10 @@ class Passes(Generic[AnyAutograd]):
     @property
     def is_interrupted(self) -> bool:
         """Whether an exception has ended the backward of a pass that nobody has given up yet."""
-        return self.state.is_interrupted and self._untold is None
+        state = self.state
+        if state.is_armed and not state.is_left_open and not self.autograd.is_in_backward():
+            self.autograd.await_drop(lambda: not state.is_armed)
+        return state.is_interrupted and self._untold is None
 
     def settle_interrupted(self) -> None:
         """Where an exception has ended the last backward, let no gradient lie where ranks may still write.
