@@ -160,6 +160,29 @@ def test_two_hosts_of_one_rank_share_a_gpu_over_nccl(rank: int) -> None:
     check_means_through_hosts(rank, 2, 2, torch.device(DEVICE, 0), init_sync=False, broadcast_buffers=False)
 
 
+@ranks(2, group=GLOO_AND_NCCL, deadline_s=240)
+def test_a_sum_between_hosts_that_overflows_is_told(rank: int) -> None:
+    """Its mean would be finite, and so is each gradient."""
+    be_on_host(rank)
+    ddp = DistributedDataParallel(
+        nn.Linear(2, 1, bias=False).to(DEVICE),
+        reduce_through="hosts",
+        nonfinite="raise",
+        init_sync=False,
+        broadcast_buffers=False,
+        timeout_s=60,
+    )
+    for size in (1.0, 3e38, 1.0):
+        ddp.zero_grad()
+        loss = ddp(torch.full((1, 2), size, device=DEVICE)).sum()
+        if size == 1.0:
+            loss.backward()
+            assert_close(ddp.module.weight.grad.cpu(), torch.ones(1, 2))
+        else:
+            with pytest.raises(NonFiniteGradientError, match="overflow"):
+                loss.backward()
+
+
 @pytest.mark.skipif(accelerator.count() < 4, reason="needs four GPUs")
 @ranks(4, group=NCCL, deadline_s=240)
 def test_two_hosts_of_two_gpus_over_nccl(rank: int) -> None:

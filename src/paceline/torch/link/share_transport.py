@@ -106,6 +106,10 @@ class ShareTransport(ProcessGroupTransport):
         self._shares.bring(bucket, fetch)
         return ShareWork(self, bucket)
 
+    def may_have_overflowed(self, scale: float) -> bool:
+        # Between hosts sums are divided only once they are whole. Whoever does not wait is not told.
+        return super().may_have_overflowed(scale) or (self._checks_finite and self._on_device.waits)
+
     def gathered(self, bucket: int) -> None:
         """Wait until a bucket holds the sum over all ranks; the device waits, if it can."""
         if not self._gathers:
