@@ -37,18 +37,17 @@ def batch(step: int, world_size: int) -> torch.Tensor:
     return torch.randn(4 * world_size, 6, generator=torch.Generator().manual_seed(step))
 
 
-def train(model: nn.Module, rank: int, world_size: int, device: str | None = KIND, **options: Any) -> None:
+def train(model: nn.Module, rank: int, world_size: int, **options: Any) -> None:
     optimizer = options.get("optimizer") or torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
     for step in range(options.get("steps", STEPS)):
         optimizer.zero_grad()
-        x = batch(step, world_size)[rank::world_size]
-        model(x.double() if device is None else x.to(device)).square().mean().backward()
+        model(batch(step, world_size)[rank::world_size].to(KIND)).square().mean().backward()
         optimizer.step()
 
 
 def assert_trained(model: nn.Module, world_size: int, rtol: float = 1e-4, make: Any = network) -> None:
     alone = make().double()
-    train(alone, 0, 1, None) if world_size == 1 else _train_whole(alone, world_size)
+    _train_whole(alone, world_size)
     for ours, expected in zip(model.parameters(), alone.parameters(), strict=True):
         assert_close(ours.detach().double().cpu(), expected.detach(), rtol=rtol, atol=rtol / 10)
     for ours, expected in zip(model.buffers(), alone.buffers(), strict=True):
@@ -283,7 +282,16 @@ def test_a_gradient_by_autograd_grad_is_no_pass(rank: int) -> None:
 
 
 class Stop(Exception):
-    pass
+    """Of the program, in its backward."""
+
+
+def raise_stop(gradient: torch.Tensor) -> None:
+    raise Stop
+
+
+def assert_gradients(model: nn.Module, expected: nn.Module) -> None:
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -296,9 +304,6 @@ def test_a_backward_that_raises(rank: int, view: bool, waits: bool, monkeypatch:
     model = network().to(KIND)
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=view, bucket_cap_mb=1e-4)
     x = batch(0, 2)[rank::2].to(KIND)
-
-    def raise_stop(gradient: torch.Tensor) -> None:
-        raise Stop
 
     expected = copy.deepcopy(model)
     expected(batch(0, 2).to(KIND)).square().mean().backward()
@@ -318,8 +323,7 @@ def test_a_backward_that_raises(rank: int, view: bool, waits: bool, monkeypatch:
                 ddp(x)
         ddp.zero_grad(set_to_none=number % 3 != 0)
         ddp(x).square().mean().backward()
-        for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
-            assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+        assert_gradients(model, expected)
         ddp.zero_grad()
 
 
@@ -332,9 +336,6 @@ def test_no_more_data_after_a_backward_that_raised(rank: int) -> None:
     expected = copy.deepcopy(model)
     expected(batch(0, 2).to(KIND)).square().mean().backward()
 
-    def raise_stop(gradient: torch.Tensor) -> None:
-        raise Stop
-
     for _ in range(5):
         hook = model[0].weight.register_hook(raise_stop)
         with pytest.raises(Stop):
@@ -343,8 +344,7 @@ def test_no_more_data_after_a_backward_that_raised(rank: int) -> None:
         ddp.zero_grad(set_to_none=False)
         ddp.finish()
         ddp(x).square().mean().backward()
-        for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
-            assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+        assert_gradients(model, expected)
         ddp.zero_grad(set_to_none=False)
 
 
@@ -357,9 +357,6 @@ def test_another_model_after_a_backward_that_raised(rank: int) -> None:
     expected = network().to(KIND)
     expected(batch(0, 2).to(KIND)).square().mean().backward()
 
-    def raise_stop(gradient: torch.Tensor) -> None:
-        raise Stop
-
     for _ in range(20):
         hook = models[0][0].weight.register_hook(raise_stop)
         with pytest.raises(Stop):
@@ -369,13 +366,13 @@ def test_another_model_after_a_backward_that_raised(rank: int) -> None:
         for ddp in (second, first):
             ddp.zero_grad()
             ddp(x).square().mean().backward()
-            for ours, theirs in zip(ddp.parameters(), expected.parameters(), strict=True):
-                assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+            assert_gradients(ddp, expected)
             ddp.zero_grad()
 
 
 @ranks(2, group=NCCL)
-def test_weights_after_a_backward_in_no_sync_that_raised(rank: int) -> None:
+def test_weights_after_a_backward_in_no_sync_that_raised(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.torch.passes.passes._DROPPED_WITHIN_S", 60.0)
     model = network().to(KIND)
     ddp = DistributedDataParallel(model)
     expected = network().to(KIND)
@@ -383,9 +380,6 @@ def test_weights_after_a_backward_in_no_sync_that_raised(rank: int) -> None:
     weights = (1.0, 3.0)
     losses = [w * expected(whole[r::2]).square().mean() for r, w in enumerate(weights)]
     (sum(losses) / sum(weights)).backward()
-
-    def raise_stop(gradient: torch.Tensor) -> None:
-        raise Stop
 
     for _ in range(10):
         hook = model[2].weight.register_hook(raise_stop)
@@ -397,9 +391,8 @@ def test_weights_after_a_backward_in_no_sync_that_raised(rank: int) -> None:
         ddp.zero_grad()
         ddp.weight(weights[rank])
         ddp(whole[rank::2]).square().mean().backward()
-        assert time.monotonic() - began < 4.0  # nobody waits for what does not come
-        for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
-            assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+        assert time.monotonic() - began < 30.0  # nobody has waited for what does not come
+        assert_gradients(model, expected)
         ddp.zero_grad()
 
 

@@ -55,7 +55,7 @@ class MicroBatchWeights(ABC):
         self._once: float | None = None
         self._of_forwards: float | None = None
         self._is_open = False  # a backward is under way that has begun to weigh
-        self._opened, self._awaits_end = 0, False  # of those in no_sync()
+        self._awaited: object = None  # stands for the end of one in no_sync() that the framework still holds
         self._weight = 0.0
         self._share = 1.0
         self._total = 0.0
@@ -76,7 +76,7 @@ class MicroBatchWeights(ABC):
     @property
     def awaits_end(self) -> bool:
         """Whether a backward in no_sync() has begun to weigh, and the framework has not dropped its end."""
-        return self._awaits_end
+        return self._awaited is not None
 
     def forget_given(self) -> None:
         """What was given was for a backward that does not come: this rank has no more data."""
@@ -132,9 +132,8 @@ class MicroBatchWeights(ABC):
         if 0 < self._total < total:
             self._shrink(self._total / total)
         if not self._state.is_syncing:
-            self._opened += 1
-            self._awaits_end = True
-            dropped = functools.partial(self._forget_if_current, self._opened)
+            self._awaited = object()
+            dropped = functools.partial(self._forget_if_awaited, self._awaited)
             self._call_at_end(EndOfBackward(self._end_local, dropped))
         return total
 
@@ -145,17 +144,14 @@ class MicroBatchWeights(ABC):
 
     def give_up_interrupted(self) -> None:
         """Forget a backward that ended in an exception, and with it what has accumulated."""
-        self._opened += 1  # what is dropped from now on is of no backward
-        self._awaits_end = False
+        self._awaited = None
         if self._is_open:
             self._forget()
 
-    def _forget_if_current(self, opened: int) -> None:
-        """The end of a backward was dropped, perhaps late: another one may have begun since."""
-        if opened == self._opened:
-            self._awaits_end = False
-            if self._is_open:
-                self._forget()
+    def _forget_if_awaited(self, end: object) -> None:
+        """The end of a backward was dropped; perhaps late, when another one has begun."""
+        if end is self._awaited:
+            self.give_up_interrupted()
 
     def _forget(self) -> None:
         self.end()
@@ -173,7 +169,7 @@ class MicroBatchWeights(ABC):
         return self._scopes[-1] if self._scopes else self._of_forwards
 
     def _end_local(self) -> None:
-        self._awaits_end = False
+        self._awaited = None
         self._total += self._weight
         self._count += 1
         self._close_backward()

@@ -60,7 +60,11 @@ class Gradients:
         self._rank = rank
         self._shared: set[int] = set()
         self._shapes = [parameter.shape for parameter in tensors.trainable]
-        self._is_on_host = all(parameter.is_cpu for parameter in tensors.trainable)
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the thread that calls backward() runs all hooks of parameters: none is on a device."""
+        return all(parameter.is_cpu for parameter in self._parameters)
 
     @property
     def any_in_arena(self) -> bool:
@@ -199,7 +203,7 @@ class Gradients:
                 self._parameters[index].grad = self.reduction.places[index].clone()
 
     def interrupt(self) -> None:
-        if self._is_on_host:  # else in autograd's own thread, while the user's clears gradients, perhaps
+        if self.is_on_host:  # else in autograd's own thread, while the user's clears gradients, perhaps
             self.leave_arena()
 
     def settle(self) -> None:
@@ -207,7 +211,7 @@ class Gradients:
 
         Buckets that were under way have overwritten some, before or after the user wrote to them.
         """
-        if not self._is_on_host:
+        if not self.is_on_host:
             for index in self._in_arena():
                 self._parameters[index].grad = None
 

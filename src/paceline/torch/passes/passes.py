@@ -217,7 +217,7 @@ class TorchAutograd:
         return torch._C._current_graph_task_id()
 
     def await_drop(self, is_dropped: Callable[[], bool]) -> None:
-        if all(parameter.is_cpu for parameter in self._tensors.trainable):
+        if self._gradients.is_on_host:
             return
         until_s = time.monotonic() + _DROPPED_WITHIN_S
         while not is_dropped() and time.monotonic() < until_s:
