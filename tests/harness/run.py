@@ -86,8 +86,7 @@ def _plan(
         # Bound but not listening: nobody is given this port by chance, and rank 0 may listen on it.
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind(("127.0.0.1", 0))
-        inherited = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHER_PREFIXES)}
-        environ = inherited | server.ONE_THREAD
+        environ = inherited_variables() | server.ONE_THREAD
         environ |= {
             "WORLD_SIZE": str(world_size),
             "LOCAL_WORLD_SIZE": str(world_size),
@@ -102,6 +101,20 @@ def _plan(
             yield Plan(program.__module__, name, world_size, group, kwargs, job_id, folder, environ, filters)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def inherited_variables() -> dict[str, str]:
+    """The variables that ranks get from here: all but those of a launcher.
+
+    pytest sets and deletes one of its own around each test, in the main thread, while runs begin in others:
+    a name may be gone when it is read, so `os.environ.items()` would raise.
+    """
+    found = {name: os.environ.get(name) for name in list(os.environ)}
+    return {
+        name: value
+        for name, value in found.items()
+        if value is not None and not name.startswith(_LAUNCHER_PREFIXES)
+    }
 
 
 @dataclass

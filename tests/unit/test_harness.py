@@ -10,6 +10,7 @@ import sys
 import time
 import uuid
 import warnings
+from collections import UserDict
 from functools import partial
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -21,6 +22,7 @@ from paceline.errors import PeerLostError
 from tests.harness import RanksFailed, ranks, run_ranks, run_side_by_side, shared_servers
 from tests.harness.rank_main import die_with
 from tests.harness.report import Cause
+from tests.harness.run import inherited_variables
 from tests.unit import harness_programs as programs
 
 
@@ -108,6 +110,20 @@ def test_runs_side_by_side_meet(tmp_path):
     }
     with run_side_by_side(runs) as results:
         assert {name: result.result() for name, result in results.items()} == {"one": ["one"], "two": ["two"]}
+
+
+class Vanishing(UserDict):
+    """Variables of which one is deleted by somebody else, once their names have been listed."""
+
+    def __iter__(self):
+        names = list(self.data)
+        self.data.pop("GONE", None)
+        return iter(names)
+
+
+def test_a_run_begins_while_variables_are_deleted(monkeypatch):
+    monkeypatch.setattr(os, "environ", Vanishing({"STAYS": "yes", "GONE": "soon", "SLURM_JOB_ID": "1"}))
+    assert inherited_variables() == {"STAYS": "yes"}
 
 
 def test_of_runs_side_by_side_each_is_judged():
