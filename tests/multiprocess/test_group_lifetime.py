@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import sys
 import time
@@ -210,7 +211,8 @@ def test_a_late_rank_is_named_on_every_rank(group):
     if group.rank != 2:
         group.barrier()
     assert caught.value.late == (2,)
-    assert "Rank 2 of 4 did not arrive within 1.0 s" in str(caught.value)
+    waited = re.search(r"Rank 2 of 4 did not arrive within (\d+\.\d) s", str(caught.value))
+    assert waited and float(waited[1]) >= 1.0  # what it has waited, on a busy machine longer
     assert "last call: no call yet" in str(caught.value) or group.rank == 2
     with pytest.raises(DeadlineError):  # the group is over, and keeps saying why
         own.barrier()

@@ -31,9 +31,11 @@ def waits_in_vain(call, group):
             group.recv(np.zeros(1), 0)
         return
     began = time.monotonic()
-    with pytest.raises(DeadlineError, match=f"within {ASKED_S:.1f} s") as caught:
+    with pytest.raises(DeadlineError) as caught:
         call()
     assert ASKED_S <= time.monotonic() - began < BOUND_S
+    waited = re.search(r"did not arrive within (\d+\.\d) s", str(caught.value))
+    assert waited and ASKED_S <= float(waited[1]) < BOUND_S  # what it has waited, on a busy machine longer
     assert caught.value.late == (1,)
 
 
