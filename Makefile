@@ -52,9 +52,10 @@ test: $(VENV)/.core $(VENV)/.paddle ## Run the tests; ARGS='tests/unit -k bucket
 test-long: $(VENV)/.core $(VENV)/.paddle ## Run a fixed part of the long tests: benches, tutorials, faults, generated programs, the model, torch's own tests
 	@$(PYTEST) tests/bench tests/pages tests/model tests/fault tests/differential tests/chaos tests/incumbents $(ARGS)
 
-test-device: $(VENV)/.core ## Run the tests of GPUs on a device that needs none: its streams are threads; two minutes
-	@scripts/step 'Building a device for tests' $(BIN)/python -c 'from tests import device; device.build()'
-	@PACELINE_TEST_DEVICE=1 $(BIN)/python -m pytest --quiet --numprocesses 3 tests/device tests/multiprocess/test_ddp_gpu.py tests/multiprocess/test_ddp_gpu_streams.py $(ARGS)
+test-device: $(VENV)/.core $(VENV)/.paddle ## Run the tests of GPUs on devices that need none: their streams are threads; three minutes
+	@scripts/step 'Building the devices' $(BIN)/python -m tests.device
+	@PACELINE_TEST_DEVICE=1 GLOG_minloglevel=1 CUSTOM_DEVICE_ROOT="$$($(BIN)/python -c 'from tests.device import paddle; print(paddle.build())')" \
+	  $(BIN)/python -m pytest --quiet --numprocesses 3 tests/device tests/multiprocess/test_*_gpu*.py $(ARGS)
 
 # No layer of $(VENV) is a prerequisite: without a GPU nothing is built, and another interpreter that has a torch
 # with CUDA, named by PYTHON, needs no network.

@@ -1,4 +1,4 @@
-"""What tests of GPUs run on: a GPU, or the device of `tests/device` where PACELINE_TEST_DEVICE is set.
+"""What tests of GPUs run on: a GPU, or the device of `tests/device/torch` where PACELINE_TEST_DEVICE is set.
 
 The latter runs what it is given later, as a GPU does, and needs none: `make test-device`.
 """
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from paceline.torch.link import local_group
-from tests import device
+from tests.device import torch as device
 
 IS_CUDA = torch.cuda.is_available()
 IS_THERE = IS_CUDA or bool(os.environ.get("PACELINE_TEST_DEVICE"))
@@ -32,8 +32,10 @@ _library: Any = None
 if IS_THERE and not IS_CUDA:
     _library = device.begin()
 
-    def _backend(engine: str, store: Any, _: str, place: int, ranks: list[int], timeout: timedelta) -> Any:
-        return device.group(engine, store, place, len(ranks), timeout)
+    def _backend(
+        engine: str, store: Any, name: str, place: int, world_ranks: list[int], timeout: timedelta
+    ) -> Any:
+        return device.group(engine, store, place, len(world_ranks), timeout)
 
     local_group._backend = _backend
 
@@ -51,7 +53,7 @@ def count() -> int:
 def busy(milliseconds: int) -> None:
     """Give the current stream something to do, for as long as a test needs to be ahead of it."""
     if IS_CUDA:
-        torch.cuda._sleep(int(milliseconds * 1.5e6))
+        torch.cuda._sleep(int(milliseconds * 1.5e6))  # type: ignore[no-untyped-call]
     else:
         _library.sleep(milliseconds)
 

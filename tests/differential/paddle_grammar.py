@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+from tests.device import paddle as device
 from tests.differential.programs import Op, Program
 
 VIEWS = (
@@ -48,6 +49,8 @@ NESTING = ("gate", "recompute")
 COMPLEX = ("real", "imag", "product", "square", "abs")
 MORE_MODES = ("static", "bfloat16 sums", "group float64 sums", "hosts", "hosts tiny view")
 MORE_UNUSED_MODES = ("static", "group static", "hosts unused", "hosts static")
+DEVICE_MODES = ("device", "device view", "device float64 sums")
+DEVICE_UNUSED_MODES = ("device unused", "device static")
 
 
 def generate(seed: int) -> Program:
@@ -62,6 +65,8 @@ def generate(seed: int) -> Program:
         last = max(number for number, op in enumerate(program["ops"]) if op["op"] == "clear")
         program["ops"][last:last] = writer.joined(rng)
     _add_modes(program, rng, needs_unused=writer.needs_unused)
+    if device.IS_THERE:
+        _put_on_device(program, random.Random(f"device {seed}"), needs_unused=writer.needs_unused)
     return program
 
 
@@ -81,6 +86,21 @@ def _add_modes(program: Program, rng: random.Random, *, needs_unused: bool) -> N
         program["modes"] = [mode]
     else:
         program["modes"].append(mode)
+
+
+def _put_on_device(program: Program, rng: random.Random, *, needs_unused: bool) -> None:
+    """Let a program run on a device, in two modes and in no other, without sparse gradients."""
+    program["modes"] = rng.sample(
+        DEVICE_UNUSED_MODES if needs_unused or rng.random() < 0.3 else DEVICE_MODES, 2
+    )
+    for model in program["models"]:
+        _make_dense(model["layers"])
+
+
+def _make_dense(layers: list[dict[str, Any]]) -> None:
+    for layer in layers:
+        layer.pop("sparse", None)
+        _make_dense(layer.get("layers", []))
 
 
 def has_own_operations(layers: list[dict[str, Any]]) -> bool:

@@ -60,8 +60,11 @@ class Machine(Walker):
 
     subject: Subject
 
-    def __init__(self, program: Program, rank: int, subject: Subject, *more: Any) -> None:
+    def __init__(
+        self, program: Program, rank: int, subject: Subject, *more: Any, device: str = "cpu"
+    ) -> None:
         super().__init__(program, rank, subject, *more)
+        paddle.set_device(device)
         self.specs: list[dict[str, Any]] = []
         self.kept: list[Any] = []
         self.losses: dict[str, Loss] = {}

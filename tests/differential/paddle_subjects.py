@@ -17,6 +17,7 @@ from paddle import nn
 
 import paceline
 from paceline.paddle import DataParallel, MixedPrecision
+from tests.device import paddle as device
 from tests.differential import paddle_mutations
 from tests.differential.paddle_machine import Machine
 from tests.differential.pool import Run
@@ -49,11 +50,16 @@ MODES: dict[str, dict[str, Any]] = {
     "hosts tiny view": {"hosts": True, **_TINY, "gradient_as_bucket_view": True},
     "hosts unused": {"hosts": True, **_TINY, "find_unused_parameters": True},
     "hosts static": {"hosts": True, **_TINY, "static_graph": True},
+    "device": _TINY,
+    "device view": {**_TINY, "gradient_as_bucket_view": True},
+    "device float64 sums": {**_TINY, "mixed_precision": MixedPrecision(reduce_dtype="float64")},
+    "device unused": {**_TINY, "find_unused_parameters": True},
+    "device static": {"static_graph": True},
 }
 """What is passed to the wrapper.
 
 "group": over Gloo, through paddle.distributed. "hosts": in the memory of each host, and
-between several.
+between several. "device": over the streams of a device (`tests.device.paddle`).
 """
 
 PADDLE = "paddle"
@@ -76,16 +82,21 @@ class Groups:
         return self._group
 
     def paddle(self) -> None:
-        """Initialise paddle.distributed, with the variables that Paddle's launcher would set."""
+        """Initialise paddle.distributed, with the variables that Paddle's launcher would set.
+
+        Over the current device; the programs of a rank are all on the same.
+        """
         if dist.is_initialized():
             return
+        is_on_device = paddle.get_device() != "cpu"
         port = self._agree_on_port()
         os.environ |= {
             "PADDLE_TRAINER_ID": str(self._rank),
             "PADDLE_TRAINERS_NUM": str(self._world_size),
             "PADDLE_CURRENT_ENDPOINT": f"127.0.0.1:{port + self._rank}",
             "PADDLE_MASTER": f"127.0.0.1:{port}",
-            "PADDLE_DISTRI_BACKEND": "gloo",
+            "PADDLE_DISTRI_BACKEND": device.BACKEND if is_on_device else "gloo",
+            f"FLAGS_selected_{device.NAME}s": str(self._rank),
         }
         if self._rank:  # whoever comes before the store is there tries again after 3 s
             _until(lambda: _listens(port))
@@ -129,7 +140,7 @@ class Ours:
             if wrapper.gradient_path != "hosts":
                 raise AssertionError(f"ranks of several hosts average in {wrapper.gradient_path}")
             return wrapper
-        if options.get("reduce_through") == "group":
+        if options.get("reduce_through") == "group" or paddle.get_device() != "cpu":
             self._groups.paddle()
             return DataParallel(net, timeout_s=TIMEOUT_S, **options)
         return DataParallel(net, group=self._groups.paceline(), **options)
@@ -174,7 +185,8 @@ def make_rank(rank: int, world_size: int, job: str, folder: Path) -> Run:
         subject = Paddles(groups) if mode in PADDLES else Ours(groups)
         if mutation := options.get("mutation"):
             paddle_mutations.put_in(mutation, rank)
-        machine = Machine(program, rank, subject, {**MODES, **PADDLES}.get(mode, {}))
+        place = f"{device.NAME}:{rank}" if "device" in mode else "cpu"
+        machine = Machine(program, rank, subject, {**MODES, **PADDLES}.get(mode, {}), device=place)
         try:
             for _ in machine.run():
                 pass

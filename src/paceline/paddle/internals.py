@@ -410,6 +410,11 @@ def empty_on(place: Any, shape: Sequence[int], dtype: Any) -> Tensor:
     return made if same_place(made.place, place) else made._copy_to(place, True)
 
 
+def on_current_device(tensor: Tensor) -> Tensor:
+    """A copy on the device that paddle.set_device() named: a GPU, or one of another kind."""
+    return tensor._copy_to(empty([1], tensor.dtype).place, True)
+
+
 def same_place(one: Any, other: Any) -> bool:
     """Whether two tensors' places are one; in Paddle 3.0 no two of those objects are equal."""
     return str(one) == str(other)

@@ -1,8 +1,9 @@
 """Calls of paddle.distributed that the caller can wait for up to a deadline.
 
 The one idea: Paddle's Gloo does everything within the call, in C++, and takes no time-out from us. So on the
-CPU a thread of their own makes these calls, one after another, while the caller computes or waits. NCCL's
-calls return at once, and are made where the caller is, whose stream they follow.
+CPU a thread of their own makes these calls, one after another, while the caller computes or waits. Those of
+NCCL, and of the engines of other devices, return at once. They are made where the caller is, and follow its
+stream.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Call(Protocol):
     def is_completed(self) -> bool: ...
 
     def wait(self) -> None:
-        """Raise what the call raised; on a GPU let what is computed from now on wait for its result."""
+        """Raise what the call raised; on a device let what is computed from now on wait for its result."""
         ...
 
 
@@ -53,7 +54,7 @@ class GroupCalls:
 
     Attributes:
         group: Never None.
-        on_host: Whether the group moves tensors of the CPU, or those of the current GPU.
+        on_host: Whether the group moves tensors of the CPU, or those of the current device.
         witness: Names ranks that are lost or late, once there is one.
 
     Raises:
@@ -171,7 +172,7 @@ class GroupCalls:
         """The tensor where the group can move it: itself, or a copy."""
         if tensor.place.is_cpu_place() == self.on_host:
             return tensor
-        return tensor.cpu() if self.on_host else tensor.cuda()
+        return tensor.cpu() if self.on_host else internals.on_current_device(tensor)
 
     def _begin(self, make: Callable[[], Any]) -> Call:
         if self._thread is None:

@@ -91,7 +91,7 @@ class GroupPeers(PatientGroup):
         if not on_host or reduce_through == "group":
             raise ConfigError(
                 f"{self._owner}: a paceline.Group works in host memory only.",
-                seen=f"reduce_through={reduce_through!r}" if on_host else "parameters on a GPU",
+                seen=f"reduce_through={reduce_through!r}" if on_host else "parameters on a device",
                 hint="call paddle.distributed.init_parallel_env() before, and leave out the group",
             )
         return MemoryLink(self.core, self.group)
@@ -150,14 +150,14 @@ class PaddlePeers:
         if reduce_through == "memory":
             raise ConfigError(
                 f'{self._owner}: reduce_through="memory" is not possible here.',
-                seen="ranks on several hosts" if on_host else "parameters on a GPU",
+                seen="ranks on several hosts" if on_host else "parameters on a device",
                 hint='leave reduce_through at "auto"',
             )
         if on_host != self._calls.on_host:
             raise ConfigError(
                 f"{self._owner}: a {self._calls.backend} group of Paddle's cannot move these tensors.",
-                expected="Gloo for parameters on the CPU, NCCL for parameters on a GPU",
-                got=f"{self._calls.backend}, parameters on {'the CPU' if on_host else 'a GPU'}",
+                expected="Gloo for parameters on the CPU, NCCL on GPUs, XCCL on other devices",
+                got=f"{self._calls.backend}, parameters on {'the CPU' if on_host else 'a device'}",
                 hint="paddle.set_device() before paddle.distributed.init_parallel_env() and the model",
             )
 
@@ -185,7 +185,7 @@ class PaddlePeers:
 def _why_alone(on_host: bool, reduce_through: str) -> str:
     """Why gradients go over Paddle's group alone, in words."""
     if not on_host:
-        return "parameters on a GPU"
+        return "parameters on a device"
     if reduce_through == "group":
         return 'reduce_through="group"'
     return f"ranks on more than {MOST_HOSTS} hosts"

@@ -147,10 +147,7 @@ def _named_devices(device_ids: Sequence[Any] | None, output_device: Any) -> dict
 
 
 def _names(device: Any, place: Any) -> bool:
-    """Whether it means that place; a number is that of a GPU."""
-    if isinstance(device, int):
-        return bool(place.is_gpu_place() and place.gpu_device_id() == device)
-    spelled = str(device).lower().removeprefix("place(").removesuffix(")")
-    return spelled in (str(place).lower().removeprefix("place(").removesuffix(")"),) or (
-        spelled == "gpu" and bool(place.is_gpu_place())
-    )
+    """Whether it means that place: by its kind ("gpu"), with its number ("gpu:0"), or by its number alone."""
+    named, meant = (str(each).lower().removeprefix("place(").removesuffix(")") for each in (device, place))
+    kind, _, number = meant.partition(":")
+    return named == number if isinstance(device, int) else named in (kind, meant)
