@@ -21,7 +21,11 @@ from tests.gpu.parts import ROOT, Part, run_parts
 
 LIMIT_S = 440.0
 """Of all parts together: with the build of the core it stays below eight minutes."""
-GPU_TESTS = ("test_ddp_gpu*.py", "test_paddle_gpu*.py")
+GPU_TESTS = {
+    "torch": ("multiprocess/test_ddp_gpu*.py",),
+    "paddle": ("multiprocess/test_paddle_gpu*.py", "device/test_paddle.py"),
+}
+"""Files under tests, by framework."""
 
 
 def plan(
@@ -46,7 +50,7 @@ def plan(
     on_gpu = device == "cuda"
     single = "nccl" if on_gpu else "gloo"
     bench = functools.partial(_bench, device=device, results=results, small=small)
-    parts = [_tests(framework) for framework in ("torch", "paddle")] if tests else []
+    parts = [_tests(framework) for framework in GPU_TESTS] if tests else []
     deadlines = {"toy": 45.0, "cnn": 75.0, "gpt": 75.0}
     parts += [bench(model, single, 1, deadline_s=deadlines[model]) for model in models]
     parts.append(bench("toy", "gloo", 2, deadline_s=60.0))
@@ -58,15 +62,14 @@ def plan(
 
 
 def _tests(framework: str) -> Part:
-    folder = ROOT / "tests" / "multiprocess"
-    pattern = next(each for each in GPU_TESTS if ("paddle" in each) == (framework == "paddle"))
-    files = sorted(str(path.relative_to(ROOT)) for path in folder.glob(pattern))
+    found = (path for pattern in GPU_TESTS[framework] for path in (ROOT / "tests").glob(pattern))
+    files = sorted(str(path.relative_to(ROOT)) for path in found)
     # Warnings of other versions of torch and NCCL about themselves are no failures of ours.
     options = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default", "-n", "0")
     has_it = importlib.util.find_spec(framework) is not None
     absent = "" if has_it else f"{framework} is not installed"
     return Part(
-        f"tests, {framework}", (*options, *files), 180.0 if framework == "torch" else 60.0, absent=absent
+        f"tests, {framework}", (*options, *files), 180.0 if framework == "torch" else 75.0, absent=absent
     )
 
 
