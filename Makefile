@@ -54,8 +54,9 @@ test-long: $(VENV)/.core $(VENV)/.paddle ## Run a fixed part of the long tests: 
 
 test-device: $(VENV)/.core $(VENV)/.paddle ## Run the tests of GPUs on devices that need none: their streams are threads; three minutes
 	@scripts/step 'Building the devices' $(BIN)/python -m tests.device
-	@PACELINE_TEST_DEVICE=1 GLOG_minloglevel=1 CUSTOM_DEVICE_ROOT="$$($(BIN)/python -c 'from tests.device import paddle; print(paddle.build())')" \
-	  $(BIN)/python -m pytest --quiet --numprocesses 3 tests/device tests/multiprocess/test_*_gpu*.py $(ARGS)
+	@root="$$($(BIN)/python -m tests.device)" && \
+	  PACELINE_TEST_DEVICE=1 GLOG_minloglevel=1 CUSTOM_DEVICE_ROOT="$$root" $(BIN)/python -m pytest --quiet --numprocesses 3 \
+	  tests/device tests/multiprocess/test_ddp_gpu*.py $${root:+tests/multiprocess/test_paddle_gpu.py} $(ARGS)
 
 # No layer of $(VENV) is a prerequisite: without a GPU nothing is built, and another interpreter that has a torch
 # with CUDA, named by PYTHON, needs no network.

@@ -24,6 +24,9 @@ for _name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_AD
     os.environ.pop(_name, None)
 os.environ.pop("PACELINE_JOB_ID", None)
 
+# Else torch asks the CUDA runtime whether there is a GPU, and no fork of a process that did can use one.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
 # Started in the background of a script, pytest inherits an ignored SIGINT, and would hand that on to every
 # process whose answer to Ctrl-C a test asks for.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 
+os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")  # before CUDA is begun: tests compare with float64
+
 import paddle
 import pytest
 

@@ -1,8 +1,15 @@
-"""`python -m tests.device`: builds the devices of all frameworks that are installed."""
+"""`python -m tests.device`: builds the devices of all frameworks that are installed.
 
-import importlib
+Prints CUSTOM_DEVICE_ROOT for Paddle's; nothing, if Paddle is not installed.
+"""
+
 import importlib.util
 
-for framework in ("torch", "paddle"):
-    if importlib.util.find_spec(framework) is not None:
-        importlib.import_module(f"tests.device.{framework}").build()
+from tests.device import paddle
+
+if importlib.util.find_spec("torch") is not None:
+    from tests.device import torch
+
+    torch.build()
+if importlib.util.find_spec("paddle") is not None:
+    print(paddle.build())

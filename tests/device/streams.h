@@ -64,8 +64,8 @@ class Mark {
 
 using MarkPointer = std::shared_ptr<Mark>;
 
-// One stream: tasks that run one after the other in a thread, which begins with the first of them, so that a
-// process that has streams may fork before. Never deleted, as threads outlive main().
+// One stream: tasks that run one after the other in a thread. The thread begins with the first task, so a process
+// may fork as long as its streams were given none. Never deleted, as threads outlive main().
 class Queue {
  public:
   void add(std::function<void()> task) {

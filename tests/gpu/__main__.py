@@ -23,7 +23,7 @@ LIMIT_S = 440.0
 """Of all parts together: with the build of the core it stays below eight minutes."""
 GPU_TESTS = {
     "torch": ("multiprocess/test_ddp_gpu*.py",),
-    "paddle": ("multiprocess/test_paddle_gpu*.py", "device/test_paddle.py"),
+    "paddle": ("multiprocess/test_paddle_gpu*.py", "device/test_paddle_*.py"),
 }
 """Files under tests, by framework."""
 
@@ -68,9 +68,7 @@ def _tests(framework: str) -> Part:
     options = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "default", "-n", "0")
     has_it = importlib.util.find_spec(framework) is not None
     absent = "" if has_it else f"{framework} is not installed"
-    return Part(
-        f"tests, {framework}", (*options, *files), 180.0 if framework == "torch" else 75.0, absent=absent
-    )
+    return Part(f"tests, {framework}", (*options, *files), 180.0, absent=absent)
 
 
 def _bench(

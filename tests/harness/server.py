@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.metadata
 import multiprocessing
 import os
 import stat
@@ -34,13 +35,28 @@ def context() -> ForkServerContext:
     return multiprocessing.get_context("forkserver")
 
 
+def can_fork(framework: str) -> bool:
+    """Whether ranks may be forked from a process that has imported it.
+
+    A Paddle for GPUs looks at them when it is imported, and no fork of a process that did can use one. torch
+    does not, with the variable that tests/conftest.py sets.
+    """
+    return framework != "paddle" or not _is_paddle_of_gpus()
+
+
+@functools.cache
+def _is_paddle_of_gpus() -> bool:
+    return any(each.name == "paddlepaddle-gpu" for each in importlib.metadata.distributions())
+
+
 @contextlib.contextmanager
 def starting_from(framework: str) -> Iterator[None]:
-    """Within it, processes of `context` start from the server that has this framework imported.
+    """Within it, processes of `context` start from the server that has this framework imported, if they can.
 
     Waits until that server has imported it. multiprocessing has one server for a process, and finds it by a
     function of its module; other threads wait meanwhile.
     """
+    framework = framework if can_fork(framework) else "numpy"
     with lock:
         before = forkserver.connect_to_new_process
         forkserver.connect_to_new_process = _server(framework).connect_to_new_process

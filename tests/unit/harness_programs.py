@@ -25,6 +25,12 @@ def frameworks(rank: int) -> list[str]:
     return [name for name in ("torch", "paddle") if name in sys.modules]
 
 
+def import_paddle(rank: int) -> str:
+    import paddle
+
+    return str(paddle.get_device())
+
+
 def large(rank: int) -> bytes:
     return bytes([rank]) * 10_000_000
 

@@ -109,7 +109,7 @@ def test_all_parts_fit_into_the_time():
     files = [path for part in parts for path in part.command if path.endswith(".py")]
     assert files and all((ROOT / path).exists() for path in files)
     tests = {str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "multiprocess").glob("*gpu*.py")}
-    assert tests | {"tests/device/test_paddle.py"} == set(files)
+    assert tests | {"tests/device/test_paddle_training.py"} == set(files)
     (several,) = [part for part in parts if part.absent]
     assert "NCCL wants one for each rank" in several.absent
     assert not any(part.absent for part in plan("cuda", 4, Path("results")))

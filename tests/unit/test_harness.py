@@ -19,7 +19,15 @@ import numpy as np
 import pytest
 
 from paceline.errors import PeerLostError
-from tests.harness import RanksFailed, ranks, run_ranks, run_side_by_side, shared_servers
+from tests.harness import (
+    RanksFailed,
+    needs_paddle,
+    ranks,
+    run_ranks,
+    run_side_by_side,
+    server,
+    shared_servers,
+)
 from tests.harness.rank_main import die_with
 from tests.harness.report import Cause
 from tests.harness.run import inherited_variables
@@ -86,6 +94,13 @@ def test_ranks_start_with_one_framework_imported(framework):
     if importlib.util.find_spec(framework) is None:
         pytest.skip(f"{framework} is not installed")
     assert run(programs.frameworks, 1, framework=framework) == [[framework]]
+
+
+@needs_paddle
+def test_ranks_of_a_framework_that_cannot_be_forked_import_it_themselves(monkeypatch):
+    monkeypatch.setattr(server, "can_fork", lambda framework: False)
+    assert run(programs.frameworks, 1, framework="paddle") == [[]]
+    assert run(programs.import_paddle, 2, framework="paddle") == ["cpu", "cpu"]
 
 
 @pytest.mark.parametrize("framework", ["torch", "paddle"])

@@ -407,12 +407,17 @@ def same_dtype(one: paddle.dtype, other: paddle.dtype) -> bool:
 def empty_on(place: Any, shape: Sequence[int], dtype: Any) -> Tensor:
     """A tensor on this place; before Paddle 3.2, paddle.empty() could not be told where."""
     made = empty(shape, dtype)
-    return made if same_place(made.place, place) else made._copy_to(place, True)
+    return made if same_place(made.place, place) else copy_to(made, place)
 
 
-def on_current_device(tensor: Tensor) -> Tensor:
-    """A copy on the device that paddle.set_device() named: a GPU, or one of another kind."""
-    return tensor._copy_to(empty([1], tensor.dtype).place, True)
+def current_place() -> Any:
+    """The device that paddle.set_device() named: the CPU, a GPU, or one of another kind."""
+    return empty([1]).place
+
+
+def copy_to(tensor: Tensor, place: Any) -> Tensor:
+    """A copy on this place."""
+    return tensor._copy_to(place, True)
 
 
 def same_place(one: Any, other: Any) -> bool:

@@ -17,7 +17,9 @@ NAME = "later"
 BACKEND = "xccl"
 """As PADDLE_DISTRI_BACKEND: collectives for which a stream can wait, as with NCCL."""
 ROOT = "CUSTOM_DEVICE_ROOT"
-IS_THERE = bool(os.environ.get(ROOT))
+_DISTRIBUTIONS = ("paddlepaddle", "paddlepaddle-gpu")
+_LIBRARY = "paceline_test_device_paddle"
+IS_THERE = _LIBRARY in os.environ.get(ROOT, "")  # there are other makers' devices
 
 
 def build() -> Path:
@@ -34,4 +36,6 @@ def build() -> Path:
         f"-Wl,-rpath,{root / 'libs'}",
         *("-l:libphi_core.so", "-l:libcommon.so"),
     ]
-    return library("paddle", importlib.metadata.version("paddlepaddle"), lambda name: flags).parent
+    found = (each for each in importlib.metadata.distributions() if each.name in _DISTRIBUTIONS)
+    versions = " ".join(f"{each.name} {each.version}" for each in found)
+    return library("paddle", versions, lambda name: flags).parent

@@ -50,6 +50,8 @@ inline std::size_t width_of(C_DataType dtype) {
     case INT32:
     case FLOAT32:
       return 4;
+    case COMPLEX128:
+      return 16;
     default:
       return 8;
   }

@@ -2,7 +2,7 @@
 // later, as a GPU does, so that whatever forgets to wait for a stream reads what is not there yet.
 //
 // - Copies that Paddle puts on a stream, and collectives, run in the thread of that stream. A copy that is on none
-//   happens at once: whoever made it should have waited.
+//   happens at once. Paddle has waited for the stream of its operators then, and for no other.
 // - Most operators have no kernel here. Paddle waits for the stream, copies what they read to the host, and their
 //   results back. Those that write in place have one (operators.h), as results that are copied back are elsewhere.
 // - New memory holds NaNs.
@@ -159,17 +159,16 @@ void fill_streams(C_DeviceInterface& device) {
     return C_SUCCESS;
   };
   device.query_event = [](const C_Device, C_Event event) {
-    const auto& mark = event_of(event).mark;
+    const auto mark = event_of(event).mark;
     return !mark || mark->is_set() ? C_SUCCESS : C_FAILED;
   };
   device.synchronize_event = [](const C_Device, C_Event event) {
-    if (const auto& mark = event_of(event).mark) mark->wait();
+    if (const auto mark = event_of(event).mark) mark->wait();
     return told(first_error.take());
   };
   device.stream_wait_event = [](const C_Device, C_Stream stream,
                                 C_Event event) {
-    if (const auto& mark = event_of(event).mark)
-      queue_of(stream).wait_for(mark);
+    if (const auto mark = event_of(event).mark) queue_of(stream).wait_for(mark);
     return C_SUCCESS;
   };
 }

@@ -45,13 +45,14 @@ inline phi::Backend backend() {
   return phi::TransToPhiBackend(phi::CustomPlace(kKind, 0));
 }
 
-// The kernel of one name: `run` for the device, in all dtypes that the CPU has.
+// The name of an operator, as an argument of a template.
 template <std::size_t size>
 struct Name {
   char text[size];
   constexpr Name(const char (&from)[size]) { std::copy_n(from, size, text); }
 };
 
+// Have the device run `run` for an operator, in all dtypes that the CPU has a kernel for.
 template <auto run>
 void add_kernel(const char* name) {
   auto& kernels = phi::KernelFactory::Instance().kernels()[name];

@@ -156,7 +156,7 @@ class PaddlePeers:
         if on_host != self._calls.on_host:
             raise ConfigError(
                 f"{self._owner}: a {self._calls.backend} group of Paddle's cannot move these tensors.",
-                expected="Gloo for parameters on the CPU, NCCL on GPUs, XCCL on other devices",
+                expected="Gloo for parameters on the CPU, else the engine of their device (NCCL on GPUs)",
                 got=f"{self._calls.backend}, parameters on {'the CPU' if on_host else 'a device'}",
                 hint="paddle.set_device() before paddle.distributed.init_parallel_env() and the model",
             )

@@ -325,9 +325,10 @@ def test_a_rank_that_is_killed_in_mid_backward_is_named(rank: int) -> None:
         squares(wrapped(share(batch(), rank))).backward()
 
 
+@pytest.mark.skipif(paddle_accelerator.IS_CUDA, reason="nobody says how far a GPU is behind")
 @ranks(2, group=None)
 def test_a_device_that_is_far_behind(rank: int) -> None:
-    os.environ[LAG_US] = "20000"  # before there is a stream
+    os.environ[LAG_US] = "20000"
     paddle_accelerator.join(rank)
     model = two_layers()
     wrapped = DataParallel(model, gradient_as_bucket_view=True)
