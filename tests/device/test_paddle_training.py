@@ -146,6 +146,27 @@ def trained(model: nn.Layer) -> Iterator[paddle.Tensor]:
     return (p for p in model.parameters() if not p.stop_gradient and p.grad is not None)
 
 
+@pytest.mark.parametrize("view", [False, True])
+@ranks(2, group=None)
+def test_gradients_that_lie_otherwise_are_added_up(rank: int, view: bool) -> None:
+    """Those of a transposed weight, over several backwards."""
+    paddle_accelerator.join(rank)
+
+    class Transposed(nn.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = self.create_parameter([3, 4])
+
+        def forward(self, factors: paddle.Tensor) -> paddle.Tensor:
+            return (self.weight.t() * factors).sum()
+
+    model, factors = Transposed(), np.arange(12, dtype=np.float32).reshape(4, 3)
+    wrapped = DataParallel(model, gradient_as_bucket_view=view)
+    for count in range(1, 4):
+        wrapped(paddle.to_tensor(factors * (1 + rank))).backward()
+        assert_allclose(model.weight.grad.numpy(), 1.5 * count * factors.T)
+
+
 @ranks(2, group=None)
 def test_parameters_and_buffers_begin_as_on_rank_0(rank: int) -> None:
     paddle_accelerator.join(rank)

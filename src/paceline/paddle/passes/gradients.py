@@ -63,6 +63,7 @@ class Gradients:
         self._live_in_arena = live_in_arena
         self._reduce_dtype = reduce_dtype
         self._shared: set[int] = set()
+        self._straightened: set[int] = set()
         self._shapes = [parameter.shape for parameter in tensors.trainable]
         self._dtypes = [parameter.dtype for parameter in tensors.trainable]
 
@@ -287,7 +288,18 @@ class Gradients:
             with paddle.no_grad():
                 internals.set_gradient(parameter, gradient.contiguous())
             gradient = internals.gradient_of(parameter)
+            self._straighten(index)
         return gradient
+
+    def _straighten(self, index: int) -> None:
+        """Let what is added to this gradient lie as the parameter does.
+
+        On custom devices Paddle adds the bytes of the two as they lie; on CPUs and GPUs it looks.
+        """
+        parameter = self._parameters[index]
+        if parameter.place.is_custom_place() and index not in self._straightened:
+            self._straightened.add(index)
+            parameter.register_hook(lambda gradient: gradient.contiguous())
 
     def _check(self, index: int, gradient: paddle.Tensor | None) -> bool:
         """Whether the gradient can be averaged; else it is refused, on all ranks.
@@ -313,6 +325,8 @@ class Gradients:
         """Let the gradient live in its place in the arena."""
         parameter, place = self._parameters[index], self._places[index]
         place.copy_(gradient, True)
+        if not gradient.is_contiguous():
+            self._straighten(index)
         # A tensor of its own: what backward still has to read, or another parameter, may hold the old one.
         internals.set_gradient(parameter, place)
         home = internals.gradient_of(parameter)
