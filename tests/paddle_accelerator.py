@@ -9,8 +9,10 @@ import os
 
 os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")  # before CUDA is begun: tests compare with float64
 
+import numpy as np
 import paddle
 import pytest
+from numpy.testing import assert_array_equal
 
 from tests.device import paddle as device
 from tests.multiprocess.paddle_models import join_paddle
@@ -30,6 +32,13 @@ def count() -> int:
 
 
 needs_two = pytest.mark.skipif(count() < 2, reason="needs two GPUs")
+
+
+def assert_same_on_both(parameter: paddle.Tensor) -> None:
+    """Two ranks have the same bits. Collective."""
+    of_all = paddle.empty([2 * parameter.shape[0], *parameter.shape[1:]])
+    paddle.distributed.stream.all_gather(of_all, parameter)
+    assert_array_equal(*np.split(of_all.numpy(), 2))
 
 
 def join(rank: int) -> None:

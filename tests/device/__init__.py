@@ -8,5 +8,4 @@ folder: `test_device.py` tests torch's device itself, `test_training.py`, `test_
 """
 
 LAG_US = "PACELINE_TEST_DEVICE_LAG_US"
-"""Each task of a stream begins so many microseconds later: a host that does not wait is ahead of it."""
-DEFAULT_LAG_US = 300
+"""Each task of a stream begins so many microseconds later (300): a host that does not wait is ahead of it."""

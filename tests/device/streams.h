@@ -2,9 +2,9 @@
 // is ahead of it. Shared by the devices of both frameworks, and knows neither.
 #pragma once
 
-#include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstdlib>
 #include <deque>
 #include <exception>
 #include <functional>
@@ -16,8 +16,15 @@
 
 namespace later {
 
-// Microseconds before each task of a stream.
-inline std::atomic<int> lag_us{300};
+// Microseconds before each task of a stream. Read with the first task of this process, and not of the one that it
+// was forked from.
+inline int lag_us() {
+  static const int found = [] {
+    const char* us = std::getenv("PACELINE_TEST_DEVICE_LAG_US");
+    return us ? std::atoi(us) : 300;
+  }();
+  return found;
+}
 
 // What a task threw first, until somebody asks for it: as a GPU tells of an error, in some later call.
 class FirstError {
@@ -103,7 +110,7 @@ class Queue {
         tasks_.pop_front();
         is_running_ = true;
       }
-      if (int us = lag_us)
+      if (int us = lag_us())
         std::this_thread::sleep_for(std::chrono::microseconds(us));
       try {
         task();

@@ -212,7 +212,7 @@ def test_a_late_rank_is_named_on_every_rank(group):
         group.barrier()
     assert caught.value.late == (2,)
     waited = re.search(r"Rank 2 of 4 did not arrive within (\d+\.\d) s", str(caught.value))
-    assert waited and float(waited[1]) >= 1.0  # what it has waited, on a busy machine longer
+    assert waited and 1.0 <= float(waited[1]) < 30.0  # what it has waited, on a busy machine longer
     assert "last call: no call yet" in str(caught.value) or group.rank == 2
     with pytest.raises(DeadlineError):  # the group is over, and keeps saying why
         own.barrier()

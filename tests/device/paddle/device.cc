@@ -15,7 +15,6 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <type_traits>
 #include <vector>
 
 #include "collectives.h"
@@ -38,9 +37,6 @@ struct Event {
 class Streams {
  public:
   Queue* make() {
-    // Not when the device is loaded: that is in the process that this one was forked from.
-    if (const char* us = std::getenv("PACELINE_TEST_DEVICE_LAG_US"))
-      lag_us = std::atoi(us);
     std::lock_guard lock(mutex_);
     return all_.emplace_back(new Queue);  // never deleted, see streams.h
   }

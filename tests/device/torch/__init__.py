@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-import os
 import sysconfig
 from collections.abc import Iterator
 from datetime import timedelta
@@ -23,7 +22,6 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.utils.backend_registration import rename_privateuse1_backend
 
-from tests.device import DEFAULT_LAG_US, LAG_US
 from tests.device.build import library as library_of
 
 NAME = "later"
@@ -47,8 +45,6 @@ def _flags(name: str) -> list[str]:
         Path(sysconfig.get_path("include")),
     ]
     return [
-        # A process may have other libraries with a namespace of that name.
-        "-fvisibility=hidden",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
         f"-DTORCH_EXTENSION_NAME={name}",
         *(f"-isystem{each}" for each in includes),
@@ -70,7 +66,6 @@ def begin() -> Any:
     torch._register_device_module(NAME, _module_of(library))  # type: ignore[no-untyped-call]
     for name, engine in ((NAME, "nccl"), (f"{NAME}_gloo", "gloo")):
         dist.Backend.register_backend(name, functools.partial(group, engine), devices=NAME)
-    library.set_lag(int(os.environ.get(LAG_US, DEFAULT_LAG_US)))
     return library
 
 

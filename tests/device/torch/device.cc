@@ -109,9 +109,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       "sleep", sleep_on_stream,
       "Give the current stream something to do, for so many milliseconds.");
   module.def(
-      "set_lag", [](int us) { lag_us = us; },
-      "Microseconds before each task of a stream.");
-  module.def(
       "forbid_waiting", [](bool is) { waiting_is_forbidden = is; },
       "Let whatever waits raise.");
   module.def(

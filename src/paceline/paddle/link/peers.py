@@ -158,7 +158,8 @@ class PaddlePeers:
                 f"{self._owner}: a {self._calls.backend} group of Paddle's cannot move these tensors.",
                 expected="Gloo for parameters on the CPU, else the engine of their device (NCCL on GPUs)",
                 got=f"{self._calls.backend}, parameters on {'the CPU' if on_host else 'a device'}",
-                hint="paddle.set_device() before paddle.distributed.init_parallel_env() and the model",
+                hint="paddle.set_device() before paddle.distributed.init_parallel_env() and the model; "
+                "for devices other than GPUs, PADDLE_DISTRI_BACKEND=xccl",
             )
 
     def share_hosts(self) -> HostMemory:
