@@ -40,6 +40,11 @@ ReduceOp checked_op(int op, DType dtype) {
   return static_cast<ReduceOp>(op);
 }
 
+/// What a call moves. An unknown dtype has none: the call itself refuses it.
+size_t bytes_of(size_t count, int dtype) {
+  return is_dtype(dtype) ? count * dtype_bytes(static_cast<DType>(dtype)) : 0;
+}
+
 void check_root(const HostGroup& group, int root) {
   if (root < 0 || root >= group.world()) {
     misuse("root " + std::to_string(root) + " is not a rank of a group of " +
@@ -54,7 +59,7 @@ bool is_small(size_t bytes) { return bytes <= 64 * 1024; }
 
 void PyHostGroup::all_reduce(Pointer data, size_t count, int dtype, int op,
                              double weight, double timeout_s) {
-  collective(count, timeout_s, [&](HostGroup& group, double left_s) {
+  collective(bytes_of(count, dtype), timeout_s, [&](HostGroup& group, double left_s) {
     const DType type = checked_dtype(dtype);
     paceline::all_reduce(group.calls, as_pointer(data), count, type,
                          checked_op(op, type), weight, left_s);
@@ -68,7 +73,8 @@ bool PyHostGroup::all_reduce_array(nb::handle array, nb::handle ordinal,
   if (op == -1 && PyErr_Occurred() != nullptr) throw nb::python_error();
   if (!buffer || !is_supported(buffer->dtype, static_cast<ReduceOp>(op)))
     return false;
-  collective(buffer->count, timeout_s, [&](HostGroup& group, double left_s) {
+  const size_t bytes = buffer->count * dtype_bytes(buffer->dtype);
+  collective(bytes, timeout_s, [&](HostGroup& group, double left_s) {
     paceline::all_reduce(group.calls, buffer->data, buffer->count,
                          buffer->dtype, static_cast<ReduceOp>(op), weight,
                          left_s);
@@ -78,7 +84,7 @@ bool PyHostGroup::all_reduce_array(nb::handle array, nb::handle ordinal,
 
 void PyHostGroup::reduce(Pointer data, size_t count, int dtype, int op,
                          int root, double timeout_s) {
-  collective(count, timeout_s, [&](HostGroup& group, double left_s) {
+  collective(bytes_of(count, dtype), timeout_s, [&](HostGroup& group, double left_s) {
     check_root(group, root);
     const DType type = checked_dtype(dtype);
     paceline::reduce(group.calls, as_pointer(data), count, type,
@@ -88,7 +94,7 @@ void PyHostGroup::reduce(Pointer data, size_t count, int dtype, int op,
 
 void PyHostGroup::reduce_scatter(Pointer in, Pointer out, size_t count,
                                  int dtype, int op, double timeout_s) {
-  collective(count, timeout_s, [&](HostGroup& group, double left_s) {
+  collective(bytes_of(count, dtype), timeout_s, [&](HostGroup& group, double left_s) {
     const DType type = checked_dtype(dtype);
     paceline::reduce_scatter(group.calls, as_pointer(in), as_pointer(out),
                              count, type, checked_op(op, type), left_s);

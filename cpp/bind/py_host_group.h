@@ -25,9 +25,13 @@ namespace nb = nanobind;
 // another thread and back.
 inline constexpr size_t kUnlockBytes = 64 * 1024;
 
+inline bool is_dtype(int dtype) {
+  return dtype >= 0 && dtype <= static_cast<int>(DType::kBool);
+}
+
 /// Throws a misuse unless it is one.
 inline DType checked_dtype(int dtype) {
-  if (dtype < 0 || dtype > static_cast<int>(DType::kBool))
+  if (!is_dtype(dtype))
     misuse("unknown dtype number " + std::to_string(dtype));
   return static_cast<DType>(dtype);
 }

@@ -328,4 +328,9 @@ inline constexpr uint32_t pack_abort(Reason reason, int by, int culprit) {
          static_cast<uint32_t>(culprit & 0xff);
 }
 
+/// -1: at a deadline, no rank was seen to be late.
+inline constexpr int culprit_of(uint32_t abort_word) {
+  return static_cast<int8_t>(abort_word & 0xff);
+}
+
 }  // namespace paceline

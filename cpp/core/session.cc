@@ -143,7 +143,7 @@ void Session::fail_from_abort(double waited_s) const {
   const uint32_t word = mapping_.header().abort.load(std::memory_order_acquire);
   const auto by = static_cast<int>(word >> 8 & 0xff);
   Failure failure{.reason = static_cast<Reason>(word >> 16),
-                  .culprit = static_cast<int>(word & 0xff)};
+                  .culprit = culprit_of(word)};
   failure.waited_s = waited_s;
   if (failure.reason == Reason::kDeadline) {
     const RankLine& noticed = line(by);

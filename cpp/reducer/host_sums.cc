@@ -263,10 +263,12 @@ bool HostSums::is_nonfinite(size_t index, size_t first, size_t count) const {
 void HostSums::count_share() {
   check_usable();
   fault_point(Point::kChunkReduced);
-  progress(session_.rank()).published.fetch_add(1, std::memory_order_relaxed);
   // Release: the share is written everywhere, and slots and flags with it;
   // partner: the acquire in wait_published().
-  if (count_up(bell().published, pass_ * shares_per_pass())) ring();
+  const bool is_last = count_up(bell().published, pass_ * shares_per_pass());
+  // After that: where this rank is stopped in between, it is late.
+  progress(session_.rank()).published.fetch_add(1, std::memory_order_relaxed);
+  if (is_last) ring();
 }
 
 void HostSums::wait_published(double timeout_s) {

@@ -245,6 +245,24 @@ TEST(who_waits_for_a_late_rank_is_not_late_itself) {
             {.timeout_s = 60});
 }
 
+TEST(at_a_deadline_nobody_is_blamed_who_does_not_look_late) {
+  run_group(2, [](HostGroup& group) {
+    if (group.rank() == 1) {
+      while (!group.session.is_over()) sched_yield();
+      return;
+    }
+    Atomic<uint32_t> word{0}, sleepers{0};
+    const Failure failure = failure_of([&] {
+      group.session.wait_until(
+          wait_place(WaitKind::kCall, 0), word, sleepers, 1000000,
+          [] { return false; }, [](int) { return false; });
+    });
+    CHECK_EQ(failure.reason, Reason::kDeadline);
+    CHECK_EQ(failure.culprit, -1);
+    CHECK_EQ(failure.late[0], uint64_t{0});
+  });
+}
+
 TEST(ranks_that_wait_for_each_other_see_where) {
   run_group(2,
             [](HostGroup& group) {

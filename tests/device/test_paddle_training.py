@@ -109,6 +109,19 @@ def test_it_trains_as_one_process(rank: int, options: dict[str, Any]) -> None:
             assert_allclose(ours.numpy(), p.numpy(), rtol=1e-4, atol=1e-5)
 
 
+@ranks(2, group=None)
+def test_a_model_on_a_device_is_wrapped_while_tensors_are_made_on_the_cpu(rank: int) -> None:
+    paddle_accelerator.join(rank)
+    model = network()
+    alone = [on_cpu(model), on_cpu(model)]
+    with place("cpu"):
+        wrapped = DataParallel(model, **SMALL)
+    x = batch()
+    squares(wrapped(share(x, rank))).backward()
+    backward_alone(alone, x)
+    assert_mean(model, alone)
+
+
 @pytest.mark.parametrize("view", [False, True])
 @ranks(2, group=None)
 def test_weights_micro_batches_and_frozen_parameters(rank: int, view: bool) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from paceline.errors import ConfigError, NonFiniteGradientError
+from paceline.reducer.call_order import call_order_of
 from paceline.torch import DistributedDataParallel
 from tests.harness import ranks
 from tests.multiprocess.ddp_models import Blocked, Branches, two_layers
@@ -178,6 +179,17 @@ def test_weights_that_make_no_sense(rank: int) -> None:
         ddp(x).sum().backward()
     with pytest.raises(ConfigError, match="others have none"), ddp.weight(3):
         ddp(x).sum().backward()
+
+
+@ranks(2, group="gloo")
+def test_a_weight_that_is_refused_leaves_the_turn_to_other_models(rank: int) -> None:
+    ddp = DistributedDataParallel(two_layers(), reduce_through="group")
+    x = torch.ones(1, 4)
+    with ddp.no_sync():
+        ddp(x).sum().backward()
+    with pytest.raises(ConfigError, match="others have none"), ddp.weight(3):
+        ddp(x).sum().backward()
+    assert call_order_of(ddp.process_group).is_turn_of("another model")
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -232,6 +233,20 @@ def test_a_timeout_of_one_call(group):
         assert caught.value.late == (0,)
         assert 0.9 < time.monotonic() - started < 30
         group.barrier()
+
+
+@ranks(2)
+def test_an_exception_that_is_caught_outside_of_a_group_ends_that_group_alone(group):
+    part = group.subgroup([0, 1])
+    if group.rank == 0:
+        with contextlib.suppress(FileNotFoundError), part:
+            raise FileNotFoundError("no such shard: 17")
+    else:
+        with pytest.raises(PeerLostError, match="no such shard: 17"):
+            part.barrier()
+    total = np.ones(2)
+    group.all_reduce(total)
+    assert_array_equal(total, 2)
 
 
 @ranks(3)

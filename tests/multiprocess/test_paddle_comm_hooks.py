@@ -26,6 +26,7 @@ from paceline.paddle.compression import (
     eight_bit_hook,
     fp16_hook,
 )
+from paceline.paddle.link.comm_hook import Future, HookedCall
 from tests.multiprocess.paddle_models import (
     Branches,
     Words,
@@ -54,6 +55,22 @@ def mean(state: Any, bucket: Any) -> Any:
 
 def at_once(state: Any, bucket: Any) -> paddle.Tensor:
     return bucket.all_gather(bucket.buffer()).wait().mean(axis=0)
+
+
+def test_what_has_failed_fails_again():
+    """A hook that waits twice is told twice, and no bucket is taken for averaged."""
+    calls = []
+
+    def finish() -> paddle.Tensor:
+        calls.append(1)
+        raise PeerLostError("Rank 1 of 2 died.")
+
+    failed = Future(finish)
+    bucket = HookedCall("hook", paddle.zeros([2]), failed.then(lambda f: f.value()))
+    for wait in (failed.wait, failed.value, bucket.wait, bucket.wait):
+        with pytest.raises(PeerLostError, match="Rank 1 of 2 died"):
+            wait()
+    assert len(calls) == 1
 
 
 def with_paddles_calls(state: Any, bucket: Any) -> paddle.Tensor:

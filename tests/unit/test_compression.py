@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from numpy.testing import assert_array_equal
 
 from paceline import _core
+from paceline.reducer.compression import BF16, Codes
 from tests.unit.reduction_oracle import Array, DType, to_compute, to_stored
 from tests.unit.test_kernels import instruction_sets
 
@@ -228,3 +229,17 @@ def test_wrong_calls_raise() -> None:
         _core.encoded_bytes(4, 1)
     with pytest.raises(ValueError, match="one entry per rank"):
         _core.decode_mean(BYTE, [0, 0], [1.0], 0, 0)
+
+
+def test_an_error_that_is_kept_comes_along_whatever_buckets_come_and_go() -> None:
+    """A bucket of one layout has the parameter of another, and then the first layout is used again."""
+    codes = Codes(BF16, error_feedback=True)
+    first, second, third = object(), object(), object()
+    for bucket, parameter in enumerate((first, second, third)):
+        codes._error_for(bucket, [parameter], [2])[:] = bucket
+    codes._error_for(0, [third, second], [2, 2])[:] = 7
+    codes._error_for(1, [first], [2])
+    assert_array_equal(codes._error_for(2, [third], [2]), 7)
+    assert_array_equal(codes.error_of(third), 7)
+    assert_array_equal(codes._error_for(1, [second], [2]), 7)
+    assert_array_equal(codes._error_for(0, [first], [2]), 0)

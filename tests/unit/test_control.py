@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import logging
 import random
 import shutil
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 from paceline.errors import ConfigError, PeerLostError, RendezvousError
 from paceline.reducer.engine_waits import EngineWaits
 from paceline.reducer.witness import ChannelWitness
-from paceline.rendezvous import control, reception, tls
+from paceline.rendezvous import channel_tree, control, reception, tls
 from paceline.rendezvous.control import allowed_silence_s, form_channel
 from paceline.rendezvous.frames import Frame, FrameStream, frame
 from paceline.rendezvous.handshake import Facts, Seal, misfit
@@ -86,7 +87,7 @@ def form(facts=None, secrets=None, timeout_s=60.0, hosts=HOSTS, outcomes=None):
         except RendezvousError as error:
             outcomes[rank] = error
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(count)]
+    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}") for rank in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -534,6 +535,45 @@ def test_a_rank_that_is_slow_to_encrypt_keeps_nobody_waiting(monkeypatch):
     assert "the cause" in outcomes[slow].wait(30.0).seen
     for each in outcomes:
         each.close()
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_that_cannot_listen_is_named_by_all_at_once(monkeypatch, rank):
+    """In a tree: rank 2 is the first of its host, and only rank 3 asks it anything."""
+    monkeypatch.setattr(channel_tree, "MOST_IN_A_STAR", 0)
+    listen = reception._listen
+
+    def refuse():
+        if threading.current_thread().name == f"rank {rank}":
+            return None, json.dumps({"channel": "no descriptors left", "port": 0, "addresses": []}).encode()
+        return listen()
+
+    monkeypatch.setattr(reception, "_listen", refuse)
+    began_s = time.monotonic()
+    outcomes = form(timeout_s=60.0)
+    assert time.monotonic() - began_s < 30.0
+    for each in outcomes:
+        assert isinstance(each, RendezvousError)
+        assert each.summary == f"Rank {rank} could not listen for the other ranks."
+
+
+def test_what_a_signal_handler_tells_in_the_midst_of_sending_comes_whole(channels):
+    """Each frame has a number, and is sealed with it."""
+    connection, others = channels[2]._connections[0], iter([b"inner"])
+    say = connection.say
+
+    def interrupted(kind, text):
+        found = say(kind, text)
+        for inner in others:  # by the handler, before what was said is on its way
+            channels[2]._send(0, Frame.BEAT, inner)
+        return found
+
+    connection.say = interrupted
+    with channels[2]._lock:
+        channels[2]._send(0, Frame.BEAT, b"outer")
+    channels[2].tell(ConfigError("the reason"))
+    until(lambda: channels[0].failure)
+    assert "the reason" in str(channels[0].failure)
 
 
 @needs_openssl

@@ -252,6 +252,18 @@ def test_a_rank_that_does_not_wait_is_late_by_itself():
     assert error.summary == "Rank 2 of 3 did not arrive within 1.2 s."
 
 
+def test_a_deadline_at_which_nobody_looks_late_blames_nobody():
+    number_ranks("host 2", (2, 3), 4)
+    ranks = [waiting(0, "host_sums", 2), rank_facts(1)]
+    seen = facts(Reason.DEADLINE, ranks=ranks, late=[], waiting=[0], culprit=-1, group="host 2", rank=0)
+    error = make_error(seen)
+    assert isinstance(error, DeadlineError)
+    assert error.summary == "Rank 2 of 4 waited 1.2 s in vain; no rank is known to be late."
+    assert "rank 3 (pid 1001) is alive" in error.seen
+    assert error.late == ()
+    assert "has waited 1.2 s for something of which no rank is known to be late in" in describe_slow(seen)
+
+
 def test_ranks_of_a_host_that_wait_have_the_numbers_of_all():
     number_ranks("host 1", (4, 6), 8)
     ranks = [waiting(0, "host_sums", 2, forwards=1), waiting(1, "message", 9, waits_for=[0])]

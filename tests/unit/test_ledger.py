@@ -63,6 +63,29 @@ def test_counters_count_each_once(connect: Connect) -> None:
     assert sorted(found) == list(range(1, 401))
 
 
+def test_an_answer_that_is_late_is_not_that_of_the_next_request() -> None:
+    goes_on = threading.Event()
+
+    def serve() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(1000)
+            goes_on.wait(WITHIN_S)
+            with contextlib.suppress(OSError):
+                connection.sendall(b'"late"\n')
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        serving = threading.Thread(target=serve)
+        serving.start()
+        client = LedgerClient("127.0.0.1", listener.getsockname()[1], 0.05)
+        with pytest.raises(RuntimeError, match="timed out"):
+            client.read("first")
+        goes_on.set()
+        serving.join(WITHIN_S)
+        with pytest.raises(RuntimeError, match="Bad file descriptor"):
+            client.read("second")
+
+
 @pytest.mark.parametrize(
     "words",
     [

@@ -7,6 +7,7 @@ import queue
 import socket
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -180,6 +181,41 @@ def test_a_message_of_another_size_does_not_fit(pair):
     PipedTransport(pair.ends[0], 0).sending(1, message(0, b"xyz"), tag_of(0, 0, 0))()
     with pytest.raises(RuntimeError, match="a message of 67 bytes came where 66 are awaited"):
         wait.wait(PATIENT_S)
+
+
+def test_the_receives_of_a_plan_that_was_replaced_take_nothing(pair):
+    """Nor do they keep the memory that they would have filled. Plan 9 has the tags of plan 1."""
+    ours, theirs = (PipedTransport(end, 0) for end in pair.ends)
+    of_plan_1 = theirs.receiving(0, np.zeros(HEADER_BYTES + 3, np.uint8), tag_of(0, 0, 0, 1))()
+    room = weakref.ref(of_plan_1.message)
+    del of_plan_1
+    gc.collect()
+    assert room() is None
+    sent = np.empty(HEADER_BYTES + 3, np.uint8)
+    Envelope(sent, 9, 0, 0, 0, 0).write(1, 1.0)
+    sent[HEADER_BYTES:] = np.frombuffer(b"new", np.uint8)
+    found = np.zeros_like(sent)
+    awaited = theirs.receiving(0, found, tag_of(0, 0, 0, 9))()
+    ours.sending(1, sent, tag_of(0, 0, 0, 9))().wait(PATIENT_S)
+    awaited.wait(PATIENT_S)
+    assert payload_of(found) == b"new"
+
+
+def test_what_has_arrived_is_good_whatever_ends_the_connection_later(monkeypatch):
+    monkeypatch.setattr(piped_transport, "IDLE_S", 0.01)
+    frames, is_over = [], threading.Event()
+
+    def carry(frame):
+        frames.append(bytes(frame[:4]))
+        if len(frames) > 1:  # the first sign of life
+            raise RuntimeError("gone")
+
+    lane = piped_transport._Outgoing(carry, 5.0, is_over.set)
+    transfer = lane.send(message(0, b"sent"))
+    assert is_over.wait(PATIENT_S)
+    transfer.wait(PATIENT_S)
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        lane.send(message(0, b"more"))
 
 
 def test_who_leaves_has_sent_everything_and_says_so(pair):

@@ -165,9 +165,10 @@ def make_error(facts: Facts) -> PacelineError:
 def describe_slow(facts: Facts) -> str:
     """A warning's text: whom this rank has been waiting for."""
     facts = renumbered(facts)
+    late = format_ranks(facts["late"]) if facts["late"] else "something of which no rank is known to be late"
     return (
         f"rank {facts['rank']} of {facts['world_size']} has waited {facts['waited_s']:.1f} s for "
-        f"{format_ranks(facts['late'])} in group {facts['group']!r}, {_doing(facts)}\n{describe_late(facts)}"
+        f"{late} in group {facts['group']!r}, {_doing(facts)}\n{describe_late(facts)}"
     )
 
 
@@ -237,7 +238,9 @@ def _left(facts: Facts) -> PacelineError:
 
 
 def _deadline(facts: Facts) -> PacelineError:
-    if facts["late"] and set(facts["late"]) <= set(facts["waiting"]):
+    if not facts["late"]:
+        return _nobody_late(facts)
+    if set(facts["late"]) <= set(facts["waiting"]):
         return _crossed(facts)
     return DeadlineError(
         f"{_who(facts)} did not arrive within {facts['waited_s']:.1f} s.",
@@ -246,6 +249,19 @@ def _deadline(facts: Facts) -> PacelineError:
         likely="it took another branch, is stuck in its data loader, or was stopped",
         hint="`timeout_s` gives it longer; `paceline stacks PID` shows where it is",
         late=tuple(facts["late"]),
+        rank=facts["rank"],
+    )
+
+
+def _nobody_late(facts: Facts) -> PacelineError:
+    """A rank that was stopped between its work and the note of it looks as if it had done nothing wrong."""
+    return DeadlineError(
+        f"Rank {facts['rank']} of {facts['world_size']} waited {facts['waited_s']:.1f} s in vain; "
+        "no rank is known to be late.",
+        where=_where(facts),
+        seen=describe_late({**facts, "late": [each["rank"] for each in facts["ranks"]]}),
+        likely="a rank was stopped at the very end of its work",
+        hint="`timeout_s` gives it longer; `paceline stacks PID` shows where it is",
         rank=facts["rank"],
     )
 

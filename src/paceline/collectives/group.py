@@ -84,7 +84,7 @@ class Group:
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         if error is not None:
-            lifetime.announce(error)
+            lifetime.announce_in(self._core, error)  # other groups may go on, where the caller catches it
         self.close()
 
     def close(self) -> None:

@@ -6,6 +6,7 @@ the array and the Work.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -149,8 +150,12 @@ class TransferWork:
     def __del__(self) -> None:
         # Nobody will wait for it any more. If it is still under way, whoever holds `orphans` takes over.
         if self._transfer is not None and not self._core.forget(self._transfer):
-            self._orphans[:] = [each for each in self._orphans if not each._forget()]
             self._orphans.append(self)
+            # One by one: another thread, or the garbage collector, may do the same meanwhile.
+            for each in tuple(self._orphans):
+                if each._forget():
+                    with contextlib.suppress(ValueError):
+                        self._orphans.remove(each)
 
     def _forget(self) -> bool:
         if self._transfer is not None and self._core.forget(self._transfer):

@@ -15,6 +15,7 @@ import numpy as np
 import paddle
 from paddle import Tensor, empty, from_dlpack, nn, view
 from paddle.base import core, framework
+from paddle.distributed import ParallelEnv
 from paddle.io.dataloader import dataloader_iter
 
 from paceline.rendezvous.connections import connected_sockets, send_at_once
@@ -410,9 +411,18 @@ def empty_on(place: Any, shape: Sequence[int], dtype: Any) -> Tensor:
     return made if same_place(made.place, place) else copy_to(made, place)
 
 
-def current_place() -> Any:
-    """The device that paddle.set_device() named: the CPU, a GPU, or one of another kind."""
-    return empty([1]).place
+def device_of_this_process() -> Any:
+    """Where paddle.distributed's engine moves tensors: the device that paddle.set_device() named.
+
+    Where it named the CPU, after init_parallel_env(), the device which that function has chosen.
+    """
+    current = empty([1]).place
+    if not current.is_cpu_place():
+        return current
+    chosen = ParallelEnv()
+    if chosen.device_type:
+        return core.CustomPlace(chosen.device_type, chosen.device_id)
+    return core.CUDAPlace(chosen.device_id)
 
 
 def copy_to(tensor: Tensor, place: Any) -> Tensor:

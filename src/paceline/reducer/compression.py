@@ -173,6 +173,8 @@ class Codes:
         known = self._buckets.get(bucket)
         if known is not None and _are_same(known[0], parameters):
             return known[1]
+        moved = set(parameters)  # buckets that had them are laid out anew, too, when they come next
+        self._buckets = {n: known for n, known in self._buckets.items() if moved.isdisjoint(known[0])}
         flat: Floats = np.zeros(sum(sizes), np.float32)
         for parameter, place in zip(parameters, np.split(flat, np.cumsum(sizes[:-1])), strict=True):
             before = self._errors.get(parameter)

@@ -172,18 +172,19 @@ class HostExchange:
     def _take_flight(self, bucket: int, *, may_wait: bool) -> Flight | None:
         """The messages of a bucket, once its room is free."""
         room = self._room_of(bucket, self._number)
+        ends_s = time.monotonic() + self._waits.patience_s + 1.0  # the thread's own deadline comes first
         with self._is_free:
             self.check()
             if self._is_taken[room] and not may_wait:
                 return None
-            ends_s = time.monotonic() + self._waits.patience_s + 1.0  # the thread's own deadline comes first
-            while self._is_taken[room]:
+            while self._is_taken[room] and time.monotonic() <= ends_s:
                 self._is_free.wait(_LOOK_S)
                 self.check()
                 self._group.check_usable()  # a rank of this host may have died meanwhile
-                if time.monotonic() > ends_s:
-                    raise self._waits.late(self._terms.others, "take earlier buckets", bucket)
+            is_late = self._is_taken[room]
             self._is_taken[room] = True
+        if is_late:  # not under the lock, which whoever tells the reason needs
+            raise self._waits.late(self._terms.others, "take earlier buckets", bucket)
         flight = self._laid_out.get((bucket, room))
         if flight is None:
             flight = self._laid_out[bucket, room] = self._lay_out(bucket, room)

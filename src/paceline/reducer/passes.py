@@ -167,12 +167,15 @@ class Passes(Generic[AnyAutograd]):
     def end(self) -> None:
         """Average no more. Gradients keep their values, and get memory of their own."""
         self.close()
-        reduction = self.planning.reduction
-        if reduction.order is not None:
-            reduction.order.end(self)
+        self.end_turn()
         self.settle_interrupted()
         self.gradients.leave_arena()
-        reduction.reducer.close()
+        self.reducer.close()
+
+    def end_turn(self) -> None:
+        """Let other models over the same process group make their calls: this pass makes none any more."""
+        if (order := self.planning.reduction.order) is not None:
+            order.end(self)
 
     # --- what others ask ---
 
@@ -375,6 +378,7 @@ class Passes(Generic[AnyAutograd]):
             if self.micro_batches.is_used:
                 self._weigh(self.micro_batches.begin())
         except PacelineError as error:
+            self.end_turn()
             self.autograd.note_error(error)
             raise
         if self._shared:
@@ -477,7 +481,7 @@ class Passes(Generic[AnyAutograd]):
         in Python costs a small model about a microsecond.
         """
         state, planning, config = self.state, self.planning, self._config
-        reducer = planning.reduction.reducer
+        reducer, number = planning.reduction.reducer, self._pass_id
         planning.earlier.last_pass = None
         if self.fresh.is_used:
             self.fresh.forget()
@@ -491,21 +495,21 @@ class Passes(Generic[AnyAutograd]):
                     self._left_over.hand_over(reducer)
                 status = state.status
                 told = self.notes.take(self._begun_forwards, bool(state.accumulated))
-                reducer.set_note(told, self._pass_id)
+                reducer.set_note(told, number)
                 allow_unused = config.allow_unused or status.frozen is not None
                 if (order := planning.reduction.order) is not None:
                     order.give_up_before(self)
                 outcome = reducer.finish(status, allow_unused, config.allow_nobodys)
                 self.active = self._all_ranks
                 if outcome:
-                    self._log.note_nonfinite(self._pass_id, reducer.nonfinite)
+                    self._log.note_nonfinite(number, reducer.nonfinite)
                     self._note_active(Outcome(outcome))
                     self._judge.judge(Outcome(outcome), reducer, state.refusal)
                 seen_order = None if planning.is_order_final else list(state.handed)
                 if self.active:
                     self._write_back_means()
                 if recording.keeps_all and (note := recording.note) is not None:
-                    note(_WROTE_BACK, self._pass_id, 0)
+                    note(_WROTE_BACK, number, 0)
                 if self.fresh.is_used:
                     self.fresh.note()
             except CollectiveError:
@@ -513,20 +517,19 @@ class Passes(Generic[AnyAutograd]):
                 raise
             finally:
                 self._is_complete = False
-                if planning.reduction.order is not None:
-                    planning.reduction.order.end(self)
+                self.end_turn()
                 state.begin_next()
                 if self.micro_batches.is_used:
                     self.micro_batches.end()
                 if self._set_activity is not None and not is_lost:
-                    self._set_activity(f"after backward of pass {self._pass_id - self._log.before_first}")
+                    self._set_activity(f"after backward of pass {number - self._log.before_first}")
                 self._pass_id += 1
             if seen_order is not None:
                 planning.adopt_order(seen_order)
             if self.active:
                 self.buffers.end_pass(self.active)
             if recording.keeps_all and (note := recording.note) is not None:
-                note(_SYNCED_BUFFERS, self._pass_id, 0)
+                note(_SYNCED_BUFFERS, number, 0)
             self.good_passes += 1
             if self.after_good is not None and self.active:
                 self.after_good(state.rank_weight)
@@ -658,8 +661,7 @@ class Passes(Generic[AnyAutograd]):
         try:
             return give_up_interrupted(self.reducer, self._config.allow_unused, self._config.allow_nobodys)
         finally:
-            if order is not None:
-                order.end(self)
+            self.end_turn()
             self.state.begin_next()
             self.micro_batches.end()
 

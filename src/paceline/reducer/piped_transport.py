@@ -28,6 +28,7 @@ import queue
 import socket
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -57,7 +58,7 @@ _Item = TypeVar("_Item")
 class PipedTransfer:
     """A message on its way; see `paceline.reducer.hosts.Transfer`."""
 
-    __slots__ = ("_error", "_is_done", "message")
+    __slots__ = ("__weakref__", "_error", "_is_done", "message")
 
     def __init__(self, message: Message) -> None:
         self.message = message
@@ -262,6 +263,7 @@ class _Outgoing(_Lane):
                 for begin in range(0, len(transfer.message), FRAME_BYTES):
                     self._carry(transfer.message[begin : begin + FRAME_BYTES])
                 transfer.end()
+                transfer = None  # what ends the connection later is not its error
         except BaseException as error:
             self._give_up(str(error) or type(error).__name__, transfer)
 
@@ -282,7 +284,8 @@ class _Incoming(_Lane):
 
     def __init__(self, carry: Carry, limit_s: float, over: Callable[[], None]) -> None:
         self._frame: Message = np.empty(FRAME_BYTES, np.uint8)
-        self._awaited: dict[_Key, deque[PipedTransfer]] = {}
+        # Not held: the receives of a plan that was replaced go with the plan, and what they would fill.
+        self._awaited: dict[_Key, deque[weakref.ref[PipedTransfer]]] = {}
         self._early: dict[_Key, deque[Message]] = {}
         super().__init__(carry, limit_s, over, "paceline-receive")
 
@@ -293,7 +296,7 @@ class _Incoming(_Lane):
             if early is None:
                 if self._error:
                     raise RuntimeError(self._error)
-                self._awaited.setdefault(key, deque()).append(transfer)
+                self._awaited.setdefault(key, deque()).append(weakref.ref(transfer))
                 return transfer
             found = _pop(self._early, key)
         _lay(found, transfer)
@@ -307,10 +310,11 @@ class _Incoming(_Lane):
         except BaseException as error:
             with self._lock:
                 self._error = str(error) or type(error).__name__
-                waiting = [transfer for row in self._awaited.values() for transfer in row]
+                waiting = [transfer() for row in self._awaited.values() for transfer in row]
                 self._awaited.clear()
             for transfer in waiting:
-                transfer.end(self._error)
+                if transfer is not None:
+                    transfer.end(self._error)
 
     def _next(self) -> Message | None:
         """The next message, in memory that the one after it will need; None: the partner has left."""
@@ -339,10 +343,12 @@ class _Incoming(_Lane):
         tag = tag_of(header.bucket, header.round, header.piece, header.generation)
         key = header.generation // PLANS, tag
         with self._lock:
-            if key not in self._awaited:
+            transfer = None
+            while transfer is None and key in self._awaited:
+                transfer = _pop(self._awaited, key)()
+            if transfer is None:
                 self._early.setdefault(key, deque()).append(message.copy())
                 return
-            transfer = _pop(self._awaited, key)
         _lay(message, transfer)
 
 

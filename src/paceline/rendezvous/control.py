@@ -34,6 +34,7 @@ import socket
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
@@ -184,6 +185,8 @@ class ControlChannel:
         self._pid = os.getpid()
         self._connections = dict(connections)
         self._unsent = dict.fromkeys(connections, b"")
+        self._to_say: deque[tuple[int, Frame, bytes]] = deque()
+        self._is_sending = False
         self._heard = dict.fromkeys(connections, time.monotonic())
         self._left: set[int] = set()
         self._has_told = self._is_leaving = self._is_closed = False
@@ -543,6 +546,17 @@ class ControlChannel:
             self._send(self._parent, Frame.FIGURES, figures)
 
     def _send(self, rank: int, kind: Frame, text: bytes) -> None:
+        """Now; or, where a signal handler asks for it in the midst of sending, after what it has interrupted."""
+        self._to_say.append((rank, kind, text))
+        while self._to_say and not self._is_sending:
+            self._is_sending = True
+            try:
+                while self._to_say:
+                    self._say(*self._to_say.popleft())
+            finally:
+                self._is_sending = False
+
+    def _say(self, rank: int, kind: Frame, text: bytes) -> None:
         connection = self._connections.get(rank)
         if connection is None or len(self._unsent[rank]) > _MOST_UNSENT_BYTES:
             return

@@ -186,7 +186,7 @@ class LedgerClient:
         return None if found is None else str(found)
 
     def _ask(self, *request: str | int) -> Any:
-        """Raises RuntimeError: the server has gone, or does not answer."""
+        """Raises RuntimeError: the server has gone, or does not answer; the connection is over then."""
         deadline, answer = Deadline(self._timeout_s), b""
         try:
             with self._lock:
@@ -200,6 +200,8 @@ class LedgerClient:
                     answer += found
             return json.loads(answer)
         except OSError as error:
+            self.close()  # an answer that is late would be taken for that of the next request
             raise RuntimeError(error.strerror or str(error) or "no answer in time") from error
         except ValueError as error:
+            self.close()
             raise RuntimeError(f"no ledger of Paceline's answers: {error}") from error

@@ -37,14 +37,23 @@ def announce(error: BaseException) -> None:
     For whoever catches exceptions of a rank's program and ends it, as a launcher's worker does. Not
     collective; does not block. A group that is over already keeps its first reason.
     """
-    if isinstance(error, SystemExit) and error.code in (None, 0):
-        return  # it leaves, in good order
-    message = f"{type(error).__name__}: {error}"
+    if _leaves_in_good_order(error):
+        return
     for core in list(_live):
-        core.abort(message)
+        announce_in(core, error)
     for told in _at_failure:
         if (tell := told()) is not None:
             tell(error)
+
+
+def announce_in(core: _core.HostGroup, error: BaseException) -> None:
+    """Tell the other ranks of one group that this one raised. See `announce`."""
+    if not _leaves_in_good_order(error):
+        core.abort(f"{type(error).__name__}: {error}")
+
+
+def _leaves_in_good_order(error: BaseException) -> bool:
+    return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
 def at_failure(tell: Callable[[BaseException], object]) -> None:

@@ -164,6 +164,9 @@ def meet(
         if neighbours.below or facts.rank == HUB:
             listener, own = _listen()
         told = exchange.all_gather(own, timeout_s)
+        for rank, offer in enumerate(told):
+            if offer:  # each rank that cannot listen ends this on all ranks, whoever would ask it
+                _told_place(told, rank)
         way = None
         if neighbours.parent is not None:
             place = _told_place(told, neighbours.parent)

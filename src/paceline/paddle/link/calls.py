@@ -54,7 +54,7 @@ class GroupCalls:
 
     Attributes:
         group: Never None.
-        on_host: Whether the group moves tensors of the CPU, or those of the current device.
+        on_host: Whether the group moves tensors of the CPU, or those of this process's device.
         witness: Names ranks that are lost or late, once there is one.
 
     Raises:
@@ -77,7 +77,7 @@ class GroupCalls:
             )
         self.backend: str = dist.get_backend(self.group)
         self.on_host = self.backend == "GLOO"
-        self._place = internals.current_place()
+        self._device = None if self.on_host else internals.device_of_this_process()
         fixed = f", which gives up after {GLOO_LIMIT_S:g} s, whatever timeout_s" if self.on_host else ""
         self._engine = f"Paddle's {self.backend} group{fixed}"
         self._thread = _thread_of(self.group) if self.on_host and self.world_size > 1 else None
@@ -173,7 +173,7 @@ class GroupCalls:
         """The tensor where the group can move it: itself, or a copy."""
         if tensor.place.is_cpu_place() == self.on_host:
             return tensor
-        return tensor.cpu() if self.on_host else internals.copy_to(tensor, self._place)
+        return tensor.cpu() if self.on_host else internals.copy_to(tensor, self._device)
 
     def _begin(self, make: Callable[[], Any]) -> Call:
         if self._thread is None:
@@ -195,7 +195,7 @@ class LoneCalls(GroupCalls):
         self.timeout_s, self.warn_after_s = math.inf, WARN_AFTER_S
         self.backend, self._engine = "missing", "this process alone"
         self.on_host = on_host
-        self._place = internals.current_place()
+        self._device = None if on_host else internals.device_of_this_process()
 
     def all_gather(self, out: paddle.Tensor, tensor: paddle.Tensor) -> Call:
         paddle.assign(tensor, out)

@@ -35,12 +35,23 @@ class Future(Generic[_Value]):
     def __init__(self, finish: Callable[[], _Value]) -> None:
         self._finish: Callable[[], _Value] | None = finish
         self._value: _Value
+        self._error: BaseException | None = None
 
     def wait(self) -> _Value:
-        """The value. Blocks until it is there, at most until the deadline of the wrapped model."""
+        """The value. Blocks until it is there, at most until the deadline of the wrapped model.
+
+        Raises:
+            BaseException: What has kept it from coming; again, if it is asked for again.
+        """
         finish, self._finish = self._finish, None
         if finish is not None:
-            self._value = finish()
+            try:
+                self._value = finish()
+            except BaseException as error:
+                self._error = error
+                raise
+        if self._error is not None:
+            raise self._error
         return self._value
 
     def value(self) -> _Value:
@@ -187,12 +198,13 @@ class HookedCall:
 
     def wait(self) -> None:
         """Block until the hook is done, and put its tensor into the bucket."""
-        result, self._result = self._result, None
+        result = self._result
         if result is None:
             return
         with paddle.no_grad():
             value = result if isinstance(result, paddle.Tensor) else result.wait()
             self._put(value)
+        self._result = None  # where it has raised, it raises again
 
     def _put(self, value: Any) -> None:
         flat = self._flat

@@ -31,6 +31,7 @@ def regroup(ddp: TorchNames, new_process_group: Any) -> None:
     if before is not None:
         ddp._good_passes = before.good_passes
         before.graphs.close()
+        before.end_turn()
         # A rank that was stopped, and whom this one has given up, may still write into the arena.
         before.settle_interrupted()
         before.gradients.leave_arena()

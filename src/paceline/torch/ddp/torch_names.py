@@ -414,6 +414,7 @@ class TorchNames(TorchDDP):
         self._meetings = self._warmup = None
         if passes is not None:
             passes.graphs.close()
+            passes.end_turn()
         if self._on_drop is not None:
             self._on_drop.detach()
         self._are_hooks_removed, self._is_connected = True, False

@@ -154,9 +154,10 @@ def local_group_of(
     """
     made = _groups.setdefault(peers.process_group, {})
     if device.type not in made:
-        made[device.type] = _make(peers, hosts, device)
-        lifetime.before_leaving(made[device.type].leave, is_last=True)
-        LocalCalls(made[device.type], peers, witness, device).meet()
+        group = _make(peers, hosts, device)
+        lifetime.before_leaving(group.leave, is_last=True)
+        LocalCalls(group, peers, witness, device).meet()
+        made[device.type] = group  # ranks that have not met try it again with another one
     return made[device.type]
 
 
