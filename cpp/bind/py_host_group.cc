@@ -59,11 +59,12 @@ bool is_small(size_t bytes) { return bytes <= 64 * 1024; }
 
 void PyHostGroup::all_reduce(Pointer data, size_t count, int dtype, int op,
                              double weight, double timeout_s) {
-  collective(bytes_of(count, dtype), timeout_s, [&](HostGroup& group, double left_s) {
-    const DType type = checked_dtype(dtype);
-    paceline::all_reduce(group.calls, as_pointer(data), count, type,
-                         checked_op(op, type), weight, left_s);
-  });
+  collective(bytes_of(count, dtype), timeout_s,
+             [&](HostGroup& group, double left_s) {
+               const DType type = checked_dtype(dtype);
+               paceline::all_reduce(group.calls, as_pointer(data), count, type,
+                                    checked_op(op, type), weight, left_s);
+             });
 }
 
 bool PyHostGroup::all_reduce_array(nb::handle array, nb::handle ordinal,
@@ -84,21 +85,23 @@ bool PyHostGroup::all_reduce_array(nb::handle array, nb::handle ordinal,
 
 void PyHostGroup::reduce(Pointer data, size_t count, int dtype, int op,
                          int root, double timeout_s) {
-  collective(bytes_of(count, dtype), timeout_s, [&](HostGroup& group, double left_s) {
-    check_root(group, root);
-    const DType type = checked_dtype(dtype);
-    paceline::reduce(group.calls, as_pointer(data), count, type,
-                     checked_op(op, type), root, left_s);
-  });
+  collective(bytes_of(count, dtype), timeout_s,
+             [&](HostGroup& group, double left_s) {
+               check_root(group, root);
+               const DType type = checked_dtype(dtype);
+               paceline::reduce(group.calls, as_pointer(data), count, type,
+                                checked_op(op, type), root, left_s);
+             });
 }
 
 void PyHostGroup::reduce_scatter(Pointer in, Pointer out, size_t count,
                                  int dtype, int op, double timeout_s) {
-  collective(bytes_of(count, dtype), timeout_s, [&](HostGroup& group, double left_s) {
-    const DType type = checked_dtype(dtype);
-    paceline::reduce_scatter(group.calls, as_pointer(in), as_pointer(out),
-                             count, type, checked_op(op, type), left_s);
-  });
+  collective(
+      bytes_of(count, dtype), timeout_s, [&](HostGroup& group, double left_s) {
+        const DType type = checked_dtype(dtype);
+        paceline::reduce_scatter(group.calls, as_pointer(in), as_pointer(out),
+                                 count, type, checked_op(op, type), left_s);
+      });
 }
 
 void PyHostGroup::broadcast(Pointer data, size_t bytes, int root,

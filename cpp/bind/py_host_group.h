@@ -31,8 +31,7 @@ inline bool is_dtype(int dtype) {
 
 /// Throws a misuse unless it is one.
 inline DType checked_dtype(int dtype) {
-  if (!is_dtype(dtype))
-    misuse("unknown dtype number " + std::to_string(dtype));
+  if (!is_dtype(dtype)) misuse("unknown dtype number " + std::to_string(dtype));
   return static_cast<DType>(dtype);
 }
 

@@ -69,7 +69,7 @@ void bind_kernels(nb::module_& m) {
                               stats.nonfinite_ranks[1]);
       },
       "dtype"_a, "op"_a, "inputs"_a, "outputs"_a, "count"_a,
-      "weights"_a = nb::none(), "Runs one kernel on raw pointers; for tests.");
+      "weights"_a = nb::none(), "Runs one kernel on raw pointers.");
   m.def("scale_array", &scale_array, "dtype"_a, "pointer"_a, "count"_a,
         "factor"_a,
         "Multiplies an array of a floating type, in place; with the same bits "

@@ -257,7 +257,7 @@ def test_a_deadline_at_which_nobody_looks_late_blames_nobody():
     ranks = [waiting(0, "host_sums", 2), rank_facts(1)]
     seen = facts(Reason.DEADLINE, ranks=ranks, late=[], waiting=[0], culprit=-1, group="host 2", rank=0)
     error = make_error(seen)
-    assert isinstance(error, DeadlineError)
+    assert isinstance(error, errors.DeadlineError)
     assert error.summary == "Rank 2 of 4 waited 1.2 s in vain; no rank is known to be late."
     assert "rank 3 (pid 1001) is alive" in error.seen
     assert error.late == ()

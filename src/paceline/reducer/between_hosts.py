@@ -16,7 +16,9 @@ A_HOOK = "a communication hook, which averages over the process group alone"
 
 @dataclass(frozen=True, kw_only=True)
 class BetweenHosts:
-    """Both at once are refused before.
+    """What is asked of the way between hosts.
+
+    `compression` and `deterministic` are never both set: the wrapper's arguments refuse that.
 
     Attributes:
         owner: The class whose constructor got the arguments.

@@ -143,10 +143,10 @@ class Gradients(Protocol):
         ...
 
     def interrupt(self) -> None:
-        """An exception has ended a backward: no gradient is to lie where ranks may still write.
+        """An exception has ended a backward: take gradients out of the arena, where ranks may still write.
 
-        Called when the framework drops the end of the backward, so perhaps while the user's thread goes on.
-        Then it leaves the gradients as they are, to `settle`.
+        The framework may call this while the user's thread already goes on. Then it does nothing, and
+        `settle` does it.
         """
         ...
 

@@ -5,8 +5,8 @@ to be a thread, because a transport tells that a message has come only to who wa
 Python's lock go. So messages travel while the backward goes on.
 
 Steps of a bucket, on each rank
-1. `_make_ready`: receives are begun; those of the first buckets of a pass before it, as far as there is
-   memory. An engine may ask the receiver for room before it sends, and then it need not wait for the answer.
+1. `_make_ready`: receives are begun; those of the first buckets before their pass, as far as there is memory.
+   An engine that asks the receiver for room before it sends gets its answer at once then.
    The thread begins them when the pass before has ended; where there are few, while messages of that pass
    are still on their way and nobody runs: two threads that hand Python's lock to and fro take longer than the
    work itself (0.3 to 0.6 ms of a pass of 100 kB).
@@ -90,7 +90,8 @@ class HostExchange:
         self._ready: deque[Flight] = deque()  # of that pass, in the plan's order, not launched
         self._next_ready = 0  # its first bucket that has not been among them
         self._is_due = False  # its first receives are still to be begun, by the thread
-        self._making = threading.Lock()  # of the four above
+        # Held by whoever begins receives, which the four above are about. Nobody does in `_open_next_pass`.
+        self._making = threading.Lock()
         self._has_few_messages = len(buckets) == 1 and self._has_few()
         self._met: CollectiveError | None = None
         self._flights: queue.SimpleQueue[Flight | _ReceiveNext | None] = queue.SimpleQueue()

@@ -252,7 +252,7 @@ class Flight(ABC):
 
     @abstractmethod
     def silent(self) -> Iterable[int]:
-        """Hosts from which some message of this bucket may not have come."""
+        """Hosts from which a message of this bucket may still be missing."""
 
     def wait_sent(self) -> None:
         """Wait until nothing reads this rank's messages any more."""

@@ -54,21 +54,20 @@ PAIR_MESSAGE_BYTES = 2 << 20
 they are sent, and each message takes a rank tens of microseconds, with what Gloo says to the partner's. With
 more hosts connections share links unevenly, and a large piece that comes late keeps the other links idle."""
 ONE_ROUND_BYTES = 12 << 10
-"""So much more may a host send in one round than in two. At 100 Mbit/s these bytes take 1 ms, and a second
-round about as long."""
+"""How many more bytes than two rounds one round may send. At 100 Mbit/s they take 1 ms, about as long as a
+second round."""
 VALUES_BYTES = 256 << 10
-"""Shares of gradients below this travel as sums: further messages cost more than they save. Gradients of 16
-bits travel as they are in any number, because their sums have 32; below this in one round, where sums
-would."""
+"""Smaller shares travel as sums: further messages would cost more than they save. Gradients of 16 bits always
+travel as they are, because their sums are twice as large; below this size in one round, where sums would."""
 BUCKET_BYTES = 4 << 20
 """Most of a bucket between hosts: while one is exchanged the next is computed, and the last has nothing
 behind which it could hide."""
 PLANS = 1 << 16
-"""Where models share connections, a generation is the number of the model times this, and of the plan."""
+"""Models that share connections tell their messages apart: generation = model * PLANS + plan."""
 _BLOCK_ELEMENTS = 16
 _PIECES_PER_TAG = 1 << 12
 _BITS_OF_BUCKET = 28  # of a tag: bucket, round and piece
-_PLANS_PER_TAG = 8  # more than a model has; a tag is a positive number of 32 bits
+_PLANS_PER_TAG = 8  # few are in use at a time; a tag is a positive number of 32 bits
 _MAGIC = b"plh1"
 _HEADER = struct.Struct("<4sHHIIIQdQ")
 
@@ -214,9 +213,10 @@ class Envelope:
 
 
 def tag_of(bucket: int, phase: int, piece: int, generation: int = 0) -> int:
-    """By which a message finds its receive, between two partners.
+    """The number that pairs a message with its receive, between two partners.
 
-    Not one that was begun under an earlier plan of the model, for a pass that never came.
+    It includes the plan: a receive that was begun under an earlier plan, for a pass that never came, takes no
+    message of this one.
     """
     plan = generation % PLANS % _PLANS_PER_TAG
     return (plan << _BITS_OF_BUCKET) + (bucket * 2 + phase) * _PIECES_PER_TAG + piece

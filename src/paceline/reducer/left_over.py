@@ -1,4 +1,4 @@
-"""What a backward has left when it is over: gradients that no hook handed over, or that there are none of.
+"""What remains to do when a backward is over: hand over gradients that no hook has, leave out those without.
 
 The one idea: before a rank tells how its pass went, each parameter of the plan has been handed over or left
 out. Hooks have done it for those that this backward reached. Here are the others: gradients that waited for

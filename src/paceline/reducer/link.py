@@ -1,9 +1,9 @@
 """What moves values and gradients between the ranks of one model, whoever they are.
 
 The one idea: the memory that the ranks of one host share and a process group of the framework do the same few
-things, so nothing above knows which it is. Each front end has a `MemoryLink` and a `GroupLink`, and one that
-gives buckets to a user's hook and leaves all else to another link. torch's has one between hosts, too: it
-makes reductions whose reducer sums within a host first (`hierarchical.py`).
+things, so nothing above knows which it is. Each front end has a `MemoryLink`, a `GroupLink`, one between
+hosts, whose reducer sums within each host first (`hierarchical.py`), and one that gives buckets to a user's
+hook and leaves all else to another link.
 
 Imports numpy, the core and its neighbours.
 """

@@ -152,7 +152,7 @@ class OneCopy:
         if silent:
             idle = sorted(rank for ranks in silent for rank in ranks)
             raise ReplicasDifferError(
-                "Ranks of some hosts only have written in writing(): nothing was written.",
+                "Some hosts have written within writing() and others have not, so nothing was written.",
                 seen=f"{format_ranks(writers)} wrote, no rank of another host: {format_ranks(idle)}",
                 likely="only rank 0 was to write, and each host has its own copy of the parameters",
                 hint="write the same on every rank, or on one rank of each host (LOCAL_RANK=0)",

@@ -1,4 +1,4 @@
-"""Where one model's gradients are averaged, and what makes it be somewhere else: planning, and planning anew.
+"""Where one model's gradients are averaged, and when that is planned anew.
 
 The one idea: a plan, the memory laid out by it and the reducer that averages it are made together and
 replaced together. That happens after the first good pass, in the order that it has shown; where a hook takes

@@ -33,7 +33,7 @@ class Outcome(IntFlag):
     FINISHED = _core.OUTCOMES["finished"]
     """Some rank has no more data."""
     OVERFLOWED = _core.OUTCOMES["overflowed"]
-    """A sum over ranks does, though each rank's gradients are finite."""
+    """A sum over ranks holds an infinity or a NaN, though each rank's gradients are finite."""
     NOTES_DIFFER = _core.OUTCOMES["notes_differ"]
     """Ranks told different things of themselves; the means are in place."""
     NOBODYS = _core.OUTCOMES["nobodys"]

@@ -183,7 +183,7 @@ class Shares:
         self._thread.start()
 
     def bring(self, bucket: int, fetch: Callable[[], None]) -> None:
-        """A bucket has been launched, in the order of the plan. Does not block.
+        """Take over a bucket that was just launched; they come in the plan's order. Does not block.
 
         Args:
             bucket: Its number.

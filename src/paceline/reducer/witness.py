@@ -48,7 +48,7 @@ class Witness(Protocol):
         ...
 
     def give_up(self) -> None:
-        """This rank is about to raise, because of another: whatever it does now, it is none to blame."""
+        """This rank is about to raise because of another one: nobody should blame it from now on."""
         ...
 
     def fail(self, error: BaseException) -> None:
@@ -166,7 +166,7 @@ class MemoryWitness:
         self.tell("back from the process group")
 
     def give_up(self) -> None:
-        """This rank is about to raise, because of another: whatever it does now, it is none to blame."""
+        """This rank is about to raise because of another one: nobody should blame it from now on."""
         self.tell(_GAVE_UP)
         self._has_given_up = True
 

@@ -116,7 +116,7 @@ def allowed_silence_s(environ: Mapping[str, str] | None = None) -> float:
 
 @dataclass(frozen=True)
 class Loss:
-    """What the hub tells of ranks that it does not hear of any more.
+    """What the hub tells of ranks with which the connection is lost.
 
     Attributes:
         ranks: All of one host.
@@ -546,7 +546,7 @@ class ControlChannel:
             self._send(self._parent, Frame.FIGURES, figures)
 
     def _send(self, rank: int, kind: Frame, text: bytes) -> None:
-        """Now; or, where a signal handler asks for it in the midst of sending, after what it has interrupted."""
+        """Now; or, for a signal handler that has come in the midst of sending, after what it interrupted."""
         self._to_say.append((rank, kind, text))
         while self._to_say and not self._is_sending:
             self._is_sending = True

@@ -262,7 +262,11 @@ class _Reception:
     def receive_all(
         self, way: Callable[..., tuple[dict[int, Connection], tuple[Member, ...]]] | None
     ) -> tuple[dict[int, Connection], tuple[Member, ...]]:
-        """See `meet`; `way` is `_join` of the hub, for what is told there. None: this is the hub."""
+        """Receive all ranks below this one, then join the parent; see `meet`.
+
+        Args:
+            way: `_join` for that parent, with what is told there still to be given; None: this is the hub.
+        """
         # The hub is to hear who is missing here before it gives up.
         until = self._deadline if way is None else Deadline(_SHARE_OF_A_HOST * self._deadline.left_s())
         self._listener.setblocking(False)

@@ -276,11 +276,6 @@ class SharedStep(Generic[State]):
             )
         return self._state
 
-    @property
-    def is_consolidated(self) -> bool:
-        """Whether this rank has the whole state."""
-        return self._state is not None
-
     def begin_anew(self) -> None:
         """A state was loaded: earlier failures and the state that was consolidated count no more.
 

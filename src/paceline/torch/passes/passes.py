@@ -104,11 +104,6 @@ class TorchAutograd:
         self.complete: Callable[[], None] | None
         self._make_late(is_static)
 
-    @property
-    def scattered(self) -> Scattered | None:
-        """The gradients of which each rank has a part; None: every rank gets all means."""
-        return self._gradients.scattered
-
     def scattered_in_place(self) -> Scattered | None:
         """The gradients of which each rank has a part, if `.grad` stands for any of them now."""
         is_there = any(type(parameter.grad) is ScatteredGradient for parameter in self._tensors.trainable)
