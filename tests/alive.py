@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from paceline.reducer.passes import Passes
+from paceline.reducer.passes.passes import Passes
 
 
 def passes_alive() -> int:

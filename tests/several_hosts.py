@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from paceline.reducer import hosts
-from paceline.reducer.hosts import Begin, Message, Transfer
+from paceline.reducer.between_hosts import routes
+from paceline.reducer.between_hosts.wire import Begin, Message, Transfer
 from paceline.rendezvous import shared_memory
 
 
@@ -32,10 +32,10 @@ def send_values(*, of_small_models: bool) -> None:
 
     For models that are wrapped from now on; the same on all ranks.
     """
-    hosts.VALUES_BYTES = 1 if of_small_models else _USUAL_VALUES_BYTES
+    routes.VALUES_BYTES = 1 if of_small_models else _USUAL_VALUES_BYTES
 
 
-_USUAL_VALUES_BYTES = hosts.VALUES_BYTES
+_USUAL_VALUES_BYTES = routes.VALUES_BYTES
 
 
 def noting(

@@ -14,7 +14,7 @@ import paddle
 from paceline.paddle.ddp import parallel
 from paceline.paddle.link.transport import PaddleTransport
 from paceline.paddle.passes.gradients import Gradients
-from paceline.reducer.passes import Passes
+from paceline.reducer.passes.passes import Passes
 
 _is_in = False
 

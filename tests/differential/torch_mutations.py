@@ -8,7 +8,7 @@ import torch
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.reducer.passes import Passes
+from paceline.reducer.passes.passes import Passes
 from paceline.torch.link.calls import GroupCalls
 from paceline.torch.passes import gradients
 

@@ -30,7 +30,7 @@ from paceline.errors import (
     SkippedPassError,
     UnusedParameterError,
 )
-from paceline.reducer.host_messages import Flight
+from paceline.reducer.between_hosts.messages import Flight
 from paceline.torch import DistributedDataParallel, LocalSGD
 from paceline.torch.compression import EightBitCompression, eight_bit_hook
 from paceline.torch.link.local_group import LocalCalls

@@ -1,4 +1,4 @@
-"""Local SGD with Paddle: what a front end adds to `paceline.reducer.meetings`, beside a simulation in numpy.
+"""Local SGD with Paddle: what a front end adds to `paceline.reducer.local_sgd`, beside a simulation in numpy.
 
 What a meeting does with ranks, weights and failures is the same for both frameworks: see test_local_sgd.py.
 """

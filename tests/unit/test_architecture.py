@@ -69,6 +69,14 @@ ROOMS = {
         ("internals", "versions"),
     ),
 }
+# The same for the reducer. Files that are not named make one more row, and use none of these.
+REDUCER = (
+    ("wrapped_model",),
+    ("arguments",),
+    ("local_sgd", "one_copy"),
+    ("passes", "between_hosts"),
+)
+FILES = "the files beside them"
 DRAWINGS = ROOT / "docs" / "design" / "gradient.md"
 # Names that say nothing about what is in a file.
 VAGUE = {"utils", "util", "helpers", "helper", "common", "misc"}
@@ -193,6 +201,23 @@ def test_each_room_of_a_front_end_imports_from_rooms_below(framework):
     assert not wrong, "\n".join(wrong)
 
 
+def test_each_folder_of_the_reducer_imports_from_those_below():
+    rows = {room: row for row, rooms in enumerate(REDUCER) for room in rooms}
+    assert {path.name for path in (PACKAGE / "reducer").iterdir() if (path / "__init__.py").exists()} < set(
+        rows
+    )
+    wrong = []
+    for path in sorted((PACKAGE / "reducer").rglob("*.py")):
+        room = room_of(module_of(path), "reducer")
+        for line, imported in imports_of(path):
+            if imported.split(".")[:2] != ["paceline", "reducer"]:
+                continue
+            other = room_of(imported, "reducer")
+            if other != room and other in rows and rows[other] <= rows.get(room, len(REDUCER)):
+                wrong.append(spell(path, line, f"{room} imports {other}, which is not below it"))
+    assert not wrong, "\n".join(wrong)
+
+
 def drawn_rows(title: str) -> list[tuple[str, ...]]:
     """The rows of a drawing: names between bars, then at least two spaces and what they are."""
     drawing = DRAWINGS.read_text().partition(f"```\n{title}\n")[2].partition("```")[0]
@@ -204,6 +229,7 @@ def test_the_drawings_show_what_the_imports_are_held_to():
     assert drawn_rows("paceline") == layers
     for framework, rows in ROOMS.items():
         assert drawn_rows(framework) == list(rows)
+    assert drawn_rows("reducer") == [*REDUCER, (FILES,)]
 
 
 def test_the_drawing_of_the_readme_has_the_same_layers_in_the_same_order():
@@ -244,7 +270,7 @@ def test_the_table_of_what_a_framework_provides_shows_all_methods():
     shown = [name for row in rows for name in re.findall(r"`(\w+\.\w+)`", row.split("|")[2])]
     asked = {
         f"{node.name}.{method.name}"
-        for node in ast.parse((PACKAGE / "reducer" / "front_end.py").read_text()).body
+        for node in ast.parse((PACKAGE / "reducer" / "passes" / "front_end.py").read_text()).body
         if isinstance(node, ast.ClassDef) and node.name in ("Tensors", "Gradients", "Sparse", "Autograd")
         for method in node.body
         if isinstance(method, ast.FunctionDef)
@@ -411,9 +437,12 @@ def test_a_class_is_abstract_or_final():
         for path in python_files()
         for name in re.findall(r"^\s*class (\w+)", path.read_text(), re.M)
     }
-    assert {"reducer.passes.Passes", "reducer.graphs.Graph"} <= made & own  # who makes a class is found
+    assert {
+        "reducer.passes.passes.Passes",
+        "reducer.passes.graphs.Graph",
+    } <= made & own  # who makes a class is found
     assert inherited & made & own == INHERITED_AND_MADE.keys()
-    assert "@final\nclass Passes(" in (PACKAGE / "reducer" / "passes.py").read_text()
+    assert "@final\nclass Passes(" in (PACKAGE / "reducer" / "passes" / "passes.py").read_text()
 
 
 def test_only_passes_say_whether_the_pass_under_way_is_averaged():
@@ -423,7 +452,10 @@ def test_only_passes_say_whether_the_pass_under_way_is_averaged():
         for path in python_files()
         if re.search(r"\.is_syncing\s*=[^=]", path.read_text())
     }
-    assert writers == {"reducer/pass_state.py", "reducer/passes.py"}  # the first says where it begins
+    assert writers == {
+        "reducer/passes/state.py",
+        "reducer/passes/passes.py",
+    }  # the first says where it begins
 
 
 ORDERS = re.compile(r"memory_order_(acquire|release|acq_rel)")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from paceline.reducer.earlier_reducers import EarlierReducers
+from paceline.reducer.passes.earlier_reducers import EarlierReducers
 
 
 def reducer(scale: int) -> SimpleNamespace:

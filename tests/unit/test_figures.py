@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from paceline.reducer.earlier_reducers import EarlierReducers
-from paceline.reducer.figures import Figures
+from paceline.reducer.passes.earlier_reducers import EarlierReducers
+from paceline.reducer.passes.figures import Figures
 
 
 class Model:

@@ -11,7 +11,7 @@ import pytest
 
 PROGRAM = """
 import ctypes, resource, sys
-from paceline.reducer.freed_memory import keep_freed_memory
+from paceline.reducer.passes.freed_memory import keep_freed_memory
 
 BLOCKS, BLOCK = 24, 4 << 20
 c = ctypes.CDLL(None)

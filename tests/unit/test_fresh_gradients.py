@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paceline.reducer.fresh_gradients import FreshGradients
+from paceline.reducer.passes.fresh_gradients import FreshGradients
 
 
 class Held:

@@ -13,7 +13,7 @@ from torch import nn  # noqa: E402
 
 from paceline import _core  # noqa: E402
 from paceline.errors import PacelineError  # noqa: E402
-from paceline.reducer.pass_state import PassState  # noqa: E402
+from paceline.reducer.passes.state import PassState  # noqa: E402
 from paceline.torch import DistributedDataParallel  # noqa: E402
 from paceline.torch.passes import gradient_hooks, replica_state  # noqa: E402
 from tests.alive import passes_alive  # noqa: E402

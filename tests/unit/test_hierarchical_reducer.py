@@ -24,13 +24,13 @@ from hypothesis import strategies as st
 import paceline.collectives.failures  # noqa: F401  # lets the core raise errors of ours
 from paceline import _core
 from paceline.errors import MismatchError
-from paceline.reducer import hierarchical
-from paceline.reducer import hosts as hosts_module
-from paceline.reducer.hierarchical import HierarchicalReducer, Hosts
-from paceline.reducer.hosts import Message, Route, num_shares, plan_route, tag_of
+from paceline.reducer.between_hosts import hierarchical, routes, wire
+from paceline.reducer.between_hosts.hierarchical import HierarchicalReducer, Hosts
+from paceline.reducer.between_hosts.routes import Route, num_shares, plan_route
+from paceline.reducer.between_hosts.value_messages import ValuesFlight
+from paceline.reducer.between_hosts.wire import Message, tag_of
 from paceline.reducer.plan import ParameterSpec, Plan, plan_buckets
 from paceline.reducer.protocol import Outcome, PassStatus
-from paceline.reducer.value_messages import ValuesFlight
 from paceline.rendezvous.control import ControlChannel
 
 TIMEOUT_S = 60.0
@@ -466,7 +466,7 @@ def test_a_pass_of_gradients_that_travel_as_they_are_has_three_headers(
 def test_ranks_of_different_plans_average_nothing(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tags come again after some plans, and pair then; the first header tells."""
     monkeypatch.setattr("paceline.reducer.hosts.VALUES_BYTES", 1)
-    assert hosts_module.tag_of(0, 0, 0, 1) == hosts_module.tag_of(0, 0, 0, 9)
+    assert wire.tag_of(0, 0, 0, 1) == wire.tag_of(0, 0, 0, 9)
     generations = [1 if rank in layout[0] else 9 for rank in range(sum(map(len, layout)))]
     world = World(layout, 1 << 14, control=Failures, generations=generations)
 
@@ -491,15 +491,15 @@ def test_a_host_that_tells_another_weight_within_a_pass_is_noticed(
     # Two buckets, each of several pieces of sums: the last header beside gradients is not the first one.
     monkeypatch.setattr(hierarchical, "plan_route", functools.partial(plan_route, piece_bytes=1 << 12))
     world = World(layout, 1 << 17, control=Failures)
-    write, last = hosts_module.Envelope.write, len(world.plan.buckets) - 1
+    write, last = wire.Envelope.write, len(world.plan.buckets) - 1
     assert last > 0
 
-    def write_another_weight(self: hosts_module.Envelope, number: int, weight: float) -> None:
+    def write_another_weight(self: wire.Envelope, number: int, weight: float) -> None:
         header = self.header(number)
         is_later = header.round == 0 and (header.bucket == last or header.piece > 0)
         write(self, number, weight + is_later)
 
-    monkeypatch.setattr(hosts_module.Envelope, "write", write_another_weight)
+    monkeypatch.setattr(wire.Envelope, "write", write_another_weight)
 
     def one_pass(rank: int, reducer: HierarchicalReducer) -> None:
         with pytest.raises(MismatchError, match="got another message from rank"):
@@ -563,7 +563,7 @@ def test_all_ranks_learn_what_each_one_tells(sizes: list[int], random: Any, is_e
         reducer.finish(PassStatus(1), True)
         return [reducer.unused(each) for each in range(world.size)], reducer.nonfinite()
 
-    with mock.patch.object(hosts_module, "VALUES_BYTES", random.choice([1, 1 << 20])):
+    with mock.patch.object(routes, "VALUES_BYTES", random.choice([1, 1 << 20])):
         results = world.run(train)
     for found, nonfinite in results:
         assert found == [unused[rank] for rank in range(world.size)]

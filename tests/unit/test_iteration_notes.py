@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from paceline import _core
 from paceline.errors import ReplicasDifferError
-from paceline.reducer.drift import DriftWatch
-from paceline.reducer.iteration_notes import (
+from paceline.reducer.passes.drift import DriftWatch
+from paceline.reducer.passes.iteration_notes import (
     NOTHING,
     Note,
     describe_writes,

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from paceline.reducer.pass_state import PassState  # noqa: E402
+from paceline.reducer.passes.state import PassState  # noqa: E402
 from paceline.torch.passes.late import LateGradients  # noqa: E402
 
 TRIGGER, DELAYED, UNUSED = 0, 1, 2

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from paceline.reducer.frozen import digest_of
-from paceline.reducer.left_over import LeftOver
 from paceline.reducer.pass_errors import GraphVariety, StaticGraph
-from paceline.reducer.pass_state import PassState
+from paceline.reducer.passes.left_over import LeftOver
+from paceline.reducer.passes.state import PassState
 
 NAMES = ["a", "b", "c", "d"]
 

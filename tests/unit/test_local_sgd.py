@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
 from paceline.errors import ConfigError, ConfigTypeError
-from paceline.reducer.local_sgd import LocalSGD, outer_step
-from paceline.reducer.meetings import ForwardModes
+from paceline.reducer.local_sgd.meetings import ForwardModes
+from paceline.reducer.local_sgd.options import LocalSGD, outer_step
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from paceline.reducer import pass_log
-from paceline.reducer.pass_log import PassLog
+from paceline.reducer.passes import log as pass_log
+from paceline.reducer.passes.log import PassLog
 from paceline.reducer.worked_times import Arrivals
 from paceline.tracing.records import Event, float_bits, pass_id
 

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from paceline.errors import ConfigError, ForkedError
-from paceline.reducer.pass_state import PassState
+from paceline.reducer.passes.state import PassState
 
 
 @pytest.fixture

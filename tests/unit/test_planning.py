@@ -11,8 +11,8 @@ import pytest
 
 from paceline.reducer.link import Reduction
 from paceline.reducer.owners import OwnedRange
+from paceline.reducer.passes.planning import Planning
 from paceline.reducer.plan import ParameterSpec
-from paceline.reducer.planning import Planning
 
 NAMES, NUMEL = ["a", "b", "c"], 16384  # one segment each, so that each may be a bucket
 COUNT = len(NAMES)

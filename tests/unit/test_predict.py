@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.bench.predict import Machines, efficiency, predict, predict_torch, run
-from paceline.reducer.sum_formats import ENCODINGS
+from paceline.reducer.between_hosts.sum_formats import ENCODINGS
 from tests.harness.command import ROOT
 
 PAGE = (ROOT / "docs" / "scaling.md").read_text()

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import DeadlineError, PeerLostError
-from paceline.reducer import shares as shares_module
-from paceline.reducer.hierarchical import HierarchicalReducer
+from paceline.reducer.between_hosts import shares as shares_module
+from paceline.reducer.between_hosts.hierarchical import HierarchicalReducer
+from paceline.reducer.between_hosts.shares import Place, Shares, gaps_in_share, plan_of_shares
 from paceline.reducer.plan import ParameterSpec, Plan, pieces_of, plan_buckets
-from paceline.reducer.shares import Place, Shares, gaps_in_share, plan_of_shares
 from paceline.reducer.witness import Witness
 
 ITEMSIZES = {"float32": 4, "float16": 2, "float64": 8}

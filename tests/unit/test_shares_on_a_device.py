@@ -17,10 +17,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from paceline.errors import ConfigError  # noqa: E402
+from paceline.reducer.between_hosts.shares import Shares, plan_of_shares  # noqa: E402
 from paceline.reducer.engine import EngineReducer  # noqa: E402
 from paceline.reducer.plan import ParameterSpec, plan_buckets  # noqa: E402
 from paceline.reducer.protocol import PassStatus  # noqa: E402
-from paceline.reducer.shares import Shares, plan_of_shares  # noqa: E402
 from paceline.torch.link import transport as transport_module  # noqa: E402
 from paceline.torch.link.arena import Arena  # noqa: E402
 from paceline.torch.link.share_transport import ShareTransport  # noqa: E402

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
-from paceline.reducer.hosts import plan_route
+from paceline.reducer.between_hosts.routes import plan_route
+from paceline.reducer.between_hosts.sum_formats import ENCODINGS, CodedSums
 from paceline.reducer.plan import ParameterSpec, Plan, plan_buckets
-from paceline.reducer.sum_formats import ENCODINGS, CodedSums
 
 SIZES = (700, 33_000, 5, 2000)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from paceline.errors import ConfigError
-from paceline.reducer.pass_state import PassState
-from paceline.reducer.uneven import Shadow, joining, take_part_until_all_finished
+from paceline.reducer.passes.state import PassState
+from paceline.reducer.passes.uneven import Shadow, joining, take_part_until_all_finished
 
 
 class Gradients:

@@ -23,8 +23,9 @@ from dataclasses import dataclass
 from paceline import _core
 from paceline.bench.report import Report
 from paceline.bench.units import format_ratio, format_size, format_time
-from paceline.reducer.hosts import BUCKET_BYTES, HEADER_BYTES, plan_route
-from paceline.reducer.sum_formats import ENCODINGS
+from paceline.reducer.between_hosts.routes import BUCKET_BYTES, plan_route
+from paceline.reducer.between_hosts.sum_formats import ENCODINGS
+from paceline.reducer.between_hosts.wire import HEADER_BYTES
 
 _TORCH_BUCKETS = (1 << 20, 25 << 20)  # torch's first bucket, and the others
 _ITEM_BYTES = 4  # sums travel as float32

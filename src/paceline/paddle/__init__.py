@@ -18,7 +18,7 @@ from paceline.paddle.model.precision import MixedPrecision  # noqa: E402
 from paceline.paddle.one_model.sharded_optimizer import ShardedOptimizer  # noqa: E402
 from paceline.paddle.one_model.share import share  # noqa: E402
 from paceline.paddle.sync_batch_norm import SyncBatchNorm  # noqa: E402
-from paceline.reducer.local_sgd import LocalSGD  # noqa: E402
+from paceline.reducer.local_sgd.options import LocalSGD  # noqa: E402
 from paceline.replacing import replace_if_asked  # noqa: E402
 
 replace_if_asked(replace_ddp)

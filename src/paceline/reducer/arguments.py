@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 
 from paceline.arguments import Arguments, show
 from paceline.errors import ConfigError
+from paceline.reducer.between_hosts.sum_formats import ENCODINGS
 from paceline.reducer.buffer_policy import check_policies
-from paceline.reducer.local_sgd import LocalSGD
-from paceline.reducer.micro_batches import as_weight
+from paceline.reducer.local_sgd.options import LocalSGD
 from paceline.reducer.pass_errors import shorten
-from paceline.reducer.sum_formats import ENCODINGS
+from paceline.reducer.passes.micro_batches import as_weight
 
 _Parameter = TypeVar("_Parameter")
 

@@ -19,10 +19,10 @@ import numpy as np
 from paceline import _core
 from paceline.reducer.call_order import CallOrder
 from paceline.reducer.comm_hooks import CommHook
-from paceline.reducer.hosts import join_in_order
 from paceline.reducer.owners import Ranges
 from paceline.reducer.plan import Plan
 from paceline.reducer.protocol import Reducer
+from paceline.reducer.sum_order import join_in_order
 from paceline.reducer.witness import Tell, Witness
 
 _Tensor = TypeVar("_Tensor")

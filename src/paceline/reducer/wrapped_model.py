@@ -17,19 +17,19 @@ from typing import Any, NoReturn, TypeVar, cast
 from paceline.arguments import Arguments
 from paceline.errors import ConfigError
 from paceline.reducer.arguments import WrapperOptions
-from paceline.reducer.between_hosts import BetweenHosts
+from paceline.reducer.between_hosts.options import BetweenHosts
 from paceline.reducer.buffers import BufferSync
-from paceline.reducer.homes import Home, written
 from paceline.reducer.link import Link
-from paceline.reducer.meetings import Meetings, OuterTensors, Warmup, check_state, state_before
-from paceline.reducer.members import Members
-from paceline.reducer.micro_batches import as_weight
-from paceline.reducer.passes import Passes
+from paceline.reducer.local_sgd.meetings import Meetings, OuterTensors, Warmup, check_state, state_before
+from paceline.reducer.local_sgd.members import Members
+from paceline.reducer.one_copy.homes import Home, written
+from paceline.reducer.one_copy.torn import torn
+from paceline.reducer.passes.micro_batches import as_weight
+from paceline.reducer.passes.passes import Passes
+from paceline.reducer.passes.uneven import take_part_until_all_finished
 from paceline.reducer.plan import BucketLayout, bucket_layout
 from paceline.reducer.statistics import Statistics
-from paceline.reducer.torn import torn
 from paceline.reducer.traced import recorded
-from paceline.reducer.uneven import take_part_until_all_finished
 
 _Batch = TypeVar("_Batch")
 _Passes = TypeVar("_Passes", bound=Passes[Any])

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Generic, Protocol, TypeVar
 
 from paceline.collectives.whole_exchange import WholeExchange
-from paceline.reducer.homes import Home, home_of
+from paceline.reducer.one_copy.homes import Home, home_of
 from paceline.rendezvous.model_memory import share_model_memory
 from paceline.sharding.cuts import Piece
 from paceline.sharding.journal_layout import (

@@ -25,7 +25,7 @@ from paceline.errors import (
     format_ranks,
 )
 from paceline.reducer.pass_errors import shorten
-from paceline.reducer.sharing import registry
+from paceline.reducer.passes.sharing import registry
 
 _NUMBERS = struct.Struct("<4Q")  # arrays of numpy take longer to fill than the ranks to meet
 NUMBERS_BYTES = _NUMBERS.size

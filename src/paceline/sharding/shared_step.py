@@ -15,9 +15,9 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar
 from paceline import _core
 from paceline.arguments import Arguments
 from paceline.errors import CollectiveError, ConfigError, PacelineError
-from paceline.reducer.homes import home_of
 from paceline.reducer.link import Link
-from paceline.reducer.torn import torn, torn_error
+from paceline.reducer.one_copy.homes import home_of
+from paceline.reducer.one_copy.torn import torn, torn_error
 from paceline.sharding.ledgers import Complete, Ledgers
 from paceline.sharding.lost_ranks import COMPLETE, HALF, NOTHING_WRITTEN, is_loss, telling
 from paceline.sharding.meeting import Call, Facts, Meetings, hash_options

@@ -38,15 +38,15 @@ from paceline.paddle.passes.meetings import OuterParameters
 from paceline.paddle.passes.passes import GradientPasses, make_buffer_sync, make_passes
 from paceline.paddle.passes.recorded_steps import note_steps
 from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
-from paceline.reducer.between_hosts import A_HOOK, refuse_other_bits
+from paceline.reducer.between_hosts.options import A_HOOK, refuse_other_bits
 from paceline.reducer.buffers import BufferSync
 from paceline.reducer.comm_hooks import CommHook, agree_on_hook, check_callable, check_is_first
-from paceline.reducer.homes import written
-from paceline.reducer.local_sgd import LocalSGD
-from paceline.reducer.members import Members, join_member
-from paceline.reducer.micro_batches import as_weight
-from paceline.reducer.torn import torn
-from paceline.reducer.uneven import joining
+from paceline.reducer.local_sgd.members import Members, join_member
+from paceline.reducer.local_sgd.options import LocalSGD
+from paceline.reducer.one_copy.homes import written
+from paceline.reducer.one_copy.torn import torn
+from paceline.reducer.passes.micro_batches import as_weight
+from paceline.reducer.passes.uneven import joining
 from paceline.reducer.wrapped_model import WrappedModel, checked_norms
 from paceline.rendezvous.exchange import Exchange
 from paceline.rendezvous.start import refuse_latecomers

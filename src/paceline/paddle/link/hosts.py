@@ -2,9 +2,10 @@
 
 Paddle's Gloo has `send` and `recv` for tensors of the CPU. Each call blocks until it is done, without
 Python's lock, and gives up after 30 s; calls of two ranks pair by how many calls each has made on the group.
-So a group of two ranks in which one only sends is a connection for `paceline.reducer.piped_transport`, which
-does the rest. A group of our own lives as long as the process: Paddle never gives its threads and descriptors
-back. So all models that are wrapped over one group of the user's share them.
+So a group of two ranks in which one only sends is a connection for `piped_transport` of
+`paceline.reducer.between_hosts`, which does the rest. A group of our own lives as long as the process: Paddle
+never gives its threads and descriptors back. So all models that are wrapped over one group of the user's
+share them.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ import paddle
 
 from paceline.errors import RendezvousError
 from paceline.paddle.internals import GLOO_LIMIT_S, make_pair
+from paceline.reducer.between_hosts.hierarchical import Hosts
+from paceline.reducer.between_hosts.piped_transport import Carry, PipedTransport, Pipes
+from paceline.reducer.between_hosts.routes import num_shares
 from paceline.reducer.channels import channel_of
-from paceline.reducer.hierarchical import Hosts
-from paceline.reducer.hosts import num_shares
 from paceline.reducer.peers import Ranks
-from paceline.reducer.piped_transport import Carry, PipedTransport, Pipes
 from paceline.rendezvous.addresses import addresses_for_others
 from paceline.rendezvous.connections import connected_sockets, sockets_to
 from paceline.rendezvous.control import ControlChannel

@@ -23,12 +23,12 @@ from paceline.paddle.link.comm_hook import BucketHook
 from paceline.paddle.link.transport import PaddleTransport
 from paceline.paddle.model.parameters import dtype_name, nbytes
 from paceline.reducer import link
-from paceline.reducer.between_hosts import A_HOOK, BetweenHosts
+from paceline.reducer.between_hosts.hierarchical import MOST_POINTER_BYTES, Hosts
+from paceline.reducer.between_hosts.options import A_HOOK, BetweenHosts
+from paceline.reducer.between_hosts.reducers import HostReducers
+from paceline.reducer.between_hosts.routes import BUCKET_BYTES
 from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.engine import EngineReducer
-from paceline.reducer.hierarchical import MOST_POINTER_BYTES, Hosts
-from paceline.reducer.host_reducers import HostReducers
-from paceline.reducer.hosts import BUCKET_BYTES
 from paceline.reducer.link import (
     CORE_DTYPES,
     Reduction,

@@ -29,7 +29,7 @@ from paceline.paddle.link.hosts import MOST_HOSTS, control_of, join_hosts
 from paceline.paddle.link.link import GroupLink, HostsLink, Link, MemoryLink
 from paceline.paddle.link.start import form_paddles_group, needs_paddles_group
 from paceline.paddle.model.arguments import checked_group
-from paceline.reducer.between_hosts import BetweenHosts
+from paceline.reducer.between_hosts.options import BetweenHosts
 from paceline.reducer.peers import EnvironmentGroup, PatientGroup, Ranks, exchange_of_named
 from paceline.reducer.witness import ChannelWitness, MemoryWitness
 from paceline.rendezvous.exchange import Exchange

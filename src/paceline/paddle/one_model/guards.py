@@ -9,7 +9,7 @@ from typing import Any
 
 from paddle import nn
 
-from paceline.reducer.homes import check_whole
+from paceline.reducer.one_copy.homes import check_whole
 
 
 class StateDictGuard:

@@ -18,9 +18,9 @@ from paceline import _core
 from paceline.paddle import internals
 from paceline.paddle.link.peers import Peers
 from paceline.paddle.model.parameters import nbytes
-from paceline.reducer import homes, moving
-from paceline.reducer.homes import WrapperNames, home_of, homes_of, refuse_step
-from paceline.reducer.moving import overlapping
+from paceline.reducer.one_copy import homes, moving
+from paceline.reducer.one_copy.homes import WrapperNames, home_of, homes_of, refuse_step
+from paceline.reducer.one_copy.moving import overlapping
 from paceline.rendezvous.shared_memory import HostMemory
 
 Home = homes.Home[paddle.Tensor]

@@ -44,8 +44,8 @@ from paceline.paddle.one_model.travel import travel_over
 from paceline.paddle.one_model.whole_state import LoadedState, gather_state, make_state, put_together
 from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
 from paceline.reducer.arguments import REDUCE_THROUGH
-from paceline.reducer.between_hosts import BetweenHosts
-from paceline.reducer.torn import torn
+from paceline.reducer.between_hosts.options import BetweenHosts
+from paceline.reducer.one_copy.torn import torn
 from paceline.reducer.wrapped_model import hide_inherited
 from paceline.rendezvous.messages import gather_objects
 from paceline.sharding.cuts import Piece, deal

@@ -20,7 +20,7 @@ from paceline.paddle import internals
 from paceline.paddle.link.scattered import ScatteredGradient, held
 from paceline.paddle.model.parameters import dtype_name, nbytes
 from paceline.paddle.one_model.homes import Home
-from paceline.reducer.homes import check_step_allowed, home_of, homes_of
+from paceline.reducer.one_copy.homes import check_step_allowed, home_of, homes_of
 from paceline.sharding.cuts import Extent, Piece
 from paceline.sharding.journal_layout import Slot
 from paceline.sharding.ownership import tell_owners

@@ -22,13 +22,13 @@ from paceline.paddle import internals
 from paceline.paddle.link.scattered import PaddleHands, Scattered, ScatteredGradient, held
 from paceline.paddle.model.parameters import ManagedTensors, dtype_name, nbytes
 from paceline.reducer.link import Reduction
-from paceline.reducer.pass_state import PassState
+from paceline.reducer.passes.state import PassState
 from paceline.reducer.plan import ParameterSpec
 from paceline.reducer.scattered import left_over, scatter
 
 
 class Gradients:
-    """The gradients of the parameters that a plan lists; see `paceline.reducer.front_end.Gradients`.
+    """The gradients of the parameters that a plan lists; see `paceline.reducer.passes.front_end.Gradients`.
 
     Args:
         tensors: The model's.

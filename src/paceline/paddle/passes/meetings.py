@@ -14,7 +14,7 @@ from paceline.reducer.replica_check import Entry
 
 
 class OuterParameters:
-    """See `paceline.reducer.meetings.OuterTensors`.
+    """See `paceline.reducer.local_sgd.meetings.OuterTensors`.
 
     Args:
         tensors: The model's.

@@ -9,8 +9,8 @@ import paddle
 
 from paceline.paddle import internals
 from paceline.paddle.passes import graphs
-from paceline.reducer.micro_batches import MicroBatchWeights
-from paceline.reducer.pass_state import PassState
+from paceline.reducer.passes.micro_batches import MicroBatchWeights
+from paceline.reducer.passes.state import PassState
 
 
 class PaddleWeights(MicroBatchWeights):

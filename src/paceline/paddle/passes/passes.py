@@ -31,17 +31,17 @@ from paceline.paddle.passes.recorded_steps import note_steps
 from paceline.paddle.passes.replica_state import hash_model, make_sampler
 from paceline.paddle.passes.sparse import SparseMeans
 from paceline.reducer.buffers import BufferSync
-from paceline.reducer.front_end import FrontEnd
-from paceline.reducer.graphs import EndOfBackward, Graph
-from paceline.reducer.local_backward import LocalBackward
-from paceline.reducer.pass_state import PassState
-from paceline.reducer.passes import Passes
+from paceline.reducer.passes.front_end import FrontEnd
+from paceline.reducer.passes.graphs import EndOfBackward, Graph
+from paceline.reducer.passes.local_backward import LocalBackward
+from paceline.reducer.passes.passes import Passes
+from paceline.reducer.passes.state import PassState
 from paceline.reducer.scattered import refuse_sparse
 from paceline.tracing.recording import recording
 
 
 class PaddleAutograd:
-    """See `paceline.reducer.front_end.Autograd`.
+    """See `paceline.reducer.passes.front_end.Autograd`.
 
     Args:
         tensors: The model's.

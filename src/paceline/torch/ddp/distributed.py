@@ -22,14 +22,14 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from paceline.arguments import Arguments
 from paceline.errors import ConfigError, PacelineError
 from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
-from paceline.reducer.between_hosts import A_HOOK, refuse_other_bits
+from paceline.reducer.between_hosts.options import A_HOOK, refuse_other_bits
 from paceline.reducer.buffers import BufferSync
 from paceline.reducer.comm_hooks import CommHook, agree_on_hook, check_is_first
 from paceline.reducer.link import Link
-from paceline.reducer.local_sgd import LocalSGD
-from paceline.reducer.members import Members, join_member
-from paceline.reducer.micro_batches import as_weight
-from paceline.reducer.torn import torn
+from paceline.reducer.local_sgd.members import Members, join_member
+from paceline.reducer.local_sgd.options import LocalSGD
+from paceline.reducer.one_copy.torn import torn
+from paceline.reducer.passes.micro_batches import as_weight
 from paceline.reducer.wrapped_model import WrappedModel, checked_norms
 from paceline.rendezvous.start import refuse_latecomers
 from paceline.torch.backend.init_process_group import attendance_of_default_group

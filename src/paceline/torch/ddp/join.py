@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, JoinHook
 
 from paceline.errors import ConfigError
-from paceline.reducer.uneven import Shadow
+from paceline.reducer.passes.uneven import Shadow
 from paceline.torch.link.calls import GroupCalls
 from paceline.torch.link.peers import Peers, ProcessGroupPeers
 

@@ -29,9 +29,9 @@ from torch.utils import _pytree as pytree
 from paceline.arguments import Arguments
 from paceline.errors import ConfigError, ReplicaError
 from paceline.reducer.arguments import MIB
-from paceline.reducer.homes import written
-from paceline.reducer.meetings import Meetings, Warmup
-from paceline.reducer.torn import torn
+from paceline.reducer.local_sgd.meetings import Meetings, Warmup
+from paceline.reducer.one_copy.homes import written
+from paceline.reducer.one_copy.torn import torn
 from paceline.reducer.wrapped_model import hide_inherited
 from paceline.torch.data_parallel.scatter import gather, scatter_call
 from paceline.torch.ddp.join import DDPJoinHook, Joining, NamingJoin

@@ -27,8 +27,9 @@ from torch._C._distributed_c10d import PrefixStore
 
 from paceline.collectives.formation import share_alone
 from paceline.errors import RendezvousError
-from paceline.reducer.hierarchical import Hosts
-from paceline.reducer.hosts import Message, num_shares, place_of
+from paceline.reducer.between_hosts.hierarchical import Hosts
+from paceline.reducer.between_hosts.routes import num_shares, place_of
+from paceline.reducer.between_hosts.wire import Message
 from paceline.rendezvous import lifetime
 from paceline.rendezvous.connections import (
     close_once_arrived,

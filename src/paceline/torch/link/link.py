@@ -16,12 +16,14 @@ import torch.distributed as dist
 from paceline import _core
 from paceline.collectives.ops import ReduceOp
 from paceline.errors import ConfigError, RegionError
-from paceline.reducer.between_hosts import A_HOOK, BetweenHosts, refuse_other_bits
+from paceline.reducer.between_hosts.hierarchical import MOST_POINTER_BYTES, Hosts
+from paceline.reducer.between_hosts.options import A_HOOK, BetweenHosts, refuse_other_bits
+from paceline.reducer.between_hosts.reducers import HostReducers
+from paceline.reducer.between_hosts.routes import BUCKET_BYTES, place_of
+from paceline.reducer.between_hosts.shares import Place, Shares, plan_of_shares, take_over
+from paceline.reducer.between_hosts.sum_formats import CodedSums
 from paceline.reducer.comm_hooks import CommHook
 from paceline.reducer.engine import EngineReducer
-from paceline.reducer.hierarchical import MOST_POINTER_BYTES, Hosts
-from paceline.reducer.host_reducers import HostReducers
-from paceline.reducer.hosts import BUCKET_BYTES, place_of
 from paceline.reducer.link import (
     CORE_DTYPES,
     Link,
@@ -32,8 +34,6 @@ from paceline.reducer.link import (
     make_host_reducer,
 )
 from paceline.reducer.plan import Plan
-from paceline.reducer.shares import Place, Shares, plan_of_shares, take_over
-from paceline.reducer.sum_formats import CodedSums
 from paceline.reducer.witness import (
     ChannelWitness,
     HostWitness,

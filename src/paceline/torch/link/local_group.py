@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from paceline.errors import ConfigError, RendezvousError, format_ranks
-from paceline.reducer.hosts import place_of
-from paceline.reducer.partner_waits import patience_s
+from paceline.reducer.between_hosts.partner_waits import patience_s
+from paceline.reducer.between_hosts.routes import place_of
 from paceline.reducer.plan import Plan
 from paceline.reducer.witness import Witness
 from paceline.rendezvous import lifetime

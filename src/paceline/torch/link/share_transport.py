@@ -1,8 +1,8 @@
 """Buckets on devices through the process group of each host, and their shares between the hosts.
 
 A `paceline.reducer.engine.Transport`: within the host a reduce_scatter leaves this rank its share of a
-bucket, which goes through pinned memory to the partners on the other hosts (`paceline.reducer.shares`); an
-all_gather within the host ends the pass. See docs/design/hosts.md.
+bucket, which goes through pinned memory to the partners on the other hosts (`shares` of
+`paceline.reducer.between_hosts`); an all_gather within the host ends the pass. See docs/design/hosts.md.
 
 Order of calls: reduce_scatters are begun by whoever launches the buckets, in the order of the plan, and
 all_gathers by whoever ends the pass, in the same order. NCCL pairs calls by it.
@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from paceline.errors import ConfigError
+from paceline.reducer.between_hosts.shares import Place, Shares, gaps_in_share
 from paceline.reducer.plan import Plan
-from paceline.reducer.shares import Place, Shares, gaps_in_share
 from paceline.reducer.witness import Witness
 from paceline.torch.link.arena import Arena
 from paceline.torch.link.device_copies import DeviceCopies

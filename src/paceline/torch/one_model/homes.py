@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from paceline import _core
-from paceline.reducer import homes
-from paceline.reducer.homes import WrapperNames
+from paceline.reducer.one_copy import homes
+from paceline.reducer.one_copy.homes import WrapperNames
 from paceline.torch.link.arena import extent
 
 Home = homes.Home[torch.Tensor]

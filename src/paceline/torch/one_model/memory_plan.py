@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.errors import ConfigError
-from paceline.reducer.one_copy import lay_out
+from paceline.reducer.one_copy.announced_writes import lay_out
 from paceline.sharding.memory import MemoryPlan, ModelSizes, plan_ways
 
 _META = torch.device("meta")

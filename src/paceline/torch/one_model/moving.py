@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
-from paceline.reducer import moving
-from paceline.reducer.homes import home_of, homes_of
-from paceline.reducer.moving import overlapping
+from paceline.reducer.one_copy import moving
+from paceline.reducer.one_copy.homes import home_of, homes_of
+from paceline.reducer.one_copy.moving import overlapping
 from paceline.rendezvous.shared_memory import HostMemory
 from paceline.torch.link.arena import extent
 from paceline.torch.link.peers import Peers

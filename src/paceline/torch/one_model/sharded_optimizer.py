@@ -22,9 +22,9 @@ from paceline.arguments import Arguments
 from paceline.errors import ConfigError
 from paceline.reducer.agreement import ModelDescription, check_agreement, telling_peers
 from paceline.reducer.arguments import REDUCE_THROUGH
-from paceline.reducer.between_hosts import BetweenHosts
-from paceline.reducer.homes import check_step_allowed, homes_of
+from paceline.reducer.between_hosts.options import BetweenHosts
 from paceline.reducer.link import Link
+from paceline.reducer.one_copy.homes import check_step_allowed, homes_of
 from paceline.rendezvous.messages import gather_objects
 from paceline.sharding.cuts import CACHED_BYTES, deal, fit_into_caches
 from paceline.sharding.journal import Journal, home_of_all

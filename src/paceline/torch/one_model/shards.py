@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from paceline.errors import ConfigError
-from paceline.reducer.homes import check_step_allowed, home_of, homes_of
 from paceline.reducer.link import Link
+from paceline.reducer.one_copy.homes import check_step_allowed, home_of, homes_of
 from paceline.sharding.cuts import Extent, Piece
 from paceline.sharding.journal_layout import Slot
 from paceline.sharding.ownership import tell_owners

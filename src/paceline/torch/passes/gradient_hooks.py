@@ -18,7 +18,7 @@ import torch
 
 from paceline import _core
 from paceline.errors import ConfigError
-from paceline.reducer.pass_state import PassState
+from paceline.reducer.passes.state import PassState
 from paceline.reducer.protocol import Reducer
 from paceline.reducer.reporting_reducer import ReportingReducer
 from paceline.reducer.scattered import left_over

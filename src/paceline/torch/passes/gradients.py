@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from paceline.reducer.link import Reduction
-from paceline.reducer.pass_state import PassState
+from paceline.reducer.passes.state import PassState
 from paceline.reducer.plan import ParameterSpec
 from paceline.reducer.scattered import scatter
 from paceline.torch.link.arena import extent
@@ -35,7 +35,7 @@ from paceline.torch.passes.gradient_hooks import (
 
 
 class Gradients:
-    """See `paceline.reducer.front_end.Gradients`.
+    """See `paceline.reducer.passes.front_end.Gradients`.
 
     Args:
         tensors: The model's.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 
 import torch
 
-from paceline.reducer.pass_state import PassState
+from paceline.reducer.passes.state import PassState
 from paceline.torch.model.compiling import untraced
 
 

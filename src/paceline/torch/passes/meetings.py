@@ -1,6 +1,6 @@
 """What the meetings of local SGD ask of torch: reading and writing a model's parameters.
 
-See `paceline.reducer.meetings`.
+See `paceline.reducer.local_sgd.meetings`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from paceline.torch.passes.replica_state import hash_model
 
 
 class OuterParameters:
-    """See `paceline.reducer.meetings.OuterTensors`.
+    """See `paceline.reducer.local_sgd.meetings.OuterTensors`.
 
     Args:
         tensors: The model's.

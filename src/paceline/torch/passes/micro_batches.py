@@ -8,8 +8,8 @@ import torch
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
-from paceline.reducer.micro_batches import MicroBatchWeights
-from paceline.reducer.pass_state import PassState
+from paceline.reducer.passes.micro_batches import MicroBatchWeights
+from paceline.reducer.passes.state import PassState
 from paceline.torch.passes.graphs import RunningCall, running_call
 from paceline.torch.passes.last_hooks import taking_hooks
 

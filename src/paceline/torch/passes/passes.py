@@ -17,12 +17,12 @@ from torch.autograd import Variable, profiler
 
 from paceline.errors import PacelineError
 from paceline.reducer.buffers import BufferSync
-from paceline.reducer.front_end import FrontEnd
-from paceline.reducer.graphs import Graph
 from paceline.reducer.link import Link
-from paceline.reducer.local_backward import LocalBackward
-from paceline.reducer.pass_state import PassState
-from paceline.reducer.passes import Passes
+from paceline.reducer.passes.front_end import FrontEnd
+from paceline.reducer.passes.graphs import Graph
+from paceline.reducer.passes.local_backward import LocalBackward
+from paceline.reducer.passes.passes import Passes
+from paceline.reducer.passes.state import PassState
 from paceline.reducer.scattered import refuse_sparse
 from paceline.torch.link.link import average_buffers
 from paceline.torch.link.scattered import Scattered, ScatteredGradient, TorchHands
@@ -61,7 +61,7 @@ class ErrorNote:
 
 
 class TorchAutograd:
-    """See `paceline.reducer.front_end.Autograd`.
+    """See `paceline.reducer.passes.front_end.Autograd`.
 
     Args:
         tensors: The model's.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from paceline import _core
-from paceline.reducer.iteration_notes import places_to_sample
+from paceline.reducer.passes.iteration_notes import places_to_sample
 from paceline.reducer.replica_check import Entry, flattened, hash_of_plain
 from paceline.torch.passes.gradient_hooks import HAS_EXCHANGE_API
 

@@ -21,7 +21,7 @@ from typing import Protocol
 
 from paceline.arguments import Arguments
 from paceline.errors import ConfigError
-from paceline.reducer.graphs import EndOfBackward
+from paceline.reducer.passes.graphs import EndOfBackward
 
 
 class Accumulating(Protocol):

@@ -20,14 +20,7 @@ from typing import Any, Generic, final
 
 from paceline.errors import CollectiveError, ConfigError, PacelineError, ReplicaError
 from paceline.reducer.comm_hooks import CommHook
-from paceline.reducer.drift import DriftWatch
-from paceline.reducer.figures import Figures
-from paceline.reducer.fresh_gradients import FreshGradients
-from paceline.reducer.front_end import AnyAutograd, FrontEnd, PassOptions
-from paceline.reducer.graphs import EndOfBackward, Graphs
-from paceline.reducer.left_over import LeftOver
 from paceline.reducer.link import Link
-from paceline.reducer.local_backward import LocalBackward
 from paceline.reducer.owners import agreed_owners, needs_memory, nobodys, owners, several_models
 from paceline.reducer.pass_errors import (
     GraphVariety,
@@ -38,12 +31,19 @@ from paceline.reducer.pass_errors import (
     shorten,
     uneven_error,
 )
-from paceline.reducer.pass_log import PassLog
-from paceline.reducer.pass_state import PassState
-from paceline.reducer.planning import Planning
+from paceline.reducer.passes.drift import DriftWatch
+from paceline.reducer.passes.figures import Figures
+from paceline.reducer.passes.fresh_gradients import FreshGradients
+from paceline.reducer.passes.front_end import AnyAutograd, FrontEnd, PassOptions
+from paceline.reducer.passes.graphs import EndOfBackward, Graphs
+from paceline.reducer.passes.left_over import LeftOver
+from paceline.reducer.passes.local_backward import LocalBackward
+from paceline.reducer.passes.log import PassLog
+from paceline.reducer.passes.planning import Planning
+from paceline.reducer.passes.sharing import registry
+from paceline.reducer.passes.state import PassState
 from paceline.reducer.protocol import Outcome, Reducer
 from paceline.reducer.replica_check import Entry
-from paceline.reducer.sharing import registry
 from paceline.reducer.worked_times import Arrivals
 from paceline.rendezvous import lifetime
 from paceline.tracing.recording import recording

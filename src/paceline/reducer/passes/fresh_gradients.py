@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from paceline import _core
-from paceline.reducer.front_end import Fingerprint, Memory
+from paceline.reducer.passes.front_end import Fingerprint, Memory
 
 
 class FreshGradients:

@@ -1,8 +1,8 @@
 """A bucket whose sums travel: summed over the host, sent behind headers, added up, published.
 
 In one round everybody sends the whole share to everybody. In two, the parts go to their owners, who add up
-and send the sums to everybody; see `hosts`. Each message has a header in front, and the last ones of the last
-bucket have reports behind.
+and send the sums to everybody; see `routes`. Each message has a header in front, and the last ones of the
+last bucket have reports behind.
 
 Imports the core and its neighbours.
 """
@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, product
 from typing import TypeAlias
 
-from paceline.reducer.host_messages import Flight, Layout, Received, Sent, Terms, aligned
-from paceline.reducer.hosts import HEADER_BYTES, Envelope, Message, tag_of
+from paceline.reducer.between_hosts.messages import Flight, Layout, Received, Sent, Terms, aligned
+from paceline.reducer.between_hosts.wire import HEADER_BYTES, Envelope, Message, tag_of
 
 _Either: TypeAlias = "Sent | Received"
 

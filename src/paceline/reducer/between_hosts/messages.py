@@ -20,19 +20,18 @@ import numpy as np
 
 from paceline import _core
 from paceline.errors import CollectiveError
-from paceline.reducer.hosts import (
+from paceline.reducer.between_hosts.blocks import Blocks
+from paceline.reducer.between_hosts.partner_waits import PartnerWaits
+from paceline.reducer.between_hosts.routes import Route, turns_of
+from paceline.reducer.between_hosts.sum_formats import SumFormat
+from paceline.reducer.between_hosts.wire import (
     HEADER_BYTES,
     Begin,
-    Blocks,
     Envelope,
     HostsTransport,
     Message,
-    Route,
     Transfer,
-    turns_of,
 )
-from paceline.reducer.partner_waits import PartnerWaits
-from paceline.reducer.sum_formats import SumFormat
 
 
 @dataclass(frozen=True)

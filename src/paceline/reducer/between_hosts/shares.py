@@ -29,13 +29,13 @@ import numpy as np
 from paceline import _core
 from paceline.collectives.ops import ReduceOp
 from paceline.errors import CollectiveError, DeadlineError
+from paceline.reducer.between_hosts.hierarchical import HierarchicalReducer
+from paceline.reducer.between_hosts.partner_waits import patience_s
+from paceline.reducer.between_hosts.sum_formats import CodedSums
 from paceline.reducer.compression import Floats
-from paceline.reducer.hierarchical import HierarchicalReducer
-from paceline.reducer.partner_waits import patience_s
 from paceline.reducer.pass_errors import shorten
 from paceline.reducer.plan import ParameterSpec, Plan, pieces_of, plan_whole_buckets
 from paceline.reducer.protocol import PassStatus
-from paceline.reducer.sum_formats import CodedSums
 from paceline.reducer.witness import Witness
 from paceline.rendezvous.told_failures import unpack_failure
 

@@ -37,7 +37,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from paceline.reducer.hosts import HEADER_BYTES, MESSAGE_BYTES, PLANS, Header, Message, lane_of, tag_of
+from paceline.reducer.between_hosts.routes import MESSAGE_BYTES
+from paceline.reducer.between_hosts.wire import HEADER_BYTES, PLANS, Header, Message, lane_of, tag_of
 from paceline.rendezvous import lifetime
 from paceline.rendezvous.connections import shut_down, stop_receiving
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from paceline import _core
 from paceline.errors import ConfigError, ForkedError
-from paceline.reducer.graphs import Graphs
+from paceline.reducer.passes.graphs import Graphs
 from paceline.reducer.protocol import PassStatus
 
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from paceline.errors import ConfigError
-from paceline.reducer.front_end import Gradients
-from paceline.reducer.pass_state import PassState
+from paceline.reducer.passes.front_end import Gradients
+from paceline.reducer.passes.state import PassState
 
 
 class UnevenPasses(Protocol):

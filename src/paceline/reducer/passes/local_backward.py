@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 
-from paceline.reducer.graphs import EndOfBackward
+from paceline.reducer.passes.graphs import EndOfBackward
 from paceline.tracing.recording import recording
 from paceline.tracing.records import Event
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.reducer.between_hosts import BetweenHosts
-from paceline.reducer.hierarchical import HierarchicalReducer, Hosts
-from paceline.reducer.hosts import PLANS, has_bits_of_one_host
+from paceline.reducer.between_hosts.blocks import has_bits_of_one_host
+from paceline.reducer.between_hosts.hierarchical import HierarchicalReducer, Hosts
+from paceline.reducer.between_hosts.options import BetweenHosts
+from paceline.reducer.between_hosts.sum_formats import ENCODINGS, CodedSums
+from paceline.reducer.between_hosts.wire import PLANS
 from paceline.reducer.link import Reduction, ReductionOptions
 from paceline.reducer.plan import Plan
-from paceline.reducer.sum_formats import ENCODINGS, CodedSums
 
 
 class HostReducers:

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, final
 
-from paceline.reducer.front_end import FrontEnd
 from paceline.reducer.frozen import digest_of
 from paceline.reducer.pass_errors import GraphVariety, StaticGraph
-from paceline.reducer.pass_state import PassState
+from paceline.reducer.passes.front_end import FrontEnd
+from paceline.reducer.passes.state import PassState
 from paceline.reducer.protocol import Reducer
 
 

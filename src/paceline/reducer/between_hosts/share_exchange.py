@@ -1,7 +1,7 @@
 """What a hierarchical reducer hands the sums of its host's shares to, whoever exchanges them.
 
-Two classes satisfy it: `paceline.reducer.host_exchange.HostExchange`, which has partners on the other hosts,
-and `paceline.reducer.bystander.Bystander`, on a rank that has no share.
+Two classes satisfy it: `HostExchange`, which has partners on the other hosts, and `Bystander`, on a rank that
+has no share.
 
 Imports the standard library alone.
 """

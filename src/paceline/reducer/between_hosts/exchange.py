@@ -1,4 +1,4 @@
-"""One rank's share of each bucket on its way to the other hosts and back; see `hosts` for the words.
+"""One rank's share of each bucket on its way to the other hosts and back; this folder's head has the words.
 
 The one idea: whoever runs the backward makes and sends, and one thread waits, adds up and publishes. It has
 to be a thread, because a transport tells that a message has come only to who waits for it; its waits let
@@ -21,7 +21,7 @@ Memory: a few buckets are under way at a time (WINDOW), each in a *room* of its 
 is received: together about WINDOW * 2 to 3 shares of the largest bucket, or one for values, whatever the size
 of the model. There are two at least, so that a model of one bucket can receive that of the next pass. A
 bucket has the same room in every pass (that of a model of one bucket takes turns), so its messages are laid
-out once, when it first comes (`host_messages`).
+out once, when it first comes (`messages`).
 
 Imports numpy, the core, rendezvous, `errors` and its neighbours.
 """
@@ -38,9 +38,9 @@ import numpy as np
 
 from paceline import _core
 from paceline.errors import CollectiveError
-from paceline.reducer.host_messages import Flight, Terms
-from paceline.reducer.sum_messages import SumsFlight
-from paceline.reducer.value_messages import FewValuesFlight, ValuesFlight, ValuesPass
+from paceline.reducer.between_hosts.messages import Flight, Terms
+from paceline.reducer.between_hosts.sum_messages import SumsFlight
+from paceline.reducer.between_hosts.value_messages import FewValuesFlight, ValuesFlight, ValuesPass
 from paceline.rendezvous import lifetime
 from paceline.rendezvous.control import ControlChannel
 from paceline.rendezvous.told_failures import pack_failure, unpack_failure

@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, final
 
 from paceline.reducer.comm_hooks import CommHook
-from paceline.reducer.earlier_reducers import EarlierReducers
-from paceline.reducer.freed_memory import keep_freed_memory
-from paceline.reducer.front_end import FrontEnd, PlanOptions
 from paceline.reducer.link import Link, Reduction, ReductionOptions, agree
 from paceline.reducer.owners import Ranges
+from paceline.reducer.passes.earlier_reducers import EarlierReducers
+from paceline.reducer.passes.freed_memory import keep_freed_memory
+from paceline.reducer.passes.front_end import FrontEnd, PlanOptions
 from paceline.reducer.plan import CappedBuckets, Plan, complete_order, has_one_order, plan_gradients
 
 

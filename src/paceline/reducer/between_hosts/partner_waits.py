@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from paceline.errors import CollectiveError, DeadlineError, MismatchError, PeerLostError
+from paceline.reducer.between_hosts.wire import Header, HostsTransport, Message
 from paceline.reducer.engine_waits import is_of_a_late_peer, is_of_a_lost_peer, late_error
-from paceline.reducer.hosts import Header, HostsTransport, Message
 from paceline.rendezvous.control import ControlChannel
 
 _SHOWN = 300  # characters of a transport's own words

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping
 from paceline import _core
 from paceline.collectives.whole_exchange import WholeExchange
 from paceline.errors import ConfigError
-from paceline.reducer.homes import Home, Placing, Tensor
-from paceline.reducer.one_copy import OneCopy, lay_out
+from paceline.reducer.one_copy.announced_writes import OneCopy, lay_out
+from paceline.reducer.one_copy.homes import Home, Placing, Tensor
 from paceline.reducer.peers import Ranks
 from paceline.reducer.replica_check import Entry, check_replicas
 from paceline.rendezvous.exchange import Exchange

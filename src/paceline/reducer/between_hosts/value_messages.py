@@ -40,8 +40,15 @@ from itertools import chain
 import numpy as np
 
 from paceline import _core
-from paceline.reducer.host_messages import Flight, Layout, Received, Sent, Terms, aligned
-from paceline.reducer.hosts import HEADER_BYTES, Begin, Envelope, Message, Transfer, tag_of
+from paceline.reducer.between_hosts.messages import Flight, Layout, Received, Sent, Terms, aligned
+from paceline.reducer.between_hosts.wire import (
+    HEADER_BYTES,
+    Begin,
+    Envelope,
+    Message,
+    Transfer,
+    tag_of,
+)
 
 _FINITE, _NOT_FINITE = 0, 1  # the byte behind the header of the second round
 

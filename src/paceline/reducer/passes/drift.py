@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from paceline.errors import ReplicasDifferError
-from paceline.reducer.iteration_notes import Note, describe_writes, dropped_warning
+from paceline.reducer.passes.iteration_notes import Note, describe_writes, dropped_warning
 from paceline.reducer.replica_check import Entry, Gather, check_replicas
 
 # Ranks may write differently and yet be equal, each time: then it costs a hundredth of a check.

@@ -30,13 +30,13 @@ from paceline.errors import (
 )
 from paceline.reducer.buffers import BufferSync
 from paceline.reducer.link import Link, ReductionOptions
-from paceline.reducer.local_sgd import LocalSGD, outer_step
+from paceline.reducer.local_sgd.options import LocalSGD, outer_step
 from paceline.reducer.pass_errors import names_by_rank, shorten
-from paceline.reducer.passes import Passes
+from paceline.reducer.passes.passes import Passes
+from paceline.reducer.passes.sharing import registry
 from paceline.reducer.plan import BucketCaps, CappedBuckets, ParameterSpec, plan_gradients
 from paceline.reducer.protocol import Outcome, PassStatus
 from paceline.reducer.replica_check import Entry, check_replicas
-from paceline.reducer.sharing import registry
 
 _Tensor = TypeVar("_Tensor", bound=Any)
 

@@ -17,10 +17,10 @@ Steps of a pass, for H hosts of L ranks
 Sums are undivided, and each message tells its host's weight: the mean is divided once, by the total.
 
 Bits: over hosts sums are added up in the order of the hosts' lowest ranks, over the ranks of a host in rank
-order, both as a binary tree. Where both together are the tree of one host (`hosts.has_bits_of_one_host`; for
+order, both as a binary tree. Where both together are the tree of one host (`blocks.has_bits_of_one_host`; for
 example aligned blocks of 2**k ranks), the bits are those of one host; else the same on every rank, in every
 run of this layout, for every bucket size. If they have to be those of one host all the same, hosts send the
-sums of several blocks of their ranks instead of one (`hosts.exact_blocks`).
+sums of several blocks of their ranks instead of one (`blocks.exact_blocks`).
 
 Imports the core, rendezvous, `errors`, the standard library and its neighbours.
 """
@@ -36,25 +36,20 @@ from typing import NoReturn
 
 from paceline import _core
 from paceline.errors import CollectiveError
-from paceline.reducer.bystander import Bystander
-from paceline.reducer.host_exchange import HostExchange
-from paceline.reducer.host_messages import Terms
-from paceline.reducer.hosts import (
-    HostsTransport,
-    exact_blocks,
-    num_shares,
-    plan_route,
-    spoken_for,
-    whole_hosts,
-)
-from paceline.reducer.partner_waits import PartnerWaits, patience_s
+from paceline.reducer.between_hosts.blocks import exact_blocks, whole_hosts
+from paceline.reducer.between_hosts.bystander import Bystander
+from paceline.reducer.between_hosts.exchange import HostExchange
+from paceline.reducer.between_hosts.messages import Terms
+from paceline.reducer.between_hosts.partner_waits import PartnerWaits, patience_s
+from paceline.reducer.between_hosts.routes import num_shares, plan_route, spoken_for
+from paceline.reducer.between_hosts.share_exchange import ShareExchange
+from paceline.reducer.between_hosts.sum_formats import CodedSums, PlainSums, SumFormat
+from paceline.reducer.between_hosts.wire import HostsTransport
 from paceline.reducer.pass_errors import shorten
 from paceline.reducer.pass_reports import REPORT_BYTES, RankReport, pack_bits, unpack_bits
 from paceline.reducer.plan import ALIGNMENT_BYTES, SEGMENT_ELEMENTS, Plan, pieces_of
 from paceline.reducer.protocol import PassStatus
 from paceline.reducer.reporting_reducer import ReportingReducer
-from paceline.reducer.share_exchange import ShareExchange
-from paceline.reducer.sum_formats import CodedSums, PlainSums, SumFormat
 from paceline.rendezvous.control import ControlChannel
 from paceline.rendezvous.told_failures import is_packed, unpack_failure
 

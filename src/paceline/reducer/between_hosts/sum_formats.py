@@ -3,8 +3,8 @@
 The one idea: whoever sends codes goes on with what they decode to, as all others do, so every host adds the
 same numbers. What encoding took from a share stays with the rank that sends it, and is added the next time.
 
-Words: a *share*, a *part*, a *piece* as in `hosts.py`; the *error* of a share is what its codes have not
-delivered yet, per unit of weight, so that it does not grow when the weights of ranks change.
+Words: a *share*, a *part*, a *piece* as at the head of this folder; the *error* of a share is what its codes
+have not delivered yet, per unit of weight, so that it does not grow when the weights of ranks change.
 
 Imports numpy, the core, `collectives` and its neighbours.
 """
@@ -18,8 +18,8 @@ import numpy as np
 
 from paceline import _core
 from paceline.collectives.ops import ReduceOp
+from paceline.reducer.between_hosts.routes import Route
 from paceline.reducer.compression import BF16, EIGHT_BIT, FP16, TOP_K, Floats
-from paceline.reducer.hosts import Route
 from paceline.reducer.plan import Plan, pieces_of
 
 ENCODINGS = {"bf16": BF16, "fp16": FP16, "int8": EIGHT_BIT, "topk": TOP_K}

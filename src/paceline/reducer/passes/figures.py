@@ -13,10 +13,10 @@ import math
 import statistics
 from typing import Any, final
 
-from paceline.reducer.fresh_gradients import FreshGradients
-from paceline.reducer.front_end import FrontEnd
 from paceline.reducer.pass_errors import names_by_rank
-from paceline.reducer.planning import Planning
+from paceline.reducer.passes.fresh_gradients import FreshGradients
+from paceline.reducer.passes.front_end import FrontEnd
+from paceline.reducer.passes.planning import Planning
 from paceline.reducer.statistics import Statistics
 from paceline.reducer.worked_times import Arrivals
 

@@ -14,8 +14,8 @@ from paceline import _core
 from paceline.errors import PacelineError
 from paceline.reducer.buffers import BufferSync
 from paceline.reducer.link import Reduction
-from paceline.reducer.local_backward import LocalBackward
-from paceline.reducer.micro_batches import MicroBatchWeights
+from paceline.reducer.passes.local_backward import LocalBackward
+from paceline.reducer.passes.micro_batches import MicroBatchWeights
 from paceline.reducer.plan import BucketCaps, ParameterSpec
 from paceline.reducer.replica_check import Entry
 

@@ -1,0 +1,185 @@
+"""Who sends which part of a bucket to whom: the layout of ranks on hosts, and the route of each share.
+
+The head of this folder has the words, and what each route costs. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+MESSAGE_BYTES = 512 << 10
+"""Most of one message, but for the next case. One connection of Gloo moves one large message after the
+other, not both ways at once; pieces let it use both directions of a link."""
+PAIR_MESSAGE_BYTES = 2 << 20
+"""Most of one message of gradients that travel as they are between two hosts. Nothing has to be made before
+they are sent, and each message takes a rank tens of microseconds, with what Gloo says to the partner's. With
+more hosts connections share links unevenly, and a large piece that comes late keeps the other links idle."""
+ONE_ROUND_BYTES = 12 << 10
+"""How many more bytes than two rounds one round may send. At 100 Mbit/s they take 1 ms, about as long as a
+second round."""
+VALUES_BYTES = 256 << 10
+"""Smaller shares travel as sums: further messages would cost more than they save. Gradients of 16 bits always
+travel as they are, because their sums are twice as large; below this size in one round, where sums would."""
+BUCKET_BYTES = 4 << 20
+"""Most of a bucket between hosts: while one is exchanged the next is computed, and the last has nothing
+behind which it could hide."""
+_BLOCK_ELEMENTS = 16
+
+
+@dataclass(frozen=True)
+class Route:
+    """How one rank's share of a bucket travels. Elements count from the beginning of the bucket.
+
+    Attributes:
+        share: The elements.
+        parts: In one round: one, the whole share. Else that of each host. Each in pieces.
+        is_of_values: Whether gradients travel as they are, and not their sums.
+    """
+
+    share: range
+    parts: tuple[tuple[range, ...], ...]
+    is_of_values: bool = False
+
+    @property
+    def is_one_round(self) -> bool:
+        return len(self.parts) == 1
+
+    def part_of(self, host: int) -> tuple[range, ...]:
+        """Pieces whose sums of all hosts a host adds up."""
+        return self.parts[0 if self.is_one_round else host]
+
+
+def plan_route(
+    count: int,
+    itemsize: int,
+    local_rank: int,
+    num_ranks: int,
+    num_hosts: int,
+    piece_bytes: int | None = None,
+    num_blocks: Sequence[int] | None = None,
+    value_bytes: int | None = None,
+) -> Route:
+    """The route of one rank's share; a pure function, the same for all its partners.
+
+    Args:
+        count: Elements of the bucket.
+        itemsize: Bytes of an element of a sum.
+        local_rank: Number of the rank in its host.
+        num_ranks: How many have a share, on each host.
+        num_hosts: At least 2.
+        piece_bytes: Most of one message; None: what suits it.
+        num_blocks: How many blocks each host has; None: one.
+        value_bytes: Bytes of an element of a gradient, where gradients may travel as they are; None: they
+            may not.
+
+    Example:
+        >>> plan_route(64, 4, 1, 2, 2)
+        Route(share=range(32, 64), parts=((range(32, 64),),), is_of_values=False)
+    """
+    share = _cut_evenly(range(count), num_ranks)[local_rank]
+    if value_bytes is not None and (value_bytes < itemsize or len(share) * value_bytes >= VALUES_BYTES):
+        piece_bytes = piece_bytes or (PAIR_MESSAGE_BYTES if num_hosts == 2 else MESSAGE_BYTES)
+        most = piece_bytes // value_bytes // _BLOCK_ELEMENTS * _BLOCK_ELEMENTS
+        nbytes = len(share) * value_bytes
+        is_one_round = (
+            nbytes < VALUES_BYTES and _more_in_one_round(nbytes, [1] * num_hosts) <= ONE_ROUND_BYTES
+        )
+        parts = [share] if is_one_round else _cut_evenly(share, num_hosts)
+        return Route(share, tuple(_pieces(part, most) for part in parts), is_of_values=True)
+    piece_bytes = piece_bytes or MESSAGE_BYTES
+    num_blocks = [1] * num_hosts if num_blocks is None else num_blocks
+    nbytes = len(share) * itemsize
+    if _more_in_one_round(nbytes, num_blocks) <= ONE_ROUND_BYTES:
+        parts = [share]
+    elif num_hosts == 2 and nbytes > 2 * piece_bytes:
+        parts = _cut_by_blocks(share, *num_blocks)
+    else:
+        parts = _cut_evenly(share, num_hosts)
+    most = max(_BLOCK_ELEMENTS, piece_bytes // itemsize // _BLOCK_ELEMENTS * _BLOCK_ELEMENTS)
+    return Route(share, tuple(_pieces(part, most) for part in parts))
+
+
+def _more_in_one_round(nbytes: int, num_blocks: Sequence[int]) -> float:
+    """How many bytes more than in two rounds the host with the most blocks sends in one.
+
+    Example:
+        >>> [_more_in_one_round(96, num_blocks) for num_blocks in ([1, 1], [1, 1, 1], [1, 2])]
+        [0.0, 64.0, 48.0]
+    """
+    hosts, blocks = len(num_blocks), max(num_blocks)
+    return (blocks * hosts - blocks - 1) * (hosts - 1) * nbytes / hosts
+
+
+def place_of(hosts: Sequence[Sequence[int]], rank: int) -> tuple[int, int]:
+    """The number of a rank's host, and its local rank there.
+
+    Example:
+        >>> place_of([[0, 1], [2, 3]], 3)
+        (1, 1)
+    """
+    host = next(number for number, ranks in enumerate(hosts) if rank in ranks)
+    return host, list(hosts[host]).index(rank)
+
+
+def num_shares(ranks: Sequence[Sequence[int]]) -> int:
+    """How many ranks of each host have a share, where these are the ranks of the hosts.
+
+    Example:
+        >>> num_shares([[0, 1], [2]])
+        1
+    """
+    return min(map(len, ranks))
+
+
+def spoken_for(ranks: Sequence[int], local_rank: int, shares: int) -> tuple[int, ...]:
+    """The ranks of a host whose reports travel beside the share of one of them: itself, and some without one.
+
+    Args:
+        ranks: The ranks of the host.
+        local_rank: Below `shares`.
+        shares: See `num_shares`.
+
+    Example:
+        >>> spoken_for([4, 5, 6], local_rank=0, shares=2)
+        (4, 6)
+    """
+    return tuple(ranks[local_rank::shares])
+
+
+def turns_of(host: int, num_hosts: int) -> list[int]:
+    """The other hosts, in the order in which one sends to them.
+
+    In each turn every host is sent to by one other, so that no link has two messages for it while another
+    one has none.
+
+    Example:
+        >>> [turns_of(host, 3) for host in range(3)]
+        [[1, 2], [2, 0], [0, 1]]
+    """
+    return [(host + turn) % num_hosts for turn in range(1, num_hosts)]
+
+
+def _cut_evenly(whole: range, count: int) -> list[range]:
+    """Neighbouring ranges whose sizes differ by one block at most; only the last may end within a block."""
+    blocks = -(-len(whole) // _BLOCK_ELEMENTS)
+    cuts = [min(len(whole), blocks * i // count * _BLOCK_ELEMENTS) for i in range(count + 1)]
+    return [whole[begin:end] for begin, end in pairwise(cuts)]
+
+
+def _cut_by_blocks(share: range, one: int, other: int) -> list[range]:
+    """The parts of two hosts that have so many blocks, with which both send the same.
+
+    Whoever owns x of the share sends its blocks of the rest, and x: with 1 and 2 blocks, the second host owns
+    everything, gets the first one's sum and sends the result, and neither sends more than the share. Its
+    result waits for all that it is made of, piece by piece; so this is for shares of several pieces.
+    """
+    blocks = -(-len(share) // _BLOCK_ELEMENTS)
+    cut = min(len(share), blocks * (one - 1) // (one + other - 2) * _BLOCK_ELEMENTS)
+    return [share[:cut], share[cut:]]
+
+
+def _pieces(part: range, most: int) -> tuple[range, ...]:
+    """At least one, because a message says more than it carries."""
+    return tuple(part[begin : begin + most] for begin in range(0, max(1, len(part)), most))
