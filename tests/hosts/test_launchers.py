@@ -178,6 +178,33 @@ def test_paceline_run_says_at_whom_it_waits_and_gives_up(hosts: Hosts) -> None:
     assert f"node0 stands for {hosts.address(0)} here, reached from {hosts.address(1)} (eth0)" in output
 
 
+def test_paceline_run_says_for_whom_the_first_host_waits(hosts: Hosts) -> None:
+    """torch's agent waits there, and says nothing until it gives up."""
+    launcher = run_on(hosts, 0, "--rdzv", "node0:29414", "--rdzv-timeout-s", "12")
+    output, _ = launcher.communicate(timeout=WITHIN_S)
+    assert launcher.returncode not in (0, 2), output
+    assert re.search(
+        "host node0 has waited 1. s at --rdzv node0:29414 for the other hosts of --nnodes 2", output
+    )
+    assert re.search(r"host node0 has waited \d+ s for the other hosts, and started no rank\.", output), (
+        output
+    )
+    assert "--nnodes 2 and --rdzv node0:29414 on each host" in output
+
+
+def test_paceline_run_says_nothing_of_other_hosts_where_ranks_fail_at_once(
+    hosts: Hosts, tmp_path: Path
+) -> None:
+    (tmp_path / "script.py").write_text("raise SystemExit(3)\n")
+    command = [sys.executable, "-m", "paceline", "run", "--nnodes", "2", "-n", "1"]
+    command += ["--rdzv", f"{hosts.address(0)}:29415", str(tmp_path / "script.py")]
+    launchers = [hosts.start(host, command, {}, **OPTIONS) for host in range(2)]
+    outputs = [launcher.communicate(timeout=WITHIN_S)[0] for launcher in launchers]
+    for launcher, output in zip(launchers, outputs, strict=True):
+        assert launcher.returncode == 1, output
+        assert "for the other hosts" not in output, output
+
+
 def test_paceline_run_refuses_a_name_that_stands_for_nothing(hosts: Hosts) -> None:
     launcher = run_on(hosts, 1, "--rdzv", "node7:29412")
     output, _ = launcher.communicate(timeout=WITHIN_S)

@@ -2,17 +2,19 @@
 
 Its one idea: torch's agent on each host starts the ranks of that host, and the agents agree who they are; we
 tell each agent what it would have to guess (whether it is the one that all meet at, and at which address
-others reach it), and wait in its place for a meeting point that is not there yet, which it does in silence.
+others reach it), and say what it waits for in silence: a meeting point that is not there yet, or other hosts.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,14 +26,20 @@ from paceline.errors import ConfigError
 from paceline.launch.dashboard import DashboardProcess, check_dashboard
 from paceline.launch.process import (
     adopt_orphans,
+    descendants,
     die_with_parent,
+    has_had_children,
     interpreter,
     kill_descendants,
+    wait_readable,
 )
 from paceline.launch.trace import HostTrace, JobRecording, trace_variables
 from paceline.rendezvous.addresses import Way, find_way, wait_for_listener
 from paceline.tracing import jobs
 from paceline.tracing.ring_file import FOLDER_VARIABLE
+
+_LOOK_S = 0.5
+_SAY_EVERY_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -102,7 +110,7 @@ def run_elastic(elastic: Elastic, command: Sequence[str], environment: Mapping[s
     told = {**environment, "OMP_NUM_THREADS": threads}
     words = [*interpreter(), *arguments, *command]
     sys.stdout.flush()
-    sys.exit(_run_watched(words, told, _watch_of(checked, command, told)))
+    sys.exit(_run_watched(words, told, _watch_of(checked, command, told), _Meeting(checked)))
 
 
 @dataclass(frozen=True)
@@ -145,11 +153,54 @@ def _watch_of(elastic: Elastic, command: Sequence[str], inherited: Mapping[str, 
     return _Watch(recording, page, trace, variables)
 
 
+class _Meeting:
+    """Says what the agent waits for in silence, as long as it has started no rank.
+
+    Args:
+        elastic: What was asked.
+    """
+
+    def __init__(self, elastic: Elastic) -> None:
+        self._elastic = elastic
+        self._began_s = time.monotonic()
+        self._say_at_s = self._began_s + _SAY_EVERY_S
+        self._is_over = elastic.nnodes == 1
+
+    def seconds_to_look(self) -> float:
+        """When the next look is due, counted from now."""
+        return math.inf if self._is_over else _LOOK_S
+
+    def look(self, agent: int) -> None:
+        """Say it, if it is time to. The agent runs, or has ended and was not waited for."""
+        if self._is_over or descendants(agent) or has_had_children(agent):
+            self._is_over = True
+        elif time.monotonic() >= self._say_at_s:
+            self._say_at_s += _SAY_EVERY_S
+            rdzv, nnodes = self._elastic.rdzv, self._elastic.nnodes
+            _say(f"paceline: {self._waited()} at --rdzv {rdzv} for the other hosts of --nnodes {nnodes}")
+
+    def end(self, status: int) -> None:
+        """The agent has ended: say what that means, if it was before there was any rank."""
+        if self._is_over or status == 0:
+            return
+        nnodes, rdzv = self._elastic.nnodes, self._elastic.rdzv
+        _say(
+            f"paceline: {self._waited()} for the other hosts, and started no rank.\n"
+            "  likely   another host was not started, has another --nnodes, or cannot reach this address\n"
+            f"  hint     --nnodes {nnodes} and --rdzv {rdzv} on each host; --rdzv-timeout-s waits longer"
+        )
+
+    def _waited(self) -> str:
+        return f"host {socket.gethostname()} has waited {time.monotonic() - self._began_s:.0f} s"
+
+
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _run_watched(words: Sequence[str], environment: Mapping[str, str], watch: _Watch) -> int:
+def _run_watched(
+    words: Sequence[str], environment: Mapping[str, str], watch: _Watch, meeting: _Meeting
+) -> int:
     """Run the agent as a child, and tell what is seen of its ranks. Returns its exit status.
 
     A Ctrl-C reaches the agent from the terminal; other signals are passed on. If this process is killed, the
@@ -166,32 +217,30 @@ def _run_watched(words: Sequence[str], environment: Mapping[str, str], watch: _W
         env={**environment, **watch.variables},
         preexec_fn=lambda: die_with_parent(own_pid, signal.SIGTERM),
     )
+    ended = os.pidfd_open(agent.pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for signum in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, lambda received, _: agent.send_signal(received))
-    while (ended := _wait(agent, watch.recording.seconds_to_look())) is None:
+    while not wait_readable([ended], min(watch.recording.seconds_to_look(), meeting.seconds_to_look())):
         watch.recording.look()
-    status = ended if ended >= 0 else 128 - ended
+        meeting.look(agent.pid)
+    meeting.look(agent.pid)
+    os.close(ended)
+    found = agent.wait()
+    status = found if found >= 0 else 128 - found
+    meeting.end(status)
     if watch.dashboard is not None:
         watch.dashboard.end(status)
-    if ended < 0:
+    if found < 0:
         _say(
             f"paceline: torch's agent on host {socket.gethostname()} was ended by "
-            f"{signal.Signals(-ended).name}, and its ranks are ended with it"
+            f"{signal.Signals(-found).name}, and its ranks are ended with it"
         )
         kill_descendants()
     watch.recording.end(status)
     if watch.trace is not None:
         watch.trace.end(_say)
     return status
-
-
-def _wait(agent: subprocess.Popen[bytes], seconds: float) -> int | None:
-    """The exit status of the agent; None: it has not ended in time."""
-    try:
-        return agent.wait(max(seconds, 0.01))
-    except subprocess.TimeoutExpired:
-        return None
 
 
 def check(elastic: Elastic) -> Elastic:

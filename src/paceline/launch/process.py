@@ -159,6 +159,16 @@ def descendants(ancestor: int) -> list[int]:
     return found
 
 
+def has_had_children(pid: int) -> bool:
+    """Whether a process, which may have ended, has waited for a child that used 10 ms of a processor."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()
+    except OSError:
+        return False
+    return int(fields[13]) + int(fields[14]) > 0  # cutime and cstime, see proc_pid_stat(5)
+
+
 def _live_parent(pid: str) -> int | None:
     """The parent of a process that has not ended; None for a zombie."""
     try:
