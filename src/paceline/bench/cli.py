@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from paceline.bench.contest import Entry, Plan
     from paceline.bench.report import Report
 
+_MOST_HOSTS = 1 << 16  # of a prediction, which plans the route of each
 _EPILOG = """\
 Contenders take turns, round after round, so that whatever else this machine does hits all alike.
 Results meant to be kept: --markdown benchmarks/results (a folder: the file names itself).
@@ -210,7 +211,11 @@ def _add_predict(benches: Any) -> None:
         "--gradients", type=_size, default=100 << 20, metavar="SIZE", help="of one rank (default 100MiB)"
     )
     parser.add_argument(
-        "--hosts", type=_numbers(2), default=(2, 8, 64, 1024), metavar="A,B", help="default 2,8,64,1024"
+        "--hosts",
+        type=_numbers(2, _MOST_HOSTS),
+        default=(2, 8, 64, 1024),
+        metavar="A,B",
+        help="default 2,8,64,1024",
     )
     parser.add_argument(
         "--ranks", type=_at_least(1), default=8, metavar="N", help="ranks on each host (default 8)"
@@ -397,8 +402,14 @@ def _size(text: str) -> int:
     return size
 
 
-def _numbers(least: int) -> Callable[[str], tuple[int, ...]]:
-    return lambda text: tuple(_at_least(least)(part) for part in _names(text) or (text,))
+def _numbers(least: int, most: int) -> Callable[[str], tuple[int, ...]]:
+    def parse(text: str) -> tuple[int, ...]:
+        numbers = tuple(_at_least(least)(part) for part in _names(text) or (text,))
+        if max(numbers) > most:
+            raise argparse.ArgumentTypeError(f"{max(numbers)} is more than {most}")
+        return numbers
+
+    return parse
 
 
 def _rates(text: str) -> tuple[float, ...]:

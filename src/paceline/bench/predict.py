@@ -208,8 +208,8 @@ def run(
         f"{Machines.latency_s * 1e6:g} us from process to process, {Machines.message_s * 1e6:g} us of a core "
         f"for each message, {Machines.connection_bits_per_s / 1e9:g} Gbit/s in one connection, "
         f"{Machines.memory_bytes_per_s / 1e9:g} GB/s of memory. docs/scaling.md compares it with "
-        "measurements at 100 Mbit/s to 10 Gbit/s, where two cores did the work of all hosts and took 2 to 5 "
-        "times as long as the model; nothing was measured above that.",
+        "measurements at 100 Mbit/s to 10 Gbit/s, where two cores did the work of all hosts and took 1.6 to "
+        "4 times as long as the model; nothing was measured above that.",
         "limit: what decides Paceline's time without compression.",
     ]
     if max(hosts) > _MOST_HOSTS_OF_PADDLE:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 
-_FACTORS = {"b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
+_FACTORS = {
+    **{"b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30},
+    **{"kb": 10**3, "mb": 10**6, "gb": 10**9},
+}
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size such as '16KiB', '25 MiB' or '4'. Raises ValueError that says what is wrong.
+    """Bytes of a size such as '16KiB', '25 MB' or '4'. Raises ValueError that says what is wrong.
 
     Example:
         >>> parse_size("16KiB")
@@ -17,7 +20,7 @@ def parse_size(text: str) -> int:
     match = re.fullmatch(r"\s*(\d+)\s*([a-zA-Z]*)\s*", text)
     factor = _FACTORS.get((match[2] or "b").lower()) if match else None
     if match is None or factor is None:
-        raise ValueError(f"{text!r} is no size; write 4, 16KiB, 25MiB or 1GiB")
+        raise ValueError(f"{text!r} is no size; write 4, 16KiB, 25MB or 1GiB")
     size = int(match[1]) * factor
     if size == 0 or size % 4:
         raise ValueError(f"{text!r}: a size must hold whole float32 elements of 4 bytes, and at least one")
