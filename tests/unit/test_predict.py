@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -40,7 +39,7 @@ def where_the_link_decides():
     """Slow links first. The processor decides below 1 MB on faster links, and at 10 Gbit/s."""
     slow, fast = "100 Mbit/s", "1 Gbit/s"
     found = {
-        key: each for key, each in compared().items() if key[1] == slow or key[1] == fast and key[2] >= 1
+        key: each for key, each in compared().items() if key[1] == slow or (key[1] == fast and key[2] >= 1)
     }
     return dict(sorted(found.items(), key=lambda item: (item[0][1] == fast, item[0][2], item[0][0])))
 
@@ -88,7 +87,7 @@ def test_the_panels_of_the_picture_have_one_scale_with_more_than_one_mark(monkey
 
 
 def test_the_page_has_the_comparison():
-    """And where two cores that do the work of all hosts are slower than the link, how far off the model is."""
+    """And how far off the model is where two cores, which do the work of all hosts, are slower than the link."""
     beyond = {key: ratios for key, ratios in compared().items() if key[1] == "10 Gbit/s" and key[2] > 1}
     assert len(beyond) == 6
     for comparison in (where_the_link_decides(), beyond):
