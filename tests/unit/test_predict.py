@@ -87,7 +87,7 @@ def test_the_panels_of_the_picture_have_one_scale_with_more_than_one_mark(monkey
 
 
 def test_the_page_has_the_comparison():
-    """And how far off the model is where two cores, which do the work of all hosts, are slower than the link."""
+    """And how far off the model is where two cores do the work of all hosts, and are slower than the link."""
     beyond = {key: ratios for key, ratios in compared().items() if key[1] == "10 Gbit/s" and key[2] > 1}
     assert len(beyond) == 6
     for comparison in (where_the_link_decides(), beyond):
