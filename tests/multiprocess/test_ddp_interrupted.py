@@ -159,7 +159,7 @@ def test_an_end_that_is_dropped_late_concerns_no_later_pass(
         return kept[-1]
 
     for module in ("passes", "micro_batches"):
-        monkeypatch.setattr(f"paceline.reducer.{module}.EndOfBackward", keep)
+        monkeypatch.setattr(f"paceline.reducer.passes.{module}.EndOfBackward", keep)
     model = Model(hides=False)
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     x = torch.full((1, 4), 1.0 + rank)

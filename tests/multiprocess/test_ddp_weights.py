@@ -86,6 +86,26 @@ def test_ragged_micro_batches_equal_one_process_in_float64(rank: int, path: str,
             assert ddp.grad_norm() == pytest.approx(norm, rel=1e-4)
 
 
+@pytest.mark.parametrize("view", [False, True])
+@ranks(2, group="gloo")
+def test_micro_batches_without_weight_leave_nothing_wherever_they_come(rank: int, view: bool) -> None:
+    ddp = DistributedDataParallel(two_layers(), gradient_as_bucket_view=view)
+    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(3))
+    expected = reference(ddp.module, x)
+    for void in (torch.full((2, 4), torch.nan), torch.ones(2, 4)):
+        for begin in range(3):  # before, between and after those that count
+            ddp.zero_grad()
+            parts = [(x[:1], 1), (x[1:], 2)] if rank else [(x[:1], 0), (x[:1], 0)]
+            parts.insert(begin, (void, 0))
+            with ddp.no_sync():
+                for part, weight in parts[:-1]:
+                    with ddp.weight(weight):
+                        mean_loss(ddp(part)).backward()
+            with ddp.weight(parts[-1][1]):
+                mean_loss(ddp(parts[-1][0])).backward()
+            assert_mean(ddp, expected)
+
+
 @pytest.mark.parametrize("path", PATHS)
 @ranks(2, group="gloo")
 def test_the_weight_may_be_computed_from_the_inputs(rank: int, path: str) -> None:
@@ -171,6 +191,9 @@ def test_weights_that_make_no_sense(rank: int) -> None:
     ddp = DistributedDataParallel(two_layers())
     for wrong in (-1, math.nan, math.inf, "three", torch.ones(2)):
         with pytest.raises(ConfigError, match="a finite number, 0 or more"):
+            ddp.weight(wrong)
+    for wrong in (1e-300, 1e38):  # gradients would become 0, or infinities
+        with pytest.raises(ConfigError, match="expected 0, or from 1e-20 to 1e\\+20"):
             ddp.weight(wrong)
     with pytest.raises(ConfigError, match="a finite number, 0 or more"):
         DistributedDataParallel(two_layers(), weight=-2)

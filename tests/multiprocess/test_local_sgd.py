@@ -405,6 +405,19 @@ class Averaged(nn.Module):
         return (self.weight * x).sum()
 
 
+@ranks(2, group="gloo")
+def test_a_state_from_the_midst_of_a_round_with_weights_says_what_it_lacks(rank):
+    place(rank, 1)
+    ddp = DistributedDataParallel(network(), local_sgd=LocalSGD(3))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
+    with ddp.weight(3.0):
+        train(ddp, optimizer, range(1), rank, 2)
+    with pytest.warns(RuntimeWarning, match=r"since_meeting=1\), without its weights"):
+        assert ddp.local_sgd_state_dict()["since_meeting"] == 1
+    ddp.sync_parameters()
+    assert ddp.local_sgd_state_dict()["since_meeting"] == 0
+
+
 @ranks(4, group="gloo")
 def test_buffers_are_in_step_within_a_host_after_each_pass_and_everywhere_after_a_meeting(rank):
     place(rank, 2)

@@ -254,7 +254,7 @@ def test_a_rank_that_does_not_wait_is_late_by_itself():
 
 def test_a_deadline_at_which_nobody_looks_late_blames_nobody():
     number_ranks("host 2", (2, 3), 4)
-    ranks = [waiting(0, "host_sums", 2), rank_facts(1)]
+    ranks = [waiting(0, "call", 2), rank_facts(1)]
     seen = facts(Reason.DEADLINE, ranks=ranks, late=[], waiting=[0], culprit=-1, group="host 2", rank=0)
     error = make_error(seen)
     assert isinstance(error, errors.DeadlineError)
@@ -262,6 +262,14 @@ def test_a_deadline_at_which_nobody_looks_late_blames_nobody():
     assert "rank 3 (pid 1001) is alive" in error.seen
     assert error.late == ()
     assert "has waited 1.2 s for something of which no rank is known to be late in" in describe_slow(seen)
+
+
+def test_a_slow_wait_for_what_other_hosts_send_is_told_as_such():
+    number_ranks("host 3", (2,), 4)
+    seen = facts(
+        Reason.DEADLINE, ranks=[waiting(0, "host_sums", 2)], late=[], culprit=-1, group="host 3", rank=0
+    )
+    assert "rank 2 of 4 has waited 1.2 s for its partners on other hosts in" in describe_slow(seen)
 
 
 def test_ranks_of_a_host_that_wait_have_the_numbers_of_all():

@@ -394,7 +394,7 @@ def test_gradients_that_travel_as_they_are_have_the_bits_of_sums(
     monkeypatch.setattr(Transport, "needs_headers", True)
     sums = means(layout, cap, weights, steps=4)
     monkeypatch.setattr(Transport, "needs_headers", False)
-    monkeypatch.setattr("paceline.reducer.hosts.VALUES_BYTES", values_bytes)
+    monkeypatch.setattr(routes, "VALUES_BYTES", values_bytes)
     made = []
     room_bytes = ValuesFlight.room_bytes
     monkeypatch.setattr(ValuesFlight, "room_bytes", lambda *given: made.append(given) or room_bytes(*given))
@@ -408,13 +408,13 @@ def test_more_hosts_than_the_core_adds_at_once(cap: int, monkeypatch: pytest.Mon
     weights = [2.5, 0.0, 1.0, 3.1, 1e-3]
     at_once = means(layout, cap, weights)
     monkeypatch.setattr(_core, "MAX_RANKS", 2)
-    monkeypatch.setattr("paceline.reducer.hosts.VALUES_BYTES", 1)
+    monkeypatch.setattr(routes, "VALUES_BYTES", 1)
     assert means(layout, cap, weights) == at_once
 
 
 def test_gradients_that_travel_as_they_are_take_no_memory_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither what is sent nor the means that come have another place than the arena."""
-    monkeypatch.setattr("paceline.reducer.hosts.VALUES_BYTES", 1)
+    monkeypatch.setattr(routes, "VALUES_BYTES", 1)
     world = World([[0], [1]], 1 << 22)
     arenas: dict[int, tuple[int, int]] = {}
     begun: list[tuple[int, int, int, bool]] = []  # rank, address, bytes
@@ -447,7 +447,7 @@ def test_gradients_that_travel_as_they_are_take_no_memory_twice(monkeypatch: pyt
 def test_a_pass_of_gradients_that_travel_as_they_are_has_three_headers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("paceline.reducer.hosts.VALUES_BYTES", 1)
+    monkeypatch.setattr(routes, "VALUES_BYTES", 1)
     world = World([[0], [1], [2]], 1 << 14)
     assert len(world.plan.buckets) > 3
 
@@ -465,7 +465,7 @@ def test_a_pass_of_gradients_that_travel_as_they_are_has_three_headers(
 @pytest.mark.parametrize("layout", [[[0], [1]], [[0, 1], [2, 3]]], ids=["gradients as they are", "sums"])
 def test_ranks_of_different_plans_average_nothing(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tags come again after some plans, and pair then; the first header tells."""
-    monkeypatch.setattr("paceline.reducer.hosts.VALUES_BYTES", 1)
+    monkeypatch.setattr(routes, "VALUES_BYTES", 1)
     assert wire.tag_of(0, 0, 0, 1) == wire.tag_of(0, 0, 0, 9)
     generations = [1 if rank in layout[0] else 9 for rank in range(sum(map(len, layout)))]
     world = World(layout, 1 << 14, control=Failures, generations=generations)
@@ -487,7 +487,7 @@ def test_ranks_of_different_plans_average_nothing(layout: Layout, monkeypatch: p
 def test_a_host_that_tells_another_weight_within_a_pass_is_noticed(
     layout: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.reducer.hosts.VALUES_BYTES", 1)
+    monkeypatch.setattr(routes, "VALUES_BYTES", 1)
     # Two buckets, each of several pieces of sums: the last header beside gradients is not the first one.
     monkeypatch.setattr(hierarchical, "plan_route", functools.partial(plan_route, piece_bytes=1 << 12))
     world = World(layout, 1 << 17, control=Failures)
@@ -516,7 +516,7 @@ def test_an_overflow_in_any_bucket_is_told_at_the_end_of_the_pass(
     element: int, values_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever gets a mean from its owner has not seen the sum."""
-    monkeypatch.setattr("paceline.reducer.hosts.VALUES_BYTES", values_bytes)
+    monkeypatch.setattr(routes, "VALUES_BYTES", values_bytes)
     world = World([[0], [1]], 1 << 14)
     assert len(world.plan.buckets) > 3
 

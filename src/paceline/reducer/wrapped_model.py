@@ -47,7 +47,7 @@ class WrappedModel:
         _home: Where the parameters lie that the ranks of a host share; None: each rank has its own.
         _earlier_steps: Good passes of the run whose state was loaded.
         require_backward_grad_sync: Whether the next forward begins a synchronised pass; see no_sync(). Of the
-            pass under way `PassState.is_syncing` says it, which only `Passes` sets.
+            backward under way `PassState.is_syncing` says it.
     """
 
     _passes: Passes[Any] | None
@@ -154,10 +154,10 @@ class WrappedModel:
         later passes use the scale of the pass before.
 
         Args:
-            weight: A number, or a tensor of one: 0 or more, of any size; only the ratios count.
+            weight: A number, or a tensor of one: 0, or from 1e-20 to 1e20; only the ratios count.
 
         Raises:
-            ConfigError: It is negative, infinite, NaN, or no number.
+            ConfigError: It is negative, NaN, out of that range, or no number.
 
         Example:
             Rank 0 has 3 tokens and a gradient of 1, rank 1 has 1 token and a gradient of 5:

@@ -7,6 +7,7 @@ second to come, in a process with torch in it) and never learn its text.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing.util
 import os
 import sys
@@ -87,11 +88,12 @@ def before_leaving(farewell: Callable[[], object], *, is_last: bool = False) -> 
 
 
 def _end() -> None:
-    if getattr(sys, "last_value", None) is None:
-        for known in (*_farewells, *_last_farewells):
-            if (farewell := known()) is not None:
-                farewell()
-    close_all()
+    with contextlib.ExitStack() as rest:  # what one farewell raises must not keep the others from being said
+        rest.callback(close_all)
+        if getattr(sys, "last_value", None) is None:
+            for known in reversed((*_farewells, *_last_farewells)):  # the last callback is called first
+                if (farewell := known()) is not None:
+                    rest.callback(farewell)
 
 
 def _leave() -> None:

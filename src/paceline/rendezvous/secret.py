@@ -86,7 +86,7 @@ def users_secret(environ: Mapping[str, str]) -> JobSecret:
     if path := environ.get(FILE_VARIABLE, ""):
         return _checked(_read_private(path), f"{FILE_VARIABLE}={path}")
     if text := environ.get(TEXT_VARIABLE, ""):
-        return _checked(text.encode(), TEXT_VARIABLE)
+        return _checked(os.fsencode(text), TEXT_VARIABLE)  # its bytes, whatever they are
     return NO_SECRET
 
 

@@ -69,8 +69,8 @@ class DataParallel(WrappedModel, PaddleNames):
 
     Attributes and methods of the model are reached through the wrapper, except names that the wrapper has
     itself: `model.module.finished` is the model's own. If the model has a tensor `weight`, `model.weight` is
-    that tensor; use the argument `weight` to weigh the mean. Parameters with `no_sync = True` are not
-    averaged.
+    that tensor; use the argument `weight` to weigh the mean. Parameters and buffers with `no_sync = True`,
+    and buffers that are sparse tensors, are each rank's own.
 
     Collective: every rank constructs it, and runs the same number of synchronised backwards.
 
@@ -343,10 +343,7 @@ class DataParallel(WrappedModel, PaddleNames):
                 as_weight(weight(*inputs, **kwargs) if callable(weight) else weight)
             )
         output = self._run(inputs, kwargs)
-        # Where others hold the parameters too, only an output tells whose backward begins: a weight may be
-        # given between this forward and its backward.
-        if is_syncing or self._passes.micro_batches.is_used or self._passes.is_shared:
-            self._passes.watch(output)
+        self._passes.watch(output)
         if recording.note is not None:
             self._passes.end_forward()
             if recording.keeps_all and not is_syncing:

@@ -102,7 +102,7 @@ class PaddleAutograd:
         self._gradients.count_all()
 
     def watch(self, output: object) -> None:
-        graph = self._state.graphs.add(self._on_output_gradient)
+        graph = self._state.graphs.add(self._on_output_gradient, is_averaged=self._state.is_syncing)
         begins_at_outputs = not may_hide_tensors(output)
         for tensor in tensors_in(output):
             if tensor.stop_gradient:
@@ -126,7 +126,12 @@ class PaddleAutograd:
     def _on_output_gradient(self, graph: Graph) -> None:
         """The backward of an output has begun, or paddle.grad() through it, which is no pass."""
         try:
-            if not self._state.is_syncing:
+            state = self._state
+            if calls.depth and state.is_other(graph):
+                state.follow(graph)
+                if not state.is_syncing:  # a pass ends by itself
+                    graphs.at_end(EndOfBackward(state.unfollow, state.unfollow))
+            if not state.is_syncing:
                 self.weights.watch_local()
             elif calls.depth and self.has_ended:
                 raise ConfigError(
@@ -135,9 +140,9 @@ class PaddleAutograd:
                     hint="call init_reducer() between a backward and the next forward",
                 )
             elif calls.depth:
-                self._state.graphs.begin(graph)
-                if not self._state.is_armed:
-                    self._state.arm()
+                state.graphs.begin(graph)
+                if not state.is_armed:
+                    state.arm()
         except BaseException as error:
             self.keep_error(error)
 

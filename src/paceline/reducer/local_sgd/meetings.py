@@ -18,6 +18,7 @@ Imports what is in this folder, the core, `errors` and the standard library.
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar, final
 
@@ -301,6 +302,13 @@ class Meetings(Generic[_Tensor]):
 
     def state(self, steps: int) -> dict[str, Any]:
         """What a checkpoint needs; see `WrappedModel.local_sgd_state_dict`."""
+        if self.since and self._weight != self.since:  # each member has its own, and all load one state
+            warnings.warn(
+                f"local_sgd_state_dict: in the middle of a round (since_meeting={self.since}), without its "
+                "weights. Whoever loads it goes on as if all had been 1. Call sync_parameters() first.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
         if not self._values:
             self._take_values()
         names = self._tensors.names

@@ -23,12 +23,14 @@ class Graph:
 
     Args:
         on_gradient: Called with this graph when an output has got its gradient.
+        is_averaged: Whether a backward through it is; not, if its forward ran in no_sync().
     """
 
-    __slots__ = ("__weakref__", "_on_gradient")
+    __slots__ = ("__weakref__", "_on_gradient", "is_averaged")
 
-    def __init__(self, on_gradient: Callable[[Graph], None]) -> None:
+    def __init__(self, on_gradient: Callable[[Graph], None], *, is_averaged: bool) -> None:
         self._on_gradient = on_gradient
+        self.is_averaged = is_averaged
 
     def hook(self, _: object) -> None:
         """The hook of each output."""
@@ -54,9 +56,9 @@ class Graphs:
         """Whether a backward has reached a forward's outputs, and its pass is not over."""
         return bool(self._begun)
 
-    def add(self, on_gradient: Callable[[Graph], None]) -> Graph:
+    def add(self, on_gradient: Callable[[Graph], None], *, is_averaged: bool) -> Graph:
         """The graph of a new forward, open until a pass runs through it, or it is dropped."""
-        graph = Graph(on_gradient)
+        graph = Graph(on_gradient, is_averaged=is_averaged)
         self._open.add(weakref.ref(graph, self._forget))
         return graph
 

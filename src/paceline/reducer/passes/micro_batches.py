@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Protocol
@@ -23,12 +22,14 @@ from paceline.arguments import Arguments
 from paceline.errors import ConfigError
 from paceline.reducer.passes.graphs import EndOfBackward
 
+_LEAST, _MOST = 1e-20, 1e20  # weights multiply gradients in float32, and are added up
+
 
 class Accumulating(Protocol):
     """What it must know of a model's passes.
 
     Attributes:
-        is_syncing: Whether the pass under way is averaged.
+        is_syncing: Whether the backward under way is averaged.
         is_armed: Whether a pass is under way.
         accumulated: Parameters that got local gradients since the last synchronised pass.
     """
@@ -128,7 +129,11 @@ class MicroBatchWeights(ABC):
         self._is_open = True
         self._weight, self._once = given, None  # one that is given from now on is of the next backward
         total = self._total + given
-        self._share = 1.0 if self._count == 0 else (given / total if total else 0.0)
+        if self._count == 0:
+            # One without weight must not be part of what others are added to.
+            self._share = 1.0 if given or self._state.is_syncing else 0.0
+        else:
+            self._share = given / total if total else 0.0
         if 0 < self._total < total:
             self._shrink(self._total / total)
         if not self._state.is_syncing:
@@ -183,9 +188,14 @@ def as_weight(weight: object, owner: str = "weight") -> float:
     """A weight as a float.
 
     Raises:
-        ConfigError: It is not a finite number, or is negative.
+        ConfigError: It is not a finite number, or is negative, or too small or large for float32.
     """
-    if type(weight) is float and 0 <= weight < math.inf:  # in each pass of a model that is weighed
+    if type(weight) is float and _LEAST <= weight <= _MOST:  # in each pass of a model that is weighed
         return weight
     hint = "the number of samples, or of tokens, in the rank's part of the batch"
-    return Arguments(owner).number("weight", weight, least=0, what="a finite number", hint=hint)
+    arguments = Arguments(owner)
+    number = arguments.number("weight", weight, least=0, what="a finite number", hint=hint)
+    if number and not _LEAST <= number <= _MOST:
+        expected = f"0, or from {_LEAST:g} to {_MOST:g}"
+        raise arguments.refuse("weight", weight, expected, "divide all weights by the largest: ratios count")
+    return number

@@ -228,7 +228,8 @@ class Passes(Generic[AnyAutograd]):
         It made an iteration less than they did. Nothing else tells of an iteration that a rank skipped as a
         whole: what it does afterwards is what all do.
         """
-        waiting = self.reducer.waiting_ranks() if os.getpid() == self.state.pid else []
+        is_made = hasattr(self, "planning")  # else making it has raised
+        waiting = self.reducer.waiting_ranks() if is_made and os.getpid() == self.state.pid else []
         if waiting:
             warnings.warn(farewell(self.who, waiting, self.among), RuntimeWarning, stacklevel=2)
 
@@ -326,7 +327,7 @@ class Passes(Generic[AnyAutograd]):
         if self._is_obstructed and is_syncing:
             self._check_scattering(is_training=is_training)
         self._begun_forwards += 1
-        state.is_syncing = is_syncing
+        state.expect(is_syncing)
         self.tell_forward(is_syncing=is_syncing, is_training=is_training)
         # Forwards in eval mode often have no backward, on some ranks only; such a rank skips nothing.
         if is_syncing and is_training:
@@ -349,17 +350,20 @@ class Passes(Generic[AnyAutograd]):
 
         Nor does a later backward of a forward that ran within it.
         """
-        before, begun_before = self.state.is_syncing, self._begun_forwards
-        self.state.is_syncing = False
+        state = self.state
+        before, was_local, begun_before = state.is_syncing, state.is_local, self._begun_forwards
+        state.expect(False)
+        state.is_local = True
         try:
             yield
         finally:
+            state.is_local = was_local
             if self._begun_forwards == begun_before:
-                self.state.is_syncing = before
+                state.expect(before)
 
     def sync_next_backward(self, is_syncing: bool = True) -> None:
         """The next backward synchronises, or does not, whatever its forward was to do."""
-        self.state.is_syncing = is_syncing
+        self.state.expect(is_syncing, is_forced=True)
 
     def _arm(self) -> None:
         """The first gradient of a backward has come.
@@ -379,6 +383,7 @@ class Passes(Generic[AnyAutograd]):
                 self._weigh(self.micro_batches.begin())
         except PacelineError as error:
             self.end_turn()
+            state.unfollow()
             self.autograd.note_error(error)
             raise
         if self._shared:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from paceline import _core
 from paceline.errors import ConfigError, ForkedError
-from paceline.reducer.passes.graphs import Graphs
+from paceline.reducer.passes.graphs import Graph, Graphs
 from paceline.reducer.protocol import PassStatus
 
 
@@ -22,8 +22,12 @@ class PassState:
     """Where one model is in its passes; hooks and the front end share it.
 
     Attributes:
-        is_syncing: Whether the pass under way is averaged. Only `Passes` writes it: a forward sets it as the
-            wrapper asks (`require_backward_grad_sync`), and `Passes.local` clears it within no_sync().
+        is_syncing: Whether the backward under way, or the next one, is averaged. Only this class writes it: a
+            forward has it be as the wrapper asks (`require_backward_grad_sync`), and `Passes.local` lets no
+            backward within no_sync() be averaged. A backward that comes to the outputs of an earlier forward
+            has it as that forward had, until it is over: see `follow`.
+        is_local: Whether this is within no_sync().
+        is_forced: Whether the next backward is averaged or not whatever its forward was to do.
         is_armed: Whether a pass is under way, so that the end of this backward ends it.
         is_interrupted: Whether an exception has ended the backward of the last pass, of which the other ranks
             do not know yet.
@@ -49,20 +53,25 @@ class PassState:
         "graphs",
         "handed",
         "is_armed",
+        "is_forced",
         "is_interrupted",
         "is_left_open",
+        "is_local",
         "is_syncing",
         "pid",
         "rank_weight",
         "refusal",
         "staged",
         "status",
+        "usual",
         "where",
     )
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.where = f"rank {rank} of {world_size}"
         self.is_syncing = True
+        self.is_local = self.is_forced = False
+        self.usual: bool | None = None  # what `is_syncing` is after the backward that follows its forward
         self.is_armed = False
         self.is_interrupted = False
         self.ends_by_hand = self.is_left_open = False
@@ -76,9 +85,38 @@ class PassState:
         self.arm: Callable[[], None]
         self.graphs: Graphs
 
+    def expect(self, is_syncing: bool, *, is_forced: bool = False) -> None:
+        """The next backward is averaged, or not, unless it comes to the outputs of another forward.
+
+        Args:
+            is_forced: Whatever it comes to.
+        """
+        self.is_syncing, self.usual, self.is_forced = is_syncing, None, is_forced
+
+    def is_other(self, graph: Graph) -> bool:
+        """Whether the backward that has come to this graph is averaged and taken for local, or vice versa."""
+        if self.is_armed or self.is_forced:
+            return False
+        return self.is_syncing != (graph.is_averaged and not self.is_local)
+
+    def follow(self, graph: Graph) -> None:
+        """Average the backward that has come to this graph, or not, as its forward was to; see `is_other`.
+
+        Where a backward runs through several graphs it is averaged if any of them is, as in torch.
+        """
+        if self.usual is None:
+            self.usual = self.is_syncing
+        self.is_syncing = graph.is_averaged and not self.is_local
+
+    def unfollow(self) -> None:
+        """The backward is over that `follow` was called in; or there was none."""
+        if self.usual is not None:
+            self.is_syncing, self.usual = self.usual, None
+
     def begin_next(self) -> None:
         """Forget the pass that is over."""
-        self.is_armed = self.is_interrupted = False
+        self.unfollow()
+        self.is_armed = self.is_interrupted = self.is_forced = False
         self.handed.clear()
         self.staged.clear()
         self.accumulated.clear()

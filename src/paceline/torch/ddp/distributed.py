@@ -403,12 +403,10 @@ class DistributedDataParallel(WrappedModel, TorchNames):
         if not self._is_connected:
             refuse_backward(output)
         elif passes is not None:
-            state = passes.state
-            if state.is_syncing or state.accumulated or passes.micro_batches.is_used:
-                passes.watch(output)
+            passes.watch(output)
             if recording.note is not None:
                 passes.end_forward()
-                if recording.keeps_all and not state.is_syncing:
+                if recording.keeps_all and not passes.state.is_syncing:
                     passes.watch_local(output)
 
     def _passes_to_weigh(self) -> GradientPasses:

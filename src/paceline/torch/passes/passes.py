@@ -19,7 +19,7 @@ from paceline.errors import PacelineError
 from paceline.reducer.buffers import BufferSync
 from paceline.reducer.link import Link
 from paceline.reducer.passes.front_end import FrontEnd
-from paceline.reducer.passes.graphs import Graph
+from paceline.reducer.passes.graphs import EndOfBackward, Graph
 from paceline.reducer.passes.local_backward import LocalBackward
 from paceline.reducer.passes.passes import Passes
 from paceline.reducer.passes.state import PassState
@@ -176,7 +176,7 @@ class TorchAutograd:
     def watch(self, output: object) -> None:
         if self._buffers.hook is not None and self._state.is_syncing:
             self._buffers.hook.after_forward(self._tensors.current_buffers())
-        graph = self._state.graphs.add(self._on_output_gradient)
+        graph = self._state.graphs.add(self._on_output_gradient, is_averaged=self._state.is_syncing)
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(graph.hook)  # type: ignore[no-untyped-call]
@@ -194,10 +194,16 @@ class TorchAutograd:
     @untraced
     def _on_output_gradient(self, graph: Graph) -> None:
         state = self._state
+        if state.is_other(graph) and running_call() is RunningCall.BACKWARD:
+            state.follow(graph)
+            if not state.is_syncing:  # a pass ends by itself
+                end = EndOfBackward(state.unfollow, state.unfollow)
+                Variable._execution_engine.queue_callback(functools.partial(_call, end))
         if not state.is_syncing:
             if state.accumulated:
                 part_accumulated(self._tensors.trainable, state.accumulated)
-            self._weights.watch_local()
+            if self._weights.is_used:
+                self._weights.watch_local()
             return
         call = RunningCall.BACKWARD if state.is_armed else running_call()
         if call in (RunningCall.BACKWARD, RunningCall.UNKNOWN):

@@ -1,0 +1,74 @@
+"""Whether a backward is averaged is a matter of its own forward, whatever forwards came in between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from paceline.torch import DistributedDataParallel
+from tests.harness import ranks
+from tests.multiprocess.forward_orders import ORDERS, expected, run
+
+
+class Scale(nn.Module):
+    """Two weights, so that a pass has more than one gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.ones(1))
+        self.b = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a.sum() * x + self.b.sum() * x
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"gradient_as_bucket_view": True}, {"reduce_through": "group"}],
+    ids=["pointers", "views", "group"],
+)
+@ranks(2, group="gloo")
+def test_a_backward_is_averaged_as_its_forward_asks(rank: int, options: dict[str, Any]) -> None:
+    for order in ORDERS:
+        ddp = DistributedDataParallel(Scale(), **options)
+
+        def backward(outputs: Sequence[torch.Tensor]) -> None:
+            torch.stack(list(outputs)).sum().backward()  # type: ignore[no-untyped-call]
+
+        run(order, rank, lambda value: ddp(torch.tensor(value)), backward, ddp.no_sync)  # noqa: B023
+        wanted = float(expected(order, 2)[rank])
+        for parameter in ddp.parameters():
+            assert_close(parameter.grad, torch.full_like(parameter, wanted), msg=f"{order}: {parameter.grad}")
+
+
+@ranks(2, group="gloo")
+def test_a_rank_may_look_at_its_own_outputs_in_between(rank: int) -> None:
+    """A forward in no_sync() on one rank alone, for a log say."""
+    ddp = DistributedDataParallel(Scale())
+    for _ in range(2):
+        ddp.zero_grad()
+        loss = ddp(torch.tensor(1.0 + rank))
+        if rank == 0:
+            with ddp.no_sync():
+                ddp(torch.tensor(7.0)).detach()
+        loss.backward()
+        assert_close(ddp.module.a.grad, torch.tensor([1.5]))
+
+
+@ranks(2, group="gloo")
+def test_what_a_trainer_prepares_is_averaged_whatever_its_forward_was(rank: int) -> None:
+    ddp = DistributedDataParallel(Scale())
+    with ddp.no_sync():
+        loss = ddp(torch.tensor(1.0 + rank))
+    ddp.reducer.prepare_for_backward([])
+    loss.backward()
+    assert_close(ddp.module.a.grad, torch.tensor([1.5]))
+    with ddp.no_sync():
+        loss = ddp(torch.tensor(1.0 + rank))
+    loss.backward()
+    assert_close(ddp.module.a.grad, torch.tensor([1.5 + 1.0 + rank]))

@@ -1,0 +1,33 @@
+"""What is done at the end of a process, whatever goes wrong on the way."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.rendezvous import lifetime
+
+
+class Leaving:
+    """Notes its farewell, and raises if it is to."""
+
+    def __init__(self, name: str, said: list[str], *, is_broken: bool = False) -> None:
+        self.name, self.said, self.is_broken = name, said, is_broken
+
+    def leave(self) -> None:
+        self.said.append(self.name)
+        if self.is_broken:
+            raise RuntimeError(f"{self.name} is broken")
+
+
+def test_a_farewell_that_raises_keeps_nobody_else_from_leaving(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    for name in ("_farewells", "_last_farewells"):
+        monkeypatch.setattr(lifetime, name, [])
+    monkeypatch.setattr(lifetime, "close_all", lambda: said.append("the groups"))
+    leaving = [Leaving("first", said), Leaving("second", said, is_broken=True), Leaving("third", said)]
+    lifetime.before_leaving(leaving[2].leave, is_last=True)
+    for each in leaving[:2]:
+        lifetime.before_leaving(each.leave)
+    with pytest.raises(RuntimeError, match="second is broken"):
+        lifetime._end()
+    assert said == ["first", "second", "third", "the groups"]
