@@ -330,8 +330,7 @@ class Passes(Generic[AnyAutograd]):
         state.expect(is_syncing)
         self.tell_forward(is_syncing=is_syncing, is_training=is_training)
         # Forwards in eval mode often have no backward, on some ranks only; such a rank skips nothing.
-        if is_syncing and is_training:
-            state.status.forwards += 1
+        state.count_forward(is_syncing and is_training)
         if recording.note is not None:
             self._log.records.begin_forward(self._pass_id, is_syncing, is_training, inputs, kwargs)
         autograd.begin_forward(is_syncing=is_syncing, good_passes=self.good_passes)
@@ -340,7 +339,7 @@ class Passes(Generic[AnyAutograd]):
         """Let the errors of other ranks tell that this one begins a forward. See `begin_forward`."""
         if self._set_activity is None:
             return
-        number = self.state.status.forwards + (is_syncing and is_training)
+        number = self.state.begun_forwards + (is_syncing and is_training)
         which = f"{number} " if number > 1 else ""
         self._set_activity(f"in forward {which}of pass {self._pass_id - self._log.before_first}", number)
 
@@ -393,7 +392,7 @@ class Passes(Generic[AnyAutograd]):
         interrupted = functools.partial(self._interrupt_if_current, self._armed)
         self.autograd.at_end(EndOfBackward(self._end_backward, interrupted))
         if self._set_activity is not None:
-            forwards = state.status.forwards
+            forwards = state.begun_forwards
             self._set_activity(f"in backward of pass {self._pass_id - self._log.before_first}", forwards)
         if recording.note is not None:
             self._log.records.begin_backward(self._pass_id)

@@ -40,15 +40,19 @@ class PassState:
         rank_weight: The weight of this rank in the pass under way, or the last one.
         arm: Begins a pass; hooks call it at the first gradient of a backward.
         graphs: The graphs of forwards whose backward is still to come.
-        status: What the end of the pass tells all ranks: the forwards since the last one, and what is wrong.
-            A hook that raised instead would leave the others waiting.
+        begun_forwards: Forwards since the last pass that all ranks make.
+        status: What the end of the pass tells all ranks: how many of these no backward has come to, and what
+            is wrong. A hook that raised instead would leave the others waiting.
         refusal: Why the gradient of the parameter `status.refused` cannot be averaged.
         where: "rank 1 of 2", for errors.
     """
 
     __slots__ = (
+        "_is_counted",
+        "_number",
         "accumulated",
         "arm",
+        "begun_forwards",
         "ends_by_hand",
         "graphs",
         "handed",
@@ -78,6 +82,9 @@ class PassState:
         self.handed = _core.HandedGradients()
         self.staged: list[int] = []
         self.accumulated: set[int] = set()
+        self.begun_forwards = 0
+        self._is_counted = False  # the forward under way is one of them
+        self._number = 0  # of the pass
         self.status = PassStatus()
         self.rank_weight = 1.0
         self.refusal: ConfigError | None = None
@@ -92,6 +99,26 @@ class PassState:
             is_forced: Whatever it comes to.
         """
         self.is_syncing, self.usual, self.is_forced = is_syncing, None, is_forced
+
+    def count_forward(self, is_counted: bool) -> None:
+        """A forward begins; not counted are those that some rank may make alone."""
+        self._is_counted = is_counted
+        if is_counted:
+            self.begun_forwards += 1
+            self.status.forwards += 1
+
+    def watch(self, graph: Graph) -> Graph:
+        """The graph of the forward under way; it is counted with this one, and not with others of it."""
+        if self._is_counted:
+            self._is_counted, graph.awaited_in = False, self._number
+        return graph
+
+    def reach(self, graph: Graph) -> None:
+        """The backward of a pass has come to this graph."""
+        self.graphs.begin(graph)
+        if graph.awaited_in == self._number:
+            graph.awaited_in = -1
+            self.status.forwards -= 1
 
     def is_other(self, graph: Graph) -> bool:
         """Whether the backward that has come to this graph is averaged and taken for local, or vice versa."""
@@ -116,6 +143,8 @@ class PassState:
     def begin_next(self) -> None:
         """Forget the pass that is over."""
         self.unfollow()
+        self._number += 1
+        self.begun_forwards = 0
         self.is_armed = self.is_interrupted = self.is_forced = False
         self.handed.clear()
         self.staged.clear()

@@ -176,7 +176,8 @@ class TorchAutograd:
     def watch(self, output: object) -> None:
         if self._buffers.hook is not None and self._state.is_syncing:
             self._buffers.hook.after_forward(self._tensors.current_buffers())
-        graph = self._state.graphs.add(self._on_output_gradient, is_averaged=self._state.is_syncing)
+        state = self._state
+        graph = state.watch(state.graphs.add(self._on_output_gradient, is_averaged=state.is_syncing))
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(graph.hook)  # type: ignore[no-untyped-call]
@@ -207,7 +208,7 @@ class TorchAutograd:
             return
         call = RunningCall.BACKWARD if state.is_armed else running_call()
         if call in (RunningCall.BACKWARD, RunningCall.UNKNOWN):
-            state.graphs.begin(graph)
+            state.reach(graph)
         if call is RunningCall.BACKWARD and not state.is_armed:
             state.arm()
 
